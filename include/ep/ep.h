@@ -1,0 +1,604 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_EP_H
+#define EP_EP_H
+
+/**
+ * libep: expert-parallel communication for Mixture-of-Experts models.
+ *
+ * R ranks form an EP group and share E experts. Each rank holds tokens; a router names K experts
+ * for every token. libep carries each token to the ranks that own its experts, lays the rows out
+ * expert by expert as grouped GEMMs want them, and brings the experts' outputs back, summed, to
+ * the rank the token came from. It does so forward and backward:
+ *
+ *     ep_prepare             routing indices          -> the step's plan, counts, offsets
+ *     ep_dispatch            tokens[T, H]             -> recv_tokens[rows, H]
+ *     (your experts)         recv_tokens              -> expert_out[rows, H]
+ *     ep_combine             expert_out               -> out[T, H]
+ *     ep_combine_backward    grad_out[T, H]           -> grad_expert_out[rows, H]
+ *     (your experts)         grad_expert_out          -> grad_recv_tokens[rows, H]
+ *     ep_dispatch_backward   grad_recv_tokens         -> grad_tokens[T, H]
+ *
+ * Contents
+ *     1. Version, status, errors          5. Handles: one per layer
+ *     2. Tensors                          6. The five operations
+ *     3. Bootstrap: how ranks meet        7. Status of a group, settings
+ *     4. Groups
+ *
+ * A first program, one rank of a group:
+ *
+ *     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+ *     config.num_experts = 256, config.max_tokens = 2048, config.max_top_k = 8;
+ *     config.max_row_bytes = 7168 * 2;
+ *     EpGroup *group;    ep_group_create(&bootstrap, &config, &group);
+ *     EpHandle *layer;   ep_handle_create(group, NULL, NULL, 0, &layer);
+ *
+ *     ep_prepare(layer, &topk_idx, NULL, stream, NULL);
+ *     ep_dispatch(layer, &tokens, &topk_weights, NULL, stream,
+ *                 &recv_tokens, &recv_weights, NULL, NULL);
+ *     ... experts ...
+ *     ep_combine(layer, &expert_out, &recv_weights, stream, &out);
+ *
+ * Rules that hold everywhere
+ *   - Every operation is collective over its group, in the same order on every rank. Create the
+ *     handles of a group in the same order on every rank, too. Ranks that disagree are told so
+ *     (EP_ERR_ORDER) instead of exchanging garbage.
+ *   - A call returns an EpStatus; ep_last_error() has the sentence. A refused call did not take
+ *     part and left its outputs alone: correct the argument and call again, the peers wait.
+ *   - The library never exits, aborts, traps or writes to stdout. Every wait has a deadline.
+ *   - The same inputs give the same bytes, on every run and on every backend.
+ *   - Calls are asynchronous on the caller's stream; on the host backend they have finished when
+ *     they return and the stream is ignored (pass NULL). Nothing is allocated after create.
+ *   - One thread at a time calls into one group of one rank. Different groups are independent.
+ *   - Structs begin with their size, which EP_..._INIT fills in. They grow only at the end.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- 1. Version, status, errors ------------------------------------------------------------ */
+
+#define EP_VERSION_MAJOR 0
+#define EP_VERSION_MINOR 1
+#define EP_VERSION_PATCH 0
+
+/** Version of the library at run time: major * 10000 + minor * 100 + patch. */
+int ep_version(void);
+
+/**
+ * Every status: X(name, number, text). Numbers are pinned and never reused.
+ */
+#define EP_STATUS_MAP(X)                                                                           \
+    X(EP_OK, 0, "success")                                                                         \
+    X(EP_ERR_NULL, 1, "a required pointer is null")                                                \
+    X(EP_ERR_STRUCT_SIZE, 2, "a struct has a size this library does not know")                     \
+    X(EP_ERR_RANGE, 3, "a number is negative or out of range")                                     \
+    X(EP_ERR_NDIM, 4, "a tensor has the wrong number of dimensions")                               \
+    X(EP_ERR_TYPE, 5, "a tensor has the wrong element type")                                       \
+    X(EP_ERR_SHAPE, 6, "a tensor has the wrong shape")                                             \
+    X(EP_ERR_ROW_BYTES, 7, "a row has an unsupported number of bytes")                             \
+    X(EP_ERR_ADDRESS, 8, "an address is not aligned as required")                                  \
+    X(EP_ERR_TOKENS, 9, "more tokens than the group's max_tokens")                                 \
+    X(EP_ERR_TOP_K, 10, "more experts per token than the group's max_top_k")                       \
+    X(EP_ERR_ALIGNMENT, 11, "alignment is not a power of two")                                     \
+    X(EP_ERR_BUFFER_SIZE, 12, "a buffer is too small")                                             \
+    X(EP_ERR_ROUTING, 13, "a routing index names no expert of the group")                          \
+    X(EP_ERR_OVERFLOW, 14, "more rows arrived than the receive capacity holds")                    \
+    X(EP_ERR_NOT_PREPARED, 15, "the handle holds no plan: ep_prepare comes first")                 \
+    X(EP_ERR_DESTROYED, 16, "the object was destroyed")                                            \
+    X(EP_ERR_HANDLE_MEMORY, 17, "the handle's memory was overwritten")                             \
+    X(EP_ERR_FOREIGN, 18, "the memory or handle belongs to another group or handle")               \
+    X(EP_ERR_MISMATCH, 19, "ranks were configured differently")                                    \
+    X(EP_ERR_ORDER, 20, "ranks called operations in a different order or with different sizes")    \
+    X(EP_ERR_TIMEOUT, 21, "a rank did not arrive before the deadline")                             \
+    X(EP_ERR_PEER, 22, "another rank of the group failed")                                         \
+    X(EP_ERR_NO_MEMORY, 23, "out of memory")                                                       \
+    X(EP_ERR_SETTING, 24, "an EP_ environment setting is unknown or malformed")                    \
+    X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                   \
+    X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                    \
+    X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")
+
+typedef enum EpStatus {
+#define EP_STATUS_ENUM(name, number, text) name = number,
+    EP_STATUS_MAP(EP_STATUS_ENUM)
+#undef EP_STATUS_ENUM
+} EpStatus;
+
+/** Name and text of a status, as in "EP_ERR_TYPE: a tensor has ...". Never NULL; static storage. */
+const char *ep_status_string(EpStatus status);
+
+/**
+ * The sentence of the calling thread's last failed call: rank, call, argument, expected and got.
+ * "" if none failed. Valid until this thread's next failing call; static per thread.
+ */
+const char *ep_last_error(void);
+
+/**
+ * Set the sentence that ep_last_error() returns on this thread, and return `status`: for authors
+ * of bootstraps, whose callbacks end in `return ep_set_last_error(EP_ERR_..., "rank 3 is gone");`.
+ */
+EpStatus ep_set_last_error(EpStatus status, const char *sentence);
+
+/* ---- 2. Tensors ---------------------------------------------------------------------------- */
+
+/** Element types. Combine sums BF16, FP16 and FP32; dispatch carries any of them as bytes. */
+typedef enum EpType {
+    EP_TYPE_BF16 = 1,
+    EP_TYPE_FP16 = 2,
+    EP_TYPE_FP32 = 3,
+    EP_TYPE_FP8_E4M3 = 4,
+    EP_TYPE_FP8_E5M2 = 5,
+    EP_TYPE_UINT8 = 6, /**< plain bytes: packed fp4, E8M0 scales, anything else */
+    EP_TYPE_INT32 = 7,
+    EP_TYPE_INT64 = 8
+} EpType;
+
+#define EP_MAX_DIMS 3
+
+/**
+ * A tensor is a pointer, a type and a shape: row-major, contiguous, memory owned by the caller.
+ * `data` of row tensors (tokens, expert outputs, their gradients) is 16-byte aligned and their
+ * rows are multiples of 16 bytes. `data` may be NULL where the shape has a 0. On a GPU backend
+ * `data` is device memory; on the host backend plain memory.
+ */
+typedef struct EpTensor {
+    size_t struct_size;
+    void *data;
+    EpType type;
+    int32_t ndim;
+    int64_t shape[EP_MAX_DIMS];
+} EpTensor;
+
+static inline EpTensor ep_tensor_3d(const void *data, EpType type, int64_t d0, int64_t d1,
+                                    int64_t d2) {
+    EpTensor t;
+    t.struct_size = sizeof(t);
+    t.data = (void *)(uintptr_t)data;
+    t.type = type;
+    t.ndim = 3;
+    t.shape[0] = d0;
+    t.shape[1] = d1;
+    t.shape[2] = d2;
+    return t;
+}
+
+static inline EpTensor ep_tensor_2d(const void *data, EpType type, int64_t d0, int64_t d1) {
+    EpTensor t = ep_tensor_3d(data, type, d0, d1, 1);
+    t.ndim = 2;
+    return t;
+}
+
+static inline EpTensor ep_tensor_1d(const void *data, EpType type, int64_t d0) {
+    EpTensor t = ep_tensor_3d(data, type, d0, 1, 1);
+    t.ndim = 1;
+    return t;
+}
+
+/** Bytes of one element, or 0 for a value that is no EpType. */
+size_t ep_type_bytes(EpType type);
+
+/** A cudaStream_t, or NULL. The host backend ignores it. */
+typedef void *EpStream;
+
+/* ---- 3. Bootstrap: how ranks meet ---------------------------------------------------------- */
+
+/**
+ * A bootstrap is what libep needs of the outside to set up a group: who am I, how many are we,
+ * gather a few bytes from everyone, wait for everyone. ep_bootstrap_mpi (ep_mpi.h) makes one from
+ * a communicator, ep_bootstrap_local makes R of them for R threads of one process, and a framework
+ * that already knows its ranks fills in the struct itself: rank, size, allgather and barrier are
+ * enough where the ranks share a node or a GPU backend serves them.
+ *
+ * Callbacks return EP_OK or an error (use ep_set_last_error for the sentence). They are called
+ * during create and destroy of groups alone, except isend, irecv and test. The struct is copied
+ * by ep_group_create; what `context` points to must outlive the groups made from it.
+ */
+typedef struct EpBootstrap {
+    size_t struct_size;
+    int32_t rank;  /**< 0 .. size - 1 */
+    int32_t size;  /**< number of ranks */
+    void *context; /**< passed to every callback */
+
+    /** Gather `bytes` bytes of every rank into out[size * bytes], in rank order. */
+    EpStatus (*allgather)(void *context, const void *in, void *out, size_t bytes,
+                          double timeout_seconds);
+    /** Return when every rank has called. */
+    EpStatus (*barrier)(void *context, double timeout_seconds);
+
+    /**
+     * Optional (NULL: POSIX shared memory is used): collective over all ranks; `bytes` zeroed
+     * bytes for each rank, 64-byte aligned, that all ranks of the same `node` can load and store.
+     * segments[r] becomes rank r's segment as mapped here, NULL where r is on another node.
+     * *memory is what share_free takes.
+     */
+    EpStatus (*share)(void *context, int32_t node, size_t bytes, void **segments, void **memory);
+    void (*share_free)(void *context, void *memory);
+
+    /**
+     * Optional (NULL: all ranks of a group on the host backend must share a node): nonblocking
+     * point-to-point messages, in order for each (pair of ranks, tag). test sets *done, and
+     * releases the request when it is done. cancel releases it without waiting.
+     */
+    EpStatus (*isend)(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,
+                      void **request);
+    EpStatus (*irecv)(void *context, int32_t peer, int32_t tag, void *data, size_t bytes,
+                      void **request);
+    EpStatus (*test)(void *context, void **request, int *done);
+    void (*cancel)(void *context, void **request);
+
+    /** Optional: free `context`; called by ep_bootstrap_destroy. */
+    void (*destroy)(void *context);
+} EpBootstrap;
+
+#define EP_BOOTSTRAP_INIT                                                                          \
+    { sizeof(EpBootstrap), 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/**
+ * Bootstraps for `size` (1 to 1024) ranks that are threads of this process: out[r] belongs to the
+ * thread that plays rank r. Destroy each once.
+ */
+EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out);
+
+/** Free what a bootstrap owns. Destroy its groups first. NULL is allowed. */
+void ep_bootstrap_destroy(EpBootstrap *bootstrap);
+
+/* ---- 4. Groups ----------------------------------------------------------------------------- */
+
+/** A set of ranks that share E experts. Opaque; a process may have several. */
+typedef struct EpGroup EpGroup;
+
+/** Who moves the bytes. */
+typedef enum EpBackend {
+    EP_BACKEND_AUTO = 1, /**< CUDA where every rank has a usable GPU, else HOST */
+    EP_BACKEND_HOST = 2, /**< CPUs: shared memory within a node, messages between nodes */
+    EP_BACKEND_CUDA = 3  /**< GPUs that reach each other's memory */
+} EpBackend;
+
+/** What happens to slots past the receive capacity. Either way they are not written, in slot
+ *  order, the plan counts them, and every other slot is right. */
+typedef enum EpOverflow {
+    EP_OVERFLOW_ERROR = 1, /**< ep_group_status also reports EP_ERR_OVERFLOW */
+    EP_OVERFLOW_DROP = 2   /**< losing rows is part of the model: counted, no error */
+} EpOverflow;
+
+/** "Use the default", in fields that say so. */
+#define EP_DEFAULT (-1)
+
+/**
+ * Configuration of a group. Fields marked = must have the same value on every rank;
+ * ep_group_create compares them and names the field, the ranks and both values otherwise.
+ */
+typedef struct EpGroupConfig {
+    size_t struct_size;
+    int32_t num_experts;    /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
+    int32_t max_tokens;     /**< = most tokens a rank brings in one step, >= 1 */
+    int32_t max_top_k;      /**< = most experts per token, 1 .. EP_MAX_TOP_K */
+    int64_t max_row_bytes;  /**< = largest row of any call, gradients included; multiple of 16,
+                                 at most EP_MAX_ROW_BYTES */
+    int64_t max_scale_bytes; /**< = largest row of scales, 0 if none travel; multiple of 4 */
+    int32_t alignment;      /**< = slabs are padded to multiples of this power of two */
+    int64_t max_recv_rows;  /**< = receive capacity in rows, or 0 for exact sizing: after
+                                 ep_prepare read the total, then allocate (see ep_handle_info) */
+    EpOverflow overflow;    /**< = */
+    EpBackend backend;      /**< = AUTO, HOST or CUDA */
+    double timeout_seconds; /**< deadline of every wait, > 0, or EP_DEFAULT: setting EP_TIMEOUT */
+    void *nccl_comm;        /**< a borrowed ncclComm_t (ep_nccl.h), or NULL */
+} EpGroupConfig;
+
+#define EP_MAX_TOP_K 32
+#define EP_MAX_ROW_BYTES 65536
+#define EP_MAX_RANKS 1024
+
+/** num_experts, max_tokens, max_top_k and max_row_bytes are yours to set. */
+#define EP_GROUP_CONFIG_INIT                                                                       \
+    {                                                                                              \
+        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,            \
+            EP_DEFAULT, NULL                                                                       \
+    }
+
+/**
+ * Create a group; collective over the bootstrap. *out is written on success alone. Any rank's
+ * failure (bad or differing configuration, no memory) is an error on every rank.
+ */
+EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
+
+/** Destroy a group and its handles; collective in the sense that peers must have finished their
+ *  last call, which each rank waits for, up to the deadline. NULL is allowed. */
+void ep_group_destroy(EpGroup *group);
+
+/** What a configuration takes, and whether it can be had. */
+typedef struct EpGroupMemory {
+    size_t struct_size;
+    int32_t feasible;      /**< 1, or 0: `reason` says why not */
+    EpBackend backend;     /**< the backend that would serve (HOST or CUDA) */
+    int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
+    int64_t private_bytes; /**< per rank: the rest, handles not included */
+    int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts */
+    char reason[256];      /**< why not feasible, or why this backend and not the other */
+} EpGroupMemory;
+
+#define EP_GROUP_MEMORY_INIT { sizeof(EpGroupMemory), 0, EP_BACKEND_AUTO, 0, 0, 0, "" }
+
+/**
+ * Memory of a group of `num_ranks` ranks, without creating or allocating anything; local.
+ * A configuration that is merely infeasible is EP_OK with feasible = 0 and a reason.
+ */
+EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out);
+
+/** Facts about a live group. */
+typedef struct EpGroupInfo {
+    size_t struct_size;
+    int32_t rank, size;
+    int32_t num_experts;       /**< E */
+    int32_t first_expert;      /**< this rank owns first_expert .. + num_local_experts - 1 */
+    int32_t num_local_experts; /**< L */
+    EpBackend backend;         /**< HOST or CUDA */
+    int32_t node, num_nodes;   /**< this rank's node, and how many nodes the group spans */
+    int32_t numa_node;         /**< NUMA node of this rank's CPUs, -1 if it spans several */
+    int32_t num_cpus;          /**< CPUs this rank may run on */
+    int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles */
+} EpGroupInfo;
+
+#define EP_GROUP_INFO_INIT { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0 }
+
+EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
+
+/**
+ * Placement: rank `rank` of `num_ranks` owns experts *first .. *first + *count - 1. Blocks are
+ * contiguous and in rank order; the first num_experts % num_ranks ranks own one more.
+ */
+EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
+                         int32_t *count);
+
+/** How slots lie in the receive buffer. */
+typedef enum EpLayout {
+    /** [rows, H]: one slot per (token, k). A slab per local expert, in expert order, padded to the
+     *  alignment; within a slab by (source rank, token, k). */
+    EP_LAYOUT_EXPERT_MAJOR = 1,
+    /** [rows, H]: one row per (token, rank) by (source rank, token), not padded. Local expert ids
+     *  and weights come as [rows, K], with -1 and 0 for experts that live elsewhere. */
+    EP_LAYOUT_FLAT = 2,
+    /** [L, rows_per_expert, H]: a slab of fixed size per local expert, filled from its start. */
+    EP_LAYOUT_BATCHED = 3
+} EpLayout;
+
+/** Flags of ep_max_recv_rows. */
+#define EP_ROWS_DUPLICATES 1u /**< a token may name one expert more than once */
+
+/**
+ * Worst case of rows that rank `rank` receives in one step, padding included: the max_recv_rows
+ * under which nothing can overflow (for BATCHED: the rows_per_expert).
+ *
+ * With G = num_ranks * max_tokens, L = experts of the rank, A = alignment, M = G * min(K, L) and
+ * n = min(L, M), EXPERT_MAJOR gives min(L * ceil(G / A) * A, ceil((M + (A - 1) * n) / A) * A).
+ * With EP_ROWS_DUPLICATES one expert may get G * K slots and the rank M = G * K, so both terms
+ * grow: min(L * ceil(GK / A) * A, ceil((M + (A - 1) * n) / A) * A). FLAT gives G, and 0 for a rank
+ * without experts; BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates).
+ */
+EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
+                          EpLayout layout, unsigned flags, int64_t *rows);
+
+/* ---- 5. Handles: one per layer ------------------------------------------------------------- */
+
+/**
+ * A handle is one layer, or one micro-batch in flight. It owns the plan that ep_prepare makes of a
+ * step's routing and that the four data operations read. Any number may be live, prepared and used
+ * in any order (the pipeline F0 F1 B0 F2 B1 B2 needs two). Opaque.
+ *
+ * All state of a step lives in the handle's memory: one flat block that the library allocates or
+ * the caller brings. A caller may save, move and restore the bytes as it likes while no operation
+ * is running, and tells the new address with ep_handle_bind.
+ */
+typedef struct EpHandle EpHandle;
+
+/** Configuration of a handle; equal on every rank, checked when ep_prepare first meets the peers. */
+typedef struct EpHandleConfig {
+    size_t struct_size;
+    EpLayout layout;
+    int32_t top_k;           /**< K of every step, or EP_DEFAULT: the group's max_top_k at most */
+    int32_t alignment;       /**< power of two, or EP_DEFAULT: the group's */
+    int64_t max_recv_rows;   /**< capacity, 0 for exact sizing, or EP_DEFAULT: the group's */
+    int64_t rows_per_expert; /**< BATCHED: rows of each slab, > 0. EP_DEFAULT otherwise */
+    int32_t overflow;        /**< an EpOverflow, or EP_DEFAULT: the group's */
+    int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
+                                  slab (BATCHED: past each slab); 0: leave them alone */
+} EpHandleConfig;
+
+#define EP_HANDLE_CONFIG_INIT                                                                      \
+    {                                                                                              \
+        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,        \
+            EP_DEFAULT, EP_DEFAULT, 0                                                              \
+    }
+
+/** Bytes of memory a handle of this configuration takes on this rank. config NULL: defaults. */
+EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes);
+
+/**
+ * Create a handle. `memory` is the caller's, 64-byte aligned, of at least ep_handle_memory bytes
+ * (device memory on a GPU backend), and must outlive its use; NULL: the library allocates. Local,
+ * but in the same order on every rank.
+ */
+EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
+                          EpHandle **out);
+
+/**
+ * The caller has moved the bytes of the handle's memory to `memory`, which it owns: use them
+ * there. Refused if they are not this handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the
+ * old address stays in use. Memory that the library had allocated is freed.
+ */
+EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
+
+/** Destroy a handle; memory of the caller stays the caller's, marked as no plan. NULL is allowed. */
+void ep_handle_destroy(EpHandle *handle);
+
+/** What the last ep_prepare of a handle found, on the host. */
+typedef struct EpHandleInfo {
+    size_t struct_size;
+    int64_t step;                  /**< how many times the handle was prepared */
+    int64_t num_tokens;            /**< T of this rank */
+    int64_t top_k;                 /**< K */
+    int64_t recv_rows;             /**< rows dispatch fills: the end of the last slab */
+    int64_t needed_rows;           /**< rows that it would fill were the capacity unlimited */
+    int64_t dropped_slots;         /**< slots lost to the capacity */
+    int64_t remote_rows_sent;      /**< (token, rank) rows that leave this rank */
+    int64_t remote_rows_received;  /**< (token, rank) rows that reach it from other ranks */
+    int64_t local_rows;            /**< (token, rank) rows that stay here */
+    int32_t num_local_experts;     /**< L */
+    const int32_t *expert_counts;  /**< [L] slots of each local expert; owned by the handle */
+    const int32_t *expert_padded;  /**< [L] the same with padding; owned by the handle */
+    const int32_t *expert_offsets; /**< [L + 1] first row of each slab; owned by the handle */
+} EpHandleInfo;
+
+#define EP_HANDLE_INFO_INIT                                                                        \
+    { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
+
+/**
+ * Read the plan's numbers on the host: after ep_prepare has finished on its stream. This is how
+ * exact sizing learns recv_rows. The arrays are valid until the handle's next prepare or bind.
+ */
+EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
+
+/* ---- 6. The five operations ---------------------------------------------------------------- */
+
+/** Optional outputs of ep_prepare; any may be NULL. Types INT32 or INT64. Memory as the backend's
+ *  tensors, or pinned host memory on a GPU backend. */
+typedef struct EpPlanTensors {
+    size_t struct_size;
+    const EpTensor *expert_counts;  /**< [L] */
+    const EpTensor *expert_padded;  /**< [L] */
+    const EpTensor *expert_offsets; /**< [L + 1] */
+    const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
+} EpPlanTensors;
+
+#define EP_PLAN_TENSORS_INIT { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL }
+
+/**
+ * Turn a step's routing into the handle's plan. Everything after it needs no routing work.
+ *
+ * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
+ *             negative and reported by the next ep_group_status. T may differ per rank, 0
+ *             included; K must be equal on all ranks. An expert named twice gives two slots.
+ * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
+ *             buffers of a fixed shape can carry a varying number of tokens.
+ * out         see EpPlanTensors; may be NULL.
+ */
+EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
+                    EpStream stream, const EpPlanTensors *out);
+
+/**
+ * Move token rows, their weights and their scales to the slots of their experts.
+ *
+ * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. Where
+ *                    ep_prepare took num_tokens, T is at least that number.
+ * topk_weights       [T, K] FP32, or NULL
+ * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
+ * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
+ *                    recv_rows. BATCHED: [L, rows_per_expert, H].
+ * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]. With
+ *                    topk_weights only, then required.
+ * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). With scales only, then required.
+ * recv_topk_idx      FLAT only, optional: [rows, K] INT32 or INT64, local expert or -1
+ *
+ * Padding rows within slabs become zero: tokens, weights and scales.
+ */
+EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                     const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                     const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                     const EpTensor *recv_topk_idx);
+
+/**
+ * Bring the experts' outputs back: out[t] = sum over k of w * expert_out[slot(t, k)].
+ *
+ * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]) BF16, FP16 or FP32
+ * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
+ *               for w = 1. FLAT: one weight per row.
+ * out           [T, H] of the same type. Every one of the T rows is written: exact zero for a
+ *               token without live slots.
+ *
+ * Sums are in FP32 and their order is defined: each expert rank adds its terms in ascending k,
+ * acc = fmaf(w, x, acc) from acc = +0 (or acc + x unweighted); a partial sum that travels to
+ * another rank is rounded once to the rows' type; the token's rank adds the partial sums in
+ * ascending rank from +0, its own unrounded, and rounds once to the type of out. Rounding is to
+ * nearest even.
+ */
+EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+                    EpStream stream, const EpTensor *out);
+
+/**
+ * Derivative of ep_dispatch.
+ *
+ * grad_recv_tokens   [rows, H] (BATCHED: 3-d) BF16, FP16 or FP32
+ * grad_slot_weights  gradient of recv_topk_weights, same shape, FP32, or NULL
+ * grad_tokens        [T, H]: sum over the token's slots, in the order ep_combine defines
+ * grad_topk_weights  [T, K] FP32: gradient of topk_weights; 0 for dead entries. With
+ *                    grad_slot_weights only, then required.
+ */
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
+                              const EpTensor *grad_slot_weights, EpStream stream,
+                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights);
+
+/**
+ * Derivative of ep_combine.
+ *
+ * grad_out           [T, H] BF16, FP16 or FP32
+ * slot_weights       as in the combine, or NULL where it was unweighted
+ * expert_out         as in the combine; needed for grad_slot_weights, else NULL
+ * grad_expert_out    like expert_out: w * grad_out[t], rounded once; padding rows zero
+ * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero;
+ *                    or NULL. Deterministic, summed in FP32.
+ */
+EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+                             const EpTensor *slot_weights, const EpTensor *expert_out,
+                             EpStream stream, const EpTensor *grad_expert_out,
+                             const EpTensor *grad_slot_weights);
+
+/* ---- 7. Status of a group, settings -------------------------------------------------------- */
+
+/** Details of what ep_group_status reports; -1 where a number does not apply. */
+typedef struct EpFinding {
+    size_t struct_size;
+    EpStatus status;  /**< EP_OK: nothing to report */
+    int32_t rank;     /**< rank that found it */
+    int32_t peer;     /**< rank it concerns */
+    int64_t token, k; /**< EP_ERR_ROUTING: the first such entry */
+    int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: the capacity. Waits: the round */
+    int64_t seen;     /**< EP_ERR_ROUTING: the index. EP_ERR_OVERFLOW: rows needed. Waits: reached */
+    int64_t count;    /**< how many such entries or slots */
+    char phase[24];   /**< "prepare", "dispatch", ... */
+} EpFinding;
+
+#define EP_FINDING_INIT { sizeof(EpFinding), EP_OK, -1, -1, -1, -1, -1, -1, 0, "" }
+
+/**
+ * What went wrong in a group since the last query, without waiting for anything. Routing errors
+ * and overflows are reported once, then cleared: they are data. A failed group (a deadline passed,
+ * a peer failed, ranks disagreed) stays failed, and every operation on it returns the same status.
+ * `out` may be NULL; ep_last_error() has the sentence.
+ */
+EpStatus ep_group_status(EpGroup *group, EpFinding *out);
+
+/** One setting, read from the environment when a group is created. */
+typedef struct EpSetting {
+    size_t struct_size;
+    const char *name;          /**< "EP_TIMEOUT" */
+    const char *type;          /**< "seconds", "bytes", "choice: a|b", "text" */
+    const char *default_value; /**< as it would be written */
+    const char *value;         /**< in force; valid during the visit */
+    const char *doc;           /**< one line */
+} EpSetting;
+
+/**
+ * Visit every setting. Returns EP_ERR_SETTING, after the visit, if the environment has an EP_ name
+ * that is no setting or a value that does not parse: ep_last_error() says which. (Creating a group
+ * warns about the former and refuses the latter.) visit may be NULL, to check alone.
+ */
+EpStatus ep_settings(void (*visit)(const EpSetting *setting, void *context), void *context);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_EP_MPI_H
+#define EP_EP_MPI_H
+
+/**
+ * Bootstrap over MPI. Link with libep_mpi (pkg-config ep-mpi); libep itself needs no MPI.
+ */
+
+#include <mpi.h>
+
+#include "ep/ep.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/**
+ * A bootstrap whose ranks are those of `comm`. Collective over `comm`, which is duplicated: libep
+ * never sends on the caller's communicator. Shared memory comes from MPI-3 shared windows,
+ * messages between nodes from MPI_Isend and MPI_Irecv. MPI must be initialized, with
+ * MPI_THREAD_SERIALIZED or more if calls come from different threads. Destroy before MPI_Finalize.
+ */
+EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

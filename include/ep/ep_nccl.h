@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_EP_NCCL_H
+#define EP_EP_NCCL_H
+
+/**
+ * Interoperation with NCCL: lend a framework's communicator to a group on the CUDA backend.
+ */
+
+#include <nccl.h>
+
+#include "ep/ep.h"
+
+/**
+ * Let the group use `comm` instead of creating a communicator of its own. Its ranks are the
+ * bootstrap's ranks, in the same order; it stays the caller's and outlives the group. A group on
+ * the host backend, or a build without CUDA, refuses it with EP_ERR_UNSUPPORTED.
+ */
+static inline void ep_group_config_set_nccl(EpGroupConfig *config, ncclComm_t comm) {
+    config->nccl_comm = (void *)comm;
+}
+
+#endif
