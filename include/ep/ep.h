@@ -212,10 +212,12 @@ typedef struct EpBootstrap {
      * Optional (NULL: POSIX shared memory is used): collective over all ranks; `bytes` zeroed
      * bytes for each rank, 64-byte aligned, that all ranks of the same `node` can load and store.
      * segments[r] becomes rank r's segment as mapped here, NULL where r is on another node.
-     * *memory is what share_free takes.
+     * *memory is what share_free takes; `together` is 1 where all ranks are known to call it now,
+     * 0 where some may be gone: then it must not wait for them.
      */
-    EpStatus (*share)(void *context, int32_t node, size_t bytes, void **segments, void **memory);
-    void (*share_free)(void *context, void *memory);
+    EpStatus (*share)(void *context, int32_t node, size_t bytes, double timeout_seconds,
+                      void **segments, void **memory);
+    void (*share_free)(void *context, void *memory, int together);
 
     /**
      * Optional (NULL: all ranks of a group on the host backend must share a node): nonblocking

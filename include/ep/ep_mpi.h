@@ -6,6 +6,13 @@
  * Bootstrap over MPI. Link with libep_mpi (pkg-config ep-mpi); libep itself needs no MPI.
  */
 
+/* Without MPI's own C++ bindings, which would need a library of their own. */
+#ifndef OMPI_SKIP_MPICXX
+#define OMPI_SKIP_MPICXX 1
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
 #include <mpi.h>
 
 #include "ep/ep.h"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make demo     install what is missing, build, run the main job on 4 ranks
+#   make check    the same, and pass the tests
+#   make          build libraries, tools and tests into build/
+#   make install  PREFIX=/usr/local DESTDIR=
+#
+# Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
+# sanitizers into folders of their own; CC, CFLAGS, LDFLAGS as usual.
+
+VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
+                   | paste -sd.)
+SOVERSION := 0
+PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+BINDIR ?= $(PREFIX)/bin
+
+ifdef ASAN
+variant := -asan
+sanitize := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+else ifdef TSAN
+variant := -tsan
+sanitize := -fsanitize=thread
+endif
+B := build$(variant)
+Q := $(if $(V),,@)
+say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
+
+# ---- flags: packages are asked for when a recipe runs, since a first run installs them ----------
+
+CFLAGS ?= -O3 -g
+warnings := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla \
+            $(if $(WERROR),-Werror)
+# Floating point: results are defined to the bit, so nothing may be contracted; nobody reads errno
+# or floating-point exceptions.
+cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
+         -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. -MMD -MP $(CFLAGS)
+ldflags = -pthread $(sanitize) $(LDFLAGS)
+mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
+mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
+hwloc_libs = $(shell pkg-config --libs hwloc)
+criterion_libs = $(shell pkg-config --libs criterion)
+
+# ---- what is built from what --------------------------------------------------------------------
+
+lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,\
+           $(wildcard runtime/*.c handles/*.c dispatch/*.c combine/*.c bootstrap/*.c))
+# The row arithmetic is built once for each instruction set and chosen at run time.
+machine := $(shell $(CC) -dumpmachine)
+row_sets := base $(if $(findstring x86_64,$(machine)),v3 v4)
+row_flags_v3 := -march=x86-64-v3
+row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
+lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/rowmath_%.o)
+bench_c := tools/ep_bench.c $(wildcard tools/bench_*.c)
+info_c := tools/ep_info.c
+tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
+tests_c := $(wildcard tests/*.c tests/*/*.c)
+tests := $(if $(tests_c),$B/tests/ep_tests)
+
+libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
+
+.PHONY: all libs demo check run-demo run-check deps install clean format
+all: libs $(tools) $(tests)
+libs: $(libs)
+
+$B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)
+
+$B/%.o: %.c
+	@mkdir -p $(@D)
+	$(call say,CC,$<)
+	$Q$(CC) $(cflags) -c $< -o $@
+
+$B/runtime/rowmath_%.o: runtime/rowmath.c
+	@mkdir -p $(@D)
+	$(call say,CC,"$< [$*]")
+	$Q$(CC) $(cflags) $(row_flags_$*) -DEP_ROWMATH=ep_rowmath_$* -c $< -o $@
+
+$B/libep.so.$(SOVERSION): $(lib_o) libep.map
+	$(call say,LD,$@)
+	$Q$(CC) -shared -Wl,-soname,$(@F) -Wl,--version-script=libep.map -o $@ $(lib_o) \
+	    $(ldflags) $(hwloc_libs) -lm
+
+$B/libep_mpi.so.$(SOVERSION): $B/bootstrap/mpi.o libep_mpi.map $B/libep.so
+	$(call say,LD,$@)
+	$Q$(CC) -shared -Wl,-soname,$(@F) -Wl,--version-script=libep_mpi.map -o $@ $< \
+	    $(ldflags) -L$B -lep $(mpi_libs)
+
+$B/%.so: $B/%.so.$(SOVERSION)
+	$Qln -sf $(<F) $@
+
+$B/libep.a: $(lib_o)
+$B/libep_mpi.a: $B/bootstrap/mpi.o
+$B/%.a:
+	$(call say,AR,$@)
+	$Qrm -f $@ && $(AR) rcs $@ $^
+
+# Tools use the shared libraries and find them beside themselves or, once installed, in lib.
+rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
+$B/ep_bench: $(bench_c:%.c=$B/%.o)
+$B/ep_info: $(info_c:%.c=$B/%.o)
+$(tools): $B/libep.so $B/libep_mpi.so
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) -lm
+
+# Tests link statically: some look at what the shared library hides.
+$(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
+	    $(hwloc_libs) $(criterion_libs) -lm
+
+define pc
+prefix=$(PREFIX)
+libdir=$(LIBDIR)
+includedir=$(INCLUDEDIR)
+
+endef
+define ep_pc
+$(pc)
+Name: ep
+Description: expert-parallel communication for Mixture-of-Experts models
+Version: $(VERSION)
+Requires.private: hwloc
+Libs: -L$${libdir} -lep
+Libs.private: -pthread -lm
+Cflags: -I$${includedir}
+endef
+define ep-mpi_pc
+$(pc)
+Name: ep-mpi
+Description: MPI bootstrap for libep
+Version: $(VERSION)
+Requires: ep
+Libs: -L$${libdir} -lep_mpi $(mpi_libs)
+Cflags: $(mpi_cflags)
+endef
+$B/%.pc: Makefile include/ep/ep.h
+	@mkdir -p $(@D)
+	$(file >$@,$($*_pc))
+
+-include $(shell find $B -name '*.d' 2>/dev/null)
+
+# ---- running ------------------------------------------------------------------------------------
+
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+mpirun := mpirun --oversubscribe --bind-to none --timeout 300
+
+demo: deps
+	@$(MAKE) --no-print-directory run-demo
+check: deps
+	@$(MAKE) --no-print-directory run-demo
+	@$(MAKE) --no-print-directory run-check
+
+run-demo: all
+	$(mpirun) -n 4 $B/ep_bench
+
+# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads.
+run-check: all
+	$B/tests/ep_tests -j1 $(CHECK_ARGS)
+
+deps:
+	@sh tools/deps.sh
+
+install: libs $(tools)
+	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR)/ep $(DESTDIR)$(BINDIR)
+	install -m 644 include/ep/*.h $(DESTDIR)$(INCLUDEDIR)/ep
+	install -m 644 $B/libep.a $B/libep_mpi.a $(DESTDIR)$(LIBDIR)
+	install -m 755 $B/libep.so.$(SOVERSION) $B/libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)
+	ln -sf libep.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep.so
+	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
+	install -m 644 $B/ep.pc $B/ep-mpi.pc $(DESTDIR)$(LIBDIR)/pkgconfig
+	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
+
+clean:
+	rm -rf build build-asan build-tsan
+
+format:
+	clang-format -i $(shell git ls-files '*.c' '*.h')

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/agree.h"
+
+#include <string.h>
+
+static const char *const names[EP_AGREE_FIELDS] = {
+    "the library's version",  "config.num_experts",     "config.max_tokens", "config.max_top_k",
+    "config.max_row_bytes",   "config.max_scale_bytes", "config.alignment",  "config.max_recv_rows",
+    "config.overflow",        "config.backend",         "EP_BACKEND",        "EP_STAGE_BYTES"};
+
+void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t num_ranks,
+                         const EpSettings *settings) {
+    const int64_t fields[EP_AGREE_FIELDS] = {
+        ep_version(),        c->num_experts,     c->max_tokens,
+        c->max_top_k,        c->max_row_bytes,   c->max_scale_bytes,
+        c->alignment,        c->max_recv_rows,   c->overflow,
+        c->backend,          settings->backend,  ep_config_stage_bytes(c, num_ranks, settings)};
+    memcpy(mine->field, fields, sizeof(fields));
+}
+
+static EpStatus check_peers(const EpCall *call, const EpIntroduction *all, int32_t size) {
+    for (int32_t r = 0; r < size; r++)
+        if (all[r].status != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
+                             all[r].sentence);
+    return EP_OK;
+}
+
+EpStatus ep_introductions_check(const EpCall *call, const EpIntroduction *all, int32_t size) {
+    const EpIntroduction *mine = &all[call->rank];
+    if (mine->status != EP_OK)
+        return ep_fail(mine->status, "%s", mine->sentence);
+    EP_TRY(check_peers(call, all, size));
+    for (int32_t r = 1; r < size; r++)
+        for (int i = 0; i < EP_AGREE_FIELDS; i++)
+            if (all[r].field[i] != all[0].field[i])
+                return ep_refuse(call, EP_ERR_MISMATCH, names[i],
+                                 "expected one value on all ranks, got %lld on rank 0 and %lld on "
+                                 "rank %d",
+                                 (long long)all[0].field[i], (long long)all[r].field[i], r);
+    return EP_OK;
+}

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/bootstrap.h"
+
+EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *b) {
+    EP_TRY(ep_check_struct(call, "bootstrap", b, sizeof(*b)));
+    if (b->size < 1 || b->size > EP_MAX_RANKS)
+        return ep_refuse(call, EP_ERR_RANGE, "bootstrap.size", "expected 1 .. %d, got %d",
+                         EP_MAX_RANKS, b->size);
+    if (b->rank < 0 || b->rank >= b->size)
+        return ep_refuse(call, EP_ERR_RANGE, "bootstrap.rank", "expected 0 .. %d, got %d",
+                         b->size - 1, b->rank);
+    if (!b->allgather || !b->barrier)
+        return ep_refuse(call, EP_ERR_NULL, b->allgather ? "bootstrap.barrier" : "bootstrap.allgather",
+                         "expected a function, got NULL");
+    if (!b->share != !b->share_free)
+        return ep_refuse(call, EP_ERR_NULL, "bootstrap.share",
+                         "expected share and share_free, or neither, got one of them");
+    int messages = !!b->isend + !!b->irecv + !!b->test + !!b->cancel;
+    if (messages != 0 && messages != 4)
+        return ep_refuse(call, EP_ERR_NULL, "bootstrap.isend",
+                         "expected isend, irecv, test and cancel, or none, got %d of them",
+                         messages);
+    return EP_OK;
+}
+
+int ep_bootstrap_has_messages(const EpBootstrap *bootstrap) {
+    return bootstrap->isend != NULL;
+}
+
+EpStatus ep_bootstrap_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes,
+                            double timeout, void **segments, void **memory) {
+    if (b->share)
+        return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
+    return ep_posix_share(b, nodes, bytes, timeout, segments, memory);
+}
+
+void ep_bootstrap_share_free(const EpBootstrap *b, void *memory, int together) {
+    if (b->share)
+        b->share_free(b->context, memory, together);
+    else
+        ep_posix_share_free(memory);
+}
+
+void ep_bootstrap_destroy(EpBootstrap *bootstrap) {
+    if (!bootstrap || bootstrap->struct_size != sizeof(*bootstrap))
+        return;
+    if (bootstrap->destroy)
+        bootstrap->destroy(bootstrap->context);
+    *bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+}

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What the host backend sets up with the peers: shared segments and the exchange that uses them.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "bootstrap/bootstrap.h"
+#include "runtime/host.h"
+#include "runtime/log.h"
+
+#define SPINS_WITH_CPUS_TO_SPARE 2000
+
+void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes) {
+    *shared_bytes = ep_exchange_control_bytes(num_ranks) +
+                    ep_config_stage_bytes(config, num_ranks, settings);
+    *private_bytes = (int64_t)sizeof(EpHost) + ep_exchange_private_bytes(num_ranks);
+}
+
+/* Ranks of the fullest and the emptiest node, and on this one. */
+static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
+    *least = group->size, *here = 0;
+    for (int32_t node = 0; node < group->num_nodes; node++) {
+        int32_t count = 0;
+        for (int32_t r = 0; r < group->size; r++)
+            count += group->nodes[r] == node;
+        *least = count < *least ? count : *least;
+        if (node == group->nodes[group->rank])
+            *here = count;
+    }
+}
+
+/* Memory is only promised by the system: what cannot be there is better refused than killed for. */
+static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t ranks_here) {
+    int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (bytes * ranks_here <= physical)
+        return EP_OK;
+    return ep_fail(EP_ERR_NO_MEMORY,
+                   "rank %d: ep_group_create: memory: expected %lld bytes for each of %d ranks on "
+                   "this node, got a node of %lld",
+                   group->rank, (long long)bytes, ranks_here, (long long)physical);
+}
+
+static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
+    if (group->settings.spin != EP_SPIN_AUTO)
+        return group->settings.spin;
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
+}
+
+static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
+    int32_t least, here;
+    count_nodes(group, &least, &here);
+    EpExchangeSetup setup = {.bootstrap = &group->bootstrap,
+                             .segments = segments,
+                             .most_remote = group->size - least,
+                             .tag = group->tag,
+                             .timeout = group->timeout};
+    setup.stage_bytes = ep_config_stage_bytes(&group->config, group->size, &group->settings);
+    setup.spins = choose_spins(group, here);
+    int64_t bytes =
+        ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
+    EP_TRY(check_physical(group, bytes, here));
+    EP_TRY(ep_bootstrap_share(&group->bootstrap, group->nodes, (size_t)bytes, group->timeout,
+                              segments, &host->memory));
+    host->exchange = ep_exchange_create(&setup);
+    if (!host->exchange)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                       group->rank);
+    EP_INFO("host backend: %d ranks on this node, %lld bytes of shared memory each, %s", here,
+            (long long)bytes, host->math->name);
+    return EP_OK;
+}
+
+EpStatus ep_host_open(EpGroup *group) {
+    if (group->num_nodes > 1 && !ep_bootstrap_has_messages(&group->bootstrap))
+        return ep_fail(EP_ERR_UNSUPPORTED,
+                       "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
+                       "for ranks on %d nodes, got none",
+                       group->rank, group->num_nodes);
+    EpHost *host = calloc(1, sizeof(*host));
+    void **segments = calloc((size_t)group->size, sizeof(*segments));
+    EpStatus status = EP_ERR_NO_MEMORY;
+    if (host && segments) {
+        group->backend_state = host;
+        host->math = ep_rowmath();
+        status = open_exchange(group, host, segments);
+    } else {
+        free(host);
+        ep_fail(status, "rank %d: ep_group_create: memory: out of memory", group->rank);
+    }
+    free(segments);
+    return status;
+}
+
+void ep_host_close(EpGroup *group, int together) {
+    EpHost *host = group->backend_state;
+    if (!host)
+        return;
+    ep_exchange_destroy(host->exchange);
+    if (host->memory)
+        ep_bootstrap_share_free(&group->bootstrap, host->memory, together);
+    free(host);
+    group->backend_state = NULL;
+}
+
+EpStatus ep_host_broken(EpGroup *group) {
+    const EpExchangeFailure *failure = ep_exchange_failure(ep_host(group)->exchange);
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = failure->status;
+    finding.rank = group->rank, finding.peer = failure->peer;
+    finding.expected = failure->expected, finding.seen = failure->seen;
+    finding.count = 1;
+    strncpy(finding.phase, failure->phase, sizeof(finding.phase) - 1);
+    return ep_group_fail(group, &finding);
+}

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Shared memory for processes that only know how to gather bytes: each rank creates a POSIX shared
+ * memory object, everyone maps those of its node, and the names are removed before anybody returns,
+ * so that nothing stays behind however the processes end.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "bootstrap/bootstrap.h"
+
+typedef struct ShareName {
+    char name[48];
+    int32_t error; /* errno of its creator, 0 if it exists */
+} ShareName;
+
+typedef struct PosixShare {
+    size_t bytes;
+    int32_t size;
+    void *mapped[];
+} PosixShare;
+
+static void *map_object(const char *name, int flags, size_t bytes) {
+    int fd = shm_open(name, flags, 0600);
+    if (fd < 0)
+        return NULL;
+    /* posix_fallocate, not ftruncate: a full /dev/shm is an error now rather than SIGBUS later. */
+    int error = flags & O_CREAT ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
+    void *address = MAP_FAILED;
+    if (!error)
+        address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (!error && address == MAP_FAILED)
+        error = errno;
+    close(fd);
+    errno = error;
+    return address == MAP_FAILED ? NULL : address;
+}
+
+static void choose_name(ShareName *mine, int32_t rank) {
+    uint64_t nonce = 0;
+    if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
+        nonce = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)mine;
+    snprintf(mine->name, sizeof(mine->name), "/libep-%016llx-%d", (unsigned long long)nonce, rank);
+}
+
+/* Map every segment of this node; 0, or 1 + the rank whose segment cannot be mapped. */
+static int32_t map_peers(const EpBootstrap *b, const int32_t *nodes, const ShareName *names,
+                         PosixShare *share) {
+    for (int32_t r = 0; r < b->size; r++) {
+        if (nodes[r] != nodes[b->rank] || share->mapped[r])
+            continue;
+        share->mapped[r] = map_object(names[r].name, O_RDWR, share->bytes);
+        if (!share->mapped[r])
+            return r + 1;
+    }
+    return 0;
+}
+
+static EpStatus exchange_and_map(const EpBootstrap *b, const int32_t *nodes, double timeout,
+                                 ShareName *names, PosixShare *share) {
+    ShareName mine = {.error = 0};
+    choose_name(&mine, b->rank);
+    share->mapped[b->rank] = map_object(mine.name, O_RDWR | O_CREAT | O_EXCL, share->bytes);
+    if (!share->mapped[b->rank])
+        mine.error = errno ? errno : ENOMEM;
+    EpStatus status = b->allgather(b->context, &mine, names, sizeof(mine), timeout);
+    int32_t unmapped = 0;
+    for (int32_t r = 0; r < b->size && status == EP_OK; r++)
+        if (names[r].error)
+            status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: %zu bytes of shared "
+                             "memory on rank %d: %s", b->rank, share->bytes, r,
+                             strerror(names[r].error));
+    if (status == EP_OK)
+        unmapped = map_peers(b, nodes, names, share);
+    int error = errno;
+    /* Nobody may remove a name before all have opened it. */
+    EpStatus arrived = status == EP_OK ? b->barrier(b->context, timeout) : status;
+    shm_unlink(mine.name);
+    if (unmapped)
+        return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: cannot map the shared memory of "
+                       "rank %d, said to be on the same node: %s", b->rank, unmapped - 1,
+                       strerror(error));
+    return arrived;
+}
+
+EpStatus ep_posix_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes, double timeout,
+                        void **segments, void **memory) {
+    size_t size = (size_t)b->size;
+    PosixShare *share = calloc(1, sizeof(*share) + size * sizeof(void *));
+    ShareName *names = calloc(size, sizeof(*names));
+    EpStatus status = EP_ERR_NO_MEMORY;
+    if (share && names) {
+        share->bytes = bytes, share->size = b->size;
+        status = exchange_and_map(b, nodes, timeout, names, share);
+    }
+    free(names);
+    if (status != EP_OK) {
+        ep_posix_share_free(share);
+        return status;
+    }
+    memcpy(segments, share->mapped, size * sizeof(void *));
+    *memory = share;
+    return EP_OK;
+}
+
+void ep_posix_share_free(void *memory) {
+    PosixShare *share = memory;
+    for (int32_t r = 0; share && r < share->size; r++)
+        if (share->mapped[r])
+            munmap(share->mapped[r], share->bytes);
+    free(share);
+}

@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/topology.h"
+
+#include <hwloc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "runtime/status.h"
+
+/* Loading all of a machine takes long; CPUs and NUMA nodes are all that is asked for. */
+static hwloc_topology_t load(const char *synthetic) {
+    hwloc_topology_t topology;
+    if (hwloc_topology_init(&topology))
+        return NULL;
+    hwloc_topology_set_all_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_NONE);
+    if ((synthetic && hwloc_topology_set_synthetic(topology, synthetic)) ||
+        hwloc_topology_load(topology)) {
+        hwloc_topology_destroy(topology);
+        return NULL;
+    }
+    return topology;
+}
+
+static int32_t numa_of(hwloc_topology_t topology, hwloc_const_cpuset_t cpus) {
+    hwloc_nodeset_t nodes = hwloc_bitmap_alloc();
+    int32_t numa = -1;
+    if (nodes && hwloc_cpuset_to_nodeset(topology, cpus, nodes) == 0 &&
+        hwloc_bitmap_weight(nodes) == 1)
+        numa = hwloc_bitmap_first(nodes);
+    hwloc_bitmap_free(nodes);
+    return numa;
+}
+
+/* The CPUs that the calling thread may run on. */
+static void find_real(EpPlace *place) {
+    place->numa = -1;
+    place->cpus = (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    hwloc_topology_t topology = load(NULL);
+    hwloc_cpuset_t cpus = hwloc_bitmap_alloc();
+    if (topology && cpus && hwloc_get_cpubind(topology, cpus, HWLOC_CPUBIND_THREAD) == 0) {
+        place->numa = numa_of(topology, cpus);
+        place->cpus = hwloc_bitmap_weight(cpus);
+    }
+    hwloc_bitmap_free(cpus);
+    if (topology)
+        hwloc_topology_destroy(topology);
+}
+
+/* As if the node's ranks were spread evenly over a machine that hwloc makes up. */
+static int find_synthetic(const char *description, int32_t index, int32_t ranks, EpPlace *place) {
+    hwloc_topology_t topology = load(description);
+    if (!topology)
+        return -1;
+    int count = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_PU);
+    int first = (int)((int64_t)count * index / ranks);
+    int last = (int)((int64_t)count * (index + 1) / ranks) - 1;
+    hwloc_cpuset_t cpus = hwloc_bitmap_alloc();
+    if (cpus) {
+        hwloc_bitmap_set_range(cpus, (unsigned)first, last < first ? first : last);
+        place->numa = numa_of(topology, cpus);
+        place->cpus = hwloc_bitmap_weight(cpus);
+    }
+    hwloc_bitmap_free(cpus);
+    hwloc_topology_destroy(topology);
+    return 0;
+}
+
+static void name_machine(EpPlace *place) {
+    char boot[37] = "";
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file) {
+        if (!fgets(boot, sizeof(boot), file))
+            boot[0] = 0;
+        fclose(file);
+    }
+    char host[26] = "";
+    gethostname(host, sizeof(host) - 1);
+    snprintf(place->machine, sizeof(place->machine), "%s %s", host, boot);
+}
+
+static EpStatus malformed(const char *text) {
+    return ep_fail(EP_ERR_SETTING,
+                   "setting EP_TOPOLOGY: expected NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1, "
+                   "got '%s'", text);
+}
+
+EpStatus ep_place_find(const EpSettingText *setting, int32_t rank, int32_t size, EpPlace *out) {
+    const char *text = setting->text;
+    memset(out, 0, sizeof(*out));
+    name_machine(out);
+    if (!text[0]) {
+        find_real(out);
+        return EP_OK;
+    }
+    char *end;
+    long nodes = strtol(text, &end, 10);
+    if (end == text || nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'))
+        return malformed(text);
+    /* Blocks of ranks in order, as even as they can be; more nodes than ranks leave some empty. */
+    int32_t node = (int32_t)((int64_t)rank * nodes / size);
+    int32_t first = (int32_t)(((int64_t)node * size + nodes - 1) / nodes);
+    int32_t next = (int32_t)((((int64_t)node + 1) * size + nodes - 1) / nodes);
+    out->pretended = node;
+    if (!*end)
+        find_real(out);
+    else if (find_synthetic(end + 1, rank - first, next - first, out))
+        return malformed(text);
+    return EP_OK;
+}
+
+static int same_node(const EpPlace *a, const EpPlace *b) {
+    return a->pretended == b->pretended && strcmp(a->machine, b->machine) == 0;
+}
+
+int32_t ep_nodes_number(const EpPlace *places, int32_t size, int32_t *nodes) {
+    int32_t count = 0;
+    for (int32_t r = 0; r < size; r++) {
+        int32_t other = 0;
+        while (!same_node(&places[r], &places[other]))
+            other++;
+        nodes[r] = other < r ? nodes[other] : count++;
+    }
+    return count;
+}

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The host backend's table: the place where its parts, from all folders, come together. */
+#include "dispatch/backend_host.h"
+
+#include <stdlib.h>
+
+static void *allocate(size_t bytes) {
+    return aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
+                                      .name = "host",
+                                      .measure = ep_host_measure,
+                                      .open = ep_host_open,
+                                      .close = ep_host_close,
+                                      .allocate = allocate,
+                                      .release = free,
+                                      .format_plan = ep_host_format_plan,
+                                      .check_plan = ep_host_check_plan,
+                                      .retire_plan = ep_host_retire_plan,
+                                      .read_plan = ep_host_read_plan,
+                                      .prepare = ep_host_prepare,
+                                      .scatter = ep_host_scatter,
+                                      .gather = ep_host_gather};

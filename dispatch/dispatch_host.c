@@ -1,0 +1,263 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Scatter on the host: token rows to slots, for ep_dispatch and ep_combine_backward.
+ *
+ * In each round a rank stages the next chunk of its tokens, each once, in its outbox; every peer of
+ * its node reads from there the rows that its plan names and writes them to all their slots. For a
+ * peer on another node the rows that go there are packed and sent. Rows for the rank itself, and
+ * the zeros of the padding, need no staging and are written while the first messages are under way.
+ *
+ * Bytes per rank: T rows written to and R * T * (share that goes there) rows read from staging,
+ * which stays in cache, and every slot written once, past the caches where the output is large.
+ */
+#include <string.h>
+
+#include "dispatch/backend_host.h"
+#include "handles/ops.h"
+
+/* Output beyond this is not worth keeping in cache. */
+#define STREAM_BYTES (4 << 20)
+
+typedef struct Scatter {
+    const EpScatter *s;
+    const EpPlanShape *shape;
+    EpPlan plan;
+    EpExchange *exchange;
+    const EpRowMath *math;
+    int32_t rank, size;
+    int64_t top_k;
+    EpRecord record;
+    int64_t chunk; /* tokens of each source in one round */
+    int stream;
+    int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
+    int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
+} Scatter;
+
+/* Where the parts of one token are: in the caller's tensors, or in a record. */
+typedef struct Token {
+    const char *row;
+    const float *weights;
+    const char *scales;
+} Token;
+
+static Token own_token(const Scatter *x, int64_t token) {
+    const EpScatter *s = x->s;
+    Token t = {(const char *)s->rows + token * s->row_bytes, NULL, NULL};
+    if (s->carries_weights)
+        t.weights = s->topk_weights + token * x->top_k;
+    if (s->scale_bytes)
+        t.scales = (const char *)s->scales + token * s->scale_bytes;
+    return t;
+}
+
+static Token recorded_token(const Scatter *x, const char *record) {
+    return (Token){record, (const float *)(record + x->record.weights), record + x->record.scales};
+}
+
+/* ---- sending ------------------------------------------------------------------------------- */
+
+static void write_record(const Scatter *x, int64_t token, char *record) {
+    const EpScatter *s = x->s;
+    Token t = own_token(x, token);
+    memcpy(record, t.row, (size_t)s->row_bytes);
+    if (s->carries_weights)
+        memcpy(record + x->record.weights, t.weights, (size_t)x->top_k * sizeof(float));
+    if (s->scale_bytes)
+        memcpy(record + x->record.scales, t.scales, (size_t)s->scale_bytes);
+}
+
+static int goes_to_node_peer(const Scatter *x, int64_t token) {
+    const int16_t *owner = x->plan.owner + token * x->top_k;
+    for (int64_t k = 0; k < x->top_k; k++)
+        if (owner[k] >= 0 && owner[k] != x->rank && ep_exchange_on_node(x->exchange, owner[k]))
+            return 1;
+    return 0;
+}
+
+/* One region for all peers of the node, indexed by token. */
+static void stage_for_node(Scatter *x, int64_t begin, int64_t end) {
+    if (!ep_exchange_has_peers_on_node(x->exchange))
+        return;
+    char *region = ep_round_region(x->exchange, x->rank);
+    for (int64_t t = begin; t < end; t++)
+        if (goes_to_node_peer(x, t))
+            write_record(x, t, region + (t - begin) * x->record.bytes);
+}
+
+/* A region of its own for each peer elsewhere, with the rows that go there, packed. */
+static void pack_for_peer(Scatter *x, int32_t peer, int64_t end) {
+    const EpPlan *plan = &x->plan;
+    char *region = ep_round_region(x->exchange, peer), *record = region;
+    int32_t at = x->sent[peer], last = plan->send_begin[peer + 1];
+    for (; at < last && plan->send_token[at] < end; at++, record += x->record.bytes)
+        write_record(x, plan->send_token[at], record);
+    x->sent[peer] = at;
+    ep_round_fill(x->exchange, peer, record - region);
+}
+
+static void stage(Scatter *x, int64_t begin, int64_t end) {
+    int64_t own_end = ep_min(end, x->plan.header->num_tokens);
+    stage_for_node(x, begin, own_end);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!ep_exchange_on_node(x->exchange, r))
+            pack_for_peer(x, r, end);
+}
+
+/* ---- filling slots ------------------------------------------------------------------------- */
+
+static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t) {
+    const EpScatter *s = x->s;
+    char *out = (char *)s->out_rows + slot * s->row_bytes;
+    if (s->weighs)
+        x->math->scale(s->type, out, t->row, s->slot_weights[slot], s->row_elements);
+    else
+        ep_row_copy(out, t->row, (size_t)s->row_bytes, x->stream);
+    if (s->takes_dots)
+        s->out_weights[slot] =
+            x->math->dot(s->type, (const char *)s->slot_rows + slot * s->row_bytes, t->row,
+                         s->row_elements);
+    else if (s->carries_weights && x->shape->layout != EP_LAYOUT_FLAT)
+        s->out_weights[slot] = t->weights[k];
+    if (s->scale_bytes)
+        memcpy((char *)s->out_scales + slot * s->scale_bytes, t->scales, (size_t)s->scale_bytes);
+}
+
+static void write_index(void *out, EpType type, int64_t i, int32_t value) {
+    if (type == EP_TYPE_INT64)
+        ((int64_t *)out)[i] = value;
+    else
+        ((int32_t *)out)[i] = value;
+}
+
+/* A flat row tells its local experts, and their weights. */
+static void describe_flat_row(const Scatter *x, int64_t row, const Token *t) {
+    const EpScatter *s = x->s;
+    const int32_t *experts = x->plan.row_experts + row * x->top_k;
+    for (int64_t k = 0; k < x->top_k; k++) {
+        if (s->out_idx)
+            write_index(s->out_idx, s->idx_type, row * x->top_k + k, experts[k]);
+        if (s->carries_weights)
+            s->out_weights[row * x->top_k + k] = experts[k] >= 0 ? t->weights[k] : 0;
+    }
+}
+
+static void fill_row(const Scatter *x, int32_t row, const Token *t) {
+    const EpPlan *plan = &x->plan;
+    int32_t first = plan->row_entry[row], count = plan->row_entries[row];
+    int flat = x->shape->layout == EP_LAYOUT_FLAT;
+    for (int32_t i = first; i < first + count; i++) {
+        fill_slot(x, plan->entry_slot[i], flat ? 0 : plan->entry_k[i], t);
+        if (flat)
+            describe_flat_row(x, plan->entry_slot[i], t);
+    }
+}
+
+static void fill_own_rows(Scatter *x) {
+    const EpPlan *plan = &x->plan;
+    for (int32_t row = plan->recv_begin[x->rank]; row < plan->recv_begin[x->rank + 1]; row++) {
+        Token t = own_token(x, plan->row_token[row]);
+        fill_row(x, row, &t);
+    }
+}
+
+/* A peer of the node has staged by token, one elsewhere has packed. */
+static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t begin,
+                         int64_t end) {
+    const EpPlan *plan = &x->plan;
+    int32_t row = x->received[peer], last = plan->recv_begin[peer + 1];
+    int by_token = ep_exchange_on_node(x->exchange, peer);
+    for (int64_t i = 0; row < last && plan->row_token[row] < end; row++, i++) {
+        int64_t index = by_token ? plan->row_token[row] - begin : i;
+        Token t = recorded_token(x, records + index * x->record.bytes);
+        fill_row(x, row, &t);
+    }
+    x->received[peer] = row;
+}
+
+/* ---- padding ------------------------------------------------------------------------------- */
+
+static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
+    const EpScatter *s = x->s;
+    if (begin >= end)
+        return;
+    int64_t values = x->shape->layout == EP_LAYOUT_FLAT && s->carries_weights ? x->top_k : 1;
+    size_t count = (size_t)(end - begin);
+    ep_row_zero((char *)s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes, x->stream);
+    if (s->out_weights)
+        memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
+    if (s->scale_bytes)
+        memset((char *)s->out_scales + begin * s->scale_bytes, 0, count * (size_t)s->scale_bytes);
+    for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
+        write_index(s->out_idx, s->idx_type, i, -1);
+}
+
+static void zero_padding(const Scatter *x) {
+    const EpPlanShape *shape = x->shape;
+    const EpPlan *plan = &x->plan;
+    int batched = shape->layout == EP_LAYOUT_BATCHED;
+    for (int32_t e = 0; e < shape->num_local && shape->layout != EP_LAYOUT_FLAT; e++) {
+        int64_t filled = plan->expert_offsets[e] + (int64_t)plan->expert_counts[e];
+        int64_t end = ep_plan_slab_end(plan, e);
+        if (batched && shape->zero_tail)
+            end = plan->expert_offsets[e + 1];
+        zero_slots(x, filled, end);
+    }
+    if (!batched && shape->zero_tail)
+        zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
+}
+
+/* ---- rounds -------------------------------------------------------------------------------- */
+
+static EpRoundHeader belief_of(const Scatter *x) {
+    const EpScatter *s = x->s;
+    return (EpRoundHeader){.handle = x->plan.header->handle,
+                           .step = x->plan.header->step,
+                           .fact = {s->row_bytes, s->type, s->scale_bytes,
+                                    s->carries_weights ? x->top_k : 0},
+                           .tokens = x->plan.header->num_tokens};
+}
+
+static EpStatus run_round(Scatter *x, int64_t begin) {
+    EpRoundHeader belief = belief_of(x);
+    int64_t end = begin + x->chunk;
+    EP_TRY(ep_round_open(x->exchange, x->s->op, &belief, EP_ROUND_SHARED));
+    stage(x, begin, end);
+    EP_TRY(ep_round_publish(x->exchange));
+    if (begin == 0) {
+        fill_own_rows(x);
+        zero_padding(x);
+    }
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        const void *records;
+        EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
+        fill_rows_of(x, peer, records, begin, end);
+        ep_round_release(x->exchange, peer);
+    }
+    ep_round_close(x->exchange);
+    return EP_OK;
+}
+
+static EpStatus run_rounds(Scatter *x) {
+    for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
+        EP_TRY(run_round(x, begin));
+    return ep_exchange_flush(x->exchange, x->s->op);
+}
+
+EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+    EpHost *host = ep_host(handle->group);
+    Scatter x = {.s = scatter, .shape = &handle->shape, .exchange = host->exchange};
+    x.plan = ep_host_plan(handle);
+    x.math = host->math;
+    x.rank = handle->group->rank, x.size = handle->group->size;
+    x.top_k = x.plan.header->top_k;
+    x.record = ep_record(scatter->row_bytes, scatter->carries_weights ? x.top_k : 0,
+                         scatter->scale_bytes);
+    x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_SHARED) / x.record.bytes;
+    x.stream = x.plan.header->recv_rows * scatter->row_bytes > STREAM_BYTES;
+    memcpy(x.sent, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
+    memcpy(x.received, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
+    EpStatus status = run_rounds(&x);
+    ep_stream_fence();
+    return status == EP_OK ? EP_OK : ep_host_broken(handle->group);
+}

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_HANDLE_H
+#define EP_HANDLES_HANDLE_H
+
+/**
+ * EpHandle: a layer's configuration and the address of its memory. The object itself holds nothing
+ * of a step; that is all in the plan (plan.h), which backends fill and read.
+ */
+
+#include "handles/plan.h"
+#include "runtime/group.h"
+
+struct EpHandle {
+    EpObject object;
+    EpGroup *group;
+    EpHandle *previous, *next; /* the group's live handles */
+    EpPlanShape shape;
+    int32_t top_k; /* of every step, or EP_DEFAULT */
+    int32_t ordinal;
+    void *memory;
+    int64_t bytes;
+    int owns_memory;
+};
+
+/** Check the configuration (NULL: defaults) and derive the plan's shape from it. */
+EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, int32_t num_ranks,
+                         int32_t rank, const EpHandleConfig *config, EpPlanShape *shape);
+
+/**
+ * What every operation checks first: a live handle, a group that has not failed, memory that holds
+ * this handle's plan. Sets call->rank.
+ */
+EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
+
+/** The same, and that the handle was prepared; reads the plan's numbers for argument checks. */
+EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
+
+/** Plans in plain memory: the host backend's part of the table. */
+EpStatus ep_host_format_plan(EpHandle *handle);
+EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
+void ep_host_retire_plan(EpHandle *handle);
+EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out);
+EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
+
+/** The plan of a handle on the host backend. */
+static inline EpPlan ep_host_plan(const EpHandle *handle) {
+    EpPlan plan;
+    ep_plan_map(&handle->shape, handle->memory, &plan);
+    return plan;
+}
+
+#endif

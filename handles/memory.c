@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_group_memory: what a configuration will take, before anything exists. */
+#include <stdio.h>
+
+#include "handles/handle.h"
+
+static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks,
+                        const EpSettings *settings, EpGroupMemory *m) {
+    const EpBackendOps *backend = ep_backend_choose(config, settings, m->reason, sizeof(m->reason));
+    EpPlanShape shape;
+    EpPlan plan;
+    if (!backend)
+        return EP_OK;
+    m->backend = backend->id;
+    backend->measure(config, num_ranks, settings, &m->shared_bytes, &m->private_bytes);
+    m->private_bytes += ep_group_own_bytes(num_ranks);
+    /* Rank 0 has the most experts. */
+    EpStatus status = ep_handle_shape(call, config, num_ranks, 0, NULL, &shape);
+    if (status != EP_OK) {
+        snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
+        return EP_OK;
+    }
+    m->handle_bytes = ep_plan_map(&shape, NULL, &plan);
+    m->feasible = 1;
+    return EP_OK;
+}
+
+EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out) {
+    EpCall call = {"ep_group_memory", -1};
+    EP_TRY(ep_config_check(&call, config, num_ranks));
+    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EpSettings settings;
+    EP_TRY(ep_settings_load(&settings));
+    EpGroupMemory m = EP_GROUP_MEMORY_INIT;
+    EP_TRY(measure(&call, config, num_ranks, &settings, &m));
+    *out = m;
+    return EP_OK;
+}

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "handles/ops.h"
+
+const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity"}};
+const EpOp ep_op_dispatch = {
+    2, "dispatch", {"row bytes", "element type", "bytes of scales", "number of topk_weights"}};
+const EpOp ep_op_combine = {
+    3, "combine", {"row bytes", "element type", "number of slot values", ""}};
+const EpOp ep_op_dispatch_backward = {
+    4, "dispatch backward", {"row bytes", "element type", "number of slot values", ""}};
+const EpOp ep_op_combine_backward = {
+    5, "combine backward", {"row bytes", "element type", "bytes of scales", ""}};
+
+EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    return ep_handle_enter_prepared(&o->call, handle, &o->step);
+}
+
+EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,
+                           int64_t columns, const char *what) {
+    EP_TRY(ep_arg_tensor(&o->call, argument, t, 2));
+    if (o->step.exact)
+        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, o->step.num_rows, "T"));
+    else if (t->shape[0] < o->step.info.num_tokens)
+        return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
+                         "expected at least num_tokens = %lld rows, got %lld",
+                         (long long)o->step.info.num_tokens, (long long)t->shape[0]);
+    return columns < 0 ? EP_OK : ep_arg_dim(&o->call, argument, t, 1, columns, what);
+}
+
+/* Rows of a receive buffer: a static capacity is asked for in full, since a step captured in a
+ * graph may fill it; with exact sizing, what this step fills. */
+static EpStatus check_rows(const EpOperation *o, const char *argument, const EpTensor *t) {
+    const EpPlanShape *s = &o->handle->shape;
+    if (s->layout == EP_LAYOUT_BATCHED) {
+        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, s->num_local, "local experts"));
+        return ep_arg_dim(&o->call, argument, t, 1, s->rows_per_expert, "rows_per_expert");
+    }
+    int64_t needed = s->capacity ? s->capacity : o->step.info.recv_rows;
+    if (t->shape[0] >= needed)
+        return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_BUFFER_SIZE, argument, "expected at least %lld rows, got %lld",
+                     (long long)needed, (long long)t->shape[0]);
+}
+
+static int32_t slot_dims(const EpOperation *o) {
+    return o->handle->shape.layout == EP_LAYOUT_BATCHED ? 2 : 1;
+}
+
+EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
+                          int64_t columns, const char *what) {
+    int32_t ndim = slot_dims(o) + 1;
+    EP_TRY(ep_arg_tensor(&o->call, argument, t, ndim));
+    EP_TRY(check_rows(o, argument, t));
+    return columns < 0 ? EP_OK : ep_arg_dim(&o->call, argument, t, ndim - 1, columns, what);
+}
+
+EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t) {
+    EP_TRY(ep_arg_tensor(&o->call, argument, t, slot_dims(o)));
+    EP_TRY(ep_arg_type(&o->call, argument, t, EP_TYPE_FP32));
+    return check_rows(o, argument, t);
+}
+
+EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
+    if (o->handle->shape.layout != EP_LAYOUT_FLAT)
+        return ep_arg_slot_values(o, argument, t);
+    EP_TRY(ep_arg_slot_rows(o, argument, t, o->step.info.top_k, "K"));
+    return ep_arg_type(&o->call, argument, t, EP_TYPE_FP32);
+}
+
+EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const EpTensor *t) {
+    return ep_arg_row_bytes(&o->call, argument, t, 16, o->handle->group->config.max_row_bytes);
+}
+
+EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument,
+                            const EpTensor *slots, const char *tokens_argument,
+                            const EpTensor *tokens) {
+    EP_TRY(ep_arg_token_rows(o, tokens_argument, tokens, -1, NULL));
+    EP_TRY(ep_arg_summable(&o->call, tokens_argument, tokens));
+    EP_TRY(ep_arg_token_bytes(o, tokens_argument, tokens));
+    EP_TRY(ep_arg_slot_rows(o, slots_argument, slots, ep_tensor_row_elements(tokens), "H"));
+    EP_TRY(ep_arg_type(&o->call, slots_argument, slots, tokens->type));
+    return ep_arg_token_bytes(o, slots_argument, slots);
+}
+
+EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
+                     const void *given) {
+    if (!t == !given)
+        return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_NULL, argument, "expected %s since %s is %s, got %s",
+                     given ? "a tensor" : "NULL", cause, given ? "given" : "NULL",
+                     given ? "NULL" : "a tensor");
+}
+
+int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
+    return handle->shape.layout == EP_LAYOUT_BATCHED ? t->shape[0] * t->shape[1] : t->shape[0];
+}

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_OPS_H
+#define EP_HANDLES_OPS_H
+
+/**
+ * The five operations as ranks announce them to each other (see EpOp), and the shapes that their
+ * tensors have in common.
+ */
+
+#include "handles/handle.h"
+#include "runtime/args.h"
+#include "runtime/exchange.h"
+
+extern const EpOp ep_op_prepare, ep_op_dispatch, ep_op_combine, ep_op_dispatch_backward,
+    ep_op_combine_backward;
+
+/** A data operation while its arguments are checked. */
+typedef struct EpOperation {
+    EpCall call;
+    const EpHandle *handle;
+    EpStep step;
+} EpOperation;
+
+EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle);
+
+/** A tensor [T, columns] of this step's tokens; `columns` < 0: any number. */
+EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,
+                           int64_t columns, const char *what);
+
+/** A tensor of receive rows: [rows, columns], or [L, rows_per_expert, columns]. */
+EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
+                          int64_t columns, const char *what);
+
+/** One FP32 per receive row: [rows], or [L, rows_per_expert]. */
+EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t);
+
+/** Weights as dispatch delivers them: as above, or [rows, K] in the flat layout. */
+EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t);
+
+/** Row tensors that carry tokens: at most the group's max_row_bytes, 16-byte units. */
+EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const EpTensor *t);
+
+/** The pair of row tensors that a sum reads or writes: slot rows and token rows of one type. */
+EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument,
+                            const EpTensor *slots, const char *tokens_argument,
+                            const EpTensor *tokens);
+
+/** `argument` must be given exactly where `cause` is. */
+EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
+                     const void *given);
+
+/** Receive rows that a checked tensor of slot rows holds. */
+int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t);
+
+#endif

@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Plans in plain memory. The header says whose plan it is; the last word repeats the magic, so that
+ * a block which was overwritten from either end is noticed.
+ */
+#include <string.h>
+
+#include "handles/handle.h"
+
+EpStatus ep_host_format_plan(EpHandle *handle) {
+    EpPlan plan = ep_host_plan(handle);
+    memset(plan.header, 0, sizeof(*plan.header));
+    plan.header->magic = EP_PLAN_MAGIC;
+    plan.header->group = handle->group->id;
+    plan.header->handle = handle->ordinal;
+    plan.header->bytes = handle->bytes;
+    *plan.tail = EP_PLAN_MAGIC;
+    return EP_OK;
+}
+
+EpStatus ep_host_check_plan(const EpHandle *handle, const char *name, void *memory) {
+    EpCall call = {name, handle->group->rank};
+    EpPlan plan;
+    ep_plan_map(&handle->shape, memory, &plan);
+    const EpPlanHeader *header = plan.header;
+    if (header->magic == EP_PLAN_DEAD)
+        return ep_refuse(&call, EP_ERR_DESTROYED, "handle memory",
+                         "expected a live handle's plan, got that of one that was destroyed");
+    if (header->magic != EP_PLAN_MAGIC)
+        return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "handle memory",
+                         "expected the plan of handle %d, got other bytes (0x%016llx)",
+                         handle->ordinal, (unsigned long long)header->magic);
+    if (header->group != handle->group->id)
+        return ep_refuse(&call, EP_ERR_FOREIGN, "handle memory",
+                         "expected a plan of group %016llx, got one of group %016llx",
+                         (unsigned long long)handle->group->id, (unsigned long long)header->group);
+    if (header->handle != handle->ordinal)
+        return ep_refuse(&call, EP_ERR_FOREIGN, "handle memory",
+                         "expected the plan of handle %d, got that of handle %d", handle->ordinal,
+                         header->handle);
+    if (header->bytes != handle->bytes || *plan.tail != EP_PLAN_MAGIC)
+        return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "handle memory",
+                         "expected %lld untouched bytes, got a damaged %s",
+                         (long long)handle->bytes,
+                         header->bytes != handle->bytes ? "header" : "end");
+    return EP_OK;
+}
+
+void ep_host_retire_plan(EpHandle *handle) {
+    /* The caller's memory may be in other use by now: touch it only if it is still this plan. */
+    if (handle->owns_memory || ep_host_check_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
+        ep_host_plan(handle).header->magic = EP_PLAN_DEAD;
+}
+
+EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
+    const EpPlan plan = ep_host_plan(handle);
+    const EpPlanHeader *header = plan.header;
+    int32_t rank = handle->group->rank, size = handle->group->size;
+    if (!header->prepared)
+        return EP_OK;
+    EpHandleInfo *info = &out->info;
+    info->num_local_experts = handle->shape.num_local;
+    info->expert_counts = plan.expert_counts;
+    info->expert_padded = plan.expert_padded;
+    info->expert_offsets = plan.expert_offsets;
+    info->step = header->step;
+    info->num_tokens = header->num_tokens;
+    info->top_k = header->top_k;
+    info->recv_rows = header->recv_rows;
+    info->needed_rows = header->needed_rows;
+    info->dropped_slots = header->dropped_slots;
+    info->local_rows = plan.send_begin[rank + 1] - plan.send_begin[rank];
+    info->remote_rows_sent = plan.send_begin[size] - info->local_rows;
+    info->remote_rows_received = plan.recv_begin[size] - info->local_rows;
+    out->num_rows = header->num_rows;
+    out->exact = header->exact_rows;
+    return EP_OK;
+}

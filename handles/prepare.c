@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "handles/ops.h"
+
+static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
+    const EpGroupConfig *config = &handle->group->config;
+    EP_TRY(ep_arg_tensor(call, "topk_idx", t, 2));
+    EP_TRY(ep_arg_index_type(call, "topk_idx", t));
+    if (t->shape[0] > config->max_tokens)
+        return ep_refuse(call, EP_ERR_TOKENS, "topk_idx",
+                         "expected at most max_tokens = %d tokens, got %lld", config->max_tokens,
+                         (long long)t->shape[0]);
+    if (t->shape[1] < 1 || t->shape[1] > handle->shape.max_top_k)
+        return ep_refuse(call, EP_ERR_TOP_K, "topk_idx",
+                         "expected 1 .. %d experts per token, got %lld", handle->shape.max_top_k,
+                         (long long)t->shape[1]);
+    if (handle->top_k != EP_DEFAULT)
+        EP_TRY(ep_arg_dim(call, "topk_idx", t, 1, handle->top_k, "the handle's top_k"));
+    return EP_OK;
+}
+
+/* Its value is for the backend to check: it may lie in device memory. */
+static EpStatus check_num_tokens(const EpCall *call, const EpTensor *t) {
+    if (!t)
+        return EP_OK;
+    EP_TRY(ep_arg_tensor(call, "num_tokens", t, 1));
+    EP_TRY(ep_arg_index_type(call, "num_tokens", t));
+    return ep_arg_dim(call, "num_tokens", t, 0, 1, "size");
+}
+
+static EpStatus check_vector(const EpCall *call, const char *argument, const EpTensor *t,
+                             int64_t count) {
+    if (!t)
+        return EP_OK;
+    EP_TRY(ep_arg_tensor(call, argument, t, 1));
+    EP_TRY(ep_arg_index_type(call, argument, t));
+    return ep_arg_dim(call, argument, t, 0, count, "size");
+}
+
+static EpStatus check_out(const EpCall *call, const EpPlanTensors *out, int64_t local) {
+    if (!out)
+        return EP_OK;
+    EP_TRY(ep_check_struct(call, "out", out, sizeof(*out)));
+    EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
+    EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));
+    EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local + 1));
+    return check_vector(call, "out.totals", out->totals, 3);
+}
+
+EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
+                    EpStream stream, const EpPlanTensors *out) {
+    EpCall call = {"ep_prepare", -1};
+    EP_TRY(ep_handle_enter(&call, handle));
+    EP_TRY(check_topk_idx(&call, handle, topk_idx));
+    EP_TRY(check_num_tokens(&call, num_tokens));
+    EP_TRY(check_out(&call, out, handle->shape.num_local));
+    EpRouting routing = {.topk_idx = topk_idx->data,
+                         .idx_type = topk_idx->type,
+                         .num_rows = topk_idx->shape[0],
+                         .top_k = topk_idx->shape[1],
+                         .num_tokens = num_tokens ? num_tokens->data : NULL,
+                         .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
+                         .out = out,
+                         .stream = stream};
+    return handle->group->backend->prepare(handle, &routing);
+}

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/args.h"
+
+static EpStatus check_shape(const EpCall *call, const char *argument, const EpTensor *t) {
+    int empty = 0;
+    for (int i = 0; i < t->ndim; i++) {
+        if (t->shape[i] < 0)
+            return ep_refuse(call, EP_ERR_RANGE, argument,
+                             "expected sizes of at least 0, got %lld in dimension %d",
+                             (long long)t->shape[i], i);
+        empty |= t->shape[i] == 0;
+    }
+    if (!t->data && !empty)
+        return ep_refuse(call, EP_ERR_NULL, argument, "expected data, got NULL");
+    return EP_OK;
+}
+
+EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim) {
+    if (!t)
+        return ep_refuse(call, EP_ERR_NULL, argument, "expected a tensor, got NULL");
+    EP_TRY(ep_check_struct(call, argument, t, sizeof(*t)));
+    if (t->ndim != ndim)
+        return ep_refuse(call, EP_ERR_NDIM, argument, "expected %d dimensions, got %d", ndim,
+                         t->ndim);
+    if (ep_type_bytes(t->type) == 0)
+        return ep_refuse(call, EP_ERR_TYPE, argument, "expected an EpType, got %d", (int)t->type);
+    return check_shape(call, argument, t);
+}
+
+EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type) {
+    if (t->type == type)
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_TYPE, argument, "expected %s, got %s", ep_type_name(type),
+                     ep_type_name(t->type));
+}
+
+EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t) {
+    if (ep_type_is_index(t->type))
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_TYPE, argument, "expected int32 or int64, got %s",
+                     ep_type_name(t->type));
+}
+
+EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTensor *t) {
+    if (ep_type_is_summable(t->type))
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_TYPE, argument, "expected bf16, fp16 or fp32, got %s",
+                     ep_type_name(t->type));
+}
+
+EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t, int dim,
+                    int64_t expected, const char *what) {
+    if (t->shape[dim] == expected)
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_SHAPE, argument, "expected %s = %lld in dimension %d, got %lld",
+                     what, (long long)expected, dim, (long long)t->shape[dim]);
+}
+
+EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
+                          int64_t most) {
+    int64_t bytes = ep_tensor_row_bytes(t);
+    if (bytes < unit || bytes > most || bytes % unit)
+        return ep_refuse(call, EP_ERR_ROW_BYTES, argument,
+                         "expected rows of a multiple of %lld in %lld .. %lld bytes, got %lld",
+                         (long long)unit, (long long)unit, (long long)most, (long long)bytes);
+    if ((uintptr_t)t->data % (uintptr_t)unit)
+        return ep_refuse(call, EP_ERR_ADDRESS, argument,
+                         "expected data on a multiple of %lld, got %p", (long long)unit, t->data);
+    return EP_OK;
+}

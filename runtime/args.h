@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_ARGS_H
+#define EP_RUNTIME_ARGS_H
+
+/**
+ * Checks of tensors that callers pass. Each refusal names the argument, what was expected and what
+ * was given.
+ */
+
+#include "runtime/dtype.h"
+#include "runtime/status.h"
+
+/** Struct size, dimensions, sizes >= 0, and data where there are elements. */
+EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim);
+
+/** One type. */
+EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type);
+
+/** INT32 or INT64. */
+EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t);
+
+/** BF16, FP16 or FP32. */
+EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTensor *t);
+
+/** Dimension `dim` is exactly `expected`; `what` names it, as in "H". */
+EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t, int dim,
+                    int64_t expected, const char *what);
+
+/** Bytes of a row (the last dimension): a multiple of `unit`, `unit` .. `most`. And aligned data. */
+EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
+                          int64_t most);
+
+static inline int64_t ep_tensor_row_elements(const EpTensor *t) {
+    return t->shape[t->ndim - 1];
+}
+
+static inline int64_t ep_tensor_row_bytes(const EpTensor *t) {
+    return ep_tensor_row_elements(t) * (int64_t)ep_type_bytes(t->type);
+}
+
+#endif

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_BACKEND_H
+#define EP_RUNTIME_BACKEND_H
+
+/**
+ * What a backend is: a table of functions. The public calls check their arguments and describe
+ * what is to be done; the backend moves the bytes. There are two movements:
+ *
+ *     scatter   token rows -> slots     ep_dispatch, ep_combine_backward
+ *     gather    slots -> token rows     ep_combine, ep_dispatch_backward
+ *
+ * and each backend writes each of them once.
+ */
+
+#include "ep/ep.h"
+#include "runtime/settings.h"
+
+typedef struct EpHandle EpHandle;
+struct EpOp;
+
+/** A step's routing, checked. */
+typedef struct EpRouting {
+    const void *topk_idx; /**< [num_rows, top_k] */
+    EpType idx_type;
+    int64_t num_rows;
+    int64_t top_k;
+    const void *num_tokens; /**< one integer: how many of the rows count; NULL: all */
+    EpType num_tokens_type;
+    const EpPlanTensors *out; /**< may be NULL */
+    EpStream stream;
+} EpRouting;
+
+/*
+ * Whether an optional tensor is given is told by a flag of its own or by a size: a rank without
+ * tokens or slots may pass tensors whose data is NULL.
+ */
+
+/** Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). */
+typedef struct EpScatter {
+    const struct EpOp *op;
+    const void *rows; /**< [T, row_bytes] */
+    EpType type;
+    int64_t row_bytes;
+    int64_t row_elements;
+    int carries_weights;       /**< whether topk_weights travel; equal on all ranks */
+    const float *topk_weights; /**< [T, K]: delivered with the rows */
+    const void *scales;        /**< [T, scale_bytes] */
+    int64_t scale_bytes;
+    int weighs;                /**< whether slot_weights multiply */
+    const float *slot_weights; /**< [rows]: multiply each delivered row */
+    int takes_dots;            /**< whether dot products are asked for */
+    const void *slot_rows;     /**< [rows, row_bytes]: dot product with each delivered row */
+    void *out_rows;
+    float *out_weights; /**< [rows] ([rows, K] if flat): topk_weights, or the dot products */
+    void *out_scales;
+    void *out_idx; /**< flat: [rows, K] local experts */
+    EpType idx_type;
+    int64_t out_capacity; /**< rows of the output buffer; up to there zero_tail reaches */
+    EpStream stream;
+} EpScatter;
+
+/** Slots to token rows. */
+typedef struct EpGather {
+    const struct EpOp *op;
+    const void *rows; /**< [rows, row_bytes] */
+    EpType type;
+    int64_t row_bytes;
+    int64_t row_elements;
+    int weighs;                /**< whether slot_weights multiply */
+    const float *slot_weights; /**< [rows]: multiply each row before it is added */
+    int carries_values;        /**< whether slot_values travel; equal on all ranks */
+    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
+    void *out_rows;            /**< [T, row_bytes] */
+    float *out_values;         /**< [T, K] */
+    EpStream stream;
+} EpGather;
+
+/** What the calls check their arguments by: the user's view of the plan, and which token tensors
+ *  belong to it. */
+typedef struct EpStep {
+    EpHandleInfo info; /**< info.step is 0 where nothing was prepared */
+    int64_t num_rows;  /**< rows of topk_idx */
+    int64_t exact;     /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
+} EpStep;
+
+typedef struct EpBackendOps {
+    EpBackend id;
+    const char *name;
+    /** Memory of a group, per rank, before anything exists. */
+    void (*measure)(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                    int64_t *shared_bytes, int64_t *private_bytes);
+    /** Collective parts of a group's life. `together`: whether all ranks close it now. */
+    EpStatus (*open)(EpGroup *group);
+    void (*close)(EpGroup *group, int together);
+    /** Memory for handles that bring none. */
+    void *(*allocate)(size_t bytes);
+    void (*release)(void *memory);
+    /** Give a handle's memory its empty plan; check that memory is this handle's; mark it dead. */
+    EpStatus (*format_plan)(EpHandle *handle);
+    EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
+    void (*retire_plan)(EpHandle *handle);
+    /** The plan's numbers on the host. */
+    EpStatus (*read_plan)(const EpHandle *handle, EpStep *out);
+    EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
+    EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
+    EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
+} EpBackendOps;
+
+extern const EpBackendOps ep_backend_host;
+
+/**
+ * The backend that serves a configuration, and why (a sentence for ep_info). NULL where the wish
+ * cannot be met; `reason` says why.
+ */
+const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, const EpSettings *settings,
+                                      char *reason, size_t reason_bytes);
+
+#endif

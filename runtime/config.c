@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/config.h"
+
+#include <math.h>
+
+#include "runtime/exchange.h"
+
+static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
+                            int64_t high) {
+    if (value >= low && value <= high)
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, argument, "expected %lld .. %lld, got %lld",
+                     (long long)low, (long long)high, (long long)value);
+}
+
+static EpStatus check_rows(const EpCall *call, const EpGroupConfig *c) {
+    if (c->max_row_bytes < 16 || c->max_row_bytes > EP_MAX_ROW_BYTES || c->max_row_bytes % 16)
+        return ep_refuse(call, EP_ERR_ROW_BYTES, "config.max_row_bytes",
+                         "expected a multiple of 16 in 16 .. %d, got %lld", EP_MAX_ROW_BYTES,
+                         (long long)c->max_row_bytes);
+    if (c->max_scale_bytes < 0 || c->max_scale_bytes > EP_MAX_ROW_BYTES || c->max_scale_bytes % 4)
+        return ep_refuse(call, EP_ERR_ROW_BYTES, "config.max_scale_bytes",
+                         "expected a multiple of 4 in 0 .. %d, got %lld", EP_MAX_ROW_BYTES,
+                         (long long)c->max_scale_bytes);
+    return EP_OK;
+}
+
+static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
+    if (!ep_is_power_of_two(c->alignment))
+        return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
+                         "expected a power of two, got %d", c->alignment);
+    EP_TRY(check_range(call, "config.overflow", c->overflow, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP));
+    EP_TRY(check_range(call, "config.backend", c->backend, EP_BACKEND_AUTO, EP_BACKEND_CUDA));
+    double t = c->timeout_seconds;
+    if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
+        return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
+                         "expected seconds > 0 or EP_DEFAULT, got %g", t);
+    return EP_OK;
+}
+
+EpStatus ep_config_check(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
+    EP_TRY(ep_check_struct(call, "config", c, sizeof(*c)));
+    EP_TRY(check_range(call, "num_ranks", num_ranks, 1, EP_MAX_RANKS));
+    EP_TRY(check_range(call, "config.num_experts", c->num_experts, 1, INT32_MAX));
+    EP_TRY(check_range(call, "config.max_tokens", c->max_tokens, 1, INT32_MAX));
+    if (c->max_top_k < 1 || c->max_top_k > EP_MAX_TOP_K)
+        return ep_refuse(call, EP_ERR_TOP_K, "config.max_top_k", "expected 1 .. %d, got %d",
+                         EP_MAX_TOP_K, c->max_top_k);
+    EP_TRY(check_rows(call, c));
+    EP_TRY(check_range(call, "config.max_recv_rows", c->max_recv_rows, 0, INT32_MAX));
+    return check_choices(call, c);
+}
+
+EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks) {
+    return (EpPlacement){config->num_experts, num_ranks};
+}
+
+double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings) {
+    return config->timeout_seconds > 0 ? config->timeout_seconds : settings->timeout;
+}
+
+EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t scale_bytes) {
+    EpRecord r;
+    r.weights = ep_round_up(row_bytes, 16);
+    r.scales = r.weights + ep_round_up(num_weights * (int64_t)sizeof(float), 16);
+    r.bytes = r.scales + ep_round_up(scale_bytes, 16);
+    return r;
+}
+
+/* A group whose whole step fits this takes it: one round an operation. */
+#define SMALL_STAGE_BYTES (4 << 20)
+/* Message sizes are ints in MPI. */
+#define MOST_STAGE_BYTES (1LL << 30)
+
+int64_t ep_config_stage_bytes(const EpGroupConfig *c, int32_t num_ranks,
+                              const EpSettings *settings) {
+    EpPlacement placement = ep_config_placement(c, num_ranks);
+    int64_t record = ep_record(c->max_row_bytes, c->max_top_k, c->max_scale_bytes).bytes;
+    int64_t route = 4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) +
+                         ep_route_words(c->max_top_k));
+    int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
+    int64_t one_round = ep_exchange_least_stage(num_ranks, ep_max(record * c->max_tokens, route));
+    int64_t lean = 2 * ep_round_up(record * c->max_tokens + 64, 64);
+    int64_t useful = ep_max(lean, ep_min(one_round, SMALL_STAGE_BYTES));
+    int64_t most = ep_min(settings->stage_bytes, MOST_STAGE_BYTES);
+    return ep_round_up(ep_max(least, ep_min(most, useful)), 256);
+}
+
+/* ---- public -------------------------------------------------------------------------------- */
+
+EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
+                         int32_t *count) {
+    EpCall call = {"ep_expert_range", -1};
+    EP_TRY(check_range(&call, "num_experts", num_experts, 1, INT32_MAX));
+    EP_TRY(check_range(&call, "num_ranks", num_ranks, 1, EP_MAX_RANKS));
+    EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
+    if (!first || !count)
+        return ep_refuse(&call, EP_ERR_NULL, first ? "count" : "first",
+                         "expected a pointer, got NULL");
+    EpPlacement placement = {num_experts, num_ranks};
+    *first = ep_placement_first(&placement, rank);
+    *count = ep_placement_count(&placement, rank);
+    return EP_OK;
+}
+
+/* Worst case of slabs: most slots of one expert, most slots of the rank, padding to the alignment.
+ * The derivation stands at ep_max_recv_rows in the public header. */
+static int64_t worst_slabs(int64_t per_expert, int64_t per_rank, int64_t local, int64_t align) {
+    int64_t touched = ep_min(local, per_rank);
+    int64_t by_expert = local * ep_round_up(per_expert, align);
+    int64_t by_rank = ep_round_up(per_rank + (align - 1) * touched, align);
+    return ep_min(by_expert, by_rank);
+}
+
+EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
+                          EpLayout layout, unsigned flags, int64_t *rows) {
+    EpCall call = {"ep_max_recv_rows", -1};
+    EP_TRY(ep_config_check(&call, config, num_ranks));
+    EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
+    EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_BATCHED));
+    EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));
+    if (!rows)
+        return ep_refuse(&call, EP_ERR_NULL, "rows", "expected a pointer, got NULL");
+    EpPlacement placement = ep_config_placement(config, num_ranks);
+    int64_t tokens = (int64_t)num_ranks * config->max_tokens, k = config->max_top_k;
+    int64_t local = ep_placement_count(&placement, rank), align = config->alignment;
+    int duplicates = (flags & EP_ROWS_DUPLICATES) != 0;
+    int64_t per_expert = duplicates ? tokens * k : tokens;
+    int64_t per_rank = duplicates ? tokens * k : tokens * ep_min(k, local);
+    if (local == 0)
+        *rows = 0;
+    else if (layout == EP_LAYOUT_FLAT)
+        *rows = tokens;
+    else if (layout == EP_LAYOUT_BATCHED)
+        *rows = ep_round_up(per_expert, align);
+    else
+        *rows = worst_slabs(per_expert, per_rank, local, align);
+    return EP_OK;
+}

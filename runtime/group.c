@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/group.h"
+
+#include <stdio.h>
+#include <string.h>
+
+EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
+    group->failed = finding->status;
+    group->failure = *finding;
+    snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
+    EP_WARN("group failed: %s", group->failure_sentence);
+    return finding->status;
+}
+
+EpStatus ep_group_usable(const EpGroup *group) {
+    if (group->failed == EP_OK)
+        return EP_OK;
+    return ep_fail(group->failed, "%s", group->failure_sentence);
+}
+
+void ep_group_note(EpFinding *pending, const EpFinding *finding) {
+    int64_t count = pending->status == EP_OK ? 0 : pending->count;
+    if (pending->status == EP_OK)
+        *pending = *finding;
+    pending->count = count + finding->count;
+}
+
+static EpStatus check_out(const EpCall *call, const EpGroup *group, const void *out, size_t bytes) {
+    EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
+    return ep_check_struct(call, "out", out, bytes);
+}
+
+EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
+    EpCall call = {"ep_group_query", -1};
+    EP_TRY(check_out(&call, group, out, sizeof(*out)));
+    *out = (EpGroupInfo){.struct_size = sizeof(*out),
+                         .rank = group->rank,
+                         .size = group->size,
+                         .num_experts = group->config.num_experts,
+                         .first_expert = group->first_expert,
+                         .num_local_experts = group->num_local,
+                         .backend = group->backend->id,
+                         .node = group->nodes[group->rank],
+                         .num_nodes = group->num_nodes,
+                         .numa_node = group->numa,
+                         .num_cpus = group->cpus,
+                         .library_bytes = group->library_bytes};
+    return EP_OK;
+}
+
+static EpStatus report_routing(const EpFinding *f) {
+    return ep_fail(f->status,
+                   "rank %d: ep_prepare: topk_idx: expected an expert below %lld, got %lld at "
+                   "token %lld, k %lld (%lld such entries; treated as no expert)",
+                   f->rank, (long long)f->expected, (long long)f->seen, (long long)f->token,
+                   (long long)f->k, (long long)f->count);
+}
+
+static EpStatus report_overflow(const EpFinding *f) {
+    return ep_fail(f->status,
+                   "rank %d: ep_prepare: expected at most %lld receive rows, needed %lld; %lld "
+                   "slots were lost",
+                   f->rank, (long long)f->expected, (long long)f->seen, (long long)f->count);
+}
+
+/* Hand out a pending finding, and forget it. */
+static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(const EpFinding *)) {
+    EpStatus status = report(pending);
+    if (out)
+        *out = *pending;
+    pending->status = EP_OK;
+    return status;
+}
+
+EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
+    EpCall call = {"ep_group_status", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    if (out)
+        EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    if (group->failed != EP_OK) {
+        if (out)
+            *out = group->failure;
+        return ep_group_usable(group);
+    }
+    if (group->routing.status != EP_OK)
+        return take(&group->routing, out, report_routing);
+    if (group->overflow.status != EP_OK)
+        return take(&group->overflow, out, report_overflow);
+    if (out)
+        *out = (EpFinding)EP_FINDING_INIT;
+    return EP_OK;
+}

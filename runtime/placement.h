@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_PLACEMENT_H
+#define EP_RUNTIME_PLACEMENT_H
+
+/**
+ * Which rank owns which expert: contiguous blocks in rank order, the first E mod R one larger.
+ * Everything that asks does so here, so that a placement map has one place to go.
+ */
+
+#include <stdint.h>
+
+typedef struct EpPlacement {
+    int32_t num_experts;
+    int32_t num_ranks;
+} EpPlacement;
+
+static inline int32_t ep_placement_count(const EpPlacement *p, int32_t rank) {
+    return p->num_experts / p->num_ranks + (rank < p->num_experts % p->num_ranks);
+}
+
+static inline int32_t ep_placement_first(const EpPlacement *p, int32_t rank) {
+    int32_t larger = p->num_experts % p->num_ranks;
+    return rank * (p->num_experts / p->num_ranks) + (rank < larger ? rank : larger);
+}
+
+/** Most experts that any rank owns. */
+static inline int32_t ep_placement_most(const EpPlacement *p) {
+    return ep_placement_count(p, 0);
+}
+
+/** Owner of expert 0 <= e < E. */
+static inline int32_t ep_placement_owner(const EpPlacement *p, int32_t expert) {
+    int32_t base = p->num_experts / p->num_ranks, larger = p->num_experts % p->num_ranks;
+    int32_t in_larger = larger * (base + 1);
+    if (expert < in_larger)
+        return expert / (base + 1);
+    return larger + (expert - in_larger) / base;
+}
+
+#endif

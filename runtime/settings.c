@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/settings.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/status.h"
+
+extern char **environ;
+
+static EpStatus malformed(const char *name, const char *expected, const char *text) {
+    return ep_fail(EP_ERR_SETTING, "setting %s: expected %s, got '%s'", name, expected, text);
+}
+
+/* One parser per C type that the table uses; each is named parse_<type>. `kind` is the table's
+ * description, from which the parsers of choices read their words. */
+
+static EpStatus parse_double(const char *name, const char *kind, const char *text, double *out) {
+    (void)kind;
+    char *end;
+    double value = strtod(text, &end);
+    if (end == text || *end || !isfinite(value) || value <= 0)
+        return malformed(name, "a positive number of seconds", text);
+    *out = value;
+    return EP_OK;
+}
+
+static EpStatus parse_int64_t(const char *name, const char *kind, const char *text, int64_t *out) {
+    if (strcmp(kind, "count") == 0 && strcmp(text, "auto") == 0) {
+        *out = EP_SPIN_AUTO;
+        return EP_OK;
+    }
+    char *end;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    int shift = *end == 'K' ? 10 : *end == 'M' ? 20 : *end == 'G' ? 30 : 0;
+    int bad = end == text || errno || value < 0 || end[shift != 0] || value > (INT64_MAX >> shift);
+    if (bad)
+        return malformed(name, "a number, as in 4096, 512K, 16M or 1G", text);
+    *out = (int64_t)value << shift;
+    return EP_OK;
+}
+
+static EpStatus parse_EpSettingText(const char *name, const char *kind, const char *text,
+                                    EpSettingText *out) {
+    (void)kind;
+    if (strlen(text) >= sizeof(out->text))
+        return malformed(name, "at most 255 characters", text);
+    snprintf(out->text, sizeof(out->text), "%s", text);
+    return EP_OK;
+}
+
+/* Position of `text` among the words of "choice: a|b|c", or -1. */
+static int choice(const char *kind, const char *text) {
+    const char *word = kind + strlen("choice: ");
+    for (int i = 0;; i++) {
+        size_t length = strcspn(word, "|");
+        if (strlen(text) == length && strncmp(word, text, length) == 0)
+            return i;
+        if (!word[length])
+            return -1;
+        word += length + 1;
+    }
+}
+
+static EpStatus parse_EpBackend(const char *name, const char *kind, const char *text,
+                                EpBackend *out) {
+    int index = choice(kind, text);
+    if (index < 0)
+        return malformed(name, kind, text);
+    *out = (EpBackend)(EP_BACKEND_AUTO + index);
+    return EP_OK;
+}
+
+static EpStatus parse_EpLogLevel(const char *name, const char *kind, const char *text,
+                                 EpLogLevel *out) {
+    int index = choice(kind, text);
+    if (index < 0)
+        return malformed(name, kind, text);
+    *out = (EpLogLevel)index;
+    return EP_OK;
+}
+
+static const char *value_of(const char *name, const char *standard) {
+    const char *value = getenv(name);
+    return value ? value : standard;
+}
+
+EpStatus ep_settings_load(EpSettings *out) {
+#define SETTING_PARSE(field, type, name, kind, standard, doc)                                      \
+    EP_TRY(parse_##type(name, kind, value_of(name, standard), &out->field));
+    EP_SETTINGS_MAP(SETTING_PARSE)
+#undef SETTING_PARSE
+    return EP_OK;
+}
+
+static int is_setting(const char *entry) {
+    size_t length = strcspn(entry, "=");
+#define SETTING_MATCH(field, type, name, kind, standard, doc)                                      \
+    if (strlen(name) == length && strncmp(entry, name, length) == 0)                               \
+        return 1;
+    EP_SETTINGS_MAP(SETTING_MATCH)
+#undef SETTING_MATCH
+    return 0;
+}
+
+const char *ep_settings_unknown(void) {
+    for (char **entry = environ; entry && *entry; entry++)
+        if (strncmp(*entry, "EP_", 3) == 0 && !is_setting(*entry))
+            return *entry;
+    return NULL;
+}
+
+EpStatus ep_settings(void (*visit)(const EpSetting *setting, void *context), void *context) {
+#define SETTING_VISIT(field, ctype, setting, kind, standard, line)                                 \
+    if (visit)                                                                                     \
+        visit(&(EpSetting){.struct_size = sizeof(EpSetting),                                       \
+                           .name = setting,                                                        \
+                           .type = kind,                                                           \
+                           .default_value = standard,                                              \
+                           .value = value_of(setting, standard),                                   \
+                           .doc = line},                                                           \
+              context);
+    EP_SETTINGS_MAP(SETTING_VISIT)
+#undef SETTING_VISIT
+    EpSettings parsed;
+    EP_TRY(ep_settings_load(&parsed));
+    const char *unknown = ep_settings_unknown();
+    if (unknown)
+        return ep_fail(EP_ERR_SETTING, "setting %.*s: expected one that ep_info lists, got '%s'",
+                       (int)strcspn(unknown, "="), unknown, unknown);
+    return EP_OK;
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_SETTINGS_H
+#define EP_RUNTIME_SETTINGS_H
+
+/**
+ * Every setting of libep, in one table: it feeds the parser, ep_settings, ep_info, the README and
+ * the warning about unknown EP_ names. Settings are read when a group is created and never later.
+ *
+ * X(field, C type, name, type as users read it, default, one line of documentation)
+ */
+
+#include "ep/ep.h"
+#include "runtime/log.h"
+
+#define EP_SETTINGS_MAP(X)                                                                         \
+    X(backend, EpBackend, "EP_BACKEND", "choice: auto|host|cuda", "auto",                          \
+      "backend of groups whose configuration says AUTO")                                           \
+    X(timeout, double, "EP_TIMEOUT", "seconds", "100",                                             \
+      "deadline of every wait for another rank")                                                   \
+    X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "16M",                                      \
+      "staging memory per rank and group on the host backend; equal on all ranks")                 \
+    X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
+      "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
+    X(topology, EpSettingText, "EP_TOPOLOGY", "text", "",                                          \
+      "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)")     \
+    X(log_level, EpLogLevel, "EP_LOG", "choice: warn|info|debug|trace", "warn",                    \
+      "how much to log")                                                                           \
+    X(log_file, EpSettingText, "EP_LOG_FILE", "text", "", "where to log; empty: stderr")
+
+#define EP_SPIN_AUTO (-1)
+
+typedef struct EpSettingText {
+    char text[256];
+} EpSettingText;
+
+typedef struct EpSettings {
+#define SETTING_FIELD(field, type, name, kind, standard, doc) type field;
+    EP_SETTINGS_MAP(SETTING_FIELD)
+#undef SETTING_FIELD
+} EpSettings;
+
+/** Read the environment. A value that does not parse is EP_ERR_SETTING; unknown names are not. */
+EpStatus ep_settings_load(EpSettings *out);
+
+/** The first EP_ name in the environment that is no setting, or NULL; valid until it changes. */
+const char *ep_settings_unknown(void);
+
+#endif

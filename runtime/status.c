@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "runtime/log.h"
+
+static _Thread_local char last_sentence[EP_SENTENCE_BYTES];
+
+int ep_version(void) {
+    return EP_VERSION_MAJOR * 10000 + EP_VERSION_MINOR * 100 + EP_VERSION_PATCH;
+}
+
+const char *ep_status_string(EpStatus status) {
+    switch (status) {
+#define STATUS_CASE(name, number, text)                                                            \
+    case name:                                                                                     \
+        return #name ": " text;
+        EP_STATUS_MAP(STATUS_CASE)
+#undef STATUS_CASE
+    }
+    return "unknown status";
+}
+
+const char *ep_last_error(void) {
+    return last_sentence;
+}
+
+EpStatus ep_set_last_error(EpStatus status, const char *sentence) {
+    return ep_fail(status, "%s", sentence ? sentence : "");
+}
+
+EpStatus ep_fail(EpStatus status, const char *format, ...) {
+    /* Formatted aside: the arguments may point into the sentence being replaced. */
+    char sentence[EP_SENTENCE_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(sentence, sizeof(sentence), format, args);
+    va_end(args);
+    memcpy(last_sentence, sentence, sizeof(last_sentence));
+    EP_DEBUG("%s", sentence);
+    return status;
+}
+
+EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, const char *format,
+                   ...) {
+    char reason[EP_SENTENCE_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(reason, sizeof(reason), format, args);
+    va_end(args);
+    if (call->rank < 0)
+        return ep_fail(status, "%s: %s: %s", call->name, argument, reason);
+    return ep_fail(status, "rank %d: %s: %s: %s", call->rank, call->name, argument, reason);
+}
+
+EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
+                         size_t expected) {
+    if (!object)
+        return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
+    size_t got;
+    memcpy(&got, object, sizeof(got));
+    if (got != expected)
+        return ep_refuse(call, EP_ERR_STRUCT_SIZE, argument,
+                         "expected struct_size %zu, got %zu (initialize it with EP_..._INIT)",
+                         expected, got);
+    return EP_OK;
+}

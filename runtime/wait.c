@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/wait.h"
+
+#include <sched.h>
+#include <time.h>
+
+/* A clock read costs as much as a few polls, a yield as much as a few clock reads. */
+#define YIELDS_PER_CLOCK_READ 16
+#define SECONDS_BEFORE_SLEEPING 0.2
+#define SLEEP_NANOSECONDS 100000
+
+double ep_clock(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+void ep_wait_begin(EpWait *wait, double timeout, int64_t spins) {
+    *wait = (EpWait){.timeout = timeout, .spins = spins};
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+int ep_wait_pause(EpWait *wait) {
+    if (wait->spins > 0) {
+        wait->spins--;
+        relax();
+        return 1;
+    }
+    sched_yield();
+    if (wait->yields++ % YIELDS_PER_CLOCK_READ)
+        return 1;
+    double now = ep_clock();
+    if (wait->start == 0)
+        wait->start = now;
+    if (now - wait->start > SECONDS_BEFORE_SLEEPING)
+        nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
+    return now - wait->start < wait->timeout;
+}

@@ -1,0 +1,26 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Install what the build needs and this machine lacks, from Debian's packages; says so first.
+set -eu
+
+missing=
+need() { missing="$missing $1"; }
+
+command -v cc >/dev/null || need gcc
+command -v pkg-config >/dev/null || need pkg-config
+command -v mpirun >/dev/null || need openmpi-bin
+has() { command -v pkg-config >/dev/null && pkg-config --exists "$1"; }
+has ompi || command -v mpicc >/dev/null || need libopenmpi-dev
+has hwloc || need libhwloc-dev
+has criterion || need libcriterion-dev
+
+[ -n "$missing" ] || exit 0
+if ! command -v apt-get >/dev/null; then
+    echo "libep needs, by their Debian names:$missing" >&2
+    exit 1
+fi
+sudo=
+[ "$(id -u)" = 0 ] || sudo=sudo
+echo "Installing Debian packages:$missing"
+$sudo apt-get update -qq
+DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends $missing >/dev/null
