@@ -27,6 +27,9 @@ typedef struct Expected {
     size_t capacity;
 } Expected;
 
+/* A rank that gave up waiting is not the one that others miss. */
+typedef enum Presence { ABSENT, PRESENT, GAVE_UP } Presence;
+
 typedef struct Board {
     pthread_mutex_t mutex;
     pthread_cond_t turned;
@@ -34,7 +37,7 @@ typedef struct Board {
     int32_t users;        /* bootstraps not yet destroyed */
     unsigned turn;        /* how often everyone has met */
     int32_t arrived;      /* in this turn */
-    char *here;           /* [size] who has arrived in this turn */
+    char *here;           /* [size] Presence of each rank in this turn */
     const void **offered; /* [size] what they offer */
     Letter *letters, **last_letter;
 } Board;
@@ -56,24 +59,26 @@ static void deadline_after(double seconds, struct timespec *out) {
 static EpStatus fail_missing(const Local *self, double seconds) {
     const Board *board = self->board;
     int32_t missing = 0;
-    while (missing < board->size && board->here[missing])
+    while (missing < board->size && board->here[missing] != ABSENT)
         missing++;
     return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
                    self->rank, missing, seconds);
 }
 
-/* With the mutex held: arrive, and wait until everyone has. A rank that gives up takes its arrival
- * back, so that a later meeting starts clean. */
+/* With the mutex held: arrive, and wait until everyone has. What was offered stays on the board
+ * until the next offer: slower ranks may still have to copy it. A rank that gives up takes its
+ * arrival back, so that a later meeting starts clean. */
 static EpStatus meet(const Local *self, const void *offer, double seconds) {
     Board *board = self->board;
     unsigned turn = board->turn;
     struct timespec deadline;
     deadline_after(seconds, &deadline);
-    board->offered[self->rank] = offer;
-    board->here[self->rank] = 1;
+    if (offer)
+        board->offered[self->rank] = offer;
+    board->here[self->rank] = PRESENT;
     if (++board->arrived == board->size) {
         board->arrived = 0;
-        memset(board->here, 0, (size_t)board->size);
+        memset(board->here, ABSENT, (size_t)board->size);
         board->turn++;
         pthread_cond_broadcast(&board->turned);
     }
@@ -81,7 +86,7 @@ static EpStatus meet(const Local *self, const void *offer, double seconds) {
         int error = pthread_cond_timedwait(&board->turned, &board->mutex, &deadline);
         if (error == ETIMEDOUT && board->turn == turn) {
             EpStatus status = fail_missing(self, seconds);
-            board->here[self->rank] = 0;
+            board->here[self->rank] = GAVE_UP;
             board->arrived--;
             return status;
         }

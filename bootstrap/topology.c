@@ -3,7 +3,6 @@
 
 #include <hwloc.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -80,33 +79,25 @@ static void name_machine(EpPlace *place) {
     snprintf(place->machine, sizeof(place->machine), "%s %s", host, boot);
 }
 
-static EpStatus malformed(const char *text) {
-    return ep_fail(EP_ERR_SETTING,
-                   "setting EP_TOPOLOGY: expected NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1, "
-                   "got '%s'", text);
-}
-
-EpStatus ep_place_find(const EpSettingText *setting, int32_t rank, int32_t size, EpPlace *out) {
-    const char *text = setting->text;
+EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
+                       EpPlace *out) {
     memset(out, 0, sizeof(*out));
     name_machine(out);
-    if (!text[0]) {
+    if (!topology->nodes) {
         find_real(out);
         return EP_OK;
     }
-    char *end;
-    long nodes = strtol(text, &end, 10);
-    if (end == text || nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'))
-        return malformed(text);
     /* Blocks of ranks in order, as even as they can be; more nodes than ranks leave some empty. */
-    int32_t node = (int32_t)((int64_t)rank * nodes / size);
-    int32_t first = (int32_t)(((int64_t)node * size + nodes - 1) / nodes);
-    int32_t next = (int32_t)((((int64_t)node + 1) * size + nodes - 1) / nodes);
-    out->pretended = node;
-    if (!*end)
+    int64_t nodes = topology->nodes, node = rank * nodes / size;
+    int32_t first = (int32_t)((node * size + nodes - 1) / nodes);
+    int32_t next = (int32_t)(((node + 1) * size + nodes - 1) / nodes);
+    out->pretended = (int32_t)node;
+    if (!topology->hwloc[0])
         find_real(out);
-    else if (find_synthetic(end + 1, rank - first, next - first, out))
-        return malformed(text);
+    else if (find_synthetic(topology->hwloc, rank - first, next - first, out))
+        return ep_fail(EP_ERR_SETTING,
+                       "setting EP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "
+                       "in numa:2 core:4 pu:1, got '%s'", topology->hwloc);
     return EP_OK;
 }
 

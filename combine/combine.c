@@ -17,6 +17,7 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor
                        .weighs = slot_weights != NULL,
                        .slot_weights = slot_weights ? slot_weights->data : NULL,
                        .out_rows = out->data,
+                       .out_num_rows = out->shape[0],
                        .stream = stream};
     return handle->group->backend->gather(handle, &gather);
 }

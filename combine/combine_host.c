@@ -162,7 +162,19 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     return EP_OK;
 }
 
+/* Rows of a fixed-shape buffer past this step's tokens have no slots. */
+static void zero_beyond(const Gather *x) {
+    const EpGather *g = x->g;
+    int64_t tokens = x->plan.header->num_tokens, rows = g->out_num_rows - tokens;
+    if (rows <= 0)
+        return;
+    memset((char *)g->out_rows + tokens * g->row_bytes, 0, (size_t)(rows * g->row_bytes));
+    if (g->carries_values)
+        memset(g->out_values + tokens * x->top_k, 0, (size_t)(rows * x->top_k) * sizeof(float));
+}
+
 static EpStatus run_rounds(Gather *x) {
+    zero_beyond(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
     return ep_exchange_flush(x->exchange, x->g->op);

@@ -223,10 +223,8 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->s->op, &belief, EP_ROUND_SHARED));
     stage(x, begin, end);
     EP_TRY(ep_round_publish(x->exchange));
-    if (begin == 0) {
+    if (begin == 0)
         fill_own_rows(x);
-        zero_padding(x);
-    }
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
@@ -238,7 +236,9 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     return EP_OK;
 }
 
+/* Padding first: peers that are late may arrive meanwhile. */
 static EpStatus run_rounds(Scatter *x) {
+    zero_padding(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
     return ep_exchange_flush(x->exchange, x->s->op);

@@ -70,7 +70,8 @@ typedef struct EpGather {
     const float *slot_weights; /**< [rows]: multiply each row before it is added */
     int carries_values;        /**< whether slot_values travel; equal on all ranks */
     const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
-    void *out_rows;            /**< [T, row_bytes] */
+    void *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
+    int64_t out_num_rows;
     float *out_values;         /**< [T, K] */
     EpStream stream;
 } EpGather;

@@ -103,11 +103,17 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
     return EP_OK;
 }
 
+/* Slots of one expert are bounded before those of all are: the product may exceed any integer. */
+static int64_t saturated_product(int64_t a, int64_t b) {
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
 /* Worst case of slabs: most slots of one expert, most slots of the rank, padding to the alignment.
  * The derivation stands at ep_max_recv_rows in the public header. */
 static int64_t worst_slabs(int64_t per_expert, int64_t per_rank, int64_t local, int64_t align) {
     int64_t touched = ep_min(local, per_rank);
-    int64_t by_expert = local * ep_round_up(per_expert, align);
+    int64_t by_expert = saturated_product(local, ep_round_up(per_expert, align));
     int64_t by_rank = ep_round_up(per_rank + (align - 1) * touched, align);
     return ep_min(by_expert, by_rank);
 }

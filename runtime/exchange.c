@@ -283,28 +283,29 @@ EpStatus ep_round_publish(EpExchange *x) {
     return EP_OK;
 }
 
-static EpStatus fail_order(EpExchange *x, int32_t peer, const char *what, long long mine,
-                           long long theirs) {
-    ep_fail(EP_ERR_ORDER, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", x->rank,
+static EpStatus disagree(EpExchange *x, EpStatus status, int32_t peer, const char *what,
+                         long long mine, long long theirs) {
+    ep_fail(status, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", x->rank,
             x->op->name, what, x->rank, mine, peer, theirs);
-    return break_down(x, EP_ERR_ORDER, peer, mine, theirs);
+    return break_down(x, status, peer, mine, theirs);
 }
 
 static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->belief;
     if (theirs->op != mine->op)
-        return fail_order(x, peer, "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
+        return disagree(x, EP_ERR_ORDER, peer, "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
                                    "backward, 5 combine backward)",
                           mine->op, theirs->op);
     if (theirs->handle != mine->handle)
-        return fail_order(x, peer, "handle, in order of creation,", mine->handle, theirs->handle);
+        return disagree(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle, theirs->handle);
     if (theirs->step != mine->step)
-        return fail_order(x, peer, "step of the handle", mine->step, theirs->step);
+        return disagree(x, EP_ERR_ORDER, peer, "step of the handle", mine->step, theirs->step);
     for (int i = 0; i < EP_ROUND_FACTS; i++)
         if (theirs->fact[i] != mine->fact[i])
-            return fail_order(x, peer, x->op->fact[i], mine->fact[i], theirs->fact[i]);
+            return disagree(x, i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, peer,
+                            x->op->fact[i], mine->fact[i], theirs->fact[i]);
     if (theirs->round != mine->round)
-        return fail_order(x, peer, "round", (long long)mine->round, (long long)theirs->round);
+        return disagree(x, EP_ERR_ORDER, peer, "round", (long long)mine->round, (long long)theirs->round);
     return EP_OK;
 }
 

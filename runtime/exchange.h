@@ -43,6 +43,7 @@ typedef struct EpOp {
     int32_t code;
     const char *name;
     const char *fact[EP_ROUND_FACTS];
+    int config; /**< facts from this index on are configuration: EP_ERR_MISMATCH, not EP_ERR_ORDER */
 } EpOp;
 
 /** First 64 bytes of every region. All but `tokens` must agree between ranks. */

@@ -53,6 +53,20 @@ static EpStatus parse_EpSettingText(const char *name, const char *kind, const ch
     return EP_OK;
 }
 
+static EpStatus parse_EpSettingTopology(const char *name, const char *kind, const char *text,
+                                        EpSettingTopology *out) {
+    (void)kind;
+    char *end = (char *)text;
+    long nodes = text[0] ? strtol(text, &end, 10) : 0;
+    const char *hwloc = *end == '/' ? end + 1 : end;
+    int bad = text[0] && (nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'));
+    if (bad || strlen(hwloc) >= sizeof(out->hwloc))
+        return malformed(name, "NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1", text);
+    out->nodes = (int32_t)nodes;
+    snprintf(out->hwloc, sizeof(out->hwloc), "%s", hwloc);
+    return EP_OK;
+}
+
 /* Position of `text` among the words of "choice: a|b|c", or -1. */
 static int choice(const char *kind, const char *text) {
     const char *word = kind + strlen("choice: ");

@@ -21,7 +21,7 @@
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
       "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
-    X(topology, EpSettingText, "EP_TOPOLOGY", "text", "",                                          \
+    X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                          \
       "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)")     \
     X(log_level, EpLogLevel, "EP_LOG", "choice: warn|info|debug|trace", "warn",                    \
       "how much to log")                                                                           \
@@ -32,6 +32,12 @@
 typedef struct EpSettingText {
     char text[256];
 } EpSettingText;
+
+/** nodes 0: the machine as it is. hwloc "": pretended nodes with the machine's own CPUs. */
+typedef struct EpSettingTopology {
+    int32_t nodes;
+    char hwloc[252];
+} EpSettingTopology;
 
 typedef struct EpSettings {
 #define SETTING_FIELD(field, type, name, kind, standard, doc) type field;

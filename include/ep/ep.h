@@ -484,7 +484,8 @@ typedef struct EpPlanTensors {
  *             negative and reported by the next ep_group_status. T may differ per rank, 0
  *             included; K must be equal on all ranks. An expert named twice gives two slots.
  * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
- *             buffers of a fixed shape can carry a varying number of tokens.
+ *             buffers of a fixed shape can carry a varying number of tokens. Rows beyond are not
+ *             read where they are inputs, and zero where they are outputs.
  * out         see EpPlanTensors; may be NULL.
  */
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
