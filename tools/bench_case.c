@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench_case.h"
+
+#include "bench_data.h"
+#include "bench_error.h"
+
+/* ---- identities ---------------------------------------------------------------------------- */
+
+uint64_t case_token_id(const Case *c, int rank, int64_t token) {
+    return data_id(c->options->seed, DATA_TOKEN, rank, token, 0);
+}
+
+uint64_t case_scale_id(const Case *c, int rank, int64_t token) {
+    return data_id(c->options->seed, DATA_SCALE, rank, token, 0);
+}
+
+uint64_t case_slot_id(const Case *c, int rank, int64_t token, int owner, int expert, int k) {
+    return data_id(c->options->seed, DATA_SLOT, rank, token,
+                   slots_tag(c->slots.layout, owner, expert, k));
+}
+
+float case_topk_weight(const Case *c, int rank, int64_t token, int k) {
+    return data_weight(data_id(c->options->seed, DATA_TOPK_WEIGHT, rank, token, k));
+}
+
+float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k) {
+    if (c->slots.layout != EP_LAYOUT_FLAT) return case_topk_weight(c, rank, token, k);
+    return data_weight(data_id(c->options->seed, DATA_ROW_WEIGHT, rank, token, owner));
+}
+
+float case_slot_grad(const Case *c, int rank, int64_t token, int k) {
+    return data_weight(data_id(c->options->seed, DATA_SLOT_GRAD, rank, token, k));
+}
+
+/* ---- the group ----------------------------------------------------------------------------- */
+
+static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = (int32_t)o->experts;
+    config.max_tokens = max_tokens > 0 ? (int32_t)max_tokens : 1;
+    config.max_top_k = (int32_t)o->top_k;
+    config.max_row_bytes = o->hidden * (int64_t)ep_type_bytes((EpType)o->type);
+    config.max_scale_bytes = o->scale_bytes;
+    config.alignment = (int32_t)o->alignment;
+    config.max_recv_rows = o->capacity;
+    config.overflow = (EpOverflow)o->overflow;
+    config.backend = (EpBackend)o->backend;
+    return config;
+}
+
+static bool ask_memory(World *world, const EpGroupConfig *config, EpGroupMemory *out) {
+    *out = (EpGroupMemory)EP_GROUP_MEMORY_INIT;
+    if (!bench_library(ep_group_memory(config, world->size, out), "ep_group_memory")) return false;
+    return out->feasible || bench_refuse("this configuration cannot be had: %s", out->reason);
+}
+
+static bool refuse_unsupported(const Options *o, EpBackend backend) {
+    if (backend == EP_BACKEND_HOST && o->graphs)
+        return bench_refuse("--graphs: expected a GPU backend, got the host backend, whose calls "
+                            "have finished when they return");
+    if (backend == EP_BACKEND_HOST && o->num_sms)
+        return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
+                            "no multiprocessors");
+    if (backend != EP_BACKEND_HOST)
+        return bench_refuse("--backend: expected host, got %s, whose buffers this ep_bench cannot "
+                            "make",
+                            options_backend_name(backend));
+    return true;
+}
+
+bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out) {
+    EpGroupConfig config = group_config(options, options->tokens_end);
+    bool ok = ask_memory(world, &config, out) && refuse_unsupported(options, out->backend);
+    return world_all(world, ok);
+}
+
+static bool create_group(Case *c) {
+    EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
+    EpGroupMemory memory;
+    if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
+    c->promised_bytes = memory.shared_bytes + memory.private_bytes + memory.handle_bytes;
+    return world_all(c->world, bench_library(ep_group_create(&c->world->boot, &config, &c->group),
+                                             "ep_group_create"));
+}
+
+static bool create_handle(Case *c) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    config.layout = c->slots.layout;
+    config.top_k = (int32_t)c->options->top_k;
+    if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
+    return world_all(c->world,
+                     bench_library(ep_handle_create(c->group, &config, NULL, 0, &c->handle),
+                                   "ep_handle_create"));
+}
+
+bool case_create(World *world, const Options *options, int64_t size, Case *out) {
+    *out = (Case){.world = world, .options = options};
+    out->row_bytes = (size_t)options->hidden * ep_type_bytes((EpType)options->type);
+    if (!routing_make(world, options, size, &out->routing)) return false;
+    out->tokens = out->routing.tokens[world->rank];
+    bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
+    out->weights_width = out->slots.layout == EP_LAYOUT_FLAT ? (int)options->top_k : 1;
+    return world_all(world, ok) && create_group(out) && create_handle(out) &&
+           world_all(world, buffers_create(out));
+}
+
+void case_destroy(Case *c) {
+    ep_handle_destroy(c->handle);
+    ep_group_destroy(c->group);
+    buffers_destroy(c);
+    slots_free(&c->slots);
+    routing_free(&c->routing);
+}

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_CASE_H
+#define BENCH_CASE_H
+
+/**
+ * One size of the sweep on one rank: its routing, what its slots must be, the group, and buffers
+ * that play several parts. Slot rows: `slots_in` is expert_out and grad_recv_tokens, `slots_out`
+ * recv_tokens and grad_expert_out. Token rows: `tokens_in` is tokens and grad_out, `tokens_out` out
+ * and grad_tokens.
+ */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "bench_options.h"
+#include "bench_routing.h"
+#include "bench_slots.h"
+#include "bench_world.h"
+#include "ep/ep.h"
+
+typedef enum PhaseId {
+    PHASE_PREPARE,
+    PHASE_DISPATCH,
+    PHASE_COMBINE,
+    PHASE_COMBINE_BACKWARD,
+    PHASE_DISPATCH_BACKWARD,
+    NUM_PHASES
+} PhaseId;
+
+/** Memory of the buffers. T tokens, K entries each, `rows` slots. */
+typedef struct Buffers {
+    void *index;           /**< [T, K] */
+    float *topk_weights;   /**< [T, K] */
+    float *topk_grads;     /**< [T, K] from dispatch_backward */
+    char *tokens_in;       /**< [T, H] */
+    char *tokens_out;      /**< [T, H] */
+    char *scales;          /**< [T, S] */
+    char *slots_in;        /**< [rows, H] */
+    char *slots_out;       /**< [rows, H] */
+    float *recv_weights;   /**< [rows], flat: [rows, K], from dispatch */
+    char *recv_scales;     /**< [rows, S] */
+    int32_t *recv_index;   /**< flat: [rows, K] */
+    float *slot_weights;   /**< [rows] for combine */
+    float *slot_grads_in;  /**< [rows], flat: [rows, K], for dispatch_backward */
+    float *slot_grads_out; /**< [rows] from combine_backward */
+    int64_t *plan;         /**< counts[L], padded[L], offsets[L + 1], totals[3] */
+} Buffers;
+
+typedef struct Tensors {
+    EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
+    EpTensor slots_in, slots_out, recv_weights, recv_scales, recv_index;
+    EpTensor slot_weights, slot_grads_in, slot_grads_out;
+    EpTensor plan_counts, plan_padded, plan_offsets, plan_totals;
+} Tensors;
+
+typedef struct Case {
+    World *world;
+    const Options *options;
+    Routing routing;
+    Slots slots;
+    int64_t tokens;    /**< T of this rank */
+    size_t row_bytes;  /**< of a token or slot row */
+    int weights_width; /**< floats per row of recv_topk_weights: 1, flat: K */
+    EpGroup *group;
+    EpHandle *handle;
+    int64_t promised_bytes; /**< what ep_group_memory said before anything was allocated */
+    Buffers buffers;
+    Tensors tensors;
+} Case;
+
+/** Who would move the bytes of the largest size, and why; refuses what the backend cannot do. */
+bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
+
+/** Collective. False, everywhere, with a sentence, if any rank cannot have it. */
+bool case_create(World *world, const Options *options, int64_t size, Case *out);
+void case_destroy(Case *c);
+
+/** Allocate the buffers and fill the inputs. Rows that no slot is in are NaN. */
+bool buffers_create(Case *c);
+void buffers_destroy(Case *c);
+
+/** One call of the library. Returns false, with its sentence, if it fails. */
+bool phase_run(Case *c, PhaseId phase);
+const char *phase_name(PhaseId phase);
+
+/** Fill what a phase writes with a pattern, so that a byte not written shows. */
+void phase_poison(Case *c, PhaseId phase);
+
+/** Identities of contents, see bench_data.h. `owner` is the rank that holds the slot. */
+uint64_t case_token_id(const Case *c, int rank, int64_t token);
+uint64_t case_scale_id(const Case *c, int rank, int64_t token);
+uint64_t case_slot_id(const Case *c, int rank, int64_t token, int owner, int expert, int k);
+float case_topk_weight(const Case *c, int rank, int64_t token, int k);
+/** The weight that combine gives a slot: its top-k weight; flat: a number per (token, owner). */
+float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k);
+float case_slot_grad(const Case *c, int rank, int64_t token, int k);
+
+enum { POISON_BYTE = 0xAB };
+
+#endif

@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench_options.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench_error.h"
+
+typedef struct Spec Spec;
+
+/** Store `text` in the options; false, with a sentence, where it does not parse. */
+typedef bool (*Parser)(const Spec *spec, const char *text, Options *options);
+
+typedef struct Choice {
+    const char *name;
+    int64_t value;
+} Choice;
+
+struct Spec {
+    char letter; /* 0: none */
+    const char *name;
+    const char *argument; /* NULL: a flag */
+    Parser parse;
+    size_t offset;
+    int64_t low, high;
+    const Choice *choices;
+    const char *doc;
+};
+
+/* Far above any machine, far below what would overflow a product of sizes. */
+#define MANY (1 << 24)
+
+/* ---- parsers ------------------------------------------------------------------------------- */
+
+static void *field(const Spec *spec, Options *options) {
+    return (char *)options + spec->offset;
+}
+
+static bool parse_flag(const Spec *spec, const char *text, Options *options) {
+    (void)text;
+    *(bool *)field(spec, options) = true;
+    return true;
+}
+
+static bool parse_text(const Spec *spec, const char *text, Options *options) {
+    if (!text[0])
+        return bench_refuse("--%s: expected %s, got an empty string", spec->name, spec->argument);
+    *(const char **)field(spec, options) = text;
+    return true;
+}
+
+static bool parse_int(const Spec *spec, const char *text, Options *options) {
+    char *end;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    if (end == text || *end || errno || value < spec->low || value > spec->high || text[0] == ' ' ||
+        text[0] == '+')
+        return bench_refuse("--%s: expected a whole number from %lld to %lld, got \"%s\"",
+                            spec->name, (long long)spec->low, (long long)spec->high, text);
+    *(int64_t *)field(spec, options) = value;
+    return true;
+}
+
+static bool parse_tokens(const Spec *spec, const char *text, Options *options) {
+    options->tokens_given = true;
+    return parse_int(spec, text, options);
+}
+
+static bool parse_both_tokens(const Spec *spec, const char *text, Options *options) {
+    if (!parse_tokens(spec, text, options)) return false;
+    options->tokens_end = options->tokens_begin;
+    return true;
+}
+
+/* A number between low and high, all of it; NaN is outside every range. */
+static bool read_real(const char *text, double low, double high, double *value) {
+    char *end;
+    errno = 0;
+    *value = strtod(text, &end);
+    return end != text && !*end && !errno && *value >= low && *value <= high && text[0] != ' ';
+}
+
+static bool parse_share(const Spec *spec, const char *text, Options *options) {
+    double value;
+    if (!read_real(text, 0, 1, &value))
+        return bench_refuse("--%s: expected a share from 0 to 1, got \"%s\"", spec->name, text);
+    *(double *)field(spec, options) = value;
+    return true;
+}
+
+static bool parse_choice(const Spec *spec, const char *text, Options *options) {
+    for (const Choice *c = spec->choices; c->name; c++) {
+        if (strcmp(c->name, text) == 0) {
+            *(int64_t *)field(spec, options) = c->value;
+            return true;
+        }
+    }
+    return bench_refuse("--%s: expected %s, got \"%s\"", spec->name, spec->argument, text);
+}
+
+static bool parse_zipf(const char *text, Options *options) {
+    options->routing = ROUTING_ZIPF;
+    options->zipf_exponent = 1.0;
+    if (text[4] == 0) return true;
+    if (!read_real(text + 5, 0, 16, &options->zipf_exponent))
+        return bench_refuse("--routing: expected zipf:s with s from 0 to 16, got \"%s\"", text);
+    return true;
+}
+
+static bool parse_routing(const Spec *spec, const char *text, Options *options) {
+    options->routing_path = NULL;
+    if (strcmp(text, "uniform") == 0) {
+        options->routing = ROUTING_UNIFORM;
+        return true;
+    }
+    if (strcmp(text, "one-hot") == 0) {
+        options->routing = ROUTING_ONE_HOT;
+        return true;
+    }
+    if (strcmp(text, "zipf") == 0 || strncmp(text, "zipf:", 5) == 0)
+        return parse_zipf(text, options);
+    if (strncmp(text, "file:", 5) == 0 && text[5]) {
+        options->routing = ROUTING_FILE;
+        options->routing_path = text + 5;
+        return true;
+    }
+    return bench_refuse("--routing: expected %s, got \"%s\"", spec->argument, text);
+}
+
+/* ---- the table ----------------------------------------------------------------------------- */
+
+static const Choice types[] = {
+    {"bf16", EP_TYPE_BF16}, {"fp16", EP_TYPE_FP16}, {"fp32", EP_TYPE_FP32}, {NULL, 0}};
+static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
+static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
+                                 {"flat", EP_LAYOUT_FLAT},
+                                 {"batched", EP_LAYOUT_BATCHED},
+                                 {NULL, 0}};
+static const Choice overflows[] = {
+    {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
+static const Choice backends[] = {
+    {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
+
+#define AT(member) offsetof(Options, member)
+
+static const Spec specs[] = {
+    {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, MANY, NULL,
+     "tokens per rank, first size of the sweep (default 512)"},
+    {'e', "end", "N", parse_tokens, AT(tokens_end), 0, MANY, NULL,
+     "tokens per rank, last size of the sweep (default: as --begin)"},
+    {'f', "factor", "N", parse_int, AT(tokens_factor), 1, MANY, NULL,
+     "each size is N times the one before (default 2; 0 is followed by 1)"},
+    {0, "tokens", "N", parse_both_tokens, AT(tokens_begin), 0, MANY, NULL,
+     "one size: the same as -b N -e N"},
+    {0, "uneven", NULL, parse_flag, AT(uneven), 0, 0, NULL,
+     "rank 0 brings all tokens, the others between half and all (default without -b, -e, "
+     "--tokens)"},
+    {'n', "iterations", "N", parse_int, AT(iterations), 1, 1000000, NULL,
+     "timed iterations (default 20)"},
+    {'w', "warmup", "N", parse_int, AT(warmup), 0, 1000000, NULL,
+     "iterations before those (default 3)"},
+    {'c', "check", "0|1", parse_int, AT(check), 0, 1, NULL,
+     "check every byte, before and after the timing (default 1)"},
+    {'G', "graphs", NULL, parse_flag, AT(graphs), 0, 0, NULL,
+     "capture the calls in a graph (GPU backends)"},
+    {'J', "json", "FILE", parse_text, AT(json_path), 0, 0, NULL, "also write the results as JSON"},
+    {0, "hidden", "N", parse_int, AT(hidden), 1, MANY, NULL,
+     "elements per row (default 7168); rows are multiples of 16 bytes"},
+    {0, "top-k", "N", parse_int, AT(top_k), 1, EP_MAX_TOP_K, NULL, "experts per token (default 8)"},
+    {0, "experts", "N", parse_int, AT(experts), 1, 1 << 20, NULL,
+     "experts of all ranks together (default 256)"},
+    {0, "align", "N", parse_int, AT(alignment), 1, 1 << 20, NULL,
+     "slabs are padded to multiples of this power of two (default 128)"},
+    {0, "dtype", "bf16|fp16|fp32", parse_choice, AT(type), 0, 0, types,
+     "element type of the rows (default bf16)"},
+    {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
+     "who goes where (default zipf:1)"},
+    {0, "save-routing", "PATH", parse_text, AT(save_path), 0, 0, NULL,
+     "write the routing as a trace file"},
+    {0, "masked", "SHARE", parse_share, AT(masked), 0, 0, NULL,
+     "share of the entries that name no expert (default 0)"},
+    {0, "capacity", "ROWS", parse_int, AT(capacity), 0, INT32_MAX, NULL,
+     "static receive capacity (default 0: exact sizing)"},
+    {0, "overflow", "error|drop", parse_choice, AT(overflow), 0, 0, overflows,
+     "what rows past the capacity are (default error)"},
+    {0, "layout", "expert|flat|batched", parse_choice, AT(layout), 0, 0, layouts,
+     "how slots lie in the receive buffer (default expert)"},
+    {0, "rows-per-expert", "N", parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
+     "slab size of --layout batched (default: the largest slab of this routing)"},
+    {0, "weighted", "0|1", parse_int, AT(weighted), 0, 1, NULL,
+     "weights travel and combine uses them (default 1)"},
+    {0, "scales", "BYTES", parse_int, AT(scale_bytes), 0, EP_MAX_ROW_BYTES, NULL,
+     "bytes of scales that travel with each row (default 0)"},
+    {0, "idx", "int32|int64", parse_choice, AT(index_type), 0, 0, index_types,
+     "element type of the indices (default int32)"},
+    {0, "backend", "auto|host|cuda", parse_choice, AT(backend), 0, 0, backends,
+     "who moves the bytes (default auto)"},
+    {0, "baseline", NULL, parse_flag, AT(baseline), 0, 0, NULL,
+     "also measure packing, MPI_Alltoallv and unpacking without libep"},
+    {0, "floor", "0|1", parse_int, AT(floor), 0, 1, NULL,
+     "also measure a plain memcpy of the same bytes (default 1)"},
+    {0, "seed", "N", parse_int, AT(seed), 0, INT64_MAX, NULL,
+     "of routing and contents (default 1)"},
+    {0, "num-sms", "N", parse_int, AT(num_sms), 1, 1024, NULL,
+     "multiprocessors that may be used (GPU backends)"},
+    {0, "threads", "N", parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
+     "ranks are N threads of this process: no mpirun"},
+    {'h', "help", NULL, parse_flag, AT(help), 0, 0, NULL, "this text"},
+    {0, "version", NULL, parse_flag, AT(version), 0, 0, NULL, "the version"},
+};
+
+enum { NUM_SPECS = sizeof(specs) / sizeof(specs[0]), FIRST_LONG = 256 };
+
+static const char *choice_name(const Choice *choices, int64_t value) {
+    for (; choices->name; choices++) {
+        if (choices->value == value) return choices->name;
+    }
+    return "unknown";
+}
+
+const char *options_type_name(int64_t type) {
+    return choice_name(type >= EP_TYPE_INT32 ? index_types : types, type);
+}
+
+const char *options_layout_name(int64_t layout) {
+    return choice_name(layouts, layout);
+}
+
+const char *options_overflow_name(int64_t overflow) {
+    return choice_name(overflows, overflow);
+}
+
+const char *options_backend_name(int64_t backend) {
+    return choice_name(backends, backend);
+}
+
+void options_routing_name(const Options *options, char *out, size_t bytes) {
+    if (options->routing == ROUTING_FILE)
+        snprintf(out, bytes, "file:%s", options->routing_path);
+    else if (options->routing == ROUTING_ZIPF)
+        snprintf(out, bytes, "zipf:%g", options->zipf_exponent);
+    else
+        snprintf(out, bytes, "%s", options->routing == ROUTING_UNIFORM ? "uniform" : "one-hot");
+}
+
+void options_print_help(FILE *out) {
+    fprintf(out, "usage: mpirun -n RANKS ep_bench [options]\n"
+                 "       ep_bench --threads RANKS [options]\n\n"
+                 "Times the calls of libep on the shape of a model and checks every byte.\n\n");
+    for (int i = 0; i < NUM_SPECS; i++) {
+        char left[64];
+        snprintf(left, sizeof(left), "--%s%s%s", specs[i].name, specs[i].argument ? " " : "",
+                 specs[i].argument ? specs[i].argument : "");
+        if (specs[i].letter)
+            fprintf(out, "  -%c, %-26s", specs[i].letter, left);
+        else
+            fprintf(out, "      %-26s", left);
+        fprintf(out, "%s%s\n", strlen(left) > 25 ? "\n                                " : "",
+                specs[i].doc);
+    }
+}
+
+/* ---- the command line ---------------------------------------------------------------------- */
+
+static void set_defaults(Options *o) {
+    *o = (Options){.tokens_begin = -1, .tokens_end = -1, .tokens_factor = 2};
+    o->iterations = 20, o->warmup = 3;
+    o->check = 1, o->floor = 1, o->weighted = 1;
+    o->hidden = 7168, o->top_k = 8, o->experts = 256, o->alignment = 128;
+    o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
+    o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
+    o->overflow = EP_OVERFLOW_ERROR;
+    o->layout = EP_LAYOUT_EXPERT_MAJOR;
+    o->backend = EP_BACKEND_AUTO;
+    o->seed = 1;
+}
+
+static const Spec *find_spec(int key) {
+    if (key >= FIRST_LONG) return &specs[key - FIRST_LONG];
+    for (int i = 0; i < NUM_SPECS; i++) {
+        if (specs[i].letter == key) return &specs[i];
+    }
+    return NULL;
+}
+
+static void build_getopt_tables(char *letters, struct option *longs) {
+    *letters++ = '+'; /* stop at the first stray argument */
+    *letters++ = ':'; /* tell a missing argument from an unknown option */
+    for (int i = 0; i < NUM_SPECS; i++) {
+        bool takes = specs[i].argument != NULL;
+        longs[i] = (struct option){specs[i].name, takes ? required_argument : no_argument, NULL,
+                                   FIRST_LONG + i};
+        if (!specs[i].letter) continue;
+        *letters++ = specs[i].letter;
+        if (takes) *letters++ = ':';
+    }
+    *letters = 0;
+    longs[NUM_SPECS] = (struct option){NULL, 0, NULL, 0};
+}
+
+static bool refuse_option(int key, char **argv, int at) {
+    const char *text = argv[at];
+    if (key == ':') return bench_refuse("%s: expected an argument, got none", text);
+    if (optopt >= FIRST_LONG) return bench_refuse("%s: expected no argument, got one", text);
+    return bench_refuse("%s: expected an option of ep_bench (see --help), got an unknown one",
+                        text);
+}
+
+static bool parse_arguments(Options *options, int argc, char **argv) {
+    char letters[2 * NUM_SPECS + 3];
+    struct option longs[NUM_SPECS + 1];
+    build_getopt_tables(letters, longs);
+    opterr = 0, optind = 1;
+    for (;;) {
+        int at = optind;
+        int key = getopt_long(argc, argv, letters, longs, NULL);
+        if (key == -1) break;
+        if (key == '?' || key == ':') return refuse_option(key, argv, at < argc ? at : argc - 1);
+        const Spec *spec = find_spec(key);
+        if (!spec->parse(spec, optarg, options)) return false;
+    }
+    if (optind < argc)
+        return bench_refuse("%s: expected options alone, got a stray argument", argv[optind]);
+    return true;
+}
+
+bool options_parse(Options *options, int argc, char **argv) {
+    set_defaults(options);
+    if (!parse_arguments(options, argc, argv)) return false;
+    if (options->help || options->version) return true;
+    options_complete(options);
+    return options_validate(options);
+}

@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <string.h>
+
+#include "bench_case.h"
+#include "bench_error.h"
+
+/* An optional tensor: there where `wanted`. */
+static const EpTensor *where(bool wanted, const EpTensor *tensor) {
+    return wanted ? tensor : NULL;
+}
+
+static EpStatus prepare(Case *c) {
+    Tensors *t = &c->tensors;
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    plan.expert_counts = &t->plan_counts;
+    plan.expert_padded = &t->plan_padded;
+    plan.expert_offsets = &t->plan_offsets;
+    plan.totals = &t->plan_totals;
+    return ep_prepare(c->handle, &t->index, NULL, NULL, &plan);
+}
+
+static EpStatus dispatch(Case *c) {
+    Tensors *t = &c->tensors;
+    bool weighted = c->options->weighted, scaled = c->options->scale_bytes > 0;
+    bool flat = c->slots.layout == EP_LAYOUT_FLAT;
+    return ep_dispatch(c->handle, &t->tokens_in, where(weighted, &t->topk_weights),
+                       where(scaled, &t->scales), NULL, &t->slots_out,
+                       where(weighted, &t->recv_weights), where(scaled, &t->recv_scales),
+                       where(flat, &t->recv_index));
+}
+
+static EpStatus combine(Case *c) {
+    Tensors *t = &c->tensors;
+    return ep_combine(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights), NULL,
+                      &t->tokens_out);
+}
+
+static EpStatus combine_backward(Case *c) {
+    Tensors *t = &c->tensors;
+    bool weighted = c->options->weighted;
+    return ep_combine_backward(c->handle, &t->tokens_in, where(weighted, &t->slot_weights),
+                               where(weighted, &t->slots_in), NULL, &t->slots_out,
+                               where(weighted, &t->slot_grads_out));
+}
+
+static EpStatus dispatch_backward(Case *c) {
+    Tensors *t = &c->tensors;
+    bool weighted = c->options->weighted;
+    return ep_dispatch_backward(c->handle, &t->slots_in, where(weighted, &t->slot_grads_in), NULL,
+                                &t->tokens_out, where(weighted, &t->topk_grads));
+}
+
+/* Named for their calls; in the order of a training step. */
+static const struct {
+    const char *name;
+    const char *call;
+    EpStatus (*run)(Case *c);
+} phases[NUM_PHASES] = {
+    [PHASE_PREPARE] = {"prepare", "ep_prepare", prepare},
+    [PHASE_DISPATCH] = {"dispatch", "ep_dispatch", dispatch},
+    [PHASE_COMBINE] = {"combine", "ep_combine", combine},
+    [PHASE_COMBINE_BACKWARD] = {"combine_backward", "ep_combine_backward", combine_backward},
+    [PHASE_DISPATCH_BACKWARD] = {"dispatch_backward", "ep_dispatch_backward", dispatch_backward},
+};
+
+const char *phase_name(PhaseId phase) {
+    return phases[phase].name;
+}
+
+bool phase_run(Case *c, PhaseId phase) {
+    return bench_library(phases[phase].run(c), phases[phase].call);
+}
+
+/* ---- poison -------------------------------------------------------------------------------- */
+
+static void poison(void *data, size_t count, size_t bytes) {
+    memset(data, POISON_BYTE, count * bytes);
+}
+
+/* Pages that nobody looks at stay untouched: batched slabs may be vast. */
+static void poison_slots(Case *c) {
+    for (int64_t row = 0; row < c->slots.num_rows; row++) {
+        if (c->slots.rows[row].state != ROW_UNUSED)
+            poison(c->buffers.slots_out + (size_t)row * c->row_bytes, 1, c->row_bytes);
+    }
+}
+
+void phase_poison(Case *c, PhaseId phase) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows, tokens = (size_t)c->tokens;
+    size_t wide = rows * (size_t)c->weights_width;
+    if (phase == PHASE_PREPARE)
+        poison(b->plan, (size_t)c->slots.num_local * 3 + 4, sizeof(int64_t));
+    if (phase == PHASE_DISPATCH || phase == PHASE_COMBINE_BACKWARD) poison_slots(c);
+    if (phase == PHASE_DISPATCH) {
+        poison(b->recv_weights, wide, sizeof(float));
+        poison(b->recv_index, wide, sizeof(int32_t));
+        poison(b->recv_scales, rows, (size_t)c->options->scale_bytes);
+    }
+    if (phase == PHASE_COMBINE_BACKWARD) poison(b->slot_grads_out, rows, sizeof(float));
+    if (phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD)
+        poison(b->tokens_out, tokens, c->row_bytes);
+    if (phase == PHASE_DISPATCH_BACKWARD)
+        poison(b->topk_grads, tokens * (size_t)c->options->top_k, sizeof(float));
+}

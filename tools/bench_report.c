@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench_report.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static void report_config(const Report *report) {
+    const Options *o = report->options;
+    const World *world = report->world;
+    char routing[512];
+    int version = ep_version();
+    options_routing_name(o, routing, sizeof(routing));
+    printf("# ep_bench: libep %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+    printf(
+        "# config:  %d ranks (%s), hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n",
+        world->size, world->threads ? "threads" : "MPI", (long long)o->hidden,
+        options_type_name(o->type),
+        (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type), (long long)o->top_k,
+        (long long)o->experts);
+    printf("#          alignment %lld, layout %s, routing %s, masked %g, %s tokens, seed %lld\n",
+           (long long)o->alignment, options_layout_name(o->layout), routing, o->masked,
+           o->uneven ? "uneven" : "even", (long long)o->seed);
+    printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
+           o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
+           options_type_name(o->index_type), (long long)o->capacity,
+           o->capacity ? options_overflow_name(o->overflow) : "exact sizing");
+}
+
+/* The reason may begin with the backend's name. */
+static void report_backend(const EpGroupMemory *memory) {
+    const char *name = options_backend_name(memory->backend), *reason = memory->reason;
+    size_t length = strlen(name);
+    if (strncmp(reason, name, length) == 0 && strncmp(reason + length, ": ", 2) == 0)
+        reason += length + 2;
+    printf("# backend: %s: %s\n", name, reason);
+}
+
+static void report_table_head(void) {
+    printf("#\n# bytes are per rank, the mean over ranks; floor is a memcpy of the same bytes\n");
+    printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
+           "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
+}
+
+void report_header(const Report *report) {
+    const Options *o = report->options;
+    const Machine *machine = &report->machine;
+    report_config(report);
+    printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
+           machine->date);
+    report_backend(&report->memory);
+    printf("# timing:  %lld iterations after %lld, slowest rank of each; check %s\n",
+           (long long)o->iterations, (long long)o->warmup,
+           o->check ? "every byte, before and after" : "off");
+    report_table_head();
+    fflush(stdout);
+}
+
+static double gigabytes_per_second(const PhaseResult *phase) {
+    return phase->time.median_us > 0 ? (double)phase->useful_bytes / phase->time.median_us * 1e-3
+                                     : 0;
+}
+
+static void report_phase(const SizeResult *result, const PhaseResult *phase) {
+    printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
+           phase->name, phase->time.median_us, phase->time.p99_us, (long long)phase->remote_bytes,
+           (long long)phase->local_bytes, gigabytes_per_second(phase));
+    if (phase->floor_us > 0)
+        printf(" %10.1f %6.2f", phase->floor_us, phase->time.median_us / phase->floor_us);
+    else
+        printf(" %10s %6s", "-", "-");
+    if (phase->wrong >= 0)
+        printf(" %7lld\n", (long long)phase->wrong);
+    else
+        printf(" %7s\n", "-");
+}
+
+static void report_facts(const SizeResult *r) {
+    printf("# tokens %lld: %lld to %lld per rank, slots received %lld to %lld, rows with padding "
+           "up to "
+           "%lld, dropped %lld\n",
+           (long long)r->tokens, (long long)r->tokens_min, (long long)r->tokens,
+           (long long)r->slots_min, (long long)r->slots_max, (long long)r->rows_max,
+           (long long)r->dropped);
+    printf("# tokens %lld: library memory %lld bytes per rank (promised %lld), travelled rows %lld "
+           "bytes\n",
+           (long long)r->tokens, (long long)r->library_bytes, (long long)r->promised_bytes,
+           (long long)r->travelled_bytes);
+}
+
+void report_size(const SizeResult *result) {
+    for (int p = 0; p < result->num_phases; p++)
+        report_phase(result, &result->phases[p]);
+    report_facts(result);
+    if (result->num_phases > NUM_PHASES)
+        printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
+               (long long)result->tokens, result->baseline_us,
+               result->baseline_us / result->speedup, result->speedup);
+    if (result->first_wrong[0]) printf("# wrong: %s\n", result->first_wrong);
+    fflush(stdout);
+}
+
+void report_footer(const Report *report, int64_t wrong) {
+    if (report->options->check)
+        printf("#wrong %lld\n", (long long)wrong);
+    else
+        printf("#wrong - (not checked)\n");
+    fflush(stdout);
+}

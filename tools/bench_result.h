@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_RESULT_H
+#define BENCH_RESULT_H
+
+/** What a run found out, as the table and the JSON file tell it. */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "bench_baseline.h"
+#include "bench_case.h"
+#include "bench_check.h"
+#include "bench_time.h"
+
+typedef struct PhaseResult {
+    const char *name;
+    Quantiles time;
+    int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
+    double floor_us;                                 /**< negative: not measured */
+    int64_t wrong;                                   /**< on all ranks; negative: not checked */
+} PhaseResult;
+
+enum { MAX_RESULTS = NUM_PHASES + NUM_BASELINE_PHASES };
+
+typedef struct SizeResult {
+    int64_t tokens, tokens_min;   /**< of the ranks: most and least */
+    int64_t slots_max, slots_min; /**< live slots received, most and least */
+    int64_t rows_max;             /**< most rows received, padding included */
+    int64_t dropped;              /**< slots lost to the capacity, all ranks */
+    int64_t library_bytes;        /**< ep_group_query, max over ranks */
+    int64_t promised_bytes;       /**< ep_group_memory */
+    int64_t travelled_bytes;      /**< remote rows sent in dispatch, max over ranks */
+    int num_phases;
+    PhaseResult phases[MAX_RESULTS];
+    double baseline_us, speedup; /**< 0: not measured */
+    int64_t wrong;
+    char first_wrong[CHECK_SENTENCE_BYTES];
+} SizeResult;
+
+/** Collective: create the case of one size, check it, time it, check it again. */
+bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
+
+#endif

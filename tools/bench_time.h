@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_TIME_H
+#define BENCH_TIME_H
+
+/** Timing: a barrier before each call, the slowest rank's time per iteration, then its quantiles.
+ */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "bench_world.h"
+
+typedef struct Quantiles {
+    double median_us, p99_us;
+} Quantiles;
+
+/** Run call number `which`; false if it failed. */
+typedef bool (*TimedCall)(void *context, int which);
+
+/**
+ * Collective. `warmup` plus `iterations` times through calls 0 .. count - 1, in this order; out[i]
+ * is about call i. After a failure a rank calls no more, but stays in step; false everywhere.
+ */
+bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
+                int count, Quantiles *out);
+
+#endif

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * ep_bench: times the calls of libep on the shape of a model, and checks every byte. Each rank
+ * works out from the routing of all what its rows must be; see docs/benchmarking.md.
+ */
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench_error.h"
+#include "bench_file.h"
+#include "bench_options.h"
+#include "bench_report.h"
+#include "bench_result.h"
+#include "bench_trace.h"
+#include "bench_world.h"
+
+/** The command line as parsed, before there were ranks that could have said what is wrong. */
+typedef struct Start {
+    Options options;
+    bool ok;
+    char sentence[BENCH_SENTENCE_BYTES];
+} Start;
+
+/* Sizes of the sweep; at most 64, as each is at least twice the one before. */
+static int list_sizes(const Options *o, int64_t *sizes) {
+    int count = 0;
+    for (int64_t size = o->tokens_begin; size <= o->tokens_end;) {
+        sizes[count++] = size;
+        if (size == o->tokens_end) break;
+        size = size ? size * o->tokens_factor : 1;
+    }
+    return count;
+}
+
+enum { MAX_SIZES = 64 };
+
+/* False where something failed; wrong results are in *wrong. */
+static bool sweep(World *world, const Report *report, SizeResult *results, int64_t *wrong) {
+    const Options *o = report->options;
+    int64_t sizes[MAX_SIZES];
+    int count = list_sizes(o, sizes);
+    for (int i = 0; i < count; i++) {
+        if (!measure_size(world, o, sizes[i], &results[i])) return false;
+        *wrong += results[i].wrong;
+        if (world->rank == 0) report_size(&results[i]);
+    }
+    bool ok = world->rank != 0 || !o->json_path || json_write(report, results, count);
+    return world_all(world, ok);
+}
+
+/* One voice, unless the ranks have lost each other. */
+static int complain(const World *world) {
+    if (world->rank == 0 || world->broken)
+        fprintf(stderr, "ep_bench: %s\n", bench_error_sentence());
+    return bench_error_exit_status();
+}
+
+/* Rank 0 reads the trace once more than it must, so that a bad one is refused before any output. */
+static bool probe_files(const World *world, const Options *o) {
+    TraceShape shape = {world->size, (int)o->top_k, (int)o->experts};
+    Routing routing = {0};
+    if (world->rank != 0) return true;
+    if (o->json_path && !output_probe(o->json_path)) return false;
+    if (o->save_path && !output_probe(o->save_path)) return false;
+    bool ok = o->routing != ROUTING_FILE || trace_read(o->routing_path, &shape, &routing);
+    routing_free(&routing);
+    return ok;
+}
+
+/* Ranks that share this rank's memory. */
+static int count_neighbours(World *world, const Machine *machine) {
+    size_t bytes = sizeof(machine->hostname);
+    char *names = bench_alloc((size_t)world->size, bytes, "host names");
+    int count = 0;
+    if (world_all(world, names != NULL) && world_allgather(world, machine->hostname, names, bytes))
+        for (int r = 0; r < world->size; r++)
+            count += strcmp(names + (size_t)r * bytes, machine->hostname) == 0;
+    free(names);
+    return count;
+}
+
+/* Token rows and slot rows, in and out; the kernel's way of refusing would be to kill. */
+static bool fits_memory(World *world, const Options *o, const Machine *machine) {
+    int neighbours = count_neighbours(world, machine);
+    double row = (double)o->hidden * (double)ep_type_bytes((EpType)o->type);
+    double entries = o->routing == ROUTING_ONE_HOT ? 1 : (double)o->top_k * (1 - o->masked);
+    double bytes = 2 * row * (double)o->tokens_end * (1 + entries) * neighbours;
+    if (o->routing == ROUTING_FILE || machine->memory <= 0 || bytes <= (double)machine->memory)
+        return true;
+    return bench_refuse("--tokens %lld: expected buffers within the %.0f GB of %s, got %.0f GB for "
+                        "its %d ranks",
+                        (long long)o->tokens_end, (double)machine->memory * 1e-9, machine->hostname,
+                        bytes * 1e-9, neighbours);
+}
+
+/* Everything that can be refused before the first line of the report. */
+static bool begin(World *world, const Options *options, Report *report) {
+    *report = (Report){.options = options, .world = world};
+    machine_describe(&report->machine);
+    return case_ask_backend(world, options, &report->memory) &&
+           world_all(world, fits_memory(world, options, &report->machine)) &&
+           world_all(world, probe_files(world, options));
+}
+
+static bool run(World *world, const Options *options, SizeResult *results) {
+    Report report;
+    int64_t wrong = 0;
+    if (!begin(world, options, &report)) return false;
+    if (world->rank == 0) report_header(&report);
+    if (!sweep(world, &report, results, &wrong)) return false;
+    if (world->rank == 0) report_footer(&report, wrong);
+    return wrong == 0 || bench_fail("%lld elements are wrong", (long long)wrong);
+}
+
+static int bench(World *world, const Options *options) {
+    SizeResult *results = bench_alloc(MAX_SIZES, sizeof(SizeResult), "results");
+    bool ok = world_all(world, results != NULL) && run(world, options, results);
+    free(results);
+    return ok ? BENCH_EXIT_OK : complain(world);
+}
+
+static int rank_main(World *world, void *argument) {
+    const Start *start = argument;
+    int version = ep_version();
+    if (!start->ok) {
+        bench_error_set(BENCH_EXIT_USAGE, start->sentence);
+        return complain(world);
+    }
+    if (start->options.help && world->rank == 0)
+        options_print_help(stdout);
+    else if (start->options.version && world->rank == 0)
+        printf("ep_bench %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+    if (start->options.help || start->options.version) return BENCH_EXIT_OK;
+    return bench(world, &start->options);
+}
+
+int main(int argc, char **argv) {
+    Start start;
+    start.ok = options_parse(&start.options, argc, argv);
+    snprintf(start.sentence, sizeof(start.sentence), "%s", bench_error_sentence());
+    int threads = start.ok ? (int)start.options.threads : 0;
+    return world_run(threads, rank_main, &start);
+}

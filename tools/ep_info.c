@@ -1,0 +1,357 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * ep_info: what this libep is, which settings are in force, how the ranks lie on the machine, which
+ * backend would serve a configuration and why, and what memory it takes. Alone it makes a group of
+ * one rank; under mpirun, one of all.
+ */
+
+#include <errno.h>
+#include <getopt.h>
+#include <mpi.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ep/ep.h"
+#include "ep/ep_mpi.h"
+
+enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
+
+/* ---- command line -------------------------------------------------------------------------- */
+
+typedef struct Options {
+    int64_t ranks, hidden, top_k, experts, tokens, alignment, capacity;
+    bool markdown, help, version;
+} Options;
+
+typedef struct Number {
+    const char *name;
+    int64_t *value;
+    int64_t low, high;
+    const char *doc;
+} Number;
+
+enum { NUM_NUMBERS = 7, KEY_MARKDOWN = 100, KEY_VERSION };
+
+static void list_numbers(Options *o, Number *out) {
+    const Number numbers[NUM_NUMBERS] = {
+        {"ranks", &o->ranks, 1, EP_MAX_RANKS, "ranks of the configuration (default: as started)"},
+        {"hidden", &o->hidden, 1, EP_MAX_ROW_BYTES / 2, "elements per row, of 2 bytes (7168)"},
+        {"top-k", &o->top_k, 1, EP_MAX_TOP_K, "experts per token (8)"},
+        {"experts", &o->experts, 1, 1 << 20, "experts of all ranks together (256)"},
+        {"tokens", &o->tokens, 1, 1 << 24, "most tokens per rank and step (2048)"},
+        {"align", &o->alignment, 1, 1 << 20, "slabs are padded to multiples of this (128)"},
+        {"capacity", &o->capacity, 0, INT32_MAX, "static receive rows (0: exact sizing)"},
+    };
+    memcpy(out, numbers, sizeof(numbers));
+}
+
+static bool refuse(char *sentence, size_t bytes, const char *option, const char *expected,
+                   const char *got) {
+    snprintf(sentence, bytes, "%s: expected %s, got \"%s\"", option, expected, got);
+    return false;
+}
+
+static bool read_number(const Number *number, const char *text, char *sentence, size_t bytes) {
+    char *end, option[32], expected[96];
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    bool whole = end != text && !*end && !errno && text[0] != ' ' && text[0] != '+';
+    *number->value = value;
+    if (whole && value >= number->low && value <= number->high) return true;
+    snprintf(option, sizeof(option), "--%s", number->name);
+    snprintf(expected, sizeof(expected), "a whole number from %lld to %lld", (long long)number->low,
+             (long long)number->high);
+    return refuse(sentence, bytes, option, expected, text);
+}
+
+static void list_long_options(const Number *numbers, struct option *longs) {
+    for (int i = 0; i < NUM_NUMBERS; i++)
+        longs[i] = (struct option){numbers[i].name, required_argument, NULL, i};
+    longs[NUM_NUMBERS] = (struct option){"settings-markdown", no_argument, NULL, KEY_MARKDOWN};
+    longs[NUM_NUMBERS + 1] = (struct option){"help", no_argument, NULL, 'h'};
+    longs[NUM_NUMBERS + 2] = (struct option){"version", no_argument, NULL, KEY_VERSION};
+    longs[NUM_NUMBERS + 3] = (struct option){NULL, 0, NULL, 0};
+}
+
+static bool parse(Options *o, int argc, char **argv, char *sentence, size_t bytes) {
+    Number numbers[NUM_NUMBERS];
+    struct option longs[NUM_NUMBERS + 4];
+    list_numbers(o, numbers);
+    list_long_options(numbers, longs);
+    opterr = 0;
+    for (;;) {
+        int at = optind, key = getopt_long(argc, argv, "+:h", longs, NULL);
+        if (key == -1) break;
+        if (key == ':') return refuse(sentence, bytes, argv[at], "an argument", "");
+        if (key == '?')
+            return refuse(sentence, bytes, "arguments", "an option of ep_info (see --help)",
+                          argv[at]);
+        if (key < NUM_NUMBERS && !read_number(&numbers[key], optarg, sentence, bytes)) return false;
+        o->markdown = o->markdown || key == KEY_MARKDOWN;
+        o->version = o->version || key == KEY_VERSION;
+        o->help = o->help || key == 'h';
+    }
+    if (optind < argc) return refuse(sentence, bytes, "arguments", "options alone", argv[optind]);
+    return true;
+}
+
+static void print_help(Options *o) {
+    Number numbers[NUM_NUMBERS];
+    list_numbers(o, numbers);
+    printf("usage: [mpirun -n RANKS] ep_info [options]\n\n"
+           "Version, settings, topology, backend, and the memory of a configuration:\n\n");
+    for (int i = 0; i < NUM_NUMBERS; i++)
+        printf("      --%-18s %s\n", numbers[i].name, numbers[i].doc);
+    printf("      --settings-markdown  print the table of settings for a README, and no more\n"
+           "      --version            print the version, and no more\n"
+           "  -h, --help               this text\n");
+}
+
+/* ---- version and settings ------------------------------------------------------------------ */
+
+static void print_version(void) {
+    int v = ep_version();
+    printf("libep %d.%d.%d\n", v / 10000, v / 100 % 100, v % 100);
+}
+
+static void print_build(void) {
+    printf("built against: ep.h %d.%d.%d, MPI %d.%d\n", EP_VERSION_MAJOR, EP_VERSION_MINOR,
+           EP_VERSION_PATCH, MPI_VERSION, MPI_SUBVERSION);
+#ifdef __clang__
+    printf("compiler:      %s\n", __VERSION__);
+#else
+    printf("compiler:      gcc %s\n", __VERSION__);
+#endif
+}
+
+static void print_setting(const EpSetting *setting, void *context) {
+    (void)context;
+    bool changed = strcmp(setting->value, setting->default_value) != 0;
+    printf("%c %-16s %-16s default %-12s %s\n  %-16s %s\n", changed ? '*' : ' ', setting->name,
+           setting->value[0] ? setting->value : "-",
+           setting->default_value[0] ? setting->default_value : "-", setting->type, "",
+           setting->doc);
+}
+
+/* In a table's cell a bar would begin the next one. */
+static void print_cell(const char *text) {
+    for (; *text; text++)
+        printf("%s%c", *text == '|' ? "\\" : "", *text);
+}
+
+static void print_markdown_row(const EpSetting *setting, void *context) {
+    (void)context;
+    printf("| `%s` | ", setting->name);
+    print_cell(setting->type);
+    if (setting->default_value[0])
+        printf(" | `%s` | ", setting->default_value);
+    else
+        printf(" | | ");
+    print_cell(setting->doc);
+    printf(" |\n");
+}
+
+static int print_settings_markdown(void) {
+    printf("| setting | type | default | meaning |\n| --- | --- | --- | --- |\n");
+    if (ep_settings(print_markdown_row, NULL) == EP_OK) return EXIT_SUCCESS;
+    fprintf(stderr, "ep_info: %s\n", ep_last_error());
+    return EXIT_FAILED;
+}
+
+/* ---- agreement ----------------------------------------------------------------------------- */
+
+#define DEADLINE 100.0
+
+/** Where one rank fails, all do, and the first of them says why. */
+typedef struct Verdict {
+    int ok;
+    char sentence[508];
+} Verdict;
+
+static bool agree(const EpBootstrap *boot, bool ok) {
+    Verdict mine = {.ok = ok};
+    Verdict *all = calloc((size_t)boot->size, sizeof(Verdict));
+    snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
+    if (!all || boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) != EP_OK) {
+        fprintf(stderr, "ep_info: rank %d: %s\n", boot->rank, ep_last_error());
+        free(all);
+        return false;
+    }
+    ok = true;
+    for (int r = 0; r < boot->size && ok; r++) {
+        ok = all[r].ok;
+        if (!ok && boot->rank == 0) fprintf(stderr, "ep_info: %s\n", all[r].sentence);
+    }
+    free(all);
+    return ok;
+}
+
+/* ---- topology ------------------------------------------------------------------------------ */
+
+/** What one rank tells the others about itself. */
+typedef struct Place {
+    char host[64];
+    EpGroupInfo info;
+} Place;
+
+static EpGroupConfig configuration(const Options *o) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = (int32_t)o->experts;
+    config.max_tokens = (int32_t)o->tokens;
+    config.max_top_k = (int32_t)o->top_k;
+    config.max_row_bytes = o->hidden * 2;
+    config.alignment = (int32_t)o->alignment;
+    config.max_recv_rows = o->capacity;
+    return config;
+}
+
+/* The topology of a group does not depend on its sizes: ask a small one. */
+static bool describe_place(const EpBootstrap *boot, const Options *o, Place *out) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    EpGroup *group = NULL;
+    config.num_experts = (int32_t)o->experts;
+    config.max_tokens = 1, config.max_top_k = 1, config.max_row_bytes = 16;
+    out->info = (EpGroupInfo)EP_GROUP_INFO_INIT;
+    gethostname(out->host, sizeof(out->host) - 1);
+    bool ok = ep_group_create(boot, &config, &group) == EP_OK &&
+              ep_group_query(group, &out->info) == EP_OK;
+    ep_group_destroy(group);
+    return ok;
+}
+
+static void print_place(int rank, const Place *place) {
+    const EpGroupInfo *info = &place->info;
+    char numa[16], experts[32];
+    snprintf(numa, sizeof(numa), info->numa_node < 0 ? "several" : "%d", info->numa_node);
+    snprintf(experts, sizeof(experts), info->num_local_experts ? "%d-%d" : "none",
+             info->first_expert, info->first_expert + info->num_local_experts - 1);
+    printf("%6d  %-20s %5d %8s %6d  %s\n", rank, place->host, info->node, numa, info->num_cpus,
+           experts);
+}
+
+static bool print_topology(const EpBootstrap *boot, const Options *o) {
+    Place mine = {.host = ""};
+    Place *all = calloc((size_t)boot->size, sizeof(Place));
+    bool ok =
+        agree(boot, all && describe_place(boot, o, &mine)) &&
+        agree(boot, boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) == EP_OK);
+    if (ok && boot->rank == 0) {
+        printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %s\n", boot->size,
+               boot->size == 1 ? "" : "s", mine.info.num_nodes, mine.info.num_nodes == 1 ? "" : "s",
+               "rank", "host", "node", "numa", "cpus", "experts");
+        for (int r = 0; r < boot->size; r++)
+            print_place(r, &all[r]);
+    }
+    free(all);
+    return ok;
+}
+
+/* ---- backend and memory -------------------------------------------------------------------- */
+
+static void print_bytes(const char *what, int64_t bytes) {
+    printf("  %-34s %15lld bytes  (%.1f MiB)\n", what, (long long)bytes, (double)bytes / (1 << 20));
+}
+
+static void print_rows(const EpGroupConfig *config, int ranks, EpLayout layout, const char *name) {
+    int64_t rows, most = 0;
+    for (int r = 0; r < ranks; r++) {
+        if (ep_max_recv_rows(config, ranks, r, layout, 0, &rows) != EP_OK) {
+            printf("  %-34s %s\n", name, ep_last_error());
+            return;
+        }
+        most = rows > most ? rows : most;
+    }
+    printf("  %-34s %15lld rows\n", name, (long long)most);
+}
+
+/* The reason may begin with the backend's name; of what is not feasible it is told as an error. */
+static void print_backend(const EpGroupMemory *memory) {
+    const char *name = memory->backend == EP_BACKEND_CUDA ? "cuda" : "host";
+    size_t length = strlen(name);
+    if (!memory->feasible)
+        printf("\nbackend: %s\n", name);
+    else if (strncmp(memory->reason, name, length) == 0)
+        printf("\nbackend: %s\n", memory->reason);
+    else
+        printf("\nbackend: %s: %s\n", name, memory->reason);
+}
+
+static bool print_memory(const Options *o, int ranks) {
+    EpGroupConfig config = configuration(o);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    if (ep_group_memory(&config, ranks, &memory) != EP_OK) return false;
+    print_backend(&memory);
+    printf("\nmemory: ranks %d, experts %lld, tokens a rank %lld, top-k %lld, row bytes %lld%s\n",
+           ranks, (long long)o->experts, (long long)o->tokens, (long long)o->top_k,
+           (long long)config.max_row_bytes, memory.feasible ? "" : ": not feasible");
+    if (!memory.feasible) return ep_set_last_error(EP_ERR_UNSUPPORTED, memory.reason) == EP_OK;
+    print_bytes("shared with peers, per rank", memory.shared_bytes);
+    print_bytes("private, per rank", memory.private_bytes);
+    print_bytes("each handle, per rank", memory.handle_bytes);
+    printf("most rows a rank can receive (distinct experts per token)\n");
+    print_rows(&config, ranks, EP_LAYOUT_EXPERT_MAJOR, "expert-major");
+    print_rows(&config, ranks, EP_LAYOUT_FLAT, "flat");
+    print_rows(&config, ranks, EP_LAYOUT_BATCHED, "batched, per expert");
+    return true;
+}
+
+/* ---- the whole ----------------------------------------------------------------------------- */
+
+static bool print_settings(const EpBootstrap *boot) {
+    if (boot->rank == 0) printf("\nsettings (* changed)\n");
+    return ep_settings(boot->rank == 0 ? print_setting : NULL, NULL) == EP_OK;
+}
+
+static bool inform(const EpBootstrap *boot, const Options *o) {
+    int ranks = o->ranks ? (int)o->ranks : boot->size;
+    if (boot->rank == 0) {
+        print_version();
+        print_build();
+    }
+    bool ok = agree(boot, print_settings(boot)) && print_topology(boot, o) &&
+              agree(boot, boot->rank != 0 || print_memory(o, ranks));
+    fflush(stdout);
+    return ok;
+}
+
+static bool launched(void) {
+    return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE") || getenv("PMIX_RANK");
+}
+
+/* One rank needs no MPI, and an ep_info that starts at once. */
+static int run(const Options *o) {
+    EpBootstrap boot = EP_BOOTSTRAP_INIT;
+    bool mpi = launched();
+    if (mpi) MPI_Init(NULL, NULL);
+    EpStatus status = mpi ? ep_bootstrap_mpi(MPI_COMM_WORLD, &boot) : ep_bootstrap_local(1, &boot);
+    int result = EXIT_FAILED;
+    if (status == EP_OK)
+        result = inform(&boot, o) ? EXIT_SUCCESS : EXIT_FAILED;
+    else
+        fprintf(stderr, "ep_info: %s\n", ep_last_error());
+    ep_bootstrap_destroy(&boot);
+    if (mpi) MPI_Finalize();
+    return result;
+}
+
+int main(int argc, char **argv) {
+    Options o = {0, 7168, 8, 256, 2048, 128, 0, false, false, false};
+    char sentence[256];
+    if (!parse(&o, argc, argv, sentence, sizeof(sentence))) {
+        fprintf(stderr, "ep_info: %s\n", sentence);
+        return EXIT_USAGE;
+    }
+    if (o.help)
+        print_help(&o);
+    else if (o.version)
+        print_version();
+    else if (o.markdown)
+        return print_settings_markdown();
+    else
+        return run(&o);
+    return EXIT_SUCCESS;
+}
