@@ -8,6 +8,8 @@
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own; CC, CFLAGS, LDFLAGS as usual.
 
+MAKEFLAGS += --no-builtin-rules
+
 VERSION := $(shell sed -n 's/^.define EP_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' include/ep/ep.h \
                    | paste -sd.)
 SOVERSION := 0
@@ -35,41 +37,81 @@ warnings := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvl
 # Floating point: results are defined to the bit, so nothing may be contracted; nobody reads errno
 # or floating-point exceptions.
 cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
-         -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. -MMD -MP $(CFLAGS)
+         -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. $(cuda_cflags) -MMD -MP $(CFLAGS)
 ldflags = -pthread $(sanitize) $(LDFLAGS)
 mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
 mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
 hwloc_libs = $(shell pkg-config --libs hwloc)
 criterion_libs = $(shell pkg-config --libs criterion)
 
+# ---- CUDA: wherever there are a compiler for it and NCCL's headers, unless CUDA=0 -----------------
+
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
+                                                 $(wildcard /usr/local/cuda/bin/nvcc)))
+nccl_include := $(patsubst %/nccl_device.h,%,$(firstword $(wildcard \
+    $(addsuffix /nccl_device.h,$(NCCL_HOME)/include $(CUDA_HOME)/include /usr/local/include /usr/include))))
+ifeq ($(variant),)
+CUDA ?= $(if $(and $(CUDA_HOME),$(nccl_include)),1,0)
+else
+CUDA := 0
+endif
+NVCC ?= $(CUDA_HOME)/bin/nvcc
+NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90]
+
 # ---- what is built from what --------------------------------------------------------------------
 
-lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,\
-           $(wildcard runtime/*.c handles/*.c dispatch/*.c combine/*.c bootstrap/*.c))
+folders := runtime handles dispatch combine bootstrap
+lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,$(foreach d,$(folders),$(wildcard $d/*.c)))
+cuda_c := $(filter %_cuda.c %/cuda_open.c runtime/nccl_api.c,$(lib_c))
+cuda_cu := $(foreach d,$(folders),$(wildcard $d/*.cu))
+ifeq ($(CUDA),1)
+cuda_o := $(cuda_cu:%.cu=$B/%.cu.o)
+cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
+cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
+else
+lib_c := $(filter-out $(cuda_c),$(lib_c))
+endif
 # The row arithmetic is built once for each instruction set and chosen at run time.
 machine := $(shell $(CC) -dumpmachine)
 row_sets := base $(if $(findstring x86_64,$(machine)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
-lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/rowmath_%.o)
+lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/rowmath_%.o) $(cuda_o)
 bench_c := tools/ep_bench.c $(wildcard tools/bench_*.c)
+bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench_*.cu))
 info_c := tools/ep_info.c
 tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
-tests_c := $(wildcard tests/*.c tests/*/*.c)
+tests_c := $(filter-out tests/gpu/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
 
-.PHONY: all libs demo check run-demo run-check deps install clean format
+.PHONY: all libs demo check check-gpu run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 libs: $(libs)
 
 $B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)
 
+# Objects are built anew where the way of building them changes.
+flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH)
+$(shell mkdir -p $B/tests)
+$B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/flags),$(flags)),again)
+	$(file >$@,$(flags))
+.PHONY: again
+again:
+$(lib_o) $B/bootstrap/mpi.o $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+
 $B/%.o: %.c
 	@mkdir -p $(@D)
 	$(call say,CC,$<)
 	$Q$(CC) $(cflags) -c $< -o $@
+
+# Results are defined to the bit on GPUs, too: no contraction.
+$B/%.cu.o: %.cu $B/flags Makefile
+	@mkdir -p $(@D)
+	$(call say,NVCC,$<)
+	$Q$(NVCC) $(NVCC_ARCH) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
+	    $(if $(WERROR),-Werror all-warnings) -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 
 $B/runtime/rowmath_%.o: runtime/rowmath.c
 	@mkdir -p $(@D)
@@ -79,7 +121,7 @@ $B/runtime/rowmath_%.o: runtime/rowmath.c
 $B/libep.so.$(SOVERSION): $(lib_o) libep.map
 	$(call say,LD,$@)
 	$Q$(CC) -shared -Wl,-soname,$(@F) -Wl,--version-script=libep.map -o $@ $(lib_o) \
-	    $(ldflags) $(hwloc_libs) -lm
+	    $(ldflags) $(hwloc_libs) $(cuda_libs) -lm
 
 $B/libep_mpi.so.$(SOVERSION): $B/bootstrap/mpi.o libep_mpi.map $B/libep.so
 	$(call say,LD,$@)
@@ -97,17 +139,32 @@ $B/%.a:
 
 # Tools use the shared libraries and find them beside themselves or, once installed, in lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
-$B/ep_bench: $(bench_c:%.c=$B/%.o)
+$B/ep_bench: $(bench_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
-	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) -lm
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(cuda_libs) -lm
 
 # Tests link statically: some look at what the shared library hides.
 $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
-	    $(hwloc_libs) $(criterion_libs) -lm
+	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
+
+# The same tests once more, on GPUs: see tests/gpu/on_gpu.h. watch.c counts the library's own
+# allocations and must see the real ones.
+gpu_tests := $B/tests/ep_gpu_tests
+gpu_o := $(tests_c:%.c=$B/gpu/%.o) $B/gpu/tests/gpu/on_gpu.o
+on_gpu = $(if $(filter tests/harness/watch.c tests/gpu/on_gpu.c,$<),,-include tests/gpu/on_gpu.h)
+$B/gpu/%.o: private cflags += $(mpi_cflags) $(on_gpu)
+$B/gpu/%.o: %.c $B/flags
+	@mkdir -p $(@D)
+	$(call say,CC,"$< [gpu]")
+	$Q$(CC) $(cflags) -c $< -o $@
+$(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
+	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
 define pc
 prefix=$(PREFIX)
@@ -122,7 +179,7 @@ Description: expert-parallel communication for Mixture-of-Experts models
 Version: $(VERSION)
 Requires.private: hwloc
 Libs: -L$${libdir} -lep
-Libs.private: -pthread -lm
+Libs.private: -pthread $(cuda_libs) -lm
 Cflags: -I$${includedir}
 endef
 define ep-mpi_pc
@@ -135,7 +192,6 @@ Libs: -L$${libdir} -lep_mpi $(mpi_libs)
 Cflags: $(mpi_cflags)
 endef
 $B/%.pc: Makefile include/ep/ep.h
-	@mkdir -p $(@D)
 	$(file >$@,$($*_pc))
 
 -include $(shell find $B -name '*.d' 2>/dev/null)
@@ -158,6 +214,9 @@ run-demo: all
 # Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads.
 run-check: all
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
+
+check-gpu: all $(gpu_tests)
+	EP_BACKEND=cuda $(gpu_tests) -j1 $(CHECK_ARGS)
 
 deps:
 	@sh tools/deps.sh

@@ -18,6 +18,13 @@ void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t n
     memcpy(mine->field, fields, sizeof(fields));
 }
 
+EpBackend ep_introductions_backend(const EpIntroduction *all, int32_t size, int32_t num_nodes) {
+    for (int32_t r = 0; r < size; r++)
+        if (all[r].backend != EP_BACKEND_CUDA)
+            return EP_BACKEND_HOST;
+    return num_nodes == 1 ? EP_BACKEND_CUDA : EP_BACKEND_HOST;
+}
+
 static EpStatus check_peers(const EpCall *call, const EpIntroduction *all, int32_t size) {
     for (int32_t r = 0; r < size; r++)
         if (all[r].status != EP_OK)

@@ -31,14 +31,18 @@ static uint64_t choose_id(void) {
 /* ---- introductions ------------------------------------------------------------------------- */
 
 static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, EpSettings *settings, EpPlace *place) {
+                          const EpGroupConfig *config, EpSettings *settings,
+                          EpIntroduction *mine) {
     char reason[256];
     EP_TRY(ep_settings_load(settings));
     EP_TRY(ep_config_check(call, config, bootstrap->size));
-    EP_TRY(ep_place_find(&settings->topology, bootstrap->rank, bootstrap->size, place));
-    if (!ep_backend_choose(config, settings, reason, sizeof(reason)))
+    EP_TRY(ep_place_find(&settings->topology, bootstrap->rank, bootstrap->size, &mine->place));
+    const EpBackendOps *backend =
+        ep_backend_choose(config, bootstrap->size, settings, reason, sizeof(reason));
+    if (!backend)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
-                         "expected one that this build has, but %s", reason);
+                         "expected one that can serve this rank, but %s", reason);
+    mine->backend = backend->id;
     return EP_OK;
 }
 
@@ -46,7 +50,7 @@ static void introduce(const EpCall *call, const EpBootstrap *bootstrap,
                       const EpGroupConfig *config, EpSettings *settings, EpIntroduction *mine) {
     memset(mine, 0, sizeof(*mine));
     mine->id = choose_id();
-    mine->status = check_own(call, bootstrap, config, settings, &mine->place);
+    mine->status = check_own(call, bootstrap, config, settings, mine);
     if (mine->status == EP_OK)
         ep_introduce_config(mine, config, bootstrap->size, settings);
     else
@@ -56,11 +60,26 @@ static void introduce(const EpCall *call, const EpBootstrap *bootstrap,
 /* ---- building ------------------------------------------------------------------------------ */
 
 
+static EpStatus choose_backend(EpGroup *group, const EpIntroduction *all) {
+    EpCall call = {"ep_group_create", group->rank};
+    EpBackend backend = ep_introductions_backend(all, group->size, group->num_nodes);
+    if (backend == EP_BACKEND_HOST &&
+        ep_backend_wish(&group->config, &group->settings) == EP_BACKEND_CUDA)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "config.backend",
+                         "expected all ranks on one node for the cuda backend, got %d nodes",
+                         group->num_nodes);
+    group->backend = &ep_backend_host;
+#if EP_WITH_CUDA
+    if (backend == EP_BACKEND_CUDA)
+        group->backend = &ep_backend_cuda;
+#endif
+    return EP_OK;
+}
+
 static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
                            const EpGroupConfig *config, const EpSettings *settings,
                            const EpIntroduction *all) {
     int32_t size = bootstrap->size, rank = bootstrap->rank;
-    char reason[256];
     group->bootstrap = *bootstrap;
     group->config = *config;
     group->settings = *settings;
@@ -72,7 +91,6 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
     group->id = all[0].id;
     group->tag = (int32_t)(all[0].id & TAG_MASK);
     group->numa = all[rank].place.numa, group->cpus = all[rank].place.cpus;
-    group->backend = ep_backend_choose(config, settings, reason, sizeof(reason));
     group->nodes = calloc((size_t)size, sizeof(*group->nodes));
     EpPlace *places = calloc((size_t)size, sizeof(*places));
     int complete = group->nodes && places;
@@ -81,7 +99,9 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
     if (complete)
         group->num_nodes = ep_nodes_number(places, size, group->nodes);
     free(places);
-    return complete ? EP_OK : EP_ERR_NO_MEMORY;
+    if (!complete)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out: out of memory", rank);
+    return choose_backend(group, all);
 }
 
 static void free_group(EpGroup *group, int together) {
@@ -118,8 +138,6 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap,
     EpStatus status = fill_group(group, bootstrap, config, settings, all);
     if (status == EP_OK)
         status = group->backend->open(group);
-    else
-        ep_refuse(call, status, "out", "out of memory");
     status = confirm(call, group, status, all);
     if (status != EP_OK) {
         free_group(group, 0);

@@ -44,7 +44,7 @@ static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t rank
 }
 
 static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
-    if (group->settings.spin != EP_SPIN_AUTO)
+    if (group->settings.spin != EP_COUNT_AUTO)
         return group->settings.spin;
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;

@@ -39,6 +39,8 @@ typedef struct Board {
     int32_t arrived;      /* in this turn */
     char *here;           /* [size] Presence of each rank in this turn */
     const void **offered; /* [size] what they offer */
+    size_t *kind;         /* [size] what each believes this turn to be */
+    int agreed;           /* whether all believed the same in the last turn */
     Letter *letters, **last_letter;
 } Board;
 
@@ -65,10 +67,20 @@ static EpStatus fail_missing(const Local *self, double seconds) {
                    self->rank, missing, seconds);
 }
 
+static int all_agree(const Board *board) {
+    for (int32_t r = 1; r < board->size; r++)
+        if (board->kind[r] != board->kind[0])
+            return 0;
+    return 1;
+}
+
+/* Kinds of meeting; an allgather of n bytes is of kind GATHER + n. */
+enum { BARRIER, LEAVE, GATHER };
+
 /* With the mutex held: arrive, and wait until everyone has. What was offered stays on the board
  * until the next offer: slower ranks may still have to copy it. A rank that gives up takes its
  * arrival back, so that a later meeting starts clean. */
-static EpStatus meet(const Local *self, const void *offer, double seconds) {
+static EpStatus meet(const Local *self, const void *offer, size_t kind, double seconds) {
     Board *board = self->board;
     unsigned turn = board->turn;
     struct timespec deadline;
@@ -76,7 +88,9 @@ static EpStatus meet(const Local *self, const void *offer, double seconds) {
     if (offer)
         board->offered[self->rank] = offer;
     board->here[self->rank] = PRESENT;
+    board->kind[self->rank] = kind;
     if (++board->arrived == board->size) {
+        board->agreed = all_agree(board);
         board->arrived = 0;
         memset(board->here, ABSENT, (size_t)board->size);
         board->turn++;
@@ -91,7 +105,10 @@ static EpStatus meet(const Local *self, const void *offer, double seconds) {
             return status;
         }
     }
-    return EP_OK;
+    if (board->agreed)
+        return EP_OK;
+    return ep_fail(EP_ERR_ORDER, "rank %d: bootstrap: expected all ranks in the same call, got "
+                   "different ones", self->rank);
 }
 
 /* Two meetings: nobody's offer may go away before all have copied it. */
@@ -100,11 +117,11 @@ static EpStatus local_allgather(void *context, const void *in, void *out, size_t
     const Local *self = context;
     Board *board = self->board;
     pthread_mutex_lock(&board->mutex);
-    EpStatus status = meet(self, in, seconds);
+    EpStatus status = meet(self, in, GATHER + bytes, seconds);
     for (int32_t r = 0; r < board->size && status == EP_OK; r++)
         memcpy((char *)out + (size_t)r * bytes, board->offered[r], bytes);
     if (status == EP_OK)
-        status = meet(self, NULL, seconds);
+        status = meet(self, NULL, LEAVE, seconds);
     pthread_mutex_unlock(&board->mutex);
     return status;
 }
@@ -112,7 +129,7 @@ static EpStatus local_allgather(void *context, const void *in, void *out, size_t
 static EpStatus local_barrier(void *context, double seconds) {
     const Local *self = context;
     pthread_mutex_lock(&self->board->mutex);
-    EpStatus status = meet(self, NULL, seconds);
+    EpStatus status = meet(self, NULL, BARRIER, seconds);
     pthread_mutex_unlock(&self->board->mutex);
     return status;
 }
@@ -264,6 +281,7 @@ static void board_free(Board *board) {
     pthread_mutex_destroy(&board->mutex);
     free(board->here);
     free(board->offered);
+    free(board->kind);
     free(board);
 }
 
@@ -277,7 +295,8 @@ static Board *board_create(int32_t size) {
     board->last_letter = &board->letters;
     board->here = calloc((size_t)size, 1);
     board->offered = calloc((size_t)size, sizeof(*board->offered));
-    if (board->here && board->offered)
+    board->kind = calloc((size_t)size, sizeof(*board->kind));
+    if (board->here && board->offered && board->kind)
         return board;
     board_free(board);
     return NULL;

@@ -4,8 +4,19 @@
 
 #include <stdlib.h>
 
-static void *allocate(size_t bytes) {
+static void *allocate(const EpGroup *group, size_t bytes) {
+    (void)group;
     return aligned_alloc(64, (bytes + 63) / 64 * 64);
+}
+
+static void release(const EpGroup *group, void *memory) {
+    (void)group;
+    free(memory);
+}
+
+/* Operations have finished when they return, and have put their findings where they belong. */
+static void poll(EpGroup *group) {
+    (void)group;
 }
 
 const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
@@ -13,8 +24,10 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .measure = ep_host_measure,
                                       .open = ep_host_open,
                                       .close = ep_host_close,
+                                      .poll = poll,
                                       .allocate = allocate,
-                                      .release = free,
+                                      .release = release,
+                                      .plan_bytes = ep_host_plan_bytes,
                                       .format_plan = ep_host_format_plan,
                                       .check_plan = ep_host_check_plan,
                                       .retire_plan = ep_host_retire_plan,

@@ -81,9 +81,8 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
     if (!bytes)
         return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
     EpPlanShape shape;
-    EpPlan plan;
     EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
-    *bytes = (size_t)ep_plan_map(&shape, NULL, &plan);
+    *bytes = (size_t)group->backend->plan_bytes(&shape);
     return EP_OK;
 }
 
@@ -119,18 +118,17 @@ static void unlink_handle(EpHandle *handle) {
 static void release_memory(EpHandle *handle) {
     if (!handle->owns_memory)
         return;
-    handle->group->backend->release(handle->memory);
+    handle->group->backend->release(handle->group, handle->memory);
     handle->group->library_bytes -= handle->bytes;
     handle->owns_memory = 0;
 }
 
 static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EpGroup *group = handle->group;
-    EpPlan plan;
-    handle->bytes = ep_plan_map(&handle->shape, NULL, &plan);
+    handle->bytes = group->backend->plan_bytes(&handle->shape);
     if (memory)
         EP_TRY(check_memory(call, memory, bytes, handle->bytes));
-    handle->memory = memory ? memory : group->backend->allocate((size_t)handle->bytes);
+    handle->memory = memory ? memory : group->backend->allocate(group, (size_t)handle->bytes);
     if (!handle->memory)
         return ep_refuse(call, EP_ERR_NO_MEMORY, "memory", "expected %lld bytes, got none",
                          (long long)handle->bytes);
@@ -197,6 +195,9 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
     EpStep step;
     EP_TRY(ep_handle_enter_prepared(&call, handle, &step));
     EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    if (!step.known)
+        return ep_refuse(&call, EP_ERR_NOT_PREPARED, "handle",
+                         "expected ep_prepare to have finished on its stream, got it under way");
     *out = step.info;
     return EP_OK;
 }
@@ -214,7 +215,7 @@ EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *
     EP_TRY(ep_handle_enter(call, handle));
     *step = (EpStep){.info = EP_HANDLE_INFO_INIT};
     EP_TRY(handle->group->backend->read_plan(handle, step));
-    if (step->info.step == 0)
+    if (!step->prepared)
         return ep_refuse(call, EP_ERR_NOT_PREPARED, "handle",
                          "expected a prepared handle, got one without a plan");
     return EP_OK;

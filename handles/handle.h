@@ -20,6 +20,7 @@ struct EpHandle {
     void *memory;
     int64_t bytes;
     int owns_memory;
+    void *backend_state; /* what a backend keeps outside the plan: nothing of the host's */
 };
 
 /** Check the configuration (NULL: defaults) and derive the plan's shape from it. */
@@ -35,7 +36,13 @@ EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
 /** The same, and that the handle was prepared; reads the plan's numbers for argument checks. */
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
 
+/** The header of a handle's empty plan; and whether a header is this handle's. */
+EpPlanHeader ep_plan_header(const EpHandle *handle);
+EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
+                              const EpPlanHeader *expected);
+
 /** Plans in plain memory: the host backend's part of the table. */
+int64_t ep_host_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_host_format_plan(EpHandle *handle);
 EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_host_retire_plan(EpHandle *handle);

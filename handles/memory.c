@@ -6,9 +6,9 @@
 
 static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks,
                         const EpSettings *settings, EpGroupMemory *m) {
-    const EpBackendOps *backend = ep_backend_choose(config, settings, m->reason, sizeof(m->reason));
+    const EpBackendOps *backend =
+        ep_backend_choose(config, num_ranks, settings, m->reason, sizeof(m->reason));
     EpPlanShape shape;
-    EpPlan plan;
     if (!backend)
         return EP_OK;
     m->backend = backend->id;
@@ -20,7 +20,7 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
         snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
         return EP_OK;
     }
-    m->handle_bytes = ep_plan_map(&shape, NULL, &plan);
+    m->handle_bytes = backend->plan_bytes(&shape);
     m->feasible = 1;
     return EP_OK;
 }

@@ -38,6 +38,10 @@ static EpStatus check_rows(const EpOperation *o, const char *argument, const EpT
         EP_TRY(ep_arg_dim(&o->call, argument, t, 0, s->num_local, "local experts"));
         return ep_arg_dim(&o->call, argument, t, 1, s->rows_per_expert, "rows_per_expert");
     }
+    if (!s->capacity && !o->step.known)
+        return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, argument,
+                         "expected ep_prepare to have finished, since rows are sized exactly, got "
+                         "it under way");
     int64_t needed = s->capacity ? s->capacity : o->step.info.recv_rows;
     if (t->shape[0] >= needed)
         return EP_OK;

@@ -7,42 +7,59 @@
 
 #include "handles/handle.h"
 
+int64_t ep_host_plan_bytes(const EpPlanShape *shape) {
+    EpPlan plan;
+    return ep_plan_map(shape, NULL, &plan);
+}
+
+EpPlanHeader ep_plan_header(const EpHandle *handle) {
+    return (EpPlanHeader){.magic = EP_PLAN_MAGIC,
+                          .group = handle->group->id,
+                          .handle = handle->ordinal,
+                          .bytes = handle->bytes};
+}
+
 EpStatus ep_host_format_plan(EpHandle *handle) {
     EpPlan plan = ep_host_plan(handle);
-    memset(plan.header, 0, sizeof(*plan.header));
-    plan.header->magic = EP_PLAN_MAGIC;
-    plan.header->group = handle->group->id;
-    plan.header->handle = handle->ordinal;
-    plan.header->bytes = handle->bytes;
+    *plan.header = ep_plan_header(handle);
     *plan.tail = EP_PLAN_MAGIC;
+    return EP_OK;
+}
+
+EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
+                              const EpPlanHeader *expected) {
+    if (got->magic == EP_PLAN_DEAD)
+        return ep_refuse(call, EP_ERR_DESTROYED, "handle memory",
+                         "expected a live handle's plan, got that of one that was destroyed");
+    if (got->magic != EP_PLAN_MAGIC)
+        return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "handle memory",
+                         "expected the plan of handle %d, got other bytes (0x%016llx)",
+                         expected->handle, (unsigned long long)got->magic);
+    if (got->group != expected->group)
+        return ep_refuse(call, EP_ERR_FOREIGN, "handle memory",
+                         "expected a plan of group %016llx, got one of group %016llx",
+                         (unsigned long long)expected->group, (unsigned long long)got->group);
+    if (got->handle != expected->handle)
+        return ep_refuse(call, EP_ERR_FOREIGN, "handle memory",
+                         "expected the plan of handle %d, got that of handle %d", expected->handle,
+                         got->handle);
+    if (got->bytes != expected->bytes)
+        return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "handle memory",
+                         "expected %lld untouched bytes, got a damaged header",
+                         (long long)expected->bytes);
     return EP_OK;
 }
 
 EpStatus ep_host_check_plan(const EpHandle *handle, const char *name, void *memory) {
     EpCall call = {name, handle->group->rank};
+    EpPlanHeader expected = ep_plan_header(handle);
     EpPlan plan;
     ep_plan_map(&handle->shape, memory, &plan);
-    const EpPlanHeader *header = plan.header;
-    if (header->magic == EP_PLAN_DEAD)
-        return ep_refuse(&call, EP_ERR_DESTROYED, "handle memory",
-                         "expected a live handle's plan, got that of one that was destroyed");
-    if (header->magic != EP_PLAN_MAGIC)
+    EP_TRY(ep_plan_header_check(&call, plan.header, &expected));
+    if (*plan.tail != EP_PLAN_MAGIC)
         return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "handle memory",
-                         "expected the plan of handle %d, got other bytes (0x%016llx)",
-                         handle->ordinal, (unsigned long long)header->magic);
-    if (header->group != handle->group->id)
-        return ep_refuse(&call, EP_ERR_FOREIGN, "handle memory",
-                         "expected a plan of group %016llx, got one of group %016llx",
-                         (unsigned long long)handle->group->id, (unsigned long long)header->group);
-    if (header->handle != handle->ordinal)
-        return ep_refuse(&call, EP_ERR_FOREIGN, "handle memory",
-                         "expected the plan of handle %d, got that of handle %d", handle->ordinal,
-                         header->handle);
-    if (header->bytes != handle->bytes || *plan.tail != EP_PLAN_MAGIC)
-        return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "handle memory",
-                         "expected %lld untouched bytes, got a damaged %s",
-                         (long long)handle->bytes,
-                         header->bytes != handle->bytes ? "header" : "end");
+                         "expected %lld untouched bytes, got a damaged end",
+                         (long long)handle->bytes);
     return EP_OK;
 }
 
@@ -58,6 +75,7 @@ EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
     int32_t rank = handle->group->rank, size = handle->group->size;
     if (!header->prepared)
         return EP_OK;
+    out->prepared = out->known = 1;
     EpHandleInfo *info = &out->info;
     info->num_local_experts = handle->shape.num_local;
     info->expert_counts = plan.expert_counts;

@@ -15,6 +15,8 @@
 #include "ep/ep.h"
 #include "runtime/settings.h"
 
+struct EpPlanShape;
+
 typedef struct EpHandle EpHandle;
 struct EpOp;
 
@@ -79,7 +81,9 @@ typedef struct EpGather {
 /** What the calls check their arguments by: the user's view of the plan, and which token tensors
  *  belong to it. */
 typedef struct EpStep {
-    EpHandleInfo info; /**< info.step is 0 where nothing was prepared */
+    int prepared;      /**< whether a prepare was issued */
+    int known;         /**< whether it has finished: without that, `info` has no numbers */
+    EpHandleInfo info;
     int64_t num_rows;  /**< rows of topk_idx */
     int64_t exact;     /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
 } EpStep;
@@ -93,9 +97,12 @@ typedef struct EpBackendOps {
     /** Collective parts of a group's life. `together`: whether all ranks close it now. */
     EpStatus (*open)(EpGroup *group);
     void (*close)(EpGroup *group, int together);
-    /** Memory for handles that bring none. */
-    void *(*allocate)(size_t bytes);
-    void (*release)(void *memory);
+    /** Bring findings that wait elsewhere into the group. */
+    void (*poll)(EpGroup *group);
+    /** Memory for handles that bring none, and how much a plan takes. */
+    void *(*allocate)(const EpGroup *group, size_t bytes);
+    void (*release)(const EpGroup *group, void *memory);
+    int64_t (*plan_bytes)(const struct EpPlanShape *shape);
     /** Give a handle's memory its empty plan; check that memory is this handle's; mark it dead. */
     EpStatus (*format_plan)(EpHandle *handle);
     EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
@@ -107,13 +114,21 @@ typedef struct EpBackendOps {
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
 } EpBackendOps;
 
-extern const EpBackendOps ep_backend_host;
+extern const EpBackendOps ep_backend_host, ep_backend_cuda;
+
+/** Which backend a configuration asks for: AUTO, HOST or CUDA. */
+EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
+
+/** Could the CUDA backend serve this rank? If not, `reason` says why. */
+int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
+                   size_t reason_bytes);
 
 /**
- * The backend that serves a configuration, and why (a sentence for ep_info). NULL where the wish
- * cannot be met; `reason` says why.
+ * The backend that serves a configuration as far as one rank can tell, and why (a sentence for
+ * ep_info). NULL where the wish cannot be met; `reason` says why.
  */
-const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, const EpSettings *settings,
-                                      char *reason, size_t reason_bytes);
+const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, int32_t num_ranks,
+                                      const EpSettings *settings, char *reason,
+                                      size_t reason_bytes);
 
 #endif

@@ -77,6 +77,7 @@ EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     if (out)
         EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    group->backend->poll(group);
     if (group->failed != EP_OK) {
         if (out)
             *out = group->failure;

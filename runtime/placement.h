@@ -9,27 +9,33 @@
 
 #include <stdint.h>
 
+#ifdef __CUDACC__
+#define EP_HOST_DEVICE __host__ __device__
+#else
+#define EP_HOST_DEVICE
+#endif
+
 typedef struct EpPlacement {
     int32_t num_experts;
     int32_t num_ranks;
 } EpPlacement;
 
-static inline int32_t ep_placement_count(const EpPlacement *p, int32_t rank) {
+EP_HOST_DEVICE static inline int32_t ep_placement_count(const EpPlacement *p, int32_t rank) {
     return p->num_experts / p->num_ranks + (rank < p->num_experts % p->num_ranks);
 }
 
-static inline int32_t ep_placement_first(const EpPlacement *p, int32_t rank) {
+EP_HOST_DEVICE static inline int32_t ep_placement_first(const EpPlacement *p, int32_t rank) {
     int32_t larger = p->num_experts % p->num_ranks;
     return rank * (p->num_experts / p->num_ranks) + (rank < larger ? rank : larger);
 }
 
 /** Most experts that any rank owns. */
-static inline int32_t ep_placement_most(const EpPlacement *p) {
+EP_HOST_DEVICE static inline int32_t ep_placement_most(const EpPlacement *p) {
     return ep_placement_count(p, 0);
 }
 
 /** Owner of expert 0 <= e < E. */
-static inline int32_t ep_placement_owner(const EpPlacement *p, int32_t expert) {
+EP_HOST_DEVICE static inline int32_t ep_placement_owner(const EpPlacement *p, int32_t expert) {
     int32_t base = p->num_experts / p->num_ranks, larger = p->num_experts % p->num_ranks;
     int32_t in_larger = larger * (base + 1);
     if (expert < in_larger)

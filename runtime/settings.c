@@ -2,6 +2,7 @@
 #include "runtime/settings.h"
 
 #include <errno.h>
+#include <hwloc.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ static EpStatus parse_double(const char *name, const char *kind, const char *tex
 
 static EpStatus parse_int64_t(const char *name, const char *kind, const char *text, int64_t *out) {
     if (strcmp(kind, "count") == 0 && strcmp(text, "auto") == 0) {
-        *out = EP_SPIN_AUTO;
+        *out = EP_COUNT_AUTO;
         return EP_OK;
     }
     char *end;
@@ -53,6 +54,15 @@ static EpStatus parse_EpSettingText(const char *name, const char *kind, const ch
     return EP_OK;
 }
 
+static int is_synthetic(const char *description) {
+    hwloc_topology_t topology;
+    if (hwloc_topology_init(&topology))
+        return 0;
+    int valid = hwloc_topology_set_synthetic(topology, description) == 0;
+    hwloc_topology_destroy(topology);
+    return valid;
+}
+
 static EpStatus parse_EpSettingTopology(const char *name, const char *kind, const char *text,
                                         EpSettingTopology *out) {
     (void)kind;
@@ -60,7 +70,7 @@ static EpStatus parse_EpSettingTopology(const char *name, const char *kind, cons
     long nodes = text[0] ? strtol(text, &end, 10) : 0;
     const char *hwloc = *end == '/' ? end + 1 : end;
     int bad = text[0] && (nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'));
-    if (bad || strlen(hwloc) >= sizeof(out->hwloc))
+    if (bad || strlen(hwloc) >= sizeof(out->hwloc) || (hwloc[0] && !is_synthetic(hwloc)))
         return malformed(name, "NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1", text);
     out->nodes = (int32_t)nodes;
     snprintf(out->hwloc, sizeof(out->hwloc), "%s", hwloc);

@@ -19,6 +19,8 @@
       "deadline of every wait for another rank")                                                   \
     X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "16M",                                      \
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
+    X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
+      "multiprocessors that operations of the cuda backend may use; auto: all")                    \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
       "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
     X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                          \
@@ -27,7 +29,7 @@
       "how much to log")                                                                           \
     X(log_file, EpSettingText, "EP_LOG_FILE", "text", "", "where to log; empty: stderr")
 
-#define EP_SPIN_AUTO (-1)
+#define EP_COUNT_AUTO (-1)
 
 typedef struct EpSettingText {
     char text[256];

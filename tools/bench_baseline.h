@@ -3,8 +3,9 @@
 #define BENCH_BASELINE_H
 
 /**
- * What a user would write without libep, on MPI alone: rows packed per slot by destination,
- * MPI_Alltoallv, unpacked into aligned slabs; and back, summed by the token's rank.
+ * What a user would write without libep: rows packed per slot by destination, MPI_Alltoallv,
+ * unpacked into aligned slabs; and back, summed by the token's rank. On GPUs with NCCL's sends and
+ * receives and a few plain kernels.
  */
 
 #include "bench_case.h"

@@ -60,10 +60,9 @@ static EpTensor slot_tensor(const Case *c, void *data, EpType type, int64_t widt
                   : ep_tensor_3d(data, type, slabs, slab, width);
 }
 
-static void describe_tokens(Case *c) {
+static void describe_tokens(Case *c, const Buffers *b) {
     Tensors *t = &c->tensors;
     const Options *o = c->options;
-    Buffers *b = &c->buffers;
     t->index = ep_tensor_2d(b->index, (EpType)o->index_type, c->tokens, o->top_k);
     t->topk_weights = ep_tensor_2d(b->topk_weights, EP_TYPE_FP32, c->tokens, o->top_k);
     t->topk_grads = ep_tensor_2d(b->topk_grads, EP_TYPE_FP32, c->tokens, o->top_k);
@@ -72,10 +71,9 @@ static void describe_tokens(Case *c) {
     t->scales = ep_tensor_2d(b->scales, EP_TYPE_UINT8, c->tokens, o->scale_bytes);
 }
 
-static void describe_slots(Case *c) {
+static void describe_slots(Case *c, const Buffers *b) {
     Tensors *t = &c->tensors;
     const Options *o = c->options;
-    Buffers *b = &c->buffers;
     bool column = c->slots.layout != EP_LAYOUT_FLAT;
     t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
     t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
@@ -87,13 +85,19 @@ static void describe_slots(Case *c) {
     t->slot_grads_out = slot_tensor(c, b->slot_grads_out, EP_TYPE_FP32, 1, true);
 }
 
-static void describe_plan(Case *c) {
+static void describe_plan(Case *c, const Buffers *b) {
     Tensors *t = &c->tensors;
-    int64_t local = c->slots.num_local, *plan = c->buffers.plan;
+    int64_t local = c->slots.num_local, *plan = b->plan;
     t->plan_counts = ep_tensor_1d(plan, EP_TYPE_INT64, local);
     t->plan_padded = ep_tensor_1d(plan + local, EP_TYPE_INT64, local);
     t->plan_offsets = ep_tensor_1d(plan + 2 * local, EP_TYPE_INT64, local + 1);
     t->plan_totals = ep_tensor_1d(plan + 3 * local + 1, EP_TYPE_INT64, 3);
+}
+
+void buffers_describe(Case *c, const Buffers *b) {
+    describe_tokens(c, b);
+    describe_slots(c, b);
+    describe_plan(c, b);
 }
 
 /* ---- contents ------------------------------------------------------------------------------ */
@@ -161,9 +165,7 @@ static void fill_slots(Case *c) {
 
 bool buffers_create(Case *c) {
     if (!alloc_tokens(c) || !alloc_slots(c)) return false;
-    describe_tokens(c);
-    describe_slots(c);
-    describe_plan(c);
+    buffers_describe(c, &c->buffers);
     fill_index(c);
     fill_tokens(c);
     fill_slots(c);

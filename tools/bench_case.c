@@ -2,6 +2,7 @@
 #include "bench_case.h"
 
 #include "bench_data.h"
+#include "bench_device.h"
 #include "bench_error.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
@@ -61,26 +62,60 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
     if (backend == EP_BACKEND_HOST && o->num_sms)
         return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
                             "no multiprocessors");
-    if (backend != EP_BACKEND_HOST)
+    if (backend == EP_BACKEND_HOST && o->zero_copy)
+        return bench_refuse("--zero-copy: expected a GPU backend, got the host backend, which "
+                            "reads and writes plain memory in place");
+    if (o->zero_copy)
+        return bench_refuse("--zero-copy: expected buffers that peers reach, which this libep "
+                            "does not offer yet");
+    if (backend != EP_BACKEND_HOST && !device_built())
         return bench_refuse("--backend: expected host, got %s, whose buffers this ep_bench cannot "
-                            "make",
+                            "make: it was built without CUDA",
                             options_backend_name(backend));
     return true;
 }
 
 bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out) {
     EpGroupConfig config = group_config(options, options->tokens_end);
+    if (!device_select(world, options)) return false;
     bool ok = ask_memory(world, &config, out) && refuse_unsupported(options, out->backend);
     return world_all(world, ok);
+}
+
+/* On GPUs exact sizing would wait for the total of every step: without a wish, the capacity is what
+ * the rank that receives most needs. */
+static bool reserve_rows(Case *c) {
+    int64_t rows = c->slots.needed_rows, alignment = c->options->alignment;
+    if (!world_max(c->world, &rows, 1)) return false;
+    rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
+    c->capacity = rows;
+    return world_all(c->world, slots_reserve(&c->slots, rows));
+}
+
+/* Whether CUDA serves, on every rank; then how many rows there are to be. */
+static bool choose_capacity(Case *c) {
+    EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
+    EpGroupMemory memory;
+    c->capacity = c->options->capacity;
+    if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
+    int64_t cuda = memory.backend == EP_BACKEND_CUDA;
+    if (!world_min(c->world, &cuda, 1)) return false;
+    bool fits = cuda && !c->capacity && c->slots.layout != EP_LAYOUT_BATCHED;
+    return !fits || reserve_rows(c);
 }
 
 static bool create_group(Case *c) {
     EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
     EpGroupMemory memory;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    config.max_recv_rows = c->capacity;
     if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
     c->promised_bytes = memory.shared_bytes + memory.private_bytes + memory.handle_bytes;
-    return world_all(c->world, bench_library(ep_group_create(&c->world->boot, &config, &c->group),
-                                             "ep_group_create"));
+    bool ok =
+        bench_library(ep_group_create(&c->world->boot, &config, &c->group), "ep_group_create") &&
+        bench_library(ep_group_query(c->group, &info), "ep_group_query");
+    c->cuda = ok && info.backend == EP_BACKEND_CUDA;
+    return world_all(c->world, ok);
 }
 
 static bool create_handle(Case *c) {
@@ -100,13 +135,14 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     out->tokens = out->routing.tokens[world->rank];
     bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
     out->weights_width = out->slots.layout == EP_LAYOUT_FLAT ? (int)options->top_k : 1;
-    return world_all(world, ok) && create_group(out) && create_handle(out) &&
-           world_all(world, buffers_create(out));
+    return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
+           create_handle(out) && world_all(world, buffers_create(out)) && device_create(out);
 }
 
 void case_destroy(Case *c) {
     ep_handle_destroy(c->handle);
     ep_group_destroy(c->group);
+    device_destroy(c);
     buffers_destroy(c);
     slots_free(&c->slots);
     routing_free(&c->routing);

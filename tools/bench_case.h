@@ -53,6 +53,8 @@ typedef struct Tensors {
     EpTensor plan_counts, plan_padded, plan_offsets, plan_totals;
 } Tensors;
 
+typedef struct Device Device; /* bench_device.h */
+
 typedef struct Case {
     World *world;
     const Options *options;
@@ -64,8 +66,12 @@ typedef struct Case {
     EpGroup *group;
     EpHandle *handle;
     int64_t promised_bytes; /**< what ep_group_memory said before anything was allocated */
-    Buffers buffers;
-    Tensors tensors;
+    bool cuda;              /**< the CUDA backend serves the group */
+    int64_t capacity;       /**< max_recv_rows of the group; 0: exact sizing */
+    Buffers buffers;        /**< on the host: where inputs are made and outputs are checked */
+    Device *device;         /**< device memory and more; NULL on the host backend */
+    EpStream stream;        /**< of all calls; NULL on the host backend */
+    Tensors tensors;        /**< of the host's buffers, or of the device's */
 } Case;
 
 /** Who would move the bytes of the largest size, and why; refuses what the backend cannot do. */
@@ -79,12 +85,19 @@ void case_destroy(Case *c);
 bool buffers_create(Case *c);
 void buffers_destroy(Case *c);
 
+/** Point the tensors to the memory of `b`. */
+void buffers_describe(Case *c, const Buffers *b);
+
 /** One call of the library. Returns false, with its sentence, if it fails. */
 bool phase_run(Case *c, PhaseId phase);
+/** All of them, in order. */
+bool phase_run_step(Case *c);
 const char *phase_name(PhaseId phase);
 
 /** Fill what a phase writes with a pattern, so that a byte not written shows. */
-void phase_poison(Case *c, PhaseId phase);
+bool phase_poison(Case *c, PhaseId phase);
+/** Wait for it, and bring what it wrote to the host's buffers. */
+bool phase_fetch(Case *c, PhaseId phase);
 
 /** Identities of contents, see bench_data.h. `owner` is the rank that holds the slot. */
 uint64_t case_token_id(const Case *c, int rank, int64_t token);

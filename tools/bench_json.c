@@ -108,6 +108,9 @@ static void put_config(Json *j, const Report *report, const SizeResult *last) {
     put_text(j, "ranks_are", world->threads ? "threads" : "mpi");
     put_text(j, "backend", options_backend_name(report->memory.backend));
     put_text(j, "backend_reason", report->memory.reason);
+    if (report->device[0]) put_text(j, "device", report->device);
+    if (o->num_sms) put_int(j, "num_sms", o->num_sms);
+    if (o->graphs) put_bool(j, "graphs", true);
     put_int(j, "tokens", last->tokens);
     put_bool(j, "uneven", o->uneven);
     put_text(j, "routing", routing);
@@ -142,7 +145,17 @@ static void put_phase(Json *j, const PhaseResult *phase) {
         put_real(j, "floor_us", phase->floor_us);
         put_real(j, "floor_ratio", phase->time.median_us / phase->floor_us);
     }
+    if (phase->issue_us >= 0) put_real(j, "issue_us", phase->issue_us);
     put_count(j, "wrong", phase->wrong);
+    end(j, '}');
+}
+
+static void put_step(Json *j, const SizeResult *r) {
+    if (r->step.median_us <= 0) return;
+    begin(j, "step", '{');
+    put_real(j, "median_us", r->step.median_us);
+    put_real(j, "p99_us", r->step.p99_us);
+    put_real(j, "issue_us", r->step_issue_us);
     end(j, '}');
 }
 
@@ -173,6 +186,7 @@ static void put_size(Json *j, const Options *o, const SizeResult *r) {
     for (int p = 0; p < NUM_PHASES; p++)
         put_phase(j, &r->phases[p]);
     end(j, ']');
+    put_step(j, r);
     put_baseline(j, r);
 }
 

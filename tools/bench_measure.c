@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bench_device.h"
 #include "bench_error.h"
 #include "bench_floor.h"
 #include "bench_result.h"
@@ -124,8 +125,8 @@ static bool check_phases(Case *c, Check *check, SizeResult *out) {
     bool ok = true;
     for (int p = 0; p < NUM_PHASES; p++) {
         int64_t before = check->wrong;
-        phase_poison(c, (PhaseId)p);
-        ok = ok && phase_run(c, (PhaseId)p);
+        ok = phase_poison(c, (PhaseId)p) && ok;
+        ok = ok && phase_run(c, (PhaseId)p) && phase_fetch(c, (PhaseId)p);
         if (!ok) continue;
         check_phase(check, (PhaseId)p);
         if (p == PHASE_PREPARE) check_traffic(c, check);
@@ -140,10 +141,27 @@ static bool run_phase(void *context, int which) {
     return phase_run(context, (PhaseId)which);
 }
 
+static bool run_step(void *context, int which) {
+    (void)which;
+    return phase_run_step(context);
+}
+
+static bool time_phases_on_device(Case *c, Quantiles *times, SizeResult *out) {
+    double issue_us[NUM_PHASES];
+    int64_t iterations = c->options->iterations;
+    if (c->options->graphs && !device_capture(c)) return false;
+    if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].issue_us = issue_us[p];
+    return device_time_calls(c, iterations, run_step, c, 1, &out->step, &out->step_issue_us);
+}
+
 static bool time_phases(Case *c, SizeResult *out) {
     Quantiles times[NUM_PHASES];
     const Options *o = c->options;
-    if (!time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times))
+    if (!(c->device
+              ? time_phases_on_device(c, times, out)
+              : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
         return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].time = times[p];
@@ -154,16 +172,25 @@ static bool time_phases(Case *c, SizeResult *out) {
 static bool warm_up_unchecked(Case *c) {
     bool ok = true;
     for (int p = 0; p < NUM_PHASES; p++)
-        ok = ok && phase_run(c, (PhaseId)p);
+        ok = ok && phase_run(c, (PhaseId)p) && phase_fetch(c, (PhaseId)p);
     return world_all(c->world, ok && check_status(c));
 }
 
-static bool time_floor(Case *c, SizeResult *out) {
+static bool time_memcpy(Case *c, double floor_us[NUM_PHASES]) {
     Quantiles floors[NUM_PHASES];
-    if (!c->options->floor) return true;
     if (!floor_measure(c, floors)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
-        if (out->phases[p].useful_bytes > 0) out->phases[p].floor_us = floors[p].median_us;
+        floor_us[p] = floors[p].median_us;
+    return true;
+}
+
+static bool time_floor(Case *c, SizeResult *out) {
+    double floor_us[NUM_PHASES];
+    if (!c->options->floor) return true;
+    if (!(c->device ? wire_measure(c, floor_us) : time_memcpy(c, floor_us))) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        if (out->phases[p].useful_bytes > 0) out->phases[p].floor_us = floor_us[p];
+    if (c->device) memcpy(out->no_floor, c->device->reason, sizeof(out->no_floor));
     return true;
 }
 
@@ -190,7 +217,7 @@ static void name_phases(const Options *options, SizeResult *out) {
     for (int p = 0; p < MAX_RESULTS; p++) {
         out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
-        out->phases[p].floor_us = -1;
+        out->phases[p].floor_us = out->phases[p].issue_us = -1;
         out->phases[p].wrong = options->check ? 0 : -1;
     }
 }

@@ -43,6 +43,7 @@ typedef struct Options {
     int64_t floor;
     int64_t seed;
     int64_t num_sms;
+    bool zero_copy;
     int64_t threads;
     bool help, version;
 } Options;

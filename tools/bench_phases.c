@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "bench_case.h"
+#include "bench_device.h"
 #include "bench_error.h"
 
 /* An optional tensor: there where `wanted`. */
@@ -16,7 +17,7 @@ static EpStatus prepare(Case *c) {
     plan.expert_padded = &t->plan_padded;
     plan.expert_offsets = &t->plan_offsets;
     plan.totals = &t->plan_totals;
-    return ep_prepare(c->handle, &t->index, NULL, NULL, &plan);
+    return ep_prepare(c->handle, &t->index, NULL, c->stream, &plan);
 }
 
 static EpStatus dispatch(Case *c) {
@@ -24,30 +25,30 @@ static EpStatus dispatch(Case *c) {
     bool weighted = c->options->weighted, scaled = c->options->scale_bytes > 0;
     bool flat = c->slots.layout == EP_LAYOUT_FLAT;
     return ep_dispatch(c->handle, &t->tokens_in, where(weighted, &t->topk_weights),
-                       where(scaled, &t->scales), NULL, &t->slots_out,
+                       where(scaled, &t->scales), c->stream, &t->slots_out,
                        where(weighted, &t->recv_weights), where(scaled, &t->recv_scales),
                        where(flat, &t->recv_index));
 }
 
 static EpStatus combine(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_combine(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights), NULL,
-                      &t->tokens_out);
+    return ep_combine(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights),
+                      c->stream, &t->tokens_out);
 }
 
 static EpStatus combine_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
     return ep_combine_backward(c->handle, &t->tokens_in, where(weighted, &t->slot_weights),
-                               where(weighted, &t->slots_in), NULL, &t->slots_out,
+                               where(weighted, &t->slots_in), c->stream, &t->slots_out,
                                where(weighted, &t->slot_grads_out));
 }
 
 static EpStatus dispatch_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_dispatch_backward(c->handle, &t->slots_in, where(weighted, &t->slot_grads_in), NULL,
-                                &t->tokens_out, where(weighted, &t->topk_grads));
+    return ep_dispatch_backward(c->handle, &t->slots_in, where(weighted, &t->slot_grads_in),
+                                c->stream, &t->tokens_out, where(weighted, &t->topk_grads));
 }
 
 /* Named for their calls; in the order of a training step. */
@@ -68,7 +69,16 @@ const char *phase_name(PhaseId phase) {
 }
 
 bool phase_run(Case *c, PhaseId phase) {
+    if (c->device && c->device->graphs) return graph_run(c, phase);
     return bench_library(phases[phase].run(c), phases[phase].call);
+}
+
+bool phase_run_step(Case *c) {
+    if (c->device && c->device->graphs) return graph_run_step(c);
+    for (int p = 0; p < NUM_PHASES; p++) {
+        if (!phase_run(c, (PhaseId)p)) return false;
+    }
+    return true;
 }
 
 /* ---- poison -------------------------------------------------------------------------------- */
@@ -85,7 +95,7 @@ static void poison_slots(Case *c) {
     }
 }
 
-void phase_poison(Case *c, PhaseId phase) {
+static void poison_host(Case *c, PhaseId phase) {
     Buffers *b = &c->buffers;
     size_t rows = (size_t)c->slots.num_rows, tokens = (size_t)c->tokens;
     size_t wide = rows * (size_t)c->weights_width;
@@ -102,4 +112,14 @@ void phase_poison(Case *c, PhaseId phase) {
         poison(b->tokens_out, tokens, c->row_bytes);
     if (phase == PHASE_DISPATCH_BACKWARD)
         poison(b->topk_grads, tokens * (size_t)c->options->top_k, sizeof(float));
+}
+
+bool phase_poison(Case *c, PhaseId phase) {
+    if (c->device) return device_poison(c, phase);
+    poison_host(c, phase);
+    return true;
+}
+
+bool phase_fetch(Case *c, PhaseId phase) {
+    return !c->device || device_fetch(c, phase);
 }

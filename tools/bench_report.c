@@ -23,7 +23,9 @@ static void report_config(const Report *report) {
     printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
            options_type_name(o->index_type), (long long)o->capacity,
-           o->capacity ? options_overflow_name(o->overflow) : "exact sizing");
+           o->capacity                                 ? options_overflow_name(o->overflow)
+           : report->memory.backend == EP_BACKEND_CUDA ? "what the routing needs"
+                                                       : "exact sizing");
 }
 
 /* The reason may begin with the backend's name. */
@@ -35,8 +37,12 @@ static void report_backend(const EpGroupMemory *memory) {
     printf("# backend: %s: %s\n", name, reason);
 }
 
-static void report_table_head(void) {
-    printf("#\n# bytes are per rank, the mean over ranks; floor is a memcpy of the same bytes\n");
+static void report_table_head(const Report *report) {
+    bool cuda = report->memory.backend == EP_BACKEND_CUDA;
+    printf("#\n# bytes are per rank, the mean over ranks; floor is %s\n",
+           !cuda                      ? "a memcpy of the same bytes"
+           : report->world->size == 1 ? "a copy of the slots by a plain kernel"
+                                      : "the remote bytes pushed by a plain copy kernel");
     printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
            "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
 }
@@ -47,11 +53,13 @@ void report_header(const Report *report) {
     report_config(report);
     printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
            machine->date);
+    if (report->device[0]) printf("# device:  %s\n", report->device);
     report_backend(&report->memory);
-    printf("# timing:  %lld iterations after %lld, slowest rank of each; check %s\n",
+    printf("# timing:  %lld iterations after %lld, slowest rank of each%s%s; check %s\n",
            (long long)o->iterations, (long long)o->warmup,
-           o->check ? "every byte, before and after" : "off");
-    report_table_head();
+           report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "",
+           o->graphs ? ", graphs" : "", o->check ? "every byte, before and after" : "off");
+    report_table_head(report);
     fflush(stdout);
 }
 
@@ -87,10 +95,22 @@ static void report_facts(const SizeResult *r) {
            (long long)r->travelled_bytes);
 }
 
+static void report_device(const SizeResult *r) {
+    if (r->step.median_us <= 0) return;
+    printf("# tokens %lld: step %.1f us, p99 %.1f us\n", (long long)r->tokens, r->step.median_us,
+           r->step.p99_us);
+    printf("# issue:");
+    for (int p = 0; p < NUM_PHASES; p++)
+        printf(" %s %.1f us,", r->phases[p].name, r->phases[p].issue_us);
+    printf(" step %.1f us of the host's time\n", r->step_issue_us);
+    if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
+}
+
 void report_size(const SizeResult *result) {
     for (int p = 0; p < result->num_phases; p++)
         report_phase(result, &result->phases[p]);
     report_facts(result);
+    report_device(result);
     if (result->num_phases > NUM_PHASES)
         printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
                (long long)result->tokens, result->baseline_us,

@@ -12,6 +12,7 @@ typedef struct Report {
     const World *world;
     Machine machine;
     EpGroupMemory memory; /**< backend and reason */
+    char device[256];     /**< the GPU of rank 0, or "" */
 } Report;
 
 /** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */

@@ -17,6 +17,7 @@ typedef struct PhaseResult {
     Quantiles time;
     int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
     double floor_us;                                 /**< negative: not measured */
+    double issue_us;                                 /**< host's time to issue it; the same */
     int64_t wrong;                                   /**< on all ranks; negative: not checked */
 } PhaseResult;
 
@@ -32,7 +33,10 @@ typedef struct SizeResult {
     int64_t travelled_bytes;      /**< remote rows sent in dispatch, max over ranks */
     int num_phases;
     PhaseResult phases[MAX_RESULTS];
+    Quantiles step;              /**< all phases back to back; median 0: not measured */
+    double step_issue_us;        /**< host's time to issue it */
     double baseline_us, speedup; /**< 0: not measured */
+    char no_floor[256];          /**< why there is no floor, or "" */
     int64_t wrong;
     char first_wrong[CHECK_SENTENCE_BYTES];
 } SizeResult;

@@ -2,6 +2,7 @@
 #include "bench_slots.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "bench_error.h"
 
@@ -251,6 +252,24 @@ bool slots_make(const Options *options, const Routing *routing, int rank, Slots 
     }
     walk_free(&walk);
     return ok;
+}
+
+bool slots_reserve(Slots *slots, int64_t capacity) {
+    int64_t rows = capacity + SLOTS_TAIL;
+    if (rows <= slots->num_rows) return true;
+    if (rows >= INT32_MAX)
+        return bench_refuse("the receive buffer of rank %d would have %lld rows, expected less "
+                            "than 2^31",
+                            slots->rank, (long long)rows);
+    Row *larger = bench_alloc((size_t)rows, sizeof(Row), "slot map");
+    if (!larger) return false;
+    memcpy(larger, slots->rows, (size_t)slots->num_rows * sizeof(Row));
+    free(slots->rows);
+    slots->rows = larger;
+    int64_t from = slots->num_rows;
+    slots->num_rows = rows;
+    mark_rows(slots, from, rows, ROW_UNUSED);
+    return true;
 }
 
 void slots_free(Slots *slots) {

@@ -52,6 +52,9 @@ typedef struct Slots {
 bool slots_make(const Options *options, const Routing *routing, int rank, Slots *out);
 void slots_free(Slots *slots);
 
+/** Make room for `capacity` rows, at least what is needed, without moving a slot. */
+bool slots_reserve(Slots *slots, int64_t capacity);
+
 /** Tag under which the contents of a slot are known, to the rank that made them and to the token's.
  */
 int64_t slots_tag(EpLayout layout, int owner, int expert, int k);

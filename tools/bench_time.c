@@ -6,7 +6,7 @@
 
 #include "bench_error.h"
 
-static double now_us(void) {
+double time_now_us(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
@@ -31,11 +31,19 @@ static bool sample(World *world, int64_t warmup, int64_t iterations, TimedCall c
     for (int64_t i = -warmup; i < iterations; i++) {
         for (int which = 0; which < count; which++) {
             world_barrier(world);
-            double start = now_us();
+            double start = time_now_us();
             ok = ok && call(context, which);
-            if (i >= 0) samples[which * iterations + i] = now_us() - start;
+            if (i >= 0) samples[which * iterations + i] = time_now_us() - start;
         }
     }
+    return ok;
+}
+
+bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
+                   Quantiles *out) {
+    ok = world_all(world, ok) && world_max_double(world, samples, (size_t)(count * iterations));
+    for (int which = 0; ok && which < count; which++)
+        out[which] = quantiles(samples + which * iterations, iterations);
     return ok;
 }
 
@@ -47,9 +55,7 @@ bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call
         return false;
     }
     bool ok = sample(world, warmup, iterations, call, context, count, samples);
-    ok = world_all(world, ok) && world_max_double(world, samples, (size_t)(count * iterations));
-    for (int which = 0; ok && which < count; which++)
-        out[which] = quantiles(samples + which * iterations, iterations);
+    ok = time_evaluate(world, ok, samples, iterations, count, out);
     free(samples);
     return ok;
 }

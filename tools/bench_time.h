@@ -24,4 +24,12 @@ typedef bool (*TimedCall)(void *context, int which);
 bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
                 int count, Quantiles *out);
 
+/** The last part of it: samples[call][iteration] of this rank, overwritten; `ok`: whether it has
+ *  them. */
+bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
+                   Quantiles *out);
+
+/** Of a clock that only goes forward. */
+double time_now_us(void);
+
 #endif

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bench_device.h"
 #include "bench_error.h"
 #include "bench_file.h"
 #include "bench_options.h"
@@ -100,8 +101,10 @@ static bool fits_memory(World *world, const Options *o, const Machine *machine) 
 static bool begin(World *world, const Options *options, Report *report) {
     *report = (Report){.options = options, .world = world};
     machine_describe(&report->machine);
-    return case_ask_backend(world, options, &report->memory) &&
-           world_all(world, fits_memory(world, options, &report->machine)) &&
+    if (!case_ask_backend(world, options, &report->memory)) return false;
+    if (report->memory.backend == EP_BACKEND_CUDA)
+        device_name(report->device, sizeof(report->device));
+    return world_all(world, fits_memory(world, options, &report->machine)) &&
            world_all(world, probe_files(world, options));
 }
 
@@ -137,10 +140,18 @@ static int rank_main(World *world, void *argument) {
     return bench(world, &start->options);
 }
 
+/* Settings are read when a group is created. Here there is but one thread yet. */
+static void export_settings(const Options *o) {
+    char text[32];
+    snprintf(text, sizeof(text), "%lld", (long long)o->num_sms);
+    if (o->num_sms) setenv("EP_NUM_SMS", text, 1);
+}
+
 int main(int argc, char **argv) {
     Start start;
     start.ok = options_parse(&start.options, argc, argv);
     snprintf(start.sentence, sizeof(start.sentence), "%s", bench_error_sentence());
+    if (start.ok) export_settings(&start.options);
     int threads = start.ok ? (int)start.options.threads : 0;
     return world_run(threads, rank_main, &start);
 }

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Plans in device memory, and what the host knows of them: shapes from the calls it issued, numbers
+ * from pinned memory that ep_prepare writes at its end.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "handles/handle_cuda.h"
+
+int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
+    uintptr_t base = (uintptr_t)memory;
+    int64_t at = 0, lanes = (int64_t)s->num_ranks * EP_LANES, local = s->num_local;
+    int64_t lane_tokens = (s->max_tokens + EP_LANES - 1) / EP_LANES, k = s->max_top_k;
+#define TAKE(field, count)                                                                         \
+    plan->field = (void *)(base + (uintptr_t)at);                                                  \
+    at = ep_round_up(at + (count) * (int64_t)sizeof(*plan->field), 128)
+    TAKE(header, 1);
+    TAKE(expert_counts, local);
+    TAKE(expert_padded, local);
+    TAKE(expert_offsets, local + 1);
+    TAKE(owner, s->max_tokens * k);
+    TAKE(send_rows, lanes);
+    TAKE(lane_rows, lanes);
+    TAKE(lane_begin, lanes);
+    TAKE(routes, lanes * lane_tokens * k);
+#undef TAKE
+    return at;
+}
+
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
+    EpCudaPlan plan;
+    return ep_cuda_plan_map(shape, NULL, &plan);
+}
+
+EpStatus ep_cuda_format_plan(EpHandle *handle) {
+    const EpGroup *group = handle->group;
+    size_t experts = 3 * (size_t)handle->shape.num_local + 1;
+    size_t info_bytes = sizeof(EpCudaInfo) + experts * sizeof(int32_t);
+    EpCudaHandle *state = calloc(1, sizeof(*state));
+    if (!state)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
+    handle->backend_state = state;
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&state->info, info_bytes, 0)));
+    memset(state->info, 0, info_bytes);
+    EpPlanHeader header = ep_plan_header(handle);
+    return ep_cuda_check(group, "cudaMemcpy", cudaMemcpy(handle->memory, &header, sizeof(header),
+                                                         cudaMemcpyDefault));
+}
+
+/* Device memory is only looked at where that is asked for: when it is bound anew. */
+EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memory) {
+    EpCall call = {name, handle->group->rank};
+    EpPlanHeader header, expected = ep_plan_header(handle);
+    if (memory == handle->memory)
+        return EP_OK;
+    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
+                         cudaMemcpy(&header, memory, sizeof(header), cudaMemcpyDefault)));
+    return ep_plan_header_check(&call, &header, &expected);
+}
+
+void ep_cuda_retire_plan(EpHandle *handle) {
+    EpCudaHandle *state = handle->backend_state;
+    if (!state)
+        return;
+    /* Operations under way may still write there. */
+    (void)cudaDeviceSynchronize();
+    (void)cudaMemset(handle->memory, 0, sizeof(EpPlanHeader));
+    (void)cudaFreeHost(state->info);
+    (void)cudaGetLastError();
+    free(state);
+    handle->backend_state = NULL;
+}
+
+EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
+    const EpCudaHandle *state = handle->backend_state;
+    const volatile EpPlanHeader *header = &state->info->header;
+    if (!state->prepares)
+        return EP_OK;
+    EpHandleInfo *info = &out->info;
+    int32_t local = handle->shape.num_local;
+    out->prepared = 1;
+    out->known = header->step >= state->prepares;
+    out->num_rows = state->num_rows, out->exact = state->exact;
+    info->top_k = state->top_k;
+    info->num_local_experts = local;
+    info->step = header->step;
+    info->num_tokens = out->known ? header->num_tokens : 0;
+    info->recv_rows = header->recv_rows;
+    info->needed_rows = header->needed_rows;
+    info->dropped_slots = header->dropped_slots;
+    info->remote_rows_sent = state->info->remote_sent;
+    info->remote_rows_received = state->info->remote_received;
+    info->local_rows = state->info->local;
+    info->expert_counts = state->info->experts;
+    info->expert_padded = state->info->experts + local;
+    info->expert_offsets = state->info->experts + 2 * local;
+    return EP_OK;
+}

@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_PLAN_CUDA_H
+#define EP_HANDLES_PLAN_CUDA_H
+
+/**
+ * The plan on the CUDA backend, and the launches of its kernels. Pointers are device memory unless
+ * they say otherwise.
+ */
+
+#include "handles/plan.h"
+#include "runtime/cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Locate the plan's arrays at `memory`; returns its bytes. */
+int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
+
+/** What ep_prepare tells the host, in pinned memory. `info` is complete once `step` has grown. */
+typedef struct EpCudaInfo {
+    EpPlanHeader header;
+    int64_t remote_sent, remote_received, local; /**< rows */
+    int32_t experts[]; /**< counts [L], padded [L], offsets [L + 1] */
+} EpCudaInfo;
+
+/** An optional vector of integers, in device or pinned memory. */
+typedef struct EpCudaVector {
+    void *data;
+    int32_t is_int64;
+} EpCudaVector;
+
+typedef struct EpPrepareArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    int32_t first_expert;
+    int32_t top_k;
+    int32_t num_rows;
+    const void *topk_idx;
+    int32_t idx_is_int64;
+    EpCudaVector num_tokens; /**< data NULL: all rows */
+    EpCudaVector counts, padded, offsets, totals;
+    EpCudaInfo *info;   /**< pinned */
+    EpCudaNotes *notes; /**< pinned */
+} EpPrepareArgs;
+
+typedef struct EpScatterArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    EpRecord record;
+    int32_t top_k;
+    int32_t send_blocks, fill_blocks;
+    int32_t stages;
+    int32_t type; /**< of the rows, where they are multiplied; 0 where they are only copied */
+    int64_t row_bytes, scale_bytes;
+    const char *rows;
+    const float *topk_weights;
+    const char *scales;
+    int32_t carries_weights, weighs, takes_dots;
+    const float *slot_weights;
+    const char *slot_rows;
+    char *out_rows;
+    float *out_weights;
+    char *out_scales;
+    void *out_idx;
+    int32_t idx_is_int64;
+    int64_t out_capacity;
+} EpScatterArgs;
+
+typedef struct EpGatherArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    EpRecord record;
+    int32_t top_k;
+    int32_t sum_blocks, reduce_blocks;
+    int32_t stages;
+    int32_t type;
+    int64_t row_bytes;
+    const char *rows;
+    int32_t weighs, carries_values;
+    const float *slot_weights;
+    const float *slot_values;
+    char *out_rows;
+    int64_t out_num_rows;
+    float *out_values;
+} EpGatherArgs;
+
+#ifdef __CUDACC__
+/** Entry k of a row, as its source has sent it. */
+__device__ __forceinline__ int32_t ep_entry(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
+                                            int source, int lane, int row, int k) {
+    int64_t at = (int64_t)(source * EP_LANES + lane) * g.layout.lane_tokens + row;
+    return plan.routes[at * top_k + k];
+}
+
+/** Slot of entry k of a row, -1 for none. A flat row fills one slot, reported for k = 0. */
+__device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
+                                           const EpPlanShape &shape, int top_k, int source,
+                                           int lane, int row, int k) {
+    if (shape.layout != EP_LAYOUT_FLAT)
+        return ep_entry(plan, g, top_k, source, lane, row, k);
+    int slot = plan.lane_begin[source * EP_LANES + lane] + row;
+    return k == 0 && slot < plan.header->recv_rows ? slot : -1;
+}
+#endif
+
+/** Launch on a cudaStream_t; a cudaError_t, 0 for success. */
+int ep_cuda_launch_prepare(const EpPrepareArgs *args, void *stream);
+int ep_cuda_launch_scatter(const EpScatterArgs *args, void *stream);
+int ep_cuda_launch_gather(const EpGatherArgs *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_HOST_H
+#define EP_RUNTIME_CUDA_HOST_H
+
+/**
+ * The CUDA backend's state of a group, on the host.
+ */
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/cuda.h"
+#include "runtime/group.h"
+#include "runtime/nccl_api.h"
+
+typedef struct EpCuda {
+    EpCudaGroup device; /**< what kernels get */
+    int ordinal;        /**< CUDA device of this rank */
+    int num_sms;        /**< multiprocessors that operations may use */
+    int shared_bytes;   /**< of shared memory that a block may have */
+    EpCudaNotes *notes; /**< pinned */
+    const EpNccl *nccl; /**< NULL in a group of one rank */
+    ncclComm_t comm;
+    int owns_comm;
+    ncclWindow_t window;
+    void *window_memory;
+    cudaEvent_t last; /**< end of the last operation: operations of a group keep their order, also
+                           on different streams */
+    cudaStream_t last_stream;
+} EpCuda;
+
+static inline EpCuda *ep_cuda(const EpGroup *group) {
+    return group->backend_state;
+}
+
+/** EP_OK, or EP_ERR_SYSTEM with what failed and why. */
+EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
+
+void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes);
+EpStatus ep_cuda_open(EpGroup *group);
+void ep_cuda_close(EpGroup *group, int together);
+
+#endif

@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/nccl_api.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#define OLDEST_NCCL 22803 /* symmetric windows, as used here */
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static EpNccl api;
+static int loaded;
+static char failure[256];
+
+static int find(void *library, const char *name, void *out) {
+    void *symbol = dlsym(library, name);
+    if (!symbol)
+        snprintf(failure, sizeof(failure), "libnccl.so.2 has no %s", name);
+    memcpy(out, &symbol, sizeof(symbol));
+    return symbol != NULL;
+}
+
+static void load(void) {
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
+    if (!library) {
+        snprintf(failure, sizeof(failure), "libnccl.so.2 cannot be loaded: %s", dlerror());
+        return;
+    }
+    int complete = 1;
+#define NCCL_FIND(function) complete = complete && find(library, #function, &api.function);
+    EP_NCCL_MAP(NCCL_FIND)
+#undef NCCL_FIND
+    if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess)
+        return;
+    loaded = api.version >= OLDEST_NCCL;
+    if (!loaded)
+        snprintf(failure, sizeof(failure), "NCCL %d.%d.%d is older than 2.28.3",
+                 api.version / 10000, api.version / 100 % 100, api.version % 100);
+}
+
+const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
+    pthread_once(&once, load);
+    if (!loaded)
+        snprintf(reason, reason_bytes, "%s", failure);
+    return loaded ? &api : NULL;
+}

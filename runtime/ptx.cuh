@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_PTX_CUH
+#define EP_RUNTIME_PTX_CUH
+
+/**
+ * One instruction per function, and nothing else.
+ */
+
+#include <stdint.h>
+
+__device__ __forceinline__ uint32_t ep_smem(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+__device__ __forceinline__ uint32_t ep_load_acquire_sys(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void ep_store_release_sys(uint32_t *address, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void ep_store_relaxed_sys(uint32_t *address, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t ep_global_timer(void) {
+    uint64_t value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+__device__ __forceinline__ void ep_mbarrier_init(uint64_t *barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ep_smem(barrier)), "r"(count)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ep_fence_mbarrier_init(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void ep_mbarrier_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ep_smem(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(ep_smem(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+/* Bulk copies: the address operands and bytes are multiples of 16. */
+
+__device__ __forceinline__ void ep_bulk_load(void *smem, const void *global, uint32_t bytes,
+                                             uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(ep_smem(smem)),
+                 "l"(global), "r"(bytes), "r"(ep_smem(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void ep_bulk_store(void *global, const void *smem, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"(ep_smem(smem)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ep_bulk_commit(void) {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/** Until all but the N youngest groups have been read from shared memory. */
+template <int N> __device__ __forceinline__ void ep_bulk_wait_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+/** Until all but the N youngest groups have been written. */
+template <int N> __device__ __forceinline__ void ep_bulk_wait(void) {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ void ep_fence_proxy_async(void) {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+#endif

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <nccl.h>
+#include <nccl_device.h>
+#include <stdint.h>
+
+#include "runtime/window.h"
+
+/* NCCL tells a window's peer pointers on the device only. They stay valid as long as the window. */
+__global__ void find_pointers(ncclWindow_t window, int size, char **out) {
+    for (int r = threadIdx.x; r < size; r += blockDim.x)
+        out[r] = (char *)ncclGetLsaPointer(window, 0, r);
+}
+
+extern "C" int ep_window_pointers(void *window, int size, char **out) {
+    char **device = NULL;
+    cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
+    if (error != cudaSuccess)
+        return error;
+    find_pointers<<<1, 128>>>((ncclWindow_t)window, size, device);
+    error = cudaMemcpy(out, device, (size_t)size * sizeof(*device), cudaMemcpyDeviceToHost);
+    cudaFree(device);
+    return error;
+}
+
+__global__ void greet(char **windows, int rank, int size, unsigned value) {
+    for (int r = threadIdx.x; r < size; r += blockDim.x)
+        ((volatile uint32_t *)windows[r])[rank] = value;
+}
+
+extern "C" int ep_window_greet(char *const *windows, int rank, int size, unsigned value) {
+    char **device = NULL;
+    cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
+    if (error != cudaSuccess)
+        return error;
+    error = cudaMemcpy(device, windows, (size_t)size * sizeof(*device), cudaMemcpyHostToDevice);
+    if (error == cudaSuccess)
+        greet<<<1, 128>>>(device, rank, size, value);
+    cudaError_t finished = cudaDeviceSynchronize();
+    cudaFree(device);
+    return error != cudaSuccess ? error : finished;
+}
+
+extern "C" int ep_window_count_greetings(const char *own, int size, unsigned value, int *out) {
+    *out = 0;
+    for (int r = 0; r < size; r++) {
+        uint32_t word = 0;
+        cudaError_t error = cudaMemcpy(&word, (const uint32_t *)own + r, sizeof(word),
+                                       cudaMemcpyDefault);
+        if (error != cudaSuccess)
+            return error;
+        *out += word == value;
+    }
+    return cudaSuccess;
+}

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks as threads: the callbacks of ep_bootstrap_local themselves, and groups over them. */
+#include <dirent.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/run.h"
+
+ThreadTest(bootstrap_local, allgather_in_rank_order, 5) {
+    const EpBootstrap *b = bootstrap;
+    for (int round = 0; round < 20; round++) {
+        int mine[3] = {b->rank, round, b->rank * round}, all[15];
+        CHECK_OK(b->allgather(b->context, mine, all, sizeof(mine), 60));
+        for (int r = 0; r < 5; r++)
+            CHECK(all[r * 3] == r && all[r * 3 + 1] == round && all[r * 3 + 2] == r * round,
+                  "round %d, rank %d", round, r);
+    }
+}
+
+ThreadTest(bootstrap_local, barrier_waits_for_everyone, 4) {
+    static int arrived;
+    for (int round = 1; round <= 50; round++) {
+        __atomic_add_fetch(&arrived, 1, __ATOMIC_SEQ_CST);
+        CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+        int seen = __atomic_load_n(&arrived, __ATOMIC_SEQ_CST);
+        CHECK(seen >= 4 * round, "%d arrivals in round %d", seen, round);
+    }
+}
+
+ThreadTest(bootstrap_local, ranks_and_size, 3) {
+    CHECK(bootstrap->rank >= 0 && bootstrap->rank < 3 && bootstrap->size == 3, "%d of %d",
+          bootstrap->rank, bootstrap->size);
+    int all[3];
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &bootstrap->rank, all, sizeof(int), 60));
+    CHECK(all[0] == 0 && all[1] == 1 && all[2] == 2, "%d %d %d", all[0], all[1], all[2]);
+}
+
+/* Segments of one node are seen by all its ranks, zeroed and apart. */
+ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
+    enum { BYTES = 1000 };
+    const EpBootstrap *b = bootstrap;
+    if (!b->share) return;
+    void *segments[4] = {0}, *memory = NULL;
+    int32_t node = b->rank / 2;
+    REQUIRE_OK(b->share(b->context, node, BYTES, 60, segments, &memory));
+    for (int r = 0; r < 4; r++) {
+        CHECK((segments[r] != NULL) == (r / 2 == node), "rank %d's segment is %p", r, segments[r]);
+        CHECK((uintptr_t)segments[r] % 64 == 0, "rank %d's segment is at %p", r, segments[r]);
+    }
+    static const char zeros[BYTES];
+    CHECK(memcmp(segments[b->rank], zeros, BYTES) == 0, "not zeroed");
+    memset(segments[b->rank], b->rank + 1, BYTES);
+    CHECK_OK(b->barrier(b->context, 60));
+    const char *other = segments[b->rank ^ 1];
+    CHECK(other[0] == (b->rank ^ 1) + 1 && other[BYTES - 1] == other[0], "%d", other[0]);
+    CHECK_OK(b->barrier(b->context, 60));
+    b->share_free(b->context, memory, 1);
+}
+
+SoloTest(bootstrap_local, sizes_out_of_range) {
+    static EpBootstrap out[1024];
+    memset(out, 0x5a, sizeof(out));
+    CHECK_REFUSED(ep_bootstrap_local(0, out), EP_ERR_RANGE, "size", "0");
+    CHECK_REFUSED(ep_bootstrap_local(-4, out), EP_ERR_RANGE, "size", "-4");
+    CHECK_REFUSED(ep_bootstrap_local(1025, out), EP_ERR_RANGE, "size", "1025");
+    CHECK_REFUSED(ep_bootstrap_local(2, NULL), EP_ERR_NULL, "out");
+    CHECK(*(unsigned char *)out == 0x5a, "the output was written");
+    REQUIRE_OK(ep_bootstrap_local(1024, out));
+    CHECK(out[1023].rank == 1023 && out[0].size == 1024, "%d of %d", out[1023].rank, out[0].size);
+    for (int r = 0; r < 1024; r++)
+        ep_bootstrap_destroy(&out[r]);
+}
+
+/* ---- bootstraps that the caller brings ---- */
+
+/* Rank, size, allgather and barrier alone: the library finds its own shared memory. */
+static EpBootstrap bare(const EpBootstrap *whole) {
+    EpBootstrap b = EP_BOOTSTRAP_INIT;
+    b.rank = whole->rank;
+    b.size = whole->size;
+    b.context = whole->context;
+    b.allgather = whole->allgather;
+    b.barrier = whole->barrier;
+    return b;
+}
+
+ThreadTest(bootstrap_local, callers_bootstrap_over_posix_shared_memory, 4) {
+    EpBootstrap own = bare(bootstrap);
+    run_case(&own, &(Case){.ranks = 4, .experts = 9, .top_k = 3, .weighted = 1, .alignment = 8});
+    run_case(&own, &(Case){.ranks = 4, .layout = EP_LAYOUT_FLAT, .scale_bytes = 8});
+}
+
+/* Counts the names that libep could have left in the system's shared memory. */
+static int names_left(void) {
+    DIR *folder = opendir("/dev/shm");
+    int count = 0;
+    for (struct dirent *entry; folder && (entry = readdir(folder));)
+        count += strncmp(entry->d_name, "libep-", 6) == 0;
+    if (folder) closedir(folder);
+    return count;
+}
+
+/* However the process may end: while a group lives its memory has no name already. */
+ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
+    EpBootstrap own = bare(bootstrap);
+    Case c = case_complete((Case){.ranks = 3});
+    EpGroup *group = open_group(&own, &c);
+    bootstrap->barrier(bootstrap->context, 60);
+    CHECK(names_left() == 0, "%d names in /dev/shm", names_left());
+    ep_group_destroy(group);
+}
+
+/* Without messages a group cannot span nodes, and says so on every rank. */
+ThreadTest(bootstrap_local, callers_bootstrap_cannot_span_nodes, 4) {
+    if (bootstrap->rank == 0) setenv("EP_TOPOLOGY", "2", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    EpBootstrap own = bare(bootstrap);
+    Case c = case_complete((Case){.ranks = 4});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    CHECK_REFUSED(ep_group_create(&own, &config, &group), EP_ERR_UNSUPPORTED, "node", "isend");
+    CHECK(group == NULL, "a group was made");
+}
+
+typedef struct WrongBootstrap {
+    size_t struct_size;
+    int rank, size, has_allgather, has_barrier;
+    EpStatus status;
+    const char *field, *got;
+} WrongBootstrap;
+
+static const WrongBootstrap wrong_bootstraps[] = {
+    {0, 0, 1, 1, 1, EP_ERR_STRUCT_SIZE, "bootstrap", "0"},
+    {9999, 0, 1, 1, 1, EP_ERR_STRUCT_SIZE, "bootstrap", "9999"},
+    {sizeof(EpBootstrap), 0, 0, 1, 1, EP_ERR_RANGE, "size", "got 0"},
+    {sizeof(EpBootstrap), 0, 1025, 1, 1, EP_ERR_RANGE, "size", "got 1025"},
+    {sizeof(EpBootstrap), 1, 1, 1, 1, EP_ERR_RANGE, "rank", "got 1"},
+    {sizeof(EpBootstrap), -1, 1, 1, 1, EP_ERR_RANGE, "rank", "got -1"},
+    {sizeof(EpBootstrap), 0, 1, 0, 1, EP_ERR_NULL, "allgather", "NULL"},
+    {sizeof(EpBootstrap), 0, 1, 1, 0, EP_ERR_NULL, "barrier", "NULL"},
+};
+
+ThreadTest(bootstrap_local, wrong_bootstraps, 1) {
+    for (size_t i = 0; i < sizeof(wrong_bootstraps) / sizeof(wrong_bootstraps[0]); i++) {
+        const WrongBootstrap *wrong = &wrong_bootstraps[i];
+        EpBootstrap own = bare(bootstrap);
+        own.struct_size = wrong->struct_size;
+        own.rank = wrong->rank;
+        own.size = wrong->size;
+        if (!wrong->has_allgather) own.allgather = NULL;
+        if (!wrong->has_barrier) own.barrier = NULL;
+        Case c = case_complete((Case){.ranks = 1});
+        EpGroupConfig config = case_group_config(&c);
+        EpGroup *group = NULL;
+        check_note("bootstrap %zu", i);
+        CHECK_REFUSED(ep_group_create(&own, &config, &group), wrong->status, wrong->field,
+                      wrong->got);
+        CHECK(group == NULL, "a group was made");
+    }
+}
+
+static EpStatus broken_allgather(__attribute__((unused)) void *context,
+                                 __attribute__((unused)) const void *in,
+                                 __attribute__((unused)) void *out,
+                                 __attribute__((unused)) size_t bytes,
+                                 __attribute__((unused)) double timeout) {
+    return ep_set_last_error(EP_ERR_BOOTSTRAP, "the store at 10.0.0.7 is gone");
+}
+
+ThreadTest(bootstrap_local, failure_of_a_callback_reaches_the_caller, 1) {
+    EpBootstrap own = bare(bootstrap);
+    own.allgather = broken_allgather;
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    CHECK_REFUSED(ep_group_create(&own, &config, &group), EP_ERR_BOOTSTRAP, "10.0.0.7");
+    CHECK(group == NULL, "a group was made");
+}

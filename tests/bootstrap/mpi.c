@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks as MPI processes: the same cases as on threads, over shared windows and over messages. */
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "ep/ep_mpi.h"
+#include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
+
+/* Each layout once, with different types and options. */
+static void run_layouts(const EpBootstrap *bootstrap) {
+    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+    for (int i = 0; i < 6; i++) {
+        Case c = {.ranks = bootstrap->size,
+                  .experts = 11,
+                  .top_k = 1 + i,
+                  .layout = (EpLayout)(1 + i % 3),
+                  .alignment = 1 << (2 * i % 8),
+                  .max_tokens = 30,
+                  .row_type = types[i % 3],
+                  .sum_type = types[i / 2],
+                  .index_type = i % 2 ? EP_TYPE_INT64 : EP_TYPE_INT32,
+                  .weighted = i % 2,
+                  .scale_bytes = i * 4,
+                  .masked_percent = 10,
+                  .spread = i == 4 ? SPREAD_HOLE : SPREAD_RANDOM,
+                  .capacity = i == 3 ? 20 : 0,
+                  .overflow = EP_OVERFLOW_DROP,
+                  .seed = (uint64_t)i};
+        run_case(bootstrap, &c);
+    }
+}
+
+RankedTest(mpi_layouts, one_rank, 1, 30) {
+    run_layouts(bootstrap);
+}
+RankedTest(mpi_layouts, two_ranks, 2, 30) {
+    run_layouts(bootstrap);
+}
+RankedTest(mpi_layouts, three_ranks, 3, 30) {
+    run_layouts(bootstrap);
+}
+RankedTest(mpi_layouts, four_ranks, 4, 30) {
+    run_layouts(bootstrap);
+}
+RankedTest(mpi_layouts, eight_ranks, 8, 60) {
+    run_layouts(bootstrap);
+}
+
+RankedTest(mpi_layouts, tiny_stage, 3, 60) {
+    setenv("EP_STAGE_BYTES", "3000", 1);
+    run_layouts(bootstrap);
+}
+
+/* Processes that pretend to be on several nodes talk by MPI_Isend and MPI_Irecv. */
+RankedTest(mpi_nodes, two_nodes, 4, 60) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    run_layouts(bootstrap);
+}
+
+RankedTest(mpi_nodes, every_rank_a_node, 3, 60) {
+    setenv("EP_TOPOLOGY", "3", 1);
+    setenv("EP_STAGE_BYTES", "5000", 1);
+    run_layouts(bootstrap);
+}
+
+RankedTest(mpi_nodes, synthetic_machines, 8, 60) {
+    setenv("EP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
+    Case c = {.ranks = 8, .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
+    run_case(bootstrap, &c);
+}
+
+/* ---- communicators ---- */
+
+/* Halves of the world as two groups at once, and each rank in a third of all ranks. */
+RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
+    MPI_Comm half;
+    MPI_Comm_split(MPI_COMM_WORLD, bootstrap->rank % 2, bootstrap->rank, &half);
+    EpBootstrap inner = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_mpi(half, &inner));
+    MPI_Comm_free(&half);
+    CHECK(inner.size == 2 && inner.rank == bootstrap->rank / 2, "%d of %d", inner.rank, inner.size);
+    Case small = {.ranks = 2, .experts = 5, .weighted = 1, .seed = (uint64_t)bootstrap->rank % 2};
+    Case large = {.ranks = 4, .experts = 10, .top_k = 3, .weighted = 1};
+    World *worlds[] = {world_new(&small), world_new(&large)};
+    EpGroup *groups[] = {open_group(&inner, &worlds[0]->c), open_group(bootstrap, &worlds[1]->c)};
+    REQUIRE(groups[0] && groups[1], "no group");
+    for (int i = 0; i < 2; i++) {
+        int rank = i ? bootstrap->rank : inner.rank;
+        Step step = {groups[i], open_handle(groups[i], &worlds[i]->c), worlds[i], rank};
+        step_all(&step);
+    }
+    for (int i = 0; i < 2; i++)
+        ep_group_destroy(groups[i]);
+    for (int i = 0; i < 2; i++)
+        world_free(worlds[i]);
+    ep_bootstrap_destroy(&inner);
+}
+
+/* The caller's own messages are never taken for libep's, nor the other way round. */
+RankedTest(mpi_communicators, messages_of_the_caller_are_left_alone, 2, 30) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    int peer = 1 - bootstrap->rank, sent = 1000 + bootstrap->rank, received = 0;
+    MPI_Request requests[2];
+    MPI_Irecv(&received, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &requests[0]);
+    run_case(bootstrap, &(Case){.ranks = 2, .weighted = 1});
+    MPI_Isend(&sent, 1, MPI_INT, peer, 7, MPI_COMM_WORLD, &requests[1]);
+    MPI_Waitall(2, requests, MPI_STATUSES_IGNORE);
+    CHECK(received == 1000 + peer, "received %d", received);
+}
+
+RankedTest(mpi_communicators, wrong_arguments, 1, 30) {
+    EpBootstrap out = EP_BOOTSTRAP_INIT;
+    CHECK_REFUSED(ep_bootstrap_mpi(MPI_COMM_NULL, &out), EP_ERR_NULL, "comm");
+    CHECK_REFUSED(ep_bootstrap_mpi(MPI_COMM_WORLD, NULL), EP_ERR_NULL, "out");
+    CHECK(out.allgather == NULL && bootstrap->size == 1, "the output was written");
+}
+
+/* ---- a bootstrap of the caller's own, over MPI calls ---- */
+
+static EpStatus own_allgather(__attribute__((unused)) void *context, const void *in, void *out,
+                              size_t bytes, __attribute__((unused)) double timeout) {
+    int error = MPI_Allgather(in, (int)bytes, MPI_BYTE, out, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+    return error == MPI_SUCCESS ? EP_OK : ep_set_last_error(EP_ERR_BOOTSTRAP, "MPI_Allgather");
+}
+
+static EpStatus own_barrier(__attribute__((unused)) void *context,
+                            __attribute__((unused)) double timeout) {
+    int error = MPI_Barrier(MPI_COMM_WORLD);
+    return error == MPI_SUCCESS ? EP_OK : ep_set_last_error(EP_ERR_BOOTSTRAP, "MPI_Barrier");
+}
+
+RankedTest(mpi_callbacks, posix_shared_memory_between_processes, 3, 60) {
+    EpBootstrap own = EP_BOOTSTRAP_INIT;
+    own.rank = bootstrap->rank;
+    own.size = bootstrap->size;
+    own.allgather = own_allgather;
+    own.barrier = own_barrier;
+    run_layouts(&own);
+}
+
+/* ---- failures between processes ---- */
+
+RankedTest(mpi_failures, ranks_that_disagree, 3, 30) {
+    Case c = case_complete((Case){.ranks = 3});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    if (bootstrap->rank == 2) config.max_top_k = 7;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "max_top_k", "2",
+                  "7", "rank 0", "rank 2");
+    CHECK(group == NULL, "a group was made");
+}
+
+/* Each process has an environment of its own: settings that must agree may differ. */
+RankedTest(mpi_failures, stages_that_disagree, 2, 30) {
+    /* Large enough to use all of either stage. */
+    Case c = case_complete((Case){.ranks = 2, .max_tokens = 4096, .hidden = 4096});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    setenv("EP_STAGE_BYTES", bootstrap->rank ? "1048576" : "2097152", 1);
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "EP_STAGE_BYTES",
+                  "1048576", "2097152");
+    CHECK(group == NULL, "a group was made");
+}
+
+static void absent_rank(const EpBootstrap *bootstrap) {
+    Case c = case_complete((Case){.ranks = 2});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    EpHandle *handle = NULL;
+    config.timeout_seconds = 0.4;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
+    if (bootstrap->rank == 0)
+        CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_TIMEOUT, "rank 1",
+                      "prepare");
+    MPI_Barrier(MPI_COMM_WORLD);
+    ep_group_destroy(group);
+}
+
+RankedTest(mpi_failures, absent_rank_on_the_node, 2, 30) {
+    absent_rank(bootstrap);
+}
+
+RankedTest(mpi_failures, absent_rank_on_another_node, 2, 30) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    absent_rank(bootstrap);
+}

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Nodes that are pretended: rows between them go by messages instead of shared memory, and nothing
+ * else changes. */
+#include <stdlib.h>
+
+#include "tests/cases/run.h"
+
+static void run_topology(const char *topology, int ranks) {
+    setenv("EP_TOPOLOGY", topology, 1);
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        Case c = {.ranks = ranks,
+                  .experts = 11,
+                  .top_k = 4,
+                  .layout = (EpLayout)layout,
+                  .weighted = 1,
+                  .scale_bytes = 8,
+                  .alignment = 8,
+                  .masked_percent = 10,
+                  .max_tokens = 30,
+                  .seed = (uint64_t)ranks};
+        run_case_on_threads(&c);
+    }
+}
+
+Test(bootstrap_topology, two_nodes, .timeout = 120) {
+    run_topology("2", 4);
+}
+Test(bootstrap_topology, two_uneven_nodes, .timeout = 120) {
+    run_topology("2", 5);
+}
+Test(bootstrap_topology, every_rank_a_node, .timeout = 120) {
+    run_topology("6", 6);
+}
+Test(bootstrap_topology, three_nodes_of_three, .timeout = 120) {
+    run_topology("3", 9);
+}
+Test(bootstrap_topology, one_node, .timeout = 120) {
+    run_topology("1", 3);
+}
+Test(bootstrap_topology, synthetic_machine, .timeout = 120) {
+    run_topology("2/numa:2 core:4 pu:1", 8);
+}
+
+static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    EpGroup *group = open_group(bootstrap, &c);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    REQUIRE(group, "no group");
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.num_nodes == nodes, "%d nodes", info.num_nodes);
+    int node = (int)((int64_t)bootstrap->rank * nodes / bootstrap->size);
+    CHECK(info.node == node, "rank %d is on node %d, not %d", info.rank, info.node, node);
+    if (numa_nodes) {
+        CHECK(info.numa_node >= -1 && info.numa_node < numa_nodes, "NUMA node %d", info.numa_node);
+        CHECK(info.num_cpus >= 1 && info.num_cpus <= cpus, "%d CPUs", info.num_cpus);
+    }
+    ep_group_destroy(group);
+}
+
+static void pretend(const EpBootstrap *bootstrap, const char *topology) {
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0) setenv("EP_TOPOLOGY", topology, 1);
+    bootstrap->barrier(bootstrap->context, 60);
+}
+
+ThreadTest(bootstrap_topology, nodes_are_blocks_of_ranks, 4) {
+    pretend(bootstrap, "2");
+    check_nodes(bootstrap, 2, 0, 0);
+    pretend(bootstrap, "4");
+    check_nodes(bootstrap, 4, 0, 0);
+    pretend(bootstrap, "1");
+    check_nodes(bootstrap, 1, 0, 0);
+}
+
+ThreadTest(bootstrap_topology, synthetic_machine_is_seen, 4) {
+    pretend(bootstrap, "2/numa:2 core:4 pu:1");
+    check_nodes(bootstrap, 2, 2, 8);
+}
+
+/* More nodes than ranks leave some of them empty. */
+Test(bootstrap_topology, more_nodes_than_ranks, .timeout = 120) {
+    run_topology("7", 3);
+}

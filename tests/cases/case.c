@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/cases/case.h"
+
+#include <stdio.h>
+
+static int64_t round_up(int64_t n, int64_t to) {
+    return (n + to - 1) / to * to;
+}
+
+Case case_complete(Case c) {
+    if (!c.ranks) c.ranks = 1;
+    if (!c.experts) c.experts = 2 * c.ranks;
+    if (!c.top_k) c.top_k = 2;
+    if (!c.hidden) c.hidden = 24;
+    if (!c.max_tokens) c.max_tokens = 9;
+    if (!c.row_type) c.row_type = EP_TYPE_BF16;
+    if (!c.sum_type) c.sum_type = EP_TYPE_BF16;
+    if (!c.index_type) c.index_type = EP_TYPE_INT32;
+    if (!c.layout) c.layout = EP_LAYOUT_EXPERT_MAJOR;
+    if (!c.alignment) c.alignment = 1;
+    if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
+    int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
+    if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
+    return c;
+}
+
+const char *case_describe(const Case *c) {
+    static _Thread_local char text[700];
+    snprintf(text, sizeof(text),
+             "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
+             "masked=%d%% invalid=%d%% duplicates=%d row_type=%d sum_type=%d index_type=%d "
+             "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
+             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d seed=%llu",
+             c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
+             (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates,
+             (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
+             (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
+             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (unsigned long long)c->seed);
+    return text;
+}
+
+static size_t type_bytes(EpType type) {
+    switch (type) {
+    case EP_TYPE_BF16:
+    case EP_TYPE_FP16:
+        return 2;
+    case EP_TYPE_FP32:
+    case EP_TYPE_INT32:
+        return 4;
+    case EP_TYPE_INT64:
+        return 8;
+    default:
+        return 1;
+    }
+}
+
+size_t case_row_bytes(const Case *c) {
+    return (size_t)c->hidden * type_bytes(c->row_type);
+}
+
+size_t case_sum_bytes(const Case *c) {
+    return (size_t)c->hidden * type_bytes(c->sum_type);
+}
+
+EpGroupConfig case_group_config(const Case *c) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    size_t row = case_row_bytes(c), sum = case_sum_bytes(c);
+    config.num_experts = c->experts;
+    config.max_tokens = c->max_tokens;
+    config.max_top_k = c->top_k;
+    config.max_row_bytes = (int64_t)(row > sum ? row : sum);
+    config.max_scale_bytes = c->scale_bytes;
+    config.alignment = c->alignment;
+    config.max_recv_rows = c->layout == EP_LAYOUT_BATCHED ? 0 : c->capacity;
+    config.overflow = c->overflow;
+    config.backend = EP_BACKEND_HOST;
+    config.timeout_seconds = 60;
+    return config;
+}
+
+EpHandleConfig case_handle_config(const Case *c) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    config.layout = c->layout;
+    if (c->layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->rows_per_expert;
+    config.zero_tail = c->zero_tail;
+    return config;
+}

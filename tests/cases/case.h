@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_CASES_CASE_H
+#define TESTS_CASES_CASE_H
+
+/**
+ * A case: the shape of a group and the kind of routing, from which everything else follows. Fields
+ * left at zero take the value that case_complete names.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep/ep.h"
+
+typedef enum Spread {
+    SPREAD_RANDOM, /**< 0 .. max_tokens on each rank */
+    SPREAD_FULL,   /**< max_tokens on each */
+    SPREAD_NONE,   /**< no tokens at all */
+    SPREAD_HOLE,   /**< as FULL, but the middle rank has none */
+    SPREAD_ALONE   /**< the last rank alone has tokens */
+} Spread;
+
+typedef enum Routing {
+    ROUTING_UNIFORM,
+    ROUTING_SKEWED,     /**< low experts are popular, many get nothing */
+    ROUTING_ONE_EXPERT, /**< every token to the same expert */
+    ROUTING_ONE_RANK,   /**< every token to the experts of one rank */
+    ROUTING_NOBODY      /**< every entry masked */
+} Routing;
+
+typedef struct Case {
+    int ranks;      /**< 1 */
+    int experts;    /**< 2 per rank */
+    int top_k;      /**< 2 */
+    int hidden;     /**< 24: bf16 rows of 48 bytes, no multiple of a cache line */
+    int max_tokens; /**< 9 */
+    Spread spread;
+    Routing routing;
+    int target;              /**< the expert or rank of ROUTING_ONE_... */
+    int masked_percent;      /**< entries that name no expert */
+    int invalid_percent;     /**< entries that name an expert that does not exist */
+    int duplicates;          /**< a token may name an expert twice */
+    EpType row_type;         /**< of dispatch, BF16 */
+    EpType sum_type;         /**< of combine and gradients, BF16 */
+    EpType index_type;       /**< INT32 */
+    EpLayout layout;         /**< EXPERT_MAJOR */
+    int alignment;           /**< 1 */
+    int64_t capacity;        /**< max_recv_rows; 0: exact sizing */
+    int64_t rows_per_expert; /**< BATCHED: as many as can be needed */
+    EpOverflow overflow;     /**< ERROR */
+    int weighted;            /**< topk_weights travel, combine is weighted */
+    int scale_bytes;         /**< per row; 0: no scales */
+    int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
+    int spare_rows;          /**< rows of the receive buffers beyond what is needed */
+    int zero_tail;
+    uint64_t seed;
+} Case;
+
+/** The same with every zero that stands for a default replaced. */
+Case case_complete(Case c);
+
+/** All fields, in one line, in static memory of the thread. */
+const char *case_describe(const Case *c);
+
+/** Group and handle configuration of a complete case. */
+EpGroupConfig case_group_config(const Case *c);
+EpHandleConfig case_handle_config(const Case *c);
+
+/** Bytes of a row of dispatch, and of a row of combine and gradients. */
+size_t case_row_bytes(const Case *c);
+size_t case_sum_bytes(const Case *c);
+
+#endif

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/cases/run.h"
+
+EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c) {
+    EpGroupConfig config = case_group_config(c);
+    EpGroup *group = NULL;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    return group;
+}
+
+EpHandle *open_handle(EpGroup *group, const Case *c) {
+    EpHandleConfig config = case_handle_config(c);
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle));
+    return handle;
+}
+
+static void run_in_group(EpGroup *group, int rank, const World *world) {
+    EpHandle *handle = open_handle(group, &world->c);
+    if (!handle) return;
+    Step step = {group, handle, world, rank};
+    step_all(&step);
+    ep_handle_destroy(handle);
+}
+
+void run_world(const EpBootstrap *bootstrap, const World *world) {
+    EpGroup *group = open_group(bootstrap, &world->c);
+    if (group) run_in_group(group, bootstrap->rank, world);
+    ep_group_destroy(group);
+}
+
+void run_case(const EpBootstrap *bootstrap, const Case *c) {
+    World *world = world_new(c);
+    check_note("case: %s", case_describe(&world->c));
+    run_world(bootstrap, world);
+    world_free(world);
+}
+
+static void world_body(const EpBootstrap *bootstrap, void *arg) {
+    const World *world = arg;
+    check_note("case: %s", case_describe(&world->c));
+    run_world(bootstrap, world);
+}
+
+void run_case_on_threads(const Case *c) {
+    World *world = world_new(c);
+    run_on_threads(world->c.ranks, world_body, world);
+    world_free(world);
+}

@@ -1,0 +1,412 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/cases/step.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/oracle/expect.h"
+
+static const RankWorld *mine(const Step *step) {
+    return &step->world->rank[step->rank];
+}
+
+/* ---- tensors ---- */
+
+EpTensor step_tokens(const Step *step) {
+    const Case *c = &step->world->c;
+    return ep_tensor_2d(mine(step)->token, c->row_type, mine(step)->rows, c->hidden);
+}
+
+EpTensor step_weights(const Step *step) {
+    return ep_tensor_2d(mine(step)->weight, EP_TYPE_FP32, mine(step)->rows, step->world->c.top_k);
+}
+
+EpTensor step_scales(const Step *step) {
+    const Case *c = &step->world->c;
+    return ep_tensor_2d(mine(step)->scale, EP_TYPE_UINT8, mine(step)->rows, c->scale_bytes);
+}
+
+EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns) {
+    const RankWorld *me = mine(step);
+    if (step->world->c.layout != EP_LAYOUT_BATCHED)
+        return ep_tensor_2d(data, type, me->buffer_rows, columns);
+    return ep_tensor_3d(data, type, me->num_experts, step->world->c.rows_per_expert, columns);
+}
+
+/* One float per slot: the shape of the rows without their columns. */
+static EpTensor per_slot(const Step *step, const void *data) {
+    EpTensor tensor = step_rows(step, data, EP_TYPE_FP32, 1);
+    tensor.ndim--;
+    return tensor;
+}
+
+/* The shape of recv_topk_weights and of its gradient. */
+static EpTensor per_weight(const Step *step, const void *data) {
+    if (step->world->c.layout != EP_LAYOUT_FLAT) return per_slot(step, data);
+    return step_rows(step, data, EP_TYPE_FP32, step->world->c.top_k);
+}
+
+EpTensor step_expert_out(const Step *step) {
+    const Case *c = &step->world->c;
+    return step_rows(step, mine(step)->expert_out, c->sum_type, c->hidden);
+}
+
+EpTensor step_slot_weights(const Step *step) {
+    return per_slot(step, mine(step)->slot_weight);
+}
+
+EpTensor step_grad_out(const Step *step) {
+    const Case *c = &step->world->c;
+    return ep_tensor_2d(mine(step)->grad_out, c->sum_type, mine(step)->rows, c->hidden);
+}
+
+/* ---- prepare ---- */
+
+static size_t index_bytes(const Step *step) {
+    return step->world->c.index_type == EP_TYPE_INT64 ? 8 : 4;
+}
+
+/* The indices as the caller's type. */
+static Image index_image(const Step *step) {
+    const Case *c = &step->world->c;
+    size_t entries = (size_t)mine(step)->rows * (size_t)c->top_k;
+    size_t bytes = c->index_type == EP_TYPE_INT64 ? 8 : 4;
+    Image image = image_new(entries * bytes, bytes);
+    for (size_t i = 0; i < entries; i++) {
+        int32_t narrow = (int32_t)mine(step)->index[i];
+        const void *from = bytes == 8 ? (const void *)&mine(step)->index[i] : (const void *)&narrow;
+        memcpy(image.data + i * bytes, from, bytes);
+    }
+    return image;
+}
+
+/* An optional output of prepare: what came, what should have come. */
+typedef struct PlanArray {
+    Image got, expected;
+    EpTensor tensor;
+} PlanArray;
+
+static PlanArray plan_array(EpType type, const int64_t *values, int64_t n) {
+    size_t bytes = type == EP_TYPE_INT64 ? 8 : 4;
+    PlanArray array = {
+        image_new((size_t)n * bytes, bytes), image_new((size_t)n * bytes, bytes), {0}};
+    for (int64_t i = 0; i < n; i++) {
+        int32_t narrow = (int32_t)values[i];
+        const void *from = bytes == 8 ? (const void *)&values[i] : (const void *)&narrow;
+        memcpy(array.expected.data + (size_t)i * bytes, from, bytes);
+    }
+    array.tensor = ep_tensor_1d(array.got.data, type, n);
+    return array;
+}
+
+static void plan_array_check(PlanArray *array, const char *what) {
+    image_check_equal(&array->got, &array->expected, array->expected.bytes, what);
+    image_free(&array->got);
+    image_free(&array->expected);
+}
+
+static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
+    for (int e = 0; e < me->num_experts; e++) {
+        CHECK(info->expert_counts[e] == me->count[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_counts[e], (long long)me->count[e]);
+        CHECK(info->expert_padded[e] == me->padded[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_padded[e], (long long)me->padded[e]);
+    }
+    for (int e = 0; e <= me->num_experts; e++)
+        CHECK(info->expert_offsets[e] == me->offset[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_offsets[e], (long long)me->offset[e]);
+}
+
+/* (token, rank) rows from one rank to another. */
+static int64_t rows_between(const World *world, int from, int to) {
+    int64_t rows = 0;
+    for (int t = 0; t < world->rank[from].tokens; t++) {
+        int named = 0;
+        for (int k = 0; k < world->c.top_k; k++) {
+            int64_t expert = world->rank[from].index[(int64_t)t * world->c.top_k + k];
+            named |= world_live(world, from, t, k) && world_owner(&world->c, expert) == to;
+        }
+        rows += named;
+    }
+    return rows;
+}
+
+static int nothing_dropped(const World *world) {
+    for (int r = 0; r < world->c.ranks; r++)
+        if (world->rank[r].dropped) return 0;
+    return 1;
+}
+
+static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
+    int64_t sent = 0, received = 0;
+    for (int peer = 0; peer < step->world->c.ranks; peer++) {
+        if (peer == step->rank) continue;
+        sent += rows_between(step->world, step->rank, peer);
+        received += rows_between(step->world, peer, step->rank);
+    }
+    int64_t local = rows_between(step->world, step->rank, step->rank);
+    CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
+          (long long)sent);
+    CHECK(info->remote_rows_received == received, "%lld instead of %lld",
+          (long long)info->remote_rows_received, (long long)received);
+    CHECK(info->local_rows == local, "%lld instead of %lld", (long long)info->local_rows,
+          (long long)local);
+}
+
+static void check_info(const Step *step) {
+    const RankWorld *me = mine(step);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    REQUIRE_OK(ep_handle_info(step->handle, &info));
+    CHECK(info.num_tokens == me->tokens, "%lld instead of %d", (long long)info.num_tokens,
+          me->tokens);
+    CHECK(info.top_k == step->world->c.top_k, "%lld", (long long)info.top_k);
+    CHECK(info.recv_rows == me->recv_rows, "%lld instead of %lld", (long long)info.recv_rows,
+          (long long)me->recv_rows);
+    CHECK(info.needed_rows == me->needed_rows, "%lld instead of %lld", (long long)info.needed_rows,
+          (long long)me->needed_rows);
+    CHECK(info.dropped_slots == me->dropped, "%lld instead of %lld", (long long)info.dropped_slots,
+          (long long)me->dropped);
+    REQUIRE(info.num_local_experts == me->num_experts, "%d", info.num_local_experts);
+    check_info_arrays(me, &info);
+    if (nothing_dropped(step->world)) check_info_traffic(step, &info);
+}
+
+void step_prepare(const Step *step) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = mine(step);
+    int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped}, count = me->tokens;
+    EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
+    PlanArray counts = plan_array(type, me->count, me->num_experts);
+    PlanArray padded = plan_array(other, me->padded, me->num_experts);
+    PlanArray offsets = plan_array(type, me->offset, me->num_experts + 1);
+    PlanArray sums = plan_array(other, totals, 3);
+    PlanArray tokens = plan_array(type, &count, 1);
+    EpPlanTensors out = {sizeof(out), &counts.tensor, &padded.tensor, &offsets.tensor,
+                         &sums.tensor};
+
+    Image index = index_image(step);
+    EpTensor topk_idx = ep_tensor_2d(me->rows ? index.data : NULL, type, me->rows, c->top_k);
+    tokens.tensor.data = tokens.expected.data;
+    const EpTensor *num_tokens = c->counted ? &tokens.tensor : NULL;
+    CHECK_OK(ep_prepare(step->handle, &topk_idx, num_tokens, NULL, &out));
+    /* The plan may not depend on the caller's indices any more. */
+    memset(index.data, 0x77, index.bytes);
+    plan_array_check(&counts, "expert_counts");
+    plan_array_check(&padded, "expert_padded");
+    plan_array_check(&offsets, "expert_offsets");
+    plan_array_check(&sums, "totals");
+    image_free(&tokens.got);
+    image_free(&tokens.expected);
+    image_free(&index);
+    check_info(step);
+}
+
+/* ---- rows: got and expected side by side ---- */
+
+static ExpectedRows rows_new(const Step *step) {
+    const Case *c = &step->world->c;
+    size_t rows = (size_t)mine(step)->buffer_rows, index = index_bytes(step);
+    size_t entries = rows * (size_t)world_row_weights(c);
+    return (ExpectedRows){image_new(rows * case_row_bytes(c), 16), image_new(entries * 4, 4),
+                          image_new(rows * (size_t)c->scale_bytes, 4),
+                          image_new(entries * index, index)};
+}
+
+static void rows_free(ExpectedRows *rows) {
+    image_free(&rows->tokens);
+    image_free(&rows->weights);
+    image_free(&rows->scales);
+    image_free(&rows->index);
+}
+
+/* What the tail of the indices holds with zero_tail is nobody's business: -1, 0 or untouched. */
+static void forgive_index_tail(const Step *step, ExpectedRows *expected, const ExpectedRows *got) {
+    const RankWorld *me = mine(step);
+    size_t bytes = (size_t)step->world->c.top_k * index_bytes(step);
+    for (int64_t row = me->recv_rows; row < me->buffer_rows; row++)
+        memcpy(expected->index.data + (size_t)row * bytes, got->index.data + (size_t)row * bytes,
+               bytes);
+}
+
+static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows *expected) {
+    const Case *c = &step->world->c;
+    image_check_equal(&got->tokens, &expected->tokens, case_row_bytes(c), "recv_tokens");
+    if (c->weighted)
+        image_check_equal(&got->weights, &expected->weights, 4, "recv_topk_weights");
+    else
+        image_check_untouched(&got->weights, "recv_topk_weights");
+    if (c->scale_bytes)
+        image_check_equal(&got->scales, &expected->scales, (size_t)c->scale_bytes, "recv_scales");
+    if (c->layout != EP_LAYOUT_FLAT) return;
+    if (c->zero_tail) forgive_index_tail(step, expected, got);
+    image_check_equal(&got->index, &expected->index, index_bytes(step), "recv_topk_idx");
+}
+
+void step_dispatch(const Step *step) {
+    const Case *c = &step->world->c;
+    ExpectedRows got = rows_new(step), expected = rows_new(step);
+    EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
+    EpTensor recv_tokens = step_rows(step, got.tokens.data, c->row_type, c->hidden);
+    EpTensor recv_weights = per_weight(step, got.weights.data);
+    EpTensor recv_scales = step_rows(step, got.scales.data, EP_TYPE_UINT8, c->scale_bytes);
+    EpTensor recv_index = step_rows(step, got.index.data, c->index_type, c->top_k);
+    CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
+                         c->scale_bytes ? &scales : NULL, NULL, &recv_tokens,
+                         c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
+                         c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL));
+    expect_dispatch(step->world, step->rank, &expected);
+    rows_compare(step, &got, &expected);
+    rows_free(&got);
+    rows_free(&expected);
+}
+
+/* ---- sums ---- */
+
+static size_t sums_bytes(const Step *step) {
+    return (size_t)mine(step)->rows * case_sum_bytes(&step->world->c);
+}
+
+void step_combine(const Step *step) {
+    const Case *c = &step->world->c;
+    Image got = image_new(sums_bytes(step), 16), expected = image_new(sums_bytes(step), 16);
+    EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
+    EpTensor out = ep_tensor_2d(got.data, c->sum_type, mine(step)->rows, c->hidden);
+    CHECK_OK(ep_combine(step->handle, &expert_out, c->weighted ? &weights : NULL, NULL, &out));
+    expect_combine(step->world, step->rank, &expected);
+    image_check_equal(&got, &expected, case_sum_bytes(c), "out");
+    image_free(&got);
+    image_free(&expected);
+}
+
+void step_dispatch_backward(const Step *step) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = mine(step);
+    size_t entries = (size_t)me->rows * (size_t)c->top_k;
+    Image got = image_new(sums_bytes(step), 16), expected = image_new(sums_bytes(step), 16);
+    Image got_weights = image_new(entries * 4, 4), expected_weights = image_new(entries * 4, 4);
+    EpTensor rows = step_expert_out(step), slots = per_weight(step, me->grad_slot_weight);
+    EpTensor tokens = ep_tensor_2d(got.data, c->sum_type, me->rows, c->hidden);
+    EpTensor weights = ep_tensor_2d(got_weights.data, EP_TYPE_FP32, me->rows, c->top_k);
+    CHECK_OK(ep_dispatch_backward(step->handle, &rows, c->weighted ? &slots : NULL, NULL, &tokens,
+                                  c->weighted ? &weights : NULL));
+    expect_dispatch_backward(step->world, step->rank, &expected, &expected_weights);
+    image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
+    if (c->weighted)
+        image_check_equal(&got_weights, &expected_weights, 4 * (size_t)c->top_k,
+                          "grad_topk_weights");
+    else
+        image_check_untouched(&got_weights, "grad_topk_weights");
+    image_free(&got);
+    image_free(&expected);
+    image_free(&got_weights);
+    image_free(&expected_weights);
+}
+
+/* Dot products are right within 1e-5 of their terms' magnitudes; all else is exact. */
+static void check_slot_gradients(const Step *step, const Image *got) {
+    const RankWorld *me = mine(step);
+    Image frame = image_new(got->bytes, 4);
+    for (int64_t row = 0; row < me->buffer_rows; row++) {
+        float value;
+        memcpy(&value, got->data + row * 4, 4);
+        if (me->row[row].kind == ROW_TAIL && !step->world->c.zero_tail) continue;
+        double magnitude, exact = expect_slot_gradient(step->world, step->rank, row, &magnitude);
+        CHECK(fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",
+              (long long)row, (double)value, exact);
+        memcpy(frame.data + row * 4, &value, 4);
+    }
+    image_check_equal(got, &frame, 4, "grad_slot_weights, tail and guards");
+    image_free(&frame);
+}
+
+void step_combine_backward(const Step *step) {
+    const Case *c = &step->world->c;
+    size_t rows = (size_t)mine(step)->buffer_rows;
+    Image got = image_new(rows * case_sum_bytes(c), 16);
+    Image expected = image_new(rows * case_sum_bytes(c), 16), slots = image_new(rows * 4, 4);
+    EpTensor grad_out = step_grad_out(step), weights = step_slot_weights(step);
+    EpTensor expert_out = step_expert_out(step), grad_slots = per_slot(step, slots.data);
+    EpTensor grad_rows = step_rows(step, got.data, c->sum_type, c->hidden);
+    CHECK_OK(ep_combine_backward(step->handle, &grad_out, c->weighted ? &weights : NULL,
+                                 c->weighted ? &expert_out : NULL, NULL, &grad_rows,
+                                 c->weighted ? &grad_slots : NULL));
+    expect_combine_backward(step->world, step->rank, &expected);
+    image_check_equal(&got, &expected, case_sum_bytes(c), "grad_expert_out");
+    if (c->weighted)
+        check_slot_gradients(step, &slots);
+    else
+        image_check_untouched(&slots, "grad_slot_weights");
+    image_free(&got);
+    image_free(&expected);
+    image_free(&slots);
+}
+
+/* ---- a whole step ---- */
+
+static int64_t count_invalid(const Step *step, int64_t *first) {
+    const RankWorld *me = mine(step);
+    int64_t count = 0;
+    for (int64_t i = 0; i < (int64_t)me->tokens * step->world->c.top_k; i++) {
+        if (me->index[i] < step->world->c.experts) continue;
+        if (count++ == 0) *first = i;
+    }
+    return count;
+}
+
+static void check_routing_finding(const Step *step, const EpFinding *found) {
+    int64_t first = 0, k = step->world->c.top_k;
+    int64_t count = count_invalid(step, &first), seen = mine(step)->index[first];
+    CHECK(count > 0, "no index is out of range, yet: %s", ep_last_error());
+    CHECK(found->rank == step->rank, "rank %d", (int)found->rank);
+    CHECK(found->token == first / k && found->k == first % k, "token %lld, k %lld, not %lld, %lld",
+          (long long)found->token, (long long)found->k, (long long)(first / k),
+          (long long)(first % k));
+    CHECK(found->expected == step->world->c.experts, "%lld", (long long)found->expected);
+    CHECK(found->seen == seen, "%lld instead of %lld", (long long)found->seen, (long long)seen);
+    CHECK(found->count == count, "%lld instead of %lld", (long long)found->count, (long long)count);
+    CHECK(strcmp(found->phase, "prepare") == 0, "%s", found->phase);
+}
+
+static void check_overflow_finding(const Step *step, const EpFinding *found) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = mine(step);
+    int64_t capacity = c->layout == EP_LAYOUT_BATCHED ? c->rows_per_expert : c->capacity;
+    CHECK(me->dropped > 0 && c->overflow == EP_OVERFLOW_ERROR, "unasked: %s", ep_last_error());
+    CHECK(found->rank == step->rank, "rank %d", (int)found->rank);
+    CHECK(found->expected == capacity, "%lld instead of %lld", (long long)found->expected,
+          (long long)capacity);
+    CHECK(found->seen == me->needed_rows, "%lld instead of %lld", (long long)found->seen,
+          (long long)me->needed_rows);
+    CHECK(found->count == me->dropped, "%lld instead of %lld", (long long)found->count,
+          (long long)me->dropped);
+}
+
+void step_check_status(const Step *step) {
+    int64_t first = 0;
+    int expected = count_invalid(step, &first) > 0;
+    expected += mine(step)->dropped > 0 && step->world->c.overflow == EP_OVERFLOW_ERROR;
+    for (int i = 0; i < expected; i++) {
+        EpFinding found = EP_FINDING_INIT;
+        EpStatus status = ep_group_status(step->group, &found);
+        CHECK(found.status == status, "%d, returned %d", (int)found.status, (int)status);
+        CHECK(status == EP_ERR_ROUTING || status == EP_ERR_OVERFLOW, "%d: %s", (int)status,
+              ep_last_error());
+        if (status == EP_ERR_ROUTING) check_routing_finding(step, &found);
+        if (status == EP_ERR_OVERFLOW) check_overflow_finding(step, &found);
+    }
+    CHECK_OK(ep_group_status(step->group, NULL));
+}
+
+void step_move(const Step *step) {
+    step_dispatch(step);
+    step_combine(step);
+    step_combine_backward(step);
+    step_dispatch_backward(step);
+}
+
+void step_all(const Step *step) {
+    step_prepare(step);
+    step_move(step);
+    step_check_status(step);
+}

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Wrong arguments of ep_combine and ep_combine_backward. */
+#include "tests/cases/desk.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+static const Wrong wrong_tensors[] = {
+    {OP_COMBINE, EXPERT_OUT, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SIZE, 8, EP_ERR_STRUCT_SIZE, {"got 8"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_NDIM, 3, EP_ERR_NDIM, {"2", "got 3"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_TYPE, EP_TYPE_FP8_E4M3, EP_ERR_TYPE, {0}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_TYPE, EP_TYPE_INT32, EP_ERR_TYPE, {0}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE0, -3, EP_ERR_RANGE, {"-3"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHIFT, 2, EP_ERR_ADDRESS, {"16"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_TYPE, EP_TYPE_BF16, EP_ERR_TYPE, {0}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"1", "got 2"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_SHAPE0, 3, EP_ERR_BUFFER_SIZE, {"got 3"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE, OUT, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE, OUT, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE, OUT, SPOIL_TYPE, EP_TYPE_FP16, EP_ERR_TYPE, {0}},
+    {OP_COMBINE, OUT, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_COMBINE, OUT, SPOIL_SHAPE0, 8, EP_ERR_SHAPE, {"9", "8"}},
+    {OP_COMBINE, OUT, SPOIL_SHAPE0, 10, EP_ERR_SHAPE, {"9", "10"}},
+    {OP_COMBINE, OUT, SPOIL_SHAPE1, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_COMBINE, OUT, SPOIL_SHIFT, 8, EP_ERR_ADDRESS, {"16"}},
+    {OP_COMBINE_BACKWARD, GRAD_OUT, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE_BACKWARD, GRAD_OUT, SPOIL_TYPE, EP_TYPE_UINT8, EP_ERR_TYPE, {0}},
+    {OP_COMBINE_BACKWARD, GRAD_OUT, SPOIL_SHAPE0, 8, EP_ERR_SHAPE, {"9", "8"}},
+    {OP_COMBINE_BACKWARD, SLOT_WEIGHTS, SPOIL_TYPE, EP_TYPE_INT64, EP_ERR_TYPE, {0}},
+    {OP_COMBINE_BACKWARD, EXPERT_OUT, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE_BACKWARD, EXPERT_OUT, SPOIL_TYPE, EP_TYPE_FP16, EP_ERR_TYPE, {0}},
+    {OP_COMBINE_BACKWARD, EXPERT_OUT, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT, SPOIL_TYPE, EP_TYPE_FP16, EP_ERR_TYPE, {0}},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT, SPOIL_SHAPE1, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS, SPOIL_TYPE, EP_TYPE_BF16, EP_ERR_TYPE, {0}},
+    {OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+};
+
+SoloTest(combine_arguments, wrong_tensors) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    desk_check_wrong(&desk, wrong_tensors, LENGTH(wrong_tensors));
+    desk_close(&desk);
+}
+
+static const Wrong wrong_batched[] = {
+    {OP_COMBINE, EXPERT_OUT, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "got 2"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE0, 5, EP_ERR_SHAPE, {"4", "5"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE1, 11, EP_ERR_SHAPE, {"12", "11"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "got 2"}},
+};
+
+SoloTest(combine_arguments, wrong_tensors_of_batched) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_BATCHED);
+    desk_open(&desk, &c);
+    desk_check_wrong(&desk, wrong_batched, LENGTH(wrong_batched));
+    desk_close(&desk);
+}
+
+/* Rows as long on both sides, but of a length that cannot travel. */
+SoloTest(combine_arguments, row_bytes) {
+    static const int64_t hiddens[] = {0, 12, 23, 64};
+    static const char *const bytes[] = {"got 0", "got 24", "got 46", "got 128"};
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    for (int i = 0; i < LENGTH(hiddens); i++) {
+        desk_reset(&desk);
+        desk.tensor[EXPERT_OUT].shape[1] = desk.tensor[OUT].shape[1] = hiddens[i];
+        desk.tensor[GRAD_EXPERT_OUT].shape[1] = desk.tensor[GRAD_OUT].shape[1] = hiddens[i];
+        CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", bytes[i]);
+        CHECK_REFUSED(desk_call(&desk, OP_COMBINE_BACKWARD), EP_ERR_ROW_BYTES,
+                      "ep_combine_backward", bytes[i]);
+        desk_check_untouched(&desk);
+    }
+    desk_close(&desk);
+}
+
+/* The sentence says how many rows would do. */
+SoloTest(combine_arguments, rows_below_the_capacity) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_FLAT);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_reset(&desk);
+    desk.tensor[EXPERT_OUT].shape[0] = 8;
+    CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9", "got 8");
+    desk_check_untouched(&desk);
+    desk_close(&desk);
+}

@@ -1,0 +1,185 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Combine adds in a defined order and rounds where the header says so, bit for bit. */
+#include <math.h>
+#include <string.h>
+
+#include "tests/cases/run.h"
+#include "tests/oracle/number.h"
+
+static const EpType sum_types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+
+static void run_types(Case c) {
+    for (int i = 0; i < 3; i++)
+        for (int weighted = 0; weighted < 2; weighted++) {
+            c.row_type = c.sum_type = sum_types[i];
+            c.weighted = weighted;
+            c.seed = (uint64_t)(i * 2 + weighted);
+            run_case_on_threads(&c);
+        }
+}
+
+Test(combine_sums, few_terms, .timeout = 120) {
+    run_types((Case){.ranks = 2, .top_k = 2, .hidden = 104});
+}
+
+Test(combine_sums, many_terms_per_rank, .timeout = 120) {
+    run_types((Case){.ranks = 2, .experts = 64, .top_k = 32, .hidden = 64});
+}
+
+Test(combine_sums, many_ranks, .timeout = 120) {
+    run_types((Case){.ranks = 12, .experts = 48, .top_k = 16, .hidden = 16});
+}
+
+/* Combine, as a group of one rank, one expert and one token per row of `rows`. */
+static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t hidden,
+                          const float *weights, void *out) {
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    Case c = case_complete((Case){.experts = 1,
+                                  .top_k = 1,
+                                  .max_tokens = (int)tokens,
+                                  .hidden = (int)hidden,
+                                  .row_type = type,
+                                  .sum_type = type});
+    EpGroup *group = open_group(&bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    REQUIRE(handle, "no handle");
+    int32_t index[64] = {0};
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, tokens, 1);
+    EpTensor expert_out = ep_tensor_2d(rows, type, tokens, hidden);
+    EpTensor slot_weights = ep_tensor_1d(weights, EP_TYPE_FP32, tokens);
+    EpTensor sums = ep_tensor_2d(out, type, tokens, hidden);
+    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_combine(handle, &expert_out, weights ? &slot_weights : NULL, NULL, &sums));
+    ep_group_destroy(group);
+    ep_bootstrap_destroy(&bootstrap);
+}
+
+/* Every pattern of 16 bits is summed with +0: itself, but -0 becomes +0, and a NaN stays one. */
+static void check_patterns(EpType type) {
+    enum { TOKENS = 16, HIDDEN = 4096 };
+    static _Alignas(16) uint16_t rows[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
+    for (int i = 0; i < TOKENS * HIDDEN; i++)
+        rows[i] = (uint16_t)i;
+    combine_alone(rows, type, TOKENS, HIDDEN, NULL, out);
+    for (int i = 0; i < TOKENS * HIDDEN; i++) {
+        float value = number_get(rows, type, i);
+        uint16_t expected = value == 0 ? 0 : rows[i];
+        if (isnan(value))
+            CHECK(isnan(number_get(out, type, i)), "NaN %04x became %04x", rows[i], out[i]);
+        else
+            CHECK(out[i] == expected, "%04x became %04x", rows[i], out[i]);
+    }
+}
+
+SoloTest(combine_sums, every_bf16_pattern) {
+    check_patterns(EP_TYPE_BF16);
+}
+SoloTest(combine_sums, every_fp16_pattern) {
+    check_patterns(EP_TYPE_FP16);
+}
+
+/* Products that fall between two numbers of the type, and ties: rounded to nearest even. Weights
+ * of extreme size reach subnormals, zeros, infinities and the numbers next to them. */
+static void check_rounding(EpType type) {
+    enum { TOKENS = 12, HIDDEN = 4096 };
+    static const float weights[TOKENS] = {1.0f,  0.5f,   1.5f,      1.00390625f,
+                                          3.0f,  -7.0f,  1e-5f,     65520.0f / 65504.0f,
+                                          6e-8f, 2e-38f, 1.17e-38f, 3e38f};
+    static _Alignas(16) uint16_t rows[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
+    for (int i = 0; i < TOKENS * HIDDEN; i++)
+        rows[i] = (uint16_t)(i * 16 + i / HIDDEN);
+    combine_alone(rows, type, TOKENS, HIDDEN, weights, out);
+    for (int i = 0; i < TOKENS * HIDDEN; i++) {
+        uint16_t expected;
+        float sum = fmaf(weights[i / HIDDEN], number_get(rows, type, i), 0.0f);
+        if (isnan(sum)) continue;
+        /* +0 + (-0) is +0 */
+        number_set(&expected, type, 0, 0.0f + sum);
+        CHECK(out[i] == expected, "%04x * %g became %04x, not %04x", rows[i],
+              (double)weights[i / HIDDEN], out[i], expected);
+    }
+}
+
+SoloTest(combine_sums, rounding_to_bf16) {
+    check_rounding(EP_TYPE_BF16);
+}
+SoloTest(combine_sums, rounding_to_fp16) {
+    check_rounding(EP_TYPE_FP16);
+}
+
+/* One token, three ranks, one expert each: 2^24, 1 and -2^24 in FP32. In ascending ranks the 1 is
+ * lost when it meets 2^24; any other order keeps it. */
+ThreadTest(combine_sums, ranks_ascending, 3) {
+    static const float parts[3] = {16777216.0f, 1.0f, -16777216.0f};
+    Case c = case_complete((Case){.ranks = 3,
+                                  .experts = 3,
+                                  .top_k = 3,
+                                  .hidden = 4,
+                                  .row_type = EP_TYPE_FP32,
+                                  .sum_type = EP_TYPE_FP32});
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    REQUIRE(handle, "no handle");
+    int32_t index[3] = {2, 0, 1};
+    _Alignas(16) float rows[12], out[4];
+    for (int i = 0; i < 12; i++)
+        rows[i] = parts[bootstrap->rank];
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 3);
+    EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 3, 4);
+    EpTensor sums = ep_tensor_2d(out, EP_TYPE_FP32, 1, 4);
+    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_combine(handle, &expert_out, NULL, NULL, &sums));
+    for (int h = 0; h < 4; h++)
+        CHECK(out[h] == 0.0f, "%g", (double)out[h]);
+    ep_group_destroy(group);
+}
+
+/* Two experts of one rank are added in ascending k, not in the order of their slots, and the
+ * weighted term is fused: 1 + 2^-24 is only seen where the product is not rounded first. */
+SoloTest(combine_sums, k_ascending_and_fused) {
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    Case c = case_complete((Case){
+        .experts = 3, .top_k = 3, .hidden = 4, .row_type = EP_TYPE_FP32, .sum_type = EP_TYPE_FP32});
+    EpGroup *group = open_group(&bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    REQUIRE(handle, "no handle");
+    int32_t index[3] = {2, 0, 1};
+    float x = 1.0f + 0x1p-12f, weights[3] = {x, -1.0f, -1.0f};
+    _Alignas(16) float rows[12], out[4];
+    /* k = 0: -1 (expert 2); k = 1: x * x (expert 0); k = 2: -2^-11 (expert 1) */
+    for (int h = 0; h < 4; h++)
+        rows[h] = x, rows[4 + h] = 0x1p-11f, rows[8 + h] = 1.0f;
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 3);
+    EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 3, 4);
+    EpTensor slot_weights = ep_tensor_1d(weights, EP_TYPE_FP32, 3);
+    EpTensor sums = ep_tensor_2d(out, EP_TYPE_FP32, 1, 4);
+    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_combine(handle, &expert_out, &slot_weights, NULL, &sums));
+    for (int h = 0; h < 4; h++)
+        CHECK(out[h] == 0x1p-24f, "%a", (double)out[h]);
+    ep_group_destroy(group);
+    ep_bootstrap_destroy(&bootstrap);
+}
+
+/* A NaN or an infinity of one token stays with that token. */
+SoloTest(combine_sums, nan_and_infinity_stay_in_their_token) {
+    _Alignas(16) float rows[12] = {NAN, NAN, NAN, NAN, 1, 2, 3, 4, INFINITY, -INFINITY, 1, 1};
+    _Alignas(16) float out[12];
+    combine_alone(rows, EP_TYPE_FP32, 3, 4, NULL, out);
+    for (int h = 0; h < 4; h++)
+        CHECK(isnan(out[h]), "%g", (double)out[h]);
+    CHECK(memcmp(out + 4, rows + 4, 32) == 0, "a neighbour was touched");
+}
+
+/* Rows of dispatch in one type, sums in another of another size. */
+Test(combine_sums, other_type_than_dispatch, .timeout = 120) {
+    Case c = {.ranks = 2, .hidden = 32, .row_type = EP_TYPE_FP8_E4M3, .weighted = 1};
+    run_case_on_threads(&c);
+    c.row_type = EP_TYPE_FP32;
+    run_case_on_threads(&c);
+    c.row_type = EP_TYPE_BF16;
+    c.sum_type = EP_TYPE_FP32;
+    run_case_on_threads(&c);
+}

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Wrong arguments of ep_dispatch and ep_dispatch_backward: refused with a status and a sentence of
+ * their own, outputs untouched. */
+#include "tests/cases/desk.h"
+
+#include <stdio.h>
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+static void check_table(EpLayout layout, const Wrong *table, int n) {
+    Desk desk;
+    Case c = desk_case(layout);
+    desk_open(&desk, &c);
+    desk_check_wrong(&desk, table, n);
+    desk_close(&desk);
+}
+
+static const Wrong wrong_tensors[] = {
+    {OP_DISPATCH, TOKENS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, TOKENS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, TOKENS, SPOIL_SIZE, 0, EP_ERR_STRUCT_SIZE, {"got 0"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SIZE, 4096, EP_ERR_STRUCT_SIZE, {"got 4096"}},
+    {OP_DISPATCH, TOKENS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_DISPATCH, TOKENS, SPOIL_NDIM, 0, EP_ERR_NDIM, {"2", "got 0"}},
+    {OP_DISPATCH, TOKENS, SPOIL_NDIM, 4, EP_ERR_NDIM, {"2", "got 4"}},
+    {OP_DISPATCH, TOKENS, SPOIL_NDIM, -1, EP_ERR_NDIM, {"2", "got -1"}},
+    {OP_DISPATCH, TOKENS, SPOIL_TYPE, 99, EP_ERR_TYPE, {"99"}},
+    {OP_DISPATCH, TOKENS, SPOIL_TYPE, 0, EP_ERR_TYPE, {"0"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE0, -1, EP_ERR_RANGE, {"-1"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE1, -24, EP_ERR_RANGE, {"-24"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE0, 8, EP_ERR_SHAPE, {"9", "8"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE0, 10, EP_ERR_SHAPE, {"9", "10"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE1, 20, EP_ERR_ROW_BYTES, {"16", "40"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE1, 0, EP_ERR_ROW_BYTES, {"0"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE1, 32, EP_ERR_ROW_BYTES, {"48", "64"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHIFT, 8, EP_ERR_ADDRESS, {"16"}},
+    {OP_DISPATCH, TOPK_WEIGHTS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, TOPK_WEIGHTS, SPOIL_TYPE, EP_TYPE_BF16, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, TOPK_WEIGHTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "1"}},
+    {OP_DISPATCH, TOPK_WEIGHTS, SPOIL_SHAPE0, 7, EP_ERR_SHAPE, {"9", "7"}},
+    {OP_DISPATCH, TOPK_WEIGHTS, SPOIL_SHAPE1, 3, EP_ERR_SHAPE, {"2", "3"}},
+    {OP_DISPATCH, SCALES, SPOIL_TYPE, 77, EP_ERR_TYPE, {"77"}},
+    {OP_DISPATCH, SCALES, SPOIL_SHAPE0, 7, EP_ERR_SHAPE, {"9", "7"}},
+    {OP_DISPATCH, SCALES, SPOIL_SHAPE1, 6, EP_ERR_ROW_BYTES, {"4", "6"}},
+    {OP_DISPATCH, SCALES, SPOIL_SHAPE1, 12, EP_ERR_ROW_BYTES, {"8", "12"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_TYPE, EP_TYPE_FP16, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_NDIM, 3, EP_ERR_NDIM, {"2", "3"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE1, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHIFT, 4, EP_ERR_ADDRESS, {"16"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE0, 1, EP_ERR_BUFFER_SIZE, {"got 1"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_TYPE, EP_TYPE_INT32, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_SHAPE0, 1, EP_ERR_BUFFER_SIZE, {"got 1"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE1, 4, EP_ERR_SHAPE, {"8", "4"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, SPOIL_TYPE, EP_TYPE_UINT8, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, SPOIL_SHAPE0, 1, EP_ERR_BUFFER_SIZE, {"got 1"}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, SPOIL_SHIFT, 2, EP_ERR_ADDRESS, {"16"}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_WEIGHTS, SPOIL_TYPE, EP_TYPE_FP16, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_TOKENS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_TOKENS, SPOIL_TYPE, EP_TYPE_UINT8, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_TOKENS, SPOIL_SHAPE0, 8, EP_ERR_SHAPE, {"9", "8"}},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS, SPOIL_SHAPE1, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_DISPATCH_BACKWARD, GRAD_TOPK_WEIGHTS, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH_BACKWARD, GRAD_TOPK_WEIGHTS, SPOIL_SHAPE1, 1, EP_ERR_SHAPE, {"2", "1"}},
+};
+
+SoloTest(dispatch_arguments, wrong_tensors) {
+    check_table(EP_LAYOUT_EXPERT_MAJOR, wrong_tensors, LENGTH(wrong_tensors));
+}
+
+static const Wrong wrong_flat[] = {
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "1"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_SHAPE1, 3, EP_ERR_SHAPE, {"2", "3"}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_SHAPE1, 1, EP_ERR_SHAPE, {"2", "1"}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_SHAPE0, 1, EP_ERR_BUFFER_SIZE, {"9", "got 1"}},
+};
+
+SoloTest(dispatch_arguments, wrong_tensors_of_flat) {
+    check_table(EP_LAYOUT_FLAT, wrong_flat, LENGTH(wrong_flat));
+}
+
+static const Wrong wrong_batched[] = {
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"4", "3"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"12", "8"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE2, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "1"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_SHAPE1, 3, EP_ERR_SHAPE, {"12", "3"}},
+};
+
+SoloTest(dispatch_arguments, wrong_tensors_of_batched) {
+    check_table(EP_LAYOUT_BATCHED, wrong_batched, LENGTH(wrong_batched));
+}
+
+/* Where local experts go only exists in FLAT. */
+SoloTest(dispatch_arguments, expert_ids_in_another_layout) {
+    static const Wrong wrong[] = {
+        {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"flat"}},
+    };
+    check_table(EP_LAYOUT_EXPERT_MAJOR, wrong, LENGTH(wrong));
+}
+
+/* The sentence says how many rows would do, and that many do. */
+SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    int64_t rows = desk.world->rank->recv_rows;
+    char needed[32];
+    snprintf(needed, sizeof(needed), "%lld", (long long)rows);
+    desk.tensor[RECV_TOKENS].shape[0] = rows - 1;
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", needed);
+    desk.tensor[RECV_TOKENS].shape[0] = rows;
+    CHECK_OK(desk_call(&desk, OP_DISPATCH));
+    desk_close(&desk);
+}
+
+/* With a static capacity the buffer has to hold it, however little arrives. */
+SoloTest(dispatch_arguments, buffer_below_the_capacity) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.capacity = 77;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.tensor[RECV_TOKENS].shape[0] = 76;
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", "77", "76");
+    desk.tensor[RECV_TOKENS].shape[0] = 77;
+    CHECK_OK(desk_call(&desk, OP_DISPATCH));
+    desk_close(&desk);
+}
+
+/* A rank that is refused did not take part: the peers wait until it calls again. */
+ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
+    Case c = {.ranks = 3, .top_k = 3, .weighted = 1, .seed = 4};
+    World *world = world_new(&c);
+    EpGroup *group = open_group(bootstrap, &world->c);
+    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
+    if (handle) {
+        Step step = {group, handle, world, bootstrap->rank};
+        EpTensor tokens = step_tokens(&step);
+        tokens.ndim = 1;
+        step_prepare(&step);
+        for (int i = 0; bootstrap->rank == 1 && i < 3; i++)
+            CHECK_REFUSED(ep_dispatch(handle, &tokens, NULL, NULL, NULL, &tokens, NULL, NULL, NULL),
+                          EP_ERR_NDIM, "rank 1", "tokens");
+        step_move(&step);
+    }
+    ep_group_destroy(group);
+    world_free(world);
+}

@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows travel through staging memory in rounds. A tiny stage makes many rounds of few rows, and
+ * sizes that are no multiple of it. */
+#include <stdlib.h>
+
+#include "tests/cases/run.h"
+
+static void run_with_stage(const char *bytes, Case c) {
+    setenv("EP_STAGE_BYTES", bytes, 1);
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        c.layout = (EpLayout)layout;
+        run_case_on_threads(&c);
+    }
+}
+
+static const Case crowd = {.ranks = 3,
+                           .experts = 10,
+                           .top_k = 4,
+                           .max_tokens = 61,
+                           .hidden = 40,
+                           .spread = SPREAD_HOLE,
+                           .masked_percent = 10,
+                           .weighted = 1,
+                           .scale_bytes = 12,
+                           .alignment = 8};
+
+Test(dispatch_chunks, smallest_stage, .timeout = 120) {
+    run_with_stage("1", crowd);
+}
+Test(dispatch_chunks, odd_stage, .timeout = 120) {
+    run_with_stage("1009", crowd);
+}
+Test(dispatch_chunks, stage_of_some_rows, .timeout = 120) {
+    run_with_stage("4K", crowd);
+}
+
+/* Ranks with very different amounts to send leave the rounds at different times. */
+Test(dispatch_chunks, uneven_senders, .timeout = 120) {
+    Case c = crowd;
+    c.spread = SPREAD_ALONE;
+    run_with_stage("2K", c);
+    c.spread = SPREAD_RANDOM;
+    c.routing = ROUTING_ONE_RANK;
+    c.target = 1;
+    run_with_stage("2K", c);
+}
+
+Test(dispatch_chunks, between_nodes, .timeout = 120) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    Case c = crowd;
+    c.ranks = 4;
+    run_with_stage("2K", c);
+}
+
+/* Summing this much in the oracle would take seconds; the other cases sum. */
+static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
+    const World *world = arg;
+    EpGroup *group = open_group(bootstrap, &world->c);
+    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
+    if (handle) {
+        Step step = {group, handle, world, bootstrap->rank};
+        step_prepare(&step);
+        step_dispatch(&step);
+    }
+    ep_group_destroy(group);
+}
+
+Test(dispatch_chunks, beyond_the_default_stage, .timeout = 120) {
+    Case c = {.ranks = 2, .experts = 4, .hidden = 4096, .max_tokens = 2500, .spread = SPREAD_FULL};
+    World *world = world_new(&c);
+    run_on_threads(2, dispatch_body, world);
+    world_free(world);
+}

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_GPU_ON_GPU_H
+#define TESTS_GPU_ON_GPU_H
+
+/**
+ * The same tests on the CUDA backend. This header goes in front of every test source (-include):
+ * memory comes from a pinned arena that GPUs can read and write (what does not is moved there for
+ * the call), each operation is followed by a synchronization, each rank takes a GPU of its own, and
+ * tests of more ranks than GPUs are skipped. So test bodies and oracle stay as they are.
+ */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <criterion/criterion.h>
+
+#include "ep/ep.h"
+
+void *gpu_allocate(size_t alignment, size_t bytes);
+void *gpu_allocate_zeroed(size_t count, size_t bytes);
+void gpu_release(void *memory);
+
+/** Use the GPU with this rank's number; and the CUDA backend where a test says host. */
+EpStatus gpu_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
+/** The operations, with tensors that GPUs cannot reach moved to the arena and back. */
+EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
+                     EpStream stream, const EpPlanTensors *out);
+EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                      const EpTensor *recv_topk_idx);
+EpStatus gpu_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+                     EpStream stream, const EpTensor *out);
+EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
+                               const EpTensor *grad_slot_weights, EpStream stream,
+                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights);
+EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+                              const EpTensor *slot_weights, const EpTensor *expert_out,
+                              EpStream stream, const EpTensor *grad_expert_out,
+                              const EpTensor *grad_slot_weights);
+int gpu_count(void);
+
+#define malloc(bytes) gpu_allocate(64, bytes)
+#define calloc(count, bytes) gpu_allocate_zeroed(count, bytes)
+#define aligned_alloc(alignment, bytes) gpu_allocate(alignment, bytes)
+#define free(memory) gpu_release(memory)
+
+#define ep_group_create gpu_group_create
+#define ep_prepare gpu_prepare
+#define ep_dispatch gpu_dispatch
+#define ep_combine gpu_combine
+#define ep_dispatch_backward gpu_dispatch_backward
+#define ep_combine_backward gpu_combine_backward
+
+#define GPU_NEEDS(ranks)                                                       \
+    do {                                                                       \
+        if ((ranks) > gpu_count())                                             \
+            cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
+    } while (0)
+
+#endif

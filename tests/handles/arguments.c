@@ -1,0 +1,217 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Wrong arguments of ep_prepare and of the calls that make handles. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/desk.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+static const Wrong wrong_tensors[] = {
+    {OP_PREPARE, TOPK_IDX, SPOIL_ABSENT, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SIZE, 0, EP_ERR_STRUCT_SIZE, {"got 0"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SHAPE0, -9, EP_ERR_RANGE, {"-9"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SHAPE1, -2, EP_ERR_RANGE, {"-2"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SHAPE0, 10, EP_ERR_TOKENS, {"9", "got 10"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SHAPE1, 3, EP_ERR_TOP_K, {"2", "got 3"}},
+    {OP_PREPARE, TOPK_IDX, SPOIL_SHAPE1, 0, EP_ERR_TOP_K, {"got 0"}},
+    {OP_PREPARE, NUM_TOKENS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, NUM_TOKENS, SPOIL_TYPE, EP_TYPE_UINT8, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, NUM_TOKENS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"1", "got 2"}},
+    {OP_PREPARE, NUM_TOKENS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"1", "2"}},
+    {OP_PREPARE, EXPERT_COUNTS, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, EXPERT_COUNTS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"4", "3"}},
+    {OP_PREPARE, EXPERT_PADDED, SPOIL_NDIM, 2, EP_ERR_NDIM, {"1", "got 2"}},
+    {OP_PREPARE, EXPERT_PADDED, SPOIL_SIZE, 1, EP_ERR_STRUCT_SIZE, {"got 1"}},
+    {OP_PREPARE, EXPERT_OFFSETS, SPOIL_SHAPE0, 4, EP_ERR_SHAPE, {"5", "4"}},
+    {OP_PREPARE, EXPERT_OFFSETS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
+};
+
+SoloTest(handles_arguments, wrong_tensors) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    desk_check_wrong(&desk, wrong_tensors, LENGTH(wrong_tensors));
+    desk_close(&desk);
+}
+
+/* A refused prepare leaves the plan of the step before. */
+SoloTest(handles_arguments, refused_prepare_keeps_the_plan) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    step_prepare(&desk.step);
+    desk.tensor[TOPK_IDX].shape[0] = 10;
+    CHECK_STATUS(desk_call(&desk, OP_PREPARE), EP_ERR_TOKENS);
+    step_move(&desk.step);
+    desk_close(&desk);
+}
+
+SoloTest(handles_arguments, number_of_tokens_out_of_range) {
+    static const int32_t wrong[] = {-1, 10, INT32_MIN};
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    for (int i = 0; i < LENGTH(wrong); i++) {
+        *(int32_t *)desk.tensor[NUM_TOKENS].data = wrong[i];
+        CHECK_REFUSED(desk_call(&desk, OP_PREPARE), EP_ERR_RANGE, "num_tokens", "9");
+        desk_check_untouched(&desk);
+    }
+    *(int32_t *)desk.tensor[NUM_TOKENS].data = 9;
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_close(&desk);
+}
+
+SoloTest(handles_arguments, plan_of_unknown_size) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    static const size_t sizes[] = {0, 3, 100000};
+    for (int i = 0; i < LENGTH(sizes); i++) {
+        plan.struct_size = sizes[i];
+        CHECK_REFUSED(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, &plan),
+                      EP_ERR_STRUCT_SIZE, "out");
+    }
+    CHECK_OK(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, NULL));
+    desk_close(&desk);
+}
+
+SoloTest(handles_arguments, no_handle) {
+    EpTensor tensor = ep_tensor_2d(NULL, EP_TYPE_INT32, 0, 2);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_REFUSED(ep_prepare(NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_dispatch(NULL, &tensor, NULL, NULL, NULL, &tensor, NULL, NULL, NULL),
+                  EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_combine(NULL, &tensor, NULL, NULL, &tensor), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_dispatch_backward(NULL, &tensor, NULL, NULL, &tensor, NULL), EP_ERR_NULL,
+                  "handle");
+    CHECK_REFUSED(ep_combine_backward(NULL, &tensor, NULL, NULL, NULL, &tensor, NULL), EP_ERR_NULL,
+                  "handle");
+    CHECK_REFUSED(ep_handle_info(NULL, &info), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_handle_bind(NULL, &info, 1), EP_ERR_NULL, "handle");
+}
+
+/* Fields of EpHandleConfig, one spoilt at a time. */
+typedef struct WrongConfig {
+    EpHandleConfig config;
+    EpStatus status;
+    const char *field, *got;
+} WrongConfig;
+
+#define CONFIG(...)                                                                \
+    {                                                                              \
+        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,   \
+        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT, \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, __VA_ARGS__         \
+    }
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init"
+static const WrongConfig wrong_configs[] = {
+    {CONFIG(.struct_size = 0), EP_ERR_STRUCT_SIZE, "config", "0"},
+    {CONFIG(.struct_size = 9999), EP_ERR_STRUCT_SIZE, "config", "9999"},
+    {CONFIG(.layout = 0), EP_ERR_RANGE, "layout", "0"},
+    {CONFIG(.layout = 4), EP_ERR_RANGE, "layout", "4"},
+    {CONFIG(.top_k = 0), EP_ERR_TOP_K, "top_k", "0"},
+    {CONFIG(.top_k = 3), EP_ERR_TOP_K, "top_k", "3"},
+    {CONFIG(.alignment = 0), EP_ERR_ALIGNMENT, "alignment", "0"},
+    {CONFIG(.alignment = 12), EP_ERR_ALIGNMENT, "alignment", "12"},
+    {CONFIG(.alignment = -4), EP_ERR_ALIGNMENT, "alignment", "-4"},
+    {CONFIG(.max_recv_rows = -2), EP_ERR_RANGE, "max_recv_rows", "-2"},
+    {CONFIG(.overflow = 0), EP_ERR_RANGE, "overflow", "0"},
+    {CONFIG(.overflow = 3), EP_ERR_RANGE, "overflow", "3"},
+    {CONFIG(.zero_tail = 2), EP_ERR_RANGE, "zero_tail", "2"},
+    {CONFIG(.layout = EP_LAYOUT_BATCHED), EP_ERR_RANGE, "rows_per_expert", ""},
+    {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = 0), EP_ERR_RANGE, "rows_per_expert",
+     "0"},
+    {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = -5), EP_ERR_RANGE, "rows_per_expert",
+     "-5"},
+    {CONFIG(.rows_per_expert = 8), EP_ERR_RANGE, "rows_per_expert", "8"},
+};
+#pragma GCC diagnostic pop
+
+SoloTest(handles_arguments, wrong_configs) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    for (int i = 0; i < LENGTH(wrong_configs); i++) {
+        const WrongConfig *wrong = &wrong_configs[i];
+        EpHandle *handle = NULL;
+        size_t bytes = 123;
+        check_note("config %d: %s", i, wrong->field);
+        CHECK_REFUSED(ep_handle_create(desk.group, &wrong->config, NULL, 0, &handle), wrong->status,
+                      "ep_handle_create", wrong->field, wrong->got);
+        CHECK_REFUSED(ep_handle_memory(desk.group, &wrong->config, &bytes), wrong->status,
+                      "ep_handle_memory", wrong->field, wrong->got);
+        CHECK(handle == NULL && bytes == 123, "outputs were written");
+    }
+    desk_close(&desk);
+}
+
+SoloTest(handles_arguments, no_group_or_no_output) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    EpHandle *handle = NULL;
+    size_t bytes = 123;
+    CHECK_REFUSED(ep_handle_create(NULL, NULL, NULL, 0, &handle), EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_handle_create(desk.group, NULL, NULL, 0, NULL), EP_ERR_NULL, "out");
+    CHECK_REFUSED(ep_handle_memory(NULL, NULL, &bytes), EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_handle_memory(desk.group, NULL, NULL), EP_ERR_NULL, "bytes");
+    CHECK(handle == NULL && bytes == 123, "outputs were written");
+    desk_close(&desk);
+}
+
+SoloTest(handles_arguments, info_of_unknown_size) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    step_prepare(&desk.step);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    info.struct_size = 0;
+    CHECK_REFUSED(ep_handle_info(desk.handle, &info), EP_ERR_STRUCT_SIZE, "out");
+    CHECK(info.recv_rows == 0 && info.expert_counts == NULL, "outputs were written");
+    CHECK_REFUSED(ep_handle_info(desk.handle, NULL), EP_ERR_NULL, "out");
+    desk_close(&desk);
+}
+
+/* A handle's K: every step brings that many. */
+SoloTest(handles_arguments, other_k_than_the_handle) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    desk.tensor[TOPK_IDX].shape[1] = 1;
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    config.top_k = 2;
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
+    CHECK_REFUSED(ep_prepare(handle, desk.arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
+                  "topk_idx", "2", "got 1");
+    desk_close(&desk);
+}
+
+/* 64-bit indices are compared whole: 2^32 + 1 is not expert 1. */
+SoloTest(handles_arguments, index_beyond_32_bits) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    int64_t index[2] = {(INT64_C(1) << 32) + 1, 3};
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT64, 1, 2);
+    CHECK_OK(ep_prepare(desk.handle, &topk_idx, NULL, NULL, NULL));
+    EpFinding found = EP_FINDING_INIT;
+    CHECK_REFUSED(ep_group_status(desk.group, &found), EP_ERR_ROUTING, "token 0", "k 0",
+                  "4294967297");
+    CHECK(found.seen == index[0] && found.count == 1, "%lld", (long long)found.seen);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_handle_info(desk.handle, &info));
+    CHECK(info.expert_counts[1] == 0 && info.expert_counts[3] == 1, "%d, %d", info.expert_counts[1],
+          info.expert_counts[3]);
+    CHECK_OK(ep_group_status(desk.group, &found));
+    CHECK(found.status == EP_OK, "%d", (int)found.status);
+    desk_close(&desk);
+}

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/check.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static _Thread_local char failure[2048];
+static _Thread_local char note[800];
+
+bool check_that(bool ok, const char *file, int line, const char *what, const char *format, ...) {
+    if (ok || failure[0]) return ok;
+    int used = snprintf(failure, sizeof(failure), "%s:%d: %.300s: ", file, line, what);
+    va_list arguments;
+    va_start(arguments, format);
+    used += vsnprintf(failure + used, sizeof(failure) - (size_t)used, format, arguments);
+    va_end(arguments);
+    if (note[0] && used < (int)sizeof(failure))
+        snprintf(failure + used, sizeof(failure) - (size_t)used, "\n  %s", note);
+    return false;
+}
+
+bool check_status(EpStatus got, EpStatus expected, const char *file, int line, const char *call) {
+    const char *sentence = got == EP_OK ? "" : ep_last_error();
+    return check_that(got == expected, file, line, call, "status %d instead of %d: %s", (int)got,
+                      (int)expected, sentence);
+}
+
+bool check_refused(EpStatus got, EpStatus expected, const char *const *parts, const char *file,
+                   int line, const char *call) {
+    if (!check_status(got, expected, file, line, call)) return false;
+    for (; *parts; parts++) {
+        bool found = strstr(ep_last_error(), *parts) != NULL;
+        if (!check_that(found, file, line, call, "no '%s' in: %s", *parts, ep_last_error()))
+            return false;
+    }
+    return true;
+}
+
+void check_note(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(note, sizeof(note), format, arguments);
+    va_end(arguments);
+}
+
+const char *check_failure(void) {
+    return failure;
+}
+
+void check_clear(void) {
+    failure[0] = 0;
+}
+
+void check_assert(void) {
+    cr_assert(failure[0] == 0, "%s", failure);
+}

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_HARNESS_CHECK_H
+#define TESTS_HARNESS_CHECK_H
+
+/**
+ * Checks that any thread may make. Criterion's own assertions unwind the test and are safe on its
+ * main thread alone; these keep the thread's first failure and go on. run_on_threads, RankedTest
+ * and SoloTest turn what was kept into an assertion.
+ */
+
+#include <stdbool.h>
+
+#include <criterion/criterion.h>
+
+#include "ep/ep.h"
+
+/** Keep a failure of this thread, if it is the first, unless `ok`; returns `ok`. */
+__attribute__((format(printf, 5, 6))) bool check_that(bool ok, const char *file, int line,
+                                                      const char *what, const char *format, ...);
+
+bool check_status(EpStatus got, EpStatus expected, const char *file, int line, const char *call);
+
+/** As check_status, and the sentence of the failed call has every one of `parts` (NULL ends). */
+bool check_refused(EpStatus got, EpStatus expected, const char *const *parts, const char *file,
+                   int line, const char *call);
+
+/** What this thread is about to try: goes with its first failure from now on. */
+__attribute__((format(printf, 1, 2))) void check_note(const char *format, ...);
+
+/** What failed first on this thread, or "". */
+const char *check_failure(void);
+void check_clear(void);
+
+/** Assert, on Criterion's thread, that nothing failed on it. */
+void check_assert(void);
+
+#define CHECK(condition, ...) check_that((condition), __FILE__, __LINE__, #condition, __VA_ARGS__)
+#define CHECK_OK(call) check_status((call), EP_OK, __FILE__, __LINE__, #call)
+#define CHECK_STATUS(call, expected) check_status((call), (expected), __FILE__, __LINE__, #call)
+
+/** The call is refused with a status and a sentence that has all the given parts. */
+#define CHECK_REFUSED(call, expected, ...)                                                \
+    check_refused((call), (expected), (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
+                  __LINE__, #call)
+
+/** Leave the (void) function when a check fails: what follows could not run. */
+#define REQUIRE(condition, ...)                     \
+    do {                                            \
+        if (!CHECK(condition, __VA_ARGS__)) return; \
+    } while (0)
+#define REQUIRE_OK(call)             \
+    do {                             \
+        if (!CHECK_OK(call)) return; \
+    } while (0)
+
+/** A test of no ranks at all, with checks instead of assertions. */
+#define SoloTest(suite, name)                \
+    static void suite##_##name##_body(void); \
+    Test(suite, name, .timeout = 120) {      \
+        suite##_##name##_body();             \
+        check_assert();                      \
+    }                                        \
+    static void suite##_##name##_body(void)
+
+/** On GPUs (tests/gpu/on_gpu.h): skip a test of more ranks than there are. */
+#ifndef GPU_NEEDS
+#define GPU_NEEDS(ranks) (void)(ranks)
+#endif
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TESTS_SANITIZED 1
+#else
+#define TESTS_SANITIZED 0
+#endif
+
+#endif

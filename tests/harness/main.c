@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/forks.h"
+
+#include <criterion/criterion.h>
+#include <criterion/options.h>
+
+#ifdef __SANITIZE_THREAD__
+
+int main(int argc, char **argv) {
+    return forks_main(argc, argv);
+}
+
+#else
+
+/* As Criterion's own, but one test at a time: each brings many ranks. -j overrides it. */
+int main(int argc, char **argv) {
+    struct criterion_test_set *tests = criterion_initialize();
+    criterion_options.jobs = 1;
+    int result = 0;
+    if (criterion_handle_args(argc, argv, true)) result = !criterion_run_all_tests(tests);
+    criterion_finalize(tests);
+    return result;
+}
+
+#endif

@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_HARNESS_RANKED_H
+#define TESTS_HARNESS_RANKED_H
+
+/**
+ * Tests whose ranks are MPI processes.
+ *
+ * Criterion runs every test in a process of its own, and a process may enter MPI once. So a ranked
+ * test, when it runs, starts mpirun on its own binary with a filter that selects just this test;
+ * the copies find themselves under mpirun and play the ranks.
+ */
+
+#include "tests/harness/check.h"
+
+/** What one rank does. */
+typedef void (*RankedBody)(const EpBootstrap *bootstrap);
+
+/** Start mpirun on this test, or, under mpirun already, run the body. */
+void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
+
+/** Name the suite mpi_...; it is skipped in sanitizer builds, which MPI itself does not survive. */
+#define RankedTest(suite, name, ranks, seconds)                              \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
+    Test(suite, name, .timeout = (seconds) + 10) {                           \
+        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body); \
+    }                                                                        \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap)
+
+#endif

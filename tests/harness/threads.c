@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/threads.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct RankThread {
+    pthread_t thread;
+    EpBootstrap bootstrap;
+    RankBody body;
+    void *arg;
+    char failure[2048];
+} RankThread;
+
+static void *rank_main(void *context) {
+    RankThread *rank = context;
+    rank->body(&rank->bootstrap, rank->arg);
+    snprintf(rank->failure, sizeof(rank->failure), "%s", check_failure());
+    return NULL;
+}
+
+/* Frees the threads first: an assertion does not return. */
+static void assert_no_failure(RankThread *threads, int ranks) {
+    char text[8192] = "";
+    for (int r = 0; r < ranks; r++) {
+        size_t used = strlen(text);
+        if (threads[r].failure[0] == 0 || used > 6000) continue;
+        snprintf(text + used, sizeof(text) - used, "\nrank %d: %.1200s", r, threads[r].failure);
+    }
+    free(threads);
+    cr_assert(text[0] == 0, "%s", text);
+}
+
+static RankThread *threads_new(int ranks, RankBody body, void *arg) {
+    EpBootstrap *bootstraps = calloc((size_t)ranks, sizeof(*bootstraps));
+    cr_assert(ep_bootstrap_local(ranks, bootstraps) == EP_OK, "%s", ep_last_error());
+    RankThread *threads = calloc((size_t)ranks, sizeof(*threads));
+    for (int r = 0; r < ranks; r++) {
+        threads[r].bootstrap = bootstraps[r];
+        threads[r].body = body;
+        threads[r].arg = arg;
+    }
+    free(bootstraps);
+    return threads;
+}
+
+void run_on_threads(int ranks, RankBody body, void *arg) {
+    GPU_NEEDS(ranks);
+    RankThread *threads = threads_new(ranks, body, arg);
+    for (int r = 0; r < ranks; r++) {
+        int error = pthread_create(&threads[r].thread, NULL, rank_main, &threads[r]);
+        cr_assert(error == 0, "pthread_create: %s", strerror(error));
+    }
+    for (int r = 0; r < ranks; r++)
+        pthread_join(threads[r].thread, NULL);
+    for (int r = 0; r < ranks; r++)
+        ep_bootstrap_destroy(&threads[r].bootstrap);
+    assert_no_failure(threads, ranks);
+}

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_HARNESS_THREADS_H
+#define TESTS_HARNESS_THREADS_H
+
+/**
+ * Ranks as threads of the test's process, over ep_bootstrap_local.
+ */
+
+#include "tests/harness/check.h"
+
+/** What one rank does. `arg` is shared by all ranks. */
+typedef void (*RankBody)(const EpBootstrap *bootstrap, void *arg);
+
+/** Run `body` on `ranks` threads and assert that no rank's check failed. */
+void run_on_threads(int ranks, RankBody body, void *arg);
+
+/** A test whose body runs once on each of `ranks` threads. */
+#define ThreadTest(suite, name, ranks)                                          \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg); \
+    Test(suite, name, .timeout = 120) {                                         \
+        run_on_threads(ranks, suite##_##name##_body, NULL);                     \
+    }                                                                           \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap,             \
+                                      __attribute__((unused)) void *arg)
+
+#endif

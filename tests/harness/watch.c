@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/watch.h"
+
+#include "tests/harness/check.h"
+
+static _Thread_local Watch watch;
+
+Watch watch_now(void) {
+    return watch;
+}
+
+#if !TESTS_SANITIZED
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* glibc's own, under the names that it keeps for replacements like these. */
+void *__libc_malloc(size_t bytes);
+void *__libc_calloc(size_t n, size_t bytes);
+void *__libc_realloc(void *memory, size_t bytes);
+void *__libc_memalign(size_t alignment, size_t bytes);
+
+void *malloc(size_t bytes) {
+    watch.allocations++;
+    return __libc_malloc(bytes);
+}
+
+void *calloc(size_t n, size_t bytes) {
+    watch.allocations++;
+    return __libc_calloc(n, bytes);
+}
+
+void *realloc(void *memory, size_t bytes) {
+    watch.allocations++;
+    return __libc_realloc(memory, bytes);
+}
+
+void *aligned_alloc(size_t alignment, size_t bytes) {
+    watch.allocations++;
+    return __libc_memalign(alignment, bytes);
+}
+
+int posix_memalign(void **out, size_t alignment, size_t bytes) {
+    watch.allocations++;
+    *out = __libc_memalign(alignment, bytes);
+    return *out ? 0 : ENOMEM;
+}
+
+extern char **environ;
+
+char *getenv(const char *name) {
+    size_t length = strlen(name);
+    watch.look_ups++;
+    for (char **entry = environ; entry && *entry; entry++)
+        if (strncmp(*entry, name, length) == 0 && (*entry)[length] == '=')
+            return *entry + length + 1;
+    return NULL;
+}
+
+char *secure_getenv(const char *name) {
+    return getenv(name);
+}
+
+#endif

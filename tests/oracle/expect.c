@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/oracle/expect.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "tests/oracle/number.h"
+
+static int written(const World *world, const Row *row) {
+    return row->kind != ROW_TAIL || world->c.zero_tail;
+}
+
+static void set_index(const World *world, Image *image, int64_t i, int64_t expert) {
+    int32_t narrow = (int32_t)expert;
+    if (world->c.index_type == EP_TYPE_INT64)
+        memcpy(image->data + i * 8, &expert, 8);
+    else
+        memcpy(image->data + i * 4, &narrow, 4);
+}
+
+/* The weight and the local expert that a FLAT row shows for k. */
+static void expect_flat_entry(const World *world, int rank, int64_t row, int k, ExpectedRows *out) {
+    const RankWorld *me = &world->rank[rank];
+    const Row *what = &me->row[row];
+    float *weight = (float *)(void *)out->weights.data + row * world->c.top_k + k;
+    int64_t cell = row * world->c.top_k + k;
+    *weight = 0;
+    set_index(world, &out->index, cell, -1);
+    if (what->kind != ROW_FILLED || !world_live(world, what->source, what->token, k)) return;
+    const RankWorld *from = &world->rank[what->source];
+    int64_t entry = (int64_t)what->token * world->c.top_k + k;
+    if (world_owner(&world->c, from->index[entry]) != rank) return;
+    *weight = from->weight[entry];
+    set_index(world, &out->index, cell, from->index[entry] - me->first_expert);
+}
+
+static void expect_weights(const World *world, int rank, int64_t row, ExpectedRows *out) {
+    const Row *what = &world->rank[rank].row[row];
+    if (world->c.layout == EP_LAYOUT_FLAT) {
+        for (int k = 0; k < world->c.top_k; k++)
+            expect_flat_entry(world, rank, row, k, out);
+        return;
+    }
+    float weight = 0;
+    if (what->kind == ROW_FILLED)
+        weight = world->rank[what->source].weight[(int64_t)what->token * world->c.top_k + what->k];
+    memcpy(out->weights.data + row * 4, &weight, 4);
+}
+
+static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
+                       const uint8_t *source) {
+    uint8_t *to = image->data + (size_t)row * bytes;
+    if (what->kind == ROW_FILLED)
+        memcpy(to, source + (size_t)what->token * bytes, bytes);
+    else
+        memset(to, 0, bytes);
+}
+
+void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
+    const RankWorld *me = &world->rank[rank];
+    for (int64_t row = 0; row < me->buffer_rows; row++) {
+        const Row *what = &me->row[row];
+        const RankWorld *from = &world->rank[what->source];
+        if (!written(world, what)) continue;
+        expect_row(&out->tokens, row, case_row_bytes(&world->c), what, from->token);
+        expect_row(&out->scales, row, (size_t)world->c.scale_bytes, what, from->scale);
+        expect_weights(world, rank, row, out);
+    }
+}
+
+/* A token's terms on one rank, in ascending k. In FLAT one row is one term, however many k. */
+typedef struct Terms {
+    int count;
+    int64_t row[EP_MAX_TOP_K];
+} Terms;
+
+static Terms terms_of(const World *world, int rank, int token, int peer) {
+    Terms terms = {0, {0}};
+    for (int k = 0; k < world->c.top_k; k++) {
+        Place place = world->rank[rank].place[(int64_t)token * world->c.top_k + k];
+        if (place.row < 0 || place.rank != peer) continue;
+        if (world->c.layout == EP_LAYOUT_FLAT && terms.count) continue;
+        terms.row[terms.count++] = place.row;
+    }
+    return terms;
+}
+
+static float partial_sum(const World *world, int peer, const Terms *terms, int h, int weighted) {
+    const RankWorld *there = &world->rank[peer];
+    float sum = 0;
+    for (int i = 0; i < terms->count; i++) {
+        int64_t element = terms->row[i] * world->c.hidden + h;
+        float x = number_get(there->expert_out, world->c.sum_type, element);
+        sum = weighted ? fmaf(there->slot_weight[terms->row[i]], x, sum) : sum + x;
+    }
+    return sum;
+}
+
+static void expect_sums(const World *world, int rank, int weighted, Image *out) {
+    const Case *c = &world->c;
+    memset(out->data, 0, out->bytes);
+    for (int t = 0; t < world->rank[rank].tokens; t++) {
+        float total[4096] = {0};
+        for (int peer = 0; peer < c->ranks; peer++) {
+            Terms terms = terms_of(world, rank, t, peer);
+            for (int h = 0; terms.count && h < c->hidden; h++) {
+                float sum = partial_sum(world, peer, &terms, h, weighted);
+                total[h] += peer == rank ? sum : number_round(c->sum_type, sum);
+            }
+        }
+        for (int h = 0; h < c->hidden; h++)
+            number_set(out->data, c->sum_type, (int64_t)t * c->hidden + h, total[h]);
+    }
+}
+
+void expect_combine(const World *world, int rank, Image *out) {
+    expect_sums(world, rank, world->c.weighted, out);
+}
+
+void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image *weights) {
+    const RankWorld *me = &world->rank[rank];
+    expect_sums(world, rank, 0, tokens);
+    int per_row = world_row_weights(&world->c);
+    for (int64_t i = 0; i < (int64_t)me->rows * world->c.top_k; i++) {
+        Place place = me->place[i];
+        int64_t k = per_row > 1 ? i % world->c.top_k : 0;
+        float gradient = 0;
+        if (place.row >= 0)
+            gradient = world->rank[place.rank].grad_slot_weight[place.row * per_row + k];
+        memcpy(weights->data + i * 4, &gradient, 4);
+    }
+}
+
+void expect_combine_backward(const World *world, int rank, Image *rows) {
+    const Case *c = &world->c;
+    const RankWorld *me = &world->rank[rank];
+    for (int64_t row = 0; row < me->buffer_rows; row++) {
+        const Row *what = &me->row[row];
+        if (written(world, what))
+            memset(rows->data + (size_t)row * case_sum_bytes(c), 0, case_sum_bytes(c));
+        if (what->kind != ROW_FILLED) continue;
+        for (int h = 0; h < c->hidden; h++) {
+            int64_t element = (int64_t)what->token * c->hidden + h;
+            float g = number_get(world->rank[what->source].grad_out, c->sum_type, element);
+            float value = c->weighted ? me->slot_weight[row] * g : g;
+            number_set(rows->data, c->sum_type, row * c->hidden + h, value);
+        }
+    }
+}
+
+double expect_slot_gradient(const World *world, int rank, int64_t row, double *magnitude) {
+    const Case *c = &world->c;
+    const RankWorld *me = &world->rank[rank];
+    const Row *what = &me->row[row];
+    double sum = 0;
+    *magnitude = 0;
+    for (int h = 0; what->kind == ROW_FILLED && h < c->hidden; h++) {
+        int64_t element = (int64_t)what->token * c->hidden + h;
+        double g = number_get(world->rank[what->source].grad_out, c->sum_type, element);
+        double x = number_get(me->expert_out, c->sum_type, row * c->hidden + h);
+        sum += x * g;
+        *magnitude += fabs(x * g);
+    }
+    return sum;
+}

@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/oracle/world.h"
+
+#include <stdlib.h>
+
+#include "tests/oracle/inputs.h"
+
+/* Deal the experts out like cards held in blocks: walk the ranks, each taking its share. */
+int world_owner(const Case *c, int64_t expert) {
+    int64_t left = c->experts, end = 0;
+    for (int rank = 0; rank < c->ranks; rank++) {
+        int64_t ranks_left = c->ranks - rank;
+        int64_t share = (left + ranks_left - 1) / ranks_left;
+        left -= share;
+        end += share;
+        if (expert < end) return rank;
+    }
+    abort();
+}
+
+int world_live(const World *world, int rank, int token, int k) {
+    const RankWorld *me = &world->rank[rank];
+    int64_t expert = me->index[(int64_t)token * world->c.top_k + k];
+    return token < me->tokens && expert >= 0 && expert < world->c.experts;
+}
+
+int world_row_weights(const Case *c) {
+    return c->layout == EP_LAYOUT_FLAT ? c->top_k : 1;
+}
+
+static void find_experts(World *world, int rank) {
+    RankWorld *me = &world->rank[rank];
+    me->first_expert = -1;
+    for (int e = 0; e < world->c.experts; e++) {
+        if (world_owner(&world->c, e) != rank) continue;
+        if (me->first_expert < 0) me->first_expert = e;
+        me->num_experts++;
+    }
+}
+
+/* Walk the receiving rank's slots in order; `visit` learns of each live entry of an expert. */
+typedef void (*Visit)(World *world, int rank, int local_expert, int source, int token, int k,
+                      void *context);
+
+static void walk_expert(World *world, int rank, int local, Visit visit, void *context) {
+    int64_t expert = world->rank[rank].first_expert + local;
+    for (int source = 0; source < world->c.ranks; source++) {
+        const RankWorld *from = &world->rank[source];
+        for (int t = 0; t < from->tokens; t++)
+            for (int k = 0; k < world->c.top_k; k++)
+                if (from->index[(int64_t)t * world->c.top_k + k] == expert)
+                    visit(world, rank, local, source, t, k, context);
+    }
+}
+
+/* Rows of one slab as they are handed out: [next, end), those from `limit` on are lost. */
+typedef struct Slab {
+    int64_t next, limit;
+} Slab;
+
+static void place_slot(World *world, int rank, int local, int source, int token, int k,
+                       void *context) {
+    Slab *slab = context;
+    RankWorld *me = &world->rank[rank];
+    int64_t row = slab->next++;
+    if (row >= slab->limit) {
+        me->dropped++;
+        return;
+    }
+    me->count[local]++;
+    me->row[row] = (Row){ROW_FILLED, source, token, k};
+    world->rank[source].place[(int64_t)token * world->c.top_k + k] = (Place){rank, row};
+}
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t pad(int64_t rows, int64_t alignment) {
+    while (rows % alignment)
+        rows++;
+    return rows;
+}
+
+static void mark_padding(RankWorld *me, int64_t from, int64_t to) {
+    for (int64_t row = from; row < to; row++)
+        me->row[row].kind = ROW_PADDING;
+}
+
+static void plan_expert_major(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    int64_t limit = c->capacity ? c->capacity : INT64_MAX, start = 0;
+    for (int e = 0; e < me->num_experts; e++) {
+        Slab slab = {start, limit};
+        walk_expert(world, rank, e, place_slot, &slab);
+        int64_t end = start + pad(slab.next - start, c->alignment);
+        mark_padding(me, slab.next, least(end, limit));
+        me->offset[e] = least(start, limit);
+        me->padded[e] = least(end, limit) - me->offset[e];
+        start = end;
+    }
+    me->offset[me->num_experts] = least(start, limit);
+    me->needed_rows = start;
+    me->recv_rows = least(start, limit);
+}
+
+static void plan_batched(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    for (int e = 0; e < me->num_experts; e++) {
+        int64_t start = e * c->rows_per_expert, end = start + c->rows_per_expert;
+        Slab slab = {start, end};
+        walk_expert(world, rank, e, place_slot, &slab);
+        int64_t needed = pad(slab.next - start, c->alignment);
+        int64_t padded = least(pad(me->count[e], c->alignment), c->rows_per_expert);
+        mark_padding(me, start + me->count[e], start + padded);
+        me->offset[e] = start;
+        me->padded[e] = padded;
+        if (needed > me->needed_rows) me->needed_rows = needed;
+    }
+    me->recv_rows = me->num_experts * c->rows_per_expert;
+    me->offset[me->num_experts] = me->recv_rows;
+}
+
+/* A token's row on a rank holds all its entries there; returns whether there is one. */
+static int place_flat_row(World *world, int rank, int source, int token, int64_t row) {
+    RankWorld *me = &world->rank[rank];
+    int64_t limit = world->c.capacity ? world->c.capacity : INT64_MAX;
+    int entries = 0;
+    for (int k = 0; k < world->c.top_k; k++) {
+        int64_t i = (int64_t)token * world->c.top_k + k, expert = world->rank[source].index[i];
+        if (!world_live(world, source, token, k) || world_owner(&world->c, expert) != rank)
+            continue;
+        entries++;
+        if (row >= limit) continue;
+        me->count[expert - me->first_expert]++;
+        me->row[row] = (Row){ROW_FILLED, source, token, -1};
+        world->rank[source].place[i] = (Place){rank, row};
+    }
+    if (entries && row >= limit) me->dropped++;
+    return entries > 0;
+}
+
+static void plan_flat(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    for (int source = 0; source < c->ranks; source++)
+        for (int t = 0; t < world->rank[source].tokens; t++)
+            me->needed_rows += place_flat_row(world, rank, source, t, me->needed_rows);
+    me->recv_rows = c->capacity ? least(me->needed_rows, c->capacity) : me->needed_rows;
+    for (int e = 0; e < me->num_experts; e++) {
+        me->padded[e] = me->count[e];
+        me->offset[e + 1] = me->offset[e] + me->count[e];
+    }
+}
+
+static void plan_rank(World *world, int rank) {
+    if (world->c.layout == EP_LAYOUT_EXPERT_MAJOR) plan_expert_major(world, rank);
+    if (world->c.layout == EP_LAYOUT_BATCHED) plan_batched(world, rank);
+    if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
+}
+
+/* More rows than any plan can touch. */
+static int64_t most_rows(const World *world, const RankWorld *me) {
+    const Case *c = &world->c;
+    if (c->layout == EP_LAYOUT_BATCHED) return me->num_experts * c->rows_per_expert;
+    int64_t entries = 0;
+    for (int r = 0; r < c->ranks; r++)
+        entries += (int64_t)world->rank[r].rows * c->top_k;
+    return entries + (int64_t)me->num_experts * c->alignment + c->capacity;
+}
+
+static int64_t buffer_rows(const World *world, const RankWorld *me) {
+    const Case *c = &world->c;
+    if (c->layout == EP_LAYOUT_BATCHED) return me->recv_rows;
+    return (c->capacity ? c->capacity : me->recv_rows) + c->spare_rows;
+}
+
+static void plan_allocate(World *world, int rank) {
+    RankWorld *me = &world->rank[rank];
+    size_t experts = (size_t)me->num_experts + 1;
+    size_t entries = (size_t)me->rows * (size_t)world->c.top_k + 1;
+    me->count = calloc(experts, sizeof(int64_t));
+    me->padded = calloc(experts, sizeof(int64_t));
+    me->offset = calloc(experts, sizeof(int64_t));
+    int64_t rows = most_rows(world, me) + world->c.spare_rows;
+    me->row = calloc((size_t)rows + 1, sizeof(Row));
+    me->place = calloc(entries, sizeof(Place));
+    for (size_t i = 0; i < entries; i++)
+        me->place[i].row = -1;
+}
+
+World *world_new(const Case *c) {
+    World *world = calloc(1, sizeof(*world));
+    world->c = case_complete(*c);
+    world->rank = calloc((size_t)world->c.ranks, sizeof(*world->rank));
+    for (int r = 0; r < world->c.ranks; r++)
+        find_experts(world, r);
+    for (int r = 0; r < world->c.ranks; r++)
+        inputs_make_tokens(world, r);
+    for (int r = 0; r < world->c.ranks; r++)
+        plan_allocate(world, r);
+    for (int r = 0; r < world->c.ranks; r++)
+        plan_rank(world, r);
+    for (int r = 0; r < world->c.ranks; r++) {
+        world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
+        inputs_make_rows(world, r);
+    }
+    return world;
+}
+
+void world_free(World *world) {
+    for (int r = 0; r < world->c.ranks; r++) {
+        RankWorld *me = &world->rank[r];
+        void *owned[] = {me->index,           me->token,    me->scale,      me->weight,
+                         me->count,           me->padded,   me->offset,     me->row,
+                         me->place,           me->grad_out, me->expert_out, me->slot_weight,
+                         me->grad_slot_weight};
+        for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
+            free(owned[i]);
+    }
+    free(world->rank);
+    free(world);
+}

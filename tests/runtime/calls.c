@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* After create the operations ask nothing of the system: no allocation, no look at the
+ * environment. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/run.h"
+#include "tests/harness/watch.h"
+
+enum { RANKS = 3, ROOM = 1 << 16 };
+
+/* Tensors for all five operations over plain memory: the checked steps allocate themselves. */
+typedef struct Calls {
+    const Step *step;
+    EpTensor topk_idx, tokens, weights, rows, slots, sums, entries;
+} Calls;
+
+static _Thread_local _Alignas(16) char rows_room[ROOM], sums_room[ROOM], slots_room[ROOM],
+    entries_room[ROOM];
+
+static Calls calls_new(const Step *step) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = &step->world->rank[step->rank];
+    Calls calls = {.step = step, .tokens = step_tokens(step), .weights = step_weights(step)};
+    calls.topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, c->top_k);
+    calls.rows = step_rows(step, rows_room, c->row_type, c->hidden);
+    calls.slots = step_slot_weights(step);
+    calls.slots.data = slots_room;
+    calls.sums = step_grad_out(step);
+    calls.sums.data = sums_room;
+    calls.entries = ep_tensor_2d(entries_room, EP_TYPE_FP32, me->rows, c->top_k);
+    return calls;
+}
+
+static void call_all(const Calls *c) {
+    EpTensor grad = step_grad_out(c->step), out = step_expert_out(c->step);
+    EpTensor weights = step_slot_weights(c->step);
+    EpHandle *handle = c->step->handle;
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_prepare(handle, &c->topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_handle_info(handle, &info));
+    CHECK_OK(
+        ep_dispatch(handle, &c->tokens, &c->weights, NULL, NULL, &c->rows, &c->slots, NULL, NULL));
+    CHECK_OK(ep_combine(handle, &out, &weights, NULL, &c->sums));
+    CHECK_OK(ep_combine_backward(handle, &grad, &weights, &out, NULL, &c->rows, &c->slots));
+    CHECK_OK(ep_dispatch_backward(handle, &out, &weights, NULL, &c->sums, &c->entries));
+    CHECK_OK(ep_group_status(c->step->group, NULL));
+}
+
+static void check_calls(const EpBootstrap *bootstrap) {
+    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .max_tokens = 20, .seed = 5};
+    World *world = world_new(&c);
+    EpGroup *group = open_group(bootstrap, &world->c);
+    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
+    REQUIRE(handle, "no handle");
+    Step step = {group, handle, world, bootstrap->rank};
+    Calls calls = calls_new(&step);
+    Watch before = watch_now();
+    for (int i = 0; i < 3; i++)
+        call_all(&calls);
+    Watch after = watch_now();
+    CHECK(after.allocations == before.allocations, "%d allocations",
+          after.allocations - before.allocations);
+    CHECK(after.look_ups == before.look_ups, "%d look-ups", after.look_ups - before.look_ups);
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+ThreadTest(runtime_calls, nothing_is_asked_of_the_system, RANKS) {
+    if (TESTS_SANITIZED) return;
+    check_calls(bootstrap);
+}
+
+/* Many rounds are no different. */
+ThreadTest(runtime_calls, nor_in_many_rounds, RANKS) {
+    if (TESTS_SANITIZED) return;
+    if (bootstrap->rank == 0) setenv("EP_STAGE_BYTES", "1", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    check_calls(bootstrap);
+}
+
+/* The watch itself sees what there is to see. */
+SoloTest(runtime_calls, watch_counts) {
+    if (TESTS_SANITIZED) cr_skip_test("the watch is off in sanitizer builds");
+    Watch before = watch_now();
+    void *volatile memory = malloc(10);
+    free(memory);
+    const char *volatile value = getenv("PATH");
+    Watch after = watch_now();
+    CHECK(after.allocations == before.allocations + 1, "%d", after.allocations);
+    CHECK(after.look_ups == before.look_ups + 1 && value, "%d", after.look_ups);
+}

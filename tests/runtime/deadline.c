@@ -1,0 +1,259 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks that do not come, or come with something else: everyone else is told who and where, in
+ * time, and the group says the same from then on. */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "tests/cases/run.h"
+
+enum { RANKS = 3, ABSENT = 2 };
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Failed groups log a warning. */
+static void be_quiet(void) {
+    setenv("EP_LOG_FILE", "/dev/null", 1);
+}
+
+TestSuite(runtime_deadline, .init = be_quiet);
+
+/* A rank of a group whose waits end after 0.3 s. */
+typedef struct Hurried {
+    EpGroup *group;
+    EpHandle *handle;
+    World *world;
+    Step step;
+} Hurried;
+
+static Hurried hurried_open(const EpBootstrap *bootstrap, double seconds) {
+    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
+    Hurried h = {.world = world_new(&c)};
+    EpGroupConfig config = case_group_config(&h.world->c);
+    config.timeout_seconds = seconds;
+    CHECK_OK(ep_group_create(bootstrap, &config, &h.group));
+    h.handle = h.group ? open_handle(h.group, &h.world->c) : NULL;
+    h.step = (Step){h.group, h.handle, h.world, bootstrap->rank};
+    return h;
+}
+
+static void hurried_close(Hurried *h) {
+    double begin = now();
+    ep_group_destroy(h->group);
+    CHECK(now() - begin < 5, "destroying a failed group took %.1f s", now() - begin);
+    world_free(h->world);
+}
+
+static EpStatus call_prepare(const Step *step) {
+    const RankWorld *me = &step->world->rank[step->rank];
+    EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, step->world->c.top_k);
+    return ep_prepare(step->handle, &topk_idx, NULL, NULL, NULL);
+}
+
+/* Calls with outputs that live as long as the test: a failed operation may have begun to write. */
+static EpStatus call_dispatch(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor tokens = step_tokens(step);
+    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
+    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
+}
+
+static EpStatus call_combine(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
+    out.data = room;
+    return ep_combine(step->handle, &rows, NULL, NULL, &out);
+}
+
+static EpStatus call_combine_backward(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor grad = step_grad_out(step);
+    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
+    return ep_combine_backward(step->handle, &grad, NULL, NULL, NULL, &rows, NULL);
+}
+
+static EpStatus call_dispatch_backward(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
+    out.data = room;
+    return ep_dispatch_backward(step->handle, &rows, NULL, NULL, &out, NULL);
+}
+
+typedef EpStatus (*Call)(const Step *step);
+
+static const Call calls[] = {call_prepare, call_dispatch, call_combine, call_combine_backward,
+                             call_dispatch_backward};
+static const char *const phases[] = {"prepare", "dispatch", "combine", "combine backward",
+                                     "dispatch backward"};
+
+static void check_group_failed(const Step *step, EpStatus status) {
+    for (int i = 0; i < 5; i++)
+        CHECK_STATUS(calls[i](step), status);
+    CHECK_STATUS(ep_group_status(step->group, NULL), status);
+}
+
+static void check_timeout(const Step *step, int call) {
+    double begin = now();
+    CHECK_REFUSED(calls[call](step), EP_ERR_TIMEOUT, "rank 2", phases[call]);
+    CHECK(now() - begin > 0.25, "gave up after %.2f s", now() - begin);
+    CHECK(now() - begin < 5, "gave up after %.2f s", now() - begin);
+    EpFinding found = EP_FINDING_INIT;
+    CHECK_REFUSED(ep_group_status(step->group, &found), EP_ERR_TIMEOUT, "rank 2", phases[call]);
+    CHECK(found.status == EP_ERR_TIMEOUT && found.peer == ABSENT, "peer %d", (int)found.peer);
+    CHECK(found.rank == step->rank, "rank %d", (int)found.rank);
+    CHECK(strcmp(found.phase, phases[call]) == 0, "phase %s", found.phase);
+    check_group_failed(step, EP_ERR_TIMEOUT);
+}
+
+/* Ranks 0 and 1 make the call; rank 2 waits, outside libep, until they have given up. */
+static void absent_from(const EpBootstrap *bootstrap, int call) {
+    Hurried h = hurried_open(bootstrap, 0.3);
+    REQUIRE(h.handle, "no handle");
+    if (call > 0) CHECK_OK(call_prepare(&h.step));
+    if (bootstrap->rank != ABSENT) check_timeout(&h.step, call);
+    bootstrap->barrier(bootstrap->context, 60);
+    hurried_close(&h);
+}
+
+ThreadTest(runtime_deadline, absent_from_prepare, RANKS) {
+    absent_from(bootstrap, 0);
+}
+ThreadTest(runtime_deadline, absent_from_dispatch, RANKS) {
+    absent_from(bootstrap, 1);
+}
+ThreadTest(runtime_deadline, absent_from_combine, RANKS) {
+    absent_from(bootstrap, 2);
+}
+ThreadTest(runtime_deadline, absent_from_combine_backward, RANKS) {
+    absent_from(bootstrap, 3);
+}
+ThreadTest(runtime_deadline, absent_from_dispatch_backward, RANKS) {
+    absent_from(bootstrap, 4);
+}
+
+/* What the others left behind may be enough for the first call, but not for a second. */
+static void check_hears_of_failure(const Step *step) {
+    EpStatus status = call_prepare(step);
+    if (status == EP_OK) status = call_dispatch(step);
+    CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
+          status == EP_OK ? "" : ep_last_error());
+    check_group_failed(step, status);
+}
+
+/* Who arrives after the others gave up is told so, and does not wait for them in vain. */
+ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
+    Hurried h = hurried_open(bootstrap, 0.3);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank != ABSENT) CHECK_STATUS(call_prepare(&h.step), EP_ERR_TIMEOUT);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == ABSENT) check_hears_of_failure(&h.step);
+    hurried_close(&h);
+}
+
+/* EP_TIMEOUT is the deadline of a group that names none. */
+ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
+    if (bootstrap->rank == 0) setenv("EP_TIMEOUT", "0.3", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    Hurried h = hurried_open(bootstrap, EP_DEFAULT);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);
+    bootstrap->barrier(bootstrap->context, 60);
+    hurried_close(&h);
+}
+
+/* A slow rank within the deadline is only waited for. */
+ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
+    Hurried h = hurried_open(bootstrap, 30);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank == ABSENT) usleep(300000);
+    step_all(&h.step);
+    hurried_close(&h);
+}
+
+ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.timeout_seconds = 0.3;
+    if (bootstrap->rank == ABSENT) return;
+    double begin = now();
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_TIMEOUT, "rank 2");
+    CHECK(now() - begin < 5, "gave up after %.1f s", now() - begin);
+    CHECK(group == NULL, "a group was made");
+}
+
+/* A rank that destroys its group while others still call. */
+ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
+    Hurried h = hurried_open(bootstrap, 0.3);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank != ABSENT) {
+        EpStatus status = call_prepare(&h.step);
+        CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+              ep_last_error());
+        CHECK(strstr(ep_last_error(), "rank 2"), "%s", ep_last_error());
+    }
+    hurried_close(&h);
+}
+
+/* ---- ranks that call something else ---- */
+
+static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpStatus status) {
+    Hurried h = hurried_open(bootstrap, 30);
+    REQUIRE(h.handle, "no handle");
+    CHECK_OK(call_prepare(&h.step));
+    Call call = bootstrap->rank == ABSENT ? odd : usual;
+    CHECK_STATUS(call(&h.step), status);
+    CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
+    check_group_failed(&h.step, status);
+    hurried_close(&h);
+}
+
+ThreadTest(runtime_deadline, dispatch_meets_combine, RANKS) {
+    check_order(bootstrap, call_dispatch, call_combine, EP_ERR_ORDER);
+}
+
+ThreadTest(runtime_deadline, combine_meets_dispatch_backward, RANKS) {
+    check_order(bootstrap, call_combine, call_dispatch_backward, EP_ERR_ORDER);
+}
+
+ThreadTest(runtime_deadline, dispatch_meets_prepare, RANKS) {
+    check_order(bootstrap, call_dispatch, call_prepare, EP_ERR_ORDER);
+}
+
+static EpStatus call_narrow_dispatch(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor tokens = step_tokens(step);
+    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, 16);
+    tokens.shape[1] = 16;
+    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
+}
+
+ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
+    check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER);
+}
+
+static EpStatus call_narrow_prepare(const Step *step) {
+    const RankWorld *me = &step->world->rank[step->rank];
+    EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, 2);
+    return ep_prepare(step->handle, &topk_idx, NULL, NULL, NULL);
+}
+
+ThreadTest(runtime_deadline, prepare_with_another_k, RANKS) {
+    check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER);
+}
+
+/* Equal handles of a group, called in another order. */
+ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
+    Hurried h = hurried_open(bootstrap, 30);
+    REQUIRE(h.handle, "no handle");
+    Step second = h.step;
+    second.handle = open_handle(h.group, &h.world->c);
+    CHECK_STATUS(call_prepare(bootstrap->rank == ABSENT ? &second : &h.step), EP_ERR_ORDER);
+    CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
+    hurried_close(&h);
+}

@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the shared library shows and needs, seen through nm; and the shape of public structs. */
+#include <stddef.h>
+#include <string.h>
+
+#include "tests/harness/check.h"
+#include "tests/harness/process.h"
+
+/* The names that nm lists of a file of the build, one call of `visit` for each. */
+static void list_names(const char *file, const char *kind, const char *table,
+                       void (*visit)(const char *name)) {
+    const char *argv[] = {"nm", "-A", kind, build_path(file), table, NULL};
+    ProcessResult result = process_run(argv, 0);
+    CHECK(result.exit_status == 0, "nm exits with %d: %s", result.exit_status, result.err);
+    for (char *line = strtok(result.out, "\n"); line; line = strtok(NULL, "\n")) {
+        char *name = strrchr(line, ' ') + 1;
+        name[strcspn(name, "@")] = 0;
+        /* What nvcc wraps kernels in refers to exit. */
+        if (!strstr(line, ".cu.o:")) visit(name);
+    }
+    process_result_free(&result);
+}
+
+static int exported;
+
+static void check_exported(const char *name) {
+    if (strncmp(name, "LIBEP_", 6) == 0) return; /* the name of a version */
+    exported++;
+    CHECK(strncmp(name, "ep_", 3) == 0, "%s is exported", name);
+}
+
+SoloTest(runtime_exports, public_names_alone) {
+    if (TESTS_SANITIZED) cr_skip_test("sanitizers add names of their own");
+    list_names("libep.so", "--defined-only", "-D", check_exported);
+    CHECK(exported > 20, "%d names", exported);
+}
+
+/* The library never ends the process nor writes to stdout, and the core does without MPI. */
+static void check_needed(const char *name) {
+    static const char *const never[] = {
+        "exit",   "_exit",   "abort",        "quick_exit", "printf", "puts",     "putchar",
+        "stdout", "vprintf", "__printf_chk", "setenv",     "signal", "sigaction"};
+    for (size_t i = 0; i < sizeof(never) / sizeof(never[0]); i++)
+        CHECK(strcmp(name, never[i]) != 0, "libep calls %s", name);
+    CHECK(strncmp(name, "MPI_", 4) != 0, "libep calls %s", name);
+}
+
+SoloTest(runtime_exports, calls_that_a_library_does_not_make) {
+    if (TESTS_SANITIZED) cr_skip_test("sanitizers add calls of their own");
+    /* The archive: it has no code but our own. */
+    list_names("libep.a", "--undefined-only", NULL, check_needed);
+}
+
+/* Structs begin with their size, which the initializers fill in. */
+#define CHECK_STRUCT(type, init)                                            \
+    do {                                                                    \
+        type value = init;                                                  \
+        CHECK(offsetof(type, struct_size) == 0, "in the middle");           \
+        CHECK(value.struct_size == sizeof(type), "%zu", value.struct_size); \
+    } while (0)
+
+SoloTest(runtime_exports, structs_begin_with_their_size) {
+    CHECK_STRUCT(EpBootstrap, EP_BOOTSTRAP_INIT);
+    CHECK_STRUCT(EpGroupConfig, EP_GROUP_CONFIG_INIT);
+    CHECK_STRUCT(EpGroupMemory, EP_GROUP_MEMORY_INIT);
+    CHECK_STRUCT(EpGroupInfo, EP_GROUP_INFO_INIT);
+    CHECK_STRUCT(EpHandleConfig, EP_HANDLE_CONFIG_INIT);
+    CHECK_STRUCT(EpHandleInfo, EP_HANDLE_INFO_INIT);
+    CHECK_STRUCT(EpPlanTensors, EP_PLAN_TENSORS_INIT);
+    CHECK_STRUCT(EpFinding, EP_FINDING_INIT);
+    CHECK_STRUCT(EpTensor, ep_tensor_3d(NULL, EP_TYPE_BF16, 1, 2, 3));
+    CHECK_STRUCT(EpTensor, ep_tensor_1d(NULL, EP_TYPE_BF16, 1));
+}
+
+/* Defaults that the header promises. */
+SoloTest(runtime_exports, defaults_of_initializers) {
+    EpGroupConfig group = EP_GROUP_CONFIG_INIT;
+    CHECK(group.alignment == 1 && group.max_recv_rows == 0, "%d", group.alignment);
+    CHECK(group.overflow == EP_OVERFLOW_ERROR && group.backend == EP_BACKEND_AUTO, "policy");
+    CHECK(group.timeout_seconds == EP_DEFAULT && group.nccl_comm == NULL, "timeout");
+    EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
+    CHECK(handle.layout == EP_LAYOUT_EXPERT_MAJOR && handle.zero_tail == 0, "layout");
+    CHECK(handle.top_k == EP_DEFAULT && handle.alignment == EP_DEFAULT, "inherited");
+    CHECK(handle.max_recv_rows == EP_DEFAULT && handle.overflow == EP_DEFAULT, "inherited");
+    CHECK(handle.rows_per_expert == EP_DEFAULT, "rows_per_expert");
+}

@@ -1,0 +1,367 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Making groups: wrong configurations, ranks that disagree, what a live group says of itself. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/run.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+/* ---- wrong configurations ---- */
+
+typedef enum Field {
+    STRUCT_SIZE,
+    NUM_EXPERTS,
+    MAX_TOKENS,
+    MAX_TOP_K,
+    MAX_ROW_BYTES,
+    MAX_SCALE_BYTES,
+    ALIGNMENT,
+    MAX_RECV_ROWS,
+    OVERFLOW_POLICY,
+    BACKEND,
+    TIMEOUT
+} Field;
+
+static const char *const field_names[] = {
+    "config",    "num_experts",   "max_tokens", "max_top_k", "max_row_bytes",  "max_scale_bytes",
+    "alignment", "max_recv_rows", "overflow",   "backend",   "timeout_seconds"};
+
+static void set_field(EpGroupConfig *config, Field field, double value) {
+    if (field == STRUCT_SIZE) config->struct_size = (size_t)value;
+    if (field == NUM_EXPERTS) config->num_experts = (int32_t)value;
+    if (field == MAX_TOKENS) config->max_tokens = (int32_t)value;
+    if (field == MAX_TOP_K) config->max_top_k = (int32_t)value;
+    if (field == MAX_ROW_BYTES) config->max_row_bytes = (int64_t)value;
+    if (field == MAX_SCALE_BYTES) config->max_scale_bytes = (int64_t)value;
+    if (field == ALIGNMENT) config->alignment = (int32_t)value;
+    if (field == MAX_RECV_ROWS) config->max_recv_rows = (int64_t)value;
+    if (field == OVERFLOW_POLICY) config->overflow = (EpOverflow)(int)value;
+    if (field == BACKEND) config->backend = (EpBackend)(int)value;
+    if (field == TIMEOUT) config->timeout_seconds = value;
+}
+
+typedef struct WrongField {
+    Field field;
+    double value;
+    EpStatus status;
+    const char *got;
+} WrongField;
+
+static const WrongField wrong_fields[] = {
+    {STRUCT_SIZE, 0, EP_ERR_STRUCT_SIZE, "got 0"},
+    {STRUCT_SIZE, 4, EP_ERR_STRUCT_SIZE, "got 4"},
+    {STRUCT_SIZE, 5000, EP_ERR_STRUCT_SIZE, "got 5000"},
+    {NUM_EXPERTS, 0, EP_ERR_RANGE, "got 0"},
+    {NUM_EXPERTS, -3, EP_ERR_RANGE, "got -3"},
+    {MAX_TOKENS, 0, EP_ERR_RANGE, "got 0"},
+    {MAX_TOKENS, -1, EP_ERR_RANGE, "got -1"},
+    {MAX_TOP_K, 0, EP_ERR_TOP_K, "got 0"},
+    {MAX_TOP_K, 33, EP_ERR_TOP_K, "got 33"},
+    {MAX_TOP_K, -1, EP_ERR_TOP_K, "got -1"},
+    {MAX_ROW_BYTES, 0, EP_ERR_ROW_BYTES, "got 0"},
+    {MAX_ROW_BYTES, 24, EP_ERR_ROW_BYTES, "got 24"},
+    {MAX_ROW_BYTES, -16, EP_ERR_ROW_BYTES, "got -16"},
+    {MAX_ROW_BYTES, EP_MAX_ROW_BYTES + 16, EP_ERR_ROW_BYTES, "got 65552"},
+    {MAX_SCALE_BYTES, -4, EP_ERR_ROW_BYTES, "got -4"},
+    {MAX_SCALE_BYTES, 6, EP_ERR_ROW_BYTES, "got 6"},
+    {ALIGNMENT, 0, EP_ERR_ALIGNMENT, "got 0"},
+    {ALIGNMENT, 3, EP_ERR_ALIGNMENT, "got 3"},
+    {ALIGNMENT, 96, EP_ERR_ALIGNMENT, "got 96"},
+    {ALIGNMENT, -8, EP_ERR_ALIGNMENT, "got -8"},
+    {MAX_RECV_ROWS, -1, EP_ERR_RANGE, "got -1"},
+    {OVERFLOW_POLICY, 0, EP_ERR_RANGE, "got 0"},
+    {OVERFLOW_POLICY, 3, EP_ERR_RANGE, "got 3"},
+    {BACKEND, 0, EP_ERR_RANGE, "got 0"},
+    {BACKEND, 4, EP_ERR_RANGE, "got 4"},
+    {TIMEOUT, 0, EP_ERR_RANGE, "got 0"},
+    {TIMEOUT, -3, EP_ERR_RANGE, "got -3"},
+};
+
+static EpGroupConfig plain_config(int ranks) {
+    Case c = case_complete((Case){.ranks = ranks});
+    return case_group_config(&c);
+}
+
+ThreadTest(runtime_group, wrong_configurations, 1) {
+    for (int i = 0; i < LENGTH(wrong_fields); i++) {
+        const WrongField *wrong = &wrong_fields[i];
+        EpGroupConfig config = plain_config(1);
+        EpGroup *group = NULL;
+        check_note("%s = %g", field_names[wrong->field], wrong->value);
+        set_field(&config, wrong->field, wrong->value);
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), wrong->status, "ep_group_create",
+                      field_names[wrong->field], wrong->got);
+        CHECK(group == NULL, "a group was made");
+    }
+    EpGroupConfig config = plain_config(1);
+    EpGroup *group = NULL;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    ep_group_destroy(group);
+}
+
+/* ep_group_memory reads the same configuration and refuses the same. */
+SoloTest(runtime_group, wrong_configurations_of_memory) {
+    for (int i = 0; i < LENGTH(wrong_fields); i++) {
+        const WrongField *wrong = &wrong_fields[i];
+        EpGroupConfig config = plain_config(1);
+        EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+        check_note("%s = %g", field_names[wrong->field], wrong->value);
+        set_field(&config, wrong->field, wrong->value);
+        CHECK_REFUSED(ep_group_memory(&config, 2, &memory), wrong->status, "ep_group_memory",
+                      field_names[wrong->field], wrong->got);
+        CHECK(memory.feasible == 0 && memory.shared_bytes == 0, "outputs were written");
+    }
+}
+
+ThreadTest(runtime_group, missing_arguments, 1) {
+    EpGroupConfig config = plain_config(1);
+    EpGroup *group = NULL;
+    CHECK_REFUSED(ep_group_create(NULL, &config, &group), EP_ERR_NULL, "bootstrap");
+    CHECK_REFUSED(ep_group_create(bootstrap, NULL, &group), EP_ERR_NULL, "config");
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, NULL), EP_ERR_NULL, "out");
+    CHECK(group == NULL, "a group was made");
+    CHECK_REFUSED(ep_group_query(NULL, NULL), EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_group_status(NULL, NULL), EP_ERR_NULL, "group");
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    EpFinding finding = EP_FINDING_INIT;
+    CHECK_REFUSED(ep_group_query(group, NULL), EP_ERR_NULL, "out");
+    info.struct_size = finding.struct_size = 1;
+    CHECK_REFUSED(ep_group_query(group, &info), EP_ERR_STRUCT_SIZE, "out", "got 1");
+    CHECK_REFUSED(ep_group_status(group, &finding), EP_ERR_STRUCT_SIZE, "out", "got 1");
+    CHECK(info.size == 0, "outputs were written");
+    ep_group_destroy(group);
+}
+
+/* ---- ranks that disagree ---- */
+
+typedef struct Difference {
+    Field field;
+    double of_rank_0, of_rank_2;
+    const char *first, *second;
+} Difference;
+
+static const Difference differences[] = {
+    {NUM_EXPERTS, 12, 13, "12", "13"},
+    {MAX_TOKENS, 64, 65, "64", "65"},
+    {MAX_TOP_K, 3, 7, "3", "7"},
+    {MAX_ROW_BYTES, 1024, 2048, "1024", "2048"},
+    {MAX_SCALE_BYTES, 0, 16, "0", "16"},
+    {ALIGNMENT, 16, 128, "16", "128"},
+    {MAX_RECV_ROWS, 0, 999, "0", "999"},
+    {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "1", "2"},
+    {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "1", "2"},
+};
+
+ThreadTest(runtime_group, ranks_that_disagree, 3) {
+    for (int i = 0; i < LENGTH(differences); i++) {
+        const Difference *d = &differences[i];
+        EpGroupConfig config = plain_config(3);
+        EpGroup *group = NULL;
+        check_note("%s differs", field_names[d->field]);
+        set_field(&config, d->field, bootstrap->rank == 2 ? d->of_rank_2 : d->of_rank_0);
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH,
+                      field_names[d->field], d->first, d->second, "rank 0", "rank 2");
+        CHECK(group == NULL, "a group was made");
+    }
+    /* Ranks that agree can still meet over the same bootstrap. */
+    run_case(bootstrap, &(Case){.ranks = 3});
+}
+
+/* One rank's mistake is an error on every rank, and on the others it names that rank. */
+ThreadTest(runtime_group, mistake_of_one_rank, 3) {
+    EpGroupConfig config = plain_config(3);
+    EpGroup *group = NULL;
+    if (bootstrap->rank == 1) config.alignment = 12;
+    EpStatus status = ep_group_create(bootstrap, &config, &group);
+    CHECK(group == NULL, "a group was made");
+    if (bootstrap->rank == 1) {
+        CHECK(status == EP_ERR_ALIGNMENT, "%d: %s", (int)status, ep_last_error());
+    } else {
+        CHECK(status != EP_OK, "rank 1 had no part in this group");
+        CHECK(strstr(ep_last_error(), "rank 1"), "%s", ep_last_error());
+    }
+    run_case(bootstrap, &(Case){.ranks = 3});
+}
+
+/* Handles are local; their configurations meet in the first prepare. */
+ThreadTest(runtime_group, handles_that_disagree, 3) {
+    /* The failed group would log a warning. */
+    if (bootstrap->rank == 0) setenv("EP_LOG_FILE", "/dev/null", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
+    World *world = world_new(&c);
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    EpHandleConfig config = case_handle_config(&c);
+    config.alignment = bootstrap->rank == 2 ? 32 : 8;
+    EpHandle *handle = NULL;
+    REQUIRE_OK(ep_handle_create(group, &config, NULL, 0, &handle));
+    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
+    CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_MISMATCH, "alignment",
+                  "8", "32", "rank 2");
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+/* ---- a live group ---- */
+
+ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
+    Case c = case_complete((Case){.ranks = 3, .experts = 7});
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    static const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.rank == bootstrap->rank && info.size == 3, "%d of %d", info.rank, info.size);
+    CHECK(info.num_experts == 7, "%d", info.num_experts);
+    CHECK(info.first_expert == first[info.rank], "%d", info.first_expert);
+    CHECK(info.num_local_experts == count[info.rank], "%d", info.num_local_experts);
+    CHECK(info.backend == EP_BACKEND_HOST, "%d", (int)info.backend);
+    CHECK(info.node == 0 && info.num_nodes == 1, "node %d of %d", info.node, info.num_nodes);
+    CHECK(info.num_cpus >= 1, "%d CPUs", info.num_cpus);
+    CHECK(info.library_bytes > 0, "%lld bytes", (long long)info.library_bytes);
+    ep_group_destroy(group);
+}
+
+/* A group holds no more than ep_group_memory promised, handles of its own included. */
+ThreadTest(runtime_group, memory_as_promised, 2) {
+    Case c = case_complete(
+        (Case){.ranks = 2, .experts = 20, .top_k = 8, .max_tokens = 500, .hidden = 512});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(memory.feasible == 1 && memory.backend == EP_BACKEND_HOST, "%s", memory.reason);
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    int64_t promised = memory.shared_bytes + memory.private_bytes;
+    for (int handles = 0; handles < 4; handles++) {
+        EpGroupInfo info = EP_GROUP_INFO_INIT;
+        CHECK_OK(ep_group_query(group, &info));
+        CHECK(info.library_bytes <= promised + handles * memory.handle_bytes,
+              "%lld bytes with %d handles", (long long)info.library_bytes, handles);
+        open_handle(group, &c);
+    }
+    size_t bytes = 0;
+    CHECK_OK(ep_handle_memory(group, NULL, &bytes));
+    CHECK((int64_t)bytes <= memory.handle_bytes, "%zu bytes", bytes);
+    ep_group_destroy(group);
+}
+
+/* What the caller brings is not the library's. */
+ThreadTest(runtime_group, memory_of_the_caller_is_not_counted, 1) {
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    EpGroupInfo before = EP_GROUP_INFO_INIT, after = EP_GROUP_INFO_INIT;
+    size_t bytes = 0;
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_memory(group, NULL, &bytes));
+    void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    CHECK_OK(ep_group_query(group, &before));
+    CHECK_OK(ep_handle_create(group, NULL, memory, bytes, &handle));
+    CHECK_OK(ep_group_query(group, &after));
+    CHECK(after.library_bytes - before.library_bytes < (int64_t)bytes, "%lld more",
+          (long long)(after.library_bytes - before.library_bytes));
+    ep_group_destroy(group);
+    free(memory);
+}
+
+/* The CUDA backend is refused, with a reason, where it cannot be had. */
+ThreadTest(runtime_group, cuda_where_there_is_none, 1) {
+    EpGroupConfig config = plain_config(1);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    config.backend = EP_BACKEND_CUDA;
+    CHECK_OK(ep_group_memory(&config, 1, &memory));
+    if (memory.feasible) return; /* this machine has a GPU */
+    CHECK(memory.reason[0], "no reason is given");
+    EpGroup *group = NULL;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "backend");
+    CHECK(group == NULL, "a group was made");
+}
+
+ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
+    EpGroupConfig config = plain_config(1);
+    EpGroup *group = NULL;
+    config.nccl_comm = &config;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "NCCL");
+    CHECK(group == NULL, "a group was made");
+}
+
+/* AUTO becomes a backend that there is, and works. */
+ThreadTest(runtime_group, backend_auto, 2) {
+    Case c = case_complete((Case){.ranks = 2});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    config.backend = EP_BACKEND_AUTO;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    if (memory.backend != EP_BACKEND_HOST) return;
+    EpGroup *group = NULL;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.backend == EP_BACKEND_HOST, "%d", (int)info.backend);
+    ep_group_destroy(group);
+}
+
+/* ---- two groups ---- */
+
+/* A rank in two groups over one bootstrap, their calls interleaved. */
+ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
+    Case small = {.ranks = 3, .experts = 5, .hidden = 16, .weighted = 1, .seed = 1};
+    Case large = {.ranks = 3, .experts = 11, .top_k = 5, .alignment = 8, .seed = 2};
+    World *worlds[] = {world_new(&small), world_new(&large)};
+    Step step[2];
+    for (int i = 0; i < 2; i++) {
+        EpGroup *group = open_group(bootstrap, &worlds[i]->c);
+        EpHandle *handle = group ? open_handle(group, &worlds[i]->c) : NULL;
+        REQUIRE(handle, "no handle");
+        step[i] = (Step){group, handle, worlds[i], bootstrap->rank};
+    }
+    void (*const operations[])(const Step *) = {step_prepare, step_dispatch, step_combine,
+                                                step_combine_backward, step_dispatch_backward};
+    for (int op = 0; op < 5; op++)
+        for (int i = 0; i < 2; i++)
+            operations[op](&step[i]);
+    for (int i = 0; i < 2; i++)
+        ep_group_destroy(step[i].group);
+    for (int i = 0; i < 2; i++)
+        world_free(worlds[i]);
+}
+
+/* Two sets of threads, each a group, at the same time: neither waits for the other. */
+typedef struct TwoGroups {
+    EpBootstrap bootstrap[2][3];
+    World *world[2];
+} TwoGroups;
+
+static void one_of_two_groups(const EpBootstrap *bootstrap, void *arg) {
+    TwoGroups *two = arg;
+    int set = bootstrap->rank % 2, rank = bootstrap->rank / 2;
+    for (int i = 0; i < 10; i++)
+        run_world(&two->bootstrap[set][rank], two->world[set]);
+}
+
+Test(runtime_group, two_groups_of_other_ranks_at_once, .timeout = 120) {
+    TwoGroups two;
+    Case first = {.ranks = 3, .experts = 5, .weighted = 1, .seed = 1};
+    Case second = {.ranks = 3, .experts = 11, .top_k = 5, .max_tokens = 40, .seed = 2};
+    two.world[0] = world_new(&first);
+    two.world[1] = world_new(&second);
+    for (int set = 0; set < 2; set++)
+        cr_assert(ep_bootstrap_local(3, two.bootstrap[set]) == EP_OK);
+    run_on_threads(6, one_of_two_groups, &two);
+    for (int set = 0; set < 2; set++) {
+        for (int r = 0; r < 3; r++)
+            ep_bootstrap_destroy(&two.bootstrap[set][r]);
+        world_free(two.world[set]);
+    }
+}
+
+/* The only thread of one group goes through many of them. */
+ThreadTest(runtime_group, groups_come_and_go, 2) {
+    for (int i = 0; i < 40; i++)
+        run_case(bootstrap, &(Case){.ranks = 2, .seed = (uint64_t)i});
+}

@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* More than the machine has: an error on every rank, nothing leaks, the process goes on. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+
+#include "tests/cases/run.h"
+
+/* Valid, and a plan of many GiB. */
+static Case monstrous(int ranks) {
+    return case_complete((Case){.ranks = ranks,
+                                .experts = 4,
+                                .top_k = EP_MAX_TOP_K,
+                                .max_tokens = 1 << 24,
+                                .hidden = EP_MAX_ROW_BYTES / 2});
+}
+
+static void limit_address_space(rlim_t bytes) {
+    struct rlimit limit = {bytes, bytes};
+    cr_assert(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit failed");
+}
+
+static void monstrous_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+    Case c = monstrous(bootstrap->size);
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    EpHandle *handle = NULL;
+    EpStatus status = ep_group_create(bootstrap, &config, &group);
+    /* A group may be lean and leave the monstrous part to its handles. */
+    if (status == EP_OK) status = ep_handle_create(group, NULL, NULL, 0, &handle);
+    CHECK(status == EP_ERR_NO_MEMORY, "status %d: %s", (int)status,
+          status == EP_OK ? "" : ep_last_error());
+    CHECK(handle == NULL, "a handle was made");
+    ep_group_destroy(group);
+}
+
+Test(runtime_memory, no_machine_has_this_much, .timeout = 60) {
+    if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
+    limit_address_space((rlim_t)2 << 30);
+    run_on_threads(2, monstrous_body, NULL);
+}
+
+/* The stage of a group is refused by the system: every rank hears of it. */
+static void stage_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+    /* Rows enough to fill any stage: a stage is no larger than what it could ever hold. */
+    Case c = case_complete((Case){.ranks = bootstrap->size, .max_tokens = 1 << 20});
+    c.hidden = EP_MAX_ROW_BYTES / 2;
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    CHECK_STATUS(ep_group_create(bootstrap, &config, &group), EP_ERR_NO_MEMORY);
+    CHECK(group == NULL, "a group was made");
+}
+
+Test(runtime_memory, no_room_for_the_stage, .timeout = 60) {
+    if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
+    setenv("EP_STAGE_BYTES", "1G", 1);
+    limit_address_space((rlim_t)1 << 30);
+    run_on_threads(2, stage_body, NULL);
+    /* With less, the same process can. */
+    setenv("EP_STAGE_BYTES", "1M", 1);
+    Case c = {.ranks = 2};
+    run_case_on_threads(&c);
+}
+
+/* What it would take is said without taking it. */
+SoloTest(runtime_memory, infeasible_configurations_are_named) {
+    Case c = monstrous(1024);
+    c.max_tokens = INT32_MAX;
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    CHECK_OK(ep_group_memory(&config, 1024, &memory));
+    CHECK(memory.feasible == 0 && memory.reason[0], "feasible: %s", memory.reason);
+    c.max_tokens = 64;
+    config = case_group_config(&c);
+    CHECK_OK(ep_group_memory(&config, 1024, &memory));
+    CHECK(memory.feasible == 1 && memory.handle_bytes > 0 && memory.shared_bytes > 0,
+          "not feasible: %s", memory.reason);
+}
+
+SoloTest(runtime_memory, ranks_out_of_range) {
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    CHECK_REFUSED(ep_group_memory(&config, 0, &memory), EP_ERR_RANGE, "num_ranks", "0");
+    CHECK_REFUSED(ep_group_memory(&config, EP_MAX_RANKS + 1, &memory), EP_ERR_RANGE, "num_ranks",
+                  "1025");
+    CHECK_REFUSED(ep_group_memory(NULL, 1, &memory), EP_ERR_NULL, "config");
+    CHECK_REFUSED(ep_group_memory(&config, 1, NULL), EP_ERR_NULL, "out");
+    CHECK(memory.shared_bytes == 0, "outputs were written");
+}

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Random small cases. Each failure prints its case, seed included; LIBEP_TEST_SEED=N begins with
+ * case N, LIBEP_TEST_CASES=M runs so many. */
+#include <stdlib.h>
+
+#include "tests/cases/run.h"
+#include "tests/harness/random.h"
+
+static int pick(Random *random, const int *values, int n) {
+    return values[random_below(random, n)];
+}
+
+#define PICK(random, ...) \
+    pick(random, (const int[]){__VA_ARGS__}, sizeof((const int[]){__VA_ARGS__}) / sizeof(int))
+
+static void draw_routing(Case *c, Random *random) {
+    c->spread = (Spread)PICK(random, SPREAD_RANDOM, SPREAD_RANDOM, SPREAD_RANDOM, SPREAD_FULL,
+                             SPREAD_HOLE, SPREAD_ALONE, SPREAD_NONE);
+    c->routing = (Routing)PICK(random, ROUTING_UNIFORM, ROUTING_UNIFORM, ROUTING_SKEWED,
+                               ROUTING_ONE_EXPERT, ROUTING_ONE_RANK);
+    c->masked_percent = PICK(random, 0, 0, 10, 60);
+    c->invalid_percent = PICK(random, 0, 0, 0, 5);
+    c->duplicates = PICK(random, 0, 0, 1);
+    c->target = c->routing == ROUTING_ONE_EXPERT ? (int)random_below(random, c->experts) : 0;
+    c->counted = PICK(random, 0, 0, 1);
+}
+
+static void draw_rows(Case *c, Random *random) {
+    c->hidden = PICK(random, 16, 32, 48, 112, 256);
+    c->row_type = (EpType)PICK(random, EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32, EP_TYPE_UINT8);
+    c->sum_type = (EpType)PICK(random, EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32);
+    c->weighted = PICK(random, 0, 1);
+    c->scale_bytes = PICK(random, 0, 4, 20);
+}
+
+static Case draw_case(uint64_t seed) {
+    Random random = random_stream(seed, 1, 1);
+    Case c = {.seed = seed};
+    c.ranks = PICK(&random, 1, 2, 2, 3, 4, 5, 8);
+    c.experts = 1 + (int)random_below(&random, 20);
+    c.top_k = PICK(&random, 1, 2, 3, 6, 9);
+    c.max_tokens = 1 + (int)random_below(&random, 40);
+    c.index_type = (EpType)PICK(&random, EP_TYPE_INT32, EP_TYPE_INT64);
+    c.layout = (EpLayout)PICK(&random, 1, 1, 2, 3);
+    c.alignment = PICK(&random, 1, 2, 8, 32);
+    c.capacity = PICK(&random, 0, 0, 20, 100, 400);
+    c.rows_per_expert = PICK(&random, 0, 0, 5, 32);
+    c.overflow = (EpOverflow)PICK(&random, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP);
+    c.spare_rows = PICK(&random, 0, 1, 5);
+    c.zero_tail = PICK(&random, 0, 1);
+    draw_routing(&c, &random);
+    draw_rows(&c, &random);
+    return c;
+}
+
+static uint64_t number_from(const char *name, uint64_t standard) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : standard;
+}
+
+static void run_cases(uint64_t salt) {
+    uint64_t first = number_from("LIBEP_TEST_SEED", salt);
+    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 25 : 200);
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        Case c = draw_case(seed);
+        run_case_on_threads(&c);
+    }
+}
+
+Test(runtime_random, default_stage, .timeout = 300) {
+    run_cases(1);
+}
+
+Test(runtime_random, tiny_stage, .timeout = 300) {
+    setenv("EP_STAGE_BYTES", "3000", 1);
+    run_cases(1001);
+}
+
+Test(runtime_random, two_nodes, .timeout = 300) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    run_cases(2001);
+}

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Settings come from the environment, are listed in full, and are not believed blindly. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/cases/run.h"
+
+/* What a visit saw of one setting. */
+typedef struct Seen {
+    const char *name;
+    int times, total;
+    char value[64], standard[64];
+} Seen;
+
+static void visit(const EpSetting *setting, void *context) {
+    Seen *seen = context;
+    seen->total++;
+    CHECK(setting->struct_size == sizeof(*setting), "%zu", setting->struct_size);
+    CHECK(strncmp(setting->name, "EP_", 3) == 0, "%s", setting->name);
+    CHECK(setting->type[0] && setting->doc[0], "%s has no type or no words", setting->name);
+    if (strcmp(setting->name, seen->name) != 0) return;
+    seen->times++;
+    snprintf(seen->value, sizeof(seen->value), "%s", setting->value);
+    snprintf(seen->standard, sizeof(seen->standard), "%s", setting->default_value);
+}
+
+SoloTest(runtime_settings, listed_with_their_defaults) {
+    Seen seen = {.name = "EP_TIMEOUT"};
+    unsetenv("EP_TIMEOUT");
+    CHECK_OK(ep_settings(visit, &seen));
+    CHECK(seen.times == 1, "EP_TIMEOUT came %d times of %d", seen.times, seen.total);
+    CHECK(strcmp(seen.standard, "100") == 0, "%s", seen.standard);
+    CHECK(strcmp(seen.value, "100") == 0, "%s", seen.value);
+}
+
+SoloTest(runtime_settings, value_in_force) {
+    Seen seen = {.name = "EP_TIMEOUT"};
+    setenv("EP_TIMEOUT", "2.5", 1);
+    CHECK_OK(ep_settings(visit, &seen));
+    CHECK(strcmp(seen.value, "2.5") == 0, "%s", seen.value);
+    CHECK(strcmp(seen.standard, "100") == 0, "%s", seen.standard);
+}
+
+SoloTest(runtime_settings, unknown_name) {
+    Seen seen = {.name = "EP_TIMEOUT"};
+    setenv("EP_TIMEOUTS", "3", 1);
+    CHECK_REFUSED(ep_settings(visit, &seen), EP_ERR_SETTING, "EP_TIMEOUTS");
+    CHECK(seen.times == 1, "the visit did not take place");
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_TIMEOUTS");
+    unsetenv("EP_TIMEOUTS");
+    CHECK_OK(ep_settings(NULL, NULL));
+}
+
+/* Names that merely look alike belong to someone else. */
+SoloTest(runtime_settings, names_of_others) {
+    setenv("EPOCHS", "3", 1);
+    setenv("MY_EP_TIMEOUT", "x", 1);
+    setenv("ep_timeout", "x", 1);
+    CHECK_OK(ep_settings(NULL, NULL));
+}
+
+typedef struct Malformed {
+    const char *name, *value;
+} Malformed;
+
+static const Malformed malformed[] = {
+    {"EP_TIMEOUT", "abc"},
+    {"EP_TIMEOUT", "-1"},
+    {"EP_TIMEOUT", "0"},
+    {"EP_TIMEOUT", "3s"},
+    {"EP_TIMEOUT", "inf"},
+    {"EP_TIMEOUT", "nan"},
+    {"EP_TIMEOUT", ""},
+    {"EP_STAGE_BYTES", "-5"},
+    {"EP_STAGE_BYTES", "12Q"},
+    {"EP_STAGE_BYTES", "4KB"},
+    {"EP_STAGE_BYTES", "lots"},
+    {"EP_STAGE_BYTES", "99999999999999G"},
+    {"EP_BACKEND", "gpu"},
+    {"EP_BACKEND", "HOST"},
+    {"EP_LOG", "loud"},
+    {"EP_TOPOLOGY", "x"},
+    {"EP_TOPOLOGY", "-2"},
+    {"EP_TOPOLOGY", "0"},
+    {"EP_TOPOLOGY", "2/gibberish"},
+};
+
+SoloTest(runtime_settings, malformed_values_refuse_the_group) {
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroupConfig config = case_group_config(&c);
+    for (size_t i = 0; i < sizeof(malformed) / sizeof(malformed[0]); i++) {
+        /* A description of a machine is judged, and quoted, by itself. */
+        const char *machine = strchr(malformed[i].value, '/');
+        const char *said = machine ? machine + 1 : malformed[i].value;
+        EpGroup *group = NULL;
+        check_note("%s=%s", malformed[i].name, malformed[i].value);
+        setenv(malformed[i].name, malformed[i].value, 1);
+        CHECK_REFUSED(ep_group_create(&bootstrap, &config, &group), EP_ERR_SETTING,
+                      malformed[i].name, said);
+        CHECK(group == NULL, "a group was made");
+        CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, malformed[i].name, said);
+        unsetenv(malformed[i].name);
+    }
+    EpGroup *group = open_group(&bootstrap, &c);
+    ep_group_destroy(group);
+    ep_bootstrap_destroy(&bootstrap);
+}
+
+/* Run `body` with stderr in a file, and return what came. */
+static void capture(void (*body)(void), char *text, size_t size) {
+    FILE *file = tmpfile();
+    int before = dup(STDERR_FILENO);
+    dup2(fileno(file), STDERR_FILENO);
+    body();
+    dup2(before, STDERR_FILENO);
+    close(before);
+    rewind(file);
+    text[fread(text, 1, size - 1, file)] = 0;
+    fclose(file);
+}
+
+static void make_a_group(void) {
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    run_case(&bootstrap, &(Case){.ranks = 1, .weighted = 1});
+    ep_bootstrap_destroy(&bootstrap);
+}
+
+SoloTest(runtime_settings, unknown_name_is_a_warning_of_the_group) {
+    static char text[65536];
+    setenv("EP_STAGEBYTES", "4096", 1);
+    capture(make_a_group, text, sizeof(text));
+    CHECK(strstr(text, "EP_STAGEBYTES"), "no warning: '%s'", text);
+}
+
+SoloTest(runtime_settings, silent_on_success) {
+    static char text[65536];
+    capture(make_a_group, text, sizeof(text));
+    CHECK(text[0] == 0, "'%s'", text);
+}
+
+SoloTest(runtime_settings, log_into_a_file) {
+    static char text[65536], errors[65536];
+    char path[] = "/tmp/ep_tests_log_XXXXXX";
+    close(mkstemp(path));
+    setenv("EP_LOG", "trace", 1);
+    setenv("EP_LOG_FILE", path, 1);
+    capture(make_a_group, errors, sizeof(errors));
+    FILE *file = fopen(path, "r");
+    text[fread(text, 1, sizeof(text) - 1, file)] = 0;
+    fclose(file);
+    unlink(path);
+    CHECK(text[0] != 0, "the log is empty");
+    CHECK(errors[0] == 0, "stderr has: '%s'", errors);
+}

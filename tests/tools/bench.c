@@ -1,0 +1,283 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_bench as users start it: nonsense is refused with exit status 2 and a sentence, sensible runs
+ * are right, trace files survive a round trip and are not believed blindly. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/harness/check.h"
+#include "tests/harness/process.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+enum { MOST_WORDS = 24 };
+
+/* A command line of words separated by blanks. */
+static ProcessResult run_bench(const char *line) {
+    static char words[2048];
+    const char *argv[MOST_WORDS + 2] = {build_path("ep_bench")};
+    snprintf(words, sizeof(words), "%s", line);
+    int count = 1;
+    for (char *w = strtok(words, " "); w && count <= MOST_WORDS; w = strtok(NULL, " "))
+        argv[count++] = w;
+    return process_run(argv, 0);
+}
+
+static void check_run(const char *line, int exit_status, const char *in_out, const char *in_err) {
+    ProcessResult result = run_bench(line);
+    CHECK(result.exit_status == exit_status, "'%s' exits with %d, not %d: %s", line,
+          result.exit_status, exit_status, result.err);
+    if (in_out) CHECK(strstr(result.out, in_out), "'%s': no '%s' in: %s", line, in_out, result.out);
+    if (in_err) CHECK(strstr(result.err, in_err), "'%s': no '%s' in: %s", line, in_err, result.err);
+    if (exit_status == 2)
+        CHECK(!strstr(result.out, "#wrong 0"), "'%s' claims success: %s", line, result.out);
+    process_result_free(&result);
+}
+
+typedef struct Nonsense {
+    const char *line, *said;
+} Nonsense;
+
+static const Nonsense nonsense[] = {
+    {"--frobnicate", "--frobnicate"},
+    {"-Q", "-Q"},
+    {"stray", "stray"},
+    {"--tokens", "--tokens"},
+    {"--tokens many", "\"many\""},
+    {"--tokens -1", "\"-1\""},
+    {"--tokens 12abc", "\"12abc\""},
+    {"--tokens 99999999999999999999", "\"99999999999999999999\""},
+    {"--tokens 1e3", "\"1e3\""},
+    {"--uneven=5", "--uneven"},
+    {"-n 0", "\"0\""},
+    {"-w -1", "\"-1\""},
+    {"-c 2", "\"2\""},
+    {"-b 64 -e 32", "--end"},
+    {"-b 16 -e 64 -f 1", "--factor"},
+    {"--hidden 0", "--hidden"},
+    {"--hidden 7", "14 bytes"},
+    {"--hidden 100000", "65536"},
+    {"--top-k 0", "--top-k"},
+    {"--top-k 33", "--top-k"},
+    {"--top-k 8 --experts 4", "--top-k"},
+    {"--experts 0", "--experts"},
+    {"--align 48", "power of two"},
+    {"--align 0", "--align"},
+    {"--dtype float", "\"float\""},
+    {"--routing wild", "\"wild\""},
+    {"--routing zipf:x", "zipf:s"},
+    {"--routing zipf:nan", "zipf:s"},
+    {"--routing file:", "--routing"},
+    {"--routing file:/nonexistent/trace", "/nonexistent/trace"},
+    {"--masked 1.5", "--masked"},
+    {"--masked nan", "--masked"},
+    {"--masked -0.1", "--masked"},
+    {"--capacity -5", "--capacity"},
+    {"--overflow ignore", "\"ignore\""},
+    {"--layout round", "\"round\""},
+    {"--rows-per-expert 4", "--layout batched"},
+    {"--layout batched --capacity 9", "--rows-per-expert"},
+    {"--weighted yes", "\"yes\""},
+    {"--scales 6", "multiple of 4"},
+    {"--idx int16", "\"int16\""},
+    {"--backend tpu", "\"tpu\""},
+    {"--threads 0", "--threads"},
+    {"--threads 9999", "--threads"},
+    {"--threads 2 --baseline", "--baseline"},
+    {"--threads 2 -J /nonexistent/folder/x.json", "/nonexistent/folder/x.json"},
+    {"--threads 2 --save-routing /nonexistent/folder/x --tokens 4", "/nonexistent/folder/x"},
+};
+
+SoloTest(tools_bench, nonsense_is_refused) {
+    for (int i = 0; i < LENGTH(nonsense); i++)
+        check_run(nonsense[i].line, 2, NULL, nonsense[i].said);
+}
+
+SoloTest(tools_bench, help_and_version) {
+    check_run("--help", 0, "--save-routing", NULL);
+    check_run("--version", 0, "0.1.0", NULL);
+}
+
+/* What every run of these tests has in common: small, quick, checked. */
+#define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
+
+SoloTest(tools_bench, small_runs_are_right) {
+    static const char *const lines[] = {
+        QUICK "--threads 3 --tokens 20",
+        QUICK "--threads 2 --tokens 0",
+        QUICK "--threads 2 -b 0 -e 8 -f 4",
+        QUICK "--threads 3 --tokens 20 --layout flat --dtype fp16 --routing uniform",
+        QUICK "--threads 3 --tokens 20 --layout batched --dtype fp32 --routing one-hot",
+        QUICK "--threads 2 --tokens 20 --masked 0.3 --idx int64 --scales 12 --weighted 0",
+        QUICK "--threads 2 --tokens 20 --capacity 30 --overflow drop --align 1",
+    };
+    for (int i = 0; i < LENGTH(lines); i++)
+        check_run(lines[i], 0, "#wrong 0", NULL);
+}
+
+/* A capacity that is too small ends a run that does not ask for drops. */
+SoloTest(tools_bench, overflow_ends_the_run) {
+    check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL, "at most 3 receive rows");
+}
+
+static void read_file(const char *path, char *text, size_t size) {
+    FILE *file = fopen(path, "r");
+    text[0] = 0;
+    REQUIRE(file, "no file %s", path);
+    text[fread(text, 1, size - 1, file)] = 0;
+    fclose(file);
+}
+
+static void write_file(const char *path, const char *text) {
+    FILE *file = fopen(path, "w");
+    REQUIRE(file, "cannot write %s", path);
+    fputs(text, file);
+    fclose(file);
+}
+
+SoloTest(tools_bench, json_has_what_is_promised) {
+    static const char *const keys[] = {
+        "\"version\"", "\"wrong\": 0",    "\"config\"",     "\"machine\"", "\"library_bytes\"",
+        "\"phases\"",  "\"median_us\"",   "\"p99_us\"",     "\"name\"",    "\"remote_bytes\"",
+        "\"prepare\"", "\"local_bytes\"", "\"floor_ratio\""};
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    close(mkstemp(path));
+    snprintf(line, sizeof(line), QUICK "--floor 1 --threads 2 --tokens 10 -J %s", path);
+    check_run(line, 0, "#wrong 0", NULL);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    for (int i = 0; i < LENGTH(keys); i++)
+        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+/* ---- trace files ---- */
+
+static char trace_path[] = "/tmp/ep_tests_trace_XXXXXX";
+
+static void make_trace_file(void) {
+    close(mkstemp(trace_path));
+}
+
+static void remove_trace_file(void) {
+    unlink(trace_path);
+}
+
+TestSuite(tools_trace, .init = make_trace_file, .fini = remove_trace_file);
+
+static const char *with_trace(const char *options) {
+    static char line[512];
+    snprintf(line, sizeof(line), QUICK "%s%s", options, trace_path);
+    return line;
+}
+
+/* Saved, used and saved again: the same file. */
+SoloTest(tools_trace, round_trip) {
+    static char first[65536], again[65536], line[512];
+    check_run(with_trace("--threads 2 --tokens 25 --uneven --masked 0.2 --save-routing "), 0,
+              "#wrong 0", NULL);
+    read_file(trace_path, first, sizeof(first));
+    CHECK(strncmp(first, "ep-routing 1\nexperts 12 top_k 3 ranks 2\ntokens 25\n", 48) == 0, "%.80s",
+          first);
+    snprintf(line, sizeof(line), QUICK "--threads 2 --routing file:%s --save-routing %s",
+             trace_path, trace_path);
+    check_run(line, 0, "#wrong 0", NULL);
+    read_file(trace_path, again, sizeof(again));
+    CHECK(strcmp(first, again) == 0, "changed to: %.200s", again);
+}
+
+/* A trace by hand, with a duplicate and masked entries. */
+SoloTest(tools_trace, written_by_hand) {
+    write_file(trace_path, "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
+                           "tokens 2\n0 11 -1\n5 5 5\ntokens 0\n");
+    check_run(with_trace("--threads 2 --routing file:"), 0, "#wrong 0", NULL);
+}
+
+typedef struct BadTrace {
+    const char *text;
+    int line;
+    const char *said;
+} BadTrace;
+
+#define HEAD "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
+
+static const BadTrace bad_traces[] = {
+    {"", 1, "end of the file"},
+    {"something else\n", 1, "something else"},
+    {"ep-routing 2\n", 1, "2"},
+    {"ep-routing 1\n", 2, "end of the file"},
+    {"ep-routing 1\nexperts 13 top_k 3 ranks 2\n", 2, "13"},
+    {"ep-routing 1\nexperts 12 top_k 4 ranks 2\n", 2, "4"},
+    {"ep-routing 1\nexperts 12 top_k 3 ranks 5\n", 2, "5"},
+    {HEAD, 3, "end of the file"},
+    {HEAD "tokens -1\n", 3, "-1"},
+    {HEAD "tokens x\n", 3, "x"},
+    {HEAD "tokens 99999999999\n", 3, "99999999999"},
+    {HEAD "tokens 2\n0 1 2\n", 5, "end of the file"},
+    {HEAD "tokens 1\n0 1 2", 4, "end of the file"},
+    {HEAD "tokens 1\n0 1\n", 4, ""},
+    {HEAD "tokens 1\n0 1 2 3\n", 4, "3"},
+    {HEAD "tokens 1\n0 1 12\n", 4, "12"},
+    {HEAD "tokens 1\n0 1 two\n", 4, "two"},
+    {HEAD "tokens 1\n0 1 2\n", 5, "end of the file"},
+    {HEAD "tokens 0\ntokens 0\ntokens 0\n", 5, "more"},
+};
+
+SoloTest(tools_trace, bad_traces_are_refused) {
+    for (int i = 0; i < LENGTH(bad_traces); i++) {
+        char where[128];
+        write_file(trace_path, bad_traces[i].text);
+        snprintf(where, sizeof(where), "%s:%d: ", trace_path, bad_traces[i].line);
+        check_note("trace %d", i);
+        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
+        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, bad_traces[i].said);
+    }
+}
+
+SoloTest(tools_trace, a_folder_is_no_trace) {
+    check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp");
+}
+
+/* ---- under mpirun ---- */
+
+static void check_mpirun(int ranks, const char *option, const char *value, int exit_status,
+                         const char *said) {
+    char count[16];
+    snprintf(count, sizeof(count), "%d", ranks);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    const char *argv[] = {"mpirun",
+                          "--oversubscribe",
+                          "--bind-to",
+                          "none",
+                          "--timeout",
+                          "60",
+                          "-n",
+                          count,
+                          build_path("ep_bench"),
+                          "-n",
+                          "1",
+                          "-w",
+                          "0",
+                          "--hidden",
+                          "64",
+                          option,
+                          value,
+                          NULL};
+    ProcessResult result = process_run(argv, 1);
+    CHECK(result.exit_status == exit_status, "exit status %d: %s", result.exit_status, result.out);
+    CHECK(strstr(result.out, said), "no '%s' in: %s", said, result.out);
+    process_result_free(&result);
+}
+
+SoloTest(mpi_bench, right_with_and_without_a_baseline) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    check_mpirun(2, "--tokens", "16", 0, "#wrong 0");
+    check_mpirun(3, "--baseline", NULL, 0, "#wrong 0");
+}
+
+SoloTest(mpi_bench, nonsense_is_refused) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    check_mpirun(2, "--tokens", "many", 2, "\"many\"");
+}

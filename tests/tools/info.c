@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_info as users start it. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/harness/check.h"
+#include "tests/harness/process.h"
+
+static void check_info(const char *const *options, int exit_status, const char *in_out,
+                       const char *in_err) {
+    const char *argv[8] = {build_path("ep_info")};
+    for (int i = 0; options[i]; i++)
+        argv[i + 1] = options[i];
+    ProcessResult result = process_run(argv, 0);
+    CHECK(result.exit_status == exit_status, "exits with %d: %s", result.exit_status, result.err);
+    if (in_out) CHECK(strstr(result.out, in_out), "no '%s' in: %s", in_out, result.out);
+    if (in_err) CHECK(strstr(result.err, in_err), "no '%s' in: %s", in_err, result.err);
+    process_result_free(&result);
+}
+
+#define WITH(...) ((const char *const[]){__VA_ARGS__, NULL})
+
+SoloTest(tools_info, says_what_there_is) {
+    static const char *const none[] = {NULL};
+    static const char *const parts[] = {"libep 0.1.0", "EP_TIMEOUT",    "EP_STAGE_BYTES",
+                                        "topology",    "backend: host", "bytes"};
+    for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
+        check_info(none, 0, parts[i], NULL);
+}
+
+SoloTest(tools_info, settings_for_a_readme) {
+    check_info(WITH("--settings-markdown"), 0, "| `EP_TIMEOUT` |", NULL);
+}
+
+SoloTest(tools_info, nonsense_is_refused) {
+    check_info(WITH("--frobnicate"), 2, NULL, "--frobnicate");
+    check_info(WITH("--hidden", "x"), 2, NULL, "\"x\"");
+    check_info(WITH("--ranks", "0"), 2, NULL, "\"0\"");
+    check_info(WITH("--ranks"), 2, NULL, "--ranks");
+    check_info(WITH("stray"), 2, NULL, "stray");
+}
+
+SoloTest(tools_info, infeasible_configuration) {
+    check_info(WITH("--ranks", "1024", "--tokens", "16777216"), 1, "not feasible", NULL);
+}
+
+SoloTest(tools_info, unsound_environment) {
+    setenv("EP_TYPO", "1", 1);
+    check_info(WITH("--hidden", "64"), 1, NULL, "EP_TYPO");
+    unsetenv("EP_TYPO");
+    setenv("EP_TIMEOUT", "soon", 1);
+    check_info(WITH("--hidden", "64"), 1, NULL, "EP_TIMEOUT");
+}

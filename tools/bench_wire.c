@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * The wire floor: the remote bytes of a dispatch, and of a combine, pushed between the same GPUs
+ * by a kernel that does nothing else, from all ranks at once. One rank alone copies its slots.
+ */
+
+#if EP_WITH_CUDA
+
+#include <stdio.h>
+
+#include "bench_cuda.h"
+#include "bench_error.h"
+#include "bench_kernels.h"
+
+/* What to try: which is best depends on the number of GPUs and on the bytes. blocks 0: one for
+ * each multiprocessor. */
+static const struct {
+    int blocks, stages;
+} shapes[] = {{8, 15}, {16, 15}, {32, 15}, {64, 8}, {64, 15}, {0, 15}};
+
+enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
+
+typedef struct Wire {
+    Case *c;
+    PushArgs push;
+    int multiprocessors;
+} Wire;
+
+typedef enum Direction { THERE, BACK } Direction; /* of dispatch, of combine */
+
+/* Tokens of `source` that have a slot on `owner`: each travels once. */
+static int64_t count_rows(const Case *c, int source, int owner) {
+    int64_t rows = 0;
+    for (int64_t t = 0; t < c->routing.tokens[source]; t++) {
+        const int64_t first = (c->routing.first[source] + t) * c->routing.top_k;
+        bool goes = false;
+        for (int64_t i = first; !goes && i < first + c->routing.top_k; i++)
+            goes = c->slots.row_of[i] >= 0 &&
+                   routing_owner(&c->routing, c->routing.experts[i]) == owner;
+        rows += goes;
+    }
+    return rows;
+}
+
+/* Bytes that this rank sends to `peer`. */
+static int64_t count_bytes(const Case *c, int peer, Direction direction) {
+    int rank = c->world->rank, row = (int)c->row_bytes;
+    if (c->world->size == 1) return c->slots.num_slots * row;
+    if (peer == rank) return 0;
+    return row * (direction == THERE ? count_rows(c, rank, peer) : count_rows(c, peer, rank));
+}
+
+/* Peers in turn, each rank beginning with the next one. */
+static int peer_at(const Case *c, int i) {
+    return (c->world->rank + 1 + i) % c->world->size;
+}
+
+static void count_push(Wire *wire, Direction direction) {
+    const Case *c = wire->c;
+    int64_t chunks = c->slots.num_rows * (int64_t)c->row_bytes / PUSH_CHUNK;
+    wire->push = (PushArgs){.count = c->world->size > 1 ? c->world->size - 1 : 1};
+    wire->push.source = c->device->buffers.slots_in;
+    wire->push.source_chunks = chunks > 0 ? (int32_t)chunks : 1;
+    for (int i = 0; i < wire->push.count; i++)
+        wire->push.bytes[i] = count_bytes(c, peer_at(c, i), direction);
+}
+
+/* Every rank has a place of the same size in every other's inbox. */
+static bool longest_push(const Wire *wire, int64_t *out) {
+    *out = 0;
+    for (int i = 0; i < wire->push.count; i++)
+        *out = wire->push.bytes[i] > *out ? wire->push.bytes[i] : *out;
+    return world_max(wire->c->world, out, 1);
+}
+
+static bool push(void *context, int which) {
+    const Wire *wire = context;
+    int blocks = shapes[which].blocks ? shapes[which].blocks : wire->multiprocessors;
+    return cuda_ok(kernel_push(&wire->push, blocks, shapes[which].stages, wire->c->stream),
+                   "the copying kernel");
+}
+
+static bool time_push(Wire *wire, double *best_us) {
+    Case *c = wire->c;
+    Quantiles times[NUM_SHAPES];
+    if (!device_time_calls(c, c->options->iterations, push, wire, NUM_SHAPES, times, NULL))
+        return false;
+    *best_us = times[0].median_us;
+    for (int i = 1; i < NUM_SHAPES; i++)
+        *best_us = times[i].median_us < *best_us ? times[i].median_us : *best_us;
+    return true;
+}
+
+/* *us stays as it is where nothing travels, or where there is no memory for it. */
+static bool measure(Wire *wire, Direction direction, double *us) {
+    Case *c = wire->c;
+    int64_t place;
+    count_push(wire, direction);
+    if (!longest_push(wire, &place)) return false;
+    if (place == 0) return true;
+    Peers *inbox = peers_open(c->world, (size_t)(place * c->world->size));
+    if (!inbox) {
+        snprintf(c->device->reason, sizeof(c->device->reason), "%s", bench_error_sentence());
+        return !c->world->broken;
+    }
+    for (int i = 0; i < wire->push.count; i++)
+        wire->push.to[i] = (char *)inbox->at[peer_at(c, i)] + place * c->world->rank;
+    bool ok = time_push(wire, us);
+    peers_close(inbox);
+    return ok;
+}
+
+static bool count_multiprocessors(int *out) {
+    int device;
+    return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&
+           cuda_ok(cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, device),
+                   "cudaDeviceGetAttribute");
+}
+
+bool wire_measure(Case *c, double floor_us[NUM_PHASES]) {
+    Wire wire = {.c = c};
+    double there = -1, back = -1;
+    for (int p = 0; p < NUM_PHASES; p++)
+        floor_us[p] = -1;
+    if (!c->device->flags) return true;
+    if (!world_all(c->world, count_multiprocessors(&wire.multiprocessors)) ||
+        !measure(&wire, THERE, &there) || !measure(&wire, BACK, &back))
+        return false;
+    floor_us[PHASE_DISPATCH] = floor_us[PHASE_COMBINE_BACKWARD] = there;
+    floor_us[PHASE_COMBINE] = floor_us[PHASE_DISPATCH_BACKWARD] = back;
+    return true;
+}
+
+#endif
