@@ -191,7 +191,8 @@ Requires: ep
 Libs: -L$${libdir} -lep_mpi $(mpi_libs)
 Cflags: $(mpi_cflags)
 endef
-$B/%.pc: Makefile include/ep/ep.h
+# Written at each run: they name the PREFIX of an install that may be another one.
+$B/ep.pc $B/ep-mpi.pc: $B/%.pc: again
 	$(file >$@,$($*_pc))
 
 -include $(shell find $B -name '*.d' 2>/dev/null)

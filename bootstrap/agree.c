@@ -4,24 +4,23 @@
 #include <string.h>
 
 static const char *const names[EP_AGREE_FIELDS] = {
-    "the library's version",  "config.num_experts",     "config.max_tokens", "config.max_top_k",
-    "config.max_row_bytes",   "config.max_scale_bytes", "config.alignment",  "config.max_recv_rows",
-    "config.overflow",        "config.backend",         "EP_BACKEND",        "EP_STAGE_BYTES"};
+    "the library's version", "config.num_experts",     "config.max_tokens", "config.max_top_k",
+    "config.max_row_bytes",  "config.max_scale_bytes", "config.alignment",  "config.max_recv_rows",
+    "config.overflow",       "config.backend",         "EP_BACKEND",        "EP_STAGE_BYTES"};
 
 void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t num_ranks,
                          const EpSettings *settings) {
     const int64_t fields[EP_AGREE_FIELDS] = {
-        ep_version(),        c->num_experts,     c->max_tokens,
-        c->max_top_k,        c->max_row_bytes,   c->max_scale_bytes,
-        c->alignment,        c->max_recv_rows,   c->overflow,
-        c->backend,          settings->backend,  ep_config_stage_bytes(c, num_ranks, settings)};
+        ep_version(), c->num_experts,    c->max_tokens,
+        c->max_top_k, c->max_row_bytes,  c->max_scale_bytes,
+        c->alignment, c->max_recv_rows,  c->overflow,
+        c->backend,   settings->backend, ep_config_stage_bytes(c, num_ranks, settings)};
     memcpy(mine->field, fields, sizeof(fields));
 }
 
 EpBackend ep_introductions_backend(const EpIntroduction *all, int32_t size, int32_t num_nodes) {
     for (int32_t r = 0; r < size; r++)
-        if (all[r].backend != EP_BACKEND_CUDA)
-            return EP_BACKEND_HOST;
+        if (all[r].backend != EP_BACKEND_CUDA) return EP_BACKEND_HOST;
     return num_nodes == 1 ? EP_BACKEND_CUDA : EP_BACKEND_HOST;
 }
 
@@ -35,8 +34,7 @@ static EpStatus check_peers(const EpCall *call, const EpIntroduction *all, int32
 
 EpStatus ep_introductions_check(const EpCall *call, const EpIntroduction *all, int32_t size) {
     const EpIntroduction *mine = &all[call->rank];
-    if (mine->status != EP_OK)
-        return ep_fail(mine->status, "%s", mine->sentence);
+    if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
     EP_TRY(check_peers(call, all, size));
     for (int32_t r = 1; r < size; r++)
         for (int i = 0; i < EP_AGREE_FIELDS; i++)

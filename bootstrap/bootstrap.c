@@ -10,7 +10,8 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *b) {
         return ep_refuse(call, EP_ERR_RANGE, "bootstrap.rank", "expected 0 .. %d, got %d",
                          b->size - 1, b->rank);
     if (!b->allgather || !b->barrier)
-        return ep_refuse(call, EP_ERR_NULL, b->allgather ? "bootstrap.barrier" : "bootstrap.allgather",
+        return ep_refuse(call, EP_ERR_NULL,
+                         b->allgather ? "bootstrap.barrier" : "bootstrap.allgather",
                          "expected a function, got NULL");
     if (!b->share != !b->share_free)
         return ep_refuse(call, EP_ERR_NULL, "bootstrap.share",
@@ -27,10 +28,21 @@ int ep_bootstrap_has_messages(const EpBootstrap *bootstrap) {
     return bootstrap->isend != NULL;
 }
 
+EpStatus ep_bootstrap_agree(const EpBootstrap *b, EpStatus mine, double timeout) {
+    int32_t own = mine, all[EP_MAX_RANKS];
+    EpStatus gathered = b->allgather(b->context, &own, all, sizeof(own), timeout);
+    if (mine != EP_OK) return mine;
+    EP_TRY(gathered);
+    for (int32_t r = 0; r < b->size; r++)
+        if (all[r] != EP_OK)
+            return ep_fail(EP_ERR_PEER, "rank %d: ep_group_create: bootstrap: rank %d failed: %s",
+                           b->rank, r, ep_status_string((EpStatus)all[r]));
+    return EP_OK;
+}
+
 EpStatus ep_bootstrap_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes,
                             double timeout, void **segments, void **memory) {
-    if (b->share)
-        return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
+    if (b->share) return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
     return ep_posix_share(b, nodes, bytes, timeout, segments, memory);
 }
 
@@ -42,9 +54,7 @@ void ep_bootstrap_share_free(const EpBootstrap *b, void *memory, int together) {
 }
 
 void ep_bootstrap_destroy(EpBootstrap *bootstrap) {
-    if (!bootstrap || bootstrap->struct_size != sizeof(*bootstrap))
-        return;
-    if (bootstrap->destroy)
-        bootstrap->destroy(bootstrap->context);
+    if (!bootstrap || bootstrap->struct_size != sizeof(*bootstrap)) return;
+    if (bootstrap->destroy) bootstrap->destroy(bootstrap->context);
     *bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
 }

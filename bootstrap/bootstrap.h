@@ -24,6 +24,12 @@ EpStatus ep_bootstrap_share(const EpBootstrap *bootstrap, const int32_t *nodes, 
                             double timeout, void **segments, void **memory);
 void ep_bootstrap_share_free(const EpBootstrap *bootstrap, void *memory, int together);
 
+/**
+ * Collective: do all ranks stand well? This rank's own status if that is an error, EP_ERR_PEER if
+ * another's is. For what may fail on one rank alone, before something that would wait for it.
+ */
+EpStatus ep_bootstrap_agree(const EpBootstrap *bootstrap, EpStatus mine, double timeout);
+
 /** POSIX shared memory for bootstraps without `share`. */
 EpStatus ep_posix_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
                         double timeout, void **segments, void **memory);

@@ -29,7 +29,8 @@ static int64_t take(int64_t *at, int64_t bytes) {
 EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
     EpWindowLayout w = {0};
     int64_t lanes = (int64_t)num_ranks * EP_LANES, at = 0;
-    w.record_bytes = ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
+    w.record_bytes =
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
     w.lane_tokens = (config->max_tokens + EP_LANES - 1) / EP_LANES;
     int64_t depth = RING_BYTES / (lanes * w.record_bytes);
     w.depth = (int32_t)ep_max(LEAST_DEPTH, ep_min(MOST_DEPTH, depth));
@@ -72,8 +73,7 @@ int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
     }
     if (num_ranks > EP_CUDA_MAX_RANKS)
         return refuse(reason, bytes, "the cuda backend serves at most 72 ranks");
-    if (num_ranks > 1 && !ep_nccl_load(reason, bytes))
-        return 0;
+    if (num_ranks > 1 && !ep_nccl_load(reason, bytes)) return 0;
     (void)cudaGetDevice(&device);
     (void)cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
     if (capability < LEAST_CAPABILITY)
@@ -84,15 +84,13 @@ int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
 /* ---- opening ------------------------------------------------------------------------------- */
 
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
-    if (error == cudaSuccess)
-        return EP_OK;
+    if (error == cudaSuccess) return EP_OK;
     return ep_fail(error == cudaErrorMemoryAllocation ? EP_ERR_NO_MEMORY : EP_ERR_SYSTEM,
                    "rank %d: %s: %s", group->rank, what, cudaGetErrorString((cudaError_t)error));
 }
 
 static EpStatus check_nccl(const EpGroup *group, const char *what, ncclResult_t result) {
-    if (result == ncclSuccess)
-        return EP_OK;
+    if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: %s", group->rank, what,
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
@@ -102,8 +100,7 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
     char reason[192];
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     cuda->comm = group->config.nccl_comm;
-    if (cuda->comm)
-        return EP_OK;
+    if (cuda->comm) return EP_OK;
     ncclUniqueId mine = {{0}}, *all = calloc((size_t)group->size, sizeof(*all));
     if (!all)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
@@ -112,9 +109,9 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
         status = check_nccl(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine));
     EpStatus gathered = b->allgather(b->context, &mine, all, sizeof(mine), group->timeout);
     if (status == EP_OK && gathered == EP_OK) {
-        status = check_nccl(group, "ncclCommInitRank",
-                            cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0],
-                                                         group->rank));
+        status =
+            check_nccl(group, "ncclCommInitRank",
+                       cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0], group->rank));
         cuda->owns_comm = status == EP_OK;
     }
     free(all);
@@ -130,7 +127,8 @@ static EpStatus verify_window(EpGroup *group, EpCuda *cuda) {
     if (missing)
         return ep_fail(EP_ERR_UNSUPPORTED,
                        "rank %d: ep_group_create: window: expected to reach %d ranks over NVLink, "
-                       "cannot reach %d of them", group->rank, group->size, missing);
+                       "cannot reach %d of them",
+                       group->rank, group->size, missing);
     EP_TRY(ep_cuda_check(group, "greeting the peers",
                          ep_window_greet(cuda->device.window, group->rank, group->size, GREETING)));
     EP_TRY(b->barrier(b->context, group->timeout));
@@ -141,8 +139,8 @@ static EpStatus verify_window(EpGroup *group, EpCuda *cuda) {
         return ep_fail(EP_ERR_UNSUPPORTED,
                        "rank %d: ep_group_create: window: expected greetings of %d ranks, got %d",
                        group->rank, group->size, greetings);
-    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(cuda->window_memory, 0,
-                                                         (size_t)cuda->device.layout.bytes)));
+    EP_TRY(ep_cuda_check(group, "cudaMemset",
+                         cudaMemset(cuda->window_memory, 0, (size_t)cuda->device.layout.bytes)));
     EP_TRY(ep_cuda_check(group, "cudaDeviceSynchronize", cudaDeviceSynchronize()));
     return b->barrier(b->context, group->timeout);
 }
@@ -155,8 +153,8 @@ static EpStatus open_window(EpGroup *group, EpCuda *cuda) {
         return verify_window(group, cuda);
     }
     EP_TRY(open_communicator(group, cuda));
-    EP_TRY(check_nccl(group, "ncclMemAlloc",
-                      cuda->nccl->ncclMemAlloc(&cuda->window_memory, bytes)));
+    EP_TRY(
+        check_nccl(group, "ncclMemAlloc", cuda->nccl->ncclMemAlloc(&cuda->window_memory, bytes)));
     EP_TRY(check_nccl(group, "ncclCommWindowRegister",
                       cuda->nccl->ncclCommWindowRegister(cuda->comm, cuda->window_memory, bytes,
                                                          &cuda->window, 0)));
@@ -174,8 +172,10 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     size_t counts = 4 * (size_t)EP_LANES * (size_t)group->config.num_experts;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->lane_counts, counts)));
-    EP_TRY(ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&g->failure, sizeof(*g->failure), 0)));
-    EP_TRY(ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&cuda->notes, sizeof(*cuda->notes), 0)));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&g->failure, sizeof(*g->failure), 0)));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&cuda->notes, sizeof(*cuda->notes), 0)));
     memset(g->failure, 0, sizeof(*g->failure));
     memset(cuda->notes, 0, sizeof(*cuda->notes));
     cuda->notes->bad_entry = ~0ull;
@@ -187,9 +187,9 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
     int sms = 0;
     EP_TRY(ep_cuda_check(group, "cudaGetDevice", cudaGetDevice(&cuda->ordinal)));
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
-                         cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount,
-                                                cuda->ordinal)));
+    EP_TRY(
+        ep_cuda_check(group, "cudaDeviceGetAttribute",
+                      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, cuda->ordinal)));
     EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
                          cudaDeviceGetAttribute(&cuda->shared_bytes,
                                                 cudaDevAttrMaxSharedMemoryPerBlockOptin,
@@ -212,8 +212,9 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EP_TRY(read_device(group, cuda));
     EP_TRY(open_memory(group, cuda));
     EP_TRY(open_window(group, cuda));
-    EP_INFO("cuda backend: device %d, %d multiprocessors, window of %lld bytes, rings of %d records",
-            cuda->ordinal, cuda->num_sms, (long long)g->layout.bytes, g->layout.depth);
+    EP_INFO(
+        "cuda backend: device %d, %d multiprocessors, window of %lld bytes, rings of %d records",
+        cuda->ordinal, cuda->num_sms, (long long)g->layout.bytes, g->layout.depth);
     return EP_OK;
 }
 
@@ -223,26 +224,21 @@ static void close_window(EpCuda *cuda, int together) {
         (void)cudaFree(cuda->window_memory);
         return;
     }
-    if (together && cuda->window)
-        cuda->nccl->ncclCommWindowDeregister(cuda->comm, cuda->window);
-    if (together && cuda->window_memory)
-        cuda->nccl->ncclMemFree(cuda->window_memory);
-    if (cuda->owns_comm && together)
-        cuda->nccl->ncclCommDestroy(cuda->comm);
+    if (together && cuda->window) cuda->nccl->ncclCommWindowDeregister(cuda->comm, cuda->window);
+    if (together && cuda->window_memory) cuda->nccl->ncclMemFree(cuda->window_memory);
+    if (cuda->owns_comm && together) cuda->nccl->ncclCommDestroy(cuda->comm);
 }
 
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
-    if (!cuda)
-        return;
+    if (!cuda) return;
     (void)cudaDeviceSynchronize();
     close_window(cuda, together);
     (void)cudaFree(cuda->device.state);
     (void)cudaFree(cuda->device.lane_counts);
     (void)cudaFreeHost(cuda->device.failure);
     (void)cudaFreeHost(cuda->notes);
-    if (cuda->last)
-        (void)cudaEventDestroy(cuda->last);
+    if (cuda->last) (void)cudaEventDestroy(cuda->last);
     (void)cudaGetLastError();
     free(cuda);
     group->backend_state = NULL;

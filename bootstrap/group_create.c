@@ -31,10 +31,11 @@ static uint64_t choose_id(void) {
 /* ---- introductions ------------------------------------------------------------------------- */
 
 static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, EpSettings *settings,
+                          const EpGroupConfig *config, EpGroup *const *out, EpSettings *settings,
                           EpIntroduction *mine) {
     char reason[256];
     EP_TRY(ep_settings_load(settings));
+    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     EP_TRY(ep_config_check(call, config, bootstrap->size));
     EP_TRY(ep_place_find(&settings->topology, bootstrap->rank, bootstrap->size, &mine->place));
     const EpBackendOps *backend =
@@ -46,11 +47,11 @@ static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
     return EP_OK;
 }
 
-static void introduce(const EpCall *call, const EpBootstrap *bootstrap,
-                      const EpGroupConfig *config, EpSettings *settings, EpIntroduction *mine) {
+static void introduce(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
+                      EpGroup *const *out, EpSettings *settings, EpIntroduction *mine) {
     memset(mine, 0, sizeof(*mine));
     mine->id = choose_id();
-    mine->status = check_own(call, bootstrap, config, settings, mine);
+    mine->status = check_own(call, bootstrap, config, out, settings, mine);
     if (mine->status == EP_OK)
         ep_introduce_config(mine, config, bootstrap->size, settings);
     else
@@ -58,7 +59,6 @@ static void introduce(const EpCall *call, const EpBootstrap *bootstrap,
 }
 
 /* ---- building ------------------------------------------------------------------------------ */
-
 
 static EpStatus choose_backend(EpGroup *group, const EpIntroduction *all) {
     EpCall call = {"ep_group_create", group->rank};
@@ -70,8 +70,7 @@ static EpStatus choose_backend(EpGroup *group, const EpIntroduction *all) {
                          group->num_nodes);
     group->backend = &ep_backend_host;
 #if EP_WITH_CUDA
-    if (backend == EP_BACKEND_CUDA)
-        group->backend = &ep_backend_cuda;
+    if (backend == EP_BACKEND_CUDA) group->backend = &ep_backend_cuda;
 #endif
     return EP_OK;
 }
@@ -96,8 +95,7 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
     int complete = group->nodes && places;
     for (int32_t r = 0; r < size && complete; r++)
         places[r] = all[r].place;
-    if (complete)
-        group->num_nodes = ep_nodes_number(places, size, group->nodes);
+    if (complete) group->num_nodes = ep_nodes_number(places, size, group->nodes);
     free(places);
     if (!complete)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out: out of memory", rank);
@@ -105,19 +103,16 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
 }
 
 static void free_group(EpGroup *group, int together) {
-    if (group->backend)
-        group->backend->close(group, together);
+    if (group->backend) group->backend->close(group, together);
     free(group->nodes);
     group->nodes = NULL;
     ep_object_retire(&group->object);
 }
 
 /* Did everyone succeed? A second, smaller round of introductions. */
-static EpStatus confirm(const EpCall *call, EpGroup *group, EpStatus status,
-                        EpIntroduction *all) {
+static EpStatus confirm(const EpCall *call, EpGroup *group, EpStatus status, EpIntroduction *all) {
     EpIntroduction mine = {.status = status};
-    if (status != EP_OK)
-        snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
+    if (status != EP_OK) snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
     EP_TRY(group->bootstrap.allgather(group->bootstrap.context, &mine, all, sizeof(mine),
                                       group->timeout));
     return ep_introductions_check(call, all, group->size);
@@ -129,15 +124,12 @@ static void account(EpGroup *group) {
     group->library_bytes = shared + private + ep_group_own_bytes(group->size);
 }
 
-static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap,
-                      const EpGroupConfig *config, const EpSettings *settings,
-                      EpIntroduction *all, EpGroup **out) {
+static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
+                      const EpSettings *settings, EpIntroduction *all, EpGroup **out) {
     EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
-    if (!group)
-        return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
+    if (!group) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
     EpStatus status = fill_group(group, bootstrap, config, settings, all);
-    if (status == EP_OK)
-        status = group->backend->open(group);
+    if (status == EP_OK) status = group->backend->open(group);
     status = confirm(call, group, status, all);
     if (status != EP_OK) {
         free_group(group, 0);
@@ -160,32 +152,25 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *conf
     EpCall call = {"ep_group_create", -1};
     EP_TRY(ep_bootstrap_check(&call, bootstrap));
     call.rank = bootstrap->rank;
-    if (!out)
-        return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
     EpIntroduction mine, *all = calloc((size_t)bootstrap->size, sizeof(*all));
-    if (!all)
-        return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
-    introduce(&call, bootstrap, config, &settings, &mine);
-    double timeout = FALLBACK_TIMEOUT;
+    if (!all) return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    introduce(&call, bootstrap, config, out, &settings, &mine);
+    double timeout = settings.timeout;
     if (mine.status == EP_OK) {
         configure_log(&settings, bootstrap->rank);
         timeout = ep_config_timeout(config, &settings);
     }
-    EpStatus status =
-        bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), timeout);
-    if (status == EP_OK)
-        status = ep_introductions_check(&call, all, bootstrap->size);
-    if (status == EP_OK)
-        status = build(&call, bootstrap, config, &settings, all, out);
+    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), timeout);
+    if (status == EP_OK) status = ep_introductions_check(&call, all, bootstrap->size);
+    if (status == EP_OK) status = build(&call, bootstrap, config, &settings, all, out);
     free(all);
     return status;
 }
 
 void ep_group_destroy(EpGroup *group) {
     EpCall call = {"ep_group_destroy", -1};
-    if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK)
-        return;
+    if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK) return;
     while (group->handles)
         ep_handle_destroy(group->handles);
     int together = group->failed == EP_OK &&

@@ -14,8 +14,8 @@
 
 void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes) {
-    *shared_bytes = ep_exchange_control_bytes(num_ranks) +
-                    ep_config_stage_bytes(config, num_ranks, settings);
+    *shared_bytes =
+        ep_exchange_control_bytes(num_ranks) + ep_config_stage_bytes(config, num_ranks, settings);
     *private_bytes = (int64_t)sizeof(EpHost) + ep_exchange_private_bytes(num_ranks);
 }
 
@@ -27,16 +27,14 @@ static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
         for (int32_t r = 0; r < group->size; r++)
             count += group->nodes[r] == node;
         *least = count < *least ? count : *least;
-        if (node == group->nodes[group->rank])
-            *here = count;
+        if (node == group->nodes[group->rank]) *here = count;
     }
 }
 
 /* Memory is only promised by the system: what cannot be there is better refused than killed for. */
 static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t ranks_here) {
     int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (bytes * ranks_here <= physical)
-        return EP_OK;
+    if (bytes * ranks_here <= physical) return EP_OK;
     return ep_fail(EP_ERR_NO_MEMORY,
                    "rank %d: ep_group_create: memory: expected %lld bytes for each of %d ranks on "
                    "this node, got a node of %lld",
@@ -44,27 +42,26 @@ static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t rank
 }
 
 static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
-    if (group->settings.spin != EP_COUNT_AUTO)
-        return group->settings.spin;
+    if (group->settings.spin != EP_COUNT_AUTO) return group->settings.spin;
     long online = sysconf(_SC_NPROCESSORS_ONLN);
     return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
 }
 
 static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
+    const EpBootstrap *b = &group->bootstrap;
     int32_t least, here;
     count_nodes(group, &least, &here);
-    EpExchangeSetup setup = {.bootstrap = &group->bootstrap,
+    EpExchangeSetup setup = {.bootstrap = b,
                              .segments = segments,
                              .most_remote = group->size - least,
                              .tag = group->tag,
                              .timeout = group->timeout};
     setup.stage_bytes = ep_config_stage_bytes(&group->config, group->size, &group->settings);
     setup.spins = choose_spins(group, here);
-    int64_t bytes =
-        ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
-    EP_TRY(check_physical(group, bytes, here));
-    EP_TRY(ep_bootstrap_share(&group->bootstrap, group->nodes, (size_t)bytes, group->timeout,
-                              segments, &host->memory));
+    int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
+    EP_TRY(ep_bootstrap_agree(b, check_physical(group, bytes, here), group->timeout));
+    EP_TRY(ep_bootstrap_share(b, group->nodes, (size_t)bytes, group->timeout, segments,
+                              &host->memory));
     host->exchange = ep_exchange_create(&setup);
     if (!host->exchange)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
@@ -76,32 +73,28 @@ static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
 
 EpStatus ep_host_open(EpGroup *group) {
     if (group->num_nodes > 1 && !ep_bootstrap_has_messages(&group->bootstrap))
-        return ep_fail(EP_ERR_UNSUPPORTED,
-                       "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
-                       "for ranks on %d nodes, got none",
-                       group->rank, group->num_nodes);
+        return ep_fail(
+            EP_ERR_UNSUPPORTED,
+            "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
+            "for ranks on %d nodes, got none",
+            group->rank, group->num_nodes);
+    void *segments[EP_MAX_RANKS];
     EpHost *host = calloc(1, sizeof(*host));
-    void **segments = calloc((size_t)group->size, sizeof(*segments));
-    EpStatus status = EP_ERR_NO_MEMORY;
-    if (host && segments) {
-        group->backend_state = host;
-        host->math = ep_rowmath();
-        status = open_exchange(group, host, segments);
-    } else {
-        free(host);
-        ep_fail(status, "rank %d: ep_group_create: memory: out of memory", group->rank);
-    }
-    free(segments);
-    return status;
+    group->backend_state = host;
+    EpStatus status = EP_OK;
+    if (!host)
+        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                         group->rank);
+    EP_TRY(ep_bootstrap_agree(&group->bootstrap, status, group->timeout));
+    host->math = ep_rowmath();
+    return open_exchange(group, host, segments);
 }
 
 void ep_host_close(EpGroup *group, int together) {
     EpHost *host = group->backend_state;
-    if (!host)
-        return;
+    if (!host) return;
     ep_exchange_destroy(host->exchange);
-    if (host->memory)
-        ep_bootstrap_share_free(&group->bootstrap, host->memory, together);
+    if (host->memory) ep_bootstrap_share_free(&group->bootstrap, host->memory, together);
     free(host);
     group->backend_state = NULL;
 }

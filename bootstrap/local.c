@@ -54,8 +54,7 @@ static void deadline_after(double seconds, struct timespec *out) {
     double whole = (double)(time_t)(seconds < 1e9 ? seconds : 1e9);
     out->tv_sec += (time_t)whole;
     out->tv_nsec += (long)((seconds < 1e9 ? seconds - whole : 0) * 1e9);
-    if (out->tv_nsec >= 1000000000L)
-        out->tv_sec++, out->tv_nsec -= 1000000000L;
+    if (out->tv_nsec >= 1000000000L) out->tv_sec++, out->tv_nsec -= 1000000000L;
 }
 
 static EpStatus fail_missing(const Local *self, double seconds) {
@@ -69,8 +68,7 @@ static EpStatus fail_missing(const Local *self, double seconds) {
 
 static int all_agree(const Board *board) {
     for (int32_t r = 1; r < board->size; r++)
-        if (board->kind[r] != board->kind[0])
-            return 0;
+        if (board->kind[r] != board->kind[0]) return 0;
     return 1;
 }
 
@@ -85,8 +83,7 @@ static EpStatus meet(const Local *self, const void *offer, size_t kind, double s
     unsigned turn = board->turn;
     struct timespec deadline;
     deadline_after(seconds, &deadline);
-    if (offer)
-        board->offered[self->rank] = offer;
+    if (offer) board->offered[self->rank] = offer;
     board->here[self->rank] = PRESENT;
     board->kind[self->rank] = kind;
     if (++board->arrived == board->size) {
@@ -105,10 +102,11 @@ static EpStatus meet(const Local *self, const void *offer, size_t kind, double s
             return status;
         }
     }
-    if (board->agreed)
-        return EP_OK;
-    return ep_fail(EP_ERR_ORDER, "rank %d: bootstrap: expected all ranks in the same call, got "
-                   "different ones", self->rank);
+    if (board->agreed) return EP_OK;
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: bootstrap: expected all ranks in the same call, got "
+                   "different ones",
+                   self->rank);
 }
 
 /* Two meetings: nobody's offer may go away before all have copied it. */
@@ -120,8 +118,7 @@ static EpStatus local_allgather(void *context, const void *in, void *out, size_t
     EpStatus status = meet(self, in, GATHER + bytes, seconds);
     for (int32_t r = 0; r < board->size && status == EP_OK; r++)
         memcpy((char *)out + (size_t)r * bytes, board->offered[r], bytes);
-    if (status == EP_OK)
-        status = meet(self, NULL, LEAVE, seconds);
+    if (status == EP_OK) status = meet(self, NULL, LEAVE, seconds);
     pthread_mutex_unlock(&board->mutex);
     return status;
 }
@@ -148,8 +145,7 @@ typedef struct BlockOffer {
 
 static Block *block_create(size_t bytes, int32_t users) {
     Block *block = calloc(1, sizeof(*block));
-    if (!block)
-        return NULL;
+    if (!block) return NULL;
     block->users = users;
     block->base = aligned_alloc(64, bytes);
     if (!block->base) {
@@ -166,15 +162,15 @@ static EpStatus local_share(void *context, int32_t node, size_t bytes, double se
     size_t stride = (bytes + 63) / 64 * 64;
     BlockOffer mine = {.node = node};
     BlockOffer *all = calloc((size_t)size, sizeof(*all));
-    if (!all)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    if (self->rank == 0)
-        mine.block = block_create(stride * (size_t)size, size);
+    if (!all) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    if (self->rank == 0) mine.block = block_create(stride * (size_t)size, size);
     EpStatus status = local_allgather(context, &mine, all, sizeof(mine), seconds);
     Block *block = all[0].block;
     if (status == EP_OK && !block)
-        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: expected %zu bytes of memory for "
-                         "each of %d ranks, got none", self->rank, bytes, size);
+        status = ep_fail(EP_ERR_NO_MEMORY,
+                         "rank %d: bootstrap: expected %zu bytes of memory for "
+                         "each of %d ranks, got none",
+                         self->rank, bytes, size);
     for (int32_t r = 0; r < size && status == EP_OK; r++)
         segments[r] = all[r].node == node ? block->base + stride * (size_t)r : NULL;
     if (status == EP_OK) {
@@ -205,8 +201,7 @@ static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void
                             size_t bytes, void **request) {
     const Local *self = context;
     Letter *letter = malloc(sizeof(*letter) + bytes);
-    if (!letter)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    if (!letter) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
     *letter = (Letter){.from = self->rank, .to = peer, .tag = tag, .bytes = bytes};
     memcpy(letter->data, data, bytes);
     pthread_mutex_lock(&self->board->mutex);
@@ -235,8 +230,7 @@ static Letter *take_letter(Board *board, const Expected *expected) {
             letter->tag != expected->tag)
             continue;
         *at = letter->next;
-        if (board->last_letter == &letter->next)
-            board->last_letter = at;
+        if (board->last_letter == &letter->next) board->last_letter = at;
         return letter;
     }
     return NULL;
@@ -249,18 +243,18 @@ static EpStatus local_test(void *context, void **request, int *done) {
     Letter *letter = expected ? take_letter(self->board, expected) : NULL;
     pthread_mutex_unlock(&self->board->mutex);
     *done = !expected || letter;
-    if (!letter)
-        return EP_OK;
+    if (!letter) return EP_OK;
     int fits = letter->bytes <= expected->capacity;
-    if (fits)
-        memcpy(expected->data, letter->data, letter->bytes);
+    if (fits) memcpy(expected->data, letter->data, letter->bytes);
     size_t bytes = letter->bytes, capacity = expected->capacity;
     free(letter);
     free(expected);
     *request = NULL;
     return fits ? EP_OK
-                : ep_fail(EP_ERR_ORDER, "rank %d: bootstrap: expected a message of at most %zu "
-                          "bytes, got %zu", self->rank, capacity, bytes);
+                : ep_fail(EP_ERR_ORDER,
+                          "rank %d: bootstrap: expected a message of at most %zu "
+                          "bytes, got %zu",
+                          self->rank, capacity, bytes);
 }
 
 static void local_cancel(void *context, void **request) {
@@ -287,8 +281,7 @@ static void board_free(Board *board) {
 
 static Board *board_create(int32_t size) {
     Board *board = calloc(1, sizeof(*board));
-    if (!board)
-        return NULL;
+    if (!board) return NULL;
     pthread_mutex_init(&board->mutex, NULL);
     pthread_cond_init(&board->turned, NULL);
     board->size = board->users = size;
@@ -296,8 +289,7 @@ static Board *board_create(int32_t size) {
     board->here = calloc((size_t)size, 1);
     board->offered = calloc((size_t)size, sizeof(*board->offered));
     board->kind = calloc((size_t)size, sizeof(*board->kind));
-    if (board->here && board->offered && board->kind)
-        return board;
+    if (board->here && board->offered && board->kind) return board;
     board_free(board);
     return NULL;
 }
@@ -307,8 +299,7 @@ static void local_destroy(void *context) {
     pthread_mutex_lock(&self->board->mutex);
     int last = --self->board->users == 0;
     pthread_mutex_unlock(&self->board->mutex);
-    if (last)
-        board_free(self->board);
+    if (last) board_free(self->board);
     free(self);
 }
 
@@ -330,8 +321,7 @@ static EpBootstrap describe(Local *self) {
 
 EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out) {
     EpCall call = {"ep_bootstrap_local", -1};
-    if (!out)
-        return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    if (!out) return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     if (size < 1 || size > EP_MAX_RANKS)
         return ep_refuse(&call, EP_ERR_RANGE, "size", "expected 1 .. %d, got %d", EP_MAX_RANKS,
                          size);
@@ -346,7 +336,6 @@ EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out) {
     for (int32_t r = 0; r < made && !complete; r++)
         free(selves[r]);
     free(selves);
-    if (!complete && board)
-        board_free(board);
+    if (!complete && board) board_free(board);
     return complete ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "size", "out of memory");
 }

@@ -33,8 +33,7 @@ static EpStatus fail(EpStatus status, const char *format, ...) {
 }
 
 static EpStatus check(const MpiContext *self, const char *what, int code) {
-    if (code == MPI_SUCCESS)
-        return EP_OK;
+    if (code == MPI_SUCCESS) return EP_OK;
     char text[MPI_MAX_ERROR_STRING] = "";
     int length = 0;
     MPI_Error_string(code, text, &length);
@@ -54,15 +53,13 @@ static int post_gathering(const MpiContext *self, Gathering *g, void *out, size_
     for (int r = 0; r < 2 * self->size; r++)
         g->requests[r] = MPI_REQUEST_NULL;
     for (int r = 0; r < self->size; r++) {
-        if (r == self->rank)
-            continue;
+        if (r == self->rank) continue;
         int code = MPI_Irecv((char *)out + (size_t)r * bytes, (int)bytes, MPI_BYTE, r, tag,
                              self->comm, &g->requests[r]);
         if (code == MPI_SUCCESS)
             code = MPI_Isend(g->message, (int)bytes, MPI_BYTE, r, tag, self->comm,
                              &g->requests[self->size + r]);
-        if (code != MPI_SUCCESS)
-            return code;
+        if (code != MPI_SUCCESS) return code;
     }
     return MPI_SUCCESS;
 }
@@ -70,8 +67,7 @@ static int post_gathering(const MpiContext *self, Gathering *g, void *out, size_
 static EpStatus fail_missing(const MpiContext *self, Gathering *g, double seconds) {
     int missing = -1;
     for (int r = 0; r < self->size; r++) {
-        if (g->requests[r] == MPI_REQUEST_NULL)
-            continue;
+        if (g->requests[r] == MPI_REQUEST_NULL) continue;
         missing = missing < 0 ? r : missing;
         MPI_Cancel(&g->requests[r]);
         MPI_Wait(&g->requests[r], MPI_STATUS_IGNORE);
@@ -87,12 +83,11 @@ static EpStatus finish_gathering(const MpiContext *self, Gathering *g, double se
     double start = MPI_Wtime();
     for (;;) {
         int done = 0;
-        EpStatus status = check(self, "MPI_Testall", MPI_Testall(2 * self->size, g->requests, &done,
-                                                                 MPI_STATUSES_IGNORE));
-        if (status != EP_OK || done)
-            return status;
-        if (MPI_Wtime() - start > seconds)
-            return fail_missing(self, g, seconds);
+        EpStatus status =
+            check(self, "MPI_Testall",
+                  MPI_Testall(2 * self->size, g->requests, &done, MPI_STATUSES_IGNORE));
+        if (status != EP_OK || done) return status;
+        if (MPI_Wtime() - start > seconds) return fail_missing(self, g, seconds);
     }
 }
 
@@ -105,8 +100,7 @@ static void end_gathering(const MpiContext *self, Gathering *g) {
             abandoned = 1;
         }
     free(g->requests);
-    if (!abandoned)
-        free(g->message);
+    if (!abandoned) free(g->message);
 }
 
 static EpStatus mpi_allgather(void *context, const void *in, void *out, size_t bytes,
@@ -122,8 +116,7 @@ static EpStatus mpi_allgather(void *context, const void *in, void *out, size_t b
     memcpy(g.message, in, bytes);
     memcpy((char *)out + (size_t)self->rank * bytes, in, bytes);
     EpStatus status = check(self, "MPI_Isend", post_gathering(self, &g, out, bytes, tag));
-    if (status == EP_OK)
-        status = finish_gathering(self, &g, seconds);
+    if (status == EP_OK) status = finish_gathering(self, &g, seconds);
     end_gathering(self, &g);
     return status;
 }
@@ -131,8 +124,7 @@ static EpStatus mpi_allgather(void *context, const void *in, void *out, size_t b
 static EpStatus mpi_barrier(void *context, double seconds) {
     MpiContext *self = context;
     char mine = 0, *all = malloc((size_t)self->size);
-    if (!all)
-        return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    if (!all) return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
     EpStatus status = mpi_allgather(context, &mine, all, 1, seconds);
     free(all);
     return status;
@@ -161,8 +153,7 @@ static EpStatus find_segments(const MpiContext *self, const SharedWindow *shared
         char *base = NULL;
         code = MPI_Group_translate_ranks(everyone, 1, &r, here, &local);
         segments[r] = NULL;
-        if (code != MPI_SUCCESS || local == MPI_UNDEFINED)
-            continue;
+        if (code != MPI_SUCCESS || local == MPI_UNDEFINED) continue;
         code = MPI_Win_shared_query(shared->window, local, &bytes, &unit, &base);
         segments[r] = aligned_64(base);
     }
@@ -194,10 +185,9 @@ static EpStatus mpi_share(void *context, int32_t node, size_t bytes, double seco
     MpiContext *self = context;
     MPI_Comm machine;
     SharedWindow *shared = calloc(1, sizeof(*shared));
-    if (!shared)
-        return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    int code = MPI_Comm_split_type(self->comm, MPI_COMM_TYPE_SHARED, self->rank, MPI_INFO_NULL,
-                                   &machine);
+    if (!shared) return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    int code =
+        MPI_Comm_split_type(self->comm, MPI_COMM_TYPE_SHARED, self->rank, MPI_INFO_NULL, &machine);
     if (code == MPI_SUCCESS) {
         code = MPI_Comm_split(machine, node, self->rank, &shared->comm);
         MPI_Comm_free(&machine);
@@ -207,10 +197,10 @@ static EpStatus mpi_share(void *context, int32_t node, size_t bytes, double seco
         MPI_Comm_set_errhandler(shared->comm, MPI_ERRORS_RETURN);
         status = open_window(self, bytes, shared);
     }
-    if (status == EP_OK)
-        status = find_segments(self, shared, segments);
-    if (status == EP_OK)
-        status = mpi_barrier(context, seconds);
+    if (status == EP_OK) status = find_segments(self, shared, segments);
+    /* Also where this rank has failed: the others are waiting. */
+    EpStatus arrived = mpi_barrier(context, seconds);
+    if (status == EP_OK) status = arrived;
     if (status == EP_OK)
         *memory = shared;
     else
@@ -254,8 +244,7 @@ static EpStatus mpi_isend(void *context, int32_t peer, int32_t tag, const void *
     MPI_Request r;
     int code = MPI_Isend(data, (int)bytes, MPI_BYTE, peer, TAG_MESSAGES | (tag & TAG_MASK),
                          self->comm, &r);
-    if (code == MPI_SUCCESS)
-        store_request(request, r);
+    if (code == MPI_SUCCESS) store_request(request, r);
     return check(self, "MPI_Isend", code);
 }
 
@@ -265,8 +254,7 @@ static EpStatus mpi_irecv(void *context, int32_t peer, int32_t tag, void *data, 
     MPI_Request r;
     int code = MPI_Irecv(data, (int)bytes, MPI_BYTE, peer, TAG_MESSAGES | (tag & TAG_MASK),
                          self->comm, &r);
-    if (code == MPI_SUCCESS)
-        store_request(request, r);
+    if (code == MPI_SUCCESS) store_request(request, r);
     return check(self, "MPI_Irecv", code);
 }
 
@@ -274,8 +262,7 @@ static EpStatus mpi_test(void *context, void **request, int *done) {
     MPI_Request r = load_request(request);
     int code = MPI_Test(&r, done, MPI_STATUS_IGNORE);
     store_request(request, r);
-    if (*done)
-        *request = NULL;
+    if (*done) *request = NULL;
     return check(context, "MPI_Test", code);
 }
 
@@ -297,14 +284,12 @@ static void mpi_destroy(void *context) {
     MpiContext *self = context;
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (!finalized)
-        MPI_Comm_free(&self->comm);
+    if (!finalized) MPI_Comm_free(&self->comm);
     free(self);
 }
 
 EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
-    if (!out)
-        return fail(EP_ERR_NULL, "ep_bootstrap_mpi: out: expected a pointer, got NULL");
+    if (!out) return fail(EP_ERR_NULL, "ep_bootstrap_mpi: out: expected a pointer, got NULL");
     int initialized = 0, finalized = 0;
     MPI_Initialized(&initialized);
     MPI_Finalized(&finalized);
@@ -315,8 +300,7 @@ EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
         return fail(EP_ERR_NULL, "ep_bootstrap_mpi: comm: expected a communicator, got "
                                  "MPI_COMM_NULL");
     MpiContext *self = calloc(1, sizeof(*self));
-    if (!self)
-        return fail(EP_ERR_NO_MEMORY, "ep_bootstrap_mpi: out of memory");
+    if (!self) return fail(EP_ERR_NO_MEMORY, "ep_bootstrap_mpi: out of memory");
     EpStatus status = check(self, "MPI_Comm_dup", MPI_Comm_dup(comm, &self->comm));
     if (status != EP_OK) {
         free(self);

@@ -28,15 +28,12 @@ typedef struct PosixShare {
 
 static void *map_object(const char *name, int flags, size_t bytes) {
     int fd = shm_open(name, flags, 0600);
-    if (fd < 0)
-        return NULL;
+    if (fd < 0) return NULL;
     /* posix_fallocate, not ftruncate: a full /dev/shm is an error now rather than SIGBUS later. */
     int error = flags & O_CREAT ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
     void *address = MAP_FAILED;
-    if (!error)
-        address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (!error && address == MAP_FAILED)
-        error = errno;
+    if (!error) address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (!error && address == MAP_FAILED) error = errno;
     close(fd);
     errno = error;
     return address == MAP_FAILED ? NULL : address;
@@ -53,11 +50,9 @@ static void choose_name(ShareName *mine, int32_t rank) {
 static int32_t map_peers(const EpBootstrap *b, const int32_t *nodes, const ShareName *names,
                          PosixShare *share) {
     for (int32_t r = 0; r < b->size; r++) {
-        if (nodes[r] != nodes[b->rank] || share->mapped[r])
-            continue;
+        if (nodes[r] != nodes[b->rank] || share->mapped[r]) continue;
         share->mapped[r] = map_object(names[r].name, O_RDWR, share->bytes);
-        if (!share->mapped[r])
-            return r + 1;
+        if (!share->mapped[r]) return r + 1;
     }
     return 0;
 }
@@ -67,25 +62,25 @@ static EpStatus exchange_and_map(const EpBootstrap *b, const int32_t *nodes, dou
     ShareName mine = {.error = 0};
     choose_name(&mine, b->rank);
     share->mapped[b->rank] = map_object(mine.name, O_RDWR | O_CREAT | O_EXCL, share->bytes);
-    if (!share->mapped[b->rank])
-        mine.error = errno ? errno : ENOMEM;
+    if (!share->mapped[b->rank]) mine.error = errno ? errno : ENOMEM;
     EpStatus status = b->allgather(b->context, &mine, names, sizeof(mine), timeout);
     int32_t unmapped = 0;
     for (int32_t r = 0; r < b->size && status == EP_OK; r++)
         if (names[r].error)
-            status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: %zu bytes of shared "
-                             "memory on rank %d: %s", b->rank, share->bytes, r,
-                             strerror(names[r].error));
-    if (status == EP_OK)
-        unmapped = map_peers(b, nodes, names, share);
+            status = ep_fail(EP_ERR_NO_MEMORY,
+                             "rank %d: ep_group_create: %zu bytes of shared "
+                             "memory on rank %d: %s",
+                             b->rank, share->bytes, r, strerror(names[r].error));
+    if (status == EP_OK) unmapped = map_peers(b, nodes, names, share);
     int error = errno;
     /* Nobody may remove a name before all have opened it. */
     EpStatus arrived = status == EP_OK ? b->barrier(b->context, timeout) : status;
     shm_unlink(mine.name);
     if (unmapped)
-        return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: cannot map the shared memory of "
-                       "rank %d, said to be on the same node: %s", b->rank, unmapped - 1,
-                       strerror(error));
+        return ep_fail(EP_ERR_SYSTEM,
+                       "rank %d: ep_group_create: cannot map the shared memory of "
+                       "rank %d, said to be on the same node: %s",
+                       b->rank, unmapped - 1, strerror(error));
     return arrived;
 }
 
@@ -112,7 +107,6 @@ EpStatus ep_posix_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes
 void ep_posix_share_free(void *memory) {
     PosixShare *share = memory;
     for (int32_t r = 0; share && r < share->size; r++)
-        if (share->mapped[r])
-            munmap(share->mapped[r], share->bytes);
+        if (share->mapped[r]) munmap(share->mapped[r], share->bytes);
     free(share);
 }

@@ -11,8 +11,7 @@
 /* Loading all of a machine takes long; CPUs and NUMA nodes are all that is asked for. */
 static hwloc_topology_t load(const char *synthetic) {
     hwloc_topology_t topology;
-    if (hwloc_topology_init(&topology))
-        return NULL;
+    if (hwloc_topology_init(&topology)) return NULL;
     hwloc_topology_set_all_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_NONE);
     if ((synthetic && hwloc_topology_set_synthetic(topology, synthetic)) ||
         hwloc_topology_load(topology)) {
@@ -43,15 +42,13 @@ static void find_real(EpPlace *place) {
         place->cpus = hwloc_bitmap_weight(cpus);
     }
     hwloc_bitmap_free(cpus);
-    if (topology)
-        hwloc_topology_destroy(topology);
+    if (topology) hwloc_topology_destroy(topology);
 }
 
 /* As if the node's ranks were spread evenly over a machine that hwloc makes up. */
 static int find_synthetic(const char *description, int32_t index, int32_t ranks, EpPlace *place) {
     hwloc_topology_t topology = load(description);
-    if (!topology)
-        return -1;
+    if (!topology) return -1;
     int count = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_PU);
     int first = (int)((int64_t)count * index / ranks);
     int last = (int)((int64_t)count * (index + 1) / ranks) - 1;
@@ -70,8 +67,7 @@ static void name_machine(EpPlace *place) {
     char boot[37] = "";
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
     if (file) {
-        if (!fgets(boot, sizeof(boot), file))
-            boot[0] = 0;
+        if (!fgets(boot, sizeof(boot), file)) boot[0] = 0;
         fclose(file);
     }
     char host[26] = "";
@@ -95,9 +91,11 @@ EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t 
     if (!topology->hwloc[0])
         find_real(out);
     else if (find_synthetic(topology->hwloc, rank - first, next - first, out))
-        return ep_fail(EP_ERR_SETTING,
-                       "setting EP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "
-                       "in numa:2 core:4 pu:1, got '%s'", topology->hwloc);
+        return ep_fail(
+            EP_ERR_SETTING,
+            "setting EP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "
+            "in numa:2 core:4 pu:1, got '%s'",
+            topology->hwloc);
     return EP_OK;
 }
 

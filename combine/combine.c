@@ -7,8 +7,7 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor
     EpOperation o;
     EP_TRY(ep_operation_begin(&o, "ep_combine", handle));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
-    if (slot_weights)
-        EP_TRY(ep_arg_slot_values(&o, "slot_weights", slot_weights));
+    if (slot_weights) EP_TRY(ep_arg_slot_values(&o, "slot_weights", slot_weights));
     EpGather gather = {.op = &ep_op_combine,
                        .rows = expert_out->data,
                        .type = expert_out->type,

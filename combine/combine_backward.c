@@ -5,11 +5,9 @@
 static EpStatus check_weights(const EpOperation *o, const EpTensor *slot_weights,
                               const EpTensor *expert_out, const EpTensor *grad_out,
                               const EpTensor *grad_slot_weights) {
-    if (slot_weights)
-        EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
+    if (slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
     EP_TRY(ep_arg_pair(o, "expert_out", expert_out, "grad_slot_weights", grad_slot_weights));
-    if (!expert_out)
-        return EP_OK;
+    if (!expert_out) return EP_OK;
     EP_TRY(ep_arg_slot_rows(o, "expert_out", expert_out, ep_tensor_row_elements(grad_out), "H"));
     EP_TRY(ep_arg_type(&o->call, "expert_out", expert_out, grad_out->type));
     EP_TRY(ep_arg_token_bytes(o, "expert_out", expert_out));

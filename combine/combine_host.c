@@ -12,8 +12,8 @@
  */
 #include <string.h>
 
-#include "dispatch/backend_host.h"
 #include "handles/ops.h"
+#include "runtime/host.h"
 
 typedef struct Gather {
     const EpGather *g;
@@ -70,8 +70,7 @@ static void sum_rows_of(Gather *x, int32_t source, int64_t end) {
         EpTerm terms[MAX_TERMS];
         int count = add_slots(x, row, terms);
         x->math->sum(g->type, record, g->row_elements, terms, count);
-        if (g->carries_values)
-            collect_values(x, row, (float *)(record + x->record.weights));
+        if (g->carries_values) collect_values(x, row, (float *)(record + x->record.weights));
     }
     x->summed[source] = row;
     ep_round_fill(x->exchange, source, record - region);
@@ -86,14 +85,13 @@ static int is_next_row_of(const Gather *x, int32_t rank, int64_t token) {
 
 static void take_values(const Gather *x, int32_t rank, int64_t token, const float *values) {
     for (int64_t k = token * x->top_k; k < (token + 1) * x->top_k; k++)
-        if (x->plan.owner[k] == rank)
-            x->g->out_values[k] = values[k - token * x->top_k];
+        if (x->plan.owner[k] == rank) x->g->out_values[k] = values[k - token * x->top_k];
 }
 
 /* This rank's row of its own token: slots instead of a partial sum. */
 static int take_own(Gather *x, int64_t token, EpTerm *terms) {
-    int32_t row = x->plan.recv_begin[x->rank] + x->returned[x->rank]++ -
-                  x->plan.send_begin[x->rank];
+    int32_t row =
+        x->plan.recv_begin[x->rank] + x->returned[x->rank]++ - x->plan.send_begin[x->rank];
     if (x->g->carries_values) {
         float values[EP_MAX_TOP_K];
         collect_values(x, row, values);
@@ -119,8 +117,7 @@ static void finish_token(Gather *x, int64_t token) {
     if (g->carries_values)
         memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
     for (int32_t r = 0; r < x->size; r++) {
-        if (!is_next_row_of(x, r, token))
-            continue;
+        if (!is_next_row_of(x, r, token)) continue;
         if (r == x->rank)
             count += take_own(x, token, terms + count);
         else
@@ -156,8 +153,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
     for (int64_t t = begin; t < own_end; t++)
         finish_token(x, t);
     for (int32_t r = 0; r < x->size; r++)
-        if (r != x->rank)
-            ep_round_release(x->exchange, r);
+        if (r != x->rank) ep_round_release(x->exchange, r);
     ep_round_close(x->exchange);
     return EP_OK;
 }
@@ -166,8 +162,7 @@ static EpStatus run_round(Gather *x, int64_t begin) {
 static void zero_beyond(const Gather *x) {
     const EpGather *g = x->g;
     int64_t tokens = x->plan.header->num_tokens, rows = g->out_num_rows - tokens;
-    if (rows <= 0)
-        return;
+    if (rows <= 0) return;
     memset((char *)g->out_rows + tokens * g->row_bytes, 0, (size_t)(rows * g->row_bytes));
     if (g->carries_values)
         memset(g->out_values + tokens * x->top_k, 0, (size_t)(rows * x->top_k) * sizeof(float));

@@ -20,9 +20,11 @@
 #include "runtime/device.cuh"
 #include "runtime/rows.cuh"
 
-#define THREADS 448
+#define WORKERS 448
+#define THREADS (WORKERS + 32) /* the first warp looks ahead */
 #define ROWS_PER_PUBLISH 4
 #define MAX_TERMS (2 * EP_MAX_TOP_K)
+#define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
 
 /* One term of a sum; `first` begins a run, which is summed on its own before it is added. */
 typedef struct Term {
@@ -31,16 +33,20 @@ typedef struct Term {
     int32_t first;
 } Term;
 
-typedef struct Shared {
+/* What the workers sum next, and where to. The first warp fills one while they work on another. */
+typedef struct Job {
     Term term[MAX_TERMS];
     int32_t terms;
-    int32_t source, row; /* summer: what is next; source -1: nothing left */
-    uint32_t count[EP_CUDA_MAX_RANKS];
-    uint32_t published[EP_CUDA_MAX_RANKS];
-    uint32_t credit[EP_CUDA_MAX_RANKS]; /* as last seen */
+    int32_t source; /* summer: where the sum goes, -1: no more */
+    int32_t token;  /* reducer: -1: no more */
+} Job;
+
+typedef struct Shared {
+    Job job[2];
+    uint32_t count[EP_CUDA_MAX_RANKS]; /* records put into, or taken out of, the lane: ever */
+    uint32_t seen[EP_CUDA_MAX_RANKS];  /* the other side's counter, as last read */
+    uint32_t told[EP_CUDA_MAX_RANKS];  /* summer: as published */
     int32_t rows[EP_CUDA_MAX_RANKS], next[EP_CUDA_MAX_RANKS];
-    int32_t own; /* reducer: rows of this rank's own tokens so far in the lane */
-    int32_t ranks[EP_MAX_TOP_K], num_ranks;
     int32_t alive;
 } Shared;
 
@@ -61,20 +67,20 @@ __device__ __forceinline__ void add_term(Vector<T> *part, const uint4 &x, float 
 
 /* 16 bytes of a row, summed over the terms and rounded. */
 template <typename T>
-__device__ __forceinline__ uint4 sum_vector(const Shared *s, int64_t at) {
+__device__ __forceinline__ uint4 sum_vector(const Job *job, int64_t at) {
     Vector<T> total, part;
     uint4 out;
 #pragma unroll
     for (int i = 0; i < Vector<T>::SIZE; i++)
         total.at[i] = part.at[i] = 0;
-    for (int j = 0; j < s->terms; j++) {
-        uint4 x = __ldcg((const uint4 *)(s->term[j].row + at));
-        if (s->term[j].first) {
+    for (int j = 0; j < job->terms; j++) {
+        uint4 x = __ldcg((const uint4 *)(job->term[j].row + at));
+        if (job->term[j].first) {
 #pragma unroll
             for (int i = 0; i < Vector<T>::SIZE; i++)
                 total.at[i] += part.at[i], part.at[i] = 0;
         }
-        add_term<T>(&part, x, s->term[j].weight);
+        add_term<T>(&part, x, job->term[j].weight);
     }
 #pragma unroll
     for (int i = 0; i < Vector<T>::SIZE; i++)
@@ -82,26 +88,35 @@ __device__ __forceinline__ uint4 sum_vector(const Shared *s, int64_t at) {
     return out;
 }
 
-__device__ __forceinline__ uint4 sum_vector_of(const EpGatherArgs &a, const Shared *s, int64_t at) {
-    if (a.type == EP_TYPE_BF16)
-        return sum_vector<__nv_bfloat16>(s, at);
-    if (a.type == EP_TYPE_FP16)
-        return sum_vector<__half>(s, at);
-    return sum_vector<float>(s, at);
+/* The sum of a job's rows, by all workers. */
+template <typename T>
+__device__ __forceinline__ void sum_rows(const EpGatherArgs &a, const Job *job, char *out) {
+    for (int64_t at = (threadIdx.x - 32) * 16; at < a.row_bytes; at += WORKERS * 16)
+        *(uint4 *)(out + at) = sum_vector<T>(job, at);
 }
 
-/* Terms of the slots that a row has filled, appended by one thread. */
-__device__ __forceinline__ void add_slots(const EpGatherArgs &a, Shared *s, int source, int ring,
-                                          int row) {
-    int first = 1;
-    for (int k = 0; k < a.top_k; k++) {
-        int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, k);
-        if (slot < 0)
-            continue;
-        s->term[s->terms++] =
-            Term{a.rows + slot * a.row_bytes, a.weighs ? a.slot_weights[slot] : 1, first};
-        first = 0;
-    }
+__device__ __forceinline__ void work(const EpGatherArgs &a, const Job *job, char *out) {
+    if (a.type == EP_TYPE_BF16)
+        sum_rows<__nv_bfloat16>(a, job, out);
+    else if (a.type == EP_TYPE_FP16)
+        sum_rows<__half>(a, job, out);
+    else
+        sum_rows<float>(a, job, out);
+}
+
+/* Terms of the slots that a row has filled, from term `at` on: by the lanes of a warp, one for each
+ * k. Returns how many. */
+__device__ __forceinline__ int add_slots(const EpGatherArgs &a, Job *job, int at, int source,
+                                         int ring, int row, int lane) {
+    int slot = -1;
+    if (lane < a.top_k)
+        slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, lane);
+    unsigned filled = __ballot_sync(~0u, slot >= 0);
+    int before = __popc(filled & ((1u << lane) - 1));
+    if (slot >= 0)
+        job->term[at + before] = Term{a.rows + (int64_t)slot * a.row_bytes,
+                                      a.weighs ? a.slot_weights[slot] : 1, before == 0};
+    return __popc(filled);
 }
 
 /* The value carried for entry k of a row: 0 where it is elsewhere or lost. */
@@ -116,27 +131,30 @@ __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int
 
 /* ---- summing ------------------------------------------------------------------------------- */
 
+/* Let receivers see what has been written: everything, after a full wait. */
 __device__ __forceinline__ void publish_heads(const EpCudaGroup &g, Shared *s, int ring) {
     ep_bulk_wait<0>();
     for (int r = 0; r < g.size; r++)
-        if (s->published[r] != s->count[r]) {
-            s->published[r] = s->count[r];
+        if (s->told[r] != s->count[r]) {
+            s->told[r] = s->count[r];
             ep_store_release_sys(ep_head(g, r, g.rank, ring), s->count[r]);
         }
 }
 
-/* Is there room in the ring to a rank? What was last seen is enough until it is used up. */
-__device__ __forceinline__ int has_room(const EpCudaGroup &g, Shared *s, int rank, int ring) {
-    uint32_t needed = s->count[rank] + 1 - g.layout.depth;
-    if (!ep_reached(s->credit[rank], needed))
-        s->credit[rank] = ep_load_acquire_sys(ep_credit(g, g.rank, rank, ring));
-    return ep_reached(s->credit[rank], needed);
+/* Is there room in the ring to a rank? What was last seen is enough until it is used up. A row
+ * that is chosen but not yet pushed needs its room, too. */
+__device__ __forceinline__ int has_room(const EpCudaGroup &g, Shared *s, int rank, int ring,
+                                        int chosen) {
+    uint32_t needed = s->count[rank] + (chosen == rank) + 1 - g.layout.depth;
+    if (!ep_reached(s->seen[rank], needed))
+        s->seen[rank] = ep_load_acquire_sys(ep_credit(g, g.rank, rank, ring));
+    return ep_reached(s->seen[rank], needed);
 }
 
 /* A row whose sum can be pushed, of the other ranks in turn; -1 where all are done, -2 where no
  * ring has room. `waiting` is a rank with rows left. */
 __device__ __forceinline__ int find_row(const EpGatherArgs &a, Shared *s, int ring, int turn,
-                                        int *waiting) {
+                                        int chosen, int *waiting) {
     const EpCudaGroup &g = a.group;
     *waiting = -1;
     for (int i = 0; i < g.size; i++) {
@@ -144,84 +162,112 @@ __device__ __forceinline__ int find_row(const EpGatherArgs &a, Shared *s, int ri
         if (source == g.rank || s->next[source] >= s->rows[source])
             continue;
         *waiting = source;
-        if (has_room(g, s, source, ring))
+        if (has_room(g, s, source, ring, chosen))
             return source;
     }
     return *waiting < 0 ? -1 : -2;
 }
 
-/* The next row, waiting for room if there must be. Any ring with room will do: were a full one
- * waited for, ranks could wait for each other in a circle. By thread 0. */
-__device__ __forceinline__ void choose_row(const EpGatherArgs &a, Shared *s, int ring, int turn) {
+/* The next row's source, waiting for room if there must be: -1 where there is none, -2 where only
+ * pushing the row that is chosen already can help. Any ring with room will do: were a full one
+ * waited for, ranks could wait for each other in a circle. By lane 0. */
+__device__ __forceinline__ int choose_source(const EpGatherArgs &a, Shared *s, int ring, int turn,
+                                             int chosen) {
     const EpCudaGroup &g = a.group;
     EpPatience patience = {0, 0};
-    int waiting, source = find_row(a, s, ring, turn, &waiting);
-    if (source == -2)
-        publish_heads(g, s, ring); /* readers may be waiting for what is not yet announced */
+    int waiting, source = find_row(a, s, ring, turn, chosen, &waiting);
+    if (source != -2 || chosen >= 0)
+        return source;
+    publish_heads(g, s, ring); /* readers may be waiting for what is not yet announced */
     while (source == -2) {
         uint32_t expected = s->count[waiting] + 1 - g.layout.depth;
-        EpAwaited awaited = {waiting, EP_PHASE_CREDIT, ring, expected, s->credit[waiting]};
+        EpAwaited awaited = {waiting, EP_PHASE_CREDIT, ring, expected, s->seen[waiting]};
         s->alive = ep_patience(g, &patience, awaited);
-        source = s->alive ? find_row(a, s, ring, turn, &waiting) : -1;
+        source = s->alive ? find_row(a, s, ring, turn, chosen, &waiting) : -1;
     }
-    s->source = source;
-    if (source >= 0)
-        s->row = s->next[source]++;
+    return source;
 }
 
-/* Push a finished sum. By thread 0. */
+/* Fill a job with the next row, by the first warp. Carried values go straight into its record. */
+__device__ __forceinline__ int next_sum(const EpGatherArgs &a, Shared *s, Job *job, char *record,
+                                        int ring, int turn, int chosen, int lane) {
+    int source = lane == 0 ? choose_source(a, s, ring, turn, chosen) : 0;
+    source = __shfl_sync(~0u, source, 0);
+    if (source < 0)
+        return source;
+    int row = s->next[source];
+    int terms = add_slots(a, job, 0, source, ring, row, lane);
+    if (a.carries_values && lane < a.top_k)
+        ((float *)(record + a.record.weights))[lane] = value_of(a, source, ring, row, lane);
+    ep_fence_proxy_async();
+    __syncwarp();
+    if (lane == 0)
+        job->terms = terms, s->next[source] = row + 1;
+    __syncwarp();
+    return source;
+}
+
+/* Push a finished sum. By lane 0. */
 __device__ __forceinline__ void push_sum(const EpGatherArgs &a, Shared *s, const char *record,
-                                         int ring) {
+                                         int source, int ring) {
     const EpCudaGroup &g = a.group;
-    uint32_t count = s->count[s->source]++;
-    ep_bulk_store(ep_ring(g, s->source, g.rank, ring, count), record, (uint32_t)a.record.bytes);
+    uint32_t count = s->count[source]++;
+    ep_bulk_store(ep_ring(g, source, g.rank, ring, count), record, (uint32_t)a.record.bytes);
     ep_bulk_commit();
 }
 
 __device__ __forceinline__ void enter_lane(const EpGatherArgs &a, Shared *s, int ring) {
     const EpCudaGroup &g = a.group;
     for (int r = threadIdx.x; r < g.size; r += THREADS) {
-        s->count[r] = s->published[r] = g.state->sent[r][ring];
-        s->credit[r] = s->count[r] - g.layout.depth; /* nothing seen yet */
+        s->count[r] = s->told[r] = g.state->sent[r][ring];
+        s->seen[r] = s->count[r] - g.layout.depth; /* nothing known of the credit yet */
         s->rows[r] = a.plan.lane_rows[r * EP_LANES + ring];
         s->next[r] = 0;
     }
     if (threadIdx.x == 0)
         s->alive = 1;
+    __syncthreads();
 }
 
+/* The first warp's part of a round: push sum n - 1, then choose row n + 1 while the workers sum
+ * row n. Where the rings are full, row n must be pushed first: then the next round has no row. */
+__device__ __forceinline__ void look_ahead(const EpGatherArgs &a, Shared *s, char *stages, int ring,
+                                           int n, int lane) {
+    Job *last = &s->job[(n + 1) % 2]; /* of row n - 1; becomes that of row n + 1 */
+    int current = s->job[n % 2].source, next;
+    if (lane == 0 && n > 0 && last->source >= 0) {
+        push_sum(a, s, stages + (n - 1) % a.stages * a.record.bytes, last->source, ring);
+        if (n % ROWS_PER_PUBLISH == 0)
+            publish_heads(a.group, s, ring);
+    }
+    if (lane == 0 && a.stages > 3)
+        ep_bulk_wait_read<2>();
+    else if (lane == 0)
+        ep_bulk_wait_read<1>();
+    __syncwarp();
+    next = next_sum(a, s, last, stages + (n + 1) % a.stages * a.record.bytes, ring, current + 1,
+                    current, lane);
+    if (lane == 0)
+        last->source = next;
+}
+
+/* Rounds with a barrier between them: the workers sum row n, the first warp looks ahead. */
 __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring) {
     const EpCudaGroup &g = a.group;
     enter_lane(a, s, ring);
-    for (int n = 0, turn = g.rank + 1;; n++) {
-        char *record = stages + n % a.stages * a.record.bytes;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            choose_row(a, s, ring, turn);
-            s->terms = 0;
-            if (s->source >= 0)
-                add_slots(a, s, s->source, ring, s->row);
-            turn = s->source + 1;
-            if (a.stages > 3)
-                ep_bulk_wait_read<3>();
-            else
-                ep_bulk_wait_read<1>();
-        }
-        __syncthreads();
-        if (s->source < 0)
-            break;
-        for (int64_t at = threadIdx.x * 16; at < a.row_bytes; at += THREADS * 16)
-            *(uint4 *)(record + at) = sum_vector_of(a, s, at);
-        if (a.carries_values && (int)threadIdx.x < a.top_k)
-            ((float *)(record + a.record.weights))[threadIdx.x] =
-                value_of(a, s->source, ring, s->row, threadIdx.x);
+    if (threadIdx.x == 0)
+        s->job[0].source = s->job[1].source = -2;
+    __syncthreads();
+    for (int n = 0;; n++) {
+        const Job *job = &s->job[n % 2];
+        if (threadIdx.x < 32)
+            look_ahead(a, s, stages, ring, n, threadIdx.x);
+        else if (job->source >= 0)
+            work(a, job, stages + n % a.stages * a.record.bytes);
         ep_fence_proxy_async();
         __syncthreads();
-        if (threadIdx.x == 0) {
-            push_sum(a, s, record, ring);
-            if (n % ROWS_PER_PUBLISH == ROWS_PER_PUBLISH - 1)
-                publish_heads(g, s, ring);
-        }
+        if (job->source < 0 && s->job[(n + 1) % 2].source == -1)
+            break;
     }
     if (threadIdx.x == 0)
         publish_heads(g, s, ring);
@@ -234,99 +280,113 @@ __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring
 
 /* ---- reducing ------------------------------------------------------------------------------ */
 
-/* The ranks that a token went to, ascending. By thread 0. */
-__device__ __forceinline__ void list_ranks(const EpGatherArgs &a, Shared *s, int token) {
-    s->num_ranks = 0;
-    for (int k = 0; k < a.top_k; k++) {
-        int rank = a.plan.owner[(int64_t)token * a.top_k + k], at = s->num_ranks;
-        for (int i = 0; i < s->num_ranks; i++)
-            if (s->ranks[i] == rank)
-                rank = -1;
-        if (rank < 0)
-            continue;
-        for (; at > 0 && s->ranks[at - 1] > rank; at--)
-            s->ranks[at] = s->ranks[at - 1];
-        s->ranks[at] = rank;
-        s->num_ranks++;
-    }
+/* The lane-th of the ranks in a set, ascending; -1 where there are fewer. Returns how many. */
+__device__ __forceinline__ int pick_rank(const uint32_t *word, int lane, int *rank) {
+    int count = 0;
+    *rank = -1;
+    for (int w = 0; w < RANK_WORDS; w++)
+        for (uint32_t left = word[w]; left; left &= left - 1, count++)
+            if (count == lane)
+                *rank = w * 32 + __ffs(left) - 1;
+    return count;
 }
 
-/* Terms of a token, once all have arrived. By thread 0. */
-__device__ __forceinline__ int await_terms(const EpGatherArgs &a, Shared *s, int ring) {
+/* Wait for the next record of a rank. */
+__device__ __forceinline__ int await_record(const EpCudaGroup &g, Shared *s, int rank, int ring) {
+    uint32_t expected = s->count[rank] + 1;
+    if (ep_reached(s->seen[rank], expected))
+        return 1;
+    const uint32_t *head = ep_head(g, g.rank, rank, ring);
+    int alive = ep_wait_counter(g, head, expected, rank, EP_PHASE_RECORD, ring);
+    s->seen[rank] = alive ? ep_load_acquire_sys(head) : s->seen[rank];
+    return alive;
+}
+
+__device__ __forceinline__ float returned_value(const EpGatherArgs &a, const Shared *s, int owner,
+                                                int ring, int own, int k) {
     const EpCudaGroup &g = a.group;
-    s->terms = 0;
-    for (int i = 0; i < s->num_ranks; i++) {
-        int rank = s->ranks[i];
-        if (rank == g.rank) {
-            add_slots(a, s, rank, ring, s->own);
-            continue;
-        }
-        uint32_t count = s->count[rank];
-        if (!ep_wait_counter(g, ep_head(g, g.rank, rank, ring), count + 1, rank, EP_PHASE_RECORD,
-                             ring))
-            return 0;
-        s->term[s->terms++] = Term{ep_ring(g, g.rank, rank, ring, count), 1, 1};
-    }
-    return 1;
+    if (owner < 0)
+        return 0;
+    if (owner == g.rank)
+        return value_of(a, owner, ring, own, k);
+    const char *record = ep_ring(g, g.rank, owner, ring, s->count[owner]);
+    return __ldcg((const float *)(record + a.record.weights) + k);
 }
 
-__device__ __forceinline__ void take_value(const EpGatherArgs &a, const Shared *s, int ring,
-                                           int token, int k) {
+/* Fill a job with a token, once all its sums are there: by the first warp. The lanes stand first
+ * for its entries, then for its ranks. Returns whether the wait was in vain. */
+__device__ __forceinline__ int next_token(const EpGatherArgs &a, Shared *s, Job *job, int ring,
+                                          int token, int *own, int lane) {
     const EpCudaGroup &g = a.group;
-    int64_t at = (int64_t)token * a.top_k + k;
-    int rank = a.plan.owner[at];
-    float value = 0;
-    if (rank == g.rank)
-        value = value_of(a, rank, ring, s->own, k);
-    else if (rank >= 0)
-        value = __ldcg((const float *)(ep_ring(g, g.rank, rank, ring, s->count[rank]) +
-                                       a.record.weights) +
-                       k);
-    a.out_values[at] = value;
+    int64_t entry = (int64_t)token * a.top_k + lane;
+    int owner = lane < a.top_k ? a.plan.owner[entry] : -1, rank, own_terms = 0;
+    uint32_t word[RANK_WORDS];
+    for (int w = 0; w < RANK_WORDS; w++)
+        word[w] = __reduce_or_sync(~0u, owner >= w * 32 && owner < w * 32 + 32
+                                            ? 1u << (owner - w * 32)
+                                            : 0u);
+    int ranks = pick_rank(word, lane, &rank);
+    unsigned is_own = __ballot_sync(~0u, rank == g.rank);
+    if (is_own)
+        own_terms = add_slots(a, job, __ffs(is_own) - 1, g.rank, ring, *own, lane);
+    int alive = rank < 0 || rank == g.rank || await_record(g, s, rank, ring);
+    if (rank >= 0 && rank != g.rank)
+        job->term[lane + (is_own && rank > g.rank ? own_terms - 1 : 0)] =
+            Term{ep_ring(g, g.rank, rank, ring, s->count[rank]), 1, 1};
+    alive = __all_sync(~0u, alive);
+    if (a.carries_values && lane < a.top_k && alive)
+        a.out_values[entry] = returned_value(a, s, owner, ring, *own, lane);
+    __syncwarp();
+    if (rank >= 0 && rank != g.rank)
+        s->count[rank]++;
+    *own += is_own != 0;
+    if (lane == 0)
+        job->terms = ranks + (is_own ? own_terms - 1 : 0), job->token = alive ? token : -1;
+    __syncwarp();
+    return alive;
 }
 
-/* Everyone has read: count what was taken, and give the room back. By thread 0. */
-__device__ __forceinline__ void give_credits(const EpCudaGroup &g, Shared *s, int ring) {
-    for (int i = 0; i < s->num_ranks; i++) {
-        int rank = s->ranks[i];
-        if (rank == g.rank)
-            s->own++;
-        else
-            ep_store_relaxed_sys(ep_credit(g, rank, g.rank, ring), ++s->count[rank]);
-    }
+/* Everyone has read a token's records, and each load has returned its value: nothing is left to
+ * order before their room is given back. Credit is counted by job, one behind the heads. */
+__device__ __forceinline__ void give_credits(const EpGatherArgs &a, Shared *s, int ring, int token,
+                                             int lane) {
+    const EpCudaGroup &g = a.group;
+    int owner = lane < a.top_k ? a.plan.owner[(int64_t)token * a.top_k + lane] : -1;
+    unsigned same = __match_any_sync(~0u, owner);
+    if (owner >= 0 && owner != g.rank && __ffs(same) - 1 == lane)
+        ep_store_relaxed_sys(ep_credit(g, owner, g.rank, ring), ++s->told[owner]);
+    __syncwarp();
 }
 
 __device__ int reduce_lane(const EpGatherArgs &a, Shared *s, int ring) {
     const EpCudaGroup &g = a.group;
-    int begin, end;
+    int begin, end, own = 0, alive = 1, lane = threadIdx.x;
     ep_lane_range((int)a.plan.header->num_tokens, ring, &begin, &end);
     for (int r = threadIdx.x; r < g.size; r += THREADS)
-        s->count[r] = g.state->received[r][ring];
-    if (threadIdx.x == 0)
-        s->own = 0;
-    for (int token = begin; token < end; token++) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            list_ranks(a, s, token);
-            s->alive = await_terms(a, s, ring);
-        }
-        __syncthreads();
-        if (!s->alive)
-            return 0;
-        char *out = a.out_rows + token * a.row_bytes;
-        for (int64_t at = threadIdx.x * 16; at < a.row_bytes; at += THREADS * 16)
-            *(uint4 *)(out + at) = sum_vector_of(a, s, at);
-        if (a.carries_values && (int)threadIdx.x < a.top_k)
-            take_value(a, s, ring, token, threadIdx.x);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            give_credits(g, s, ring);
-    }
+        s->told[r] = s->seen[r] = s->count[r] = g.state->received[r][ring];
     __syncthreads();
+    if (lane < 32 && begin < end)
+        alive = next_token(a, s, &s->job[0], ring, begin, &own, lane);
+    if (lane == 0)
+        s->alive = alive;
+    __syncthreads();
+    for (int token = begin; token < end && s->alive; token++) {
+        int n = token - begin;
+        if (lane >= 32)
+            work(a, &s->job[n % 2], a.out_rows + (int64_t)token * a.row_bytes);
+        else if (token + 1 < end)
+            alive = next_token(a, s, &s->job[(n + 1) % 2], ring, token + 1, &own, lane);
+        __syncthreads();
+        if (lane < 32)
+            give_credits(a, s, ring, token, lane);
+        if (lane == 0)
+            s->alive = alive;
+        __syncthreads();
+    }
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         g.state->received[r][ring] = s->count[r];
     __syncthreads();
-    return 1;
+    return s->alive;
 }
 
 /* Rows of a fixed-shape buffer past this step's tokens have no slots. */
@@ -348,7 +408,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (block < 0) {
         for (int ring = blockIdx.x; ring < EP_LANES && alive; ring += a.sum_blocks)
             alive = sum_lane(a, &s, stages, ring);
-        ep_bulk_wait<0>();
         return;
     }
     zero_beyond(a, block);

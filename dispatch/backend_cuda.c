@@ -12,8 +12,7 @@
  * queues. Within one stream that is so by itself. */
 static EpStatus enter_stream(const EpGroup *group, EpStream stream) {
     EpCuda *cuda = ep_cuda(group);
-    if (!cuda->last_stream || cuda->last_stream == (cudaStream_t)stream)
-        return EP_OK;
+    if (!cuda->last_stream || cuda->last_stream == (cudaStream_t)stream) return EP_OK;
     return ep_cuda_check(group, "cudaStreamWaitEvent",
                          cudaStreamWaitEvent((cudaStream_t)stream, cuda->last, 0));
 }
@@ -54,6 +53,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
         args.offsets = vector_of(out->expert_offsets);
         args.totals = vector_of(out->totals);
     }
+    args.group.op = ep_op_prepare.code;
     EP_TRY(enter_stream(group, routing->stream));
     EP_TRY(leave_stream(group, routing->stream, ep_cuda_launch_prepare(&args, routing->stream)));
     state->prepares++;
@@ -71,11 +71,11 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 static EpStatus count_stages(const EpGroup *group, int64_t record_bytes, int32_t *stages) {
     int64_t fit = (ep_cuda(group)->shared_bytes - STATIC_SHARED_BYTES) / record_bytes;
     *stages = (int32_t)ep_min(fit, MAX_STAGES);
-    if (*stages >= LEAST_STAGES)
-        return EP_OK;
+    if (*stages >= LEAST_STAGES) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: expected records of which %d fit %d bytes of shared memory, got %lld "
-                   "bytes each", group->rank, LEAST_STAGES, ep_cuda(group)->shared_bytes,
+                   "bytes each",
+                   group->rank, LEAST_STAGES, ep_cuda(group)->shared_bytes,
                    (long long)record_bytes);
 }
 
@@ -109,6 +109,7 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     EP_TRY(count_stages(group, args.record.bytes, &args.stages));
     args.send_blocks = (int32_t)ep_max(1, ep_min(EP_LANES / 2, cuda->num_sms / 2));
     args.fill_blocks = args.send_blocks;
+    args.group.op = s->op->code;
     EP_TRY(enter_stream(group, s->stream));
     return leave_stream(group, s->stream, ep_cuda_launch_scatter(&args, s->stream));
 }
@@ -137,30 +138,39 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
     int32_t per_sm = args.stages * args.record.bytes * 2 < cuda->shared_bytes ? 2 : 1;
     args.sum_blocks = (int32_t)ep_max(1, ep_min(EP_LANES, per_sm * cuda->num_sms / 2));
     args.reduce_blocks = args.sum_blocks;
+    args.group.op = g->op->code;
     EP_TRY(enter_stream(group, g->stream));
     return leave_stream(group, g->stream, ep_cuda_launch_gather(&args, g->stream));
 }
 
 /* ---- findings ------------------------------------------------------------------------------ */
 
-static const char *phase_name(int32_t phase) {
-    static const char *const names[] = {"", "prepare: counts", "prepare: routes", "data", "room",
-                                        "grid"};
-    return phase >= 1 && phase <= 5 ? names[phase] : "?";
+static const char *op_name(int32_t code) {
+    const EpOp *const ops[] = {&ep_op_prepare, &ep_op_dispatch, &ep_op_combine,
+                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+    for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
+        if (ops[i]->code == code) return ops[i]->name;
+    return "?";
+}
+
+static const char *awaited_name(int32_t phase) {
+    static const char *const names[] = {"?", "counts", "routes", "data", "room", "the grid"};
+    return names[phase >= 1 && phase <= 5 ? phase : 0];
 }
 
 static void poll_failure(EpGroup *group) {
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
-    if (!f->failed || group->failed != EP_OK)
-        return;
+    if (!f->failed || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_TIMEOUT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
-    strncpy(finding.phase, phase_name(f->phase), sizeof(finding.phase) - 1);
+    strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
     ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not arrive within %g s (lane %d: expected %u, seen %u)",
-            group->rank, finding.phase, f->peer, group->timeout, f->lane, f->expected, f->seen);
+            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s of lane %d: expected "
+            "%u, seen %u)",
+            group->rank, finding.phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
+            f->expected, f->seen);
     ep_group_fail(group, &finding);
 }
 
@@ -168,8 +178,7 @@ static void poll_routing(EpGroup *group) {
     EpCudaNotes *notes = ep_cuda(group)->notes;
     unsigned long long count = __atomic_exchange_n(&notes->bad_count, 0, __ATOMIC_ACQ_REL);
     unsigned long long entry = __atomic_exchange_n(&notes->bad_entry, ~0ull, __ATOMIC_ACQ_REL);
-    if (!count)
-        return;
+    if (!count) return;
     int64_t top_k = notes->top_k;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
@@ -183,8 +192,7 @@ static void poll_routing(EpGroup *group) {
 static void poll_overflow(EpGroup *group) {
     EpCudaNotes *notes = ep_cuda(group)->notes;
     unsigned long long lost = __atomic_exchange_n(&notes->lost, 0, __ATOMIC_ACQ_REL);
-    if (!lost)
-        return;
+    if (!lost) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_OVERFLOW, finding.rank = group->rank;
     finding.expected = notes->capacity, finding.seen = notes->needed;
@@ -223,6 +231,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .format_plan = ep_cuda_format_plan,
                                       .check_plan = ep_cuda_check_plan,
                                       .retire_plan = ep_cuda_retire_plan,
+                                      .adopt_plan = ep_cuda_adopt_plan,
                                       .read_plan = ep_cuda_read_plan,
                                       .prepare = prepare,
                                       .scatter = scatter,

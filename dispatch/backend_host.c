@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The host backend's table: the place where its parts, from all folders, come together. */
-#include "dispatch/backend_host.h"
-
 #include <stdlib.h>
+
+#include "handles/handle.h"
+#include "runtime/host.h"
 
 static void *allocate(const EpGroup *group, size_t bytes) {
     (void)group;
@@ -12,6 +13,12 @@ static void *allocate(const EpGroup *group, size_t bytes) {
 static void release(const EpGroup *group, void *memory) {
     (void)group;
     free(memory);
+}
+
+/* Nothing is known of a plan but what is in it. */
+static EpStatus adopt_plan(EpHandle *handle) {
+    (void)handle;
+    return EP_OK;
 }
 
 /* Operations have finished when they return, and have put their findings where they belong. */
@@ -31,6 +38,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .format_plan = ep_host_format_plan,
                                       .check_plan = ep_host_check_plan,
                                       .retire_plan = ep_host_retire_plan,
+                                      .adopt_plan = adopt_plan,
                                       .read_plan = ep_host_read_plan,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,

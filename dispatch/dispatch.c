@@ -10,17 +10,16 @@ typedef struct Tensors {
 static EpStatus check_tokens(const EpOperation *o, const Tensors *t) {
     EP_TRY(ep_arg_token_rows(o, "tokens", t->tokens, -1, NULL));
     EP_TRY(ep_arg_token_bytes(o, "tokens", t->tokens));
-    EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t->recv_tokens, ep_tensor_row_elements(t->tokens),
-                            "H"));
+    EP_TRY(
+        ep_arg_slot_rows(o, "recv_tokens", t->recv_tokens, ep_tensor_row_elements(t->tokens), "H"));
     EP_TRY(ep_arg_type(&o->call, "recv_tokens", t->recv_tokens, t->tokens->type));
     return ep_arg_token_bytes(o, "recv_tokens", t->recv_tokens);
 }
 
 static EpStatus check_weights(const EpOperation *o, const Tensors *t) {
-    EP_TRY(ep_arg_pair(o, "recv_topk_weights", t->recv_topk_weights, "topk_weights",
-                       t->topk_weights));
-    if (!t->topk_weights)
-        return EP_OK;
+    EP_TRY(
+        ep_arg_pair(o, "recv_topk_weights", t->recv_topk_weights, "topk_weights", t->topk_weights));
+    if (!t->topk_weights) return EP_OK;
     EP_TRY(ep_arg_token_rows(o, "topk_weights", t->topk_weights, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_type(&o->call, "topk_weights", t->topk_weights, EP_TYPE_FP32));
     return ep_arg_slot_weights(o, "recv_topk_weights", t->recv_topk_weights);
@@ -28,20 +27,18 @@ static EpStatus check_weights(const EpOperation *o, const Tensors *t) {
 
 static EpStatus check_scales(const EpOperation *o, const Tensors *t) {
     EP_TRY(ep_arg_pair(o, "recv_scales", t->recv_scales, "scales", t->scales));
-    if (!t->scales)
-        return EP_OK;
+    if (!t->scales) return EP_OK;
     int64_t most = o->handle->group->config.max_scale_bytes;
     EP_TRY(ep_arg_token_rows(o, "scales", t->scales, -1, NULL));
     EP_TRY(ep_arg_row_bytes(&o->call, "scales", t->scales, 4, most));
-    EP_TRY(ep_arg_slot_rows(o, "recv_scales", t->recv_scales, ep_tensor_row_elements(t->scales),
-                            "S"));
+    EP_TRY(
+        ep_arg_slot_rows(o, "recv_scales", t->recv_scales, ep_tensor_row_elements(t->scales), "S"));
     EP_TRY(ep_arg_type(&o->call, "recv_scales", t->recv_scales, t->scales->type));
     return ep_arg_row_bytes(&o->call, "recv_scales", t->recv_scales, 4, most);
 }
 
 static EpStatus check_idx(const EpOperation *o, const Tensors *t) {
-    if (!t->recv_topk_idx)
-        return EP_OK;
+    if (!t->recv_topk_idx) return EP_OK;
     if (o->handle->shape.layout != EP_LAYOUT_FLAT)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "recv_topk_idx",
                          "expected NULL outside the flat layout, got a tensor");
@@ -53,7 +50,7 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                      const EpTensor *recv_topk_idx) {
-    Tensors t = {tokens,      topk_weights, scales,       recv_tokens, recv_topk_weights,
+    Tensors t = {tokens,      topk_weights, scales, recv_tokens, recv_topk_weights,
                  recv_scales, recv_topk_idx};
     EpOperation o;
     EP_TRY(ep_operation_begin(&o, "ep_dispatch", handle));

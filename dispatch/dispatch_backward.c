@@ -6,8 +6,7 @@ static EpStatus check_weights(const EpOperation *o, const EpTensor *grad_slot_we
                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
     EP_TRY(ep_arg_pair(o, "grad_topk_weights", grad_topk_weights, "grad_slot_weights",
                        grad_slot_weights));
-    if (!grad_slot_weights)
-        return EP_OK;
+    if (!grad_slot_weights) return EP_OK;
     EP_TRY(ep_arg_slot_weights(o, "grad_slot_weights", grad_slot_weights));
     EP_TRY(ep_arg_token_rows(o, "grad_topk_weights", grad_topk_weights, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_dim(&o->call, "grad_topk_weights", grad_topk_weights, 0, grad_tokens->shape[0],
@@ -20,8 +19,8 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens
                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
     EpOperation o;
     EP_TRY(ep_operation_begin(&o, "ep_dispatch_backward", handle));
-    EP_TRY(ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens",
-                              grad_tokens));
+    EP_TRY(
+        ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));
     EpGather gather = {.op = &ep_op_dispatch_backward,
                        .rows = grad_recv_tokens->data,

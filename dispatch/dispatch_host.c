@@ -12,8 +12,8 @@
  */
 #include <string.h>
 
-#include "dispatch/backend_host.h"
 #include "handles/ops.h"
+#include "runtime/host.h"
 
 /* Output beyond this is not worth keeping in cache. */
 #define STREAM_BYTES (4 << 20)
@@ -43,10 +43,8 @@ typedef struct Token {
 static Token own_token(const Scatter *x, int64_t token) {
     const EpScatter *s = x->s;
     Token t = {(const char *)s->rows + token * s->row_bytes, NULL, NULL};
-    if (s->carries_weights)
-        t.weights = s->topk_weights + token * x->top_k;
-    if (s->scale_bytes)
-        t.scales = (const char *)s->scales + token * s->scale_bytes;
+    if (s->carries_weights) t.weights = s->topk_weights + token * x->top_k;
+    if (s->scale_bytes) t.scales = (const char *)s->scales + token * s->scale_bytes;
     return t;
 }
 
@@ -62,8 +60,7 @@ static void write_record(const Scatter *x, int64_t token, char *record) {
     memcpy(record, t.row, (size_t)s->row_bytes);
     if (s->carries_weights)
         memcpy(record + x->record.weights, t.weights, (size_t)x->top_k * sizeof(float));
-    if (s->scale_bytes)
-        memcpy(record + x->record.scales, t.scales, (size_t)s->scale_bytes);
+    if (s->scale_bytes) memcpy(record + x->record.scales, t.scales, (size_t)s->scale_bytes);
 }
 
 static int goes_to_node_peer(const Scatter *x, int64_t token) {
@@ -76,12 +73,10 @@ static int goes_to_node_peer(const Scatter *x, int64_t token) {
 
 /* One region for all peers of the node, indexed by token. */
 static void stage_for_node(Scatter *x, int64_t begin, int64_t end) {
-    if (!ep_exchange_has_peers_on_node(x->exchange))
-        return;
+    if (!ep_exchange_has_peers_on_node(x->exchange)) return;
     char *region = ep_round_region(x->exchange, x->rank);
     for (int64_t t = begin; t < end; t++)
-        if (goes_to_node_peer(x, t))
-            write_record(x, t, region + (t - begin) * x->record.bytes);
+        if (goes_to_node_peer(x, t)) write_record(x, t, region + (t - begin) * x->record.bytes);
 }
 
 /* A region of its own for each peer elsewhere, with the rows that go there, packed. */
@@ -99,8 +94,7 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
     int64_t own_end = ep_min(end, x->plan.header->num_tokens);
     stage_for_node(x, begin, own_end);
     for (int32_t r = 0; r < x->size; r++)
-        if (!ep_exchange_on_node(x->exchange, r))
-            pack_for_peer(x, r, end);
+        if (!ep_exchange_on_node(x->exchange, r)) pack_for_peer(x, r, end);
 }
 
 /* ---- filling slots ------------------------------------------------------------------------- */
@@ -113,9 +107,8 @@ static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t)
     else
         ep_row_copy(out, t->row, (size_t)s->row_bytes, x->stream);
     if (s->takes_dots)
-        s->out_weights[slot] =
-            x->math->dot(s->type, (const char *)s->slot_rows + slot * s->row_bytes, t->row,
-                         s->row_elements);
+        s->out_weights[slot] = x->math->dot(
+            s->type, (const char *)s->slot_rows + slot * s->row_bytes, t->row, s->row_elements);
     else if (s->carries_weights && x->shape->layout != EP_LAYOUT_FLAT)
         s->out_weights[slot] = t->weights[k];
     if (s->scale_bytes)
@@ -134,8 +127,7 @@ static void describe_flat_row(const Scatter *x, int64_t row, const Token *t) {
     const EpScatter *s = x->s;
     const int32_t *experts = x->plan.row_experts + row * x->top_k;
     for (int64_t k = 0; k < x->top_k; k++) {
-        if (s->out_idx)
-            write_index(s->out_idx, s->idx_type, row * x->top_k + k, experts[k]);
+        if (s->out_idx) write_index(s->out_idx, s->idx_type, row * x->top_k + k, experts[k]);
         if (s->carries_weights)
             s->out_weights[row * x->top_k + k] = experts[k] >= 0 ? t->weights[k] : 0;
     }
@@ -147,8 +139,7 @@ static void fill_row(const Scatter *x, int32_t row, const Token *t) {
     int flat = x->shape->layout == EP_LAYOUT_FLAT;
     for (int32_t i = first; i < first + count; i++) {
         fill_slot(x, plan->entry_slot[i], flat ? 0 : plan->entry_k[i], t);
-        if (flat)
-            describe_flat_row(x, plan->entry_slot[i], t);
+        if (flat) describe_flat_row(x, plan->entry_slot[i], t);
     }
 }
 
@@ -178,11 +169,11 @@ static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t 
 
 static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
     const EpScatter *s = x->s;
-    if (begin >= end)
-        return;
+    if (begin >= end) return;
     int64_t values = x->shape->layout == EP_LAYOUT_FLAT && s->carries_weights ? x->top_k : 1;
     size_t count = (size_t)(end - begin);
-    ep_row_zero((char *)s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes, x->stream);
+    ep_row_zero((char *)s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes,
+                x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
     if (s->scale_bytes)
@@ -198,23 +189,21 @@ static void zero_padding(const Scatter *x) {
     for (int32_t e = 0; e < shape->num_local && shape->layout != EP_LAYOUT_FLAT; e++) {
         int64_t filled = plan->expert_offsets[e] + (int64_t)plan->expert_counts[e];
         int64_t end = ep_plan_slab_end(plan, e);
-        if (batched && shape->zero_tail)
-            end = plan->expert_offsets[e + 1];
+        if (batched && shape->zero_tail) end = plan->expert_offsets[e + 1];
         zero_slots(x, filled, end);
     }
-    if (!batched && shape->zero_tail)
-        zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
+    if (!batched && shape->zero_tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
 
 static EpRoundHeader belief_of(const Scatter *x) {
     const EpScatter *s = x->s;
-    return (EpRoundHeader){.handle = x->plan.header->handle,
-                           .step = x->plan.header->step,
-                           .fact = {s->row_bytes, s->type, s->scale_bytes,
-                                    s->carries_weights ? x->top_k : 0},
-                           .tokens = x->plan.header->num_tokens};
+    return (EpRoundHeader){
+        .handle = x->plan.header->handle,
+        .step = x->plan.header->step,
+        .fact = {s->row_bytes, s->type, s->scale_bytes, s->carries_weights ? x->top_k : 0},
+        .tokens = x->plan.header->num_tokens};
 }
 
 static EpStatus run_round(Scatter *x, int64_t begin) {
@@ -223,8 +212,7 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->s->op, &belief, EP_ROUND_SHARED));
     stage(x, begin, end);
     EP_TRY(ep_round_publish(x->exchange));
-    if (begin == 0)
-        fill_own_rows(x);
+    if (begin == 0) fill_own_rows(x);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
@@ -251,8 +239,8 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     x.math = host->math;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.top_k = x.plan.header->top_k;
-    x.record = ep_record(scatter->row_bytes, scatter->carries_weights ? x.top_k : 0,
-                         scatter->scale_bytes);
+    x.record =
+        ep_record(scatter->row_bytes, scatter->carries_weights ? x.top_k : 0, scatter->scale_bytes);
     x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_SHARED) / x.record.bytes;
     x.stream = x.plan.header->recv_rows * scatter->row_bytes > STREAM_BYTES;
     memcpy(x.sent, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));

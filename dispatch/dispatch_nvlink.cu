@@ -17,33 +17,42 @@
  * release semantics. A filler acquires the head, crosses to the async proxy with a fence, and loads
  * the record; the load has completed (mbarrier) before the credit is stored.
  *
- * Rows of the rank's own tokens go through a ring like all others.
+ * Rows of the rank's own tokens that are only copied go from the sender straight to their slots;
+ * where they are multiplied, they go through a ring like all others, and every pair of lane and
+ * source has a warp that empties it.
  */
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "handles/plan_cuda.h"
 #include "runtime/device.cuh"
 #include "runtime/rows.cuh"
 
-#define THREADS 256
+#define THREADS 512
 #define WARPS (THREADS / 32)
 #define MAX_STAGES 16
-#define ROWS_PER_PUBLISH 4
-/* Stores that may still be reading shared memory, or still be on their way, while a sender goes on:
- * that many stages are not available to loads. */
+#define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
+/* Stores that may still be under way while a sender goes on: that many stages are not available to
+ * loads, and receivers learn of that many tokens later. */
 #define STORES_IN_FLIGHT 2
+/* Records that a filler takes from one source before it looks at the next. */
+#define BATCH 4
+
+/* The ranks that a token goes to, one bit each. */
+typedef struct RankSet {
+    uint32_t word[RANK_WORDS];
+} RankSet;
 
 typedef struct Shared {
     uint64_t full[MAX_STAGES];
+    int32_t token[MAX_STAGES];               /* sender: what a stage holds */
+    RankSet ranks[MAX_STAGES];               /* sender: where that goes */
     int32_t entry[MAX_STAGES][EP_MAX_TOP_K]; /* of the plan's routes */
     int32_t slot[MAX_STAGES][EP_MAX_TOP_K];  /* to fill, -1 where none */
-    int32_t stage_source[MAX_STAGES], stage_row[MAX_STAGES];
-    uint32_t count[EP_CUDA_MAX_RANKS];   /* records put into, or taken out of, the lane: ever */
-    uint32_t head[EP_CUDA_MAX_RANKS];    /* sender: published; filler: rows of this operation left */
-    int32_t issued[EP_CUDA_MAX_RANKS];   /* filler: rows whose load was issued */
+    int32_t source[MAX_STAGES], row[MAX_STAGES]; /* filler: where a stage's record is from */
+    uint32_t count[EP_CUDA_MAX_RANKS];  /* records put into, or taken out of, the lane: ever */
+    uint32_t seen[EP_CUDA_MAX_RANKS];   /* the other side's counter, as last read */
+    uint32_t told[EP_CUDA_MAX_RANKS];   /* sender: as published */
+    int32_t rows[EP_CUDA_MAX_RANKS];    /* filler: rows of this operation */
+    int32_t issued[EP_CUDA_MAX_RANKS];  /* filler: of those, taken so far */
     int32_t alive;
-    float partial[WARPS];
 } Shared;
 
 __device__ __forceinline__ char *stage_at(const EpScatterArgs &a, char *stages, int stage) {
@@ -56,191 +65,18 @@ __device__ __forceinline__ void wait_full(Shared *s, int stage, uint32_t parity)
     }
 }
 
-/* ---- sending ------------------------------------------------------------------------------- */
-
-/* The ranks that a token goes to, one bit each, in every lane of the warp. */
-typedef struct RankSet {
-    uint32_t word[(EP_CUDA_MAX_RANKS + 31) / 32];
-} RankSet;
-
-__device__ __forceinline__ RankSet ranks_of(const EpScatterArgs &a, int token, int lane) {
-    int owner = lane < a.top_k ? a.plan.owner[(int64_t)token * a.top_k + lane] : -1;
-    RankSet set;
-#pragma unroll
-    for (int w = 0; w < (EP_CUDA_MAX_RANKS + 31) / 32; w++)
-        set.word[w] = __reduce_or_sync(
-            ~0u, owner >= w * 32 && owner < w * 32 + 32 ? 1u << (owner - w * 32) : 0u);
-    return set;
+/* Rows that are copied as they are go from the sender straight to the slots of its own rank. */
+__device__ __forceinline__ int keeps_own_rows(const EpScatterArgs &a) {
+    return a.type == 0;
 }
 
-/* Start bringing a token into a stage; every lane arrives once at the stage's barrier, with its
- * share of weights and scales copied, and one also for the row. */
-__device__ __forceinline__ void load_token(const EpScatterArgs &a, Shared *s, char *stages,
-                                           int stage, int token, int lane) {
-    char *to = stage_at(a, stages, stage);
-    if (a.carries_weights && lane < a.top_k)
-        ((float *)(to + a.record.weights))[lane] = a.topk_weights[(int64_t)token * a.top_k + lane];
-    const uint32_t *scales = (const uint32_t *)(a.scales + token * a.scale_bytes);
-    for (int i = lane; i < a.scale_bytes / 4; i += 32)
-        ((uint32_t *)(to + a.record.scales))[i] = scales[i];
-    ep_fence_proxy_async();
-    __syncwarp();
-    if (lane)
+/* Slots and entries of a row into shared memory, by the lanes of a warp. */
+__device__ __forceinline__ void read_route(const EpScatterArgs &a, Shared *s, int stage, int source,
+                                           int ring, int row, int lane) {
+    if (lane >= a.top_k)
         return;
-    ep_mbarrier_expect(&s->full[stage], (uint32_t)a.row_bytes);
-    ep_bulk_load(to, a.rows + token * a.row_bytes, (uint32_t)a.row_bytes, &s->full[stage]);
-}
-
-/* Let receivers see all records so far, once their copies have completed. */
-__device__ __forceinline__ void publish_heads(const EpCudaGroup &g, Shared *s, int ring) {
-    ep_bulk_wait<0>();
-    for (int r = 0; r < g.size; r++)
-        if (s->head[r] != s->count[r]) {
-            s->head[r] = s->count[r];
-            ep_store_release_sys(ep_head(g, r, g.rank, ring), s->head[r]);
-        }
-}
-
-/* Room for one more record. A receiver can only empty what it was told of. */
-__device__ __forceinline__ int await_room(const EpCudaGroup &g, Shared *s, int peer, int ring) {
-    const uint32_t *credit = ep_credit(g, g.rank, peer, ring);
-    uint32_t needed = s->count[peer] + 1 - g.layout.depth;
-    if (ep_reached(ep_load_acquire_sys(credit), needed))
-        return 1;
-    ep_bulk_commit();
-    publish_heads(g, s, ring);
-    return ep_wait_counter(g, credit, needed, peer, EP_PHASE_CREDIT, ring);
-}
-
-/* Push a stage to every rank of the set. By lane 0. */
-__device__ __forceinline__ int push_record(const EpScatterArgs &a, Shared *s, const char *record,
-                                           int ring, RankSet set) {
-    const EpCudaGroup &g = a.group;
-    for (int w = 0; w < (EP_CUDA_MAX_RANKS + 31) / 32; w++)
-        for (uint32_t left = set.word[w]; left; left &= left - 1) {
-            int peer = w * 32 + __ffs(left) - 1;
-            if (!await_room(g, s, peer, ring))
-                return 0;
-            ep_bulk_store(ep_ring(g, peer, g.rank, ring, s->count[peer]), record,
-                          (uint32_t)a.record.bytes);
-            s->count[peer]++;
-        }
-    ep_bulk_commit();
-    return 1;
-}
-
-__device__ int is_live(RankSet set) {
-    uint32_t any = 0;
-    for (int w = 0; w < (EP_CUDA_MAX_RANKS + 31) / 32; w++)
-        any |= set.word[w];
-    return any != 0;
-}
-
-/* Tokens of the lane from `at` on: the first that goes anywhere, or `end`. */
-__device__ int next_live(const EpScatterArgs &a, int at, int end, int lane, RankSet *set) {
-    for (; at < end; at++) {
-        *set = ranks_of(a, at, lane);
-        if (is_live(*set))
-            break;
-    }
-    return at;
-}
-
-/* One lane, by one warp. Loads run ahead of stores by all stages but those still being stored. */
-__device__ int send_lane(const EpScatterArgs &a, Shared *s, char *stages, int ring,
-                         uint32_t *loads_before) {
-    const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x, begin, end, ahead = a.stages - STORES_IN_FLIGHT;
-    uint32_t loaded = 0, stored = 0;
-    ep_lane_range((int)a.plan.header->num_tokens, ring, &begin, &end);
-    for (int r = lane; r < g.size; r += 32)
-        s->head[r] = s->count[r] = g.state->sent[r][ring];
-    __syncwarp();
-    RankSet set;
-    int alive = 1, to_load = next_live(a, begin, end, lane, &set);
-    for (int at = to_load; at < end && alive; stored++) {
-        while (to_load < end && loaded < stored + ahead) {
-            uint32_t turn = *loads_before + loaded++;
-            /* Lane 0 has stored: the stage's last reader must be done. */
-            if (lane == 0)
-                ep_bulk_wait_read<STORES_IN_FLIGHT - 1>();
-            __syncwarp();
-            load_token(a, s, stages, (int)(turn % a.stages), to_load, lane);
-            to_load = next_live(a, to_load + 1, end, lane, &set);
-        }
-        uint32_t turn = *loads_before + stored;
-        wait_full(s, (int)(turn % a.stages), turn / a.stages % 2);
-        set = ranks_of(a, at, lane);
-        if (lane == 0) {
-            s->alive = push_record(a, s, stage_at(a, stages, turn % a.stages), ring, set);
-            if (stored % ROWS_PER_PUBLISH == ROWS_PER_PUBLISH - 1)
-                publish_heads(g, s, ring);
-        }
-        __syncwarp();
-        alive = s->alive;
-        at = next_live(a, at + 1, end, lane, &set);
-    }
-    if (lane == 0)
-        publish_heads(g, s, ring);
-    __syncwarp();
-    *loads_before += loaded;
-    for (int r = lane; r < g.size; r += 32)
-        g.state->sent[r][ring] = s->count[r];
-    __syncwarp();
-    return alive;
-}
-
-__device__ void send(const EpScatterArgs &a, Shared *s, char *stages) {
-    uint32_t loads = 0;
-    if (threadIdx.x >= 32)
-        return;
-    if (threadIdx.x == 0)
-        s->alive = 1;
-    __syncwarp();
-    for (int ring = blockIdx.x; ring < EP_LANES; ring += a.send_blocks)
-        if (!send_lane(a, s, stages, ring, &loads))
-            return;
-}
-
-/* ---- filling slots ------------------------------------------------------------------------- */
-
-/* The next record that has arrived, from any source in turn; -1 where there is none yet. Called by
- * a whole warp. */
-__device__ __forceinline__ int find_record(const EpCudaGroup &g, const Shared *s, int ring,
-                                           int turn, int lane) {
-    for (int at = 0; at < g.size; at += 32) {
-        int source = (turn + at + lane) % g.size, ready = 0;
-        if (at + lane < g.size && s->issued[source] < (int)s->head[source]) {
-            uint32_t head = ep_load_acquire_sys(ep_head(g, g.rank, source, ring));
-            ready = (int32_t)(head - (s->count[source] + s->issued[source])) > 0;
-        }
-        unsigned who = __ballot_sync(~0u, ready);
-        if (who)
-            return (turn + at + __ffs(who) - 1) % g.size;
-    }
-    return -1;
-}
-
-/* Start taking a record into a stage. */
-__device__ __forceinline__ void load_record(const EpScatterArgs &a, Shared *s, char *stages,
-                                            int ring, int stage, int source, int lane) {
-    const EpCudaGroup &g = a.group;
-    int row = s->issued[source];
-    if (lane < a.top_k) {
-        s->entry[stage][lane] = ep_entry(a.plan, a.group, a.top_k, source, ring, row, lane);
-        s->slot[stage][lane] = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, lane);
-    }
-    __syncwarp();
-    if (lane)
-        return;
-    s->issued[source] = row + 1;
-    s->stage_source[stage] = source;
-    s->stage_row[stage] = row;
-    ep_fence_proxy_async();
-    ep_mbarrier_expect(&s->full[stage], (uint32_t)a.record.bytes);
-    ep_bulk_load(stage_at(a, stages, stage),
-                 ep_ring(g, g.rank, source, ring, s->count[source] + row), (uint32_t)a.record.bytes,
-                 &s->full[stage]);
+    s->entry[stage][lane] = ep_entry(a.plan, a.group, a.top_k, source, ring, row, lane);
+    s->slot[stage][lane] = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, lane);
 }
 
 /* A flat row tells its local experts, and their weights. */
@@ -258,17 +94,14 @@ __device__ __forceinline__ void describe_flat_row(const EpScatterArgs &a, const 
         ((int32_t *)a.out_idx)[slot * a.top_k + lane] = expert;
 }
 
-/* Copy a record that has arrived to its slots: bulk copies for the row, lanes for the rest. */
+/* A record in a stage, to its slots: bulk copies for the row, lanes for the rest. Does not commit. */
 __device__ __forceinline__ void copy_to_slots(const EpScatterArgs &a, const Shared *s,
                                               const char *record, int stage, int lane) {
     const int32_t *slot = s->slot[stage];
     const float *weights = (const float *)(record + a.record.weights);
-    if (lane == 0) {
-        for (int k = 0; k < a.top_k; k++)
-            if (slot[k] >= 0)
-                ep_bulk_store(a.out_rows + slot[k] * a.row_bytes, record, (uint32_t)a.row_bytes);
-        ep_bulk_commit();
-    }
+    for (int k = 0; k < a.top_k && lane == 0; k++)
+        if (slot[k] >= 0)
+            ep_bulk_store(a.out_rows + slot[k] * a.row_bytes, record, (uint32_t)a.row_bytes);
     if (a.shape.layout == EP_LAYOUT_FLAT)
         describe_flat_row(a, s, weights, stage, lane);
     else if (a.carries_weights && lane < a.top_k && slot[lane] >= 0)
@@ -279,15 +112,229 @@ __device__ __forceinline__ void copy_to_slots(const EpScatterArgs &a, const Shar
                 ((const uint32_t *)(record + a.record.scales))[i];
 }
 
+/* ---- sending ------------------------------------------------------------------------------- */
+
+/* A lane's tokens, looked up 32 at a time, one by each lane of the warp. */
+typedef struct Tokens {
+    int at, end;   /* the next to look at, and the end of the lane */
+    int base;      /* of the 32 that were looked up */
+    RankSet ranks; /* of token base + lane */
+    int own;       /* rows so far that stay on this rank */
+} Tokens;
+
+__device__ __forceinline__ void look_up(const EpScatterArgs &a, Tokens *t, int base, int lane) {
+    t->base = base;
+    for (int w = 0; w < RANK_WORDS; w++)
+        t->ranks.word[w] = 0;
+    for (int k = 0; k < a.top_k && base + lane < t->end; k++) {
+        int owner = a.plan.owner[(int64_t)(base + lane) * a.top_k + k];
+#pragma unroll
+        for (int w = 0; w < RANK_WORDS; w++)
+            if (owner >= w * 32 && owner < w * 32 + 32)
+                t->ranks.word[w] |= 1u << (owner - w * 32);
+    }
+}
+
+/* Move on to the first token, from `at` on, that goes anywhere; at = end where there is none. */
+__device__ __forceinline__ void skip_dead(const EpScatterArgs &a, Tokens *t, int lane) {
+    while (t->at < t->end) {
+        if (t->at >= t->base + 32)
+            look_up(a, t, t->at, lane);
+        uint32_t any = 0;
+        for (int w = 0; w < RANK_WORDS; w++)
+            any |= t->ranks.word[w];
+        unsigned live = __ballot_sync(~0u, any) >> (t->at - t->base);
+        t->at = live ? t->at + __ffs(live) - 1 : t->base + 32;
+        if (live)
+            return;
+    }
+}
+
+__device__ __forceinline__ RankSet ranks_of(const Tokens *t) {
+    RankSet set;
+    for (int w = 0; w < RANK_WORDS; w++)
+        set.word[w] = __shfl_sync(~0u, t->ranks.word[w], t->at - t->base);
+    return set;
+}
+
+__device__ __forceinline__ int has_rank(const RankSet &set, int rank) {
+    return set.word[rank / 32] >> (rank % 32) & 1;
+}
+
+/* Start bringing the token at t->at into a stage. The stage's weights and scales are written by
+ * ordinary stores, which a fence hands over to the copies that will read them. */
+__device__ __forceinline__ void load_token(const EpScatterArgs &a, Shared *s, char *stages,
+                                           int stage, Tokens *t, int ring, int lane) {
+    char *to = stage_at(a, stages, stage);
+    int64_t token = t->at;
+    RankSet set = ranks_of(t);
+    if (lane == 0) {
+        s->token[stage] = t->at;
+        s->ranks[stage] = set;
+        ep_mbarrier_expect(&s->full[stage], (uint32_t)a.row_bytes);
+        ep_bulk_load(to, a.rows + token * a.row_bytes, (uint32_t)a.row_bytes, &s->full[stage]);
+    }
+    if (keeps_own_rows(a) && has_rank(set, a.group.rank))
+        read_route(a, s, stage, a.group.rank, ring, t->own++, lane);
+    if (a.carries_weights && lane < a.top_k)
+        ((float *)(to + a.record.weights))[lane] = a.topk_weights[token * a.top_k + lane];
+    const uint32_t *scales = (const uint32_t *)(a.scales + token * a.scale_bytes);
+    for (int i = lane; i < a.scale_bytes / 4; i += 32)
+        ((uint32_t *)(to + a.record.scales))[i] = scales[i];
+    if (a.carries_weights || a.scale_bytes)
+        ep_fence_proxy_async();
+    __syncwarp();
+}
+
+/* Let receivers see what has certainly been written: all but the tokens still under way, whose
+ * ranks the last stages tell. By lane 0, after a full wait for all but `pending` groups. */
+__device__ __forceinline__ void publish_heads(const EpScatterArgs &a, Shared *s, int ring,
+                                              uint32_t turn, int pending) {
+    const EpCudaGroup &g = a.group;
+    for (int r = 0; r < g.size; r++) {
+        uint32_t done = s->count[r];
+        for (int i = 0; i < pending && s->told[r] != done; i++)
+            done -= has_rank(s->ranks[(turn - i) % a.stages], r) &&
+                    !(keeps_own_rows(a) && r == g.rank);
+        if (s->told[r] == done)
+            continue;
+        s->told[r] = done;
+        ep_store_release_sys(ep_head(g, r, g.rank, ring), done);
+    }
+}
+
+/* Room for one more record. A receiver can only empty what it was told of. */
+__device__ __forceinline__ int await_room(const EpScatterArgs &a, Shared *s, int peer, int ring,
+                                          uint32_t turn) {
+    const EpCudaGroup &g = a.group;
+    const uint32_t *credit = ep_credit(g, g.rank, peer, ring);
+    uint32_t needed = s->count[peer] + 1 - g.layout.depth;
+    if (ep_reached(s->seen[peer], needed))
+        return 1;
+    s->seen[peer] = ep_load_acquire_sys(credit);
+    if (ep_reached(s->seen[peer], needed))
+        return 1;
+    ep_bulk_commit();
+    ep_bulk_wait<0>();
+    publish_heads(a, s, ring, turn, 0);
+    return ep_wait_counter(g, credit, needed, peer, EP_PHASE_CREDIT, ring);
+}
+
+/* Push a stage to every rank of its set. By lane 0. */
+__device__ __forceinline__ int push_record(const EpScatterArgs &a, Shared *s, const char *record,
+                                           int stage, int ring, uint32_t turn) {
+    const EpCudaGroup &g = a.group;
+    for (int w = 0; w < RANK_WORDS; w++)
+        for (uint32_t left = s->ranks[stage].word[w]; left; left &= left - 1) {
+            int peer = w * 32 + __ffs(left) - 1;
+            if (peer == g.rank && keeps_own_rows(a))
+                continue;
+            if (!await_room(a, s, peer, ring, turn))
+                return 0;
+            ep_bulk_store(ep_ring(g, peer, g.rank, ring, s->count[peer]), record,
+                          (uint32_t)a.record.bytes);
+            s->count[peer]++;
+        }
+    return 1;
+}
+
+/* Store what a stage holds, everywhere it goes. */
+__device__ __forceinline__ int store_token(const EpScatterArgs &a, Shared *s, char *stages,
+                                           int ring, uint32_t turn, int lane) {
+    int stage = (int)(turn % a.stages), alive = 1;
+    char *record = stage_at(a, stages, stage);
+    wait_full(s, stage, turn / a.stages % 2);
+    if (lane == 0)
+        alive = push_record(a, s, record, stage, ring, turn);
+    if (keeps_own_rows(a) && has_rank(s->ranks[stage], a.group.rank))
+        copy_to_slots(a, s, record, stage, lane);
+    if (lane == 0) {
+        ep_bulk_commit();
+        ep_bulk_wait<STORES_IN_FLIGHT>();
+        publish_heads(a, s, ring, turn, STORES_IN_FLIGHT);
+    }
+    return __shfl_sync(~0u, alive, 0);
+}
+
+/* One lane, by one warp. Loads run ahead of stores by all stages but those still being stored. */
+__device__ int send_lane(const EpScatterArgs &a, Shared *s, char *stages, int ring,
+                         uint32_t *turns) {
+    const EpCudaGroup &g = a.group;
+    int lane = threadIdx.x, alive = 1;
+    uint32_t loaded = *turns, stored = *turns;
+    Tokens t = {0, 0, -32, {{0}}, 0};
+    ep_lane_range((int)a.plan.header->num_tokens, ring, &t.at, &t.end);
+    t.base = t.at - 32;
+    for (int r = lane; r < g.size; r += 32) {
+        s->told[r] = s->count[r] = g.state->sent[r][ring];
+        s->seen[r] = s->count[r] - g.layout.depth; /* nothing known of the credit yet */
+    }
+    __syncwarp();
+    for (skip_dead(a, &t, lane); alive && (t.at < t.end || stored != loaded); stored++) {
+        while (t.at < t.end && loaded - stored < (uint32_t)(a.stages - STORES_IN_FLIGHT)) {
+            load_token(a, s, stages, (int)(loaded++ % a.stages), &t, ring, lane);
+            t.at++;
+            skip_dead(a, &t, lane);
+        }
+        alive = store_token(a, s, stages, ring, stored, lane);
+    }
+    if (lane == 0) {
+        ep_bulk_wait<0>();
+        publish_heads(a, s, ring, stored, 0);
+    }
+    __syncwarp();
+    *turns = loaded;
+    for (int r = lane; r < g.size; r += 32)
+        g.state->sent[r][ring] = s->count[r];
+    __syncwarp();
+    return alive;
+}
+
+__device__ void send(const EpScatterArgs &a, Shared *s, char *stages) {
+    uint32_t turns = 0;
+    if (threadIdx.x >= 32)
+        return;
+    for (int ring = blockIdx.x; ring < EP_LANES; ring += a.send_blocks)
+        if (!send_lane(a, s, stages, ring, &turns))
+            return;
+}
+
+/* ---- filling slots ------------------------------------------------------------------------- */
+
+/* Records of a source that have arrived and not been taken, as far as is known. */
+__device__ __forceinline__ int known_records(const Shared *s, int source) {
+    int left = s->rows[source] - s->issued[source];
+    int arrived = (int)(s->seen[source] - (s->count[source] + s->issued[source]));
+    return min(left, arrived);
+}
+
+/* A source with records to take, in turn; -1 where there is none yet. Heads are only read where
+ * nothing is known to be there. Called by a whole warp. */
+__device__ __forceinline__ int find_source(const EpCudaGroup &g, Shared *s, int ring, int turn,
+                                           int lane) {
+    for (int at = 0; at < g.size; at += 32) {
+        int source = (turn + at + lane) % g.size, ready = 0;
+        if (at + lane < g.size && s->issued[source] < s->rows[source]) {
+            if (known_records(s, source) <= 0)
+                s->seen[source] = ep_load_acquire_sys(ep_head(g, g.rank, source, ring));
+            ready = known_records(s, source) > 0;
+        }
+        unsigned who = __ballot_sync(~0u, ready);
+        if (who)
+            return (turn + at + __ffs(who) - 1) % g.size;
+    }
+    return -1;
+}
+
 /* Wait for a record of any source: a source that is late must not keep the others' rings full, or
  * ranks could wait for each other in a circle. -1 when the deadline has passed. */
-__device__ __forceinline__ int await_record(const EpCudaGroup &g, const Shared *s, int ring,
-                                            int turn, int lane) {
+__device__ __forceinline__ int await_source(const EpCudaGroup &g, Shared *s, int ring, int turn,
+                                            int lane) {
     EpPatience patience = {0, 0};
     int source;
-    while ((source = find_record(g, s, ring, turn, lane)) < 0) {
+    while ((source = find_source(g, s, ring, turn, lane)) < 0) {
         int missing = 0;
-        while (s->issued[missing] >= (int)s->head[missing])
+        while (s->issued[missing] >= s->rows[missing])
             missing++;
         uint32_t expected = s->count[missing] + s->issued[missing] + 1;
         int patient = ep_patience(
@@ -298,14 +345,39 @@ __device__ __forceinline__ int await_record(const EpCudaGroup &g, const Shared *
     return source;
 }
 
-__device__ __forceinline__ int rows_of_lane(const EpScatterArgs &a, Shared *s, int ring, int lane) {
+/* Start taking `count` records of a source into the stages from `turn` on. */
+__device__ __forceinline__ void load_records(const EpScatterArgs &a, Shared *s, char *stages,
+                                             int ring, uint32_t turn, int source, int count,
+                                             int lane) {
+    const EpCudaGroup &g = a.group;
+    int first = s->issued[source];
+    for (int i = 0; i < count && lane == 0; i++) {
+        int stage = (int)((turn + i) % a.stages);
+        s->source[stage] = source, s->row[stage] = first + i;
+        ep_mbarrier_expect(&s->full[stage], (uint32_t)a.record.bytes);
+        ep_bulk_load(stage_at(a, stages, stage),
+                     ep_ring(g, g.rank, source, ring, s->count[source] + first + i),
+                     (uint32_t)a.record.bytes, &s->full[stage]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++)
+        if (i < count)
+            read_route(a, s, (int)((turn + i) % a.stages), source, ring, first + i, lane);
+    __syncwarp();
+    if (lane == 0)
+        s->issued[source] = first + count;
+    __syncwarp();
+}
+
+__device__ __forceinline__ int enter_lane(const EpScatterArgs &a, Shared *s, int ring, int lane) {
     const EpCudaGroup &g = a.group;
     int rows = 0;
     for (int r = lane; r < g.size; r += 32) {
-        s->head[r] = (uint32_t)a.plan.lane_rows[r * EP_LANES + ring];
-        s->count[r] = g.state->received[r][ring];
+        int comes = !(keeps_own_rows(a) && r == g.rank);
+        s->rows[r] = comes ? a.plan.lane_rows[r * EP_LANES + ring] : 0;
+        s->seen[r] = s->count[r] = g.state->received[r][ring];
         s->issued[r] = 0;
-        rows += (int)s->head[r];
+        rows += s->rows[r];
     }
     __syncwarp();
     return __reduce_add_sync(~0u, rows);
@@ -319,146 +391,128 @@ __device__ __forceinline__ void leave_lane(const EpScatterArgs &a, const Shared 
     __syncwarp();
 }
 
-/* The record is in shared memory: its place in the ring is free. */
+/* The record is in shared memory, and nothing is left to order: its place in the ring is free. */
 __device__ __forceinline__ void give_credit(const EpCudaGroup &g, const Shared *s, int ring,
                                             int stage) {
-    int source = s->stage_source[stage];
-    ep_store_relaxed_sys(ep_credit(g, source, g.rank, ring),
-                         s->count[source] + s->stage_row[stage] + 1);
+    int source = s->source[stage];
+    ep_store_relaxed_sys(ep_credit(g, source, g.rank, ring), s->count[source] + s->row[stage] + 1);
 }
 
 /* One lane, by one warp: rows are copied as they are. */
 __device__ int fill_lane_copying(const EpScatterArgs &a, Shared *s, char *stages, int ring,
-                                 uint32_t *loads_before) {
+                                 uint32_t *turns) {
     const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x, turn = 0, rows = rows_of_lane(a, s, ring, lane);
+    int lane = threadIdx.x, turn = g.rank + 1, rows = enter_lane(a, s, ring, lane);
     int loaded = 0, ahead = a.stages - STORES_IN_FLIGHT;
     for (int stored = 0; stored < rows; stored++) {
         while (loaded < rows && loaded < stored + ahead) {
-            int source = find_record(g, s, ring, turn, lane);
+            int source = find_source(g, s, ring, turn, lane);
             if (source < 0 && loaded > stored)
                 break;
             if (source < 0)
-                source = await_record(g, s, ring, turn, lane);
+                source = await_source(g, s, ring, turn, lane);
             if (source < 0)
                 return 0;
-            if (lane == 0)
+            int count = min(min(BATCH, known_records(s, source)), stored + ahead - loaded);
+            if (lane == 0) {
                 ep_bulk_wait_read<STORES_IN_FLIGHT - 1>();
+                ep_fence_proxy_async();
+            }
             __syncwarp();
-            load_record(a, s, stages, ring, (int)((*loads_before + loaded) % a.stages), source,
-                        lane);
-            __syncwarp();
-            turn = source + 1, loaded++;
+            load_records(a, s, stages, ring, *turns + loaded, source, count, lane);
+            turn = source + 1, loaded += count;
         }
-        uint32_t at = *loads_before + stored;
+        uint32_t at = *turns + stored;
         int stage = (int)(at % a.stages);
         wait_full(s, stage, at / a.stages % 2);
         if (lane == 0)
             give_credit(g, s, ring, stage);
         copy_to_slots(a, s, stage_at(a, stages, stage), stage, lane);
+        if (lane == 0)
+            ep_bulk_commit();
         __syncwarp();
     }
-    *loads_before += rows;
+    *turns += rows;
     leave_lane(a, s, ring, lane);
     return 1;
 }
 
 /* ---- filling with arithmetic: combine backward ------------------------------------------------ */
 
+/* 16 bytes of a row, multiplied and rounded, to one slot; returns their part of the product with
+ * the slot's other row. */
 template <typename T>
 __device__ __forceinline__ float multiply_vector(const EpScatterArgs &a, const uint4 &x, float w,
-                                                 const char *expert_row, char *out) {
+                                                 const uint4 &y, char *out) {
     float dot = 0;
-    const T *from = (const T *)&x;
+    const T *from = (const T *)&x, *other = (const T *)&y;
     uint4 result;
     T *to = (T *)&result;
 #pragma unroll
-    for (int i = 0; i < (int)(16 / sizeof(T)); i++)
+    for (int i = 0; i < (int)(16 / sizeof(T)); i++) {
         to[i] = ep_round<T>(w * ep_float(from[i]));
-    *(uint4 *)out = a.weighs ? result : x;
-    if (!a.takes_dots)
-        return 0;
-    uint4 y = *(const uint4 *)expert_row;
-    const T *other = (const T *)&y;
-#pragma unroll
-    for (int i = 0; i < (int)(16 / sizeof(T)); i++)
         dot = fmaf(ep_float(from[i]), ep_float(other[i]), dot);
+    }
+    *(uint4 *)out = a.weighs ? result : x;
     return dot;
 }
 
-/* Sum over the block in a fixed order; the result is in thread 0. */
-__device__ __forceinline__ float block_sum(Shared *s, float value) {
+/* A record that lies in the ring, to one slot, by a warp. Products are summed by each lane in
+ * order, then over the lanes, always in the same way. */
+template <typename T>
+__device__ __forceinline__ void multiply_to_slot(const EpScatterArgs &a, const char *record,
+                                                 int64_t slot, int lane) {
+    float w = a.weighs ? a.slot_weights[slot] : 1, dot = 0;
+    const char *other = a.slot_rows + slot * a.row_bytes;
+    char *out = a.out_rows + slot * a.row_bytes;
+#pragma unroll 4
+    for (int64_t at = lane * 16; at < a.row_bytes; at += 32 * 16) {
+        uint4 x = __ldcg((const uint4 *)(record + at));
+        uint4 y = a.takes_dots ? *(const uint4 *)(other + at) : make_uint4(0, 0, 0, 0);
+        dot += multiply_vector<T>(a, x, w, y, out + at);
+    }
     for (int d = 16; d > 0; d /= 2)
-        value += __shfl_xor_sync(~0u, value, d);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        s->partial[threadIdx.x / 32] = value;
-    __syncthreads();
-    float sum = 0;
-    for (int w = 0; w < WARPS; w++)
-        sum += s->partial[w];
-    return sum;
+        dot += __shfl_xor_sync(~0u, dot, d);
+    if (a.takes_dots && lane == 0)
+        a.out_weights[slot] = dot;
 }
 
-/* A record that lies in the ring, to its slots, by the whole block. */
+/* All rows of one source in one lane, by a warp of its own. */
 template <typename T>
-__device__ void multiply_to_slots(const EpScatterArgs &a, Shared *s, const char *record, int source,
-                                  int ring, int row) {
-    for (int k = 0; k < a.top_k; k++) {
-        int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, k);
-        if (slot < 0)
-            continue;
-        float w = a.weighs ? a.slot_weights[slot] : 1, dot = 0;
-        for (int64_t at = threadIdx.x * 16; at < a.row_bytes; at += THREADS * 16)
-            dot += multiply_vector<T>(a, __ldcg((const uint4 *)(record + at)), w,
-                                      a.slot_rows + slot * a.row_bytes + at,
-                                      a.out_rows + slot * a.row_bytes + at);
-        if (a.takes_dots) {
-            dot = block_sum(s, dot);
-            if (threadIdx.x == 0)
-                a.out_weights[slot] = dot;
-        }
-    }
-}
-
-/* One lane, by the whole block: the first warp finds records, all warps work on each. */
-template <typename T>
-__device__ int fill_lane_multiplying(const EpScatterArgs &a, Shared *s, int ring) {
+__device__ int multiply_pair(const EpScatterArgs &a, int source, int ring, int lane) {
     const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x % 32, first = threadIdx.x < 32, turn = 0;
-    int rows = 0;
-    if (first)
-        rows = rows_of_lane(a, s, ring, lane);
-    rows = __shfl_sync(~0u, rows, 0);
-    if (threadIdx.x == 0)
-        s->stage_row[1] = rows;
-    __syncthreads();
-    rows = s->stage_row[1];
-    for (int i = 0; i < rows; i++) {
-        if (first) {
-            int source = await_record(g, s, ring, turn, lane);
-            if (lane == 0)
-                s->stage_source[0] = source;
-            turn = source + 1;
+    uint32_t taken = g.state->received[source][ring], seen = taken;
+    int rows = a.plan.lane_rows[source * EP_LANES + ring], alive = 1;
+    for (int row = 0; row < rows; row++, taken++) {
+        int slot = -1;
+        if (lane < a.top_k)
+            slot = ep_slot(a.plan, g, a.shape, a.top_k, source, ring, row, lane);
+        const uint32_t *head = ep_head(g, g.rank, source, ring);
+        if (seen == taken && lane == 0) {
+            alive = ep_wait_counter(g, head, taken + 1, source, EP_PHASE_RECORD, ring);
+            seen = ep_load_acquire_sys(head);
         }
-        __syncthreads();
-        int source = s->stage_source[0];
-        if (source < 0)
+        seen = __shfl_sync(~0u, seen, 0);
+        if (!__shfl_sync(~0u, alive, 0))
             return 0;
-        int row = s->issued[source];
-        multiply_to_slots<T>(a, s, ep_ring(g, g.rank, source, ring, s->count[source] + row), source,
-                             ring, row);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            s->issued[source] = row + 1;
-            ep_store_relaxed_sys(ep_credit(g, source, g.rank, ring), s->count[source] + row + 1);
-        }
-        __syncthreads();
+        for (unsigned left = __ballot_sync(~0u, slot >= 0); left; left &= left - 1)
+            multiply_to_slot<T>(a, ep_ring(g, g.rank, source, ring, taken),
+                                __shfl_sync(~0u, slot, __ffs(left) - 1), lane);
+        __syncwarp();
+        if (lane == 0)
+            ep_store_relaxed_sys(ep_credit(g, source, g.rank, ring), taken + 1);
     }
-    if (first)
-        leave_lane(a, s, ring, lane);
-    __syncthreads();
+    if (lane == 0)
+        g.state->received[source][ring] = taken;
     return 1;
+}
+
+/* Warps take pairs of lane and source, lanes in ascending order: see the head of this file. */
+template <typename T> __device__ void multiply(const EpScatterArgs &a, int block) {
+    int warp = threadIdx.x / 32 * a.fill_blocks + block, warps = WARPS * a.fill_blocks;
+    for (int pair = warp; pair < EP_LANES * a.group.size; pair += warps)
+        if (!multiply_pair<T>(a, pair % a.group.size, pair / a.group.size, threadIdx.x % 32))
+            return;
 }
 
 /* ---- padding ------------------------------------------------------------------------------- */
@@ -507,19 +561,19 @@ __device__ void zero_padding(const EpScatterArgs &a, int block) {
 
 __device__ void fill(const EpScatterArgs &a, Shared *s, char *stages) {
     int block = (int)blockIdx.x - a.send_blocks;
-    uint32_t loads = 0;
+    uint32_t turns = 0;
     int alive = 1;
     zero_padding(a, block);
-    for (int ring = block; ring < EP_LANES && alive; ring += a.fill_blocks) {
-        if (a.type == EP_TYPE_BF16)
-            alive = fill_lane_multiplying<__nv_bfloat16>(a, s, ring);
-        else if (a.type == EP_TYPE_FP16)
-            alive = fill_lane_multiplying<__half>(a, s, ring);
-        else if (a.type == EP_TYPE_FP32)
-            alive = fill_lane_multiplying<float>(a, s, ring);
-        else if (threadIdx.x < 32)
-            alive = fill_lane_copying(a, s, stages, ring, &loads);
-    }
+    if (a.type == EP_TYPE_BF16)
+        multiply<__nv_bfloat16>(a, block);
+    else if (a.type == EP_TYPE_FP16)
+        multiply<__half>(a, block);
+    else if (a.type == EP_TYPE_FP32)
+        multiply<float>(a, block);
+    if (a.type || threadIdx.x >= 32)
+        return;
+    for (int ring = block; ring < EP_LANES && alive; ring += a.fill_blocks)
+        alive = fill_lane_copying(a, s, stages, ring, &turns);
     ep_bulk_wait<0>();
 }
 

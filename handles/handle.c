@@ -69,7 +69,8 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, int32_t
     if (ep_plan_largest_index(&s) > INT32_MAX)
         return ep_refuse(call, EP_ERR_RANGE, "config",
                          "expected at most 2147483647 slots, got ranks * max_tokens * top_k plus "
-                         "padding = %lld", (long long)ep_plan_largest_index(&s));
+                         "padding = %lld",
+                         (long long)ep_plan_largest_index(&s));
     *shape = s;
     return EP_OK;
 }
@@ -78,8 +79,7 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
     EpCall call = {"ep_handle_memory", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     call.rank = group->rank;
-    if (!bytes)
-        return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
+    if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
     EpPlanShape shape;
     EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
     *bytes = (size_t)group->backend->plan_bytes(&shape);
@@ -101,8 +101,7 @@ static EpStatus check_memory(const EpCall *call, const void *memory, size_t byte
 static void link_handle(EpHandle *handle) {
     EpGroup *group = handle->group;
     handle->next = group->handles;
-    if (handle->next)
-        handle->next->previous = handle;
+    if (handle->next) handle->next->previous = handle;
     group->handles = handle;
 }
 
@@ -111,13 +110,11 @@ static void unlink_handle(EpHandle *handle) {
         handle->previous->next = handle->next;
     else
         handle->group->handles = handle->next;
-    if (handle->next)
-        handle->next->previous = handle->previous;
+    if (handle->next) handle->next->previous = handle->previous;
 }
 
 static void release_memory(EpHandle *handle) {
-    if (!handle->owns_memory)
-        return;
+    if (!handle->owns_memory) return;
     handle->group->backend->release(handle->group, handle->memory);
     handle->group->library_bytes -= handle->bytes;
     handle->owns_memory = 0;
@@ -126,15 +123,13 @@ static void release_memory(EpHandle *handle) {
 static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EpGroup *group = handle->group;
     handle->bytes = group->backend->plan_bytes(&handle->shape);
-    if (memory)
-        EP_TRY(check_memory(call, memory, bytes, handle->bytes));
+    if (memory) EP_TRY(check_memory(call, memory, bytes, handle->bytes));
     handle->memory = memory ? memory : group->backend->allocate(group, (size_t)handle->bytes);
     if (!handle->memory)
         return ep_refuse(call, EP_ERR_NO_MEMORY, "memory", "expected %lld bytes, got none",
                          (long long)handle->bytes);
     handle->owns_memory = !memory;
-    if (!memory)
-        group->library_bytes += handle->bytes;
+    if (!memory) group->library_bytes += handle->bytes;
     return group->backend->format_plan(handle);
 }
 
@@ -143,13 +138,11 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     EpCall call = {"ep_handle_create", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     call.rank = group->rank;
-    if (!out)
-        return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    if (!out) return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     EpPlanShape shape;
     EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
     EpHandle *handle = ep_object_create(EP_OBJECT_HANDLE, sizeof(*handle));
-    if (!handle)
-        return ep_refuse(&call, EP_ERR_NO_MEMORY, "out", "out of memory");
+    if (!handle) return ep_refuse(&call, EP_ERR_NO_MEMORY, "out", "out of memory");
     handle->group = group;
     handle->shape = shape;
     handle->top_k = config ? config->top_k : EP_DEFAULT;
@@ -170,20 +163,17 @@ EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
     EpCall call = {"ep_handle_bind", -1};
     EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
     call.rank = handle->group->rank;
-    if (!memory)
-        return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
+    if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
     EP_TRY(check_memory(&call, memory, bytes, handle->bytes));
     EP_TRY(handle->group->backend->check_plan(handle, call.name, memory));
-    if (memory != handle->memory)
-        release_memory(handle);
+    if (memory != handle->memory) release_memory(handle);
     handle->memory = memory;
-    return EP_OK;
+    return handle->group->backend->adopt_plan(handle);
 }
 
 void ep_handle_destroy(EpHandle *handle) {
     EpCall call = {"ep_handle_destroy", -1};
-    if (!handle || ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE) != EP_OK)
-        return;
+    if (!handle || ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE) != EP_OK) return;
     handle->group->backend->retire_plan(handle);
     release_memory(handle);
     unlink_handle(handle);
@@ -207,6 +197,7 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
     call->rank = handle->group->rank;
+    handle->group->backend->poll(handle->group);
     EP_TRY(ep_group_usable(handle->group));
     return handle->group->backend->check_plan(handle, call->name, handle->memory);
 }

@@ -11,8 +11,8 @@
 #include "runtime/cuda_host.h"
 
 typedef struct EpCudaHandle {
-    EpCudaInfo *info; /**< pinned: numbers of the last prepare that has finished */
-    int64_t prepares; /**< issued so far */
+    EpCudaInfo *info;               /**< pinned: numbers of the last prepare that has finished */
+    int64_t prepares;               /**< issued so far */
     int64_t num_rows, top_k, exact; /**< of the last one issued */
 } EpCudaHandle;
 
@@ -26,6 +26,7 @@ int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_cuda_format_plan(EpHandle *handle);
 EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_cuda_retire_plan(EpHandle *handle);
+EpStatus ep_cuda_adopt_plan(EpHandle *handle);
 EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out);
 
 #endif

@@ -9,8 +9,7 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     const EpBackendOps *backend =
         ep_backend_choose(config, num_ranks, settings, m->reason, sizeof(m->reason));
     EpPlanShape shape;
-    if (!backend)
-        return EP_OK;
+    if (!backend) return EP_OK;
     m->backend = backend->id;
     backend->measure(config, num_ranks, settings, &m->shared_bytes, &m->private_bytes);
     m->private_bytes += ep_group_own_bytes(num_ranks);

@@ -3,12 +3,16 @@
 
 const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity"}, 1};
 const EpOp ep_op_dispatch = {
-    2, "dispatch", {"row bytes", "element type", "bytes of scales", "number of topk_weights"},
+    2,
+    "dispatch",
+    {"row bytes", "element type", "bytes of scales", "number of topk_weights"},
     EP_ROUND_FACTS};
 const EpOp ep_op_combine = {
     3, "combine", {"row bytes", "element type", "number of slot values", ""}, EP_ROUND_FACTS};
-const EpOp ep_op_dispatch_backward = {
-    4, "dispatch backward", {"row bytes", "element type", "number of slot values", ""}, EP_ROUND_FACTS};
+const EpOp ep_op_dispatch_backward = {4,
+                                      "dispatch backward",
+                                      {"row bytes", "element type", "number of slot values", ""},
+                                      EP_ROUND_FACTS};
 const EpOp ep_op_combine_backward = {
     5, "combine backward", {"row bytes", "element type", "bytes of scales", ""}, EP_ROUND_FACTS};
 
@@ -43,10 +47,10 @@ static EpStatus check_rows(const EpOperation *o, const char *argument, const EpT
                          "expected ep_prepare to have finished, since rows are sized exactly, got "
                          "it under way");
     int64_t needed = s->capacity ? s->capacity : o->step.info.recv_rows;
-    if (t->shape[0] >= needed)
-        return EP_OK;
-    return ep_refuse(&o->call, EP_ERR_BUFFER_SIZE, argument, "expected at least %lld rows, got %lld",
-                     (long long)needed, (long long)t->shape[0]);
+    if (t->shape[0] >= needed) return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_BUFFER_SIZE, argument,
+                     "expected at least %lld rows, got %lld", (long long)needed,
+                     (long long)t->shape[0]);
 }
 
 static int32_t slot_dims(const EpOperation *o) {
@@ -68,8 +72,7 @@ EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const Ep
 }
 
 EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
-    if (o->handle->shape.layout != EP_LAYOUT_FLAT)
-        return ep_arg_slot_values(o, argument, t);
+    if (o->handle->shape.layout != EP_LAYOUT_FLAT) return ep_arg_slot_values(o, argument, t);
     EP_TRY(ep_arg_slot_rows(o, argument, t, o->step.info.top_k, "K"));
     return ep_arg_type(&o->call, argument, t, EP_TYPE_FP32);
 }
@@ -78,9 +81,8 @@ EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const Ep
     return ep_arg_row_bytes(&o->call, argument, t, 16, o->handle->group->config.max_row_bytes);
 }
 
-EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument,
-                            const EpTensor *slots, const char *tokens_argument,
-                            const EpTensor *tokens) {
+EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument, const EpTensor *slots,
+                            const char *tokens_argument, const EpTensor *tokens) {
     EP_TRY(ep_arg_token_rows(o, tokens_argument, tokens, -1, NULL));
     EP_TRY(ep_arg_summable(&o->call, tokens_argument, tokens));
     EP_TRY(ep_arg_token_bytes(o, tokens_argument, tokens));
@@ -91,8 +93,7 @@ EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument,
 
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
                      const void *given) {
-    if (!t == !given)
-        return EP_OK;
+    if (!t == !given) return EP_OK;
     return ep_refuse(&o->call, EP_ERR_NULL, argument, "expected %s since %s is %s, got %s",
                      given ? "a tensor" : "NULL", cause, given ? "given" : "NULL",
                      given ? "NULL" : "a tensor");

@@ -41,9 +41,8 @@ EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const E
 EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const EpTensor *t);
 
 /** The pair of row tensors that a sum reads or writes: slot rows and token rows of one type. */
-EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument,
-                            const EpTensor *slots, const char *tokens_argument,
-                            const EpTensor *tokens);
+EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument, const EpTensor *slots,
+                            const char *tokens_argument, const EpTensor *tokens);
 
 /** `argument` must be given exactly where `cause` is. */
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,

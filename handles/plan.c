@@ -63,8 +63,7 @@ int64_t ep_plan_map(const EpPlanShape *s, void *memory, EpPlan *plan) {
 }
 
 int64_t ep_plan_slot_limit(const EpPlanShape *s, int32_t expert) {
-    if (s->layout == EP_LAYOUT_BATCHED)
-        return (expert + 1) * s->rows_per_expert;
+    if (s->layout == EP_LAYOUT_BATCHED) return (expert + 1) * s->rows_per_expert;
     return s->capacity ? s->capacity : INT64_MAX;
 }
 

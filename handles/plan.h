@@ -40,7 +40,7 @@ typedef struct EpPlanHeader {
     int64_t bytes;    /**< of the block; the last eight repeat the magic */
     int64_t step;     /**< generation: completed prepares */
     int64_t num_tokens, top_k;
-    int64_t num_rows; /**< rows of topk_idx; more than num_tokens where those were given apart */
+    int64_t num_rows;   /**< rows of topk_idx; more than num_tokens where those were given apart */
     int64_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
     int64_t recv_rows, needed_rows, dropped_slots;
     int64_t most_tokens; /**< largest T of any rank: how many rounds there are */
@@ -77,7 +77,8 @@ typedef struct EpPlan {
     uint64_t *tail;         /* canary */
 } EpPlan;
 
-/** Locate the arrays of the plan at `memory` and return its bytes; with NULL, for the bytes alone. */
+/** Locate the arrays of the plan at `memory` and return its bytes; with NULL, for the bytes alone.
+ */
 int64_t ep_plan_map(const EpPlanShape *shape, void *memory, EpPlan *plan);
 
 /** Most entries, the bound of every index in the plan. */

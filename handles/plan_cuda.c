@@ -12,8 +12,8 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     uintptr_t base = (uintptr_t)memory;
     int64_t at = 0, lanes = (int64_t)s->num_ranks * EP_LANES, local = s->num_local;
     int64_t lane_tokens = (s->max_tokens + EP_LANES - 1) / EP_LANES, k = s->max_top_k;
-#define TAKE(field, count)                                                                         \
-    plan->field = (void *)(base + (uintptr_t)at);                                                  \
+#define TAKE(field, count)                        \
+    plan->field = (void *)(base + (uintptr_t)at); \
     at = ep_round_up(at + (count) * (int64_t)sizeof(*plan->field), 128)
     TAKE(header, 1);
     TAKE(expert_counts, local);
@@ -41,20 +41,19 @@ EpStatus ep_cuda_format_plan(EpHandle *handle) {
     if (!state)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
     handle->backend_state = state;
-    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
-                         cudaHostAlloc((void **)&state->info, info_bytes, 0)));
+    EP_TRY(
+        ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&state->info, info_bytes, 0)));
     memset(state->info, 0, info_bytes);
     EpPlanHeader header = ep_plan_header(handle);
-    return ep_cuda_check(group, "cudaMemcpy", cudaMemcpy(handle->memory, &header, sizeof(header),
-                                                         cudaMemcpyDefault));
+    return ep_cuda_check(group, "cudaMemcpy",
+                         cudaMemcpy(handle->memory, &header, sizeof(header), cudaMemcpyDefault));
 }
 
 /* Device memory is only looked at where that is asked for: when it is bound anew. */
 EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memory) {
     EpCall call = {name, handle->group->rank};
     EpPlanHeader header, expected = ep_plan_header(handle);
-    if (memory == handle->memory)
-        return EP_OK;
+    if (memory == handle->memory) return EP_OK;
     EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
                          cudaMemcpy(&header, memory, sizeof(header), cudaMemcpyDefault)));
     return ep_plan_header_check(&call, &header, &expected);
@@ -62,22 +61,44 @@ EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memo
 
 void ep_cuda_retire_plan(EpHandle *handle) {
     EpCudaHandle *state = handle->backend_state;
-    if (!state)
-        return;
+    if (!state) return;
     /* Operations under way may still write there. */
     (void)cudaDeviceSynchronize();
-    (void)cudaMemset(handle->memory, 0, sizeof(EpPlanHeader));
+    EpPlanHeader dead = ep_plan_header(handle);
+    dead.magic = EP_PLAN_DEAD;
+    (void)cudaMemcpy(handle->memory, &dead, sizeof(dead), cudaMemcpyDefault);
     (void)cudaFreeHost(state->info);
     (void)cudaGetLastError();
     free(state);
     handle->backend_state = NULL;
 }
 
+/* What the caller has moved may be the plan of an earlier step: its numbers are in the block. */
+EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
+    EpCudaHandle *state = handle->backend_state;
+    EpCudaPlan plan = ep_cuda_plan(handle);
+    int32_t *experts = state->info->experts, local = handle->shape.num_local;
+    size_t bytes = (size_t)local * sizeof(int32_t);
+    cudaError_t error =
+        cudaMemcpy(&state->info->header, plan.header, sizeof(EpPlanHeader), cudaMemcpyDefault);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(experts, plan.expert_counts, bytes, cudaMemcpyDefault);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(experts + local, plan.expert_padded, bytes, cudaMemcpyDefault);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(experts + 2 * local, plan.expert_offsets, bytes + sizeof(int32_t),
+                           cudaMemcpyDefault);
+    const EpPlanHeader *header = &state->info->header;
+    state->prepares = header->step;
+    state->num_rows = header->num_rows, state->top_k = header->top_k;
+    state->exact = header->exact_rows;
+    return ep_cuda_check(handle->group, "cudaMemcpy", error);
+}
+
 EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
     const EpCudaHandle *state = handle->backend_state;
     const volatile EpPlanHeader *header = &state->info->header;
-    if (!state->prepares)
-        return EP_OK;
+    if (!state->prepares) return EP_OK;
     EpHandleInfo *info = &out->info;
     int32_t local = handle->shape.num_local;
     out->prepared = 1;

@@ -21,7 +21,7 @@ int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *pla
 typedef struct EpCudaInfo {
     EpPlanHeader header;
     int64_t remote_sent, remote_received, local; /**< rows */
-    int32_t experts[]; /**< counts [L], padded [L], offsets [L + 1] */
+    int32_t experts[];                           /**< counts [L], padded [L], offsets [L + 1] */
 } EpCudaInfo;
 
 /** An optional vector of integers, in device or pinned memory. */
@@ -100,8 +100,7 @@ __device__ __forceinline__ int32_t ep_entry(const EpCudaPlan &plan, const EpCuda
 __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
                                            const EpPlanShape &shape, int top_k, int source,
                                            int lane, int row, int k) {
-    if (shape.layout != EP_LAYOUT_FLAT)
-        return ep_entry(plan, g, top_k, source, lane, row, k);
+    if (shape.layout != EP_LAYOUT_FLAT) return ep_entry(plan, g, top_k, source, lane, row, k);
     int slot = plan.lane_begin[source * EP_LANES + lane] + row;
     return k == 0 && slot < plan.header->recv_rows ? slot : -1;
 }

@@ -65,7 +65,8 @@ EpStatus ep_host_check_plan(const EpHandle *handle, const char *name, void *memo
 
 void ep_host_retire_plan(EpHandle *handle) {
     /* The caller's memory may be in other use by now: touch it only if it is still this plan. */
-    if (handle->owns_memory || ep_host_check_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
+    if (handle->owns_memory ||
+        ep_host_check_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
         ep_host_plan(handle).header->magic = EP_PLAN_DEAD;
 }
 
@@ -73,8 +74,7 @@ EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
     const EpPlan plan = ep_host_plan(handle);
     const EpPlanHeader *header = plan.header;
     int32_t rank = handle->group->rank, size = handle->group->size;
-    if (!header->prepared)
-        return EP_OK;
+    if (!header->prepared) return EP_OK;
     out->prepared = out->known = 1;
     EpHandleInfo *info = &out->info;
     info->num_local_experts = handle->shape.num_local;

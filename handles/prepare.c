@@ -20,8 +20,7 @@ static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const
 
 /* Its value is for the backend to check: it may lie in device memory. */
 static EpStatus check_num_tokens(const EpCall *call, const EpTensor *t) {
-    if (!t)
-        return EP_OK;
+    if (!t) return EP_OK;
     EP_TRY(ep_arg_tensor(call, "num_tokens", t, 1));
     EP_TRY(ep_arg_index_type(call, "num_tokens", t));
     return ep_arg_dim(call, "num_tokens", t, 0, 1, "size");
@@ -29,16 +28,14 @@ static EpStatus check_num_tokens(const EpCall *call, const EpTensor *t) {
 
 static EpStatus check_vector(const EpCall *call, const char *argument, const EpTensor *t,
                              int64_t count) {
-    if (!t)
-        return EP_OK;
+    if (!t) return EP_OK;
     EP_TRY(ep_arg_tensor(call, argument, t, 1));
     EP_TRY(ep_arg_index_type(call, argument, t));
     return ep_arg_dim(call, argument, t, 0, count, "size");
 }
 
 static EpStatus check_out(const EpCall *call, const EpPlanTensors *out, int64_t local) {
-    if (!out)
-        return EP_OK;
+    if (!out) return EP_OK;
     EP_TRY(ep_check_struct(call, "out", out, sizeof(*out)));
     EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
     EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));

@@ -18,8 +18,8 @@ typedef struct Prepare {
     EpPlan plan;
     EpExchange *exchange;
     int64_t num_tokens;
-    int64_t chunk;  /* tokens of each source in one round */
-    int64_t rounds; /* known once the first has arrived */
+    int64_t chunk;              /* tokens of each source in one round */
+    int64_t rounds;             /* known once the first has arrived */
     int32_t sent[EP_MAX_RANKS]; /* rows already sent to each rank */
 } Prepare;
 
@@ -63,10 +63,8 @@ static void sort_entries(Prepare *p) {
     for (int64_t i = 0; i < p->num_tokens * routing->top_k; i++) {
         int64_t expert = load_integer(routing->topk_idx, routing->idx_type, i);
         plan->owner[i] = -1;
-        if (expert >= p->shape->num_experts)
-            note_bad_index(p, i, expert);
-        if (expert < 0 || expert >= p->shape->num_experts)
-            continue;
+        if (expert >= p->shape->num_experts) note_bad_index(p, i, expert);
+        if (expert < 0 || expert >= p->shape->num_experts) continue;
         int32_t owner = ep_placement_owner(&p->group->placement, (int32_t)expert);
         int32_t token = (int32_t)(i / routing->top_k);
         plan->owner[i] = (int16_t)owner;
@@ -87,11 +85,9 @@ static void list_rows(Prepare *p) {
     int64_t k = p->routing->top_k;
     for (int64_t i = 0; i < p->num_tokens * k; i++) {
         int32_t owner = plan->owner[i], token = (int32_t)(i / k);
-        if (owner < 0)
-            continue;
+        if (owner < 0) continue;
         int32_t at = next[owner];
-        if (at > plan->send_begin[owner] && plan->send_token[at - 1] == token)
-            continue;
+        if (at > plan->send_begin[owner] && plan->send_token[at - 1] == token) continue;
         plan->send_token[at] = token;
         next[owner] = at + 1;
     }
@@ -175,11 +171,9 @@ static void add_entry(EpPlan *plan, int32_t source, int64_t slot, int64_t k) {
 static void fill_slots(Prepare *p, int32_t source, const int32_t *experts) {
     EpPlan *plan = &p->plan;
     for (int64_t j = 0; j < p->routing->top_k; j++) {
-        if (experts[j] < 0)
-            continue;
+        if (experts[j] < 0) continue;
         int64_t slot = plan->next_slot[(int64_t)source * p->shape->num_local + experts[j]]++;
-        if (slot < ep_plan_slot_limit(p->shape, experts[j]))
-            add_entry(plan, source, slot, j);
+        if (slot < ep_plan_slot_limit(p->shape, experts[j])) add_entry(plan, source, slot, j);
     }
 }
 
@@ -187,13 +181,11 @@ static void fill_slots(Prepare *p, int32_t source, const int32_t *experts) {
 static void fill_flat(Prepare *p, int32_t source, int32_t row, const int32_t *experts) {
     EpPlan *plan = &p->plan;
     int64_t k = p->routing->top_k;
-    if (row >= plan->header->recv_rows)
-        return;
+    if (row >= plan->header->recv_rows) return;
     plan->entry_slot[plan->next_entry[source]++] = row;
     memcpy(plan->row_experts + row * k, experts, (size_t)k * sizeof(int32_t));
     for (int64_t j = 0; j < k; j++)
-        if (experts[j] >= 0)
-            plan->expert_counts[experts[j]]++;
+        if (experts[j] >= 0) plan->expert_counts[experts[j]]++;
 }
 
 static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
@@ -262,8 +254,7 @@ static EpStatus run_round(Prepare *p, int64_t round) {
     }
     for (int32_t r = 0; r < p->group->size; r++) {
         read_routes(p, r, messages[r]);
-        if (r != p->group->rank)
-            ep_round_release(p->exchange, r);
+        if (r != p->group->rank) ep_round_release(p->exchange, r);
     }
     ep_round_close(p->exchange);
     return EP_OK;
@@ -306,8 +297,7 @@ static void publish_vector(const EpTensor *t, const int32_t *values) {
 static void publish(const Prepare *p) {
     const EpPlanTensors *out = p->routing->out;
     const EpPlanHeader *header = p->plan.header;
-    if (!out)
-        return;
+    if (!out) return;
     int32_t totals[] = {(int32_t)header->recv_rows, (int32_t)header->needed_rows,
                         (int32_t)header->dropped_slots};
     publish_vector(out->expert_counts, p->plan.expert_counts);
@@ -332,8 +322,7 @@ static void note_overflow(Prepare *p) {
 
 static void complete(Prepare *p) {
     EpPlanHeader *header = p->plan.header;
-    if (p->shape->layout == EP_LAYOUT_FLAT)
-        describe_flat(p);
+    if (p->shape->layout == EP_LAYOUT_FLAT) describe_flat(p);
     header->num_tokens = p->num_tokens;
     header->num_rows = p->routing->num_rows;
     header->exact_rows = p->routing->num_tokens == NULL;

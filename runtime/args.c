@@ -16,8 +16,7 @@ static EpStatus check_shape(const EpCall *call, const char *argument, const EpTe
 }
 
 EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim) {
-    if (!t)
-        return ep_refuse(call, EP_ERR_NULL, argument, "expected a tensor, got NULL");
+    if (!t) return ep_refuse(call, EP_ERR_NULL, argument, "expected a tensor, got NULL");
     EP_TRY(ep_check_struct(call, argument, t, sizeof(*t)));
     if (t->ndim != ndim)
         return ep_refuse(call, EP_ERR_NDIM, argument, "expected %d dimensions, got %d", ndim,
@@ -28,30 +27,26 @@ EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor 
 }
 
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type) {
-    if (t->type == type)
-        return EP_OK;
+    if (t->type == type) return EP_OK;
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected %s, got %s", ep_type_name(type),
                      ep_type_name(t->type));
 }
 
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t) {
-    if (ep_type_is_index(t->type))
-        return EP_OK;
+    if (ep_type_is_index(t->type)) return EP_OK;
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected int32 or int64, got %s",
                      ep_type_name(t->type));
 }
 
 EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTensor *t) {
-    if (ep_type_is_summable(t->type))
-        return EP_OK;
+    if (ep_type_is_summable(t->type)) return EP_OK;
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected bf16, fp16 or fp32, got %s",
                      ep_type_name(t->type));
 }
 
 EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t, int dim,
                     int64_t expected, const char *what) {
-    if (t->shape[dim] == expected)
-        return EP_OK;
+    if (t->shape[dim] == expected) return EP_OK;
     return ep_refuse(call, EP_ERR_SHAPE, argument, "expected %s = %lld in dimension %d, got %lld",
                      what, (long long)expected, dim, (long long)t->shape[dim]);
 }

@@ -26,7 +26,8 @@ EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTenso
 EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t, int dim,
                     int64_t expected, const char *what);
 
-/** Bytes of a row (the last dimension): a multiple of `unit`, `unit` .. `most`. And aligned data. */
+/** Bytes of a row (the last dimension): a multiple of `unit`, `unit` .. `most`. And aligned data.
+ */
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most);
 

@@ -13,8 +13,7 @@ int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
 #endif
 
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
-    if (config->nccl_comm && config->backend == EP_BACKEND_AUTO)
-        return EP_BACKEND_CUDA;
+    if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     return config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
 }
 
@@ -40,8 +39,9 @@ const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, int32_t num_r
         return &ep_backend_host;
     }
     if (ep_cuda_usable(config, num_ranks, why_not, sizeof(why_not))) {
-        snprintf(reason, reason_bytes, wish == EP_BACKEND_CUDA ? "the cuda backend is asked for"
-                                                               : "cuda: this rank has a GPU");
+        snprintf(reason, reason_bytes,
+                 wish == EP_BACKEND_CUDA ? "the cuda backend is asked for"
+                                         : "cuda: this rank has a GPU");
         return cuda_ops();
     }
     if (wish == EP_BACKEND_CUDA) {

@@ -74,18 +74,18 @@ typedef struct EpGather {
     const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
     void *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
     int64_t out_num_rows;
-    float *out_values;         /**< [T, K] */
+    float *out_values; /**< [T, K] */
     EpStream stream;
 } EpGather;
 
 /** What the calls check their arguments by: the user's view of the plan, and which token tensors
  *  belong to it. */
 typedef struct EpStep {
-    int prepared;      /**< whether a prepare was issued */
-    int known;         /**< whether it has finished: without that, `info` has no numbers */
+    int prepared; /**< whether a prepare was issued */
+    int known;    /**< whether it has finished: without that, `info` has no numbers */
     EpHandleInfo info;
-    int64_t num_rows;  /**< rows of topk_idx */
-    int64_t exact;     /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
+    int64_t num_rows; /**< rows of topk_idx */
+    int64_t exact;    /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
 } EpStep;
 
 typedef struct EpBackendOps {
@@ -107,6 +107,8 @@ typedef struct EpBackendOps {
     EpStatus (*format_plan)(EpHandle *handle);
     EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
     void (*retire_plan)(EpHandle *handle);
+    /** The handle's memory was bound anew: learn what it holds. */
+    EpStatus (*adopt_plan)(EpHandle *handle);
     /** The plan's numbers on the host. */
     EpStatus (*read_plan)(const EpHandle *handle, EpStep *out);
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);

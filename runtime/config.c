@@ -7,8 +7,7 @@
 
 static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
                             int64_t high) {
-    if (value >= low && value <= high)
-        return EP_OK;
+    if (value >= low && value <= high) return EP_OK;
     return ep_refuse(call, EP_ERR_RANGE, argument, "expected %lld .. %lld, got %lld",
                      (long long)low, (long long)high, (long long)value);
 }
@@ -76,8 +75,8 @@ int64_t ep_config_stage_bytes(const EpGroupConfig *c, int32_t num_ranks,
                               const EpSettings *settings) {
     EpPlacement placement = ep_config_placement(c, num_ranks);
     int64_t record = ep_record(c->max_row_bytes, c->max_top_k, c->max_scale_bytes).bytes;
-    int64_t route = 4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) +
-                         ep_route_words(c->max_top_k));
+    int64_t route =
+        4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) + ep_route_words(c->max_top_k));
     int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
     int64_t one_round = ep_exchange_least_stage(num_ranks, ep_max(record * c->max_tokens, route));
     int64_t lean = 2 * ep_round_up(record * c->max_tokens + 64, 64);
@@ -125,8 +124,7 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_
     EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
     EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_BATCHED));
     EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));
-    if (!rows)
-        return ep_refuse(&call, EP_ERR_NULL, "rows", "expected a pointer, got NULL");
+    if (!rows) return ep_refuse(&call, EP_ERR_NULL, "rows", "expected a pointer, got NULL");
     EpPlacement placement = ep_config_placement(config, num_ranks);
     int64_t tokens = (int64_t)num_ranks * config->max_tokens, k = config->max_top_k;
     int64_t local = ep_placement_count(&placement, rank), align = config->alignment;

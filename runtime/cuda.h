@@ -27,14 +27,14 @@
 
 /** Offsets in a window; equal on all ranks. */
 typedef struct EpWindowLayout {
-    int64_t head;        /**< u32 [R, LANES]: records that rank s has put into its lanes to here */
-    int64_t credit;      /**< u32 [R, LANES]: records of this rank's lanes taken out at rank d */
-    int64_t count_flag;  /**< u32 [R]: step whose counts rank s has stored */
-    int64_t route_flag;  /**< u32 [R, LANES]: step whose routes rank s has stored */
-    int64_t counts;      /**< i32 [2, R, E]: entries of rank s for every expert, by parity of step */
-    int64_t route_rows;  /**< i32 [2, R, LANES]: rows of each lane */
-    int64_t routes;      /**< i32 [2, R, LANES, lane_tokens, K]: their slots here, -1 where none */
-    int64_t ring;        /**< [R, LANES, depth] records */
+    int64_t head;       /**< u32 [R, LANES]: records that rank s has put into its lanes to here */
+    int64_t credit;     /**< u32 [R, LANES]: records of this rank's lanes taken out at rank d */
+    int64_t count_flag; /**< u32 [R]: step whose counts rank s has stored */
+    int64_t route_flag; /**< u32 [R, LANES]: step whose routes rank s has stored */
+    int64_t counts;     /**< i32 [2, R, E]: entries of rank s for every expert, by parity of step */
+    int64_t route_rows; /**< i32 [2, R, LANES]: rows of each lane */
+    int64_t routes;     /**< i32 [2, R, LANES, lane_tokens, K]: their slots here, -1 where none */
+    int64_t ring;       /**< [R, LANES, depth] records */
     int64_t bytes;
     int32_t depth;        /**< records of a ring */
     int32_t lane_tokens;  /**< tokens of a lane, at most */
@@ -46,6 +46,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
 /** A wait that expired, as kernels report it into pinned memory. */
 typedef struct EpCudaFailure {
     int32_t failed; /**< 1 once the rest is written */
+    int32_t op;     /**< which operation, by its EpOp code */
     int32_t peer, phase, lane;
     uint32_t expected, seen;
 } EpCudaFailure;
@@ -73,12 +74,13 @@ typedef struct EpCudaState {
 /** What every kernel gets of its group. */
 typedef struct EpCudaGroup {
     int32_t rank, size;
+    int32_t op; /**< code of the operation under way, for reports */
     int32_t num_experts;
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;
-    int32_t *lane_counts;    /**< i32 [LANES, E] scratch of prepare */
-    EpCudaFailure *failure;  /**< pinned */
+    int32_t *lane_counts;   /**< i32 [LANES, E] scratch of prepare */
+    EpCudaFailure *failure; /**< pinned */
     uint64_t timeout_ns;
 } EpCudaGroup;
 

@@ -64,6 +64,7 @@ static __device__ __noinline__ void ep_report_expiry(const EpCudaGroup &g, const
     if (atomicExch(&g.state->failed, 1))
         return;
     volatile EpCudaFailure *out = g.failure;
+    out->op = g.op;
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
     out->expected = awaited.expected, out->seen = awaited.seen;
     __threadfence_system();

@@ -25,11 +25,11 @@ struct EpExchange {
     int32_t tag;
     double timeout;
     int64_t spins;
-    int64_t half_bytes;                 /* of the outbox */
-    int64_t region_bytes[2];            /* by EpRoundMode, header included */
-    EpControl **control;                /* [size]: of each rank on the node, else NULL */
-    char *landing;                      /* all landing zones, or NULL */
-    Remote *remote;                     /* [size] */
+    int64_t half_bytes;      /* of the outbox */
+    int64_t region_bytes[2]; /* by EpRoundMode, header included */
+    EpControl **control;     /* [size]: of each rank on the node, else NULL */
+    char *landing;           /* all landing zones, or NULL */
+    Remote *remote;          /* [size] */
     int32_t peers_on_node;
     int spans_nodes;
     /* the round that is open */
@@ -83,8 +83,7 @@ static void lay_landing(EpExchange *x, int64_t bytes) {
 EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     const EpBootstrap *b = setup->bootstrap;
     EpExchange *x = calloc(1, sizeof(*x));
-    if (!x)
-        return NULL;
+    if (!x) return NULL;
     x->bootstrap = b, x->rank = b->rank, x->size = b->size;
     x->tag = setup->tag, x->timeout = setup->timeout, x->spins = setup->spins;
     x->half_bytes = half_bytes(setup->most_remote, setup->stage_bytes);
@@ -94,11 +93,9 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
         x->spans_nodes ? x->region_bytes[EP_ROUND_EACH] : x->half_bytes;
     x->control = calloc((size_t)x->size, sizeof(*x->control));
     x->remote = calloc((size_t)x->size, sizeof(*x->remote));
-    if (x->control && x->remote)
-        map_control(x, setup->segments);
+    if (x->control && x->remote) map_control(x, setup->segments);
     int64_t landing = x->region_bytes[EP_ROUND_EACH] * HALVES * (x->size - 1 - x->peers_on_node);
-    if (x->spans_nodes)
-        x->landing = aligned_alloc(LINE, (size_t)landing + LINE);
+    if (x->spans_nodes) x->landing = aligned_alloc(LINE, (size_t)landing + LINE);
     if (!x->control || !x->remote || (x->spans_nodes && !x->landing)) {
         ep_exchange_destroy(x);
         return NULL;
@@ -118,10 +115,8 @@ static void cancel_requests(EpExchange *x) {
 }
 
 void ep_exchange_destroy(EpExchange *x) {
-    if (!x)
-        return;
-    if (x->remote)
-        cancel_requests(x);
+    if (!x) return;
+    if (x->remote) cancel_requests(x);
     free(x->landing);
     free(x->remote);
     free(x->control);
@@ -174,10 +169,8 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (load(counter) < expected) {
         uint64_t failed = load(&x->control[peer]->failed);
-        if (failed && load(counter) < expected)
-            return fail_peer(x, peer, (int32_t)(failed - 1));
-        if (!ep_wait_pause(&wait))
-            return fail_timeout(x, peer, what, expected, load(counter));
+        if (failed && load(counter) < expected) return fail_peer(x, peer, (int32_t)(failed - 1));
+        if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
     }
     return EP_OK;
 }
@@ -187,8 +180,7 @@ static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const 
     ep_wait_begin(&wait, x->timeout, x->spins);
     for (int done = 0; *request;) {
         EpStatus status = x->bootstrap->test(x->bootstrap->context, request, &done);
-        if (status != EP_OK)
-            return break_down(x, status, peer, -1, -1);
+        if (status != EP_OK) return break_down(x, status, peer, -1, -1);
         if (done)
             *request = NULL;
         else if (!ep_wait_pause(&wait))
@@ -215,10 +207,8 @@ int ep_exchange_has_peers_on_node(const EpExchange *x) {
 static char *region(const EpExchange *x, int32_t writer, int32_t reader) {
     char *outbox = (char *)x->control[writer] + ep_exchange_control_bytes(x->size);
     int64_t index = reader;
-    if (x->mode == EP_ROUND_SHARED && x->control[reader])
-        index = x->spans_nodes ? writer : 0;
-    return outbox + (int64_t)(x->round % HALVES) * x->half_bytes +
-           index * x->region_bytes[x->mode];
+    if (x->mode == EP_ROUND_SHARED && x->control[reader]) index = x->spans_nodes ? writer : 0;
+    return outbox + (int64_t)(x->round % HALVES) * x->half_bytes + index * x->region_bytes[x->mode];
 }
 
 static EpStatus post_receives(EpExchange *x) {
@@ -226,12 +216,10 @@ static EpStatus post_receives(EpExchange *x) {
     for (int32_t r = 0; r < x->size; r++) {
         Remote *remote = &x->remote[r];
         int half = (int)(x->round % HALVES);
-        if (x->control[r])
-            continue;
+        if (x->control[r]) continue;
         EpStatus status = b->irecv(b->context, r, x->tag, remote->landing[half],
                                    (size_t)x->region_bytes[x->mode], &remote->receiving[half]);
-        if (status != EP_OK)
-            return break_down(x, status, r, -1, -1);
+        if (status != EP_OK) return break_down(x, status, r, -1, -1);
         remote->fill = 0;
     }
     return EP_OK;
@@ -272,13 +260,11 @@ static EpStatus send_region(EpExchange *x, int32_t peer) {
 
 EpStatus ep_round_publish(EpExchange *x) {
     for (int32_t r = 0; r < x->size; r++)
-        if (r != x->rank)
-            memcpy(region(x, x->rank, r), &x->belief, sizeof(x->belief));
+        if (r != x->rank) memcpy(region(x, x->rank, r), &x->belief, sizeof(x->belief));
     atomic_store_explicit(&x->control[x->rank]->published.value, x->round, memory_order_release);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
-        if (!x->control[peer])
-            EP_TRY(send_region(x, peer));
+        if (!x->control[peer]) EP_TRY(send_region(x, peer));
     }
     return EP_OK;
 }
@@ -293,11 +279,13 @@ static EpStatus disagree(EpExchange *x, EpStatus status, int32_t peer, const cha
 static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->belief;
     if (theirs->op != mine->op)
-        return disagree(x, EP_ERR_ORDER, peer, "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
-                                   "backward, 5 combine backward)",
-                          mine->op, theirs->op);
+        return disagree(x, EP_ERR_ORDER, peer,
+                        "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
+                        "backward, 5 combine backward)",
+                        mine->op, theirs->op);
     if (theirs->handle != mine->handle)
-        return disagree(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle, theirs->handle);
+        return disagree(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle,
+                        theirs->handle);
     if (theirs->step != mine->step)
         return disagree(x, EP_ERR_ORDER, peer, "step of the handle", mine->step, theirs->step);
     for (int i = 0; i < EP_ROUND_FACTS; i++)
@@ -305,7 +293,8 @@ static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *t
             return disagree(x, i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, peer,
                             x->op->fact[i], mine->fact[i], theirs->fact[i]);
     if (theirs->round != mine->round)
-        return disagree(x, EP_ERR_ORDER, peer, "round", (long long)mine->round, (long long)theirs->round);
+        return disagree(x, EP_ERR_ORDER, peer, "round", (long long)mine->round,
+                        (long long)theirs->round);
     return EP_OK;
 }
 
@@ -322,8 +311,7 @@ EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **hea
     }
     const EpRoundHeader *theirs = (const EpRoundHeader *)message;
     EP_TRY(check_belief(x, peer, theirs));
-    if (header)
-        *header = theirs;
+    if (header) *header = theirs;
     *body = message + LINE;
     return EP_OK;
 }

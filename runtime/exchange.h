@@ -43,7 +43,8 @@ typedef struct EpOp {
     int32_t code;
     const char *name;
     const char *fact[EP_ROUND_FACTS];
-    int config; /**< facts from this index on are configuration: EP_ERR_MISMATCH, not EP_ERR_ORDER */
+    int config; /**< facts from this index on are configuration: EP_ERR_MISMATCH, not EP_ERR_ORDER
+                 */
 } EpOp;
 
 /** First 64 bytes of every region. All but `tokens` must agree between ranks. */
@@ -63,9 +64,9 @@ typedef struct EpCounter {
 
 /** Start of every shared segment. */
 typedef struct EpControl {
-    EpCounter published;   /**< last round whose regions are filled */
-    EpCounter failed;      /**< 0, or 1 + the rank blamed for this rank's failure */
-    EpCounter released[];  /**< [size]: last round of that peer that this rank has read */
+    EpCounter published;  /**< last round whose regions are filled */
+    EpCounter failed;     /**< 0, or 1 + the rank blamed for this rank's failure */
+    EpCounter released[]; /**< [size]: last round of that peer that this rank has read */
 } EpControl;
 
 typedef struct EpExchange EpExchange;

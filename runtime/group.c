@@ -13,15 +13,13 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
 }
 
 EpStatus ep_group_usable(const EpGroup *group) {
-    if (group->failed == EP_OK)
-        return EP_OK;
+    if (group->failed == EP_OK) return EP_OK;
     return ep_fail(group->failed, "%s", group->failure_sentence);
 }
 
 void ep_group_note(EpFinding *pending, const EpFinding *finding) {
     int64_t count = pending->status == EP_OK ? 0 : pending->count;
-    if (pending->status == EP_OK)
-        *pending = *finding;
+    if (pending->status == EP_OK) *pending = *finding;
     pending->count = count + finding->count;
 }
 
@@ -66,8 +64,7 @@ static EpStatus report_overflow(const EpFinding *f) {
 /* Hand out a pending finding, and forget it. */
 static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(const EpFinding *)) {
     EpStatus status = report(pending);
-    if (out)
-        *out = *pending;
+    if (out) *out = *pending;
     pending->status = EP_OK;
     return status;
 }
@@ -75,19 +72,14 @@ static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(cons
 EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
     EpCall call = {"ep_group_status", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    if (out)
-        EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    if (out) EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
     group->backend->poll(group);
     if (group->failed != EP_OK) {
-        if (out)
-            *out = group->failure;
+        if (out) *out = group->failure;
         return ep_group_usable(group);
     }
-    if (group->routing.status != EP_OK)
-        return take(&group->routing, out, report_routing);
-    if (group->overflow.status != EP_OK)
-        return take(&group->overflow, out, report_overflow);
-    if (out)
-        *out = (EpFinding)EP_FINDING_INIT;
+    if (group->routing.status != EP_OK) return take(&group->routing, out, report_routing);
+    if (group->overflow.status != EP_OK) return take(&group->overflow, out, report_overflow);
+    if (out) *out = (EpFinding)EP_FINDING_INIT;
     return EP_OK;
 }

@@ -22,8 +22,8 @@ struct EpGroup {
     int32_t *nodes; /* [size] node of each rank */
     int32_t num_nodes, numa, cpus;
     double timeout;
-    uint64_t id;      /* tells this group's handle memory from another's */
-    int32_t tag;      /* of its messages: taken from the id, to tell groups apart */
+    uint64_t id; /* tells this group's handle memory from another's */
+    int32_t tag; /* of its messages: taken from the id, to tell groups apart */
     int32_t handles_created;
     struct EpHandle *handles; /* live ones */
     int64_t library_bytes;

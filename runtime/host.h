@@ -24,11 +24,14 @@ static inline EpHost *ep_host(const EpGroup *group) {
 /** Make the exchange's failure the group's. Returns its status. */
 EpStatus ep_host_broken(EpGroup *group);
 
-#define EP_TRY_EXCHANGE(group, expression)                                                         \
-    do {                                                                                           \
-        if ((expression) != EP_OK)                                                                 \
-            return ep_host_broken(group);                                                          \
+#define EP_TRY_EXCHANGE(group, expression)                       \
+    do {                                                         \
+        if ((expression) != EP_OK) return ep_host_broken(group); \
     } while (0)
+
+/** The two movements. */
+EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter);
+EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather);
 
 /** Collective parts of the backend table. */
 void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,

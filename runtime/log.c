@@ -17,8 +17,7 @@ void ep_log_configure(EpLogLevel level, const char *file) {
     pthread_mutex_lock(&log_mutex);
     atomic_store(&log_level, level);
     if (strcmp(file, log_path) != 0) {
-        if (log_file)
-            fclose(log_file);
+        if (log_file) fclose(log_file);
         log_file = file[0] ? fopen(file, "a") : NULL;
         if (file[0] && !log_file)
             fprintf(stderr, "libep: warn: EP_LOG_FILE: cannot open %s, logging to stderr\n", file);

@@ -15,13 +15,11 @@ void ep_log_configure(EpLogLevel level, const char *file);
 void ep_log_set_rank(int rank);
 
 int ep_log_enabled(EpLogLevel level);
-void ep_log_write(EpLogLevel level, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+void ep_log_write(EpLogLevel level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-#define EP_LOG_AT(level, ...)                                                                      \
-    do {                                                                                           \
-        if (ep_log_enabled(level))                                                                 \
-            ep_log_write(level, __VA_ARGS__);                                                      \
+#define EP_LOG_AT(level, ...)                                        \
+    do {                                                             \
+        if (ep_log_enabled(level)) ep_log_write(level, __VA_ARGS__); \
     } while (0)
 #define EP_WARN(...) EP_LOG_AT(EP_LOG_WARN, __VA_ARGS__)
 #define EP_INFO(...) EP_LOG_AT(EP_LOG_INFO, __VA_ARGS__)

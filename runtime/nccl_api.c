@@ -15,8 +15,7 @@ static char failure[256];
 
 static int find(void *library, const char *name, void *out) {
     void *symbol = dlsym(library, name);
-    if (!symbol)
-        snprintf(failure, sizeof(failure), "libnccl.so.2 has no %s", name);
+    if (!symbol) snprintf(failure, sizeof(failure), "libnccl.so.2 has no %s", name);
     memcpy(out, &symbol, sizeof(symbol));
     return symbol != NULL;
 }
@@ -31,8 +30,7 @@ static void load(void) {
 #define NCCL_FIND(function) complete = complete && find(library, #function, &api.function);
     EP_NCCL_MAP(NCCL_FIND)
 #undef NCCL_FIND
-    if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess)
-        return;
+    if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
     loaded = api.version >= OLDEST_NCCL;
     if (!loaded)
         snprintf(failure, sizeof(failure), "NCCL %d.%d.%d is older than 2.28.3",
@@ -41,7 +39,6 @@ static void load(void) {
 
 const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
     pthread_once(&once, load);
-    if (!loaded)
-        snprintf(reason, reason_bytes, "%s", failure);
+    if (!loaded) snprintf(reason, reason_bytes, "%s", failure);
     return loaded ? &api : NULL;
 }

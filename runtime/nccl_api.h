@@ -11,16 +11,16 @@
 
 #include "runtime/status.h"
 
-#define EP_NCCL_MAP(X)                                                                             \
-    X(ncclGetVersion)                                                                              \
-    X(ncclGetErrorString)                                                                          \
-    X(ncclGetUniqueId)                                                                             \
-    X(ncclCommInitRank)                                                                            \
-    X(ncclCommAbort)                                                                               \
-    X(ncclCommDestroy)                                                                             \
-    X(ncclMemAlloc)                                                                                \
-    X(ncclMemFree)                                                                                 \
-    X(ncclCommWindowRegister)                                                                      \
+#define EP_NCCL_MAP(X)        \
+    X(ncclGetVersion)         \
+    X(ncclGetErrorString)     \
+    X(ncclGetUniqueId)        \
+    X(ncclCommInitRank)       \
+    X(ncclCommAbort)          \
+    X(ncclCommDestroy)        \
+    X(ncclMemAlloc)           \
+    X(ncclMemFree)            \
+    X(ncclCommWindowRegister) \
     X(ncclCommWindowDeregister)
 
 typedef struct EpNccl {

@@ -12,8 +12,7 @@ static int dead_count;
 
 void *ep_object_create(EpObjectKind kind, size_t bytes) {
     EpObject *object = calloc(1, bytes);
-    if (object)
-        object->kind = kind;
+    if (object) object->kind = kind;
     return object;
 }
 
@@ -38,11 +37,9 @@ void ep_object_retire(EpObject *object) {
 
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind) {
-    if (!object)
-        return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
+    if (!object) return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
     EpObjectKind got = ((const EpObject *)object)->kind;
-    if (got == kind)
-        return EP_OK;
+    if (got == kind) return EP_OK;
     if (got == EP_OBJECT_DEAD)
         return ep_refuse(call, EP_ERR_DESTROYED, argument,
                          "expected a live object, got one that was destroyed");

@@ -11,7 +11,7 @@
 #include "runtime/status.h"
 
 typedef enum EpObjectKind {
-    EP_OBJECT_GROUP = 0x67704531,  /* arbitrary, unlikely in stray memory */
+    EP_OBJECT_GROUP = 0x67704531, /* arbitrary, unlikely in stray memory */
     EP_OBJECT_HANDLE = 0x68704531,
     EP_OBJECT_DEAD = 0x64704531
 } EpObjectKind;

@@ -38,8 +38,7 @@ EP_HOST_DEVICE static inline int32_t ep_placement_most(const EpPlacement *p) {
 EP_HOST_DEVICE static inline int32_t ep_placement_owner(const EpPlacement *p, int32_t expert) {
     int32_t base = p->num_experts / p->num_ranks, larger = p->num_experts % p->num_ranks;
     int32_t in_larger = larger * (base + 1);
-    if (expert < in_larger)
-        return expert / (base + 1);
+    if (expert < in_larger) return expert / (base + 1);
     return larger + (expert - in_larger) / base;
 }
 

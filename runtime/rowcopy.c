@@ -44,7 +44,6 @@ void ep_row_zero(void *out, size_t bytes, int stream) {
     memset(out, 0, bytes);
 }
 
-void ep_stream_fence(void) {
-}
+void ep_stream_fence(void) {}
 
 #endif

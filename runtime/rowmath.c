@@ -17,49 +17,48 @@ static inline float identity(float value) {
     return value;
 }
 
-#define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                                  \
-    static inline void add_tile_##name(float *restrict part, const element *restrict row,         \
-                                       float weight, int n) {                                      \
-        for (int i = 0; i < n; i++)                                                                \
-            part[i] = fmaf(weight, to_float(row[i]), part[i]);                                     \
-    }                                                                                              \
-    static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,     \
-                                       int64_t at, int n) {                                        \
-        float total[TILE] = {0}, part[TILE] = {0};                                                 \
-        for (int j = 0; j < count; j++) {                                                          \
-            if (terms[j].first) {                                                                  \
-                for (int i = 0; i < n; i++)                                                        \
-                    total[i] += part[i], part[i] = 0;                                              \
-            }                                                                                      \
-            add_tile_##name(part, (const element *)terms[j].row + at, terms[j].weight, n);         \
-        }                                                                                          \
-        for (int i = 0; i < n; i++)                                                                \
-            out[at + i] = from_float(total[i] + part[i]);                                          \
-    }                                                                                              \
-    static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) {    \
-        int64_t at = 0;                                                                            \
-        for (; at + TILE <= n; at += TILE)                                                         \
-            sum_tile_##name(out, terms, count, at, TILE);                                          \
-        if (at < n)                                                                                \
-            sum_tile_##name(out, terms, count, at, (int)(n - at));                                 \
-    }                                                                                              \
-    static void scale_##name(element *restrict out, const element *restrict row, float weight,    \
-                             int64_t n) {                                                          \
-        for (int64_t i = 0; i < n; i++)                                                            \
-            out[i] = from_float(weight * to_float(row[i]));                                        \
-    }                                                                                              \
-    static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) {    \
-        float lane[LANES] = {0};                                                                   \
-        int64_t at = 0;                                                                            \
-        for (; at + LANES <= n; at += LANES)                                                       \
-            for (int i = 0; i < LANES; i++)                                                        \
-                lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);                 \
-        for (int i = 0; at + i < n; i++)                                                           \
-            lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);                     \
-        for (int width = LANES / 2; width > 0; width /= 2)                                         \
-            for (int i = 0; i < width; i++)                                                        \
-                lane[i] += lane[i + width];                                                        \
-        return lane[0];                                                                            \
+#define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                              \
+    static inline void add_tile_##name(float *restrict part, const element *restrict row,      \
+                                       float weight, int n) {                                  \
+        for (int i = 0; i < n; i++)                                                            \
+            part[i] = fmaf(weight, to_float(row[i]), part[i]);                                 \
+    }                                                                                          \
+    static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,  \
+                                       int64_t at, int n) {                                    \
+        float total[TILE] = {0}, part[TILE] = {0};                                             \
+        for (int j = 0; j < count; j++) {                                                      \
+            if (terms[j].first) {                                                              \
+                for (int i = 0; i < n; i++)                                                    \
+                    total[i] += part[i], part[i] = 0;                                          \
+            }                                                                                  \
+            add_tile_##name(part, (const element *)terms[j].row + at, terms[j].weight, n);     \
+        }                                                                                      \
+        for (int i = 0; i < n; i++)                                                            \
+            out[at + i] = from_float(total[i] + part[i]);                                      \
+    }                                                                                          \
+    static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) { \
+        int64_t at = 0;                                                                        \
+        for (; at + TILE <= n; at += TILE)                                                     \
+            sum_tile_##name(out, terms, count, at, TILE);                                      \
+        if (at < n) sum_tile_##name(out, terms, count, at, (int)(n - at));                     \
+    }                                                                                          \
+    static void scale_##name(element *restrict out, const element *restrict row, float weight, \
+                             int64_t n) {                                                      \
+        for (int64_t i = 0; i < n; i++)                                                        \
+            out[i] = from_float(weight * to_float(row[i]));                                    \
+    }                                                                                          \
+    static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) { \
+        float lane[LANES] = {0};                                                               \
+        int64_t at = 0;                                                                        \
+        for (; at + LANES <= n; at += LANES)                                                   \
+            for (int i = 0; i < LANES; i++)                                                    \
+                lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);             \
+        for (int i = 0; at + i < n; i++)                                                       \
+            lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);                 \
+        for (int width = LANES / 2; width > 0; width /= 2)                                     \
+            for (int i = 0; i < width; i++)                                                    \
+                lane[i] += lane[i + width];                                                    \
+        return lane[0];                                                                        \
     }
 
 DEFINE_ROW_FUNCTIONS(bf16, uint16_t, ep_float_from_bf16, ep_bf16_from_float)
@@ -85,10 +84,8 @@ static void scale(EpType type, void *out, const void *row, float weight, int64_t
 }
 
 static float dot(EpType type, const void *a, const void *b, int64_t n) {
-    if (type == EP_TYPE_BF16)
-        return dot_bf16(a, b, n);
-    if (type == EP_TYPE_FP16)
-        return dot_fp16(a, b, n);
+    if (type == EP_TYPE_BF16) return dot_bf16(a, b, n);
+    if (type == EP_TYPE_FP16) return dot_fp16(a, b, n);
     return dot_fp32(a, b, n);
 }
 

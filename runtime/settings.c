@@ -39,8 +39,7 @@ static EpStatus parse_int64_t(const char *name, const char *kind, const char *te
     long long value = strtoll(text, &end, 10);
     int shift = *end == 'K' ? 10 : *end == 'M' ? 20 : *end == 'G' ? 30 : 0;
     int bad = end == text || errno || value < 0 || end[shift != 0] || value > (INT64_MAX >> shift);
-    if (bad)
-        return malformed(name, "a number, as in 4096, 512K, 16M or 1G", text);
+    if (bad) return malformed(name, "a number, as in 4096, 512K, 16M or 1G", text);
     *out = (int64_t)value << shift;
     return EP_OK;
 }
@@ -48,16 +47,14 @@ static EpStatus parse_int64_t(const char *name, const char *kind, const char *te
 static EpStatus parse_EpSettingText(const char *name, const char *kind, const char *text,
                                     EpSettingText *out) {
     (void)kind;
-    if (strlen(text) >= sizeof(out->text))
-        return malformed(name, "at most 255 characters", text);
+    if (strlen(text) >= sizeof(out->text)) return malformed(name, "at most 255 characters", text);
     snprintf(out->text, sizeof(out->text), "%s", text);
     return EP_OK;
 }
 
 static int is_synthetic(const char *description) {
     hwloc_topology_t topology;
-    if (hwloc_topology_init(&topology))
-        return 0;
+    if (hwloc_topology_init(&topology)) return 0;
     int valid = hwloc_topology_set_synthetic(topology, description) == 0;
     hwloc_topology_destroy(topology);
     return valid;
@@ -82,10 +79,8 @@ static int choice(const char *kind, const char *text) {
     const char *word = kind + strlen("choice: ");
     for (int i = 0;; i++) {
         size_t length = strcspn(word, "|");
-        if (strlen(text) == length && strncmp(word, text, length) == 0)
-            return i;
-        if (!word[length])
-            return -1;
+        if (strlen(text) == length && strncmp(word, text, length) == 0) return i;
+        if (!word[length]) return -1;
         word += length + 1;
     }
 }
@@ -93,8 +88,7 @@ static int choice(const char *kind, const char *text) {
 static EpStatus parse_EpBackend(const char *name, const char *kind, const char *text,
                                 EpBackend *out) {
     int index = choice(kind, text);
-    if (index < 0)
-        return malformed(name, kind, text);
+    if (index < 0) return malformed(name, kind, text);
     *out = (EpBackend)(EP_BACKEND_AUTO + index);
     return EP_OK;
 }
@@ -102,8 +96,7 @@ static EpStatus parse_EpBackend(const char *name, const char *kind, const char *
 static EpStatus parse_EpLogLevel(const char *name, const char *kind, const char *text,
                                  EpLogLevel *out) {
     int index = choice(kind, text);
-    if (index < 0)
-        return malformed(name, kind, text);
+    if (index < 0) return malformed(name, kind, text);
     *out = (EpLogLevel)index;
     return EP_OK;
 }
@@ -114,7 +107,7 @@ static const char *value_of(const char *name, const char *standard) {
 }
 
 EpStatus ep_settings_load(EpSettings *out) {
-#define SETTING_PARSE(field, type, name, kind, standard, doc)                                      \
+#define SETTING_PARSE(field, type, name, kind, standard, doc) \
     EP_TRY(parse_##type(name, kind, value_of(name, standard), &out->field));
     EP_SETTINGS_MAP(SETTING_PARSE)
 #undef SETTING_PARSE
@@ -123,9 +116,8 @@ EpStatus ep_settings_load(EpSettings *out) {
 
 static int is_setting(const char *entry) {
     size_t length = strcspn(entry, "=");
-#define SETTING_MATCH(field, type, name, kind, standard, doc)                                      \
-    if (strlen(name) == length && strncmp(entry, name, length) == 0)                               \
-        return 1;
+#define SETTING_MATCH(field, type, name, kind, standard, doc) \
+    if (strlen(name) == length && strncmp(entry, name, length) == 0) return 1;
     EP_SETTINGS_MAP(SETTING_MATCH)
 #undef SETTING_MATCH
     return 0;
@@ -133,20 +125,19 @@ static int is_setting(const char *entry) {
 
 const char *ep_settings_unknown(void) {
     for (char **entry = environ; entry && *entry; entry++)
-        if (strncmp(*entry, "EP_", 3) == 0 && !is_setting(*entry))
-            return *entry;
+        if (strncmp(*entry, "EP_", 3) == 0 && !is_setting(*entry)) return *entry;
     return NULL;
 }
 
 EpStatus ep_settings(void (*visit)(const EpSetting *setting, void *context), void *context) {
-#define SETTING_VISIT(field, ctype, setting, kind, standard, line)                                 \
-    if (visit)                                                                                     \
-        visit(&(EpSetting){.struct_size = sizeof(EpSetting),                                       \
-                           .name = setting,                                                        \
-                           .type = kind,                                                           \
-                           .default_value = standard,                                              \
-                           .value = value_of(setting, standard),                                   \
-                           .doc = line},                                                           \
+#define SETTING_VISIT(field, ctype, setting, kind, standard, line) \
+    if (visit)                                                     \
+        visit(&(EpSetting){.struct_size = sizeof(EpSetting),       \
+                           .name = setting,                        \
+                           .type = kind,                           \
+                           .default_value = standard,              \
+                           .value = value_of(setting, standard),   \
+                           .doc = line},                           \
               context);
     EP_SETTINGS_MAP(SETTING_VISIT)
 #undef SETTING_VISIT

@@ -15,18 +15,16 @@
 #define EP_SETTINGS_MAP(X)                                                                         \
     X(backend, EpBackend, "EP_BACKEND", "choice: auto|host|cuda", "auto",                          \
       "backend of groups whose configuration says AUTO")                                           \
-    X(timeout, double, "EP_TIMEOUT", "seconds", "100",                                             \
-      "deadline of every wait for another rank")                                                   \
+    X(timeout, double, "EP_TIMEOUT", "seconds", "100", "deadline of every wait for another rank")  \
     X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "16M",                                      \
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
     X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
       "multiprocessors that operations of the cuda backend may use; auto: all")                    \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
       "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
-    X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                          \
+    X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                     \
       "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)")     \
-    X(log_level, EpLogLevel, "EP_LOG", "choice: warn|info|debug|trace", "warn",                    \
-      "how much to log")                                                                           \
+    X(log_level, EpLogLevel, "EP_LOG", "choice: warn|info|debug|trace", "warn", "how much to log") \
     X(log_file, EpSettingText, "EP_LOG_FILE", "text", "", "where to log; empty: stderr")
 
 #define EP_COUNT_AUTO (-1)

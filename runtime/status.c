@@ -15,8 +15,8 @@ int ep_version(void) {
 
 const char *ep_status_string(EpStatus status) {
     switch (status) {
-#define STATUS_CASE(name, number, text)                                                            \
-    case name:                                                                                     \
+#define STATUS_CASE(name, number, text) \
+    case name:                          \
         return #name ": " text;
         EP_STATUS_MAP(STATUS_CASE)
 #undef STATUS_CASE
@@ -51,15 +51,13 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
     va_start(args, format);
     vsnprintf(reason, sizeof(reason), format, args);
     va_end(args);
-    if (call->rank < 0)
-        return ep_fail(status, "%s: %s: %s", call->name, argument, reason);
+    if (call->rank < 0) return ep_fail(status, "%s: %s: %s", call->name, argument, reason);
     return ep_fail(status, "rank %d: %s: %s: %s", call->rank, call->name, argument, reason);
 }
 
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected) {
-    if (!object)
-        return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
+    if (!object) return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
     size_t got;
     memcpy(&got, object, sizeof(got));
     if (got != expected)

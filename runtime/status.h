@@ -28,11 +28,10 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected);
 
-#define EP_TRY(expression)                                                                         \
-    do {                                                                                           \
-        EpStatus ep_try_status = (expression);                                                     \
-        if (ep_try_status != EP_OK)                                                                \
-            return ep_try_status;                                                                  \
+#define EP_TRY(expression)                                \
+    do {                                                  \
+        EpStatus ep_try_status = (expression);            \
+        if (ep_try_status != EP_OK) return ep_try_status; \
     } while (0)
 
 #endif

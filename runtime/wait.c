@@ -34,11 +34,9 @@ int ep_wait_pause(EpWait *wait) {
         return 1;
     }
     sched_yield();
-    if (wait->yields++ % YIELDS_PER_CLOCK_READ)
-        return 1;
+    if (wait->yields++ % YIELDS_PER_CLOCK_READ) return 1;
     double now = ep_clock();
-    if (wait->start == 0)
-        wait->start = now;
+    if (wait->start == 0) wait->start = now;
     if (now - wait->start > SECONDS_BEFORE_SLEEPING)
         nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
     return now - wait->start < wait->timeout;

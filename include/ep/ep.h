@@ -71,34 +71,34 @@ int ep_version(void);
 /**
  * Every status: X(name, number, text). Numbers are pinned and never reused.
  */
-#define EP_STATUS_MAP(X)                                                                           \
-    X(EP_OK, 0, "success")                                                                         \
-    X(EP_ERR_NULL, 1, "a required pointer is null")                                                \
-    X(EP_ERR_STRUCT_SIZE, 2, "a struct has a size this library does not know")                     \
-    X(EP_ERR_RANGE, 3, "a number is negative or out of range")                                     \
-    X(EP_ERR_NDIM, 4, "a tensor has the wrong number of dimensions")                               \
-    X(EP_ERR_TYPE, 5, "a tensor has the wrong element type")                                       \
-    X(EP_ERR_SHAPE, 6, "a tensor has the wrong shape")                                             \
-    X(EP_ERR_ROW_BYTES, 7, "a row has an unsupported number of bytes")                             \
-    X(EP_ERR_ADDRESS, 8, "an address is not aligned as required")                                  \
-    X(EP_ERR_TOKENS, 9, "more tokens than the group's max_tokens")                                 \
-    X(EP_ERR_TOP_K, 10, "more experts per token than the group's max_top_k")                       \
-    X(EP_ERR_ALIGNMENT, 11, "alignment is not a power of two")                                     \
-    X(EP_ERR_BUFFER_SIZE, 12, "a buffer is too small")                                             \
-    X(EP_ERR_ROUTING, 13, "a routing index names no expert of the group")                          \
-    X(EP_ERR_OVERFLOW, 14, "more rows arrived than the receive capacity holds")                    \
-    X(EP_ERR_NOT_PREPARED, 15, "the handle holds no plan: ep_prepare comes first")                 \
-    X(EP_ERR_DESTROYED, 16, "the object was destroyed")                                            \
-    X(EP_ERR_HANDLE_MEMORY, 17, "the handle's memory was overwritten")                             \
-    X(EP_ERR_FOREIGN, 18, "the memory or handle belongs to another group or handle")               \
-    X(EP_ERR_MISMATCH, 19, "ranks were configured differently")                                    \
-    X(EP_ERR_ORDER, 20, "ranks called operations in a different order or with different sizes")    \
-    X(EP_ERR_TIMEOUT, 21, "a rank did not arrive before the deadline")                             \
-    X(EP_ERR_PEER, 22, "another rank of the group failed")                                         \
-    X(EP_ERR_NO_MEMORY, 23, "out of memory")                                                       \
-    X(EP_ERR_SETTING, 24, "an EP_ environment setting is unknown or malformed")                    \
-    X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                   \
-    X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                    \
+#define EP_STATUS_MAP(X)                                                                        \
+    X(EP_OK, 0, "success")                                                                      \
+    X(EP_ERR_NULL, 1, "a required pointer is null")                                             \
+    X(EP_ERR_STRUCT_SIZE, 2, "a struct has a size this library does not know")                  \
+    X(EP_ERR_RANGE, 3, "a number is negative or out of range")                                  \
+    X(EP_ERR_NDIM, 4, "a tensor has the wrong number of dimensions")                            \
+    X(EP_ERR_TYPE, 5, "a tensor has the wrong element type")                                    \
+    X(EP_ERR_SHAPE, 6, "a tensor has the wrong shape")                                          \
+    X(EP_ERR_ROW_BYTES, 7, "a row has an unsupported number of bytes")                          \
+    X(EP_ERR_ADDRESS, 8, "an address is not aligned as required")                               \
+    X(EP_ERR_TOKENS, 9, "more tokens than the group's max_tokens")                              \
+    X(EP_ERR_TOP_K, 10, "more experts per token than the group's max_top_k")                    \
+    X(EP_ERR_ALIGNMENT, 11, "alignment is not a power of two")                                  \
+    X(EP_ERR_BUFFER_SIZE, 12, "a buffer is too small")                                          \
+    X(EP_ERR_ROUTING, 13, "a routing index names no expert of the group")                       \
+    X(EP_ERR_OVERFLOW, 14, "more rows arrived than the receive capacity holds")                 \
+    X(EP_ERR_NOT_PREPARED, 15, "the handle holds no plan: ep_prepare comes first")              \
+    X(EP_ERR_DESTROYED, 16, "the object was destroyed")                                         \
+    X(EP_ERR_HANDLE_MEMORY, 17, "the handle's memory was overwritten")                          \
+    X(EP_ERR_FOREIGN, 18, "the memory or handle belongs to another group or handle")            \
+    X(EP_ERR_MISMATCH, 19, "ranks were configured differently")                                 \
+    X(EP_ERR_ORDER, 20, "ranks called operations in a different order or with different sizes") \
+    X(EP_ERR_TIMEOUT, 21, "a rank did not arrive before the deadline")                          \
+    X(EP_ERR_PEER, 22, "another rank of the group failed")                                      \
+    X(EP_ERR_NO_MEMORY, 23, "out of memory")                                                    \
+    X(EP_ERR_SETTING, 24, "an EP_ environment setting is unknown or malformed")                 \
+    X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                \
+    X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                 \
     X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")
 
 typedef enum EpStatus {
@@ -235,7 +235,7 @@ typedef struct EpBootstrap {
     void (*destroy)(void *context);
 } EpBootstrap;
 
-#define EP_BOOTSTRAP_INIT                                                                          \
+#define EP_BOOTSTRAP_INIT \
     { sizeof(EpBootstrap), 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /**
@@ -275,19 +275,19 @@ typedef enum EpOverflow {
  */
 typedef struct EpGroupConfig {
     size_t struct_size;
-    int32_t num_experts;    /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
-    int32_t max_tokens;     /**< = most tokens a rank brings in one step, >= 1 */
-    int32_t max_top_k;      /**< = most experts per token, 1 .. EP_MAX_TOP_K */
-    int64_t max_row_bytes;  /**< = largest row of any call, gradients included; multiple of 16,
-                                 at most EP_MAX_ROW_BYTES */
+    int32_t num_experts;     /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
+    int32_t max_tokens;      /**< = most tokens a rank brings in one step, >= 1 */
+    int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
+    int64_t max_row_bytes;   /**< = largest row of any call, gradients included; multiple of 16,
+                                  at most EP_MAX_ROW_BYTES */
     int64_t max_scale_bytes; /**< = largest row of scales, 0 if none travel; multiple of 4 */
-    int32_t alignment;      /**< = slabs are padded to multiples of this power of two */
-    int64_t max_recv_rows;  /**< = receive capacity in rows, or 0 for exact sizing: after
-                                 ep_prepare read the total, then allocate (see ep_handle_info) */
-    EpOverflow overflow;    /**< = */
-    EpBackend backend;      /**< = AUTO, HOST or CUDA */
-    double timeout_seconds; /**< deadline of every wait, > 0, or EP_DEFAULT: setting EP_TIMEOUT */
-    void *nccl_comm;        /**< a borrowed ncclComm_t (ep_nccl.h), or NULL */
+    int32_t alignment;       /**< = slabs are padded to multiples of this power of two */
+    int64_t max_recv_rows;   /**< = receive capacity in rows, or 0 for exact sizing: after
+                                  ep_prepare read the total, then allocate (see ep_handle_info) */
+    EpOverflow overflow;     /**< = */
+    EpBackend backend;       /**< = AUTO, HOST or CUDA */
+    double timeout_seconds;  /**< deadline of every wait, > 0, or EP_DEFAULT: setting EP_TIMEOUT */
+    void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL */
 } EpGroupConfig;
 
 #define EP_MAX_TOP_K 32
@@ -295,10 +295,10 @@ typedef struct EpGroupConfig {
 #define EP_MAX_RANKS 1024
 
 /** num_experts, max_tokens, max_top_k and max_row_bytes are yours to set. */
-#define EP_GROUP_CONFIG_INIT                                                                       \
-    {                                                                                              \
-        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,            \
-            EP_DEFAULT, NULL                                                                       \
+#define EP_GROUP_CONFIG_INIT                                                            \
+    {                                                                                   \
+        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
+            EP_DEFAULT, NULL                                                            \
     }
 
 /**
@@ -318,11 +318,13 @@ typedef struct EpGroupMemory {
     EpBackend backend;     /**< the backend that would serve (HOST or CUDA) */
     int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
     int64_t private_bytes; /**< per rank: the rest, handles not included */
-    int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts */
-    char reason[256];      /**< why not feasible, or why this backend and not the other */
+    int64_t
+        handle_bytes; /**< per handle of default EpHandleConfig, on the rank with most experts */
+    char reason[256]; /**< why not feasible, or why this backend and not the other */
 } EpGroupMemory;
 
-#define EP_GROUP_MEMORY_INIT { sizeof(EpGroupMemory), 0, EP_BACKEND_AUTO, 0, 0, 0, "" }
+#define EP_GROUP_MEMORY_INIT \
+    { sizeof(EpGroupMemory), 0, EP_BACKEND_AUTO, 0, 0, 0, "" }
 
 /**
  * Memory of a group of `num_ranks` ranks, without creating or allocating anything; local.
@@ -344,7 +346,8 @@ typedef struct EpGroupInfo {
     int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles */
 } EpGroupInfo;
 
-#define EP_GROUP_INFO_INIT { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0 }
+#define EP_GROUP_INFO_INIT \
+    { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0 }
 
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
 
@@ -396,7 +399,8 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_
  */
 typedef struct EpHandle EpHandle;
 
-/** Configuration of a handle; equal on every rank, checked when ep_prepare first meets the peers. */
+/** Configuration of a handle; equal on every rank, but for overflow and zero_tail, which each rank
+ *  may choose. Checked when ep_prepare meets the peers. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -409,10 +413,10 @@ typedef struct EpHandleConfig {
                                   slab (BATCHED: past each slab); 0: leave them alone */
 } EpHandleConfig;
 
-#define EP_HANDLE_CONFIG_INIT                                                                      \
-    {                                                                                              \
-        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,        \
-            EP_DEFAULT, EP_DEFAULT, 0                                                              \
+#define EP_HANDLE_CONFIG_INIT                                                               \
+    {                                                                                       \
+        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT, \
+            EP_DEFAULT, EP_DEFAULT, 0                                                       \
     }
 
 /** Bytes of memory a handle of this configuration takes on this rank. config NULL: defaults. */
@@ -433,28 +437,32 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
  */
 EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
 
-/** Destroy a handle; memory of the caller stays the caller's, marked as no plan. NULL is allowed. */
+/** Destroy a handle; memory of the caller stays the caller's, marked as no plan. NULL is allowed.
+ */
 void ep_handle_destroy(EpHandle *handle);
 
 /** What the last ep_prepare of a handle found, on the host. */
 typedef struct EpHandleInfo {
     size_t struct_size;
-    int64_t step;                  /**< how many times the handle was prepared */
-    int64_t num_tokens;            /**< T of this rank */
-    int64_t top_k;                 /**< K */
-    int64_t recv_rows;             /**< rows dispatch fills: the end of the last slab */
-    int64_t needed_rows;           /**< rows that it would fill were the capacity unlimited */
-    int64_t dropped_slots;         /**< slots lost to the capacity */
-    int64_t remote_rows_sent;      /**< (token, rank) rows that leave this rank */
-    int64_t remote_rows_received;  /**< (token, rank) rows that reach it from other ranks */
-    int64_t local_rows;            /**< (token, rank) rows that stay here */
-    int32_t num_local_experts;     /**< L */
-    const int32_t *expert_counts;  /**< [L] slots of each local expert; owned by the handle */
-    const int32_t *expert_padded;  /**< [L] the same with padding; owned by the handle */
-    const int32_t *expert_offsets; /**< [L + 1] first row of each slab; owned by the handle */
+    int64_t step;                 /**< how many times the handle was prepared */
+    int64_t num_tokens;           /**< T of this rank */
+    int64_t top_k;                /**< K */
+    int64_t recv_rows;            /**< rows dispatch fills: the end of the last slab */
+    int64_t needed_rows;          /**< rows that it would fill were the capacity unlimited; BATCHED:
+                                       the rows_per_expert that would have been enough */
+    int64_t dropped_slots;        /**< slots lost to the capacity */
+    int64_t remote_rows_sent;     /**< (token, rank) rows that leave this rank */
+    int64_t remote_rows_received; /**< (token, rank) rows that reach it from other ranks */
+    int64_t local_rows;           /**< (token, rank) rows that stay here */
+    int32_t num_local_experts;    /**< L */
+    /** Owned by the handle. FLAT rows lie by source; there the three describe how a permutation
+     *  by expert would lay out their entries. */
+    const int32_t *expert_counts;  /**< [L] slots of each local expert that were kept */
+    const int32_t *expert_padded;  /**< [L] rows of each slab, padding included */
+    const int32_t *expert_offsets; /**< [L + 1] first row of each slab */
 } EpHandleInfo;
 
-#define EP_HANDLE_INFO_INIT                                                                        \
+#define EP_HANDLE_INFO_INIT \
     { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
 
 /**
@@ -475,7 +483,8 @@ typedef struct EpPlanTensors {
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
 } EpPlanTensors;
 
-#define EP_PLAN_TENSORS_INIT { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL }
+#define EP_PLAN_TENSORS_INIT \
+    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL }
 
 /**
  * Turn a step's routing into the handle's plan. Everything after it needs no routing work.
@@ -568,12 +577,13 @@ typedef struct EpFinding {
     int32_t peer;     /**< rank it concerns */
     int64_t token, k; /**< EP_ERR_ROUTING: the first such entry */
     int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: the capacity. Waits: the round */
-    int64_t seen;     /**< EP_ERR_ROUTING: the index. EP_ERR_OVERFLOW: rows needed. Waits: reached */
-    int64_t count;    /**< how many such entries or slots */
-    char phase[24];   /**< "prepare", "dispatch", ... */
+    int64_t seen;   /**< EP_ERR_ROUTING: the index. EP_ERR_OVERFLOW: rows needed. Waits: reached */
+    int64_t count;  /**< how many such entries or slots */
+    char phase[24]; /**< "prepare", "dispatch", ... */
 } EpFinding;
 
-#define EP_FINDING_INIT { sizeof(EpFinding), EP_OK, -1, -1, -1, -1, -1, -1, 0, "" }
+#define EP_FINDING_INIT \
+    { sizeof(EpFinding), EP_OK, -1, -1, -1, -1, -1, -1, 0, "" }
 
 /**
  * What went wrong in a group since the last query, without waiting for anything. Routing errors
