@@ -230,8 +230,9 @@ __device__ __forceinline__ void enter_lane(const EpGatherArgs &a, Shared *s, int
 }
 
 /* The first warp's part of a round: push sum n - 1, then choose row n + 1 while the workers sum
- * row n. Where the rings are full, row n must be pushed first: then the next round has no row. */
-__device__ __forceinline__ void look_ahead(const EpGatherArgs &a, Shared *s, char *stages, int ring,
+ * row n. Where the rings are full, row n must be pushed first: then the next round has no row.
+ * Returns whether there is neither a row n nor a next one. */
+__device__ __forceinline__ int look_ahead(const EpGatherArgs &a, Shared *s, char *stages, int ring,
                                            int n, int lane) {
     Job *last = &s->job[(n + 1) % 2]; /* of row n - 1; becomes that of row n + 1 */
     int current = s->job[n % 2].source, next;
@@ -245,10 +246,11 @@ __device__ __forceinline__ void look_ahead(const EpGatherArgs &a, Shared *s, cha
     else if (lane == 0)
         ep_bulk_wait_read<1>();
     __syncwarp();
-    next = next_sum(a, s, last, stages + (n + 1) % a.stages * a.record.bytes, ring, current + 1,
-                    current, lane);
+    next = next_sum(a, s, last, stages + (n + 1) % a.stages * a.record.bytes, ring,
+                    (current < 0 ? a.group.rank : current) + 1, current, lane);
     if (lane == 0)
         last->source = next;
+    return current < 0 && next == -1;
 }
 
 /* Rounds with a barrier between them: the workers sum row n, the first warp looks ahead. */
@@ -260,13 +262,13 @@ __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring
     __syncthreads();
     for (int n = 0;; n++) {
         const Job *job = &s->job[n % 2];
+        int done = 0;
         if (threadIdx.x < 32)
-            look_ahead(a, s, stages, ring, n, threadIdx.x);
+            done = look_ahead(a, s, stages, ring, n, threadIdx.x);
         else if (job->source >= 0)
             work(a, job, stages + n % a.stages * a.record.bytes);
         ep_fence_proxy_async();
-        __syncthreads();
-        if (job->source < 0 && s->job[(n + 1) % 2].source == -1)
+        if (__syncthreads_or(done))
             break;
     }
     if (threadIdx.x == 0)
