@@ -131,14 +131,22 @@ __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int
 
 /* ---- summing ------------------------------------------------------------------------------- */
 
-/* Let receivers see what has been written: everything, after a full wait. */
-__device__ __forceinline__ void publish_heads(const EpCudaGroup &g, Shared *s, int ring) {
-    ep_bulk_wait<0>();
-    for (int r = 0; r < g.size; r++)
-        if (s->told[r] != s->count[r]) {
-            s->told[r] = s->count[r];
-            ep_store_release_sys(ep_head(g, r, g.rank, ring), s->count[r]);
-        }
+/* Let receivers see what has been written: everything but the last record, to `pending`, if that
+ * is a rank. By the thread that has pushed. */
+__device__ __forceinline__ void publish_heads(const EpCudaGroup &g, Shared *s, int ring,
+                                              int pending) {
+    if (pending < 0)
+        ep_bulk_wait<0>();
+    else
+        ep_bulk_wait<1>();
+    ep_fence_sys(); /* one for all: each costs as much as a short copy */
+    for (int r = 0; r < g.size; r++) {
+        uint32_t done = s->count[r] - (r == pending);
+        if (s->told[r] == done)
+            continue;
+        s->told[r] = done;
+        ep_store_relaxed_sys(ep_head(g, r, g.rank, ring), done);
+    }
 }
 
 /* Is there room in the ring to a rank? What was last seen is enough until it is used up. A row
@@ -178,7 +186,7 @@ __device__ __forceinline__ int choose_source(const EpGatherArgs &a, Shared *s, i
     int waiting, source = find_row(a, s, ring, turn, chosen, &waiting);
     if (source != -2 || chosen >= 0)
         return source;
-    publish_heads(g, s, ring); /* readers may be waiting for what is not yet announced */
+    publish_heads(g, s, ring, -1); /* readers may be waiting for what is not yet announced */
     while (source == -2) {
         uint32_t expected = s->count[waiting] + 1 - g.layout.depth;
         EpAwaited awaited = {waiting, EP_PHASE_CREDIT, ring, expected, s->seen[waiting]};
@@ -239,7 +247,7 @@ __device__ __forceinline__ int look_ahead(const EpGatherArgs &a, Shared *s, char
     if (lane == 0 && n > 0 && last->source >= 0) {
         push_sum(a, s, stages + (n - 1) % a.stages * a.record.bytes, last->source, ring);
         if (n % ROWS_PER_PUBLISH == 0)
-            publish_heads(a.group, s, ring);
+            publish_heads(a.group, s, ring, last->source);
     }
     if (lane == 0 && a.stages > 3)
         ep_bulk_wait_read<2>();
@@ -272,7 +280,7 @@ __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring
             break;
     }
     if (threadIdx.x == 0)
-        publish_heads(g, s, ring);
+        publish_heads(g, s, ring, -1);
     __syncthreads();
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         g.state->sent[r][ring] = s->count[r];

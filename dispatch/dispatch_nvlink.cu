@@ -6,32 +6,35 @@
  * one by one: bulk copies bring the row into shared memory, its weights and scales beside it, and
  * then push the whole record into the ring of every rank that needs it, each once. A filling block
  * takes records out of the rings of its lanes, from all sources in turn, and writes each to all the
- * slots that its route names; it has zeroed the padding before.
+ * slots that its route names; and the zeros of the padding.
  *
  * Who waits on whom: a sender for credit, that is, for the receiver's filler to have emptied a
  * record of the ring; a filler for the head. Fillers and senders take lanes in ascending order, so
  * the lowest unfinished lane of all ranks always has both of its ends at work: no deadlock, however
  * many blocks there are.
  *
- * Order: a record's stores have completed (bulk wait_group) before one thread stores the head with
- * release semantics. A filler acquires the head, crosses to the async proxy with a fence, and loads
+ * Order: a record's stores have completed (bulk wait_group) before one thread fences, for the whole
+ * system, and stores the heads. A filler acquires the head, crosses to the async proxy with a fence, and loads
  * the record; the load has completed (mbarrier) before the credit is stored.
  *
  * Rows of the rank's own tokens that are only copied go from the sender straight to their slots;
  * where they are multiplied, they go through a ring like all others, and every pair of lane and
- * source has a warp that empties it.
+ * source has a group of threads that empties it.
  */
 #include "handles/plan_cuda.h"
 #include "runtime/device.cuh"
 #include "runtime/rows.cuh"
 
 #define THREADS 512
-#define WARPS (THREADS / 32)
 #define MAX_STAGES 16
 #define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
-/* Stores that may still be under way while a sender goes on: that many stages are not available to
- * loads, and receivers learn of that many tokens later. */
-#define STORES_IN_FLIGHT 2
+/* Stores that may still be under way while a sender or filler goes on, where there are stages
+ * enough: that many are not available to loads, and receivers learn of that many tokens later. */
+#define MANY_STORES 6
+#define TOKENS_PER_PUBLISH 2
+#define FEW_STORES 1
+#define GROUP 128 /* threads that multiply one row together */
+#define GROUPS (THREADS / GROUP)
 /* Records that a filler takes from one source before it looks at the next. */
 #define BATCH 4
 
@@ -52,8 +55,29 @@ typedef struct Shared {
     uint32_t told[EP_CUDA_MAX_RANKS];   /* sender: as published */
     int32_t rows[EP_CUDA_MAX_RANKS];    /* filler: rows of this operation */
     int32_t issued[EP_CUDA_MAX_RANKS];  /* filler: of those, taken so far */
-    int32_t alive;
+    float partial[GROUPS][EP_MAX_TOP_K][GROUP / 32]; /* dot products of a row's slots, by warp */
+    int32_t alive[GROUPS];
 } Shared;
+
+__device__ __forceinline__ int stores_in_flight(const EpScatterArgs &a) {
+    return a.stages >= 2 * MANY_STORES ? MANY_STORES : FEW_STORES;
+}
+
+/* Until all but those have been written. */
+__device__ __forceinline__ void wait_stores(const EpScatterArgs &a) {
+    if (stores_in_flight(a) == MANY_STORES)
+        ep_bulk_wait<MANY_STORES>();
+    else
+        ep_bulk_wait<FEW_STORES>();
+}
+
+/* Until all but one less than those have been read from their stages. */
+__device__ __forceinline__ void wait_stages(const EpScatterArgs &a) {
+    if (stores_in_flight(a) == MANY_STORES)
+        ep_bulk_wait_read<MANY_STORES - 1>();
+    else
+        ep_bulk_wait_read<FEW_STORES - 1>();
+}
 
 __device__ __forceinline__ char *stage_at(const EpScatterArgs &a, char *stages, int stage) {
     return stages + stage * a.record.bytes;
@@ -191,6 +215,7 @@ __device__ __forceinline__ void load_token(const EpScatterArgs &a, Shared *s, ch
 __device__ __forceinline__ void publish_heads(const EpScatterArgs &a, Shared *s, int ring,
                                               uint32_t turn, int pending) {
     const EpCudaGroup &g = a.group;
+    ep_fence_sys(); /* one for all: each costs as much as a short copy */
     for (int r = 0; r < g.size; r++) {
         uint32_t done = s->count[r];
         for (int i = 0; i < pending && s->told[r] != done; i++)
@@ -199,7 +224,7 @@ __device__ __forceinline__ void publish_heads(const EpScatterArgs &a, Shared *s,
         if (s->told[r] == done)
             continue;
         s->told[r] = done;
-        ep_store_release_sys(ep_head(g, r, g.rank, ring), done);
+        ep_store_relaxed_sys(ep_head(g, r, g.rank, ring), done);
     }
 }
 
@@ -250,8 +275,9 @@ __device__ __forceinline__ int store_token(const EpScatterArgs &a, Shared *s, ch
         copy_to_slots(a, s, record, stage, lane);
     if (lane == 0) {
         ep_bulk_commit();
-        ep_bulk_wait<STORES_IN_FLIGHT>();
-        publish_heads(a, s, ring, turn, STORES_IN_FLIGHT);
+        wait_stores(a);
+        if (turn % TOKENS_PER_PUBLISH == 0)
+            publish_heads(a, s, ring, turn, stores_in_flight(a));
     }
     return __shfl_sync(~0u, alive, 0);
 }
@@ -271,7 +297,7 @@ __device__ int send_lane(const EpScatterArgs &a, Shared *s, char *stages, int ri
     }
     __syncwarp();
     for (skip_dead(a, &t, lane); alive && (t.at < t.end || stored != loaded); stored++) {
-        while (t.at < t.end && loaded - stored < (uint32_t)(a.stages - STORES_IN_FLIGHT)) {
+        while (t.at < t.end && loaded - stored < (uint32_t)(a.stages - stores_in_flight(a))) {
             load_token(a, s, stages, (int)(loaded++ % a.stages), &t, ring, lane);
             t.at++;
             skip_dead(a, &t, lane);
@@ -403,7 +429,7 @@ __device__ int fill_lane_copying(const EpScatterArgs &a, Shared *s, char *stages
                                  uint32_t *turns) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x, turn = g.rank + 1, rows = enter_lane(a, s, ring, lane);
-    int loaded = 0, ahead = a.stages - STORES_IN_FLIGHT;
+    int loaded = 0, ahead = a.stages - stores_in_flight(a);
     for (int stored = 0; stored < rows; stored++) {
         while (loaded < rows && loaded < stored + ahead) {
             int source = find_source(g, s, ring, turn, lane);
@@ -415,7 +441,7 @@ __device__ int fill_lane_copying(const EpScatterArgs &a, Shared *s, char *stages
                 return 0;
             int count = min(min(BATCH, known_records(s, source)), stored + ahead - loaded);
             if (lane == 0) {
-                ep_bulk_wait_read<STORES_IN_FLIGHT - 1>();
+                wait_stages(a);
                 ep_fence_proxy_async();
             }
             __syncwarp();
@@ -457,90 +483,125 @@ __device__ __forceinline__ float multiply_vector(const EpScatterArgs &a, const u
     return dot;
 }
 
-/* A record that lies in the ring, to one slot, by a warp. Products are summed by each lane in
- * order, then over the lanes, always in the same way. */
+/* Threads of a group meet; groups go at their own pace. */
+__device__ __forceinline__ void group_barrier(int group) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(GROUP) : "memory");
+}
+
+/* A record that lies in the ring, to one slot, by a group. Each thread sums the products of its
+ * vectors in order, each warp its threads', and finish_dots the warps': always in the same way. */
 template <typename T>
 __device__ __forceinline__ void multiply_to_slot(const EpScatterArgs &a, const char *record,
-                                                 int64_t slot, int lane) {
+                                                 int64_t slot, float *partial) {
     float w = a.weighs ? a.slot_weights[slot] : 1, dot = 0;
     const char *other = a.slot_rows + slot * a.row_bytes;
     char *out = a.out_rows + slot * a.row_bytes;
-#pragma unroll 4
-    for (int64_t at = lane * 16; at < a.row_bytes; at += 32 * 16) {
+#pragma unroll 7
+    for (int64_t at = threadIdx.x % GROUP * 16; at < a.row_bytes; at += GROUP * 16) {
         uint4 x = __ldcg((const uint4 *)(record + at));
         uint4 y = a.takes_dots ? *(const uint4 *)(other + at) : make_uint4(0, 0, 0, 0);
         dot += multiply_vector<T>(a, x, w, y, out + at);
     }
     for (int d = 16; d > 0; d /= 2)
         dot += __shfl_xor_sync(~0u, dot, d);
-    if (a.takes_dots && lane == 0)
+    if (threadIdx.x % 32 == 0)
+        partial[threadIdx.x % GROUP / 32] = dot;
+}
+
+/* One lane of the group's first warp for each slot. */
+__device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Shared *s, int group,
+                                            int slot, int lane) {
+    float dot = 0;
+    for (int w = 0; w < GROUP / 32 && slot >= 0; w++)
+        dot += s->partial[group][lane][w];
+    if (a.takes_dots && slot >= 0)
         a.out_weights[slot] = dot;
 }
 
-/* All rows of one source in one lane, by a warp of its own. */
+/* Wait until a pair's next record is there: by one thread, for its group. */
+__device__ __forceinline__ void await_pair(const EpCudaGroup &g, Shared *s, int group, int source,
+                                           int ring, uint32_t taken, uint32_t *seen) {
+    const uint32_t *head = ep_head(g, g.rank, source, ring);
+    if (*seen != taken)
+        return;
+    s->alive[group] = ep_wait_counter(g, head, taken + 1, source, EP_PHASE_RECORD, ring);
+    *seen = ep_load_acquire_sys(head);
+}
+
+/* All rows of one source in one lane, by a group of its own. */
 template <typename T>
-__device__ int multiply_pair(const EpScatterArgs &a, int source, int ring, int lane) {
+__device__ int multiply_pair(const EpScatterArgs &a, Shared *s, int group, int source, int ring) {
     const EpCudaGroup &g = a.group;
+    int thread = threadIdx.x % GROUP, lane = threadIdx.x % 32;
     uint32_t taken = g.state->received[source][ring], seen = taken;
-    int rows = a.plan.lane_rows[source * EP_LANES + ring], alive = 1;
+    int rows = a.plan.lane_rows[source * EP_LANES + ring];
     for (int row = 0; row < rows; row++, taken++) {
+        const char *record = ep_ring(g, g.rank, source, ring, taken);
         int slot = -1;
         if (lane < a.top_k)
             slot = ep_slot(a.plan, g, a.shape, a.top_k, source, ring, row, lane);
-        const uint32_t *head = ep_head(g, g.rank, source, ring);
-        if (seen == taken && lane == 0) {
-            alive = ep_wait_counter(g, head, taken + 1, source, EP_PHASE_RECORD, ring);
-            seen = ep_load_acquire_sys(head);
-        }
-        seen = __shfl_sync(~0u, seen, 0);
-        if (!__shfl_sync(~0u, alive, 0))
+        if (thread == 0)
+            await_pair(g, s, group, source, ring, taken, &seen);
+        group_barrier(group);
+        if (!s->alive[group])
             return 0;
-        for (unsigned left = __ballot_sync(~0u, slot >= 0); left; left &= left - 1)
-            multiply_to_slot<T>(a, ep_ring(g, g.rank, source, ring, taken),
-                                __shfl_sync(~0u, slot, __ffs(left) - 1), lane);
-        __syncwarp();
-        if (lane == 0)
+        for (unsigned left = __ballot_sync(~0u, slot >= 0); left; left &= left - 1) {
+            int k = __ffs(left) - 1;
+            multiply_to_slot<T>(a, record, __shfl_sync(~0u, slot, k), s->partial[group][k]);
+        }
+        group_barrier(group);
+        if (thread < 32)
+            finish_dots(a, s, group, slot, lane);
+        if (thread == 0)
             ep_store_relaxed_sys(ep_credit(g, source, g.rank, ring), taken + 1);
     }
-    if (lane == 0)
+    group_barrier(group);
+    if (thread == 0)
         g.state->received[source][ring] = taken;
     return 1;
 }
 
-/* Warps take pairs of lane and source, lanes in ascending order: see the head of this file. */
-template <typename T> __device__ void multiply(const EpScatterArgs &a, int block) {
-    int warp = threadIdx.x / 32 * a.fill_blocks + block, warps = WARPS * a.fill_blocks;
-    for (int pair = warp; pair < EP_LANES * a.group.size; pair += warps)
-        if (!multiply_pair<T>(a, pair % a.group.size, pair / a.group.size, threadIdx.x % 32))
+/* Groups take pairs of lane and source, lanes in ascending order: see the head of this file. */
+template <typename T> __device__ void multiply(const EpScatterArgs &a, Shared *s, int block) {
+    int group = threadIdx.x / GROUP;
+    if (threadIdx.x % GROUP == 0)
+        s->alive[group] = 1;
+    for (int pair = group * a.fill_blocks + block; pair < EP_LANES * a.group.size;
+         pair += GROUPS * a.fill_blocks)
+        if (!multiply_pair<T>(a, s, group, pair % a.group.size, pair / a.group.size))
             return;
 }
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
-__device__ void zero_bytes(char *out, int64_t bytes) {
-    for (int64_t at = threadIdx.x * 4; at < bytes; at += THREADS * 4)
+/* The threads that write zeros. */
+typedef struct Zeroers {
+    int index, count;
+} Zeroers;
+
+__device__ void zero_bytes(char *out, int64_t bytes, Zeroers z) {
+    for (int64_t at = z.index * 4; at < bytes; at += z.count * 4)
         *(uint32_t *)(out + at) = 0;
 }
 
-__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end) {
+__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Zeroers z) {
     if (begin >= end)
         return;
-    for (int64_t at = begin * a.row_bytes + threadIdx.x * 16; at < end * a.row_bytes;
-         at += THREADS * 16)
+    for (int64_t at = begin * a.row_bytes + z.index * 16; at < end * a.row_bytes; at += z.count * 16)
         *(uint4 *)(a.out_rows + at) = make_uint4(0, 0, 0, 0);
     int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.carries_weights ? a.top_k : 1;
     if (a.out_weights)
-        zero_bytes((char *)(a.out_weights + begin * values), (end - begin) * values * 4);
-    for (int64_t i = begin * a.top_k + threadIdx.x; a.out_idx && i < end * a.top_k; i += THREADS) {
+        zero_bytes((char *)(a.out_weights + begin * values), (end - begin) * values * 4, z);
+    for (int64_t i = begin * a.top_k + z.index; a.out_idx && i < end * a.top_k; i += z.count) {
         if (a.idx_is_int64)
             ((int64_t *)a.out_idx)[i] = -1;
         else
             ((int32_t *)a.out_idx)[i] = -1;
     }
-    zero_bytes(a.out_scales + begin * a.scale_bytes, (end - begin) * a.scale_bytes);
+    zero_bytes(a.out_scales + begin * a.scale_bytes, (end - begin) * a.scale_bytes, z);
 }
 
-__device__ void zero_padding(const EpScatterArgs &a, int block) {
+__device__ void zero_padding(const EpScatterArgs &a, int block, Zeroers z) {
     const EpPlanShape &s = a.shape;
     int batched = s.layout == EP_LAYOUT_BATCHED;
     for (int e = block; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += a.fill_blocks) {
@@ -548,29 +609,33 @@ __device__ void zero_padding(const EpScatterArgs &a, int block) {
         int64_t end = offset + a.plan.expert_padded[e];
         if (batched && s.zero_tail)
             end = a.plan.expert_offsets[e + 1];
-        zero_slots(a, offset + a.plan.expert_counts[e], end);
+        zero_slots(a, offset + a.plan.expert_counts[e], end, z);
     }
     int64_t tail = a.plan.header->recv_rows, share = a.out_capacity - tail;
     if (batched || !s.zero_tail || share <= 0)
         return;
     share = (share + a.fill_blocks - 1) / a.fill_blocks;
-    zero_slots(a, tail + block * share, min(tail + (block + 1) * share, a.out_capacity));
+    zero_slots(a, tail + block * share, min(tail + (block + 1) * share, a.out_capacity), z);
 }
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
+/* Where rows are copied, one warp does it, and the others write the zeros meanwhile. */
 __device__ void fill(const EpScatterArgs &a, Shared *s, char *stages) {
-    int block = (int)blockIdx.x - a.send_blocks;
+    int block = (int)blockIdx.x - a.send_blocks, thread = threadIdx.x;
     uint32_t turns = 0;
     int alive = 1;
-    zero_padding(a, block);
     if (a.type == EP_TYPE_BF16)
-        multiply<__nv_bfloat16>(a, block);
+        multiply<__nv_bfloat16>(a, s, block);
     else if (a.type == EP_TYPE_FP16)
-        multiply<__half>(a, block);
+        multiply<__half>(a, s, block);
     else if (a.type == EP_TYPE_FP32)
-        multiply<float>(a, block);
-    if (a.type || threadIdx.x >= 32)
+        multiply<float>(a, s, block);
+    if (a.type)
+        zero_padding(a, block, Zeroers{thread, THREADS});
+    else if (thread >= 32)
+        zero_padding(a, block, Zeroers{thread - 32, THREADS - 32});
+    if (a.type || thread >= 32)
         return;
     for (int ring = block; ring < EP_LANES && alive; ring += a.fill_blocks)
         alive = fill_lane_copying(a, s, stages, ring, &turns);

@@ -26,6 +26,10 @@ __device__ __forceinline__ void ep_store_relaxed_sys(uint32_t *address, uint32_t
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void ep_fence_sys(void) {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 __device__ __forceinline__ uint64_t ep_global_timer(void) {
     uint64_t value;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
