@@ -7,6 +7,7 @@
 #include "runtime/rowmath.h"
 
 #include <math.h>
+#include <string.h>
 
 #include "runtime/dtype.h"
 
@@ -17,7 +18,21 @@ static inline float identity(float value) {
     return value;
 }
 
+/* Add a run that is complete to the total, which begins as +0 with the first. */
+static inline void add_run(float *restrict total, const float *restrict part, int n, int first) {
+    for (int i = 0; i < n; i++)
+        total[i] = (first ? 0.0f : total[i]) + part[i];
+}
+
+/* A run starts as fmaf(weight, row, +0), which is the product but for the sign of a zero; the end
+ * of the sum, where totals start from +0, makes every zero positive: hence the addition of +0
+ * there. */
 #define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                              \
+    static inline void start_tile_##name(float *restrict part, const element *restrict row,    \
+                                         float weight, int n) {                                \
+        for (int i = 0; i < n; i++)                                                            \
+            part[i] = weight * to_float(row[i]);                                               \
+    }                                                                                          \
     static inline void add_tile_##name(float *restrict part, const element *restrict row,      \
                                        float weight, int n) {                                  \
         for (int i = 0; i < n; i++)                                                            \
@@ -25,19 +40,26 @@ static inline float identity(float value) {
     }                                                                                          \
     static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,  \
                                        int64_t at, int n) {                                    \
-        float total[TILE] = {0}, part[TILE] = {0};                                             \
+        float total[TILE], part[TILE];                                                         \
+        int runs = 0;                                                                          \
         for (int j = 0; j < count; j++) {                                                      \
-            if (terms[j].first) {                                                              \
-                for (int i = 0; i < n; i++)                                                    \
-                    total[i] += part[i], part[i] = 0;                                          \
+            const element *row = (const element *)terms[j].row + at;                           \
+            if (!terms[j].first) {                                                             \
+                add_tile_##name(part, row, terms[j].weight, n);                                \
+                continue;                                                                      \
             }                                                                                  \
-            add_tile_##name(part, (const element *)terms[j].row + at, terms[j].weight, n);     \
+            if (runs++) add_run(total, part, n, runs == 2);                                    \
+            start_tile_##name(part, row, terms[j].weight, n);                                  \
         }                                                                                      \
+        if (runs > 1) add_run(total, part, n, 0);                                              \
+        const float *sum = runs > 1 ? total : part;                                            \
         for (int i = 0; i < n; i++)                                                            \
-            out[at + i] = from_float(total[i] + part[i]);                                      \
+            out[at + i] = from_float(sum[i] + 0.0f);                                           \
     }                                                                                          \
     static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) { \
         int64_t at = 0;                                                                        \
+        if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                           \
+        if (count == 0) return;                                                                \
         for (; at + TILE <= n; at += TILE)                                                     \
             sum_tile_##name(out, terms, count, at, TILE);                                      \
         if (at < n) sum_tile_##name(out, terms, count, at, (int)(n - at));                     \

@@ -16,7 +16,7 @@
     X(backend, EpBackend, "EP_BACKEND", "choice: auto|host|cuda", "auto",                          \
       "backend of groups whose configuration says AUTO")                                           \
     X(timeout, double, "EP_TIMEOUT", "seconds", "100", "deadline of every wait for another rank")  \
-    X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "16M",                                      \
+    X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "32M",                                      \
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
     X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
       "multiprocessors that operations of the cuda backend may use; auto: all")                    \
