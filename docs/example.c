@@ -32,6 +32,7 @@ int main(int argc, char **argv) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = EXPERTS, config.max_tokens = TOKENS, config.max_top_k = TOP_K;
     config.max_row_bytes = HIDDEN * sizeof(float), config.alignment = 4;
+    config.backend = EP_BACKEND_HOST; /* the tensors below are plain memory, also where GPUs are */
     EpGroup *group = NULL;
     EpHandle *layer = NULL;
     check(ep_group_create(&bootstrap, &config, &group));

@@ -153,5 +153,7 @@ int main(int argc, char **argv) {
     snprintf(start.sentence, sizeof(start.sentence), "%s", bench_error_sentence());
     if (start.ok) export_settings(&start.options);
     int threads = start.ok ? (int)start.options.threads : 0;
+    /* A refusal without mpirun needs no MPI to be said. */
+    if (!start.ok && !world_launched()) threads = 1;
     return world_run(threads, rank_main, &start);
 }
