@@ -52,26 +52,33 @@ static void note_bad_index(Prepare *p, int64_t entry, int64_t index) {
     ep_group_note(&p->group->routing, &finding);
 }
 
+/* One entry: its owner, and its part in the counts. `last_token` is the token last counted for each
+ * rank. */
+static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t entry,
+                       int32_t *last_token) {
+    EpPlan *plan = &p->plan;
+    int64_t expert = load_integer(p->routing->topk_idx, p->routing->idx_type, entry);
+    plan->owner[entry] = -1;
+    if (expert >= placement.num_experts) note_bad_index(p, entry, expert);
+    if (expert < 0 || expert >= placement.num_experts) return;
+    int32_t owner = ep_placement_owner(&placement, (int32_t)expert);
+    plan->owner[entry] = (int16_t)owner;
+    plan->send_counts[expert]++;
+    plan->send_begin[owner + 1] += last_token[owner] != token;
+    last_token[owner] = token;
+}
+
 /* Owner of every entry; entries per expert; rows per rank, counted in send_begin[rank + 1]. */
 static void sort_entries(Prepare *p) {
     EpPlan *plan = &p->plan;
-    const EpRouting *routing = p->routing;
-    int32_t *last_token = plan->next_row; /* token last counted for each rank */
+    int32_t *last_token = plan->next_row; /* not needed for itself before messages come in */
+    int64_t entry = 0, k = p->routing->top_k;
     memset(plan->send_counts, 0, (size_t)p->shape->num_experts * sizeof(int32_t));
     memset(plan->send_begin, 0, (size_t)(p->shape->num_ranks + 1) * sizeof(int32_t));
     memset(last_token, 0xff, (size_t)p->shape->num_ranks * sizeof(int32_t));
-    for (int64_t i = 0; i < p->num_tokens * routing->top_k; i++) {
-        int64_t expert = load_integer(routing->topk_idx, routing->idx_type, i);
-        plan->owner[i] = -1;
-        if (expert >= p->shape->num_experts) note_bad_index(p, i, expert);
-        if (expert < 0 || expert >= p->shape->num_experts) continue;
-        int32_t owner = ep_placement_owner(&p->group->placement, (int32_t)expert);
-        int32_t token = (int32_t)(i / routing->top_k);
-        plan->owner[i] = (int16_t)owner;
-        plan->send_counts[expert]++;
-        plan->send_begin[owner + 1] += last_token[owner] != token;
-        last_token[owner] = token;
-    }
+    for (int32_t token = 0; token < p->num_tokens; token++)
+        for (int64_t end = entry + k; entry < end; entry++)
+            sort_entry(p, p->group->placement, token, entry, last_token);
 }
 
 /* Rows of each rank, in order of token. */
@@ -82,15 +89,16 @@ static void list_rows(Prepare *p) {
         plan->send_begin[r + 1] += plan->send_begin[r];
         next[r] = plan->send_begin[r];
     }
-    int64_t k = p->routing->top_k;
-    for (int64_t i = 0; i < p->num_tokens * k; i++) {
-        int32_t owner = plan->owner[i], token = (int32_t)(i / k);
-        if (owner < 0) continue;
-        int32_t at = next[owner];
-        if (at > plan->send_begin[owner] && plan->send_token[at - 1] == token) continue;
-        plan->send_token[at] = token;
-        next[owner] = at + 1;
-    }
+    int64_t entry = 0, k = p->routing->top_k;
+    for (int32_t token = 0; token < p->num_tokens; token++)
+        for (int64_t end = entry + k; entry < end; entry++) {
+            int32_t owner = plan->owner[entry];
+            if (owner < 0) continue;
+            int32_t at = next[owner];
+            if (at > plan->send_begin[owner] && plan->send_token[at - 1] == token) continue;
+            plan->send_token[at] = token;
+            next[owner] = at + 1;
+        }
 }
 
 static void write_route(const Prepare *p, int32_t rank, int32_t token, int32_t *out) {

@@ -79,7 +79,10 @@ int64_t ep_config_stage_bytes(const EpGroupConfig *c, int32_t num_ranks,
         4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) + ep_route_words(c->max_top_k));
     int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
     int64_t one_round = ep_exchange_least_stage(num_ranks, ep_max(record * c->max_tokens, route));
-    int64_t lean = 2 * ep_round_up(record * c->max_tokens + 64, 64);
+    /* Beyond that, about half of the rows that a step may send to other ranks: more would cut time
+     * little, and cost more memory than travels. */
+    int64_t spread = ep_max(2, ep_min(c->max_top_k, num_ranks - 1) / 2);
+    int64_t lean = spread * ep_round_up(record * c->max_tokens + 64, 64);
     int64_t useful = ep_max(lean, ep_min(one_round, SMALL_STAGE_BYTES));
     int64_t most = ep_min(settings->stage_bytes, MOST_STAGE_BYTES);
     return ep_round_up(ep_max(least, ep_min(most, useful)), 256);
