@@ -66,8 +66,7 @@ __device__ __forceinline__ void add_term(Vector<T> *part, const uint4 &x, float 
 }
 
 /* 16 bytes of a row, summed over the terms and rounded. */
-template <typename T>
-__device__ __forceinline__ uint4 sum_vector(const Job *job, int64_t at) {
+template <typename T> __device__ __forceinline__ uint4 sum_vector(const Job *job, int64_t at) {
     Vector<T> total, part;
     uint4 out;
 #pragma unroll
@@ -109,8 +108,7 @@ __device__ __forceinline__ void work(const EpGatherArgs &a, const Job *job, char
 __device__ __forceinline__ int add_slots(const EpGatherArgs &a, Job *job, int at, int source,
                                          int ring, int row, int lane) {
     int slot = -1;
-    if (lane < a.top_k)
-        slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, lane);
+    if (lane < a.top_k) slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, lane);
     unsigned filled = __ballot_sync(~0u, slot >= 0);
     int before = __popc(filled & ((1u << lane) - 1));
     if (slot >= 0)
@@ -123,8 +121,7 @@ __device__ __forceinline__ int add_slots(const EpGatherArgs &a, Job *job, int at
 __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int ring, int row,
                                           int k) {
     int entry = ep_entry(a.plan, a.group, a.top_k, source, ring, row, k);
-    if (a.shape.layout != EP_LAYOUT_FLAT)
-        return entry >= 0 ? a.slot_values[entry] : 0;
+    if (a.shape.layout != EP_LAYOUT_FLAT) return entry >= 0 ? a.slot_values[entry] : 0;
     int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, 0);
     return entry >= 0 && slot >= 0 ? a.slot_values[slot * a.top_k + k] : 0;
 }
@@ -142,8 +139,7 @@ __device__ __forceinline__ void publish_heads(const EpCudaGroup &g, Shared *s, i
     ep_fence_sys(); /* one for all: each costs as much as a short copy */
     for (int r = 0; r < g.size; r++) {
         uint32_t done = s->count[r] - (r == pending);
-        if (s->told[r] == done)
-            continue;
+        if (s->told[r] == done) continue;
         s->told[r] = done;
         ep_store_relaxed_sys(ep_head(g, r, g.rank, ring), done);
     }
@@ -167,11 +163,9 @@ __device__ __forceinline__ int find_row(const EpGatherArgs &a, Shared *s, int ri
     *waiting = -1;
     for (int i = 0; i < g.size; i++) {
         int source = (turn + i) % g.size;
-        if (source == g.rank || s->next[source] >= s->rows[source])
-            continue;
+        if (source == g.rank || s->next[source] >= s->rows[source]) continue;
         *waiting = source;
-        if (has_room(g, s, source, ring, chosen))
-            return source;
+        if (has_room(g, s, source, ring, chosen)) return source;
     }
     return *waiting < 0 ? -1 : -2;
 }
@@ -184,8 +178,7 @@ __device__ __forceinline__ int choose_source(const EpGatherArgs &a, Shared *s, i
     const EpCudaGroup &g = a.group;
     EpPatience patience = {0, 0};
     int waiting, source = find_row(a, s, ring, turn, chosen, &waiting);
-    if (source != -2 || chosen >= 0)
-        return source;
+    if (source != -2 || chosen >= 0) return source;
     publish_heads(g, s, ring, -1); /* readers may be waiting for what is not yet announced */
     while (source == -2) {
         uint32_t expected = s->count[waiting] + 1 - g.layout.depth;
@@ -201,16 +194,14 @@ __device__ __forceinline__ int next_sum(const EpGatherArgs &a, Shared *s, Job *j
                                         int ring, int turn, int chosen, int lane) {
     int source = lane == 0 ? choose_source(a, s, ring, turn, chosen) : 0;
     source = __shfl_sync(~0u, source, 0);
-    if (source < 0)
-        return source;
+    if (source < 0) return source;
     int row = s->next[source];
     int terms = add_slots(a, job, 0, source, ring, row, lane);
     if (a.carries_values && lane < a.top_k)
         ((float *)(record + a.record.weights))[lane] = value_of(a, source, ring, row, lane);
     ep_fence_proxy_async();
     __syncwarp();
-    if (lane == 0)
-        job->terms = terms, s->next[source] = row + 1;
+    if (lane == 0) job->terms = terms, s->next[source] = row + 1;
     __syncwarp();
     return source;
 }
@@ -232,8 +223,7 @@ __device__ __forceinline__ void enter_lane(const EpGatherArgs &a, Shared *s, int
         s->rows[r] = a.plan.lane_rows[r * EP_LANES + ring];
         s->next[r] = 0;
     }
-    if (threadIdx.x == 0)
-        s->alive = 1;
+    if (threadIdx.x == 0) s->alive = 1;
     __syncthreads();
 }
 
@@ -241,13 +231,12 @@ __device__ __forceinline__ void enter_lane(const EpGatherArgs &a, Shared *s, int
  * row n. Where the rings are full, row n must be pushed first: then the next round has no row.
  * Returns whether there is neither a row n nor a next one. */
 __device__ __forceinline__ int look_ahead(const EpGatherArgs &a, Shared *s, char *stages, int ring,
-                                           int n, int lane) {
+                                          int n, int lane) {
     Job *last = &s->job[(n + 1) % 2]; /* of row n - 1; becomes that of row n + 1 */
     int current = s->job[n % 2].source, next;
     if (lane == 0 && n > 0 && last->source >= 0) {
         push_sum(a, s, stages + (n - 1) % a.stages * a.record.bytes, last->source, ring);
-        if (n % ROWS_PER_PUBLISH == 0)
-            publish_heads(a.group, s, ring, last->source);
+        if (n % ROWS_PER_PUBLISH == 0) publish_heads(a.group, s, ring, last->source);
     }
     if (lane == 0 && a.stages > 3)
         ep_bulk_wait_read<2>();
@@ -256,8 +245,7 @@ __device__ __forceinline__ int look_ahead(const EpGatherArgs &a, Shared *s, char
     __syncwarp();
     next = next_sum(a, s, last, stages + (n + 1) % a.stages * a.record.bytes, ring,
                     (current < 0 ? a.group.rank : current) + 1, current, lane);
-    if (lane == 0)
-        last->source = next;
+    if (lane == 0) last->source = next;
     return current < 0 && next == -1;
 }
 
@@ -265,8 +253,7 @@ __device__ __forceinline__ int look_ahead(const EpGatherArgs &a, Shared *s, char
 __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring) {
     const EpCudaGroup &g = a.group;
     enter_lane(a, s, ring);
-    if (threadIdx.x == 0)
-        s->job[0].source = s->job[1].source = -2;
+    if (threadIdx.x == 0) s->job[0].source = s->job[1].source = -2;
     __syncthreads();
     for (int n = 0;; n++) {
         const Job *job = &s->job[n % 2];
@@ -276,11 +263,9 @@ __device__ int sum_lane(const EpGatherArgs &a, Shared *s, char *stages, int ring
         else if (job->source >= 0)
             work(a, job, stages + n % a.stages * a.record.bytes);
         ep_fence_proxy_async();
-        if (__syncthreads_or(done))
-            break;
+        if (__syncthreads_or(done)) break;
     }
-    if (threadIdx.x == 0)
-        publish_heads(g, s, ring, -1);
+    if (threadIdx.x == 0) publish_heads(g, s, ring, -1);
     __syncthreads();
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         g.state->sent[r][ring] = s->count[r];
@@ -296,16 +281,14 @@ __device__ __forceinline__ int pick_rank(const uint32_t *word, int lane, int *ra
     *rank = -1;
     for (int w = 0; w < RANK_WORDS; w++)
         for (uint32_t left = word[w]; left; left &= left - 1, count++)
-            if (count == lane)
-                *rank = w * 32 + __ffs(left) - 1;
+            if (count == lane) *rank = w * 32 + __ffs(left) - 1;
     return count;
 }
 
 /* Wait for the next record of a rank. */
 __device__ __forceinline__ int await_record(const EpCudaGroup &g, Shared *s, int rank, int ring) {
     uint32_t expected = s->count[rank] + 1;
-    if (ep_reached(s->seen[rank], expected))
-        return 1;
+    if (ep_reached(s->seen[rank], expected)) return 1;
     const uint32_t *head = ep_head(g, g.rank, rank, ring);
     int alive = ep_wait_counter(g, head, expected, rank, EP_PHASE_RECORD, ring);
     s->seen[rank] = alive ? ep_load_acquire_sys(head) : s->seen[rank];
@@ -315,10 +298,8 @@ __device__ __forceinline__ int await_record(const EpCudaGroup &g, Shared *s, int
 __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const Shared *s, int owner,
                                                 int ring, int own, int k) {
     const EpCudaGroup &g = a.group;
-    if (owner < 0)
-        return 0;
-    if (owner == g.rank)
-        return value_of(a, owner, ring, own, k);
+    if (owner < 0) return 0;
+    if (owner == g.rank) return value_of(a, owner, ring, own, k);
     const char *record = ep_ring(g, g.rank, owner, ring, s->count[owner]);
     return __ldcg((const float *)(record + a.record.weights) + k);
 }
@@ -332,13 +313,11 @@ __device__ __forceinline__ int next_token(const EpGatherArgs &a, Shared *s, Job 
     int owner = lane < a.top_k ? a.plan.owner[entry] : -1, rank, own_terms = 0;
     uint32_t word[RANK_WORDS];
     for (int w = 0; w < RANK_WORDS; w++)
-        word[w] = __reduce_or_sync(~0u, owner >= w * 32 && owner < w * 32 + 32
-                                            ? 1u << (owner - w * 32)
-                                            : 0u);
+        word[w] = __reduce_or_sync(
+            ~0u, owner >= w * 32 && owner < w * 32 + 32 ? 1u << (owner - w * 32) : 0u);
     int ranks = pick_rank(word, lane, &rank);
     unsigned is_own = __ballot_sync(~0u, rank == g.rank);
-    if (is_own)
-        own_terms = add_slots(a, job, __ffs(is_own) - 1, g.rank, ring, *own, lane);
+    if (is_own) own_terms = add_slots(a, job, __ffs(is_own) - 1, g.rank, ring, *own, lane);
     int alive = rank < 0 || rank == g.rank || await_record(g, s, rank, ring);
     if (rank >= 0 && rank != g.rank)
         job->term[lane + (is_own && rank > g.rank ? own_terms - 1 : 0)] =
@@ -347,8 +326,7 @@ __device__ __forceinline__ int next_token(const EpGatherArgs &a, Shared *s, Job 
     if (a.carries_values && lane < a.top_k && alive)
         a.out_values[entry] = returned_value(a, s, owner, ring, *own, lane);
     __syncwarp();
-    if (rank >= 0 && rank != g.rank)
-        s->count[rank]++;
+    if (rank >= 0 && rank != g.rank) s->count[rank]++;
     *own += is_own != 0;
     if (lane == 0)
         job->terms = ranks + (is_own ? own_terms - 1 : 0), job->token = alive ? token : -1;
@@ -375,10 +353,8 @@ __device__ int reduce_lane(const EpGatherArgs &a, Shared *s, int ring) {
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         s->told[r] = s->seen[r] = s->count[r] = g.state->received[r][ring];
     __syncthreads();
-    if (lane < 32 && begin < end)
-        alive = next_token(a, s, &s->job[0], ring, begin, &own, lane);
-    if (lane == 0)
-        s->alive = alive;
+    if (lane < 32 && begin < end) alive = next_token(a, s, &s->job[0], ring, begin, &own, lane);
+    if (lane == 0) s->alive = alive;
     __syncthreads();
     for (int token = begin; token < end && s->alive; token++) {
         int n = token - begin;
@@ -387,10 +363,8 @@ __device__ int reduce_lane(const EpGatherArgs &a, Shared *s, int ring) {
         else if (token + 1 < end)
             alive = next_token(a, s, &s->job[(n + 1) % 2], ring, token + 1, &own, lane);
         __syncthreads();
-        if (lane < 32)
-            give_credits(a, s, ring, token, lane);
-        if (lane == 0)
-            s->alive = alive;
+        if (lane < 32) give_credits(a, s, ring, token, lane);
+        if (lane == 0) s->alive = alive;
         __syncthreads();
     }
     for (int r = threadIdx.x; r < g.size; r += THREADS)
@@ -429,8 +403,7 @@ extern "C" int ep_cuda_launch_gather(const EpGatherArgs *a, void *stream) {
     size_t shared = (size_t)a->stages * (size_t)a->record.bytes;
     cudaError_t error = cudaFuncSetAttribute(
         gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess)
-        return error;
+    if (error != cudaSuccess) return error;
     gather_kernel<<<a->sum_blocks + a->reduce_blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

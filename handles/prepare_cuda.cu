@@ -37,8 +37,7 @@ __device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, 
 }
 
 __device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, int64_t value) {
-    if (!v.data)
-        return;
+    if (!v.data) return;
     if (v.is_int64)
         ((int64_t *)v.data)[i] = value;
     else
@@ -46,8 +45,7 @@ __device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, 
 }
 
 __device__ int count_tokens(const EpPrepareArgs &a) {
-    if (!a.num_tokens.data)
-        return a.num_rows;
+    if (!a.num_tokens.data) return a.num_rows;
     int64_t count = load_integer(a.num_tokens.data, a.num_tokens.is_int64, 0);
     return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
 }
@@ -70,14 +68,12 @@ __device__ void read_entries(const EpPrepareArgs &a, const Lane &l) {
     for (int i = threadIdx.x; i < l.entries; i += THREADS) {
         int64_t entry = (int64_t)l.begin * a.top_k + i;
         int64_t index = load_integer(a.topk_idx, a.idx_is_int64, entry);
-        if (index >= experts)
-            note_bad_index(a, entry, index);
+        if (index >= experts) note_bad_index(a, entry, index);
         int live = index >= 0 && index < experts;
         l.expert[i] = live ? (int)index : -1;
         a.plan.owner[entry] =
             live ? (int16_t)ep_placement_owner(&placement, (int)index) : (int16_t)-1;
-        if (live)
-            atomicAdd(&l.base[index], 1);
+        if (live) atomicAdd(&l.base[index], 1);
     }
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += THREADS)
@@ -155,8 +151,7 @@ __device__ void publish_expert(const EpPrepareArgs &a, int local, int count, int
 
 __device__ __forceinline__ int64_t slot_limit(const EpPrepareArgs &a, int local) {
     const EpPlanShape &s = a.shape;
-    if (s.layout == EP_LAYOUT_BATCHED)
-        return (local + 1) * s.rows_per_expert;
+    if (s.layout == EP_LAYOUT_BATCHED) return (local + 1) * s.rows_per_expert;
     return s.capacity ? s.capacity : INT32_MAX;
 }
 
@@ -203,9 +198,9 @@ __device__ void lay_slabs(const EpPrepareArgs &a, const Lane &l, int rank) {
         int rows = (count + s.alignment - 1) / s.alignment * s.alignment;
         int through = warp_prefix(rows, lane);
         int64_t offset = batched ? e * s.rows_per_expert : start + through - rows;
-        int64_t limit = slot_limit(a, e), kept = max((int64_t)0, min((int64_t)count, limit - offset));
-        if (e < local)
-            l.base[first + e] += (int)min(offset, (int64_t)INT32_MAX);
+        int64_t limit = slot_limit(a, e),
+                kept = max((int64_t)0, min((int64_t)count, limit - offset));
+        if (e < local) l.base[first + e] += (int)min(offset, (int64_t)INT32_MAX);
         if (e < local && publishes)
             publish_expert(a, e, (int)kept, min(offset, limit),
                            min(offset + rows, limit) - min(offset, limit));
@@ -215,8 +210,7 @@ __device__ void lay_slabs(const EpPrepareArgs &a, const Lane &l, int rank) {
     }
     for (int d = 16; d > 0; d /= 2)
         most = max(most, (int64_t)__shfl_xor_sync(~0u, (int)most, d));
-    if (!publishes || lane)
-        return;
+    if (!publishes || lane) return;
     int64_t needed = batched ? most : start;
     int64_t rows = batched ? local * s.rows_per_expert : min(start, slot_limit(a, 0));
     publish_totals(a, rows, needed, dropped);
@@ -233,8 +227,8 @@ __device__ void number_entries(const EpPrepareArgs &a, const Lane &l) {
             before += l.expert[j] == expert;
         int owner = expert < 0 ? 0 : ep_placement_owner(&placement, expert);
         int slot = expert < 0 ? 0 : l.base[expert] + before;
-        int live = expert >= 0 &&
-                   slot < slot_limit(a, expert - ep_placement_first(&placement, owner));
+        int live =
+            expert >= 0 && slot < slot_limit(a, expert - ep_placement_first(&placement, owner));
         if (a.shape.layout == EP_LAYOUT_FLAT)
             slot = expert - ep_placement_first(&placement, owner), live = expert >= 0;
         l.value[i] = live ? slot : -1;
@@ -272,8 +266,7 @@ __device__ void send_routes(const EpPrepareArgs &a, const Lane &l, int rank, uin
             route[j] = l.expert[token * k + j] == rank ? l.value[token * k + j] : -1;
         rows += __popc(who);
     }
-    if (lane)
-        return;
+    if (lane) return;
     *route_rows_of(a.group, rank, a.group.rank, l.lane, step) = rows;
     a.plan.send_rows[rank * EP_LANES + l.lane] = rows;
 }
@@ -284,12 +277,11 @@ __device__ void keep_routes(const EpPrepareArgs &a, const Lane &l, uint32_t step
     for (int s = 0; s < g.size; s++) {
         int rows = __ldcg(route_rows_of(g, g.rank, s, l.lane, step));
         const int32_t *from = routes_of(g, g.rank, s, l.lane, step, a.top_k);
-        int32_t *to = a.plan.routes +
-                      (int64_t)(s * EP_LANES + l.lane) * g.layout.lane_tokens * a.top_k;
+        int32_t *to =
+            a.plan.routes + (int64_t)(s * EP_LANES + l.lane) * g.layout.lane_tokens * a.top_k;
         for (int i = threadIdx.x; i < rows * a.top_k; i += THREADS)
             to[i] = __ldcg(from + i);
-        if (threadIdx.x == 0)
-            a.plan.lane_rows[s * EP_LANES + l.lane] = rows;
+        if (threadIdx.x == 0) a.plan.lane_rows[s * EP_LANES + l.lane] = rows;
     }
 }
 
@@ -299,13 +291,11 @@ __device__ void lay_flat_rows(const EpPrepareArgs &a) {
     for (int at = 0; at < lanes; at += 32) {
         int rows = at + lane < lanes ? __ldcg(&a.plan.lane_rows[at + lane]) : 0;
         int through = warp_prefix(rows, lane);
-        if (at + lane < lanes)
-            a.plan.lane_begin[at + lane] = begin + through - rows;
+        if (at + lane < lanes) a.plan.lane_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
     int64_t kept = min((int64_t)begin, slot_limit(a, 0));
-    if (lane == 0)
-        publish_totals(a, kept, begin, begin - kept);
+    if (lane == 0) publish_totals(a, kept, begin, begin - kept);
 }
 
 /* Entries of the rows that are kept, by expert; offsets as a permutation by expert would have. */
@@ -319,12 +309,10 @@ __device__ void count_flat_entries(const EpPrepareArgs &a) {
         int64_t rows = max((int64_t)0, min((int64_t)__ldcg(&a.plan.lane_rows[at]), kept));
         const int32_t *routes = a.plan.routes + (int64_t)at * a.group.layout.lane_tokens * k;
         for (int i = threadIdx.x; i < rows * k; i += THREADS)
-            if (__ldcg(routes + i) >= 0)
-                atomicAdd(&a.plan.expert_counts[__ldcg(routes + i)], 1);
+            if (__ldcg(routes + i) >= 0) atomicAdd(&a.plan.expert_counts[__ldcg(routes + i)], 1);
     }
     __syncthreads();
-    if (threadIdx.x)
-        return;
+    if (threadIdx.x) return;
     int offset = 0;
     for (int e = 0; e < local; e++) {
         int count = *(volatile int32_t *)&a.plan.expert_counts[e];
@@ -351,8 +339,7 @@ __device__ void publish_rows(const EpPrepareArgs &a) {
 /* Under EP_OVERFLOW_ERROR the group's status tells of lost slots. */
 __device__ void note_overflow(const EpPrepareArgs &a) {
     const volatile EpPlanHeader *h = a.plan.header;
-    if (!h->dropped_slots || a.shape.overflow != EP_OVERFLOW_ERROR)
-        return;
+    if (!h->dropped_slots || a.shape.overflow != EP_OVERFLOW_ERROR) return;
     a.notes->capacity =
         a.shape.layout == EP_LAYOUT_BATCHED ? a.shape.rows_per_expert : a.shape.capacity;
     a.notes->needed = h->needed_rows;
@@ -369,19 +356,15 @@ __device__ void complete(const EpPrepareArgs &a, int tokens, uint32_t step) {
         is_last = atomicAdd(&a.group.state->finished, 1) % EP_LANES == EP_LANES - 1;
     }
     __syncthreads();
-    if (!is_last)
-        return;
+    if (!is_last) return;
     __threadfence();
     if (a.shape.layout == EP_LAYOUT_FLAT) {
-        if (threadIdx.x < 32)
-            lay_flat_rows(a);
+        if (threadIdx.x < 32) lay_flat_rows(a);
         __syncthreads();
         count_flat_entries(a);
     }
-    if (threadIdx.x < 32)
-        publish_rows(a);
-    if (threadIdx.x)
-        return;
+    if (threadIdx.x < 32) publish_rows(a);
+    if (threadIdx.x) return;
     note_overflow(a);
     a.group.state->step = step;
     volatile EpPlanHeader *h = a.plan.header;
@@ -414,8 +397,7 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     l.value = l.expert + g.layout.lane_tokens * a.top_k;
 
     read_entries(a, l);
-    if (!ep_grid_barrier(g))
-        return;
+    if (!ep_grid_barrier(g)) return;
     share_counts(a, l, step);
     if (!wait_flags(g, ep_at<uint32_t>(g, g.rank, g.layout.count_flag), 1, step, EP_PHASE_COUNTS,
                     l.lane))
@@ -445,8 +427,7 @@ extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {
                                        2 * (size_t)a->group.layout.lane_tokens * a->top_k);
     cudaError_t error = cudaFuncSetAttribute(
         prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess)
-        return error;
+    if (error != cudaSuccess) return error;
     prepare_kernel<<<EP_LANES, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

@@ -45,7 +45,13 @@ __device__ __forceinline__ void ep_lane_range(int tokens, int lane, int *begin, 
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
-enum EpPhase { EP_PHASE_COUNTS = 1, EP_PHASE_ROUTES, EP_PHASE_RECORD, EP_PHASE_CREDIT, EP_PHASE_GRID };
+enum EpPhase {
+    EP_PHASE_COUNTS = 1,
+    EP_PHASE_ROUTES,
+    EP_PHASE_RECORD,
+    EP_PHASE_CREDIT,
+    EP_PHASE_GRID
+};
 
 #define EP_POLLS_PER_CLOCK_READ 256
 
@@ -60,9 +66,9 @@ typedef struct EpPatience {
     int polls;
 } EpPatience;
 
-static __device__ __noinline__ void ep_report_expiry(const EpCudaGroup &g, const EpAwaited &awaited) {
-    if (atomicExch(&g.state->failed, 1))
-        return;
+static __device__ __noinline__ void ep_report_expiry(const EpCudaGroup &g,
+                                                     const EpAwaited &awaited) {
+    if (atomicExch(&g.state->failed, 1)) return;
     volatile EpCudaFailure *out = g.failure;
     out->op = g.op;
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
@@ -77,14 +83,11 @@ static __device__ __noinline__ void ep_report_expiry(const EpCudaGroup &g, const
  */
 __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
                                            const EpAwaited &awaited) {
-    if (++p->polls % EP_POLLS_PER_CLOCK_READ)
-        return 1;
-    if (*(volatile int32_t *)&g.state->failed)
-        return 0;
+    if (++p->polls % EP_POLLS_PER_CLOCK_READ) return 1;
+    if (*(volatile int32_t *)&g.state->failed) return 0;
     uint64_t now = ep_global_timer();
     p->start = p->start ? p->start : now;
-    if (now - p->start < g.timeout_ns)
-        return 1;
+    if (now - p->start < g.timeout_ns) return 1;
     ep_report_expiry(g, awaited);
     return 0;
 }
@@ -99,10 +102,8 @@ __device__ __forceinline__ int ep_wait_counter(const EpCudaGroup &g, const uint3
     EpPatience patience = {0, 0};
     for (;;) {
         uint32_t seen = ep_load_acquire_sys(counter);
-        if (ep_reached(seen, expected))
-            return 1;
-        if (!ep_patience(g, &patience, EpAwaited{peer, phase, lane, expected, seen}))
-            return 0;
+        if (ep_reached(seen, expected)) return 1;
+        if (!ep_patience(g, &patience, EpAwaited{peer, phase, lane, expected, seen})) return 0;
     }
 }
 

@@ -14,8 +14,7 @@ __global__ void find_pointers(ncclWindow_t window, int size, char **out) {
 extern "C" int ep_window_pointers(void *window, int size, char **out) {
     char **device = NULL;
     cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
-    if (error != cudaSuccess)
-        return error;
+    if (error != cudaSuccess) return error;
     find_pointers<<<1, 128>>>((ncclWindow_t)window, size, device);
     error = cudaMemcpy(out, device, (size_t)size * sizeof(*device), cudaMemcpyDeviceToHost);
     cudaFree(device);
@@ -30,11 +29,9 @@ __global__ void greet(char **windows, int rank, int size, unsigned value) {
 extern "C" int ep_window_greet(char *const *windows, int rank, int size, unsigned value) {
     char **device = NULL;
     cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
-    if (error != cudaSuccess)
-        return error;
+    if (error != cudaSuccess) return error;
     error = cudaMemcpy(device, windows, (size_t)size * sizeof(*device), cudaMemcpyHostToDevice);
-    if (error == cudaSuccess)
-        greet<<<1, 128>>>(device, rank, size, value);
+    if (error == cudaSuccess) greet<<<1, 128>>>(device, rank, size, value);
     cudaError_t finished = cudaDeviceSynchronize();
     cudaFree(device);
     return error != cudaSuccess ? error : finished;
@@ -44,10 +41,9 @@ extern "C" int ep_window_count_greetings(const char *own, int size, unsigned val
     *out = 0;
     for (int r = 0; r < size; r++) {
         uint32_t word = 0;
-        cudaError_t error = cudaMemcpy(&word, (const uint32_t *)own + r, sizeof(word),
-                                       cudaMemcpyDefault);
-        if (error != cudaSuccess)
-            return error;
+        cudaError_t error =
+            cudaMemcpy(&word, (const uint32_t *)own + r, sizeof(word), cudaMemcpyDefault);
+        if (error != cudaSuccess) return error;
         *out += word == value;
     }
     return cudaSuccess;
