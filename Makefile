@@ -242,4 +242,4 @@ clean:
 	rm -rf build build-asan build-tsan
 
 format:
-	clang-format -i $(shell git ls-files '*.c' '*.h')
+	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

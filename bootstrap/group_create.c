@@ -42,7 +42,7 @@ static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
         ep_backend_choose(config, bootstrap->size, settings, reason, sizeof(reason));
     if (!backend)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
-                         "expected one that can serve this rank, but %s", reason);
+                         "expected one that can serve this rank: %s", reason);
     mine->backend = backend->id;
     return EP_OK;
 }

@@ -25,29 +25,26 @@ static const EpBackendOps *cuda_ops(void) {
 #endif
 }
 
+/* AUTO is to mean cuda where every rank can have it, once that backend is released. */
 const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, int32_t num_ranks,
                                       const EpSettings *settings, char *reason,
                                       size_t reason_bytes) {
     EpBackend wish = ep_backend_wish(config, settings);
     char why_not[192] = "";
+    int usable = ep_cuda_usable(config, num_ranks, why_not, sizeof(why_not));
     if (wish == EP_BACKEND_HOST && config->nccl_comm) {
         snprintf(reason, reason_bytes, "the host backend has no use for an NCCL communicator");
         return NULL;
     }
-    if (wish == EP_BACKEND_HOST) {
-        snprintf(reason, reason_bytes, "the host backend is asked for");
-        return &ep_backend_host;
-    }
-    if (ep_cuda_usable(config, num_ranks, why_not, sizeof(why_not))) {
-        snprintf(reason, reason_bytes,
-                 wish == EP_BACKEND_CUDA ? "the cuda backend is asked for"
-                                         : "cuda: this rank has a GPU");
-        return cuda_ops();
-    }
     if (wish == EP_BACKEND_CUDA) {
-        snprintf(reason, reason_bytes, "the cuda backend is asked for, but %s", why_not);
-        return NULL;
+        snprintf(reason, reason_bytes, "the cuda backend is asked for%s%s", usable ? "" : ", but ",
+                 usable ? "" : why_not);
+        return usable ? cuda_ops() : NULL;
     }
-    snprintf(reason, reason_bytes, "host: %s", why_not);
+    if (wish == EP_BACKEND_HOST)
+        snprintf(reason, reason_bytes, "the host backend is asked for");
+    else
+        snprintf(reason, reason_bytes, "host: %s",
+                 usable ? "the cuda backend is not released yet: ask for it by name" : why_not);
     return &ep_backend_host;
 }

@@ -254,7 +254,7 @@ typedef struct EpGroup EpGroup;
 
 /** Who moves the bytes. */
 typedef enum EpBackend {
-    EP_BACKEND_AUTO = 1, /**< CUDA where every rank has a usable GPU, else HOST */
+    EP_BACKEND_AUTO = 1, /**< the best that is released: in this version HOST */
     EP_BACKEND_HOST = 2, /**< CPUs: shared memory within a node, messages between nodes */
     EP_BACKEND_CUDA = 3  /**< GPUs that reach each other's memory */
 } EpBackend;
