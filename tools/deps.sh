@@ -6,7 +6,7 @@ set -eu
 missing=
 need() { missing="$missing $1"; }
 
-command -v cc >/dev/null || need gcc
+command -v cc >/dev/null || need "gcc libc6-dev"
 command -v pkg-config >/dev/null || need pkg-config
 command -v mpirun >/dev/null || need openmpi-bin
 has() { command -v pkg-config >/dev/null && pkg-config --exists "$1"; }
