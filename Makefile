@@ -72,7 +72,7 @@ else
 lib_c := $(filter-out $(cuda_c),$(lib_c))
 endif
 # The row arithmetic is built once for each instruction set and chosen at run time.
-machine := $(shell $(CC) -dumpmachine)
+machine := $(shell $(CC) -dumpmachine 2>/dev/null)
 row_sets := base $(if $(findstring x86_64,$(machine)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
