@@ -38,7 +38,6 @@ typedef struct Job {
     Term term[MAX_TERMS];
     int32_t terms;
     int32_t source; /* summer: where the sum goes, -1: no more */
-    int32_t token;  /* reducer: -1: no more */
 } Job;
 
 typedef struct Shared {
@@ -328,8 +327,7 @@ __device__ __forceinline__ int next_token(const EpGatherArgs &a, Shared *s, Job 
     __syncwarp();
     if (rank >= 0 && rank != g.rank) s->count[rank]++;
     *own += is_own != 0;
-    if (lane == 0)
-        job->terms = ranks + (is_own ? own_terms - 1 : 0), job->token = alive ? token : -1;
+    if (lane == 0) job->terms = ranks + (is_own ? own_terms - 1 : 0);
     __syncwarp();
     return alive;
 }

@@ -38,7 +38,8 @@ int main(int argc, char **argv) {
     check(ep_group_create(&bootstrap, &config, &group));
     check(ep_handle_create(group, NULL, NULL, 0, &layer));
 
-    float *x = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float)); /* rows start on 16 bytes */
+    /* Rows start on 16 bytes. */
+    float *x = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float));
     float *y = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float));
     float weights[TOKENS * TOP_K];
     int32_t idx[TOKENS * TOP_K];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "handles/handle.h"
 
-#include <string.h>
+#include "runtime/log.h"
 
 static int64_t inherit(int64_t value, int64_t standard) {
     return value == EP_DEFAULT ? standard : value;
@@ -199,6 +199,7 @@ EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
     call->rank = handle->group->rank;
     handle->group->backend->poll(handle->group);
     EP_TRY(ep_group_usable(handle->group));
+    EP_TRACE("%s: handle %d", call->name, handle->ordinal);
     return handle->group->backend->check_plan(handle, call->name, handle->memory);
 }
 
