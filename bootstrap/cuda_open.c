@@ -16,9 +16,17 @@
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
-#define RING_BYTES (48 << 20) /* of all rings together, where that makes them deep enough */
+#define RING_BYTES (44 << 20) /* of all rings together, where that makes them deep enough */
 #define LEAST_DEPTH 4
-#define MOST_DEPTH 16
+
+int32_t ep_cuda_lanes(const EpSettings *settings) {
+    int device = 0, sms = 2 * EP_MAX_LANES;
+    if (cudaGetDevice(&device) == cudaSuccess)
+        (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    (void)cudaGetLastError();
+    if (settings->num_sms != EP_COUNT_AUTO) sms = (int)ep_min(sms, settings->num_sms);
+    return (int32_t)ep_max(1, ep_min(EP_MAX_LANES, sms / 2));
+}
 
 static int64_t take(int64_t *at, int64_t bytes) {
     int64_t offset = *at;
@@ -26,34 +34,34 @@ static int64_t take(int64_t *at, int64_t bytes) {
     return offset;
 }
 
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
-    EpWindowLayout w = {0};
-    int64_t lanes = (int64_t)num_ranks * EP_LANES, at = 0;
+/* Half as many records as a lane has tokens may wait in a ring, or as many as there is memory for. */
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, int32_t lanes) {
+    EpWindowLayout w = {.lanes = lanes};
+    int64_t all = (int64_t)num_ranks * lanes, rings = ep_max(1, num_ranks - 1) * lanes, at = 0;
+    int64_t columns = config->num_experts + num_ranks;
     w.record_bytes =
-        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
-    w.lane_tokens = (config->max_tokens + EP_LANES - 1) / EP_LANES;
-    int64_t depth = RING_BYTES / (lanes * w.record_bytes);
-    w.depth = (int32_t)ep_max(LEAST_DEPTH, ep_min(MOST_DEPTH, depth));
-    w.depth = (int32_t)ep_min(w.depth, ep_max(LEAST_DEPTH, w.lane_tokens));
-    w.head = take(&at, lanes * 4);
-    w.credit = take(&at, lanes * 4);
-    w.count_flag = take(&at, (int64_t)num_ranks * 4);
-    w.route_flag = take(&at, lanes * 4);
-    w.counts = take(&at, 2LL * num_ranks * config->num_experts * 4);
-    w.route_rows = take(&at, 2 * lanes * 4);
-    w.routes = take(&at, 2 * lanes * w.lane_tokens * config->max_top_k * 4);
-    w.ring = take(&at, lanes * w.depth * w.record_bytes);
+        ep_round_up(ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes,
+                    128);
+    w.lane_tokens = (config->max_tokens + lanes - 1) / lanes;
+    int64_t depth = ep_min(RING_BYTES / (rings * w.record_bytes), w.lane_tokens);
+    w.depth = (int32_t)ep_max(LEAST_DEPTH, depth);
+    w.arrival = take(&at, 2LL * num_ranks * (int64_t)sizeof(EpArrival));
+    w.head = take(&at, all * 8);
+    w.credit = take(&at, all * 8);
+    w.counts = take(&at, 2LL * num_ranks * columns * 4);
+    w.routes = take(&at, 2 * all * w.lane_tokens * config->max_top_k * 4);
+    w.ring = take(&at, num_ranks > 1 ? rings * w.depth * w.record_bytes : 0);
     w.bytes = at;
     return w;
 }
 
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes) {
-    (void)settings;
-    *shared_bytes = ep_window_layout(config, num_ranks).bytes;
+    int32_t lanes = ep_cuda_lanes(settings);
+    *shared_bytes = ep_window_layout(config, num_ranks, lanes).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaNotes) +
                                sizeof(EpCudaFailure)) +
-                     4LL * EP_LANES * config->num_experts;
+                     4LL * lanes * (config->num_experts + num_ranks);
 }
 
 /* ---- feasibility --------------------------------------------------------------------------- */
@@ -169,7 +177,8 @@ static EpStatus open_window(EpGroup *group, EpCuda *cuda) {
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
-    size_t counts = 4 * (size_t)EP_LANES * (size_t)group->config.num_experts;
+    size_t columns = (size_t)(group->config.num_experts + group->size);
+    size_t counts = 4 * (size_t)g->layout.lanes * columns;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->lane_counts, counts)));
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
@@ -185,18 +194,11 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 }
 
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
-    int sms = 0;
     EP_TRY(ep_cuda_check(group, "cudaGetDevice", cudaGetDevice(&cuda->ordinal)));
-    EP_TRY(
-        ep_cuda_check(group, "cudaDeviceGetAttribute",
-                      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, cuda->ordinal)));
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
-                         cudaDeviceGetAttribute(&cuda->shared_bytes,
-                                                cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                                cuda->ordinal)));
-    int64_t wanted = group->settings.num_sms;
-    cuda->num_sms = wanted > 1 && wanted < sms ? (int)wanted : sms;
-    return EP_OK;
+    return ep_cuda_check(
+        group, "cudaDeviceGetAttribute",
+        cudaDeviceGetAttribute(&cuda->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                               cuda->ordinal));
 }
 
 EpStatus ep_cuda_open(EpGroup *group) {
@@ -207,14 +209,14 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EpCudaGroup *g = &cuda->device;
     g->rank = group->rank, g->size = group->size;
     g->num_experts = group->config.num_experts;
-    g->layout = ep_window_layout(&group->config, group->size);
+    g->layout = ep_window_layout(&group->config, group->size, ep_cuda_lanes(&group->settings));
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);
     EP_TRY(read_device(group, cuda));
     EP_TRY(open_memory(group, cuda));
     EP_TRY(open_window(group, cuda));
     EP_INFO(
-        "cuda backend: device %d, %d multiprocessors, window of %lld bytes, rings of %d records",
-        cuda->ordinal, cuda->num_sms, (long long)g->layout.bytes, g->layout.depth);
+        "cuda backend: device %d, %d lanes, window of %lld bytes, rings of %d records",
+        cuda->ordinal, g->layout.lanes, (long long)g->layout.bytes, g->layout.depth);
     return EP_OK;
 }
 

@@ -8,11 +8,22 @@
 
 /* ---- order --------------------------------------------------------------------------------- */
 
-/* Operations of one group run in the order of their calls, on whatever streams: the lanes are
- * queues. Within one stream that is so by itself. */
+/* Operations of one group run in the order of their calls, on whatever streams: each waits for the
+ * event behind the one before. Within one stream that is so by itself. In a graph under capture
+ * the event counts only if it was recorded there, too; between graphs and streams, order is the
+ * caller's. */
 static EpStatus enter_stream(const EpGroup *group, EpStream stream) {
     EpCuda *cuda = ep_cuda(group);
-    if (!cuda->last_stream || cuda->last_stream == (cudaStream_t)stream) return EP_OK;
+    enum cudaStreamCaptureStatus capturing;
+    unsigned long long capture = 0;
+    EP_TRY(ep_cuda_check(
+        group, "cudaStreamGetCaptureInfo",
+        ep_cuda_capture_info((cudaStream_t)stream, &capturing, &capture)));
+    capture = capturing == cudaStreamCaptureStatusActive ? capture : 0;
+    int follows = cuda->has_last && cuda->last_capture == capture;
+    int same = cuda->last_stream == (cudaStream_t)stream;
+    cuda->last_capture = capture;
+    if (!follows || same) return EP_OK;
     return ep_cuda_check(group, "cudaStreamWaitEvent",
                          cudaStreamWaitEvent((cudaStream_t)stream, cuda->last, 0));
 }
@@ -20,9 +31,18 @@ static EpStatus enter_stream(const EpGroup *group, EpStream stream) {
 static EpStatus leave_stream(const EpGroup *group, EpStream stream, int launched) {
     EpCuda *cuda = ep_cuda(group);
     EP_TRY(ep_cuda_check(group, "kernel launch", launched));
-    cuda->last_stream = (cudaStream_t)stream;
+    cuda->last_stream = (cudaStream_t)stream, cuda->has_last = 1;
     return ep_cuda_check(group, "cudaEventRecord",
                          cudaEventRecord(cuda->last, (cudaStream_t)stream));
+}
+
+/* What must be the same on all ranks, in one word: FNV-1a over the values. */
+static uint32_t digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count) {
+    uint32_t hash = 2166136261u;
+    const unsigned char *byte = (const unsigned char *)values;
+    for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
+        hash = (hash ^ byte[i]) * 16777619u;
+    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 20);
 }
 
 /* ---- prepare ------------------------------------------------------------------------------- */
@@ -53,7 +73,9 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
         args.offsets = vector_of(out->expert_offsets);
         args.totals = vector_of(out->totals);
     }
-    args.group.op = ep_op_prepare.code;
+    const int64_t agreed[] = {routing->top_k, handle->shape.layout, handle->shape.alignment,
+                              handle->shape.capacity, handle->shape.rows_per_expert};
+    args.group.digest = digest(handle, &ep_op_prepare, agreed, 5);
     EP_TRY(enter_stream(group, routing->stream));
     EP_TRY(leave_stream(group, routing->stream, ep_cuda_launch_prepare(&args, routing->stream)));
     state->prepares++;
@@ -64,19 +86,29 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 
 /* ---- movements ----------------------------------------------------------------------------- */
 
-#define MAX_STAGES 16
-#define LEAST_STAGES 3
-#define STATIC_SHARED_BYTES 9216 /* room for what kernels declare */
+#define STATIC_SHARED_BYTES 8192 /* room for what kernels declare */
+#define JOB_TABLE_BYTES 1024     /* of a pipe's tables, for each load or store of a job */
+#define WANTED_STAGES 6          /* to overlap loads with stores */
+#define MOST_STAGES 32
+#define LEAST_PIECE 1024
 
-static EpStatus count_stages(const EpGroup *group, int64_t record_bytes, int32_t *stages) {
-    int64_t fit = (ep_cuda(group)->shared_bytes - STATIC_SHARED_BYTES) / record_bytes;
-    *stages = (int32_t)ep_min(fit, MAX_STAGES);
-    if (*stages >= LEAST_STAGES) return EP_OK;
+/* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
+ * once: of whole rows, if that makes enough of them. */
+static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t width, int64_t held,
+                           EpPipeShape *shape) {
+    int64_t room = ep_cuda(group)->shared_bytes - STATIC_SHARED_BYTES - JOB_TABLE_BYTES * width;
+    int64_t pieces = 1, bytes = row_bytes;
+    while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > LEAST_PIECE)
+        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), 16), pieces++;
+    pieces = (row_bytes + bytes - 1) / bytes;
+    *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
+                           .stage_bytes = (int32_t)bytes,
+                           .width = (int32_t)width,
+                           .pieces = (int32_t)pieces};
+    if (shape->stages >= held) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
-                   "rank %d: expected records of which %d fit %d bytes of shared memory, got %lld "
-                   "bytes each",
-                   group->rank, LEAST_STAGES, ep_cuda(group)->shared_bytes,
-                   (long long)record_bytes);
+                   "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
+                   group->rank, (long long)held, (long long)bytes, ep_cuda(group)->shared_bytes);
 }
 
 static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
@@ -106,10 +138,11 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .out_idx = s->out_idx,
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
-    EP_TRY(count_stages(group, args.record.bytes, &args.stages));
-    args.send_blocks = (int32_t)ep_max(1, ep_min(EP_LANES / 2, cuda->num_sms / 2));
-    args.fill_blocks = args.send_blocks;
-    args.group.op = s->op->code;
+    int64_t held = args.type ? 1 + state->top_k : 1;
+    EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, &args.send));
+    EP_TRY(shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, &args.fill));
+    const int64_t agreed[] = {state->top_k, s->row_bytes, s->scale_bytes, s->carries_weights};
+    args.group.digest = digest(handle, s->op, agreed, 4);
     EP_TRY(enter_stream(group, s->stream));
     return leave_stream(group, s->stream, ep_cuda_launch_scatter(&args, s->stream));
 }
@@ -133,12 +166,9 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
                          .out_rows = g->out_rows,
                          .out_num_rows = g->out_num_rows,
                          .out_values = g->out_values};
-    EP_TRY(count_stages(group, args.record.bytes, &args.stages));
-    args.stages = (int32_t)ep_min(args.stages, 4);
-    int32_t per_sm = args.stages * args.record.bytes * 2 < cuda->shared_bytes ? 2 : 1;
-    args.sum_blocks = (int32_t)ep_max(1, ep_min(EP_LANES, per_sm * cuda->num_sms / 2));
-    args.reduce_blocks = args.sum_blocks;
-    args.group.op = g->op->code;
+    EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, &args.pipe));
+    const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
+    args.group.digest = digest(handle, g->op, agreed, 4);
     EP_TRY(enter_stream(group, g->stream));
     return leave_stream(group, g->stream, ep_cuda_launch_gather(&args, g->stream));
 }
@@ -154,23 +184,45 @@ static const char *op_name(int32_t code) {
 }
 
 static const char *awaited_name(int32_t phase) {
-    static const char *const names[] = {"?", "counts", "routes", "data", "room", "the grid"};
+    static const char *const names[] = {"?", "its arrival", "routes", "data", "room", "the grid"};
     return names[phase >= 1 && phase <= 5 ? phase : 0];
+}
+
+static void tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
+                      const EpFinding *finding) {
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s in lane %d: expected "
+            "%u, seen %u)",
+            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
+            f->expected, f->seen);
+}
+
+static void tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
+                       const EpFinding *finding) {
+    int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
+    int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    if (own == other && own_handle == other_handle)
+        ep_fail(EP_ERR_ORDER,
+                "rank %d: %s: expected the same sizes on all ranks, rank %d called it on handle %d "
+                "with others",
+                group->rank, finding->phase, f->peer, other_handle);
+    else
+        ep_fail(EP_ERR_ORDER,
+                "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
+                "handle %d",
+                group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
 }
 
 static void poll_failure(EpGroup *group) {
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
-    if (!f->failed || group->failed != EP_OK) return;
+    if (!f->fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
-    finding.status = EP_ERR_TIMEOUT;
+    int late = f->fault == EP_FAULT_LATE;
+    finding.status = late ? EP_ERR_TIMEOUT : EP_ERR_ORDER;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
     strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
-    ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s of lane %d: expected "
-            "%u, seen %u)",
-            group->rank, finding.phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
-            f->expected, f->seen);
+    (late ? tell_late : tell_order)(group, f, &finding);
     ep_group_fail(group, &finding);
 }
 

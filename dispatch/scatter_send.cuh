@@ -3,183 +3,154 @@
 #define EP_DISPATCH_SCATTER_SEND_CUH
 
 /**
- * A sending block: tokens of its lanes, one by one, to every rank that needs them.
+ * A sending block: the tokens of its lane, in order, each once to every rank that needs it.
  */
 
-#include "dispatch/scatter_block.cuh"
+#include "dispatch/scatter_row.cuh"
 
-/* A lane's tokens, looked up 32 at a time, one by each lane of the warp. */
-typedef struct Tokens {
-    int at, end;   /* the next to look at, and the end of the lane */
-    int base;      /* of the 32 that were looked up */
-    RankSet ranks; /* of token base + lane */
-    int own;       /* rows so far that stay on this rank */
-} Tokens;
+/** Where rows are put on the other ranks, and how many records each has taken out of this lane. */
+typedef struct Peers {
+    char *landing[EP_CUDA_MAX_RANKS]; /* NULL: into the ring */
+    int32_t credit[EP_CUDA_MAX_RANKS];
+} Peers;
 
-__device__ __forceinline__ void look_up(const EpScatterArgs &a, Tokens *t, int base, int lane) {
-    t->base = base;
-    for (int w = 0; w < RANK_WORDS; w++)
-        t->ranks.word[w] = 0;
-    for (int k = 0; k < a.top_k && base + lane < t->end; k++) {
-        int owner = a.plan.owner[(int64_t)(base + lane) * a.top_k + k];
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++)
-            if (owner >= w * 32 && owner < w * 32 + 32) t->ranks.word[w] |= 1u << (owner - w * 32);
-    }
-}
-
-/* Move on to the first token, from `at` on, that goes anywhere; at = end where there is none. */
-__device__ __forceinline__ void skip_dead(const EpScatterArgs &a, Tokens *t, int lane) {
-    while (t->at < t->end) {
-        if (t->at >= t->base + 32) look_up(a, t, t->at, lane);
-        uint32_t any = 0;
-        for (int w = 0; w < RANK_WORDS; w++)
-            any |= t->ranks.word[w];
-        unsigned live = __ballot_sync(~0u, any) >> (t->at - t->base);
-        t->at = live ? t->at + __ffs(live) - 1 : t->base + 32;
-        if (live) return;
-    }
-}
-
-__device__ __forceinline__ RankSet ranks_of(const Tokens *t) {
-    RankSet set;
-    for (int w = 0; w < RANK_WORDS; w++)
-        set.word[w] = __shfl_sync(~0u, t->ranks.word[w], t->at - t->base);
-    return set;
-}
-
-__device__ __forceinline__ int has_rank(const RankSet &set, int rank) {
-    return set.word[rank / 32] >> (rank % 32) & 1;
-}
-
-/* Start bringing the token at t->at into a stage. The stage's weights and scales are written by
- * ordinary stores, which a fence hands over to the copies that will read them. */
-__device__ __forceinline__ void load_token(const EpScatterArgs &a, Shared *s, char *stages,
-                                           int stage, Tokens *t, int ring, int lane) {
-    char *to = stage_at(a, stages, stage);
-    int64_t token = t->at;
-    RankSet set = ranks_of(t);
-    if (lane == 0) {
-        s->token[stage] = t->at;
-        s->ranks[stage] = set;
-        ep_mbarrier_expect(&s->full[stage], (uint32_t)a.row_bytes);
-        ep_bulk_load(to, a.rows + token * a.row_bytes, (uint32_t)a.row_bytes, &s->full[stage]);
-    }
-    if (keeps_own_rows(a) && has_rank(set, a.group.rank))
-        read_route(a, s, stage, a.group.rank, ring, t->own++, lane);
-    if (a.carries_weights && lane < a.top_k)
-        ((float *)(to + a.record.weights))[lane] = a.topk_weights[token * a.top_k + lane];
-    const uint32_t *scales = (const uint32_t *)(a.scales + token * a.scale_bytes);
-    for (int i = lane; i < a.scale_bytes / 4; i += 32)
-        ((uint32_t *)(to + a.record.scales))[i] = scales[i];
-    if (a.carries_weights || a.scale_bytes) ep_fence_proxy_async();
-    __syncwarp();
-}
-
-/* Let receivers see what has certainly been written: all but the tokens still under way, whose
- * ranks the last stages tell. By lane 0, after a full wait for all but `pending` groups. */
-__device__ __forceinline__ void publish_heads(const EpScatterArgs &a, Shared *s, int ring,
-                                              uint32_t turn, int pending) {
+/* All ranks must have entered this operation before anything is stored there. By a warp. */
+__device__ __forceinline__ int meet_peers(const EpScatterArgs &a, Peers *peers, uint32_t epoch,
+                                          int ring) {
     const EpCudaGroup &g = a.group;
-    ep_fence_sys(); /* one for all: each costs as much as a short copy */
-    for (int r = 0; r < g.size; r++) {
-        uint32_t done = s->count[r];
-        for (int i = 0; i < pending && s->told[r] != done; i++)
-            done -=
-                has_rank(s->ranks[(turn - i) % a.stages], r) && !(keeps_own_rows(a) && r == g.rank);
-        if (s->told[r] == done) continue;
-        s->told[r] = done;
-        ep_store_relaxed_sys(ep_head(g, r, g.rank, ring), done);
+    int alive = 1;
+    for (int r = threadIdx.x % 32; r < g.size && ring == 0; r += 32)
+        ep_announce_arrival(g, r, epoch, a.where);
+    for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
+        uint64_t where = 0;
+        alive = ep_await_arrival(g, r, epoch, ring, &where);
+        int window = (int)(where >> 40) - 1;
+        peers->landing[r] = NULL;
+        peers->credit[r] = 0;
+        if (alive && window >= 0)
+            peers->landing[r] = g.peers[window * EP_CUDA_MAX_RANKS + r] +
+                                (where & (((uint64_t)1 << 40) - 1)) * 16;
     }
+    return __all_sync(~0u, alive);
 }
 
-/* Room for one more record. A receiver can only empty what it was told of. */
-__device__ __forceinline__ int await_room(const EpScatterArgs &a, Shared *s, int peer, int ring,
-                                          uint32_t turn) {
-    const EpCudaGroup &g = a.group;
-    const uint32_t *credit = ep_credit(g, g.rank, peer, ring);
-    uint32_t needed = s->count[peer] + 1 - g.layout.depth;
-    if (ep_reached(s->seen[peer], needed)) return 1;
-    s->seen[peer] = ep_load_acquire_sys(credit);
-    if (ep_reached(s->seen[peer], needed)) return 1;
-    ep_bulk_commit();
-    ep_bulk_wait<0>();
-    publish_heads(a, s, ring, turn, 0);
-    return ep_wait_counter(g, credit, needed, peer, EP_PHASE_CREDIT, ring);
-}
-
-/* Push a stage to every rank of its set. By lane 0. */
-__device__ __forceinline__ int push_record(const EpScatterArgs &a, Shared *s, const char *record,
-                                           int stage, int ring, uint32_t turn) {
-    const EpCudaGroup &g = a.group;
-    for (int w = 0; w < RANK_WORDS; w++)
-        for (uint32_t left = s->ranks[stage].word[w]; left; left &= left - 1) {
-            int peer = w * 32 + __ffs(left) - 1;
-            if (peer == g.rank && keeps_own_rows(a)) continue;
-            if (!await_room(a, s, peer, ring, turn)) return 0;
-            ep_bulk_store(ep_ring(g, peer, g.rank, ring, s->count[peer]), record,
-                          (uint32_t)a.record.bytes);
-            s->count[peer]++;
-        }
-    return 1;
-}
-
-/* Store what a stage holds, everywhere it goes. */
-__device__ __forceinline__ int store_token(const EpScatterArgs &a, Shared *s, char *stages,
-                                           int ring, uint32_t turn, int lane) {
-    int stage = (int)(turn % a.stages), alive = 1;
-    char *record = stage_at(a, stages, stage);
-    wait_full(s, stage, turn / a.stages % 2);
-    if (lane == 0) alive = push_record(a, s, record, stage, ring, turn);
-    if (keeps_own_rows(a) && has_rank(s->ranks[stage], a.group.rank))
-        copy_to_slots(a, s, record, stage, lane);
-    if (lane == 0) {
-        ep_bulk_commit();
-        wait_stores(a);
-        if (turn % TOKENS_PER_PUBLISH == 0) publish_heads(a, s, ring, turn, stores_in_flight(a));
-    }
-    return __shfl_sync(~0u, alive, 0);
-}
-
-/* One lane, by one warp. Loads run ahead of stores by all stages but those still being stored. */
-__device__ int send_lane(const EpScatterArgs &a, Shared *s, char *stages, int ring,
-                         uint32_t *turns) {
-    const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x, alive = 1;
-    uint32_t loaded = *turns, stored = *turns;
-    Tokens t = {0, 0, -32, {{0}}, 0};
-    ep_lane_range((int)a.plan.header->num_tokens, ring, &t.at, &t.end);
-    t.base = t.at - 32;
-    for (int r = lane; r < g.size; r += 32) {
-        s->told[r] = s->count[r] = g.state->sent[r][ring];
-        s->seen[r] = s->count[r] - g.layout.depth; /* nothing known of the credit yet */
-    }
-    __syncwarp();
-    for (skip_dead(a, &t, lane); alive && (t.at < t.end || stored != loaded); stored++) {
-        while (t.at < t.end && loaded - stored < (uint32_t)(a.stages - stores_in_flight(a))) {
-            load_token(a, s, stages, (int)(loaded++ % a.stages), &t, ring, lane);
-            t.at++;
-            skip_dead(a, &t, lane);
-        }
-        alive = store_token(a, s, stages, ring, stored, lane);
-    }
-    if (lane == 0) {
-        ep_bulk_wait<0>();
-        publish_heads(a, s, ring, stored, 0);
-    }
-    __syncwarp();
-    *turns = loaded;
-    for (int r = lane; r < g.size; r += 32)
-        g.state->sent[r][ring] = s->count[r];
-    __syncwarp();
+/* Until the ring to a peer has a place for record `row`. */
+__device__ __forceinline__ int await_room(const EpCudaGroup &g, Peers *peers, uint32_t epoch,
+                                          int ring, int peer, int row) {
+    int needed = row + 1 - g.layout.depth, seen;
+    if (peers->credit[peer] >= needed) return 1;
+    int alive = ep_wait_counter(g, ep_credit(g, g.rank, peer, ring), epoch, needed, peer,
+                                EP_PHASE_CREDIT, ring, &seen);
+    peers->credit[peer] = seen;
     return alive;
 }
 
-__device__ void send(const EpScatterArgs &a, Shared *s, char *stages) {
-    uint32_t turns = 0;
-    if (threadIdx.x >= 32) return;
-    for (int ring = blockIdx.x; ring < EP_LANES; ring += a.send_blocks)
-        if (!send_lane(a, s, stages, ring, &turns)) return;
+/* Rows that are copied as they are go from here straight to the slots of this rank; those that are
+ * multiplied are left to the filling block. */
+__device__ __forceinline__ int copies(const EpScatterArgs &a) {
+    return a.type == 0;
+}
+
+/* Where this lane of a team stores its token, if anywhere, and whom it tells. */
+__device__ __forceinline__ int choose_target(const EpScatterArgs &a, Peers *peers, uint32_t epoch,
+                                             int ring, const EpEntry &e, char **to, int *peer) {
+    const EpCudaGroup &g = a.group;
+    *to = NULL, *peer = -1;
+    if (e.owner == g.rank && copies(a) && e.slot >= 0)
+        *to = a.out_rows + e.slot * a.row_bytes;
+    if (e.owner < 0 || e.owner == g.rank || !e.carrier) return 1;
+    *peer = e.owner;
+    if (!await_room(g, peers, epoch, ring, e.owner, e.row)) return 0;
+    char *landing = peers->landing[e.owner];
+    if (!landing)
+        *to = ep_ring(g, e.owner, g.rank, ring, e.row);
+    else if (e.slot >= 0)
+        *to = landing + e.slot * a.row_bytes;
+    return 1;
+}
+
+/* The jobs of a team's token, one for each piece of its row. `number` is the first. */
+__device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, const Team &t,
+                                           uint32_t number, int token, int valid, char *to,
+                                           int row, int peer) {
+    int stores, notes, at = team_rank(t, to != NULL, &stores);
+    int note = team_rank(t, peer >= 0, &notes);
+    for (int piece = 0; piece < p->shape.pieces; piece++) {
+        uint32_t n = number + piece;
+        int j = n % JOBS, cell = j * p->shape.width;
+        int64_t offset = (int64_t)piece * p->shape.stage_bytes;
+        if (valid) pipe_await_open(p, n);
+        if (valid && to) p->to[cell + at] = to + offset;
+        if (valid && peer >= 0) p->peer[cell + note] = peer, p->row[cell + note] = row;
+        if (valid && t.k == 0) {
+            p->from[cell] = a.rows + token * a.row_bytes + offset;
+            p->loads[j] = 1, p->stores[j] = stores;
+            p->notes[j] = piece == p->shape.pieces - 1 ? notes : 0;
+            p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes, a.row_bytes - offset);
+            p->item[j] = token, p->piece[j] = piece;
+        }
+        __syncwarp();
+        if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
+    }
+}
+
+/* The planner of a sending block. */
+__device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint32_t epoch,
+                            int ring) {
+    const EpCudaGroup &g = a.group;
+    Team t = make_team(a.top_k, g.layout.depth);
+    int begin, end, alive = meet_peers(a, peers, epoch, ring);
+    uint32_t n = 0;
+    ep_lane_range(g, (int)a.plan.header->num_tokens, ring, &begin, &end);
+    __syncwarp();
+    for (int first = begin; first < end && alive; first += t.count) {
+        int token = first + t.index, valid = t.index < t.count && token < end, peer;
+        char *to;
+        EpEntry e = {-1, 0, -1, 0, 0};
+        if (valid && t.k < a.top_k) e = a.plan.entries[(int64_t)token * a.top_k + t.k];
+        alive = __all_sync(~0u, choose_target(a, peers, epoch, ring, e, &to, &peer));
+        if (!alive) break;
+        post_token(a, p, t, n + t.index * p->shape.pieces, token, valid, to, e.row, peer);
+        n += min(t.count, end - first) * p->shape.pieces;
+    }
+    pipe_end(p, n);
+}
+
+/* ---- weights and scales -------------------------------------------------------------------- */
+
+/* Beside a token: its weights and scales, into the records that go to peers and to its own slots.
+ * By a warp. */
+__device__ __forceinline__ void send_side(const EpScatterArgs &a, int ring, int token) {
+    const EpCudaGroup &g = a.group;
+    int lane = threadIdx.x % 32;
+    EpEntry e = {-1, 0, -1, 0, 0};
+    if (lane < a.top_k) e = a.plan.entries[(int64_t)token * a.top_k + lane];
+    float weight =
+        a.carries_weights && lane < a.top_k ? a.topk_weights[(int64_t)token * a.top_k + lane] : 0;
+    const uint32_t *scales = (const uint32_t *)(a.scales + token * a.scale_bytes);
+    unsigned peers = __ballot_sync(~0u, e.owner >= 0 && e.owner != g.rank && e.carrier);
+    for (; peers; peers &= peers - 1) {
+        int from = __ffs(peers) - 1;
+        char *record = ep_ring(g, __shfl_sync(~0u, (int)e.owner, from), g.rank, ring,
+                               __shfl_sync(~0u, e.row, from));
+        if (a.carries_weights && lane < a.top_k)
+            ((float *)(record + a.record.weights))[lane] = weight;
+        for (int i = lane; i < a.scale_bytes / 4; i += 32)
+            ((uint32_t *)(record + a.record.scales))[i] = scales[i];
+    }
+    int fills = copies(a) && e.owner == g.rank && e.slot >= 0;
+    fill_side(a, fills ? e.slot : -1, e.owner == g.rank ? e.expert : -1, weight, scales);
+}
+
+__device__ void send_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) {
+    for (uint32_t n = warp;; n += SIDE_WARPS) {
+        int j = n % JOBS;
+        pipe_wait(p->posted, n);
+        if (p->loads[j] == PIPE_END) return;
+        if (p->piece[j] == 0) send_side(a, ring, p->item[j]);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->done[j]);
+    }
 }
 
 #endif

@@ -82,7 +82,7 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
     if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
     EpPlanShape shape;
     EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
-    *bytes = (size_t)group->backend->plan_bytes(&shape);
+    *bytes = (size_t)group->backend->plan_bytes(&shape, &group->settings);
     return EP_OK;
 }
 
@@ -122,7 +122,7 @@ static void release_memory(EpHandle *handle) {
 
 static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EpGroup *group = handle->group;
-    handle->bytes = group->backend->plan_bytes(&handle->shape);
+    handle->bytes = group->backend->plan_bytes(&handle->shape, &group->settings);
     if (memory) EP_TRY(check_memory(call, memory, bytes, handle->bytes));
     handle->memory = memory ? memory : group->backend->allocate(group, (size_t)handle->bytes);
     if (!handle->memory)

@@ -42,7 +42,7 @@ EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
                               const EpPlanHeader *expected);
 
 /** Plans in plain memory: the host backend's part of the table. */
-int64_t ep_host_plan_bytes(const EpPlanShape *shape);
+int64_t ep_host_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);
 EpStatus ep_host_format_plan(EpHandle *handle);
 EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_host_retire_plan(EpHandle *handle);

@@ -18,11 +18,12 @@ typedef struct EpCudaHandle {
 
 static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
     EpCudaPlan plan;
-    ep_cuda_plan_map(&handle->shape, handle->memory, &plan);
+    ep_cuda_plan_map(&handle->shape, ep_cuda(handle->group)->device.layout.lanes, handle->memory,
+                     &plan);
     return plan;
 }
 
-int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);
 EpStatus ep_cuda_format_plan(EpHandle *handle);
 EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_cuda_retire_plan(EpHandle *handle);

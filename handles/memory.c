@@ -19,7 +19,7 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
         snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
         return EP_OK;
     }
-    m->handle_bytes = backend->plan_bytes(&shape);
+    m->handle_bytes = backend->plan_bytes(&shape, settings);
     m->feasible = 1;
     return EP_OK;
 }

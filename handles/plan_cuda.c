@@ -8,10 +8,10 @@
 
 #include "handles/handle_cuda.h"
 
-int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
+int64_t ep_cuda_plan_map(const EpPlanShape *s, int32_t num_lanes, void *memory, EpCudaPlan *plan) {
     uintptr_t base = (uintptr_t)memory;
-    int64_t at = 0, lanes = (int64_t)s->num_ranks * EP_LANES, local = s->num_local;
-    int64_t lane_tokens = (s->max_tokens + EP_LANES - 1) / EP_LANES, k = s->max_top_k;
+    int64_t at = 0, lanes = (int64_t)s->num_ranks * num_lanes, local = s->num_local;
+    int64_t lane_tokens = (s->max_tokens + num_lanes - 1) / num_lanes, k = s->max_top_k;
 #define TAKE(field, count)                        \
     plan->field = (void *)(base + (uintptr_t)at); \
     at = ep_round_up(at + (count) * (int64_t)sizeof(*plan->field), 128)
@@ -19,7 +19,8 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     TAKE(expert_counts, local);
     TAKE(expert_padded, local);
     TAKE(expert_offsets, local + 1);
-    TAKE(owner, s->max_tokens * k);
+    TAKE(entries, s->max_tokens * k);
+    TAKE(own_token, num_lanes * lane_tokens);
     TAKE(send_rows, lanes);
     TAKE(lane_rows, lanes);
     TAKE(lane_begin, lanes);
@@ -28,9 +29,9 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     return at;
 }
 
-int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings) {
     EpCudaPlan plan;
-    return ep_cuda_plan_map(shape, NULL, &plan);
+    return ep_cuda_plan_map(shape, ep_cuda_lanes(settings), NULL, &plan);
 }
 
 EpStatus ep_cuda_format_plan(EpHandle *handle) {

@@ -15,7 +15,8 @@ extern "C" {
 #endif
 
 /** Locate the plan's arrays at `memory`; returns its bytes. */
-int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
+int64_t ep_cuda_plan_map(const EpPlanShape *shape, int32_t num_lanes, void *memory,
+                         EpCudaPlan *plan);
 
 /** What ep_prepare tells the host, in pinned memory. `info` is complete once `step` has grown. */
 typedef struct EpCudaInfo {
@@ -50,9 +51,8 @@ typedef struct EpScatterArgs {
     EpCudaPlan plan;
     EpPlanShape shape;
     EpRecord record;
+    EpPipeShape send, fill;
     int32_t top_k;
-    int32_t send_blocks, fill_blocks;
-    int32_t stages;
     int32_t type; /**< of the rows, where they are multiplied; 0 where they are only copied */
     int64_t row_bytes, scale_bytes;
     const char *rows;
@@ -62,6 +62,8 @@ typedef struct EpScatterArgs {
     const float *slot_weights;
     const char *slot_rows;
     char *out_rows;
+    int32_t lands;  /**< whether peers put rows into out_rows themselves */
+    uint64_t where; /**< then: where that is, as an EpArrival says it; else 0 */
     float *out_weights;
     char *out_scales;
     void *out_idx;
@@ -74,9 +76,8 @@ typedef struct EpGatherArgs {
     EpCudaPlan plan;
     EpPlanShape shape;
     EpRecord record;
+    EpPipeShape pipe;
     int32_t top_k;
-    int32_t sum_blocks, reduce_blocks;
-    int32_t stages;
     int32_t type;
     int64_t row_bytes;
     const char *rows;
@@ -90,9 +91,9 @@ typedef struct EpGatherArgs {
 
 #ifdef __CUDACC__
 /** Entry k of a row, as its source has sent it. */
-__device__ __forceinline__ int32_t ep_entry(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
+__device__ __forceinline__ int32_t ep_route(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
                                             int source, int lane, int row, int k) {
-    int64_t at = (int64_t)(source * EP_LANES + lane) * g.layout.lane_tokens + row;
+    int64_t at = (int64_t)(source * g.layout.lanes + lane) * g.layout.lane_tokens + row;
     return plan.routes[at * top_k + k];
 }
 
@@ -100,8 +101,8 @@ __device__ __forceinline__ int32_t ep_entry(const EpCudaPlan &plan, const EpCuda
 __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
                                            const EpPlanShape &shape, int top_k, int source,
                                            int lane, int row, int k) {
-    if (shape.layout != EP_LAYOUT_FLAT) return ep_entry(plan, g, top_k, source, lane, row, k);
-    int slot = plan.lane_begin[source * EP_LANES + lane] + row;
+    if (shape.layout != EP_LAYOUT_FLAT) return ep_route(plan, g, top_k, source, lane, row, k);
+    int slot = plan.lane_begin[source * g.layout.lanes + lane] + row;
     return k == 0 && slot < plan.header->recv_rows ? slot : -1;
 }
 #endif

@@ -7,7 +7,8 @@
 
 #include "handles/handle.h"
 
-int64_t ep_host_plan_bytes(const EpPlanShape *shape) {
+int64_t ep_host_plan_bytes(const EpPlanShape *shape, const EpSettings *settings) {
+    (void)settings;
     EpPlan plan;
     return ep_plan_map(shape, NULL, &plan);
 }

@@ -8,48 +8,72 @@
  * Every rank owns one window, memory that all ranks of the group can load and store over NVLink. A
  * rank only ever stores into its peers' windows and loads from its own: pushing beats pulling.
  *
- * Data moves through lanes. Lane l of source s is a first-in-first-out ring of records from s to
- * each rank, in the receiver's window; it carries the rows of the l-th share of s's tokens, in
- * order of token. Two counters steer it: `head`, in the receiver's window, counts the records ever
- * put into the lane, and `credit`, in the sender's window, those ever taken out. They only grow and
- * are compared by their difference, so they never need a reset, across operations, steps and graph
- * replays; and since a lane is a queue, no barrier is needed between operations.
+ * Operations are numbered by the group's epoch, which every rank counts in its own device memory.
+ * An operation begins with a word from each rank to each other, its arrival: which operation it
+ * has entered, and where its rows may be put. It tells that the rank is done with the operation
+ * before, and so that all of its window may be written anew; and since no rank ends an operation
+ * before all have arrived in it, no rank is ever more than one ahead of another.
  *
- * Memory order: a sender waits for a record's copy to complete, then stores `head` with release
- * semantics at system scope; a receiver loads it with acquire semantics before it reads the record,
- * and stores `credit` after its last read.
+ * Rows move through lanes. A lane has a share of a rank's tokens, one block that sends them and, on
+ * every rank, one block that receives what all ranks send in it. From each source to each receiver
+ * it is a ring of records in the receiver's window, with two counters: `head`, in the receiver's
+ * window, counts the records put in, and `credit`, in the sender's window, those taken out. Both
+ * carry the epoch in their upper half, so that they need no reset.
+ *
+ * Memory order: a sender waits until a record's copies are complete, fences for the whole system
+ * and stores the head; a receiver loads it with acquire semantics before it reads the record, and
+ * stores the credit after its last read.
  */
 
 #include "runtime/config.h"
 
-#define EP_LANES 128
+#define EP_MAX_LANES 64
 #define EP_CUDA_MAX_RANKS 72
+
+/** What a rank tells each other as it enters an operation. Both words carry the epoch, each is
+ *  stored at once: no order between them is needed. */
+typedef struct EpArrival {
+    uint64_t what;  /**< epoch << 32 | digest of operation and sizes */
+    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the rows; window 0: none */
+} EpArrival;
 
 /** Offsets in a window; equal on all ranks. */
 typedef struct EpWindowLayout {
-    int64_t head;       /**< u32 [R, LANES]: records that rank s has put into its lanes to here */
-    int64_t credit;     /**< u32 [R, LANES]: records of this rank's lanes taken out at rank d */
-    int64_t count_flag; /**< u32 [R]: step whose counts rank s has stored */
-    int64_t route_flag; /**< u32 [R, LANES]: step whose routes rank s has stored */
-    int64_t counts;     /**< i32 [2, R, E]: entries of rank s for every expert, by parity of step */
-    int64_t route_rows; /**< i32 [2, R, LANES]: rows of each lane */
-    int64_t routes;     /**< i32 [2, R, LANES, lane_tokens, K]: their slots here, -1 where none */
-    int64_t ring;       /**< [R, LANES, depth] records */
+    int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
+    int64_t head;    /**< u64 [R, lanes]: epoch << 32 | records that rank s has put in */
+    int64_t credit;  /**< u64 [R, lanes]: epoch << 32 | records taken out at rank d */
+    int64_t counts;  /**< i32 [2, R, E + R]: entries of rank s for every expert, rows for each rank */
+    int64_t routes;  /**< i32 [2, R, lanes, lane_tokens, K]: where its rows go here, -1 for none */
+    int64_t ring;    /**< [R - 1, lanes, depth] records */
     int64_t bytes;
+    int32_t lanes;
     int32_t depth;        /**< records of a ring */
     int32_t lane_tokens;  /**< tokens of a lane, at most */
     int64_t record_bytes; /**< of the largest record */
 } EpWindowLayout;
 
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
+/** `lanes`: equal on all ranks. */
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, int32_t lanes);
 
-/** A wait that expired, as kernels report it into pinned memory. */
+/** Why a kernel gave up. */
+enum EpCudaFault {
+    EP_FAULT_LATE = 1, /**< a wait has expired */
+    EP_FAULT_ORDER     /**< another rank has entered another operation, or with other sizes */
+};
+
+/** A failure, as kernels report it into pinned memory. */
 typedef struct EpCudaFailure {
-    int32_t failed; /**< 1 once the rest is written */
-    int32_t op;     /**< which operation, by its EpOp code */
+    int32_t fault; /**< EpCudaFault, once the rest is written */
+    int32_t op;    /**< which operation, by its EpOp code */
     int32_t peer, phase, lane;
-    uint32_t expected, seen;
+    uint32_t expected, seen; /**< counters, or digests */
 } EpCudaFailure;
+
+/** What an arrival says: the operation's code, the handle's ordinal, and a hash of the sizes. */
+#define EP_DIGEST(op, handle, sizes) \
+    ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
+#define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
+#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
 
 /** Findings of ep_prepare that are data, in pinned memory. */
 typedef struct EpCudaNotes {
@@ -63,26 +87,42 @@ typedef struct EpCudaNotes {
 
 /** Device memory of a group that no peer sees. Zeroed at create. */
 typedef struct EpCudaState {
-    uint32_t sent[EP_CUDA_MAX_RANKS][EP_LANES];     /**< records ever put into each lane */
-    uint32_t received[EP_CUDA_MAX_RANKS][EP_LANES]; /**< records ever taken out of each lane */
-    uint32_t step;                                  /**< completed prepares of the group */
-    uint32_t arrivals;                              /**< of the grid barrier */
-    uint32_t finished;                              /**< blocks that are done with a prepare */
-    int32_t failed;                                 /**< 1 after a wait has expired: hurry out */
+    uint32_t epoch;    /**< completed operations of the group */
+    uint32_t arrivals; /**< of the grid barrier */
+    uint32_t finished; /**< blocks that are done with an operation */
+    int32_t failed;    /**< 1 after a failure: hurry out */
 } EpCudaState;
 
 /** What every kernel gets of its group. */
 typedef struct EpCudaGroup {
     int32_t rank, size;
-    int32_t op; /**< code of the operation under way, for reports */
+    uint32_t digest; /**< of the operation under way */
     int32_t num_experts;
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;
-    int32_t *lane_counts;   /**< i32 [LANES, E] scratch of prepare */
+    int32_t *lane_counts;   /**< i32 [lanes, E + R] scratch of prepare */
     EpCudaFailure *failure; /**< pinned */
     uint64_t timeout_ns;
+    char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered
+                             window of each rank is mapped here */
 } EpCudaGroup;
+
+/** How a block of a kernel divides its shared memory: see runtime/pipe.cuh. */
+typedef struct EpPipeShape {
+    int32_t stages, stage_bytes;
+    int32_t width;  /**< most loads or stores of a job */
+    int32_t pieces; /**< jobs that a row is divided into, each of at most stage_bytes */
+} EpPipeShape;
+
+/** One (token, k), on the token's rank. */
+typedef struct EpEntry {
+    int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the row's, at the carrier */
+    int32_t row;    /**< number of its (token, rank) row among those of the lane to that rank */
+    int16_t owner;  /**< rank of its expert, -1 where there is no expert */
+    int16_t expert; /**< among the owner's */
+    int32_t carrier; /**< 1 for one entry of each row: the first that has a slot, if any */
+} EpEntry;
 
 /** The plan in device memory. */
 typedef struct EpCudaPlan {
@@ -90,12 +130,13 @@ typedef struct EpCudaPlan {
     int32_t *expert_counts;  /**< [L] */
     int32_t *expert_padded;  /**< [L] */
     int32_t *expert_offsets; /**< [L + 1] */
-    int16_t *owner;          /**< [max_tokens, K] */
-    int32_t *send_rows;      /**< [R, LANES] rows that go to each rank by each lane */
-    int32_t *lane_rows;      /**< [R, LANES] rows that come from each rank by each lane */
-    int32_t *lane_begin;     /**< [R, LANES] FLAT: first row of each, in the receive buffer */
-    int32_t *routes; /**< [R, LANES, lane_tokens, K] entries of each row: its slot, or in the FLAT
-                          layout its local expert; -1 where there is none */
+    EpEntry *entries;        /**< [max_tokens, K] */
+    int32_t *own_token;      /**< [lanes, lane_tokens] token of each row that stays on this rank */
+    int32_t *send_rows;      /**< [R, lanes] rows that go to each rank by each lane */
+    int32_t *lane_rows;      /**< [R, lanes] rows that come from each rank by each lane */
+    int32_t *lane_begin;     /**< [R, lanes] FLAT: first row of each, in the receive buffer */
+    int32_t *routes;         /**< [R, lanes, lane_tokens, K] entries of each row: its slot, or in the
+                                  FLAT layout its local expert; -1 where there is none */
 } EpCudaPlan;
 
 #endif

@@ -15,7 +15,6 @@
 typedef struct EpCuda {
     EpCudaGroup device; /**< what kernels get */
     int ordinal;        /**< CUDA device of this rank */
-    int num_sms;        /**< multiprocessors that operations may use */
     int shared_bytes;   /**< of shared memory that a block may have */
     EpCudaNotes *notes; /**< pinned */
     const EpNccl *nccl; /**< NULL in a group of one rank */
@@ -26,14 +25,30 @@ typedef struct EpCuda {
     cudaEvent_t last; /**< end of the last operation: operations of a group keep their order, also
                            on different streams */
     cudaStream_t last_stream;
+    unsigned long long last_capture; /**< id of the capture it was in, 0: none */
+    int has_last;
 } EpCuda;
 
 static inline EpCuda *ep_cuda(const EpGroup *group) {
     return group->backend_state;
 }
 
+/** Is a stream under capture, and in which? The runtime's function has changed its form. */
+static inline cudaError_t ep_cuda_capture_info(cudaStream_t stream,
+                                               enum cudaStreamCaptureStatus *status,
+                                               unsigned long long *id) {
+#if CUDART_VERSION >= 13000
+    return cudaStreamGetCaptureInfo(stream, status, id, NULL, NULL, NULL, NULL);
+#else
+    return cudaStreamGetCaptureInfo_v2(stream, status, id, NULL, NULL, NULL);
+#endif
+}
+
 /** EP_OK, or EP_ERR_SYSTEM with what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
+
+/** Lanes of a group's windows: two blocks serve each, on a multiprocessor of its own. */
+int32_t ep_cuda_lanes(const EpSettings *settings);
 
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes);

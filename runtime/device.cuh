@@ -3,7 +3,7 @@
 #define EP_RUNTIME_DEVICE_CUH
 
 /**
- * What all kernels share: addresses in windows, waits that end, the grid barrier.
+ * What all kernels share: addresses in windows, waits that end, how an operation begins and ends.
  */
 
 #include "runtime/cuda.h"
@@ -16,37 +16,56 @@ __device__ __forceinline__ T *ep_at(const EpCudaGroup &g, int rank, int64_t offs
     return (T *)(g.window[rank] + offset);
 }
 
+/** In `receiver`'s window: what `sender` says in operation `epoch`. */
+__device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int receiver, int sender,
+                                                 uint32_t epoch) {
+    return ep_at<EpArrival>(g, receiver, g.layout.arrival) + (epoch & 1) * g.size + sender;
+}
+
 /** In `receiver`'s window: how many records `sender` has put into the lane. */
-__device__ __forceinline__ uint32_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
+__device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int lane) {
-    return ep_at<uint32_t>(g, receiver, g.layout.head) + sender * EP_LANES + lane;
+    return ep_at<uint64_t>(g, receiver, g.layout.head) + sender * g.layout.lanes + lane;
 }
 
 /** In `sender`'s window: how many records of its lane `receiver` has taken out. */
-__device__ __forceinline__ uint32_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
+__device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
                                                int lane) {
-    return ep_at<uint32_t>(g, sender, g.layout.credit) + receiver * EP_LANES + lane;
+    return ep_at<uint64_t>(g, sender, g.layout.credit) + receiver * g.layout.lanes + lane;
 }
 
-/** Record number `index` of the lane from `sender`, in `receiver`'s window. */
+/** Record number `row` of the lane from `sender`, in `receiver`'s window; they differ. */
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int lane,
-                                         uint32_t index) {
-    int64_t ring = (int64_t)(sender * EP_LANES + lane) * g.layout.depth;
+                                         int row) {
+    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.lanes + lane;
     return ep_at<char>(g, receiver, g.layout.ring) +
-           (ring + index % (uint32_t)g.layout.depth) * g.layout.record_bytes;
+           (ring * g.layout.depth + row % g.layout.depth) * g.layout.record_bytes;
 }
 
 /** The tokens of a lane, out of `tokens`: begin, and end at most `tokens`. */
-__device__ __forceinline__ void ep_lane_range(int tokens, int lane, int *begin, int *end) {
-    int share = (tokens + EP_LANES - 1) / EP_LANES;
+__device__ __forceinline__ void ep_lane_range(const EpCudaGroup &g, int tokens, int lane,
+                                              int *begin, int *end) {
+    int share = (tokens + g.layout.lanes - 1) / g.layout.lanes;
     *begin = min(tokens, lane * share);
     *end = min(tokens, *begin + share);
+}
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+__device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
+    return (uint64_t)epoch << 32 | count;
+}
+
+/** What a counter says of operation `epoch`: 0 where it has not been touched in it. */
+__device__ __forceinline__ int ep_read_counter(const uint64_t *counter, uint32_t epoch) {
+    uint64_t value = ep_load_acquire_sys(counter);
+    return (uint32_t)(value >> 32) == epoch ? (int)(uint32_t)value : 0;
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
 enum EpPhase {
-    EP_PHASE_COUNTS = 1,
+    EP_PHASE_ARRIVAL = 1,
     EP_PHASE_ROUTES,
     EP_PHASE_RECORD,
     EP_PHASE_CREDIT,
@@ -66,15 +85,15 @@ typedef struct EpPatience {
     int polls;
 } EpPatience;
 
-static __device__ __noinline__ void ep_report_expiry(const EpCudaGroup &g,
-                                                     const EpAwaited &awaited) {
+static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault,
+                                              const EpAwaited &awaited) {
     if (atomicExch(&g.state->failed, 1)) return;
     volatile EpCudaFailure *out = g.failure;
-    out->op = g.op;
+    out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
     out->expected = awaited.expected, out->seen = awaited.seen;
     __threadfence_system();
-    out->failed = 1;
+    out->fault = fault;
 }
 
 /**
@@ -88,23 +107,74 @@ __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
     uint64_t now = ep_global_timer();
     p->start = p->start ? p->start : now;
     if (now - p->start < g.timeout_ns) return 1;
-    ep_report_expiry(g, awaited);
+    ep_report(g, EP_FAULT_LATE, awaited);
     return 0;
 }
 
-/** Has a counter, that only grows, reached `expected`? Holds across its wrapping around. */
-__device__ __forceinline__ int ep_reached(uint32_t seen, uint32_t expected) {
-    return (int32_t)(seen - expected) >= 0;
+/** Until the counter says `expected` or more; `*seen` is what it says. */
+__device__ __forceinline__ int ep_wait_counter(const EpCudaGroup &g, const uint64_t *counter,
+                                               uint32_t epoch, int expected, int peer, int phase,
+                                               int lane, int *seen) {
+    EpPatience patience = {0, 0};
+    while ((*seen = ep_read_counter(counter, epoch)) < expected)
+        if (!ep_patience(g, &patience,
+                         EpAwaited{peer, phase, lane, (uint32_t)expected, (uint32_t)*seen}))
+            return 0;
+    return 1;
 }
 
-__device__ __forceinline__ int ep_wait_counter(const EpCudaGroup &g, const uint32_t *counter,
-                                               uint32_t expected, int peer, int phase, int lane) {
+/* ---- begin and end of an operation --------------------------------------------------------- */
+
+__device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
+    return *(volatile uint32_t *)&g.state->epoch + 1;
+}
+
+/** Tell a rank that this one has entered the operation. What the caller has stored before, to that
+ *  rank, is visible to whoever sees it. */
+__device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                    uint64_t where) {
+    EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
+    ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48 | where);
+    ep_store_release_sys(&arrival->what, ep_counter(epoch, g.digest));
+}
+
+/**
+ * Wait until a rank has entered the operation, and see that it is the same one. `where` may be
+ * NULL. 0: it has not, or another.
+ */
+__device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                int lane, uint64_t *where) {
+    const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpPatience patience = {0, 0};
-    for (;;) {
-        uint32_t seen = ep_load_acquire_sys(counter);
-        if (ep_reached(seen, expected)) return 1;
-        if (!ep_patience(g, &patience, EpAwaited{peer, phase, lane, expected, seen})) return 0;
+    uint64_t what, at;
+    do {
+        what = ep_load_acquire_sys(&arrival->what);
+        at = ep_load_acquire_sys(&arrival->where);
+        if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
+            if (where) *where = at & (((uint64_t)1 << 48) - 1);
+            if ((uint32_t)what == g.digest) return 1;
+            ep_report(g, EP_FAULT_ORDER,
+                      EpAwaited{peer, EP_PHASE_ARRIVAL, lane, g.digest, (uint32_t)what});
+            return 0;
+        }
+    } while (ep_patience(g, &patience,
+                         EpAwaited{peer, EP_PHASE_ARRIVAL, lane, epoch, (uint32_t)(what >> 32)}));
+    return 0;
+}
+
+/** The last block to leave completes the operation; called by all threads of each, once nothing is
+ *  left to do. Returns 1 in the last block. */
+__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch) {
+    __shared__ int is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(&g.state->finished, 1) == gridDim.x - 1;
+        if (is_last) *(volatile uint32_t *)&g.state->finished = 0;
+        if (is_last) *(volatile uint32_t *)&g.state->epoch = epoch;
     }
+    __syncthreads();
+    return is_last;
 }
 
 /** All blocks of the grid, which are resident together, meet. Called by all threads. */
@@ -113,10 +183,14 @@ __device__ __forceinline__ int ep_grid_barrier(const EpCudaGroup &g) {
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
+        EpPatience patience = {0, 0};
         uint32_t blocks = gridDim.x;
-        uint32_t ticket = atomicAdd(&g.state->arrivals, 1);
-        uint32_t target = (ticket / blocks + 1) * blocks;
-        alive = ep_wait_counter(g, &g.state->arrivals, target, g.rank, EP_PHASE_GRID, 0);
+        uint32_t target = (atomicAdd(&g.state->arrivals, 1) / blocks + 1) * blocks, seen;
+        do {
+            seen = ep_load_acquire_gpu(&g.state->arrivals);
+            alive = (int32_t)(seen - target) >= 0;
+        } while (!alive &&
+                 ep_patience(g, &patience, EpAwaited{g.rank, EP_PHASE_GRID, 0, target, seen}));
     }
     __syncthreads();
     return alive;

@@ -12,18 +12,24 @@ __device__ __forceinline__ uint32_t ep_smem(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-__device__ __forceinline__ uint32_t ep_load_acquire_sys(const uint32_t *address) {
+__device__ __forceinline__ uint32_t ep_load_acquire_gpu(const uint32_t *address) {
     uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-__device__ __forceinline__ void ep_store_release_sys(uint32_t *address, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ uint64_t ep_load_acquire_sys(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
 }
 
-__device__ __forceinline__ void ep_store_relaxed_sys(uint32_t *address, uint32_t value) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ void ep_store_release_sys(uint64_t *address, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void ep_store_relaxed_sys(uint64_t *address, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void ep_fence_sys(void) {
@@ -51,11 +57,30 @@ __device__ __forceinline__ void ep_mbarrier_expect(uint64_t *barrier, uint32_t b
                  : "memory");
 }
 
+__device__ __forceinline__ void ep_mbarrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ep_smem(barrier)) : "memory");
+}
+
+/** Has the phase of this parity ended? May sleep a little before it says no. */
 __device__ __forceinline__ uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     uint32_t done;
     asm volatile("{\n"
                  ".reg .pred p;\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(ep_smem(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+/** The same, answered at once. */
+__device__ __forceinline__ uint32_t ep_mbarrier_test(uint64_t *barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
                  "selp.u32 %0, 1, 0, p;\n"
                  "}"
                  : "=r"(done)
