@@ -11,74 +11,77 @@
 #include "runtime/pipe.cuh"
 #include "runtime/rows.cuh"
 
-#define WORKER_WARPS 8
+#define WORKER_WARPS 16
 #define WORKERS (WORKER_WARPS * 32)
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-template <typename T> struct Vector {
-    static constexpr int SIZE = 16 / sizeof(T);
-    float at[SIZE];
-};
+/* A job as its workers see it. */
+typedef struct Terms {
+    const char *stage; /* of all jobs */
+    int first, stages, stage_bytes;
+    int count;
+    uint32_t begins; /* terms that begin a run: a sum of its own, added to the total in the end */
+    const float *weight;
+} Terms;
 
-template <typename T> __device__ __forceinline__ void clear(Vector<T> *v) {
-#pragma unroll
-    for (int i = 0; i < Vector<T>::SIZE; i++)
-        v->at[i] = 0;
-}
-
-template <typename T>
-__device__ __forceinline__ void add_term(Vector<T> *part, const uint4 &x, float w) {
-    const T *from = (const T *)&x;
-#pragma unroll
-    for (int i = 0; i < Vector<T>::SIZE; i++)
-        part->at[i] = fmaf(w, ep_float(from[i]), part->at[i]);
-}
+#define TERMS_AT_ONCE 4
 
 template <typename T>
-__device__ __forceinline__ void add_part(Vector<T> *total, const Vector<T> &part) {
+__device__ __forceinline__ void add_term(EpVector<T> *part, const uint4 &x, float w) {
+    EpVector<T> term = ep_unpack<T>(x);
 #pragma unroll
-    for (int i = 0; i < Vector<T>::SIZE; i++)
-        total->at[i] += part.at[i];
+    for (int i = 0; i < EpVector<T>::SIZE; i++)
+        part->at[i] = fmaf(w, term.at[i], part->at[i]);
 }
 
-/* 16 bytes of a row, summed over the terms of a job and rounded. A term that begins a run begins a
- * sum of its own, which is added to the total when the run is over. */
+/* The run is over: add it to the total, and begin the next. */
 template <typename T>
-__device__ __forceinline__ uint4 sum_vector(const Pipe &p, uint32_t n, int terms, uint32_t begins,
-                                            int v) {
-    int cell = n % JOBS * p.shape.width;
-    Vector<T> total, part;
-    uint4 out;
-    clear(&total), clear(&part);
-    for (int i = 0; i < terms; i++) {
-        uint4 x = ((const uint4 *)pipe_stage(p, n, i))[v];
-        if (begins >> i & 1) {
-            add_part(&total, part);
-            clear(&part);
+__device__ __forceinline__ void end_run(EpVector<T> *total, EpVector<T> *part) {
+#pragma unroll
+    for (int i = 0; i < EpVector<T>::SIZE; i++)
+        total->at[i] += part->at[i], part->at[i] = 0;
+}
+
+/* Vector v of a row, summed over the terms and rounded. */
+template <typename T> __device__ __forceinline__ uint4 sum_vector(const Terms &t, int v) {
+    EpVector<T> total, part;
+#pragma unroll
+    for (int i = 0; i < EpVector<T>::SIZE; i++)
+        total.at[i] = part.at[i] = 0;
+    for (int base = 0; base < t.count; base += TERMS_AT_ONCE) {
+        uint4 x[TERMS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            int at = t.first + base + i;
+            at -= at >= t.stages ? t.stages : 0;
+            if (base + i < t.count) x[i] = ((const uint4 *)(t.stage + at * t.stage_bytes))[v];
         }
-        add_term<T>(&part, x, p.weight[cell + i]);
-    }
-    add_part(&total, part);
 #pragma unroll
-    for (int i = 0; i < Vector<T>::SIZE; i++)
-        ((T *)&out)[i] = ep_round<T>(total.at[i]);
-    return out;
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            if (base + i >= t.count) break;
+            if (t.begins >> (base + i) & 1) end_run(&total, &part);
+            add_term<T>(&part, x[i], t.weight[base + i]);
+        }
+    }
+    end_run(&total, &part);
+    return ep_pack(total);
 }
 
 /* The workers: the sum of each job takes the place of its first term. */
 template <typename T> __device__ void sum_rows(Pipe *p, int thread) {
+    Terms t = {p->stage, 0, p->shape.stages, p->shape.stage_bytes, 0, 0, NULL};
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
         if (p->loads[j] == PIPE_END) return;
+        t.count = p->item[j], t.begins = p->begins[j], t.weight = &p->weight[j * p->shape.width];
+        int vectors = p->bytes[j] / 16;
         pipe_wait(p->full, n);
+        t.first = p->first_stage[j];
         uint4 *out = (uint4 *)pipe_stage(*p, n, 0);
-        int vectors = p->bytes[j] / 16, terms = p->item[j];
-        uint32_t begins = p->begins[j];
-#pragma unroll 2
         for (int v = thread; v < vectors; v += WORKERS)
-            out[v] = sum_vector<T>(*p, n, terms, begins, v);
+            out[v] = sum_vector<T>(t, v);
         ep_fence_proxy_async();
         __syncwarp();
         if (thread % 32 == 0) ep_mbarrier_arrive(&p->worked[j]);

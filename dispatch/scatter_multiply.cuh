@@ -10,7 +10,7 @@
 #include "dispatch/scatter_row.cuh"
 #include "runtime/rows.cuh"
 
-#define WORKER_WARPS 8
+#define WORKER_WARPS 16
 #define WORKERS (WORKER_WARPS * 32)
 
 /** Dot products of a row's slots, by warp; over all pieces of the row. */
@@ -22,16 +22,14 @@ typedef struct Dots {
  * the product of the two rows. */
 template <typename T>
 __device__ __forceinline__ float multiply_vector(const uint4 &x, float w, int weighs, uint4 *y) {
+    EpVector<T> from = ep_unpack<T>(x), with = ep_unpack<T>(*y);
     float dot = 0;
-    uint4 other = *y, result;
-    const T *from = (const T *)&x, *with = (const T *)&other;
-    T *to = (T *)&result;
 #pragma unroll
-    for (int i = 0; i < (int)(16 / sizeof(T)); i++) {
-        to[i] = ep_round<T>(w * ep_float(from[i]));
-        dot = fmaf(ep_float(from[i]), ep_float(with[i]), dot);
+    for (int i = 0; i < EpVector<T>::SIZE; i++) {
+        dot = fmaf(from.at[i], with.at[i], dot);
+        from.at[i] *= w;
     }
-    *y = weighs ? result : x;
+    *y = weighs ? ep_pack(from) : x;
     return dot;
 }
 
@@ -39,12 +37,12 @@ __device__ __forceinline__ float multiply_vector(const uint4 &x, float w, int we
  * its threads', finish_dots the warps': always in the same way. */
 template <typename T>
 __device__ __forceinline__ void multiply_slot(const EpScatterArgs &a, const Pipe *p, Dots *dots,
-                                              uint32_t n, int i, int thread) {
+                                              uint32_t n, int i, int vectors, int thread) {
     const uint4 *x = (const uint4 *)pipe_stage(*p, n, 0);
     uint4 *y = (uint4 *)pipe_stage(*p, n, 1 + i);
-    int j = n % JOBS, vectors = p->bytes[j] / 16;
+    int j = n % JOBS;
     float w = p->weight[j * p->shape.width + i], dot = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (int v = thread; v < vectors; v += WORKERS)
         dot += multiply_vector<T>(x[v], w, a.weighs, &y[v]);
     if (!a.takes_dots) return;
@@ -80,8 +78,9 @@ __device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int t
         pipe_wait(p->posted, n);
         if (p->loads[j] == PIPE_END) return;
         pipe_wait(p->full, n);
-        for (int i = 0; i < p->stores[j]; i++)
-            multiply_slot<T>(a, p, dots, n, i, thread);
+        int slots = p->stores[j], vectors = p->bytes[j] / 16;
+        for (int i = 0; i < slots; i++)
+            multiply_slot<T>(a, p, dots, n, i, vectors, thread);
         finish_dots(a, p, dots, n, thread);
         ep_fence_proxy_async();
         __syncwarp();

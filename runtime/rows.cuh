@@ -19,15 +19,40 @@ __device__ __forceinline__ float ep_float(float x) {
     return x;
 }
 
-template <typename T> __device__ __forceinline__ T ep_round(float x);
-template <> __device__ __forceinline__ __nv_bfloat16 ep_round<__nv_bfloat16>(float x) {
-    return __float2bfloat16_rn(x);
+/** 16 bytes of a row, as floats. */
+template <typename T> struct EpVector {
+    static constexpr int SIZE = 16 / sizeof(T);
+    float at[SIZE];
+};
+
+template <typename T> __device__ __forceinline__ EpVector<T> ep_unpack(const uint4 &x) {
+    EpVector<T> v;
+    const T *from = (const T *)&x;
+#pragma unroll
+    for (int i = 0; i < EpVector<T>::SIZE; i++)
+        v.at[i] = ep_float(from[i]);
+    return v;
 }
-template <> __device__ __forceinline__ __half ep_round<__half>(float x) {
-    return __float2half_rn(x);
-}
-template <> __device__ __forceinline__ float ep_round<float>(float x) {
+
+__device__ __forceinline__ uint4 ep_pack(const EpVector<__nv_bfloat16> &v) {
+    uint4 x;
+    __nv_bfloat162 *to = (__nv_bfloat162 *)&x;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to[i] = __floats2bfloat162_rn(v.at[2 * i], v.at[2 * i + 1]);
     return x;
+}
+__device__ __forceinline__ uint4 ep_pack(const EpVector<__half> &v) {
+    uint4 x;
+    __half2 *to = (__half2 *)&x;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to[i] = __floats2half2_rn(v.at[2 * i], v.at[2 * i + 1]);
+    return x;
+}
+__device__ __forceinline__ uint4 ep_pack(const EpVector<float> &v) {
+    return make_uint4(__float_as_uint(v.at[0]), __float_as_uint(v.at[1]), __float_as_uint(v.at[2]),
+                      __float_as_uint(v.at[3]));
 }
 
 #endif
