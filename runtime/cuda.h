@@ -82,6 +82,8 @@ typedef struct EpCudaGroup {
     int32_t *lane_counts;   /**< i32 [LANES, E] scratch of prepare */
     EpCudaFailure *failure; /**< pinned */
     uint64_t timeout_ns;
+    char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered
+                             window of each rank is mapped here */
 } EpCudaGroup;
 
 /** The plan in device memory. */
