@@ -28,18 +28,6 @@ int ep_bootstrap_has_messages(const EpBootstrap *bootstrap) {
     return bootstrap->isend != NULL;
 }
 
-EpStatus ep_bootstrap_agree(const EpBootstrap *b, EpStatus mine, double timeout) {
-    int32_t own = mine, all[EP_MAX_RANKS];
-    EpStatus gathered = b->allgather(b->context, &own, all, sizeof(own), timeout);
-    if (mine != EP_OK) return mine;
-    EP_TRY(gathered);
-    for (int32_t r = 0; r < b->size; r++)
-        if (all[r] != EP_OK)
-            return ep_fail(EP_ERR_PEER, "rank %d: ep_group_create: bootstrap: rank %d failed: %s",
-                           b->rank, r, ep_status_string((EpStatus)all[r]));
-    return EP_OK;
-}
-
 EpStatus ep_bootstrap_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes,
                             double timeout, void **segments, void **memory) {
     if (b->share) return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);

@@ -5,7 +5,8 @@
 /**
  * How ranks meet. mpi.c (in libep_mpi) and local.c make bootstraps, posix_share.c serves those that
  * bring no shared memory of their own, topology.c finds out who shares a node, agree.c compares
- * what ranks were told, and group_create.c puts a group together from all of these.
+ * what ranks were told, group_create.c puts a group together from all of these, and meet.c is how
+ * its ranks agree later.
  */
 
 #include "runtime/status.h"
@@ -23,12 +24,6 @@ int ep_bootstrap_has_messages(const EpBootstrap *bootstrap);
 EpStatus ep_bootstrap_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
                             double timeout, void **segments, void **memory);
 void ep_bootstrap_share_free(const EpBootstrap *bootstrap, void *memory, int together);
-
-/**
- * Collective: do all ranks stand well? This rank's own status if that is an error, EP_ERR_PEER if
- * another's is. For what may fail on one rank alone, before something that would wait for it.
- */
-EpStatus ep_bootstrap_agree(const EpBootstrap *bootstrap, EpStatus mine, double timeout);
 
 /** POSIX shared memory for bootstraps without `share`. */
 EpStatus ep_posix_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,

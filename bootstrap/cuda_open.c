@@ -7,12 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
 #include "runtime/log.h"
-#include "runtime/window.h"
 
 #define LEAST_CAPABILITY 9 /* bulk copies between shared memory and peers */
-#define GREETING 0x65702100u
+
+#define PEERS_BYTES (sizeof(char *) * EP_MAX_WINDOWS * EP_CUDA_MAX_RANKS)
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
@@ -61,7 +62,7 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
     *shared_bytes = ep_window_layout(config, num_ranks, lanes).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaNotes) +
                                sizeof(EpCudaFailure)) +
-                     4LL * lanes * (config->num_experts + num_ranks);
+                     4LL * lanes * (config->num_experts + num_ranks) + (int64_t)PEERS_BYTES;
 }
 
 /* ---- feasibility --------------------------------------------------------------------------- */
@@ -97,7 +98,7 @@ EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
                    "rank %d: %s: %s", group->rank, what, cudaGetErrorString((cudaError_t)error));
 }
 
-static EpStatus check_nccl(const EpGroup *group, const char *what, ncclResult_t result) {
+EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: %s", group->rank, what,
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
@@ -114,65 +115,16 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EpStatus status = EP_OK;
     if (group->rank == 0)
-        status = check_nccl(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine));
+        status = ep_cuda_check_nccl(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine));
     EpStatus gathered = b->allgather(b->context, &mine, all, sizeof(mine), group->timeout);
     if (status == EP_OK && gathered == EP_OK) {
-        status =
-            check_nccl(group, "ncclCommInitRank",
-                       cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0], group->rank));
+        status = ep_cuda_check_nccl(
+            group, "ncclCommInitRank",
+            cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0], group->rank));
         cuda->owns_comm = status == EP_OK;
     }
     free(all);
     return gathered != EP_OK ? gathered : status;
-}
-
-/* A window that cannot be used may come with success: every rank greets every other, and counts. */
-static EpStatus verify_window(EpGroup *group, EpCuda *cuda) {
-    const EpBootstrap *b = &group->bootstrap;
-    int greetings = 0, missing = 0;
-    for (int32_t r = 0; r < group->size; r++)
-        missing += cuda->device.window[r] == NULL;
-    if (missing)
-        return ep_fail(EP_ERR_UNSUPPORTED,
-                       "rank %d: ep_group_create: window: expected to reach %d ranks over NVLink, "
-                       "cannot reach %d of them",
-                       group->rank, group->size, missing);
-    EP_TRY(ep_cuda_check(group, "greeting the peers",
-                         ep_window_greet(cuda->device.window, group->rank, group->size, GREETING)));
-    EP_TRY(b->barrier(b->context, group->timeout));
-    EP_TRY(ep_cuda_check(group, "reading greetings",
-                         ep_window_count_greetings(cuda->device.window[group->rank], group->size,
-                                                   GREETING, &greetings)));
-    if (greetings != group->size)
-        return ep_fail(EP_ERR_UNSUPPORTED,
-                       "rank %d: ep_group_create: window: expected greetings of %d ranks, got %d",
-                       group->rank, group->size, greetings);
-    EP_TRY(ep_cuda_check(group, "cudaMemset",
-                         cudaMemset(cuda->window_memory, 0, (size_t)cuda->device.layout.bytes)));
-    EP_TRY(ep_cuda_check(group, "cudaDeviceSynchronize", cudaDeviceSynchronize()));
-    return b->barrier(b->context, group->timeout);
-}
-
-static EpStatus open_window(EpGroup *group, EpCuda *cuda) {
-    size_t bytes = (size_t)cuda->device.layout.bytes;
-    if (group->size == 1) {
-        EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc(&cuda->window_memory, bytes)));
-        cuda->device.window[0] = cuda->window_memory;
-        return verify_window(group, cuda);
-    }
-    EP_TRY(open_communicator(group, cuda));
-    EP_TRY(
-        check_nccl(group, "ncclMemAlloc", cuda->nccl->ncclMemAlloc(&cuda->window_memory, bytes)));
-    EP_TRY(check_nccl(group, "ncclCommWindowRegister",
-                      cuda->nccl->ncclCommWindowRegister(cuda->comm, cuda->window_memory, bytes,
-                                                         &cuda->window, 0)));
-    if (!cuda->window)
-        return ep_fail(EP_ERR_UNSUPPORTED,
-                       "rank %d: ep_group_create: window: expected one from NCCL, got none",
-                       group->rank);
-    EP_TRY(ep_cuda_check(group, "finding the window's pointers",
-                         ep_window_pointers(cuda->window, group->size, cuda->device.window)));
-    return verify_window(group, cuda);
 }
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
@@ -181,6 +133,7 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     size_t counts = 4 * (size_t)g->layout.lanes * columns;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->lane_counts, counts)));
+    EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->peers, PEERS_BYTES)));
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
                          cudaHostAlloc((void **)&g->failure, sizeof(*g->failure), 0)));
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
@@ -201,7 +154,7 @@ static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
                                cuda->ordinal));
 }
 
-EpStatus ep_cuda_open(EpGroup *group) {
+static EpStatus open_device(EpGroup *group) {
     EpCuda *cuda = calloc(1, sizeof(*cuda));
     if (!cuda)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
@@ -211,33 +164,34 @@ EpStatus ep_cuda_open(EpGroup *group) {
     g->num_experts = group->config.num_experts;
     g->layout = ep_window_layout(&group->config, group->size, ep_cuda_lanes(&group->settings));
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);
+    cuda->own = (EpCudaWindow){.bytes = g->layout.bytes, .owned = 1};
     EP_TRY(read_device(group, cuda));
-    EP_TRY(open_memory(group, cuda));
-    EP_TRY(open_window(group, cuda));
+    return open_memory(group, cuda);
+}
+
+EpStatus ep_cuda_open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    EP_TRY(ep_group_agree(group, &call, open_device(group)));
+    EpCuda *cuda = ep_cuda(group);
+    if (group->size > 1) EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
+    EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_INFO(
         "cuda backend: device %d, %d lanes, window of %lld bytes, rings of %d records",
-        cuda->ordinal, g->layout.lanes, (long long)g->layout.bytes, g->layout.depth);
+        cuda->ordinal, cuda->device.layout.lanes, (long long)cuda->own.bytes,
+        cuda->device.layout.depth);
     return EP_OK;
 }
 
 /* Ending a communicator is collective: without the others, it is left to the process's end. */
-static void close_window(EpCuda *cuda, int together) {
-    if (!cuda->nccl) {
-        (void)cudaFree(cuda->window_memory);
-        return;
-    }
-    if (together && cuda->window) cuda->nccl->ncclCommWindowDeregister(cuda->comm, cuda->window);
-    if (together && cuda->window_memory) cuda->nccl->ncclMemFree(cuda->window_memory);
-    if (cuda->owns_comm && together) cuda->nccl->ncclCommDestroy(cuda->comm);
-}
-
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
     (void)cudaDeviceSynchronize();
-    close_window(cuda, together);
+    ep_cuda_window_close(cuda, &cuda->own, together);
+    if (cuda->owns_comm && together) cuda->nccl->ncclCommDestroy(cuda->comm);
     (void)cudaFree(cuda->device.state);
     (void)cudaFree(cuda->device.lane_counts);
+    (void)cudaFree((void *)(uintptr_t)cuda->device.peers);
     (void)cudaFreeHost(cuda->device.failure);
     (void)cudaFreeHost(cuda->notes);
     if (cuda->last) (void)cudaEventDestroy(cuda->last);

@@ -10,6 +10,7 @@
 
 #include "bootstrap/agree.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/meet.h"
 #include "runtime/group.h"
 #include "runtime/log.h"
 
@@ -103,19 +104,13 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
 }
 
 static void free_group(EpGroup *group, int together) {
+    for (int i = 0; i < EP_MAX_WINDOWS; i++)
+        if (group->windows[i].memory)
+            group->backend->close_window(group, &group->windows[i], together);
     if (group->backend) group->backend->close(group, together);
     free(group->nodes);
     group->nodes = NULL;
     ep_object_retire(&group->object);
-}
-
-/* Did everyone succeed? A second, smaller round of introductions. */
-static EpStatus confirm(const EpCall *call, EpGroup *group, EpStatus status, EpIntroduction *all) {
-    EpIntroduction mine = {.status = status};
-    if (status != EP_OK) snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
-    EP_TRY(group->bootstrap.allgather(group->bootstrap.context, &mine, all, sizeof(mine),
-                                      group->timeout));
-    return ep_introductions_check(call, all, group->size);
 }
 
 static void account(EpGroup *group) {
@@ -125,12 +120,12 @@ static void account(EpGroup *group) {
 }
 
 static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
-                      const EpSettings *settings, EpIntroduction *all, EpGroup **out) {
+                      const EpSettings *settings, const EpIntroduction *all, EpGroup **out) {
     EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
     if (!group) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
     EpStatus status = fill_group(group, bootstrap, config, settings, all);
     if (status == EP_OK) status = group->backend->open(group);
-    status = confirm(call, group, status, all);
+    status = ep_group_agree(group, call, status);
     if (status != EP_OK) {
         free_group(group, 0);
         return status;
@@ -173,7 +168,8 @@ void ep_group_destroy(EpGroup *group) {
     if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK) return;
     while (group->handles)
         ep_handle_destroy(group->handles);
-    int together = group->failed == EP_OK &&
+    /* Peers may still store into this rank's memory until they have finished, too. */
+    int together = group->failed == EP_OK && group->backend->finish(group) == EP_OK &&
                    group->bootstrap.barrier(group->bootstrap.context, group->timeout) == EP_OK;
     free_group(group, together);
 }

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/meet.h"
 #include "runtime/host.h"
 #include "runtime/log.h"
 
@@ -47,7 +48,7 @@ static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
     return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
 }
 
-static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
+static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, void **segments) {
     const EpBootstrap *b = &group->bootstrap;
     int32_t least, here;
     count_nodes(group, &least, &here);
@@ -59,7 +60,7 @@ static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
     setup.stage_bytes = ep_config_stage_bytes(&group->config, group->size, &group->settings);
     setup.spins = choose_spins(group, here);
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
-    EP_TRY(ep_bootstrap_agree(b, check_physical(group, bytes, here), group->timeout));
+    EP_TRY(ep_group_agree(group, call, check_physical(group, bytes, here)));
     EP_TRY(ep_bootstrap_share(b, group->nodes, (size_t)bytes, group->timeout, segments,
                               &host->memory));
     host->exchange = ep_exchange_create(&setup);
@@ -72,6 +73,7 @@ static EpStatus open_exchange(EpGroup *group, EpHost *host, void **segments) {
 }
 
 EpStatus ep_host_open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
     if (group->num_nodes > 1 && !ep_bootstrap_has_messages(&group->bootstrap))
         return ep_fail(
             EP_ERR_UNSUPPORTED,
@@ -85,9 +87,9 @@ EpStatus ep_host_open(EpGroup *group) {
     if (!host)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
                          group->rank);
-    EP_TRY(ep_bootstrap_agree(&group->bootstrap, status, group->timeout));
+    EP_TRY(ep_group_agree(group, &call, status));
     host->math = ep_rowmath();
-    return open_exchange(group, host, segments);
+    return open_exchange(&call, group, host, segments);
 }
 
 void ep_host_close(EpGroup *group, int together) {

@@ -111,6 +111,16 @@ static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t widt
                    group->rank, (long long)held, (long long)bytes, ep_cuda(group)->shared_bytes);
 }
 
+/* Rows that are only copied may land where they belong, if that is in a window of the group; each
+ * rank tells the others where. */
+static void choose_landing(const EpGroup *group, const EpScatter *s, EpScatterArgs *args) {
+    int64_t offset;
+    int window = ep_cuda_window_find(ep_cuda(group), s->out_rows, s->out_capacity * s->row_bytes,
+                                     &offset);
+    args->lands = !args->type && window >= 0 && group->size > 1;
+    if (args->lands) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
+}
+
 static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     const EpGroup *group = handle->group;
     EpCuda *cuda = ep_cuda(group);
@@ -138,6 +148,7 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .out_idx = s->out_idx,
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
+    choose_landing(group, s, &args);
     int64_t held = args.type ? 1 + state->top_k : 1;
     EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, &args.send));
     EP_TRY(shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, &args.fill));
@@ -277,6 +288,9 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .open = ep_cuda_open,
                                       .close = ep_cuda_close,
                                       .poll = poll,
+                                      .finish = ep_cuda_finish,
+                                      .open_window = ep_cuda_open_window,
+                                      .close_window = ep_cuda_close_window,
                                       .allocate = allocate,
                                       .release = release,
                                       .plan_bytes = ep_cuda_plan_bytes,

@@ -26,12 +26,20 @@ static void poll(EpGroup *group) {
     (void)group;
 }
 
+static EpStatus finish(EpGroup *group) {
+    (void)group;
+    return EP_OK;
+}
+
 const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .name = "host",
                                       .measure = ep_host_measure,
                                       .open = ep_host_open,
                                       .close = ep_host_close,
                                       .poll = poll,
+                                      .finish = finish,
+                                      .open_window = ep_host_open_window,
+                                      .close_window = ep_host_close_window,
                                       .allocate = allocate,
                                       .release = release,
                                       .plan_bytes = ep_host_plan_bytes,

@@ -15,6 +15,7 @@
 #include "ep/ep.h"
 #include "runtime/settings.h"
 
+struct EpCall;
 struct EpPlanShape;
 
 typedef struct EpHandle EpHandle;
@@ -78,6 +79,15 @@ typedef struct EpGather {
     EpStream stream;
 } EpGather;
 
+/** Memory that the peers of a group reach. */
+typedef struct EpWindow {
+    void *memory;   /**< NULL: no window */
+    size_t bytes;   /**< that this rank asked for */
+    size_t most;    /**< that any rank asked for */
+    int owned;      /**< from ep_mem_alloc: allocated with the window, and freed with it */
+    int32_t number; /**< below EP_MAX_WINDOWS; the same on all ranks */
+} EpWindow;
+
 /** What the calls check their arguments by: the user's view of the plan, and which token tensors
  *  belong to it. */
 typedef struct EpStep {
@@ -99,6 +109,12 @@ typedef struct EpBackendOps {
     void (*close)(EpGroup *group, int together);
     /** Bring findings that wait elsewhere into the group. */
     void (*poll)(EpGroup *group);
+    /** Wait until this rank's operations have finished. */
+    EpStatus (*finish)(EpGroup *group);
+    /** Collective, when all ranks have finished: make a window, and where it is `owned` its memory,
+     *  zeroed. On failure there is none, on any rank. */
+    EpStatus (*open_window)(EpGroup *group, const struct EpCall *call, EpWindow *window);
+    void (*close_window)(EpGroup *group, EpWindow *window, int together);
     /** Memory for handles that bring none, and how much a plan takes. */
     void *(*allocate)(const EpGroup *group, size_t bytes);
     void (*release)(const EpGroup *group, void *memory);

@@ -12,6 +12,14 @@
 #include "runtime/group.h"
 #include "runtime/nccl_api.h"
 
+/** Device memory that all ranks of a group map. */
+typedef struct EpCudaWindow {
+    char *memory; /**< NULL: none */
+    int64_t bytes;
+    ncclWindow_t nccl; /**< NULL in a group of one rank */
+    int owned;         /**< allocated with the window, and freed with it */
+} EpCudaWindow;
+
 typedef struct EpCuda {
     EpCudaGroup device; /**< what kernels get */
     int ordinal;        /**< CUDA device of this rank */
@@ -20,8 +28,9 @@ typedef struct EpCuda {
     const EpNccl *nccl; /**< NULL in a group of one rank */
     ncclComm_t comm;
     int owns_comm;
-    ncclWindow_t window;
-    void *window_memory;
+    EpCudaWindow own;                     /**< the library's own: lanes and flags */
+    EpCudaWindow windows[EP_MAX_WINDOWS]; /**< of the caller, by their number */
+    int num_windows;                      /**< none is numbered higher */
     cudaEvent_t last; /**< end of the last operation: operations of a group keep their order, also
                            on different streams */
     cudaStream_t last_stream;
@@ -46,6 +55,7 @@ static inline cudaError_t ep_cuda_capture_info(cudaStream_t stream,
 
 /** EP_OK, or EP_ERR_SYSTEM with what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
+EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result);
 
 /** Lanes of a group's windows: two blocks serve each, on a multiprocessor of its own. */
 int32_t ep_cuda_lanes(const EpSettings *settings);
@@ -54,5 +64,21 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);
 void ep_cuda_close(EpGroup *group, int together);
+EpStatus ep_cuda_finish(EpGroup *group);
+EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
+void ep_cuda_close_window(EpGroup *group, EpWindow *window, int together);
+
+/**
+ * Collective: make a window of the memory and size given, or, where it is `owned`, of new and
+ * zeroed memory; peers[size] become its addresses here. On failure there is none, on any rank. It
+ * has been tried: every rank has stored into every other's part.
+ */
+EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *window,
+                             char **peers);
+void ep_cuda_window_close(EpCuda *cuda, EpCudaWindow *window, int together);
+
+/** Number of the caller's window that wholly contains [data, data + bytes), and its offset from the
+ *  window's beginning; or -1. Whether peers' tensors lie in theirs is theirs to find out. */
+int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int64_t *offset);
 
 #endif

@@ -29,8 +29,10 @@ struct EpGroup {
     int64_t library_bytes;
     const EpBackendOps *backend;
     void *backend_state;
-    EpFinding routing, overflow; /* pending findings; status EP_OK where none */
-    EpStatus failed;             /* EP_OK, or why every call is refused */
+    EpWindow windows[EP_MAX_WINDOWS]; /* memory that peers reach; equally placed on all ranks */
+    EpFinding routing, overflow;      /* pending findings; status EP_OK where none */
+    int lost;                         /* a meeting over the bootstrap failed: out of step */
+    EpStatus failed;                  /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
 };

@@ -21,11 +21,35 @@ static bool alloc_tokens(Case *c) {
            b->scales;
 }
 
+/* Spare bytes for what reads whole chunks, as the wire floor does. */
+enum { REACHABLE_SPARE = 65536 };
+
+bool reachable_create(Case *c) {
+    size_t bytes = (size_t)c->slots.num_rows * c->row_bytes + REACHABLE_SPARE;
+    if (!c->options->zero_copy) return true;
+    bool ok = bench_library(ep_mem_alloc(c->group, bytes, &c->reachable_in), "ep_mem_alloc");
+    if (!world_all(c->world, ok)) return false;
+    ok = bench_library(ep_mem_alloc(c->group, bytes, &c->reachable_out), "ep_mem_alloc");
+    return world_all(c->world, ok);
+}
+
+/* On the host backend the host's buffers are those that the library works on. */
+static bool alloc_rows(Case *c) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows;
+    if (c->reachable_in && !c->cuda) {
+        b->slots_in = c->reachable_in;
+        b->slots_out = c->reachable_out;
+        return true;
+    }
+    b->slots_in = bench_alloc(rows, c->row_bytes, "expert_out");
+    b->slots_out = bench_alloc(rows, c->row_bytes, "recv_tokens");
+    return b->slots_in && b->slots_out;
+}
+
 static bool alloc_slots(Case *c) {
     Buffers *b = &c->buffers;
     size_t rows = (size_t)c->slots.num_rows, wide = rows * (size_t)c->weights_width;
-    b->slots_in = bench_alloc(rows, c->row_bytes, "expert_out");
-    b->slots_out = bench_alloc(rows, c->row_bytes, "recv_tokens");
     b->recv_weights = bench_alloc(wide, sizeof(float), "recv_topk_weights");
     b->recv_scales = bench_alloc(rows, (size_t)c->options->scale_bytes, "recv_scales");
     b->recv_index = bench_alloc(wide, sizeof(int32_t), "recv_topk_idx");
@@ -33,12 +57,14 @@ static bool alloc_slots(Case *c) {
     b->slot_grads_in = bench_alloc(wide, sizeof(float), "grad_slot_weights");
     b->slot_grads_out = bench_alloc(rows, sizeof(float), "grad_slot_weights");
     b->plan = bench_alloc((size_t)c->slots.num_local * 3 + 4, sizeof(int64_t), "plan");
-    return b->slots_in && b->slots_out && b->recv_weights && b->recv_scales && b->recv_index &&
-           b->slot_weights && b->slot_grads_in && b->slot_grads_out && b->plan;
+    return alloc_rows(c) && b->recv_weights && b->recv_scales && b->recv_index && b->slot_weights &&
+           b->slot_grads_in && b->slot_grads_out && b->plan;
 }
 
 void buffers_destroy(Case *c) {
     Buffers *b = &c->buffers;
+    if (b->slots_in == c->reachable_in) b->slots_in = NULL;
+    if (b->slots_out == c->reachable_out) b->slots_out = NULL;
     void *all[] = {b->index,         b->topk_weights,   b->topk_grads, b->tokens_in,
                    b->tokens_out,    b->scales,         b->slots_in,   b->slots_out,
                    b->recv_weights,  b->recv_scales,    b->recv_index, b->slot_weights,

@@ -62,12 +62,6 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
     if (backend == EP_BACKEND_HOST && o->num_sms)
         return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
                             "no multiprocessors");
-    if (backend == EP_BACKEND_HOST && o->zero_copy)
-        return bench_refuse("--zero-copy: expected a GPU backend, got the host backend, which "
-                            "reads and writes plain memory in place");
-    if (o->zero_copy)
-        return bench_refuse("--zero-copy: expected buffers that peers reach, which this libep "
-                            "does not offer yet");
     if (backend != EP_BACKEND_HOST && !device_built())
         return bench_refuse("--backend: expected host, got %s, whose buffers this ep_bench cannot "
                             "make: it was built without CUDA",
@@ -136,9 +130,11 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
     out->weights_width = out->slots.layout == EP_LAYOUT_FLAT ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
-           create_handle(out) && world_all(world, buffers_create(out)) && device_create(out);
+           create_handle(out) && reachable_create(out) && world_all(world, buffers_create(out)) &&
+           device_create(out);
 }
 
+/* Memory that peers reach goes with the group. */
 void case_destroy(Case *c) {
     ep_handle_destroy(c->handle);
     ep_group_destroy(c->group);

@@ -71,7 +71,9 @@ typedef struct Case {
     Buffers buffers;        /**< on the host: where inputs are made and outputs are checked */
     Device *device;         /**< device memory and more; NULL on the host backend */
     EpStream stream;        /**< of all calls; NULL on the host backend */
-    Tensors tensors;        /**< of the host's buffers, or of the device's */
+    void *reachable_in;  /**< with --zero-copy: slots_in and slots_out where the library works, */
+    void *reachable_out; /**< in memory that peers reach; the group's */
+    Tensors tensors;     /**< of the host's buffers, or of the device's */
 } Case;
 
 /** Who would move the bytes of the largest size, and why; refuses what the backend cannot do. */
@@ -80,6 +82,9 @@ bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
 /** Collective. False, everywhere, with a sentence, if any rank cannot have it. */
 bool case_create(World *world, const Options *options, int64_t size, Case *out);
 void case_destroy(Case *c);
+
+/** Collective: where it is asked for, memory that peers reach for slots_in and slots_out. */
+bool reachable_create(Case *c);
 
 /** Allocate the buffers and fill the inputs. Rows that no slot is in are NaN. */
 bool buffers_create(Case *c);

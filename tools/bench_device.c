@@ -90,8 +90,8 @@ static void lay_out(const Case *c, Arena *arena, Buffers *b) {
     b->tokens_in = carve(arena, tokens, c->row_bytes);
     b->tokens_out = carve(arena, tokens, c->row_bytes);
     b->scales = carve(arena, tokens, scale_bytes);
-    b->slots_in = carve(arena, rows, c->row_bytes);
-    b->slots_out = carve(arena, rows, c->row_bytes);
+    b->slots_in = c->reachable_in ? c->reachable_in : carve(arena, rows, c->row_bytes);
+    b->slots_out = c->reachable_out ? c->reachable_out : carve(arena, rows, c->row_bytes);
     b->recv_weights = carve(arena, wide, sizeof(float));
     b->recv_scales = carve(arena, rows, scale_bytes);
     b->recv_index = carve(arena, wide, sizeof(int32_t));

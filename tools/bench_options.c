@@ -207,7 +207,7 @@ static const Spec specs[] = {
     {0, "num-sms", "N", parse_int, AT(num_sms), 1, 1024, NULL,
      "multiprocessors that may be used (GPU backends)"},
     {0, "zero-copy", NULL, parse_flag, AT(zero_copy), 0, 0, NULL,
-     "receive rows and expert outputs in buffers that peers reach (GPU backends)"},
+     "receive rows and expert outputs in memory that peers reach"},
     {0, "threads", "N", parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
      "ranks are N threads of this process: no mpirun"},
     {'h', "help", NULL, parse_flag, AT(help), 0, 0, NULL, "this text"},

@@ -55,6 +55,7 @@ void report_header(const Report *report) {
            machine->date);
     if (report->device[0]) printf("# device:  %s\n", report->device);
     report_backend(&report->memory);
+    if (o->zero_copy) printf("# memory:  zero-copy: slot rows in memory that peers reach\n");
     printf("# timing:  %lld iterations after %lld, slowest rank of each%s%s; check %s\n",
            (long long)o->iterations, (long long)o->warmup,
            report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "",

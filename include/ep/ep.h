@@ -19,10 +19,10 @@
  *     ep_dispatch_backward   grad_recv_tokens         -> grad_tokens[T, H]
  *
  * Contents
- *     1. Version, status, errors          5. Handles: one per layer
- *     2. Tensors                          6. The five operations
- *     3. Bootstrap: how ranks meet        7. Status of a group, settings
- *     4. Groups
+ *     1. Version, status, errors          5. Memory that peers reach
+ *     2. Tensors                          6. Handles: one per layer
+ *     3. Bootstrap: how ranks meet        7. The five operations
+ *     4. Groups                           8. Status of a group, settings
  *
  * A first program, one rank of a group:
  *
@@ -193,7 +193,8 @@ typedef void *EpStream;
  * enough where the ranks share a node or a GPU backend serves them.
  *
  * Callbacks return EP_OK or an error (use ep_set_last_error for the sentence). They are called
- * during create and destroy of groups alone, except isend, irecv and test. The struct is copied
+ * when groups are created and destroyed, allgather also when memory that peers reach is (section
+ * 5); only isend, irecv and test also in operations. The struct is copied
  * by ep_group_create; what `context` points to must outlive the groups made from it.
  */
 typedef struct EpBootstrap {
@@ -343,7 +344,8 @@ typedef struct EpGroupInfo {
     int32_t node, num_nodes;   /**< this rank's node, and how many nodes the group spans */
     int32_t numa_node;         /**< NUMA node of this rank's CPUs, -1 if it spans several */
     int32_t num_cpus;          /**< CPUs this rank may run on */
-    int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles */
+    int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles; memory
+                                    of section 5 is the caller's */
 } EpGroupInfo;
 
 #define EP_GROUP_INFO_INIT \
@@ -386,7 +388,61 @@ typedef enum EpLayout {
 EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
                           EpLayout layout, unsigned flags, int64_t *rows);
 
-/* ---- 5. Handles: one per layer ------------------------------------------------------------- */
+/* ---- 5. Memory that peers reach ------------------------------------------------------------ */
+
+/**
+ * Rows that lie in memory which the other ranks of the group reach need no staging on a GPU
+ * backend: peers write receive rows (recv_tokens, grad_expert_out) to their slots, and expert
+ * outputs (expert_out, grad_recv_tokens) are used in place. A tensor may be any part of such
+ * memory; tensors elsewhere work as well and give the same bytes. The host backend uses all memory
+ * in place, and these calls are there so that one program serves both.
+ *
+ * All four calls are collective over the group, in the same order on every rank, operations
+ * included. They wait for this rank's operations to have finished, and meet the other ranks over
+ * the bootstrap: do not call them while a stream is being captured. What is refused on one rank is
+ * an error on all, EP_ERR_PEER with that rank's sentence on the others, and nothing has changed on
+ * any. Two kinds of ranks take no part, and their peers wait for them up to the deadline: those
+ * without a live group (NULL, destroyed, failed), and those that free NULL. A deadline that passes
+ * fails the group.
+ *
+ * A group has at most EP_MAX_WINDOWS such pieces of memory at a time. Destroying it gives back
+ * those that are left. They are the caller's: ep_group_query's library_bytes and ep_group_memory
+ * do not count them.
+ */
+#define EP_MAX_WINDOWS 32
+
+/**
+ * Allocate `bytes` >= 1 bytes, zeroed, on a multiple of 128, that all ranks of the group reach:
+ * device memory on a GPU backend, plain memory on the host backend. Ranks may ask for different
+ * sizes; on a GPU backend of several ranks each then takes as much as the largest. *out is written
+ * on success alone. Free it with ep_mem_free; it lives no longer than the group.
+ *
+ * EP_ERR_RANGE (bytes, too many windows), EP_ERR_NO_MEMORY; EP_ERR_UNSUPPORTED where a GPU cannot
+ * reach a peer; EP_ERR_ORDER where ranks make different calls.
+ */
+EpStatus ep_mem_alloc(EpGroup *group, size_t bytes, void **out);
+
+/**
+ * Free memory from ep_mem_alloc of this group, once no rank's operations use it any more. NULL is
+ * allowed and collective with nobody. EP_ERR_FOREIGN for any other memory, freed memory included;
+ * EP_ERR_ORDER where ranks free memory of different calls.
+ */
+EpStatus ep_mem_free(EpGroup *group, void *memory);
+
+/**
+ * Make memory of the caller's reachable by the peers, in place and with its contents: on a GPU
+ * backend from ncclMemAlloc or the CUDA driver's virtual memory management, mapped for this rank's
+ * GPU; on the host backend any. It begins on a multiple of 4096, has at least 4096 bytes, as many
+ * on every rank (else EP_ERR_MISMATCH), and overlaps no other of the group (else EP_ERR_RANGE).
+ * The memory stays the caller's and must outlive its registration.
+ */
+EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes);
+
+/** End a registration, once no rank's operations use the memory any more. `memory` is what was
+ *  registered; EP_ERR_FOREIGN, EP_ERR_ORDER as with ep_mem_free. */
+EpStatus ep_window_deregister(EpGroup *group, void *memory);
+
+/* ---- 6. Handles: one per layer ------------------------------------------------------------- */
 
 /**
  * A handle is one layer, or one micro-batch in flight. It owns the plan that ep_prepare makes of a
@@ -471,7 +527,7 @@ typedef struct EpHandleInfo {
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
-/* ---- 6. The five operations ---------------------------------------------------------------- */
+/* ---- 7. The five operations ---------------------------------------------------------------- */
 
 /** Optional outputs of ep_prepare; any may be NULL. Types INT32 or INT64. Memory as the backend's
  *  tensors, or pinned host memory on a GPU backend. */
@@ -567,7 +623,7 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights);
 
-/* ---- 7. Status of a group, settings -------------------------------------------------------- */
+/* ---- 8. Status of a group, settings -------------------------------------------------------- */
 
 /** Details of what ep_group_status reports; -1 where a number does not apply. */
 typedef struct EpFinding {

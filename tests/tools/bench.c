@@ -111,6 +111,7 @@ SoloTest(tools_bench, small_runs_are_right) {
         QUICK "--threads 3 --tokens 20 --layout batched --dtype fp32 --routing one-hot",
         QUICK "--threads 2 --tokens 20 --masked 0.3 --idx int64 --scales 12 --weighted 0",
         QUICK "--threads 2 --tokens 20 --capacity 30 --overflow drop --align 1",
+        QUICK "--threads 3 -b 0 -e 20 -f 5 --zero-copy --uneven",
     };
     for (int i = 0; i < LENGTH(lines); i++)
         check_run(lines[i], 0, "#wrong 0", NULL);
@@ -137,14 +138,15 @@ static void write_file(const char *path, const char *text) {
 }
 
 SoloTest(tools_bench, json_has_what_is_promised) {
-    static const char *const keys[] = {
-        "\"version\"", "\"wrong\": 0",    "\"config\"",     "\"machine\"", "\"library_bytes\"",
-        "\"phases\"",  "\"median_us\"",   "\"p99_us\"",     "\"name\"",    "\"remote_bytes\"",
-        "\"prepare\"", "\"local_bytes\"", "\"floor_ratio\""};
+    static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",       "\"config\"",
+                                       "\"machine\"",      "\"library_bytes\"",  "\"phases\"",
+                                       "\"median_us\"",    "\"p99_us\"",         "\"name\"",
+                                       "\"remote_bytes\"", "\"prepare\"",        "\"local_bytes\"",
+                                       "\"floor_ratio\"",  "\"zero_copy\": true"};
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_json_XXXXXX";
     close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--floor 1 --threads 2 --tokens 10 -J %s", path);
+    snprintf(line, sizeof(line), QUICK "--floor 1 --threads 2 --tokens 10 --zero-copy -J %s", path);
     check_run(line, 0, "#wrong 0", NULL);
     read_file(path, text, sizeof(text));
     unlink(path);

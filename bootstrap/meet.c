@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/meet.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+EpVerdict ep_verdict(EpStatus status) {
+    EpVerdict mine = {.status = status};
+    if (status != EP_OK) snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
+    return mine;
+}
+
+EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes) {
+    const EpBootstrap *b = &group->bootstrap;
+    EpStatus status = b->allgather(b->context, mine, all, bytes, group->timeout);
+    if (status != EP_OK) group->lost = 1;
+    return status;
+}
+
+static const EpVerdict *verdict_of(const void *all, size_t stride, int32_t rank) {
+    return (const EpVerdict *)((const char *)all + stride * (size_t)rank);
+}
+
+EpStatus ep_verdicts_check(const EpCall *call, const void *all, size_t stride, int32_t size) {
+    const EpVerdict *mine = verdict_of(all, stride, call->rank);
+    if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
+    for (int32_t r = 0; r < size; r++) {
+        const EpVerdict *other = verdict_of(all, stride, r);
+        if (other->status != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
+                             other->sentence);
+    }
+    return EP_OK;
+}
+
+EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
+    EpVerdict verdict = ep_verdict(mine), *all = calloc((size_t)group->size, sizeof(*all));
+    if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    EpStatus status = ep_group_gather(group, &verdict, all, sizeof(verdict));
+    if (status == EP_OK) status = ep_verdicts_check(call, all, sizeof(verdict), group->size);
+    /* A rank that failed by itself says so, also where nobody came to hear it. */
+    else if (mine != EP_OK)
+        status = ep_fail(mine, "%s", verdict.sentence);
+    free(all);
+    return status;
+}

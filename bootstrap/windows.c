@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Memory that peers reach: ep_mem_alloc, ep_window_register, and their ends. Each call is one
+ * meeting, to which every rank brings what it was called with, or why that was refused; then the
+ * backend does its part, on all ranks or on none. So a window has the same number on every rank.
+ */
+#include <stdlib.h>
+
+#include "bootstrap/meet.h"
+
+#define PAGE_BYTES 4096
+#define MOST_BYTES ((size_t)PTRDIFF_MAX - PAGE_BYTES)
+
+typedef enum Code { MEM_ALLOC, MEM_FREE, WINDOW_REGISTER, WINDOW_DEREGISTER, NUM_CODES } Code;
+
+static const char *const names[NUM_CODES] = {"ep_mem_alloc", "ep_mem_free", "ep_window_register",
+                                             "ep_window_deregister"};
+
+/* What a rank brings to the meeting. */
+typedef struct Card {
+    EpVerdict verdict;
+    int32_t code, number;
+    uint64_t bytes;
+} Card;
+
+/* A rank that is refused here takes no part, and its peers wait for it. */
+static EpStatus enter(EpCall *call, EpGroup *group) {
+    EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
+    call->rank = group->rank;
+    group->backend->poll(group);
+    return ep_group_usable(group);
+}
+
+/* ---- meeting ------------------------------------------------------------------------------- */
+
+static EpStatus compare(const EpCall *call, const Card *all, int32_t size) {
+    for (int32_t r = 1; r < size; r++) {
+        if (all[r].code != all[0].code)
+            return ep_refuse(call, EP_ERR_ORDER, "group",
+                             "expected the same call on all ranks, got %s on rank 0 and %s on "
+                             "rank %d",
+                             names[all[0].code], names[all[r].code], r);
+        if (all[r].number != all[0].number)
+            return ep_refuse(call, EP_ERR_ORDER, "memory",
+                             "expected the same window on all ranks, got number %d on rank 0 and "
+                             "number %d on rank %d",
+                             all[0].number, all[r].number, r);
+        if (all[r].code == WINDOW_REGISTER && all[r].bytes != all[0].bytes)
+            return ep_refuse(call, EP_ERR_MISMATCH, "bytes",
+                             "expected one value on all ranks, got %llu on rank 0 and %llu on "
+                             "rank %d",
+                             (unsigned long long)all[0].bytes, (unsigned long long)all[r].bytes, r);
+    }
+    return EP_OK;
+}
+
+static EpStatus gather_cards(EpGroup *group, const EpCall *call, const Card *mine, Card *all,
+                             EpWindow *window) {
+    EP_TRY(ep_group_gather(group, mine, all, sizeof(*mine)));
+    EP_TRY(ep_verdicts_check(call, all, sizeof(*mine), group->size));
+    EP_TRY(compare(call, all, group->size));
+    for (int32_t r = 0; r < group->size; r++)
+        if (all[r].bytes > window->most) window->most = (size_t)all[r].bytes;
+    return EP_OK;
+}
+
+static EpStatus finish(EpGroup *group) {
+    EP_TRY(group->backend->finish(group));
+    group->backend->poll(group);
+    return ep_group_usable(group);
+}
+
+/* `status`: whether this rank's arguments are in order; only then are its operations waited for. */
+static EpStatus meet(EpGroup *group, const EpCall *call, Code code, EpStatus status,
+                     EpWindow *window) {
+    if (status == EP_OK) status = finish(group);
+    Card mine = {ep_verdict(status), (int32_t)code, window->number, window->bytes};
+    Card *all = calloc((size_t)group->size, sizeof(*all));
+    if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "group", "out of memory");
+    status = gather_cards(group, call, &mine, all, window);
+    free(all);
+    return status;
+}
+
+/* Ranks that have lost each other cannot go on. */
+static EpStatus leave(EpGroup *group, const EpCall *call, EpStatus status) {
+    if (status == EP_OK || !group->lost) return status;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    /* "mem_alloc", as operations say "dispatch" */
+    for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
+        finding.phase[i] = call->name[3 + i];
+    return ep_group_fail(group, &finding);
+}
+
+/* ---- beginnings ---------------------------------------------------------------------------- */
+
+static EpStatus choose_number(const EpCall *call, const EpGroup *group, EpWindow *window) {
+    for (window->number = 0; window->number < EP_MAX_WINDOWS; window->number++)
+        if (!group->windows[window->number].memory) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "group", "expected at most %d windows at a time, got %d",
+                     EP_MAX_WINDOWS, EP_MAX_WINDOWS + 1);
+}
+
+static EpStatus check_bytes(const EpCall *call, size_t bytes, size_t least) {
+    if (bytes >= least && bytes <= MOST_BYTES) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "bytes", "expected %zu .. %zu, got %zu", least, MOST_BYTES,
+                     bytes);
+}
+
+static EpStatus create(EpGroup *group, const EpCall *call, Code code, EpStatus status,
+                       EpWindow *window) {
+    status = meet(group, call, code, status, window);
+    if (status == EP_OK) status = group->backend->open_window(group, call, window);
+    if (status == EP_OK) group->windows[window->number] = *window;
+    return leave(group, call, status);
+}
+
+static EpStatus check_alloc(const EpCall *call, const EpGroup *group, EpWindow *window,
+                            void *const *out) {
+    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    EP_TRY(check_bytes(call, window->bytes, 1));
+    return choose_number(call, group, window);
+}
+
+EpStatus ep_mem_alloc(EpGroup *group, size_t bytes, void **out) {
+    EpCall call = {names[MEM_ALLOC], -1};
+    EP_TRY(enter(&call, group));
+    EpWindow window = {.bytes = bytes, .owned = 1};
+    EpStatus status = check_alloc(&call, group, &window, out);
+    EP_TRY(create(group, &call, MEM_ALLOC, status, &window));
+    *out = window.memory;
+    return EP_OK;
+}
+
+static EpStatus check_apart(const EpCall *call, const EpGroup *group, const EpWindow *window) {
+    uintptr_t begin = (uintptr_t)window->memory;
+    for (int i = 0; i < EP_MAX_WINDOWS; i++) {
+        const EpWindow *other = &group->windows[i];
+        uintptr_t there = (uintptr_t)other->memory;
+        if (!there || begin >= there + other->bytes || there >= begin + window->bytes) continue;
+        return ep_refuse(call, EP_ERR_RANGE, "memory",
+                         "expected memory apart from the group's other windows, got %p, which "
+                         "overlaps the %zu bytes at %p",
+                         window->memory, other->bytes, other->memory);
+    }
+    return EP_OK;
+}
+
+static EpStatus check_register(const EpCall *call, const EpGroup *group, EpWindow *window) {
+    if (!window->memory) return ep_refuse(call, EP_ERR_NULL, "memory", "expected memory, got NULL");
+    if ((uintptr_t)window->memory % PAGE_BYTES)
+        return ep_refuse(call, EP_ERR_ADDRESS, "memory", "expected a multiple of %d, got %p",
+                         PAGE_BYTES, window->memory);
+    EP_TRY(check_bytes(call, window->bytes, PAGE_BYTES));
+    EP_TRY(check_apart(call, group, window));
+    return choose_number(call, group, window);
+}
+
+EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes) {
+    EpCall call = {names[WINDOW_REGISTER], -1};
+    EP_TRY(enter(&call, group));
+    EpWindow window = {.memory = memory, .bytes = bytes};
+    EpStatus status = check_register(&call, group, &window);
+    return create(group, &call, WINDOW_REGISTER, status, &window);
+}
+
+/* ---- ends ---------------------------------------------------------------------------------- */
+
+static EpStatus find_window(const EpCall *call, const EpGroup *group, const void *memory,
+                            Code beginning, EpWindow *out) {
+    if (!memory) return ep_refuse(call, EP_ERR_NULL, "memory", "expected memory, got NULL");
+    for (int i = 0; i < EP_MAX_WINDOWS; i++) {
+        *out = group->windows[i];
+        if (out->memory == memory && out->owned == (beginning == MEM_ALLOC)) return EP_OK;
+    }
+    return ep_refuse(call, EP_ERR_FOREIGN, "memory",
+                     "expected memory from %s on this group, not given back yet, got %p",
+                     names[beginning], memory);
+}
+
+static EpStatus end(EpGroup *group, const EpCall *call, Code code, Code beginning, void *memory) {
+    EpWindow window;
+    EpStatus status = find_window(call, group, memory, beginning, &window);
+    status = meet(group, call, code, status, &window);
+    if (status == EP_OK) {
+        group->backend->close_window(group, &window, 1);
+        group->windows[window.number] = (EpWindow){.memory = NULL};
+    }
+    return leave(group, call, status);
+}
+
+EpStatus ep_mem_free(EpGroup *group, void *memory) {
+    EpCall call = {names[MEM_FREE], -1};
+    EP_TRY(enter(&call, group));
+    return memory ? end(group, &call, MEM_FREE, MEM_ALLOC, memory) : EP_OK;
+}
+
+EpStatus ep_window_deregister(EpGroup *group, void *memory) {
+    EpCall call = {names[WINDOW_DEREGISTER], -1};
+    EP_TRY(enter(&call, group));
+    return end(group, &call, WINDOW_DEREGISTER, WINDOW_REGISTER, memory);
+}

@@ -1,0 +1,418 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Memory that peers reach: its beginnings and ends on several ranks, and every way to be refused,
+ * after which all is as before. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/cases/run.h"
+#include "tests/oracle/expect.h"
+
+enum { RANKS = 3, PAGE = 4096 };
+
+/* Groups that fail on purpose log a warning. */
+static void be_quiet(void) {
+    setenv("EP_LOG_FILE", "/dev/null", 1);
+}
+
+TestSuite(bootstrap_windows, .init = be_quiet);
+
+static EpGroup *open_plain(const EpBootstrap *bootstrap, double seconds) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.timeout_seconds = seconds;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    return group;
+}
+
+static int64_t library_bytes(const EpGroup *group) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    return info.library_bytes;
+}
+
+/* The memory is zeroed, on its alignment, and may be written from end to end. */
+static char *take(EpGroup *group, size_t bytes) {
+    void *memory = NULL;
+    CHECK_OK(ep_mem_alloc(group, bytes, &memory));
+    char *data = memory;
+    CHECK((uintptr_t)data % 128 == 0, "memory at %p", memory);
+    for (size_t i = 0; data && i < bytes; i++)
+        if (data[i] != 0) CHECK(data[i] == 0, "byte %zu is %d", i, data[i]);
+    if (data) memset(data, 0x5a, bytes);
+    return data;
+}
+
+/* Pages of the caller's. */
+static char *new_pages(size_t count) {
+    char *pages = aligned_alloc(PAGE, count * PAGE);
+    CHECK(pages != NULL, "no pages");
+    return pages;
+}
+
+/* ---- beginnings and ends ---- */
+
+ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    REQUIRE(group, "no group");
+    int64_t before = library_bytes(group);
+    for (size_t unit = 1; unit < 100000; unit *= 10) {
+        char *memory = take(group, unit * (size_t)(bootstrap->rank + 1));
+        CHECK(library_bytes(group) == before, "memory of the caller is counted");
+        CHECK_OK(ep_mem_free(group, memory));
+    }
+    ep_group_destroy(group);
+}
+
+/* A whole step between any two changes of the table. */
+static void step_with(EpGroup *group, const World *world, int rank) {
+    EpHandle *handle = open_handle(group, &world->c);
+    Step step = {group, handle, world, rank};
+    step_all(&step);
+    ep_handle_destroy(handle);
+}
+
+/* Freed in the middle, in any order, and taken anew: what is left keeps its bytes. */
+ThreadTest(bootstrap_windows, freed_in_the_middle, RANKS) {
+    Case c = {.ranks = RANKS, .weighted = 1, .seed = 3};
+    World *world = world_new(&c);
+    EpGroup *group = open_group(bootstrap, &world->c);
+    REQUIRE(group, "no group");
+    static const int order[] = {2, 0, 4, 2, 3, 2, 0, 1};
+    char *memory[5];
+    for (int i = 0; i < 5; i++)
+        memory[i] = take(group, 1000), memset(memory[i], i, 1000);
+    for (int i = 0; i < 8; i++) {
+        int which = order[i];
+        CHECK_OK(ep_mem_free(group, memory[which]));
+        step_with(group, world, bootstrap->rank);
+        memory[which] = take(group, 1000);
+        memset(memory[which], which, 1000);
+        for (int k = 0; k < 5000; k++)
+            if (memory[k / 1000][k % 1000] != k / 1000)
+                CHECK(false, "memory %d has lost byte %d", k / 1000, k % 1000);
+    }
+    for (int i = 4; i >= 0; i--)
+        CHECK_OK(ep_mem_free(group, memory[i]));
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+/* What is left when the group goes is given back with it: the address sanitizer would know. */
+ThreadTest(bootstrap_windows, left_to_the_group, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *pages = new_pages(2);
+    take(group, 12345);
+    CHECK_OK(ep_window_register(group, pages, 2 * PAGE));
+    take(group, 1);
+    ep_group_destroy(group);
+    memset(pages, 1, 2 * PAGE);
+    free(pages);
+}
+
+ThreadTest(bootstrap_windows, registered_memory_keeps_its_contents, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *pages = new_pages(3);
+    memset(pages, 0x33, 3 * PAGE);
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(ep_window_register(group, pages, PAGE));
+        CHECK_OK(ep_window_register(group, pages + PAGE, 2 * PAGE));
+        CHECK_OK(ep_window_deregister(group, pages));
+        CHECK_OK(ep_window_deregister(group, pages + PAGE));
+    }
+    for (int i = 0; i < 3 * PAGE; i++)
+        if (pages[i] != 0x33) CHECK(false, "byte %d was written", i);
+    ep_group_destroy(group);
+    free(pages);
+}
+
+/* Two groups of a rank keep their memory apart. */
+ThreadTest(bootstrap_windows, of_another_group, 2) {
+    EpGroup *one = open_plain(bootstrap, 60), *two = open_plain(bootstrap, 60);
+    char *memory = take(one, 64);
+    CHECK_REFUSED(ep_mem_free(two, memory), EP_ERR_FOREIGN, "ep_mem_free", "memory");
+    CHECK_OK(ep_mem_free(one, memory));
+    ep_group_destroy(one);
+    ep_group_destroy(two);
+}
+
+/* ---- rows ---- */
+
+typedef struct Rows {
+    EpTensor recv, weights, grad, expert_out;
+    size_t bytes;
+} Rows;
+
+/* The step's slot rows, all of them in such memory. */
+static Rows take_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = &step->world->rank[step->rank];
+    size_t rows = (size_t)me->buffer_rows;
+    Rows r = {.bytes = rows * case_row_bytes(c)};
+    r.expert_out = step_expert_out(step);
+    const void *filled = r.expert_out.data;
+    r.recv = step_rows(step, take(step->group, r.bytes + 16), c->row_type, c->hidden);
+    r.grad = step_rows(step, take(step->group, r.bytes + 16), c->sum_type, c->hidden);
+    r.expert_out.data = take(step->group, r.bytes + 16);
+    r.weights = step_slot_weights(step);
+    r.weights.data = take(step->group, rows * 4 + 16);
+    if (r.bytes) memcpy(r.expert_out.data, filled, r.bytes);
+    return r;
+}
+
+/* One byte after another, what the oracle says and where it says so. */
+static void check_rows(const Step *step, const Rows *r) {
+    Image tokens = image_new(r->bytes, 16), grads = image_new(r->bytes, 16);
+    const Case *c = &step->world->c;
+    size_t count = (size_t)step->world->rank[step->rank].buffer_rows;
+    ExpectedRows expected = {tokens, image_new(count * 4, 4), image_new(0, 4), image_new(0, 4)};
+    memset(tokens.data, 0x5a, r->bytes);
+    memset(grads.data, 0x5a, r->bytes);
+    memset(expected.weights.data, 0x5a, count * 4);
+    expect_dispatch(step->world, step->rank, &expected);
+    expect_combine_backward(step->world, step->rank, &grads);
+    CHECK(memcmp(r->recv.data, tokens.data, r->bytes) == 0, "recv_tokens: %s", case_describe(c));
+    CHECK(memcmp(r->weights.data, expected.weights.data, count * 4) == 0, "recv_topk_weights");
+    CHECK(memcmp(r->grad.data, grads.data, r->bytes) == 0, "grad_expert_out");
+    CHECK(((char *)r->recv.data)[r->bytes] == 0x5a, "written behind recv_tokens");
+    image_free(&tokens);
+    image_free(&grads);
+    image_free(&expected.weights);
+    image_free(&expected.scales);
+    image_free(&expected.index);
+}
+
+static void check_sums(const Step *step, const Rows *r) {
+    const Case *c = &step->world->c;
+    int rows = step->world->rank[step->rank].rows;
+    size_t bytes = (size_t)rows * case_sum_bytes(c);
+    Image got = image_new(bytes, 16), expected = image_new(bytes, 16), none = image_new(4096, 4);
+    EpTensor out = ep_tensor_2d(got.data, c->sum_type, rows, c->hidden);
+    EpTensor weights = step_slot_weights(step);
+    CHECK_OK(ep_combine(step->handle, &r->expert_out, &weights, NULL, &out));
+    expect_combine(step->world, step->rank, &expected);
+    image_check_equal(&got, &expected, case_sum_bytes(c), "out");
+    CHECK_OK(ep_dispatch_backward(step->handle, &r->expert_out, NULL, NULL, &out, NULL));
+    expect_dispatch_backward(step->world, step->rank, &expected, &none);
+    image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
+    image_free(&got);
+    image_free(&expected);
+    image_free(&none);
+}
+
+ThreadTest(bootstrap_windows, rows_of_a_step, RANKS) {
+    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .weighted = 1, .alignment = 4, .seed = 11};
+    c.spare_rows = 2;
+    World *world = world_new(&c);
+    EpGroup *group = open_group(bootstrap, &world->c);
+    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
+    REQUIRE(handle, "no handle");
+    Step step = {group, handle, world, bootstrap->rank};
+    Rows rows = take_rows(&step);
+    EpTensor tokens = step_tokens(&step), weights = step_weights(&step);
+    EpTensor grad_out = step_grad_out(&step), slot_weights = step_slot_weights(&step);
+    step_prepare(&step);
+    CHECK_OK(
+        ep_dispatch(handle, &tokens, &weights, NULL, NULL, &rows.recv, &rows.weights, NULL, NULL));
+    CHECK_OK(ep_combine_backward(handle, &grad_out, &slot_weights, NULL, NULL, &rows.grad, NULL));
+    check_rows(&step, &rows);
+    check_sums(&step, &rows);
+    CHECK_OK(ep_mem_free(group, rows.recv.data));
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+/* ---- refused ---- */
+
+ThreadTest(bootstrap_windows, no_live_group, 1) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    void *out = &group;
+    ep_group_destroy(group);
+    EpGroup *const groups[] = {NULL, group};
+    for (int i = 0; i < 2; i++) {
+        EpStatus status = i ? EP_ERR_DESTROYED : EP_ERR_NULL;
+        CHECK_REFUSED(ep_mem_alloc(groups[i], 64, &out), status, "ep_mem_alloc", "group");
+        CHECK_REFUSED(ep_mem_free(groups[i], out), status, "ep_mem_free", "group");
+        CHECK_REFUSED(ep_mem_free(groups[i], NULL), status, "ep_mem_free", "group");
+        CHECK_REFUSED(ep_window_register(groups[i], out, PAGE), status, "ep_window_register",
+                      "group");
+        CHECK_REFUSED(ep_window_deregister(groups[i], out), status, "ep_window_deregister",
+                      "group");
+    }
+    CHECK(out == &group, "an output was written");
+    int other[16] = {0};
+    CHECK_REFUSED(ep_mem_alloc((EpGroup *)(void *)other, 64, &out), EP_ERR_FOREIGN, "group");
+}
+
+ThreadTest(bootstrap_windows, wrong_arguments_of_alloc, 2) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    void *out = &group;
+    CHECK_REFUSED(ep_mem_alloc(group, 64, NULL), EP_ERR_NULL, "ep_mem_alloc", "out", "NULL");
+    CHECK_REFUSED(ep_mem_alloc(group, 0, &out), EP_ERR_RANGE, "ep_mem_alloc", "bytes", "got 0");
+    CHECK_REFUSED(ep_mem_alloc(group, SIZE_MAX, &out), EP_ERR_RANGE, "ep_mem_alloc", "bytes",
+                  "got 18446744073709551615");
+    CHECK(out == &group, "an output was written");
+    CHECK_OK(ep_mem_free(group, take(group, 64)));
+    ep_group_destroy(group);
+}
+
+ThreadTest(bootstrap_windows, wrong_arguments_of_register, 2) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *pages = new_pages(4), *taken = take(group, 64);
+    CHECK_OK(ep_window_register(group, pages + PAGE, PAGE));
+    CHECK_REFUSED(ep_window_register(group, NULL, PAGE), EP_ERR_NULL, "ep_window_register",
+                  "memory", "NULL");
+    CHECK_REFUSED(ep_window_register(group, pages + 128, PAGE), EP_ERR_ADDRESS, "memory", "4096");
+    CHECK_REFUSED(ep_window_register(group, pages, 0), EP_ERR_RANGE, "bytes", "got 0");
+    CHECK_REFUSED(ep_window_register(group, pages, PAGE - 1), EP_ERR_RANGE, "bytes", "got 4095");
+    CHECK_REFUSED(ep_window_register(group, pages, SIZE_MAX), EP_ERR_RANGE, "bytes");
+    CHECK_REFUSED(ep_window_register(group, pages + PAGE, PAGE), EP_ERR_RANGE, "memory",
+                  "overlaps");
+    CHECK_REFUSED(ep_window_register(group, pages, 2 * PAGE), EP_ERR_RANGE, "overlaps the 4096");
+    CHECK_REFUSED(ep_mem_free(group, pages + PAGE), EP_ERR_FOREIGN, "ep_mem_alloc");
+    CHECK_REFUSED(ep_window_deregister(group, taken), EP_ERR_FOREIGN, "ep_window_register");
+    /* Neighbours do not overlap. */
+    CHECK_OK(ep_window_register(group, pages, PAGE));
+    CHECK_OK(ep_window_register(group, pages + 2 * PAGE, 2 * PAGE));
+    ep_group_destroy(group);
+    free(pages);
+}
+
+ThreadTest(bootstrap_windows, memory_that_is_none, 2) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *memory = take(group, 256), *pages = new_pages(1);
+    CHECK_REFUSED(ep_mem_free(group, &group), EP_ERR_FOREIGN, "ep_mem_free", "memory");
+    CHECK_REFUSED(ep_mem_free(group, memory + 128), EP_ERR_FOREIGN, "ep_mem_free", "memory");
+    CHECK_OK(ep_mem_free(group, NULL));
+    CHECK_OK(ep_mem_free(group, memory));
+    CHECK_REFUSED(ep_mem_free(group, memory), EP_ERR_FOREIGN, "not given back yet");
+    CHECK_REFUSED(ep_window_deregister(group, NULL), EP_ERR_NULL, "ep_window_deregister", "NULL");
+    CHECK_REFUSED(ep_window_deregister(group, pages), EP_ERR_FOREIGN, "ep_window_deregister");
+    CHECK_OK(ep_window_register(group, pages, PAGE));
+    CHECK_OK(ep_window_deregister(group, pages));
+    CHECK_REFUSED(ep_window_deregister(group, pages), EP_ERR_FOREIGN, "memory");
+    ep_group_destroy(group);
+    free(pages);
+}
+
+ThreadTest(bootstrap_windows, too_many, 2) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *memory[EP_MAX_WINDOWS], *pages = new_pages(1);
+    void *out = &group;
+    for (int i = 0; i < EP_MAX_WINDOWS; i++)
+        memory[i] = take(group, 10);
+    CHECK_REFUSED(ep_mem_alloc(group, 10, &out), EP_ERR_RANGE, "at most 32 windows", "got 33");
+    CHECK_REFUSED(ep_window_register(group, pages, PAGE), EP_ERR_RANGE, "at most 32 windows");
+    CHECK(out == &group, "an output was written");
+    CHECK_OK(ep_mem_free(group, memory[17]));
+    CHECK_OK(ep_window_register(group, pages, PAGE));
+    CHECK_REFUSED(ep_mem_alloc(group, 10, &out), EP_ERR_RANGE, "at most 32 windows");
+    CHECK_OK(ep_window_deregister(group, pages));
+    take(group, 10);
+    ep_group_destroy(group);
+    free(pages);
+}
+
+/* ---- refused on one rank, an error on all ---- */
+
+static void check_verdict(const EpBootstrap *bootstrap, EpStatus got, EpStatus expected,
+                          const char *word) {
+    int mine = bootstrap->rank == 1;
+    CHECK(got == (mine ? expected : EP_ERR_PEER), "status %d: %s", (int)got, ep_last_error());
+    CHECK(strstr(ep_last_error(), "rank 1"), "%s", ep_last_error());
+    CHECK(strstr(ep_last_error(), word), "no '%s' in: %s", word, ep_last_error());
+}
+
+ThreadTest(bootstrap_windows, mistake_of_one_rank, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *memory = take(group, 64), *pages = new_pages(1);
+    void *out = &group;
+    int wrong = bootstrap->rank == 1;
+    check_verdict(bootstrap, ep_mem_alloc(group, wrong ? 0 : 64, &out), EP_ERR_RANGE, "bytes");
+    check_verdict(bootstrap, ep_mem_free(group, wrong ? pages : memory), EP_ERR_FOREIGN, "memory");
+    check_verdict(bootstrap, ep_window_register(group, wrong ? NULL : pages, PAGE), EP_ERR_NULL,
+                  "memory");
+    CHECK(out == &group, "an output was written");
+    /* Nothing has changed, and the ranks are in step. */
+    CHECK(memory[0] == 0x5a, "memory was freed");
+    CHECK_OK(ep_window_register(group, pages, PAGE));
+    check_verdict(bootstrap, ep_window_deregister(group, wrong ? memory : pages), EP_ERR_FOREIGN,
+                  "memory");
+    CHECK_OK(ep_window_deregister(group, pages));
+    CHECK_OK(ep_mem_free(group, memory));
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    free(pages);
+}
+
+/* The ranks that got theirs give it back. */
+ThreadTest(bootstrap_windows, no_memory_on_one_rank, RANKS) {
+    if (TESTS_SANITIZED) return; /* sanitizers end the process instead */
+    EpGroup *group = open_plain(bootstrap, 60);
+    void *out = &group;
+    size_t bytes = bootstrap->rank == 1 ? (size_t)1 << 62 : 64;
+    for (int i = 0; i < EP_MAX_WINDOWS + 1; i++)
+        check_verdict(bootstrap, ep_mem_alloc(group, bytes, &out), EP_ERR_NO_MEMORY, "bytes");
+    CHECK(out == &group, "an output was written");
+    CHECK_OK(ep_mem_free(group, take(group, 64)));
+    ep_group_destroy(group);
+}
+
+ThreadTest(bootstrap_windows, ranks_that_differ, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 60);
+    char *one = take(group, 64), *two = take(group, 64), *pages = new_pages(2);
+    void *out = &group;
+    int odd = bootstrap->rank == 2;
+    CHECK_REFUSED(ep_window_register(group, pages, odd ? 2 * PAGE : PAGE), EP_ERR_MISMATCH,
+                  "ep_window_register", "bytes", "4096 on rank 0", "8192 on rank 2");
+    CHECK_REFUSED(ep_mem_free(group, odd ? two : one), EP_ERR_ORDER, "ep_mem_free",
+                  "number 0 on rank 0", "number 1 on rank 2");
+    CHECK_REFUSED(odd ? ep_mem_free(group, one) : ep_mem_alloc(group, 64, &out), EP_ERR_ORDER,
+                  "ep_mem_alloc on rank 0", "ep_mem_free on rank 2");
+    CHECK(out == &group, "an output was written");
+    CHECK_OK(ep_mem_free(group, two));
+    CHECK_OK(ep_mem_free(group, one));
+    ep_group_destroy(group);
+    free(pages);
+}
+
+static int gave_up; /* ranks that did */
+
+/* A rank that does not come: the others are told which, and their group has failed. */
+ThreadTest(bootstrap_windows, absent_rank, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 0.3);
+    char *memory = take(group, 64), *pages = new_pages(1);
+    void *out = &group;
+    EpFinding finding = EP_FINDING_INIT;
+    if (bootstrap->rank != 2) {
+        CHECK_REFUSED(ep_mem_alloc(group, 64, &out), EP_ERR_TIMEOUT, "rank 2", "0.3 s");
+        CHECK_STATUS(ep_group_status(group, &finding), EP_ERR_TIMEOUT);
+        CHECK(strcmp(finding.phase, "mem_alloc") == 0, "phase %s", finding.phase);
+        CHECK_REFUSED(ep_mem_alloc(group, 64, &out), EP_ERR_TIMEOUT, "rank 2");
+        CHECK_REFUSED(ep_mem_free(group, memory), EP_ERR_TIMEOUT, "rank 2");
+        CHECK_REFUSED(ep_window_register(group, pages, PAGE), EP_ERR_TIMEOUT, "rank 2");
+        CHECK_REFUSED(ep_window_deregister(group, pages), EP_ERR_TIMEOUT, "rank 2");
+        CHECK(out == &group && memory[0] == 0x5a, "an output was written");
+        __atomic_add_fetch(&gave_up, 1, __ATOMIC_SEQ_CST);
+    }
+    while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
+        usleep(1000);
+    ep_group_destroy(group);
+    free(pages);
+}
+
+/* A rank that ends its group instead: whichever way the others find out, theirs has failed. */
+ThreadTest(bootstrap_windows, group_destroyed_by_one_rank, RANKS) {
+    EpGroup *group = open_plain(bootstrap, 0.3);
+    void *out = &group;
+    if (bootstrap->rank != 2) {
+        EpStatus status = ep_mem_alloc(group, 64, &out);
+        CHECK(status == EP_ERR_ORDER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
+              ep_last_error());
+        CHECK_STATUS(ep_group_status(group, NULL), status);
+        CHECK(out == &group, "an output was written");
+    }
+    ep_group_destroy(group);
+}
