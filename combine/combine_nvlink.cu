@@ -34,7 +34,7 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int rin
     if (warp == PLANNER)
         plan_sums(a, p, &s->debts, epoch, ring);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p, 0);
+        pipe_load(p);
     else if (warp == STORER && lane == 0)
         pipe_store(p, p->worked, 0, 1);
     else if (warp == ANNOUNCER)
@@ -49,7 +49,7 @@ __device__ void reduce(const EpGatherArgs &a, Shared *s, uint32_t epoch, int rin
     if (warp == PLANNER)
         plan_tokens(a, p, &s->arrived, epoch, ring);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p, 1);
+        pipe_load(p);
     else if (warp == STORER && lane == 0)
         pipe_store(p, p->worked, 0, 0);
     else if (warp == ANNOUNCER)
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int lanes = a.group.layout.lanes, ring = (int)blockIdx.x % lanes;
     int thread = (int)threadIdx.x - FIRST_WORKER * 32, reduces = (int)blockIdx.x >= lanes;
     uint32_t epoch = ep_epoch(a.group);
-    pipe_open(&s.pipe, a.pipe, memory, WORKER_WARPS, a.carries_values);
+    pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
     if (thread >= 0)
         sum(a, &s.pipe, thread);
     else if (reduces)

@@ -21,6 +21,7 @@ __device__ __forceinline__ int await_record(const EpCudaGroup &g, Arrived *s, ui
     int alive = ep_wait_counter(g, ep_head(g, g.rank, rank, ring), epoch, row + 1, rank,
                                 EP_PHASE_RECORD, ring, &seen);
     s->records[rank] = seen;
+    ep_fence_proxy_global(); /* the loader reads through the other proxy */
     return alive;
 }
 
@@ -90,7 +91,7 @@ __device__ void return_values(const EpGatherArgs &a, Pipe *p, int ring, int warp
         pipe_wait(p->posted, n);
         if (p->loads[j] == PIPE_END) return;
         if (p->piece[j] == 0 && lane < a.top_k) {
-            int64_t at = (int64_t)p->slot[j * p->shape.width] * a.top_k + lane;
+            int64_t at = (int64_t)p->item[j] * a.top_k + lane;
             a.out_values[at] = returned_value(a, a.plan.entries[at], ring, lane);
         }
         __syncwarp();

@@ -11,80 +11,98 @@
 #include "runtime/pipe.cuh"
 #include "runtime/rows.cuh"
 
-#define WORKER_WARPS 16
-#define WORKERS (WORKER_WARPS * 32)
-
 /* ---- sums ---------------------------------------------------------------------------------- */
-
-/* A job as its workers see it. */
-typedef struct Terms {
-    const char *stage; /* of all jobs */
-    int first, stages, stage_bytes;
-    int count;
-    uint32_t begins; /* terms that begin a run: a sum of its own, added to the total in the end */
-    const float *weight;
-} Terms;
 
 #define TERMS_AT_ONCE 4
 
-template <typename T>
-__device__ __forceinline__ void add_term(EpVector<T> *part, const uint4 &x, float w) {
-    EpVector<T> term = ep_unpack<T>(x);
-#pragma unroll
-    for (int i = 0; i < EpVector<T>::SIZE; i++)
-        part->at[i] = fmaf(w, term.at[i], part->at[i]);
-}
+/* A run of terms is summed on its own; then it is added to the total. */
+template <typename T> struct Sum {
+    EpVector<T> total, run;
 
-/* The run is over: add it to the total, and begin the next. */
-template <typename T>
-__device__ __forceinline__ void end_run(EpVector<T> *total, EpVector<T> *part) {
+    __device__ __forceinline__ Sum() {
 #pragma unroll
-    for (int i = 0; i < EpVector<T>::SIZE; i++)
-        total->at[i] += part->at[i], part->at[i] = 0;
-}
-
-/* Vector v of a row, summed over the terms and rounded. */
-template <typename T> __device__ __forceinline__ uint4 sum_vector(const Terms &t, int v) {
-    EpVector<T> total, part;
-#pragma unroll
-    for (int i = 0; i < EpVector<T>::SIZE; i++)
-        total.at[i] = part.at[i] = 0;
-    for (int base = 0; base < t.count; base += TERMS_AT_ONCE) {
-        uint4 x[TERMS_AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < TERMS_AT_ONCE; i++) {
-            int at = t.first + base + i;
-            at -= at >= t.stages ? t.stages : 0;
-            if (base + i < t.count) x[i] = ((const uint4 *)(t.stage + at * t.stage_bytes))[v];
-        }
-#pragma unroll
-        for (int i = 0; i < TERMS_AT_ONCE; i++) {
-            if (base + i >= t.count) break;
-            if (t.begins >> (base + i) & 1) end_run(&total, &part);
-            add_term<T>(&part, x[i], t.weight[base + i]);
-        }
+        for (int i = 0; i < EpVector<T>::SIZE; i++)
+            total.at[i] = run.at[i] = 0;
     }
-    end_run(&total, &part);
-    return ep_pack(total);
+    __device__ __forceinline__ void add(const uint4 &x, float w) {
+        EpVector<T> term = ep_unpack<T>(x);
+#pragma unroll
+        for (int i = 0; i < EpVector<T>::SIZE; i++)
+            run.at[i] = fmaf(w, term.at[i], run.at[i]);
+    }
+    __device__ __forceinline__ void end_run() {
+#pragma unroll
+        for (int i = 0; i < EpVector<T>::SIZE; i++)
+            total.at[i] += run.at[i], run.at[i] = 0;
+    }
+};
+
+/* Add terms base .. base + N - 1; the first term of all begins no run that would not be there. */
+template <typename T, int N>
+__device__ __forceinline__ void add_terms(Sum<T> *sum, const Stages &s, const PipeWork &work,
+                                          const float *weight, int base, int v) {
+    uint4 x[N > 0 ? N : 1];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = ep_load_shared(stage_of(s, work.stage, base + i) + v * 16);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if ((base || i) && work.begins >> (base + i) & 1) sum->end_run();
+        sum->add(x[i], weight[base + i]);
+    }
 }
 
-/* The workers: the sum of each job takes the place of its first term. */
-template <typename T> __device__ void sum_rows(Pipe *p, int thread) {
-    Terms t = {p->stage, 0, p->shape.stages, p->shape.stage_bytes, 0, 0, NULL};
-    for (uint32_t n = 0;; n++) {
-        int j = n % JOBS;
-        pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
-        t.count = p->item[j], t.begins = p->begins[j], t.weight = &p->weight[j * p->shape.width];
-        int vectors = p->bytes[j] / 16;
+/* A job of N terms: the sum takes the place of the first. */
+template <typename T, int N>
+__device__ __forceinline__ void sum_few(const Stages &s, const PipeWork &work, const float *weight,
+                                        int thread) {
+    float w[N > 0 ? N : 1];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        w[i] = weight[i];
+#pragma unroll 2
+    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
+        Sum<T> sum;
+        if (N > 0) add_terms<T, N>(&sum, s, work, w, 0, v);
+        sum.end_run();
+        ep_store_shared(work.stage + v * 16, ep_pack(sum.total));
+    }
+}
+
+/* A job of any number. */
+template <typename T>
+__device__ __forceinline__ void sum_many(const Stages &s, const PipeWork &work, const float *weight,
+                                         int thread) {
+    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
+        Sum<T> sum;
+        int base = 0;
+        for (; base + TERMS_AT_ONCE <= work.terms; base += TERMS_AT_ONCE)
+            add_terms<T, TERMS_AT_ONCE>(&sum, s, work, weight, base, v);
+        for (; base < work.terms; base++)
+            add_terms<T, 1>(&sum, s, work, weight, base, v);
+        sum.end_run();
+        ep_store_shared(work.stage + v * 16, ep_pack(sum.total));
+    }
+}
+
+/* The workers: each team takes jobs in turn. */
+template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
+    int thread = worker % TEAM_THREADS;
+    Stages s = pipe_stages(*p);
+    for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
         pipe_wait(p->full, n);
-        t.first = p->first_stage[j];
-        uint4 *out = (uint4 *)pipe_stage(*p, n, 0);
-        for (int v = thread; v < vectors; v += WORKERS)
-            out[v] = sum_vector<T>(t, v);
-        ep_fence_proxy_async();
-        __syncwarp();
-        if (thread % 32 == 0) ep_mbarrier_arrive(&p->worked[j]);
+        PipeWork work = p->work[n % JOBS];
+        const float *weight = &p->weight[n % JOBS * p->shape.width];
+        if (work.vectors == PIPE_END) return;
+        switch (work.terms) {
+        case 0: sum_few<T, 0>(s, work, weight, thread); break;
+        case 1: sum_few<T, 1>(s, work, weight, thread); break;
+        case 2: sum_few<T, 2>(s, work, weight, thread); break;
+        case 3: sum_few<T, 3>(s, work, weight, thread); break;
+        case 4: sum_few<T, 4>(s, work, weight, thread); break;
+        default: sum_many<T>(s, work, weight, thread);
+        }
+        pipe_worked(p, n);
     }
 }
 
@@ -107,9 +125,9 @@ typedef struct Part {
     int peer, row; /* whom to tell about which record; peer -1: nobody */
 } Part;
 
-/* The jobs of a team's sum. `to`: where it goes. */
+/* The jobs of a team's sum. `to`: where it goes; `item`: its token, or row of `source`. */
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const Team &t,
-                                         uint32_t number, const Part &part, char *to, int token,
+                                         uint32_t number, const Part &part, char *to, int item,
                                          int source, int valid) {
     int terms, notes, pieces = p->shape.pieces;
     team_rank(t, part.from != NULL, &terms);
@@ -129,11 +147,11 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* a sum of nothing needs a stage, too */
             p->to[cell] = to + offset;
-            p->loads[j] = max(1, terms), p->stores[j] = 1, p->item[j] = terms;
+            p->loads[j] = max(1, terms), p->stores[j] = 1, p->terms[j] = terms;
             p->begins[j] = begins;
             p->notes[j] = piece == pieces - 1 ? notes : 0;
             p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes, a.row_bytes - offset);
-            p->piece[j] = piece, p->slot[cell] = token, p->source[j] = source;
+            p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }
         __syncwarp();
         if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);

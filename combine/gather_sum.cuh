@@ -108,7 +108,7 @@ __device__ void send_values(const EpGatherArgs &a, Pipe *p, int ring, int warp) 
         pipe_wait(p->posted, n);
         if (p->loads[j] == PIPE_END) return;
         if (p->piece[j] == 0 && lane < a.top_k) {
-            int source = p->source[j], row = p->slot[j * p->shape.width];
+            int source = p->source[j], row = p->item[j];
             char *record = ep_ring(g, source, g.rank, ring, row);
             ((float *)(record + a.record.weights))[lane] = value_of(a, source, ring, row, lane);
         }

@@ -86,7 +86,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 
 /* ---- movements ----------------------------------------------------------------------------- */
 
-#define STATIC_SHARED_BYTES 8192 /* room for what kernels declare */
+#define STATIC_SHARED_BYTES 9216 /* room for what kernels declare */
 #define JOB_TABLE_BYTES 1024     /* of a pipe's tables, for each load or store of a job */
 #define WANTED_STAGES 6          /* to overlap loads with stores */
 #define MOST_STAGES 32

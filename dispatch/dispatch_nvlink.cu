@@ -76,11 +76,11 @@ __device__ void zero_padding(const EpScatterArgs &a, int ring, int thread) {
 __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int ring) {
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    pipe_open(p, a.send, memory, 0, has_side(a));
+    pipe_open(p, a.send, memory, has_side(a));
     if (warp == PLANNER)
         plan_tokens(a, p, &s->peers, epoch, ring);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p, 0);
+        pipe_load(p);
     else if (warp == STORER && lane == 0)
         pipe_store(p, p->full, 0, 1);
     else if (warp == ANNOUNCER)
@@ -93,11 +93,11 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x - FIRST_WORKER * 32;
     int multiplies = a.type != 0, moves_side = !multiplies && has_side(a);
-    pipe_open(p, a.fill, memory, WORKER_WARPS, moves_side);
+    pipe_open(p, a.fill, memory, moves_side);
     if (warp == PLANNER)
         plan_records(a, p, &s->sources, epoch, ring);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p, 1);
+        pipe_load(p);
     else if (warp == STORER && lane == 0)
         pipe_store(p, multiplies ? p->worked : p->full, multiplies, 0);
     else if (warp == ANNOUNCER)

@@ -37,8 +37,10 @@ __device__ __forceinline__ int find_source(const EpCudaGroup &g, Sources *s, uin
     for (int at = 0; at < g.size; at += 32) {
         int source = (turn + at + lane) % g.size, ready = 0;
         if (at + lane < g.size && s->next[source] < s->rows[source]) {
-            if (s->seen[source] <= s->next[source])
+            if (s->seen[source] <= s->next[source]) {
                 s->seen[source] = ep_read_counter(ep_head(g, g.rank, source, ring), epoch);
+                ep_fence_proxy_global(); /* the loader reads through the other proxy */
+            }
             ready = s->seen[source] > s->next[source];
         }
         unsigned who = __ballot_sync(~0u, ready);
@@ -83,7 +85,7 @@ __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, ui
                                              int source, int row, int piece, int loads,
                                              int stores) {
     int j = n % JOBS, is_note = source != a.group.rank && piece == p->shape.pieces - 1;
-    p->loads[j] = loads, p->stores[j] = stores, p->notes[j] = is_note;
+    p->loads[j] = loads, p->stores[j] = p->terms[j] = stores, p->notes[j] = is_note;
     p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes,
                                a.row_bytes - (int64_t)piece * p->shape.stage_bytes);
     p->source[j] = source, p->item[j] = row, p->piece[j] = piece;

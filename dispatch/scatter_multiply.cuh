@@ -10,81 +10,82 @@
 #include "dispatch/scatter_row.cuh"
 #include "runtime/rows.cuh"
 
-#define WORKER_WARPS 16
-#define WORKERS (WORKER_WARPS * 32)
+#define SLOTS_AT_ONCE 2
 
-/** Dot products of a row's slots, by warp; over all pieces of the row. */
+/** Dot products of a row's slots, by warp of the team; over all pieces of the row. Two of each, so
+ *  that one can be read while the next job's is written. */
 typedef struct Dots {
-    float partial[EP_MAX_TOP_K][WORKER_WARPS];
+    float partial[TEAMS][2][EP_MAX_TOP_K][TEAM_WARPS];
 } Dots;
 
-/* 16 bytes of a row times w, rounded, in place of those of the slot's row; returns their part of
- * the product of the two rows. */
-template <typename T>
-__device__ __forceinline__ float multiply_vector(const uint4 &x, float w, int weighs, uint4 *y) {
-    EpVector<T> from = ep_unpack<T>(x), with = ep_unpack<T>(*y);
-    float dot = 0;
+/* A row in shared memory times the weights of N slots, each product, rounded, in place of the
+ * slot's row; and the dot products of the row with those. Each thread sums the products of its
+ * vectors in order, each warp its threads', finish_dots the warps': always in the same way. */
+template <typename T, int N>
+__device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stages &s,
+                                             const PipeWork &work, const float *weight, int base,
+                                             int thread, float (*partial)[TEAM_WARPS], int adds) {
+    float dot[N] = {0};
+    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
+        uint4 x = ep_load_shared(work.stage + v * 16), y[N];
+        EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
-    for (int i = 0; i < EpVector<T>::SIZE; i++) {
-        dot = fmaf(from.at[i], with.at[i], dot);
-        from.at[i] *= w;
+        for (int i = 0; i < N; i++)
+            if (a.takes_dots) y[i] = ep_load_shared(stage_of(s, work.stage, 1 + base + i) + v * 16);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            EpVector<T> other = ep_unpack<T>(y[i]), product;
+#pragma unroll
+            for (int e = 0; e < EpVector<T>::SIZE; e++) {
+                if (a.takes_dots) dot[i] = fmaf(row.at[e], other.at[e], dot[i]);
+                product.at[e] = weight[base + i] * row.at[e];
+            }
+            ep_store_shared(stage_of(s, work.stage, 1 + base + i) + v * 16,
+                            a.weighs ? ep_pack(product) : x);
+        }
     }
-    *y = weighs ? ep_pack(from) : x;
-    return dot;
-}
-
-/* A piece of a row for one slot. Each thread sums the products of its vectors in order, each warp
- * its threads', finish_dots the warps': always in the same way. */
-template <typename T>
-__device__ __forceinline__ void multiply_slot(const EpScatterArgs &a, const Pipe *p, Dots *dots,
-                                              uint32_t n, int i, int vectors, int thread) {
-    const uint4 *x = (const uint4 *)pipe_stage(*p, n, 0);
-    uint4 *y = (uint4 *)pipe_stage(*p, n, 1 + i);
-    int j = n % JOBS;
-    float w = p->weight[j * p->shape.width + i], dot = 0;
-#pragma unroll 2
-    for (int v = thread; v < vectors; v += WORKERS)
-        dot += multiply_vector<T>(x[v], w, a.weighs, &y[v]);
-    if (!a.takes_dots) return;
-    for (int d = 16; d > 0; d /= 2)
-        dot += __shfl_xor_sync(~0u, dot, d);
-    float *sum = &dots->partial[i][thread / 32];
-    if (thread % 32 == 0) *sum = p->piece[j] ? *sum + dot : dot;
-}
-
-__device__ __forceinline__ void meet_workers(void) {
-    asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        for (int d = 16; d > 0; d /= 2)
+            dot[i] += __shfl_xor_sync(~0u, dot[i], d);
+        float *sum = &partial[base + i][thread / 32];
+        if (thread % 32 == 0) *sum = adds ? *sum + dot[i] : dot[i];
+    }
 }
 
 /* The last piece is multiplied: one thread for each slot adds up the warps' sums. */
-__device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipe *p, const Dots *dots,
-                                            uint32_t n, int thread) {
-    int j = n % JOBS;
-    if (!a.takes_dots || p->piece[j] != p->shape.pieces - 1) return;
-    meet_workers();
-    if (thread < p->stores[j]) {
-        float dot = 0;
-        for (int w = 0; w < WORKER_WARPS; w++)
-            dot += dots->partial[thread][w];
-        a.out_weights[p->slot[j * p->shape.width + thread]] = dot;
-    }
-    meet_workers();
+__device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipe *p, uint32_t n,
+                                            const float (*partial)[TEAM_WARPS], int slots, int team,
+                                            int thread) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM_THREADS) : "memory");
+    if (thread >= slots) return;
+    float dot = 0;
+    for (int w = 0; w < TEAM_WARPS; w++)
+        dot += partial[thread][w];
+    a.out_weights[p->slot[n % JOBS * p->shape.width + thread]] = dot;
 }
 
+/* Each team takes jobs in turn; where rows come in pieces, one team takes all, in order. */
 template <typename T>
-__device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int thread) {
-    for (uint32_t n = 0;; n++) {
-        int j = n % JOBS;
-        pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
+__device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int worker) {
+    int team = worker / TEAM_THREADS, thread = worker % TEAM_THREADS, pieces = p->shape.pieces;
+    Stages s = pipe_stages(*p);
+    if (pieces > 1 && team) return;
+    for (uint32_t n = team, row = 0;; n += pieces > 1 ? 1 : TEAMS) {
         pipe_wait(p->full, n);
-        int slots = p->stores[j], vectors = p->bytes[j] / 16;
-        for (int i = 0; i < slots; i++)
-            multiply_slot<T>(a, p, dots, n, i, vectors, thread);
-        finish_dots(a, p, dots, n, thread);
-        ep_fence_proxy_async();
-        __syncwarp();
-        if (thread % 32 == 0) ep_mbarrier_arrive(&p->worked[j]);
+        PipeWork work = p->work[n % JOBS];
+        const float *weight = &p->weight[n % JOBS * p->shape.width];
+        if (work.vectors == PIPE_END) return;
+        int piece = p->piece[n % JOBS], base = 0;
+        float(*partial)[TEAM_WARPS] = dots->partial[team][row % 2];
+        for (; base + SLOTS_AT_ONCE <= work.terms; base += SLOTS_AT_ONCE)
+            multiply_few<T, SLOTS_AT_ONCE>(a, s, work, weight, base, thread, partial, piece);
+        if (base < work.terms)
+            multiply_few<T, 1>(a, s, work, weight, base, thread, partial, piece);
+        if (a.takes_dots && piece == pieces - 1)
+            finish_dots(a, p, n, partial, work.terms, team, thread);
+        row += piece == pieces - 1;
+        pipe_worked(p, n);
     }
 }
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
         if (valid && peer >= 0) p->peer[cell + note] = peer, p->row[cell + note] = row;
         if (valid && t.k == 0) {
             p->from[cell] = a.rows + token * a.row_bytes + offset;
-            p->loads[j] = 1, p->stores[j] = stores;
+            p->loads[j] = 1, p->stores[j] = stores, p->terms[j] = 0;
             p->notes[j] = piece == p->shape.pieces - 1 ? notes : 0;
             p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes, a.row_bytes - offset);
             p->item[j] = token, p->piece[j] = piece;

@@ -8,7 +8,7 @@
  *
  *     planner     decides what is next, waits for other ranks, writes the job's addresses
  *     loader      bulk copies: global memory -> stages
- *     workers     (where rows are computed) stages -> stages, in place
+ *     workers     (where rows are computed) stages -> stages, in place; teams take jobs in turn
  *     storer      bulk copies: stages -> global memory, here or on a peer
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
  *     announcer   tells the other side: heads of what has been written, or credits for what has been
@@ -25,8 +25,12 @@
 #define JOBS 32
 #define PIPE_END (-1)
 #define PIPE_ENDS 4 /* ends that are posted, for steps that share jobs among up to as many warps */
-#define STORE_LAG 4 /* jobs whose stores may be under way while the storer goes on */
+#define STORE_LAG 2 /* jobs whose stores may be under way while the storer goes on */
 #define ANNOUNCE_BATCH 8
+#define TEAM_WARPS 4
+#define TEAMS PIPE_ENDS
+#define TEAM_THREADS (TEAM_WARPS * 32)
+#define WORKERS (TEAMS * TEAM_THREADS)
 #define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
 
 enum PipeWarp {
@@ -39,14 +43,24 @@ enum PipeWarp {
     FIRST_WORKER = FIRST_SIDE + SIDE_WARPS
 };
 
+/** What workers must know of a job: in one place, since each of them reads it for each job. */
+typedef struct __align__(16) PipeWork {
+    uint32_t stage;  /* the first, as an address in shared memory */
+    int32_t vectors; /* of 16 bytes; PIPE_END */
+    int32_t terms;   /* rows to add, or slots to multiply for */
+    uint32_t begins; /* terms of a sum that begin a run */
+} PipeWork;
+
 typedef struct Pipe {
+    PipeWork work[JOBS];
     uint64_t posted[JOBS], full[JOBS], worked[JOBS], freed[JOBS], done[JOBS], open[JOBS];
     int32_t loads[JOBS], stores[JOBS], notes[JOBS];
     int32_t bytes[JOBS];                     /* of each load and store */
     int32_t item[JOBS], source[JOBS];        /* what it is: token, or row and its source */
     int32_t piece[JOBS];                     /* which piece of its row */
-    uint32_t begins[JOBS];                   /* terms of a sum that begin a run */
-    int32_t first_stage[JOBS], held[JOBS];   /* the loader's */
+    int32_t terms[JOBS];
+    uint32_t begins[JOBS];
+    int32_t first_stage[JOBS], held[JOBS]; /* the loader's */
     /* [JOBS, width] */
     const char **from; /* NULL: the stage is only held */
     char **to;
@@ -84,7 +98,7 @@ __device__ __forceinline__ char *pipe_stage(const Pipe &p, uint32_t n, int i) {
 
 /** Called by all threads of the block. */
 __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
-                                          int workers, int has_side) {
+                                          int has_side) {
     int cells = JOBS * shape.width;
     if (threadIdx.x == 0) {
         p->shape = shape, p->stage = memory;
@@ -99,13 +113,13 @@ __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, cha
     for (int j = threadIdx.x; j < JOBS; j += blockDim.x) {
         ep_mbarrier_init(&p->posted[j], 1);
         ep_mbarrier_init(&p->full[j], 1);
-        ep_mbarrier_init(&p->worked[j], workers > 0 ? workers : 1);
+        ep_mbarrier_init(&p->worked[j], TEAM_WARPS);
         ep_mbarrier_init(&p->freed[j], 1);
         ep_mbarrier_init(&p->done[j], 1 + has_side);
         ep_mbarrier_init(&p->open[j], 1);
     }
     ep_fence_mbarrier_init();
-    ep_fence_proxy_async();
+    ep_fence_proxy_shared();
     __syncthreads();
 }
 
@@ -156,25 +170,34 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
 
 /* ---- loader -------------------------------------------------------------------------------- */
 
-/** By one thread. `from_peers`: what is loaded may have been written by other GPUs just now. */
-__device__ __forceinline__ void pipe_load(Pipe *p, int from_peers) {
+/* All that wait for a job to be loaded learn that there is none. */
+__device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
+    for (uint32_t end = n; end != n + PIPE_ENDS; end++) {
+        pipe_wait(p->posted, end);
+        p->work[end % JOBS].vectors = PIPE_END;
+        ep_mbarrier_arrive(&p->full[end % JOBS]);
+    }
+}
+
+/** By one thread. */
+__device__ __forceinline__ void pipe_load(Pipe *p) {
     int next = 0, unused = p->shape.stages, width = p->shape.width;
     uint32_t oldest = 0;
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS, brought = 0;
         pipe_wait(p->posted, n);
         int loads = p->loads[j];
-        if (loads == PIPE_END) return;
+        if (loads == PIPE_END) return pipe_load_end(p, n);
         while (oldest < n && (unused < loads || oldest + JOBS <= n)) {
             pipe_wait(p->freed, oldest);
             unused += p->held[oldest++ % JOBS];
         }
         p->first_stage[j] = next, p->held[j] = loads;
+        p->work[j] = PipeWork{ep_smem(pipe_stage(*p, n, 0)), p->bytes[j] / 16, p->terms[j],
+                              p->begins[j]};
         for (int i = 0; i < loads; i++)
             brought += p->from[j * width + i] != NULL;
         ep_mbarrier_expect(&p->full[j], (uint32_t)(brought * p->bytes[j]));
-        /* The planner has acquired the counter; the copies read through another proxy. */
-        if (from_peers) ep_fence_proxy_async();
         for (int i = 0; i < loads; i++)
             if (p->from[j * width + i])
                 ep_bulk_load(pipe_stage(*p, n, i), p->from[j * width + i], (uint32_t)p->bytes[j],
@@ -182,6 +205,31 @@ __device__ __forceinline__ void pipe_load(Pipe *p, int from_peers) {
         next = (next + loads) % p->shape.stages;
         unused -= loads;
     }
+}
+
+/* ---- workers ------------------------------------------------------------------------------- */
+
+/** Stages of a job's terms, as addresses in shared memory. */
+typedef struct Stages {
+    uint32_t end, bytes, all; /* of the stages */
+} Stages;
+
+__device__ __forceinline__ Stages pipe_stages(const Pipe &p) {
+    uint32_t all = (uint32_t)(p.shape.stages * p.shape.stage_bytes);
+    return Stages{ep_smem(p.stage) + all, (uint32_t)p.shape.stage_bytes, all};
+}
+
+/** Stage i of those that begin at `first`. */
+__device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, int i) {
+    uint32_t at = first + i * s.bytes;
+    return at >= s.end ? at - s.all : at;
+}
+
+/** A warp has done its part of job n. */
+__device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
+    ep_fence_proxy_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->worked[n % JOBS]);
 }
 
 /* ---- storer -------------------------------------------------------------------------------- */
@@ -206,9 +254,9 @@ template <int LAG> __device__ __forceinline__ void pipe_settle(int completely) {
 /** By one thread. `ready`: the barrier after which stages may be stored. `spread`: whether store i
  *  is from stage 1 + i of its job instead of all from the first. */
 __device__ __forceinline__ void pipe_store(Pipe *p, uint64_t *ready, int spread, int completely) {
-    uint32_t released = 0;
+    uint32_t released = 0, n = 0;
     int width = p->shape.width;
-    for (uint32_t n = 0;; n++) {
+    for (;; n++) {
         int j = n % JOBS;
         /* Nobody may wait for long for what is stored but not told: others may wait for it, and
          * the next job for them. */
@@ -228,6 +276,7 @@ __device__ __forceinline__ void pipe_store(Pipe *p, uint64_t *ready, int spread,
         pipe_release(p, &released, n + 1 - STORE_LAG);
     }
     ep_bulk_wait<0>();
+    pipe_release(p, &released, n);
 }
 
 /* ---- announcer ----------------------------------------------------------------------------- */

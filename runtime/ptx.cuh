@@ -12,6 +12,21 @@ __device__ __forceinline__ uint32_t ep_smem(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+__device__ __forceinline__ uint4 ep_load_shared(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
 __device__ __forceinline__ uint32_t ep_load_acquire_gpu(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -119,8 +134,15 @@ template <int N> __device__ __forceinline__ void ep_bulk_wait(void) {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-__device__ __forceinline__ void ep_fence_proxy_async(void) {
-    asm volatile("fence.proxy.async;" ::: "memory");
+/* Between ordinary accesses and bulk copies of the same memory. The form that covers all of memory
+ * costs more than a short copy. */
+
+__device__ __forceinline__ void ep_fence_proxy_shared(void) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void ep_fence_proxy_global(void) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 #endif
