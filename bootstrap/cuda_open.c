@@ -3,7 +3,6 @@
  * What the CUDA backend sets up with the peers: a communicator of NCCL's, whose unique id travels
  * over the bootstrap, and from it one window that every rank can reach.
  */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +10,6 @@
 #include "runtime/log.h"
 #include "runtime/window.h"
 
-#define LEAST_CAPABILITY 9 /* bulk copies between shared memory and peers */
 #define GREETING 0x65702100u
 
 /* ---- sizes --------------------------------------------------------------------------------- */
@@ -56,31 +54,6 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      4LL * EP_LANES * config->num_experts;
 }
 
-/* ---- feasibility --------------------------------------------------------------------------- */
-
-static int refuse(char *reason, size_t bytes, const char *text) {
-    snprintf(reason, bytes, "%s", text);
-    return 0;
-}
-
-int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason, size_t bytes) {
-    int devices = 0, device = 0, capability = 0;
-    (void)config;
-    cudaError_t error = cudaGetDeviceCount(&devices);
-    if (error != cudaSuccess || devices == 0) {
-        (void)cudaGetLastError();
-        return refuse(reason, bytes, "no CUDA device is visible");
-    }
-    if (num_ranks > EP_CUDA_MAX_RANKS)
-        return refuse(reason, bytes, "the cuda backend serves at most 72 ranks");
-    if (num_ranks > 1 && !ep_nccl_load(reason, bytes)) return 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-    if (capability < LEAST_CAPABILITY)
-        return refuse(reason, bytes, "the GPU is older than compute capability 9.0");
-    return 1;
-}
-
 /* ---- opening ------------------------------------------------------------------------------- */
 
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
@@ -95,12 +68,24 @@ static EpStatus check_nccl(const EpGroup *group, const char *what, ncclResult_t 
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
 
+/* A borrowed one is to be of the same ranks, counted alike. */
+static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
+    EpCall call = {"ep_group_create", group->rank};
+    int size = 0, rank = -1;
+    EP_TRY(check_nccl(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
+    EP_TRY(check_nccl(group, "ncclCommUserRank", cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
+    if (size == group->size && rank == group->rank) return EP_OK;
+    return ep_refuse(&call, EP_ERR_MISMATCH, "config.nccl_comm",
+                     "expected rank %d of %d as in the bootstrap, got rank %d of %d", group->rank,
+                     group->size, rank, size);
+}
+
 static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
     const EpBootstrap *b = &group->bootstrap;
     char reason[192];
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     cuda->comm = group->config.nccl_comm;
-    if (cuda->comm) return EP_OK;
+    if (cuda->comm) return check_borrowed(group, cuda);
     ncclUniqueId mine = {{0}}, *all = calloc((size_t)group->size, sizeof(*all));
     if (!all)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
@@ -186,7 +171,8 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
     int sms = 0;
-    EP_TRY(ep_cuda_check(group, "cudaGetDevice", cudaGetDevice(&cuda->ordinal)));
+    cuda->ordinal = group->choice.device;
+    EP_TRY(ep_cuda_check(group, "cudaSetDevice", cudaSetDevice(cuda->ordinal)));
     EP_TRY(
         ep_cuda_check(group, "cudaDeviceGetAttribute",
                       cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, cuda->ordinal)));
@@ -194,6 +180,9 @@ static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
                          cudaDeviceGetAttribute(&cuda->shared_bytes,
                                                 cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                                 cuda->ordinal)));
+    EP_TRY(ep_cuda_check(
+        group, "cudaDeviceGetAttribute",
+        cudaDeviceGetAttribute(&cuda->pageable, cudaDevAttrPageableMemoryAccess, cuda->ordinal)));
     int64_t wanted = group->settings.num_sms;
     cuda->num_sms = wanted > 1 && wanted < sms ? (int)wanted : sms;
     return EP_OK;
