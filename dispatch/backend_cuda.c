@@ -235,4 +235,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .read_plan = ep_cuda_read_plan,
                                       .prepare = prepare,
                                       .scatter = scatter,
-                                      .gather = gather};
+                                      .gather = gather,
+                                      .enter = ep_cuda_enter,
+                                      .leave = ep_cuda_leave,
+                                      .check_pointer = ep_cuda_check_pointer};
