@@ -62,7 +62,7 @@ NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90]
 
 folders := runtime handles dispatch combine bootstrap
 lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,$(foreach d,$(folders),$(wildcard $d/*.c)))
-cuda_c := $(filter %_cuda.c bootstrap/cuda_%.c runtime/nccl_api.c,$(lib_c))
+cuda_c := $(filter %_cuda.c $(wildcard */cuda_*.c) runtime/nccl_api.c,$(lib_c))
 cuda_cu := $(foreach d,$(folders),$(wildcard $d/*.cu))
 ifeq ($(CUDA),1)
 cuda_o := $(cuda_cu:%.cu=$B/%.cu.o)

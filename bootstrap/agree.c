@@ -3,25 +3,30 @@
 
 #include <string.h>
 
-static const char *const names[EP_AGREE_FIELDS] = {
-    "the library's version", "config.num_experts",     "config.max_tokens", "config.max_top_k",
-    "config.max_row_bytes",  "config.max_scale_bytes", "config.alignment",  "config.max_recv_rows",
-    "config.overflow",       "config.backend",         "EP_BACKEND",        "EP_STAGE_BYTES"};
+static const char *const names[EP_AGREE_FIELDS] = {"the library's version",
+                                                   "config.num_experts",
+                                                   "config.max_tokens",
+                                                   "config.max_top_k",
+                                                   "config.max_row_bytes",
+                                                   "config.max_scale_bytes",
+                                                   "config.alignment",
+                                                   "config.max_recv_rows",
+                                                   "config.overflow",
+                                                   "config.backend",
+                                                   "EP_BACKEND",
+                                                   "EP_STAGE_BYTES",
+                                                   "EP_NUM_SMS",
+                                                   "config.nccl_comm being given"};
 
 void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t num_ranks,
                          const EpSettings *settings) {
     const int64_t fields[EP_AGREE_FIELDS] = {
-        ep_version(), c->num_experts,    c->max_tokens,
-        c->max_top_k, c->max_row_bytes,  c->max_scale_bytes,
-        c->alignment, c->max_recv_rows,  c->overflow,
-        c->backend,   settings->backend, ep_config_stage_bytes(c, num_ranks, settings)};
+        ep_version(),        c->num_experts,    c->max_tokens,
+        c->max_top_k,        c->max_row_bytes,  c->max_scale_bytes,
+        c->alignment,        c->max_recv_rows,  c->overflow,
+        c->backend,          settings->backend, ep_config_stage_bytes(c, num_ranks, settings),
+        settings->num_sms,   c->nccl_comm != NULL};
     memcpy(mine->field, fields, sizeof(fields));
-}
-
-EpBackend ep_introductions_backend(const EpIntroduction *all, int32_t size, int32_t num_nodes) {
-    for (int32_t r = 0; r < size; r++)
-        if (all[r].backend != EP_BACKEND_CUDA) return EP_BACKEND_HOST;
-    return num_nodes == 1 ? EP_BACKEND_CUDA : EP_BACKEND_HOST;
 }
 
 static EpStatus check_peers(const EpCall *call, const EpIntroduction *all, int32_t size) {
@@ -44,4 +49,15 @@ EpStatus ep_introductions_check(const EpCall *call, const EpIntroduction *all, i
                                  "rank %d",
                                  (long long)all[0].field[i], (long long)all[r].field[i], r);
     return EP_OK;
+}
+
+int32_t ep_introductions_nodes(const EpIntroduction *all, int32_t size, int32_t *nodes) {
+    int32_t count = 0;
+    for (int32_t r = 0; r < size; r++) {
+        int32_t other = 0;
+        while (!ep_place_same_node(&all[r].place, &all[other].place))
+            other++;
+        nodes[r] = other < r ? nodes[other] : count++;
+    }
+    return count;
 }

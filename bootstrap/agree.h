@@ -11,13 +11,12 @@
 #include "bootstrap/topology.h"
 #include "runtime/config.h"
 
-#define EP_AGREE_FIELDS 12
+#define EP_AGREE_FIELDS 14
 
 typedef struct EpIntroduction {
     EpStatus status;                /**< this rank's own checks */
     int64_t field[EP_AGREE_FIELDS]; /**< what must be equal */
     uint64_t id;                    /**< rank 0's becomes the group's */
-    EpBackend backend;              /**< that this rank could have */
     EpPlace place;
     char sentence[200]; /**< of a failed check */
 } EpIntroduction;
@@ -26,8 +25,8 @@ typedef struct EpIntroduction {
 void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *config, int32_t num_ranks,
                          const EpSettings *settings);
 
-/** The backend for all: CUDA where every rank could have it and they share a node. */
-EpBackend ep_introductions_backend(const EpIntroduction *all, int32_t size, int32_t num_nodes);
+/** Number the nodes in order of their first rank: nodes[size], returns how many. */
+int32_t ep_introductions_nodes(const EpIntroduction *all, int32_t size, int32_t *nodes);
 
 /** EP_OK if all ranks are in order and agree. */
 EpStatus ep_introductions_check(const EpCall *call, const EpIntroduction *all, int32_t size);

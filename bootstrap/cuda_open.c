@@ -3,15 +3,12 @@
  * What the CUDA backend sets up with the peers: a communicator of NCCL's, whose unique id travels
  * over the bootstrap, and from it one window that every rank can reach.
  */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
 #include "runtime/log.h"
-
-#define LEAST_CAPABILITY 9 /* bulk copies between shared memory and peers */
 
 #define PEERS_BYTES (sizeof(char *) * EP_MAX_WINDOWS * EP_CUDA_MAX_RANKS)
 
@@ -65,31 +62,6 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      4LL * lanes * (config->num_experts + num_ranks) + (int64_t)PEERS_BYTES;
 }
 
-/* ---- feasibility --------------------------------------------------------------------------- */
-
-static int refuse(char *reason, size_t bytes, const char *text) {
-    snprintf(reason, bytes, "%s", text);
-    return 0;
-}
-
-int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason, size_t bytes) {
-    int devices = 0, device = 0, capability = 0;
-    (void)config;
-    cudaError_t error = cudaGetDeviceCount(&devices);
-    if (error != cudaSuccess || devices == 0) {
-        (void)cudaGetLastError();
-        return refuse(reason, bytes, "no CUDA device is visible");
-    }
-    if (num_ranks > EP_CUDA_MAX_RANKS)
-        return refuse(reason, bytes, "the cuda backend serves at most 72 ranks");
-    if (num_ranks > 1 && !ep_nccl_load(reason, bytes)) return 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-    if (capability < LEAST_CAPABILITY)
-        return refuse(reason, bytes, "the GPU is older than compute capability 9.0");
-    return 1;
-}
-
 /* ---- opening ------------------------------------------------------------------------------- */
 
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
@@ -104,12 +76,24 @@ EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
 
+/* A borrowed one is to be of the same ranks, counted alike. */
+static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
+    EpCall call = {"ep_group_create", group->rank};
+    int size = 0, rank = -1;
+    EP_TRY(ep_cuda_check_nccl(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
+    EP_TRY(ep_cuda_check_nccl(group, "ncclCommUserRank", cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
+    if (size == group->size && rank == group->rank) return EP_OK;
+    return ep_refuse(&call, EP_ERR_MISMATCH, "config.nccl_comm",
+                     "expected rank %d of %d as in the bootstrap, got rank %d of %d", group->rank,
+                     group->size, rank, size);
+}
+
 static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
     const EpBootstrap *b = &group->bootstrap;
     char reason[192];
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     cuda->comm = group->config.nccl_comm;
-    if (cuda->comm) return EP_OK;
+    if (cuda->comm) return check_borrowed(group, cuda);
     ncclUniqueId mine = {{0}}, *all = calloc((size_t)group->size, sizeof(*all));
     if (!all)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
@@ -147,11 +131,15 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
 }
 
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
-    EP_TRY(ep_cuda_check(group, "cudaGetDevice", cudaGetDevice(&cuda->ordinal)));
+    cuda->ordinal = group->choice.device;
+    EP_TRY(ep_cuda_check(group, "cudaSetDevice", cudaSetDevice(cuda->ordinal)));
+    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
+                         cudaDeviceGetAttribute(&cuda->shared_bytes,
+                                                cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                                cuda->ordinal)));
     return ep_cuda_check(
         group, "cudaDeviceGetAttribute",
-        cudaDeviceGetAttribute(&cuda->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                               cuda->ordinal));
+        cudaDeviceGetAttribute(&cuda->pageable, cudaDevAttrPageableMemoryAccess, cuda->ordinal));
 }
 
 static EpStatus open_device(EpGroup *group) {

@@ -9,7 +9,9 @@
 #include <sys/random.h>
 
 #include "bootstrap/agree.h"
+#include "bootstrap/bind.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/choose.h"
 #include "bootstrap/meet.h"
 #include "runtime/group.h"
 #include "runtime/log.h"
@@ -32,27 +34,24 @@ static uint64_t choose_id(void) {
 /* ---- introductions ------------------------------------------------------------------------- */
 
 static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, EpGroup *const *out, EpSettings *settings,
-                          EpIntroduction *mine) {
-    char reason[256];
+                          const EpGroupConfig *given, EpGroup *const *out, EpGroupConfig *config,
+                          EpSettings *settings, EpIntroduction *mine) {
     EP_TRY(ep_settings_load(settings));
     if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
-    EP_TRY(ep_config_check(call, config, bootstrap->size));
-    EP_TRY(ep_place_find(&settings->topology, bootstrap->rank, bootstrap->size, &mine->place));
-    const EpBackendOps *backend =
-        ep_backend_choose(config, bootstrap->size, settings, reason, sizeof(reason));
-    if (!backend)
+    EP_TRY(ep_config_read(call, given, bootstrap->size, config));
+    const char *contradiction = ep_backend_contradiction(config, ep_backend_wish(config, settings));
+    if (contradiction)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
-                         "expected one that can serve this rank: %s", reason);
-    mine->backend = backend->id;
-    return EP_OK;
+                         "expected one that can serve this rank: %s", contradiction);
+    return ep_place_find(&settings->topology, bootstrap->rank, bootstrap->size, &mine->place);
 }
 
-static void introduce(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
-                      EpGroup *const *out, EpSettings *settings, EpIntroduction *mine) {
+static void introduce(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *given,
+                      EpGroup *const *out, EpGroupConfig *config, EpSettings *settings,
+                      EpIntroduction *mine) {
     memset(mine, 0, sizeof(*mine));
     mine->id = choose_id();
-    mine->status = check_own(call, bootstrap, config, out, settings, mine);
+    mine->status = check_own(call, bootstrap, given, out, config, settings, mine);
     if (mine->status == EP_OK)
         ep_introduce_config(mine, config, bootstrap->size, settings);
     else
@@ -61,24 +60,49 @@ static void introduce(const EpCall *call, const EpBootstrap *bootstrap, const Ep
 
 /* ---- building ------------------------------------------------------------------------------ */
 
-static EpStatus choose_backend(EpGroup *group, const EpIntroduction *all) {
-    EpCall call = {"ep_group_create", group->rank};
-    EpBackend backend = ep_introductions_backend(all, group->size, group->num_nodes);
-    if (backend == EP_BACKEND_HOST &&
-        ep_backend_wish(&group->config, &group->settings) == EP_BACKEND_CUDA)
-        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "config.backend",
-                         "expected all ranks on one node for the cuda backend, got %d nodes",
-                         group->num_nodes);
-    group->backend = &ep_backend_host;
-#if EP_WITH_CUDA
-    if (backend == EP_BACKEND_CUDA) group->backend = &ep_backend_cuda;
-#endif
-    return EP_OK;
+/** What is known once ranks have met. */
+typedef struct Meeting {
+    EpIntroduction *all; /* [size] */
+    EpGpuReport *gpus;   /* [size] */
+    int32_t *nodes;      /* [size] */
+    int32_t num_nodes;
+    EpChoice choice;
+} Meeting;
+
+static void meeting_free(Meeting *m) {
+    free(m->all);
+    free(m->gpus);
+    free(m->nodes);
 }
 
-static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
-                           const EpGroupConfig *config, const EpSettings *settings,
-                           const EpIntroduction *all) {
+static int meeting_allocate(Meeting *m, size_t size) {
+    m->all = calloc(size, sizeof(*m->all));
+    m->gpus = calloc(size, sizeof(*m->gpus));
+    m->nodes = calloc(size, sizeof(*m->nodes));
+    if (m->all && m->gpus && m->nodes) return 1;
+    meeting_free(m);
+    return 0;
+}
+
+/* Before anything is pinned or shared, so that it lies where the rank will run. */
+static void bind_near_gpu(EpGroup *group) {
+    char path[64], said[160] = "expected a GPU, got none on the host backend";
+    EpPlace place;
+    if (group->settings.bind != EP_BIND_GPU) return;
+    if (group->choice.backend == EP_BACKEND_CUDA) {
+        ep_bind_list_path(group->choice.bus, path, sizeof(path));
+        group->bound = ep_bind_to_list(path, group->choice.alone, said, sizeof(said));
+    }
+    EP_LOG_AT(group->bound ? EP_LOG_INFO : EP_LOG_WARN, "EP_BIND=gpu: %s", said);
+    if (!group->bound ||
+        ep_place_find(&group->settings.topology, group->rank, group->size, &place) != EP_OK)
+        return;
+    group->numa = place.numa, group->cpus = place.cpus;
+}
+
+/* Takes over the meeting's list of nodes. */
+static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGroupConfig *config,
+                       const EpSettings *settings, Meeting *m) {
     int32_t size = bootstrap->size, rank = bootstrap->rank;
     group->bootstrap = *bootstrap;
     group->config = *config;
@@ -88,26 +112,31 @@ static EpStatus fill_group(EpGroup *group, const EpBootstrap *bootstrap,
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
     group->timeout = ep_config_timeout(config, settings);
-    group->id = all[0].id;
-    group->tag = (int32_t)(all[0].id & TAG_MASK);
-    group->numa = all[rank].place.numa, group->cpus = all[rank].place.cpus;
-    group->nodes = calloc((size_t)size, sizeof(*group->nodes));
-    EpPlace *places = calloc((size_t)size, sizeof(*places));
-    int complete = group->nodes && places;
-    for (int32_t r = 0; r < size && complete; r++)
-        places[r] = all[r].place;
-    if (complete) group->num_nodes = ep_nodes_number(places, size, group->nodes);
-    free(places);
-    if (!complete)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out: out of memory", rank);
-    return choose_backend(group, all);
+    group->id = m->all[0].id;
+    group->tag = (int32_t)(group->id & TAG_MASK);
+    group->numa = m->all[rank].place.numa, group->cpus = m->all[rank].place.cpus;
+    group->nodes = m->nodes, group->num_nodes = m->num_nodes;
+    m->nodes = NULL;
+    group->choice = m->choice;
+    group->backend = ep_backend_ops(group->choice.backend);
+    bind_near_gpu(group);
+}
+
+static EpStatus open_backend(EpGroup *group) {
+    int before = ep_group_enter(group, "ep_group_create");
+    EpStatus status = group->backend->open(group);
+    /* A device that nobody had chosen stays current: what the caller allocates next is for it. */
+    ep_group_leave(group, status == EP_OK && group->choice.dealt ? EP_STAY : before);
+    return status;
 }
 
 static void free_group(EpGroup *group, int together) {
+    int before = ep_group_enter(group, "ep_group_destroy");
     for (int i = 0; i < EP_MAX_WINDOWS; i++)
         if (group->windows[i].memory)
             group->backend->close_window(group, &group->windows[i], together);
-    if (group->backend) group->backend->close(group, together);
+    group->backend->close(group, together);
+    ep_group_leave(group, before);
     free(group->nodes);
     group->nodes = NULL;
     ep_object_retire(&group->object);
@@ -120,12 +149,13 @@ static void account(EpGroup *group) {
 }
 
 static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
-                      const EpSettings *settings, const EpIntroduction *all, EpGroup **out) {
+                      const EpSettings *settings, Meeting *m, EpGroup **out) {
     EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
     if (!group) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
-    EpStatus status = fill_group(group, bootstrap, config, settings, all);
-    if (status == EP_OK) status = group->backend->open(group);
-    status = ep_group_agree(group, call, status);
+    fill_group(group, bootstrap, config, settings, m);
+    EP_INFO("backend: %s%s%s", group->choice.reason, group->choice.gpu[0] ? "; GPU: " : "",
+            group->choice.gpu);
+    EpStatus status = ep_group_agree(group, call, open_backend(group));
     if (status != EP_OK) {
         free_group(group, 0);
         return status;
@@ -143,23 +173,34 @@ static void configure_log(const EpSettings *settings, int32_t rank) {
         EP_WARN("%s in the environment is no setting of libep (ep_info lists them)", unknown);
 }
 
-EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out) {
+/* Number the nodes and choose the backend, all ranks alike. */
+static EpStatus meet(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
+                     const EpSettings *settings, Meeting *m) {
+    EP_TRY(ep_introductions_check(call, m->all, bootstrap->size));
+    m->num_nodes = ep_introductions_nodes(m->all, bootstrap->size, m->nodes);
+    return ep_backend_agree(call, bootstrap, config, settings, m->nodes, m->gpus, &m->choice);
+}
+
+EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *given, EpGroup **out) {
     EpCall call = {"ep_group_create", -1};
     EP_TRY(ep_bootstrap_check(&call, bootstrap));
     call.rank = bootstrap->rank;
     EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
-    EpIntroduction mine, *all = calloc((size_t)bootstrap->size, sizeof(*all));
-    if (!all) return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
-    introduce(&call, bootstrap, config, out, &settings, &mine);
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    EpIntroduction mine;
+    Meeting m;
+    if (!meeting_allocate(&m, (size_t)bootstrap->size))
+        return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    introduce(&call, bootstrap, given, out, &config, &settings, &mine);
     double timeout = settings.timeout;
     if (mine.status == EP_OK) {
         configure_log(&settings, bootstrap->rank);
-        timeout = ep_config_timeout(config, &settings);
+        timeout = ep_config_timeout(&config, &settings);
     }
-    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), timeout);
-    if (status == EP_OK) status = ep_introductions_check(&call, all, bootstrap->size);
-    if (status == EP_OK) status = build(&call, bootstrap, config, &settings, all, out);
-    free(all);
+    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, m.all, sizeof(mine), timeout);
+    if (status == EP_OK) status = meet(&call, bootstrap, &config, &settings, &m);
+    if (status == EP_OK) status = build(&call, bootstrap, &config, &settings, &m, out);
+    meeting_free(&m);
     return status;
 }
 

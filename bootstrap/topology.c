@@ -99,17 +99,6 @@ EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t 
     return EP_OK;
 }
 
-static int same_node(const EpPlace *a, const EpPlace *b) {
+int ep_place_same_node(const EpPlace *a, const EpPlace *b) {
     return a->pretended == b->pretended && strcmp(a->machine, b->machine) == 0;
-}
-
-int32_t ep_nodes_number(const EpPlace *places, int32_t size, int32_t *nodes) {
-    int32_t count = 0;
-    for (int32_t r = 0; r < size; r++) {
-        int32_t other = 0;
-        while (!same_node(&places[r], &places[other]))
-            other++;
-        nodes[r] = other < r ? nodes[other] : count++;
-    }
-    return count;
 }

@@ -21,7 +21,6 @@ typedef struct EpPlace {
 /** Describe this rank. EP_ERR_SETTING if EP_TOPOLOGY is malformed. */
 EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t size, EpPlace *out);
 
-/** Number the nodes in order of their first rank: nodes[size], returns how many. */
-int32_t ep_nodes_number(const EpPlace *places, int32_t size, int32_t *nodes);
+int ep_place_same_node(const EpPlace *a, const EpPlace *b);
 
 #endif

@@ -110,9 +110,11 @@ static EpStatus check_bytes(const EpCall *call, size_t bytes, size_t least) {
 
 static EpStatus create(EpGroup *group, const EpCall *call, Code code, EpStatus status,
                        EpWindow *window) {
+    int before = ep_group_enter(group, call->name);
     status = meet(group, call, code, status, window);
     if (status == EP_OK) status = group->backend->open_window(group, call, window);
     if (status == EP_OK) group->windows[window->number] = *window;
+    ep_group_leave(group, before);
     return leave(group, call, status);
 }
 
@@ -182,11 +184,13 @@ static EpStatus find_window(const EpCall *call, const EpGroup *group, const void
 static EpStatus end(EpGroup *group, const EpCall *call, Code code, Code beginning, void *memory) {
     EpWindow window;
     EpStatus status = find_window(call, group, memory, beginning, &window);
+    int before = ep_group_enter(group, call->name);
     status = meet(group, call, code, status, &window);
     if (status == EP_OK) {
         group->backend->close_window(group, &window, 1);
         group->windows[window.number] = (EpWindow){.memory = NULL};
     }
+    ep_group_leave(group, before);
     return leave(group, call, status);
 }
 

@@ -18,5 +18,5 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor
                        .out_rows = out->data,
                        .out_num_rows = out->shape[0],
                        .stream = stream};
-    return handle->group->backend->gather(handle, &gather);
+    return ep_run_gather(&o.call, handle, &gather);
 }

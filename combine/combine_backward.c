@@ -35,5 +35,5 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                          .out_weights = grad_slot_weights ? grad_slot_weights->data : NULL,
                          .out_capacity = ep_slot_capacity(handle, grad_expert_out),
                          .stream = stream};
-    return handle->group->backend->scatter(handle, &scatter);
+    return ep_run_scatter(&o.call, handle, &scatter);
 }

@@ -5,6 +5,7 @@
 
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
+#include "runtime/cuda_limits.h"
 
 /* ---- order --------------------------------------------------------------------------------- */
 
@@ -86,19 +87,17 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 
 /* ---- movements ----------------------------------------------------------------------------- */
 
-#define STATIC_SHARED_BYTES 9216 /* room for what kernels declare */
-#define JOB_TABLE_BYTES 1024     /* of a pipe's tables, for each load or store of a job */
-#define WANTED_STAGES 6          /* to overlap loads with stores */
+#define WANTED_STAGES 6 /* to overlap loads with stores */
 #define MOST_STAGES 32
-#define LEAST_PIECE 1024
 
 /* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
  * once: of whole rows, if that makes enough of them. */
 static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t width, int64_t held,
                            EpPipeShape *shape) {
-    int64_t room = ep_cuda(group)->shared_bytes - STATIC_SHARED_BYTES - JOB_TABLE_BYTES * width;
+    int64_t room = 
+        ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * width;
     int64_t pieces = 1, bytes = row_bytes;
-    while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > LEAST_PIECE)
+    while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > EP_LEAST_PIECE_BYTES)
         bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), 16), pieces++;
     pieces = (row_bytes + bytes - 1) / bytes;
     *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
@@ -301,4 +300,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .read_plan = ep_cuda_read_plan,
                                       .prepare = prepare,
                                       .scatter = scatter,
-                                      .gather = gather};
+                                      .gather = gather,
+                                      .enter = ep_cuda_enter,
+                                      .leave = ep_cuda_leave,
+                                      .check_pointer = ep_cuda_check_pointer};

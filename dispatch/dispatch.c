@@ -76,5 +76,5 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
     }
     if (recv_topk_idx)
         scatter.out_idx = recv_topk_idx->data, scatter.idx_type = recv_topk_idx->type;
-    return handle->group->backend->scatter(handle, &scatter);
+    return ep_run_scatter(&o.call, handle, &scatter);
 }

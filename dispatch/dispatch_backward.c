@@ -33,5 +33,5 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens
                        .out_num_rows = grad_tokens->shape[0],
                        .out_values = grad_topk_weights ? grad_topk_weights->data : NULL,
                        .stream = stream};
-    return handle->group->backend->gather(handle, &gather);
+    return ep_run_gather(&o.call, handle, &gather);
 }

@@ -88,14 +88,16 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-static EpStatus check_memory(const EpCall *call, const void *memory, size_t bytes, int64_t needed) {
+static EpStatus check_memory(const EpCall *call, const EpGroup *group, const void *memory,
+                             size_t bytes, int64_t needed) {
     if ((uintptr_t)memory % 64)
         return ep_refuse(call, EP_ERR_ADDRESS, "memory", "expected a multiple of 64, got %p",
                          memory);
     if (bytes < (size_t)needed)
         return ep_refuse(call, EP_ERR_BUFFER_SIZE, "bytes", "expected at least %lld, got %zu",
                          (long long)needed, bytes);
-    return EP_OK;
+    if (!group->backend->check_pointer) return EP_OK;
+    return group->backend->check_pointer(group, call, "memory", memory);
 }
 
 static void link_handle(EpHandle *handle) {
@@ -123,7 +125,7 @@ static void release_memory(EpHandle *handle) {
 static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EpGroup *group = handle->group;
     handle->bytes = group->backend->plan_bytes(&handle->shape, &group->settings);
-    if (memory) EP_TRY(check_memory(call, memory, bytes, handle->bytes));
+    if (memory) EP_TRY(check_memory(call, group, memory, bytes, handle->bytes));
     handle->memory = memory ? memory : group->backend->allocate(group, (size_t)handle->bytes);
     if (!handle->memory)
         return ep_refuse(call, EP_ERR_NO_MEMORY, "memory", "expected %lld bytes, got none",
@@ -147,9 +149,11 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     handle->shape = shape;
     handle->top_k = config ? config->top_k : EP_DEFAULT;
     handle->ordinal = group->handles_created;
+    int before = ep_group_enter(group, call.name);
     EpStatus status = attach_memory(&call, handle, memory, bytes);
+    if (status != EP_OK) release_memory(handle);
+    ep_group_leave(group, before);
     if (status != EP_OK) {
-        release_memory(handle);
         ep_object_retire(&handle->object);
         return status;
     }
@@ -159,23 +163,32 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     return EP_OK;
 }
 
-EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
-    EpCall call = {"ep_handle_bind", -1};
-    EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
-    call.rank = handle->group->rank;
-    if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
-    EP_TRY(check_memory(&call, memory, bytes, handle->bytes));
-    EP_TRY(handle->group->backend->check_plan(handle, call.name, memory));
+static EpStatus rebind(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
+    EP_TRY(check_memory(call, handle->group, memory, bytes, handle->bytes));
+    EP_TRY(handle->group->backend->check_plan(handle, call->name, memory));
     if (memory != handle->memory) release_memory(handle);
     handle->memory = memory;
     return handle->group->backend->adopt_plan(handle);
 }
 
+EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
+    EpCall call = {"ep_handle_bind", -1};
+    EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
+    call.rank = handle->group->rank;
+    if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
+    int before = ep_group_enter(handle->group, call.name);
+    EpStatus status = rebind(&call, handle, memory, bytes);
+    ep_group_leave(handle->group, before);
+    return status;
+}
+
 void ep_handle_destroy(EpHandle *handle) {
     EpCall call = {"ep_handle_destroy", -1};
     if (!handle || ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE) != EP_OK) return;
+    int before = ep_group_enter(handle->group, call.name);
     handle->group->backend->retire_plan(handle);
     release_memory(handle);
+    ep_group_leave(handle->group, before);
     unlink_handle(handle);
     ep_object_retire(&handle->object);
 }

@@ -2,12 +2,27 @@
 /* ep_group_memory: what a configuration will take, before anything exists. */
 #include <stdio.h>
 
+#include "bootstrap/gpus.h"
 #include "handles/handle.h"
+
+/* As far as one rank can tell. */
+static const EpBackendOps *choose(const EpGroupConfig *config, int32_t num_ranks,
+                                  const EpSettings *settings, EpGroupMemory *m) {
+    EpBackend wish = ep_backend_wish(config, settings);
+    const char *contradiction = ep_backend_contradiction(config, wish);
+    if (contradiction) {
+        snprintf(m->reason, sizeof(m->reason), "%s", contradiction);
+        return NULL;
+    }
+    char why_not[192] = "";
+    int usable =
+        wish != EP_BACKEND_HOST && ep_gpus_usable_here(config, num_ranks, why_not, sizeof(why_not));
+    return ep_backend_ops(ep_backend_decide(wish, usable, why_not, m->reason, sizeof(m->reason)));
+}
 
 static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks,
                         const EpSettings *settings, EpGroupMemory *m) {
-    const EpBackendOps *backend =
-        ep_backend_choose(config, num_ranks, settings, m->reason, sizeof(m->reason));
+    const EpBackendOps *backend = choose(config, num_ranks, settings, m);
     EpPlanShape shape;
     if (!backend) return EP_OK;
     m->backend = backend->id;
@@ -26,12 +41,13 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
 
 EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out) {
     EpCall call = {"ep_group_memory", -1};
-    EP_TRY(ep_config_check(&call, config, num_ranks));
+    EpGroupConfig read;
+    EP_TRY(ep_config_read(&call, config, num_ranks, &read));
     EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
     EpSettings settings;
     EP_TRY(ep_settings_load(&settings));
     EpGroupMemory m = EP_GROUP_MEMORY_INIT;
-    EP_TRY(measure(&call, config, num_ranks, &settings, &m));
+    EP_TRY(measure(&call, &read, num_ranks, &settings, &m));
     *out = m;
     return EP_OK;
 }

@@ -22,6 +22,19 @@ EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *ha
     return ep_handle_enter_prepared(&o->call, handle, &o->step);
 }
 
+EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
+                          const char *argument, const EpTensor *t) {
+    const EpGroup *group = handle->group;
+    if (!group->backend->check_pointer || group->settings.check != check || !t) return EP_OK;
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return EP_OK;
+    return group->backend->check_pointer(group, call, argument, t->data);
+}
+
+static EpStatus check_all(const EpOperation *o, const char *argument, const EpTensor *t) {
+    return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, argument, t);
+}
+
 EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                            int64_t columns, const char *what) {
     EP_TRY(ep_arg_tensor(&o->call, argument, t, 2));
@@ -31,7 +44,8 @@ EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpT
         return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
                          "expected at least num_tokens = %lld rows, got %lld",
                          (long long)o->step.info.num_tokens, (long long)t->shape[0]);
-    return columns < 0 ? EP_OK : ep_arg_dim(&o->call, argument, t, 1, columns, what);
+    if (columns >= 0) EP_TRY(ep_arg_dim(&o->call, argument, t, 1, columns, what));
+    return check_all(o, argument, t);
 }
 
 /* Rows of a receive buffer: a static capacity is asked for in full, since a step captured in a
@@ -62,13 +76,15 @@ EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTe
     int32_t ndim = slot_dims(o) + 1;
     EP_TRY(ep_arg_tensor(&o->call, argument, t, ndim));
     EP_TRY(check_rows(o, argument, t));
-    return columns < 0 ? EP_OK : ep_arg_dim(&o->call, argument, t, ndim - 1, columns, what);
+    if (columns >= 0) EP_TRY(ep_arg_dim(&o->call, argument, t, ndim - 1, columns, what));
+    return check_all(o, argument, t);
 }
 
 EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t) {
     EP_TRY(ep_arg_tensor(&o->call, argument, t, slot_dims(o)));
     EP_TRY(ep_arg_type(&o->call, argument, t, EP_TYPE_FP32));
-    return check_rows(o, argument, t);
+    EP_TRY(check_rows(o, argument, t));
+    return check_all(o, argument, t);
 }
 
 EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
@@ -78,7 +94,9 @@ EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const E
 }
 
 EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const EpTensor *t) {
-    return ep_arg_row_bytes(&o->call, argument, t, 16, o->handle->group->config.max_row_bytes);
+    int64_t most = o->handle->group->config.max_row_bytes;
+    EP_TRY(ep_arg_row_bytes(&o->call, argument, t, 16, most));
+    return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ROWS, argument, t);
 }
 
 EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument, const EpTensor *slots,
@@ -101,4 +119,27 @@ EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, 
 
 int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
     return handle->shape.layout == EP_LAYOUT_BATCHED ? t->shape[0] * t->shape[1] : t->shape[0];
+}
+
+/* ---- running ------------------------------------------------------------------------------- */
+
+EpStatus ep_run_prepare(const EpCall *call, EpHandle *handle, const EpRouting *routing) {
+    int before = ep_group_enter(handle->group, call->name);
+    EpStatus status = handle->group->backend->prepare(handle, routing);
+    ep_group_leave(handle->group, before);
+    return status;
+}
+
+EpStatus ep_run_scatter(const EpCall *call, EpHandle *handle, const EpScatter *scatter) {
+    int before = ep_group_enter(handle->group, call->name);
+    EpStatus status = handle->group->backend->scatter(handle, scatter);
+    ep_group_leave(handle->group, before);
+    return status;
+}
+
+EpStatus ep_run_gather(const EpCall *call, EpHandle *handle, const EpGather *gather) {
+    int before = ep_group_enter(handle->group, call->name);
+    EpStatus status = handle->group->backend->gather(handle, gather);
+    ep_group_leave(handle->group, before);
+    return status;
 }

@@ -44,9 +44,22 @@ EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const Ep
 EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument, const EpTensor *slots,
                             const char *tokens_argument, const EpTensor *tokens);
 
+/**
+ * Memory that the backend reaches, for a tensor whose shape was checked. Looking it up takes time,
+ * so EP_CHECK says how much of it is done: where it says `check`, this is. Optional tensors may be
+ * NULL, empty ones are not looked at.
+ */
+EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
+                          const char *argument, const EpTensor *t);
+
 /** `argument` must be given exactly where `cause` is. */
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
                      const void *given);
+
+/** Hand a checked operation to the backend, on its device and as profilers are to see it. */
+EpStatus ep_run_prepare(const EpCall *call, EpHandle *handle, const EpRouting *routing);
+EpStatus ep_run_scatter(const EpCall *call, EpHandle *handle, const EpScatter *scatter);
+EpStatus ep_run_gather(const EpCall *call, EpHandle *handle, const EpGather *gather);
 
 /** Receive rows that a checked tensor of slot rows holds. */
 int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t);

@@ -43,6 +43,20 @@ static EpStatus check_out(const EpCall *call, const EpPlanTensors *out, int64_t 
     return check_vector(call, "out.totals", out->totals, 3);
 }
 
+/* The indices are to this call what rows are to the others. */
+static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTensor *topk_idx,
+                            const EpTensor *num_tokens, const EpPlanTensors *out) {
+    const EpCheck all = EP_CHECK_ALL;
+    EP_TRY(ep_arg_reachable(call, h, EP_CHECK_ROWS, "topk_idx", topk_idx));
+    EP_TRY(ep_arg_reachable(call, h, all, "topk_idx", topk_idx));
+    EP_TRY(ep_arg_reachable(call, h, all, "num_tokens", num_tokens));
+    if (!out) return EP_OK;
+    EP_TRY(ep_arg_reachable(call, h, all, "out.expert_counts", out->expert_counts));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.expert_padded", out->expert_padded));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.expert_offsets", out->expert_offsets));
+    return ep_arg_reachable(call, h, all, "out.totals", out->totals);
+}
+
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                     EpStream stream, const EpPlanTensors *out) {
     EpCall call = {"ep_prepare", -1};
@@ -50,6 +64,7 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
     EP_TRY(check_topk_idx(&call, handle, topk_idx));
     EP_TRY(check_num_tokens(&call, num_tokens));
     EP_TRY(check_out(&call, out, handle->shape.num_local));
+    EP_TRY(check_reach(&call, handle, topk_idx, num_tokens, out));
     EpRouting routing = {.topk_idx = topk_idx->data,
                          .idx_type = topk_idx->type,
                          .num_rows = topk_idx->shape[0],
@@ -58,5 +73,5 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
                          .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
                          .out = out,
                          .stream = stream};
-    return handle->group->backend->prepare(handle, &routing);
+    return ep_run_prepare(&call, handle, &routing);
 }

@@ -3,48 +3,40 @@
 
 #include <stdio.h>
 
-#if !EP_WITH_CUDA
-int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
-                   size_t reason_bytes) {
-    (void)config, (void)num_ranks;
-    snprintf(reason, reason_bytes, "this build has no cuda backend");
-    return 0;
-}
-#endif
-
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     return config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
 }
 
-static const EpBackendOps *cuda_ops(void) {
-#if EP_WITH_CUDA
-    return &ep_backend_cuda;
-#else
+const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish) {
+    if (wish == EP_BACKEND_HOST && config->nccl_comm)
+        return "the host backend has no use for an NCCL communicator";
     return NULL;
-#endif
 }
 
-/* AUTO is to mean cuda where every rank can have it, once that backend is released. */
-const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, int32_t num_ranks,
-                                      const EpSettings *settings, char *reason,
-                                      size_t reason_bytes) {
-    EpBackend wish = ep_backend_wish(config, settings);
-    char why_not[192] = "";
-    int usable = ep_cuda_usable(config, num_ranks, why_not, sizeof(why_not));
-    if (wish == EP_BACKEND_HOST && config->nccl_comm) {
-        snprintf(reason, reason_bytes, "the host backend has no use for an NCCL communicator");
-        return NULL;
+EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not, char *reason,
+                            size_t reason_bytes) {
+    if (wish == EP_BACKEND_HOST) {
+        snprintf(reason, reason_bytes, "the host backend is asked for");
+        return EP_BACKEND_HOST;
     }
     if (wish == EP_BACKEND_CUDA) {
-        snprintf(reason, reason_bytes, "the cuda backend is asked for%s%s", usable ? "" : ", but ",
-                 usable ? "" : why_not);
-        return usable ? cuda_ops() : NULL;
+        snprintf(reason, reason_bytes, "the cuda backend is asked for%s%s",
+                 cuda_usable ? "" : ", but ", cuda_usable ? "" : why_not);
+        return cuda_usable ? EP_BACKEND_CUDA : EP_BACKEND_AUTO;
     }
-    if (wish == EP_BACKEND_HOST)
-        snprintf(reason, reason_bytes, "the host backend is asked for");
-    else
-        snprintf(reason, reason_bytes, "host: %s",
-                 usable ? "the cuda backend is not released yet: ask for it by name" : why_not);
-    return &ep_backend_host;
+    if (cuda_usable && EP_CUDA_RELEASED) {
+        snprintf(reason, reason_bytes, "cuda: every rank has a usable GPU of its own");
+        return EP_BACKEND_CUDA;
+    }
+    snprintf(reason, reason_bytes, "host: %s",
+             cuda_usable ? "the cuda backend is not released yet: ask for it by name" : why_not);
+    return EP_BACKEND_HOST;
+}
+
+const EpBackendOps *ep_backend_ops(EpBackend backend) {
+#if EP_WITH_CUDA
+    if (backend == EP_BACKEND_CUDA) return &ep_backend_cuda;
+#endif
+    return backend == EP_BACKEND_HOST ? &ep_backend_host : NULL;
 }

@@ -14,6 +14,7 @@
 
 #include "ep/ep.h"
 #include "runtime/settings.h"
+#include "runtime/status.h"
 
 struct EpCall;
 struct EpPlanShape;
@@ -98,6 +99,8 @@ typedef struct EpStep {
     int64_t exact;    /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
 } EpStep;
 
+#define EP_STAY (-1) /* nothing to go back to, or no wish to */
+
 typedef struct EpBackendOps {
     EpBackend id;
     const char *name;
@@ -130,23 +133,37 @@ typedef struct EpBackendOps {
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
+    /** Optional (NULL: nothing to do). What surrounds calls on a group in which the backend takes
+     *  part: its device becomes the thread's, profilers see the call. `leave` takes what `enter`
+     *  returned, or EP_STAY. */
+    int (*enter)(const EpGroup *group, const char *call);
+    void (*leave)(const EpGroup *group, int before);
+    /** Optional (NULL: any will do): refuse memory that the backend cannot reach. */
+    EpStatus (*check_pointer)(const EpGroup *group, const EpCall *call, const char *argument,
+                              const void *data);
 } EpBackendOps;
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 
+/**
+ * Whether AUTO may mean CUDA. Until then a group gets that backend by asking for it by name.
+ */
+#define EP_CUDA_RELEASED 0
+
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
 
-/** Could the CUDA backend serve this rank? If not, `reason` says why. */
-int ep_cuda_usable(const EpGroupConfig *config, int32_t num_ranks, char *reason,
-                   size_t reason_bytes);
+/** What speaks against a wish whatever the machine is, or NULL. */
+const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish);
 
 /**
- * The backend that serves a configuration as far as one rank can tell, and why (a sentence for
- * ep_info). NULL where the wish cannot be met; `reason` says why.
+ * The backend that meets a wish: HOST or CUDA, or AUTO where none does. `why_not` says why CUDA is
+ * not usable. Writes the reason, a sentence for ep_info.
  */
-const EpBackendOps *ep_backend_choose(const EpGroupConfig *config, int32_t num_ranks,
-                                      const EpSettings *settings, char *reason,
-                                      size_t reason_bytes);
+EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not, char *reason,
+                            size_t reason_bytes);
+
+/** The table of a backend, NULL where this build does not have it. */
+const EpBackendOps *ep_backend_ops(EpBackend backend);
 
 #endif

@@ -2,6 +2,8 @@
 #include "runtime/config.h"
 
 #include <math.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "runtime/exchange.h"
 
@@ -34,11 +36,13 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
                          "expected seconds > 0 or EP_DEFAULT, got %g", t);
+    if (c->device < 0 && c->device != EP_DEFAULT)
+        return ep_refuse(call, EP_ERR_RANGE, "config.device",
+                         "expected the number of a CUDA device or EP_DEFAULT, got %d", c->device);
     return EP_OK;
 }
 
-EpStatus ep_config_check(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
-    EP_TRY(ep_check_struct(call, "config", c, sizeof(*c)));
+static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
     EP_TRY(check_range(call, "num_ranks", num_ranks, 1, EP_MAX_RANKS));
     EP_TRY(check_range(call, "config.num_experts", c->num_experts, 1, INT32_MAX));
     EP_TRY(check_range(call, "config.max_tokens", c->max_tokens, 1, INT32_MAX));
@@ -48,6 +52,18 @@ EpStatus ep_config_check(const EpCall *call, const EpGroupConfig *c, int32_t num
     EP_TRY(check_rows(call, c));
     EP_TRY(check_range(call, "config.max_recv_rows", c->max_recv_rows, 0, INT32_MAX));
     return check_choices(call, c);
+}
+
+EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
+                        EpGroupConfig *out) {
+    EpGroupConfig full = EP_GROUP_CONFIG_INIT;
+    EP_TRY(ep_check_grown_struct(call, "config", given, offsetof(EpGroupConfig, device),
+                                 sizeof(full)));
+    memcpy(&full, given, given->struct_size);
+    full.struct_size = sizeof(full);
+    EP_TRY(check(call, &full, num_ranks));
+    *out = full;
+    return EP_OK;
 }
 
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks) {
@@ -120,10 +136,12 @@ static int64_t worst_slabs(int64_t per_expert, int64_t per_rank, int64_t local, 
     return ep_min(by_expert, by_rank);
 }
 
-EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
+EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t rank,
                           EpLayout layout, unsigned flags, int64_t *rows) {
     EpCall call = {"ep_max_recv_rows", -1};
-    EP_TRY(ep_config_check(&call, config, num_ranks));
+    EpGroupConfig read;
+    EP_TRY(ep_config_read(&call, given, num_ranks, &read));
+    const EpGroupConfig *config = &read;
     EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
     EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_BATCHED));
     EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));

@@ -10,7 +10,10 @@
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
-EpStatus ep_config_check(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks);
+/** Copy a caller's configuration, which may be of the size it had in an earlier version: fields it
+ *  does not have get their defaults. And check it. */
+EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
+                        EpGroupConfig *out);
 
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 

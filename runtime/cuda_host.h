@@ -23,6 +23,7 @@ typedef struct EpCudaWindow {
 typedef struct EpCuda {
     EpCudaGroup device; /**< what kernels get */
     int ordinal;        /**< CUDA device of this rank */
+    int pageable;       /**< whether the GPU reaches all memory of the process */
     int shared_bytes;   /**< of shared memory that a block may have */
     EpCudaNotes *notes; /**< pinned */
     const EpNccl *nccl; /**< NULL in a group of one rank */
@@ -52,6 +53,37 @@ static inline cudaError_t ep_cuda_capture_info(cudaStream_t stream,
     return cudaStreamGetCaptureInfo_v2(stream, status, id, NULL, NULL, NULL);
 #endif
 }
+
+/*
+ * Each call of the runtime's is meant for the group's device, whatever the caller's thread has as
+ * its current one:
+ *
+ *     int before = ep_cuda_use(cuda->ordinal);
+ *     ...
+ *     ep_cuda_restore(before);
+ *
+ * The operations and the calls on handles have this from the layers above them, by way of the
+ * backend's `enter` and `leave`.
+ */
+/** Make a device current that is not; returns the one to go back to, or EP_STAY. */
+int ep_cuda_switch(int device, int before);
+void ep_cuda_switch_back(int before);
+
+static inline int ep_cuda_use(int device) {
+    int current = -1;
+    if (cudaGetDevice(&current) == cudaSuccess && current == device) return EP_STAY;
+    return ep_cuda_switch(device, current);
+}
+
+static inline void ep_cuda_restore(int before) {
+    if (before != EP_STAY) ep_cuda_switch_back(before);
+}
+
+/** The backend's enter, leave and check_pointer. */
+int ep_cuda_enter(const EpGroup *group, const char *call);
+void ep_cuda_leave(const EpGroup *group, int before);
+EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
+                               const void *data);
 
 /** EP_OK, or EP_ERR_SYSTEM with what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);

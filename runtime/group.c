@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/group.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -23,26 +24,27 @@ void ep_group_note(EpFinding *pending, const EpFinding *finding) {
     pending->count = count + finding->count;
 }
 
-static EpStatus check_out(const EpCall *call, const EpGroup *group, const void *out, size_t bytes) {
-    EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
-    return ep_check_struct(call, "out", out, bytes);
-}
-
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
     EpCall call = {"ep_group_query", -1};
-    EP_TRY(check_out(&call, group, out, sizeof(*out)));
-    *out = (EpGroupInfo){.struct_size = sizeof(*out),
-                         .rank = group->rank,
-                         .size = group->size,
-                         .num_experts = group->config.num_experts,
-                         .first_expert = group->first_expert,
-                         .num_local_experts = group->num_local,
-                         .backend = group->backend->id,
-                         .node = group->nodes[group->rank],
-                         .num_nodes = group->num_nodes,
-                         .numa_node = group->numa,
-                         .num_cpus = group->cpus,
-                         .library_bytes = group->library_bytes};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, offsetof(EpGroupInfo, device), sizeof(*out)));
+    EpGroupInfo info = {.struct_size = out->struct_size,
+                        .rank = group->rank,
+                        .size = group->size,
+                        .num_experts = group->config.num_experts,
+                        .first_expert = group->first_expert,
+                        .num_local_experts = group->num_local,
+                        .backend = group->backend->id,
+                        .node = group->nodes[group->rank],
+                        .num_nodes = group->num_nodes,
+                        .numa_node = group->numa,
+                        .num_cpus = group->cpus,
+                        .library_bytes = group->library_bytes,
+                        .device = group->choice.device,
+                        .bound = group->bound};
+    snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
+    snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
+    memcpy(out, &info, out->struct_size);
     return EP_OK;
 }
 

@@ -11,6 +11,17 @@
 #include "runtime/config.h"
 #include "runtime/object.h"
 
+/** What the ranks agreed on about the backend. */
+typedef struct EpChoice {
+    EpBackend backend;
+    int32_t device;   /* this rank's CUDA device, -1 on the host backend */
+    int32_t dealt;    /* 1 if nobody had made it current */
+    int32_t alone;    /* 1 if no other rank of the group is in this process */
+    char bus[20];     /* the device's PCI bus id, "" on the host backend */
+    char gpu[64];     /* its name and bus id, likewise */
+    char reason[256]; /* why this backend and not the other */
+} EpChoice;
+
 struct EpGroup {
     EpObject object;
     EpBootstrap bootstrap;
@@ -21,6 +32,8 @@ struct EpGroup {
     int32_t first_expert, num_local;
     int32_t *nodes; /* [size] node of each rank */
     int32_t num_nodes, numa, cpus;
+    EpChoice choice;
+    int32_t bound; /* whether to the CPUs near its GPU */
     double timeout;
     uint64_t id; /* tells this group's handle memory from another's */
     int32_t tag; /* of its messages: taken from the id, to tell groups apart */
@@ -40,6 +53,15 @@ struct EpGroup {
 /** Private bytes of a group, its backend's not included. */
 static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
     return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)sizeof(int32_t);
+}
+
+/** Around calls in which the backend takes part. */
+static inline int ep_group_enter(const EpGroup *group, const char *call) {
+    return group->backend->enter ? group->backend->enter(group, call) : 0;
+}
+
+static inline void ep_group_leave(const EpGroup *group, int before) {
+    if (group->backend->leave) group->backend->leave(group, before);
 }
 
 /** The group has failed for good: keep the finding and this thread's last sentence. */

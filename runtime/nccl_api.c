@@ -7,6 +7,7 @@
 #include <string.h>
 
 #define OLDEST_NCCL 22803 /* symmetric windows, as used here */
+#define NEWEST_NCCL 23099 /* what they may have become after that is not known */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static EpNccl api;
@@ -23,7 +24,7 @@ static int find(void *library, const char *name, void *out) {
 static void load(void) {
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
     if (!library) {
-        snprintf(failure, sizeof(failure), "libnccl.so.2 cannot be loaded: %s", dlerror());
+        snprintf(failure, sizeof(failure), "expected NCCL, got none: %s", dlerror());
         return;
     }
     int complete = 1;
@@ -31,10 +32,11 @@ static void load(void) {
     EP_NCCL_MAP(NCCL_FIND)
 #undef NCCL_FIND
     if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
-    loaded = api.version >= OLDEST_NCCL;
+    loaded = api.version >= OLDEST_NCCL && api.version <= NEWEST_NCCL;
     if (!loaded)
-        snprintf(failure, sizeof(failure), "NCCL %d.%d.%d is older than 2.28.3",
-                 api.version / 10000, api.version / 100 % 100, api.version % 100);
+        snprintf(failure, sizeof(failure),
+                 "expected NCCL 2.28.3 .. 2.30 (libnccl.so.2), got %d.%d.%d", api.version / 10000,
+                 api.version / 100 % 100, api.version % 100);
 }
 
 const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {

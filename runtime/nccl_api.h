@@ -16,6 +16,9 @@
     X(ncclGetErrorString)     \
     X(ncclGetUniqueId)        \
     X(ncclCommInitRank)       \
+    X(ncclCommCount)          \
+    X(ncclCommUserRank)       \
+    X(ncclCommCuDevice)       \
     X(ncclCommAbort)          \
     X(ncclCommDestroy)        \
     X(ncclMemAlloc)           \

@@ -93,13 +93,19 @@ static EpStatus parse_EpBackend(const char *name, const char *kind, const char *
     return EP_OK;
 }
 
-static EpStatus parse_EpLogLevel(const char *name, const char *kind, const char *text,
-                                 EpLogLevel *out) {
-    int index = choice(kind, text);
-    if (index < 0) return malformed(name, kind, text);
-    *out = (EpLogLevel)index;
-    return EP_OK;
-}
+/* Enumerations that count their words from 0. */
+#define PARSE_WORDS(type)                                                              \
+    static EpStatus parse_##type(const char *name, const char *kind, const char *text, \
+                                 type *out) {                                          \
+        int index = choice(kind, text);                                                \
+        if (index < 0) return malformed(name, kind, text);                             \
+        *out = (type)index;                                                            \
+        return EP_OK;                                                                  \
+    }
+PARSE_WORDS(EpBind)
+PARSE_WORDS(EpCheck)
+PARSE_WORDS(EpLogLevel)
+#undef PARSE_WORDS
 
 static const char *value_of(const char *name, const char *standard) {
     const char *value = getenv(name);

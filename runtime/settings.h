@@ -19,7 +19,11 @@
     X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "32M",                                      \
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
     X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
-      "multiprocessors that operations of the cuda backend may use; auto: all")                    \
+      "multiprocessors that operations of the cuda backend may use; auto: all; equal on all ranks")                    \
+    X(bind, EpBind, "EP_BIND", "choice: none|gpu", "none",                                         \
+      "gpu: bind each rank to the CPUs near its GPU when a group is created")                      \
+    X(check, EpCheck, "EP_CHECK", "choice: none|rows|all", "rows",                                 \
+      "tensors whose memory the cuda backend looks up before an operation")                        \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
       "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
     X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                     \
@@ -28,6 +32,10 @@
     X(log_file, EpSettingText, "EP_LOG_FILE", "text", "", "where to log; empty: stderr")
 
 #define EP_COUNT_AUTO (-1)
+
+/* In the order of the words in the table. */
+typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
+typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
 
 typedef struct EpSettingText {
     char text[256];

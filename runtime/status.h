@@ -28,6 +28,10 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected);
 
+/** The same for a struct that has grown: `first` is the size it had before. */
+EpStatus ep_check_grown_struct(const EpCall *call, const char *argument, const void *object,
+                               size_t first, size_t expected);
+
 #define EP_TRY(expression)                                \
     do {                                                  \
         EpStatus ep_try_status = (expression);            \

@@ -225,27 +225,32 @@ static bool describe_place(const EpBootstrap *boot, const Options *o, Place *out
 
 static void print_place(int rank, const Place *place) {
     const EpGroupInfo *info = &place->info;
-    char numa[16], experts[32];
+    char numa[16], experts[32], gpu[96] = "";
     snprintf(numa, sizeof(numa), info->numa_node < 0 ? "several" : "%d", info->numa_node);
     snprintf(experts, sizeof(experts), info->num_local_experts ? "%d-%d" : "none",
              info->first_expert, info->first_expert + info->num_local_experts - 1);
-    printf("%6d  %-20s %5d %8s %6d  %s\n", rank, place->host, info->node, numa, info->num_cpus,
-           experts);
+    if (info->device >= 0)
+        snprintf(gpu, sizeof(gpu), "  %d: %s%s", info->device, info->gpu,
+                 info->bound ? ", bound near it" : "");
+    printf("%6d  %-20s %5d %8s %6d  %-9s%s\n", rank, place->host, info->node, numa, info->num_cpus,
+           experts, gpu);
 }
 
-static bool print_topology(const EpBootstrap *boot, const Options *o) {
+static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInfo *info) {
     Place mine = {.host = ""};
     Place *all = calloc((size_t)boot->size, sizeof(Place));
     bool ok =
         agree(boot, all && describe_place(boot, o, &mine)) &&
         agree(boot, boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) == EP_OK);
     if (ok && boot->rank == 0) {
-        printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %s\n", boot->size,
+        printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %-9s%s\n", boot->size,
                boot->size == 1 ? "" : "s", mine.info.num_nodes, mine.info.num_nodes == 1 ? "" : "s",
-               "rank", "host", "node", "numa", "cpus", "experts");
+               "rank", "host", "node", "numa", "cpus", "experts",
+               mine.info.backend == EP_BACKEND_CUDA ? "  gpu" : "");
         for (int r = 0; r < boot->size; r++)
             print_place(r, &all[r]);
     }
+    *info = mine.info;
     free(all);
     return ok;
 }
@@ -268,23 +273,26 @@ static void print_rows(const EpGroupConfig *config, int ranks, EpLayout layout, 
     printf("  %-34s %15lld rows\n", name, (long long)most);
 }
 
-/* The reason may begin with the backend's name; of what is not feasible it is told as an error. */
-static void print_backend(const EpGroupMemory *memory) {
+/* The reason, the group's where there is one, may begin with the backend's name; of what is not
+ * feasible it is told as an error. */
+static void print_backend(const EpGroupMemory *memory, const char *reason) {
     const char *name = memory->backend == EP_BACKEND_CUDA ? "cuda" : "host";
     size_t length = strlen(name);
     if (!memory->feasible)
         printf("\nbackend: %s\n", name);
-    else if (strncmp(memory->reason, name, length) == 0)
-        printf("\nbackend: %s\n", memory->reason);
+    else if (strncmp(reason, name, length) == 0)
+        printf("\nbackend: %s\n", reason);
     else
-        printf("\nbackend: %s: %s\n", name, memory->reason);
+        printf("\nbackend: %s: %s\n", name, reason);
 }
 
-static bool print_memory(const Options *o, int ranks) {
+/* For as many ranks as were started, by the backend that these have got. */
+static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     EpGroupConfig config = configuration(o);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    if (ranks == info->size) config.backend = info->backend;
     if (ep_group_memory(&config, ranks, &memory) != EP_OK) return false;
-    print_backend(&memory);
+    print_backend(&memory, ranks == info->size ? info->reason : memory.reason);
     printf("\nmemory: ranks %d, experts %lld, tokens a rank %lld, top-k %lld, row bytes %lld%s\n",
            ranks, (long long)o->experts, (long long)o->tokens, (long long)o->top_k,
            (long long)config.max_row_bytes, memory.feasible ? "" : ": not feasible");
@@ -312,8 +320,9 @@ static bool inform(const EpBootstrap *boot, const Options *o) {
         print_version();
         print_build();
     }
-    bool ok = agree(boot, print_settings(boot)) && print_topology(boot, o) &&
-              agree(boot, boot->rank != 0 || print_memory(o, ranks));
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    bool ok = agree(boot, print_settings(boot)) && print_topology(boot, o, &info) &&
+              agree(boot, boot->rank != 0 || print_memory(o, ranks, &info));
     fflush(stdout);
     return ok;
 }

@@ -49,7 +49,8 @@
  *   - Calls are asynchronous on the caller's stream; on the host backend they have finished when
  *     they return and the stream is ignored (pass NULL). Nothing is allocated after create.
  *   - One thread at a time calls into one group of one rank. Different groups are independent.
- *   - Structs begin with their size, which EP_..._INIT fills in. They grow only at the end.
+ *   - Structs begin with their size, which EP_..._INIT fills in. They grow only at the end, and
+ *     programs that were compiled before one grew go on working: new fields have their defaults.
  */
 
 #include <stddef.h>
@@ -141,8 +142,10 @@ typedef enum EpType {
 /**
  * A tensor is a pointer, a type and a shape: row-major, contiguous, memory owned by the caller.
  * `data` of row tensors (tokens, expert outputs, their gradients) is 16-byte aligned and their
- * rows are multiples of 16 bytes. `data` may be NULL where the shape has a 0. On a GPU backend
- * `data` is device memory; on the host backend plain memory.
+ * rows are multiples of 16 bytes. `data` may be NULL where the shape has a 0. On the host backend
+ * `data` is plain memory. On the CUDA backend it is memory of the group's device, managed memory or
+ * pinned host memory; anything else is refused with EP_ERR_ADDRESS, as far as the setting EP_CHECK
+ * has it looked at. Where the GPU reads plain memory by itself, that is allowed, too.
  */
 typedef struct EpTensor {
     size_t struct_size;
@@ -253,9 +256,17 @@ void ep_bootstrap_destroy(EpBootstrap *bootstrap);
 /** A set of ranks that share E experts. Opaque; a process may have several. */
 typedef struct EpGroup EpGroup;
 
-/** Who moves the bytes. */
+/**
+ * Who moves the bytes. HOST takes tensors in plain memory, CUDA in memory that the rank's GPU
+ * reaches, so a program that says AUTO asks ep_group_query which one it got before it allocates; a
+ * program whose tensors are in either kind of memory in any case names its backend.
+ *
+ * AUTO is to mean CUDA where every rank has a usable GPU of its own, and HOST elsewhere; in this
+ * version it always means HOST. All ranks come to the same choice, and EpGroupInfo's reason (and
+ * ep_info) says what decided it.
+ */
 typedef enum EpBackend {
-    EP_BACKEND_AUTO = 1, /**< the best that is released: in this version HOST */
+    EP_BACKEND_AUTO = 1, /**< the best that is released and that every rank can have */
     EP_BACKEND_HOST = 2, /**< CPUs: shared memory within a node, messages between nodes */
     EP_BACKEND_CUDA = 3  /**< GPUs that reach each other's memory */
 } EpBackend;
@@ -288,18 +299,33 @@ typedef struct EpGroupConfig {
     EpOverflow overflow;     /**< = */
     EpBackend backend;       /**< = AUTO, HOST or CUDA */
     double timeout_seconds;  /**< deadline of every wait, > 0, or EP_DEFAULT: setting EP_TIMEOUT */
-    void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL */
+    void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL; equal on all ranks in
+                                  that it is given */
+    int32_t device;          /**< this rank's CUDA device, or EP_DEFAULT: see below */
 } EpGroupConfig;
 
 #define EP_MAX_TOP_K 32
 #define EP_MAX_ROW_BYTES 65536
 #define EP_MAX_RANKS 1024
 
+/*
+ * Which GPU is a rank's. A device that is given is taken, and so is that of a borrowed
+ * communicator. EP_DEFAULT is the calling thread's current device (cudaSetDevice). Only where
+ * nobody has set one is it dealt out: if several ranks see the same GPU as device 0 and the current
+ * device of all of them is 0, the first of them takes device 0, the next one device 1, and so on,
+ * as far as there are devices.
+ *
+ * Every call runs on the group's device, whatever the thread's current one is, and puts that back,
+ * unless it was never used (selecting it would make a context there). Where the device was dealt
+ * out, ep_group_create leaves it current on the calling thread, so that memory allocated after that
+ * is in the right place. The host backend ignores all of this.
+ */
+
 /** num_experts, max_tokens, max_top_k and max_row_bytes are yours to set. */
 #define EP_GROUP_CONFIG_INIT                                                            \
     {                                                                                   \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
-            EP_DEFAULT, NULL                                                            \
+            EP_DEFAULT, NULL, EP_DEFAULT                                                \
     }
 
 /**
@@ -329,7 +355,9 @@ typedef struct EpGroupMemory {
 
 /**
  * Memory of a group of `num_ranks` ranks, without creating or allocating anything; local.
- * A configuration that is merely infeasible is EP_OK with feasible = 0 and a reason.
+ * A configuration that is merely infeasible is EP_OK with feasible = 0 and a reason. What only
+ * several ranks together can know (whether each has a GPU of its own, and of one kind) is found by
+ * ep_group_create.
  */
 EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out);
 
@@ -346,10 +374,14 @@ typedef struct EpGroupInfo {
     int32_t num_cpus;          /**< CPUs this rank may run on */
     int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles; memory
                                     of section 5 is the caller's */
+    int32_t device;            /**< CUDA device of this rank, -1 on the host backend */
+    int32_t bound;             /**< 1 if EP_BIND has bound this rank to the CPUs near its GPU */
+    char gpu[64];              /**< "NVIDIA H200, 0000:17:00.0"; "" on the host backend */
+    char reason[256];          /**< why this backend and not the other */
 } EpGroupInfo;
 
 #define EP_GROUP_INFO_INIT \
-    { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0 }
+    { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "" }
 
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
 
@@ -480,8 +512,8 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
 
 /**
  * Create a handle. `memory` is the caller's, 64-byte aligned, of at least ep_handle_memory bytes
- * (device memory on a GPU backend), and must outlive its use; NULL: the library allocates. Local,
- * but in the same order on every rank.
+ * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
+ * allocates. Local, but in the same order on every rank.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);

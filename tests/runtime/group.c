@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Making groups: wrong configurations, ranks that disagree, what a live group says of itself. */
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,12 +22,13 @@ typedef enum Field {
     MAX_RECV_ROWS,
     OVERFLOW_POLICY,
     BACKEND,
-    TIMEOUT
+    TIMEOUT,
+    DEVICE
 } Field;
 
 static const char *const field_names[] = {
-    "config",    "num_experts",   "max_tokens", "max_top_k", "max_row_bytes",  "max_scale_bytes",
-    "alignment", "max_recv_rows", "overflow",   "backend",   "timeout_seconds"};
+    "config",    "num_experts",   "max_tokens", "max_top_k", "max_row_bytes",   "max_scale_bytes",
+    "alignment", "max_recv_rows", "overflow",   "backend",   "timeout_seconds", "device"};
 
 static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == STRUCT_SIZE) config->struct_size = (size_t)value;
@@ -40,6 +42,7 @@ static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == OVERFLOW_POLICY) config->overflow = (EpOverflow)(int)value;
     if (field == BACKEND) config->backend = (EpBackend)(int)value;
     if (field == TIMEOUT) config->timeout_seconds = value;
+    if (field == DEVICE) config->device = (int32_t)value;
 }
 
 typedef struct WrongField {
@@ -77,6 +80,8 @@ static const WrongField wrong_fields[] = {
     {BACKEND, 4, EP_ERR_RANGE, "got 4"},
     {TIMEOUT, 0, EP_ERR_RANGE, "got 0"},
     {TIMEOUT, -3, EP_ERR_RANGE, "got -3"},
+    {DEVICE, -2, EP_ERR_RANGE, "got -2"},
+    {DEVICE, INT32_MIN, EP_ERR_RANGE, "got -2147483648"},
 };
 
 static EpGroupConfig plain_config(int ranks) {
@@ -113,6 +118,31 @@ SoloTest(runtime_group, wrong_configurations_of_memory) {
                       field_names[wrong->field], wrong->got);
         CHECK(memory.feasible == 0 && memory.shared_bytes == 0, "outputs were written");
     }
+}
+
+/* A program that was compiled before the configuration grew: what follows is not its. */
+ThreadTest(runtime_group, structs_of_an_earlier_version, 1) {
+    EpGroupConfig config = plain_config(1);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    EpGroup *group = NULL;
+    int64_t rows = 0;
+    config.struct_size = offsetof(EpGroupConfig, device);
+    config.device = -77;
+    CHECK_OK(ep_group_memory(&config, 1, &memory));
+    CHECK(memory.feasible, "%s", memory.reason);
+    CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    info.struct_size = offsetof(EpGroupInfo, device);
+    info.device = -77, info.reason[0] = 'x';
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.size == 1 && info.library_bytes > 0, "not filled in");
+    CHECK(info.struct_size == offsetof(EpGroupInfo, device), "%zu", info.struct_size);
+    CHECK(info.device == -77 && info.reason[0] == 'x', "more was written than there is");
+    ep_group_destroy(group);
+    config.struct_size = sizeof(config);
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_RANGE, "config.device",
+                  "got -77");
 }
 
 ThreadTest(runtime_group, missing_arguments, 1) {
@@ -222,6 +252,8 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     CHECK(info.backend == EP_BACKEND_HOST, "%d", (int)info.backend);
     CHECK(info.node == 0 && info.num_nodes == 1, "node %d of %d", info.node, info.num_nodes);
     CHECK(info.num_cpus >= 1, "%d CPUs", info.num_cpus);
+    CHECK(info.device == -1 && !info.gpu[0] && !info.bound, "%d: %s", info.device, info.gpu);
+    CHECK(strstr(info.reason, "host"), "%s", info.reason);
     CHECK(info.library_bytes > 0, "%lld bytes", (long long)info.library_bytes);
     ep_group_destroy(group);
 }

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/choose.h"
+
+#include <stdio.h>
+
+#include "runtime/cuda_limits.h"
+
+/* Is this rank the only one of the group in its process? */
+static int32_t is_alone(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t rank) {
+    for (int32_t r = 0; r < size; r++)
+        if (r != rank && nodes[r] == nodes[rank] && all[r].process == all[rank].process) return 0;
+    return 1;
+}
+
+static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, const int32_t *nodes,
+                         const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
+    int32_t devices[EP_MAX_RANKS];
+    ep_gpus_deal(all, b->size, nodes, devices);
+    if (!ep_gpus_agree(all, b->size, nodes, devices, ep_cuda_least_shared(config), why_not, bytes))
+        return 0;
+    const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
+    out->device = devices[b->rank];
+    out->dealt = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
+    out->alone = is_alone(all, b->size, nodes, b->rank);
+    snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
+    snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
+    return 1;
+}
+
+EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
+                          const EpGroupConfig *config, const EpSettings *settings,
+                          const int32_t *nodes, EpGpuReport *reports, EpChoice *out) {
+    EpBackend wish = ep_backend_wish(config, settings);
+    EpChoice none = {.device = -1}, choice = none;
+    char why_not[224] = "";
+    int usable = 0;
+    if (wish != EP_BACKEND_HOST) {
+        EpGpuReport mine;
+        ep_gpus_find(config, bootstrap->size, &mine);
+        EP_TRY(bootstrap->allgather(bootstrap->context, &mine, reports, sizeof(mine),
+                                    ep_config_timeout(config, settings)));
+        usable =
+            agree_on_gpus(bootstrap, config, nodes, reports, &choice, why_not, sizeof(why_not));
+    }
+    EpBackend backend =
+        ep_backend_decide(wish, usable, why_not, choice.reason, sizeof(choice.reason));
+    if (backend == EP_BACKEND_AUTO)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
+                         "expected one that can serve all ranks: %s", choice.reason);
+    *out = backend == EP_BACKEND_CUDA ? choice : none;
+    snprintf(out->reason, sizeof(out->reason), "%s", choice.reason);
+    out->backend = backend;
+    return EP_OK;
+}

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/gpus.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "runtime/cuda_limits.h"
+
+#if !EP_WITH_CUDA
+void ep_gpus_find(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
+    (void)num_ranks;
+    *out = (EpGpuReport){.wanted = config->device};
+    snprintf(out->reason, sizeof(out->reason), "this build has no cuda backend");
+}
+#endif
+
+/** Where a sentence goes. */
+typedef struct Reason {
+    char *text;
+    size_t bytes;
+} Reason;
+
+__attribute__((format(printf, 2, 3))) static int refuse(Reason reason, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(reason.text, reason.bytes, format, args);
+    va_end(args);
+    return 0;
+}
+
+static int is_same(const EpGpu *a, const EpGpu *b) {
+    return memcmp(a->uuid, b->uuid, sizeof(a->uuid)) == 0;
+}
+
+/* ---- one rank ------------------------------------------------------------------------------ */
+
+static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Reason reason) {
+    if (gpu->capability < EP_LEAST_CAPABILITY)
+        return refuse(reason,
+                      "expected a GPU of compute capability %d.%d or newer, got %d.%d (device %d, "
+                      "%s, %s)",
+                      EP_LEAST_CAPABILITY / 10, EP_LEAST_CAPABILITY % 10, gpu->capability / 10,
+                      gpu->capability % 10, device, gpu->name, gpu->bus);
+    if (gpu->shared_bytes < shared_bytes)
+        return refuse(reason,
+                      "expected a GPU whose blocks have %lld bytes of shared memory, which rows of "
+                      "this size need, got %d bytes (device %d, %s)",
+                      (long long)shared_bytes, gpu->shared_bytes, device, gpu->name);
+    return 1;
+}
+
+static int check_rank(const EpGpuReport *report, int32_t device, int64_t shared_bytes,
+                      Reason reason) {
+    if (!report->count) return refuse(reason, "%s", report->reason);
+    if (device < 0 || device >= report->count)
+        return refuse(reason, "expected a device of 0 .. %d, got %d", report->count - 1, device);
+    return check_gpu(&report->gpu[device], device, shared_bytes, reason);
+}
+
+static int32_t own_device(const EpGpuReport *report) {
+    return report->wanted == EP_DEFAULT ? report->current : report->wanted;
+}
+
+int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *reason,
+                        size_t reason_bytes) {
+    EpGpuReport report;
+    ep_gpus_find(config, num_ranks, &report);
+    return check_rank(&report, own_device(&report), ep_cuda_least_shared(config),
+                      (Reason){reason, reason_bytes});
+}
+
+/* ---- whose is which ------------------------------------------------------------------------ */
+
+static int share_first(const EpGpuReport *a, const EpGpuReport *b) {
+    return a->count && b->count && is_same(&a->gpu[0], &b->gpu[0]);
+}
+
+/* The device of rank `r` where nobody has chosen: by its place among those who see the same. */
+static int32_t deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t r) {
+    int32_t place = 0;
+    for (int32_t s = 0; s < size; s++) {
+        if (nodes[s] != nodes[r] || !share_first(&all[s], &all[r])) continue;
+        if (all[s].wanted != EP_DEFAULT || all[s].current != 0) return own_device(&all[r]);
+        place += s < r;
+    }
+    return place < all[r].count ? place : own_device(&all[r]);
+}
+
+void ep_gpus_deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices) {
+    for (int32_t r = 0; r < size; r++)
+        devices[r] = deal(all, size, nodes, r);
+}
+
+/* ---- all ranks ----------------------------------------------------------------------------- */
+
+/* The place of a GPU in a report, or -1 where that process does not see it. */
+static int32_t find_gpu(const EpGpuReport *report, const EpGpu *gpu) {
+    for (int32_t d = 0; d < report->count; d++)
+        if (is_same(&report->gpu[d], gpu)) return d;
+    return -1;
+}
+
+static int is_same_kind(const EpGpu *a, const EpGpu *b) {
+    return strcmp(a->name, b->name) == 0 && a->num_sms == b->num_sms &&
+           a->capability == b->capability && a->shared_bytes == b->shared_bytes;
+}
+
+static int check_kinds(const EpGpu *a, int32_t r, const EpGpu *b, int32_t s, Reason reason) {
+    if (is_same_kind(a, b)) return 1;
+    return refuse(
+        reason,
+        "expected GPUs of one kind, got %s (%d multiprocessors, capability %d.%d) on rank "
+        "%d and %s (%d, %d.%d) on rank %d",
+        a->name, a->num_sms, a->capability / 10, a->capability % 10, r, b->name, b->num_sms,
+        b->capability / 10, b->capability % 10, s);
+}
+
+/* Two ranks on one node: each with a GPU of its own, and these reach each other. */
+static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s,
+                      Reason reason) {
+    const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
+    if (is_same(a, b))
+        return refuse(reason,
+                      "expected a GPU for each rank, got one for ranks %d and %d: %s, %s (they see "
+                      "%d and %d GPUs)",
+                      r, s, a->name, a->bus, all[r].count, all[s].count);
+    if (!check_kinds(a, r, b, s, reason)) return 0;
+    int32_t there = find_gpu(&all[r], b);
+    if (there >= 0 && !(a->reaches >> there & 1))
+        return refuse(reason,
+                      "expected GPUs that reach each other's memory, got %s of rank %d and %s of "
+                      "rank %d, which do not",
+                      a->bus, r, b->bus, s);
+    return 1;
+}
+
+int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
+                  const int32_t *devices, int64_t shared_bytes, char *reason, size_t reason_bytes) {
+    char why[192];
+    Reason out = {reason, reason_bytes};
+    for (int32_t r = 0; r < size; r++)
+        if (!check_rank(&all[r], devices[r], shared_bytes, (Reason){why, sizeof(why)}))
+            return size > 1 ? refuse(out, "rank %d: %s", r, why) : refuse(out, "%s", why);
+    for (int32_t r = 0; r < size; r++)
+        if (nodes[r] != nodes[0])
+            return refuse(out, "expected all ranks on one node, got rank 0 and rank %d on two", r);
+    for (int32_t r = 0; r < size; r++)
+        for (int32_t s = 0; s < size; s++)
+            if (r != s && !check_pair(all, devices, r, s, out)) return 0;
+    return 1;
+}
