@@ -28,6 +28,11 @@ int gpu_count(void) {
     return count_gpus(&count) == cudaSuccess ? count : 0;
 }
 
+int gpu_least(int wanted) {
+    int count = gpu_count();
+    return wanted < count ? wanted : count;
+}
+
 int gpu_missing(void) {
     int count;
     cudaError_t error = count_gpus(&count);

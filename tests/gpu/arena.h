@@ -10,6 +10,8 @@
 
 /** GPUs that there are; 0 also without a driver. */
 int gpu_count(void);
+/** The least of that and `wanted`. */
+int gpu_least(int wanted);
 /** 1, and a sentence on stdout, where there are none. */
 int gpu_missing(void);
 /** The calling thread uses the GPU of a rank from now on. */

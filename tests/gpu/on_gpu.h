@@ -57,7 +57,7 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
             cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
     } while (0)
 #define GPU_TAKE(rank) gpu_take(rank)
-#define GPU_RANKS(wanted) ((wanted) < gpu_count() ? (wanted) : gpu_count())
+#define GPU_RANKS(wanted) gpu_least(wanted)
 #define GPU_MISSING() gpu_missing()
 #define GPU_ROOM(bytes) gpu_reserve(bytes)
 #define HOST_ONLY(why)       \

@@ -322,7 +322,7 @@ static EpTensor weights_of(const Rig *rig) {
     return step_rows(&rig->step, NULL, EP_TYPE_FP32, rig->c.top_k);
 }
 
-static void issue_prepare(const Rig *rig) {
+static EpStatus issue_prepare(const Rig *rig) {
     const Case *c = &rig->c;
     const RankWorld *me = mine(rig);
     EpType type = c->index_type, other = type == EP_TYPE_INT64 ? EP_TYPE_INT32 : EP_TYPE_INT64;
@@ -333,10 +333,10 @@ static void issue_prepare(const Rig *rig) {
     EpTensor offsets = into(rig, ep_tensor_1d(NULL, type, me->num_experts + 1), OUT_OFFSETS);
     EpTensor totals = into(rig, ep_tensor_1d(NULL, other, 3), OUT_TOTALS);
     EpPlanTensors plan = {sizeof(plan), &counts, &padded, &offsets, &totals};
-    CHECK_OK(ep_prepare(rig->step.handle, &index, c->counted ? &count : NULL, rig->stream, &plan));
+    return ep_prepare(rig->step.handle, &index, c->counted ? &count : NULL, rig->stream, &plan);
 }
 
-static void issue_dispatch(const Rig *rig) {
+static EpStatus issue_dispatch(const Rig *rig) {
     const Case *c = &rig->c;
     const Step *step = &rig->step;
     EpTensor tokens = from(rig, step_tokens(step), IN_TOKENS);
@@ -347,47 +347,60 @@ static void issue_dispatch(const Rig *rig) {
     EpTensor recv_scales =
         into(rig, step_rows(step, NULL, EP_TYPE_UINT8, c->scale_bytes), OUT_SCALES);
     EpTensor recv_index = into(rig, step_rows(step, NULL, c->index_type, c->top_k), OUT_INDEX);
-    CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
-                         c->scale_bytes ? &scales : NULL, rig->stream, &recv_tokens,
-                         c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
-                         c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL));
+    return ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
+                       c->scale_bytes ? &scales : NULL, rig->stream, &recv_tokens,
+                       c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
+                       c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL);
 }
 
-static void issue_combine(const Rig *rig) {
+static EpStatus issue_combine(const Rig *rig) {
     EpTensor rows = from(rig, step_expert_out(&rig->step), IN_EXPERT_OUT);
     EpTensor weights = from(rig, step_slot_weights(&rig->step), IN_SLOT_WEIGHTS);
     EpTensor out = into(rig, step_grad_out(&rig->step), OUT_SUMS);
-    CHECK_OK(
-        ep_combine(rig->step.handle, &rows, rig->c.weighted ? &weights : NULL, rig->stream, &out));
+    return ep_combine(rig->step.handle, &rows, rig->c.weighted ? &weights : NULL, rig->stream,
+                      &out);
 }
 
-static void issue_combine_backward(const Rig *rig) {
+static EpStatus issue_combine_backward(const Rig *rig) {
     int weighted = rig->c.weighted;
     EpTensor grad_out = from(rig, step_grad_out(&rig->step), IN_GRAD_OUT);
     EpTensor weights = from(rig, step_slot_weights(&rig->step), IN_SLOT_WEIGHTS);
     EpTensor expert_out = from(rig, step_expert_out(&rig->step), IN_EXPERT_OUT);
     EpTensor rows = into(rig, rows_of(rig, rig->c.sum_type), OUT_GRAD_ROWS);
     EpTensor slots = into(rig, step_slot_weights(&rig->step), OUT_GRAD_SLOTS);
-    CHECK_OK(ep_combine_backward(rig->step.handle, &grad_out, weighted ? &weights : NULL,
-                                 weighted ? &expert_out : NULL, rig->stream, &rows,
-                                 weighted ? &slots : NULL));
+    return ep_combine_backward(rig->step.handle, &grad_out, weighted ? &weights : NULL,
+                               weighted ? &expert_out : NULL, rig->stream, &rows,
+                               weighted ? &slots : NULL);
 }
 
-static void issue_dispatch_backward(const Rig *rig) {
+static EpStatus issue_dispatch_backward(const Rig *rig) {
     int weighted = rig->c.weighted;
     EpTensor rows = from(rig, step_expert_out(&rig->step), IN_EXPERT_OUT);
     EpTensor slots = from(rig, weights_of(rig), IN_GRAD_SLOT_WEIGHTS);
     EpTensor tokens = into(rig, step_grad_out(&rig->step), OUT_GRAD_TOKENS);
     EpTensor weights = into(rig, step_weights(&rig->step), OUT_GRAD_WEIGHTS);
-    CHECK_OK(ep_dispatch_backward(rig->step.handle, &rows, weighted ? &slots : NULL, rig->stream,
-                                  &tokens, weighted ? &weights : NULL));
+    return ep_dispatch_backward(rig->step.handle, &rows, weighted ? &slots : NULL, rig->stream,
+                                &tokens, weighted ? &weights : NULL);
+}
+
+EpStatus rig_try(const Rig *rig, RigOp op) {
+    switch (op) {
+    case RIG_PREPARE:
+        return issue_prepare(rig);
+    case RIG_DISPATCH:
+        return issue_dispatch(rig);
+    case RIG_COMBINE:
+        return issue_combine(rig);
+    case RIG_COMBINE_BACKWARD:
+        return issue_combine_backward(rig);
+    default:
+        return issue_dispatch_backward(rig);
+    }
 }
 
 void rig_issue(Rig *rig, unsigned ops) {
-    static void (*const issue[])(const Rig *) = {issue_prepare, issue_dispatch, issue_combine,
-                                                 issue_combine_backward, issue_dispatch_backward};
-    for (int i = 0; i < 5; i++)
-        if (ops & 1u << i) issue[i](rig);
+    for (unsigned op = RIG_PREPARE; op <= RIG_DISPATCH_BACKWARD; op <<= 1)
+        if (ops & op) CHECK_OK(rig_try(rig, (RigOp)op));
     rig_replayed(rig, ops);
 }
 
