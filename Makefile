@@ -222,11 +222,18 @@ run-demo: all
 run-check: all
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 
-# GPU_JOBS tests at a time share the GPUs. Where there are none, the program says so and ends well.
+# GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
+# for a turn, and come alone. Where there is no GPU, the program says so and ends well.
 GPU_JOBS ?= 8
 ifeq ($(CUDA),1)
+ifdef CHECK_ARGS
 check-gpu: $(gpu_tests)
 	$(gpu_tests) -j$(GPU_JOBS) $(CHECK_ARGS)
+else
+check-gpu: $(gpu_tests)
+	$(gpu_tests) -j$(GPU_JOBS) --filter '!(gpu_steps/*)'
+	$(gpu_tests) -j1 --filter 'gpu_steps/*'
+endif
 else
 check-gpu:
 	@echo 'SKIP: all tests: this build has no CUDA: it takes nvcc and nccl_device.h, no sanitizer'

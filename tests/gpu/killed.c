@@ -41,6 +41,7 @@ static void play(const EpBootstrap *bootstrap) {
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     rig_open(&rig, group, rig_handle(group, &c), &c, bootstrap->rank, new_stream(), NULL);
     rig_load(&rig, world_new(&c));
+    bootstrap->barrier(bootstrap->context, 60); /* nobody is late because of what came before */
     rig_issue(&rig, RIG_ALL);
     rig_check(&rig);
     bootstrap->barrier(bootstrap->context, 60);

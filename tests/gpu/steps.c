@@ -21,7 +21,7 @@ static void reserve(void) {
     gpu_reserve((size_t)512 << 20);
 }
 
-TestSuite(gpu_steps, .init = reserve, .timeout = 300);
+TestSuite(gpu_steps, .init = reserve);
 
 static uint64_t number_from(const char *name, uint64_t standard) {
     const char *text = getenv(name);

@@ -11,7 +11,7 @@
 enum { RANKS = 3, ABSENT = 2 };
 
 /* A deadline that is soon over, and what is surely later. Other tests may share the GPUs. */
-#define SOON (TESTS_ON_GPU ? 2.0 : 0.3)
+#define SOON (TESTS_ON_GPU ? 3.0 : 0.3)
 #define LATE (TESTS_ON_GPU ? 30.0 : 5.0)
 
 static double now(void) {
@@ -168,7 +168,7 @@ ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
 
 /* EP_TIMEOUT is the deadline of a group that names none. */
 ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    if (bootstrap->rank == 0) setenv("EP_TIMEOUT", TESTS_ON_GPU ? "2" : "0.3", 1);
+    if (bootstrap->rank == 0) setenv("EP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
     bootstrap->barrier(bootstrap->context, 60);
     Hurried h = hurried_open(bootstrap, EP_DEFAULT);
     REQUIRE(h.handle, "no handle");
