@@ -2,6 +2,7 @@
 #
 #   make demo     install what is missing, build, run the main job on 4 ranks
 #   make check    the same, and pass the tests
+#   make check-gpu  the tests on GPUs, where there are some; GPU_JOBS=8 at a time
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #
@@ -151,11 +152,17 @@ $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
-# The same tests once more, on GPUs: see tests/gpu/on_gpu.h. watch.c counts the library's own
-# allocations and must see the real ones.
+# The same tests once more, on GPUs (see tests/gpu/on_gpu.h), without those of what no backend has a
+# part in, and with those that only GPUs can run. watch.c counts the library's own allocations and
+# must see the real ones.
+host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
+                $(addprefix tests/bootstrap/,bind.c cuda_windows.c gpus.c windows.c) \
+                $(addprefix tests/runtime/,bounds.c exports.c settings.c status.c) \
+                $(wildcard tests/tools/*.c)
 gpu_tests := $B/tests/ep_gpu_tests
-gpu_o := $(tests_c:%.c=$B/gpu/%.o) $B/gpu/tests/gpu/on_gpu.o
-on_gpu = $(if $(filter tests/harness/watch.c tests/gpu/on_gpu.c,$<),,-include tests/gpu/on_gpu.h)
+gpu_tests_c := $(filter-out $(host_tests_c),$(tests_c)) $(wildcard tests/gpu/*.c)
+gpu_o := $(gpu_tests_c:%.c=$B/gpu/%.o)
+on_gpu = $(if $(filter tests/harness/watch.c tests/gpu/%,$<),,-include tests/gpu/on_gpu.h)
 $B/gpu/%.o: private cflags += $(mpi_cflags) $(on_gpu)
 $B/gpu/%.o: %.c $B/flags
 	@mkdir -p $(@D)
@@ -216,14 +223,22 @@ run-demo: all
 run-check: all
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 
-# Left out: what is about the host backend, about tools, and about faults that only a host can see
-# while a call is running.
-host_only := bootstrap_*/*|tools_*/*|harness_*/*|mpi_bench/*|mpi_nodes/*|mpi_failures/*|mpi_communicators/*
-host_only := $(host_only)|mpi_layouts/tiny_stage|runtime_@(bounds|calls|deadline|exports|group|memory|settings|status)/*
-host_only := $(host_only)|runtime_random/@(two_nodes|tiny_stage)|dispatch_chunks/*
-host_only := $(host_only)|handles_memory/overwritten*|handles_arguments/number_of_tokens_out_of_range
-check-gpu: all $(gpu_tests)
-	EP_BACKEND=cuda $(gpu_tests) -j1 $(or $(CHECK_ARGS),--filter '!($(host_only))')
+# GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
+# for a turn, and come alone. Where there is no GPU, the program says so and ends well.
+GPU_JOBS ?= 8
+ifeq ($(CUDA),1)
+ifdef CHECK_ARGS
+check-gpu: $(gpu_tests)
+	$(gpu_tests) -j$(GPU_JOBS) $(CHECK_ARGS)
+else
+check-gpu: $(gpu_tests)
+	$(gpu_tests) -j$(GPU_JOBS) --filter '!(gpu_steps/*)'
+	$(gpu_tests) -j1 --filter 'gpu_steps/*'
+endif
+else
+check-gpu:
+	@echo 'SKIP: all tests: this build has no CUDA: it takes nvcc and nccl_device.h, no sanitizer'
+endif
 
 deps:
 	@sh tools/deps.sh

@@ -47,24 +47,24 @@ RankedTest(mpi_layouts, eight_ranks, 8, 60) {
     run_layouts(bootstrap);
 }
 
-RankedTest(mpi_layouts, tiny_stage, 3, 60) {
+HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no EP_STAGE_BYTES on GPUs") {
     setenv("EP_STAGE_BYTES", "3000", 1);
     run_layouts(bootstrap);
 }
 
 /* Processes that pretend to be on several nodes talk by MPI_Isend and MPI_Irecv. */
-RankedTest(mpi_nodes, two_nodes, 4, 60) {
+HostRankedTest(mpi_nodes, two_nodes, 4, 60, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "2", 1);
     run_layouts(bootstrap);
 }
 
-RankedTest(mpi_nodes, every_rank_a_node, 3, 60) {
+HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "3", 1);
     setenv("EP_STAGE_BYTES", "5000", 1);
     run_layouts(bootstrap);
 }
 
-RankedTest(mpi_nodes, synthetic_machines, 8, 60) {
+HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
     Case c = {.ranks = 8, .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
     run_case(bootstrap, &c);
@@ -98,7 +98,8 @@ RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
 }
 
 /* The caller's own messages are never taken for libep's, nor the other way round. */
-RankedTest(mpi_communicators, messages_of_the_caller_are_left_alone, 2, 30) {
+HostRankedTest(mpi_communicators, messages_of_the_caller_are_left_alone, 2, 30,
+               "no messages on GPUs") {
     setenv("EP_TOPOLOGY", "2", 1);
     int peer = 1 - bootstrap->rank, sent = 1000 + bootstrap->rank, received = 0;
     MPI_Request requests[2];
@@ -152,7 +153,7 @@ RankedTest(mpi_failures, ranks_that_disagree, 3, 30) {
 }
 
 /* Each process has an environment of its own: settings that must agree may differ. */
-RankedTest(mpi_failures, stages_that_disagree, 2, 30) {
+HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no EP_STAGE_BYTES on GPUs") {
     /* Large enough to use all of either stage. */
     Case c = case_complete((Case){.ranks = 2, .max_tokens = 4096, .hidden = 4096});
     EpGroupConfig config = case_group_config(&c);
@@ -179,11 +180,11 @@ static void absent_rank(const EpBootstrap *bootstrap) {
     ep_group_destroy(group);
 }
 
-RankedTest(mpi_failures, absent_rank_on_the_node, 2, 30) {
+HostRankedTest(mpi_failures, absent_rank_on_the_node, 2, 30, "see gpu_faults") {
     absent_rank(bootstrap);
 }
 
-RankedTest(mpi_failures, absent_rank_on_another_node, 2, 30) {
+HostRankedTest(mpi_failures, absent_rank_on_another_node, 2, 30, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "2", 1);
     absent_rank(bootstrap);
 }

@@ -3,6 +3,8 @@
 
 #include <stdio.h>
 
+#include "tests/harness/check.h"
+
 static int64_t round_up(int64_t n, int64_t to) {
     return (n + to - 1) / to * to;
 }
@@ -73,7 +75,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.alignment = c->alignment;
     config.max_recv_rows = c->layout == EP_LAYOUT_BATCHED ? 0 : c->capacity;
     config.overflow = c->overflow;
-    config.backend = EP_BACKEND_HOST;
+    config.backend = TEST_BACKEND;
     config.timeout_seconds = 60;
     return config;
 }

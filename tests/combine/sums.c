@@ -27,7 +27,7 @@ Test(combine_sums, many_terms_per_rank, .timeout = 120) {
 }
 
 Test(combine_sums, many_ranks, .timeout = 120) {
-    run_types((Case){.ranks = 12, .experts = 48, .top_k = 16, .hidden = 16});
+    run_types((Case){.ranks = GPU_RANKS(12), .experts = 48, .top_k = 16, .hidden = 16});
 }
 
 /* Combine, as a group of one rank, one expert and one token per row of `rows`. */

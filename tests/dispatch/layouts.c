@@ -76,7 +76,8 @@ Test(dispatch_layouts, one_expert_for_all, .timeout = 120) {
 }
 
 Test(dispatch_layouts, fewer_experts_than_ranks, .timeout = 120) {
-    run_layouts((Case){.ranks = 5, .experts = 3, .top_k = 2, .weighted = 1, .alignment = 16});
+    run_layouts(
+        (Case){.ranks = GPU_RANKS(5), .experts = 3, .top_k = 2, .weighted = 1, .alignment = 16});
 }
 
 Test(dispatch_layouts, many_experts_on_one_rank, .timeout = 120) {

@@ -1,108 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include <cuda_runtime_api.h>
-#include <pthread.h>
-#include <stdio.h>
-
 #include "tests/gpu/on_gpu.h"
 
-#undef malloc
-#undef calloc
-#undef aligned_alloc
-#undef free
-#undef ep_group_create
+#include <cuda_runtime_api.h>
+
 #undef ep_prepare
 #undef ep_dispatch
 #undef ep_combine
 #undef ep_dispatch_backward
 #undef ep_combine_backward
-
-/* An arena of blocks of 2^n bytes: pinning is far too slow to do for each buffer. */
-#define ARENA_BYTES ((size_t)1 << 30)
-#define HEADER 128
-#define CLASSES 40
-
-typedef struct Block {
-    struct Block *next;
-    int class;
-} Block;
-
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static char *arena;
-static size_t used;
-static Block *empty[CLASSES];
-
-static void open_arena(void) {
-    cudaError_t error = cudaHostAlloc((void **)&arena, ARENA_BYTES, cudaHostAllocPortable);
-    if (error != cudaSuccess) {
-        fprintf(stderr, "cudaHostAlloc: %s\n", cudaGetErrorString(error));
-        exit(1);
-    }
-}
-
-static Block *take(int class) {
-    Block *block = empty[class];
-    if (block) {
-        empty[class] = block->next;
-        return block;
-    }
-    size_t bytes = ((size_t)1 << class) + HEADER;
-    if (used + bytes > ARENA_BYTES) return NULL;
-    block = (Block *)(arena + used);
-    used += bytes;
-    return block;
-}
-
-/* All blocks lie on 128 bytes: enough for every alignment that is asked for. */
-void *gpu_allocate(size_t alignment, size_t bytes) {
-    (void)alignment;
-    int class = 7;
-    while (((size_t)1 << class) < bytes)
-        class ++;
-    pthread_mutex_lock(&mutex);
-    if (!arena) open_arena();
-    Block *block = take(class);
-    pthread_mutex_unlock(&mutex);
-    if (!block) return NULL;
-    block->class = class;
-    return (char *)block + HEADER;
-}
-
-void *gpu_allocate_zeroed(size_t count, size_t bytes) {
-    void *memory = gpu_allocate(64, count * bytes);
-    return memory ? memset(memory, 0, count * bytes) : NULL;
-}
-
-void gpu_release(void *memory) {
-    char *address = memory;
-    if (!arena || address < arena || address >= arena + ARENA_BYTES) {
-        free(memory);
-        return;
-    }
-    Block *block = (Block *)(address - HEADER);
-    pthread_mutex_lock(&mutex);
-    block->next = empty[block->class];
-    empty[block->class] = block;
-    pthread_mutex_unlock(&mutex);
-}
-
-int gpu_count(void) {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
-EpStatus gpu_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config,
-                          EpGroup **out) {
-    int count = gpu_count();
-    if (bootstrap && bootstrap->struct_size == sizeof(*bootstrap) && count > 0)
-        cudaSetDevice(bootstrap->rank % count);
-    if (!config || config->struct_size != sizeof(*config) || config->backend != EP_BACKEND_HOST)
-        return ep_group_create(bootstrap, config, out);
-    EpGroupConfig moved = *config;
-    moved.backend = EP_BACKEND_CUDA;
-    return ep_group_create(bootstrap, &moved, out);
-}
-
-/* ---- operations ---------------------------------------------------------------------------- */
 
 /* The tensors of one call, as they are passed. */
 typedef struct Moved {
@@ -110,10 +15,6 @@ typedef struct Moved {
     void *home[8]; /* where an output belongs; NULL for inputs, which may be constants */
     int count;
 } Moved;
-
-static int in_arena(const void *memory) {
-    return arena && (const char *)memory >= arena && (const char *)memory < arena + ARENA_BYTES;
-}
 
 static size_t tensor_bytes(const EpTensor *t) {
     size_t bytes = ep_type_bytes(t->type);
@@ -126,7 +27,7 @@ static size_t tensor_bytes(const EpTensor *t) {
 /* What is wrong on purpose is passed as it is. */
 static const EpTensor *move(Moved *m, const EpTensor *t, int is_output) {
     size_t bytes = t ? tensor_bytes(t) : 0;
-    if (!bytes || !t->data || in_arena(t->data) || (uintptr_t)t->data % 4) return t;
+    if (!bytes || !t->data || gpu_owns(t->data) || (uintptr_t)t->data % 4) return t;
     void *data = gpu_allocate(64, bytes);
     if (!data) return t;
     EpTensor *moved = &m->tensor[m->count];

@@ -7,6 +7,9 @@
  * memory comes from a pinned arena that GPUs can read and write (what does not is moved there for
  * the call), each operation is followed by a synchronization, each rank takes a GPU of its own, and
  * tests of more ranks than GPUs are skipped. So test bodies and oracle stay as they are.
+ *
+ * Tests may run side by side on the same GPUs (criterion's -j): kernels of several processes share
+ * a GPU by turns, also while they wait for a peer.
  */
 
 #include <stdlib.h>
@@ -15,13 +18,8 @@
 #include <criterion/criterion.h>
 
 #include "ep/ep.h"
+#include "tests/gpu/arena.h"
 
-void *gpu_allocate(size_t alignment, size_t bytes);
-void *gpu_allocate_zeroed(size_t count, size_t bytes);
-void gpu_release(void *memory);
-
-/** Use the GPU with this rank's number; and the CUDA backend where a test says host. */
-EpStatus gpu_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 /** The operations, with tensors that GPUs cannot reach moved to the arena and back. */
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                      EpStream stream, const EpPlanTensors *out);
@@ -38,24 +36,34 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                               const EpTensor *slot_weights, const EpTensor *expert_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights);
-int gpu_count(void);
 
 #define malloc(bytes) gpu_allocate(64, bytes)
 #define calloc(count, bytes) gpu_allocate_zeroed(count, bytes)
 #define aligned_alloc(alignment, bytes) gpu_allocate(alignment, bytes)
 #define free(memory) gpu_release(memory)
 
-#define ep_group_create gpu_group_create
 #define ep_prepare gpu_prepare
 #define ep_dispatch gpu_dispatch
 #define ep_combine gpu_combine
 #define ep_dispatch_backward gpu_dispatch_backward
 #define ep_combine_backward gpu_combine_backward
 
+/* What tests/harness/check.h says of these. */
+#define TESTS_ON_GPU 1
+#define TEST_BACKEND EP_BACKEND_CUDA
 #define GPU_NEEDS(ranks)                                                       \
     do {                                                                       \
         if ((ranks) > gpu_count())                                             \
             cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
+    } while (0)
+#define GPU_TAKE(rank) gpu_take(rank)
+#define GPU_RANKS(wanted) gpu_least(wanted)
+#define GPU_MISSING() gpu_missing()
+#define GPU_ROOM(bytes) gpu_reserve(bytes)
+#define HOST_ONLY(why)       \
+    do {                     \
+        check_left_out(why); \
+        return;              \
     } while (0)
 
 #endif

@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static _Thread_local char failure[2048];
 static _Thread_local char note[800];
@@ -50,6 +51,18 @@ const char *check_failure(void) {
 
 void check_clear(void) {
     failure[0] = 0;
+}
+
+static const char *_Atomic left_out;
+
+void check_left_out(const char *why) {
+    if (gettid() == getpid()) cr_skip_test("%s", why);
+    left_out = why;
+}
+
+void check_skip(void) {
+    const char *why = left_out;
+    if (why) cr_skip_test("%s", why);
 }
 
 void check_assert(void) {

@@ -34,6 +34,10 @@ void check_clear(void);
 /** Assert, on Criterion's thread, that nothing failed on it. */
 void check_assert(void);
 
+/** Skip the test; on a rank's thread it is the harness that then does so, by check_skip. */
+void check_left_out(const char *why);
+void check_skip(void);
+
 #define CHECK(condition, ...) check_that((condition), __FILE__, __LINE__, #condition, __VA_ARGS__)
 #define CHECK_OK(call) check_status((call), EP_OK, __FILE__, __LINE__, #call)
 #define CHECK_STATUS(call, expected) check_status((call), (expected), __FILE__, __LINE__, #call)
@@ -57,14 +61,31 @@ void check_assert(void);
 #define SoloTest(suite, name)                \
     static void suite##_##name##_body(void); \
     Test(suite, name, .timeout = 120) {      \
+        GPU_NEEDS(1);                        \
+        GPU_TAKE(0);                         \
         suite##_##name##_body();             \
         check_assert();                      \
     }                                        \
     static void suite##_##name##_body(void)
 
-/** On GPUs (tests/gpu/on_gpu.h): skip a test of more ranks than there are. */
-#ifndef GPU_NEEDS
+/**
+ * What differs where the same tests are built for the CUDA backend (tests/gpu/on_gpu.h).
+ */
+#ifndef TESTS_ON_GPU
+#define TESTS_ON_GPU 0
+#define TEST_BACKEND EP_BACKEND_HOST
+/** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
 #define GPU_NEEDS(ranks) (void)(ranks)
+/** Give the calling thread the GPU of a rank. */
+#define GPU_TAKE(rank) (void)(rank)
+/** The most ranks that a case may have here. */
+#define GPU_RANKS(wanted) (wanted)
+/** There is no GPU; stdout has said so. */
+#define GPU_MISSING() 0
+/** This test needs so many bytes of memory at once: more than usual. */
+#define GPU_ROOM(bytes) (void)(bytes)
+/** First in the body of a test that the CUDA backend is not put to: why. It is skipped there. */
+#define HOST_ONLY(why) (void)(why)
 #endif
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

@@ -14,15 +14,27 @@ static uint8_t poison(size_t i) {
     return (uint8_t)(0xa5 ^ (i * 29) ^ (i >> 7));
 }
 
-Image image_new(size_t bytes, size_t align) {
-    Image image = {.bytes = bytes};
-    size_t room = bytes + 2 * GUARD + 128;
-    image.base = aligned_alloc(128, (room + 127) / 128 * 128);
-    cr_assert(image.base != NULL, "no memory for a test's buffer");
+size_t image_room(size_t bytes) {
+    return (bytes + 2 * GUARD + 128 + 127) / 128 * 128;
+}
+
+Image image_over(void *memory, size_t bytes, size_t align) {
+    Image image = {.bytes = bytes, .base = memory};
     image.data = image.base + GUARD + align;
+    return image;
+}
+
+Image image_in(void *memory, size_t bytes, size_t align) {
+    Image image = image_over(memory, bytes, align);
     for (size_t i = 0; i < total_bytes(&image); i++)
         image.base[i] = poison(i);
     return image;
+}
+
+Image image_new(size_t bytes, size_t align) {
+    void *memory = aligned_alloc(128, image_room(bytes));
+    cr_assert(memory != NULL, "no memory for a test's buffer");
+    return image_in(memory, bytes, align);
 }
 
 void image_free(Image *image) {

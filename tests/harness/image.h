@@ -23,6 +23,12 @@ typedef struct Image {
 Image image_new(size_t bytes, size_t align);
 void image_free(Image *image);
 
+/** An image in memory of the caller's, 128-byte aligned, of image_room bytes: not to be freed. As
+ *  the memory is, or (image_in) with the poison of image_new. */
+size_t image_room(size_t bytes);
+Image image_over(void *memory, size_t bytes, size_t align);
+Image image_in(void *memory, size_t bytes, size_t align);
+
 /** The images are equal, guards included. `row_bytes` only helps the message. */
 bool image_check_equal(const Image *got, const Image *expected, size_t row_bytes, const char *what);
 

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/check.h"
 #include "tests/harness/forks.h"
 
 #include <criterion/criterion.h>
@@ -14,6 +15,7 @@ int main(int argc, char **argv) {
 
 /* As Criterion's own, but one test at a time: each brings many ranks. -j overrides it. */
 int main(int argc, char **argv) {
+    if (GPU_MISSING()) return 0;
     struct criterion_test_set *tests = criterion_initialize();
     criterion_options.jobs = 1;
     int result = 0;

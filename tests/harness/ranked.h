@@ -26,4 +26,13 @@ void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
     }                                                                        \
     static void suite##_##name##_body(const EpBootstrap *bootstrap)
 
+/** One that the CUDA backend is not put to: HOST_ONLY before mpirun is started. */
+#define HostRankedTest(suite, name, ranks, seconds, why)                     \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
+    Test(suite, name, .timeout = (seconds) + 10) {                           \
+        HOST_ONLY(why);                                                      \
+        ranked_run(#suite "/" #name, ranks, seconds, suite##_##name##_body); \
+    }                                                                        \
+    static void suite##_##name##_body(const EpBootstrap *bootstrap)
+
 #endif

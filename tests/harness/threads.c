@@ -16,6 +16,7 @@ typedef struct RankThread {
 
 static void *rank_main(void *context) {
     RankThread *rank = context;
+    GPU_TAKE(rank->bootstrap.rank);
     rank->body(&rank->bootstrap, rank->arg);
     snprintf(rank->failure, sizeof(rank->failure), "%s", check_failure());
     return NULL;
@@ -57,5 +58,6 @@ void run_on_threads(int ranks, RankBody body, void *arg) {
         pthread_join(threads[r].thread, NULL);
     for (int r = 0; r < ranks; r++)
         ep_bootstrap_destroy(&threads[r].bootstrap);
+    check_skip();
     assert_no_failure(threads, ranks);
 }

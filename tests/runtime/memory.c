@@ -35,6 +35,7 @@ static void monstrous_body(const EpBootstrap *bootstrap, __attribute__((unused))
 }
 
 Test(runtime_memory, no_machine_has_this_much, .timeout = 60) {
+    HOST_ONLY("CUDA needs the address space: see gpu_faults");
     if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
     limit_address_space((rlim_t)2 << 30);
     run_on_threads(2, monstrous_body, NULL);
@@ -52,6 +53,7 @@ static void stage_body(const EpBootstrap *bootstrap, __attribute__((unused)) voi
 }
 
 Test(runtime_memory, no_room_for_the_stage, .timeout = 60) {
+    HOST_ONLY("CUDA needs the address space: see gpu_faults");
     if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
     setenv("EP_STAGE_BYTES", "1G", 1);
     limit_address_space((rlim_t)1 << 30);
@@ -64,6 +66,7 @@ Test(runtime_memory, no_room_for_the_stage, .timeout = 60) {
 
 /* What it would take is said without taking it. */
 SoloTest(runtime_memory, infeasible_configurations_are_named) {
+    HOST_ONLY("1024 ranks are more than GPUs serve");
     Case c = monstrous(1024);
     c.max_tokens = INT32_MAX;
     EpGroupConfig config = case_group_config(&c);

@@ -36,7 +36,7 @@ static void draw_rows(Case *c, Random *random) {
 static Case draw_case(uint64_t seed) {
     Random random = random_stream(seed, 1, 1);
     Case c = {.seed = seed};
-    c.ranks = PICK(&random, 1, 2, 2, 3, 4, 5, 8);
+    c.ranks = GPU_RANKS(PICK(&random, 1, 2, 2, 3, 4, 5, 8));
     c.experts = 1 + (int)random_below(&random, 20);
     c.top_k = PICK(&random, 1, 2, 3, 6, 9);
     c.max_tokens = 1 + (int)random_below(&random, 40);
@@ -58,9 +58,10 @@ static uint64_t number_from(const char *name, uint64_t standard) {
     return text ? strtoull(text, NULL, 10) : standard;
 }
 
+/* Each has a group of its own, and on GPUs that takes a communicator. */
 static void run_cases(uint64_t salt) {
     uint64_t first = number_from("LIBEP_TEST_SEED", salt);
-    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 25 : 200);
+    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 200);
     for (uint64_t seed = first; seed < first + count; seed++) {
         Case c = draw_case(seed);
         run_case_on_threads(&c);
@@ -72,11 +73,13 @@ Test(runtime_random, default_stage, .timeout = 300) {
 }
 
 Test(runtime_random, tiny_stage, .timeout = 300) {
+    HOST_ONLY("no EP_STAGE_BYTES on GPUs");
     setenv("EP_STAGE_BYTES", "3000", 1);
     run_cases(1001);
 }
 
 Test(runtime_random, two_nodes, .timeout = 300) {
+    HOST_ONLY("GPUs of a group share a node");
     setenv("EP_TOPOLOGY", "2", 1);
     run_cases(2001);
 }

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The same step through a group on the host backend and one on the CUDA backend gives the same
+ * bytes. (Dot products, whose order is each backend's own, agree with the oracle to 1e-5 in both.)
+ */
+#include <string.h>
+
+#include "tests/cases/run.h"
+#include "tests/gpu/arena.h"
+#include "tests/gpu/rig.h"
+
+static void reserve(void) {
+    gpu_reserve((size_t)640 << 20);
+}
+
+TestSuite(gpu_backends, .init = reserve);
+
+static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
+    return case_complete((Case){.ranks = ranks,
+                                .experts = 5 * ranks + 2,
+                                .top_k = 5,
+                                .hidden = 264,
+                                .max_tokens = 257,
+                                .masked_percent = 10,
+                                .duplicates = weighted,
+                                .row_type = type,
+                                .sum_type = type,
+                                .weighted = weighted,
+                                .scale_bytes = weighted ? 20 : 0,
+                                .alignment = 16,
+                                .capacity = 1300,
+                                .rows_per_expert = 272,
+                                .overflow = EP_OVERFLOW_DROP,
+                                .layout = layout,
+                                .counted = weighted,
+                                .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});
+}
+
+static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend) {
+    Case widest = draw_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_FP32, 1);
+    EpGroupConfig config = case_group_config(&widest);
+    EpGroup *group = NULL;
+    config.backend = backend;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    return group;
+}
+
+static void compare(const Rig *cuda, const Rig *host) {
+    for (int i = 0; i < RIG_OUTPUTS; i++) {
+        Image a = rig_output(cuda, (RigOutput)i), b = rig_output(host, (RigOutput)i);
+        if (i != OUT_GRAD_SLOTS) image_check_equal(&a, &b, 0, "cuda and host");
+    }
+}
+
+/* Pinned memory is plain memory to the host backend, which is done when a call returns. */
+static void run_both(EpGroup *const *groups, int rank, const World *world, cudaStream_t stream) {
+    Rig rig[2];
+    void *plain = gpu_allocate(128, rig_bytes(&world->c));
+    REQUIRE(plain, "no memory");
+    for (int i = 0; i < 2; i++) {
+        EpHandle *handle = rig_handle(groups[i], &world->c);
+        REQUIRE(handle, "no handle");
+        rig_open(&rig[i], groups[i], handle, &world->c, rank, stream, i ? plain : NULL);
+        rig_load(&rig[i], world);
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+        rig_issue(&rig[i], RIG_ALL);
+        rig_check(&rig[i]);
+        CHECK_OK(ep_group_status(groups[i], NULL));
+        ep_handle_destroy(handle);
+    }
+    compare(&rig[0], &rig[1]);
+    rig_close(&rig[0]);
+    rig_close(&rig[1]);
+    gpu_release(plain);
+}
+
+static void both_backends(const EpBootstrap *bootstrap) {
+    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+    EpGroup *groups[] = {group_on(bootstrap, EP_BACKEND_CUDA),
+                         group_on(bootstrap, EP_BACKEND_HOST)};
+    REQUIRE(groups[0] && groups[1], "no group");
+    cudaStream_t stream = new_stream();
+    for (int i = 0; i < 18; i++) {
+        Case c = draw_case(bootstrap->size, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9);
+        World *world = world_new(&c);
+        check_note("%s", case_describe(&c));
+        run_both(groups, bootstrap->rank, world, stream);
+        world_free(world);
+    }
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    ep_group_destroy(groups[1]);
+    ep_group_destroy(groups[0]);
+}
+
+ThreadTest(gpu_backends, equal_1, 1) {
+    both_backends(bootstrap);
+}
+ThreadTest(gpu_backends, equal_2, 2) {
+    both_backends(bootstrap);
+}
+ThreadTest(gpu_backends, equal_4, 4) {
+    both_backends(bootstrap);
+}

@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks that stop, call something else or ask for too much. Calls on GPUs are under way when they
+ * return; ep_group_status says what became of them. Whatever happens, every rank comes to an end
+ * soon, and its GPU serves the next group. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "tests/cases/run.h"
+#include "tests/gpu/rig.h"
+
+/* Failed groups log a warning. */
+static void be_quiet(void) {
+    setenv("EP_LOG_FILE", "/dev/null", 1);
+}
+
+TestSuite(gpu_faults, .init = be_quiet);
+
+#define SOON 3.0
+#define LATE 30.0
+
+static const RigOp all_ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE, RIG_COMBINE_BACKWARD,
+                                RIG_DISPATCH_BACKWARD};
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static Case fault_case(int ranks) {
+    return case_complete((Case){.ranks = ranks,
+                                .experts = 3 * ranks,
+                                .top_k = 3,
+                                .hidden = 72,
+                                .max_tokens = 130,
+                                .spread = SPREAD_FULL,
+                                .weighted = 1,
+                                .capacity = 1600});
+}
+
+/* A rank with a prepared handle, in a group whose waits end after some seconds. */
+typedef struct Crew {
+    EpGroup *group;
+    World *world;
+    Rig rig;
+    int absent; /* the rank that will do something else: the last one */
+} Crew;
+
+static bool crew_open(Crew *crew, const EpBootstrap *bootstrap, double seconds) {
+    Case c = fault_case(bootstrap->size);
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = seconds;
+    *crew = (Crew){.world = world_new(&c), .absent = bootstrap->size - 1};
+    if (!CHECK_OK(ep_group_create(bootstrap, &config, &crew->group))) return false;
+    rig_open(&crew->rig, crew->group, rig_handle(crew->group, &c), &c, bootstrap->rank,
+             new_stream(), NULL);
+    rig_load(&crew->rig, crew->world);
+    bootstrap->barrier(bootstrap->context, 60); /* nobody is late because of what came before */
+    rig_issue(&crew->rig, RIG_PREPARE);
+    rig_check(&crew->rig);
+    return !check_failure()[0];
+}
+
+static void crew_close(Crew *crew) {
+    double begin = now();
+    ep_group_destroy(crew->group);
+    CHECK(now() - begin < LATE, "destroying a failed group took %.1f s", now() - begin);
+    CHECK_CUDA(cudaStreamDestroy(crew->rig.stream));
+    rig_close(&crew->rig);
+    world_free(crew->world);
+}
+
+/* The GPUs are none the worse for it. */
+static void check_next_group(const EpBootstrap *bootstrap) {
+    Crew crew;
+    if (!crew_open(&crew, bootstrap, 60)) return;
+    rig_issue(&crew.rig, RIG_ALL);
+    rig_check(&crew.rig);
+    CHECK_OK(ep_group_status(crew.group, NULL));
+    crew_close(&crew);
+}
+
+/* ---- a peer that stops --------------------------------------------------------------------- */
+
+/* Two steps' worth of calls are enqueued before anyone can know; they all end with the first. */
+static void call_on(const Rig *rig) {
+    for (int i = 0; i < 8; i++) {
+        EpStatus status = rig_try(rig, all_ops[1 + i % 4]);
+        CHECK(status == EP_OK || status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+    }
+    CHECK_CUDA(cudaStreamSynchronize(rig->stream));
+}
+
+static void check_blames(const Crew *crew) {
+    char peer[32], self[32];
+    EpFinding found = EP_FINDING_INIT;
+    snprintf(peer, sizeof(peer), "rank %d", crew->absent);
+    snprintf(self, sizeof(self), "rank %d", crew->rig.step.rank);
+    CHECK_REFUSED(ep_group_status(crew->group, &found), EP_ERR_TIMEOUT, self, peer, "dispatch");
+    CHECK(found.status == EP_ERR_TIMEOUT && found.peer == crew->absent, "peer %d", found.peer);
+    CHECK(found.rank == crew->rig.step.rank, "rank %d", found.rank);
+    CHECK(strcmp(found.phase, "dispatch") == 0, "%s", found.phase);
+    for (int i = 0; i < 5; i++)
+        CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_TIMEOUT, peer);
+}
+
+/* What the others left behind may be enough for one call, but not for a second. */
+static void check_hears_of_it(const Crew *crew) {
+    EpStatus status = EP_OK;
+    for (int i = 0; i < 2 && status == EP_OK; i++) {
+        status = rig_try(&crew->rig, all_ops[1 + i]);
+        CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+        if (status == EP_OK) status = ep_group_status(crew->group, NULL);
+    }
+    CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
+          status == EP_OK ? "" : ep_last_error());
+}
+
+static void stopped_peer(const EpBootstrap *bootstrap) {
+    Crew crew;
+    REQUIRE(crew_open(&crew, bootstrap, SOON), "no group");
+    if (bootstrap->rank != crew.absent) {
+        double begin = now();
+        call_on(&crew.rig);
+        CHECK(now() - begin > 0.8 * SOON, "gave up after %.2f s", now() - begin);
+        CHECK(now() - begin < LATE, "gave up after %.2f s", now() - begin);
+        check_blames(&crew);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == crew.absent) check_hears_of_it(&crew);
+    crew_close(&crew);
+    check_next_group(bootstrap);
+}
+
+ThreadTest(gpu_faults, stopped_peer_2, 2) {
+    stopped_peer(bootstrap);
+}
+ThreadTest(gpu_faults, stopped_peer_4, 4) {
+    stopped_peer(bootstrap);
+}
+
+/* ---- another order ------------------------------------------------------------------------- */
+
+/* Everyone learns of it, and long before the deadline. */
+static void check_order(const Crew *crew, EpStatus status, double begin) {
+    CHECK(status == EP_OK || status == EP_ERR_ORDER, "%d: %s", (int)status, ep_last_error());
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
+    CHECK_REFUSED(ep_group_status(crew->group, NULL), EP_ERR_ORDER, "rank");
+    for (int i = 0; i < 5; i++)
+        CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_ORDER, "rank");
+}
+
+static void other_operations(const EpBootstrap *bootstrap) {
+    static const RigOp meet[][2] = {{RIG_DISPATCH, RIG_COMBINE},
+                                    {RIG_COMBINE, RIG_DISPATCH_BACKWARD},
+                                    {RIG_COMBINE_BACKWARD, RIG_PREPARE}};
+    for (int i = 0; i < 3; i++) {
+        Crew crew;
+        check_note("pair %d", i);
+        REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
+        double begin = now();
+        RigOp op = meet[i][bootstrap->rank == crew.absent];
+        check_order(&crew, rig_try(&crew.rig, op), begin);
+        crew_close(&crew);
+    }
+    check_next_group(bootstrap);
+}
+
+ThreadTest(gpu_faults, other_operations_2, 2) {
+    other_operations(bootstrap);
+}
+ThreadTest(gpu_faults, other_operations_4, 4) {
+    other_operations(bootstrap);
+}
+
+/* Equal calls on two equal handles, whose order one rank mixes up. */
+static void other_handles(const EpBootstrap *bootstrap) {
+    Crew crew;
+    REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
+    Rig second = crew.rig;
+    second.step.handle = rig_handle(crew.group, &crew.rig.c);
+    double begin = now();
+    const Rig *rig = bootstrap->rank == crew.absent ? &second : &crew.rig;
+    check_order(&crew, rig_try(rig, RIG_PREPARE), begin);
+    crew_close(&crew);
+}
+
+ThreadTest(gpu_faults, other_handles_2, 2) {
+    other_handles(bootstrap);
+}
+ThreadTest(gpu_faults, other_handles_4, 4) {
+    other_handles(bootstrap);
+}
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+/* Valid, and more than the GPU has: an error, and the GPU serves a smaller group. */
+ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
+    Case c = case_complete((Case){.experts = 1 << 30, .top_k = EP_MAX_TOP_K});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    EpGroup *group = NULL;
+    size_t left = 0, total = 0;
+    REQUIRE_CUDA(cudaMemGetInfo(&left, &total));
+    REQUIRE_OK(ep_group_memory(&config, 1, &memory));
+    if ((size_t)(memory.shared_bytes + memory.private_bytes) < total) {
+        check_left_out("a GPU has room for the largest group");
+        return;
+    }
+    CHECK_STATUS(ep_group_create(bootstrap, &config, &group), EP_ERR_NO_MEMORY);
+    CHECK(group == NULL, "a group was made");
+    check_next_group(bootstrap);
+}

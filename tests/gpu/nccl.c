@@ -1,0 +1,111 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Groups over a communicator of the caller's, which goes on working when they are gone. */
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep/ep_nccl.h"
+#include "tests/cases/run.h"
+#include "tests/gpu/rig.h"
+
+/* NCCL as a framework would bring it: found when the test runs, or the test is skipped. */
+typedef struct Nccl {
+    ncclResult_t (*get_unique_id)(ncclUniqueId *id);
+    ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank);
+    ncclResult_t (*all_reduce)(const void *from, void *to, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+    ncclResult_t (*destroy)(ncclComm_t comm);
+} Nccl;
+
+static bool find(void *library, const char *name, void *function) {
+    void *symbol = library ? dlsym(library, name) : NULL;
+    memcpy(function, &symbol, sizeof(symbol));
+    return symbol != NULL;
+}
+
+static bool load(Nccl *nccl) {
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    return find(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
+           find(library, "ncclCommInitRank", &nccl->init_rank) &&
+           find(library, "ncclAllReduce", &nccl->all_reduce) &&
+           find(library, "ncclCommDestroy", &nccl->destroy);
+}
+
+static ncclComm_t new_communicator(const Nccl *nccl, const EpBootstrap *bootstrap) {
+    ncclComm_t comm = NULL;
+    ncclUniqueId mine = {{0}}, *all = calloc((size_t)bootstrap->size, sizeof(*all));
+    if (bootstrap->rank == 0) CHECK(nccl->get_unique_id(&mine) == ncclSuccess, "no id");
+    if (CHECK_OK(bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), 60)))
+        CHECK(nccl->init_rank(&comm, bootstrap->size, all[0], bootstrap->rank) == ncclSuccess,
+              "no communicator");
+    free(all);
+    return comm;
+}
+
+static void check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream) {
+    Rig rig;
+    World *world = world_new(c);
+    rig_open(&rig, group, rig_handle(group, c), c, rank, stream, NULL);
+    rig_load(&rig, world);
+    rig_issue(&rig, RIG_ALL);
+    rig_check(&rig);
+    CHECK_OK(ep_group_status(group, NULL));
+    rig_close(&rig);
+    world_free(world);
+}
+
+/* The sum over ranks of their numbers. */
+static void check_still_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap,
+                              cudaStream_t stream) {
+    int32_t number = 1 + bootstrap->rank, sum = 0, *device = NULL;
+    int expected = bootstrap->size * (bootstrap->size + 1) / 2;
+    REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
+    CHECK_CUDA(cudaMemcpy(device, &number, sizeof(number), cudaMemcpyDefault));
+    CHECK(nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream) == ncclSuccess,
+          "ncclAllReduce");
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    CHECK_CUDA(cudaMemcpy(&sum, device, sizeof(sum), cudaMemcpyDefault));
+    CHECK(sum == expected, "%d instead of %d", sum, expected);
+    CHECK_CUDA(cudaFree(device));
+}
+
+static void borrow(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap) {
+    Case c = case_complete((Case){.ranks = bootstrap->size,
+                                  .experts = 5 * bootstrap->size,
+                                  .top_k = 3,
+                                  .hidden = 200,
+                                  .max_tokens = 131,
+                                  .weighted = 1,
+                                  .capacity = 1700});
+    cudaStream_t stream = new_stream();
+    EpGroup *groups[2] = {NULL};
+    EpGroupConfig config = case_group_config(&c);
+    ep_group_config_set_nccl(&config, comm);
+    for (int i = 0; i < 2; i++)
+        REQUIRE_OK(ep_group_create(bootstrap, &config, &groups[i]));
+    for (int i = 0; i < 4; i++)
+        check_step(groups[i % 2], &c, bootstrap->rank, stream);
+    for (int i = 0; i < 2; i++)
+        ep_group_destroy(groups[i]);
+    check_still_works(nccl, comm, bootstrap, stream);
+    CHECK_CUDA(cudaStreamDestroy(stream));
+}
+
+static void borrowed(const EpBootstrap *bootstrap) {
+    Nccl nccl;
+    if (!load(&nccl)) {
+        check_left_out("there is no libnccl.so.2");
+        return;
+    }
+    ncclComm_t comm = new_communicator(&nccl, bootstrap);
+    REQUIRE(comm, "no communicator");
+    borrow(&nccl, comm, bootstrap);
+    CHECK(nccl.destroy(comm) == ncclSuccess, "ncclCommDestroy");
+}
+
+ThreadTest(gpu_nccl, borrowed_2, 2) {
+    borrowed(bootstrap);
+}
+ThreadTest(gpu_nccl, borrowed_4, 4) {
+    borrowed(bootstrap);
+}

@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tensors in memory that the rank's GPU does not reach are refused before anything is enqueued. */
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "tests/cases/desk.h"
+#include "tests/gpu/arena.h"
+#include "tests/gpu/rig.h"
+
+/* Have every tensor looked at; the default spares small ones the time. */
+static void check_all(void) {
+    setenv("EP_CHECK", "all", 1);
+}
+
+TestSuite(gpu_pointers, .init = check_all);
+
+static const char *const names[] = {
+#define ARG_NAME(constant, name, output) name,
+    DESK_TENSORS(ARG_NAME)
+#undef ARG_NAME
+};
+
+static const char *const op_names[] = {"ep_prepare", "ep_dispatch", "ep_combine",
+                                       "ep_dispatch_backward", "ep_combine_backward"};
+
+static const struct {
+    Op op;
+    Arg arg;
+} uses[] = {
+    {OP_PREPARE, TOPK_IDX},
+    {OP_PREPARE, NUM_TOKENS},
+    {OP_PREPARE, EXPERT_COUNTS},
+    {OP_PREPARE, EXPERT_PADDED},
+    {OP_PREPARE, EXPERT_OFFSETS},
+    {OP_PREPARE, TOTALS},
+    {OP_DISPATCH, TOKENS},
+    {OP_DISPATCH, TOPK_WEIGHTS},
+    {OP_DISPATCH, SCALES},
+    {OP_DISPATCH, RECV_TOKENS},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS},
+    {OP_DISPATCH, RECV_SCALES},
+    {OP_DISPATCH, RECV_TOPK_IDX},
+    {OP_COMBINE, EXPERT_OUT},
+    {OP_COMBINE, SLOT_WEIGHTS},
+    {OP_COMBINE, OUT},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_TOKENS},
+    {OP_DISPATCH_BACKWARD, GRAD_RECV_WEIGHTS},
+    {OP_DISPATCH_BACKWARD, GRAD_TOKENS},
+    {OP_DISPATCH_BACKWARD, GRAD_TOPK_WEIGHTS},
+    {OP_COMBINE_BACKWARD, GRAD_OUT},
+    {OP_COMBINE_BACKWARD, SLOT_WEIGHTS},
+    {OP_COMBINE_BACKWARD, EXPERT_OUT},
+    {OP_COMBINE_BACKWARD, GRAD_EXPERT_OUT},
+    {OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS},
+};
+
+/* desk_call, but with the tensors as they are: the desk's own moves plain memory out of the way. */
+static EpStatus call(const Desk *desk, Op op) {
+    const EpTensor *const *a = desk->arg;
+    EpHandle *handle = desk->handle;
+    EpPlanTensors plan = {sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
+                          a[TOTALS]};
+    switch (op) {
+    case OP_PREPARE:
+        return ep_prepare(handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
+    case OP_DISPATCH:
+        return ep_dispatch(handle, a[TOKENS], a[TOPK_WEIGHTS], a[SCALES], NULL, a[RECV_TOKENS],
+                           a[RECV_TOPK_WEIGHTS], a[RECV_SCALES], a[RECV_TOPK_IDX]);
+    case OP_COMBINE:
+        return ep_combine(handle, a[EXPERT_OUT], a[SLOT_WEIGHTS], NULL, a[OUT]);
+    case OP_DISPATCH_BACKWARD:
+        return ep_dispatch_backward(handle, a[GRAD_RECV_TOKENS], a[GRAD_RECV_WEIGHTS], NULL,
+                                    a[GRAD_TOKENS], a[GRAD_TOPK_WEIGHTS]);
+    default:
+        return ep_combine_backward(handle, a[GRAD_OUT], a[SLOT_WEIGHTS], a[EXPERT_OUT], NULL,
+                                   a[GRAD_EXPERT_OUT], a[GRAD_SLOT_WEIGHTS]);
+    }
+}
+
+/* Each tensor of each operation once in `memory`, all others where they belong. */
+static void check_each(Desk *desk, void *memory, const char *kind) {
+    for (size_t i = 0; i < sizeof(uses) / sizeof(uses[0]); i++) {
+        Op op = uses[i].op;
+        Arg arg = uses[i].arg;
+        check_note("%s, %s in %s", op_names[op], names[arg], kind);
+        desk_reset(desk);
+        if (!desk->arg[arg]) continue; /* ids of experts, which FLAT alone has */
+        desk->tensor[arg].data = memory;
+        CHECK_REFUSED(call(desk, op), EP_ERR_ADDRESS, "rank 0", op_names[op], names[arg], kind);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        desk_check_untouched(desk);
+    }
+}
+
+static void check_layout(EpLayout layout, void *memory, const char *kind) {
+    Desk desk;
+    Case c = desk_case(layout);
+    desk_open(&desk, &c);
+    step_prepare(&desk.step);
+    check_each(&desk, memory, kind);
+    check_note("after all refusals");
+    CHECK_OK(ep_group_status(desk.group, NULL));
+    step_all(&desk.step);
+    desk_close(&desk);
+}
+
+SoloTest(gpu_pointers, plain_memory_is_refused) {
+    int device = 0, pageable = 0;
+    gpu_take(0);
+    REQUIRE_CUDA(cudaGetDevice(&device));
+    REQUIRE_CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device));
+    if (pageable) cr_skip_test("this GPU reads plain memory");
+    void *plain = aligned_alloc(128, 1 << 20);
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
+        check_layout((EpLayout)layout, plain, "plain host memory");
+    free(plain);
+}
+
+SoloTest(gpu_pointers, memory_of_another_gpu_is_refused) {
+    int other = 0;
+    void *memory = NULL;
+    if (gpu_count() < 2) cr_skip_test("there is one GPU");
+    gpu_take(1);
+    REQUIRE_CUDA(cudaGetDevice(&other));
+    REQUIRE_CUDA(cudaMalloc(&memory, 1 << 20));
+    gpu_take(0);
+    char kind[48];
+    snprintf(kind, sizeof(kind), "memory of device %d", other);
+    check_layout(EP_LAYOUT_FLAT, memory, kind);
+    CHECK_CUDA(cudaFree(memory));
+}

@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Buffers that peers reach (ep_mem_alloc) give the same bytes as plain device memory, whichever way
+ * the library then takes; also where only some of the ranks, or of the buffers, lie there. */
+#include <string.h>
+
+#include "tests/cases/run.h"
+#include "tests/gpu/arena.h"
+#include "tests/gpu/rig.h"
+
+static void reserve(void) {
+    gpu_reserve((size_t)640 << 20);
+}
+
+TestSuite(gpu_zero_copy, .init = reserve);
+
+enum { CASES = 12 };
+
+/* All layouts; with and without weights, scales and a capacity that is too small. */
+static Case draw_case(int ranks, int i) {
+    int weighted = i / 3 % 2, tight = i / 6;
+    return case_complete((Case){.ranks = ranks,
+                                .experts = 4 * ranks + 3,
+                                .top_k = 5,
+                                .hidden = 264,
+                                .max_tokens = 293,
+                                .masked_percent = 5,
+                                .weighted = weighted,
+                                .scale_bytes = weighted ? 12 : 0,
+                                .alignment = 8,
+                                .capacity = tight ? 700 : 2500,
+                                .rows_per_expert = tight ? 72 : 320,
+                                .overflow = EP_OVERFLOW_DROP,
+                                .layout = (EpLayout)(1 + i % 3),
+                                .counted = 1,
+                                .seed = (uint64_t)i});
+}
+
+/* Plain memory everywhere, reached memory everywhere, and reached memory on even ranks alone. */
+enum { PLAIN, REACHED, MIXED, PLACES };
+
+static void check_equal(const Rig *a, const Rig *b) {
+    for (int i = 0; i < RIG_OUTPUTS; i++) {
+        Image left = rig_output(a, (RigOutput)i), right = rig_output(b, (RigOutput)i);
+        image_check_equal(&left, &right, 0, "plain and reached memory");
+    }
+}
+
+static void run_place(Rig *rig, EpGroup *group, const World *world, int rank, cudaStream_t stream,
+                      void *memory) {
+    EpHandle *handle = rig_handle(group, &world->c);
+    rig_open(rig, group, handle, &world->c, rank, stream, memory);
+    rig_load(rig, world);
+    rig_issue(rig, RIG_ALL);
+    rig_check(rig);
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_handle_destroy(handle);
+}
+
+static void run_places(EpGroup *group, const Case *c, int rank, void *reached) {
+    Rig rig[PLACES];
+    World *world = world_new(c);
+    cudaStream_t stream = new_stream();
+    void *memory[PLACES] = {NULL, reached, rank % 2 ? NULL : reached};
+    for (int i = 0; i < PLACES; i++) {
+        check_note("place %d: %s", i, case_describe(c));
+        run_place(&rig[i], group, world, rank, stream, memory[i]);
+    }
+    check_equal(&rig[PLAIN], &rig[REACHED]);
+    check_equal(&rig[PLAIN], &rig[MIXED]);
+    for (int i = 0; i < PLACES; i++)
+        rig_close(&rig[i]);
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    world_free(world);
+}
+
+static size_t most_bytes(int ranks) {
+    size_t most = 0;
+    for (int i = 0; i < CASES; i++) {
+        Case c = draw_case(ranks, i);
+        if (rig_bytes(&c) > most) most = rig_bytes(&c);
+    }
+    return most;
+}
+
+static void zero_copy(const EpBootstrap *bootstrap) {
+    Case widest = draw_case(bootstrap->size, 3);
+    EpGroup *group = open_group(bootstrap, &widest);
+    void *reached = NULL;
+    REQUIRE(group, "no group");
+    REQUIRE_OK(ep_mem_alloc(group, most_bytes(bootstrap->size), &reached));
+    for (int i = 0; i < CASES; i++) {
+        Case c = draw_case(bootstrap->size, i);
+        run_places(group, &c, bootstrap->rank, reached);
+    }
+    CHECK_OK(ep_mem_free(group, reached));
+    ep_group_destroy(group);
+}
+
+ThreadTest(gpu_zero_copy, as_staged_1, 1) {
+    zero_copy(bootstrap);
+}
+ThreadTest(gpu_zero_copy, as_staged_2, 2) {
+    zero_copy(bootstrap);
+}
+ThreadTest(gpu_zero_copy, as_staged_4, 4) {
+    zero_copy(bootstrap);
+}
+
+/* ---- its life ------------------------------------------------------------------------------ */
+
+/* Zeroed device memory, on its alignment. */
+static void *take_zeroed(EpGroup *group, size_t bytes) {
+    void *memory = NULL;
+    char *copy = gpu_allocate_zeroed(1, bytes);
+    if (!CHECK_OK(ep_mem_alloc(group, bytes, &memory))) return NULL;
+    CHECK((uintptr_t)memory % 128 == 0, "memory at %p", memory);
+    memset(copy, 0x77, bytes);
+    CHECK_CUDA(cudaMemcpy(copy, memory, bytes, cudaMemcpyDefault));
+    for (size_t i = 0; i < bytes; i++)
+        if (copy[i]) CHECK(copy[i] == 0, "byte %zu is %d", i, copy[i]);
+    CHECK_CUDA(cudaMemset(memory, 0x5a, bytes));
+    gpu_release(copy);
+    return memory;
+}
+
+/* Sizes may differ; what is refused changes nothing; what was freed can be had again, zeroed. */
+static void come_and_go(const EpBootstrap *bootstrap) {
+    Case c = draw_case(bootstrap->size, 0);
+    EpGroup *group = open_group(bootstrap, &c);
+    void *memory[3] = {NULL}, *none = &none, *other = NULL;
+    REQUIRE(group, "no group");
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < 3; i++)
+            memory[i] = take_zeroed(group, 1000 + (size_t)(3 * 1000 * bootstrap->rank + i));
+        CHECK_REFUSED(ep_mem_alloc(group, 0, &none), EP_ERR_RANGE, "ep_mem_alloc", "bytes");
+        REQUIRE_CUDA(cudaMalloc(&other, 64));
+        CHECK_REFUSED(ep_mem_free(group, other), EP_ERR_FOREIGN, "ep_mem_free", "memory");
+        CHECK_CUDA(cudaFree(other));
+        CHECK(none == &none, "an output was written");
+        CHECK_OK(ep_mem_free(group, memory[1]));
+        CHECK_REFUSED(ep_mem_free(group, memory[1]), EP_ERR_FOREIGN, "ep_mem_free", "memory");
+        CHECK_OK(ep_mem_free(group, memory[0]));
+        CHECK_OK(ep_mem_free(group, memory[2]));
+    }
+    take_zeroed(group, 1000); /* left to the group */
+    ep_group_destroy(group);
+}
+
+ThreadTest(gpu_zero_copy, memory_comes_and_goes_1, 1) {
+    come_and_go(bootstrap);
+}
+ThreadTest(gpu_zero_copy, memory_comes_and_goes_2, 2) {
+    come_and_go(bootstrap);
+}
