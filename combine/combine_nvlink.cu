@@ -35,11 +35,11 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int rin
         plan_sums(a, p, &s->debts, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
-    else if (warp == STORER && lane == 0)
-        pipe_store(p, p->worked, 0, 1);
+    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+        pipe_store(p, warp - FIRST_STORER, 1, 0, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 1);
-    else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && a.carries_values)
+    else if (warp >= FIRST_SIDE && a.carries_values)
         send_values(a, p, ring, warp - FIRST_SIDE);
 }
 
@@ -50,11 +50,11 @@ __device__ void reduce(const EpGatherArgs &a, Shared *s, uint32_t epoch, int rin
         plan_tokens(a, p, &s->arrived, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
-    else if (warp == STORER && lane == 0)
-        pipe_store(p, p->worked, 0, 0);
+    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+        pipe_store(p, warp - FIRST_STORER, 1, 0, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 0);
-    else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && a.carries_values)
+    else if (warp >= FIRST_SIDE && a.carries_values)
         return_values(a, p, ring, warp - FIRST_SIDE);
 }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ int order_term(const Team &t, int is_term, int owner)
 
 /* A lane's part of its token's sum: another rank's sum, or one of this rank's own slots. */
 __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, const EpEntry &e,
-                                          int ring) {
+                                          float weight, int ring) {
     const EpCudaGroup &g = a.group;
     int is_own = e.owner == g.rank && e.slot >= 0;
     int is_sum = e.owner >= 0 && e.owner != g.rank && e.carrier, own_terms;
@@ -45,11 +45,18 @@ __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, 
     Part part = {NULL, order_term(t, is_own || is_sum, e.owner), 1, 1, -1, e.row};
     if (is_sum) part.from = ep_ring(g, g.rank, e.owner, ring, e.row), part.peer = e.owner;
     if (is_own) part.from = a.rows + e.slot * a.row_bytes, part.begins = own_before == 0;
-    if (is_own && a.weighs) part.weight = a.slot_weights[e.slot];
+    if (is_own) part.weight = weight;
     return part;
 }
 
-/* The planner of a reducing block. */
+__device__ __forceinline__ EpEntry entry_of(const EpGatherArgs &a, const Team &t, int token,
+                                            int end) {
+    EpEntry none = {-1, 0, -1, 0, 0};
+    int valid = t.index < t.count && token < end && t.k < a.top_k;
+    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
+}
+
+/* The planner of a reducing block: entries are looked up one round ahead. */
 __device__ void plan_tokens(const EpGatherArgs &a, Pipe *p, Arrived *s, uint32_t epoch, int ring) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, g.layout.depth);
@@ -58,17 +65,19 @@ __device__ void plan_tokens(const EpGatherArgs &a, Pipe *p, Arrived *s, uint32_t
     for (int r = threadIdx.x % 32; r < g.size; r += 32)
         s->records[r] = 0;
     ep_lane_range(g, (int)a.plan.header->num_tokens, ring, &begin, &end);
+    EpEntry e, next = entry_of(a, t, begin + t.index, end);
     __syncwarp();
     for (int first = begin; first < end; first += t.count) {
         int token = first + t.index, valid = t.index < t.count && token < end, alive = 1;
-        EpEntry e = {-1, 0, -1, 0, 0};
-        if (valid && t.k < a.top_k) e = a.plan.entries[(int64_t)token * a.top_k + t.k];
-        Part part = take_part(a, t, e, ring);
+        e = next, next = entry_of(a, t, token + t.count, end);
+        int weighs = a.weighs && e.owner == g.rank && e.slot >= 0;
+        float weight = weighs ? a.slot_weights[e.slot] : 1;
+        Part part = take_part(a, t, e, weight, ring);
         if (part.peer >= 0) alive = await_record(g, s, epoch, ring, part.peer, part.row);
         if (!__all_sync(~0u, alive)) break;
-        post_sum(a, p, t, n + t.index * p->shape.pieces, part,
+        post_sum(a, p, t, n + t.index * a.pipe.pieces, part,
                  a.out_rows + (int64_t)token * a.row_bytes, token, g.rank, valid);
-        n += min(t.count, end - first) * p->shape.pieces;
+        n += min(t.count, end - first) * a.pipe.pieces;
     }
     pipe_end(p, n);
 }
@@ -89,7 +98,7 @@ __device__ void return_values(const EpGatherArgs &a, Pipe *p, int ring, int warp
     for (uint32_t n = warp;; n += SIDE_WARPS) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
+        if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0 && lane < a.top_k) {
             int64_t at = (int64_t)p->item[j] * a.top_k + lane;
             a.out_values[at] = returned_value(a, a.plan.entries[at], ring, lane);

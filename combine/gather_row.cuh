@@ -40,11 +40,11 @@ template <typename T> struct Sum {
 /* Add terms base .. base + N - 1; the first term of all begins no run that would not be there. */
 template <typename T, int N>
 __device__ __forceinline__ void add_terms(Sum<T> *sum, const Stages &s, const PipeWork &work,
-                                          const float *weight, int base, int v) {
+                                          const float *weight, int base, int at) {
     uint4 x[N > 0 ? N : 1];
 #pragma unroll
     for (int i = 0; i < N; i++)
-        x[i] = ep_load_shared(stage_of(s, work.stage, base + i) + v * 16);
+        x[i] = ep_load_shared(stage_of(s, work.stage, base + i) + at);
 #pragma unroll
     for (int i = 0; i < N; i++) {
         if ((base || i) && work.begins >> (base + i) & 1) sum->end_run();
@@ -61,11 +61,11 @@ __device__ __forceinline__ void sum_few(const Stages &s, const PipeWork &work, c
     for (int i = 0; i < N; i++)
         w[i] = weight[i];
 #pragma unroll 2
-    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
+    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
         Sum<T> sum;
-        if (N > 0) add_terms<T, N>(&sum, s, work, w, 0, v);
+        if (N > 0) add_terms<T, N>(&sum, s, work, w, 0, at);
         sum.end_run();
-        ep_store_shared(work.stage + v * 16, ep_pack(sum.total));
+        ep_store_shared(work.stage + at, ep_pack(sum.total));
     }
 }
 
@@ -73,27 +73,27 @@ __device__ __forceinline__ void sum_few(const Stages &s, const PipeWork &work, c
 template <typename T>
 __device__ __forceinline__ void sum_many(const Stages &s, const PipeWork &work, const float *weight,
                                          int thread) {
-    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
+    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
         Sum<T> sum;
         int base = 0;
         for (; base + TERMS_AT_ONCE <= work.terms; base += TERMS_AT_ONCE)
-            add_terms<T, TERMS_AT_ONCE>(&sum, s, work, weight, base, v);
+            add_terms<T, TERMS_AT_ONCE>(&sum, s, work, weight, base, at);
         for (; base < work.terms; base++)
-            add_terms<T, 1>(&sum, s, work, weight, base, v);
+            add_terms<T, 1>(&sum, s, work, weight, base, at);
         sum.end_run();
-        ep_store_shared(work.stage + v * 16, ep_pack(sum.total));
+        ep_store_shared(work.stage + at, ep_pack(sum.total));
     }
 }
 
 /* The workers: each team takes jobs in turn. */
 template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
     int thread = worker % TEAM_THREADS;
-    Stages s = pipe_stages(*p);
+    Stages s = pipe_stages(p);
     for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
         pipe_wait(p->full, n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
-        if (work.vectors == PIPE_END) return;
+        if (work.bytes == PIPE_END) return;
         switch (work.terms) {
         case 0: sum_few<T, 0>(s, work, weight, thread); break;
         case 1: sum_few<T, 1>(s, work, weight, thread); break;
@@ -129,7 +129,7 @@ typedef struct Part {
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const Team &t,
                                          uint32_t number, const Part &part, char *to, int item,
                                          int source, int valid) {
-    int terms, notes, pieces = p->shape.pieces;
+    int terms, notes, pieces = a.pipe.pieces;
     team_rank(t, part.from != NULL, &terms);
     int note = team_rank(t, part.peer >= 0, &notes);
     uint32_t begins = part.from && part.begins ? 1u << part.at : 0;
@@ -137,8 +137,8 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
         begins |= __shfl_xor_sync(~0u, begins, d);
     for (int piece = 0; piece < pieces; piece++) {
         uint32_t n = number + piece;
-        int j = n % JOBS, cell = j * p->shape.width;
-        int64_t offset = (int64_t)piece * p->shape.stage_bytes;
+        int j = n % JOBS, cell = j * a.pipe.width;
+        int64_t offset = (int64_t)piece * a.pipe.stage_bytes;
         if (valid) pipe_await_open(p, n);
         if (valid && part.from)
             p->from[cell + part.at] = part.from + offset, p->weight[cell + part.at] = part.weight;
@@ -147,10 +147,9 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* a sum of nothing needs a stage, too */
             p->to[cell] = to + offset;
-            p->loads[j] = max(1, terms), p->stores[j] = 1, p->terms[j] = terms;
-            p->begins[j] = begins;
+            p->job[j] = PipeJob{(int16_t)max(1, terms), (int16_t)terms, 1, (int16_t)terms,
+                                piece_bytes(a.pipe, a.row_bytes, piece), begins};
             p->notes[j] = piece == pieces - 1 ? notes : 0;
-            p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes, a.row_bytes - offset);
             p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }
         __syncwarp();

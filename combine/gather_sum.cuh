@@ -71,30 +71,61 @@ __device__ __forceinline__ int await_debt(const EpCudaGroup &g, Debts *s, uint32
     return source;
 }
 
-/* The planner of a summing block. */
+/** Rows of one source that a round takes, a team each; and this lane's slot of its team's. */
+typedef struct Batch {
+    int source, first, count;
+    int slot; /* -1: none */
+} Batch;
+
+/* The next rows there is room for, if any, or `waits`; and begin to look up their slots. The count
+ * is 0 where there are none, -1 where the deadline has passed. */
+__device__ __forceinline__ Batch take_batch(const EpGatherArgs &a, Debts *s, const Team &t,
+                                            uint32_t epoch, int ring, int turn, int waits) {
+    const EpCudaGroup &g = a.group;
+    Batch b = {waits ? await_debt(g, s, epoch, ring, turn) : find_debt(g, s, epoch, ring, turn), 0,
+               0, -1};
+    if (b.source < 0) {
+        b.count = waits ? -1 : 0;
+        return b;
+    }
+    b.first = s->next[b.source];
+    b.count = min(t.count, min(s->rows[b.source], s->room[b.source]) - b.first);
+    if (t.index < b.count && t.k < a.top_k)
+        b.slot = ep_slot(a.plan, g, a.shape, a.top_k, b.source, ring, b.first + t.index, t.k);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) s->next[b.source] = b.first + b.count;
+    __syncwarp();
+    return b;
+}
+
+/* The jobs of a round's rows, a team each. */
+__device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipe *p, const Team &t,
+                                           uint32_t n, const Batch &b, int ring, float weight) {
+    int valid = t.index < b.count, row = b.first + t.index, terms;
+    Part part = {NULL, team_rank(t, b.slot >= 0, &terms), 0, weight, -1, row};
+    if (b.slot >= 0) part.from = a.rows + b.slot * a.row_bytes;
+    if (valid && t.k == 0) part.peer = b.source;
+    char *to = valid ? ep_ring(a.group, b.source, a.group.rank, ring, row) : NULL;
+    post_sum(a, p, t, n + t.index * a.pipe.pieces, part, to, row, b.source, valid);
+}
+
+/* The planner of a summing block. Slots are looked up one round ahead; but nobody waits for room
+ * before the rows that have it are passed on. */
 __device__ void plan_sums(const EpGatherArgs &a, Pipe *p, Debts *s, uint32_t epoch, int ring) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, 32);
-    int left = meet_sources(a, s, epoch, ring), turn = g.rank + 1, terms;
+    int left = meet_sources(a, s, epoch, ring), turn = g.rank + 1;
     uint32_t n = 0;
-    while (left > 0) {
-        int source = await_debt(g, s, epoch, ring, turn);
-        if (source < 0) break;
-        int first = s->next[source];
-        int count = min(t.count, min(s->rows[source], s->room[source]) - first);
-        int row = first + t.index, valid = t.index < count, slot = -1;
-        if (valid && t.k < a.top_k)
-            slot = ep_slot(a.plan, g, a.shape, a.top_k, source, ring, row, t.k);
-        Part part = {NULL, team_rank(t, slot >= 0, &terms), 0, 1, -1, row};
-        if (slot >= 0) part.from = a.rows + slot * a.row_bytes;
-        if (slot >= 0 && a.weighs) part.weight = a.slot_weights[slot];
-        if (valid && t.k == 0) part.peer = source;
-        char *to = valid ? ep_ring(g, source, g.rank, ring, row) : NULL;
-        post_sum(a, p, t, n + t.index * p->shape.pieces, part, to, row, source, valid);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) s->next[source] = first + count;
-        __syncwarp();
-        n += count * p->shape.pieces, left -= count, turn = source + 1;
+    Batch now = {0, 0, 0, -1};
+    while (left > 0 || now.count > 0) {
+        float weight = a.weighs && now.slot >= 0 ? a.slot_weights[now.slot] : 1;
+        Batch next = {0, 0, 0, -1};
+        if (left > 0) next = take_batch(a, s, t, epoch, ring, turn, now.count == 0);
+        if (next.count < 0) break;
+        if (now.count > 0) post_batch(a, p, t, n, now, ring, weight);
+        n += now.count * a.pipe.pieces, left -= next.count;
+        turn = next.count ? next.source + 1 : turn;
+        now = next;
     }
     pipe_end(p, n);
 }
@@ -106,7 +137,7 @@ __device__ void send_values(const EpGatherArgs &a, Pipe *p, int ring, int warp) 
     for (uint32_t n = warp;; n += SIDE_WARPS) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
+        if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0 && lane < a.top_k) {
             int source = p->source[j], row = p->item[j];
             char *record = ep_ring(g, source, g.rank, ring, row);

@@ -81,8 +81,8 @@ __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
         plan_tokens(a, p, &s->peers, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
-    else if (warp == STORER && lane == 0)
-        pipe_store(p, p->full, 0, 1);
+    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+        pipe_store(p, warp - FIRST_STORER, 0, 0, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 1);
     else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && has_side(a))
@@ -98,8 +98,8 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
         plan_records(a, p, &s->sources, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
-    else if (warp == STORER && lane == 0)
-        pipe_store(p, multiplies ? p->worked : p->full, multiplies, 0);
+    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+        pipe_store(p, warp - FIRST_STORER, multiplies, multiplies, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 0);
     else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && moves_side)

@@ -80,71 +80,98 @@ __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int sour
     return ep_ring(g, g.rank, source, ring, row);
 }
 
+/** Rows of one source that a round takes, a team each; and this lane's slot of its team's. */
+typedef struct Batch {
+    int source, first, count;
+    int slot; /* -1: none */
+} Batch;
+
 /* What a job is of, by one lane. */
 __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, uint32_t n,
-                                             int source, int row, int piece, int loads,
+                                             int source, int row, int piece, int loads, int brought,
                                              int stores) {
-    int j = n % JOBS, is_note = source != a.group.rank && piece == p->shape.pieces - 1;
-    p->loads[j] = loads, p->stores[j] = p->terms[j] = stores, p->notes[j] = is_note;
-    p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes,
-                               a.row_bytes - (int64_t)piece * p->shape.stage_bytes);
+    int j = n % JOBS, cell = j * a.fill.width;
+    p->job[j] = PipeJob{(int16_t)loads,  (int16_t)brought,
+                        (int16_t)stores, (int16_t)stores,
+                        piece_bytes(a.fill, a.row_bytes, piece), 0};
+    p->notes[j] = source != a.group.rank && piece == a.fill.pieces - 1;
     p->source[j] = source, p->item[j] = row, p->piece[j] = piece;
-    p->peer[j * p->shape.width] = source, p->row[j * p->shape.width] = row;
+    p->peer[cell] = source, p->row[cell] = row;
 }
 
 /* The jobs of a team's row. Where rows are copied, one load feeds a store to each slot but that in
  * which the row has landed. Where they are multiplied, each slot has a stage of its own, with the
  * slot's other row in it if dot products are taken. */
 __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const Team &t,
-                                         uint32_t number, int source, int ring, int row, int slot,
-                                         int valid) {
+                                         uint32_t number, const Batch &b, int ring, float weight) {
+    int valid = t.index < b.count, row = b.first + t.index, slot = b.slot;
     int filled, at = team_rank(t, slot >= 0, &filled);
-    int lands = a.lands && source != a.group.rank, multiplies = a.type != 0;
+    int lands = a.lands && b.source != a.group.rank, multiplies = a.type != 0;
     int stores = lands && filled ? filled - 1 : filled;
     int loads = multiplies ? 1 + filled : stores > 0;
+    int brought = multiplies && !a.takes_dots ? 1 : loads;
     int landing = __shfl_sync(~0u, slot, max(0, __ffs(__ballot_sync(~0u, slot >= 0) & t.mask) - 1));
-    const char *from = valid && loads ? find_row(a, source, ring, row, landing) : NULL;
-    for (int piece = 0; piece < p->shape.pieces; piece++) {
+    const char *from = valid && loads ? find_row(a, b.source, ring, row, landing) : NULL;
+    for (int piece = 0; piece < a.fill.pieces; piece++) {
         uint32_t n = number + piece;
-        int j = n % JOBS, cell = j * p->shape.width, index = at - lands;
-        int64_t offset = (int64_t)piece * p->shape.stage_bytes;
+        int j = n % JOBS, cell = j * a.fill.width, index = at - lands;
+        int64_t offset = (int64_t)piece * a.fill.stage_bytes;
         if (valid) pipe_await_open(p, n);
         if (valid && slot >= 0 && index >= 0)
             p->to[cell + index] = a.out_rows + slot * a.row_bytes + offset;
         if (valid && slot >= 0 && multiplies) {
             p->from[cell + 1 + at] =
                 a.takes_dots ? a.slot_rows + slot * a.row_bytes + offset : NULL;
-            p->slot[cell + at] = slot;
-            p->weight[cell + at] = a.weighs ? a.slot_weights[slot] : 1;
+            p->slot[cell + at] = slot, p->weight[cell + at] = weight;
         }
         if (valid && t.k == 0) {
             p->from[cell] = from ? from + offset : NULL;
-            describe_job(a, p, n, source, row, piece, loads, stores);
+            describe_job(a, p, n, b.source, row, piece, loads, brought, stores);
         }
         __syncwarp();
         if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
     }
 }
 
-/* The planner of a filling block. */
+/* The next rows there are, if any, or `waits`; and begin to look up their slots. The count is 0
+ * where there are none, -1 where the deadline has passed. */
+__device__ __forceinline__ Batch take_batch(const EpScatterArgs &a, Sources *s, const Team &t,
+                                            uint32_t epoch, int ring, int turn, int waits) {
+    const EpCudaGroup &g = a.group;
+    Batch b = {waits ? await_source(g, s, epoch, ring, turn) : find_source(g, s, epoch, ring, turn),
+               0, 0, -1};
+    if (b.source < 0) {
+        b.count = waits ? -1 : 0;
+        return b;
+    }
+    b.first = s->next[b.source];
+    b.count = min(t.count, s->seen[b.source] - b.first);
+    if (t.index < b.count && t.k < a.top_k)
+        b.slot = ep_slot(a.plan, g, a.shape, a.top_k, b.source, ring, b.first + t.index, t.k);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) s->next[b.source] = b.first + b.count;
+    __syncwarp();
+    return b;
+}
+
+/* The planner of a filling block. Slots are looked up one round ahead; but nobody waits for more
+ * rows before what has come is passed on. */
 __device__ void plan_records(const EpScatterArgs &a, Pipe *p, Sources *s, uint32_t epoch,
                              int ring) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, 32);
     int left = look_at_sources(a, s, ring), turn = g.rank + 1;
     uint32_t n = 0;
-    while (left) {
-        int source = await_source(g, s, epoch, ring, turn);
-        if (source < 0) break;
-        int first = s->next[source], count = min(t.count, s->seen[source] - first);
-        int row = first + t.index, valid = t.index < count, slot = -1;
-        if (valid && t.k < a.top_k)
-            slot = ep_slot(a.plan, g, a.shape, a.top_k, source, ring, row, t.k);
-        post_row(a, p, t, n + t.index * p->shape.pieces, source, ring, row, slot, valid);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) s->next[source] = first + count;
-        __syncwarp();
-        n += count * p->shape.pieces, left -= count, turn = source + 1;
+    Batch now = {0, 0, 0, -1};
+    while (left > 0 || now.count > 0) {
+        float weight = a.weighs && now.slot >= 0 ? a.slot_weights[now.slot] : 1;
+        Batch next = {0, 0, 0, -1};
+        if (left > 0) next = take_batch(a, s, t, epoch, ring, turn, now.count == 0);
+        if (next.count < 0) break;
+        if (now.count > 0) post_row(a, p, t, n + t.index * a.fill.pieces, now, ring, weight);
+        n += now.count * a.fill.pieces, left -= next.count;
+        turn = next.count ? next.source + 1 : turn;
+        now = next;
     }
     pipe_end(p, n);
 }
@@ -157,7 +184,7 @@ __device__ void fill_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) 
     for (uint32_t n = warp;; n += SIDE_WARPS) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
+        if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0 && p->source[j] != g.rank) {
             int source = p->source[j], row = p->item[j], slot = -1, expert = -1;
             const char *record = ep_ring(g, g.rank, source, ring, row);

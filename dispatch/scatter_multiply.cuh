@@ -26,12 +26,12 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
                                              const PipeWork &work, const float *weight, int base,
                                              int thread, float (*partial)[TEAM_WARPS], int adds) {
     float dot[N] = {0};
-    for (int v = thread; v < work.vectors; v += TEAM_THREADS) {
-        uint4 x = ep_load_shared(work.stage + v * 16), y[N];
+    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
+        uint4 x = ep_load_shared(work.stage + at), y[N];
         EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (a.takes_dots) y[i] = ep_load_shared(stage_of(s, work.stage, 1 + base + i) + v * 16);
+            if (a.takes_dots) y[i] = ep_load_shared(stage_of(s, work.stage, 1 + base + i) + at);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             EpVector<T> other = ep_unpack<T>(y[i]), product;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
                 if (a.takes_dots) dot[i] = fmaf(row.at[e], other.at[e], dot[i]);
                 product.at[e] = weight[base + i] * row.at[e];
             }
-            ep_store_shared(stage_of(s, work.stage, 1 + base + i) + v * 16,
+            ep_store_shared(stage_of(s, work.stage, 1 + base + i) + at,
                             a.weighs ? ep_pack(product) : x);
         }
     }
@@ -69,13 +69,13 @@ __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipe *
 template <typename T>
 __device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int worker) {
     int team = worker / TEAM_THREADS, thread = worker % TEAM_THREADS, pieces = p->shape.pieces;
-    Stages s = pipe_stages(*p);
+    Stages s = pipe_stages(p);
     if (pieces > 1 && team) return;
     for (uint32_t n = team, row = 0;; n += pieces > 1 ? 1 : TEAMS) {
         pipe_wait(p->full, n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
-        if (work.vectors == PIPE_END) return;
+        if (work.bytes == PIPE_END) return;
         int piece = p->piece[n % JOBS], base = 0;
         float(*partial)[TEAM_WARPS] = dots->partial[team][row % 2];
         for (; base + SLOTS_AT_ONCE <= work.terms; base += SLOTS_AT_ONCE)

@@ -75,18 +75,18 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
                                            int row, int peer) {
     int stores, notes, at = team_rank(t, to != NULL, &stores);
     int note = team_rank(t, peer >= 0, &notes);
-    for (int piece = 0; piece < p->shape.pieces; piece++) {
+    for (int piece = 0; piece < a.send.pieces; piece++) {
         uint32_t n = number + piece;
-        int j = n % JOBS, cell = j * p->shape.width;
-        int64_t offset = (int64_t)piece * p->shape.stage_bytes;
+        int j = n % JOBS, cell = j * a.send.width;
+        int64_t offset = (int64_t)piece * a.send.stage_bytes;
         if (valid) pipe_await_open(p, n);
         if (valid && to) p->to[cell + at] = to + offset;
         if (valid && peer >= 0) p->peer[cell + note] = peer, p->row[cell + note] = row;
         if (valid && t.k == 0) {
             p->from[cell] = a.rows + token * a.row_bytes + offset;
-            p->loads[j] = 1, p->stores[j] = stores, p->terms[j] = 0;
-            p->notes[j] = piece == p->shape.pieces - 1 ? notes : 0;
-            p->bytes[j] = (int32_t)min((int64_t)p->shape.stage_bytes, a.row_bytes - offset);
+            p->job[j] =
+                PipeJob{1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.row_bytes, piece), 0};
+            p->notes[j] = piece == a.send.pieces - 1 ? notes : 0;
             p->item[j] = token, p->piece[j] = piece;
         }
         __syncwarp();
@@ -94,7 +94,14 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
     }
 }
 
-/* The planner of a sending block. */
+__device__ __forceinline__ EpEntry entry_of(const EpScatterArgs &a, const Team &t, int token,
+                                            int end) {
+    EpEntry none = {-1, 0, -1, 0, 0};
+    int valid = t.index < t.count && token < end && t.k < a.top_k;
+    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
+}
+
+/* The planner of a sending block: entries are looked up one round ahead. */
 __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint32_t epoch,
                             int ring) {
     const EpCudaGroup &g = a.group;
@@ -102,16 +109,16 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint3
     int begin, end, alive = meet_peers(a, peers, epoch, ring);
     uint32_t n = 0;
     ep_lane_range(g, (int)a.plan.header->num_tokens, ring, &begin, &end);
+    EpEntry e, next = entry_of(a, t, begin + t.index, end);
     __syncwarp();
     for (int first = begin; first < end && alive; first += t.count) {
         int token = first + t.index, valid = t.index < t.count && token < end, peer;
         char *to;
-        EpEntry e = {-1, 0, -1, 0, 0};
-        if (valid && t.k < a.top_k) e = a.plan.entries[(int64_t)token * a.top_k + t.k];
+        e = next, next = entry_of(a, t, token + t.count, end);
         alive = __all_sync(~0u, choose_target(a, peers, epoch, ring, e, &to, &peer));
         if (!alive) break;
-        post_token(a, p, t, n + t.index * p->shape.pieces, token, valid, to, e.row, peer);
-        n += min(t.count, end - first) * p->shape.pieces;
+        post_token(a, p, t, n + t.index * a.send.pieces, token, valid, to, e.row, peer);
+        n += min(t.count, end - first) * a.send.pieces;
     }
     pipe_end(p, n);
 }
@@ -146,7 +153,7 @@ __device__ void send_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) 
     for (uint32_t n = warp;; n += SIDE_WARPS) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) return;
+        if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0) send_side(a, ring, p->item[j]);
         __syncwarp();
         if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->done[j]);

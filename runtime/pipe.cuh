@@ -4,12 +4,12 @@
 
 /**
  * How a block moves rows: a pipe of jobs through stages in shared memory, in which each step is the
- * business of a warp of its own, so that none of them waits for another's latency.
+ * business of warps of its own, so that none of them waits for another's latency.
  *
  *     planner     decides what is next, waits for other ranks, writes the job's addresses
  *     loader      bulk copies: global memory -> stages
  *     workers     (where rows are computed) stages -> stages, in place; teams take jobs in turn
- *     storer      bulk copies: stages -> global memory, here or on a peer
+ *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
  *     announcer   tells the other side: heads of what has been written, or credits for what has been
  *                 read; then the job's place is open again
@@ -17,57 +17,69 @@
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those that
  * come round to this place, the step is done; waiting for job n is waiting for the phase n / JOBS.
  *
- * A job of n loads holds n stages. All of the pipe ends with a job whose `loads` is PIPE_END.
+ * A job of n loads holds n stages. The pipe ends with PIPE_ENDS jobs that are none, one for each of
+ * those that take jobs in turn.
+ *
+ * Loader and storers are single threads: every cycle of theirs between two copies counts. So what
+ * they must know of a job lies in one 16-byte word, and what never changes in registers.
  */
 
 #include "runtime/device.cuh"
 
 #define JOBS 32
 #define PIPE_END (-1)
-#define PIPE_ENDS 4 /* ends that are posted, for steps that share jobs among up to as many warps */
-#define STORE_LAG 2 /* jobs whose stores may be under way while the storer goes on */
-#define ANNOUNCE_BATCH 8
+#define PIPE_ENDS 4
 #define TEAM_WARPS 4
 #define TEAMS PIPE_ENDS
 #define TEAM_THREADS (TEAM_WARPS * 32)
 #define WORKERS (TEAMS * TEAM_THREADS)
+#define ANNOUNCE_BATCH 8
 #define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
 
 enum PipeWarp {
     PLANNER,
     LOADER,
-    STORER,
     ANNOUNCER,
-    FIRST_SIDE,
-    SIDE_WARPS = PIPE_ENDS,
-    FIRST_WORKER = FIRST_SIDE + SIDE_WARPS
+    FIRST_STORER,
+    STORERS = PIPE_ENDS,
+    FIRST_SIDE = FIRST_STORER + STORERS,
+    SIDE_WARPS = 2,
+    FIRST_WORKER = FIRST_SIDE + SIDE_WARPS,
 };
 
-/** What workers must know of a job: in one place, since each of them reads it for each job. */
+/** A job as the planner writes it. */
+typedef struct __align__(16) PipeJob {
+    int16_t loads;   /* stages it holds, PIPE_END */
+    int16_t brought; /* how many of them are loaded */
+    int16_t stores;
+    int16_t terms; /* rows to add, or slots to multiply for */
+    int32_t bytes; /* of each load and store */
+    uint32_t begins; /* terms of a sum that begin a run */
+} PipeJob;
+
+/** A job as workers and storers see it. */
 typedef struct __align__(16) PipeWork {
     uint32_t stage;  /* the first, as an address in shared memory */
-    int32_t vectors; /* of 16 bytes; PIPE_END */
-    int32_t terms;   /* rows to add, or slots to multiply for */
-    uint32_t begins; /* terms of a sum that begin a run */
+    int32_t bytes;   /* PIPE_END */
+    int16_t stores, terms;
+    uint32_t begins;
 } PipeWork;
 
 typedef struct Pipe {
+    PipeJob job[JOBS];
     PipeWork work[JOBS];
     uint64_t posted[JOBS], full[JOBS], worked[JOBS], freed[JOBS], done[JOBS], open[JOBS];
-    int32_t loads[JOBS], stores[JOBS], notes[JOBS];
-    int32_t bytes[JOBS];                     /* of each load and store */
-    int32_t item[JOBS], source[JOBS];        /* what it is: token, or row and its source */
-    int32_t piece[JOBS];                     /* which piece of its row */
-    int32_t terms[JOBS];
-    uint32_t begins[JOBS];
-    int32_t first_stage[JOBS], held[JOBS]; /* the loader's */
+    int32_t held[JOBS]; /* stages, as the loader remembers when the planner has gone on */
+    int32_t notes[JOBS];
+    int32_t item[JOBS], source[JOBS]; /* what it is: token, or row and its source */
+    int32_t piece[JOBS];              /* which piece of its row */
     /* [JOBS, width] */
     const char **from; /* NULL: the stage is only held */
     char **to;
     int32_t *peer, *row; /* the announcer's notes */
     int32_t *slot;
     float *weight;
-    char *stage;
+    uint32_t stage; /* of all jobs, as an address in shared memory */
     EpPipeShape shape;
 } Pipe;
 
@@ -91,9 +103,20 @@ __device__ __forceinline__ int pipe_test(uint64_t *barrier, uint32_t n) {
     return ep_mbarrier_test(&barrier[n % JOBS], pipe_phase(n));
 }
 
-__device__ __forceinline__ char *pipe_stage(const Pipe &p, uint32_t n, int i) {
-    int at = p.first_stage[n % JOBS] + i;
-    return p.stage + (at >= p.shape.stages ? at - p.shape.stages : at) * p.shape.stage_bytes;
+/** Stages as addresses in shared memory: a job's follow each other, round the end. */
+typedef struct Stages {
+    uint32_t begin, end, bytes; /* of all; of one */
+} Stages;
+
+__device__ __forceinline__ Stages pipe_stages(const Pipe *p) {
+    uint32_t bytes = (uint32_t)p->shape.stage_bytes;
+    return Stages{p->stage, p->stage + p->shape.stages * bytes, bytes};
+}
+
+/** Stage i of those that begin at `first`. */
+__device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, int i) {
+    uint32_t at = first + i * s.bytes;
+    return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
 /** Called by all threads of the block. */
@@ -101,7 +124,7 @@ __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, cha
                                           int has_side) {
     int cells = JOBS * shape.width;
     if (threadIdx.x == 0) {
-        p->shape = shape, p->stage = memory;
+        p->shape = shape, p->stage = ep_smem(memory);
         memory += (size_t)shape.stages * shape.stage_bytes;
         p->from = (const char **)memory, memory += cells * sizeof(char *);
         p->to = (char **)memory, memory += cells * sizeof(char *);
@@ -134,6 +157,11 @@ typedef struct Team {
 
 #define LEAST_TEAM 8
 
+/** The bytes of a piece of a row. */
+__device__ __forceinline__ int32_t piece_bytes(const EpPipeShape &s, int64_t row_bytes, int piece) {
+    return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
+}
+
 __device__ __forceinline__ Team make_team(int top_k, int most) {
     Team t;
     t.width = LEAST_TEAM;
@@ -164,7 +192,7 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
     pipe_await_open(p, end);
-    p->loads[end % JOBS] = PIPE_END;
+    p->job[end % JOBS].loads = PIPE_END;
     ep_mbarrier_arrive(&p->posted[end % JOBS]);
 }
 
@@ -174,56 +202,40 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
 __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     for (uint32_t end = n; end != n + PIPE_ENDS; end++) {
         pipe_wait(p->posted, end);
-        p->work[end % JOBS].vectors = PIPE_END;
+        p->work[end % JOBS].bytes = PIPE_END;
         ep_mbarrier_arrive(&p->full[end % JOBS]);
     }
 }
 
 /** By one thread. */
 __device__ __forceinline__ void pipe_load(Pipe *p) {
-    int next = 0, unused = p->shape.stages, width = p->shape.width;
-    uint32_t oldest = 0;
+    const Stages s = pipe_stages(p);
+    const char *const *from = p->from;
+    uint32_t at = s.begin, full = ep_smem(p->full), oldest = 0;
+    int unused = p->shape.stages, width = p->shape.width;
     for (uint32_t n = 0;; n++) {
-        int j = n % JOBS, brought = 0;
+        int j = n % JOBS, cell = j * width;
         pipe_wait(p->posted, n);
-        int loads = p->loads[j];
-        if (loads == PIPE_END) return pipe_load_end(p, n);
-        while (oldest < n && (unused < loads || oldest + JOBS <= n)) {
+        PipeJob job = p->job[j];
+        if (job.loads == PIPE_END) return pipe_load_end(p, n);
+        for (; oldest < n && (unused < job.loads || oldest + JOBS <= n); oldest++) {
             pipe_wait(p->freed, oldest);
-            unused += p->held[oldest++ % JOBS];
+            unused += p->held[oldest % JOBS];
         }
-        p->first_stage[j] = next, p->held[j] = loads;
-        p->work[j] = PipeWork{ep_smem(pipe_stage(*p, n, 0)), p->bytes[j] / 16, p->terms[j],
-                              p->begins[j]};
-        for (int i = 0; i < loads; i++)
-            brought += p->from[j * width + i] != NULL;
-        ep_mbarrier_expect(&p->full[j], (uint32_t)(brought * p->bytes[j]));
-        for (int i = 0; i < loads; i++)
-            if (p->from[j * width + i])
-                ep_bulk_load(pipe_stage(*p, n, i), p->from[j * width + i], (uint32_t)p->bytes[j],
-                             &p->full[j]);
-        next = (next + loads) % p->shape.stages;
-        unused -= loads;
+        p->held[j] = job.loads;
+        p->work[j] = PipeWork{at, job.bytes, job.stores, job.terms, job.begins};
+        ep_mbarrier_expect(&p->full[j], (uint32_t)(job.brought * job.bytes));
+        for (int i = 0; i < job.loads; i++) {
+            const char *source = from[cell + i];
+            if (source) ep_bulk_load(at, source, (uint32_t)job.bytes, full + j * 8);
+            at += s.bytes;
+            at = at == s.end ? s.begin : at;
+        }
+        unused -= job.loads;
     }
 }
 
 /* ---- workers ------------------------------------------------------------------------------- */
-
-/** Stages of a job's terms, as addresses in shared memory. */
-typedef struct Stages {
-    uint32_t end, bytes, all; /* of the stages */
-} Stages;
-
-__device__ __forceinline__ Stages pipe_stages(const Pipe &p) {
-    uint32_t all = (uint32_t)(p.shape.stages * p.shape.stage_bytes);
-    return Stages{ep_smem(p.stage) + all, (uint32_t)p.shape.stage_bytes, all};
-}
-
-/** Stage i of those that begin at `first`. */
-__device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, int i) {
-    uint32_t at = first + i * s.bytes;
-    return at >= s.end ? at - s.all : at;
-}
 
 /** A warp has done its part of job n. */
 __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
@@ -232,51 +244,48 @@ __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
     if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->worked[n % JOBS]);
 }
 
-/* ---- storer -------------------------------------------------------------------------------- */
+/* ---- storers ------------------------------------------------------------------------------- */
 
-/** Jobs up to n are finished with their stages, and stored. */
-__device__ __forceinline__ void pipe_release(Pipe *p, uint32_t *released, uint32_t n) {
-    for (; *released != n; ++*released) {
-        ep_mbarrier_arrive(&p->freed[*released % JOBS]);
-        ep_mbarrier_arrive(&p->done[*released % JOBS]);
-    }
-}
-
-/** Until all but the LAG youngest jobs are stored; or, unless it matters when stores are complete,
- *  until they are read from their stages. */
-template <int LAG> __device__ __forceinline__ void pipe_settle(int completely) {
-    if (completely)
-        ep_bulk_wait<LAG>();
-    else
-        ep_bulk_wait_read<LAG>();
-}
-
-/** By one thread. `ready`: the barrier after which stages may be stored. `spread`: whether store i
- *  is from stage 1 + i of its job instead of all from the first. */
-__device__ __forceinline__ void pipe_store(Pipe *p, uint64_t *ready, int spread, int completely) {
-    uint32_t released = 0, n = 0;
-    int width = p->shape.width;
-    for (;; n++) {
-        int j = n % JOBS;
-        /* Nobody may wait for long for what is stored but not told: others may wait for it, and
-         * the next job for them. */
-        if (released != n && !(pipe_test(p->posted, n) && pipe_test(ready, n))) {
-            pipe_settle<0>(completely);
-            pipe_release(p, &released, n);
+/**
+ * By one thread of each storer. `works`: whether workers have their turn before the stores.
+ * `spread`: whether store i is from stage 1 + i of its job instead of all from the first. A job is
+ * done when its stores are written, if it is the other side that is told (`completely`), or else
+ * when they are read from their stages.
+ */
+__device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int spread,
+                                           int completely) {
+    const Stages s = pipe_stages(p);
+    char *const *to = p->to;
+    int width = p->shape.width, stored = -1; /* the place of a job that may not be written yet */
+    for (uint32_t n = storer;; n += STORERS) {
+        int j = n % JOBS, cell = j * width;
+        /* Nobody may wait for what is stored but not told: the next job may wait for them. */
+        if (stored >= 0 && !(pipe_test(p->full, n) && (!works || pipe_test(p->worked, n)))) {
+            ep_bulk_wait<0>();
+            ep_mbarrier_arrive(&p->done[stored]);
+            stored = -1;
         }
-        pipe_wait(p->posted, n);
-        if (p->loads[j] == PIPE_END) break;
-        pipe_wait(ready, n);
-        for (int i = 0; i < p->stores[j]; i++)
-            ep_bulk_store(p->to[j * width + i], pipe_stage(*p, n, spread ? 1 + i : 0),
-                          (uint32_t)p->bytes[j]);
+        pipe_wait(p->full, n);
+        PipeWork work = p->work[j];
+        if (work.bytes == PIPE_END) break;
+        if (works) pipe_wait(p->worked, n);
+        uint32_t at = spread ? stage_of(s, work.stage, 1) : work.stage;
+        for (int i = 0; i < work.stores; i++) {
+            ep_bulk_store(to[cell + i], at, (uint32_t)work.bytes);
+            if (spread) at = stage_of(s, at, 1);
+        }
         ep_bulk_commit();
-        if (n + 1 - released <= STORE_LAG) continue;
-        pipe_settle<STORE_LAG>(completely);
-        pipe_release(p, &released, n + 1 - STORE_LAG);
+        if (stored >= 0) {
+            ep_bulk_wait<1>();
+            ep_mbarrier_arrive(&p->done[stored]);
+        }
+        ep_bulk_wait_read<0>();
+        ep_mbarrier_arrive(&p->freed[j]);
+        stored = completely ? j : -1;
+        if (!completely) ep_mbarrier_arrive(&p->done[j]);
     }
     ep_bulk_wait<0>();
-    pipe_release(p, &released, n);
+    if (stored >= 0) ep_mbarrier_arrive(&p->done[stored]);
 }
 
 /* ---- announcer ----------------------------------------------------------------------------- */
@@ -292,7 +301,7 @@ __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uin
     int count[RANK_WORDS] = {0}, told[RANK_WORDS] = {0};
     for (uint32_t n = 0, batch;; n += batch) {
         pipe_wait(p->posted, n);
-        if (p->loads[n % JOBS] == PIPE_END) return;
+        if (p->job[n % JOBS].loads == PIPE_END) return;
         pipe_wait(p->done, n);
         for (batch = 1; batch < ANNOUNCE_BATCH && pipe_test(p->done, n + batch);)
             batch++;

@@ -104,19 +104,20 @@ __device__ __forceinline__ uint32_t ep_mbarrier_test(uint64_t *barrier, uint32_t
     return done;
 }
 
-/* Bulk copies: the address operands and bytes are multiples of 16. */
+/* Bulk copies: the address operands and bytes are multiples of 16. Shared memory is given by its
+ * address there: where copies are short, turning pointers into such addresses counts. */
 
-__device__ __forceinline__ void ep_bulk_load(void *smem, const void *global, uint32_t bytes,
-                                             uint64_t *barrier) {
+__device__ __forceinline__ void ep_bulk_load(uint32_t smem, const void *global, uint32_t bytes,
+                                             uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(ep_smem(smem)),
-                 "l"(global), "r"(bytes), "r"(ep_smem(barrier))
+                 "[%0], [%1], %2, [%3];" ::"r"(smem),
+                 "l"(global), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-__device__ __forceinline__ void ep_bulk_store(void *global, const void *smem, uint32_t bytes) {
+__device__ __forceinline__ void ep_bulk_store(void *global, uint32_t smem, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-                 "r"(ep_smem(smem)), "r"(bytes)
+                 "r"(smem), "r"(bytes)
                  : "memory");
 }
 
