@@ -1,13 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Several handles, streams and groups at once, without a word from the host between the calls. */
+#include <stdlib.h>
+
 #include "tests/cases/run.h"
 #include "tests/gpu/arena.h"
 #include "tests/gpu/rig.h"
 
 enum { ROUNDS = 20, MOST = 3 };
 
+/* Groups that work at the same time share a GPU's multiprocessors, so that their kernels fit on it
+ * together: see EP_NUM_SMS. */
 static void reserve(void) {
     gpu_reserve((size_t)320 << 20);
+    setenv("EP_NUM_SMS", "64", 1);
 }
 
 TestSuite(gpu_streams, .init = reserve);
