@@ -86,6 +86,8 @@ static EpStatus make_room(Opening *o) {
     char *own = o->peers[o->group->rank];
     EP_TRY(ep_cuda_check(o->group, "reading the window",
                          cudaMemcpy(o->words, own, bytes, cudaMemcpyDeviceToHost)));
+    /* The own mapping of the window need not be that of its memory. */
+    if (o->window->owned) bytes = (size_t)o->window->bytes;
     EP_TRY(ep_cuda_check(o->group, "cudaMemset", cudaMemset(own, 0, bytes)));
     return ep_cuda_check(o->group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
 }

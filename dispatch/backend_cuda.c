@@ -74,8 +74,10 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
         args.offsets = vector_of(out->expert_offsets);
         args.totals = vector_of(out->totals);
     }
-    const int64_t agreed[] = {routing->top_k, handle->shape.layout, handle->shape.alignment,
-                              handle->shape.capacity, handle->shape.rows_per_expert};
+    const EpPlanShape *shape = &handle->shape;
+    int64_t capacity = shape->layout == EP_LAYOUT_BATCHED ? 0 : shape->capacity;
+    const int64_t agreed[] = {routing->top_k, shape->layout, shape->alignment, capacity,
+                              shape->rows_per_expert};
     args.group.digest = digest(handle, &ep_op_prepare, agreed, 5);
     EP_TRY(enter_stream(group, routing->stream));
     EP_TRY(leave_stream(group, routing->stream, ep_cuda_launch_prepare(&args, routing->stream)));
@@ -88,7 +90,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 /* ---- movements ----------------------------------------------------------------------------- */
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
-#define MOST_STAGES 32
+#define MOST_STAGES 40 /* more would not be used: there are 32 jobs, and one may hold 33 stages */
 
 /* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
  * once: of whole rows, if that makes enough of them. */

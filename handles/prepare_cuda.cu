@@ -164,6 +164,7 @@ __device__ void share_counts(const EpPrepareArgs &a, const Lane *l, uint32_t epo
             counts_of(g, r, g.rank, epoch)[c] = l->total[c];
     __syncthreads();
     if (threadIdx.x) return;
+    ep_fence_sys();
     for (int r = l->lane; r < g.size; r += g.layout.lanes)
         ep_announce_arrival(g, r, epoch, 0);
 }

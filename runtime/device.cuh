@@ -129,13 +129,12 @@ __device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
     return *(volatile uint32_t *)&g.state->epoch + 1;
 }
 
-/** Tell a rank that this one has entered the operation. What the caller has stored before, to that
- *  rank, is visible to whoever sees it. */
+/** Tell a rank that this one has entered the operation, and no more: neither word orders anything. */
 __device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                     uint64_t where) {
     EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
     ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48 | where);
-    ep_store_release_sys(&arrival->what, ep_counter(epoch, g.digest));
+    ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, g.digest));
 }
 
 /**
