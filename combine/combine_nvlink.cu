@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     gather_kernel(const __grid_constant__ EpGatherArgs a) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
-    int lanes = a.group.layout.lanes, ring = (int)blockIdx.x % lanes;
-    int thread = (int)threadIdx.x - FIRST_WORKER * 32, reduces = (int)blockIdx.x >= lanes;
+    int thread = (int)threadIdx.x - FIRST_WORKER * 32, reduces = pipe_receives();
+    int ring = pipe_lane();
     uint32_t epoch = ep_epoch(a.group);
     pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
     if (thread >= 0)

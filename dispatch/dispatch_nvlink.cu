@@ -112,12 +112,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     scatter_kernel(const __grid_constant__ EpScatterArgs a) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
-    int lanes = a.group.layout.lanes, ring = (int)blockIdx.x % lanes;
     uint32_t epoch = ep_epoch(a.group);
-    if ((int)blockIdx.x < lanes)
-        send(a, &s, memory, epoch, ring);
+    if (pipe_receives())
+        fill(a, &s, memory, epoch, pipe_lane());
     else
-        fill(a, &s, memory, epoch, ring);
+        send(a, &s, memory, epoch, pipe_lane());
     ep_leave(a.group, epoch);
 }
 

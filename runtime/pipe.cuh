@@ -83,6 +83,18 @@ typedef struct Pipe {
     EpPipeShape shape;
 } Pipe;
 
+/**
+ * The lane of a block, and whether it receives there. Neighbours share a port to the network: one of
+ * them sends and one receives, so that no lane has less of the wire than others.
+ */
+__device__ __forceinline__ int pipe_lane(void) {
+    return (int)blockIdx.x / 2;
+}
+
+__device__ __forceinline__ int pipe_receives(void) {
+    return (int)blockIdx.x % 2;
+}
+
 /** Bytes of dynamic shared memory. */
 static __host__ __device__ __forceinline__ size_t pipe_bytes(const EpPipeShape &s) {
     size_t table = (size_t)JOBS * s.width * (2 * sizeof(char *) + 3 * sizeof(int32_t) + 4);
