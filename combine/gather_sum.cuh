@@ -20,8 +20,6 @@ __device__ __forceinline__ int meet_sources(const EpGatherArgs &a, Debts *s, uin
                                             int ring) {
     const EpCudaGroup &g = a.group;
     int rows = 0, alive = 1;
-    for (int r = threadIdx.x % 32; r < g.size && ring == 0; r += 32)
-        ep_announce_arrival(g, r, epoch, 0);
     for (int r = threadIdx.x % 32; r < g.size; r += 32) {
         s->rows[r] = r == g.rank ? 0 : a.plan.lane_rows[r * g.layout.lanes + ring];
         s->next[r] = 0, s->room[r] = g.layout.depth;

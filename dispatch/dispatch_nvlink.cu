@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
     uint32_t epoch = ep_epoch(a.group);
+    ep_arrive(a.group, epoch, a.where);
     if (pipe_receives())
         fill(a, &s, memory, epoch, pipe_lane());
     else

@@ -39,7 +39,8 @@ __device__ __forceinline__ int find_source(const EpCudaGroup &g, Sources *s, uin
         if (at + lane < g.size && s->next[source] < s->rows[source]) {
             if (s->seen[source] <= s->next[source]) {
                 s->seen[source] = ep_read_counter(ep_head(g, g.rank, source, ring), epoch);
-                ep_fence_proxy_global(); /* the loader reads through the other proxy */
+                /* The loader reads through the other proxy. */
+                if (s->seen[source] > s->next[source]) ep_fence_proxy_global();
             }
             ready = s->seen[source] > s->next[source];
         }

@@ -19,8 +19,6 @@ __device__ __forceinline__ int meet_peers(const EpScatterArgs &a, Peers *peers, 
                                           int ring) {
     const EpCudaGroup &g = a.group;
     int alive = 1;
-    for (int r = threadIdx.x % 32; r < g.size && ring == 0; r += 32)
-        ep_announce_arrival(g, r, epoch, a.where);
     for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
         uint64_t where = 0;
         alive = ep_await_arrival(g, r, epoch, ring, &where);
@@ -106,11 +104,11 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint3
                             int ring) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, g.layout.depth);
-    int begin, end, alive = meet_peers(a, peers, epoch, ring);
+    int begin, end, alive;
     uint32_t n = 0;
     ep_lane_range(g, (int)a.plan.header->num_tokens, ring, &begin, &end);
     EpEntry e, next = entry_of(a, t, begin + t.index, end);
-    __syncwarp();
+    alive = meet_peers(a, peers, epoch, ring);
     for (int first = begin; first < end && alive; first += t.count) {
         int token = first + t.index, valid = t.index < t.count && token < end, peer;
         char *to;

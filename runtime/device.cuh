@@ -147,8 +147,8 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     EpPatience patience = {0, 0};
     uint64_t what, at;
     do {
-        what = ep_load_acquire_sys(&arrival->what);
-        at = ep_load_acquire_sys(&arrival->where);
+        what = ep_load_relaxed_sys(&arrival->what);
+        at = ep_load_relaxed_sys(&arrival->where);
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
             if (where) *where = at & (((uint64_t)1 << 48) - 1);
             if ((uint32_t)what == g.digest) return 1;
@@ -159,6 +159,12 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     } while (ep_patience(g, &patience,
                          EpAwaited{peer, EP_PHASE_ARRIVAL, lane, epoch, (uint32_t)(what >> 32)}));
     return 0;
+}
+
+/** Tell all ranks, by one block, before anything else is done. */
+__device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, uint64_t where) {
+    for (int r = threadIdx.x; r < g.size && blockIdx.x == 0; r += blockDim.x)
+        ep_announce_arrival(g, r, epoch, where);
 }
 
 /** The last block to leave completes the operation; called by all threads of each, once nothing is

@@ -43,6 +43,12 @@ __device__ __forceinline__ void ep_store_release_sys(uint64_t *address, uint64_t
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ uint64_t ep_load_relaxed_sys(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void ep_store_relaxed_sys(uint64_t *address, uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
