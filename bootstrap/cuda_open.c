@@ -46,7 +46,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, 
     w.arrival = take(&at, 2LL * num_ranks * (int64_t)sizeof(EpArrival));
     w.head = take(&at, all * 8);
     w.credit = take(&at, all * 8);
-    w.counts = take(&at, 2LL * num_ranks * columns * 4);
+    w.counts = take(&at, 2LL * num_ranks * columns * 8);
     w.routes = take(&at, 2 * all * w.lane_tokens * config->max_top_k * 4);
     w.ring = take(&at, num_ranks > 1 ? rings * w.depth * w.record_bytes : 0);
     w.bytes = at;
@@ -59,7 +59,8 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
     *shared_bytes = ep_window_layout(config, num_ranks, lanes).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaNotes) +
                                sizeof(EpCudaFailure)) +
-                     4LL * lanes * (config->num_experts + num_ranks) + (int64_t)PEERS_BYTES;
+                     8LL * lanes * EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
+                     (int64_t)PEERS_BYTES;
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
@@ -113,8 +114,8 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
-    size_t columns = (size_t)(group->config.num_experts + group->size);
-    size_t counts = 4 * (size_t)g->layout.lanes * columns;
+    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, group->size);
+    size_t counts = 8 * (size_t)g->layout.lanes * stride;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->lane_counts, counts)));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->peers, PEERS_BYTES)));
@@ -126,6 +127,7 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     memset(cuda->notes, 0, sizeof(*cuda->notes));
     cuda->notes->bad_entry = ~0ull;
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->state, 0, sizeof(*g->state))));
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->lane_counts, 0, counts)));
     return ep_cuda_check(group, "cudaEventCreate",
                          cudaEventCreateWithFlags(&cuda->last, cudaEventDisableTiming));
 }

@@ -42,8 +42,10 @@ typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
     int64_t head;    /**< u64 [R, lanes]: epoch << 32 | records that rank s has put in */
     int64_t credit;  /**< u64 [R, lanes]: epoch << 32 | records taken out at rank d */
-    int64_t counts;  /**< i32 [2, R, E + R]: entries of rank s for every expert, rows for each rank */
-    int64_t routes;  /**< i32 [2, R, lanes, lane_tokens, K]: where its rows go here, -1 for none */
+    int64_t counts;  /**< u64 [2, R, E + R]: epoch << 32 | entries of rank s for every expert, rows
+                          for each rank */
+    int64_t routes;  /**< u32 [2, R, lanes, lane_tokens, K]: where its rows go here, 1 for nowhere,
+                          place + 2; 0 until it comes and, once read, again */
     int64_t ring;    /**< [R - 1, lanes, depth] records */
     int64_t bytes;
     int32_t lanes;
@@ -51,6 +53,9 @@ typedef struct EpWindowLayout {
     int32_t lane_tokens;  /**< tokens of a lane, at most */
     int64_t record_bytes; /**< of the largest record */
 } EpWindowLayout;
+
+/** Words of a row of counts, one for each expert and each rank, padded to whole sectors. */
+#define EP_COUNT_STRIDE(experts, ranks) (((experts) + (ranks) + 3) / 4 * 4)
 
 /** `lanes`: equal on all ranks. */
 EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, int32_t lanes);
@@ -88,7 +93,6 @@ typedef struct EpCudaNotes {
 /** Device memory of a group that no peer sees. Zeroed at create. */
 typedef struct EpCudaState {
     uint32_t epoch;    /**< completed operations of the group */
-    uint32_t arrivals; /**< of the grid barrier */
     uint32_t finished; /**< blocks that are done with an operation */
     int32_t failed;    /**< 1 after a failure: hurry out */
 } EpCudaState;
@@ -101,7 +105,7 @@ typedef struct EpCudaGroup {
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;
-    int32_t *lane_counts;   /**< i32 [lanes, E + R] scratch of prepare */
+    uint64_t *lane_counts;  /**< [lanes, EP_COUNT_STRIDE]: epoch << 32 | count, as in `counts` */
     EpCudaFailure *failure; /**< pinned */
     uint64_t timeout_ns;
     char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered

@@ -182,23 +182,4 @@ __device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch) {
     return is_last;
 }
 
-/** All blocks of the grid, which are resident together, meet. Called by all threads. */
-__device__ __forceinline__ int ep_grid_barrier(const EpCudaGroup &g) {
-    __shared__ int alive;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        EpPatience patience = {0, 0};
-        uint32_t blocks = gridDim.x;
-        uint32_t target = (atomicAdd(&g.state->arrivals, 1) / blocks + 1) * blocks, seen;
-        do {
-            seen = ep_load_acquire_gpu(&g.state->arrivals);
-            alive = (int32_t)(seen - target) >= 0;
-        } while (!alive &&
-                 ep_patience(g, &patience, EpAwaited{g.rank, EP_PHASE_GRID, 0, target, seen}));
-    }
-    __syncthreads();
-    return alive;
-}
-
 #endif
