@@ -67,12 +67,6 @@ __device__ __forceinline__ void ep_store_relaxed_gpu(uint64_t *address, uint64_t
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ uint64_t ep_load_relaxed_sys(const uint64_t *address) {
-    uint64_t value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ uint32_t ep_load_relaxed_sys32(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
