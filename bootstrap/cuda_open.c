@@ -125,7 +125,6 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
                          cudaHostAlloc((void **)&cuda->notes, sizeof(*cuda->notes), 0)));
     memset(g->failure, 0, sizeof(*g->failure));
     memset(cuda->notes, 0, sizeof(*cuda->notes));
-    cuda->notes->bad_entry = ~0ull;
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->state, 0, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->lane_counts, 0, counts)));
     return ep_cuda_check(group, "cudaEventCreate",

@@ -241,8 +241,8 @@ static void poll_failure(EpGroup *group) {
 static void poll_routing(EpGroup *group) {
     EpCudaNotes *notes = ep_cuda(group)->notes;
     unsigned long long count = __atomic_exchange_n(&notes->bad_count, 0, __ATOMIC_ACQ_REL);
-    unsigned long long entry = __atomic_exchange_n(&notes->bad_entry, ~0ull, __ATOMIC_ACQ_REL);
     if (!count) return;
+    unsigned long long entry = notes->bad_entry;
     int64_t top_k = notes->top_k;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_ROUTING, finding.rank = group->rank;

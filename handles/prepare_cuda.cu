@@ -78,12 +78,25 @@ __device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
     return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
 }
 
-__device__ void note_bad_index(const EpPrepareArgs &a, int64_t entry, int64_t index) {
-    a.notes->top_k = a.top_k;
-    atomicAdd_system(&a.notes->bad_count, 1ull);
-    if (atomicMin_system(&a.notes->bad_entry, (unsigned long long)entry) >
-        (unsigned long long)entry)
-        a.notes->bad_index = index;
+__device__ void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
+    atomicAdd(&a.group.state->bad_count, 1ull);
+    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
+}
+
+/* By one thread of the last block: what all have found, for the host, which may be about to fetch
+ * what an earlier prepare had found. */
+__device__ void tell_bad_indices(const EpPrepareArgs &a) {
+    volatile EpCudaState *state = a.group.state;
+    volatile EpCudaNotes *notes = a.notes;
+    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
+    if (!count) return;
+    state->bad_count = state->bad_entry = 0;
+    if (!notes->bad_count) {
+        notes->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
+        notes->bad_entry = entry, notes->top_k = a.top_k;
+        __threadfence_system();
+    }
+    atomicAdd_system(&a.notes->bad_count, count);
 }
 
 /* ---- one chunk ----------------------------------------------------------------------------- */
@@ -139,7 +152,7 @@ __device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Lane *l,
 __device__ __forceinline__ void check_index(const EpPrepareArgs &a, const Lane *l, int first,
                                             int64_t index) {
     if (index >= a.group.num_experts)
-        note_bad_index(a, (int64_t)own_token(l, first) * a.top_k + own_k(l), index);
+        note_bad_index(a, (int64_t)own_token(l, first) * a.top_k + own_k(l));
 }
 
 /* Of the lanes with entries for one owner, those that are first in their team: one for each row. */
@@ -827,7 +840,9 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     int tokens = count_tokens(a);
     Lane l = open_lane(a, &ranks, memory, tokens);
     prepare(a, &l, tokens, epoch);
-    if (ep_leave(a.group, epoch) && a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens);
+    if (!ep_leave(a.group, epoch)) return;
+    if (threadIdx.x == 0) tell_bad_indices(a);
+    if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens);
 }
 
 extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {

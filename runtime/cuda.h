@@ -82,7 +82,7 @@ typedef struct EpCudaFailure {
 
 /** Findings of ep_prepare that are data, in pinned memory. */
 typedef struct EpCudaNotes {
-    unsigned long long bad_entry; /**< lowest entry with an index >= E; all ones where none */
+    unsigned long long bad_entry; /**< lowest entry with an index >= E */
     long long bad_index;
     unsigned long long bad_count;
     long long top_k;         /**< of the prepare that found them */
@@ -95,6 +95,8 @@ typedef struct EpCudaState {
     uint32_t epoch;    /**< completed operations of the group */
     uint32_t finished; /**< blocks that are done with an operation */
     int32_t failed;    /**< 1 after a failure: hurry out */
+    unsigned long long bad_count; /**< bad indices of the prepare under way */
+    unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
 } EpCudaState;
 
 /** What every kernel gets of its group. */

@@ -483,7 +483,7 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  *
  * All state of a step lives in the handle's memory: one flat block that the library allocates or
  * the caller brings. A caller may save, move and restore the bytes as it likes while no operation
- * is running, and tells the new address with ep_handle_bind.
+ * is running, and then tells with ep_handle_bind where they are, even if that is where they were.
  */
 typedef struct EpHandle EpHandle;
 
@@ -519,8 +519,8 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
                           EpHandle **out);
 
 /**
- * The caller has moved the bytes of the handle's memory to `memory`, which it owns: use them
- * there. Refused if they are not this handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the
+ * The caller has moved the bytes of the handle's memory to `memory`, which it owns, or has brought
+ * back there, at the address in use, what it had saved: use them. Refused if they are not this handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the
  * old address stays in use. Memory that the library had allocated is freed.
  */
 EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);

@@ -113,6 +113,7 @@ ThreadTest(handles_memory, saved_and_restored, 3) {
     memcpy(saved, o.memory, o.bytes);
     step_all(&second);
     memcpy(o.memory, saved, o.bytes);
+    CHECK_OK(ep_handle_bind(o.handle, o.memory, o.bytes));
     step_move(&o.step);
     step_all(&second);
 
@@ -231,6 +232,7 @@ ThreadTest(handles_memory, overwritten, 1) {
     memset((char *)o.memory + o.bytes / 2, 0, o.bytes - o.bytes / 2);
     check_all_refused(&o.step, EP_ERR_HANDLE_MEMORY);
     memcpy(o.memory, saved, o.bytes);
+    CHECK_OK(ep_handle_bind(o.handle, o.memory, o.bytes));
     step_move(&o.step);
     free(saved);
     owned_close(&o);

@@ -49,11 +49,12 @@ const char *check_failure(void) {
     return failure;
 }
 
+static const char *_Atomic left_out;
+
 void check_clear(void) {
     failure[0] = 0;
+    left_out = NULL;
 }
-
-static const char *_Atomic left_out;
 
 void check_left_out(const char *why) {
     if (gettid() == getpid()) cr_skip_test("%s", why);

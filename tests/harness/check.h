@@ -88,6 +88,13 @@ void check_skip(void);
 #define HOST_ONLY(why) (void)(why)
 #endif
 
+/** Whether tests are run by forks.h or suites.h instead of by Criterion's own runner. */
+#if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU
+#define TESTS_OWN_RUNNER 1
+#else
+#define TESTS_OWN_RUNNER 0
+#endif
+
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define TESTS_SANITIZED 1
 #else

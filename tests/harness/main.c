@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/harness/check.h"
 #include "tests/harness/forks.h"
+#include "tests/harness/suites.h"
 
 #include <criterion/criterion.h>
 #include <criterion/options.h>
@@ -11,11 +12,16 @@ int main(int argc, char **argv) {
     return forks_main(argc, argv);
 }
 
+#elif TESTS_ON_GPU
+
+int main(int argc, char **argv) {
+    return suites_main(argc, argv);
+}
+
 #else
 
 /* As Criterion's own, but one test at a time: each brings many ranks. -j overrides it. */
 int main(int argc, char **argv) {
-    if (GPU_MISSING()) return 0;
     struct criterion_test_set *tests = criterion_initialize();
     criterion_options.jobs = 1;
     int result = 0;

@@ -1,0 +1,177 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/harness/suites.h"
+
+#include "tests/harness/check.h"
+
+#if TESTS_ON_GPU
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "tests/harness/bodies.h"
+#include "tests/harness/process.h"
+
+enum { MOST_TESTS = 4096, MOST_JOBS = 64, REPORT = 3 };
+
+static const char *const words[] = {"PASS", "FAIL", "SKIP"};
+
+/* ---- one process: a suite, from some test on ---- */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static unsigned seconds_of(const struct criterion_test *test) {
+    return test->data->timeout > 0 ? (unsigned)test->data->timeout + 1 : 120;
+}
+
+static Outcome run_one(const struct criterion_test *test) {
+    double begin = now();
+    alarm(seconds_of(test));
+    Outcome outcome = body_run(test);
+    alarm(0);
+    fprintf(stderr, "[%s] %s::%s: (%.2fs)\n", words[outcome], test->category, test->name,
+            now() - begin);
+    return outcome;
+}
+
+static int play_suite(const char *suite, int from, const char *pattern) {
+    struct criterion_test **all = bodies_first();
+    for (int i = from; all + i < bodies_end(); i++) {
+        if (!all[i] || strcmp(all[i]->category, suite) || !body_selected(all[i], pattern)) continue;
+        dprintf(REPORT, "%d %d\n", i, -1);
+        dprintf(REPORT, "%d %d\n", i, (int)run_one(all[i]));
+    }
+    return 0;
+}
+
+/* An MPI rank plays the one test that it was started for. */
+static int play_rank(const char *pattern) {
+    int failed = 0;
+    for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
+        if (*t && body_selected(*t, pattern)) failed += run_one(*t) == BODY_FAILED;
+    return failed != 0;
+}
+
+/* ---- all suites ---- */
+
+typedef struct Suites {
+    pthread_mutex_t mutex;
+    const char *name[MOST_TESTS];
+    int count, next;
+    const char *pattern;
+    int outcomes[BODY_SKIPPED + 1];
+} Suites;
+
+static int has_suite(const Suites *s, const char *name) {
+    for (int i = 0; i < s->count; i++)
+        if (strcmp(s->name[i], name) == 0) return 1;
+    return 0;
+}
+
+static pid_t start_suite(const Suites *s, const char *name, int from, int *report) {
+    int ends[2];
+    char number[16];
+    snprintf(number, sizeof(number), "%d", from);
+    if (pipe(ends)) return -1;
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], REPORT);
+        if (ends[0] != REPORT) close(ends[0]);
+        if (ends[1] != REPORT) close(ends[1]);
+        execl(self_path(), self_path(), "--suite", name, "--from", number, "--filter", s->pattern,
+              (char *)NULL);
+        _exit(127);
+    }
+    close(ends[1]);
+    *report = ends[0];
+    return child;
+}
+
+static void count(Suites *s, int outcome) {
+    pthread_mutex_lock(&s->mutex);
+    s->outcomes[outcome]++;
+    pthread_mutex_unlock(&s->mutex);
+}
+
+/* Returns the test behind which to go on, -1: all are done. */
+static int watch_suite(Suites *s, const char *name, int from) {
+    int report, test, outcome, running = -1, status = 0;
+    pid_t child = start_suite(s, name, from, &report);
+    FILE *lines = child > 0 ? fdopen(report, "r") : NULL;
+    while (lines && fscanf(lines, "%d %d", &test, &outcome) == 2) {
+        running = outcome < 0 ? test : -1;
+        if (outcome >= 0) count(s, outcome);
+    }
+    if (lines) fclose(lines);
+    if (child > 0) waitpid(child, &status, 0);
+    if (child > 0 && status == 0 && running < 0) return -1;
+    const struct criterion_test *at = running >= 0 ? bodies_first()[running] : NULL;
+    fprintf(stderr, "[FAIL] %s::%s: status %#x\n", name, at ? at->name : "?", (unsigned)status);
+    count(s, BODY_FAILED);
+    return running;
+}
+
+static void *work(void *context) {
+    Suites *s = context;
+    for (;;) {
+        pthread_mutex_lock(&s->mutex);
+        int mine = s->next++;
+        pthread_mutex_unlock(&s->mutex);
+        if (mine >= s->count) return NULL;
+        for (int from = 0; from >= 0;) {
+            int stopped = watch_suite(s, s->name[mine], from);
+            from = stopped < 0 ? -1 : stopped + 1;
+        }
+    }
+}
+
+static int jobs_of(int argc, char **argv) {
+    int jobs = 1;
+    for (int i = 1; i < argc; i++)
+        if (strncmp(argv[i], "-j", 2) == 0) jobs = atoi(argv[i] + 2);
+    return jobs < 1 ? 1 : jobs > MOST_JOBS ? MOST_JOBS : jobs;
+}
+
+static int run_all(const char *pattern, int jobs) {
+    static Suites s = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+    pthread_t workers[MOST_JOBS];
+    s.pattern = pattern;
+    for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
+        if (*t && body_selected(*t, pattern) && !has_suite(&s, (*t)->category))
+            s.name[s.count++] = (*t)->category;
+    for (int i = 0; i < jobs; i++)
+        if (pthread_create(&workers[i], NULL, work, &s)) return 1;
+    for (int i = 0; i < jobs; i++)
+        pthread_join(workers[i], NULL);
+    int passed = s.outcomes[BODY_PASSED], failed = s.outcomes[BODY_FAILED];
+    printf("[====] Synthesis: Tested: %d | Passing: %d | Failing: %d | Skipped: %d\n",
+           passed + failed, passed, failed, s.outcomes[BODY_SKIPPED]);
+    return failed != 0;
+}
+
+int suites_main(int argc, char **argv) {
+    const char *pattern = bodies_option(argc, argv, "--filter", "*");
+    const char *suite = bodies_option(argc, argv, "--suite", NULL);
+    if (suite) return play_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
+    if (getenv("OMPI_COMM_WORLD_SIZE")) return play_rank(pattern);
+    if (GPU_MISSING()) return 0;
+    return run_all(pattern, jobs_of(argc, argv));
+}
+
+#else
+
+int suites_main(int argc, char **argv) {
+    (void)argc;
+    (void)argv;
+    return 1;
+}
+
+#endif
