@@ -253,8 +253,9 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     CHECK(info.backend == TEST_BACKEND, "%d", (int)info.backend);
     CHECK(info.node == 0 && info.num_nodes == 1, "node %d of %d", info.node, info.num_nodes);
     CHECK(info.num_cpus >= 1, "%d CPUs", info.num_cpus);
-    CHECK(info.device == -1 && !info.gpu[0] && !info.bound, "%d: %s", info.device, info.gpu);
-    CHECK(strstr(info.reason, "host"), "%s", info.reason);
+    CHECK((info.device >= 0) == TESTS_ON_GPU && (info.gpu[0] != 0) == TESTS_ON_GPU && !info.bound,
+          "%d: %s", info.device, info.gpu);
+    CHECK(strstr(info.reason, TESTS_ON_GPU ? "cuda" : "host"), "%s", info.reason);
     CHECK(info.library_bytes > 0, "%lld bytes", (long long)info.library_bytes);
     ep_group_destroy(group);
 }
