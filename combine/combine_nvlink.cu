@@ -77,11 +77,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     ep_leave(a.group, epoch);
 }
 
+extern "C" int ep_cuda_open_gather(int shared_bytes) {
+    return ep_open_kernel(gather_kernel, shared_bytes);
+}
+
 extern "C" int ep_cuda_launch_gather(const EpGatherArgs *a, void *stream) {
     size_t shared = pipe_bytes(a->pipe);
-    cudaError_t error = cudaFuncSetAttribute(
-        gather_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess) return error;
     gather_kernel<<<2 * a->group.layout.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

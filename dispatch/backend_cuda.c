@@ -271,6 +271,17 @@ static void poll(EpGroup *group) {
     poll_overflow(group);
 }
 
+/* ---- opening ------------------------------------------------------------------------------- */
+
+/* Kernels are loaded and given their shared memory here, so that no call has to. */
+static EpStatus open(EpGroup *group) {
+    EP_TRY(ep_cuda_open(group));
+    int bytes = ep_cuda(group)->shared_bytes;
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
+    return ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes));
+}
+
 /* ---- table --------------------------------------------------------------------------------- */
 
 static void *allocate(const EpGroup *group, size_t bytes) {
@@ -286,7 +297,7 @@ static void release(const EpGroup *group, void *memory) {
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .name = "cuda",
                                       .measure = ep_cuda_measure,
-                                      .open = ep_cuda_open,
+                                      .open = open,
                                       .close = ep_cuda_close,
                                       .poll = poll,
                                       .finish = ep_cuda_finish,

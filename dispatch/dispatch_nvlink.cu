@@ -121,12 +121,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     ep_leave(a.group, epoch);
 }
 
+extern "C" int ep_cuda_open_scatter(int shared_bytes) {
+    return ep_open_kernel(scatter_kernel, shared_bytes);
+}
+
 extern "C" int ep_cuda_launch_scatter(const EpScatterArgs *a, void *stream) {
     size_t send = pipe_bytes(a->send), fill = pipe_bytes(a->fill);
     size_t shared = send > fill ? send : fill;
-    cudaError_t error = cudaFuncSetAttribute(
-        scatter_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess) return error;
     scatter_kernel<<<2 * a->group.layout.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

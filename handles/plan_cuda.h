@@ -107,6 +107,11 @@ __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaG
 }
 #endif
 
+/** Before the first launch on a device: see ep_open_kernel. A cudaError_t, 0 for success. */
+int ep_cuda_open_prepare(int shared_bytes);
+int ep_cuda_open_scatter(int shared_bytes);
+int ep_cuda_open_gather(int shared_bytes);
+
 /** Launch on a cudaStream_t; a cudaError_t, 0 for success. */
 int ep_cuda_launch_prepare(const EpPrepareArgs *args, void *stream);
 int ep_cuda_launch_scatter(const EpScatterArgs *args, void *stream);

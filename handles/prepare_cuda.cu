@@ -845,12 +845,13 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens);
 }
 
+extern "C" int ep_cuda_open_prepare(int shared_bytes) {
+    return ep_open_kernel(prepare_kernel, shared_bytes);
+}
+
 extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {
     size_t experts = (size_t)a->group.num_experts, columns = experts + (size_t)a->group.size;
     size_t shared = (WARPS + 2 * sizeof(int32_t)) * columns + experts;
-    cudaError_t error = cudaFuncSetAttribute(
-        prepare_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-    if (error != cudaSuccess) return error;
     prepare_kernel<<<a->group.layout.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

@@ -7,7 +7,23 @@
  */
 
 #include "runtime/cuda.h"
+#include "runtime/cuda_limits.h"
 #include "runtime/ptx.cuh"
+
+/* ---- kernels ------------------------------------------------------------------------------- */
+
+/**
+ * Let a kernel have all the shared memory that a block may, `shared_bytes` with what it declares;
+ * and load it, so that the first launch does not. A cudaError_t.
+ */
+template <typename Kernel> static int ep_open_kernel(Kernel kernel, int shared_bytes) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    if (attributes.sharedSizeBytes > EP_STATIC_SHARED_BYTES) return cudaErrorInvalidConfiguration;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                shared_bytes - (int)attributes.sharedSizeBytes);
+}
 
 /* ---- addresses ----------------------------------------------------------------------------- */
 
