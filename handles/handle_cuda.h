@@ -28,6 +28,7 @@ EpStatus ep_cuda_format_plan(EpHandle *handle);
 EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_cuda_retire_plan(EpHandle *handle);
 EpStatus ep_cuda_adopt_plan(EpHandle *handle);
+void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out);
 
 #endif

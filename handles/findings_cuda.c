@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What kernels have written into pinned memory, brought into the group: failures, which end it, and
+ * bad indices and overflows, which are data.
+ */
+#include <string.h>
+
+#include "handles/handle_cuda.h"
+#include "handles/ops.h"
+
+static const char *op_name(int32_t code) {
+    const EpOp *const ops[] = {&ep_op_prepare, &ep_op_dispatch, &ep_op_combine,
+                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+    for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
+        if (ops[i]->code == code) return ops[i]->name;
+    return "?";
+}
+
+static const char *awaited_name(int32_t phase) {
+    static const char *const names[] = {"?", "its arrival", "routes", "data", "room", "the grid"};
+    return names[phase >= 1 && phase <= 5 ? phase : 0];
+}
+
+static void tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
+                      const EpFinding *finding) {
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s in lane %d: expected "
+            "%u, seen %u)",
+            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
+            f->expected, f->seen);
+}
+
+static void tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
+                       const EpFinding *finding) {
+    int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
+    int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    if (own == other && own_handle == other_handle)
+        ep_fail(EP_ERR_ORDER,
+                "rank %d: %s: expected the same sizes on all ranks, rank %d called it on handle %d "
+                "with others",
+                group->rank, finding->phase, f->peer, other_handle);
+    else
+        ep_fail(EP_ERR_ORDER,
+                "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
+                "handle %d",
+                group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+}
+
+static void poll_failure(EpGroup *group) {
+    const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
+    if (!f->fault || group->failed != EP_OK) return;
+    EpFinding finding = EP_FINDING_INIT;
+    int late = f->fault == EP_FAULT_LATE;
+    finding.status = late ? EP_ERR_TIMEOUT : EP_ERR_ORDER;
+    finding.rank = group->rank, finding.peer = f->peer;
+    finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
+    strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
+    (late ? tell_late : tell_order)(group, f, &finding);
+    ep_group_fail(group, &finding);
+}
+
+static void poll_routing(EpGroup *group) {
+    EpCudaNotes *notes = ep_cuda(group)->notes;
+    unsigned long long count = __atomic_exchange_n(&notes->bad_count, 0, __ATOMIC_ACQ_REL);
+    if (!count) return;
+    unsigned long long entry = notes->bad_entry;
+    int64_t top_k = notes->top_k;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
+    finding.token = (int64_t)entry / top_k, finding.k = (int64_t)entry % top_k;
+    finding.expected = group->config.num_experts, finding.seen = notes->bad_index;
+    finding.count = (int64_t)count;
+    strcpy(finding.phase, "prepare");
+    ep_group_note(&group->routing, &finding);
+}
+
+static void poll_overflow(EpGroup *group) {
+    EpCudaNotes *notes = ep_cuda(group)->notes;
+    unsigned long long lost = __atomic_exchange_n(&notes->lost, 0, __ATOMIC_ACQ_REL);
+    if (!lost) return;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_OVERFLOW, finding.rank = group->rank;
+    finding.expected = notes->capacity, finding.seen = notes->needed;
+    finding.count = (int64_t)lost;
+    strcpy(finding.phase, "prepare");
+    ep_group_note(&group->overflow, &finding);
+}
+
+void ep_cuda_poll(EpGroup *group) {
+    poll_failure(group);
+    poll_routing(group);
+    poll_overflow(group);
+}
