@@ -16,13 +16,8 @@ typedef struct Arrived {
 /* Until record `row` of a rank is there. */
 __device__ __forceinline__ int await_record(const EpCudaGroup &g, Arrived *s, uint32_t epoch,
                                             int ring, int rank, int row) {
-    int seen = s->records[rank];
-    if (seen > row) return 1;
-    int alive = ep_wait_counter(g, ep_head(g, g.rank, rank, ring), epoch, row + 1, rank,
-                                EP_PHASE_RECORD, ring, &seen);
-    s->records[rank] = seen;
-    ep_fence_proxy_global(); /* the loader reads through the other proxy */
-    return alive;
+    return ep_wait_known(g, ep_head(g, g.rank, rank, ring), epoch, row + 1, rank,
+                         EP_PHASE_RECORD, ring, &s->records[rank]);
 }
 
 /* Which term of its team's sum a lane's is: ranks ascend, and within this rank k does. */

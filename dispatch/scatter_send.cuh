@@ -35,12 +35,9 @@ __device__ __forceinline__ int meet_peers(const EpScatterArgs &a, Peers *peers, 
 /* Until the ring to a peer has a place for record `row`. */
 __device__ __forceinline__ int await_room(const EpCudaGroup &g, Peers *peers, uint32_t epoch,
                                           int ring, int peer, int row) {
-    int needed = row + 1 - g.layout.depth, seen;
-    if (peers->credit[peer] >= needed) return 1;
-    int alive = ep_wait_counter(g, ep_credit(g, g.rank, peer, ring), epoch, needed, peer,
-                                EP_PHASE_CREDIT, ring, &seen);
-    peers->credit[peer] = seen;
-    return alive;
+    int needed = row + 1 - g.layout.depth;
+    return needed <= 0 || ep_wait_known(g, ep_credit(g, g.rank, peer, ring), epoch, needed, peer,
+                                        EP_PHASE_CREDIT, ring, &peers->credit[peer]);
 }
 
 /* Rows that are copied as they are go from here straight to the slots of this rank; those that are

@@ -139,6 +139,22 @@ __device__ __forceinline__ int ep_wait_counter(const EpCudaGroup &g, const uint6
     return 1;
 }
 
+/**
+ * The same, with what was last seen kept in shared memory: lanes of a warp that wait for the same
+ * counter share it, each in its own time. What the counter tells of may then be read by bulk
+ * copies, too, which go through another proxy than the load that has seen it.
+ */
+__device__ __forceinline__ int ep_wait_known(const EpCudaGroup &g, const uint64_t *counter,
+                                             uint32_t epoch, int expected, int peer, int phase,
+                                             int lane, int *known) {
+    int seen;
+    if (atomicMax(known, 0) >= expected) return 1;
+    int alive = ep_wait_counter(g, counter, epoch, expected, peer, phase, lane, &seen);
+    ep_fence_proxy_global();
+    atomicMax(known, seen);
+    return alive;
+}
+
 /* ---- begin and end of an operation --------------------------------------------------------- */
 
 __device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
