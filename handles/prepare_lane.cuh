@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_PREPARE_LANE_CUH
+#define EP_HANDLES_PREPARE_LANE_CUH
+
+/**
+ * A block of ep_prepare: its lane, and the numbering of entries within a chunk of it.
+ */
+
+#include "handles/plan_cuda.h"
+#include "runtime/device.cuh"
+
+#define THREADS 1024
+#define WARPS (THREADS / 32)
+#define LAST_WARP (THREADS - 32) /* its first thread */
+
+/* What a block knows of each rank. */
+typedef struct Ranks {
+    uint32_t *out[EP_CUDA_MAX_RANKS];     /* where this lane's routes go, in its window */
+    int32_t rows[EP_CUDA_MAX_RANKS];      /* rows of this lane in the chunks before */
+    int32_t sent[EP_CUDA_MAX_RANKS];      /* rows of this lane in all */
+    int32_t first[EP_CUDA_MAX_RANKS + 1]; /* expert */
+} Ranks;
+
+/* A block's lane, and its shared memory. A column is an expert, or a rank after the experts. */
+typedef struct Lane {
+    Ranks *ranks;
+    uint8_t *table; /* [E + R, WARPS] entries or rows of each warp in this chunk: see byte_of */
+    int32_t *base;  /* [E + R] slot of this chunk's first entry for the expert; flat: first row */
+    int32_t *total; /* [E + R] entries of all ranks for the expert, rows of all to the rank */
+    uint8_t *owner; /* [E] rank of each expert */
+    int lane, begin, end, columns;
+    int team, team_shift, team_tokens; /* lanes of a token, tokens of a chunk */
+} Lane;
+
+/* What a thread has of a chunk. */
+typedef struct Own {
+    int expert, owner; /* -1: none */
+    unsigned owners;   /* lanes of this warp whose entries go to the same rank */
+    int before;        /* entries for the expert that come before, in this chunk */
+    int row;           /* number of the row to the owner, among this lane's */
+} Own;
+
+__device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, int64_t i) {
+    return is_int64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
+}
+
+__device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, int64_t value) {
+    if (!v.data) return;
+    if (v.is_int64)
+        ((int64_t *)v.data)[i] = value;
+    else
+        ((int32_t *)v.data)[i] = (int32_t)value;
+}
+
+__device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
+    if (!a.num_tokens.data) return a.num_rows;
+    int64_t count = load_integer(a.num_tokens.data, a.num_tokens.is_int64, 0);
+    return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
+}
+
+__device__ void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
+    atomicAdd(&a.group.state->bad_count, 1ull);
+    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
+}
+
+/* By one thread of the last block: what all have found, for the host, which may be about to fetch
+ * what an earlier prepare had found. */
+__device__ void tell_bad_indices(const EpPrepareArgs &a) {
+    volatile EpCudaState *state = a.group.state;
+    volatile EpCudaNotes *notes = a.notes;
+    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
+    if (!count) return;
+    state->bad_count = state->bad_entry = 0;
+    if (!notes->bad_count) {
+        notes->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
+        notes->bad_entry = entry, notes->top_k = a.top_k;
+        __threadfence_system();
+    }
+    atomicAdd_system(&a.notes->bad_count, count);
+}
+
+/* ---- one chunk ----------------------------------------------------------------------------- */
+
+__device__ __forceinline__ unsigned lanes_below(int lane) {
+    return (1u << lane) - 1;
+}
+
+__device__ __forceinline__ int first_lane(unsigned lanes) {
+    return lanes ? __ffs(lanes) - 1 : -1;
+}
+
+__device__ __forceinline__ int team_begin(const Lane *l) {
+    return threadIdx.x % 32 & ~(l->team - 1);
+}
+
+__device__ __forceinline__ unsigned team_lanes(const Lane *l) {
+    return (l->team == 32 ? ~0u : (1u << l->team) - 1) << team_begin(l);
+}
+
+/* The lanes of this thread's warp that have the same key; none where it is negative. */
+__device__ __forceinline__ unsigned same_key(int key) {
+    unsigned same = __match_any_sync(~0u, key);
+    return key >= 0 ? same : 0;
+}
+
+/* This thread's token of the chunk that begins with token `first`, and which of its entries. */
+__device__ __forceinline__ int own_token(const Lane *l, int first) {
+    return first + ((int)threadIdx.x >> l->team_shift);
+}
+
+__device__ __forceinline__ int own_k(const Lane *l) {
+    return threadIdx.x & (l->team - 1);
+}
+
+/* This thread's index of the chunk that begins with token `first`, as the caller gave it. */
+__device__ __forceinline__ int64_t load_index(const EpPrepareArgs &a, const Lane *l, int first) {
+    int token = own_token(l, first), k = own_k(l);
+    if (token >= l->end || k >= a.top_k) return -1;
+    return load_integer(a.topk_idx, a.idx_is_int64, (int64_t)token * a.top_k + k);
+}
+
+__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Lane *l, int64_t index) {
+    Own o = {-1, -1, 0, 0, 0};
+    if (index >= 0 && index < a.group.num_experts) {
+        o.expert = (int)index;
+        o.owner = l->owner[o.expert];
+    }
+    o.owners = same_key(o.owner);
+    return o;
+}
+
+__device__ __forceinline__ void check_index(const EpPrepareArgs &a, const Lane *l, int first,
+                                            int64_t index) {
+    if (index >= a.group.num_experts)
+        note_bad_index(a, (int64_t)own_token(l, first) * a.top_k + own_k(l));
+}
+
+/* Of the lanes with entries for one owner, those that are first in their team: one for each row. */
+__device__ __forceinline__ unsigned first_of_rows(const Lane *l, const Own &o) {
+    int is_first = first_lane(o.owners & team_lanes(l)) == (int)threadIdx.x % 32;
+    return __ballot_sync(~0u, is_first) & o.owners;
+}
+
+/* Columns of the table are 32 bytes; every other four have their halves swapped, so that columns
+ * next to each other are in different banks. */
+__device__ __forceinline__ uint8_t *byte_of(const Lane *l, int column, int warp) {
+    return l->table + column * WARPS + (warp ^ (column & 4) << 2);
+}
+
+__device__ __forceinline__ uint4 *half_of(const Lane *l, int column, int half) {
+    return (uint4 *)byte_of(l, column, half * 16);
+}
+
+__device__ __forceinline__ int add_bytes(uint32_t word, int sum) {
+    return (int)__dp4a(word, 0x01010101u, (uint32_t)sum);
+}
+
+__device__ __forceinline__ int add_half(const uint4 &x) {
+    return add_bytes(x.x, add_bytes(x.y, add_bytes(x.z, add_bytes(x.w, 0))));
+}
+
+/* The first n bytes of a word, which has that many at most. */
+__device__ __forceinline__ uint32_t first_bytes(uint32_t word, int n) {
+    return n >= 4 ? word : n > 0 ? word & ((1u << 8 * n) - 1) : 0;
+}
+
+__device__ __forceinline__ int add_first_bytes(const uint4 &x, int n) {
+    int sum = add_bytes(first_bytes(x.x, n), 0);
+    sum = add_bytes(first_bytes(x.y, n - 4), sum);
+    sum = add_bytes(first_bytes(x.z, n - 8), sum);
+    return add_bytes(first_bytes(x.w, n - 12), sum);
+}
+
+/* Sum of a column over the warps before this one. */
+__device__ __forceinline__ int count_before(const Lane *l, int column) {
+    int warp = threadIdx.x / 32;
+    int sum = add_first_bytes(*half_of(l, column, 0), min(warp, 16));
+    if (warp > 16) sum += add_first_bytes(*half_of(l, column, 1), warp - 16);
+    return sum;
+}
+
+__device__ __forceinline__ int count_column(const Lane *l, int column) {
+    return add_half(*half_of(l, column, 0)) + add_half(*half_of(l, column, 1));
+}
+
+__device__ __forceinline__ void clear_column(const Lane *l, int column) {
+    *half_of(l, column, 0) = *half_of(l, column, 1) = uint4{0, 0, 0, 0};
+}
+
+/* This warp's counts go into the table, which is clear; numbers within the warp are found. */
+__device__ __forceinline__ void mark_entries(const EpPrepareArgs &a, const Lane *l, Own *o) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unsigned same = same_key(o->expert), rows = first_of_rows(l, *o);
+    o->before = __popc(same & lanes_below(lane));
+    o->row = __popc(rows & lanes_below(team_begin(l)));
+    if (first_lane(same) == lane) *byte_of(l, o->expert, warp) = (uint8_t)__popc(same);
+    if (first_lane(o->owners) == lane)
+        *byte_of(l, a.group.num_experts + o->owner, warp) = (uint8_t)__popc(rows);
+}
+
+/* And across warps. */
+__device__ __forceinline__ void number_entries(const EpPrepareArgs &a, const Lane *l, Own *o) {
+    if (o->expert < 0) return;
+    o->before += count_before(l, o->expert);
+    o->row += l->ranks->rows[o->owner] + count_before(l, a.group.num_experts + o->owner);
+}
+
+/* The running numbers move on by what this chunk has had; the table is clear for the next. */
+__device__ __forceinline__ void advance(const EpPrepareArgs &a, Lane *l) {
+    int experts = a.group.num_experts;
+    __syncthreads();
+    for (int c = threadIdx.x; c < l->columns; c += THREADS) {
+        *(c < experts ? l->base + c : l->ranks->rows + (c - experts)) += count_column(l, c);
+        clear_column(l, c);
+    }
+    __syncthreads();
+}
+
+#endif
