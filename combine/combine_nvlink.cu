@@ -3,17 +3,17 @@
  * Gather over NVLink: slots to token rows, for ep_combine and ep_dispatch_backward.
  *
  * One launch, two blocks for each lane, all resident together. A summing block adds up, for every
- * row that another rank had sent in its lane, the slots that the row had filled, and pushes the sum,
- * rounded to the rows' type, back through the lane's ring. A reducing block takes its lane's tokens
- * in order: it waits until the sums of all ranks that a token went to are there, adds them in
- * ascending rank, this rank's own slots unrounded in their turn, and writes the token's row. How a
- * block works is told in runtime/pipe.cuh.
+ * row that another rank had sent in its lane, the slots that the row had filled, and pushes the
+ * sum, rounded to the rows' type, back through the lane's ring. A reducing block takes its lane's
+ * tokens in order: it waits until the sums of all ranks that a token went to are there, adds them
+ * in ascending rank, this rank's own slots unrounded in their turn, and writes the token's row. How
+ * a block works is told in runtime/pipe.cuh.
  *
  * Who waits on whom: a reducer for the heads of a token's ranks, a summer for all ranks' arrival
  * and then for credit of any one of the ranks that it still has rows for. Sums travel to each rank
  * in order of token. So of all unfinished tokens of a lane, on all ranks, the reducer of the lowest
- * has emptied the rings of what came before; the summers it waits for find room there; and all of it
- * goes on.
+ * has emptied the rings of what came before; the summers it waits for find room there; and all of
+ * it goes on.
  */
 #include "combine/gather_reduce.cuh"
 #include "combine/gather_sum.cuh"
@@ -23,7 +23,7 @@
 typedef struct Shared {
     Pipe pipe;
     union {
-        Debts debts;
+        Turns turns;
         Arrived arrived;
     };
 } Shared;
@@ -32,7 +32,7 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int rin
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == PLANNER)
-        plan_sums(a, p, &s->debts, epoch, ring);
+        plan_sums(a, p, &s->turns, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)

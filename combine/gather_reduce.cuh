@@ -16,8 +16,8 @@ typedef struct Arrived {
 /* Until record `row` of a rank is there. */
 __device__ __forceinline__ int await_record(const EpCudaGroup &g, Arrived *s, uint32_t epoch,
                                             int ring, int rank, int row) {
-    return ep_wait_known(g, ep_head(g, g.rank, rank, ring), epoch, row + 1, rank,
-                         EP_PHASE_RECORD, ring, &s->records[rank]);
+    return ep_wait_known(g, ep_head(g, g.rank, rank, ring), epoch, row + 1, rank, EP_PHASE_RECORD,
+                         ring, &s->records[rank]);
 }
 
 /* Which term of its team's sum a lane's is: ranks ascend, and within this rank k does. */
@@ -42,13 +42,6 @@ __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, 
     if (is_own) part.from = a.rows + e.slot * a.row_bytes, part.begins = own_before == 0;
     if (is_own) part.weight = weight;
     return part;
-}
-
-__device__ __forceinline__ EpEntry entry_of(const EpGatherArgs &a, const Team &t, int token,
-                                            int end) {
-    EpEntry none = {-1, 0, -1, 0, 0};
-    int valid = t.index < t.count && token < end && t.k < a.top_k;
-    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
 /* The planner of a reducing block: entries are looked up one round ahead. */

@@ -7,8 +7,7 @@
  * the values that travel beside them.
  */
 
-#include "handles/plan_cuda.h"
-#include "runtime/pipe.cuh"
+#include "handles/planner.cuh"
 #include "runtime/rows.cuh"
 
 /* ---- sums ---------------------------------------------------------------------------------- */
@@ -95,12 +94,23 @@ template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
         const float *weight = &p->weight[n % JOBS * p->shape.width];
         if (work.bytes == PIPE_END) return;
         switch (work.terms) {
-        case 0: sum_few<T, 0>(s, work, weight, thread); break;
-        case 1: sum_few<T, 1>(s, work, weight, thread); break;
-        case 2: sum_few<T, 2>(s, work, weight, thread); break;
-        case 3: sum_few<T, 3>(s, work, weight, thread); break;
-        case 4: sum_few<T, 4>(s, work, weight, thread); break;
-        default: sum_many<T>(s, work, weight, thread);
+        case 0:
+            sum_few<T, 0>(s, work, weight, thread);
+            break;
+        case 1:
+            sum_few<T, 1>(s, work, weight, thread);
+            break;
+        case 2:
+            sum_few<T, 2>(s, work, weight, thread);
+            break;
+        case 3:
+            sum_few<T, 3>(s, work, weight, thread);
+            break;
+        case 4:
+            sum_few<T, 4>(s, work, weight, thread);
+            break;
+        default:
+            sum_many<T>(s, work, weight, thread);
         }
         pipe_worked(p, n);
     }
@@ -147,8 +157,12 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* a sum of nothing needs a stage, too */
             p->to[cell] = to + offset;
-            p->job[j] = PipeJob{(int16_t)max(1, terms), (int16_t)terms, 1, (int16_t)terms,
-                                piece_bytes(a.pipe, a.row_bytes, piece), begins};
+            p->job[j] = PipeJob{(int16_t)max(1, terms),
+                                (int16_t)terms,
+                                1,
+                                (int16_t)terms,
+                                piece_bytes(a.pipe, a.row_bytes, piece),
+                                begins};
             p->notes[j] = piece == pieces - 1 ? notes : 0;
             p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }

@@ -5,8 +5,8 @@
  * One launch, two blocks for each lane, all resident together. A sending block brings its lane's
  * tokens into shared memory one by one, and pushes each to every rank that needs it, once: into the
  * lane's ring there; or, where the receiver's rows lie in a window of the group, into the first of
- * the row's slots. A filling block takes what has arrived in its lane, from all sources in turn, and
- * writes it to all (other) slots of each row. How a block works is told in runtime/pipe.cuh.
+ * the row's slots. A filling block takes what has arrived in its lane, from all sources in turn,
+ * and writes it to all (other) slots of each row. How a block works is told in runtime/pipe.cuh.
  *
  * Who waits on whom: a sender for all ranks' arrival and for credit, that is, for the receiver's
  * filler to have emptied a record of the ring; a filler for the head. Fillers take whatever is
@@ -26,7 +26,7 @@ typedef struct Shared {
     union {
         Peers peers;
         struct {
-            Sources sources;
+            Turns turns;
             Dots dots;
         };
     };
@@ -34,41 +34,47 @@ typedef struct Shared {
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
-__device__ void zero_bytes(char *out, int64_t bytes, int thread) {
-    for (int64_t at = thread * 4; at < bytes; at += WORKERS * 4)
+/* The threads that write zeros. */
+typedef struct Zeroers {
+    int index, count;
+} Zeroers;
+
+__device__ void zero_bytes(char *out, int64_t bytes, Zeroers z) {
+    for (int64_t at = z.index * 4; at < bytes; at += z.count * 4)
         *(uint32_t *)(out + at) = 0;
 }
 
-__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, int thread) {
+__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Zeroers z) {
     if (begin >= end) return;
-    for (int64_t at = begin * a.row_bytes + thread * 16; at < end * a.row_bytes; at += WORKERS * 16)
+    for (int64_t at = begin * a.row_bytes + z.index * 16; at < end * a.row_bytes;
+         at += z.count * 16)
         *(uint4 *)(a.out_rows + at) = make_uint4(0, 0, 0, 0);
     int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.carries_weights ? a.top_k : 1;
     if (a.out_weights)
-        zero_bytes((char *)(a.out_weights + begin * values), (end - begin) * values * 4, thread);
-    for (int64_t i = begin * a.top_k + thread; a.out_idx && i < end * a.top_k; i += WORKERS) {
+        zero_bytes((char *)(a.out_weights + begin * values), (end - begin) * values * 4, z);
+    for (int64_t i = begin * a.top_k + z.index; a.out_idx && i < end * a.top_k; i += z.count) {
         if (a.idx_is_int64)
             ((int64_t *)a.out_idx)[i] = -1;
         else
             ((int32_t *)a.out_idx)[i] = -1;
     }
-    zero_bytes(a.out_scales + begin * a.scale_bytes, (end - begin) * a.scale_bytes, thread);
+    zero_bytes(a.out_scales + begin * a.scale_bytes, (end - begin) * a.scale_bytes, z);
 }
 
-/* By the workers of a filling block: their share of all padding. */
-__device__ void zero_padding(const EpScatterArgs &a, int ring, int thread) {
+/* A filling block's share of all padding. */
+__device__ void zero_padding(const EpScatterArgs &a, int ring, Zeroers z) {
     const EpPlanShape &s = a.shape;
     int batched = s.layout == EP_LAYOUT_BATCHED, lanes = a.group.layout.lanes;
     for (int e = ring; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += lanes) {
         int64_t offset = a.plan.expert_offsets[e];
         int64_t end = offset + a.plan.expert_padded[e];
         if (batched && s.zero_tail) end = a.plan.expert_offsets[e + 1];
-        zero_slots(a, offset + a.plan.expert_counts[e], end, thread);
+        zero_slots(a, offset + a.plan.expert_counts[e], end, z);
     }
     int64_t tail = a.plan.header->recv_rows, share = a.out_capacity - tail;
     if (batched || !s.zero_tail || share <= 0) return;
     share = (share + lanes - 1) / lanes;
-    zero_slots(a, tail + ring * share, min(tail + (ring + 1) * share, a.out_capacity), thread);
+    zero_slots(a, tail + ring * share, min(tail + (ring + 1) * share, a.out_capacity), z);
 }
 
 /* ---- kernel -------------------------------------------------------------------------------- */
@@ -85,27 +91,30 @@ __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
         pipe_store(p, warp - FIRST_STORER, 0, 0, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 1);
-    else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && has_side(a))
+    else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && has_side(a))
         send_sides(a, p, ring, warp - FIRST_SIDE);
 }
 
 __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int ring) {
     Pipe *p = &s->pipe;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, thread = threadIdx.x - FIRST_WORKER * 32;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int multiplies = a.type != 0, moves_side = !multiplies && has_side(a);
+    int first_free = (moves_side ? FIRST_SIDE + ALL_SIDES : FIRST_WORKER) * 32;
+    Zeroers zeroers = {(int)threadIdx.x - first_free, THREADS - first_free};
     pipe_open(p, a.fill, memory, moves_side);
     if (warp == PLANNER)
-        plan_records(a, p, &s->sources, epoch, ring);
+        plan_records(a, p, &s->turns, epoch, ring);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, multiplies, multiplies, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, ring, 0);
-    else if (warp >= FIRST_SIDE && warp < FIRST_WORKER && moves_side)
+    else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && moves_side)
         fill_sides(a, p, ring, warp - FIRST_SIDE);
-    if (warp >= FIRST_WORKER && multiplies) multiply(a, p, &s->dots, thread);
-    if (warp >= FIRST_WORKER) zero_padding(a, ring, thread);
+    else if (warp >= FIRST_WORKER && multiplies)
+        multiply(a, p, &s->dots, threadIdx.x - FIRST_WORKER * 32);
+    if (zeroers.index >= 0) zero_padding(a, ring, zeroers);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)

@@ -80,8 +80,7 @@ __device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int w
         float(*partial)[TEAM_WARPS] = dots->partial[team][row % 2];
         for (; base + SLOTS_AT_ONCE <= work.terms; base += SLOTS_AT_ONCE)
             multiply_few<T, SLOTS_AT_ONCE>(a, s, work, weight, base, thread, partial, piece);
-        if (base < work.terms)
-            multiply_few<T, 1>(a, s, work, weight, base, thread, partial, piece);
+        if (base < work.terms) multiply_few<T, 1>(a, s, work, weight, base, thread, partial, piece);
         if (a.takes_dots && piece == pieces - 1)
             finish_dots(a, p, n, partial, work.terms, team, thread);
         row += piece == pieces - 1;

@@ -26,8 +26,8 @@ __device__ __forceinline__ int meet_peers(const EpScatterArgs &a, Peers *peers, 
         peers->landing[r] = NULL;
         peers->credit[r] = 0;
         if (alive && window >= 0)
-            peers->landing[r] = g.peers[window * EP_CUDA_MAX_RANKS + r] +
-                                (where & (((uint64_t)1 << 40) - 1)) * 16;
+            peers->landing[r] =
+                g.peers[window * EP_CUDA_MAX_RANKS + r] + (where & (((uint64_t)1 << 40) - 1)) * 16;
     }
     return __all_sync(~0u, alive);
 }
@@ -51,8 +51,7 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, Peers *peer
                                              int ring, const EpEntry &e, char **to, int *peer) {
     const EpCudaGroup &g = a.group;
     *to = NULL, *peer = -1;
-    if (e.owner == g.rank && copies(a) && e.slot >= 0)
-        *to = a.out_rows + e.slot * a.row_bytes;
+    if (e.owner == g.rank && copies(a) && e.slot >= 0) *to = a.out_rows + e.slot * a.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.carrier) return 1;
     *peer = e.owner;
     if (!await_room(g, peers, epoch, ring, e.owner, e.row)) return 0;
@@ -66,8 +65,8 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, Peers *peer
 
 /* The jobs of a team's token, one for each piece of its row. `number` is the first. */
 __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, const Team &t,
-                                           uint32_t number, int token, int valid, char *to,
-                                           int row, int peer) {
+                                           uint32_t number, int token, int valid, char *to, int row,
+                                           int peer) {
     int stores, notes, at = team_rank(t, to != NULL, &stores);
     int note = team_rank(t, peer >= 0, &notes);
     for (int piece = 0; piece < a.send.pieces; piece++) {
@@ -87,13 +86,6 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
         __syncwarp();
         if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
     }
-}
-
-__device__ __forceinline__ EpEntry entry_of(const EpScatterArgs &a, const Team &t, int token,
-                                            int end) {
-    EpEntry none = {-1, 0, -1, 0, 0};
-    int valid = t.index < t.count && token < end && t.k < a.top_k;
-    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
 /* The planner of a sending block: entries are looked up one round ahead. */
@@ -122,30 +114,22 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint3
 
 /* Beside a token: its weights and scales, into the records that go to peers and to its own slots.
  * By a warp. */
-__device__ __forceinline__ void send_side(const EpScatterArgs &a, int ring, int token) {
+__device__ __forceinline__ void send_side(const EpScatterArgs &a, int ring, int64_t token) {
     const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32, has_entry = lane < a.top_k;
     EpEntry e = {-1, 0, -1, 0, 0};
-    if (lane < a.top_k) e = a.plan.entries[(int64_t)token * a.top_k + lane];
-    float weight =
-        a.carries_weights && lane < a.top_k ? a.topk_weights[(int64_t)token * a.top_k + lane] : 0;
-    const uint32_t *scales = (const uint32_t *)(a.scales + token * a.scale_bytes);
-    unsigned peers = __ballot_sync(~0u, e.owner >= 0 && e.owner != g.rank && e.carrier);
-    for (; peers; peers &= peers - 1) {
-        int from = __ffs(peers) - 1;
-        char *record = ep_ring(g, __shfl_sync(~0u, (int)e.owner, from), g.rank, ring,
-                               __shfl_sync(~0u, e.row, from));
-        if (a.carries_weights && lane < a.top_k)
-            ((float *)(record + a.record.weights))[lane] = weight;
-        for (int i = lane; i < a.scale_bytes / 4; i += 32)
-            ((uint32_t *)(record + a.record.scales))[i] = scales[i];
-    }
-    int fills = copies(a) && e.owner == g.rank && e.slot >= 0;
-    fill_side(a, fills ? e.slot : -1, e.owner == g.rank ? e.expert : -1, weight, scales);
+    SideEntry side = {-1, -1, 0, NULL};
+    if (has_entry) e = a.plan.entries[token * a.top_k + lane];
+    if (has_entry && a.carries_weights) side.weight = a.topk_weights[token * a.top_k + lane];
+    if (e.owner == g.rank && copies(a)) side.slot = e.slot;
+    if (e.owner == g.rank) side.expert = e.expert;
+    if (e.owner >= 0 && e.owner != g.rank && e.carrier)
+        side.record = ep_ring(g, e.owner, g.rank, ring, e.row);
+    spread_side(a, side, a.scales + token * a.scale_bytes);
 }
 
 __device__ void send_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) {
-    for (uint32_t n = warp;; n += SIDE_WARPS) {
+    for (uint32_t n = warp;; n += ALL_SIDES) {
         int j = n % JOBS;
         pipe_wait(p->posted, n);
         if (p->job[j].loads == PIPE_END) return;

@@ -92,9 +92,9 @@ typedef struct EpCudaNotes {
 
 /** Device memory of a group that no peer sees. Zeroed at create. */
 typedef struct EpCudaState {
-    uint32_t epoch;    /**< completed operations of the group */
-    uint32_t finished; /**< blocks that are done with an operation */
-    int32_t failed;    /**< 1 after a failure: hurry out */
+    uint32_t epoch;               /**< completed operations of the group */
+    uint32_t finished;            /**< blocks that are done with an operation */
+    int32_t failed;               /**< 1 after a failure: hurry out */
     unsigned long long bad_count; /**< bad indices of the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
 } EpCudaState;
@@ -141,8 +141,8 @@ typedef struct EpCudaPlan {
     int32_t *send_rows;      /**< [R, lanes] rows that go to each rank by each lane */
     int32_t *lane_rows;      /**< [R, lanes] rows that come from each rank by each lane */
     int32_t *lane_begin;     /**< [R, lanes] FLAT: first row of each, in the receive buffer */
-    int32_t *routes;         /**< [R, lanes, lane_tokens, K] entries of each row: its slot, or in the
-                                  FLAT layout its local expert; -1 where there is none */
+    int32_t *routes; /**< [R, lanes, lane_tokens, K] entries of each row: its slot, or in the
+                          FLAT layout its local expert; -1 where there is none */
 } EpCudaPlan;
 
 #endif

@@ -101,9 +101,21 @@ typedef struct EpPatience {
     int polls;
 } EpPatience;
 
-static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault,
-                                              const EpAwaited &awaited) {
+/* A rank that waits in vain for what another was to send may be waiting, as the other is, for a
+ * third that has not even entered the operation: then that is the one to name. */
+static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
+    uint32_t epoch = *(volatile uint32_t *)&g.state->epoch + 1;
+    for (int r = 0; r < g.size; r++) {
+        uint32_t seen =
+            (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
+        if (seen != epoch) return EpAwaited{r, EP_PHASE_ARRIVAL, 0, epoch, seen};
+    }
+    return awaited;
+}
+
+static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited) {
     if (atomicExch(&g.state->failed, 1)) return;
+    if (fault == EP_FAULT_LATE) awaited = ep_find_absent(g, awaited);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
@@ -161,7 +173,8 @@ __device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
     return *(volatile uint32_t *)&g.state->epoch + 1;
 }
 
-/** Tell a rank that this one has entered the operation, and no more: neither word orders anything. */
+/** Tell a rank that this one has entered the operation, and no more: neither word orders anything.
+ */
 __device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                     uint64_t where) {
     EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);

@@ -11,14 +11,15 @@
  *     workers     (where rows are computed) stages -> stages, in place; teams take jobs in turn
  *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
- *     announcer   tells the other side: heads of what has been written, or credits for what has been
- *                 read; then the job's place is open again
+ *     announcer   tells the other side: heads of what has been written, or credits for what has
+ * been read; then the job's place is open again
  *
- * Jobs pass in order. Each place has a barrier for every step that says for which job, of those that
- * come round to this place, the step is done; waiting for job n is waiting for the phase n / JOBS.
+ * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
+ * that come round to this place, the step is done; waiting for job n is waiting for the phase n /
+ * JOBS.
  *
- * A job of n loads holds n stages. The pipe ends with PIPE_ENDS jobs that are none, one for each of
- * those that take jobs in turn.
+ * A job of n loads holds n stages. The pipe ends with PIPE_ENDS jobs that are none, at least one
+ * for each of those that take jobs in turn.
  *
  * Loader and storers are single threads: every cycle of theirs between two copies counts. So what
  * they must know of a job lies in one 16-byte word, and what never changes in registers.
@@ -28,9 +29,9 @@
 
 #define JOBS 32
 #define PIPE_END (-1)
-#define PIPE_ENDS 4
+#define PIPE_ENDS 12
 #define TEAM_WARPS 4
-#define TEAMS PIPE_ENDS
+#define TEAMS 4
 #define TEAM_THREADS (TEAM_WARPS * 32)
 #define WORKERS (TEAMS * TEAM_THREADS)
 #define ANNOUNCE_BATCH 8
@@ -41,10 +42,11 @@ enum PipeWarp {
     LOADER,
     ANNOUNCER,
     FIRST_STORER,
-    STORERS = PIPE_ENDS,
+    STORERS = 4,
     FIRST_SIDE = FIRST_STORER + STORERS,
     SIDE_WARPS = 2,
     FIRST_WORKER = FIRST_SIDE + SIDE_WARPS,
+    ALL_SIDES = SIDE_WARPS + 8, /* where no row is computed, workers help with what lies beside */
 };
 
 /** A job as the planner writes it. */
@@ -52,18 +54,20 @@ typedef struct __align__(16) PipeJob {
     int16_t loads;   /* stages it holds, PIPE_END */
     int16_t brought; /* how many of them are loaded */
     int16_t stores;
-    int16_t terms; /* rows to add, or slots to multiply for */
-    int32_t bytes; /* of each load and store */
+    int16_t terms;   /* rows to add, or slots to multiply for */
+    int32_t bytes;   /* of each load and store */
     uint32_t begins; /* terms of a sum that begin a run */
-} PipeJob;
+}
+PipeJob;
 
 /** A job as workers and storers see it. */
 typedef struct __align__(16) PipeWork {
-    uint32_t stage;  /* the first, as an address in shared memory */
-    int32_t bytes;   /* PIPE_END */
+    uint32_t stage; /* the first, as an address in shared memory */
+    int32_t bytes;  /* PIPE_END */
     int16_t stores, terms;
     uint32_t begins;
-} PipeWork;
+}
+PipeWork;
 
 typedef struct Pipe {
     PipeJob job[JOBS];
@@ -84,8 +88,8 @@ typedef struct Pipe {
 } Pipe;
 
 /**
- * The lane of a block, and whether it receives there. Neighbours share a port to the network: one of
- * them sends and one receives, so that no lane has less of the wire than others.
+ * The lane of a block, and whether it receives there. Neighbours share a port to the network: one
+ * of them sends and one receives, so that no lane has less of the wire than others.
  */
 __device__ __forceinline__ int pipe_lane(void) {
     return (int)blockIdx.x / 2;
