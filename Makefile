@@ -3,6 +3,7 @@
 #   make demo     install what is missing, build, run the main job on 4 ranks
 #   make check    the same, and pass the tests
 #   make check-gpu  the tests on GPUs, where there are some; GPU_JOBS=8 at a time
+#   make check-emulated  the tests of kernels on CPUs; EMULATED_SEED=N: in another order
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #
@@ -90,7 +91,7 @@ tests := $(if $(tests_c),$B/tests/ep_tests)
 
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
 
-.PHONY: all libs demo check check-gpu run-demo run-check deps install clean format
+.PHONY: all libs demo check check-gpu check-emulated run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 libs: $(libs)
 
@@ -251,9 +252,18 @@ check: deps
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 
-# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads.
-run-check: all
+# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads. They do
+# not know fibers at all, so kernels are emulated without them.
+run-check: all $(if $(variant),,$(emulated_tests))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
+	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
+
+# All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
+# thousand steps would take a day.
+emulated_few := @(dispatch_*|combine_*|handles_*|gpu_pointers)/*
+emulated_all := @(dispatch_*|combine_*|handles_*|runtime_random|gpu_backends|gpu_faults|gpu_pointers|gpu_streams|gpu_zero_copy)/*
+check-emulated: $(emulated_tests)
+	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 
 # GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
 # for a turn, and come alone. Where there is no GPU, the program says so and ends well.

@@ -12,7 +12,7 @@
 #include "tests/emulator/launch.h"
 #include "tests/emulator/worker.h"
 
-enum { MOST = 1024, WARP = 32, NAMED = 16, BUCKETS = 256 };
+enum { MOST = 1024, WARP = 32, NAMED = 16, BUCKETS = 256, REST_AFTER = 64 };
 
 #define STACK_BYTES ((size_t)32 << 10)
 #define STACK_END 0x57ac4e4d57ac4e4dull
@@ -45,6 +45,7 @@ typedef struct Block {
     Crowd ready, polling;
     Meeting warp[MOST / WARP], named[NAMED];
     uint64_t given[MOST / WARP][2][WARP]; /* two in turn: none is given anew before all have read */
+    unsigned votes[MOST / WARP][2];
     unsigned turn[MOST];
     int all;           /* of emulated_barrier_and */
     Thread *asleep[BUCKETS];
@@ -95,11 +96,15 @@ static void tell_deadlock(void) {
                  block->threads - block->ended, block->ended);
 }
 
-/* All that could run look at memory of others: let these have the processor. */
+/* All that could run only look at memory of others, and have for a while: let these have the
+ * processor. */
 static void rest(void) {
-    if (++block->idle <= block->polling.count + 1) return;
-    block->idle = 0;
-    sched_yield();
+    struct timespec little = {0, 50000};
+    if (++block->idle % REST_AFTER || block->ready.count) return;
+    if (block->idle < 8 * REST_AFTER)
+        sched_yield();
+    else
+        nanosleep(&little, NULL);
 }
 
 /* Copies take their time: mostly they are made when there is nothing else to do. */
@@ -107,10 +112,8 @@ static Thread *choose(void) {
     for (;;) {
         int lucky = emulated_one_in(16);
         if (lucky) emulated_copy_something();
-        if (block->ready.count && !(lucky && block->polling.count)) {
-            block->idle = 0;
+        if (block->ready.count && !(lucky && block->polling.count))
             return draw_from(&block->ready);
-        }
         if (!block->ready.count && emulated_one_in(2) && emulated_copy_something()) continue;
         if (block->polling.count) {
             rest();
@@ -159,6 +162,7 @@ void emulated_wake(const void *key) {
             continue;
         }
         *at = t->next;
+        block->idle = 0;
         join_crowd(&block->ready, t);
     }
 }
@@ -191,6 +195,15 @@ uint64_t *emulated_exchange(int instruction, uint64_t value) {
     given[me->x % WARP] = value;
     meet(&block->warp[warp], WARP, instruction);
     return given;
+}
+
+unsigned emulated_vote(int instruction, int is) {
+    Thread *me = block->running;
+    unsigned warp = me->x / WARP, *votes = &block->votes[warp][block->turn[me->x]++ % 2];
+    if (!block->warp[warp].come) *votes = 0;
+    *votes |= (unsigned)(is != 0) << me->x % WARP;
+    meet(&block->warp[warp], WARP, instruction);
+    return *votes;
 }
 
 void emulated_barrier(int id, int threads) {

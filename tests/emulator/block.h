@@ -31,6 +31,8 @@ void *emulated_shared(void);
 
 /** All lanes of the warp bring a value to the same instruction; returns all lanes' values. */
 uint64_t *emulated_exchange(int instruction, uint64_t value);
+/** The same of one bit. */
+unsigned emulated_vote(int instruction, int is);
 
 /** Until this many threads have come to the barrier of this number. */
 void emulated_barrier(int id, int threads);

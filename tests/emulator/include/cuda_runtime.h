@@ -107,11 +107,7 @@ static inline void __syncwarp(void) {
 }
 
 static inline unsigned __ballot_sync(unsigned, int is) {
-    const uint64_t *lanes = emulated_give(EMULATED_VOTE, is);
-    unsigned who = 0;
-    for (int i = 0; i < 32; i++)
-        who |= (unsigned)(lanes[i] != 0) << i;
-    return who;
+    return emulated_vote(EMULATED_VOTE, is);
 }
 
 static inline int __any_sync(unsigned mask, int is) {
