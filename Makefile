@@ -3,6 +3,7 @@
 #   make demo     install what is missing, build, run the main job on 4 ranks
 #   make check    the same, and pass the tests
 #   make check-gpu  the tests on GPUs, where there are some; GPU_JOBS=8 at a time
+#   make check-emulated  the tests of kernels on CPUs; EMULATED_SEED=N: in another order
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #
@@ -37,8 +38,9 @@ warnings := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvl
             $(if $(WERROR),-Werror)
 # Floating point: results are defined to the bit, so nothing may be contracted; nobody reads errno
 # or floating-point exceptions.
-cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
-         -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. $(cuda_cflags) -MMD -MP $(CFLAGS)
+host_cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
+              -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. -MMD -MP $(CFLAGS)
+cflags = $(host_cflags) $(cuda_cflags)
 ldflags = -pthread $(sanitize) $(LDFLAGS)
 mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
 mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
@@ -62,7 +64,9 @@ NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90]
 # ---- what is built from what --------------------------------------------------------------------
 
 folders := runtime handles dispatch combine bootstrap
-lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,$(foreach d,$(folders),$(wildcard $d/*.c)))
+all_lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,\
+                          $(foreach d,$(folders),$(wildcard $d/*.c)))
+lib_c := $(all_lib_c)
 cuda_c := $(filter %_cuda.c $(wildcard */cuda_*.c) runtime/nccl_api.c,$(lib_c))
 cuda_cu := $(foreach d,$(folders),$(wildcard $d/*.cu))
 ifeq ($(CUDA),1)
@@ -82,12 +86,12 @@ bench_c := tools/ep_bench.c $(wildcard tools/bench_*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench_*.cu))
 info_c := tools/ep_info.c
 tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
-tests_c := $(filter-out tests/gpu/%,$(wildcard tests/*.c tests/*/*.c))
+tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
 
-.PHONY: all libs demo check check-gpu run-demo run-check deps install clean format
+.PHONY: all libs demo check check-gpu check-emulated run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 libs: $(libs)
 
@@ -173,6 +177,35 @@ $(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
+# And on CPUs: the CUDA backend's source against stand-ins for CUDA and NCCL (see tests/emulator/), of
+# which no installation is used. Rings are short there, so that they go round.
+emulated_tests := $B/tests/ep_emulated_tests
+emulated_c := $(all_lib_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
+emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
+              $(row_sets:%=$B/emulated/runtime/rowmath_%.o)
+emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DRING_BYTES=16384 \
+                  -Itests/emulator/include -Iinclude -I.
+$B/emulated/%.o: private cflags = $(emulated_cflags) \
+    $(if $(filter tests/%,$<),$(mpi_cflags) $(if $(filter tests/emulator/%,$<),,$(on_gpu)))
+$B/emulated/%.o: %.c $B/flags
+	@mkdir -p $(@D)
+	$(call say,CC,"$< [emulated]")
+	$Q$(CC) $(cflags) -c $< -o $@
+$B/emulated/runtime/rowmath_%.o: runtime/rowmath.c
+	@mkdir -p $(@D)
+	$(call say,CC,"$< [$* emulated]")
+	$Q$(CC) $(cflags) $(row_flags_$*) -DEP_ROWMATH=ep_rowmath_$* -c $< -o $@
+$B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
+	@mkdir -p $(@D)
+	$(call say,CXX,"$< [emulated]")
+	$Qsed -E -f tests/emulator/kernel.sed $< >$(@:.o=.cpp)
+	$Q$(CXX) $(filter-out -std=% -Wstrict-prototypes -Wmissing-prototypes,$(emulated_cflags)) \
+	    -std=c++17 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused-parameter \
+	    -include cuda_runtime.h -c $(@:.o=.cpp) -o $@
+$(emulated_tests): $(emulated_o) $B/bootstrap/mpi.o
+	$(call say,LD,$@)
+	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) $(criterion_libs) -lm
+
 define pc
 prefix=$(PREFIX)
 libdir=$(LIBDIR)
@@ -219,9 +252,18 @@ check: deps
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 
-# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads.
-run-check: all
+# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads. They do
+# not know fibers at all, so kernels are emulated without them.
+run-check: all $(if $(variant),,$(emulated_tests))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
+	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
+
+# All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
+# thousand steps would take a day.
+emulated_few := @(dispatch_*|combine_*|handles_*|gpu_pointers)/*
+emulated_all := @(dispatch_*|combine_*|handles_*|runtime_random|gpu_backends|gpu_faults|gpu_pointers|gpu_streams|gpu_zero_copy)/*
+check-emulated: $(emulated_tests)
+	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 
 # GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
 # for a turn, and come alone. Where there is no GPU, the program says so and ends well.

@@ -14,7 +14,9 @@
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
+#ifndef RING_BYTES
 #define RING_BYTES (44 << 20) /* of all rings together, where that makes them deep enough */
+#endif
 #define LEAST_DEPTH 4
 
 int32_t ep_cuda_lanes(const EpSettings *settings) {

@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
 __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipe *p, uint32_t n,
                                             const float (*partial)[TEAM_WARPS], int slots, int team,
                                             int thread) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM_THREADS) : "memory");
+    ep_barrier(1 + team, TEAM_THREADS);
     if (thread >= slots) return;
     float dot = 0;
     for (int w = 0; w < TEAM_WARPS; w++)

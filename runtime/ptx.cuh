@@ -87,6 +87,11 @@ __device__ __forceinline__ uint64_t ep_global_timer(void) {
     return value;
 }
 
+/** Until `threads` threads of the block, whole warps, have come to barrier `id`. */
+__device__ __forceinline__ void ep_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ void ep_mbarrier_init(uint64_t *barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ep_smem(barrier)), "r"(count)
                  : "memory");

@@ -7,6 +7,7 @@ missing=
 need() { missing="$missing $1"; }
 
 command -v cc >/dev/null || need "gcc libc6-dev"
+command -v g++ >/dev/null || need g++ # emulated GPUs in the tests
 command -v pkg-config >/dev/null || need pkg-config
 command -v mpirun >/dev/null || need openmpi-bin
 has() { command -v pkg-config >/dev/null && pkg-config --exists "$1"; }

@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Bulk copies, which are made at any time until somebody has waited for them: a kernel that does
+ * not wait reads what was there before, or finds its stage overwritten.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/emulator/block.h"
+#include "tests/emulator/launch.h"
+
+#define MOST 4096
+
+typedef struct Load {
+    char *to;
+    const char *from;
+    uint32_t bytes;
+    uint64_t *barrier;
+} Load;
+
+typedef struct Store {
+    char *to;
+    const char *from;
+    uint32_t bytes;
+    unsigned thread, group;
+    char *data; /* once it is read */
+} Store;
+
+typedef struct Copies {
+    Load load[MOST];
+    Store store[MOST];
+    int loads, stores;
+    unsigned group[1024]; /* of each thread: the one that it fills now */
+} Copies;
+
+static __thread Copies *copies;
+
+static Copies *mine(void) {
+    if (!copies) copies = calloc(1, sizeof(*copies));
+    return copies;
+}
+
+static void check(const void *global, const void *smem, uint32_t bytes) {
+    if (((uintptr_t)global | (uintptr_t)smem | bytes) % 16)
+        emulated_die("a bulk copy of %u bytes between %p and %p is not aligned", bytes, global,
+                     smem);
+    if (!emulated_reaches(global, bytes))
+        emulated_die("a bulk copy of %u bytes leaves its allocation at %p", bytes, global);
+}
+
+/* ---- loads ---- */
+
+static void make_load(Copies *c, int i) {
+    Load load = c->load[i];
+    c->load[i] = c->load[--c->loads];
+    memcpy(load.to, load.from, load.bytes);
+    emulated_mbarrier_complete(load.barrier, load.bytes);
+}
+
+void emulated_bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
+    Copies *c = mine();
+    check(from, to, bytes);
+    if (c->loads == MOST) make_load(c, 0);
+    c->load[c->loads++] = (Load){to, from, bytes, barrier};
+}
+
+/* ---- stores ---- */
+
+static void read_store(Store *s) {
+    if (s->data) return;
+    s->data = malloc(s->bytes ? s->bytes : 1);
+    if (!s->data) emulated_die("no memory");
+    memcpy(s->data, s->from, s->bytes);
+}
+
+static void write_store(Copies *c, int i) {
+    Store store = c->store[i];
+    read_store(&store);
+    memcpy(store.to, store.data, store.bytes);
+    free(store.data);
+    c->store[i] = c->store[--c->stores];
+}
+
+void emulated_bulk_store(void *to, const void *from, uint32_t bytes) {
+    Copies *c = mine();
+    check(to, from, bytes);
+    if (c->stores == MOST) emulated_die("stores are not waited for");
+    c->store[c->stores++] = (Store){to, from, bytes, threadIdx.x, c->group[threadIdx.x], NULL};
+}
+
+void emulated_bulk_commit(void) {
+    mine()->group[threadIdx.x]++;
+}
+
+void emulated_bulk_wait(int youngest, int written) {
+    Copies *c = mine();
+    if (emulated_one_in(2)) emulated_poll();
+    for (int i = c->stores - 1; i >= 0; i--) {
+        Store *s = &c->store[i];
+        int age = (int)(c->group[threadIdx.x] - s->group); /* 1: the youngest committed */
+        if (s->thread != threadIdx.x || age <= youngest) continue;
+        if (written)
+            write_store(c, i);
+        else
+            read_store(s);
+    }
+}
+
+/* ---- some time ---- */
+
+int emulated_copy_something(void) {
+    Copies *c = mine();
+    if (!c->loads && !c->stores) return 0;
+    int i = (int)emulated_draw((unsigned)(c->loads + c->stores));
+    if (i < c->loads)
+        make_load(c, i);
+    else if (emulated_one_in(2))
+        write_store(c, i - c->loads);
+    else
+        read_store(&c->store[i - c->loads]);
+    return 1;
+}
+
+void emulated_copy_everything(void) {
+    Copies *c = mine();
+    while (c->stores)
+        write_store(c, 0);
+    if (c->loads) emulated_die("a block has ended with %d bulk loads under way", c->loads);
+    memset(c->group, 0, sizeof(c->group));
+}

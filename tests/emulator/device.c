@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The GPUs that are played: EMULATED_GPUS of them, 4 by default, with EMULATED_SMS
+ * multiprocessors each. */
+#include "tests/emulator/device.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/emulator/block.h"
+
+#define VERSION CUDART_VERSION
+
+static __thread int current;
+static __thread cudaError_t last_error;
+static int in_use[EMULATED_MOST_GPUS];
+
+static int setting(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text && *text ? atoi(text) : otherwise;
+}
+
+static int count(void) {
+    int gpus = setting("EMULATED_GPUS", 4);
+    return gpus < 0 ? 0 : gpus > EMULATED_MOST_GPUS ? EMULATED_MOST_GPUS : gpus;
+}
+
+int emulated_device(void) {
+    in_use[current] = 1;
+    return current;
+}
+
+int emulated_is_in_use(int device) {
+    return device >= 0 && device < EMULATED_MOST_GPUS && in_use[device];
+}
+
+/* ---- errors ---- */
+
+cudaError_t emulated_error(cudaError_t error) {
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
+
+cudaError_t cudaGetLastError(void) {
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+const char *cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorNotSupported: return "operation not supported";
+    default: return "another error";
+    }
+}
+
+/* ---- devices ---- */
+
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int *out) {
+    *out = count();
+    return *out ? cudaSuccess : emulated_error(cudaErrorNoDevice);
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    *device = current;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= count()) return emulated_error(cudaErrorInvalidDevice);
+    current = device;
+    in_use[device] = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
+    if (device < 0 || device >= count()) return emulated_error(cudaErrorInvalidDevice);
+    *out = (struct cudaDeviceProp){.major = 9};
+    snprintf(out->name, sizeof(out->name), "emulated GPU");
+    snprintf(out->uuid.bytes, sizeof(out->uuid.bytes), "emulated %d", device);
+    cudaDeviceGetAttribute(&out->multiProcessorCount, cudaDevAttrMultiProcessorCount, device);
+    out->sharedMemPerBlockOptin = EMULATED_SHARED_BYTES;
+    size_t left;
+    return cudaMemGetInfo(&left, &out->totalGlobalMem);
+}
+
+cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int device) {
+    if (device < 0 || device >= count()) return emulated_error(cudaErrorInvalidDevice);
+    switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *out = setting("EMULATED_SMS", 4); break;
+    case cudaDevAttrPageableMemoryAccess: *out = 0; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *out = EMULATED_SHARED_BYTES; break;
+    default: return emulated_error(cudaErrorInvalidValue);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+    *can = device != peer;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *out, int bytes, int device) {
+    snprintf(out, (size_t)bytes, "0000:%02X:00.0", 16 + device);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
+    (void)kernel;
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value <= EMULATED_SHARED_BYTES)
+        return cudaSuccess;
+    return emulated_error(cudaErrorInvalidValue);
+}

@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EMULATOR_CUDA_RUNTIME_H
+#define EMULATOR_CUDA_RUNTIME_H
+
+/**
+ * CUDA C++ as a C++ compiler takes it, once kernel.sed has been over launches and shared arrays.
+ * Goes in front of every kernel's source. A block runs in one OS thread, so what its threads share
+ * is thread-local there.
+ */
+
+#include <algorithm>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cuda_runtime_api.h>
+
+#include "tests/emulator/block.h"
+#include "tests/emulator/launch.h"
+
+using std::max;
+using std::min;
+
+#define __CUDACC__ 1 /* headers that hosts include too have functions for kernels */
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __shared__ static __thread
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct __align__(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct __align__(16) ulonglong2 {
+    unsigned long long x, y;
+};
+
+static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    return {x, y, z, w};
+}
+
+/* ---- the runtime's templates ---- */
+
+template <typename T> cudaError_t cudaMalloc(T **out, size_t bytes) {
+    return cudaMalloc((void **)out, bytes);
+}
+
+template <typename... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+    return cudaFuncSetAttribute((const void *)kernel, attribute, value);
+}
+
+/* ---- launches ---- */
+
+static inline EmulatedGrid emulated_grid(int blocks, int threads, size_t shared = 0,
+                                         cudaStream_t stream = NULL) {
+    return {(unsigned)blocks, (unsigned)threads, shared, stream};
+}
+
+template <typename F> static void emulated_call(const void *arguments) {
+    (*(const F *)arguments)();
+}
+
+/* What is launched has copies of the arguments. It is copied as bytes, as GPUs do. */
+template <typename F> static void emulated_enqueue(const EmulatedGrid &grid, const F &call) {
+    emulated_enqueue_kernel(&grid, emulated_call<F>, &call, sizeof(call));
+}
+
+template <typename... P, typename... A>
+static void emulated_launch(const EmulatedGrid &grid, void (*kernel)(P...), const A &...arguments) {
+    emulated_enqueue(grid, [kernel, arguments...] { kernel(arguments...); });
+}
+
+/* ---- warps ---- */
+
+template <typename T> static inline uint64_t *emulated_give(int instruction, T value) {
+    uint64_t bits = 0;
+    static_assert(sizeof(value) <= sizeof(bits), "one register or two");
+    memcpy(&bits, &value, sizeof(value));
+    return emulated_exchange(instruction, bits);
+}
+
+template <typename T> static inline T emulated_take(const uint64_t *lanes, int lane) {
+    T value;
+    memcpy(&value, &lanes[lane & 31], sizeof(value));
+    return value;
+}
+
+enum {
+    EMULATED_SYNC = 1,
+    EMULATED_VOTE,
+    EMULATED_MATCH,
+    EMULATED_ADD,
+    EMULATED_MOST,
+    EMULATED_SHUFFLE
+};
+
+static inline int emulated_lane(void) {
+    return (int)(threadIdx.x % 32);
+}
+
+static inline void __syncwarp(void) {
+    emulated_give(EMULATED_SYNC, 0);
+}
+
+static inline unsigned __ballot_sync(unsigned, int is) {
+    return emulated_vote(EMULATED_VOTE, is);
+}
+
+static inline int __any_sync(unsigned mask, int is) {
+    return __ballot_sync(mask, is) != 0;
+}
+
+static inline int __all_sync(unsigned mask, int is) {
+    return __ballot_sync(mask, is) == ~0u;
+}
+
+static inline unsigned __match_any_sync(unsigned, int key) {
+    const uint64_t *lanes = emulated_give(EMULATED_MATCH, key);
+    unsigned same = 0;
+    for (int i = 0; i < 32; i++)
+        same |= (unsigned)(emulated_take<int>(lanes, i) == key) << i;
+    return same;
+}
+
+static inline int __reduce_add_sync(unsigned, int value) {
+    const uint64_t *lanes = emulated_give(EMULATED_ADD, value);
+    unsigned sum = 0;
+    for (int i = 0; i < 32; i++)
+        sum += (unsigned)lanes[i];
+    return (int)sum;
+}
+
+template <typename T> static inline T __reduce_max_sync(unsigned, T value) {
+    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    for (int i = 0; i < 32; i++)
+        value = max(value, emulated_take<T>(lanes, i));
+    return value;
+}
+
+template <typename T> static inline T __reduce_min_sync(unsigned, T value) {
+    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    for (int i = 0; i < 32; i++)
+        value = min(value, emulated_take<T>(lanes, i));
+    return value;
+}
+
+template <typename T> static inline T __shfl_sync(unsigned, T value, int lane) {
+    return emulated_take<T>(emulated_give(EMULATED_SHUFFLE, value), lane);
+}
+
+template <typename T> static inline T __shfl_up_sync(unsigned, T value, unsigned by) {
+    const uint64_t *lanes = emulated_give(EMULATED_SHUFFLE, value);
+    int from = emulated_lane() - (int)by;
+    return from < 0 ? value : emulated_take<T>(lanes, from);
+}
+
+template <typename T> static inline T __shfl_xor_sync(unsigned, T value, int by) {
+    return emulated_take<T>(emulated_give(EMULATED_SHUFFLE, value), emulated_lane() ^ by);
+}
+
+/* ---- blocks ---- */
+
+static inline void __syncthreads(void) {
+    emulated_barrier(0, (int)blockDim.x);
+}
+
+static inline int __syncthreads_and(int is) {
+    return emulated_barrier_and(is);
+}
+
+/* ---- words ---- */
+
+static inline int __popc(unsigned x) {
+    return __builtin_popcount(x);
+}
+
+static inline int __ffs(unsigned x) {
+    return __builtin_ffs((int)x);
+}
+
+static inline int __clz(int x) {
+    return x ? __builtin_clz((unsigned)x) : 32;
+}
+
+static inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t sum) {
+    for (int i = 0; i < 32; i += 8)
+        sum += (a >> i & 255) * (b >> i & 255);
+    return sum;
+}
+
+static inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+template <typename T> static inline T __ldcg(const T *address) {
+    return *(const volatile T *)address;
+}
+
+/* ---- atomics ---- */
+
+template <typename T, typename V> static inline T atomicAdd(T *address, V value) {
+    return __atomic_fetch_add(address, (T)value, __ATOMIC_RELAXED);
+}
+
+template <typename T, typename V> static inline T atomicAdd_system(T *address, V value) {
+    return atomicAdd(address, value);
+}
+
+template <typename T> static inline T atomicMax(T *address, T value) {
+    T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(address, &old, value, false,
+                                                       __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return old;
+}
+
+static inline int atomicExch(int *address, int value) {
+    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+
+static inline void __threadfence(void) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+static inline void __threadfence_system(void) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+#endif

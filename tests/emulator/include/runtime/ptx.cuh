@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_PTX_CUH
+#define EP_RUNTIME_PTX_CUH
+
+/**
+ * In place of runtime/ptx.cuh: the same instructions, played by the emulator.
+ */
+
+#include <stdint.h>
+#include <time.h>
+
+#include "tests/emulator/block.h"
+
+/* ---- shared memory: dynamic arrays and static variables are apart ---- */
+
+#define EMULATED_DYNAMIC 0x1000000u
+#define EMULATED_STATIC 0x40000000u
+
+extern __thread char emulated_anchor;
+
+static inline uint32_t ep_smem(const void *pointer) {
+    uint64_t at = (uint64_t)((uintptr_t)pointer - (uintptr_t)emulated_shared());
+    if (at < EMULATED_SHARED_BYTES) return EMULATED_DYNAMIC + (uint32_t)at;
+    int64_t far = (int64_t)((uintptr_t)pointer - (uintptr_t)&emulated_anchor);
+    if (far < -(1 << 28) || far >= 1 << 28) emulated_die("%p is not in shared memory", pointer);
+    return EMULATED_STATIC + (uint32_t)(int32_t)far;
+}
+
+static inline void *emulated_generic(uint32_t address) {
+    if (address - EMULATED_DYNAMIC < EMULATED_SHARED_BYTES)
+        return (char *)emulated_shared() + (address - EMULATED_DYNAMIC);
+    return &emulated_anchor + (int32_t)(address - EMULATED_STATIC);
+}
+
+static inline uint4 ep_load_shared(uint32_t address) {
+    return *(const uint4 *)emulated_generic(address);
+}
+
+static inline void ep_store_shared(uint32_t address, const uint4 &x) {
+    *(uint4 *)emulated_generic(address) = x;
+}
+
+/* ---- words that others write or read ---- */
+
+template <typename T> static inline T emulated_load(const T *address, int order) {
+    emulated_poll();
+    return __atomic_load_n(address, order);
+}
+
+template <typename T> static inline void emulated_store(T *address, T value, int order) {
+    __atomic_store_n(address, value, order);
+    if (emulated_one_in(8)) emulated_poll();
+}
+
+static inline uint32_t ep_load_acquire_gpu(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline uint64_t ep_load_acquire_sys(const uint64_t *address) {
+    return emulated_load(address, __ATOMIC_ACQUIRE);
+}
+
+static inline void ep_store_release_sys(uint64_t *address, uint64_t value) {
+    emulated_store(address, value, __ATOMIC_RELEASE);
+}
+
+static inline uint64_t ep_load_relaxed_sys(const uint64_t *address) {
+    return emulated_load(address, __ATOMIC_RELAXED);
+}
+
+static inline void ep_store_relaxed_sys(uint64_t *address, uint64_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *address) {
+    if ((uintptr_t)address % 16) emulated_die("a pair of words at %p", (const void *)address);
+    unsigned long long first = emulated_load(address, __ATOMIC_RELAXED);
+    return {first, emulated_load(address + 1, __ATOMIC_RELAXED)};
+}
+
+static inline void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline uint32_t ep_load_relaxed_sys32(const uint32_t *address) {
+    return emulated_load(address, __ATOMIC_RELAXED);
+}
+
+static inline void ep_store_relaxed_sys32(uint32_t *address, uint32_t value) {
+    emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline void ep_fence_sys(void) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+static inline uint64_t ep_global_timer(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* ---- barriers ---- */
+
+static inline void ep_barrier(int id, int threads) {
+    emulated_barrier(id, threads);
+}
+
+static inline void ep_mbarrier_init(uint64_t *barrier, uint32_t count) {
+    emulated_mbarrier_init(barrier, count);
+}
+
+static inline void ep_fence_mbarrier_init(void) {}
+
+static inline void ep_mbarrier_expect(uint64_t *barrier, uint32_t bytes) {
+    emulated_mbarrier_arrive(barrier, bytes);
+}
+
+static inline void ep_mbarrier_arrive(uint64_t *barrier) {
+    emulated_mbarrier_arrive(barrier, 0);
+}
+
+static inline uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+    if (!emulated_mbarrier_test(barrier, parity)) emulated_wait_for(barrier);
+    return emulated_mbarrier_test(barrier, parity);
+}
+
+static inline uint32_t ep_mbarrier_test(uint64_t *barrier, uint32_t parity) {
+    return emulated_mbarrier_test(barrier, parity);
+}
+
+/* ---- bulk copies ---- */
+
+static inline void ep_bulk_load(uint32_t smem, const void *global, uint32_t bytes,
+                                uint32_t barrier) {
+    emulated_bulk_load(emulated_generic(smem), global, bytes,
+                       (uint64_t *)emulated_generic(barrier));
+}
+
+static inline void ep_bulk_store(void *global, uint32_t smem, uint32_t bytes) {
+    emulated_bulk_store(global, emulated_generic(smem), bytes);
+}
+
+static inline void ep_bulk_commit(void) {
+    emulated_bulk_commit();
+}
+
+template <int N> static inline void ep_bulk_wait_read(void) {
+    emulated_bulk_wait(N, 0);
+}
+
+template <int N> static inline void ep_bulk_wait(void) {
+    emulated_bulk_wait(N, 1);
+}
+
+static inline void ep_fence_proxy_shared(void) {}
+
+static inline void ep_fence_proxy_global(void) {}
+
+#endif

@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Memory of the emulated GPUs and pinned memory: pages of this process, a table of which says whose
+ * they are. A page that nobody may touch follows each allocation, which ends close before it; what
+ * lies between is looked at when it is freed.
+ */
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "tests/emulator/device.h"
+#include "tests/emulator/launch.h"
+
+#define MOST 4096
+#define PAGE ((size_t)4096)
+#define ALIGNMENT ((size_t)256)
+#define TOTAL_BYTES ((size_t)16 << 30) /* of all GPUs together */
+#define SLACK 0x5c
+#define GARBAGE 0xa5
+#define GARBAGE_BYTES ((size_t)16 << 20) /* arenas are left to be zero */
+
+typedef struct Allocation {
+    char *memory, *pages;
+    size_t bytes, page_bytes;
+    int device; /* -1: pinned */
+} Allocation;
+
+static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
+static Allocation table[MOST]; /* by address */
+static int count;
+static size_t used;
+
+/* ---- the table, under the lock ---- */
+
+/* Of the last allocation that begins at or before `memory`, -1: none. */
+static int find(const void *memory) {
+    int low = 0, high = count;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if ((const char *)memory < table[middle].memory)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low - 1;
+}
+
+static const Allocation *find_holder(const void *memory) {
+    int i = find(memory);
+    return i >= 0 && (const char *)memory < table[i].memory + table[i].bytes ? &table[i] : NULL;
+}
+
+static int insert(const Allocation *a) {
+    int i = find(a->memory) + 1;
+    if (count == MOST) return 0;
+    memmove(&table[i + 1], &table[i], (size_t)(count - i) * sizeof(*table));
+    table[i] = *a;
+    count++, used += a->page_bytes;
+    return 1;
+}
+
+static int withdraw(const void *memory, Allocation *out) {
+    int i = find(memory);
+    if (i < 0 || table[i].memory != memory) return 0;
+    *out = table[i];
+    count--, used -= out->page_bytes;
+    memmove(&table[i], &table[i + 1], (size_t)(count - i) * sizeof(*table));
+    return 1;
+}
+
+/* ---- allocation ---- */
+
+static size_t slack_of(const Allocation *a) {
+    return (size_t)(a->pages + a->page_bytes - PAGE - (a->memory + a->bytes));
+}
+
+static int map(Allocation *a, size_t bytes, int device) {
+    size_t room = (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
+    size_t pages = (room + PAGE - 1) & ~(PAGE - 1);
+    if (bytes > TOTAL_BYTES || used + pages > TOTAL_BYTES) return 0;
+    *a = (Allocation){.bytes = bytes, .page_bytes = pages + PAGE, .device = device};
+    a->pages = mmap(NULL, a->page_bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (a->pages == MAP_FAILED) return 0;
+    if (mprotect(a->pages + pages, PAGE, PROT_NONE)) emulated_die("mprotect");
+    a->memory = a->pages + (pages - room);
+    if (bytes < GARBAGE_BYTES) memset(a->memory, GARBAGE, bytes);
+    memset(a->memory + bytes, SLACK, slack_of(a));
+    return 1;
+}
+
+static cudaError_t allocate(void **out, size_t bytes, int device) {
+    Allocation a;
+    *out = NULL;
+    pthread_rwlock_wrlock(&lock);
+    int done = map(&a, bytes ? bytes : 1, device) && insert(&a);
+    pthread_rwlock_unlock(&lock);
+    if (!done) return emulated_error(cudaErrorMemoryAllocation);
+    *out = a.memory;
+    return cudaSuccess;
+}
+
+static cudaError_t release(void *memory) {
+    Allocation a;
+    if (!memory) return cudaSuccess;
+    pthread_rwlock_wrlock(&lock);
+    int found = withdraw(memory, &a);
+    pthread_rwlock_unlock(&lock);
+    if (!found) return emulated_error(cudaErrorInvalidValue);
+    for (size_t i = 0; i < slack_of(&a); i++)
+        if ((unsigned char)a.memory[a.bytes + i] != SLACK)
+            emulated_die("byte %zu behind %zu bytes at %p was written", i, a.bytes, memory);
+    munmap(a.pages, a.page_bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void **out, size_t bytes) {
+    return allocate(out, bytes, emulated_device());
+}
+
+/* What is under way may still use it. */
+cudaError_t cudaFree(void *memory) {
+    if (memory) (void)cudaDeviceSynchronize();
+    return release(memory);
+}
+
+cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned flags) {
+    (void)flags;
+    return allocate(out, bytes, -1);
+}
+
+cudaError_t cudaFreeHost(void *memory) {
+    return cudaFree(memory);
+}
+
+/* ---- looking ---- */
+
+cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
+    *left = TOTAL_BYTES - used, *total = TOTAL_BYTES;
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *memory) {
+    pthread_rwlock_rdlock(&lock);
+    const Allocation *a = find_holder(memory);
+    int pinned = a && a->device < 0, found = a != NULL;
+    *out = (struct cudaPointerAttributes){
+        .type = !found  ? cudaMemoryTypeUnregistered
+                : pinned ? cudaMemoryTypeHost
+                         : cudaMemoryTypeDevice,
+        .device = found && !pinned ? a->device : -2};
+    pthread_rwlock_unlock(&lock);
+    if (found) out->devicePointer = (void *)(uintptr_t)memory;
+    return cudaSuccess;
+}
+
+int emulated_reaches(const void *memory, size_t bytes) {
+    pthread_rwlock_rdlock(&lock);
+    const Allocation *a = find_holder(memory);
+    int reaches = a && (const char *)memory + bytes <= a->memory + a->bytes;
+    pthread_rwlock_unlock(&lock);
+    return reaches;
+}

@@ -1,0 +1,316 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Streams: queues of tasks, each with an OS thread that carries them out. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/emulator/device.h"
+#include "tests/emulator/launch.h"
+
+enum { QUEUE = 256, ARGUMENT_BYTES = 2048 };
+
+typedef struct Task {
+    void (*run)(void *arguments);
+    _Alignas(16) char arguments[ARGUMENT_BYTES];
+} Task;
+
+struct CUstream_st {
+    struct CUstream_st *next;
+    int device, closing;
+    uint64_t begun, done; /* tasks that were enqueued, and that are over */
+    Task task[QUEUE];
+    pthread_t thread;
+};
+
+struct CUevent_st {
+    uint64_t recorded, passed; /* how often it was enqueued, and has happened */
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static cudaStream_t streams, defaults[EMULATED_MOST_GPUS];
+
+/* ---- queues ---- */
+
+static void *serve(void *context) {
+    cudaStream_t s = context;
+    cudaSetDevice(s->device);
+    pthread_mutex_lock(&mutex);
+    while (s->begun != s->done || !s->closing) {
+        if (s->begun == s->done) {
+            pthread_cond_wait(&changed, &mutex);
+            continue;
+        }
+        Task *task = &s->task[s->done % QUEUE];
+        pthread_mutex_unlock(&mutex);
+        task->run(task->arguments);
+        pthread_mutex_lock(&mutex);
+        s->done++;
+        pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&mutex);
+    return NULL;
+}
+
+static cudaStream_t open_stream(int device) {
+    cudaStream_t s = calloc(1, sizeof(*s));
+    if (!s) emulated_die("no memory for a stream");
+    s->device = device, s->next = streams, streams = s;
+    if (pthread_create(&s->thread, NULL, serve, s)) emulated_die("no thread for a stream");
+    return s;
+}
+
+/* Under the lock. */
+static cudaStream_t resolve(cudaStream_t stream) {
+    int device = emulated_device();
+    if (stream) return stream;
+    if (!defaults[device]) defaults[device] = open_stream(device);
+    return defaults[device];
+}
+
+/* Returns the number that `done` will have when the task is over. */
+static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *arguments, size_t bytes) {
+    if (bytes > ARGUMENT_BYTES) emulated_die("%zu bytes of arguments", bytes);
+    while (s->begun - s->done == QUEUE)
+        pthread_cond_wait(&changed, &mutex);
+    Task *task = &s->task[s->begun % QUEUE];
+    task->run = run;
+    memcpy(task->arguments, arguments, bytes);
+    uint64_t number = ++s->begun;
+    pthread_cond_broadcast(&changed);
+    return number;
+}
+
+static void await(const struct CUstream_st *s, uint64_t number) {
+    while (s->done < number)
+        pthread_cond_wait(&changed, &mutex);
+}
+
+static void submit(cudaStream_t stream, void (*run)(void *), const void *arguments, size_t bytes,
+                   int waits) {
+    pthread_mutex_lock(&mutex);
+    cudaStream_t s = resolve(stream);
+    uint64_t number = enqueue(s, run, arguments, bytes);
+    if (waits) await(s, number);
+    pthread_mutex_unlock(&mutex);
+}
+
+/* ---- streams ---- */
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&mutex);
+    *out = open_stream(emulated_device());
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t *out) {
+    return cudaStreamCreateWithFlags(out, 0);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    if (!stream) return emulated_error(cudaErrorInvalidValue);
+    pthread_mutex_lock(&mutex);
+    stream->closing = 1;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    pthread_join(stream->thread, NULL);
+    pthread_mutex_lock(&mutex);
+    cudaStream_t *at = &streams;
+    while (*at != stream)
+        at = &(*at)->next;
+    *at = stream->next;
+    pthread_mutex_unlock(&mutex);
+    free(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    pthread_mutex_lock(&mutex);
+    cudaStream_t s = resolve(stream);
+    await(s, s->begun);
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    pthread_mutex_lock(&mutex);
+    cudaStream_t s = resolve(stream);
+    int busy = s->begun != s->done;
+    pthread_mutex_unlock(&mutex);
+    return busy ? cudaErrorNotReady : cudaSuccess;
+}
+
+static cudaStream_t busy_stream(int device) {
+    for (cudaStream_t s = streams; s; s = s->next)
+        if (s->device == device && s->begun != s->done) return s;
+    return NULL;
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+    int device = emulated_device();
+    pthread_mutex_lock(&mutex);
+    while (busy_stream(device))
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+/* ---- copies ---- */
+
+typedef struct Copy {
+    void *to;
+    const void *from; /* NULL: bytes of this value */
+    int value;
+    size_t bytes;
+} Copy;
+
+static void copy(void *arguments) {
+    const Copy *c = arguments;
+    if (c->from)
+        memcpy(c->to, c->from, c->bytes);
+    else
+        memset(c->to, c->value, c->bytes);
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+    (void)kind;
+    if (bytes) submit(NULL, copy, &(Copy){to, from, 0, bytes}, sizeof(Copy), 1);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+    (void)kind;
+    if (bytes) submit(stream, copy, &(Copy){to, from, 0, bytes}, sizeof(Copy), 0);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+    if (bytes) submit(stream, copy, &(Copy){to, NULL, value, bytes}, sizeof(Copy), 0);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+    return cudaMemsetAsync(to, value, bytes, NULL);
+}
+
+/* ---- events ---- */
+
+typedef struct Mark {
+    cudaEvent_t event;
+    uint64_t number;
+} Mark;
+
+static void pass(void *arguments) {
+    const Mark *m = arguments;
+    pthread_mutex_lock(&mutex);
+    if (m->event->passed < m->number) m->event->passed = m->number;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+static void await_mark(void *arguments) {
+    const Mark *m = arguments;
+    pthread_mutex_lock(&mutex);
+    while (m->event->passed < m->number)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) {
+    (void)flags;
+    *out = calloc(1, sizeof(**out));
+    return *out ? cudaSuccess : emulated_error(cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t *out) {
+    return cudaEventCreateWithFlags(out, 0);
+}
+
+/* Not freed: a stream may still come to it. */
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    return event ? cudaSuccess : emulated_error(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    pthread_mutex_lock(&mutex);
+    Mark mark = {event, ++event->recorded};
+    enqueue(resolve(stream), pass, &mark, sizeof(mark));
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&mutex);
+    Mark mark = {event, event->recorded};
+    enqueue(resolve(stream), await_mark, &mark, sizeof(mark));
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+/* ---- kernels ---- */
+
+typedef struct Launch {
+    EmulatedGrid grid;
+    void (*kernel)(const void *arguments);
+    _Alignas(16) char arguments[ARGUMENT_BYTES - 64];
+} Launch;
+
+static void run_kernel(void *arguments) {
+    const Launch *launch = arguments;
+    emulated_run_grid(&launch->grid, launch->kernel, launch->arguments);
+}
+
+void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
+                             const void *arguments, size_t bytes) {
+    Launch launch = {.grid = *grid, .kernel = kernel};
+    if (bytes > sizeof(launch.arguments)) emulated_die("%zu bytes of arguments", bytes);
+    memcpy(launch.arguments, arguments, bytes);
+    submit(grid->stream, run_kernel, &launch, sizeof(launch), 0);
+}
+
+/* ---- graphs: none ---- */
+
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                        unsigned long long *id, cudaGraph_t *graph,
+                                        const void **nodes, size_t *number) {
+    (void)stream, (void)graph, (void)nodes, (void)number;
+    *status = cudaStreamCaptureStatusNone, *id = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+    (void)stream, (void)mode;
+    return emulated_error(cudaErrorNotSupported);
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
+    (void)stream;
+    *out = NULL;
+    return emulated_error(cudaErrorNotSupported);
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+    (void)graph, (void)flags;
+    *out = NULL;
+    return emulated_error(cudaErrorNotSupported);
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    (void)exec, (void)stream;
+    return emulated_error(cudaErrorNotSupported);
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    (void)graph;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    (void)exec;
+    return cudaSuccess;
+}

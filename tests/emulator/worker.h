@@ -1,0 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_EMULATOR_WORKER_H
+#define TESTS_EMULATOR_WORKER_H
+
+#include <stdint.h>
+
+#include "tests/emulator/launch.h"
+
+/** Run one block, in the calling thread. */
+void emulated_run_block(const EmulatedGrid *grid, unsigned index, uint64_t seed,
+                        void (*kernel)(const void *arguments), const void *arguments);
+
+#endif
