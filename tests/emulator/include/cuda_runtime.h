@@ -53,6 +53,13 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
     return cudaFuncSetAttribute((const void *)kernel, attribute, value);
 }
 
+/* What a kernel declares is not counted here. */
+template <typename... P>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*)(P...)) {
+    attributes->sharedSizeBytes = 0;
+    return cudaSuccess;
+}
+
 /* ---- launches ---- */
 
 static inline EmulatedGrid emulated_grid(int blocks, int threads, size_t shared = 0,
@@ -198,8 +205,12 @@ static inline uint32_t __float_as_uint(float value) {
     return bits;
 }
 
+/* A load past the first-level cache: from wherever other blocks and devices may have written. */
 template <typename T> static inline T __ldcg(const T *address) {
-    return *(const volatile T *)address;
+    T value;
+    asm volatile("" ::: "memory");
+    memcpy(&value, address, sizeof(value));
+    return value;
 }
 
 /* ---- atomics ---- */
