@@ -47,9 +47,10 @@ typedef struct Block {
     uint64_t given[MOST / WARP][2][WARP]; /* two in turn: none is given anew before all have read */
     unsigned votes[MOST / WARP][2];
     unsigned turn[MOST];
-    int all;           /* of emulated_barrier_and */
+    int all; /* of emulated_barrier_and */
     Thread *asleep[BUCKETS];
     uint64_t lot;
+    unsigned laziness; /* of copies */
     char *stacks, *shared_end, *shared;
     void (*kernel)(const void *arguments);
     const void *arguments;
@@ -100,21 +101,22 @@ static void tell_deadlock(void) {
  * processor. */
 static void rest(void) {
     struct timespec little = {0, 50000};
-    if (++block->idle % REST_AFTER || block->ready.count) return;
+    if (++block->idle % REST_AFTER || block->ready.count || emulated_copy_something()) return;
     if (block->idle < 8 * REST_AFTER)
         sched_yield();
     else
         nanosleep(&little, NULL);
 }
 
-/* Copies take their time: mostly they are made when there is nothing else to do. */
+/* Copies take their time, in some blocks more than in others. */
 static Thread *choose(void) {
     for (;;) {
         int lucky = emulated_one_in(16);
-        if (lucky) emulated_copy_something();
+        if (lucky && emulated_one_in(block->laziness)) emulated_copy_something();
         if (block->ready.count && !(lucky && block->polling.count))
             return draw_from(&block->ready);
-        if (!block->ready.count && emulated_one_in(2) && emulated_copy_something()) continue;
+        if (!block->ready.count && emulated_one_in(block->laziness) && emulated_copy_something())
+            continue;
         if (block->polling.count) {
             rest();
             return draw_from(&block->polling);
@@ -257,6 +259,7 @@ static void fill_block(const EmulatedGrid *grid, uint64_t seed) {
     memset(block->shared, GARBAGE, shared);
     block->threads = (int)grid->threads, block->ended = 0, block->idle = 0;
     block->lot = seed * 0x9e3779b97f4a7c15ull | 1;
+    block->laziness = 1u << emulated_draw(4);
     block->ready.count = block->polling.count = 0;
     memset(block->turn, 0, sizeof(block->turn));
     for (unsigned i = 0; i < grid->threads; i++) {
