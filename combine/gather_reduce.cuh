@@ -82,18 +82,11 @@ __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpE
 
 /* The side warps: the values of a token's entries. */
 __device__ void return_values(const EpGatherArgs &a, Pipe *p, int ring, int warp) {
-    int lane = threadIdx.x % 32;
-    for (uint32_t n = warp;; n += SIDE_WARPS) {
-        int j = n % JOBS;
-        pipe_wait(p->posted, n);
-        if (p->job[j].loads == PIPE_END) return;
-        if (p->piece[j] == 0 && lane < a.top_k) {
-            int64_t at = (int64_t)p->item[j] * a.top_k + lane;
-            a.out_values[at] = returned_value(a, a.plan.entries[at], ring, lane);
-        }
-        __syncwarp();
-        if (lane == 0) ep_mbarrier_arrive(&p->done[j]);
-    }
+    int k = threadIdx.x % 32;
+    pipe_sides(p, warp, SIDE_WARPS, [&](int j) {
+        int64_t at = (int64_t)p->item[j] * a.top_k + k;
+        if (k < a.top_k) a.out_values[at] = returned_value(a, a.plan.entries[at], ring, k);
+    });
 }
 
 /* The workers: rows of a fixed-shape buffer past this step's tokens have no slots. */

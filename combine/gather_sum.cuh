@@ -44,19 +44,13 @@ __device__ void plan_sums(const EpGatherArgs &a, Pipe *p, Turns *s, uint32_t epo
 /* The side warps: values of a row's slots, into the record of its sum. */
 __device__ void send_values(const EpGatherArgs &a, Pipe *p, int ring, int warp) {
     const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x % 32;
-    for (uint32_t n = warp;; n += SIDE_WARPS) {
-        int j = n % JOBS;
-        pipe_wait(p->posted, n);
-        if (p->job[j].loads == PIPE_END) return;
-        if (p->piece[j] == 0 && lane < a.top_k) {
-            int source = p->source[j], row = p->item[j];
-            char *record = ep_ring(g, source, g.rank, ring, row);
-            ((float *)(record + a.record.weights))[lane] = value_of(a, source, ring, row, lane);
-        }
-        __syncwarp();
-        if (lane == 0) ep_mbarrier_arrive(&p->done[j]);
-    }
+    int k = threadIdx.x % 32;
+    pipe_sides(p, warp, SIDE_WARPS, [&](int j) {
+        int source = p->source[j], row = p->item[j];
+        char *record = ep_ring(g, source, g.rank, ring, row);
+        if (k < a.top_k)
+            ((float *)(record + a.record.weights))[k] = value_of(a, source, ring, row, k);
+    });
 }
 
 #endif

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table: describes each operation to its kernel, and launches it. */
-
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
 #include "runtime/cuda_limits.h"
@@ -15,9 +14,8 @@ static EpStatus enter_stream(const EpGroup *group, EpStream stream) {
     EpCuda *cuda = ep_cuda(group);
     enum cudaStreamCaptureStatus capturing;
     unsigned long long capture = 0;
-    EP_TRY(ep_cuda_check(
-        group, "cudaStreamGetCaptureInfo",
-        ep_cuda_capture_info((cudaStream_t)stream, &capturing, &capture)));
+    EP_TRY(ep_cuda_check(group, "cudaStreamGetCaptureInfo",
+                         ep_cuda_capture_info((cudaStream_t)stream, &capturing, &capture)));
     capture = capturing == cudaStreamCaptureStatusActive ? capture : 0;
     int follows = cuda->has_last && cuda->last_capture == capture;
     int same = cuda->last_stream == (cudaStream_t)stream;
@@ -88,13 +86,13 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 /* ---- movements ----------------------------------------------------------------------------- */
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
-#define MOST_STAGES 40 /* more would not be used: there are 32 jobs, and one may hold 33 stages */
+#define MOST_STAGES 40  /* more would not be used: there are 32 jobs, and one may hold 33 stages */
 
 /* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
  * once: of whole rows, if that makes enough of them. */
 static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t width, int64_t held,
                            EpPipeShape *shape) {
-    int64_t room = 
+    int64_t room =
         ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * width;
     int64_t pieces = 1, bytes = row_bytes;
     while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > EP_LEAST_PIECE_BYTES)
@@ -114,8 +112,8 @@ static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t widt
  * rank tells the others where. */
 static void choose_landing(const EpGroup *group, const EpScatter *s, EpScatterArgs *args) {
     int64_t offset;
-    int window = ep_cuda_window_find(ep_cuda(group), s->out_rows, s->out_capacity * s->row_bytes,
-                                     &offset);
+    int window =
+        ep_cuda_window_find(ep_cuda(group), s->out_rows, s->out_capacity * s->row_bytes, &offset);
     args->lands = !args->type && window >= 0 && group->size > 1;
     if (args->lands) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
 }
@@ -151,8 +149,9 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     int64_t held = args.type ? 1 + state->top_k : 1;
     EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, &args.send));
     EP_TRY(shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, &args.fill));
-    const int64_t agreed[] = {state->top_k, s->row_bytes, s->scale_bytes, s->carries_weights};
-    args.group.digest = digest(handle, s->op, agreed, 4);
+    const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
+                              s->carries_weights};
+    args.group.digest = digest(handle, s->op, agreed, 5);
     EP_TRY(enter_stream(group, s->stream));
     return leave_stream(group, s->stream, ep_cuda_launch_scatter(&args, s->stream));
 }

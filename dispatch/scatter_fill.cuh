@@ -98,15 +98,7 @@ __device__ __forceinline__ void fill_side(const EpScatterArgs &a, int source, in
 }
 
 __device__ void fill_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) {
-    for (uint32_t n = warp;; n += ALL_SIDES) {
-        int j = n % JOBS;
-        pipe_wait(p->posted, n);
-        if (p->job[j].loads == PIPE_END) return;
-        if (p->piece[j] == 0 && p->source[j] != a.group.rank)
-            fill_side(a, p->source[j], ring, p->item[j]);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->done[j]);
-    }
+    pipe_sides(p, warp, ALL_SIDES, [&](int j) { fill_side(a, p->source[j], ring, p->item[j]); });
 }
 
 #endif

@@ -93,11 +93,8 @@ __device__ __forceinline__ int patient_with_grid(const EpCudaGroup &g, EpPatienc
 
 /* Nothing is ordered behind it. */
 __device__ void announce_arrivals(const EpCudaGroup &g, uint32_t epoch) {
-    for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS) {
-        EpArrival *arrival = ep_arrival(g, r, g.rank, epoch);
-        ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48);
-        ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, g.digest));
-    }
+    for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS)
+        ep_announce_arrival(g, r, epoch, 0);
 }
 
 /* Four columns over all lanes, two for each thread of the warp. */

@@ -68,6 +68,11 @@ __device__ __forceinline__ void ep_lane_range(const EpCudaGroup &g, int tokens, 
 
 /* ---- counters ------------------------------------------------------------------------------ */
 
+/** Of the operation under way. */
+__device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
+    return *(volatile uint32_t *)&g.state->epoch + 1;
+}
+
 __device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
     return (uint64_t)epoch << 32 | count;
 }
@@ -104,7 +109,7 @@ typedef struct EpPatience {
 /* A rank that waits in vain for what another was to send may be waiting, as the other is, for a
  * third that has not even entered the operation: then that is the one to name. */
 static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
-    uint32_t epoch = *(volatile uint32_t *)&g.state->epoch + 1;
+    uint32_t epoch = ep_epoch(g);
     for (int r = 0; r < g.size; r++) {
         uint32_t seen =
             (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
@@ -168,10 +173,6 @@ __device__ __forceinline__ int ep_wait_known(const EpCudaGroup &g, const uint64_
 }
 
 /* ---- begin and end of an operation --------------------------------------------------------- */
-
-__device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
-    return *(volatile uint32_t *)&g.state->epoch + 1;
-}
 
 /** Tell a rank that this one has entered the operation, and no more: neither word orders anything.
  */

@@ -11,12 +11,11 @@
  *     workers     (where rows are computed) stages -> stages, in place; teams take jobs in turn
  *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
- *     announcer   tells the other side: heads of what has been written, or credits for what has
- * been read; then the job's place is open again
+ *     announcer   tells the other side: heads of what has been written, or credits for what was
+ *                 read; then the job's place is open again
  *
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
- * that come round to this place, the step is done; waiting for job n is waiting for the phase n /
- * JOBS.
+ * that come round to this place, the step is done; to wait for job n is to wait for phase n / JOBS.
  *
  * A job of n loads holds n stages. The pipe ends with PIPE_ENDS jobs that are none, at least one
  * for each of those that take jobs in turn.
@@ -50,24 +49,22 @@ enum PipeWarp {
 };
 
 /** A job as the planner writes it. */
-typedef struct __align__(16) PipeJob {
+struct alignas(16) PipeJob {
     int16_t loads;   /* stages it holds, PIPE_END */
     int16_t brought; /* how many of them are loaded */
     int16_t stores;
     int16_t terms;   /* rows to add, or slots to multiply for */
     int32_t bytes;   /* of each load and store */
     uint32_t begins; /* terms of a sum that begin a run */
-}
-PipeJob;
+};
 
 /** A job as workers and storers see it. */
-typedef struct __align__(16) PipeWork {
+struct alignas(16) PipeWork {
     uint32_t stage; /* the first, as an address in shared memory */
     int32_t bytes;  /* PIPE_END */
     int16_t stores, terms;
     uint32_t begins;
-}
-PipeWork;
+};
 
 typedef struct Pipe {
     PipeJob job[JOBS];
@@ -302,6 +299,21 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int s
     }
     ep_bulk_wait<0>();
     if (stored >= 0) ep_mbarrier_arrive(&p->done[stored]);
+}
+
+/* ---- side warps ---------------------------------------------------------------------------- */
+
+/** By warp number `warp` of `count`: `move(job's place)` for what lies beside each row, once. */
+template <typename Move>
+__device__ __forceinline__ void pipe_sides(Pipe *p, int warp, int count, Move move) {
+    for (uint32_t n = warp;; n += count) {
+        int j = n % JOBS;
+        pipe_wait(p->posted, n);
+        if (p->job[j].loads == PIPE_END) return;
+        if (p->piece[j] == 0) move(j);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->done[j]);
+    }
 }
 
 /* ---- announcer ----------------------------------------------------------------------------- */

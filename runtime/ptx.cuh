@@ -27,20 +27,10 @@ __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x
                  : "memory");
 }
 
-__device__ __forceinline__ uint32_t ep_load_acquire_gpu(const uint32_t *address) {
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ uint64_t ep_load_acquire_sys(const uint64_t *address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     return value;
-}
-
-__device__ __forceinline__ void ep_store_release_sys(uint64_t *address, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint64_t ep_load_relaxed_sys(const uint64_t *address) {

@@ -52,16 +52,8 @@ template <typename T> static inline void emulated_store(T *address, T value, int
     if (emulated_one_in(8)) emulated_poll();
 }
 
-static inline uint32_t ep_load_acquire_gpu(const uint32_t *address) {
-    return emulated_load(address, __ATOMIC_ACQUIRE);
-}
-
 static inline uint64_t ep_load_acquire_sys(const uint64_t *address) {
     return emulated_load(address, __ATOMIC_ACQUIRE);
-}
-
-static inline void ep_store_release_sys(uint64_t *address, uint64_t value) {
-    emulated_store(address, value, __ATOMIC_RELEASE);
 }
 
 static inline uint64_t ep_load_relaxed_sys(const uint64_t *address) {
