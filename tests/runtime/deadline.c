@@ -248,6 +248,19 @@ ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
     check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER);
 }
 
+/* As many bytes of another type. */
+static EpStatus call_retyped_dispatch(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor tokens = step_tokens(step);
+    tokens.type = EP_TYPE_FP16;
+    EpTensor rows = step_rows(step, room, EP_TYPE_FP16, step->world->c.hidden);
+    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
+}
+
+ThreadTest(runtime_deadline, rows_of_another_type, RANKS) {
+    check_order(bootstrap, call_dispatch, call_retyped_dispatch, EP_ERR_ORDER);
+}
+
 static EpStatus call_narrow_prepare(const Step *step) {
     const RankWorld *me = &step->world->rank[step->rank];
     EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, 2);
