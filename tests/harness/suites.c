@@ -154,7 +154,7 @@ static int run_all(const char *pattern, int jobs) {
     int passed = s.outcomes[BODY_PASSED], failed = s.outcomes[BODY_FAILED];
     printf("[====] Synthesis: Tested: %d | Passing: %d | Failing: %d | Skipped: %d\n",
            passed + failed, passed, failed, s.outcomes[BODY_SKIPPED]);
-    return failed != 0;
+    return failed || !s.count; /* nothing matched the pattern */
 }
 
 int suites_main(int argc, char **argv) {
