@@ -17,15 +17,15 @@
 #ifndef RING_BYTES
 #define RING_BYTES (44 << 20) /* of all rings together, where that makes them deep enough */
 #endif
-#define LEAST_DEPTH 4
+#define LEAST_DEPTH 32
 
-int32_t ep_cuda_lanes(const EpSettings *settings) {
-    int device = 0, sms = 2 * EP_MAX_LANES;
+int32_t ep_cuda_blocks(const EpSettings *settings) {
+    int device = 0, sms = 2;
     if (cudaGetDevice(&device) == cudaSuccess)
         (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     (void)cudaGetLastError();
     if (settings->num_sms != EP_COUNT_AUTO) sms = (int)ep_min(sms, settings->num_sms);
-    return (int32_t)ep_max(1, ep_min(EP_MAX_LANES, sms / 2));
+    return (int32_t)ep_max(2, sms);
 }
 
 static int64_t take(int64_t *at, int64_t bytes) {
@@ -34,34 +34,37 @@ static int64_t take(int64_t *at, int64_t bytes) {
     return offset;
 }
 
-/* Half as many records as a lane has tokens may wait in a ring, or as many as there is memory for. */
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, int32_t lanes) {
-    EpWindowLayout w = {.lanes = lanes};
-    int64_t all = (int64_t)num_ranks * lanes, rings = ep_max(1, num_ranks - 1) * lanes, at = 0;
-    int64_t columns = config->num_experts + num_ranks;
+/* A ring has room for all rows that there can be, or as many as there is memory for. */
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
+    EpWindowLayout w = {.max_tokens = config->max_tokens};
+    int64_t ranks = num_ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens, at = 0;
     w.record_bytes =
         ep_round_up(ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes,
                     128);
-    w.lane_tokens = (config->max_tokens + lanes - 1) / lanes;
-    int64_t depth = ep_min(RING_BYTES / (rings * w.record_bytes), w.lane_tokens);
-    w.depth = (int32_t)ep_max(LEAST_DEPTH, depth);
-    w.arrival = take(&at, 2LL * num_ranks * (int64_t)sizeof(EpArrival));
-    w.head = take(&at, all * 8);
-    w.credit = take(&at, all * 8);
-    w.counts = take(&at, 2LL * num_ranks * columns * 8);
-    w.routes = take(&at, 2 * all * w.lane_tokens * config->max_top_k * 4);
-    w.ring = take(&at, num_ranks > 1 ? rings * w.depth * w.record_bytes : 0);
+    int64_t depth = ep_max(LEAST_DEPTH, RING_BYTES / (rings * w.record_bytes));
+    w.depth = (int32_t)ep_max(1, ep_min(depth, tokens));
+    w.arrival = take(&at, 2 * ranks * (int64_t)sizeof(EpArrival));
+    w.head = take(&at, ranks * w.depth * 8);
+    w.credit = take(&at, ranks * w.depth * 8);
+    w.counts = take(&at, 2 * ranks * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
+    w.begins = take(&at, 2 * ranks * tokens * 8);
+    w.routes = take(&at, 2 * ranks * tokens * config->max_top_k * 4);
+    w.ring = take(&at, ranks > 1 ? rings * w.depth * w.record_bytes : 0);
     w.bytes = at;
     return w;
 }
 
+static int32_t lanes_of(int32_t blocks) {
+    return (int32_t)ep_min(EP_MAX_LANES, blocks / 2);
+}
+
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes) {
-    int32_t lanes = ep_cuda_lanes(settings);
-    *shared_bytes = ep_window_layout(config, num_ranks, lanes).bytes;
+    *shared_bytes = ep_window_layout(config, num_ranks).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaNotes) +
                                sizeof(EpCudaFailure)) +
-                     8LL * lanes * EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
+                     8LL * lanes_of(ep_cuda_blocks(settings)) *
+                         EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
                      (int64_t)PEERS_BYTES;
 }
 
@@ -117,7 +120,7 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
     size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, group->size);
-    size_t counts = 8 * (size_t)g->layout.lanes * stride;
+    size_t counts = 8 * (size_t)g->lanes * stride;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->lane_counts, counts)));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->peers, PEERS_BYTES)));
@@ -153,7 +156,8 @@ static EpStatus open_device(EpGroup *group) {
     EpCudaGroup *g = &cuda->device;
     g->rank = group->rank, g->size = group->size;
     g->num_experts = group->config.num_experts;
-    g->layout = ep_window_layout(&group->config, group->size, ep_cuda_lanes(&group->settings));
+    g->layout = ep_window_layout(&group->config, group->size);
+    g->blocks = ep_cuda_blocks(&group->settings), g->lanes = lanes_of(g->blocks);
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);
     cuda->own = (EpCudaWindow){.bytes = g->layout.bytes, .owned = 1};
     EP_TRY(read_device(group, cuda));
@@ -167,8 +171,8 @@ EpStatus ep_cuda_open(EpGroup *group) {
     if (group->size > 1) EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_INFO(
-        "cuda backend: device %d, %d lanes, window of %lld bytes, rings of %d records",
-        cuda->ordinal, cuda->device.layout.lanes, (long long)cuda->own.bytes,
+        "cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
+        cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
         cuda->device.layout.depth);
     return EP_OK;
 }

@@ -174,11 +174,10 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
 /* ---- values -------------------------------------------------------------------------------- */
 
 /* The value carried for entry k of a row that fills slots here: 0 where it is elsewhere or lost. */
-__device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int ring, int row,
-                                          int k) {
-    int entry = ep_route(a.plan, a.group, a.top_k, source, ring, row, k);
+__device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int row, int k) {
+    int entry = ep_route(a.plan, a.group, a.top_k, source, row, k);
     if (a.shape.layout != EP_LAYOUT_FLAT) return entry >= 0 ? a.slot_values[entry] : 0;
-    int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, ring, row, 0);
+    int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, row, 0);
     return entry >= 0 && slot >= 0 ? a.slot_values[slot * a.top_k + k] : 0;
 }
 

@@ -2,15 +2,14 @@
 /*
  * Scatter over NVLink: token rows to slots, for ep_dispatch and ep_combine_backward.
  *
- * One launch, two blocks for each lane, all resident together. A sending block brings its lane's
- * tokens into shared memory one by one, and pushes each to every rank that needs it, once: into the
- * lane's ring there; or, where the receiver's rows lie in a window of the group, into the first of
- * the row's slots. A filling block takes what has arrived in its lane, from all sources in turn,
- * and writes it to all (other) slots of each row. How a block works is told in runtime/pipe.cuh.
+ * One launch. A sending block brings tokens into shared memory one by one, and pushes each to every
+ * rank that needs it, once: into the ring there; or, where the receiver's rows lie in a window of
+ * the group, into the first of the row's slots. A filling block takes what has arrived, and writes
+ * it to all (other) slots of each row. How a block works is told in runtime/pipe.cuh, how blocks
+ * divide the work and why nobody waits in a circle in runtime/cuda.h.
  *
  * Who waits on whom: a sender for all ranks' arrival and for credit, that is, for the receiver's
- * filler to have emptied a record of the ring; a filler for the head. Fillers take whatever is
- * there and wait for nobody else: no deadlock.
+ * filler to have emptied a record of the ring; a filler for the head.
  *
  * Rows of the rank's own tokens that are only copied go from the sender straight to their slots;
  * where they are multiplied, the filler reads them where they are.
@@ -24,9 +23,9 @@
 typedef struct Shared {
     Pipe pipe;
     union {
-        Peers peers;
+        Landings landings;
         struct {
-            Turns turns;
+            ChunkRows rows;
             Dots dots;
         };
     };
@@ -62,10 +61,10 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
 }
 
 /* A filling block's share of all padding. */
-__device__ void zero_padding(const EpScatterArgs &a, int ring, Zeroers z) {
+__device__ void zero_padding(const EpScatterArgs &a, const Role &role, Zeroers z) {
     const EpPlanShape &s = a.shape;
-    int batched = s.layout == EP_LAYOUT_BATCHED, lanes = a.group.layout.lanes;
-    for (int e = ring; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += lanes) {
+    int batched = s.layout == EP_LAYOUT_BATCHED;
+    for (int e = role.index; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += role.count) {
         int64_t offset = a.plan.expert_offsets[e];
         int64_t end = offset + a.plan.expert_padded[e];
         if (batched && s.zero_tail) end = a.plan.expert_offsets[e + 1];
@@ -73,29 +72,30 @@ __device__ void zero_padding(const EpScatterArgs &a, int ring, Zeroers z) {
     }
     int64_t tail = a.plan.header->recv_rows, share = a.out_capacity - tail;
     if (batched || !s.zero_tail || share <= 0) return;
-    share = (share + lanes - 1) / lanes;
-    zero_slots(a, tail + ring * share, min(tail + (ring + 1) * share, a.out_capacity), z);
+    share = (share + role.count - 1) / role.count;
+    int64_t begin = tail + role.index * share;
+    zero_slots(a, begin, min(begin + share, a.out_capacity), z);
 }
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-__device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int ring) {
+__device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int blocks) {
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     pipe_open(p, a.send, memory, has_side(a));
     if (warp == PLANNER)
-        plan_tokens(a, p, &s->peers, epoch, ring);
+        plan_tokens(a, p, &s->landings, epoch, blocks);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, 0, 0, 1);
     else if (warp == ANNOUNCER)
-        pipe_announce(p, a.group, epoch, ring, 1);
+        pipe_announce(p, a.group, epoch, 1);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && has_side(a))
-        send_sides(a, p, ring, warp - FIRST_SIDE);
+        send_sides(a, p, warp - FIRST_SIDE);
 }
 
-__device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int ring) {
+__device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, Role role) {
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int multiplies = a.type != 0, moves_side = !multiplies && has_side(a);
@@ -103,18 +103,18 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     Zeroers zeroers = {(int)threadIdx.x - first_free, THREADS - first_free};
     pipe_open(p, a.fill, memory, moves_side);
     if (warp == PLANNER)
-        plan_records(a, p, &s->turns, epoch, ring);
+        plan_records(a, p, &s->rows, epoch, role.count);
     else if (warp == LOADER && lane == 0)
         pipe_load(p);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, multiplies, multiplies, 0);
     else if (warp == ANNOUNCER)
-        pipe_announce(p, a.group, epoch, ring, 0);
+        pipe_announce(p, a.group, epoch, 0);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && moves_side)
-        fill_sides(a, p, ring, warp - FIRST_SIDE);
+        fill_sides(a, p, warp - FIRST_SIDE);
     else if (warp >= FIRST_WORKER && multiplies)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_WORKER * 32);
-    if (zeroers.index >= 0) zero_padding(a, ring, zeroers);
+    if (zeroers.index >= 0) zero_padding(a, role, zeroers);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -123,10 +123,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Shared s;
     uint32_t epoch = ep_epoch(a.group);
     ep_arrive(a.group, epoch, a.where);
-    if (pipe_receives())
-        fill(a, &s, memory, epoch, pipe_lane());
+    Role role = pipe_role(a.receivers);
+    if (role.receives)
+        fill(a, &s, memory, epoch, role);
     else
-        send(a, &s, memory, epoch, pipe_lane());
+        send(a, &s, memory, epoch, role.count);
     ep_leave(a.group, epoch);
 }
 
@@ -137,6 +138,6 @@ extern "C" int ep_cuda_open_scatter(int shared_bytes) {
 extern "C" int ep_cuda_launch_scatter(const EpScatterArgs *a, void *stream) {
     size_t send = pipe_bytes(a->send), fill = pipe_bytes(a->fill);
     size_t shared = send > fill ? send : fill;
-    scatter_kernel<<<2 * a->group.layout.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
+    scatter_kernel<<<a->group.blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

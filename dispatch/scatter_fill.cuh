@@ -3,20 +3,19 @@
 #define EP_DISPATCH_SCATTER_FILL_CUH
 
 /**
- * A filling block: the records of its lane, from all sources in turn, to the slots of each.
+ * A filling block: rows that come from other ranks, to the slots of each.
  */
 
 #include "dispatch/scatter_row.cuh"
 
 /* Where a row lies that is to be copied or multiplied: in the ring, among the own tokens, or
  * already in the slot where its sender has landed it. */
-__device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int source, int ring,
-                                                int row, int landing_slot) {
+__device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int source, int row,
+                                                int landing_slot) {
     const EpCudaGroup &g = a.group;
-    if (source == g.rank)
-        return a.rows + a.plan.own_token[(int64_t)ring * g.layout.lane_tokens + row] * a.row_bytes;
+    if (source == g.rank) return a.rows + a.plan.own_token[row] * a.row_bytes;
     if (a.lands) return a.out_rows + landing_slot * a.row_bytes;
-    return ep_ring(g, g.rank, source, ring, row);
+    return ep_ring(g, g.rank, source, row);
 }
 
 /* What a job is of, by one lane. */
@@ -39,15 +38,14 @@ __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, ui
  * which the row has landed. Where they are multiplied, each slot has a stage of its own, with the
  * slot's other row in it if dot products are taken. */
 __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const Team &t,
-                                         uint32_t number, const Batch &b, int ring, float weight) {
-    int valid = t.index < b.count, row = b.first + t.index, slot = b.slot;
-    int filled, at = team_rank(t, slot >= 0, &filled);
-    int lands = a.lands && b.source != a.group.rank, multiplies = a.type != 0;
+                                         uint32_t number, const Round &r, float weight) {
+    int valid = r.valid, slot = r.slot, filled, at = team_rank(t, slot >= 0, &filled);
+    int lands = a.lands && r.source != a.group.rank, multiplies = a.type != 0;
     int stores = lands && filled ? filled - 1 : filled;
     int loads = multiplies ? 1 + filled : stores > 0;
     int brought = multiplies && !a.takes_dots ? 1 : loads;
     int landing = __shfl_sync(~0u, slot, max(0, __ffs(__ballot_sync(~0u, slot >= 0) & t.mask) - 1));
-    const char *from = valid && loads ? find_row(a, b.source, ring, row, landing) : NULL;
+    const char *from = valid && loads ? find_row(a, r.source, r.row, landing) : NULL;
     for (int piece = 0; piece < a.fill.pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % JOBS, cell = j * a.fill.width, index = at - lands;
@@ -62,7 +60,7 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const 
         }
         if (valid && t.k == 0) {
             p->from[cell] = from ? from + offset : NULL;
-            describe_job(a, p, n, b.source, row, piece, loads, brought, stores);
+            describe_job(a, p, n, r.source, r.row, piece, loads, brought, stores);
         }
         __syncwarp();
         if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
@@ -70,35 +68,39 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const 
 }
 
 /* The planner of a filling block. Own rows that are only copied are the sending block's. */
-__device__ void plan_records(const EpScatterArgs &a, Pipe *p, Turns *s, uint32_t epoch, int ring) {
-    Team t = make_team(a.top_k, 32);
-    TurnRule rule = {EP_PHASE_RECORD, 0};
-    int left = turns_open(a, s, ring, rule, a.type != 0);
-    pipe_end(p, take_turns(a, s, t, epoch, ring, rule, left, a.fill.pieces,
-                           [&](const Batch &b, float weight, uint32_t number) {
-                               post_row(a, p, t, number, b, ring, weight);
-                           }));
+__device__ void plan_records(const EpScatterArgs &a, Pipe *p, ChunkRows *rows, uint32_t epoch,
+                             int blocks) {
+    const EpCudaGroup &g = a.group;
+    Team t = make_team(a.top_k);
+    auto post = [&](const Round &r, float weight, uint32_t number) {
+        int waits = r.valid && t.k == 0 && r.source != g.rank;
+        int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
+        if (!__all_sync(~0u, alive)) return 0;
+        post_row(a, p, t, number, r, weight);
+        return 1;
+    };
+    pipe_end(p, walk_rows(a, rows, t, RECEIVERS, blocks, a.fill.pieces, a.type != 0, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
 
 /* Beside a record: its weights and scales, to its row's slots. By a warp. */
-__device__ __forceinline__ void fill_side(const EpScatterArgs &a, int source, int ring, int row) {
+__device__ __forceinline__ void fill_side(const EpScatterArgs &a, int source, int row) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32;
-    const char *record = ep_ring(g, g.rank, source, ring, row);
+    const char *record = ep_ring(g, g.rank, source, row);
     SideEntry side = {-1, -1, 0, NULL};
     if (lane < a.top_k) {
-        side.slot = ep_slot(a.plan, g, a.shape, a.top_k, source, ring, row, lane);
-        side.expert = ep_route(a.plan, g, a.top_k, source, ring, row, lane);
+        side.slot = ep_slot(a.plan, g, a.shape, a.top_k, source, row, lane);
+        side.expert = ep_route(a.plan, g, a.top_k, source, row, lane);
     }
     if (lane < a.top_k && a.carries_weights)
         side.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     spread_side(a, side, record + a.record.scales);
 }
 
-__device__ void fill_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) {
-    pipe_sides(p, warp, ALL_SIDES, [&](int j) { fill_side(a, p->source[j], ring, p->item[j]); });
+__device__ void fill_sides(const EpScatterArgs &a, Pipe *p, int warp) {
+    pipe_sides(p, warp, ALL_SIDES, [&](int j) { fill_side(a, p->source[j], p->item[j]); });
 }
 
 #endif

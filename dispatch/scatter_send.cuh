@@ -3,41 +3,30 @@
 #define EP_DISPATCH_SCATTER_SEND_CUH
 
 /**
- * A sending block: the tokens of its lane, in order, each once to every rank that needs it.
+ * A sending block: tokens of this rank, each once to every rank that needs it.
  */
 
 #include "dispatch/scatter_row.cuh"
 
-/** Where rows are put on the other ranks, and how many records each has taken out of this lane. */
-typedef struct Peers {
-    char *landing[EP_CUDA_MAX_RANKS]; /* NULL: into the ring */
-    int32_t credit[EP_CUDA_MAX_RANKS];
-} Peers;
+/** Where rows are put on the other ranks. */
+typedef struct Landings {
+    char *of[EP_CUDA_MAX_RANKS]; /* NULL: into the ring */
+} Landings;
 
 /* All ranks must have entered this operation before anything is stored there. By a warp. */
-__device__ __forceinline__ int meet_peers(const EpScatterArgs &a, Peers *peers, uint32_t epoch,
-                                          int ring) {
-    const EpCudaGroup &g = a.group;
+__device__ __forceinline__ int meet_peers(const EpCudaGroup &g, Landings *landings,
+                                          uint32_t epoch) {
     int alive = 1;
     for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
         uint64_t where = 0;
-        alive = ep_await_arrival(g, r, epoch, ring, &where);
+        alive = ep_await_arrival(g, r, epoch, &where);
         int window = (int)(where >> 40) - 1;
-        peers->landing[r] = NULL;
-        peers->credit[r] = 0;
+        landings->of[r] = NULL;
         if (alive && window >= 0)
-            peers->landing[r] =
+            landings->of[r] =
                 g.peers[window * EP_CUDA_MAX_RANKS + r] + (where & (((uint64_t)1 << 40) - 1)) * 16;
     }
     return __all_sync(~0u, alive);
-}
-
-/* Until the ring to a peer has a place for record `row`. */
-__device__ __forceinline__ int await_room(const EpCudaGroup &g, Peers *peers, uint32_t epoch,
-                                          int ring, int peer, int row) {
-    int needed = row + 1 - g.layout.depth;
-    return needed <= 0 || ep_wait_known(g, ep_credit(g, g.rank, peer, ring), epoch, needed, peer,
-                                        EP_PHASE_CREDIT, ring, &peers->credit[peer]);
 }
 
 /* Rows that are copied as they are go from here straight to the slots of this rank; those that are
@@ -47,17 +36,18 @@ __device__ __forceinline__ int copies(const EpScatterArgs &a) {
 }
 
 /* Where this lane of a team stores its token, if anywhere, and whom it tells. */
-__device__ __forceinline__ int choose_target(const EpScatterArgs &a, Peers *peers, uint32_t epoch,
-                                             int ring, const EpEntry &e, char **to, int *peer) {
+__device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Landings *landings,
+                                             uint32_t epoch, const EpEntry &e, char **to,
+                                             int *peer) {
     const EpCudaGroup &g = a.group;
     *to = NULL, *peer = -1;
     if (e.owner == g.rank && copies(a) && e.slot >= 0) *to = a.out_rows + e.slot * a.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.carrier) return 1;
     *peer = e.owner;
-    if (!await_room(g, peers, epoch, ring, e.owner, e.row)) return 0;
-    char *landing = peers->landing[e.owner];
+    if (!ep_await_room(g, epoch, e.owner, e.row)) return 0;
+    char *landing = landings->of[e.owner];
     if (!landing)
-        *to = ep_ring(g, e.owner, g.rank, ring, e.row);
+        *to = ep_ring(g, e.owner, g.rank, e.row);
     else if (e.slot >= 0)
         *to = landing + e.slot * a.row_bytes;
     return 1;
@@ -88,33 +78,28 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
     }
 }
 
-/* The planner of a sending block: entries are looked up one round ahead. */
-__device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Peers *peers, uint32_t epoch,
-                            int ring) {
-    const EpCudaGroup &g = a.group;
-    Team t = make_team(a.top_k, g.layout.depth);
-    int begin, end, alive;
-    uint32_t n = 0;
-    ep_lane_range(g, (int)a.plan.header->num_tokens, ring, &begin, &end);
-    EpEntry e, next = entry_of(a, t, begin + t.index, end);
-    alive = meet_peers(a, peers, epoch, ring);
-    for (int first = begin; first < end && alive; first += t.count) {
-        int token = first + t.index, valid = t.index < t.count && token < end, peer;
+/* The planner of a sending block. */
+__device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Landings *landings, uint32_t epoch,
+                            int blocks) {
+    Team t = make_team(a.top_k);
+    int met = 0;
+    auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         char *to;
-        e = next, next = entry_of(a, t, token + t.count, end);
-        alive = __all_sync(~0u, choose_target(a, peers, epoch, ring, e, &to, &peer));
-        if (!alive) break;
-        post_token(a, p, t, n + t.index * a.send.pieces, token, valid, to, e.row, peer);
-        n += min(t.count, end - first) * a.send.pieces;
-    }
-    pipe_end(p, n);
+        int peer;
+        if (!met && !(met = meet_peers(a.group, landings, epoch))) return 0;
+        if (!__all_sync(~0u, choose_target(a, landings, epoch, e, &to, &peer))) return 0;
+        post_token(a, p, t, number, token, valid, to, e.row, peer);
+        return 1;
+    };
+    pipe_end(p, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
+    if (!met) meet_peers(a.group, landings, epoch);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
 
 /* Beside a token: its weights and scales, into the records that go to peers and to its own slots.
  * By a warp. */
-__device__ __forceinline__ void send_side(const EpScatterArgs &a, int ring, int64_t token) {
+__device__ __forceinline__ void send_side(const EpScatterArgs &a, int64_t token) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32, has_entry = lane < a.top_k;
     EpEntry e = {-1, 0, -1, 0, 0};
@@ -124,12 +109,12 @@ __device__ __forceinline__ void send_side(const EpScatterArgs &a, int ring, int6
     if (e.owner == g.rank && copies(a)) side.slot = e.slot;
     if (e.owner == g.rank) side.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.carrier)
-        side.record = ep_ring(g, e.owner, g.rank, ring, e.row);
+        side.record = ep_ring(g, e.owner, g.rank, e.row);
     spread_side(a, side, a.scales + token * a.scale_bytes);
 }
 
-__device__ void send_sides(const EpScatterArgs &a, Pipe *p, int ring, int warp) {
-    pipe_sides(p, warp, ALL_SIDES, [&](int j) { send_side(a, ring, p->item[j]); });
+__device__ void send_sides(const EpScatterArgs &a, Pipe *p, int warp) {
+    pipe_sides(p, warp, ALL_SIDES, [&](int j) { send_side(a, p->item[j]); });
 }
 
 #endif

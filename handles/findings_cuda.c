@@ -24,9 +24,9 @@ static const char *awaited_name(int32_t phase) {
 static void tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
                       const EpFinding *finding) {
     ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s in lane %d: expected "
-            "%u, seen %u)",
-            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
+            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s, row %d: expected %u, "
+            "seen %u)",
+            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->row,
             f->expected, f->seen);
 }
 

@@ -18,8 +18,7 @@ typedef struct EpCudaHandle {
 
 static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
     EpCudaPlan plan;
-    ep_cuda_plan_map(&handle->shape, ep_cuda(handle->group)->device.layout.lanes, handle->memory,
-                     &plan);
+    ep_cuda_plan_map(&handle->shape, handle->memory, &plan);
     return plan;
 }
 

@@ -8,10 +8,9 @@
 
 #include "handles/handle_cuda.h"
 
-int64_t ep_cuda_plan_map(const EpPlanShape *s, int32_t num_lanes, void *memory, EpCudaPlan *plan) {
+int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     uintptr_t base = (uintptr_t)memory;
-    int64_t at = 0, lanes = (int64_t)s->num_ranks * num_lanes, local = s->num_local;
-    int64_t lane_tokens = (s->max_tokens + num_lanes - 1) / num_lanes, k = s->max_top_k;
+    int64_t at = 0, ranks = s->num_ranks, local = s->num_local, k = s->max_top_k;
 #define TAKE(field, count)                        \
     plan->field = (void *)(base + (uintptr_t)at); \
     at = ep_round_up(at + (count) * (int64_t)sizeof(*plan->field), 128)
@@ -20,18 +19,19 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, int32_t num_lanes, void *memory, 
     TAKE(expert_padded, local);
     TAKE(expert_offsets, local + 1);
     TAKE(entries, s->max_tokens * k);
-    TAKE(own_token, num_lanes * lane_tokens);
-    TAKE(send_rows, lanes);
-    TAKE(lane_rows, lanes);
-    TAKE(lane_begin, lanes);
-    TAKE(routes, lanes * lane_tokens * k);
+    TAKE(own_token, s->max_tokens);
+    TAKE(tokens, ranks);
+    TAKE(flat_begin, ranks);
+    TAKE(begins, ranks * (s->max_tokens + 1));
+    TAKE(routes, ranks * s->max_tokens * k);
 #undef TAKE
     return at;
 }
 
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings) {
     EpCudaPlan plan;
-    return ep_cuda_plan_map(shape, ep_cuda_lanes(settings), NULL, &plan);
+    (void)settings;
+    return ep_cuda_plan_map(shape, NULL, &plan);
 }
 
 EpStatus ep_cuda_format_plan(EpHandle *handle) {

@@ -15,8 +15,7 @@ extern "C" {
 #endif
 
 /** Locate the plan's arrays at `memory`; returns its bytes. */
-int64_t ep_cuda_plan_map(const EpPlanShape *shape, int32_t num_lanes, void *memory,
-                         EpCudaPlan *plan);
+int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
 
 /** What ep_prepare tells the host, in pinned memory. `info` is complete once `step` has grown. */
 typedef struct EpCudaInfo {
@@ -52,6 +51,7 @@ typedef struct EpScatterArgs {
     EpPlanShape shape;
     EpRecord record;
     EpPipeShape send, fill;
+    int32_t receivers; /**< blocks that fill; the others send */
     int32_t top_k;
     int32_t type; /**< of the rows, where they are multiplied; 0 where they are only copied */
     int64_t row_bytes, scale_bytes;
@@ -77,6 +77,7 @@ typedef struct EpGatherArgs {
     EpPlanShape shape;
     EpRecord record;
     EpPipeShape pipe;
+    int32_t receivers; /**< blocks that reduce; the others add up for other ranks */
     int32_t top_k;
     int32_t type;
     int64_t row_bytes;
@@ -92,17 +93,16 @@ typedef struct EpGatherArgs {
 #ifdef __CUDACC__
 /** Entry k of a row, as its source has sent it. */
 __device__ __forceinline__ int32_t ep_route(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
-                                            int source, int lane, int row, int k) {
-    int64_t at = (int64_t)(source * g.layout.lanes + lane) * g.layout.lane_tokens + row;
-    return plan.routes[at * top_k + k];
+                                            int source, int row, int k) {
+    return plan.routes[((int64_t)source * g.layout.max_tokens + row) * top_k + k];
 }
 
 /** Slot of entry k of a row, -1 for none. A flat row fills one slot, reported for k = 0. */
 __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
                                            const EpPlanShape &shape, int top_k, int source,
-                                           int lane, int row, int k) {
-    if (shape.layout != EP_LAYOUT_FLAT) return ep_route(plan, g, top_k, source, lane, row, k);
-    int slot = plan.lane_begin[source * g.layout.lanes + lane] + row;
+                                           int row, int k) {
+    if (shape.layout != EP_LAYOUT_FLAT) return ep_route(plan, g, top_k, source, row, k);
+    int slot = plan.flat_begin[source] + row;
     return k == 0 && slot < plan.header->recv_rows ? slot : -1;
 }
 #endif

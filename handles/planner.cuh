@@ -3,148 +3,208 @@
 #define EP_HANDLES_PLANNER_CUH
 
 /**
- * What the planners of pipes read of the plan: a lane's tokens in order, as its source, or the rows
- * of all sources in turn, as their receiver. `Args` is EpScatterArgs or EpGatherArgs.
+ * What the planners of pipes take from the plan: chunks of tokens that nobody else has taken, this
+ * rank's, or those of all ranks at once, for the rows that come of them here. Always in ascending
+ * order: runtime/cuda.h tells why. `Args` is EpScatterArgs or EpGatherArgs.
+ *
+ * What is next is claimed and looked up while the current chunk is passed on.
  */
 
 #include "handles/plan_cuda.h"
 #include "runtime/pipe.cuh"
 
+/* ---- claims -------------------------------------------------------------------------------- */
+
+enum Claimer { SENDERS, RECEIVERS };
+
+/** The next chunk, by lane 0 of a planner's warp: see claimed. */
+__device__ __forceinline__ int claim(const EpCudaGroup &g, int claimer) {
+    return threadIdx.x % 32 ? 0 : atomicAdd(&g.state->claimed[claimer], 1);
+}
+
+__device__ __forceinline__ int claimed(int claim) {
+    return __shfl_sync(~0u, claim, 0);
+}
+
+#define CHUNKS_EACH 4
+
+/** Tokens of a chunk: one for each team, or fewer if blocks could not have several chunks each. */
+__device__ __forceinline__ int chunk_size(const Team &t, int tokens, int blocks) {
+    return max(1, min(t.count, tokens / (blocks * CHUNKS_EACH)));
+}
+
 /* ---- tokens -------------------------------------------------------------------------------- */
 
-/** Entry k of this team's token; none past the end. */
+/** Entry k of this team's token, in the chunk from `first` on; none past the end. */
 template <typename Args>
-__device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int token, int end) {
+__device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int first, int size) {
     EpEntry none = {-1, 0, -1, 0, 0};
-    int valid = t.index < t.count && token < end && t.k < a.top_k;
+    int token = first + t.index;
+    int valid = t.index < size && token < a.plan.header->num_tokens && t.k < a.top_k;
     return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
-/* ---- rows in turn -------------------------------------------------------------------------- */
-
-/** What rows of a source wait for. */
-typedef struct TurnRule {
-    int phase; /* EP_PHASE_RECORD: their arrival; EP_PHASE_CREDIT: room for what is made of them */
-    int spare; /* how many need not wait */
-} TurnRule;
-
-/** Rows of each source in this lane: how many there are, are taken, and may be taken as far as is
- *  known. In shared memory. */
-typedef struct Turns {
-    int32_t rows[EP_CUDA_MAX_RANKS], next[EP_CUDA_MAX_RANKS], ready[EP_CUDA_MAX_RANKS];
-} Turns;
-
-/** By a warp; returns how many rows there are. This rank's own are there from the beginning, if
- * they count at all. */
-template <typename Args>
-__device__ __forceinline__ int turns_open(const Args &a, Turns *s, int ring, TurnRule rule,
-                                          int takes_own) {
-    const EpCudaGroup &g = a.group;
-    int rows = 0;
-    for (int r = threadIdx.x % 32; r < g.size; r += 32) {
-        int is_own = r == g.rank;
-        s->rows[r] = is_own && !takes_own ? 0 : a.plan.lane_rows[r * g.layout.lanes + ring];
-        s->next[r] = 0;
-        s->ready[r] = is_own ? s->rows[r] : rule.spare;
-        rows += s->rows[r];
+/**
+ * This rank's tokens, a team each, to `post(entry, token, valid, number of the team's first job)`,
+ * which returns 0 when all is in vain. A token makes `pieces` jobs. Returns how many jobs there are.
+ */
+template <typename Args, typename Post>
+__device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
+                                                int blocks, int pieces, Post post) {
+    int tokens = (int)a.plan.header->num_tokens, size = chunk_size(t, tokens, blocks);
+    int first = claimed(claim(a.group, claimer)) * size, then = claim(a.group, claimer);
+    EpEntry next = entry_of(a, t, first, size);
+    uint32_t n = 0;
+    while (first < tokens) {
+        EpEntry e = next;
+        int token = first + t.index, valid = t.index < size && token < tokens;
+        int second = claimed(then) * size;
+        next = entry_of(a, t, second, size);
+        then = claim(a.group, claimer);
+        if (!post(e, token, valid, n + t.index * pieces)) break;
+        n += min(size, tokens - first) * pieces;
+        first = second;
     }
-    __syncwarp();
-    return __reduce_add_sync(~0u, rows);
+    return n;
 }
 
-/* Has a source rows that may be taken? Its counter is only read where nothing is known of. */
-__device__ __forceinline__ int turn_ready(const EpCudaGroup &g, Turns *s, uint32_t epoch, int ring,
-                                          TurnRule rule, int source) {
-    if (s->next[source] >= s->rows[source]) return 0;
-    if (s->ready[source] > s->next[source]) return 1;
-    const uint64_t *counter = rule.phase == EP_PHASE_RECORD ? ep_head(g, g.rank, source, ring)
-                                                            : ep_credit(g, g.rank, source, ring);
-    s->ready[source] = rule.spare + ep_read_counter(counter, epoch);
-    if (s->ready[source] <= s->next[source]) return 0;
-    ep_fence_proxy_global(); /* the loader reads through the other proxy */
+/* ---- rows ---------------------------------------------------------------------------------- */
+
+/** The rows of a chunk, by source in their turn: the next rank's first, so that not all ranks turn
+ *  to the same one. In shared memory. */
+typedef struct ChunkRows {
+    int32_t begin[EP_CUDA_MAX_RANKS];   /* first of each source */
+    int32_t through[EP_CUDA_MAX_RANKS]; /* how many there are of it and of those before it */
+} ChunkRows;
+
+__device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
+    int source = turn + g.rank + 1;
+    return source < g.size ? source : source - g.size;
+}
+
+/** How far a planner's warp has come with the rows of all sources. */
+typedef struct RowWalk {
+    ChunkRows *rows;
+    int size, tokens;                          /* of a chunk; most tokens of a source */
+    int taken, all;                            /* rows of the current chunk */
+    int first;                                 /* token of the next chunk */
+    int begin[RANK_WORDS], count[RANK_WORDS];  /* rows of it, of the sources that this lane has */
+    int then, claimer;                         /* claim of the one after */
+} RowWalk;
+
+/** A row for each team. `slot` is this lane's of its team's, -1: none. */
+typedef struct Round {
+    int count; /* teams that have one */
+    int valid, source, row, slot;
+} Round;
+
+/* Number w of the sources that this lane has, -1: none. This rank's own turn is the last. */
+__device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w, int takes_own) {
+    int turn = w * 32 + (int)threadIdx.x % 32;
+    return turn < g.size - !takes_own ? source_of(g, turn) : -1;
+}
+
+/* Look up the rows of the next chunk. */
+template <typename Args>
+__device__ __forceinline__ void look_ahead(const Args &a, RowWalk *walk, int takes_own) {
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++) {
+        int source = lane_source(a.group, w, takes_own);
+        walk->begin[w] = walk->count[w] = 0;
+        if (source < 0) continue;
+        int tokens = a.plan.tokens[source];
+        const int32_t *begins =
+            a.plan.begins + (int64_t)source * (a.group.layout.max_tokens + 1);
+        int begin = begins[min(walk->first, tokens)];
+        walk->begin[w] = begin;
+        walk->count[w] = begins[min(walk->first + walk->size, tokens)] - begin;
+    }
+}
+
+/** By the planner's warp. */
+template <typename Args>
+__device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                             int claimer, int blocks, int takes_own) {
+    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0}, {0}, 0, claimer};
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++) {
+        int source = lane_source(a.group, w, takes_own);
+        if (source >= 0) walk.tokens = max(walk.tokens, a.plan.tokens[source]);
+    }
+    walk.tokens = __reduce_max_sync(~0u, walk.tokens);
+    walk.size = chunk_size(t, walk.tokens, blocks);
+    walk.first = claimed(claim(a.group, claimer)) * walk.size;
+    look_ahead(a, &walk, takes_own);
+    walk.then = claim(a.group, claimer);
+    return walk;
+}
+
+/* On to the next chunk that has rows. 0: there is none. */
+template <typename Args>
+__device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int takes_own) {
+    int lane = threadIdx.x % 32;
+    while (walk->taken >= walk->all) {
+        if (walk->first >= walk->tokens) return 0;
+        int all = 0;
+        __syncwarp();
+#pragma unroll
+        for (int w = 0; w < RANK_WORDS; w++) {
+            if (w * 32 >= a.group.size) break;
+            int turn = w * 32 + lane, through = all + ep_warp_prefix(walk->count[w]);
+            if (turn < a.group.size)
+                walk->rows->begin[turn] = walk->begin[w], walk->rows->through[turn] = through;
+            all = __shfl_sync(~0u, through, 31);
+        }
+        __syncwarp();
+        walk->taken = 0, walk->all = all;
+        walk->first = claimed(walk->then) * walk->size;
+        look_ahead(a, walk, takes_own);
+        walk->then = claim(a.group, walk->claimer);
+    }
     return 1;
 }
 
-/* A source whose turn it is, -1 where none is ready. By a warp. */
-__device__ __forceinline__ int find_turn(const EpCudaGroup &g, Turns *s, uint32_t epoch, int ring,
-                                         TurnRule rule, int turn) {
-    for (int base = 0; base < g.size; base += 32) {
-        int at = base + (int)threadIdx.x % 32;
-        int ready = at < g.size && turn_ready(g, s, epoch, ring, rule, (turn + at) % g.size);
-        unsigned who = __ballot_sync(~0u, ready);
-        __syncwarp();
-        if (who) return (turn + base + __ffs(who) - 1) % g.size;
-    }
-    return -1;
-}
-
-/* Wait for any source: were one that is late or full waited for, ranks could wait for each other in
- * a circle. -1 when the deadline has passed. */
-__device__ __forceinline__ int await_turn(const EpCudaGroup &g, Turns *s, uint32_t epoch, int ring,
-                                          TurnRule rule, int turn) {
-    EpPatience patience = {0, 0};
-    int source;
-    while ((source = find_turn(g, s, epoch, ring, rule, turn)) < 0) {
-        int missing = 0;
-        while (s->next[missing] >= s->rows[missing])
-            missing++;
-        uint32_t seen = (uint32_t)(s->ready[missing] - rule.spare);
-        int patient =
-            ep_patience(g, &patience, EpAwaited{missing, rule.phase, ring, seen + 1, seen});
-        if (!__all_sync(~0u, patient)) return -1;
-    }
-    return source;
-}
-
-/** Rows of one source that a round takes, a team each; and this lane's slot of its team's. */
-typedef struct Batch {
-    int source, first, count;
-    int slot; /* -1: none */
-} Batch;
-
-/* The next rows there are, if any, or `waits`; and begin to look up their slots. The count is 0
- * where there are none, -1 where the deadline has passed. */
+/* The next rows, and begin to look up their slots. */
 template <typename Args>
-__device__ __forceinline__ Batch take_batch(const Args &a, Turns *s, const Team &t, uint32_t epoch,
-                                            int ring, TurnRule rule, int turn, int waits) {
-    const EpCudaGroup &g = a.group;
-    Batch b = {waits ? await_turn(g, s, epoch, ring, rule, turn)
-                     : find_turn(g, s, epoch, ring, rule, turn),
-               0, 0, -1};
-    if (b.source < 0) {
-        b.count = waits ? -1 : 0;
-        return b;
+__device__ __forceinline__ Round take_round(const Args &a, RowWalk *walk, const Team &t,
+                                            int takes_own) {
+    Round r = {0, 0, 0, 0, -1};
+    if (!next_chunk(a, walk, takes_own)) return r;
+    int at = walk->taken + t.index, low = 0, high = a.group.size - 1;
+    r.count = min(t.count, walk->all - walk->taken);
+    r.valid = t.index < r.count;
+    walk->taken += r.count;
+    while (r.valid && low < high) {
+        int middle = (low + high) / 2;
+        if (walk->rows->through[middle] > at)
+            high = middle;
+        else
+            low = middle + 1;
     }
-    b.first = s->next[b.source];
-    b.count = min(t.count, min(s->rows[b.source], s->ready[b.source]) - b.first);
-    if (t.index < b.count && t.k < a.top_k)
-        b.slot = ep_slot(a.plan, g, a.shape, a.top_k, b.source, ring, b.first + t.index, t.k);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) s->next[b.source] = b.first + b.count;
-    __syncwarp();
-    return b;
+    r.source = source_of(a.group, low);
+    if (r.valid) r.row = walk->rows->begin[low] + at - (low ? walk->rows->through[low - 1] : 0);
+    if (r.valid && t.k < a.top_k)
+        r.slot = ep_slot(a.plan, a.group, a.shape, a.top_k, r.source, r.row, t.k);
+    return r;
 }
 
 /**
- * All `left` rows, batch by batch, to `post(batch, weight, number of the team's first job)`. Slots
- * are looked up one round ahead; but nobody waits for more rows before those that are there have
- * been passed on. Returns how many jobs there were.
+ * The rows that come from all ranks, a team each, to `post(round, weight, number of the team's
+ * first job)`, which returns 0 when all is in vain. A row makes `pieces` jobs. Returns how many jobs
+ * there are. `takes_own`: whether rows that stay on this rank are among them.
  */
 template <typename Args, typename Post>
-__device__ __forceinline__ uint32_t take_turns(const Args &a, Turns *s, const Team &t,
-                                               uint32_t epoch, int ring, TurnRule rule, int left,
-                                               int pieces, Post post) {
-    int turn = a.group.rank + 1;
+__device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                              int claimer, int blocks, int pieces, int takes_own,
+                                              Post post) {
+    RowWalk walk = open_rows(a, rows, t, claimer, blocks, takes_own);
+    Round now = take_round(a, &walk, t, takes_own);
     uint32_t n = 0;
-    Batch now = {0, 0, 0, -1};
-    while (left > 0 || now.count > 0) {
+    while (now.count > 0) {
         float weight = a.weighs && now.slot >= 0 ? a.slot_weights[now.slot] : 1;
-        Batch next = {0, 0, 0, -1};
-        if (left > 0) next = take_batch(a, s, t, epoch, ring, rule, turn, now.count == 0);
-        if (next.count < 0) break;
-        if (now.count > 0) post(now, weight, n + t.index * pieces);
-        n += now.count * pieces, left -= next.count;
-        turn = next.count ? next.source + 1 : turn;
+        Round next = take_round(a, &walk, t, takes_own);
+        if (!post(now, weight, n + t.index * pieces)) break;
+        n += now.count * pieces;
         now = next;
     }
     return n;

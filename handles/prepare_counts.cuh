@@ -8,11 +8,12 @@
 
 #include "handles/prepare_lane.cuh"
 
+/* In `holder`'s window, for the rows of `source`. */
 __device__ __forceinline__ uint32_t *routes_of(const EpPrepareArgs &a, int holder, int source,
-                                               int lane, uint32_t epoch) {
+                                               uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int64_t index = ((int64_t)(epoch & 1) * g.size + source) * g.layout.lanes + lane;
-    return ep_at<uint32_t>(g, holder, g.layout.routes) + index * g.layout.lane_tokens * a.top_k;
+    int64_t index = ((int64_t)(epoch & 1) * g.size + source) * g.layout.max_tokens;
+    return ep_at<uint32_t>(g, holder, g.layout.routes) + index * a.top_k;
 }
 
 /* What a block looks up, and a clear table. */
@@ -27,7 +28,7 @@ __device__ void fill_tables(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
         l->ranks->first[r] = ep_placement_first(&placement, r);
     for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS) {
         l->ranks->rows[r] = 0;
-        l->ranks->out[r] = routes_of(a, r, g.rank, l->lane, epoch);
+        l->ranks->out[r] = routes_of(a, r, g.rank, epoch);
     }
 }
 
@@ -67,10 +68,9 @@ __device__ Own count_entries(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
         l->base[c] = count_column(l, c);
     if (l->begin + l->team_tokens < l->end) count_more(a, l);
     for (int c = threadIdx.x; c < EP_COUNT_STRIDE(g.num_experts, g.size); c += THREADS) {
-        int count = c < l->columns ? l->base[c] : 0;
+        int count = c < l->columns ? l->base[c] : c == l->columns ? l->end - l->begin : 0;
         ep_store_relaxed_gpu(lane_counts_of(g, l->lane) + c, ep_counter(epoch, (uint32_t)count));
         if (c < l->columns) l->base[c] = 0;
-        if (c >= g.num_experts && c < l->columns) l->ranks->sent[c - g.num_experts] = count;
     }
     __syncthreads();
     return o;
@@ -79,7 +79,7 @@ __device__ Own count_entries(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
 __device__ __forceinline__ uint64_t *counts_of(const EpCudaGroup &g, int holder, int source,
                                                uint32_t epoch) {
     return ep_at<uint64_t>(g, holder, g.layout.counts) +
-           ((int64_t)(epoch & 1) * g.size + source) * (g.num_experts + g.size);
+           ((int64_t)(epoch & 1) * g.size + source) * EP_COUNT_WORDS(g.num_experts, g.size);
 }
 
 __device__ __forceinline__ int is_of(uint64_t word, uint32_t epoch) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ int is_of(uint64_t word, uint32_t epoch) {
 
 __device__ __forceinline__ int patient_with_grid(const EpCudaGroup &g, EpPatience *patience,
                                                  const Lane *l, uint32_t epoch) {
-    return ep_patience(g, patience, EpAwaited{g.rank, EP_PHASE_GRID, l->lane, epoch, epoch - 1});
+    return ep_patience(g, patience, EpAwaited{g.rank, EP_PHASE_GRID, 0, epoch, epoch - 1});
 }
 
 /* Nothing is ordered behind it. */
@@ -109,7 +109,7 @@ __device__ __forceinline__ int sum_lanes(const EpCudaGroup &g, const Lane *l, in
         for (int i = 0; i < 4; i++) {
             int from = lane + i / 2 * 32;
             x[i].x = x[i].y = ep_counter(epoch, 0);
-            if (from < g.layout.lanes)
+            if (from < g.lanes)
                 x[i] = ep_load_relaxed_gpu_pair(lane_counts_of(g, from) + column + i % 2 * 2);
         }
         ready = 1;
@@ -127,13 +127,13 @@ __device__ __forceinline__ int sum_lanes(const EpCudaGroup &g, const Lane *l, in
 /* Sums over all lanes go to all ranks: each warp has four columns, if there are so many. */
 __device__ int share_counts(const EpPrepareArgs &a, const Lane *l, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int lane = threadIdx.x % 32, group = l->lane + g.layout.lanes * ((int)threadIdx.x / 32);
-    for (; group * 4 < l->columns; group += g.layout.lanes * WARPS) {
+    int lane = threadIdx.x % 32, group = l->lane + g.lanes * ((int)threadIdx.x / 32);
+    for (; group * 4 <= l->columns; group += g.lanes * WARPS) {
         int sums[4];
         if (!sum_lanes(g, l, group * 4, epoch, sums)) return 0;
         int column = group * 4 + lane % 4;
         int sum = lane & 2 ? (lane & 1 ? sums[3] : sums[2]) : (lane & 1 ? sums[1] : sums[0]);
-        for (int r = lane / 4; r < g.size && column < l->columns; r += 8)
+        for (int r = lane / 4; r < g.size && column <= l->columns; r += 8)
             ep_store_relaxed_sys(counts_of(g, r, g.rank, epoch) + column,
                                  ep_counter(epoch, (uint32_t)sum));
     }
@@ -183,7 +183,7 @@ __device__ int add_lanes(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
 
 #define SOURCES_AT_ONCE 4
 
-/* Counts of the ranks before this one, into base too; of all ranks, into total. */
+/* Counts of the ranks before this one, entries into base too; of all ranks, into total. */
 __device__ int add_sources(const EpPrepareArgs &a, Lane *l, int column, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int before = 0, all = 0;
@@ -204,7 +204,7 @@ __device__ int add_sources(const EpPrepareArgs &a, Lane *l, int column, uint32_t
             for (int i = 0; i < SOURCES_AT_ONCE; i++)
                 if (!is_of(x[i], epoch)) late = from + i, seen = (uint32_t)(x[i] >> 32);
         } while (late >= 0 && ep_patience(g, &patience,
-                                          EpAwaited{late, EP_PHASE_ARRIVAL, l->lane, epoch, seen}));
+                                          EpAwaited{late, EP_PHASE_ARRIVAL, 0, epoch, seen}));
         if (late >= 0) return 0;
 #pragma unroll
         for (int i = 0; i < SOURCES_AT_ONCE; i++) {
@@ -212,8 +212,24 @@ __device__ int add_sources(const EpPrepareArgs &a, Lane *l, int column, uint32_t
             all += (int)x[i];
         }
     }
-    atomicAdd(&l->base[column], before);
+    if (column < g.num_experts)
+        atomicAdd(&l->base[column], before);
+    else
+        l->ranks->before[column - g.num_experts] = before;
     l->total[column] = all;
+    return 1;
+}
+
+/* A count of another rank's. */
+__device__ __forceinline__ int await_count(const EpCudaGroup &g, int source, int column,
+                                           uint32_t epoch, int32_t *count) {
+    EpPatience patience = {0, 0};
+    uint64_t word;
+    while (!is_of(word = ep_load_relaxed_sys(counts_of(g, g.rank, source, epoch) + column), epoch))
+        if (!ep_patience(g, &patience, EpAwaited{source, EP_PHASE_ARRIVAL, 0, epoch,
+                                                 (uint32_t)(word >> 32)}))
+            return 0;
+    *count = (int)word;
     return 1;
 }
 
@@ -223,7 +239,10 @@ __device__ int await_counts(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int alive = 1;
     for (int r = THREADS - 1 - threadIdx.x; r < g.size && l->lane == 0; r += THREADS)
-        alive = alive && ep_await_arrival(g, r, epoch, l->lane, NULL);
+        alive = alive && ep_await_arrival(g, r, epoch, NULL);
+    for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS)
+        alive = alive && await_count(g, r, l->columns, epoch, &l->ranks->tokens[r]) &&
+                await_count(g, r, g.num_experts + g.rank, epoch, &l->ranks->coming[r]);
     for (int c = threadIdx.x; c < l->columns; c += THREADS)
         alive = alive && add_sources(a, l, c, epoch);
     return alive;

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ep_prepare on GPUs: one launch of one block per lane, all resident together.
+ * ep_prepare on GPUs: one launch, all of its blocks resident together.
  *
- * Each block sorts its lane's share of the tokens. Who waits on whom:
+ * The blocks divide the rank's tokens into lanes. Each block sorts its lane. Who waits on whom:
  *
  *     lane counts       block -> all blocks      each sums up some columns over all lanes,
  *                                                and all columns over the lanes before it
- *     rank counts       rank  -> all ranks       E + R integers to each
- *     routes            lane  -> that lane of    rows in all, then for each row its slots there
- *                                all ranks
+ *     rank counts       rank  -> all ranks       E + R + 1 integers to each
+ *     begins, routes    block -> all ranks       for each token, how many rows come before it; for
+ *                                                each row its slots there
  *
  * A rank that knows how many entries every rank has for every expert knows all slabs of all ranks,
- * and so the slot of each of its own entries, without seeing anybody's routing.
+ * and so the slot of each of its own entries, without seeing anybody's routing. What the others
+ * send is kept by all blocks alike, each its share of the words.
  *
  * A block takes its lane's tokens in chunks of one entry for each thread, a token being a team of
  * lanes of one warp. Entries of one expert are numbered in order of token and k, rows to one rank
@@ -19,41 +20,39 @@
  * counts. The first chunk, which mostly is the only one, is numbered while counts travel.
  *
  * Order: none between words. Each is stored at once and tells by itself whether it is there: counts
- * and numbers of rows carry the epoch in their upper half; a route is not 0, and is set to 0 again
- * by its only reader, so that routes need no tag. Counts and routes have two buffers, used in turn:
- * no rank is more than one operation ahead of another, so that a buffer is written anew only after
- * its reader has left the operation that filled it. The numbers of rows lie where records of other
- * operations are counted: they go out once the counts of all ranks are there, for then all ranks
- * have entered this operation.
+ * and begins carry the epoch in their upper half; a route is not 0, and is set to 0 again by its
+ * only reader, so that routes need no tag. Each has two buffers, used in turn: no rank is more than
+ * one operation ahead of another, so that a buffer is written anew only after its readers have left
+ * the operation that filled it.
  */
 #include "handles/prepare_entries.cuh"
 
 /* ---- flat rows ----------------------------------------------------------------------------- */
 
-/* Flat rows lie by (source, lane), without gaps: one warp walks the lanes. */
-__device__ void lay_flat_rows(const EpPrepareArgs &a) {
-    int lanes = a.group.size * a.group.layout.lanes, lane = threadIdx.x, begin = 0;
-    for (int at = 0; at < lanes; at += 32) {
-        int rows = at + lane < lanes ? __ldcg(&a.plan.lane_rows[at + lane]) : 0;
-        int through = warp_prefix(rows, lane);
-        if (at + lane < lanes) a.plan.lane_begin[at + lane] = begin + through - rows;
+/* Flat rows lie by source, without gaps. By a warp. */
+__device__ void lay_flat_rows(const EpPrepareArgs &a, const Lane *l) {
+    int lane = threadIdx.x, begin = 0;
+    for (int at = 0; at < a.group.size; at += 32) {
+        int rows = at + lane < a.group.size ? l->ranks->coming[at + lane] : 0;
+        int through = ep_warp_prefix(rows);
+        if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
     int64_t kept = min((int64_t)begin, slot_limit(a, 0));
     if (lane == 0) publish_totals(a, kept, begin, begin - kept);
 }
 
-/* Entries of the rows that are kept, into the plan. Each warp takes lanes. */
-__device__ void count_kept_entries(const EpPrepareArgs &a) {
-    int lanes = a.group.size * a.group.layout.lanes, local = a.shape.num_local, k = a.top_k;
+/* Entries of the rows that are kept, into the plan. */
+__device__ void count_kept_entries(const EpPrepareArgs &a, const Lane *l) {
+    int k = a.top_k;
     int64_t kept = a.plan.header->recv_rows;
-    for (int e = threadIdx.x; e < local; e += THREADS)
+    for (int e = threadIdx.x; e < a.shape.num_local; e += THREADS)
         a.plan.expert_counts[e] = 0;
     __syncthreads();
-    for (int at = threadIdx.x / 32; at < lanes; at += WARPS) {
-        int64_t rows = min((int64_t)__ldcg(&a.plan.lane_rows[at]), kept - a.plan.lane_begin[at]);
-        const int32_t *routes = a.plan.routes + (int64_t)at * a.group.layout.lane_tokens * k;
-        for (int i = threadIdx.x % 32; i < rows * k; i += 32)
+    for (int r = 0; r < a.group.size; r++) {
+        int64_t rows = min((int64_t)l->ranks->coming[r], kept - a.plan.flat_begin[r]);
+        const int32_t *routes = a.plan.routes + (int64_t)r * a.group.layout.max_tokens * k;
+        for (int i = threadIdx.x; i < rows * k; i += THREADS)
             if (__ldcg(routes + i) >= 0) atomicAdd(&a.plan.expert_counts[__ldcg(routes + i)], 1);
     }
     __syncthreads();
@@ -67,7 +66,7 @@ __device__ void publish_flat_experts(const EpPrepareArgs &a, const Lane *l, int 
         if (e < local)
             count = all_kept ? l->total[l->ranks->first[a.group.rank] + e]
                              : *(volatile int32_t *)&a.plan.expert_counts[e];
-        int through = warp_prefix(count, lane);
+        int through = ep_warp_prefix(count);
         if (e < local) publish_expert(a, e, count, offset + through - count, count);
         offset += __shfl_sync(~0u, through, 31);
     }
@@ -78,10 +77,10 @@ __device__ void publish_flat_experts(const EpPrepareArgs &a, const Lane *l, int 
 __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens) {
     __threadfence();
     if (*(volatile int32_t *)&a.group.state->failed) return;
-    if (threadIdx.x < 32) lay_flat_rows(a);
+    if (threadIdx.x < 32) lay_flat_rows(a, l);
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
-    if (!all_kept) count_kept_entries(a);
+    if (!all_kept) count_kept_entries(a, l);
     if (threadIdx.x >= 32) return;
     publish_flat_experts(a, l, all_kept);
     __syncwarp();
@@ -99,11 +98,10 @@ __device__ void prepare(const EpPrepareArgs &a, Lane *l, int tokens, uint32_t ep
     alive = alive && add_lanes(a, l, epoch);
     alive = alive && await_counts(a, l, epoch);
     if (!__syncthreads_and(alive)) return;
-    announce_routes(a, l, epoch);
     for (int r = threadIdx.x / 32; r < g.size && a.shape.layout != EP_LAYOUT_FLAT; r += WARPS)
         lay_slabs(a, l, r);
     __syncthreads();
-    place_entries(a, l, o);
+    place_entries(a, l, o, epoch);
     if (l->lane == 0 && threadIdx.x >= LAST_WARP) publish(a, l, tokens, epoch);
     keep_routes(a, l, epoch);
 }
@@ -112,7 +110,7 @@ __device__ Lane open_lane(const EpPrepareArgs &a, Ranks *ranks, uint4 *memory, i
     const EpCudaGroup &g = a.group;
     Lane l;
     l.lane = blockIdx.x;
-    ep_lane_range(g, tokens, l.lane, &l.begin, &l.end);
+    lane_range(g, tokens, l.lane, &l.begin, &l.end);
     l.columns = g.num_experts + g.size;
     l.ranks = ranks;
     l.table = (uint8_t *)memory;
@@ -144,6 +142,6 @@ extern "C" int ep_cuda_open_prepare(int shared_bytes) {
 extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {
     size_t experts = (size_t)a->group.num_experts, columns = experts + (size_t)a->group.size;
     size_t shared = (WARPS + 2 * sizeof(int32_t)) * columns + experts;
-    prepare_kernel<<<a->group.layout.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
+    prepare_kernel<<<a->group.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

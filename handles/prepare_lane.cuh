@@ -15,9 +15,11 @@
 
 /* What a block knows of each rank. */
 typedef struct Ranks {
-    uint32_t *out[EP_CUDA_MAX_RANKS];     /* where this lane's routes go, in its window */
-    int32_t rows[EP_CUDA_MAX_RANKS];      /* rows of this lane in the chunks before */
-    int32_t sent[EP_CUDA_MAX_RANKS];      /* rows of this lane in all */
+    uint32_t *out[EP_CUDA_MAX_RANKS];     /* where this rank's routes go, in its window */
+    int32_t rows[EP_CUDA_MAX_RANKS];      /* rows to it of this lane in the chunks before */
+    int32_t before[EP_CUDA_MAX_RANKS];    /* rows to it of the ranks before this one */
+    int32_t tokens[EP_CUDA_MAX_RANKS];    /* that it has */
+    int32_t coming[EP_CUDA_MAX_RANKS];    /* rows that come from it */
     int32_t first[EP_CUDA_MAX_RANKS + 1]; /* expert */
 } Ranks;
 
@@ -25,7 +27,8 @@ typedef struct Ranks {
 typedef struct Lane {
     Ranks *ranks;
     uint8_t *table; /* [E + R, WARPS] entries or rows of each warp in this chunk: see byte_of */
-    int32_t *base;  /* [E + R] slot of this chunk's first entry for the expert; flat: first row */
+    int32_t *base;  /* [E + R] slot of this chunk's first entry for the expert; rows to the rank of
+                       the lanes before this one */
     int32_t *total; /* [E + R] entries of all ranks for the expert, rows of all to the rank */
     uint8_t *owner; /* [E] rank of each expert */
     int lane, begin, end, columns;
@@ -50,6 +53,14 @@ __device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, 
         ((int64_t *)v.data)[i] = value;
     else
         ((int32_t *)v.data)[i] = (int32_t)value;
+}
+
+/* The tokens of a lane, out of `tokens`: begin, and end at most `tokens`. */
+__device__ __forceinline__ void lane_range(const EpCudaGroup &g, int tokens, int lane, int *begin,
+                                           int *end) {
+    int share = (tokens + g.lanes - 1) / g.lanes;
+    *begin = min(tokens, lane * share);
+    *end = min(tokens, *begin + share);
 }
 
 __device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {

@@ -33,14 +33,6 @@ __device__ __forceinline__ int warp_sum(int value) {
     return __reduce_add_sync(~0u, value);
 }
 
-__device__ __forceinline__ int warp_prefix(int value, int lane) {
-    for (int d = 1; d < 32; d *= 2) {
-        int other = __shfl_up_sync(~0u, value, d);
-        value += lane >= d ? other : 0;
-    }
-    return value;
-}
-
 __device__ void publish_offset_end(const EpPrepareArgs &a, int64_t offset) {
     a.plan.expert_offsets[a.shape.num_local] = (int)offset;
     store_integer(a.offsets, a.shape.num_local, offset);
@@ -81,7 +73,7 @@ __device__ __forceinline__ Slab lay_slab(const EpPrepareArgs &a, const Lane *l, 
     int lane = threadIdx.x % 32, e = at + lane, column = l->ranks->first[rank] + e;
     int count = column < l->ranks->first[rank + 1] ? l->total[column] : 0;
     int rows = (count + s.alignment - 1) / s.alignment * s.alignment;
-    int through = warp_prefix(rows, lane);
+    int through = ep_warp_prefix(rows);
     int64_t begin = *start + through - rows;
     *start += __shfl_sync(~0u, through, 31);
     return Slab{count, rows, s.layout == EP_LAYOUT_BATCHED ? e * s.rows_per_expert : begin};

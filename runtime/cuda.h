@@ -14,11 +14,18 @@
  * before, and so that all of its window may be written anew; and since no rank ends an operation
  * before all have arrived in it, no rank is ever more than one ahead of another.
  *
- * Rows move through lanes. A lane has a share of a rank's tokens, one block that sends them and, on
- * every rank, one block that receives what all ranks send in it. From each source to each receiver
- * it is a ring of records in the receiver's window, with two counters: `head`, in the receiver's
- * window, counts the records put in, and `credit`, in the sender's window, those taken out. Both
- * carry the epoch in their upper half, so that they need no reset.
+ * A source numbers the rows that go to a receiver, in order of its tokens. From each source to each
+ * receiver there is a ring of records in the receiver's window: row n takes place n % depth. Each
+ * place has two words: `head`, beside the ring, says which row has been put there, and `credit`, in
+ * the sender's window, which row has been taken out. Both carry the epoch in their upper half, so
+ * that they need no reset.
+ *
+ * Who moves a row is nobody's business but the GPU's that does it. Blocks claim tokens, a few at a
+ * time and in ascending order, from a counter in their own device memory; those that receive claim
+ * the rows that come of every rank's tokens likewise. So slow blocks do less, ranks may have
+ * different numbers of blocks, and not all blocks need be running. Nobody waits in a circle: of all
+ * tokens, of whatever rank, that are unfinished, take the lowest. All before it are finished, so
+ * that there is room in the rings, and whoever claims it does nothing else first.
  *
  * Memory order: a sender waits until a record's copies are complete, fences for the whole system
  * and stores the head; a receiver loads it with acquire semantics before it reads the record, and
@@ -27,7 +34,7 @@
 
 #include "runtime/config.h"
 
-#define EP_MAX_LANES 64
+#define EP_MAX_LANES 64 /* blocks of prepare */
 #define EP_CUDA_MAX_RANKS 72
 
 /** What a rank tells each other as it enters an operation. Both words carry the epoch, each is
@@ -40,25 +47,26 @@ typedef struct EpArrival {
 /** Offsets in a window; equal on all ranks. */
 typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
-    int64_t head;    /**< u64 [R, lanes]: epoch << 32 | records that rank s has put in */
-    int64_t credit;  /**< u64 [R, lanes]: epoch << 32 | records taken out at rank d */
-    int64_t counts;  /**< u64 [2, R, E + R]: epoch << 32 | entries of rank s for every expert, rows
-                          for each rank */
-    int64_t routes;  /**< u32 [2, R, lanes, lane_tokens, K]: where its rows go here, 1 for nowhere,
+    int64_t head;    /**< u64 [R, depth]: epoch << 32 | 1 + row that rank s has put there */
+    int64_t credit;  /**< u64 [R, depth]: epoch << 32 | 1 + row taken out at rank d */
+    int64_t counts;  /**< u64 [2, R, E + R + 1]: epoch << 32 | entries of rank s for every expert,
+                          rows for each rank, tokens */
+    int64_t begins;  /**< u64 [2, R, max_tokens]: epoch << 32 | rows that come of the tokens before
+                          each of rank s's */
+    int64_t routes;  /**< u32 [2, R, max_tokens, K]: where its rows go here, 1 for nowhere,
                           place + 2; 0 until it comes and, once read, again */
-    int64_t ring;    /**< [R - 1, lanes, depth] records */
+    int64_t ring;    /**< [R - 1, depth] records */
     int64_t bytes;
-    int32_t lanes;
-    int32_t depth;        /**< records of a ring */
-    int32_t lane_tokens;  /**< tokens of a lane, at most */
+    int32_t depth; /**< records of a ring */
+    int32_t max_tokens;
     int64_t record_bytes; /**< of the largest record */
 } EpWindowLayout;
 
-/** Words of a row of counts, one for each expert and each rank, padded to whole sectors. */
-#define EP_COUNT_STRIDE(experts, ranks) (((experts) + (ranks) + 3) / 4 * 4)
+/** Words of a row of counts, padded to whole sectors. */
+#define EP_COUNT_WORDS(experts, ranks) ((experts) + (ranks) + 1)
+#define EP_COUNT_STRIDE(experts, ranks) ((EP_COUNT_WORDS(experts, ranks) + 3) / 4 * 4)
 
-/** `lanes`: equal on all ranks. */
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, int32_t lanes);
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
 
 /** Why a kernel gave up. */
 enum EpCudaFault {
@@ -70,7 +78,7 @@ enum EpCudaFault {
 typedef struct EpCudaFailure {
     int32_t fault; /**< EpCudaFault, once the rest is written */
     int32_t op;    /**< which operation, by its EpOp code */
-    int32_t peer, phase, lane;
+    int32_t peer, phase, row;
     uint32_t expected, seen; /**< counters, or digests */
 } EpCudaFailure;
 
@@ -95,6 +103,7 @@ typedef struct EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that are done with an operation */
     int32_t failed;               /**< 1 after a failure: hurry out */
+    int32_t claimed[2];           /**< chunks of tokens that senders, receivers have taken */
     unsigned long long bad_count; /**< bad indices of the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
 } EpCudaState;
@@ -104,6 +113,8 @@ typedef struct EpCudaGroup {
     int32_t rank, size;
     uint32_t digest; /**< of the operation under way */
     int32_t num_experts;
+    int32_t lanes;  /**< blocks of prepare, each with a share of the tokens */
+    int32_t blocks; /**< of the kernels that move rows */
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;
@@ -119,12 +130,13 @@ typedef struct EpPipeShape {
     int32_t stages, stage_bytes;
     int32_t width;  /**< most loads or stores of a job */
     int32_t pieces; /**< jobs that a row is divided into, each of at most stage_bytes */
+    int32_t ahead;  /**< most jobs under way */
 } EpPipeShape;
 
 /** One (token, k), on the token's rank. */
 typedef struct EpEntry {
     int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the row's, at the carrier */
-    int32_t row;    /**< number of its (token, rank) row among those of the lane to that rank */
+    int32_t row;    /**< number of its (token, rank) row among those to that rank */
     int16_t owner;  /**< rank of its expert, -1 where there is no expert */
     int16_t expert; /**< among the owner's */
     int32_t carrier; /**< 1 for one entry of each row: the first that has a slot, if any */
@@ -137,12 +149,13 @@ typedef struct EpCudaPlan {
     int32_t *expert_padded;  /**< [L] */
     int32_t *expert_offsets; /**< [L + 1] */
     EpEntry *entries;        /**< [max_tokens, K] */
-    int32_t *own_token;      /**< [lanes, lane_tokens] token of each row that stays on this rank */
-    int32_t *send_rows;      /**< [R, lanes] rows that go to each rank by each lane */
-    int32_t *lane_rows;      /**< [R, lanes] rows that come from each rank by each lane */
-    int32_t *lane_begin;     /**< [R, lanes] FLAT: first row of each, in the receive buffer */
-    int32_t *routes; /**< [R, lanes, lane_tokens, K] entries of each row: its slot, or in the
-                          FLAT layout its local expert; -1 where there is none */
+    int32_t *own_token;      /**< [max_tokens] token of each row that stays on this rank */
+    int32_t *tokens;         /**< [R] of each rank */
+    int32_t *flat_begin;     /**< [R] FLAT: where each rank's rows begin in the receive buffer */
+    int32_t *begins;         /**< [R, max_tokens + 1] rows that come of the tokens before each of a
+                                  rank's; behind the last, of all */
+    int32_t *routes;         /**< [R, max_tokens, K] entries of each row: its slot, or in the FLAT
+                                  layout its local expert; -1 where there is none */
 } EpCudaPlan;
 
 #endif

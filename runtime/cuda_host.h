@@ -29,7 +29,7 @@ typedef struct EpCuda {
     const EpNccl *nccl; /**< NULL in a group of one rank */
     ncclComm_t comm;
     int owns_comm;
-    EpCudaWindow own;                     /**< the library's own: lanes and flags */
+    EpCudaWindow own;                     /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_MAX_WINDOWS]; /**< of the caller, by their number */
     int num_windows;                      /**< none is numbered higher */
     cudaEvent_t last; /**< end of the last operation: operations of a group keep their order, also
@@ -89,8 +89,8 @@ EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const c
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
 EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result);
 
-/** Lanes of a group's windows: two blocks serve each, on a multiprocessor of its own. */
-int32_t ep_cuda_lanes(const EpSettings *settings);
+/** Blocks of kernels that move rows: each takes a multiprocessor of its own. */
+int32_t ep_cuda_blocks(const EpSettings *settings);
 
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes);

@@ -10,6 +10,8 @@
 #include "runtime/cuda_limits.h"
 #include "runtime/ptx.cuh"
 
+#define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32) /* ranks of each lane of a warp */
+
 /* ---- kernels ------------------------------------------------------------------------------- */
 
 /**
@@ -25,6 +27,18 @@ template <typename Kernel> static int ep_open_kernel(Kernel kernel, int shared_b
                                 shared_bytes - (int)attributes.sharedSizeBytes);
 }
 
+/* ---- warps --------------------------------------------------------------------------------- */
+
+/** The sum of the values of the lanes up to this one. */
+__device__ __forceinline__ int ep_warp_prefix(int value) {
+    int lane = (int)threadIdx.x % 32;
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(~0u, value, d);
+        value += lane >= d ? other : 0;
+    }
+    return value;
+}
+
 /* ---- addresses ----------------------------------------------------------------------------- */
 
 template <typename T>
@@ -38,32 +52,25 @@ __device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int recei
     return ep_at<EpArrival>(g, receiver, g.layout.arrival) + (epoch & 1) * g.size + sender;
 }
 
-/** In `receiver`'s window: how many records `sender` has put into the lane. */
+/** In `receiver`'s window: what `sender` has put where row `row` goes. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
-                                             int lane) {
-    return ep_at<uint64_t>(g, receiver, g.layout.head) + sender * g.layout.lanes + lane;
+                                             int row) {
+    int64_t place = (int64_t)sender * g.layout.depth + row % g.layout.depth;
+    return ep_at<uint64_t>(g, receiver, g.layout.head) + place;
 }
 
-/** In `sender`'s window: how many records of its lane `receiver` has taken out. */
+/** In `sender`'s window: what `receiver` has taken from where row `row` goes. */
 __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
-                                               int lane) {
-    return ep_at<uint64_t>(g, sender, g.layout.credit) + receiver * g.layout.lanes + lane;
+                                               int row) {
+    int64_t place = (int64_t)receiver * g.layout.depth + row % g.layout.depth;
+    return ep_at<uint64_t>(g, sender, g.layout.credit) + place;
 }
 
-/** Record number `row` of the lane from `sender`, in `receiver`'s window; they differ. */
-__device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int lane,
-                                         int row) {
-    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.lanes + lane;
+/** The record of row `row` from `sender`, in `receiver`'s window; they differ. */
+__device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
+    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
-           (ring * g.layout.depth + row % g.layout.depth) * g.layout.record_bytes;
-}
-
-/** The tokens of a lane, out of `tokens`: begin, and end at most `tokens`. */
-__device__ __forceinline__ void ep_lane_range(const EpCudaGroup &g, int tokens, int lane,
-                                              int *begin, int *end) {
-    int share = (tokens + g.layout.lanes - 1) / g.layout.lanes;
-    *begin = min(tokens, lane * share);
-    *end = min(tokens, *begin + share);
+           (ring + row % g.layout.depth) * g.layout.record_bytes;
 }
 
 /* ---- counters ------------------------------------------------------------------------------ */
@@ -77,7 +84,7 @@ __device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
     return (uint64_t)epoch << 32 | count;
 }
 
-/** What a counter says of operation `epoch`: 0 where it has not been touched in it. */
+/** What a word says of operation `epoch`: 0 where it has not been touched in it. */
 __device__ __forceinline__ int ep_read_counter(const uint64_t *counter, uint32_t epoch) {
     uint64_t value = ep_load_acquire_sys(counter);
     return (uint32_t)(value >> 32) == epoch ? (int)(uint32_t)value : 0;
@@ -97,7 +104,7 @@ enum EpPhase {
 
 /** What a wait waits for: the report, should it expire. */
 typedef struct EpAwaited {
-    int peer, phase, lane;
+    int peer, phase, row;
     uint32_t expected, seen;
 } EpAwaited;
 
@@ -123,7 +130,7 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     if (fault == EP_FAULT_LATE) awaited = ep_find_absent(g, awaited);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
-    out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
+    out->peer = awaited.peer, out->phase = awaited.phase, out->row = awaited.row;
     out->expected = awaited.expected, out->seen = awaited.seen;
     __threadfence_system();
     out->fault = fault;
@@ -144,32 +151,34 @@ __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
     return 0;
 }
 
-/** Until the counter says `expected` or more; `*seen` is what it says. */
-__device__ __forceinline__ int ep_wait_counter(const EpCudaGroup &g, const uint64_t *counter,
-                                               uint32_t epoch, int expected, int peer, int phase,
-                                               int lane, int *seen) {
+/**
+ * Until the word of a row's place says that row, in this operation. What it tells of may then be
+ * read by bulk copies, too, which go through another proxy than the load that has seen it.
+ */
+__device__ __forceinline__ int ep_await_row(const EpCudaGroup &g, const uint64_t *word,
+                                            uint32_t epoch, int row, int peer, int phase) {
     EpPatience patience = {0, 0};
-    while ((*seen = ep_read_counter(counter, epoch)) < expected)
+    int seen;
+    while ((seen = ep_read_counter(word, epoch)) < row + 1)
         if (!ep_patience(g, &patience,
-                         EpAwaited{peer, phase, lane, (uint32_t)expected, (uint32_t)*seen}))
+                         EpAwaited{peer, phase, row, (uint32_t)row + 1, (uint32_t)seen}))
             return 0;
+    ep_fence_proxy_global();
     return 1;
 }
 
-/**
- * The same, with what was last seen kept in shared memory: lanes of a warp that wait for the same
- * counter share it, each in its own time. What the counter tells of may then be read by bulk
- * copies, too, which go through another proxy than the load that has seen it.
- */
-__device__ __forceinline__ int ep_wait_known(const EpCudaGroup &g, const uint64_t *counter,
-                                             uint32_t epoch, int expected, int peer, int phase,
-                                             int lane, int *known) {
-    int seen;
-    if (atomicMax(known, 0) >= expected) return 1;
-    int alive = ep_wait_counter(g, counter, epoch, expected, peer, phase, lane, &seen);
-    ep_fence_proxy_global();
-    atomicMax(known, seen);
-    return alive;
+/** Until row `row` of another rank is here. */
+__device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                               int row) {
+    return ep_await_row(g, ep_head(g, g.rank, source, row), epoch, row, source, EP_PHASE_RECORD);
+}
+
+/** Until another rank has room for row `row`. */
+__device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
+                                             int row) {
+    int before = row - g.layout.depth;
+    return before < 0 || ep_await_row(g, ep_credit(g, g.rank, receiver, row), epoch, before,
+                                      receiver, EP_PHASE_CREDIT);
 }
 
 /* ---- begin and end of an operation --------------------------------------------------------- */
@@ -188,7 +197,7 @@ __device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int pe
  * NULL. 0: it has not, or another.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
-                                                int lane, uint64_t *where) {
+                                                uint64_t *where) {
     const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpPatience patience = {0, 0};
     uint64_t what, at;
@@ -199,11 +208,11 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
             if (where) *where = at & (((uint64_t)1 << 48) - 1);
             if ((uint32_t)what == g.digest) return 1;
             ep_report(g, EP_FAULT_ORDER,
-                      EpAwaited{peer, EP_PHASE_ARRIVAL, lane, g.digest, (uint32_t)what});
+                      EpAwaited{peer, EP_PHASE_ARRIVAL, 0, g.digest, (uint32_t)what});
             return 0;
         }
     } while (ep_patience(g, &patience,
-                         EpAwaited{peer, EP_PHASE_ARRIVAL, lane, epoch, (uint32_t)(what >> 32)}));
+                         EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, (uint32_t)(what >> 32)}));
     return 0;
 }
 
@@ -222,6 +231,7 @@ __device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch) {
         __threadfence();
         is_last = atomicAdd(&g.state->finished, 1) == gridDim.x - 1;
         if (is_last) *(volatile uint32_t *)&g.state->finished = 0;
+        if (is_last) g.state->claimed[0] = g.state->claimed[1] = 0;
         if (is_last) *(volatile uint32_t *)&g.state->epoch = epoch;
     }
     __syncthreads();

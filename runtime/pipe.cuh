@@ -12,7 +12,7 @@
  *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
  *     announcer   tells the other side: heads of what has been written, or credits for what was
- *                 read; then the job's place is open again
+ *                 read; the job's place is open again
  *
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
  * that come round to this place, the step is done; to wait for job n is to wait for phase n / JOBS.
@@ -34,7 +34,6 @@
 #define TEAM_THREADS (TEAM_WARPS * 32)
 #define WORKERS (TEAMS * TEAM_THREADS)
 #define ANNOUNCE_BATCH 8
-#define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32)
 
 enum PipeWarp {
     PLANNER,
@@ -84,16 +83,21 @@ typedef struct Pipe {
     EpPipeShape shape;
 } Pipe;
 
-/**
- * The lane of a block, and whether it receives there. Neighbours share a port to the network: one
- * of them sends and one receives, so that no lane has less of the wire than others.
- */
-__device__ __forceinline__ int pipe_lane(void) {
-    return (int)blockIdx.x / 2;
-}
+/** What a block does, and which of those that do it this is. */
+typedef struct Role {
+    int receives, index, count;
+} Role;
 
-__device__ __forceinline__ int pipe_receives(void) {
-    return (int)blockIdx.x % 2;
+/**
+ * Blocks that send and blocks that receive alternate, as far as their numbers allow. Neighbours
+ * share a port to the network: one of them sends and one receives, so that no block has less of the
+ * wire than others.
+ */
+__device__ __forceinline__ Role pipe_role(int receivers) {
+    int block = (int)blockIdx.x, blocks = (int)gridDim.x;
+    int before = block * receivers / blocks, receives = (block + 1) * receivers / blocks > before;
+    return Role{receives, receives ? before : block - before,
+                receives ? receivers : blocks - receivers};
 }
 
 /** Bytes of dynamic shared memory. */
@@ -175,13 +179,13 @@ __device__ __forceinline__ int32_t piece_bytes(const EpPipeShape &s, int64_t row
     return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
 }
 
-__device__ __forceinline__ Team make_team(int top_k, int most) {
+__device__ __forceinline__ Team make_team(int top_k) {
     Team t;
     t.width = LEAST_TEAM;
     while (t.width < top_k)
         t.width *= 2;
     int lane = threadIdx.x % 32;
-    t.count = max(1, min(32 / t.width, most));
+    t.count = 32 / t.width;
     t.index = lane / t.width, t.k = lane % t.width;
     t.mask = (t.width == 32 ? ~0u : (1u << t.width) - 1) << (t.index * t.width);
     return t;
@@ -194,9 +198,11 @@ __device__ __forceinline__ int team_rank(const Team &t, int is, int *count) {
     return __popc(who & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-/** Until the place of job n may be written. */
+/** Until the place of job n may be written. A planner is no further ahead than it needs: what it
+ *  has claimed no other block can do. */
 __device__ __forceinline__ void pipe_await_open(Pipe *p, uint32_t n) {
-    if (n >= JOBS) pipe_wait(p->open, n - JOBS);
+    uint32_t ahead = (uint32_t)p->shape.ahead;
+    if (n >= ahead) pipe_wait(p->open, n - ahead);
 }
 
 /** End the pipe after n jobs; by the planner's whole warp. */
@@ -204,7 +210,7 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
     __syncwarp();
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
-    pipe_await_open(p, end);
+    if (end >= JOBS) pipe_wait(p->open, end - JOBS);
     p->job[end % JOBS].loads = PIPE_END;
     ep_mbarrier_arrive(&p->posted[end % JOBS]);
 }
@@ -318,46 +324,52 @@ __device__ __forceinline__ void pipe_sides(Pipe *p, int warp, int count, Move mo
 
 /* ---- announcer ----------------------------------------------------------------------------- */
 
+/* What one lane is to tell a rank: which row has been put into its place, or taken out. */
+typedef struct Note {
+    int peer, row; /* peer -1: nothing */
+} Note;
+
+/* Jobs from n on, as many as are done and as lanes can take notes of; and this lane's note. */
+__device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) {
+    int lane = threadIdx.x % 32, width = p->shape.width, notes = 0;
+    uint32_t batch = 0;
+    note->peer = -1;
+    do {
+        int j = (n + batch) % JOBS, mine = lane - notes;
+        if (mine >= 0 && mine < p->notes[j])
+            *note = Note{p->peer[j * width + mine], p->row[j * width + mine]};
+        notes += p->notes[j], batch++;
+        int more = batch < ANNOUNCE_BATCH && pipe_test(p->done, n + batch) &&
+                   notes + p->notes[(n + batch) % JOBS] <= 32;
+        if (!__all_sync(~0u, more)) return batch;
+    } while (1);
+}
+
+__device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const Note &note,
+                                     int heads) {
+    uint64_t *word = heads ? ep_head(g, note.peer, g.rank, note.row)
+                           : ep_credit(g, note.peer, g.rank, note.row);
+    ep_store_relaxed_sys(word, ep_counter(epoch, (uint32_t)note.row + 1));
+}
+
 /**
- * By a whole warp: lane r stores the counters of ranks r, r + 32 and so on. `heads`: records have
- * been written to their receivers, all of it before this fence; else they have been read, and each
- * load has returned its value, so that nothing is left to order before the credit.
+ * By a whole warp. `heads`: records have been written to their receivers, all of it before this
+ * fence; else they have been read, and each load has returned its value, so that nothing is left to
+ * order before the credit.
  */
 __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uint32_t epoch,
-                                              int ring, int heads) {
-    int lane = threadIdx.x % 32, width = p->shape.width;
-    int count[RANK_WORDS] = {0}, told[RANK_WORDS] = {0};
+                                              int heads) {
+    int lane = threadIdx.x % 32;
     for (uint32_t n = 0, batch;; n += batch) {
+        Note note;
         pipe_wait(p->posted, n);
         if (p->job[n % JOBS].loads == PIPE_END) return;
         pipe_wait(p->done, n);
-        for (batch = 1; batch < ANNOUNCE_BATCH && pipe_test(p->done, n + batch);)
-            batch++;
-        batch = __reduce_min_sync(~0u, batch);
-        for (uint32_t b = 0; b < batch; b++) {
-            int j = (n + b) % JOBS;
-            for (int i = 0; i < p->notes[j]; i++)
-#pragma unroll
-                for (int w = 0; w < RANK_WORDS; w++)
-                    if (p->peer[j * width + i] == w * 32 + lane)
-                        count[w] = p->row[j * width + i] + 1;
-        }
+        batch = take_notes(p, n, &note);
         __syncwarp();
         if (lane < (int)batch) ep_mbarrier_arrive(&p->open[(n + lane) % JOBS]);
-        int changed = 0;
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++)
-            changed |= count[w] != told[w];
-        if (heads && __any_sync(~0u, changed)) ep_fence_sys();
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++) {
-            if (count[w] == told[w]) continue;
-            int peer = w * 32 + lane;
-            uint64_t *counter =
-                heads ? ep_head(g, peer, g.rank, ring) : ep_credit(g, peer, g.rank, ring);
-            ep_store_relaxed_sys(counter, ep_counter(epoch, count[w]));
-            told[w] = count[w];
-        }
+        if (heads && __any_sync(~0u, note.peer >= 0)) ep_fence_sys();
+        if (note.peer >= 0) tell(g, epoch, note, heads);
     }
 }
 
