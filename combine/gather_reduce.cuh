@@ -18,17 +18,19 @@ __device__ __forceinline__ int order_term(const Team &t, int is_term, int owner)
     return at;
 }
 
-/* A lane's part of its token's sum: another rank's sum, or one of this rank's own slots. */
+/* A lane's part of its token's sum: another rank's sum, or one of this rank's own slots, which are
+ * added up first. */
 __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, const EpEntry &e,
                                           float weight) {
     const EpCudaGroup &g = a.group;
     int is_own = e.owner == g.rank && e.slot >= 0;
-    int is_sum = e.owner >= 0 && e.owner != g.rank && e.carrier, own_terms;
-    int own_before = team_rank(t, is_own, &own_terms);
-    Part part = {NULL, order_term(t, is_own || is_sum, e.owner), 1, 1, -1, e.row};
+    int is_sum = e.owner >= 0 && e.owner != g.rank && e.carrier, own, before;
+    team_rank(t, is_own, &own);
+    team_rank(t, is_sum && e.owner < g.rank, &before);
+    Part part = {NULL, order_term(t, is_own || is_sum, e.owner), 1, -1, e.row, before,
+                 before + own};
     if (is_sum) part.from = ep_ring(g, g.rank, e.owner, e.row), part.peer = e.owner;
-    if (is_own) part.from = a.rows + e.slot * a.row_bytes, part.begins = own_before == 0;
-    if (is_own) part.weight = weight;
+    if (is_own) part.from = a.rows + e.slot * a.row_bytes, part.weight = weight;
     return part;
 }
 

@@ -12,106 +12,81 @@
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-#define TERMS_AT_ONCE 4
+/* VECTORS vectors of a job's stages: element i of each is one thread's. */
+template <int VECTORS>
+__device__ __forceinline__ void load_vectors(uint4 x[VECTORS], uint32_t stage, int at) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        x[v] = ep_load_shared(stage + at + v * TEAM_THREADS * 16);
+}
 
-/* A run of terms is summed on its own; then it is added to the total. */
-template <typename T> struct Sum {
-    EpVector<T> total, run;
-
-    __device__ __forceinline__ Sum() {
+template <typename T, int VECTORS>
+__device__ __forceinline__ void add_vectors(EpVector<T> sum[VECTORS], const uint4 x[VECTORS],
+                                            float weight) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        EpVector<T> term = ep_unpack<T>(x[v]);
 #pragma unroll
         for (int i = 0; i < EpVector<T>::SIZE; i++)
-            total.at[i] = run.at[i] = 0;
-    }
-    __device__ __forceinline__ void add(const uint4 &x, float w) {
-        EpVector<T> term = ep_unpack<T>(x);
-#pragma unroll
-        for (int i = 0; i < EpVector<T>::SIZE; i++)
-            run.at[i] = fmaf(w, term.at[i], run.at[i]);
-    }
-    __device__ __forceinline__ void end_run() {
-#pragma unroll
-        for (int i = 0; i < EpVector<T>::SIZE; i++)
-            total.at[i] += run.at[i], run.at[i] = 0;
-    }
-};
-
-/* Add terms base .. base + N - 1; the first term of all begins no run that would not be there. */
-template <typename T, int N>
-__device__ __forceinline__ void add_terms(Sum<T> *sum, const Stages &s, const PipeWork &work,
-                                          const float *weight, int base, int at) {
-    uint4 x[N > 0 ? N : 1];
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        x[i] = ep_load_shared(stage_of(s, work.stage, base + i) + at);
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        if ((base || i) && work.begins >> (base + i) & 1) sum->end_run();
-        sum->add(x[i], weight[base + i]);
+            sum[v].at[i] = fmaf(weight, term.at[i], sum[v].at[i]);
     }
 }
 
-/* A job of N terms: the sum takes the place of the first. */
-template <typename T, int N>
-__device__ __forceinline__ void sum_few(const Stages &s, const PipeWork &work, const float *weight,
-                                        int thread) {
-    float w[N > 0 ? N : 1];
+/* VECTORS vectors of a sum, which takes the place of the last term. The terms of the run are
+ * weighted and summed on their own, then added to the total; each other term is added as it is. A
+ * term is read while the one before is added. */
+template <typename T, int VECTORS>
+__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work,
+                                            const float *weight, int at) {
+    EpVector<T> total[VECTORS] = {}, run[VECTORS] = {};
+    uint4 next[VECTORS];
+    uint32_t stage = work.stage;
+    load_vectors<VECTORS>(next, stage, at);
+#pragma unroll 1
+    for (int i = 0; i < work.terms; i++) {
+        uint4 x[VECTORS];
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        w[i] = weight[i];
-#pragma unroll 2
-    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
-        Sum<T> sum;
-        if (N > 0) add_terms<T, N>(&sum, s, work, w, 0, at);
-        sum.end_run();
-        ep_store_shared(work.stage + at, ep_pack(sum.total));
+        for (int v = 0; v < VECTORS; v++)
+            x[v] = next[v];
+        if (i + 1 < work.terms) {
+            stage = stage_of(s, stage, 1);
+            load_vectors<VECTORS>(next, stage, at);
+        }
+        if (i < work.run || i >= work.run_end) {
+            add_vectors<T, VECTORS>(total, x, 1);
+            continue;
+        }
+        add_vectors<T, VECTORS>(run, x, weight[i]);
+        if (i + 1 < work.run_end) continue;
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+#pragma unroll
+            for (int e = 0; e < EpVector<T>::SIZE; e++)
+                total[v].at[e] += run[v].at[e];
     }
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        ep_store_shared(stage + at + v * TEAM_THREADS * 16, ep_pack(total[v]));
 }
 
-/* A job of any number. */
-template <typename T>
-__device__ __forceinline__ void sum_many(const Stages &s, const PipeWork &work, const float *weight,
-                                         int thread) {
-    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
-        Sum<T> sum;
-        int base = 0;
-        for (; base + TERMS_AT_ONCE <= work.terms; base += TERMS_AT_ONCE)
-            add_terms<T, TERMS_AT_ONCE>(&sum, s, work, weight, base, at);
-        for (; base < work.terms; base++)
-            add_terms<T, 1>(&sum, s, work, weight, base, at);
-        sum.end_run();
-        ep_store_shared(work.stage + at, ep_pack(sum.total));
-    }
-}
+#define VECTORS_AT_ONCE 2
 
 /* The workers: each team takes jobs in turn. */
 template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
-    int thread = worker % TEAM_THREADS;
+    constexpr int STEP = TEAM_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipe_stages(p);
     for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
         pipe_wait(p->full, n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
+        int at = worker % TEAM_THREADS * 16;
         if (work.bytes == PIPE_END) return;
-        switch (work.terms) {
-        case 0:
-            sum_few<T, 0>(s, work, weight, thread);
-            break;
-        case 1:
-            sum_few<T, 1>(s, work, weight, thread);
-            break;
-        case 2:
-            sum_few<T, 2>(s, work, weight, thread);
-            break;
-        case 3:
-            sum_few<T, 3>(s, work, weight, thread);
-            break;
-        case 4:
-            sum_few<T, 4>(s, work, weight, thread);
-            break;
-        default:
-            sum_many<T>(s, work, weight, thread);
-        }
+#pragma unroll 1
+        for (; at + STEPS - STEP < work.bytes; at += STEPS)
+            sum_vectors<T, VECTORS_AT_ONCE>(s, work, weight, at);
+#pragma unroll 1
+        for (; at < work.bytes; at += STEP)
+            sum_vectors<T, 1>(s, work, weight, at);
         pipe_worked(p, n);
     }
 }
@@ -130,9 +105,10 @@ __device__ __forceinline__ void sum(const EpGatherArgs &a, Pipe *p, int thread) 
 /* What a lane of a team brings into its team's job. */
 typedef struct Part {
     const char *from; /* a term, NULL: none */
-    int at, begins;   /* which term it is; whether it begins a run */
+    int at;           /* which term it is */
     float weight;
     int peer, row; /* whom to tell about which record; peer -1: nobody */
+    int run, run_end; /* of the job's terms, as in PipeJob; all lanes of the team know */
 } Part;
 
 /* The jobs of a team's sum. `to`: where it goes; `item`: its token, or row of `source`. */
@@ -142,9 +118,6 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
     int terms, notes, pieces = a.pipe.pieces;
     team_rank(t, part.from != NULL, &terms);
     int note = team_rank(t, part.peer >= 0, &notes);
-    uint32_t begins = part.from && part.begins ? 1u << part.at : 0;
-    for (int d = t.width / 2; d > 0; d /= 2)
-        begins |= __shfl_xor_sync(~0u, begins, d);
     for (int piece = 0; piece < pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % JOBS, cell = j * a.pipe.width;
@@ -162,7 +135,8 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
                                 1,
                                 (int16_t)terms,
                                 piece_bytes(a.pipe, a.row_bytes, piece),
-                                begins};
+                                (int8_t)part.run,
+                                (int8_t)part.run_end};
             p->notes[j] = piece == pieces - 1 ? notes : 0;
             p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }

@@ -20,8 +20,8 @@ __device__ __forceinline__ int meet_sources(const EpCudaGroup &g, uint32_t epoch
 /* The jobs of a round's rows, a team each. */
 __device__ __forceinline__ void post_round(const EpGatherArgs &a, Pipe *p, const Team &t,
                                            uint32_t number, const Round &r, float weight) {
-    int terms;
-    Part part = {NULL, team_rank(t, r.slot >= 0, &terms), 0, weight, -1, r.row};
+    int terms, at = team_rank(t, r.slot >= 0, &terms);
+    Part part = {NULL, at, weight, -1, r.row, 0, terms};
     if (r.slot >= 0) part.from = a.rows + r.slot * a.row_bytes;
     if (r.valid && t.k == 0) part.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;

@@ -86,9 +86,9 @@ __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     if (warp == PLANNER)
         plan_tokens(a, p, &s->landings, epoch, blocks);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p);
+        pipe_load(p, 0);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, 0, 0, 1);
+        pipe_store(p, warp - FIRST_STORER, 0, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 1);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && has_side(a))
@@ -105,9 +105,9 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     if (warp == PLANNER)
         plan_records(a, p, &s->rows, epoch, role.count);
     else if (warp == LOADER && lane == 0)
-        pipe_load(p);
+        pipe_load(p, multiplies);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, multiplies, multiplies, 0);
+        pipe_store(p, warp - FIRST_STORER, multiplies, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 0);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && moves_side)

@@ -27,8 +27,7 @@ __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, ui
                         (int16_t)brought,
                         (int16_t)stores,
                         (int16_t)stores,
-                        piece_bytes(a.fill, a.row_bytes, piece),
-                        0};
+                        piece_bytes(a.fill, a.row_bytes, piece)};
     p->notes[j] = source != a.group.rank && piece == a.fill.pieces - 1;
     p->source[j] = source, p->item[j] = row, p->piece[j] = piece;
     p->peer[cell] = source, p->row[cell] = row;

@@ -17,8 +17,9 @@
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
  * that come round to this place, the step is done; to wait for job n is to wait for phase n / JOBS.
  *
- * A job of n loads holds n stages. The pipe ends with PIPE_ENDS jobs that are none, at least one
- * for each of those that take jobs in turn.
+ * A job of n loads holds n stages. What workers leave in the last of them is stored; the others are
+ * free as soon as they have been worked on. The pipe ends with PIPE_ENDS jobs that are none, at
+ * least one for each of those that take jobs in turn.
  *
  * Loader and storers are single threads: every cycle of theirs between two copies counts. So what
  * they must know of a job lies in one 16-byte word, and what never changes in registers.
@@ -30,7 +31,7 @@
 #define PIPE_END (-1)
 #define PIPE_ENDS 12
 #define TEAM_WARPS 4
-#define TEAMS 4
+#define TEAMS 3
 #define TEAM_THREADS (TEAM_WARPS * 32)
 #define WORKERS (TEAMS * TEAM_THREADS)
 #define ANNOUNCE_BATCH 8
@@ -54,7 +55,7 @@ struct alignas(16) PipeJob {
     int16_t stores;
     int16_t terms;   /* rows to add, or slots to multiply for */
     int32_t bytes;   /* of each load and store */
-    uint32_t begins; /* terms of a sum that begin a run */
+    int8_t run, run_end; /* of the terms: those that are weighted, and added up first */
 };
 
 /** A job as workers and storers see it. */
@@ -62,14 +63,16 @@ struct alignas(16) PipeWork {
     uint32_t stage; /* the first, as an address in shared memory */
     int32_t bytes;  /* PIPE_END */
     int16_t stores, terms;
-    uint32_t begins;
+    int8_t run, run_end;
+    int16_t spent; /* stages that are free when the job has been worked on; stores are of the rest */
 };
 
 typedef struct Pipe {
     PipeJob job[JOBS];
     PipeWork work[JOBS];
     uint64_t posted[JOBS], full[JOBS], worked[JOBS], freed[JOBS], done[JOBS], open[JOBS];
-    int32_t held[JOBS]; /* stages, as the loader remembers when the planner has gone on */
+    int32_t spent[JOBS], held[JOBS]; /* stages, as the loader remembers when the planner has gone
+                                        on: until the job is worked on, until it is stored */
     int32_t notes[JOBS];
     int32_t item[JOBS], source[JOBS]; /* what it is: token, or row and its source */
     int32_t piece[JOBS];              /* which piece of its row */
@@ -226,23 +229,43 @@ __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     }
 }
 
-/** By one thread. */
-__device__ __forceinline__ void pipe_load(Pipe *p) {
+/** The stages of jobs under way. */
+typedef struct Held {
+    uint32_t oldest; /* job that holds any */
+    int unused;      /* stages that none holds */
+    int worked;      /* whether the oldest job has given back what it has spent */
+} Held;
+
+/* Wait for the oldest job to give back stages. */
+__device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
+    int j = h->oldest % JOBS;
+    if (works && !h->worked) {
+        pipe_wait(p->worked, h->oldest);
+        h->unused += p->spent[j], h->worked = 1;
+        return;
+    }
+    pipe_wait(p->freed, h->oldest);
+    h->unused += p->held[j], h->worked = 0, h->oldest++;
+}
+
+/** By one thread. `works`: whether workers have their turn before the stores. */
+__device__ __forceinline__ void pipe_load(Pipe *p, int works) {
     const Stages s = pipe_stages(p);
     const char *const *from = p->from;
-    uint32_t at = s.begin, full = ep_smem(p->full), oldest = 0;
-    int unused = p->shape.stages, width = p->shape.width;
+    uint32_t at = s.begin, full = ep_smem(p->full);
+    int width = p->shape.width;
+    Held h = {0, p->shape.stages, 0};
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS, cell = j * width;
         pipe_wait(p->posted, n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
-        for (; oldest < n && (unused < job.loads || oldest + JOBS <= n); oldest++) {
-            pipe_wait(p->freed, oldest);
-            unused += p->held[oldest % JOBS];
-        }
-        p->held[j] = job.loads;
-        p->work[j] = PipeWork{at, job.bytes, job.stores, job.terms, job.begins};
+        while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
+            pipe_reclaim(p, &h, works);
+        int16_t spent = works ? (int16_t)(job.loads - job.stores) : 0;
+        p->spent[j] = spent, p->held[j] = job.loads - spent;
+        p->work[j] =
+            PipeWork{at, job.bytes, job.stores, job.terms, job.run, job.run_end, spent};
         ep_mbarrier_expect(&p->full[j], (uint32_t)(job.brought * job.bytes));
         for (int i = 0; i < job.loads; i++) {
             const char *source = from[cell + i];
@@ -250,7 +273,7 @@ __device__ __forceinline__ void pipe_load(Pipe *p) {
             at += s.bytes;
             at = at == s.end ? s.begin : at;
         }
-        unused -= job.loads;
+        h.unused -= job.loads;
     }
 }
 
@@ -266,13 +289,11 @@ __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
 /* ---- storers ------------------------------------------------------------------------------- */
 
 /**
- * By one thread of each storer. `works`: whether workers have their turn before the stores.
- * `spread`: whether store i is from stage 1 + i of its job instead of all from the first. A job is
- * done when its stores are written, if it is the other side that is told (`completely`), or else
- * when they are read from their stages.
+ * By one thread of each storer. Where there are workers, each store has a stage of its own; else all
+ * are from the same. A job is done when its stores are written, if it is the other side that is
+ * told (`completely`), or else when they are read from their stages.
  */
-__device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int spread,
-                                           int completely) {
+__device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int completely) {
     const Stages s = pipe_stages(p);
     char *const *to = p->to;
     int width = p->shape.width, stored = -1; /* the place of a job that may not be written yet */
@@ -288,10 +309,10 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int s
         PipeWork work = p->work[j];
         if (work.bytes == PIPE_END) break;
         if (works) pipe_wait(p->worked, n);
-        uint32_t at = spread ? stage_of(s, work.stage, 1) : work.stage;
+        uint32_t at = stage_of(s, work.stage, work.spent);
         for (int i = 0; i < work.stores; i++) {
             ep_bulk_store(to[cell + i], at, (uint32_t)work.bytes);
-            if (spread) at = stage_of(s, at, 1);
+            if (works) at = stage_of(s, at, 1);
         }
         ep_bulk_commit();
         if (stored >= 0) {
