@@ -36,13 +36,14 @@ static int64_t take(int64_t *at, int64_t bytes) {
 
 /* A ring has room for all rows that there can be, or as many as there is memory for. */
 EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
-    EpWindowLayout w = {.max_tokens = config->max_tokens};
+    EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
     int64_t ranks = num_ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens, at = 0;
     w.record_bytes =
         ep_round_up(ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes,
                     128);
     int64_t depth = ep_max(LEAST_DEPTH, RING_BYTES / (rings * w.record_bytes));
-    w.depth = (int32_t)ep_max(1, ep_min(depth, tokens));
+    while (w.depth * 2 <= depth && w.depth < tokens)
+        w.depth *= 2;
     w.arrival = take(&at, 2 * ranks * (int64_t)sizeof(EpArrival));
     w.head = take(&at, ranks * w.depth * 8);
     w.credit = take(&at, ranks * w.depth * 8);

@@ -27,7 +27,7 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blo
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == PLANNER)
         plan_sums(a, p, &s->rows, epoch, blocks);
-    else if (warp == LOADER && lane == 0)
+    else if (warp == LOADER)
         pipe_load(p, 1);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, 1, 1);
@@ -41,7 +41,7 @@ __device__ void reduce(const EpGatherArgs &a, Pipe *p, uint32_t epoch, int block
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == PLANNER)
         plan_tokens(a, p, epoch, blocks);
-    else if (warp == LOADER && lane == 0)
+    else if (warp == LOADER)
         pipe_load(p, 1);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, 1, 0);

@@ -85,7 +85,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     pipe_open(p, a.send, memory, has_side(a));
     if (warp == PLANNER)
         plan_tokens(a, p, &s->landings, epoch, blocks);
-    else if (warp == LOADER && lane == 0)
+    else if (warp == LOADER)
         pipe_load(p, 0);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, 0, 1);
@@ -104,7 +104,7 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
     pipe_open(p, a.fill, memory, moves_side);
     if (warp == PLANNER)
         plan_records(a, p, &s->rows, epoch, role.count);
-    else if (warp == LOADER && lane == 0)
+    else if (warp == LOADER)
         pipe_load(p, multiplies);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
         pipe_store(p, warp - FIRST_STORER, multiplies, 0);

@@ -57,7 +57,7 @@ typedef struct EpWindowLayout {
                           place + 2; 0 until it comes and, once read, again */
     int64_t ring;    /**< [R - 1, depth] records */
     int64_t bytes;
-    int32_t depth; /**< records of a ring */
+    int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
     int64_t record_bytes; /**< of the largest record */
 } EpWindowLayout;

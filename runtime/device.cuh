@@ -55,14 +55,14 @@ __device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int recei
 /** In `receiver`'s window: what `sender` has put where row `row` goes. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
-    int64_t place = (int64_t)sender * g.layout.depth + row % g.layout.depth;
+    int64_t place = (int64_t)sender * g.layout.depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, receiver, g.layout.head) + place;
 }
 
 /** In `sender`'s window: what `receiver` has taken from where row `row` goes. */
 __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
                                                int row) {
-    int64_t place = (int64_t)receiver * g.layout.depth + row % g.layout.depth;
+    int64_t place = (int64_t)receiver * g.layout.depth + (row & (g.layout.depth - 1));
     return ep_at<uint64_t>(g, sender, g.layout.credit) + place;
 }
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender,
 __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
     int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
     return ep_at<char>(g, receiver, g.layout.ring) +
-           (ring + row % g.layout.depth) * g.layout.record_bytes;
+           (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
 }
 
 /* ---- counters ------------------------------------------------------------------------------ */

@@ -21,8 +21,8 @@
  * free as soon as they have been worked on. The pipe ends with PIPE_ENDS jobs that are none, at
  * least one for each of those that take jobs in turn.
  *
- * Loader and storers are single threads: every cycle of theirs between two copies counts. So what
- * they must know of a job lies in one 16-byte word, and what never changes in registers.
+ * Storers are single threads: every cycle of theirs between two copies counts. So what loader and
+ * storers must know of a job lies in one 16-byte word, and what never changes in registers.
  */
 
 #include "runtime/device.cuh"
@@ -139,11 +139,11 @@ __device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, in
     return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
-/** Called by all threads of the block. */
-__device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
-                                          int has_side) {
-    int cells = JOBS * shape.width;
-    if (threadIdx.x == 0) {
+/* By one warp. */
+__device__ __forceinline__ void pipe_set_up(Pipe *p, const EpPipeShape &shape, char *memory,
+                                            int has_side) {
+    int cells = JOBS * shape.width, lane = threadIdx.x;
+    if (lane == 0) {
         p->shape = shape, p->stage = ep_smem(memory);
         memory += (size_t)shape.stages * shape.stage_bytes;
         p->from = (const char **)memory, memory += cells * sizeof(char *);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, cha
         p->slot = (int32_t *)memory, memory += cells * sizeof(int32_t);
         p->weight = (float *)memory;
     }
-    for (int j = threadIdx.x; j < JOBS; j += blockDim.x) {
+    for (int j = lane; j < JOBS; j += 32) {
         ep_mbarrier_init(&p->posted[j], 1);
         ep_mbarrier_init(&p->full[j], 1);
         ep_mbarrier_init(&p->worked[j], TEAM_WARPS);
@@ -163,6 +163,12 @@ __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, cha
     }
     ep_fence_mbarrier_init();
     ep_fence_proxy_shared();
+}
+
+/** Called by all threads of the block. Fences are not for free: only they need them who set up. */
+__device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
+                                          int has_side) {
+    if (threadIdx.x < 32) pipe_set_up(p, shape, memory, has_side);
     __syncthreads();
 }
 
@@ -222,11 +228,11 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
 
 /* All that wait for a job to be loaded learn that there is none. */
 __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
-    for (uint32_t end = n; end != n + PIPE_ENDS; end++) {
-        pipe_wait(p->posted, end);
-        p->work[end % JOBS].bytes = PIPE_END;
-        ep_mbarrier_arrive(&p->full[end % JOBS]);
-    }
+    uint32_t end = n + threadIdx.x % 32;
+    if (end >= n + PIPE_ENDS) return;
+    pipe_wait(p->posted, end);
+    p->work[end % JOBS].bytes = PIPE_END;
+    ep_mbarrier_arrive(&p->full[end % JOBS]);
 }
 
 /** The stages of jobs under way. */
@@ -248,31 +254,37 @@ __device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
     h->unused += p->held[j], h->worked = 0, h->oldest++;
 }
 
-/** By one thread. `works`: whether workers have their turn before the stores. */
+/* What others must know of job n, by one thread, and how much is to come. */
+__device__ __forceinline__ void pipe_describe(Pipe *p, int j, const PipeJob &job, uint32_t stage,
+                                              int works) {
+    int spent = works ? job.loads - job.stores : 0;
+    p->spent[j] = spent, p->held[j] = job.loads - spent;
+    p->work[j] = PipeWork{stage,   job.bytes,   job.stores,    job.terms,
+                          job.run, job.run_end, (int16_t)spent};
+    ep_mbarrier_expect(&p->full[j], (uint32_t)(job.brought * job.bytes));
+}
+
+/** By a warp, a lane for each load. `works`: whether workers have their turn before the stores. */
 __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
     const Stages s = pipe_stages(p);
-    const char *const *from = p->from;
     uint32_t at = s.begin, full = ep_smem(p->full);
-    int width = p->shape.width;
+    int lane = threadIdx.x % 32, width = p->shape.width;
     Held h = {0, p->shape.stages, 0};
     for (uint32_t n = 0;; n++) {
-        int j = n % JOBS, cell = j * width;
+        int j = n % JOBS;
         pipe_wait(p->posted, n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
         while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
             pipe_reclaim(p, &h, works);
-        int16_t spent = works ? (int16_t)(job.loads - job.stores) : 0;
-        p->spent[j] = spent, p->held[j] = job.loads - spent;
-        p->work[j] =
-            PipeWork{at, job.bytes, job.stores, job.terms, job.run, job.run_end, spent};
-        ep_mbarrier_expect(&p->full[j], (uint32_t)(job.brought * job.bytes));
-        for (int i = 0; i < job.loads; i++) {
-            const char *source = from[cell + i];
-            if (source) ep_bulk_load(at, source, (uint32_t)job.bytes, full + j * 8);
-            at += s.bytes;
-            at = at == s.end ? s.begin : at;
+        __syncwarp();
+        if (lane == 0) pipe_describe(p, j, job, at, works);
+        __syncwarp();
+        for (int i = lane; i < job.loads; i += 32) {
+            const char *from = p->from[j * width + i];
+            if (from) ep_bulk_load(stage_of(s, at, i), from, (uint32_t)job.bytes, full + j * 8);
         }
+        at = stage_of(s, at, job.loads);
         h.unused -= job.loads;
     }
 }
