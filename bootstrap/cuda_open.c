@@ -38,9 +38,8 @@ static int64_t take(int64_t *at, int64_t bytes) {
 EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
     EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
     int64_t ranks = num_ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens, at = 0;
-    w.record_bytes =
-        ep_round_up(ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes,
-                    128);
+    w.record_bytes = ep_round_up(
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
     int64_t depth = ep_max(LEAST_DEPTH, RING_BYTES / (rings * w.record_bytes));
     while (w.depth * 2 <= depth && w.depth < tokens)
         w.depth *= 2;
@@ -87,8 +86,10 @@ EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t
 static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
     EpCall call = {"ep_group_create", group->rank};
     int size = 0, rank = -1;
-    EP_TRY(ep_cuda_check_nccl(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
-    EP_TRY(ep_cuda_check_nccl(group, "ncclCommUserRank", cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
+    EP_TRY(
+        ep_cuda_check_nccl(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
+    EP_TRY(ep_cuda_check_nccl(group, "ncclCommUserRank",
+                              cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
     if (size == group->size && rank == group->rank) return EP_OK;
     return ep_refuse(&call, EP_ERR_MISMATCH, "config.nccl_comm",
                      "expected rank %d of %d as in the bootstrap, got rank %d of %d", group->rank,
@@ -171,10 +172,9 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     if (group->size > 1) EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
-    EP_INFO(
-        "cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
-        cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
-        cuda->device.layout.depth);
+    EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
+            cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
+            cuda->device.layout.depth);
     return EP_OK;
 }
 

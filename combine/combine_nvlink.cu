@@ -5,9 +5,9 @@
  * One launch. Summing blocks add up, for every row that another rank had sent, the slots that the
  * row had filled, and push the sum, rounded to the rows' type, back through the ring to that rank.
  * Reducing blocks take this rank's tokens: they wait until the sums of all ranks that a token went
- * to are there, add them in ascending rank, this rank's own slots unrounded in their turn, and write
- * the token's row. How a block works is told in runtime/pipe.cuh, how blocks divide the work and
- * why nobody waits in a circle in runtime/cuda.h.
+ * to are there, add them in ascending rank, this rank's own slots unrounded in their turn, and
+ * write the token's row. How a block works is told in runtime/pipe.cuh, how blocks divide the work
+ * and why nobody waits in a circle in runtime/cuda.h.
  *
  * Who waits on whom: a reducer for the heads of a token's rows, a summer for all ranks' arrival and
  * for credit, that is, for the other rank's reducer to have emptied a record of the ring.

@@ -27,7 +27,7 @@ __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, 
     int is_sum = e.owner >= 0 && e.owner != g.rank && e.carrier, own, before;
     team_rank(t, is_own, &own);
     team_rank(t, is_sum && e.owner < g.rank, &before);
-    Part part = {NULL, order_term(t, is_own || is_sum, e.owner), 1, -1, e.row, before,
+    Part part = {NULL,        order_term(t, is_own || is_sum, e.owner), 1, -1, e.row, before,
                  before + own};
     if (is_sum) part.from = ep_ring(g, g.rank, e.owner, e.row), part.peer = e.owner;
     if (is_own) part.from = a.rows + e.slot * a.row_bytes, part.weight = weight;

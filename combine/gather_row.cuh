@@ -51,6 +51,7 @@ __device__ __forceinline__ void sum_run(const Stages &s, const PipeWork &work, c
     uint4 x[VECTORS];
     uint32_t stage = work.stage;
     load_vectors<VECTORS>(x, stage, at);
+#pragma unroll 1
     for (int i = 0;; i++) {
         uint4 next[VECTORS];
         int is_last = i + 1 == work.terms;
@@ -124,7 +125,7 @@ template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
     constexpr int STEP = TEAM_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipe_stages(p);
     for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
-        pipe_wait(p->full, n);
+        pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
         int at = worker % TEAM_THREADS * 16;
@@ -155,7 +156,7 @@ typedef struct Part {
     const char *from; /* a term, NULL: none */
     int at;           /* which term it is */
     float weight;
-    int peer, row; /* whom to tell about which record; peer -1: nobody */
+    int peer, row;    /* whom to tell about which record; peer -1: nobody */
     int run, run_end; /* of the job's terms, as in PipeJob; all lanes of the team know */
 } Part;
 
@@ -189,7 +190,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
             p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }
         __syncwarp();
-        if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
+        if (valid && t.k == 0) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
     }
 }
 

@@ -52,8 +52,7 @@ __device__ void send_values(const EpGatherArgs &a, Pipe *p, int warp) {
     pipe_sides(p, warp, SIDE_WARPS, [&](int j) {
         int source = p->source[j], row = p->item[j];
         char *record = ep_ring(g, source, g.rank, row);
-        if (k < a.top_k)
-            ((float *)(record + a.record.weights))[k] = value_of(a, source, row, k);
+        if (k < a.top_k) ((float *)(record + a.record.weights))[k] = value_of(a, source, row, k);
     });
 }
 

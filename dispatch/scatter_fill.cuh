@@ -23,10 +23,7 @@ __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, ui
                                              int source, int row, int piece, int loads, int brought,
                                              int stores) {
     int j = n % JOBS, cell = j * a.fill.width;
-    p->job[j] = PipeJob{(int16_t)loads,
-                        (int16_t)brought,
-                        (int16_t)stores,
-                        (int16_t)stores,
+    p->job[j] = PipeJob{(int16_t)loads, (int16_t)brought, (int16_t)stores, (int16_t)stores,
                         piece_bytes(a.fill, a.row_bytes, piece)};
     p->notes[j] = source != a.group.rank && piece == a.fill.pieces - 1;
     p->source[j] = source, p->item[j] = row, p->piece[j] = piece;
@@ -62,7 +59,7 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const 
             describe_job(a, p, n, r.source, r.row, piece, loads, brought, stores);
         }
         __syncwarp();
-        if (valid && t.k == 0) ep_mbarrier_arrive(&p->posted[j]);
+        if (valid && t.k == 0) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
     }
 }
 

@@ -72,7 +72,7 @@ __device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int w
     Stages s = pipe_stages(p);
     if (pieces > 1 && team) return;
     for (uint32_t n = team, row = 0;; n += pieces > 1 ? 1 : TEAMS) {
-        pipe_wait(p->full, n);
+        pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
         if (work.bytes == PIPE_END) return;

@@ -99,8 +99,8 @@ __device__ __forceinline__ int32_t ep_route(const EpCudaPlan &plan, const EpCuda
 
 /** Slot of entry k of a row, -1 for none. A flat row fills one slot, reported for k = 0. */
 __device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
-                                           const EpPlanShape &shape, int top_k, int source,
-                                           int row, int k) {
+                                           const EpPlanShape &shape, int top_k, int source, int row,
+                                           int k) {
     if (shape.layout != EP_LAYOUT_FLAT) return ep_route(plan, g, top_k, source, row, k);
     int slot = plan.flat_begin[source] + row;
     return k == 0 && slot < plan.header->recv_rows ? slot : -1;

@@ -46,7 +46,8 @@ __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int fi
 
 /**
  * This rank's tokens, a team each, to `post(entry, token, valid, number of the team's first job)`,
- * which returns 0 when all is in vain. A token makes `pieces` jobs. Returns how many jobs there are.
+ * which returns 0 when all is in vain. A token makes `pieces` jobs. Returns how many jobs there
+ * are.
  */
 template <typename Args, typename Post>
 __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
@@ -85,11 +86,11 @@ __device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
 /** How far a planner's warp has come with the rows of all sources. */
 typedef struct RowWalk {
     ChunkRows *rows;
-    int size, tokens;                          /* of a chunk; most tokens of a source */
-    int taken, all;                            /* rows of the current chunk */
-    int first;                                 /* token of the next chunk */
-    int begin[RANK_WORDS], count[RANK_WORDS];  /* rows of it, of the sources that this lane has */
-    int then, claimer;                         /* claim of the one after */
+    int size, tokens;                         /* of a chunk; most tokens of a source */
+    int taken, all;                           /* rows of the current chunk */
+    int first;                                /* token of the next chunk */
+    int begin[RANK_WORDS], count[RANK_WORDS]; /* rows of it, of the sources that this lane has */
+    int then, claimer;                        /* claim of the one after */
 } RowWalk;
 
 /** A row for each team. `slot` is this lane's of its team's, -1: none. */
@@ -113,8 +114,7 @@ __device__ __forceinline__ void look_ahead(const Args &a, RowWalk *walk, int tak
         walk->begin[w] = walk->count[w] = 0;
         if (source < 0) continue;
         int tokens = a.plan.tokens[source];
-        const int32_t *begins =
-            a.plan.begins + (int64_t)source * (a.group.layout.max_tokens + 1);
+        const int32_t *begins = a.plan.begins + (int64_t)source * (a.group.layout.max_tokens + 1);
         int begin = begins[min(walk->first, tokens)];
         walk->begin[w] = begin;
         walk->count[w] = begins[min(walk->first + walk->size, tokens)] - begin;
@@ -190,8 +190,8 @@ __device__ __forceinline__ Round take_round(const Args &a, RowWalk *walk, const 
 
 /**
  * The rows that come from all ranks, a team each, to `post(round, weight, number of the team's
- * first job)`, which returns 0 when all is in vain. A row makes `pieces` jobs. Returns how many jobs
- * there are. `takes_own`: whether rows that stay on this rank are among them.
+ * first job)`, which returns 0 when all is in vain. A row makes `pieces` jobs. Returns how many
+ * jobs there are. `takes_own`: whether rows that stay on this rank are among them.
  */
 template <typename Args, typename Post>
 __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,

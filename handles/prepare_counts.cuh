@@ -203,8 +203,8 @@ __device__ int add_sources(const EpPrepareArgs &a, Lane *l, int column, uint32_t
 #pragma unroll
             for (int i = 0; i < SOURCES_AT_ONCE; i++)
                 if (!is_of(x[i], epoch)) late = from + i, seen = (uint32_t)(x[i] >> 32);
-        } while (late >= 0 && ep_patience(g, &patience,
-                                          EpAwaited{late, EP_PHASE_ARRIVAL, 0, epoch, seen}));
+        } while (late >= 0 &&
+                 ep_patience(g, &patience, EpAwaited{late, EP_PHASE_ARRIVAL, 0, epoch, seen}));
         if (late >= 0) return 0;
 #pragma unroll
         for (int i = 0; i < SOURCES_AT_ONCE; i++) {
@@ -226,8 +226,8 @@ __device__ __forceinline__ int await_count(const EpCudaGroup &g, int source, int
     EpPatience patience = {0, 0};
     uint64_t word;
     while (!is_of(word = ep_load_relaxed_sys(counts_of(g, g.rank, source, epoch) + column), epoch))
-        if (!ep_patience(g, &patience, EpAwaited{source, EP_PHASE_ARRIVAL, 0, epoch,
-                                                 (uint32_t)(word >> 32)}))
+        if (!ep_patience(g, &patience,
+                         EpAwaited{source, EP_PHASE_ARRIVAL, 0, epoch, (uint32_t)(word >> 32)}))
             return 0;
     *count = (int)word;
     return 1;

@@ -130,9 +130,9 @@ __device__ __forceinline__ int await_routes(const EpPrepareArgs &a, int from,
         late = -1;
 #pragma unroll
         for (int j = 0; j < SOURCES_AT_ONCE; j++)
-            words[j] = at[j] < 0 ? 1
-                                 : ep_load_relaxed_sys32(routes_of(a, g.rank, from + j, epoch) +
-                                                         at[j]);
+            words[j] = at[j] < 0
+                           ? 1
+                           : ep_load_relaxed_sys32(routes_of(a, g.rank, from + j, epoch) + at[j]);
 #pragma unroll
         for (int j = 0; j < SOURCES_AT_ONCE; j++)
             if (!words[j]) late = from + j;
@@ -175,8 +175,8 @@ __device__ __forceinline__ int await_begin(const EpCudaGroup &g, int source, int
     EpPatience patience = {0, 0};
     uint64_t seen;
     while (!is_of(seen = ep_load_relaxed_sys(word), epoch))
-        if (!ep_patience(g, &patience, EpAwaited{source, EP_PHASE_ROUTES, token, epoch,
-                                                 (uint32_t)(seen >> 32)}))
+        if (!ep_patience(g, &patience,
+                         EpAwaited{source, EP_PHASE_ROUTES, token, epoch, (uint32_t)(seen >> 32)}))
             return 0;
     *begin = (int)seen;
     return 1;

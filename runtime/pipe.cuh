@@ -48,13 +48,24 @@ enum PipeWarp {
     ALL_SIDES = SIDE_WARPS + 8, /* where no row is computed, workers help with what lies beside */
 };
 
+/** What is over when a job's barrier completes a phase. */
+enum PipeStep {
+    POSTED, /* planned */
+    FULL,   /* loaded */
+    WORKED,
+    FREED, /* stored, as far as the stages are concerned */
+    DONE,  /* stored, as far as the other side is concerned */
+    OPEN,  /* told */
+    BARRIERS
+};
+
 /** A job as the planner writes it. */
 struct alignas(16) PipeJob {
     int16_t loads;   /* stages it holds, PIPE_END */
     int16_t brought; /* how many of them are loaded */
     int16_t stores;
-    int16_t terms;   /* rows to add, or slots to multiply for */
-    int32_t bytes;   /* of each load and store */
+    int16_t terms;       /* rows to add, or slots to multiply for */
+    int32_t bytes;       /* of each load and store */
     int8_t run, run_end; /* of the terms: those that are weighted, and added up first */
 };
 
@@ -64,13 +75,14 @@ struct alignas(16) PipeWork {
     int32_t bytes;  /* PIPE_END */
     int16_t stores, terms;
     int8_t run, run_end;
-    int16_t spent; /* stages that are free when the job has been worked on; stores are of the rest */
+    int16_t
+        spent; /* stages that are free when the job has been worked on; stores are of the rest */
 };
 
 typedef struct Pipe {
     PipeJob job[JOBS];
     PipeWork work[JOBS];
-    uint64_t posted[JOBS], full[JOBS], worked[JOBS], freed[JOBS], done[JOBS], open[JOBS];
+    uint64_t barrier[BARRIERS][JOBS];
     int32_t spent[JOBS], held[JOBS]; /* stages, as the loader remembers when the planner has gone
                                         on: until the job is worked on, until it is stored */
     int32_t notes[JOBS];
@@ -139,36 +151,36 @@ __device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, in
     return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
-/* By one warp. */
-__device__ __forceinline__ void pipe_set_up(Pipe *p, const EpPipeShape &shape, char *memory,
-                                            int has_side) {
-    int cells = JOBS * shape.width, lane = threadIdx.x;
-    if (lane == 0) {
-        p->shape = shape, p->stage = ep_smem(memory);
-        memory += (size_t)shape.stages * shape.stage_bytes;
-        p->from = (const char **)memory, memory += cells * sizeof(char *);
-        p->to = (char **)memory, memory += cells * sizeof(char *);
-        p->peer = (int32_t *)memory, memory += cells * sizeof(int32_t);
-        p->row = (int32_t *)memory, memory += cells * sizeof(int32_t);
-        p->slot = (int32_t *)memory, memory += cells * sizeof(int32_t);
-        p->weight = (float *)memory;
-    }
-    for (int j = lane; j < JOBS; j += 32) {
-        ep_mbarrier_init(&p->posted[j], 1);
-        ep_mbarrier_init(&p->full[j], 1);
-        ep_mbarrier_init(&p->worked[j], TEAM_WARPS);
-        ep_mbarrier_init(&p->freed[j], 1);
-        ep_mbarrier_init(&p->done[j], 1 + has_side);
-        ep_mbarrier_init(&p->open[j], 1);
+/* Where the arrays lie. By one thread. */
+__device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, char *memory) {
+    int cells = JOBS * shape.width;
+    p->shape = shape, p->stage = ep_smem(memory);
+    memory += (size_t)shape.stages * shape.stage_bytes;
+    p->from = (const char **)memory, memory += cells * sizeof(char *);
+    p->to = (char **)memory, memory += cells * sizeof(char *);
+    p->peer = (int32_t *)memory, memory += cells * sizeof(int32_t);
+    p->row = (int32_t *)memory, memory += cells * sizeof(int32_t);
+    p->slot = (int32_t *)memory, memory += cells * sizeof(int32_t);
+    p->weight = (float *)memory;
+}
+
+/* A barrier takes 54 cycles to begin with, lane by lane: one warp would take 6 us for all of them.
+ * So each warp has some. By one thread of each. */
+__device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side) {
+    for (int i = threadIdx.x / 32; i < BARRIERS * JOBS; i += (int)blockDim.x / 32) {
+        int kind = i / JOBS;
+        int arrivals = kind == WORKED ? TEAM_WARPS : kind == DONE ? 1 + has_side : 1;
+        ep_mbarrier_init(&p->barrier[kind][i % JOBS], arrivals);
     }
     ep_fence_mbarrier_init();
     ep_fence_proxy_shared();
 }
 
-/** Called by all threads of the block. Fences are not for free: only they need them who set up. */
+/** Called by all threads of the block. */
 __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
                                           int has_side) {
-    if (threadIdx.x < 32) pipe_set_up(p, shape, memory, has_side);
+    if (threadIdx.x == 0) pipe_lay_out(p, shape, memory);
+    if (threadIdx.x % 32 == 0) pipe_begin_barriers(p, has_side);
     __syncthreads();
 }
 
@@ -211,7 +223,7 @@ __device__ __forceinline__ int team_rank(const Team &t, int is, int *count) {
  *  has claimed no other block can do. */
 __device__ __forceinline__ void pipe_await_open(Pipe *p, uint32_t n) {
     uint32_t ahead = (uint32_t)p->shape.ahead;
-    if (n >= ahead) pipe_wait(p->open, n - ahead);
+    if (n >= ahead) pipe_wait(p->barrier[OPEN], n - ahead);
 }
 
 /** End the pipe after n jobs; by the planner's whole warp. */
@@ -219,9 +231,9 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
     __syncwarp();
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
-    if (end >= JOBS) pipe_wait(p->open, end - JOBS);
+    if (end >= JOBS) pipe_wait(p->barrier[OPEN], end - JOBS);
     p->job[end % JOBS].loads = PIPE_END;
-    ep_mbarrier_arrive(&p->posted[end % JOBS]);
+    ep_mbarrier_arrive(&p->barrier[POSTED][end % JOBS]);
 }
 
 /* ---- loader -------------------------------------------------------------------------------- */
@@ -230,9 +242,9 @@ __device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
 __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
-    pipe_wait(p->posted, end);
+    pipe_wait(p->barrier[POSTED], end);
     p->work[end % JOBS].bytes = PIPE_END;
-    ep_mbarrier_arrive(&p->full[end % JOBS]);
+    ep_mbarrier_arrive(&p->barrier[FULL][end % JOBS]);
 }
 
 /** The stages of jobs under way. */
@@ -246,11 +258,11 @@ typedef struct Held {
 __device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
     int j = h->oldest % JOBS;
     if (works && !h->worked) {
-        pipe_wait(p->worked, h->oldest);
+        pipe_wait(p->barrier[WORKED], h->oldest);
         h->unused += p->spent[j], h->worked = 1;
         return;
     }
-    pipe_wait(p->freed, h->oldest);
+    pipe_wait(p->barrier[FREED], h->oldest);
     h->unused += p->held[j], h->worked = 0, h->oldest++;
 }
 
@@ -259,20 +271,20 @@ __device__ __forceinline__ void pipe_describe(Pipe *p, int j, const PipeJob &job
                                               int works) {
     int spent = works ? job.loads - job.stores : 0;
     p->spent[j] = spent, p->held[j] = job.loads - spent;
-    p->work[j] = PipeWork{stage,   job.bytes,   job.stores,    job.terms,
-                          job.run, job.run_end, (int16_t)spent};
-    ep_mbarrier_expect(&p->full[j], (uint32_t)(job.brought * job.bytes));
+    p->work[j] =
+        PipeWork{stage, job.bytes, job.stores, job.terms, job.run, job.run_end, (int16_t)spent};
+    ep_mbarrier_expect(&p->barrier[FULL][j], (uint32_t)(job.brought * job.bytes));
 }
 
 /** By a warp, a lane for each load. `works`: whether workers have their turn before the stores. */
 __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
     const Stages s = pipe_stages(p);
-    uint32_t at = s.begin, full = ep_smem(p->full);
+    uint32_t at = s.begin, full = ep_smem(p->barrier[FULL]);
     int lane = threadIdx.x % 32, width = p->shape.width;
     Held h = {0, p->shape.stages, 0};
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS;
-        pipe_wait(p->posted, n);
+        pipe_wait(p->barrier[POSTED], n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
         while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
@@ -295,14 +307,14 @@ __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
 __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
     ep_fence_proxy_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->worked[n % JOBS]);
+    if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->barrier[WORKED][n % JOBS]);
 }
 
 /* ---- storers ------------------------------------------------------------------------------- */
 
 /**
- * By one thread of each storer. Where there are workers, each store has a stage of its own; else all
- * are from the same. A job is done when its stores are written, if it is the other side that is
+ * By one thread of each storer. Where there are workers, each store has a stage of its own; else
+ * all are from the same. A job is done when its stores are written, if it is the other side that is
  * told (`completely`), or else when they are read from their stages.
  */
 __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int completely) {
@@ -312,15 +324,16 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
     for (uint32_t n = storer;; n += STORERS) {
         int j = n % JOBS, cell = j * width;
         /* Nobody may wait for what is stored but not told: the next job may wait for them. */
-        if (stored >= 0 && !(pipe_test(p->full, n) && (!works || pipe_test(p->worked, n)))) {
+        if (stored >= 0 &&
+            !(pipe_test(p->barrier[FULL], n) && (!works || pipe_test(p->barrier[WORKED], n)))) {
             ep_bulk_wait<0>();
-            ep_mbarrier_arrive(&p->done[stored]);
+            ep_mbarrier_arrive(&p->barrier[DONE][stored]);
             stored = -1;
         }
-        pipe_wait(p->full, n);
+        pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[j];
         if (work.bytes == PIPE_END) break;
-        if (works) pipe_wait(p->worked, n);
+        if (works) pipe_wait(p->barrier[WORKED], n);
         uint32_t at = stage_of(s, work.stage, work.spent);
         for (int i = 0; i < work.stores; i++) {
             ep_bulk_store(to[cell + i], at, (uint32_t)work.bytes);
@@ -329,15 +342,15 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
         ep_bulk_commit();
         if (stored >= 0) {
             ep_bulk_wait<1>();
-            ep_mbarrier_arrive(&p->done[stored]);
+            ep_mbarrier_arrive(&p->barrier[DONE][stored]);
         }
         ep_bulk_wait_read<0>();
-        ep_mbarrier_arrive(&p->freed[j]);
+        ep_mbarrier_arrive(&p->barrier[FREED][j]);
         stored = completely ? j : -1;
-        if (!completely) ep_mbarrier_arrive(&p->done[j]);
+        if (!completely) ep_mbarrier_arrive(&p->barrier[DONE][j]);
     }
     ep_bulk_wait<0>();
-    if (stored >= 0) ep_mbarrier_arrive(&p->done[stored]);
+    if (stored >= 0) ep_mbarrier_arrive(&p->barrier[DONE][stored]);
 }
 
 /* ---- side warps ---------------------------------------------------------------------------- */
@@ -347,11 +360,11 @@ template <typename Move>
 __device__ __forceinline__ void pipe_sides(Pipe *p, int warp, int count, Move move) {
     for (uint32_t n = warp;; n += count) {
         int j = n % JOBS;
-        pipe_wait(p->posted, n);
+        pipe_wait(p->barrier[POSTED], n);
         if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0) move(j);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->done[j]);
+        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->barrier[DONE][j]);
     }
 }
 
@@ -372,7 +385,7 @@ __device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) 
         if (mine >= 0 && mine < p->notes[j])
             *note = Note{p->peer[j * width + mine], p->row[j * width + mine]};
         notes += p->notes[j], batch++;
-        int more = batch < ANNOUNCE_BATCH && pipe_test(p->done, n + batch) &&
+        int more = batch < ANNOUNCE_BATCH && pipe_test(p->barrier[DONE], n + batch) &&
                    notes + p->notes[(n + batch) % JOBS] <= 32;
         if (!__all_sync(~0u, more)) return batch;
     } while (1);
@@ -380,8 +393,8 @@ __device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) 
 
 __device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const Note &note,
                                      int heads) {
-    uint64_t *word = heads ? ep_head(g, note.peer, g.rank, note.row)
-                           : ep_credit(g, note.peer, g.rank, note.row);
+    uint64_t *word =
+        heads ? ep_head(g, note.peer, g.rank, note.row) : ep_credit(g, note.peer, g.rank, note.row);
     ep_store_relaxed_sys(word, ep_counter(epoch, (uint32_t)note.row + 1));
 }
 
@@ -395,12 +408,12 @@ __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uin
     int lane = threadIdx.x % 32;
     for (uint32_t n = 0, batch;; n += batch) {
         Note note;
-        pipe_wait(p->posted, n);
+        pipe_wait(p->barrier[POSTED], n);
         if (p->job[n % JOBS].loads == PIPE_END) return;
-        pipe_wait(p->done, n);
+        pipe_wait(p->barrier[DONE], n);
         batch = take_notes(p, n, &note);
         __syncwarp();
-        if (lane < (int)batch) ep_mbarrier_arrive(&p->open[(n + lane) % JOBS]);
+        if (lane < (int)batch) ep_mbarrier_arrive(&p->barrier[OPEN][(n + lane) % JOBS]);
         if (heads && __any_sync(~0u, note.peer >= 0)) ep_fence_sys();
         if (note.peer >= 0) tell(g, epoch, note, heads);
     }
