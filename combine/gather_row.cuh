@@ -21,65 +21,23 @@ __device__ __forceinline__ void load_vectors(uint4 x[VECTORS], uint32_t stage, i
 }
 
 template <typename T, int VECTORS>
-__device__ __forceinline__ void store_vectors(uint32_t stage, int at,
-                                              const EpVector<T> sum[VECTORS]) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++)
-        ep_store_shared(stage + at + v * TEAM_THREADS * 16, ep_pack(sum[v]));
-}
-
-/* to = weight * x + from */
-template <typename T, int VECTORS>
-__device__ __forceinline__ void add_vectors(EpVector<T> to[VECTORS], const uint4 x[VECTORS],
-                                            float weight, const EpVector<T> from[VECTORS]) {
+__device__ __forceinline__ void add_vectors(EpVector<T> sum[VECTORS], const uint4 x[VECTORS],
+                                            float weight) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         EpVector<T> term = ep_unpack<T>(x[v]);
 #pragma unroll
         for (int i = 0; i < EpVector<T>::SIZE; i++)
-            to[v].at[i] = fmaf(weight, term.at[i], from[v].at[i]);
+            sum[v].at[i] = fmaf(weight, term.at[i], sum[v].at[i]);
     }
 }
 
-/* VECTORS vectors of a sum that is but one run, in place of its last term. A term is read while the
- * one before is added. */
+/* VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted and summed
+ * on their own, then added to the total; each other term is added as it is. A term is read while
+ * the one before is added. */
 template <typename T, int VECTORS>
-__device__ __forceinline__ void sum_run(const Stages &s, const PipeWork &work, const float *weight,
-                                        int at) {
-    EpVector<T> sum[VECTORS];
-    const EpVector<T> zero[VECTORS] = {};
-    uint4 x[VECTORS];
-    uint32_t stage = work.stage;
-    load_vectors<VECTORS>(x, stage, at);
-#pragma unroll 1
-    for (int i = 0;; i++) {
-        uint4 next[VECTORS];
-        int is_last = i + 1 == work.terms;
-        uint32_t after = stage_of(s, stage, 1);
-        if (!is_last) load_vectors<VECTORS>(next, after, at);
-        if (i == 0)
-            add_vectors<T, VECTORS>(sum, x, weight[0], zero);
-        else
-            add_vectors<T, VECTORS>(sum, x, weight[i], sum);
-        if (is_last) break;
-        stage = after;
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-            x[v] = next[v];
-    }
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-        for (int e = 0; e < EpVector<T>::SIZE; e++)
-            sum[v].at[e] += 0.0f; /* what has underflown may be -0, a total is not */
-    store_vectors<T, VECTORS>(stage, at, sum);
-}
-
-/* The same of any sum: the terms of the run are weighted and summed on their own, then added to the
- * total; each other term is added as it is. */
-template <typename T, int VECTORS>
-__device__ __forceinline__ void sum_terms(const Stages &s, const PipeWork &work,
-                                          const float *weight, int at) {
+__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work,
+                                            const float *weight, int at) {
     EpVector<T> total[VECTORS] = {}, run[VECTORS] = {};
     uint4 next[VECTORS];
     uint32_t stage = work.stage;
@@ -95,10 +53,10 @@ __device__ __forceinline__ void sum_terms(const Stages &s, const PipeWork &work,
             load_vectors<VECTORS>(next, stage, at);
         }
         if (i < work.run || i >= work.run_end) {
-            add_vectors<T, VECTORS>(total, x, 1, total);
+            add_vectors<T, VECTORS>(total, x, 1);
             continue;
         }
-        add_vectors<T, VECTORS>(run, x, weight[i], run);
+        add_vectors<T, VECTORS>(run, x, weight[i]);
         if (i + 1 < work.run_end) continue;
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
@@ -106,16 +64,9 @@ __device__ __forceinline__ void sum_terms(const Stages &s, const PipeWork &work,
             for (int e = 0; e < EpVector<T>::SIZE; e++)
                 total[v].at[e] += run[v].at[e];
     }
-    store_vectors<T, VECTORS>(stage, at, total);
-}
-
-template <typename T, int VECTORS>
-__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work,
-                                            const float *weight, int at) {
-    if (work.run_end - work.run == work.terms && work.terms)
-        sum_run<T, VECTORS>(s, work, weight, at);
-    else
-        sum_terms<T, VECTORS>(s, work, weight, at);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        ep_store_shared(stage + at + v * TEAM_THREADS * 16, ep_pack(total[v]));
 }
 
 #define VECTORS_AT_ONCE 2
