@@ -107,13 +107,14 @@ typedef struct EpPatience {
 } EpPatience;
 
 /* A rank that waits in vain for what another was to send may be waiting, as the other is, for a
- * third that has not even entered the operation: then that is the one to name. */
+ * third that has not even entered the operation: then that is the one to name. A word of a later
+ * operation is that of a rank which was here, failed and went on: it is not the one. */
 static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
     uint32_t epoch = ep_epoch(g);
     for (int r = 0; r < g.size; r++) {
         uint32_t seen =
             (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
-        if (seen != epoch) return EpAwaited{r, EP_PHASE_ARRIVAL, 0, epoch, seen};
+        if ((int32_t)(seen - epoch) < 0) return EpAwaited{r, EP_PHASE_ARRIVAL, 0, epoch, seen};
     }
     return awaited;
 }

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/rig.h"
@@ -118,10 +119,12 @@ static void check_hears_of_it(const Crew *crew) {
           status == EP_OK ? "" : ep_last_error());
 }
 
-static void stopped_peer(const EpBootstrap *bootstrap) {
+/* All ranks but rank 0 come `later`: seconds, less than the deadline. */
+static void stopped_peer(const EpBootstrap *bootstrap, double later) {
     Crew crew;
     REQUIRE(crew_open(&crew, bootstrap, SOON), "no group");
     if (bootstrap->rank != crew.absent) {
+        if (bootstrap->rank > 0) usleep((useconds_t)(1e6 * later));
         double begin = now();
         call_on(&crew.rig);
         CHECK(now() - begin > 0.8 * SOON, "gave up after %.2f s", now() - begin);
@@ -135,10 +138,16 @@ static void stopped_peer(const EpBootstrap *bootstrap) {
 }
 
 ThreadTest(gpu_faults, stopped_peer_2, 2) {
-    stopped_peer(bootstrap);
+    stopped_peer(bootstrap, 0);
 }
 ThreadTest(gpu_faults, stopped_peer_4, 4) {
-    stopped_peer(bootstrap);
+    stopped_peer(bootstrap, 0);
+}
+
+/* Who fails first is through with what it has enqueued before the others give up: it was there, and
+ * is not the one to blame. */
+ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
+    stopped_peer(bootstrap, SOON / 3);
 }
 
 /* ---- another order ------------------------------------------------------------------------- */
