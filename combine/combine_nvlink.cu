@@ -65,6 +65,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_WORKER * 32, reduces = pipe_receives();
     int ring = pipe_lane();
     uint32_t epoch = ep_epoch(a.group);
+    if (!ep_enter(a.group, epoch)) {
+        ep_leave(a.group, epoch);
+        return;
+    }
     ep_arrive(a.group, epoch, 0);
     pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
     if (thread >= 0)

@@ -21,41 +21,50 @@ static const char *awaited_name(int32_t phase) {
     return names[phase >= 1 && phase <= 5 ? phase : 0];
 }
 
-static void tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
-                      const EpFinding *finding) {
-    ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s in lane %d: expected "
-            "%u, seen %u)",
-            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
-            f->expected, f->seen);
+static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
+                          EpFinding *finding) {
+    return ep_fail(
+        EP_ERR_TIMEOUT,
+        "rank %d: %s: rank %d did not arrive within %g s (waiting for %s in lane %d: expected "
+        "%u, seen %u)",
+        group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->lane,
+        f->expected, f->seen);
 }
 
-static void tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
-                       const EpFinding *finding) {
+static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
+                           EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
     int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
     if (own == other && own_handle == other_handle)
-        ep_fail(EP_ERR_ORDER,
-                "rank %d: %s: expected the same sizes on all ranks, rank %d called it on handle %d "
-                "with others",
-                group->rank, finding->phase, f->peer, other_handle);
-    else
-        ep_fail(EP_ERR_ORDER,
-                "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
-                "handle %d",
-                group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+        return ep_fail(EP_ERR_ORDER,
+                       "rank %d: %s: expected the same sizes on all ranks, rank %d called it on "
+                       "handle %d with others",
+                       group->rank, finding->phase, f->peer, other_handle);
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
+                   "handle %d",
+                   group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+}
+
+/* As on the host, the finding is about the rank that is blamed. */
+static EpStatus tell_peer(const EpGroup *group, const volatile EpCudaFailure *f,
+                          EpFinding *finding) {
+    finding->peer = (int32_t)f->seen, finding->expected = finding->seen = -1;
+    return ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
+                   group->rank, finding->phase, f->peer, finding->peer);
 }
 
 static void poll_failure(EpGroup *group) {
+    static EpStatus (*const tell[])(const EpGroup *, const volatile EpCudaFailure *,
+                                    EpFinding *) = {
+        [EP_FAULT_LATE] = tell_late, [EP_FAULT_ORDER] = tell_order, [EP_FAULT_PEER] = tell_peer};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     if (!f->fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
-    int late = f->fault == EP_FAULT_LATE;
-    finding.status = late ? EP_ERR_TIMEOUT : EP_ERR_ORDER;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
     strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
-    (late ? tell_late : tell_order)(group, f, &finding);
+    finding.status = tell[f->fault](group, f, &finding);
     ep_group_fail(group, &finding);
 }
 

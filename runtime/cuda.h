@@ -63,7 +63,8 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, 
 /** Why a kernel gave up. */
 enum EpCudaFault {
     EP_FAULT_LATE = 1, /**< a wait has expired */
-    EP_FAULT_ORDER     /**< another rank has entered another operation, or with other sizes */
+    EP_FAULT_ORDER,    /**< another rank has entered another operation, or with other sizes */
+    EP_FAULT_PEER      /**< another rank has given up; `seen` is the one that it blames */
 };
 
 /** A failure, as kernels report it into pinned memory. */
@@ -79,6 +80,11 @@ typedef struct EpCudaFailure {
     ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
 #define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
 #define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
+#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 12)
+
+/** In place of an operation's code: this rank has given up for good. The sizes are the rank that it
+ *  blames. */
+#define EP_OP_GONE 15
 
 /** Findings of ep_prepare that are data, in pinned memory. */
 typedef struct EpCudaNotes {
@@ -94,7 +100,7 @@ typedef struct EpCudaNotes {
 typedef struct EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that are done with an operation */
-    int32_t failed;               /**< 1 after a failure: hurry out */
+    uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
     unsigned long long bad_count; /**< bad indices of the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
 } EpCudaState;

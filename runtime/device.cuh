@@ -119,9 +119,22 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
     return awaited;
 }
 
+/* Tell all ranks that this one has given up: those still in this operation, and those that are in
+ * the next before they hear of it. The words stay, since what is enqueued behind a failure does not
+ * enter: see ep_enter. */
+static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
+    uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
+    for (int r = 0; r < g.size; r++)
+        for (uint32_t e = epoch; e != epoch + 2; e++)
+            ep_store_relaxed_sys(&ep_arrival(g, r, g.rank, e)->what, ep_counter(e, gone));
+}
+
+/* Ranks that disagree need not be told: each of them sees that for itself. */
 static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited) {
-    if (atomicExch(&g.state->failed, 1)) return;
+    if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
     if (fault == EP_FAULT_LATE) awaited = ep_find_absent(g, awaited);
+    if (fault != EP_FAULT_ORDER)
+        ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : awaited.peer);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
@@ -137,7 +150,7 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
 __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
                                            const EpAwaited &awaited) {
     if (++p->polls % EP_POLLS_PER_CLOCK_READ) return 1;
-    if (*(volatile int32_t *)&g.state->failed) return 0;
+    if (*(volatile uint32_t *)&g.state->failed) return 0;
     uint64_t now = ep_global_timer();
     p->start = p->start ? p->start : now;
     if (now - p->start < g.timeout_ns) return 1;
@@ -186,7 +199,7 @@ __device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int pe
 
 /**
  * Wait until a rank has entered the operation, and see that it is the same one. `where` may be
- * NULL. 0: it has not, or another.
+ * NULL. 0: it has not, or another, or it has given up.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                 int lane, uint64_t *where) {
@@ -196,6 +209,11 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     do {
         what = ep_load_relaxed_sys(&arrival->what);
         at = ep_load_relaxed_sys(&arrival->where);
+        if (EP_DIGEST_OP((uint32_t)what) == EP_OP_GONE) {
+            ep_report(g, EP_FAULT_PEER,
+                      EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+            return 0;
+        }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
             if (where) *where = at & (((uint64_t)1 << 48) - 1);
             if ((uint32_t)what == g.digest) return 1;
@@ -206,6 +224,15 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     } while (ep_patience(g, &patience,
                          EpAwaited{peer, EP_PHASE_ARRIVAL, lane, epoch, (uint32_t)(what >> 32)}));
     return 0;
+}
+
+/**
+ * By all threads of every block, before anything else: 0 where this rank has failed in an operation
+ * before. Then what the plan and the rings hold is void, and nothing is read, written or announced.
+ */
+__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, uint32_t epoch) {
+    uint32_t failed = *(volatile uint32_t *)&g.state->failed;
+    return __syncthreads_and(failed == 0 || failed == epoch);
 }
 
 /** Tell all ranks, by one block, before anything else is done. */

@@ -107,16 +107,15 @@ static void check_blames(const Crew *crew) {
         CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_TIMEOUT, peer);
 }
 
-/* What the others left behind may be enough for one call, but not for a second. */
+/* Who comes after all is told at once whom the others have given up on. */
 static void check_hears_of_it(const Crew *crew) {
-    EpStatus status = EP_OK;
-    for (int i = 0; i < 2 && status == EP_OK; i++) {
-        status = rig_try(&crew->rig, all_ops[1 + i]);
-        CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-        if (status == EP_OK) status = ep_group_status(crew->group, NULL);
-    }
-    CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
-          status == EP_OK ? "" : ep_last_error());
+    char blamed[48];
+    EpFinding found = EP_FINDING_INIT;
+    snprintf(blamed, sizeof(blamed), "because of rank %d", crew->absent);
+    CHECK_OK(rig_try(&crew->rig, RIG_DISPATCH));
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    CHECK_REFUSED(ep_group_status(crew->group, &found), EP_ERR_PEER, "given up", blamed);
+    CHECK(found.peer == crew->absent, "peer %d", found.peer);
 }
 
 /* All ranks but rank 0 come `later`: seconds, less than the deadline. */
