@@ -31,10 +31,29 @@ static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
         f->expected, f->seen);
 }
 
+/* The first fact that differs, in the host backend's words. */
+static EpStatus tell_facts(const EpGroup *group, const volatile EpCudaFailure *f,
+                           EpFinding *finding) {
+    int64_t mine[EP_ROUND_FACTS], theirs[EP_ROUND_FACTS];
+    const EpOp *op = &ep_op_prepare;
+    int i = 0;
+    ep_facts_unpack(f->facts, mine);
+    ep_facts_unpack(f->peer_facts, theirs);
+    while (i < EP_ROUND_FACTS - 1 && mine[i] == theirs[i])
+        i++;
+    finding->expected = mine[i], finding->seen = theirs[i];
+    return ep_fail(i < op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH,
+                   "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", group->rank,
+                   op->name, op->fact[i], group->rank, (long long)mine[i], f->peer,
+                   (long long)theirs[i]);
+}
+
 static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
                            EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
     int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    if (own == other && own_handle == other_handle && own == ep_op_prepare.code)
+        return tell_facts(group, f, finding);
     if (own == other && own_handle == other_handle)
         return ep_fail(EP_ERR_ORDER,
                        "rank %d: %s: expected the same sizes on all ranks, rank %d called it on "

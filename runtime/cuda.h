@@ -34,7 +34,8 @@
  *  stored at once: no order between them is needed. */
 typedef struct EpArrival {
     uint64_t what;  /**< epoch << 32 | digest of operation and sizes */
-    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the rows; window 0: none */
+    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the rows; window 0: none.
+                         Of ep_prepare: epoch << 48 | facts, see ep_facts_pack */
 } EpArrival;
 
 /** Offsets in a window; equal on all ranks. */
@@ -72,7 +73,8 @@ typedef struct EpCudaFailure {
     int32_t fault; /**< EpCudaFault, once the rest is written */
     int32_t op;    /**< which operation, by its EpOp code */
     int32_t peer, phase, lane;
-    uint32_t expected, seen; /**< counters, or digests */
+    uint32_t expected, seen;    /**< counters, or digests */
+    uint64_t facts, peer_facts; /**< where ranks disagree about ep_prepare: what each has */
 } EpCudaFailure;
 
 /** What an arrival says: the operation's code, the handle's ordinal, and a hash of the sizes. */
@@ -109,6 +111,7 @@ typedef struct EpCudaState {
 typedef struct EpCudaGroup {
     int32_t rank, size;
     uint32_t digest; /**< of the operation under way */
+    uint64_t facts;  /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */

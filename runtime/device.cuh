@@ -32,6 +32,8 @@ __device__ __forceinline__ T *ep_at(const EpCudaGroup &g, int rank, int64_t offs
     return (T *)(g.window[rank] + offset);
 }
 
+#define EP_WHERE (((uint64_t)1 << 48) - 1) /* what is not the epoch, in that word of an arrival */
+
 /** In `receiver`'s window: what `sender` says in operation `epoch`. */
 __device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int receiver, int sender,
                                                  uint32_t epoch) {
@@ -139,6 +141,8 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->lane = awaited.lane;
     out->expected = awaited.expected, out->seen = awaited.seen;
+    out->facts = g.facts;
+    out->peer_facts = ep_arrival(g, g.rank, awaited.peer, ep_epoch(g))->where & EP_WHERE;
     __threadfence_system();
     out->fault = fault;
 }
@@ -215,7 +219,7 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
             return 0;
         }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
-            if (where) *where = at & (((uint64_t)1 << 48) - 1);
+            if (where) *where = at & EP_WHERE;
             if ((uint32_t)what == g.digest) return 1;
             ep_report(g, EP_FAULT_ORDER,
                       EpAwaited{peer, EP_PHASE_ARRIVAL, lane, g.digest, (uint32_t)what});
