@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_WORKER * 32, reduces = pipe_receives();
     int ring = pipe_lane();
     uint32_t epoch = ep_epoch(a.group);
-    if (!ep_enter(a.group, epoch)) {
+    if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;
     }

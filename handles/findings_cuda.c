@@ -69,14 +69,33 @@ static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f
 static EpStatus tell_peer(const EpGroup *group, const volatile EpCudaFailure *f,
                           EpFinding *finding) {
     finding->peer = (int32_t)f->seen, finding->expected = finding->seen = -1;
+    if (finding->peer == f->peer)
+        return ep_fail(EP_ERR_PEER,
+                       "rank %d: %s: rank %d has given up on the group for a reason of its own",
+                       group->rank, finding->phase, f->peer);
     return ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
                    group->rank, finding->phase, f->peer, finding->peer);
 }
 
+static EpPlanHeader header_of(const volatile EpPlanMark *m) {
+    return (EpPlanHeader){
+        .magic = m->magic, .group = m->group, .bytes = m->bytes, .handle = m->handle};
+}
+
+/* As the host backend says it when it looks at the memory. */
+static EpStatus tell_memory(const EpGroup *group, const volatile EpCudaFailure *f,
+                            EpFinding *finding) {
+    EpCall call = {finding->phase, group->rank};
+    EpPlanHeader expected = header_of(&f->expected_mark), got = header_of(&f->mark);
+    return ep_plan_check(&call, &got, f->mark.tail, &expected);
+}
+
 static void poll_failure(EpGroup *group) {
     static EpStatus (*const tell[])(const EpGroup *, const volatile EpCudaFailure *,
-                                    EpFinding *) = {
-        [EP_FAULT_LATE] = tell_late, [EP_FAULT_ORDER] = tell_order, [EP_FAULT_PEER] = tell_peer};
+                                    EpFinding *) = {[EP_FAULT_LATE] = tell_late,
+                                                    [EP_FAULT_ORDER] = tell_order,
+                                                    [EP_FAULT_PEER] = tell_peer,
+                                                    [EP_FAULT_MEMORY] = tell_memory};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     if (!f->fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;

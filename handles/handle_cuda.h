@@ -20,6 +20,8 @@ static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
     EpCudaPlan plan;
     ep_cuda_plan_map(&handle->shape, ep_cuda(handle->group)->device.layout.lanes, handle->memory,
                      &plan);
+    plan.mark = (EpPlanMark){EP_PLAN_MAGIC, handle->group->id, handle->bytes, handle->ordinal,
+                             EP_PLAN_MAGIC};
     return plan;
 }
 

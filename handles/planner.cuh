@@ -7,7 +7,7 @@
  * of all sources in turn, as their receiver. `Args` is EpScatterArgs or EpGatherArgs.
  */
 
-#include "handles/plan_cuda.h"
+#include "handles/enter.cuh"
 #include "runtime/pipe.cuh"
 
 /* ---- tokens -------------------------------------------------------------------------------- */

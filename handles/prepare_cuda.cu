@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     extern __shared__ uint4 memory[];
     __shared__ Ranks ranks;
     uint32_t epoch = ep_epoch(a.group);
-    if (!ep_enter(a.group, epoch)) {
+    if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;
     }

@@ -65,16 +65,26 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks, 
 enum EpCudaFault {
     EP_FAULT_LATE = 1, /**< a wait has expired */
     EP_FAULT_ORDER,    /**< another rank has entered another operation, or with other sizes */
-    EP_FAULT_PEER      /**< another rank has given up; `seen` is the one that it blames */
+    EP_FAULT_PEER,     /**< another rank has given up; `seen` is the one that it blames */
+    EP_FAULT_MEMORY    /**< handle memory does not hold the plan */
 };
+
+/** What a plan says of itself in its header and in its last word; see EpPlanHeader. */
+typedef struct EpPlanMark {
+    uint64_t magic, group;
+    int64_t bytes;
+    int32_t handle;
+    uint64_t tail;
+} EpPlanMark;
 
 /** A failure, as kernels report it into pinned memory. */
 typedef struct EpCudaFailure {
     int32_t fault; /**< EpCudaFault, once the rest is written */
     int32_t op;    /**< which operation, by its EpOp code */
     int32_t peer, phase, lane;
-    uint32_t expected, seen;    /**< counters, or digests */
-    uint64_t facts, peer_facts; /**< where ranks disagree about ep_prepare: what each has */
+    uint32_t expected, seen;        /**< counters, or digests */
+    uint64_t facts, peer_facts;     /**< where ranks disagree about ep_prepare: what each has */
+    EpPlanMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
 } EpCudaFailure;
 
 /** What an arrival says: the operation's code, the handle's ordinal, and a hash of the sizes. */
@@ -141,6 +151,7 @@ typedef struct EpEntry {
 
 /** The plan in device memory. */
 typedef struct EpCudaPlan {
+    EpPlanMark mark; /**< what it says of itself where it is whole */
     struct EpPlanHeader *header;
     int32_t *expert_counts;  /**< [L] */
     int32_t *expert_padded;  /**< [L] */
@@ -152,6 +163,7 @@ typedef struct EpCudaPlan {
     int32_t *lane_begin;     /**< [R, lanes] FLAT: first row of each, in the receive buffer */
     int32_t *routes; /**< [R, lanes, lane_tokens, K] entries of each row: its slot, or in the
                           FLAT layout its local expert; -1 where there is none */
+    uint64_t *tail;  /**< repeats the magic */
 } EpCudaPlan;
 
 #endif

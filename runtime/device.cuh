@@ -230,13 +230,10 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     return 0;
 }
 
-/**
- * By all threads of every block, before anything else: 0 where this rank has failed in an operation
- * before. Then what the plan and the rings hold is void, and nothing is read, written or announced.
- */
-__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, uint32_t epoch) {
+/** Whether this rank has failed in an operation before this one. */
+__device__ __forceinline__ int ep_failed_before(const EpCudaGroup &g, uint32_t epoch) {
     uint32_t failed = *(volatile uint32_t *)&g.state->failed;
-    return __syncthreads_and(failed == 0 || failed == epoch);
+    return failed != 0 && failed != epoch;
 }
 
 /** Tell all ranks, by one block, before anything else is done. */

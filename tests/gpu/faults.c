@@ -205,6 +205,60 @@ ThreadTest(gpu_faults, other_handles_4, 4) {
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
+/* A handle of all ranks in memory of their own, prepared, of which one rank's is overwritten. */
+static char *overwritten_handle(Crew *crew) {
+    EpHandleConfig config = case_handle_config(&crew->rig.c);
+    size_t bytes = 0;
+    char *memory = NULL;
+    config.max_recv_rows = crew->rig.c.capacity;
+    CHECK_OK(ep_handle_memory(crew->group, &config, &bytes));
+    CHECK_CUDA(cudaMalloc((void **)&memory, bytes));
+    CHECK_OK(ep_handle_create(crew->group, &config, memory, bytes, &crew->rig.step.handle));
+    rig_issue(&crew->rig, RIG_PREPARE);
+    rig_check(&crew->rig);
+    rig_poison(&crew->rig);
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    if (crew->rig.step.rank == crew->absent) CHECK_CUDA(cudaMemset(memory, 0, bytes));
+    return memory;
+}
+
+/* Its rank is told what is wrong and writes nothing, and the others do not wait for it. */
+static void check_overwritten(Crew *crew, RigOp op) {
+    char blamed[48];
+    int is_mine = crew->rig.step.rank == crew->absent;
+    double begin = now();
+    snprintf(blamed, sizeof(blamed), "rank %d", crew->absent);
+    CHECK_OK(rig_try(&crew->rig, op));
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
+    CHECK_REFUSED(ep_group_status(crew->group, NULL), is_mine ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER,
+                  blamed, is_mine ? "other bytes" : "given up");
+    if (is_mine) rig_check(&crew->rig);
+}
+
+static void overwritten_memory(const EpBootstrap *bootstrap) {
+    static const RigOp ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE};
+    for (int i = 0; i < 3; i++) {
+        Crew crew;
+        check_note("operation %d", (int)ops[i]);
+        REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
+        char *memory = overwritten_handle(&crew);
+        bootstrap->barrier(bootstrap->context, 60);
+        check_overwritten(&crew, ops[i]);
+        bootstrap->barrier(bootstrap->context, 60);
+        crew_close(&crew);
+        CHECK_CUDA(cudaFree(memory));
+    }
+    check_next_group(bootstrap);
+}
+
+ThreadTest(gpu_faults, overwritten_memory_2, 2) {
+    overwritten_memory(bootstrap);
+}
+ThreadTest(gpu_faults, overwritten_memory_4, 4) {
+    overwritten_memory(bootstrap);
+}
+
 /* Valid, and more than the GPU has: an error, and the GPU serves a smaller group. */
 ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
     Case c = case_complete((Case){.experts = 1 << 30, .top_k = EP_MAX_TOP_K});
