@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a process finds out about its GPUs without using them: no context is made on any. */
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -37,6 +38,7 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     struct cudaDeviceProp p;
     cudaError_t error = cudaGetDeviceProperties(&p, device);
     if (error != cudaSuccess) return error;
+    *out = (EpGpu){.capability = 0};
     memcpy(out->uuid, p.uuid.bytes, sizeof(out->uuid));
     snprintf(out->name, sizeof(out->name), "%.39s", p.name);
     out->capability = 10 * p.major + p.minor;
@@ -52,10 +54,27 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     return error;
 }
 
-static int list(int32_t count, EpGpuReport *out) {
+/* Asking for a GPU's properties takes milliseconds, and what a process sees stays the same: once
+ * for all of its ranks and groups. */
+static cudaError_t describe_all(int32_t count, EpGpu *out) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    static EpGpu known[EP_GPUS_LISTED];
+    static int32_t num_known;
     cudaError_t error = cudaSuccess;
-    for (int32_t d = 0; d < count && error == cudaSuccess; d++)
-        error = describe(d, count, &out->gpu[d]);
+    pthread_mutex_lock(&mutex);
+    if (num_known != count) {
+        num_known = 0;
+        for (int32_t d = 0; d < count && error == cudaSuccess; d++)
+            error = describe(d, count, &known[d]);
+        if (error == cudaSuccess) num_known = count;
+    }
+    memcpy(out, known, sizeof(known));
+    pthread_mutex_unlock(&mutex);
+    return error;
+}
+
+static int list(int32_t count, EpGpuReport *out) {
+    cudaError_t error = describe_all(count, out->gpu);
     if (error == cudaSuccess) error = cudaGetDevice(&out->current);
     if (error == cudaSuccess) return 1;
     (void)cudaGetLastError();

@@ -3,9 +3,9 @@
 #define EP_BOOTSTRAP_TOPOLOGY_H
 
 /**
- * Where ranks are: which share a node, the NUMA node and the number of CPUs of each. Read from the
- * machine through hwloc, or pretended (setting EP_TOPOLOGY) so that "2 nodes of 8 cores" runs on a
- * laptop. A pretended node never joins ranks of different machines.
+ * Where ranks are: which share a node, the NUMA node and the number of CPUs of each. Read from
+ * Linux, or pretended (setting EP_TOPOLOGY, with a machine that hwloc makes up) so that "2 nodes of
+ * 8 cores" runs on a laptop. A pretended node never joins ranks of different machines.
  */
 
 #include "runtime/settings.h"

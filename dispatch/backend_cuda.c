@@ -71,10 +71,11 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
         args.totals = vector_of(out->totals);
     }
     const EpPlanShape *shape = &handle->shape;
-    int64_t capacity = shape->layout == EP_LAYOUT_BATCHED ? 0 : shape->capacity;
-    const int64_t agreed[] = {routing->top_k, shape->layout, shape->alignment, capacity,
-                              shape->rows_per_expert};
-    args.group.digest = digest(handle, &ep_op_prepare, agreed, 5);
+    int is_batched = shape->layout == EP_LAYOUT_BATCHED; /* then the capacity depends on L */
+    const int64_t agreed[] = {routing->top_k, shape->alignment, shape->layout,
+                              is_batched ? shape->rows_per_expert : shape->capacity};
+    args.group.digest = digest(handle, &ep_op_prepare, agreed, 4);
+    args.group.facts = ep_facts_pack(agreed);
     EP_TRY(enter_stream(group, routing->stream));
     EP_TRY(leave_stream(group, routing->stream, ep_cuda_launch_prepare(&args, routing->stream)));
     state->prepares++;

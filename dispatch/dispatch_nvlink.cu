@@ -122,6 +122,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
     uint32_t epoch = ep_epoch(a.group);
+    if (!ep_enter(a.group, a.plan, epoch)) {
+        ep_leave(a.group, epoch);
+        return;
+    }
     ep_arrive(a.group, epoch, a.where);
     Role role = pipe_role(a.receivers);
     if (role.receives)

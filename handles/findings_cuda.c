@@ -21,41 +21,88 @@ static const char *awaited_name(int32_t phase) {
     return names[phase >= 1 && phase <= 5 ? phase : 0];
 }
 
-static void tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
-                      const EpFinding *finding) {
-    ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not arrive within %g s (waiting for %s, row %d: expected %u, "
-            "seen %u)",
-            group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->row,
-            f->expected, f->seen);
+static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
+                          EpFinding *finding) {
+    return ep_fail(
+        EP_ERR_TIMEOUT,
+        "rank %d: %s: rank %d did not arrive within %g s (waiting for %s, row %d: expected %u, "
+        "seen %u)",
+        group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->row,
+        f->expected, f->seen);
 }
 
-static void tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
-                       const EpFinding *finding) {
+/* The first fact that differs, in the host backend's words. */
+static EpStatus tell_facts(const EpGroup *group, const volatile EpCudaFailure *f,
+                           EpFinding *finding) {
+    int64_t mine[EP_ROUND_FACTS], theirs[EP_ROUND_FACTS];
+    const EpOp *op = &ep_op_prepare;
+    int i = 0;
+    ep_facts_unpack(f->facts, mine);
+    ep_facts_unpack(f->peer_facts, theirs);
+    while (i < EP_ROUND_FACTS - 1 && mine[i] == theirs[i])
+        i++;
+    finding->expected = mine[i], finding->seen = theirs[i];
+    return ep_fail(i < op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH,
+                   "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", group->rank,
+                   op->name, op->fact[i], group->rank, (long long)mine[i], f->peer,
+                   (long long)theirs[i]);
+}
+
+static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f,
+                           EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
     int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    if (own == other && own_handle == other_handle && own == ep_op_prepare.code)
+        return tell_facts(group, f, finding);
     if (own == other && own_handle == other_handle)
-        ep_fail(EP_ERR_ORDER,
-                "rank %d: %s: expected the same sizes on all ranks, rank %d called it on handle %d "
-                "with others",
-                group->rank, finding->phase, f->peer, other_handle);
-    else
-        ep_fail(EP_ERR_ORDER,
-                "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
-                "handle %d",
-                group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+        return ep_fail(EP_ERR_ORDER,
+                       "rank %d: %s: expected the same sizes on all ranks, rank %d called it on "
+                       "handle %d with others",
+                       group->rank, finding->phase, f->peer, other_handle);
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
+                   "handle %d",
+                   group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+}
+
+/* As on the host, the finding is about the rank that is blamed. */
+static EpStatus tell_peer(const EpGroup *group, const volatile EpCudaFailure *f,
+                          EpFinding *finding) {
+    finding->peer = (int32_t)f->seen, finding->expected = finding->seen = -1;
+    if (finding->peer == f->peer)
+        return ep_fail(EP_ERR_PEER,
+                       "rank %d: %s: rank %d has given up on the group for a reason of its own",
+                       group->rank, finding->phase, f->peer);
+    return ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
+                   group->rank, finding->phase, f->peer, finding->peer);
+}
+
+static EpPlanHeader header_of(const volatile EpPlanMark *m) {
+    return (EpPlanHeader){
+        .magic = m->magic, .group = m->group, .bytes = m->bytes, .handle = m->handle};
+}
+
+/* As the host backend says it when it looks at the memory. */
+static EpStatus tell_memory(const EpGroup *group, const volatile EpCudaFailure *f,
+                            EpFinding *finding) {
+    EpCall call = {finding->phase, group->rank};
+    EpPlanHeader expected = header_of(&f->expected_mark), got = header_of(&f->mark);
+    return ep_plan_check(&call, &got, f->mark.tail, &expected);
 }
 
 static void poll_failure(EpGroup *group) {
+    static EpStatus (*const tell[])(const EpGroup *, const volatile EpCudaFailure *,
+                                    EpFinding *) = {[EP_FAULT_LATE] = tell_late,
+                                                    [EP_FAULT_ORDER] = tell_order,
+                                                    [EP_FAULT_PEER] = tell_peer,
+                                                    [EP_FAULT_MEMORY] = tell_memory};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     if (!f->fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
-    int late = f->fault == EP_FAULT_LATE;
-    finding.status = late ? EP_ERR_TIMEOUT : EP_ERR_ORDER;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
     strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
-    (late ? tell_late : tell_order)(group, f, &finding);
+    finding.status = tell[f->fault](group, f, &finding);
     ep_group_fail(group, &finding);
 }
 

@@ -36,10 +36,10 @@ EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
 /** The same, and that the handle was prepared; reads the plan's numbers for argument checks. */
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
 
-/** The header of a handle's empty plan; and whether a header is this handle's. */
+/** The header of a handle's empty plan; and whether a header and a last word are this handle's. */
 EpPlanHeader ep_plan_header(const EpHandle *handle);
-EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
-                              const EpPlanHeader *expected);
+EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tail,
+                       const EpPlanHeader *expected);
 
 /** Plans in plain memory: the host backend's part of the table. */
 int64_t ep_host_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);

@@ -19,7 +19,28 @@ typedef struct EpCudaHandle {
 static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
     EpCudaPlan plan;
     ep_cuda_plan_map(&handle->shape, handle->memory, &plan);
+    plan.mark = (EpPlanMark){EP_PLAN_MAGIC, handle->group->id, handle->bytes, handle->ordinal,
+                             EP_PLAN_MAGIC};
     return plan;
+}
+
+/**
+ * What ranks must share in ep_prepare, in 48 bits that go with its arrival: K, the alignment, the
+ * layout, and the capacity, or the rows of each expert in the batched layout. In the order of
+ * ep_op_prepare's facts.
+ */
+static inline uint64_t ep_facts_pack(const int64_t fact[4]) {
+    int log = 0;
+    while ((int64_t)1 << log < fact[1])
+        log++;
+    return (uint64_t)(fact[0] | log << 6 | fact[2] << 11) | (uint64_t)fact[3] << 13;
+}
+
+static inline void ep_facts_unpack(uint64_t facts, int64_t fact[4]) {
+    fact[0] = (int64_t)(facts & 63);
+    fact[1] = (int64_t)1 << (facts >> 6 & 31);
+    fact[2] = (int64_t)(facts >> 11 & 3);
+    fact[3] = (int64_t)(facts >> 13);
 }
 
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);

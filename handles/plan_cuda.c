@@ -24,6 +24,7 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     TAKE(flat_begin, ranks);
     TAKE(begins, ranks * (s->max_tokens + 1));
     TAKE(routes, ranks * s->max_tokens * k);
+    TAKE(tail, 1);
 #undef TAKE
     return at;
 }
@@ -46,36 +47,52 @@ EpStatus ep_cuda_format_plan(EpHandle *handle) {
         ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&state->info, info_bytes, 0)));
     memset(state->info, 0, info_bytes);
     EpPlanHeader header = ep_plan_header(handle);
-    return ep_cuda_check(group, "cudaMemcpy",
-                         cudaMemcpy(handle->memory, &header, sizeof(header), cudaMemcpyDefault));
+    EpCudaPlan plan = ep_cuda_plan(handle);
+    EP_TRY(ep_cuda_check(group, "cudaMemcpy",
+                         cudaMemcpy(plan.header, &header, sizeof(header), cudaMemcpyDefault)));
+    return ep_cuda_check(
+        group, "cudaMemcpy",
+        cudaMemcpy(plan.tail, &header.magic, sizeof(*plan.tail), cudaMemcpyDefault));
 }
 
-/* Device memory is only looked at where that is asked for: when it is bound anew. */
-EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memory) {
+static EpStatus look_at_plan(const EpHandle *handle, const char *name, void *memory) {
     EpCall call = {name, handle->group->rank};
     EpPlanHeader header, expected = ep_plan_header(handle);
-    if (memory == handle->memory) return EP_OK;
+    EpCudaPlan plan;
+    uint64_t tail;
+    ep_cuda_plan_map(&handle->shape, memory, &plan);
     EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
-                         cudaMemcpy(&header, memory, sizeof(header), cudaMemcpyDefault)));
-    return ep_plan_header_check(&call, &header, &expected);
+                         cudaMemcpy(&header, plan.header, sizeof(header), cudaMemcpyDefault)));
+    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
+                         cudaMemcpy(&tail, plan.tail, sizeof(tail), cudaMemcpyDefault)));
+    return ep_plan_check(&call, &header, tail, &expected);
+}
+
+/* In an operation, kernels look at the memory: see ep_enter. */
+EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memory) {
+    return memory == handle->memory ? EP_OK : look_at_plan(handle, name, memory);
 }
 
 void ep_cuda_retire_plan(EpHandle *handle) {
     EpCudaHandle *state = handle->backend_state;
     if (!state) return;
-    /* Operations under way may still write there. */
+    /* Operations under way may still write there. And the caller's memory may be in other use by
+     * now: touch it only if it is still this plan. */
     (void)cudaDeviceSynchronize();
     EpPlanHeader dead = ep_plan_header(handle);
     dead.magic = EP_PLAN_DEAD;
-    (void)cudaMemcpy(handle->memory, &dead, sizeof(dead), cudaMemcpyDefault);
+    if (handle->owns_memory || look_at_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
+        (void)cudaMemcpy(handle->memory, &dead, sizeof(dead), cudaMemcpyDefault);
     (void)cudaFreeHost(state->info);
     (void)cudaGetLastError();
     free(state);
     handle->backend_state = NULL;
 }
 
-/* What the caller has moved may be the plan of an earlier step: its numbers are in the block. */
+/* What the caller has moved, or brought back to where it was, may be the plan of an earlier step:
+ * its numbers are in the block. */
 EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
+    EP_TRY(look_at_plan(handle, "ep_handle_bind", handle->memory));
     EpCudaHandle *state = handle->backend_state;
     EpCudaPlan plan = ep_cuda_plan(handle);
     int32_t *experts = state->info->experts, local = handle->shape.num_local;

@@ -27,8 +27,8 @@ EpStatus ep_host_format_plan(EpHandle *handle) {
     return EP_OK;
 }
 
-EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
-                              const EpPlanHeader *expected) {
+EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tail,
+                       const EpPlanHeader *expected) {
     if (got->magic == EP_PLAN_DEAD)
         return ep_refuse(call, EP_ERR_DESTROYED, "handle memory",
                          "expected a live handle's plan, got that of one that was destroyed");
@@ -48,6 +48,10 @@ EpStatus ep_plan_header_check(const EpCall *call, const EpPlanHeader *got,
         return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "handle memory",
                          "expected %lld untouched bytes, got a damaged header",
                          (long long)expected->bytes);
+    if (tail != EP_PLAN_MAGIC)
+        return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "handle memory",
+                         "expected %lld untouched bytes, got a damaged end",
+                         (long long)expected->bytes);
     return EP_OK;
 }
 
@@ -56,12 +60,7 @@ EpStatus ep_host_check_plan(const EpHandle *handle, const char *name, void *memo
     EpPlanHeader expected = ep_plan_header(handle);
     EpPlan plan;
     ep_plan_map(&handle->shape, memory, &plan);
-    EP_TRY(ep_plan_header_check(&call, plan.header, &expected));
-    if (*plan.tail != EP_PLAN_MAGIC)
-        return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "handle memory",
-                         "expected %lld untouched bytes, got a damaged end",
-                         (long long)handle->bytes);
-    return EP_OK;
+    return ep_plan_check(&call, plan.header, *plan.tail, &expected);
 }
 
 void ep_host_retire_plan(EpHandle *handle) {

@@ -10,7 +10,7 @@
  * What is next is claimed and looked up while the current chunk is passed on.
  */
 
-#include "handles/plan_cuda.h"
+#include "handles/enter.cuh"
 #include "runtime/pipe.cuh"
 
 /* ---- claims -------------------------------------------------------------------------------- */

@@ -94,7 +94,7 @@ __device__ __forceinline__ int patient_with_grid(const EpCudaGroup &g, EpPatienc
 /* Nothing is ordered behind it. */
 __device__ void announce_arrivals(const EpCudaGroup &g, uint32_t epoch) {
     for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS)
-        ep_announce_arrival(g, r, epoch, 0);
+        ep_announce_arrival(g, r, epoch, g.facts);
 }
 
 /* Four columns over all lanes, two for each thread of the warp. */

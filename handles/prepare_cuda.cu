@@ -76,7 +76,7 @@ __device__ void publish_flat_experts(const EpPrepareArgs &a, const Lane *l, int 
 /* By the last block: only now are all rows known. What a failure leaves is not to be walked. */
 __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens) {
     __threadfence();
-    if (*(volatile int32_t *)&a.group.state->failed) return;
+    if (*(volatile uint32_t *)&a.group.state->failed) return;
     if (threadIdx.x < 32) lay_flat_rows(a, l);
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
@@ -127,6 +127,10 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     extern __shared__ uint4 memory[];
     __shared__ Ranks ranks;
     uint32_t epoch = ep_epoch(a.group);
+    if (!ep_enter(a.group, a.plan, epoch)) {
+        ep_leave(a.group, epoch);
+        return;
+    }
     int tokens = count_tokens(a);
     Lane l = open_lane(a, &ranks, memory, tokens);
     prepare(a, &l, tokens, epoch);

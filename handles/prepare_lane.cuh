@@ -6,8 +6,7 @@
  * A block of ep_prepare: its lane, and the numbering of entries within a chunk of it.
  */
 
-#include "handles/plan_cuda.h"
-#include "runtime/device.cuh"
+#include "handles/enter.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)

@@ -41,7 +41,8 @@
  *  stored at once: no order between them is needed. */
 typedef struct EpArrival {
     uint64_t what;  /**< epoch << 32 | digest of operation and sizes */
-    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the rows; window 0: none */
+    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the rows; window 0: none.
+                         Of ep_prepare: epoch << 48 | facts, see ep_facts_pack */
 } EpArrival;
 
 /** Offsets in a window; equal on all ranks. */
@@ -71,15 +72,27 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
 /** Why a kernel gave up. */
 enum EpCudaFault {
     EP_FAULT_LATE = 1, /**< a wait has expired */
-    EP_FAULT_ORDER     /**< another rank has entered another operation, or with other sizes */
+    EP_FAULT_ORDER,    /**< another rank has entered another operation, or with other sizes */
+    EP_FAULT_PEER,     /**< another rank has given up; `seen` is the one that it blames */
+    EP_FAULT_MEMORY    /**< handle memory does not hold the plan */
 };
+
+/** What a plan says of itself in its header and in its last word; see EpPlanHeader. */
+typedef struct EpPlanMark {
+    uint64_t magic, group;
+    int64_t bytes;
+    int32_t handle;
+    uint64_t tail;
+} EpPlanMark;
 
 /** A failure, as kernels report it into pinned memory. */
 typedef struct EpCudaFailure {
     int32_t fault; /**< EpCudaFault, once the rest is written */
     int32_t op;    /**< which operation, by its EpOp code */
     int32_t peer, phase, row;
-    uint32_t expected, seen; /**< counters, or digests */
+    uint32_t expected, seen;        /**< counters, or digests */
+    uint64_t facts, peer_facts;     /**< where ranks disagree about ep_prepare: what each has */
+    EpPlanMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
 } EpCudaFailure;
 
 /** What an arrival says: the operation's code, the handle's ordinal, and a hash of the sizes. */
@@ -87,6 +100,11 @@ typedef struct EpCudaFailure {
     ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
 #define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
 #define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
+#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 12)
+
+/** In place of an operation's code: this rank has given up for good. The sizes are the rank that it
+ *  blames. */
+#define EP_OP_GONE 15
 
 /** Findings of ep_prepare that are data, in pinned memory. */
 typedef struct EpCudaNotes {
@@ -102,7 +120,7 @@ typedef struct EpCudaNotes {
 typedef struct EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that are done with an operation */
-    int32_t failed;               /**< 1 after a failure: hurry out */
+    uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
     int32_t claimed[2];           /**< chunks of tokens that senders, receivers have taken */
     unsigned long long bad_count; /**< bad indices of the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
@@ -112,6 +130,7 @@ typedef struct EpCudaState {
 typedef struct EpCudaGroup {
     int32_t rank, size;
     uint32_t digest; /**< of the operation under way */
+    uint64_t facts;  /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
     int32_t lanes;  /**< blocks of prepare, each with a share of the tokens */
     int32_t blocks; /**< of the kernels that move rows */
@@ -144,6 +163,7 @@ typedef struct EpEntry {
 
 /** The plan in device memory. */
 typedef struct EpCudaPlan {
+    EpPlanMark mark; /**< what it says of itself where it is whole */
     struct EpPlanHeader *header;
     int32_t *expert_counts;  /**< [L] */
     int32_t *expert_padded;  /**< [L] */
@@ -156,6 +176,7 @@ typedef struct EpCudaPlan {
                                   rank's; behind the last, of all */
     int32_t *routes;         /**< [R, max_tokens, K] entries of each row: its slot, or in the FLAT
                                   layout its local expert; -1 where there is none */
+    uint64_t *tail;          /**< repeats the magic */
 } EpCudaPlan;
 
 #endif

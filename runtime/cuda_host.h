@@ -20,6 +20,9 @@ typedef struct EpCudaWindow {
     int owned;         /**< allocated with the window, and freed with it */
 } EpCudaWindow;
 
+/** Places for tensors that need not be looked at again. A model's steps bring the same ones. */
+#define EP_REACHED 256
+
 typedef struct EpCuda {
     EpCudaGroup device; /**< what kernels get */
     int ordinal;        /**< CUDA device of this rank */
@@ -37,6 +40,7 @@ typedef struct EpCuda {
     cudaStream_t last_stream;
     unsigned long long last_capture; /**< id of the capture it was in, 0: none */
     int has_last;
+    const void *reached[EP_REACHED]; /**< tensors that were found good, by a hash of the address */
 } EpCuda;
 
 static inline EpCuda *ep_cuda(const EpGroup *group) {

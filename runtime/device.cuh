@@ -46,6 +46,8 @@ __device__ __forceinline__ T *ep_at(const EpCudaGroup &g, int rank, int64_t offs
     return (T *)(g.window[rank] + offset);
 }
 
+#define EP_WHERE (((uint64_t)1 << 48) - 1) /* what is not the epoch, in that word of an arrival */
+
 /** In `receiver`'s window: what `sender` says in operation `epoch`. */
 __device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int receiver, int sender,
                                                  uint32_t epoch) {
@@ -114,24 +116,40 @@ typedef struct EpPatience {
 } EpPatience;
 
 /* A rank that waits in vain for what another was to send may be waiting, as the other is, for a
- * third that has not even entered the operation: then that is the one to name. */
+ * third that has not even entered the operation: then that is the one to name. A word of a later
+ * operation is that of a rank which was here, failed and went on: it is not the one. */
 static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
     uint32_t epoch = ep_epoch(g);
     for (int r = 0; r < g.size; r++) {
         uint32_t seen =
             (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
-        if (seen != epoch) return EpAwaited{r, EP_PHASE_ARRIVAL, 0, epoch, seen};
+        if ((int32_t)(seen - epoch) < 0) return EpAwaited{r, EP_PHASE_ARRIVAL, 0, epoch, seen};
     }
     return awaited;
 }
 
+/* Tell all ranks that this one has given up: those still in this operation, and those that are in
+ * the next before they hear of it. The words stay, since what is enqueued behind a failure does not
+ * enter: see ep_enter. */
+static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
+    uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
+    for (int r = 0; r < g.size; r++)
+        for (uint32_t e = epoch; e != epoch + 2; e++)
+            ep_store_relaxed_sys(&ep_arrival(g, r, g.rank, e)->what, ep_counter(e, gone));
+}
+
+/* Ranks that disagree need not be told: each of them sees that for itself. */
 static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited) {
-    if (atomicExch(&g.state->failed, 1)) return;
+    if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
     if (fault == EP_FAULT_LATE) awaited = ep_find_absent(g, awaited);
+    if (fault != EP_FAULT_ORDER)
+        ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : awaited.peer);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->row = awaited.row;
     out->expected = awaited.expected, out->seen = awaited.seen;
+    out->facts = g.facts;
+    out->peer_facts = ep_arrival(g, g.rank, awaited.peer, ep_epoch(g))->where & EP_WHERE;
     __threadfence_system();
     out->fault = fault;
 }
@@ -143,7 +161,7 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
 __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
                                            const EpAwaited &awaited) {
     if (++p->polls % EP_POLLS_PER_CLOCK_READ) return 1;
-    if (*(volatile int32_t *)&g.state->failed) return 0;
+    if (*(volatile uint32_t *)&g.state->failed) return 0;
     uint64_t now = ep_global_timer();
     p->start = p->start ? p->start : now;
     if (now - p->start < g.timeout_ns) return 1;
@@ -194,7 +212,7 @@ __device__ __forceinline__ void ep_announce_arrival(const EpCudaGroup &g, int pe
 
 /**
  * Wait until a rank has entered the operation, and see that it is the same one. `where` may be
- * NULL. 0: it has not, or another.
+ * NULL. 0: it has not, or another, or it has given up.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                 uint64_t *where) {
@@ -204,8 +222,13 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     do {
         what = ep_load_relaxed_sys(&arrival->what);
         at = ep_load_relaxed_sys(&arrival->where);
+        if (EP_DIGEST_OP((uint32_t)what) == EP_OP_GONE) {
+            ep_report(g, EP_FAULT_PEER,
+                      EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+            return 0;
+        }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
-            if (where) *where = at & (((uint64_t)1 << 48) - 1);
+            if (where) *where = at & EP_WHERE;
             if ((uint32_t)what == g.digest) return 1;
             ep_report(g, EP_FAULT_ORDER,
                       EpAwaited{peer, EP_PHASE_ARRIVAL, 0, g.digest, (uint32_t)what});
@@ -214,6 +237,12 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     } while (ep_patience(g, &patience,
                          EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, (uint32_t)(what >> 32)}));
     return 0;
+}
+
+/** Whether this rank has failed in an operation before this one. */
+__device__ __forceinline__ int ep_failed_before(const EpCudaGroup &g, uint32_t epoch) {
+    uint32_t failed = *(volatile uint32_t *)&g.state->failed;
+    return failed != 0 && failed != epoch;
 }
 
 /** Tell all ranks, by one block, before anything else is done. */

@@ -104,6 +104,13 @@ bool phase_poison(Case *c, PhaseId phase);
 /** Wait for it, and bring what it wrote to the host's buffers. */
 bool phase_fetch(Case *c, PhaseId phase);
 
+/**
+ * The bytes that a phase moves where so many rows with so many entries do: indices, or rows with
+ * what travels beside them. Dispatch has scales, one for each row, and top-k weights, one for each
+ * entry; dispatch_backward the gradients of these.
+ */
+int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
+
 /** Identities of contents, see bench_data.h. `owner` is the rank that holds the slot. */
 uint64_t case_token_id(const Case *c, int rank, int64_t token);
 uint64_t case_scale_id(const Case *c, int rank, int64_t token);

@@ -40,23 +40,22 @@ static Traffic count_rank(const Case *c, int rank, int64_t *seen) {
 }
 
 static void set_bytes(const Case *c, const Traffic *sum, int64_t slots, SizeResult *out) {
-    int64_t ranks = c->world->size, row = (int64_t)c->row_bytes;
-    int64_t index = (int64_t)ep_type_bytes((EpType)c->options->index_type);
+    int64_t ranks = c->world->size, entries = sum->remote_entries + sum->local_entries;
     for (int p = 0; p < NUM_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
-        bool moves_rows = p != PHASE_PREPARE;
-        int64_t unit = moves_rows ? row : index;
-        phase->remote_bytes = (moves_rows ? sum->remote_rows : sum->remote_entries) * unit / ranks;
-        phase->local_bytes = (moves_rows ? sum->local_rows : sum->local_entries) * unit / ranks;
-        phase->useful_bytes = slots * unit / ranks;
+        PhaseId id = (PhaseId)p;
+        phase->remote_bytes = phase_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
+        phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
+        phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
     }
 }
 
-/* Packed per slot, every remote slot travels; the indices themselves are of the same size. */
+/* Packed per slot, every remote slot travels, with what lies beside it in dispatch. */
 static void set_baseline_bytes(const Case *c, const Traffic *sum, int64_t slots, SizeResult *out) {
     for (int p = NUM_PHASES; p < MAX_RESULTS; p++) {
         PhaseResult *phase = &out->phases[p];
-        int64_t unit = (int64_t)(p == NUM_PHASES ? sizeof(int32_t) : c->row_bytes);
+        int64_t unit = phase_bytes(c, (PhaseId)(p - NUM_PHASES), 1, 1);
+        if (p == NUM_PHASES) unit = (int64_t)sizeof(int32_t); /* indices go as these */
         phase->remote_bytes = sum->remote_entries * unit / c->world->size;
         phase->local_bytes = sum->local_entries * unit / c->world->size;
         phase->useful_bytes = slots * unit / c->world->size;
@@ -72,7 +71,7 @@ static bool count_bytes(Case *c, SizeResult *out) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     if (!world_all(world, bench_library(ep_group_query(c->group, &info), "ep_group_query")))
         return false;
-    int64_t most[] = {mine.remote_rows * (int64_t)c->row_bytes,
+    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.remote_rows, mine.remote_entries),
                       info.library_bytes,
                       c->promised_bytes,
                       c->tokens,

@@ -81,6 +81,16 @@ bool phase_run_step(Case *c) {
     return true;
 }
 
+int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries) {
+    int64_t row = (int64_t)c->row_bytes, weight = 0;
+    if (phase == PHASE_PREPARE)
+        return entries * (int64_t)ep_type_bytes((EpType)c->options->index_type);
+    if (phase == PHASE_DISPATCH) row += c->options->scale_bytes;
+    if (phase == PHASE_DISPATCH || phase == PHASE_DISPATCH_BACKWARD)
+        weight = c->options->weighted ? (int64_t)sizeof(float) : 0;
+    return rows * row + entries * weight;
+}
+
 /* ---- poison -------------------------------------------------------------------------------- */
 
 static void poison(void *data, size_t count, size_t bytes) {

@@ -90,8 +90,8 @@ static void report_facts(const SizeResult *r) {
            (long long)r->tokens, (long long)r->tokens_min, (long long)r->tokens,
            (long long)r->slots_min, (long long)r->slots_max, (long long)r->rows_max,
            (long long)r->dropped);
-    printf("# tokens %lld: library memory %lld bytes per rank (promised %lld), travelled rows %lld "
-           "bytes\n",
+    printf("# tokens %lld: library memory %lld bytes per rank (promised %lld), travelled "
+           "%lld bytes\n",
            (long long)r->tokens, (long long)r->library_bytes, (long long)r->promised_bytes,
            (long long)r->travelled_bytes);
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * The wire floor: the remote bytes of a dispatch, and of a combine, pushed between the same GPUs
- * by a kernel that does nothing else, from all ranks at once. One rank alone copies its slots.
+ * The wire floor: the remote bytes of a phase pushed between the same GPUs by a kernel that does
+ * nothing else, from all ranks at once. One rank alone copies its slots.
  */
 
 #if EP_WITH_CUDA
@@ -27,28 +27,29 @@ typedef struct Wire {
     int multiprocessors;
 } Wire;
 
-typedef enum Direction { THERE, BACK } Direction; /* of dispatch, of combine */
-
-/* Tokens of `source` that have a slot on `owner`: each travels once. */
-static int64_t count_rows(const Case *c, int source, int owner) {
-    int64_t rows = 0;
+/* What travels for the tokens of `source` that have slots on `owner`: each token once. */
+static int64_t count_between(const Case *c, PhaseId phase, int source, int owner) {
+    int64_t rows = 0, entries = 0;
     for (int64_t t = 0; t < c->routing.tokens[source]; t++) {
-        const int64_t first = (c->routing.first[source] + t) * c->routing.top_k;
-        bool goes = false;
-        for (int64_t i = first; !goes && i < first + c->routing.top_k; i++)
-            goes = c->slots.row_of[i] >= 0 &&
-                   routing_owner(&c->routing, c->routing.experts[i]) == owner;
-        rows += goes;
+        const int64_t first = (c->routing.first[source] + t) * c->routing.top_k, before = entries;
+        for (int64_t i = first; i < first + c->routing.top_k; i++)
+            entries += c->slots.row_of[i] >= 0 &&
+                       routing_owner(&c->routing, c->routing.experts[i]) == owner;
+        rows += entries > before;
     }
-    return rows;
+    return phase_bytes(c, phase, rows, entries);
 }
 
-/* Bytes that this rank sends to `peer`. */
-static int64_t count_bytes(const Case *c, int peer, Direction direction) {
-    int rank = c->world->rank, row = (int)c->row_bytes;
-    if (c->world->size == 1) return c->slots.num_slots * row;
-    if (peer == rank) return 0;
-    return row * (direction == THERE ? count_rows(c, rank, peer) : count_rows(c, peer, rank));
+/* Bytes that this rank sends to `peer`, in units that the kernel copies. */
+static int64_t count_bytes(const Case *c, int peer, PhaseId phase) {
+    int rank = c->world->rank;
+    bool there = phase == PHASE_DISPATCH || phase == PHASE_COMBINE_BACKWARD;
+    int64_t bytes = 0;
+    if (c->world->size == 1)
+        bytes = phase_bytes(c, phase, c->slots.num_slots, c->slots.num_slots);
+    else if (peer != rank)
+        bytes = there ? count_between(c, phase, rank, peer) : count_between(c, phase, peer, rank);
+    return (bytes + 15) / 16 * 16;
 }
 
 /* Peers in turn, each rank beginning with the next one. */
@@ -56,14 +57,14 @@ static int peer_at(const Case *c, int i) {
     return (c->world->rank + 1 + i) % c->world->size;
 }
 
-static void count_push(Wire *wire, Direction direction) {
+static void count_push(Wire *wire, PhaseId phase) {
     const Case *c = wire->c;
     int64_t chunks = c->slots.num_rows * (int64_t)c->row_bytes / PUSH_CHUNK;
     wire->push = (PushArgs){.count = c->world->size > 1 ? c->world->size - 1 : 1};
     wire->push.source = c->device->buffers.slots_in;
     wire->push.source_chunks = chunks > 0 ? (int32_t)chunks : 1;
     for (int i = 0; i < wire->push.count; i++)
-        wire->push.bytes[i] = count_bytes(c, peer_at(c, i), direction);
+        wire->push.bytes[i] = count_bytes(c, peer_at(c, i), phase);
 }
 
 /* Every rank has a place of the same size in every other's inbox. */
@@ -93,10 +94,10 @@ static bool time_push(Wire *wire, double *best_us) {
 }
 
 /* *us stays as it is where nothing travels, or where there is no memory for it. */
-static bool measure(Wire *wire, Direction direction, double *us) {
+static bool measure(Wire *wire, PhaseId phase, double *us) {
     Case *c = wire->c;
     int64_t place;
-    count_push(wire, direction);
+    count_push(wire, phase);
     if (!longest_push(wire, &place)) return false;
     if (place == 0) return true;
     Peers *inbox = peers_open(c->world, (size_t)(place * c->world->size));
@@ -120,15 +121,12 @@ static bool count_multiprocessors(int *out) {
 
 bool wire_measure(Case *c, double floor_us[NUM_PHASES]) {
     Wire wire = {.c = c};
-    double there = -1, back = -1;
     for (int p = 0; p < NUM_PHASES; p++)
         floor_us[p] = -1;
     if (!c->device->flags) return true;
-    if (!world_all(c->world, count_multiprocessors(&wire.multiprocessors)) ||
-        !measure(&wire, THERE, &there) || !measure(&wire, BACK, &back))
-        return false;
-    floor_us[PHASE_DISPATCH] = floor_us[PHASE_COMBINE_BACKWARD] = there;
-    floor_us[PHASE_COMBINE] = floor_us[PHASE_DISPATCH_BACKWARD] = back;
+    if (!world_all(c->world, count_multiprocessors(&wire.multiprocessors))) return false;
+    for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++)
+        if (!measure(&wire, (PhaseId)p, &floor_us[p])) return false;
     return true;
 }
 

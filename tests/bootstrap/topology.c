@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Nodes that are pretended: rows between them go by messages instead of shared memory, and nothing
  * else changes. */
+#include <sched.h>
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
@@ -75,6 +76,33 @@ ThreadTest(bootstrap_topology, nodes_are_blocks_of_ranks, 4) {
 ThreadTest(bootstrap_topology, synthetic_machine_is_seen, 4) {
     pretend(bootstrap, "2/numa:2 core:4 pu:1");
     check_nodes(bootstrap, 2, 2, 8);
+}
+
+/* A thread that may run on one CPU has one, on one NUMA node. */
+SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
+    cpu_set_t before, one;
+    EpBootstrap bootstrap;
+    REQUIRE(sched_getaffinity(0, sizeof(before), &before) == 0, "no affinity");
+    int cpu = 0;
+    while (!CPU_ISSET(cpu, &before))
+        cpu++;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    Case c = case_complete((Case){.ranks = 1});
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    EpGroup *all = open_group(&bootstrap, &c);
+    REQUIRE(sched_setaffinity(0, sizeof(one), &one) == 0, "cannot bind");
+    EpGroup *bound = open_group(&bootstrap, &c);
+    sched_setaffinity(0, sizeof(before), &before);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(all, &info));
+    CHECK(info.num_cpus == CPU_COUNT(&before), "%d CPUs", info.num_cpus);
+    CHECK_OK(ep_group_query(bound, &info));
+    CHECK(info.num_cpus == 1 && info.numa_node >= 0, "%d CPUs on node %d", info.num_cpus,
+          info.numa_node);
+    ep_group_destroy(bound);
+    ep_group_destroy(all);
+    ep_bootstrap_destroy(&bootstrap);
 }
 
 /* More nodes than ranks leave some of them empty. */

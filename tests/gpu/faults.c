@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/rig.h"
@@ -106,22 +107,23 @@ static void check_blames(const Crew *crew) {
         CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_TIMEOUT, peer);
 }
 
-/* What the others left behind may be enough for one call, but not for a second. */
+/* Who comes after all is told at once whom the others have given up on. */
 static void check_hears_of_it(const Crew *crew) {
-    EpStatus status = EP_OK;
-    for (int i = 0; i < 2 && status == EP_OK; i++) {
-        status = rig_try(&crew->rig, all_ops[1 + i]);
-        CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-        if (status == EP_OK) status = ep_group_status(crew->group, NULL);
-    }
-    CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
-          status == EP_OK ? "" : ep_last_error());
+    char blamed[48];
+    EpFinding found = EP_FINDING_INIT;
+    snprintf(blamed, sizeof(blamed), "because of rank %d", crew->absent);
+    CHECK_OK(rig_try(&crew->rig, RIG_DISPATCH));
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    CHECK_REFUSED(ep_group_status(crew->group, &found), EP_ERR_PEER, "given up", blamed);
+    CHECK(found.peer == crew->absent, "peer %d", found.peer);
 }
 
-static void stopped_peer(const EpBootstrap *bootstrap) {
+/* All ranks but rank 0 come `later`: seconds, less than the deadline. */
+static void stopped_peer(const EpBootstrap *bootstrap, double later) {
     Crew crew;
     REQUIRE(crew_open(&crew, bootstrap, SOON), "no group");
     if (bootstrap->rank != crew.absent) {
+        if (bootstrap->rank > 0) usleep((useconds_t)(1e6 * later));
         double begin = now();
         call_on(&crew.rig);
         CHECK(now() - begin > 0.8 * SOON, "gave up after %.2f s", now() - begin);
@@ -135,10 +137,16 @@ static void stopped_peer(const EpBootstrap *bootstrap) {
 }
 
 ThreadTest(gpu_faults, stopped_peer_2, 2) {
-    stopped_peer(bootstrap);
+    stopped_peer(bootstrap, 0);
 }
 ThreadTest(gpu_faults, stopped_peer_4, 4) {
-    stopped_peer(bootstrap);
+    stopped_peer(bootstrap, 0);
+}
+
+/* Who fails first is through with what it has enqueued before the others give up: it was there, and
+ * is not the one to blame. */
+ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
+    stopped_peer(bootstrap, SOON / 3);
 }
 
 /* ---- another order ------------------------------------------------------------------------- */
@@ -196,6 +204,60 @@ ThreadTest(gpu_faults, other_handles_4, 4) {
 }
 
 /* ---- memory -------------------------------------------------------------------------------- */
+
+/* A handle of all ranks in memory of their own, prepared, of which one rank's is overwritten. */
+static char *overwritten_handle(Crew *crew) {
+    EpHandleConfig config = case_handle_config(&crew->rig.c);
+    size_t bytes = 0;
+    char *memory = NULL;
+    config.max_recv_rows = crew->rig.c.capacity;
+    CHECK_OK(ep_handle_memory(crew->group, &config, &bytes));
+    CHECK_CUDA(cudaMalloc((void **)&memory, bytes));
+    CHECK_OK(ep_handle_create(crew->group, &config, memory, bytes, &crew->rig.step.handle));
+    rig_issue(&crew->rig, RIG_PREPARE);
+    rig_check(&crew->rig);
+    rig_poison(&crew->rig);
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    if (crew->rig.step.rank == crew->absent) CHECK_CUDA(cudaMemset(memory, 0, bytes));
+    return memory;
+}
+
+/* Its rank is told what is wrong and writes nothing, and the others do not wait for it. */
+static void check_overwritten(Crew *crew, RigOp op) {
+    char blamed[48];
+    int is_mine = crew->rig.step.rank == crew->absent;
+    double begin = now();
+    snprintf(blamed, sizeof(blamed), "rank %d", crew->absent);
+    CHECK_OK(rig_try(&crew->rig, op));
+    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
+    CHECK_REFUSED(ep_group_status(crew->group, NULL), is_mine ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER,
+                  blamed, is_mine ? "other bytes" : "given up");
+    if (is_mine) rig_check(&crew->rig);
+}
+
+static void overwritten_memory(const EpBootstrap *bootstrap) {
+    static const RigOp ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE};
+    for (int i = 0; i < 3; i++) {
+        Crew crew;
+        check_note("operation %d", (int)ops[i]);
+        REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
+        char *memory = overwritten_handle(&crew);
+        bootstrap->barrier(bootstrap->context, 60);
+        check_overwritten(&crew, ops[i]);
+        bootstrap->barrier(bootstrap->context, 60);
+        crew_close(&crew);
+        CHECK_CUDA(cudaFree(memory));
+    }
+    check_next_group(bootstrap);
+}
+
+ThreadTest(gpu_faults, overwritten_memory_2, 2) {
+    overwritten_memory(bootstrap);
+}
+ThreadTest(gpu_faults, overwritten_memory_4, 4) {
+    overwritten_memory(bootstrap);
+}
 
 /* Valid, and more than the GPU has: an error, and the GPU serves a smaller group. */
 ThreadTest(gpu_faults, more_memory_than_there_is, 1) {

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/cases/run.h"
+#include "tests/cases/desk.h"
 
 static const Case plain = {.ranks = 3, .experts = 7, .top_k = 3, .weighted = 1, .alignment = 4};
 
@@ -204,7 +204,89 @@ ThreadTest(handles_memory, bytes_of_others_are_refused, 2) {
     owned_close(&mine);
 }
 
-/* Every call that reads the plan notices, on the rank whose memory it is, before anything moves. */
+/* ---- memory that was overwritten ---- */
+
+typedef enum Damage { CLEARED, OTHER_BEGINNING, OTHER_END, SIBLING, DAMAGES } Damage;
+
+static const EpStatus damage_status[] = {EP_ERR_HANDLE_MEMORY, EP_ERR_HANDLE_MEMORY,
+                                         EP_ERR_HANDLE_MEMORY, EP_ERR_FOREIGN};
+
+static void overwrite(const Owned *o, const Owned *sibling, Damage damage) {
+    if (damage == CLEARED) memset(o->memory, 0, o->bytes);
+    if (damage == OTHER_BEGINNING) memset(o->memory, 0xff, 64);
+    if (damage == OTHER_END) memset((char *)o->memory + o->bytes / 2, 0, o->bytes - o->bytes / 2);
+    if (damage == SIBLING) memcpy(o->memory, sibling->memory, o->bytes);
+}
+
+/* Kernels look at the memory, and what they find is for ep_group_status to say. */
+static EpStatus outcome(Desk *desk, Op op) {
+    EpStatus status = desk_call(desk, op);
+    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(desk->group, NULL) : status;
+}
+
+/* On the host a call is refused, and the memory may be brought back. On GPUs the group has failed:
+ * other ranks have entered the operation. */
+static void check_overwritten(Desk *desk, const Owned *o, const Owned *sibling, Op op,
+                              Damage damage) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    void *saved = new_memory(o->bytes);
+    memcpy(saved, o->memory, o->bytes);
+    overwrite(o, sibling, damage);
+    desk_reset(desk);
+    CHECK_REFUSED(outcome(desk, op), damage_status[damage], "rank 0", "handle memory");
+    for (int i = OP_PREPARE; i <= OP_COMBINE_BACKWARD; i++)
+        CHECK_STATUS(desk_call(desk, (Op)i), damage_status[damage]);
+    CHECK_STATUS(ep_handle_info(o->handle, &info), damage_status[damage]);
+    desk_check_untouched(desk);
+    CHECK_STATUS(ep_handle_bind(o->handle, o->memory, o->bytes), damage_status[damage]);
+    memcpy(o->memory, saved, o->bytes);
+    CHECK_OK(ep_handle_bind(o->handle, o->memory, o->bytes));
+    if (!TESTS_ON_GPU) step_move(&o->step);
+    free(saved);
+}
+
+static void overwritten_before(Op op, Damage damage) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    check_note("operation %d, damage %d", (int)op, (int)damage);
+    desk_open(&desk, &c);
+    REQUIRE(desk.handle, "no handle");
+    Owned o = {.group = desk.group, .world = desk.world}, sibling = o;
+    owned_handle(&o);
+    owned_handle(&sibling);
+    desk.handle = sibling.handle;
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.handle = o.handle, desk.step.handle = o.handle, o.step = desk.step;
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    check_overwritten(&desk, &o, &sibling, op, damage);
+    desk_close(&desk);
+    free(o.memory);
+    free(sibling.memory);
+}
+
+/* Every call that reads the plan notices, on the rank whose memory it is, before anything moves:
+ * also another handle's bytes copied over this one's. */
+SoloTest(handles_memory, overwritten) {
+    setenv("EP_LOG_FILE", "/dev/null", 1); /* groups that fail on GPUs log a warning */
+    for (int op = OP_PREPARE; op <= OP_COMBINE_BACKWARD; op++)
+        for (int damage = 0; damage < DAMAGES; damage++)
+            overwritten_before((Op)op, (Damage)damage);
+}
+
+/* Destroying a handle leaves memory alone that is in other use by now. */
+ThreadTest(handles_memory, in_other_use_when_destroyed, 1) {
+    Owned o = owned_open(bootstrap, &(Case){.ranks = 1, .spread = SPREAD_FULL});
+    REQUIRE(o.handle, "no handle");
+    step_all(&o.step);
+    memset(o.memory, 0x5a, o.bytes);
+    ep_handle_destroy(o.handle);
+    for (size_t i = 0; i < o.bytes; i++)
+        if (!CHECK(((unsigned char *)o.memory)[i] == 0x5a, "byte %zu was written", i)) break;
+    owned_close(&o);
+}
+
+/* ---- use at the wrong time ---- */
+
 static void check_all_refused(const Step *step, EpStatus status) {
     EpTensor rows = step_expert_out(step), tokens = step_grad_out(step);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
@@ -214,45 +296,6 @@ static void check_all_refused(const Step *step, EpStatus status) {
     CHECK_STATUS(ep_combine_backward(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL), status);
     CHECK_STATUS(ep_dispatch_backward(step->handle, &rows, NULL, NULL, &tokens, NULL), status);
     CHECK_STATUS(ep_handle_info(step->handle, &info), status);
-}
-
-ThreadTest(handles_memory, overwritten, 1) {
-    HOST_ONLY("no call looks into device memory, but for ep_handle_bind");
-    Owned o = owned_open(bootstrap, &(Case){.ranks = 1, .spread = SPREAD_FULL});
-    REQUIRE(o.handle, "no handle");
-    step_prepare(&o.step);
-    void *saved = new_memory(o.bytes);
-    memcpy(saved, o.memory, o.bytes);
-    memset(o.memory, 0, o.bytes);
-    check_all_refused(&o.step, EP_ERR_HANDLE_MEMORY);
-    CHECK(strstr(ep_last_error(), "rank 0"), "%s", ep_last_error());
-    memset(o.memory, 0xff, 64);
-    check_all_refused(&o.step, EP_ERR_HANDLE_MEMORY);
-    memcpy(o.memory, saved, o.bytes);
-    memset((char *)o.memory + o.bytes / 2, 0, o.bytes - o.bytes / 2);
-    check_all_refused(&o.step, EP_ERR_HANDLE_MEMORY);
-    memcpy(o.memory, saved, o.bytes);
-    CHECK_OK(ep_handle_bind(o.handle, o.memory, o.bytes));
-    step_move(&o.step);
-    free(saved);
-    owned_close(&o);
-}
-
-/* Another handle's bytes copied over this one's, without telling. */
-ThreadTest(handles_memory, overwritten_by_a_sibling, 1) {
-    HOST_ONLY("no call looks into device memory, but for ep_handle_bind");
-    Owned o = owned_open(bootstrap, &(Case){.ranks = 1, .spread = SPREAD_FULL});
-    REQUIRE(o.handle, "no handle");
-    Owned sibling = {.group = o.group, .world = o.world};
-    owned_handle(&sibling);
-    sibling.step = (Step){o.group, sibling.handle, o.world, 0};
-    step_prepare(&o.step);
-    step_prepare(&sibling.step);
-    memcpy(o.memory, sibling.memory, o.bytes);
-    check_all_refused(&o.step, EP_ERR_FOREIGN);
-    ep_handle_destroy(sibling.handle);
-    free(sibling.memory);
-    owned_close(&o);
 }
 
 ThreadTest(handles_memory, use_before_prepare, 2) {

@@ -216,25 +216,49 @@ ThreadTest(runtime_group, mistake_of_one_rank, 3) {
     run_case(bootstrap, &(Case){.ranks = 3});
 }
 
-/* Handles are local; their configurations meet in the first prepare. */
+/* Handles are local; their configurations meet in the first prepare. Rank 2's differs. */
+typedef struct Disagreement {
+    EpLayout layout, other_layout;
+    int alignment, other_alignment;
+    int64_t rows, other_rows; /* max_recv_rows, or of each expert in the batched layout */
+    const char *field, *value, *other_value;
+} Disagreement;
+
+static const Disagreement disagreements[] = {
+    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32"},
+    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "1", "2"},
+    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647"},
+    {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41"},
+};
+
+static EpStatus meet_in_prepare(EpGroup *group, const Disagreement *d, int other) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandle *handle = NULL;
+    config.layout = other ? d->other_layout : d->layout;
+    config.alignment = other ? d->other_alignment : d->alignment;
+    int64_t rows = other ? d->other_rows : d->rows;
+    *(config.layout == EP_LAYOUT_BATCHED ? &config.rows_per_expert : &config.max_recv_rows) = rows;
+    if (!CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle))) return EP_ERR_NULL;
+    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
+    EpStatus status = ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
+    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(group, NULL) : status;
+}
+
 ThreadTest(runtime_group, handles_that_disagree, 3) {
-    HOST_ONLY("kernels know that handles differ, not in what: see runtime_deadline");
     /* The failed group would log a warning. */
     if (bootstrap->rank == 0) setenv("EP_LOG_FILE", "/dev/null", 1);
     bootstrap->barrier(bootstrap->context, 60);
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
-    World *world = world_new(&c);
-    EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group, "no group");
-    EpHandleConfig config = case_handle_config(&c);
-    config.alignment = bootstrap->rank == 2 ? 32 : 8;
-    EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, &config, NULL, 0, &handle));
-    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_MISMATCH, "alignment",
-                  "8", "32", "rank 2");
-    ep_group_destroy(group);
-    world_free(world);
+    for (int i = 0; i < LENGTH(disagreements); i++) {
+        const Disagreement *d = &disagreements[i];
+        check_note("%d: %s", i, d->field);
+        EpGroup *group = open_group(bootstrap, &c);
+        REQUIRE(group, "no group");
+        CHECK_REFUSED(meet_in_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
+                      d->value, d->other_value, "rank 2");
+        ep_group_destroy(group);
+        bootstrap->barrier(bootstrap->context, 60);
+    }
 }
 
 /* ---- a live group ---- */

@@ -11,7 +11,7 @@
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
-enum { MOST_WORDS = 24 };
+enum { MOST_WORDS = 40 };
 
 /* A command line of words separated by blanks. */
 static ProcessResult run_bench(const char *line) {
@@ -152,6 +152,40 @@ SoloTest(tools_bench, json_has_what_is_promised) {
     unlink(path);
     for (int i = 0; i < LENGTH(keys); i++)
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+/* The remote bytes of dispatch, the first phase but one. */
+static long long dispatch_bytes(const char *options) {
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    long long bytes = -1;
+    close(mkstemp(path));
+    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 16 %s -J %s", options, path);
+    check_run(line, 0, "#wrong 0", NULL);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    const char *at = strstr(text, "\"dispatch\"");
+    if (at) at = strstr(at, "\"remote_bytes\"");
+    CHECK(at && sscanf(at, "\"remote_bytes\": %lld", &bytes) == 1, "no bytes: %s", text);
+    return bytes;
+}
+
+/* Every token goes to the other rank once, with all that lies beside its row. */
+SoloTest(tools_bench, what_lies_beside_rows_is_counted) {
+    static const char all[] = "--experts 2 --top-k 2 --hidden 64 --routing uniform";
+    char line[160];
+    static const struct {
+        const char *options;
+        long long bytes;
+    } cases[] = {{"--weighted 0", 16 * 128},
+                 {"--weighted 1", 16 * (128 + 4)},
+                 {"--weighted 0 --scales 12", 16 * (128 + 12)},
+                 {"--weighted 1 --scales 12", 16 * (128 + 12 + 4)}};
+    for (int i = 0; i < LENGTH(cases); i++) {
+        snprintf(line, sizeof(line), "%s %s", all, cases[i].options);
+        long long bytes = dispatch_bytes(line);
+        CHECK(bytes == cases[i].bytes, "'%s': %lld bytes", line, bytes);
+    }
 }
 
 /* ---- trace files ---- */

@@ -231,8 +231,10 @@ template <typename T> static inline T atomicMax(T *address, T value) {
     return old;
 }
 
-static inline int atomicExch(int *address, int value) {
-    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+static inline unsigned atomicCAS(unsigned *address, unsigned expected, unsigned value) {
+    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+    return expected;
 }
 
 static inline void __threadfence(void) {
