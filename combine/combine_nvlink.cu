@@ -58,12 +58,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_WORKER * 32;
     Role role = pipe_role(a.receivers);
     uint32_t epoch = ep_epoch(a.group);
+    pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;
     }
     ep_arrive(a.group, epoch, 0);
-    pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
     if (thread >= 0)
         sum(a, &s.pipe, thread);
     else if (role.receives)

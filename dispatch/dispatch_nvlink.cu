@@ -79,10 +79,9 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, Zeroers z
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-__device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, int blocks) {
+__device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int blocks) {
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    pipe_open(p, a.send, memory, has_side(a));
     if (warp == PLANNER)
         plan_tokens(a, p, &s->landings, epoch, blocks);
     else if (warp == LOADER)
@@ -95,13 +94,17 @@ __device__ void send(const EpScatterArgs &a, Shared *s, char *memory, uint32_t e
         send_sides(a, p, warp - FIRST_SIDE);
 }
 
-__device__ void fill(const EpScatterArgs &a, Shared *s, char *memory, uint32_t epoch, Role role) {
+/* What lies beside rows that are multiplied is the workers' business. */
+__device__ __forceinline__ int fills_side(const EpScatterArgs &a) {
+    return !a.type && has_side(a);
+}
+
+__device__ void fill(const EpScatterArgs &a, Shared *s, uint32_t epoch, const Role &role) {
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int multiplies = a.type != 0, moves_side = !multiplies && has_side(a);
+    int multiplies = a.type != 0, moves_side = fills_side(a);
     int first_free = (moves_side ? FIRST_SIDE + ALL_SIDES : FIRST_WORKER) * 32;
     Zeroers zeroers = {(int)threadIdx.x - first_free, THREADS - first_free};
-    pipe_open(p, a.fill, memory, moves_side);
     if (warp == PLANNER)
         plan_records(a, p, &s->rows, epoch, role.count);
     else if (warp == LOADER)
@@ -122,16 +125,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
     uint32_t epoch = ep_epoch(a.group);
+    Role role = pipe_role(a.receivers);
+    pipe_open(&s.pipe, role.receives ? a.fill : a.send, memory,
+              role.receives ? fills_side(a) : has_side(a));
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;
     }
     ep_arrive(a.group, epoch, a.where);
-    Role role = pipe_role(a.receivers);
     if (role.receives)
-        fill(a, &s, memory, epoch, role);
+        fill(a, &s, epoch, role);
     else
-        send(a, &s, memory, epoch, role.count);
+        send(a, &s, epoch, role.count);
     ep_leave(a.group, epoch);
 }
 

@@ -233,12 +233,12 @@ __device__ __forceinline__ int await_count(const EpCudaGroup &g, int source, int
     return 1;
 }
 
-/* One block also sees that all ranks have entered the same operation, so that another one is
+/* The publisher also sees that all ranks have entered the same operation, so that another one is
  * reported as such. */
 __device__ int await_counts(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int alive = 1;
-    for (int r = THREADS - 1 - threadIdx.x; r < g.size && l->lane == 0; r += THREADS)
+    for (int r = THREADS - 1 - threadIdx.x; r < g.size && is_publisher(a, l); r += THREADS)
         alive = alive && ep_await_arrival(g, r, epoch, NULL);
     for (int r = THREADS - 1 - threadIdx.x; r < g.size; r += THREADS)
         alive = alive && await_count(g, r, l->columns, epoch, &l->ranks->tokens[r]) &&

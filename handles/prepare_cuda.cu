@@ -2,7 +2,8 @@
 /*
  * ep_prepare on GPUs: one launch, all of its blocks resident together.
  *
- * The blocks divide the rank's tokens into lanes. Each block sorts its lane. Who waits on whom:
+ * The blocks divide the rank's tokens into lanes. Each block sorts its lane; one more tells the
+ * host what has come of it. Who waits on whom:
  *
  *     lane counts       block -> all blocks      each sums up some columns over all lanes,
  *                                                and all columns over the lanes before it
@@ -89,7 +90,7 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens)
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-__device__ void prepare(const EpPrepareArgs &a, Lane *l, int tokens, uint32_t epoch) {
+__device__ void prepare_lane(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     Own o = count_entries(a, l, epoch);
     int alive = share_counts(a, l, epoch);
@@ -102,8 +103,17 @@ __device__ void prepare(const EpPrepareArgs &a, Lane *l, int tokens, uint32_t ep
         lay_slabs(a, l, r);
     __syncthreads();
     place_entries(a, l, o, epoch);
-    if (l->lane == 0 && threadIdx.x >= LAST_WARP) publish(a, l, tokens, epoch);
     keep_routes(a, l, epoch);
+}
+
+__device__ void publish_lanes(const EpPrepareArgs &a, Lane *l, int tokens, uint32_t epoch) {
+    fill_tables(a, l, epoch);
+    for (int c = threadIdx.x; c < l->columns; c += THREADS)
+        l->base[c] = 0;
+    __syncthreads();
+    int alive = await_counts(a, l, epoch);
+    if (!__syncthreads_and(alive)) return;
+    if (threadIdx.x < 32) publish(a, l, tokens, epoch);
 }
 
 __device__ Lane open_lane(const EpPrepareArgs &a, Ranks *ranks, uint4 *memory, int tokens) {
@@ -133,7 +143,10 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     }
     int tokens = count_tokens(a);
     Lane l = open_lane(a, &ranks, memory, tokens);
-    prepare(a, &l, tokens, epoch);
+    if (is_publisher(a, &l))
+        publish_lanes(a, &l, tokens, epoch);
+    else
+        prepare_lane(a, &l, epoch);
     if (!ep_leave(a.group, epoch)) return;
     if (threadIdx.x == 0) tell_bad_indices(a);
     if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens);
@@ -146,6 +159,6 @@ extern "C" int ep_cuda_open_prepare(int shared_bytes) {
 extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {
     size_t experts = (size_t)a->group.num_experts, columns = experts + (size_t)a->group.size;
     size_t shared = (WARPS + 2 * sizeof(int32_t)) * columns + experts;
-    prepare_kernel<<<a->group.lanes, THREADS, shared, (cudaStream_t)stream>>>(*a);
+    prepare_kernel<<<a->group.lanes + 1, THREADS, shared, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

@@ -10,7 +10,6 @@
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
-#define LAST_WARP (THREADS - 32) /* its first thread */
 
 /* What a block knows of each rank. */
 typedef struct Ranks {
@@ -52,6 +51,11 @@ __device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, 
         ((int64_t *)v.data)[i] = value;
     else
         ((int32_t *)v.data)[i] = (int32_t)value;
+}
+
+/* The block behind those that have lanes tells the host, which takes long, and nothing else. */
+__device__ __forceinline__ int is_publisher(const EpPrepareArgs &a, const Lane *l) {
+    return l->lane == a.group.lanes;
 }
 
 /* The tokens of a lane, out of `tokens`: begin, and end at most `tokens`. */

@@ -176,12 +176,12 @@ __device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side) {
     ep_fence_proxy_shared();
 }
 
-/** Called by all threads of the block. */
+/** Called by all threads of the block; the pipe is open behind their next barrier. `has_side`:
+ *  whether there are side warps. */
 __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
                                           int has_side) {
     if (threadIdx.x == 0) pipe_lay_out(p, shape, memory);
     if (threadIdx.x % 32 == 0) pipe_begin_barriers(p, has_side);
-    __syncthreads();
 }
 
 /* ---- planner ------------------------------------------------------------------------------- */
