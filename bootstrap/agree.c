@@ -15,7 +15,6 @@ static const char *const names[EP_AGREE_FIELDS] = {"the library's version",
                                                    "config.backend",
                                                    "EP_BACKEND",
                                                    "EP_STAGE_BYTES",
-                                                   "EP_NUM_SMS",
                                                    "config.nccl_comm being given"};
 
 void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t num_ranks,
@@ -25,7 +24,7 @@ void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t n
         c->max_top_k,        c->max_row_bytes,  c->max_scale_bytes,
         c->alignment,        c->max_recv_rows,  c->overflow,
         c->backend,          settings->backend, ep_config_stage_bytes(c, num_ranks, settings),
-        settings->num_sms,   c->nccl_comm != NULL};
+        c->nccl_comm != NULL};
     memcpy(mine->field, fields, sizeof(fields));
 }
 

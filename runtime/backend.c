@@ -25,13 +25,9 @@ EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not
                  cuda_usable ? "" : ", but ", cuda_usable ? "" : why_not);
         return cuda_usable ? EP_BACKEND_CUDA : EP_BACKEND_AUTO;
     }
-    if (cuda_usable && EP_CUDA_RELEASED) {
-        snprintf(reason, reason_bytes, "cuda: every rank has a usable GPU of its own");
-        return EP_BACKEND_CUDA;
-    }
-    snprintf(reason, reason_bytes, "host: %s",
-             cuda_usable ? "the cuda backend is not released yet: ask for it by name" : why_not);
-    return EP_BACKEND_HOST;
+    snprintf(reason, reason_bytes, "%s%s", cuda_usable ? "cuda: " : "host: ",
+             cuda_usable ? "every rank has a usable GPU of its own" : why_not);
+    return cuda_usable ? EP_BACKEND_CUDA : EP_BACKEND_HOST;
 }
 
 const EpBackendOps *ep_backend_ops(EpBackend backend) {

@@ -145,11 +145,6 @@ typedef struct EpBackendOps {
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 
-/**
- * Whether AUTO may mean CUDA. Until then a group gets that backend by asking for it by name.
- */
-#define EP_CUDA_RELEASED 0
-
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);
 

@@ -19,8 +19,7 @@
     X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "32M",                                      \
       "staging memory per rank and group on the host backend; equal on all ranks")                 \
     X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
-      "multiprocessors that operations of the cuda backend may use; auto: all; equal on all "      \
-      "ranks")                                                                                     \
+      "multiprocessors that operations of the cuda backend may use; auto: all")                    \
     X(bind, EpBind, "EP_BIND", "choice: none|gpu", "none",                                         \
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                      \
     X(check, EpCheck, "EP_CHECK", "choice: none|rows|all", "rows",                                 \

@@ -196,14 +196,12 @@ static void check_decision(EpBackend wish, int usable, EpBackend expected, const
 }
 
 SoloTest(bootstrap_gpus, what_a_wish_becomes) {
-    int released = EP_CUDA_RELEASED;
     check_decision(EP_BACKEND_HOST, 0, EP_BACKEND_HOST, "asked for");
     check_decision(EP_BACKEND_HOST, 1, EP_BACKEND_HOST, "asked for");
     check_decision(EP_BACKEND_CUDA, 1, EP_BACKEND_CUDA, "asked for");
     check_decision(EP_BACKEND_CUDA, 0, EP_BACKEND_AUTO, "because");
     check_decision(EP_BACKEND_AUTO, 0, EP_BACKEND_HOST, "because");
-    check_decision(EP_BACKEND_AUTO, 1, released ? EP_BACKEND_CUDA : EP_BACKEND_HOST,
-                   released ? "every rank" : "by name");
+    check_decision(EP_BACKEND_AUTO, 1, EP_BACKEND_CUDA, "every rank");
 }
 
 /* Asked for by name, it is refused on every rank in the same words. */
