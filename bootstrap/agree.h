@@ -11,7 +11,7 @@
 #include "bootstrap/topology.h"
 #include "runtime/config.h"
 
-#define EP_AGREE_FIELDS 14
+#define EP_AGREE_FIELDS 15
 
 typedef struct EpIntroduction {
     EpStatus status;                /**< this rank's own checks */

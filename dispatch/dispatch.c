@@ -53,7 +53,7 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
     Tensors t = {tokens,      topk_weights, scales, recv_tokens, recv_topk_weights,
                  recv_scales, recv_topk_idx};
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_dispatch", handle));
+    EP_TRY(ep_operation_begin_dispatch(&o, "ep_dispatch", handle));
     EP_TRY(check_tokens(&o, &t));
     EP_TRY(check_weights(&o, &t));
     EP_TRY(check_scales(&o, &t));
@@ -76,5 +76,11 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
     }
     if (recv_topk_idx)
         scatter.out_idx = recv_topk_idx->data, scatter.idx_type = recv_topk_idx->type;
+    EpRouting routing;
+    if (ep_handle_is_latency(handle)) {
+        routing = handle->recorded.routing;
+        routing.stream = stream, routing.call = o.call.name;
+        scatter.routing = &routing;
+    }
     return ep_run_scatter(&o.call, handle, &scatter);
 }

@@ -233,6 +233,7 @@ static EpStatus run_rounds(Scatter *x) {
 }
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+    if (scatter->routing) EP_TRY(ep_host_prepare(handle, scatter->routing));
     EpHost *host = ep_host(handle->group);
     Scatter x = {.s = scatter, .shape = &handle->shape, .exchange = host->exchange};
     x.plan = ep_host_plan(handle);

@@ -2,6 +2,8 @@
 #include "handles/ops.h"
 
 const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity"}, 1};
+/* The first half of latency mode's dispatch: there is no prepare of its own. */
+const EpOp ep_op_route = {6, "dispatch", {"top_k", "alignment", "layout", "capacity"}, 1};
 const EpOp ep_op_dispatch = {
     2,
     "dispatch",
@@ -20,6 +22,27 @@ EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *ha
     o->call = (EpCall){name, -1};
     o->handle = handle;
     return ep_handle_enter_prepared(&o->call, handle, &o->step);
+}
+
+EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    EP_TRY(ep_handle_enter(&o->call, handle));
+    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
+    o->step = ep_recorded_step(&handle->recorded);
+    if (o->step.prepared) return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, "handle",
+                     "expected a prepared handle, got one without a routing");
+}
+
+EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    EP_TRY(ep_handle_enter(&o->call, handle));
+    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
+    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
+                     "expected one in throughput mode, since latency mode has no backward, got one "
+                     "in latency mode");
 }
 
 EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
@@ -134,6 +157,7 @@ EpStatus ep_run_scatter(const EpCall *call, EpHandle *handle, const EpScatter *s
     int before = ep_group_enter(handle->group, call->name);
     EpStatus status = handle->group->backend->scatter(handle, scatter);
     ep_group_leave(handle->group, before);
+    if (status == EP_OK && scatter->routing) handle->recorded.pending = 0;
     return status;
 }
 

@@ -11,8 +11,8 @@
 #include "runtime/args.h"
 #include "runtime/exchange.h"
 
-extern const EpOp ep_op_prepare, ep_op_dispatch, ep_op_combine, ep_op_dispatch_backward,
-    ep_op_combine_backward;
+extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
+    ep_op_dispatch_backward, ep_op_combine_backward;
 
 /** A data operation while its arguments are checked. */
 typedef struct EpOperation {
@@ -22,6 +22,12 @@ typedef struct EpOperation {
 } EpOperation;
 
 EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle);
+
+/** The same for ep_dispatch, which in latency mode finds a routing instead of a plan. */
+EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle);
+
+/** The same for an operation that latency mode does not have. */
+EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle);
 
 /** A tensor [T, columns] of this step's tokens; `columns` < 0: any number. */
 EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,

@@ -29,6 +29,7 @@ typedef struct EpPlanShape {
     int64_t rows_per_expert; /**< BATCHED, else 0 */
     EpOverflow overflow;
     int32_t zero_tail;
+    EpMode mode; /**< THROUGHPUT or LATENCY */
 } EpPlanShape;
 
 /** First bytes of handle memory. */

@@ -72,6 +72,11 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
                          .num_tokens = num_tokens ? num_tokens->data : NULL,
                          .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
                          .out = out,
-                         .stream = stream};
-    return ep_run_prepare(&call, handle, &routing);
+                         .stream = stream,
+                         .op = &ep_op_prepare,
+                         .call = call.name};
+    if (!ep_handle_is_latency(handle)) return ep_run_prepare(&call, handle, &routing);
+    routing.op = &ep_op_route;
+    ep_recorded_keep(&handle->recorded, &routing);
+    return EP_OK;
 }

@@ -31,7 +31,7 @@ static int64_t load_integer(const void *data, EpType type, int64_t i) {
 
 static EpStatus count_tokens(Prepare *p) {
     const EpRouting *routing = p->routing;
-    EpCall call = {"ep_prepare", p->group->rank};
+    EpCall call = {routing->call, p->group->rank};
     p->num_tokens = routing->num_rows;
     if (routing->num_tokens)
         p->num_tokens = load_integer(routing->num_tokens, routing->num_tokens_type, 0);
@@ -251,7 +251,7 @@ static void count_rounds(Prepare *p) {
 static EpStatus run_round(Prepare *p, int64_t round) {
     const int32_t *messages[EP_MAX_RANKS];
     EpRoundHeader belief = belief_of(p);
-    EP_TRY(ep_round_open(p->exchange, &ep_op_prepare, &belief, EP_ROUND_EACH));
+    EP_TRY(ep_round_open(p->exchange, p->routing->op, &belief, EP_ROUND_EACH));
     for (int32_t r = 0; r < p->group->size; r++)
         write_routes(p, r, (round + 1) * p->chunk);
     EP_TRY(ep_round_publish(p->exchange));
@@ -276,7 +276,7 @@ static EpStatus run_rounds(Prepare *p) {
     p->rounds = 1;
     for (int64_t round = 0; round < p->rounds; round++)
         EP_TRY(run_round(p, round));
-    return ep_exchange_flush(p->exchange, &ep_op_prepare);
+    return ep_exchange_flush(p->exchange, p->routing->op);
 }
 
 /* ---- results ------------------------------------------------------------------------------- */

@@ -32,6 +32,8 @@ typedef struct EpRouting {
     EpType num_tokens_type;
     const EpPlanTensors *out; /**< may be NULL */
     EpStream stream;
+    const struct EpOp *op; /**< as which ranks announce it */
+    const char *call;      /**< whose arguments these are, for sentences */
 } EpRouting;
 
 /*
@@ -59,7 +61,8 @@ typedef struct EpScatter {
     void *out_scales;
     void *out_idx; /**< flat: [rows, K] local experts */
     EpType idx_type;
-    int64_t out_capacity; /**< rows of the output buffer; up to there zero_tail reaches */
+    int64_t out_capacity;     /**< rows of the output buffer; up to there zero_tail reaches */
+    const EpRouting *routing; /**< latency mode's dispatch: make the plan first; else NULL */
     EpStream stream;
 } EpScatter;
 
@@ -104,6 +107,7 @@ typedef struct EpStep {
 typedef struct EpBackendOps {
     EpBackend id;
     const char *name;
+    unsigned offers; /**< EP_OFFERS_...: what else is refused above the backend */
     /** Memory of a group, per rank, before anything exists. */
     void (*measure)(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                     int64_t *shared_bytes, int64_t *private_bytes);
@@ -141,6 +145,13 @@ typedef struct EpBackendOps {
     /** Optional (NULL: any will do): refuse memory that the backend cannot reach. */
     EpStatus (*check_pointer)(const EpGroup *group, const EpCall *call, const char *argument,
                               const void *data);
+    /** With EP_OFFERS_LATENCY alone, for handles in that mode: buffers that outlive an operation,
+     *  which may be memory that peers reach. open_buffers is collective and sets handle->buffer; a
+     *  rank whose handle has failed before (`mine`) comes to it, too, and its status is returned.
+     *  close_buffers takes a handle whose open_buffers failed, too. */
+    int64_t (*buffer_bytes)(const struct EpPlanShape *shape, const EpGroupConfig *config);
+    EpStatus (*open_buffers)(EpHandle *handle, const struct EpCall *call, EpStatus mine);
+    void (*close_buffers)(EpHandle *handle);
 } EpBackendOps;
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;
@@ -149,6 +160,12 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
  * Whether AUTO may mean CUDA. Until then a group gets that backend by asking for it by name.
  */
 #define EP_CUDA_RELEASED 0
+
+/**
+ * What the CUDA backend has of EP_OFFERS_...: nothing yet. Calls and configurations that need more
+ * are refused before they reach it, and EP_MODE_AUTO means throughput mode there.
+ */
+#define EP_CUDA_OFFERS 0u
 
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);

@@ -17,6 +17,12 @@ EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t 
 
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 
+/** What a backend need not have: bits of EpBackendOps.offers. */
+#define EP_OFFERS_LATENCY 1u
+
+/** THROUGHPUT or LATENCY. `static_size`: the receive buffers' size is known before routing is. */
+EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);
+
 /** Deadline in force: the configuration's, else the setting's. */
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings);
 

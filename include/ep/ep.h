@@ -278,6 +278,26 @@ typedef enum EpOverflow {
     EP_OVERFLOW_DROP = 2   /**< losing rows is part of the model: counted, no error */
 } EpOverflow;
 
+/**
+ * What a handle is made for. Both modes have the same calls, layouts, bytes and statuses.
+ *
+ * THROUGHPUT: ep_prepare makes the plan, the other four operations use it. Any size, exact sizing
+ * included, and backward.
+ *
+ * LATENCY, for the few tokens of a decoding step: ep_prepare records where the routing lies, and
+ * ep_dispatch does all in one launch; it can be had in two halves, as ep_combine can, with
+ * computation in between. Sizes are static (a capacity, or BATCHED), there is no backward, and a
+ * handle has buffers of its own that peers reach: see ep_handle_cost.
+ *
+ * AUTO: LATENCY where max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the backend has
+ * that mode (in this version the host backend), else THROUGHPUT. A program that says so keeps to
+ * what holds in both.
+ */
+typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
+
+/** Most tokens per rank and step for which AUTO means LATENCY. */
+#define EP_LATENCY_TOKENS 512
+
 /** "Use the default", in fields that say so. */
 #define EP_DEFAULT (-1)
 
@@ -302,6 +322,7 @@ typedef struct EpGroupConfig {
     void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL; equal on all ranks in
                                   that it is given */
     int32_t device;          /**< this rank's CUDA device, or EP_DEFAULT: see below */
+    EpMode mode;             /**< = mode of handles that do not choose their own */
 } EpGroupConfig;
 
 #define EP_MAX_TOP_K 32
@@ -325,7 +346,7 @@ typedef struct EpGroupConfig {
 #define EP_GROUP_CONFIG_INIT                                                            \
     {                                                                                   \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
-            EP_DEFAULT, NULL, EP_DEFAULT                                                \
+            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT                            \
     }
 
 /**
@@ -345,9 +366,9 @@ typedef struct EpGroupMemory {
     EpBackend backend;     /**< the backend that would serve (HOST or CUDA) */
     int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
     int64_t private_bytes; /**< per rank: the rest, handles not included */
-    int64_t
-        handle_bytes; /**< per handle of default EpHandleConfig, on the rank with most experts */
-    char reason[256]; /**< why not feasible, or why this backend and not the other */
+    int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts,
+                                latency mode's buffers included; 0 where there is none of these */
+    char reason[256];      /**< why not feasible, or why this backend and not the other */
 } EpGroupMemory;
 
 #define EP_GROUP_MEMORY_INIT \
@@ -378,10 +399,15 @@ typedef struct EpGroupInfo {
     int32_t bound;             /**< 1 if EP_BIND has bound this rank to the CPUs near its GPU */
     char gpu[64];              /**< "NVIDIA H200, 0000:17:00.0"; "" on the host backend */
     char reason[256];          /**< why this backend and not the other */
+    EpMode mode;               /**< THROUGHPUT or LATENCY: of handles of default EpHandleConfig */
+    int32_t reserved;          /**< 0 */
 } EpGroupInfo;
 
-#define EP_GROUP_INFO_INIT \
-    { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "" }
+#define EP_GROUP_INFO_INIT                                                                 \
+    {                                                                                      \
+        sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
+            EP_MODE_AUTO, 0                                                                \
+    }
 
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
 
@@ -499,29 +525,52 @@ typedef struct EpHandleConfig {
     int32_t overflow;        /**< an EpOverflow, or EP_DEFAULT: the group's */
     int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
                                   slab (BATCHED: past each slab); 0: leave them alone */
+    int32_t mode;            /**< an EpMode, or EP_DEFAULT: the group's */
+    int32_t reserved;        /**< 0 */
 } EpHandleConfig;
 
 #define EP_HANDLE_CONFIG_INIT                                                               \
     {                                                                                       \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT, \
-            EP_DEFAULT, EP_DEFAULT, 0                                                       \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, 0                                        \
     }
 
-/** Bytes of memory a handle of this configuration takes on this rank. config NULL: defaults. */
+/** Bytes of memory for its plan that a handle of this configuration takes on this rank: what a
+ *  caller may bring. config NULL: defaults. */
 EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes);
+
+/** All that a handle takes on this rank. */
+typedef struct EpHandleCost {
+    size_t struct_size;
+    EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO comes to */
+    int32_t reserved;     /**< 0 */
+    int64_t plan_bytes;   /**< as ep_handle_memory says: the caller's memory or the library's */
+    int64_t buffer_bytes; /**< LATENCY: buffers for rows in flight, always the library's */
+} EpHandleCost;
+
+#define EP_HANDLE_COST_INIT \
+    { sizeof(EpHandleCost), EP_MODE_AUTO, 0, 0, 0 }
+
+EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out);
 
 /**
  * Create a handle. `memory` is the caller's, 64-byte aligned, of at least ep_handle_memory bytes
  * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
- * allocates. Local, but in the same order on every rank.
+ * allocates. In throughput mode local, but in the same order on every rank. In latency mode
+ * collective, destroying included, since the handle's buffers are memory that peers reach: other
+ * ranks may wait for this one.
+ *
+ * EP_ERR_UNSUPPORTED: latency mode without a static size, or what the group's backend does not
+ * have.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);
 
 /**
  * The caller has moved the bytes of the handle's memory to `memory`, which it owns, or has brought
- * back there, at the address in use, what it had saved: use them. Refused if they are not this handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the
- * old address stays in use. Memory that the library had allocated is freed.
+ * back there, at the address in use, what it had saved: use them. Refused if they are not this
+ * handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the old address stays in use. Memory that
+ * the library had allocated is freed.
  */
 EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
 
@@ -532,7 +581,8 @@ void ep_handle_destroy(EpHandle *handle);
 /** What the last ep_prepare of a handle found, on the host. */
 typedef struct EpHandleInfo {
     size_t struct_size;
-    int64_t step;                 /**< how many times the handle was prepared */
+    int64_t step;                 /**< how many plans were made: prepares, or in latency mode
+                                       dispatches */
     int64_t num_tokens;           /**< T of this rank */
     int64_t top_k;                /**< K */
     int64_t recv_rows;            /**< rows dispatch fills: the end of the last slab */
@@ -548,14 +598,18 @@ typedef struct EpHandleInfo {
     const int32_t *expert_counts;  /**< [L] slots of each local expert that were kept */
     const int32_t *expert_padded;  /**< [L] rows of each slab, padding included */
     const int32_t *expert_offsets; /**< [L + 1] first row of each slab */
+    EpMode mode;                   /**< THROUGHPUT or LATENCY */
+    int32_t reserved;              /**< 0 */
 } EpHandleInfo;
 
 #define EP_HANDLE_INFO_INIT \
-    { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
+    { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, EP_MODE_AUTO, 0 }
 
 /**
- * Read the plan's numbers on the host: after ep_prepare has finished on its stream. This is how
- * exact sizing learns recv_rows. The arrays are valid until the handle's next prepare or bind.
+ * Read the plan's numbers on the host: after ep_prepare has finished on its stream; in latency mode
+ * after ep_dispatch, or ep_dispatch_wait, has. This is how exact sizing learns recv_rows. The
+ * arrays are valid until the handle's next prepare or bind; in latency mode, until its next
+ * dispatch.
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
@@ -577,12 +631,19 @@ typedef struct EpPlanTensors {
 /**
  * Turn a step's routing into the handle's plan. Everything after it needs no routing work.
  *
+ * In latency mode: check the arguments and record where they lie. The plan is made by the
+ * ep_dispatch (or ep_dispatch_send) that follows, which reads topk_idx and num_tokens, and `out` is
+ * complete when that dispatch is (or ep_dispatch_wait). So their memory stays valid, and the inputs
+ * unchanged, until then; the EpTensor structs need not. A dispatch without a new prepare routes
+ * again, as the recorded memory says at that time: so graphs are replayed with new routing.
+ *
  * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
  *             negative and reported by the next ep_group_status. T may differ per rank, 0
  *             included; K must be equal on all ranks. An expert named twice gives two slots.
  * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
  *             buffers of a fixed shape can carry a varying number of tokens. Rows beyond are not
- *             read where they are inputs, and zero where they are outputs.
+ *             read where they are inputs, and zero where they are outputs. In latency mode all
+ *             tensors of tokens have T rows nevertheless.
  * out         see EpPlanTensors; may be NULL.
  */
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,

@@ -23,6 +23,10 @@ Case case_complete(Case c) {
     if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
     int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
+    if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
+    int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
+    if (c.mode == EP_MODE_LATENCY && !c.capacity)
+        c.capacity = c.layout == EP_LAYOUT_FLAT ? tokens : slots + c.experts * c.alignment;
     return c;
 }
 
@@ -32,12 +36,13 @@ const char *case_describe(const Case *c) {
              "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
              "masked=%d%% invalid=%d%% duplicates=%d row_type=%d sum_type=%d index_type=%d "
              "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
-             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d seed=%llu",
+             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d mode=%d seed=%llu",
              c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
              (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates,
              (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
              (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
-             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (unsigned long long)c->seed);
+             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->mode,
+             (unsigned long long)c->seed);
     return text;
 }
 
@@ -83,7 +88,11 @@ EpGroupConfig case_group_config(const Case *c) {
 EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->layout;
-    if (c->layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->rows_per_expert;
+    if (c->layout == EP_LAYOUT_BATCHED)
+        config.rows_per_expert = c->rows_per_expert;
+    else
+        config.max_recv_rows = c->capacity;
     config.zero_tail = c->zero_tail;
+    config.mode = c->mode;
     return config;
 }

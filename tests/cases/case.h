@@ -53,6 +53,7 @@ typedef struct Case {
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond what is needed */
     int zero_tail;
+    EpMode mode; /**< THROUGHPUT; in latency mode there is always a capacity */
     uint64_t seed;
 } Case;
 

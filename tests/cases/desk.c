@@ -168,13 +168,26 @@ static void check_wrong(Desk *desk, const Wrong *wrong) {
     desk_check_untouched(desk);
 }
 
+void desk_check_table(Case c, const Wrong *table, int n) {
+    for (EpMode mode = EP_MODE_THROUGHPUT; mode <= EP_MODE_LATENCY; mode++) {
+        Desk desk;
+        if (mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) return;
+        c.mode = mode;
+        desk_open(&desk, &c);
+        desk_check_wrong(&desk, table, n);
+        desk_close(&desk);
+    }
+}
+
 void desk_check_wrong(Desk *desk, const Wrong *table, int n) {
     desk_reset(desk);
     /* Without num_tokens, which would allow input tensors of more rows. */
     desk->arg[NUM_TOKENS] = NULL;
     CHECK_OK(desk_call(desk, OP_PREPARE));
+    int latency = desk->world->c.mode == EP_MODE_LATENCY;
+    if (latency) CHECK_OK(desk_call(desk, OP_DISPATCH));
     for (int i = 0; i < n; i++)
-        check_wrong(desk, &table[i]);
+        if (!latency || table[i].op < OP_DISPATCH_BACKWARD) check_wrong(desk, &table[i]);
     check_note("after all refusals");
     step_all(&desk->step);
 }

@@ -98,7 +98,11 @@ typedef struct Wrong {
     const char *parts[3];
 } Wrong;
 
-/** Each call of the table is refused as it says and writes nothing; then all are right again. */
+/** Each call of the table is refused as it says and writes nothing; then all are right again. In
+ *  latency mode without the calls that are not there. */
 void desk_check_wrong(Desk *desk, const Wrong *table, int n);
+
+/** The same at a desk of its own, in each mode. */
+void desk_check_table(Case c, const Wrong *table, int n);
 
 #endif

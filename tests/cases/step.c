@@ -172,34 +172,64 @@ static void check_info(const Step *step) {
     if (nothing_dropped(step->world)) check_info_traffic(step, &info);
 }
 
-void step_prepare(const Step *step) {
+/* All that one call of ep_prepare is given. */
+typedef struct Routed {
+    PlanArray counts, padded, offsets, totals, tokens;
+    Image index;
+    EpTensor topk_idx;
+} Routed;
+
+static void routed_new(const Step *step, Routed *r) {
     const Case *c = &step->world->c;
     const RankWorld *me = mine(step);
     int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped}, count = me->tokens;
     EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
-    PlanArray counts = plan_array(type, me->count, me->num_experts);
-    PlanArray padded = plan_array(other, me->padded, me->num_experts);
-    PlanArray offsets = plan_array(type, me->offset, me->num_experts + 1);
-    PlanArray sums = plan_array(other, totals, 3);
-    PlanArray tokens = plan_array(type, &count, 1);
-    EpPlanTensors out = {sizeof(out), &counts.tensor, &padded.tensor, &offsets.tensor,
-                         &sums.tensor};
+    r->counts = plan_array(type, me->count, me->num_experts);
+    r->padded = plan_array(other, me->padded, me->num_experts);
+    r->offsets = plan_array(type, me->offset, me->num_experts + 1);
+    r->totals = plan_array(other, totals, 3);
+    r->tokens = plan_array(type, &count, 1);
+    r->tokens.tensor.data = r->tokens.expected.data;
+    r->index = index_image(step);
+    r->topk_idx = ep_tensor_2d(me->rows ? r->index.data : NULL, type, me->rows, c->top_k);
+}
 
-    Image index = index_image(step);
-    EpTensor topk_idx = ep_tensor_2d(me->rows ? index.data : NULL, type, me->rows, c->top_k);
-    tokens.tensor.data = tokens.expected.data;
-    const EpTensor *num_tokens = c->counted ? &tokens.tensor : NULL;
-    CHECK_OK(ep_prepare(step->handle, &topk_idx, num_tokens, NULL, &out));
-    /* The plan may not depend on the caller's indices any more. */
-    memset(index.data, 0x77, index.bytes);
-    plan_array_check(&counts, "expert_counts");
-    plan_array_check(&padded, "expert_padded");
-    plan_array_check(&offsets, "expert_offsets");
-    plan_array_check(&sums, "totals");
-    image_free(&tokens.got);
-    image_free(&tokens.expected);
-    image_free(&index);
+/* The tensors are copies that are gone afterwards: only data may be kept. */
+static void routed_prepare(const Step *step, Routed *r) {
+    EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
+             totals = r->totals.tensor, tokens = r->tokens.tensor, topk_idx = r->topk_idx;
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    out.expert_counts = &counts, out.expert_padded = &padded;
+    out.expert_offsets = &offsets, out.totals = &totals;
+    CHECK_OK(
+        ep_prepare(step->handle, &topk_idx, step->world->c.counted ? &tokens : NULL, NULL, &out));
+    memset(&out, 0x77, sizeof(out));
+    counts = padded = offsets = totals = tokens = topk_idx = (EpTensor){0};
+}
+
+/* What the plan has to say, once it is made; it may not depend on the caller's indices any more. */
+static void routed_check(const Step *step, Routed *r) {
+    memset(r->index.data, 0x77, r->index.bytes);
+    plan_array_check(&r->counts, "expert_counts");
+    plan_array_check(&r->padded, "expert_padded");
+    plan_array_check(&r->offsets, "expert_offsets");
+    plan_array_check(&r->totals, "totals");
+    image_free(&r->tokens.got);
+    image_free(&r->tokens.expected);
+    image_free(&r->index);
     check_info(step);
+}
+
+static int is_latency(const Step *step) {
+    return step->world->c.mode == EP_MODE_LATENCY;
+}
+
+void step_prepare(const Step *step) {
+    Routed r;
+    if (is_latency(step)) return;
+    routed_new(step, &r);
+    routed_prepare(step, &r);
+    routed_check(step, &r);
 }
 
 /* ---- rows: got and expected side by side ---- */
@@ -243,7 +273,7 @@ static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows
     image_check_equal(&got->index, &expected->index, index_bytes(step), "recv_topk_idx");
 }
 
-void step_dispatch(const Step *step) {
+static void dispatch_rows(const Step *step) {
     const Case *c = &step->world->c;
     ExpectedRows got = rows_new(step), expected = rows_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
@@ -259,6 +289,23 @@ void step_dispatch(const Step *step) {
     rows_compare(step, &got, &expected);
     rows_free(&got);
     rows_free(&expected);
+}
+
+void step_dispatch_again(const Step *step) {
+    dispatch_rows(step);
+    check_info(step);
+}
+
+void step_dispatch(const Step *step) {
+    Routed r;
+    if (!is_latency(step)) {
+        dispatch_rows(step);
+        return;
+    }
+    routed_new(step, &r);
+    routed_prepare(step, &r);
+    dispatch_rows(step);
+    routed_check(step, &r);
 }
 
 /* ---- sums ---- */
@@ -401,6 +448,7 @@ void step_check_status(const Step *step) {
 void step_move(const Step *step) {
     step_dispatch(step);
     step_combine(step);
+    if (is_latency(step)) return;
     step_combine_backward(step);
     step_dispatch_backward(step);
 }

@@ -16,13 +16,16 @@ typedef struct Step {
     int rank;
 } Step;
 
+/** In latency mode this is left to step_dispatch, which then prepares, too. */
 void step_prepare(const Step *step);
 void step_dispatch(const Step *step);
+/** In latency mode: a dispatch of the routing that an earlier call of ep_prepare has recorded. */
+void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);
 void step_combine_backward(const Step *step);
 void step_dispatch_backward(const Step *step);
 
-/** dispatch, combine, combine_backward, dispatch_backward */
+/** dispatch, combine, and but for latency mode combine_backward, dispatch_backward */
 void step_move(const Step *step);
 
 /** prepare, step_move, and the group's status: what the case's routing must leave there. */

@@ -8,11 +8,7 @@
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 static void check_table(EpLayout layout, const Wrong *table, int n) {
-    Desk desk;
-    Case c = desk_case(layout);
-    desk_open(&desk, &c);
-    desk_check_wrong(&desk, table, n);
-    desk_close(&desk);
+    desk_check_table(desk_case(layout), table, n);
 }
 
 static const Wrong wrong_tensors[] = {

@@ -32,11 +32,7 @@ static const Wrong wrong_tensors[] = {
 };
 
 SoloTest(handles_arguments, wrong_tensors) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    desk_check_wrong(&desk, wrong_tensors, LENGTH(wrong_tensors));
-    desk_close(&desk);
+    desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }
 
 /* A refused prepare leaves the plan of the step before. */
@@ -116,11 +112,11 @@ typedef struct WrongConfig {
     const char *field, *got;
 } WrongConfig;
 
-#define CONFIG(...)                                                                \
-    {                                                                              \
-        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,   \
-        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT, \
-        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, __VA_ARGS__         \
+#define CONFIG(...)                                                                            \
+    {                                                                                          \
+        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,               \
+        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,             \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT, __VA_ARGS__ \
     }
 
 #pragma GCC diagnostic push
@@ -145,6 +141,10 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = -5), EP_ERR_RANGE, "rows_per_expert",
      "-5"},
     {CONFIG(.rows_per_expert = 8), EP_ERR_RANGE, "rows_per_expert", "8"},
+    {CONFIG(.mode = 0), EP_ERR_RANGE, "mode", "0"},
+    {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
+    {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},
+    {CONFIG(.reserved = 7), EP_ERR_RANGE, "reserved", "7"},
 };
 #pragma GCC diagnostic pop
 

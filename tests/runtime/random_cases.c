@@ -48,6 +48,8 @@ static Case draw_case(uint64_t seed) {
     c.overflow = (EpOverflow)PICK(&random, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP);
     c.spare_rows = PICK(&random, 0, 1, 5);
     c.zero_tail = PICK(&random, 0, 1);
+    c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
+    if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
     draw_routing(&c, &random);
     draw_rows(&c, &random);
     return c;
