@@ -14,6 +14,7 @@
 
 #include "handles/ops.h"
 #include "runtime/host.h"
+#include "runtime/quant.h"
 
 /* Output beyond this is not worth keeping in cache. */
 #define STREAM_BYTES (4 << 20)
@@ -29,6 +30,7 @@ typedef struct Scatter {
     EpRecord record;
     int64_t chunk; /* tokens of each source in one round */
     int stream;
+    char *quantised;                /* room for one record of this rank's own */
     int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
     int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
 } Scatter;
@@ -40,11 +42,27 @@ typedef struct Token {
     const char *scales;
 } Token;
 
+static int quantises(const EpScatter *s) {
+    return s->quant > EP_QUANT_NONE;
+}
+
+/* Row and scales of a token as they travel, into the places of a record. */
+static void quantise(const Scatter *x, int64_t token, char *record) {
+    const EpScatter *s = x->s;
+    ep_quantise(s->quant, s->source_type, (const char *)s->rows + token * s->source_row_bytes,
+                s->row_elements, (uint8_t *)record, record + x->record.scales);
+}
+
 static Token own_token(const Scatter *x, int64_t token) {
     const EpScatter *s = x->s;
     Token t = {(const char *)s->rows + token * s->row_bytes, NULL, NULL};
     if (s->carries_weights) t.weights = s->topk_weights + token * x->top_k;
-    if (s->scale_bytes) t.scales = (const char *)s->scales + token * s->scale_bytes;
+    if (quantises(s)) {
+        quantise(x, token, x->quantised);
+        t.row = x->quantised, t.scales = x->quantised + x->record.scales;
+    } else if (s->scale_bytes) {
+        t.scales = (const char *)s->scales + token * s->scale_bytes;
+    }
     return t;
 }
 
@@ -56,11 +74,17 @@ static Token recorded_token(const Scatter *x, const char *record) {
 
 static void write_record(const Scatter *x, int64_t token, char *record) {
     const EpScatter *s = x->s;
-    Token t = own_token(x, token);
-    memcpy(record, t.row, (size_t)s->row_bytes);
     if (s->carries_weights)
-        memcpy(record + x->record.weights, t.weights, (size_t)x->top_k * sizeof(float));
-    if (s->scale_bytes) memcpy(record + x->record.scales, t.scales, (size_t)s->scale_bytes);
+        memcpy(record + x->record.weights, s->topk_weights + token * x->top_k,
+               (size_t)x->top_k * sizeof(float));
+    if (quantises(s)) {
+        quantise(x, token, record);
+        return;
+    }
+    memcpy(record, (const char *)s->rows + token * s->row_bytes, (size_t)s->row_bytes);
+    if (s->scale_bytes)
+        memcpy(record + x->record.scales, (const char *)s->scales + token * s->scale_bytes,
+               (size_t)s->scale_bytes);
 }
 
 static int goes_to_node_peer(const Scatter *x, int64_t token) {
@@ -99,6 +123,20 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
 
 /* ---- filling slots ------------------------------------------------------------------------- */
 
+/* `scales` NULL: zeros. */
+static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
+    const EpScaleMap *map = &x->s->scale_map;
+    char *out = x->s->out_scales;
+    size_t bytes = map->by_column ? (size_t)map->element_bytes : (size_t)x->s->scale_bytes;
+    for (int64_t i = 0, n = map->by_column ? map->count : 1; i < n; i++) {
+        char *to = out + ep_scale_at(map, slot, i);
+        if (scales)
+            memcpy(to, scales + (size_t)i * bytes, bytes);
+        else
+            memset(to, 0, bytes);
+    }
+}
+
 static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t) {
     const EpScatter *s = x->s;
     char *out = (char *)s->out_rows + slot * s->row_bytes;
@@ -111,8 +149,7 @@ static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t)
             s->type, (const char *)s->slot_rows + slot * s->row_bytes, t->row, s->row_elements);
     else if (s->carries_weights && x->shape->layout != EP_LAYOUT_FLAT)
         s->out_weights[slot] = t->weights[k];
-    if (s->scale_bytes)
-        memcpy((char *)s->out_scales + slot * s->scale_bytes, t->scales, (size_t)s->scale_bytes);
+    if (s->scale_bytes) fill_scales(x, slot, t->scales);
 }
 
 static void write_index(void *out, EpType type, int64_t i, int32_t value) {
@@ -176,8 +213,8 @@ static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
                 x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
-    if (s->scale_bytes)
-        memset((char *)s->out_scales + begin * s->scale_bytes, 0, count * (size_t)s->scale_bytes);
+    for (int64_t slot = begin; s->scale_bytes && slot < end; slot++)
+        fill_scales(x, slot, NULL);
     for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
         write_index(s->out_idx, s->idx_type, i, -1);
 }
@@ -232,12 +269,18 @@ static EpStatus run_rounds(Scatter *x) {
     return ep_exchange_flush(x->exchange, x->s->op);
 }
 
+/* A quantised record is at most half as long as what it was made of, and has a scale for every 32
+ * elements, or one of four bytes for every 128; the weights are elsewhere. */
+#define MOST_QUANTISED (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
+
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+    _Alignas(64) char quantised[MOST_QUANTISED];
     if (scatter->routing) EP_TRY(ep_host_prepare(handle, scatter->routing));
     EpHost *host = ep_host(handle->group);
     Scatter x = {.s = scatter, .shape = &handle->shape, .exchange = host->exchange};
     x.plan = ep_host_plan(handle);
     x.math = host->math;
+    x.quantised = quantised;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.top_k = x.plan.header->top_k;
     x.record =

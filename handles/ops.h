@@ -26,6 +26,9 @@ EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *ha
 /** The same for ep_dispatch, which in latency mode finds a routing instead of a plan. */
 EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle);
 
+/** What such a dispatch routes by: the recorded routing, in `out`; NULL in throughput mode. */
+const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out);
+
 /** The same for an operation that latency mode does not have. */
 EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle);
 
@@ -36,6 +39,11 @@ EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpT
 /** A tensor of receive rows: [rows, columns], or [L, rows_per_expert, columns]. */
 EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                           int64_t columns, const char *what);
+
+/** Scales of receive rows, as the handle orders them: [rows, columns] or [columns, rows], and slabs
+ *  of these. */
+EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const EpTensor *t,
+                            int64_t columns);
 
 /** One FP32 per receive row: [rows], or [L, rows_per_expert]. */
 EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t);

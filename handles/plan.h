@@ -30,6 +30,8 @@ typedef struct EpPlanShape {
     EpOverflow overflow;
     int32_t zero_tail;
     EpMode mode; /**< THROUGHPUT or LATENCY */
+    EpQuant quant;
+    EpScaleOrder scale_order;
 } EpPlanShape;
 
 /** First bytes of handle memory. */

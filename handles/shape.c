@@ -28,6 +28,12 @@ static EpStatus check_new_fields(const EpCall *call, const EpHandleConfig *c) {
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
+    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_MXFP8)
+        return ep_refuse(call, EP_ERR_RANGE, "config.quant", "expected an EpQuant, got %d",
+                         (int)c->quant);
+    if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
+        return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
+                         "expected an EpScaleOrder, got %d", (int)c->scale_order);
     if (c->reserved)
         return ep_refuse(call, EP_ERR_RANGE, "config.reserved", "expected 0, got %d", c->reserved);
     return EP_OK;
@@ -86,6 +92,22 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
         "known before rows arrive, got 0 (exact sizing)");
 }
 
+static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
+                              EpPlanShape *s) {
+    s->quant = c->quant, s->scale_order = c->scale_order;
+    if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
+                         "expected EP_QUANT_NONE, since this backend does not quantise yet, got %d",
+                         (int)c->quant);
+    if (s->scale_order != EP_SCALES_BY_ROW && !(offers & EP_OFFERS_SCALE_COLUMNS))
+        return ep_refuse(
+            call, EP_ERR_UNSUPPORTED, "config.scale_order",
+            "expected EP_SCALES_BY_ROW, since this backend has no other order yet, got "
+            "%d",
+            (int)c->scale_order);
+    return EP_OK;
+}
+
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                          int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
                          EpPlanShape *shape) {
@@ -106,6 +128,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
         s.capacity = s.num_local * s.rows_per_expert;
     }
     EP_TRY(choose_mode(call, group, offers, c, &s));
+    EP_TRY(choose_scales(call, offers, c, &s));
     if (ep_plan_largest_index(&s) > INT32_MAX)
         return ep_refuse(call, EP_ERR_RANGE, "config",
                          "expected at most 2147483647 slots, got ranks * max_tokens * top_k plus "

@@ -13,6 +13,7 @@
  */
 
 #include "ep/ep.h"
+#include "runtime/scales.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
@@ -41,17 +42,26 @@ typedef struct EpRouting {
  * tokens or slots may pass tensors whose data is NULL.
  */
 
-/** Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). */
+/**
+ * Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). `type`,
+ * `row_bytes` and `scale_bytes` are those of rows on their way and in their slots. `rows` are like
+ * that, too, unless they are quantised (runtime/quant.h) before they leave.
+ */
 typedef struct EpScatter {
     const struct EpOp *op;
-    const void *rows; /**< [T, row_bytes] */
+    const void *rows; /**< [T, row_bytes], or [T, source_row_bytes] */
+    EpQuant quant;    /**< EP_QUANT_NONE or 0: copy */
+    EpType source_type;
+    int64_t source_row_bytes;
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
     int carries_weights;       /**< whether topk_weights travel; equal on all ranks */
     const float *topk_weights; /**< [T, K]: delivered with the rows */
-    const void *scales;        /**< [T, scale_bytes] */
+    const void *scales;        /**< [T, scale_bytes]; none where rows are quantised */
     int64_t scale_bytes;
+    EpType scale_type;
+    EpScaleMap scale_map;      /**< how out_scales lies */
     int weighs;                /**< whether slot_weights multiply */
     const float *slot_weights; /**< [rows]: multiply each delivered row */
     int takes_dots;            /**< whether dot products are asked for */

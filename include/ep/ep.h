@@ -513,8 +513,23 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  */
 typedef struct EpHandle EpHandle;
 
-/** Configuration of a handle; equal on every rank, but for overflow and zero_tail, which each rank
- *  may choose. Checked when ep_prepare meets the peers. */
+/** Whether dispatch quantises on the way: see ep_dispatch. */
+typedef enum EpQuant {
+    EP_QUANT_NONE = 1,      /**< rows and scales are carried as they are */
+    EP_QUANT_FP8 = 2,       /**< FP8_E4M3 with an FP32 scale for every 128 elements */
+    EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3 with a power of two for every 128, UE8M0 in a UINT8 */
+    EP_QUANT_MXFP8 = 4      /**< FP8_E4M3 with a power of two for every 32, UE8M0 in a UINT8 */
+} EpQuant;
+
+/** How recv_scales lies. */
+typedef enum EpScaleOrder {
+    EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S] */
+    EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert]: as grouped GEMMs want
+                                 them. The distance of columns is the tensor's number of rows */
+} EpScaleOrder;
+
+/** Configuration of a handle; equal on every rank, but for overflow, zero_tail and scale_order,
+ *  which each rank may choose. Checked when ep_prepare meets the peers. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -526,13 +541,15 @@ typedef struct EpHandleConfig {
     int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
                                   slab (BATCHED: past each slab); 0: leave them alone */
     int32_t mode;            /**< an EpMode, or EP_DEFAULT: the group's */
-    int32_t reserved;        /**< 0 */
+    EpQuant quant;           /**< whether dispatch quantises */
+    EpScaleOrder scale_order;
+    int32_t reserved; /**< 0 */
 } EpHandleConfig;
 
 #define EP_HANDLE_CONFIG_INIT                                                               \
     {                                                                                       \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT, \
-            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, 0                                        \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0       \
     }
 
 /** Bytes of memory for its plan that a handle of this configuration takes on this rank: what a
@@ -663,7 +680,25 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
  * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). With scales only, then required.
  * recv_topk_idx      FLAT only, optional: [rows, K] INT32 or INT64, local expert or -1
  *
+ * recv_scales lies as the handle's scale_order says: shapes here are those of EP_SCALES_BY_ROW.
+ *
  * Padding rows within slabs become zero: tokens, weights and scales.
+ *
+ * Where the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a
+ * multiple of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required: with
+ * blocks of B = 128 or 32 elements, S = ceil(H / B) FP32 or UINT8 per row. A row is quantised once,
+ * by the rank that has the token, so all its slots get the same bytes. For each block, with
+ * rounding to nearest even and every operation rounded by itself:
+ *
+ *     amax    = max(2^-100, largest |x| of the block's finite elements)
+ *     scale   = amax / 448                       FP32
+ *             = 2^ceil(log2(fl(amax / 448)))     UE8M0: the byte is the exponent + 127
+ *     inverse = 448 / amax                       FP32
+ *             = 1 / scale                        UE8M0
+ *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448; NaN:
+ * 0x7f
+ *
+ * so that x is about scale * q. docs/semantics.md says more.
  */
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,

@@ -76,9 +76,9 @@ static void lay_rows(Desk *desk) {
     EpTensor rows = step_rows(&desk->step, NULL, c->sum_type, c->hidden);
     EpTensor slots = step_slot_weights(&desk->step), weights = slots;
     if (c->layout == EP_LAYOUT_FLAT) weights = step_rows(&desk->step, NULL, EP_TYPE_FP32, c->top_k);
-    t[RECV_TOKENS] = step_rows(&desk->step, NULL, c->row_type, c->hidden);
+    t[RECV_TOKENS] = step_recv_tokens(&desk->step, NULL);
     t[RECV_TOPK_WEIGHTS] = t[GRAD_RECV_WEIGHTS] = weights;
-    t[RECV_SCALES] = step_rows(&desk->step, NULL, EP_TYPE_UINT8, c->scale_bytes);
+    t[RECV_SCALES] = step_recv_scales(&desk->step, NULL);
     t[RECV_TOPK_IDX] = step_rows(&desk->step, NULL, EP_TYPE_INT32, c->top_k);
     t[EXPERT_OUT] = t[GRAD_RECV_TOKENS] = t[GRAD_EXPERT_OUT] = rows;
     t[SLOT_WEIGHTS] = t[GRAD_SLOT_WEIGHTS] = slots;
@@ -113,6 +113,7 @@ void desk_reset(Desk *desk) {
         desk->arg[i] = &desk->tensor[i];
     }
     if (desk->world->c.layout != EP_LAYOUT_FLAT) desk->arg[RECV_TOPK_IDX] = NULL;
+    if (desk->world->c.quant != EP_QUANT_NONE) desk->arg[SCALES] = NULL;
     lay_index(desk);
 }
 

@@ -34,6 +34,21 @@ EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t colu
     return ep_tensor_3d(data, type, me->num_experts, step->world->c.rows_per_expert, columns);
 }
 
+EpTensor step_recv_tokens(const Step *step, const void *data) {
+    const Case *c = &step->world->c;
+    return step_rows(step, data, case_recv_type(c), c->hidden);
+}
+
+EpTensor step_recv_scales(const Step *step, const void *data) {
+    const Case *c = &step->world->c;
+    EpTensor tensor = step_rows(step, data, case_scale_type(c), case_scales(c));
+    int last = tensor.ndim - 1;
+    if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
+    tensor.shape[last] = tensor.shape[last - 1];
+    tensor.shape[last - 1] = case_scales(c);
+    return tensor;
+}
+
 /* One float per slot: the shape of the rows without their columns. */
 static EpTensor per_slot(const Step *step, const void *data) {
     EpTensor tensor = step_rows(step, data, EP_TYPE_FP32, 1);
@@ -238,8 +253,8 @@ static ExpectedRows rows_new(const Step *step) {
     const Case *c = &step->world->c;
     size_t rows = (size_t)mine(step)->buffer_rows, index = index_bytes(step);
     size_t entries = rows * (size_t)world_row_weights(c);
-    return (ExpectedRows){image_new(rows * case_row_bytes(c), 16), image_new(entries * 4, 4),
-                          image_new(rows * (size_t)c->scale_bytes, 4),
+    return (ExpectedRows){image_new(rows * case_recv_bytes(c), 16), image_new(entries * 4, 4),
+                          image_new(rows * case_recv_scale_bytes(c), 4),
                           image_new(entries * index, index)};
 }
 
@@ -261,13 +276,13 @@ static void forgive_index_tail(const Step *step, ExpectedRows *expected, const E
 
 static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows *expected) {
     const Case *c = &step->world->c;
-    image_check_equal(&got->tokens, &expected->tokens, case_row_bytes(c), "recv_tokens");
+    image_check_equal(&got->tokens, &expected->tokens, case_recv_bytes(c), "recv_tokens");
     if (c->weighted)
         image_check_equal(&got->weights, &expected->weights, 4, "recv_topk_weights");
     else
         image_check_untouched(&got->weights, "recv_topk_weights");
-    if (c->scale_bytes)
-        image_check_equal(&got->scales, &expected->scales, (size_t)c->scale_bytes, "recv_scales");
+    if (case_scales(c))
+        image_check_equal(&got->scales, &expected->scales, case_recv_scale_bytes(c), "recv_scales");
     if (c->layout != EP_LAYOUT_FLAT) return;
     if (c->zero_tail) forgive_index_tail(step, expected, got);
     image_check_equal(&got->index, &expected->index, index_bytes(step), "recv_topk_idx");
@@ -277,13 +292,13 @@ static void dispatch_rows(const Step *step) {
     const Case *c = &step->world->c;
     ExpectedRows got = rows_new(step), expected = rows_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
-    EpTensor recv_tokens = step_rows(step, got.tokens.data, c->row_type, c->hidden);
+    EpTensor recv_tokens = step_recv_tokens(step, got.tokens.data);
     EpTensor recv_weights = per_weight(step, got.weights.data);
-    EpTensor recv_scales = step_rows(step, got.scales.data, EP_TYPE_UINT8, c->scale_bytes);
+    EpTensor recv_scales = step_recv_scales(step, got.scales.data);
     EpTensor recv_index = step_rows(step, got.index.data, c->index_type, c->top_k);
     CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
                          c->scale_bytes ? &scales : NULL, NULL, &recv_tokens,
-                         c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
+                         c->weighted ? &recv_weights : NULL, case_scales(c) ? &recv_scales : NULL,
                          c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL));
     expect_dispatch(step->world, step->rank, &expected);
     rows_compare(step, &got, &expected);

@@ -42,6 +42,10 @@ EpTensor step_expert_out(const Step *step);
 EpTensor step_slot_weights(const Step *step);
 EpTensor step_grad_out(const Step *step);
 
+/** Receive tensors of dispatch over memory of the caller's. */
+EpTensor step_recv_tokens(const Step *step, const void *data);
+EpTensor step_recv_scales(const Step *step, const void *data);
+
 /** A tensor like a receive buffer of this step: `columns` elements of `type` per row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);
 

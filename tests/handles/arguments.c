@@ -112,11 +112,12 @@ typedef struct WrongConfig {
     const char *field, *got;
 } WrongConfig;
 
-#define CONFIG(...)                                                                            \
-    {                                                                                          \
-        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,               \
-        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,             \
-        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT, __VA_ARGS__ \
+#define CONFIG(...)                                                                \
+    {                                                                              \
+        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,   \
+        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT, \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT, \
+        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, __VA_ARGS__       \
     }
 
 #pragma GCC diagnostic push
@@ -145,6 +146,10 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
     {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},
     {CONFIG(.reserved = 7), EP_ERR_RANGE, "reserved", "7"},
+    {CONFIG(.quant = 0), EP_ERR_RANGE, "quant", "0"},
+    {CONFIG(.quant = 5), EP_ERR_RANGE, "quant", "5"},
+    {CONFIG(.scale_order = 0), EP_ERR_RANGE, "scale_order", "0"},
+    {CONFIG(.scale_order = 3), EP_ERR_RANGE, "scale_order", "3"},
 };
 #pragma GCC diagnostic pop
 

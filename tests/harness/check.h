@@ -76,6 +76,8 @@ void check_skip(void);
 #define TEST_BACKEND EP_BACKEND_HOST
 /** Whether the backend has latency mode. */
 #define TESTS_HAVE_LATENCY 1
+/** Whether it quantises, and orders scales by column. */
+#define TESTS_HAVE_QUANT 1
 /** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
 #define GPU_NEEDS(ranks) (void)(ranks)
 /** Give the calling thread the GPU of a rank. */

@@ -213,10 +213,10 @@ World *world_new(const Case *c) {
 void world_free(World *world) {
     for (int r = 0; r < world->c.ranks; r++) {
         RankWorld *me = &world->rank[r];
-        void *owned[] = {me->index,           me->token,    me->scale,      me->weight,
-                         me->count,           me->padded,   me->offset,     me->row,
-                         me->place,           me->grad_out, me->expert_out, me->slot_weight,
-                         me->grad_slot_weight};
+        void *owned[] = {me->index,      me->token,       me->scale,           me->weight,
+                         me->sent,       me->sent_scale,  me->count,           me->padded,
+                         me->offset,     me->row,         me->place,           me->grad_out,
+                         me->expert_out, me->slot_weight, me->grad_slot_weight};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }

@@ -31,12 +31,14 @@ typedef struct Row {
 /** One rank's part. */
 typedef struct RankWorld {
     /* inputs of prepare and dispatch */
-    int tokens;     /**< that count */
-    int rows;       /**< T of the input tensors */
-    int64_t *index; /**< [rows][K] */
-    uint8_t *token; /**< [rows][row bytes] */
-    uint8_t *scale; /**< [rows][scale bytes] */
-    float *weight;  /**< [rows][K] */
+    int tokens;          /**< that count */
+    int rows;            /**< T of the input tensors */
+    int64_t *index;      /**< [rows][K] */
+    uint8_t *token;      /**< [rows][row bytes] */
+    uint8_t *scale;      /**< [rows][scale bytes] */
+    float *weight;       /**< [rows][K] */
+    uint8_t *sent;       /**< [rows][received row bytes]: tokens as they are delivered */
+    uint8_t *sent_scale; /**< [rows][received scale bytes] */
 
     /* the plan */
     int first_expert, num_experts;
