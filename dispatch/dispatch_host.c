@@ -7,6 +7,9 @@
  * peer on another node the rows that go there are packed and sent. Rows for the rank itself, and
  * the zeros of the padding, need no staging and are written while the first messages are under way.
  *
+ * In two halves, the first one does all that takes other ranks and lets rows, as they come in,
+ * land in the handle's buffer, in their order in the plan; the second one fills slots from there.
+ *
  * Bytes per rank: T rows written to and R * T * (share that goes there) rows read from staging,
  * which stays in cache, and every slot written once, past the caches where the output is large.
  */
@@ -30,7 +33,8 @@ typedef struct Scatter {
     EpRecord record;
     int64_t chunk; /* tokens of each source in one round */
     int stream;
-    char *quantised;                /* room for one record of this rank's own */
+    char *landing;   /* of rows in flight, [rows]; NULL: they go to their slots at once */
+    char *quantised; /* room for one record of this rank's own */
     int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
     int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
 } Scatter;
@@ -188,6 +192,25 @@ static void fill_own_rows(Scatter *x) {
     }
 }
 
+/* ---- rows in flight ------------------------------------------------------------------------ */
+
+static char *landing_of(const Scatter *x, int32_t row) {
+    return x->landing + row * x->record.bytes;
+}
+
+static void land_own_rows(Scatter *x) {
+    const EpPlan *plan = &x->plan;
+    for (int32_t row = plan->recv_begin[x->rank]; row < plan->recv_begin[x->rank + 1]; row++)
+        write_record(x, plan->row_token[row], landing_of(x, row));
+}
+
+static void fill_landed_rows(Scatter *x) {
+    for (int32_t row = 0; row < x->plan.recv_begin[x->size]; row++) {
+        Token t = recorded_token(x, landing_of(x, row));
+        fill_row(x, row, &t);
+    }
+}
+
 /* A peer of the node has staged by token, one elsewhere has packed. */
 static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t begin,
                          int64_t end) {
@@ -196,8 +219,12 @@ static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t 
     int by_token = ep_exchange_on_node(x->exchange, peer);
     for (int64_t i = 0; row < last && plan->row_token[row] < end; row++, i++) {
         int64_t index = by_token ? plan->row_token[row] - begin : i;
-        Token t = recorded_token(x, records + index * x->record.bytes);
-        fill_row(x, row, &t);
+        const char *record = records + index * x->record.bytes;
+        Token t = recorded_token(x, record);
+        if (x->landing)
+            memcpy(landing_of(x, row), record, (size_t)x->record.bytes);
+        else
+            fill_row(x, row, &t);
     }
     x->received[peer] = row;
 }
@@ -249,7 +276,7 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->s->op, &belief, EP_ROUND_SHARED));
     stage(x, begin, end);
     EP_TRY(ep_round_publish(x->exchange));
-    if (begin == 0) fill_own_rows(x);
+    if (begin == 0) x->landing ? land_own_rows(x) : fill_own_rows(x);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
@@ -263,7 +290,7 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
 
 /* Padding first: peers that are late may arrive meanwhile. */
 static EpStatus run_rounds(Scatter *x) {
-    zero_padding(x);
+    if (!x->landing) zero_padding(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
     return ep_exchange_flush(x->exchange, x->s->op);
@@ -289,7 +316,14 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     x.stream = x.plan.header->recv_rows * scatter->row_bytes > STREAM_BYTES;
     memcpy(x.sent, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.received, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
-    EpStatus status = run_rounds(&x);
+    if (scatter->half != EP_WHOLE) x.landing = handle->buffer;
+    EpStatus status = EP_OK;
+    if (scatter->half != EP_WAIT_HALF) {
+        status = run_rounds(&x);
+    } else {
+        zero_padding(&x);
+        fill_landed_rows(&x);
+    }
     ep_stream_fence();
     return status == EP_OK ? EP_OK : ep_host_broken(handle->group);
 }

@@ -116,6 +116,7 @@ EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
     EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
     call.rank = handle->group->rank;
     if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
+    EP_TRY(ep_flight_check(&call, &handle->flight, EP_FLYING_NOTHING));
     int before = ep_group_enter(handle->group, call.name);
     EpStatus status = rebind(&call, handle, memory, bytes);
     ep_group_leave(handle->group, before);
@@ -150,13 +151,31 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
 
 /* ---- entering an operation ----------------------------------------------------------------- */
 
-EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
+static EpStatus enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
     call->rank = handle->group->rank;
     handle->group->backend->poll(handle->group);
     EP_TRY(ep_group_usable(handle->group));
     EP_TRACE("%s: handle %d", call->name, handle->ordinal);
     return handle->group->backend->check_plan(handle, call->name, handle->memory);
+}
+
+EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
+    EP_TRY(enter(call, handle));
+    return ep_flight_check(call, &handle->flight, EP_FLYING_NOTHING);
+}
+
+EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what) {
+    EP_TRY(enter(call, handle));
+    EP_TRY(ep_handle_check_halves(call, handle));
+    return ep_flight_check(call, &handle->flight, what);
+}
+
+EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle) {
+    if (ep_handle_is_latency(handle)) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "handle",
+                     "expected one in latency mode, where operations have halves, got one in "
+                     "throughput mode");
 }
 
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step) {

@@ -7,6 +7,7 @@
  * of a step; that is all in the plan (plan.h), which backends fill and read.
  */
 
+#include "handles/flight.h"
 #include "handles/plan.h"
 #include "handles/recorded.h"
 #include "runtime/group.h"
@@ -24,6 +25,7 @@ struct EpHandle {
     void *backend_state; /* what a backend keeps outside the plan: nothing of the host's */
     /* latency mode */
     EpRecorded recorded;
+    EpFlight flight;
     void *buffer; /* the backend's, for rows in flight */
     int64_t buffer_bytes;
 };
@@ -47,9 +49,15 @@ static inline int ep_handle_is_latency(const EpHandle *handle) {
 
 /**
  * What every operation checks first: a live handle, a group that has not failed, memory that holds
- * this handle's plan. Sets call->rank.
+ * this handle's plan, nothing in flight. Sets call->rank.
  */
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
+
+/** The same for the second half of what flies. */
+EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what);
+
+/** Refuse a handle in throughput mode, which has no halves. */
+EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle);
 
 /** The same, and that the handle has a plan; reads its numbers for argument checks. */
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);

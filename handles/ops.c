@@ -24,15 +24,41 @@ EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *ha
     return ep_handle_enter_prepared(&o->call, handle, &o->step);
 }
 
-EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle) {
+static EpStatus begin(EpOperation *o, const char *name, const EpHandle *handle) {
     o->call = (EpCall){name, -1};
     o->handle = handle;
-    EP_TRY(ep_handle_enter(&o->call, handle));
+    return ep_handle_enter(&o->call, handle);
+}
+
+EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
     if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
     o->step = ep_recorded_step(&handle->recorded);
     if (o->step.prepared) return EP_OK;
     return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, "handle",
                      "expected a prepared handle, got one without a routing");
+}
+
+EpStatus ep_operation_begin_dispatch_send(EpOperation *o, const char *name,
+                                          const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    EP_TRY(ep_handle_check_halves(&o->call, handle));
+    return ep_operation_begin_dispatch(o, name, handle);
+}
+
+EpStatus ep_operation_begin_combine_send(EpOperation *o, const char *name, const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    EP_TRY(ep_handle_check_halves(&o->call, handle));
+    return ep_handle_read(&o->call, handle, &o->step);
+}
+
+EpStatus ep_operation_begin_wait(EpOperation *o, const char *name, const EpHandle *handle,
+                                 EpFlying what) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    EP_TRY(ep_handle_enter_wait(&o->call, handle, what));
+    o->step = handle->flight.step;
+    return EP_OK;
 }
 
 const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out) {
@@ -43,9 +69,7 @@ const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpR
 }
 
 EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle) {
-    o->call = (EpCall){name, -1};
-    o->handle = handle;
-    EP_TRY(ep_handle_enter(&o->call, handle));
+    EP_TRY(begin(o, name, handle));
     if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
     return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
                      "expected one in throughput mode, since latency mode has no backward, got one "

@@ -29,6 +29,12 @@ EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpH
 /** What such a dispatch routes by: the recorded routing, in `out`; NULL in throughput mode. */
 const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out);
 
+/** The same for first halves, and for second halves, which go by what flies. */
+EpStatus ep_operation_begin_dispatch_send(EpOperation *o, const char *name, const EpHandle *handle);
+EpStatus ep_operation_begin_combine_send(EpOperation *o, const char *name, const EpHandle *handle);
+EpStatus ep_operation_begin_wait(EpOperation *o, const char *name, const EpHandle *handle,
+                                 EpFlying what);
+
 /** The same for an operation that latency mode does not have. */
 EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle);
 

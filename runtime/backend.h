@@ -42,6 +42,10 @@ typedef struct EpRouting {
  * tokens or slots may pass tensors whose data is NULL.
  */
 
+/** Which part of an operation is to be done. The wait half has the description that its send half
+ * had, less the inputs, plus the outputs. */
+typedef enum EpHalf { EP_WHOLE, EP_SEND_HALF, EP_WAIT_HALF } EpHalf;
+
 /**
  * Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). `type`,
  * `row_bytes` and `scale_bytes` are those of rows on their way and in their slots. `rows` are like
@@ -49,6 +53,7 @@ typedef struct EpRouting {
  */
 typedef struct EpScatter {
     const struct EpOp *op;
+    EpHalf half;
     const void *rows; /**< [T, row_bytes], or [T, source_row_bytes] */
     EpQuant quant;    /**< EP_QUANT_NONE or 0: copy */
     EpType source_type;
@@ -79,6 +84,7 @@ typedef struct EpScatter {
 /** Slots to token rows. */
 typedef struct EpGather {
     const struct EpOp *op;
+    EpHalf half;
     const void *rows; /**< [rows, row_bytes] */
     EpType type;
     int64_t row_bytes;

@@ -751,6 +751,35 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights);
 
+/**
+ * The halves of ep_dispatch and ep_combine, in latency mode alone. The first half sends: when it
+ * has run, in the stream's order, its inputs may be overwritten. The second receives, and completes
+ * the outputs, those of ep_prepare included. In between nothing runs on the caller's behalf, no
+ * multiprocessor is held, and the stream is free for other work.
+ *
+ *     ep_dispatch_send(a, ...)     ep_dispatch_send(b, ...)
+ *     ep_dispatch_wait(a, ...)     (experts of a)
+ *     ep_combine_send(a, ...)      ep_dispatch_wait(b, ...)     ...
+ *
+ * Together the two halves do what the whole call does, with the same bytes; arguments are those of
+ * the whole call, divided. The first halves are collective, in the same order on every rank, as all
+ * operations are; the second halves may come in any order, and different ones on different ranks.
+ * On the host backend the first half may wait for the peers', the second one never does.
+ *
+ * Between the halves the handle can do nothing but the second one: any other operation on it, a
+ * second send, ep_handle_bind and ep_handle_info are refused with EP_ERR_ORDER, and so is a wait
+ * without its send. Other handles of the group do what they like. Destroying a handle in flight
+ * drops what flies.
+ */
+EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                          const EpTensor *scales, EpStream stream);
+EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                          const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                          const EpTensor *recv_topk_idx);
+EpStatus ep_combine_send(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+                         EpStream stream);
+EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
+
 /* ---- 8. Status of a group, settings -------------------------------------------------------- */
 
 /** Details of what ep_group_status reports; -1 where a number does not apply. */

@@ -56,6 +56,7 @@ typedef struct Case {
     EpQuant quant;            /**< NONE; others round `hidden` up, and bring scales of their own */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT; in latency mode there is always a capacity */
+    int halves;               /**< latency mode: dispatch and combine in two halves each */
     uint64_t seed;
 } Case;
 

@@ -15,8 +15,10 @@ static const int outputs[] = {
 #undef DESK_OUTPUT
 };
 
-static const char *const op_names[] = {"ep_prepare", "ep_dispatch", "ep_combine",
-                                       "ep_dispatch_backward", "ep_combine_backward"};
+static const char *const op_names[] = {
+    "ep_prepare",           "ep_dispatch",         "ep_combine",
+    "ep_dispatch_backward", "ep_combine_backward", "ep_dispatch_send",
+    "ep_dispatch_wait",     "ep_combine_send",     "ep_combine_wait"};
 
 Case desk_case(EpLayout layout) {
     return case_complete((Case){.experts = 4,
@@ -132,10 +134,28 @@ EpStatus desk_call(Desk *desk, Op op) {
     case OP_DISPATCH_BACKWARD:
         return ep_dispatch_backward(desk->handle, a[GRAD_RECV_TOKENS], a[GRAD_RECV_WEIGHTS], NULL,
                                     a[GRAD_TOKENS], a[GRAD_TOPK_WEIGHTS]);
+    case OP_DISPATCH_SEND:
+        return ep_dispatch_send(desk->handle, a[TOKENS], a[TOPK_WEIGHTS], a[SCALES], NULL);
+    case OP_DISPATCH_WAIT:
+        return ep_dispatch_wait(desk->handle, NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
+                                a[RECV_SCALES], a[RECV_TOPK_IDX]);
+    case OP_COMBINE_SEND:
+        return ep_combine_send(desk->handle, a[EXPERT_OUT], a[SLOT_WEIGHTS], NULL);
+    case OP_COMBINE_WAIT:
+        return ep_combine_wait(desk->handle, NULL, a[OUT]);
     default:
         return ep_combine_backward(desk->handle, a[GRAD_OUT], a[SLOT_WEIGHTS], a[EXPERT_OUT], NULL,
                                    a[GRAD_EXPERT_OUT], a[GRAD_SLOT_WEIGHTS]);
     }
+}
+
+void desk_take_off(Desk *desk, Op half) {
+    static const Arg plan[] = {EXPERT_COUNTS, EXPERT_PADDED, EXPERT_OFFSETS, TOTALS};
+    for (int i = 0; i < 4; i++)
+        desk->arg[plan[i]] = NULL;
+    desk->arg[NUM_TOKENS] = NULL;
+    if (half == OP_DISPATCH_SEND) CHECK_OK(desk_call(desk, OP_PREPARE));
+    CHECK_OK(desk_call(desk, half));
 }
 
 void desk_check_untouched(const Desk *desk) {
@@ -158,6 +178,8 @@ static void check_wrong(Desk *desk, const Wrong *wrong) {
     check_note("%s, %s spoilt %d with %lld", op_names[wrong->op], names[wrong->arg],
                (int)wrong->spoil, (long long)wrong->value);
     desk_reset(desk);
+    if (wrong->op == OP_DISPATCH_WAIT) desk_take_off(desk, OP_DISPATCH_SEND);
+    if (wrong->op == OP_COMBINE_WAIT) desk_take_off(desk, OP_COMBINE_SEND);
     spoil(desk, wrong);
     const char *const *parts = wrong->parts;
     const char *const all[] = {
@@ -167,6 +189,16 @@ static void check_wrong(Desk *desk, const Wrong *wrong) {
     check_refused(desk_call(desk, wrong->op), wrong->status, all, __FILE__, __LINE__,
                   op_names[wrong->op]);
     desk_check_untouched(desk);
+    if (wrong->op != OP_DISPATCH_WAIT && wrong->op != OP_COMBINE_WAIT) return;
+    desk_reset(desk);
+    CHECK_OK(desk_call(desk, wrong->op));
+}
+
+/* Whether the calls of a table are there in this mode. */
+static int is_there(const Desk *desk, Op op) {
+    int latency = desk->world->c.mode == EP_MODE_LATENCY;
+    if (op == OP_DISPATCH_BACKWARD || op == OP_COMBINE_BACKWARD) return !latency;
+    return latency || op < OP_DISPATCH_SEND;
 }
 
 void desk_check_table(Case c, const Wrong *table, int n) {
@@ -188,7 +220,7 @@ void desk_check_wrong(Desk *desk, const Wrong *table, int n) {
     int latency = desk->world->c.mode == EP_MODE_LATENCY;
     if (latency) CHECK_OK(desk_call(desk, OP_DISPATCH));
     for (int i = 0; i < n; i++)
-        if (!latency || table[i].op < OP_DISPATCH_BACKWARD) check_wrong(desk, &table[i]);
+        if (is_there(desk, table[i].op)) check_wrong(desk, &table[i]);
     check_note("after all refusals");
     step_all(&desk->step);
 }

@@ -15,7 +15,11 @@ typedef enum Op {
     OP_DISPATCH,
     OP_COMBINE,
     OP_DISPATCH_BACKWARD,
-    OP_COMBINE_BACKWARD
+    OP_COMBINE_BACKWARD,
+    OP_DISPATCH_SEND,
+    OP_DISPATCH_WAIT,
+    OP_COMBINE_SEND,
+    OP_COMBINE_WAIT
 } Op;
 
 /** Every tensor argument: X(constant, name in the header, output) */
@@ -72,6 +76,10 @@ void desk_close(Desk *desk);
 void desk_reset(Desk *desk);
 
 EpStatus desk_call(Desk *desk, Op op);
+
+/** Call a first half, after a prepare where that is a dispatch's; plan outputs are not asked for.
+ */
+void desk_take_off(Desk *desk, Op half);
 
 /** Nothing was written by any call since the last reset. */
 void desk_check_untouched(const Desk *desk);

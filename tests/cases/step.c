@@ -288,22 +288,100 @@ static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows
     image_check_equal(&got->index, &expected->index, index_bytes(step), "recv_topk_idx");
 }
 
-static void dispatch_rows(const Step *step) {
+/* Where one dispatch puts things, and what should be there. */
+typedef struct Delivery {
+    ExpectedRows got, expected;
+    EpTensor tokens, weights, scales, index;
+} Delivery;
+
+static Delivery delivery_new(const Step *step) {
     const Case *c = &step->world->c;
-    ExpectedRows got = rows_new(step), expected = rows_new(step);
+    Delivery d = {.got = rows_new(step), .expected = rows_new(step)};
+    d.tokens = step_recv_tokens(step, d.got.tokens.data);
+    d.weights = per_weight(step, d.got.weights.data);
+    d.scales = step_recv_scales(step, d.got.scales.data);
+    d.index = step_rows(step, d.got.index.data, c->index_type, c->top_k);
+    return d;
+}
+
+static void delivery_check(const Step *step, Delivery *d) {
+    expect_dispatch(step->world, step->rank, &d->expected);
+    rows_compare(step, &d->got, &d->expected);
+    rows_free(&d->got);
+    rows_free(&d->expected);
+}
+
+static void dispatch_whole(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
-    EpTensor recv_tokens = step_recv_tokens(step, got.tokens.data);
-    EpTensor recv_weights = per_weight(step, got.weights.data);
-    EpTensor recv_scales = step_recv_scales(step, got.scales.data);
-    EpTensor recv_index = step_rows(step, got.index.data, c->index_type, c->top_k);
     CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
-                         c->scale_bytes ? &scales : NULL, NULL, &recv_tokens,
-                         c->weighted ? &recv_weights : NULL, case_scales(c) ? &recv_scales : NULL,
-                         c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL));
-    expect_dispatch(step->world, step->rank, &expected);
-    rows_compare(step, &got, &expected);
-    rows_free(&got);
-    rows_free(&expected);
+                         c->scale_bytes ? &scales : NULL, NULL, &d.tokens,
+                         c->weighted ? &d.weights : NULL, case_scales(c) ? &d.scales : NULL,
+                         c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+/* A copy of an input, which is overwritten and given back once it was sent. */
+static Image borrow(EpTensor *tensor) {
+    size_t bytes = ep_type_bytes(tensor->type);
+    for (int i = 0; i < tensor->ndim; i++)
+        bytes *= (size_t)tensor->shape[i];
+    Image image = image_new(bytes, 16);
+    if (bytes) memcpy(image.data, tensor->data, bytes);
+    tensor->data = image.data;
+    return image;
+}
+
+static void spoil(Image *image) {
+    memset(image->data, 0x77, image->bytes);
+    image_free(image);
+}
+
+static void send_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
+    Image images[] = {borrow(&tokens), borrow(&weights), borrow(&scales)};
+    CHECK_OK(ep_dispatch_send(step->handle, &tokens, c->weighted ? &weights : NULL,
+                              c->scale_bytes ? &scales : NULL, NULL));
+    for (int i = 0; i < 3; i++)
+        spoil(&images[i]);
+}
+
+static void receive_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
+    CHECK_OK(ep_dispatch_wait(step->handle, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
+                              case_scales(c) ? &d.scales : NULL,
+                              c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+static void dispatch_rows(const Step *step) {
+    if (!step->world->c.halves) {
+        dispatch_whole(step);
+        return;
+    }
+    send_rows(step);
+    receive_rows(step);
+}
+
+struct StepFlight {
+    Routed routed;
+};
+
+StepFlight *step_dispatch_send(const Step *step) {
+    StepFlight *flight = calloc(1, sizeof(*flight));
+    routed_new(step, &flight->routed);
+    routed_prepare(step, &flight->routed);
+    send_rows(step);
+    return flight;
+}
+
+void step_dispatch_wait(const Step *step, StepFlight *flight) {
+    receive_rows(step);
+    routed_check(step, &flight->routed);
+    free(flight);
 }
 
 void step_dispatch_again(const Step *step) {
@@ -329,16 +407,56 @@ static size_t sums_bytes(const Step *step) {
     return (size_t)mine(step)->rows * case_sum_bytes(&step->world->c);
 }
 
-void step_combine(const Step *step) {
+/* Check one combine that was or is to be called with `out`. */
+typedef struct Summed {
+    Image got, expected;
+    EpTensor out;
+} Summed;
+
+static Summed summed_new(const Step *step) {
     const Case *c = &step->world->c;
-    Image got = image_new(sums_bytes(step), 16), expected = image_new(sums_bytes(step), 16);
+    Summed s = {image_new(sums_bytes(step), 16), image_new(sums_bytes(step), 16), {0}};
+    s.out = ep_tensor_2d(s.got.data, c->sum_type, mine(step)->rows, c->hidden);
+    return s;
+}
+
+static void summed_check(const Step *step, Summed *s) {
+    expect_combine(step->world, step->rank, &s->expected);
+    image_check_equal(&s->got, &s->expected, case_sum_bytes(&step->world->c), "out");
+    image_free(&s->got);
+    image_free(&s->expected);
+}
+
+static void combine_whole(const Step *step) {
+    Summed s = summed_new(step);
     EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
-    EpTensor out = ep_tensor_2d(got.data, c->sum_type, mine(step)->rows, c->hidden);
-    CHECK_OK(ep_combine(step->handle, &expert_out, c->weighted ? &weights : NULL, NULL, &out));
-    expect_combine(step->world, step->rank, &expected);
-    image_check_equal(&got, &expected, case_sum_bytes(c), "out");
-    image_free(&got);
-    image_free(&expected);
+    CHECK_OK(ep_combine(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL, NULL,
+                        &s.out));
+    summed_check(step, &s);
+}
+
+void step_combine_send(const Step *step) {
+    EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
+    Image images[] = {borrow(&expert_out), borrow(&weights)};
+    CHECK_OK(ep_combine_send(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL,
+                             NULL));
+    spoil(&images[0]);
+    spoil(&images[1]);
+}
+
+void step_combine_wait(const Step *step) {
+    Summed s = summed_new(step);
+    CHECK_OK(ep_combine_wait(step->handle, NULL, &s.out));
+    summed_check(step, &s);
+}
+
+void step_combine(const Step *step) {
+    if (!step->world->c.halves) {
+        combine_whole(step);
+        return;
+    }
+    step_combine_send(step);
+    step_combine_wait(step);
 }
 
 void step_dispatch_backward(const Step *step) {

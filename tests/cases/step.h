@@ -19,6 +19,14 @@ typedef struct Step {
 /** In latency mode this is left to step_dispatch, which then prepares, too. */
 void step_prepare(const Step *step);
 void step_dispatch(const Step *step);
+/** Halves of step_dispatch (prepare included) and step_combine. What step_dispatch_send returns is
+ *  for step_dispatch_wait, which frees it. */
+typedef struct StepFlight StepFlight;
+StepFlight *step_dispatch_send(const Step *step);
+void step_dispatch_wait(const Step *step, StepFlight *flight);
+void step_combine_send(const Step *step);
+void step_combine_wait(const Step *step);
+
 /** In latency mode: a dispatch of the routing that an earlier call of ep_prepare has recorded. */
 void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);

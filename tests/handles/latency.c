@@ -297,9 +297,10 @@ static void replay(const Step *step, Fixed *fixed) {
     step_check_status(step);
 }
 
-static void replays(const EpBootstrap *bootstrap, EpLayout layout) {
+static void replays(const EpBootstrap *bootstrap, EpLayout layout, int halves) {
     Case c = {.ranks = RANKS, .experts = 10, .top_k = 3, .counted = 1, .weighted = 1};
     c.layout = layout, c.mode = EP_MODE_LATENCY, c.index_type = EP_TYPE_INT64;
+    c.halves = halves;
     c = case_complete(c);
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
@@ -320,9 +321,10 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout) {
 
 ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
     NEEDS_LATENCY();
-    replays(bootstrap, EP_LAYOUT_BATCHED);
-    replays(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
-    replays(bootstrap, EP_LAYOUT_FLAT);
+    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        replays(bootstrap, layout, 0);
+        replays(bootstrap, layout, 1);
+    }
 }
 
 /* ---- many handles, ranks that are late ---- */

@@ -304,6 +304,25 @@ ThreadTest(runtime_deadline, absent_from_combine_in_latency_mode, RANKS) {
     absent_from_in(bootstrap, 2, EP_MODE_LATENCY);
 }
 
+/* First halves wait for the peers, or what flies does; either way somebody says who is missing. */
+ThreadTest(runtime_deadline, absent_from_a_first_half, RANKS) {
+    NEEDS_LATENCY();
+    Hurried h = hurried_open_in(bootstrap, SOON, EP_MODE_LATENCY);
+    REQUIRE(h.handle, "no handle");
+    CHECK_OK(call_prepare(&h.step));
+    if (bootstrap->rank != ABSENT) {
+        static _Thread_local _Alignas(16) char room[1 << 16];
+        EpTensor tokens = step_tokens(&h.step), rows = step_recv_tokens(&h.step, room);
+        EpStatus status = ep_dispatch_send(h.handle, &tokens, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_group_status(h.group, NULL);
+        CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2", "dispatch");
+        CHECK_STATUS(ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    hurried_close(&h);
+}
+
 /* A handle of another mode on one rank: its prepare meets a dispatch. */
 ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
     NEEDS_LATENCY();

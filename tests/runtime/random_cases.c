@@ -53,6 +53,7 @@ static Case draw_case(uint64_t seed) {
     c.zero_tail = PICK(&random, 0, 1);
     c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
     if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
+    c.halves = PICK(&random, 0, 1);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
     return c;
