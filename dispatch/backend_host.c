@@ -35,7 +35,7 @@ static EpStatus finish(EpGroup *group) {
 const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .name = "host",
                                       .offers = EP_OFFERS_LATENCY | EP_OFFERS_QUANT |
-                                                EP_OFFERS_SCALE_COLUMNS,
+                                                EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS,
                                       .measure = ep_host_measure,
                                       .open = ep_host_open,
                                       .close = ep_host_close,

@@ -18,6 +18,7 @@ void ep_recorded_keep(EpRecorded *recorded, const EpRouting *routing) {
     recorded->out.expert_padded = copy_tensor(out->expert_padded, &copy[1]);
     recorded->out.expert_offsets = copy_tensor(out->expert_offsets, &copy[2]);
     recorded->out.totals = copy_tensor(out->totals, &copy[3]);
+    recorded->out.source_counts = copy_tensor(out->source_counts, &copy[4]);
     recorded->routing.out = &recorded->out;
 }
 

@@ -9,7 +9,7 @@
 
 #include "runtime/backend.h"
 
-#define EP_PLAN_TENSORS 4
+#define EP_PLAN_TENSORS 5
 
 typedef struct EpRecorded {
     int given;   /**< whether there is a routing */

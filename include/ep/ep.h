@@ -640,10 +640,13 @@ typedef struct EpPlanTensors {
     const EpTensor *expert_padded;  /**< [L] */
     const EpTensor *expert_offsets; /**< [L + 1] */
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
+    const EpTensor *source_counts; /**< [L, R]: slots of each expert that came from each rank; a row
+                                        adds up to expert_counts. In slot order the slots of one
+                                        source are consecutive, sources ascending */
 } EpPlanTensors;
 
 #define EP_PLAN_TENSORS_INIT \
-    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL }
+    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL }
 
 /**
  * Turn a step's routing into the handle's plan. Everything after it needs no routing work.

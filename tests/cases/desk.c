@@ -70,6 +70,7 @@ static void lay_plan(Desk *desk) {
     t[EXPERT_PADDED] = ep_tensor_1d(NULL, EP_TYPE_INT64, me->num_experts);
     t[EXPERT_OFFSETS] = ep_tensor_1d(NULL, EP_TYPE_INT32, me->num_experts + 1);
     t[TOTALS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 3);
+    t[SOURCE_COUNTS] = ep_tensor_2d(NULL, EP_TYPE_INT32, me->num_experts, c->ranks);
 }
 
 static void lay_rows(Desk *desk) {
@@ -116,13 +117,14 @@ void desk_reset(Desk *desk) {
     }
     if (desk->world->c.layout != EP_LAYOUT_FLAT) desk->arg[RECV_TOPK_IDX] = NULL;
     if (desk->world->c.quant != EP_QUANT_NONE) desk->arg[SCALES] = NULL;
+    if (!TESTS_HAVE_SOURCE_COUNTS) desk->arg[SOURCE_COUNTS] = NULL;
     lay_index(desk);
 }
 
 EpStatus desk_call(Desk *desk, Op op) {
     const EpTensor *const *a = desk->arg;
-    EpPlanTensors plan = {sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
-                          a[TOTALS]};
+    EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
+                          a[EXPERT_OFFSETS], a[TOTALS],        a[SOURCE_COUNTS]};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(desk->handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
@@ -150,8 +152,8 @@ EpStatus desk_call(Desk *desk, Op op) {
 }
 
 void desk_take_off(Desk *desk, Op half) {
-    static const Arg plan[] = {EXPERT_COUNTS, EXPERT_PADDED, EXPERT_OFFSETS, TOTALS};
-    for (int i = 0; i < 4; i++)
+    static const Arg plan[] = {EXPERT_COUNTS, EXPERT_PADDED, EXPERT_OFFSETS, TOTALS, SOURCE_COUNTS};
+    for (int i = 0; i < 5; i++)
         desk->arg[plan[i]] = NULL;
     desk->arg[NUM_TOKENS] = NULL;
     if (half == OP_DISPATCH_SEND) CHECK_OK(desk_call(desk, OP_PREPARE));

@@ -30,6 +30,7 @@ typedef enum Op {
     X(EXPERT_PADDED, "expert_padded", 1)         \
     X(EXPERT_OFFSETS, "expert_offsets", 1)       \
     X(TOTALS, "totals", 1)                       \
+    X(SOURCE_COUNTS, "source_counts", 1)         \
     X(TOKENS, "tokens", 0)                       \
     X(TOPK_WEIGHTS, "topk_weights", 0)           \
     X(SCALES, "scales", 0)                       \

@@ -189,7 +189,7 @@ static void check_info(const Step *step) {
 
 /* All that one call of ep_prepare is given. */
 typedef struct Routed {
-    PlanArray counts, padded, offsets, totals, tokens;
+    PlanArray counts, padded, offsets, totals, tokens, sources;
     Image index;
     EpTensor topk_idx;
 } Routed;
@@ -203,6 +203,8 @@ static void routed_new(const Step *step, Routed *r) {
     r->padded = plan_array(other, me->padded, me->num_experts);
     r->offsets = plan_array(type, me->offset, me->num_experts + 1);
     r->totals = plan_array(other, totals, 3);
+    r->sources = plan_array(other, me->from, (int64_t)me->num_experts * c->ranks);
+    r->sources.tensor = ep_tensor_2d(r->sources.got.data, other, me->num_experts, c->ranks);
     r->tokens = plan_array(type, &count, 1);
     r->tokens.tensor.data = r->tokens.expected.data;
     r->index = index_image(step);
@@ -212,14 +214,16 @@ static void routed_new(const Step *step, Routed *r) {
 /* The tensors are copies that are gone afterwards: only data may be kept. */
 static void routed_prepare(const Step *step, Routed *r) {
     EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
-             totals = r->totals.tensor, tokens = r->tokens.tensor, topk_idx = r->topk_idx;
+             totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
+             topk_idx = r->topk_idx;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     out.expert_counts = &counts, out.expert_padded = &padded;
     out.expert_offsets = &offsets, out.totals = &totals;
+    if (TESTS_HAVE_SOURCE_COUNTS) out.source_counts = &sources;
     CHECK_OK(
         ep_prepare(step->handle, &topk_idx, step->world->c.counted ? &tokens : NULL, NULL, &out));
     memset(&out, 0x77, sizeof(out));
-    counts = padded = offsets = totals = tokens = topk_idx = (EpTensor){0};
+    counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
 }
 
 /* What the plan has to say, once it is made; it may not depend on the caller's indices any more. */
@@ -229,6 +233,12 @@ static void routed_check(const Step *step, Routed *r) {
     plan_array_check(&r->padded, "expert_padded");
     plan_array_check(&r->offsets, "expert_offsets");
     plan_array_check(&r->totals, "totals");
+    if (TESTS_HAVE_SOURCE_COUNTS) {
+        plan_array_check(&r->sources, "source_counts");
+    } else {
+        image_free(&r->sources.got);
+        image_free(&r->sources.expected);
+    }
     image_free(&r->tokens.got);
     image_free(&r->tokens.expected);
     image_free(&r->index);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Wrong arguments of ep_prepare and of the calls that make handles. */
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +31,40 @@ static const Wrong wrong_tensors[] = {
     {OP_PREPARE, EXPERT_OFFSETS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
     {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
 };
+
+static const Wrong wrong_source_counts[] = {
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"local experts = 4", "got 3"}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_SHAPE1, 2, EP_ERR_SHAPE, {"ranks = 1", "got 2"}},
+};
+
+SoloTest(handles_arguments, wrong_source_counts) {
+    static const Wrong unsupported[] = {
+        {OP_PREPARE, SOURCE_COUNTS, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"NULL", "by source"}},
+    };
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    if (TESTS_HAVE_SOURCE_COUNTS)
+        desk_check_table(c, wrong_source_counts, LENGTH(wrong_source_counts));
+    else
+        desk_check_table(c, unsupported, 1);
+}
+
+/* A program that was compiled before the struct grew. */
+SoloTest(handles_arguments, plan_of_an_earlier_version) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    plan.struct_size = offsetof(EpPlanTensors, source_counts);
+    plan.totals = desk.arg[TOTALS];
+    memset(&plan.source_counts, 0x77, sizeof(plan.source_counts));
+    CHECK_OK(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, &plan));
+    const int64_t *totals = desk.tensor[TOTALS].data;
+    CHECK(totals[0] == desk.world->rank->recv_rows, "%lld rows", (long long)totals[0]);
+    desk_close(&desk);
+}
 
 SoloTest(handles_arguments, wrong_tensors) {
     desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));

@@ -78,6 +78,8 @@ void check_skip(void);
 #define TESTS_HAVE_LATENCY 1
 /** Whether it quantises, and orders scales by column. */
 #define TESTS_HAVE_QUANT 1
+/** Whether it counts by source. */
+#define TESTS_HAVE_SOURCE_COUNTS 1
 /** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
 #define GPU_NEEDS(ranks) (void)(ranks)
 /** Give the calling thread the GPU of a rank. */

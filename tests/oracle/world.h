@@ -44,6 +44,7 @@ typedef struct RankWorld {
     int first_expert, num_experts;
     int64_t *count, *padded; /**< [num_experts] */
     int64_t *offset;         /**< [num_experts + 1] */
+    int64_t *from;           /**< [num_experts][ranks]: `count` by source */
     int64_t recv_rows, needed_rows, dropped;
     int64_t buffer_rows; /**< rows of the receive buffers */
     Row *row;            /**< [buffer_rows] */
