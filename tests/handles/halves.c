@@ -11,13 +11,11 @@
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
-static Desk desk_in(EpMode mode, EpLayout layout) {
-    Desk desk;
+static void desk_open_in(Desk *desk, EpMode mode, EpLayout layout) {
     Case c = desk_case(layout);
     c.mode = mode;
     c = case_complete(c);
-    desk_open(&desk, &c);
-    return desk;
+    desk_open(desk, &c);
 }
 
 /* ---- calls out of turn ---- */
@@ -25,7 +23,8 @@ static Desk desk_in(EpMode mode, EpLayout layout) {
 static const Op halves[] = {OP_DISPATCH_SEND, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
 
 SoloTest(handles_halves, none_in_throughput_mode) {
-    Desk desk = desk_in(EP_MODE_THROUGHPUT, EP_LAYOUT_EXPERT_MAJOR);
+    Desk desk;
+    desk_open_in(&desk, EP_MODE_THROUGHPUT, EP_LAYOUT_EXPERT_MAJOR);
     step_prepare(&desk.step);
     for (int i = 0; i < LENGTH(halves); i++)
         CHECK_REFUSED(desk_call(&desk, halves[i]), EP_ERR_UNSUPPORTED, "rank 0", "handle",
@@ -37,7 +36,8 @@ SoloTest(handles_halves, none_in_throughput_mode) {
 
 SoloTest(handles_halves, wait_without_send) {
     NEEDS_LATENCY();
-    Desk desk = desk_in(EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
+    Desk desk;
+    desk_open_in(&desk, EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
     CHECK_REFUSED(desk_call(&desk, OP_DISPATCH_SEND), EP_ERR_NOT_PREPARED, "ep_dispatch_send",
                   "routing");
     CHECK_REFUSED(desk_call(&desk, OP_COMBINE_SEND), EP_ERR_NOT_PREPARED, "ep_combine_send",
@@ -71,7 +71,8 @@ static void refuse_in_flight(Desk *desk, Op in_flight, const char *wait, const c
 
 SoloTest(handles_halves, other_calls_in_between) {
     NEEDS_LATENCY();
-    Desk desk = desk_in(EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
+    Desk desk;
+    desk_open_in(&desk, EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
     for (int round = 0; round < 2; round++) {
         desk_reset(&desk);
         desk_take_off(&desk, OP_DISPATCH_SEND);
@@ -97,7 +98,8 @@ SoloTest(handles_halves, no_handle) {
 /* What flies is dropped with its handle, and with its group. */
 SoloTest(handles_halves, destroyed_in_flight) {
     NEEDS_LATENCY();
-    Desk desk = desk_in(EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
+    Desk desk;
+    desk_open_in(&desk, EP_MODE_LATENCY, EP_LAYOUT_BATCHED);
     desk_take_off(&desk, OP_DISPATCH_SEND);
     EpHandle *gone = desk.handle;
     ep_handle_destroy(gone);
@@ -154,7 +156,8 @@ SoloTest(handles_halves, wrong_tensors) {
 /* Weights that were not sent cannot be received. */
 SoloTest(handles_halves, receiving_what_was_not_sent) {
     NEEDS_LATENCY();
-    Desk desk = desk_in(EP_MODE_LATENCY, EP_LAYOUT_EXPERT_MAJOR);
+    Desk desk;
+    desk_open_in(&desk, EP_MODE_LATENCY, EP_LAYOUT_EXPERT_MAJOR);
     desk.arg[TOPK_WEIGHTS] = desk.arg[SCALES] = NULL;
     desk_take_off(&desk, OP_DISPATCH_SEND);
     CHECK_REFUSED(desk_call(&desk, OP_DISPATCH_WAIT), EP_ERR_NULL, "recv_topk_weights", "NULL");
