@@ -15,16 +15,19 @@ static const char *const names[EP_AGREE_FIELDS] = {"the library's version",
                                                    "config.backend",
                                                    "EP_BACKEND",
                                                    "EP_STAGE_BYTES",
-                                                   "config.nccl_comm being given"};
+                                                   "config.nccl_comm being given",
+                                                   "config.mode"};
 
 void ep_introduce_config(EpIntroduction *mine, const EpGroupConfig *c, int32_t num_ranks,
                          const EpSettings *settings) {
     const int64_t fields[EP_AGREE_FIELDS] = {
-        ep_version(),        c->num_experts,    c->max_tokens,
-        c->max_top_k,        c->max_row_bytes,  c->max_scale_bytes,
-        c->alignment,        c->max_recv_rows,  c->overflow,
-        c->backend,          settings->backend, ep_config_stage_bytes(c, num_ranks, settings),
-        c->nccl_comm != NULL};
+        ep_version(),         c->num_experts,
+        c->max_tokens,        c->max_top_k,
+        c->max_row_bytes,     c->max_scale_bytes,
+        c->alignment,         c->max_recv_rows,
+        c->overflow,          c->backend,
+        settings->backend,    ep_config_stage_bytes(c, num_ranks, settings),
+        c->nccl_comm != NULL, c->mode};
     memcpy(mine->field, fields, sizeof(fields));
 }
 

@@ -11,7 +11,7 @@
 #include "bootstrap/topology.h"
 #include "runtime/config.h"
 
-#define EP_AGREE_FIELDS 13
+#define EP_AGREE_FIELDS 14
 
 typedef struct EpIntroduction {
     EpStatus status;                /**< this rank's own checks */

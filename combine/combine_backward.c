@@ -19,7 +19,7 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights) {
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_combine_backward", handle));
+    EP_TRY(ep_operation_begin_backward(&o, "ep_combine_backward", handle));
     EP_TRY(ep_arg_summed_rows(&o, "grad_expert_out", grad_expert_out, "grad_out", grad_out));
     EP_TRY(check_weights(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
     EpScatter scatter = {.op = &ep_op_combine_backward,

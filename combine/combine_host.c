@@ -175,7 +175,17 @@ static EpStatus run_rounds(Gather *x) {
     return ep_exchange_flush(x->exchange, x->g->op);
 }
 
-EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
+/* Sums that the first half has left in the handle's buffer. */
+static EpStatus hand_out(const EpHandle *handle, const EpGather *g) {
+    size_t bytes = (size_t)(g->out_num_rows * g->row_bytes);
+    if (bytes) memcpy(g->out_rows, handle->buffer, bytes);
+    return EP_OK;
+}
+
+EpStatus ep_host_gather(EpHandle *handle, const EpGather *given) {
+    if (given->half == EP_WAIT_HALF) return hand_out(handle, given);
+    EpGather copy = *given, *gather = &copy;
+    if (given->half == EP_SEND_HALF) gather->out_rows = handle->buffer;
     EpHost *host = ep_host(handle->group);
     Gather x = {.g = gather, .exchange = host->exchange, .math = host->math};
     x.plan = ep_host_plan(handle);

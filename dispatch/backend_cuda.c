@@ -234,6 +234,7 @@ static void release(const EpGroup *group, void *memory) {
 
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .name = "cuda",
+                                      .offers = EP_CUDA_OFFERS,
                                       .measure = ep_cuda_measure,
                                       .open = open,
                                       .close = ep_cuda_close,

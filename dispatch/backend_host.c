@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "handles/handle.h"
+#include "runtime/config.h"
 #include "runtime/host.h"
 
 static void *allocate(const EpGroup *group, size_t bytes) {
@@ -33,6 +34,8 @@ static EpStatus finish(EpGroup *group) {
 
 const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .name = "host",
+                                      .offers = EP_OFFERS_LATENCY | EP_OFFERS_QUANT |
+                                                EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS,
                                       .measure = ep_host_measure,
                                       .open = ep_host_open,
                                       .close = ep_host_close,
@@ -50,4 +53,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .read_plan = ep_host_read_plan,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,
-                                      .gather = ep_host_gather};
+                                      .gather = ep_host_gather,
+                                      .buffer_bytes = ep_host_buffer_bytes,
+                                      .open_buffers = ep_host_open_buffers,
+                                      .close_buffers = ep_host_close_buffers};

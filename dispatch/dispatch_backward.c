@@ -18,7 +18,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens
                               const EpTensor *grad_slot_weights, EpStream stream,
                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_dispatch_backward", handle));
+    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));

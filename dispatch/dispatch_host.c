@@ -7,6 +7,9 @@
  * peer on another node the rows that go there are packed and sent. Rows for the rank itself, and
  * the zeros of the padding, need no staging and are written while the first messages are under way.
  *
+ * In two halves, the first one does all that takes other ranks and lets rows, as they come in,
+ * land in the handle's buffer, in their order in the plan; the second one fills slots from there.
+ *
  * Bytes per rank: T rows written to and R * T * (share that goes there) rows read from staging,
  * which stays in cache, and every slot written once, past the caches where the output is large.
  */
@@ -14,6 +17,7 @@
 
 #include "handles/ops.h"
 #include "runtime/host.h"
+#include "runtime/quant.h"
 
 /* Output beyond this is not worth keeping in cache. */
 #define STREAM_BYTES (4 << 20)
@@ -29,6 +33,8 @@ typedef struct Scatter {
     EpRecord record;
     int64_t chunk; /* tokens of each source in one round */
     int stream;
+    char *landing;   /* of rows in flight, [rows]; NULL: they go to their slots at once */
+    char *quantised; /* room for one record of this rank's own */
     int32_t sent[EP_MAX_RANKS];     /* rows already sent to each rank */
     int32_t received[EP_MAX_RANKS]; /* rows already read from each rank */
 } Scatter;
@@ -40,11 +46,27 @@ typedef struct Token {
     const char *scales;
 } Token;
 
+static int quantises(const EpScatter *s) {
+    return s->quant > EP_QUANT_NONE;
+}
+
+/* Row and scales of a token as they travel, into the places of a record. */
+static void quantise(const Scatter *x, int64_t token, char *record) {
+    const EpScatter *s = x->s;
+    ep_quantise(s->quant, s->source_type, (const char *)s->rows + token * s->source_row_bytes,
+                s->row_elements, (uint8_t *)record, record + x->record.scales);
+}
+
 static Token own_token(const Scatter *x, int64_t token) {
     const EpScatter *s = x->s;
     Token t = {(const char *)s->rows + token * s->row_bytes, NULL, NULL};
     if (s->carries_weights) t.weights = s->topk_weights + token * x->top_k;
-    if (s->scale_bytes) t.scales = (const char *)s->scales + token * s->scale_bytes;
+    if (quantises(s)) {
+        quantise(x, token, x->quantised);
+        t.row = x->quantised, t.scales = x->quantised + x->record.scales;
+    } else if (s->scale_bytes) {
+        t.scales = (const char *)s->scales + token * s->scale_bytes;
+    }
     return t;
 }
 
@@ -56,11 +78,17 @@ static Token recorded_token(const Scatter *x, const char *record) {
 
 static void write_record(const Scatter *x, int64_t token, char *record) {
     const EpScatter *s = x->s;
-    Token t = own_token(x, token);
-    memcpy(record, t.row, (size_t)s->row_bytes);
     if (s->carries_weights)
-        memcpy(record + x->record.weights, t.weights, (size_t)x->top_k * sizeof(float));
-    if (s->scale_bytes) memcpy(record + x->record.scales, t.scales, (size_t)s->scale_bytes);
+        memcpy(record + x->record.weights, s->topk_weights + token * x->top_k,
+               (size_t)x->top_k * sizeof(float));
+    if (quantises(s)) {
+        quantise(x, token, record);
+        return;
+    }
+    memcpy(record, (const char *)s->rows + token * s->row_bytes, (size_t)s->row_bytes);
+    if (s->scale_bytes)
+        memcpy(record + x->record.scales, (const char *)s->scales + token * s->scale_bytes,
+               (size_t)s->scale_bytes);
 }
 
 static int goes_to_node_peer(const Scatter *x, int64_t token) {
@@ -99,6 +127,20 @@ static void stage(Scatter *x, int64_t begin, int64_t end) {
 
 /* ---- filling slots ------------------------------------------------------------------------- */
 
+/* `scales` NULL: zeros. */
+static void fill_scales(const Scatter *x, int64_t slot, const char *scales) {
+    const EpScaleMap *map = &x->s->scale_map;
+    char *out = x->s->out_scales;
+    size_t bytes = map->by_column ? (size_t)map->element_bytes : (size_t)x->s->scale_bytes;
+    for (int64_t i = 0, n = map->by_column ? map->count : 1; i < n; i++) {
+        char *to = out + ep_scale_at(map, slot, i);
+        if (scales)
+            memcpy(to, scales + (size_t)i * bytes, bytes);
+        else
+            memset(to, 0, bytes);
+    }
+}
+
 static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t) {
     const EpScatter *s = x->s;
     char *out = (char *)s->out_rows + slot * s->row_bytes;
@@ -111,8 +153,7 @@ static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t)
             s->type, (const char *)s->slot_rows + slot * s->row_bytes, t->row, s->row_elements);
     else if (s->carries_weights && x->shape->layout != EP_LAYOUT_FLAT)
         s->out_weights[slot] = t->weights[k];
-    if (s->scale_bytes)
-        memcpy((char *)s->out_scales + slot * s->scale_bytes, t->scales, (size_t)s->scale_bytes);
+    if (s->scale_bytes) fill_scales(x, slot, t->scales);
 }
 
 static void write_index(void *out, EpType type, int64_t i, int32_t value) {
@@ -151,6 +192,25 @@ static void fill_own_rows(Scatter *x) {
     }
 }
 
+/* ---- rows in flight ------------------------------------------------------------------------ */
+
+static char *landing_of(const Scatter *x, int32_t row) {
+    return x->landing + row * x->record.bytes;
+}
+
+static void land_own_rows(Scatter *x) {
+    const EpPlan *plan = &x->plan;
+    for (int32_t row = plan->recv_begin[x->rank]; row < plan->recv_begin[x->rank + 1]; row++)
+        write_record(x, plan->row_token[row], landing_of(x, row));
+}
+
+static void fill_landed_rows(Scatter *x) {
+    for (int32_t row = 0; row < x->plan.recv_begin[x->size]; row++) {
+        Token t = recorded_token(x, landing_of(x, row));
+        fill_row(x, row, &t);
+    }
+}
+
 /* A peer of the node has staged by token, one elsewhere has packed. */
 static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t begin,
                          int64_t end) {
@@ -159,8 +219,12 @@ static void fill_rows_of(Scatter *x, int32_t peer, const char *records, int64_t 
     int by_token = ep_exchange_on_node(x->exchange, peer);
     for (int64_t i = 0; row < last && plan->row_token[row] < end; row++, i++) {
         int64_t index = by_token ? plan->row_token[row] - begin : i;
-        Token t = recorded_token(x, records + index * x->record.bytes);
-        fill_row(x, row, &t);
+        const char *record = records + index * x->record.bytes;
+        Token t = recorded_token(x, record);
+        if (x->landing)
+            memcpy(landing_of(x, row), record, (size_t)x->record.bytes);
+        else
+            fill_row(x, row, &t);
     }
     x->received[peer] = row;
 }
@@ -176,8 +240,8 @@ static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
                 x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
-    if (s->scale_bytes)
-        memset((char *)s->out_scales + begin * s->scale_bytes, 0, count * (size_t)s->scale_bytes);
+    for (int64_t slot = begin; s->scale_bytes && slot < end; slot++)
+        fill_scales(x, slot, NULL);
     for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
         write_index(s->out_idx, s->idx_type, i, -1);
 }
@@ -212,7 +276,7 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
     EP_TRY(ep_round_open(x->exchange, x->s->op, &belief, EP_ROUND_SHARED));
     stage(x, begin, end);
     EP_TRY(ep_round_publish(x->exchange));
-    if (begin == 0) fill_own_rows(x);
+    if (begin == 0) x->landing ? land_own_rows(x) : fill_own_rows(x);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
         const void *records;
@@ -226,17 +290,24 @@ static EpStatus run_round(Scatter *x, int64_t begin) {
 
 /* Padding first: peers that are late may arrive meanwhile. */
 static EpStatus run_rounds(Scatter *x) {
-    zero_padding(x);
+    if (!x->landing) zero_padding(x);
     for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
         EP_TRY(run_round(x, begin));
     return ep_exchange_flush(x->exchange, x->s->op);
 }
 
+/* A quantised record is at most half as long as what it was made of, and has a scale for every 32
+ * elements, or one of four bytes for every 128; the weights are elsewhere. */
+#define MOST_QUANTISED (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
+
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
+    _Alignas(64) char quantised[MOST_QUANTISED];
+    if (scatter->routing) EP_TRY(ep_host_prepare(handle, scatter->routing));
     EpHost *host = ep_host(handle->group);
     Scatter x = {.s = scatter, .shape = &handle->shape, .exchange = host->exchange};
     x.plan = ep_host_plan(handle);
     x.math = host->math;
+    x.quantised = quantised;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.top_k = x.plan.header->top_k;
     x.record =
@@ -245,7 +316,14 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     x.stream = x.plan.header->recv_rows * scatter->row_bytes > STREAM_BYTES;
     memcpy(x.sent, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.received, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
-    EpStatus status = run_rounds(&x);
+    if (scatter->half != EP_WHOLE) x.landing = handle->buffer;
+    EpStatus status = EP_OK;
+    if (scatter->half != EP_WAIT_HALF) {
+        status = run_rounds(&x);
+    } else {
+        zero_padding(&x);
+        fill_landed_rows(&x);
+    }
     ep_stream_fence();
     return status == EP_OK ? EP_OK : ep_host_broken(handle->group);
 }

@@ -1,90 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "handles/handle.h"
 
+#include <stddef.h>
+#include <string.h>
+
 #include "runtime/log.h"
-
-static int64_t inherit(int64_t value, int64_t standard) {
-    return value == EP_DEFAULT ? standard : value;
-}
-
-static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
-    if ((int)c->layout < EP_LAYOUT_EXPERT_MAJOR || (int)c->layout > EP_LAYOUT_BATCHED)
-        return ep_refuse(call, EP_ERR_RANGE, "config.layout",
-                         "expected 1 (expert-major), 2 (flat) or 3 (batched), got %d",
-                         (int)c->layout);
-    int batched = c->layout == EP_LAYOUT_BATCHED;
-    if (batched ? c->rows_per_expert < 1 || c->rows_per_expert > INT32_MAX
-                : c->rows_per_expert != EP_DEFAULT)
-        return ep_refuse(call, EP_ERR_RANGE, "config.rows_per_expert", "expected %s, got %lld",
-                         batched ? "1 .. 2147483647 in the batched layout"
-                                 : "EP_DEFAULT outside the batched layout",
-                         (long long)c->rows_per_expert);
-    return EP_OK;
-}
-
-static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
-                             const EpHandleConfig *c) {
-    EP_TRY(ep_check_struct(call, "config", c, sizeof(*c)));
-    EP_TRY(check_layout(call, c));
-    if (c->top_k != EP_DEFAULT && (c->top_k < 1 || c->top_k > group->max_top_k))
-        return ep_refuse(call, EP_ERR_TOP_K, "config.top_k",
-                         "expected 1 .. %d (the group's max_top_k) or EP_DEFAULT, got %d",
-                         group->max_top_k, c->top_k);
-    if (c->alignment != EP_DEFAULT && !ep_is_power_of_two(c->alignment))
-        return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
-                         "expected a power of two or EP_DEFAULT, got %d", c->alignment);
-    if (c->max_recv_rows != EP_DEFAULT && (c->max_recv_rows < 0 || c->max_recv_rows > INT32_MAX))
-        return ep_refuse(call, EP_ERR_RANGE, "config.max_recv_rows",
-                         "expected 0 .. 2147483647 or EP_DEFAULT, got %lld",
-                         (long long)c->max_recv_rows);
-    if (c->overflow != EP_DEFAULT &&
-        (c->overflow < EP_OVERFLOW_ERROR || c->overflow > EP_OVERFLOW_DROP))
-        return ep_refuse(call, EP_ERR_RANGE, "config.overflow",
-                         "expected an EpOverflow or EP_DEFAULT, got %d", c->overflow);
-    if (c->zero_tail != 0 && c->zero_tail != 1)
-        return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected 0 or 1, got %d",
-                         c->zero_tail);
-    return EP_OK;
-}
-
-EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, int32_t num_ranks,
-                         int32_t rank, const EpHandleConfig *config, EpPlanShape *shape) {
-    const EpHandleConfig standard = EP_HANDLE_CONFIG_INIT;
-    const EpHandleConfig *c = config ? config : &standard;
-    EP_TRY(check_config(call, group, c));
-    EpPlacement placement = ep_config_placement(group, num_ranks);
-    EpPlanShape s = {.num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts};
-    s.num_local = ep_placement_count(&placement, rank);
-    s.max_tokens = group->max_tokens;
-    s.max_top_k = (int32_t)inherit(c->top_k, group->max_top_k);
-    s.layout = c->layout;
-    s.alignment = (int32_t)inherit(c->alignment, group->alignment);
-    s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
-    s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
-    s.zero_tail = c->zero_tail;
-    if (c->layout == EP_LAYOUT_BATCHED) {
-        s.rows_per_expert = c->rows_per_expert;
-        s.capacity = s.num_local * s.rows_per_expert;
-    }
-    if (ep_plan_largest_index(&s) > INT32_MAX)
-        return ep_refuse(call, EP_ERR_RANGE, "config",
-                         "expected at most 2147483647 slots, got ranks * max_tokens * top_k plus "
-                         "padding = %lld",
-                         (long long)ep_plan_largest_index(&s));
-    *shape = s;
-    return EP_OK;
-}
-
-EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes) {
-    EpCall call = {"ep_handle_memory", -1};
-    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    call.rank = group->rank;
-    if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
-    EpPlanShape shape;
-    EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
-    *bytes = (size_t)group->backend->plan_bytes(&shape, &group->settings);
-    return EP_OK;
-}
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
@@ -135,6 +55,23 @@ static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory
     return group->backend->format_plan(handle);
 }
 
+static EpStatus open_buffers(const EpCall *call, EpHandle *handle, EpStatus mine) {
+    EpGroup *group = handle->group;
+    if (!ep_handle_is_latency(handle)) return mine;
+    EpStatus status = group->backend->open_buffers(handle, call, mine);
+    if (status != EP_OK) return status;
+    handle->buffer_bytes = group->backend->buffer_bytes(&handle->shape, &group->config);
+    group->library_bytes += handle->buffer_bytes;
+    return EP_OK;
+}
+
+static void close_buffers(EpHandle *handle) {
+    if (!ep_handle_is_latency(handle)) return;
+    handle->group->backend->close_buffers(handle);
+    handle->group->library_bytes -= handle->buffer_bytes;
+    handle->buffer_bytes = 0;
+}
+
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out) {
     EpCall call = {"ep_handle_create", -1};
@@ -142,7 +79,7 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     call.rank = group->rank;
     if (!out) return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     EpPlanShape shape;
-    EP_TRY(ep_handle_shape(&call, &group->config, group->size, group->rank, config, &shape));
+    EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
     EpHandle *handle = ep_object_create(EP_OBJECT_HANDLE, sizeof(*handle));
     if (!handle) return ep_refuse(&call, EP_ERR_NO_MEMORY, "out", "out of memory");
     handle->group = group;
@@ -150,8 +87,11 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     handle->top_k = config ? config->top_k : EP_DEFAULT;
     handle->ordinal = group->handles_created;
     int before = ep_group_enter(group, call.name);
-    EpStatus status = attach_memory(&call, handle, memory, bytes);
-    if (status != EP_OK) release_memory(handle);
+    EpStatus status = open_buffers(&call, handle, attach_memory(&call, handle, memory, bytes));
+    if (status != EP_OK) {
+        close_buffers(handle);
+        release_memory(handle);
+    }
     ep_group_leave(group, before);
     if (status != EP_OK) {
         ep_object_retire(&handle->object);
@@ -176,6 +116,7 @@ EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
     EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
     call.rank = handle->group->rank;
     if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
+    EP_TRY(ep_flight_check(&call, &handle->flight, EP_FLYING_NOTHING));
     int before = ep_group_enter(handle->group, call.name);
     EpStatus status = rebind(&call, handle, memory, bytes);
     ep_group_leave(handle->group, before);
@@ -187,6 +128,7 @@ void ep_handle_destroy(EpHandle *handle) {
     if (!handle || ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE) != EP_OK) return;
     int before = ep_group_enter(handle->group, call.name);
     handle->group->backend->retire_plan(handle);
+    close_buffers(handle);
     release_memory(handle);
     ep_group_leave(handle->group, before);
     unlink_handle(handle);
@@ -197,17 +139,19 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
     EpCall call = {"ep_handle_info", -1};
     EpStep step;
     EP_TRY(ep_handle_enter_prepared(&call, handle, &step));
-    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, offsetof(EpHandleInfo, mode), sizeof(*out)));
     if (!step.known)
         return ep_refuse(&call, EP_ERR_NOT_PREPARED, "handle",
                          "expected ep_prepare to have finished on its stream, got it under way");
-    *out = step.info;
+    step.info.mode = handle->shape.mode;
+    step.info.struct_size = out->struct_size;
+    memcpy(out, &step.info, out->struct_size);
     return EP_OK;
 }
 
 /* ---- entering an operation ----------------------------------------------------------------- */
 
-EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
+static EpStatus enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
     call->rank = handle->group->rank;
     handle->group->backend->poll(handle->group);
@@ -216,12 +160,41 @@ EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
     return handle->group->backend->check_plan(handle, call->name, handle->memory);
 }
 
+EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
+    EP_TRY(enter(call, handle));
+    return ep_flight_check(call, &handle->flight, EP_FLYING_NOTHING);
+}
+
+EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what) {
+    EP_TRY(enter(call, handle));
+    EP_TRY(ep_handle_check_halves(call, handle));
+    return ep_flight_check(call, &handle->flight, what);
+}
+
+EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle) {
+    if (ep_handle_is_latency(handle)) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "handle",
+                     "expected one in latency mode, where operations have halves, got one in "
+                     "throughput mode");
+}
+
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step) {
     EP_TRY(ep_handle_enter(call, handle));
+    return ep_handle_read(call, handle, step);
+}
+
+EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step) {
     *step = (EpStep){.info = EP_HANDLE_INFO_INIT};
     EP_TRY(handle->group->backend->read_plan(handle, step));
+    if (handle->recorded.pending)
+        return ep_refuse(
+            call, EP_ERR_NOT_PREPARED, "handle",
+            "expected ep_dispatch first, which makes the plan in latency mode, got only "
+            "ep_prepare");
     if (!step->prepared)
         return ep_refuse(call, EP_ERR_NOT_PREPARED, "handle",
                          "expected a prepared handle, got one without a plan");
+    /* The number of tokens may lie in device memory, and nobody waits for it. */
+    if (ep_handle_is_latency(handle)) step->exact = 1;
     return EP_OK;
 }

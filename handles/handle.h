@@ -7,7 +7,9 @@
  * of a step; that is all in the plan (plan.h), which backends fill and read.
  */
 
+#include "handles/flight.h"
 #include "handles/plan.h"
+#include "handles/recorded.h"
 #include "runtime/group.h"
 
 struct EpHandle {
@@ -21,20 +23,45 @@ struct EpHandle {
     int64_t bytes;
     int owns_memory;
     void *backend_state; /* what a backend keeps outside the plan: nothing of the host's */
+    /* latency mode */
+    EpRecorded recorded;
+    EpFlight flight;
+    void *buffer; /* the backend's, for rows in flight */
+    int64_t buffer_bytes;
 };
 
-/** Check the configuration (NULL: defaults) and derive the plan's shape from it. */
-EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, int32_t num_ranks,
-                         int32_t rank, const EpHandleConfig *config, EpPlanShape *shape);
+/** Check the configuration (NULL: defaults) and derive the plan's shape from it. `offers`: what the
+ *  backend has (EP_OFFERS_...). */
+EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
+                         int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
+                         EpPlanShape *shape);
+
+/** The same for a handle of a group that exists. */
+EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
+                               const EpHandleConfig *config, EpPlanShape *shape);
+
+EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
+                                  const EpGroupConfig *config, const EpSettings *settings);
+
+static inline int ep_handle_is_latency(const EpHandle *handle) {
+    return handle->shape.mode == EP_MODE_LATENCY;
+}
 
 /**
  * What every operation checks first: a live handle, a group that has not failed, memory that holds
- * this handle's plan. Sets call->rank.
+ * this handle's plan, nothing in flight. Sets call->rank.
  */
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
 
-/** The same, and that the handle was prepared; reads the plan's numbers for argument checks. */
+/** The same for the second half of what flies. */
+EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what);
+
+/** Refuse a handle in throughput mode, which has no halves. */
+EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle);
+
+/** The same, and that the handle has a plan; reads its numbers for argument checks. */
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
+EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step);
 
 /** The header of a handle's empty plan; and whether a header and a last word are this handle's. */
 EpPlanHeader ep_plan_header(const EpHandle *handle);
@@ -48,6 +75,9 @@ EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memo
 void ep_host_retire_plan(EpHandle *handle);
 EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
+int64_t ep_host_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
+EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
+void ep_host_close_buffers(EpHandle *handle);
 
 /** The plan of a handle on the host backend. */
 static inline EpPlan ep_host_plan(const EpHandle *handle) {

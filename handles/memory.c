@@ -28,14 +28,18 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     m->backend = backend->id;
     backend->measure(config, num_ranks, settings, &m->shared_bytes, &m->private_bytes);
     m->private_bytes += ep_group_own_bytes(num_ranks);
+    m->feasible = 1;
+    /* Then every handle has to choose a size or a layout. */
+    if (config->mode == EP_MODE_LATENCY && config->max_recv_rows == 0) return EP_OK;
     /* Rank 0 has the most experts. */
-    EpStatus status = ep_handle_shape(call, config, num_ranks, 0, NULL, &shape);
+    EpStatus status = ep_handle_shape(call, config, backend->offers, num_ranks, 0, NULL, &shape);
     if (status != EP_OK) {
         snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
+        m->feasible = 0;
         return EP_OK;
     }
-    m->handle_bytes = backend->plan_bytes(&shape, settings);
-    m->feasible = 1;
+    EpHandleCost cost = ep_handle_shape_cost(&shape, backend, config, settings);
+    m->handle_bytes = cost.plan_bytes + cost.buffer_bytes;
     return EP_OK;
 }
 

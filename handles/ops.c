@@ -2,6 +2,8 @@
 #include "handles/ops.h"
 
 const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity"}, 1};
+/* The first half of latency mode's dispatch: there is no prepare of its own. */
+const EpOp ep_op_route = {6, "dispatch", {"top_k", "alignment", "layout", "capacity"}, 1};
 const EpOp ep_op_dispatch = {
     2,
     "dispatch",
@@ -20,6 +22,58 @@ EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *ha
     o->call = (EpCall){name, -1};
     o->handle = handle;
     return ep_handle_enter_prepared(&o->call, handle, &o->step);
+}
+
+static EpStatus begin(EpOperation *o, const char *name, const EpHandle *handle) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    return ep_handle_enter(&o->call, handle);
+}
+
+EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
+    o->step = ep_recorded_step(&handle->recorded);
+    if (o->step.prepared) return EP_OK;
+    return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, "handle",
+                     "expected a prepared handle, got one without a routing");
+}
+
+EpStatus ep_operation_begin_dispatch_send(EpOperation *o, const char *name,
+                                          const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    EP_TRY(ep_handle_check_halves(&o->call, handle));
+    return ep_operation_begin_dispatch(o, name, handle);
+}
+
+EpStatus ep_operation_begin_combine_send(EpOperation *o, const char *name, const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    EP_TRY(ep_handle_check_halves(&o->call, handle));
+    return ep_handle_read(&o->call, handle, &o->step);
+}
+
+EpStatus ep_operation_begin_wait(EpOperation *o, const char *name, const EpHandle *handle,
+                                 EpFlying what) {
+    o->call = (EpCall){name, -1};
+    o->handle = handle;
+    EP_TRY(ep_handle_enter_wait(&o->call, handle, what));
+    o->step = handle->flight.step;
+    return EP_OK;
+}
+
+const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out) {
+    if (!ep_handle_is_latency(o->handle)) return NULL;
+    *out = o->handle->recorded.routing;
+    out->stream = stream, out->call = o->call.name;
+    return out;
+}
+
+EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle) {
+    EP_TRY(begin(o, name, handle));
+    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
+    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
+                     "expected one in throughput mode, since latency mode has no backward, got one "
+                     "in latency mode");
 }
 
 EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
@@ -50,25 +104,31 @@ EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpT
 
 /* Rows of a receive buffer: a static capacity is asked for in full, since a step captured in a
  * graph may fill it; with exact sizing, what this step fills. */
-static EpStatus check_rows(const EpOperation *o, const char *argument, const EpTensor *t) {
+static EpStatus check_rows_in(const EpOperation *o, const char *argument, const EpTensor *t,
+                              int dim) {
     const EpPlanShape *s = &o->handle->shape;
     if (s->layout == EP_LAYOUT_BATCHED) {
         EP_TRY(ep_arg_dim(&o->call, argument, t, 0, s->num_local, "local experts"));
-        return ep_arg_dim(&o->call, argument, t, 1, s->rows_per_expert, "rows_per_expert");
+        return ep_arg_dim(&o->call, argument, t, dim, s->rows_per_expert, "rows_per_expert");
     }
     if (!s->capacity && !o->step.known)
         return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, argument,
                          "expected ep_prepare to have finished, since rows are sized exactly, got "
                          "it under way");
     int64_t needed = s->capacity ? s->capacity : o->step.info.recv_rows;
-    if (t->shape[0] >= needed) return EP_OK;
+    if (t->shape[dim] >= needed) return EP_OK;
     return ep_refuse(&o->call, EP_ERR_BUFFER_SIZE, argument,
                      "expected at least %lld rows, got %lld", (long long)needed,
-                     (long long)t->shape[0]);
+                     (long long)t->shape[dim]);
 }
 
+/* Dimensions up to the rows: the rows' own comes last of these. */
 static int32_t slot_dims(const EpOperation *o) {
     return o->handle->shape.layout == EP_LAYOUT_BATCHED ? 2 : 1;
+}
+
+static EpStatus check_rows(const EpOperation *o, const char *argument, const EpTensor *t) {
+    return check_rows_in(o, argument, t, slot_dims(o) - 1);
 }
 
 EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
@@ -77,6 +137,17 @@ EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTe
     EP_TRY(ep_arg_tensor(&o->call, argument, t, ndim));
     EP_TRY(check_rows(o, argument, t));
     if (columns >= 0) EP_TRY(ep_arg_dim(&o->call, argument, t, ndim - 1, columns, what));
+    return check_all(o, argument, t);
+}
+
+EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const EpTensor *t,
+                            int64_t columns) {
+    int32_t ndim = slot_dims(o) + 1;
+    if (o->handle->shape.scale_order == EP_SCALES_BY_ROW)
+        return ep_arg_slot_rows(o, argument, t, columns, "S");
+    EP_TRY(ep_arg_tensor(&o->call, argument, t, ndim));
+    EP_TRY(check_rows_in(o, argument, t, ndim - 1));
+    EP_TRY(ep_arg_dim(&o->call, argument, t, ndim - 2, columns, "S"));
     return check_all(o, argument, t);
 }
 
@@ -134,6 +205,7 @@ EpStatus ep_run_scatter(const EpCall *call, EpHandle *handle, const EpScatter *s
     int before = ep_group_enter(handle->group, call->name);
     EpStatus status = handle->group->backend->scatter(handle, scatter);
     ep_group_leave(handle->group, before);
+    if (status == EP_OK && scatter->routing) handle->recorded.pending = 0;
     return status;
 }
 

@@ -11,8 +11,8 @@
 #include "runtime/args.h"
 #include "runtime/exchange.h"
 
-extern const EpOp ep_op_prepare, ep_op_dispatch, ep_op_combine, ep_op_dispatch_backward,
-    ep_op_combine_backward;
+extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
+    ep_op_dispatch_backward, ep_op_combine_backward;
 
 /** A data operation while its arguments are checked. */
 typedef struct EpOperation {
@@ -23,6 +23,21 @@ typedef struct EpOperation {
 
 EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle);
 
+/** The same for ep_dispatch, which in latency mode finds a routing instead of a plan. */
+EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle);
+
+/** What such a dispatch routes by: the recorded routing, in `out`; NULL in throughput mode. */
+const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out);
+
+/** The same for first halves, and for second halves, which go by what flies. */
+EpStatus ep_operation_begin_dispatch_send(EpOperation *o, const char *name, const EpHandle *handle);
+EpStatus ep_operation_begin_combine_send(EpOperation *o, const char *name, const EpHandle *handle);
+EpStatus ep_operation_begin_wait(EpOperation *o, const char *name, const EpHandle *handle,
+                                 EpFlying what);
+
+/** The same for an operation that latency mode does not have. */
+EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle);
+
 /** A tensor [T, columns] of this step's tokens; `columns` < 0: any number. */
 EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                            int64_t columns, const char *what);
@@ -30,6 +45,11 @@ EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpT
 /** A tensor of receive rows: [rows, columns], or [L, rows_per_expert, columns]. */
 EpStatus ep_arg_slot_rows(const EpOperation *o, const char *argument, const EpTensor *t,
                           int64_t columns, const char *what);
+
+/** Scales of receive rows, as the handle orders them: [rows, columns] or [columns, rows], and slabs
+ *  of these. */
+EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const EpTensor *t,
+                            int64_t columns);
 
 /** One FP32 per receive row: [rows], or [L, rows_per_expert]. */
 EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t);

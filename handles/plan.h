@@ -29,6 +29,9 @@ typedef struct EpPlanShape {
     int64_t rows_per_expert; /**< BATCHED, else 0 */
     EpOverflow overflow;
     int32_t zero_tail;
+    EpMode mode; /**< THROUGHPUT or LATENCY */
+    EpQuant quant;
+    EpScaleOrder scale_order;
 } EpPlanShape;
 
 /** First bytes of handle memory. */

@@ -3,6 +3,7 @@
  * Plans in plain memory. The header says whose plan it is; the last word repeats the magic, so that
  * a block which was overwritten from either end is noticed.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "handles/handle.h"
@@ -93,4 +94,28 @@ EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
     out->num_rows = header->num_rows;
     out->exact = header->exact_rows;
     return EP_OK;
+}
+
+/* ---- what latency mode has beside it ------------------------------------------------------- */
+
+/* Between the halves of an operation the rows of all ranks that came for this one, or sums for its
+ * own tokens. */
+int64_t ep_host_buffer_bytes(const EpPlanShape *s, const EpGroupConfig *config) {
+    int64_t rows = s->num_local ? (int64_t)s->num_ranks * s->max_tokens : 0;
+    int64_t record = ep_record(config->max_row_bytes, s->max_top_k, config->max_scale_bytes).bytes;
+    return ep_max(rows * record, s->max_tokens * config->max_row_bytes);
+}
+
+EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine) {
+    if (mine != EP_OK) return mine;
+    int64_t bytes = ep_host_buffer_bytes(&handle->shape, &handle->group->config);
+    handle->buffer = aligned_alloc(64, (size_t)ep_round_up(bytes, 64));
+    if (handle->buffer) return EP_OK;
+    return ep_refuse(call, EP_ERR_NO_MEMORY, "buffers", "expected %lld bytes, got none",
+                     (long long)bytes);
+}
+
+void ep_host_close_buffers(EpHandle *handle) {
+    free(handle->buffer);
+    handle->buffer = NULL;
 }

@@ -1,4 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <stddef.h>
+#include <string.h>
+
 #include "handles/ops.h"
 
 static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
@@ -34,13 +37,34 @@ static EpStatus check_vector(const EpCall *call, const char *argument, const EpT
     return ep_arg_dim(call, argument, t, 0, count, "size");
 }
 
-static EpStatus check_out(const EpCall *call, const EpPlanTensors *out, int64_t local) {
-    if (!out) return EP_OK;
-    EP_TRY(ep_check_struct(call, "out", out, sizeof(*out)));
+static EpStatus check_source_counts(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
+    const char *argument = "out.source_counts";
+    if (!t) return EP_OK;
+    if (!(handle->group->backend->offers & EP_OFFERS_SOURCE_COUNTS))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, argument,
+                         "expected NULL, since this backend does not count by source yet, got a "
+                         "tensor");
+    EP_TRY(ep_arg_tensor(call, argument, t, 2));
+    EP_TRY(ep_arg_index_type(call, argument, t));
+    EP_TRY(ep_arg_dim(call, argument, t, 0, handle->shape.num_local, "local experts"));
+    return ep_arg_dim(call, argument, t, 1, handle->shape.num_ranks, "ranks");
+}
+
+/* A copy of the caller's struct, which may be of the size it had before it grew. */
+static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPlanTensors *given,
+                         EpPlanTensors *out) {
+    int64_t local = handle->shape.num_local;
+    *out = (EpPlanTensors)EP_PLAN_TENSORS_INIT;
+    if (!given) return EP_OK;
+    EP_TRY(ep_check_grown_struct(call, "out", given, offsetof(EpPlanTensors, source_counts),
+                                 sizeof(*given)));
+    memcpy(out, given, given->struct_size);
+    out->struct_size = sizeof(*out);
     EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
     EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));
     EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local + 1));
-    return check_vector(call, "out.totals", out->totals, 3);
+    EP_TRY(check_vector(call, "out.totals", out->totals, 3));
+    return check_source_counts(call, handle, out->source_counts);
 }
 
 /* The indices are to this call what rows are to the others. */
@@ -50,7 +74,7 @@ static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTenso
     EP_TRY(ep_arg_reachable(call, h, EP_CHECK_ROWS, "topk_idx", topk_idx));
     EP_TRY(ep_arg_reachable(call, h, all, "topk_idx", topk_idx));
     EP_TRY(ep_arg_reachable(call, h, all, "num_tokens", num_tokens));
-    if (!out) return EP_OK;
+    EP_TRY(ep_arg_reachable(call, h, all, "out.source_counts", out->source_counts));
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_counts", out->expert_counts));
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_padded", out->expert_padded));
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_offsets", out->expert_offsets));
@@ -58,20 +82,26 @@ static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTenso
 }
 
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
-                    EpStream stream, const EpPlanTensors *out) {
+                    EpStream stream, const EpPlanTensors *given) {
     EpCall call = {"ep_prepare", -1};
+    EpPlanTensors out;
     EP_TRY(ep_handle_enter(&call, handle));
     EP_TRY(check_topk_idx(&call, handle, topk_idx));
     EP_TRY(check_num_tokens(&call, num_tokens));
-    EP_TRY(check_out(&call, out, handle->shape.num_local));
-    EP_TRY(check_reach(&call, handle, topk_idx, num_tokens, out));
+    EP_TRY(read_out(&call, handle, given, &out));
+    EP_TRY(check_reach(&call, handle, topk_idx, num_tokens, &out));
     EpRouting routing = {.topk_idx = topk_idx->data,
                          .idx_type = topk_idx->type,
                          .num_rows = topk_idx->shape[0],
                          .top_k = topk_idx->shape[1],
                          .num_tokens = num_tokens ? num_tokens->data : NULL,
                          .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
-                         .out = out,
-                         .stream = stream};
-    return ep_run_prepare(&call, handle, &routing);
+                         .out = &out,
+                         .stream = stream,
+                         .op = &ep_op_prepare,
+                         .call = call.name};
+    if (!ep_handle_is_latency(handle)) return ep_run_prepare(&call, handle, &routing);
+    routing.op = &ep_op_route;
+    ep_recorded_keep(&handle->recorded, &routing);
+    return EP_OK;
 }

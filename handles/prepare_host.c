@@ -31,7 +31,7 @@ static int64_t load_integer(const void *data, EpType type, int64_t i) {
 
 static EpStatus count_tokens(Prepare *p) {
     const EpRouting *routing = p->routing;
-    EpCall call = {"ep_prepare", p->group->rank};
+    EpCall call = {routing->call, p->group->rank};
     p->num_tokens = routing->num_rows;
     if (routing->num_tokens)
         p->num_tokens = load_integer(routing->num_tokens, routing->num_tokens_type, 0);
@@ -251,7 +251,7 @@ static void count_rounds(Prepare *p) {
 static EpStatus run_round(Prepare *p, int64_t round) {
     const int32_t *messages[EP_MAX_RANKS];
     EpRoundHeader belief = belief_of(p);
-    EP_TRY(ep_round_open(p->exchange, &ep_op_prepare, &belief, EP_ROUND_EACH));
+    EP_TRY(ep_round_open(p->exchange, p->routing->op, &belief, EP_ROUND_EACH));
     for (int32_t r = 0; r < p->group->size; r++)
         write_routes(p, r, (round + 1) * p->chunk);
     EP_TRY(ep_round_publish(p->exchange));
@@ -276,7 +276,7 @@ static EpStatus run_rounds(Prepare *p) {
     p->rounds = 1;
     for (int64_t round = 0; round < p->rounds; round++)
         EP_TRY(run_round(p, round));
-    return ep_exchange_flush(p->exchange, &ep_op_prepare);
+    return ep_exchange_flush(p->exchange, p->routing->op);
 }
 
 /* ---- results ------------------------------------------------------------------------------- */
@@ -293,13 +293,43 @@ static void describe_flat(Prepare *p) {
     plan->expert_offsets[p->shape->num_local] = offset;
 }
 
+static void store_integer(const EpTensor *t, int64_t i, int64_t value) {
+    if (t->type == EP_TYPE_INT64)
+        ((int64_t *)t->data)[i] = value;
+    else
+        ((int32_t *)t->data)[i] = (int32_t)value;
+}
+
 static void publish_vector(const EpTensor *t, const int32_t *values) {
-    for (int64_t i = 0; t && i < t->shape[0]; i++) {
-        if (t->type == EP_TYPE_INT64)
-            ((int64_t *)t->data)[i] = values[i];
-        else
-            ((int32_t *)t->data)[i] = values[i];
-    }
+    for (int64_t i = 0; t && i < t->shape[0]; i++)
+        store_integer(t, i, values[i]);
+}
+
+/* Slots of an expert that came from one source and were kept. All of them have been numbered, so
+ * next_slot is behind the last. */
+static int64_t count_slots_of(const Prepare *p, int32_t expert, int32_t source) {
+    int64_t at = (int64_t)source * p->shape->num_local + expert;
+    int64_t end = p->plan.next_slot[at], begin = end - p->plan.source_counts[at];
+    return ep_max(0, ep_min(end, ep_plan_slot_limit(p->shape, expert)) - begin);
+}
+
+/* The same where a row serves several entries. */
+static int64_t count_entries_of(const Prepare *p, int32_t expert, int32_t source) {
+    const EpPlan *plan = &p->plan;
+    int64_t k = p->routing->top_k, count = 0;
+    int64_t end = ep_min(plan->recv_begin[source + 1], plan->header->recv_rows);
+    for (int64_t i = plan->recv_begin[source] * k; i < end * k; i++)
+        count += plan->row_experts[i] == expert;
+    return count;
+}
+
+static void publish_source_counts(const Prepare *p, const EpTensor *t) {
+    int32_t ranks = p->shape->num_ranks;
+    int flat = p->shape->layout == EP_LAYOUT_FLAT;
+    for (int32_t e = 0; t && e < p->shape->num_local; e++)
+        for (int32_t r = 0; r < ranks; r++)
+            store_integer(t, (int64_t)e * ranks + r,
+                          flat ? count_entries_of(p, e, r) : count_slots_of(p, e, r));
 }
 
 static void publish(const Prepare *p) {
@@ -312,6 +342,7 @@ static void publish(const Prepare *p) {
     publish_vector(out->expert_padded, p->plan.expert_padded);
     publish_vector(out->expert_offsets, p->plan.expert_offsets);
     publish_vector(out->totals, totals);
+    publish_source_counts(p, out->source_counts);
 }
 
 static void note_overflow(Prepare *p) {

@@ -58,8 +58,12 @@ EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTens
         return ep_refuse(call, EP_ERR_ROW_BYTES, argument,
                          "expected rows of a multiple of %lld in %lld .. %lld bytes, got %lld",
                          (long long)unit, (long long)unit, (long long)most, (long long)bytes);
-    if ((uintptr_t)t->data % (uintptr_t)unit)
-        return ep_refuse(call, EP_ERR_ADDRESS, argument,
-                         "expected data on a multiple of %lld, got %p", (long long)unit, t->data);
-    return EP_OK;
+    return ep_arg_alignment(call, argument, t, unit);
+}
+
+EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
+                          int64_t unit) {
+    if ((uintptr_t)t->data % (uintptr_t)unit == 0) return EP_OK;
+    return ep_refuse(call, EP_ERR_ADDRESS, argument, "expected data on a multiple of %lld, got %p",
+                     (long long)unit, t->data);
 }

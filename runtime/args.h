@@ -31,6 +31,10 @@ EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t,
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most);
 
+/** Data on a multiple of `unit` bytes. */
+EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
+                          int64_t unit);
+
 static inline int64_t ep_tensor_row_elements(const EpTensor *t) {
     return t->shape[t->ndim - 1];
 }

@@ -13,6 +13,7 @@
  */
 
 #include "ep/ep.h"
+#include "runtime/scales.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
@@ -32,6 +33,8 @@ typedef struct EpRouting {
     EpType num_tokens_type;
     const EpPlanTensors *out; /**< may be NULL */
     EpStream stream;
+    const struct EpOp *op; /**< as which ranks announce it */
+    const char *call;      /**< whose arguments these are, for sentences */
 } EpRouting;
 
 /*
@@ -39,17 +42,31 @@ typedef struct EpRouting {
  * tokens or slots may pass tensors whose data is NULL.
  */
 
-/** Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). */
+/** Which part of an operation is to be done. The wait half has the description that its send half
+ * had, less the inputs, plus the outputs. */
+typedef enum EpHalf { EP_WHOLE, EP_SEND_HALF, EP_WAIT_HALF } EpHalf;
+
+/**
+ * Token rows to slots. Weights, scales and the derivative's parts are optional (NULL). `type`,
+ * `row_bytes` and `scale_bytes` are those of rows on their way and in their slots. `rows` are like
+ * that, too, unless they are quantised (runtime/quant.h) before they leave.
+ */
 typedef struct EpScatter {
     const struct EpOp *op;
-    const void *rows; /**< [T, row_bytes] */
+    EpHalf half;
+    const void *rows; /**< [T, row_bytes], or [T, source_row_bytes] */
+    EpQuant quant;    /**< EP_QUANT_NONE or 0: copy */
+    EpType source_type;
+    int64_t source_row_bytes;
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
     int carries_weights;       /**< whether topk_weights travel; equal on all ranks */
     const float *topk_weights; /**< [T, K]: delivered with the rows */
-    const void *scales;        /**< [T, scale_bytes] */
+    const void *scales;        /**< [T, scale_bytes]; none where rows are quantised */
     int64_t scale_bytes;
+    EpType scale_type;
+    EpScaleMap scale_map;      /**< how out_scales lies */
     int weighs;                /**< whether slot_weights multiply */
     const float *slot_weights; /**< [rows]: multiply each delivered row */
     int takes_dots;            /**< whether dot products are asked for */
@@ -59,13 +76,15 @@ typedef struct EpScatter {
     void *out_scales;
     void *out_idx; /**< flat: [rows, K] local experts */
     EpType idx_type;
-    int64_t out_capacity; /**< rows of the output buffer; up to there zero_tail reaches */
+    int64_t out_capacity;     /**< rows of the output buffer; up to there zero_tail reaches */
+    const EpRouting *routing; /**< latency mode's dispatch: make the plan first; else NULL */
     EpStream stream;
 } EpScatter;
 
 /** Slots to token rows. */
 typedef struct EpGather {
     const struct EpOp *op;
+    EpHalf half;
     const void *rows; /**< [rows, row_bytes] */
     EpType type;
     int64_t row_bytes;
@@ -104,6 +123,7 @@ typedef struct EpStep {
 typedef struct EpBackendOps {
     EpBackend id;
     const char *name;
+    unsigned offers; /**< EP_OFFERS_...: what else is refused above the backend */
     /** Memory of a group, per rank, before anything exists. */
     void (*measure)(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                     int64_t *shared_bytes, int64_t *private_bytes);
@@ -141,9 +161,22 @@ typedef struct EpBackendOps {
     /** Optional (NULL: any will do): refuse memory that the backend cannot reach. */
     EpStatus (*check_pointer)(const EpGroup *group, const EpCall *call, const char *argument,
                               const void *data);
+    /** With EP_OFFERS_LATENCY alone, for handles in that mode: buffers that outlive an operation,
+     *  which may be memory that peers reach. open_buffers is collective and sets handle->buffer; a
+     *  rank whose handle has failed before (`mine`) comes to it, too, and its status is returned.
+     *  close_buffers takes a handle whose open_buffers failed, too. */
+    int64_t (*buffer_bytes)(const struct EpPlanShape *shape, const EpGroupConfig *config);
+    EpStatus (*open_buffers)(EpHandle *handle, const struct EpCall *call, EpStatus mine);
+    void (*close_buffers)(EpHandle *handle);
 } EpBackendOps;
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;
+
+/**
+ * What the CUDA backend has of EP_OFFERS_...: nothing yet. Calls and configurations that need more
+ * are refused before they reach it, and EP_MODE_AUTO means throughput mode there.
+ */
+#define EP_CUDA_OFFERS 0u
 
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);

@@ -32,6 +32,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
                          "expected a power of two, got %d", c->alignment);
     EP_TRY(check_range(call, "config.overflow", c->overflow, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP));
     EP_TRY(check_range(call, "config.backend", c->backend, EP_BACKEND_AUTO, EP_BACKEND_CUDA));
+    EP_TRY(check_range(call, "config.mode", c->mode, EP_MODE_AUTO, EP_MODE_LATENCY));
     double t = c->timeout_seconds;
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
@@ -72,6 +73,12 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks) 
 
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings) {
     return config->timeout_seconds > 0 ? config->timeout_seconds : settings->timeout;
+}
+
+EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers) {
+    if (wish != EP_MODE_AUTO) return wish;
+    int fits = max_tokens <= EP_LATENCY_TOKENS && static_size && offers & EP_OFFERS_LATENCY;
+    return fits ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
 }
 
 EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t scale_bytes) {

@@ -17,6 +17,15 @@ EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t 
 
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 
+/** What a backend need not have: bits of EpBackendOps.offers. */
+#define EP_OFFERS_LATENCY 1u
+#define EP_OFFERS_QUANT 2u         /* EpHandleConfig.quant */
+#define EP_OFFERS_SCALE_COLUMNS 4u /* EP_SCALES_BY_COLUMN */
+#define EP_OFFERS_SOURCE_COUNTS 8u /* EpPlanTensors.source_counts */
+
+/** THROUGHPUT or LATENCY. `static_size`: the receive buffers' size is known before routing is. */
+EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);
+
 /** Deadline in force: the configuration's, else the setting's. */
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings);
 

@@ -281,7 +281,7 @@ static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *t
     if (theirs->op != mine->op)
         return disagree(x, EP_ERR_ORDER, peer,
                         "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
-                        "backward, 5 combine backward)",
+                        "backward, 5 combine backward, 6 dispatch in latency mode)",
                         mine->op, theirs->op);
     if (theirs->handle != mine->handle)
         return disagree(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle,

@@ -41,7 +41,10 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                         .num_cpus = group->cpus,
                         .library_bytes = group->library_bytes,
                         .device = group->choice.device,
-                        .bound = group->bound};
+                        .bound = group->bound,
+                        .mode = ep_config_mode(group->config.mode, group->config.max_tokens,
+                                               group->config.max_recv_rows > 0,
+                                               group->backend->offers)};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
     memcpy(out, &info, out->struct_size);

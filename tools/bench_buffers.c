@@ -51,7 +51,7 @@ static bool alloc_slots(Case *c) {
     Buffers *b = &c->buffers;
     size_t rows = (size_t)c->slots.num_rows, wide = rows * (size_t)c->weights_width;
     b->recv_weights = bench_alloc(wide, sizeof(float), "recv_topk_weights");
-    b->recv_scales = bench_alloc(rows, (size_t)c->options->scale_bytes, "recv_scales");
+    b->recv_scales = bench_alloc(rows, c->recv_scale_bytes, "recv_scales");
     b->recv_index = bench_alloc(wide, sizeof(int32_t), "recv_topk_idx");
     b->slot_weights = bench_alloc(rows, sizeof(float), "slot_weights");
     b->slot_grads_in = bench_alloc(wide, sizeof(float), "grad_slot_weights");
@@ -103,7 +103,9 @@ static void describe_slots(Case *c, const Buffers *b) {
     bool column = c->slots.layout != EP_LAYOUT_FLAT;
     t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
     t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
-    t->recv_scales = slot_tensor(c, b->recv_scales, EP_TYPE_UINT8, o->scale_bytes, false);
+    int64_t scales = (int64_t)(c->recv_scale_bytes / ep_type_bytes(c->recv_scale_type));
+    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, o->hidden, false);
+    t->recv_scales = slot_tensor(c, b->recv_scales, c->recv_scale_type, scales, false);
     t->recv_weights = slot_tensor(c, b->recv_weights, EP_TYPE_FP32, o->top_k, column);
     t->slot_grads_in = slot_tensor(c, b->slot_grads_in, EP_TYPE_FP32, o->top_k, column);
     t->recv_index = slot_tensor(c, b->recv_index, EP_TYPE_INT32, o->top_k, column);

@@ -4,6 +4,7 @@
 #include "bench_data.h"
 #include "bench_device.h"
 #include "bench_error.h"
+#include "bench_quant.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
 
@@ -46,6 +47,7 @@ static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
     config.max_recv_rows = o->capacity;
     config.overflow = (EpOverflow)o->overflow;
     config.backend = (EpBackend)o->backend;
+    config.mode = (EpMode)o->mode;
     return config;
 }
 
@@ -76,8 +78,8 @@ bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out) 
     return world_all(world, ok);
 }
 
-/* On GPUs exact sizing would wait for the total of every step: without a wish, the capacity is what
- * the rank that receives most needs. */
+/* On GPUs exact sizing would wait for the total of every step, and latency mode has none: without a
+ * wish, the capacity is what the rank that receives most needs. */
 static bool reserve_rows(Case *c) {
     int64_t rows = c->slots.needed_rows, alignment = c->options->alignment;
     if (!world_max(c->world, &rows, 1)) return false;
@@ -94,7 +96,8 @@ static bool choose_capacity(Case *c) {
     if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
     int64_t cuda = memory.backend == EP_BACKEND_CUDA;
     if (!world_min(c->world, &cuda, 1)) return false;
-    bool fits = cuda && !c->capacity && c->slots.layout != EP_LAYOUT_BATCHED;
+    bool wants = cuda || c->options->mode != EP_MODE_THROUGHPUT;
+    bool fits = wants && !c->capacity && c->slots.layout != EP_LAYOUT_BATCHED;
     return !fits || reserve_rows(c);
 }
 
@@ -104,7 +107,7 @@ static bool create_group(Case *c) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     config.max_recv_rows = c->capacity;
     if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
-    c->promised_bytes = memory.shared_bytes + memory.private_bytes + memory.handle_bytes;
+    c->promised_bytes = memory.shared_bytes + memory.private_bytes;
     bool ok =
         bench_library(ep_group_create(&c->world->boot, &config, &c->group), "ep_group_create") &&
         bench_library(ep_group_query(c->group, &info), "ep_group_query");
@@ -116,15 +119,34 @@ static bool create_handle(Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->slots.layout;
     config.top_k = (int32_t)c->options->top_k;
+    config.quant = c->quant;
     if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
-    return world_all(c->world,
-                     bench_library(ep_handle_create(c->group, &config, NULL, 0, &c->handle),
-                                   "ep_handle_create"));
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    bool ok =
+        bench_library(ep_handle_cost(c->group, &config, &cost), "ep_handle_cost") &&
+        bench_library(ep_handle_create(c->group, &config, NULL, 0, &c->handle), "ep_handle_create");
+    c->latency = cost.mode == EP_MODE_LATENCY;
+    c->promised_bytes += cost.plan_bytes + cost.buffer_bytes;
+    return world_all(c->world, ok);
+}
+
+/* What dispatch delivers of a row. */
+static void describe_received(Case *c) {
+    const Options *o = c->options;
+    c->row_bytes = c->recv_bytes = (size_t)o->hidden * ep_type_bytes((EpType)o->type);
+    c->recv_type = (EpType)o->type, c->recv_scale_type = EP_TYPE_UINT8;
+    c->recv_scale_bytes = (size_t)o->scale_bytes;
+    c->quant = (EpQuant)o->quant;
+    if (c->quant == EP_QUANT_NONE) return;
+    c->recv_type = EP_TYPE_FP8_E4M3, c->recv_bytes = (size_t)o->hidden;
+    c->recv_scale_type = quant_scale_type(c->quant);
+    c->recv_scale_bytes =
+        (size_t)quant_scales(c->quant, o->hidden) * ep_type_bytes(c->recv_scale_type);
 }
 
 bool case_create(World *world, const Options *options, int64_t size, Case *out) {
     *out = (Case){.world = world, .options = options};
-    out->row_bytes = (size_t)options->hidden * ep_type_bytes((EpType)options->type);
+    describe_received(out);
     if (!routing_make(world, options, size, &out->routing)) return false;
     out->tokens = out->routing.tokens[world->rank];
     bool ok = slots_make(options, &out->routing, world->rank, &out->slots);

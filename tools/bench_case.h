@@ -38,7 +38,7 @@ typedef struct Buffers {
     char *slots_in;        /**< [rows, H] */
     char *slots_out;       /**< [rows, H] */
     float *recv_weights;   /**< [rows], flat: [rows, K], from dispatch */
-    char *recv_scales;     /**< [rows, S] */
+    char *recv_scales;     /**< [rows, received S] */
     int32_t *recv_index;   /**< flat: [rows, K] */
     float *slot_weights;   /**< [rows] for combine */
     float *slot_grads_in;  /**< [rows], flat: [rows, K], for dispatch_backward */
@@ -48,7 +48,7 @@ typedef struct Buffers {
 
 typedef struct Tensors {
     EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
-    EpTensor slots_in, slots_out, recv_weights, recv_scales, recv_index;
+    EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
     EpTensor slot_weights, slot_grads_in, slot_grads_out;
     EpTensor plan_counts, plan_padded, plan_offsets, plan_totals;
 } Tensors;
@@ -60,8 +60,12 @@ typedef struct Case {
     const Options *options;
     Routing routing;
     Slots slots;
-    int64_t tokens;    /**< T of this rank */
-    size_t row_bytes;  /**< of a token or slot row */
+    int64_t tokens;   /**< T of this rank */
+    size_t row_bytes; /**< of a token or slot row */
+    EpQuant quant; /**< whether dispatch quantises; then what it delivers is not what was sent: */
+    EpType recv_type, recv_scale_type;
+    size_t recv_bytes, recv_scale_bytes; /**< of a row in slots_out after dispatch, of its scales */
+    bool latency;      /**< the handle is in latency mode: PHASE_DISPATCH and PHASE_COMBINE alone */
     int weights_width; /**< floats per row of recv_topk_weights: 1, flat: K */
     EpGroup *group;
     EpHandle *handle;
@@ -93,7 +97,15 @@ void buffers_destroy(Case *c);
 /** Point the tensors to the memory of `b`. */
 void buffers_describe(Case *c, const Buffers *b);
 
-/** One call of the library. Returns false, with its sentence, if it fails. */
+/** Whether the phase is there to be timed. In latency mode dispatch makes the plan: it stands for
+ *  prepare, too. */
+bool phase_is_there(const Case *c, PhaseId phase);
+
+/** Once, before any other phase: in latency mode, record where the routing lies. */
+bool phase_begin(Case *c);
+
+/** One call of the library, none where the phase is not there. Returns false, with its sentence, if
+ * it fails. */
 bool phase_run(Case *c, PhaseId phase);
 /** All of them, in order. */
 bool phase_run_step(Case *c);

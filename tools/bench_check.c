@@ -15,8 +15,10 @@ bool check_create(const Case *c, Check *out) {
     out->term = bench_alloc(hidden, sizeof(float), "check");
     out->other = bench_alloc(hidden, sizeof(float), "check");
     out->row = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
+    out->scales = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
     out->poison = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
-    if (!out->total || !out->partial || !out->term || !out->other || !out->row || !out->poison)
+    if (!out->total || !out->partial || !out->term || !out->other || !out->row || !out->scales ||
+        !out->poison)
         return false;
     memset(out->poison, POISON_BYTE, EP_MAX_ROW_BYTES);
     return true;
@@ -28,6 +30,7 @@ void check_destroy(Check *check) {
     free(check->term);
     free(check->other);
     free(check->row);
+    free(check->scales);
     free(check->poison);
 }
 

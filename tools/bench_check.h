@@ -19,7 +19,7 @@ typedef struct Check {
     char first[CHECK_SENTENCE_BYTES]; /**< about the first of them, or "" */
     /* rows to work on */
     float *total, *partial, *term, *other;
-    char *row, *poison;
+    char *row, *scales, *poison;
 } Check;
 
 bool check_create(const Case *c, Check *out);

@@ -4,6 +4,7 @@
 
 #include "bench_check.h"
 #include "bench_data.h"
+#include "bench_quant.h"
 
 /* ---- rows of slots ------------------------------------------------------------------------- */
 
@@ -14,6 +15,15 @@ static void expect_token(Check *check, const Row *what) {
     const Case *c = check->c;
     data_row((EpType)c->options->type, case_token_id(c, what->rank, what->token), check->row,
              c->row_bytes);
+}
+
+/* The token as dispatch delivers it; its scales, where it makes them, in check->scales. */
+static void expect_delivered(Check *check, const Row *what) {
+    const Case *c = check->c;
+    expect_token(check, what);
+    if (c->quant == EP_QUANT_NONE) return;
+    data_to_float((EpType)c->options->type, check->row, check->term, c->options->hidden);
+    quant_row(c->quant, check->term, c->options->hidden, check->row, check->scales);
 }
 
 /* w * grad_out[t], rounded once; without weights the row itself. */
@@ -28,7 +38,8 @@ static void expect_gradient(Check *check, const Row *what) {
     data_from_float(type, check->term, check->row, c->options->hidden);
 }
 
-static void check_rows(Check *check, const char *what, Expectation expect) {
+static void check_rows(Check *check, const char *what, Expectation expect, size_t row_bytes,
+                       size_t unit) {
     const Case *c = check->c;
     for (int64_t row = 0; row < c->slots.num_rows; row++) {
         const Row *r = &c->slots.rows[row];
@@ -37,26 +48,35 @@ static void check_rows(Check *check, const char *what, Expectation expect) {
         if (r->state == ROW_SLOT)
             expect(check, r);
         else if (r->state == ROW_PADDING)
-            memset(check->row, 0, c->row_bytes);
+            memset(check->row, 0, row_bytes);
         else
             want = check->poison;
-        check_bytes(check, what, row, c->buffers.slots_out + (size_t)row * c->row_bytes, want,
-                    c->row_bytes, check_unit(check));
+        check_bytes(check, what, row, c->buffers.slots_out + (size_t)row * row_bytes, want,
+                    row_bytes, unit);
     }
 }
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
+static void expect_scales(Check *check, const Row *r) {
+    const Case *c = check->c;
+    if (c->quant == EP_QUANT_NONE)
+        data_row(EP_TYPE_UINT8, case_scale_id(c, r->rank, r->token), check->scales,
+                 c->recv_scale_bytes);
+    else
+        expect_delivered(check, r);
+}
+
 static void check_scales(Check *check) {
     const Case *c = check->c;
-    size_t bytes = (size_t)c->options->scale_bytes;
+    size_t bytes = c->recv_scale_bytes;
     for (int64_t row = 0; bytes && row < c->slots.num_rows; row++) {
         const Row *r = &c->slots.rows[row];
-        const char *want = check->row;
+        const char *want = check->scales;
         if (r->state == ROW_SLOT)
-            data_row(EP_TYPE_UINT8, case_scale_id(c, r->rank, r->token), check->row, bytes);
+            expect_scales(check, r);
         else if (r->state == ROW_PADDING)
-            memset(check->row, 0, bytes);
+            memset(check->scales, 0, bytes);
         else
             want = check->poison;
         if (r->state != ROW_UNUSED)
@@ -117,7 +137,8 @@ static void check_weights(Check *check) {
 }
 
 void check_dispatch(Check *check) {
-    check_rows(check, "recv_tokens", expect_token);
+    check_rows(check, "recv_tokens", expect_delivered, check->c->recv_bytes,
+               ep_type_bytes(check->c->recv_type));
     check_scales(check);
     if (check->c->slots.layout == EP_LAYOUT_FLAT)
         check_flat_entries(check);
@@ -171,6 +192,6 @@ static void check_dots(Check *check) {
 }
 
 void check_combine_backward(Check *check) {
-    check_rows(check, "grad_expert_out", expect_gradient);
+    check_rows(check, "grad_expert_out", expect_gradient, check->c->row_bytes, check_unit(check));
     check_dots(check);
 }

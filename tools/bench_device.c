@@ -93,7 +93,7 @@ static void lay_out(const Case *c, Arena *arena, Buffers *b) {
     b->slots_in = c->reachable_in ? c->reachable_in : carve(arena, rows, c->row_bytes);
     b->slots_out = c->reachable_out ? c->reachable_out : carve(arena, rows, c->row_bytes);
     b->recv_weights = carve(arena, wide, sizeof(float));
-    b->recv_scales = carve(arena, rows, scale_bytes);
+    b->recv_scales = carve(arena, rows, c->recv_scale_bytes);
     b->recv_index = carve(arena, wide, sizeof(int32_t));
     b->slot_weights = carve(arena, rows, sizeof(float));
     b->slot_grads_in = carve(arena, wide, sizeof(float));
@@ -146,7 +146,7 @@ static int list_dispatched(Case *c, Part *out) {
     out[n++] = (Part){h->slots_out, d->slots_out, rows * c->row_bytes};
     out[n++] = (Part){h->recv_weights, d->recv_weights, wide * sizeof(float)};
     out[n++] = (Part){h->recv_index, d->recv_index, wide * sizeof(int32_t)};
-    out[n++] = (Part){h->recv_scales, d->recv_scales, rows * (size_t)c->options->scale_bytes};
+    out[n++] = (Part){h->recv_scales, d->recv_scales, rows * c->recv_scale_bytes};
     return n;
 }
 

@@ -95,6 +95,9 @@ static void put_shape(Json *j, const Options *o) {
     put_text(j, "overflow", options_overflow_name(o->overflow));
     put_bool(j, "weighted", o->weighted);
     put_int(j, "scale_bytes", o->scale_bytes);
+    put_text(j, "mode", options_mode_name(o->mode));
+    put_bool(j, "halves", o->halves);
+    put_text(j, "quant", options_quant_name(o->quant));
     put_text(j, "idx", options_type_name(o->index_type));
 }
 
@@ -135,6 +138,7 @@ static void put_machine(Json *j, const Machine *machine) {
 }
 
 static void put_phase(Json *j, const PhaseResult *phase) {
+    if (phase->absent) return;
     begin(j, NULL, '{');
     put_text(j, "name", phase->name);
     put_real(j, "median_us", phase->time.median_us);

@@ -119,16 +119,25 @@ static bool check_status(Case *c) {
     return bench_library(ep_group_status(c->group, NULL), "ep_group_status");
 }
 
-/* Each phase on poisoned outputs, then a look at them before the next one reuses the buffers. */
+static bool poison_and_run(Case *c, PhaseId phase, bool plans) {
+    return (!plans || phase_poison(c, PHASE_PREPARE)) && phase_poison(c, phase) &&
+           phase_run(c, phase) && (!plans || phase_fetch(c, PHASE_PREPARE)) &&
+           phase_fetch(c, phase);
+}
+
+/* Each phase on poisoned outputs, then a look at them before the next one reuses the buffers. In
+ * latency mode dispatch makes the plan. */
 static bool check_phases(Case *c, Check *check, SizeResult *out) {
     bool ok = true;
     for (int p = 0; p < NUM_PHASES; p++) {
         int64_t before = check->wrong;
-        ok = phase_poison(c, (PhaseId)p) && ok;
-        ok = ok && phase_run(c, (PhaseId)p) && phase_fetch(c, (PhaseId)p);
+        bool plans = c->latency && p == PHASE_DISPATCH;
+        if (!phase_is_there(c, (PhaseId)p)) continue;
+        ok = ok && poison_and_run(c, (PhaseId)p, plans);
         if (!ok) continue;
+        if (plans) check_phase(check, PHASE_PREPARE);
+        if (plans || p == PHASE_PREPARE) check_traffic(c, check);
         check_phase(check, (PhaseId)p);
-        if (p == PHASE_PREPARE) check_traffic(c, check);
         out->phases[p].wrong += check->wrong - before;
     }
     return world_all(c->world, ok && check_status(c));
@@ -183,12 +192,18 @@ static bool time_memcpy(Case *c, double floor_us[NUM_PHASES]) {
     return true;
 }
 
+/* The floors copy rows as they are. */
+static bool has_floor(const Case *c, int phase) {
+    return phase != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
+}
+
 static bool time_floor(Case *c, SizeResult *out) {
     double floor_us[NUM_PHASES];
     if (!c->options->floor) return true;
     if (!(c->device ? wire_measure(c, floor_us) : time_memcpy(c, floor_us))) return false;
     for (int p = 0; p < NUM_PHASES; p++)
-        if (out->phases[p].useful_bytes > 0) out->phases[p].floor_us = floor_us[p];
+        if (out->phases[p].useful_bytes > 0 && has_floor(c, p))
+            out->phases[p].floor_us = floor_us[p];
     if (c->device) memcpy(out->no_floor, c->device->reason, sizeof(out->no_floor));
     return true;
 }
@@ -251,7 +266,9 @@ static bool save_routing(Case *c) {
 
 static bool measure_case(Case *c, Check *check, SizeResult *out) {
     bool checks = c->options->check;
-    return save_routing(c) && count_bytes(c, out) &&
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].absent = !phase_is_there(c, (PhaseId)p);
+    return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
            (checks ? check_phases(c, check, out) : warm_up_unchecked(c)) && time_phases(c, out) &&
            (!checks || check_phases(c, check, out)) && time_floor(c, out) &&
            time_baseline(c, check, out) && gather_wrong(c, check, out);

@@ -144,6 +144,16 @@ static const Choice overflows[] = {
 static const Choice backends[] = {
     {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
 
+static const Choice modes[] = {{"auto", EP_MODE_AUTO},
+                               {"throughput", EP_MODE_THROUGHPUT},
+                               {"latency", EP_MODE_LATENCY},
+                               {NULL, 0}};
+static const Choice quants[] = {{"none", EP_QUANT_NONE},
+                                {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0},
+                                {"mxfp8", EP_QUANT_MXFP8},
+                                {NULL, 0}};
+
 #define AT(member) offsetof(Options, member)
 
 static const Spec specs[] = {
@@ -198,6 +208,12 @@ static const Spec specs[] = {
      "element type of the indices (default int32)"},
     {0, "backend", "auto|host|cuda", parse_choice, AT(backend), 0, 0, backends,
      "who moves the bytes (default auto)"},
+    {0, "mode", "auto|throughput|latency", parse_choice, AT(mode), 0, 0, modes,
+     "what the handle is made for (default throughput); latency: no prepare, no backward"},
+    {0, "halves", NULL, parse_flag, AT(halves), 0, 0, NULL,
+     "with --mode latency: dispatch and combine as send and wait"},
+    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8", parse_choice, AT(quant), 0, 0, quants,
+     "dispatch quantises (default none)"},
     {0, "baseline", NULL, parse_flag, AT(baseline), 0, 0, NULL,
      "also measure packing, MPI or NCCL and unpacking without libep"},
     {0, "floor", "0|1", parse_int, AT(floor), 0, 1, NULL,
@@ -239,6 +255,14 @@ const char *options_backend_name(int64_t backend) {
     return choice_name(backends, backend);
 }
 
+const char *options_mode_name(int64_t mode) {
+    return choice_name(modes, mode);
+}
+
+const char *options_quant_name(int64_t quant) {
+    return choice_name(quants, quant);
+}
+
 void options_routing_name(const Options *options, char *out, size_t bytes) {
     if (options->routing == ROUTING_FILE)
         snprintf(out, bytes, "file:%s", options->routing_path);
@@ -277,6 +301,7 @@ static void set_defaults(Options *o) {
     o->overflow = EP_OVERFLOW_ERROR;
     o->layout = EP_LAYOUT_EXPERT_MAJOR;
     o->backend = EP_BACKEND_AUTO;
+    o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
     o->seed = 1;
 }
 

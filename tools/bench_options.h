@@ -39,6 +39,9 @@ typedef struct Options {
     int64_t scale_bytes;
     int64_t index_type; /**< EpType of topk_idx */
     int64_t backend;    /**< EpBackend */
+    int64_t mode;       /**< EpMode */
+    int64_t quant;      /**< EpQuant */
+    bool halves;        /**< latency mode: dispatch and combine in two halves each */
     bool baseline;
     int64_t floor;
     int64_t seed;
@@ -62,6 +65,8 @@ const char *options_type_name(int64_t type);
 const char *options_layout_name(int64_t layout);
 const char *options_overflow_name(int64_t overflow);
 const char *options_backend_name(int64_t backend);
+const char *options_mode_name(int64_t mode);
+const char *options_quant_name(int64_t quant);
 
 /** "zipf:1.2", "file:trace.txt", ... */
 void options_routing_name(const Options *options, char *out, size_t bytes);

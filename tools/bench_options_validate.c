@@ -65,6 +65,19 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->capacity)
         return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
                             (long long)o->capacity);
+    if (o->halves && o->mode != EP_MODE_LATENCY)
+        return bench_refuse("--halves: expected --mode latency, got --mode %s",
+                            options_mode_name(o->mode));
+    if (o->quant != EP_QUANT_NONE && o->scale_bytes)
+        return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
+                            options_quant_name(o->quant), (long long)o->scale_bytes);
+    if (o->quant != EP_QUANT_NONE && o->hidden % 16)
+        return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
+                            options_quant_name(o->quant), (long long)o->hidden);
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+        return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
+                            "%s",
+                            options_mode_name(o->mode), options_quant_name(o->quant));
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return true;

@@ -22,16 +22,30 @@ static EpStatus prepare(Case *c) {
 
 static EpStatus dispatch(Case *c) {
     Tensors *t = &c->tensors;
-    bool weighted = c->options->weighted, scaled = c->options->scale_bytes > 0;
-    bool flat = c->slots.layout == EP_LAYOUT_FLAT;
-    return ep_dispatch(c->handle, &t->tokens_in, where(weighted, &t->topk_weights),
-                       where(scaled, &t->scales), c->stream, &t->slots_out,
-                       where(weighted, &t->recv_weights), where(scaled, &t->recv_scales),
-                       where(flat, &t->recv_index));
+    const EpTensor *weights = where(c->options->weighted, &t->topk_weights);
+    const EpTensor *scales = where(c->options->scale_bytes > 0, &t->scales);
+    const EpTensor *recv_weights = where(c->options->weighted, &t->recv_weights);
+    const EpTensor *recv_scales = where(c->recv_scale_bytes > 0, &t->recv_scales);
+    const EpTensor *recv_index = where(c->slots.layout == EP_LAYOUT_FLAT, &t->recv_index);
+    if (!c->options->halves)
+        return ep_dispatch(c->handle, &t->tokens_in, weights, scales, c->stream, &t->recv_tokens,
+                           recv_weights, recv_scales, recv_index);
+    EpStatus status = ep_dispatch_send(c->handle, &t->tokens_in, weights, scales, c->stream);
+    if (status != EP_OK) return status;
+    return ep_dispatch_wait(c->handle, c->stream, &t->recv_tokens, recv_weights, recv_scales,
+                            recv_index);
+}
+
+static EpStatus combine_halves(Case *c) {
+    Tensors *t = &c->tensors;
+    EpStatus status = ep_combine_send(c->handle, &t->slots_in,
+                                      where(c->options->weighted, &t->slot_weights), c->stream);
+    return status == EP_OK ? ep_combine_wait(c->handle, c->stream, &t->tokens_out) : status;
 }
 
 static EpStatus combine(Case *c) {
     Tensors *t = &c->tensors;
+    if (c->options->halves) return combine_halves(c);
     return ep_combine(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights),
                       c->stream, &t->tokens_out);
 }
@@ -68,7 +82,16 @@ const char *phase_name(PhaseId phase) {
     return phases[phase].name;
 }
 
+bool phase_is_there(const Case *c, PhaseId phase) {
+    return !c->latency || phase == PHASE_DISPATCH || phase == PHASE_COMBINE;
+}
+
+bool phase_begin(Case *c) {
+    return !c->latency || bench_library(prepare(c), "ep_prepare");
+}
+
 bool phase_run(Case *c, PhaseId phase) {
+    if (!phase_is_there(c, phase)) return true;
     if (c->device && c->device->graphs) return graph_run(c, phase);
     return bench_library(phases[phase].run(c), phases[phase].call);
 }
@@ -85,7 +108,7 @@ int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries)
     int64_t row = (int64_t)c->row_bytes, weight = 0;
     if (phase == PHASE_PREPARE)
         return entries * (int64_t)ep_type_bytes((EpType)c->options->index_type);
-    if (phase == PHASE_DISPATCH) row += c->options->scale_bytes;
+    if (phase == PHASE_DISPATCH) row = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
     if (phase == PHASE_DISPATCH || phase == PHASE_DISPATCH_BACKWARD)
         weight = c->options->weighted ? (int64_t)sizeof(float) : 0;
     return rows * row + entries * weight;
@@ -98,10 +121,10 @@ static void poison(void *data, size_t count, size_t bytes) {
 }
 
 /* Pages that nobody looks at stay untouched: batched slabs may be vast. */
-static void poison_slots(Case *c) {
+static void poison_slots(Case *c, size_t row_bytes) {
     for (int64_t row = 0; row < c->slots.num_rows; row++) {
         if (c->slots.rows[row].state != ROW_UNUSED)
-            poison(c->buffers.slots_out + (size_t)row * c->row_bytes, 1, c->row_bytes);
+            poison(c->buffers.slots_out + (size_t)row * row_bytes, 1, row_bytes);
     }
 }
 
@@ -111,11 +134,12 @@ static void poison_host(Case *c, PhaseId phase) {
     size_t wide = rows * (size_t)c->weights_width;
     if (phase == PHASE_PREPARE)
         poison(b->plan, (size_t)c->slots.num_local * 3 + 4, sizeof(int64_t));
-    if (phase == PHASE_DISPATCH || phase == PHASE_COMBINE_BACKWARD) poison_slots(c);
+    if (phase == PHASE_DISPATCH) poison_slots(c, c->recv_bytes);
+    if (phase == PHASE_COMBINE_BACKWARD) poison_slots(c, c->row_bytes);
     if (phase == PHASE_DISPATCH) {
         poison(b->recv_weights, wide, sizeof(float));
         poison(b->recv_index, wide, sizeof(int32_t));
-        poison(b->recv_scales, rows, (size_t)c->options->scale_bytes);
+        poison(b->recv_scales, rows, c->recv_scale_bytes);
     }
     if (phase == PHASE_COMBINE_BACKWARD) poison(b->slot_grads_out, rows, sizeof(float));
     if (phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD)

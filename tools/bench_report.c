@@ -23,9 +23,12 @@ static void report_config(const Report *report) {
     printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
            options_type_name(o->index_type), (long long)o->capacity,
-           o->capacity                                 ? options_overflow_name(o->overflow)
-           : report->memory.backend == EP_BACKEND_CUDA ? "what the routing needs"
-                                                       : "exact sizing");
+           o->capacity ? options_overflow_name(o->overflow)
+           : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
+               ? "what the routing needs"
+               : "exact sizing");
+    printf("#          mode %s%s, quant %s\n", options_mode_name(o->mode),
+           o->halves ? " in halves" : "", options_quant_name(o->quant));
 }
 
 /* The reason may begin with the backend's name. */
@@ -70,6 +73,7 @@ static double gigabytes_per_second(const PhaseResult *phase) {
 }
 
 static void report_phase(const SizeResult *result, const PhaseResult *phase) {
+    if (phase->absent) return;
     printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
            phase->name, phase->time.median_us, phase->time.p99_us, (long long)phase->remote_bytes,
            (long long)phase->local_bytes, gigabytes_per_second(phase));
@@ -102,7 +106,7 @@ static void report_device(const SizeResult *r) {
            r->step.p99_us);
     printf("# issue:");
     for (int p = 0; p < NUM_PHASES; p++)
-        printf(" %s %.1f us,", r->phases[p].name, r->phases[p].issue_us);
+        if (!r->phases[p].absent) printf(" %s %.1f us,", r->phases[p].name, r->phases[p].issue_us);
     printf(" step %.1f us of the host's time\n", r->step_issue_us);
     if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
 }

@@ -14,6 +14,7 @@
 
 typedef struct PhaseResult {
     const char *name;
+    bool absent; /**< there is no such phase in this mode */
     Quantiles time;
     int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
     double floor_us;                                 /**< negative: not measured */

@@ -278,6 +278,26 @@ typedef enum EpOverflow {
     EP_OVERFLOW_DROP = 2   /**< losing rows is part of the model: counted, no error */
 } EpOverflow;
 
+/**
+ * What a handle is made for. Both modes have the same calls, layouts, bytes and statuses.
+ *
+ * THROUGHPUT: ep_prepare makes the plan, the other four operations use it. Any size, exact sizing
+ * included, and backward.
+ *
+ * LATENCY, for the few tokens of a decoding step: ep_prepare records where the routing lies, and
+ * ep_dispatch does all in one launch; it can be had in two halves, as ep_combine can, with
+ * computation in between. Sizes are static (a capacity, or BATCHED), there is no backward, and a
+ * handle has buffers of its own that peers reach: see ep_handle_cost.
+ *
+ * AUTO: LATENCY where max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the backend has
+ * that mode (in this version the host backend), else THROUGHPUT. A program that says so keeps to
+ * what holds in both.
+ */
+typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
+
+/** Most tokens per rank and step for which AUTO means LATENCY. */
+#define EP_LATENCY_TOKENS 512
+
 /** "Use the default", in fields that say so. */
 #define EP_DEFAULT (-1)
 
@@ -302,6 +322,7 @@ typedef struct EpGroupConfig {
     void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL; equal on all ranks in
                                   that it is given */
     int32_t device;          /**< this rank's CUDA device, or EP_DEFAULT: see below */
+    EpMode mode;             /**< = mode of handles that do not choose their own */
 } EpGroupConfig;
 
 #define EP_MAX_TOP_K 32
@@ -325,7 +346,7 @@ typedef struct EpGroupConfig {
 #define EP_GROUP_CONFIG_INIT                                                            \
     {                                                                                   \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
-            EP_DEFAULT, NULL, EP_DEFAULT                                                \
+            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT                            \
     }
 
 /**
@@ -345,9 +366,9 @@ typedef struct EpGroupMemory {
     EpBackend backend;     /**< the backend that would serve (HOST or CUDA) */
     int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
     int64_t private_bytes; /**< per rank: the rest, handles not included */
-    int64_t
-        handle_bytes; /**< per handle of default EpHandleConfig, on the rank with most experts */
-    char reason[256]; /**< why not feasible, or why this backend and not the other */
+    int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts,
+                                latency mode's buffers included; 0 where there is none of these */
+    char reason[256];      /**< why not feasible, or why this backend and not the other */
 } EpGroupMemory;
 
 #define EP_GROUP_MEMORY_INIT \
@@ -378,10 +399,15 @@ typedef struct EpGroupInfo {
     int32_t bound;             /**< 1 if EP_BIND has bound this rank to the CPUs near its GPU */
     char gpu[64];              /**< "NVIDIA H200, 0000:17:00.0"; "" on the host backend */
     char reason[256];          /**< why this backend and not the other */
+    EpMode mode;               /**< THROUGHPUT or LATENCY: of handles of default EpHandleConfig */
+    int32_t reserved;          /**< 0 */
 } EpGroupInfo;
 
-#define EP_GROUP_INFO_INIT \
-    { sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "" }
+#define EP_GROUP_INFO_INIT                                                                 \
+    {                                                                                      \
+        sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
+            EP_MODE_AUTO, 0                                                                \
+    }
 
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
 
@@ -487,8 +513,23 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  */
 typedef struct EpHandle EpHandle;
 
-/** Configuration of a handle; equal on every rank, but for overflow and zero_tail, which each rank
- *  may choose. Checked when ep_prepare meets the peers. */
+/** Whether dispatch quantises on the way: see ep_dispatch. */
+typedef enum EpQuant {
+    EP_QUANT_NONE = 1,      /**< rows and scales are carried as they are */
+    EP_QUANT_FP8 = 2,       /**< FP8_E4M3 with an FP32 scale for every 128 elements */
+    EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3 with a power of two for every 128, UE8M0 in a UINT8 */
+    EP_QUANT_MXFP8 = 4      /**< FP8_E4M3 with a power of two for every 32, UE8M0 in a UINT8 */
+} EpQuant;
+
+/** How recv_scales lies. */
+typedef enum EpScaleOrder {
+    EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S] */
+    EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert]: as grouped GEMMs want
+                                 them. The distance of columns is the tensor's number of rows */
+} EpScaleOrder;
+
+/** Configuration of a handle; equal on every rank, but for overflow, zero_tail and scale_order,
+ *  which each rank may choose. Checked when ep_prepare meets the peers. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -499,29 +540,54 @@ typedef struct EpHandleConfig {
     int32_t overflow;        /**< an EpOverflow, or EP_DEFAULT: the group's */
     int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
                                   slab (BATCHED: past each slab); 0: leave them alone */
+    int32_t mode;            /**< an EpMode, or EP_DEFAULT: the group's */
+    EpQuant quant;           /**< whether dispatch quantises */
+    EpScaleOrder scale_order;
+    int32_t reserved; /**< 0 */
 } EpHandleConfig;
 
 #define EP_HANDLE_CONFIG_INIT                                                               \
     {                                                                                       \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT, \
-            EP_DEFAULT, EP_DEFAULT, 0                                                       \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0       \
     }
 
-/** Bytes of memory a handle of this configuration takes on this rank. config NULL: defaults. */
+/** Bytes of memory for its plan that a handle of this configuration takes on this rank: what a
+ *  caller may bring. config NULL: defaults. */
 EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes);
+
+/** All that a handle takes on this rank. */
+typedef struct EpHandleCost {
+    size_t struct_size;
+    EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO comes to */
+    int32_t reserved;     /**< 0 */
+    int64_t plan_bytes;   /**< as ep_handle_memory says: the caller's memory or the library's */
+    int64_t buffer_bytes; /**< LATENCY: buffers for rows in flight, always the library's */
+} EpHandleCost;
+
+#define EP_HANDLE_COST_INIT \
+    { sizeof(EpHandleCost), EP_MODE_AUTO, 0, 0, 0 }
+
+EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out);
 
 /**
  * Create a handle. `memory` is the caller's, 64-byte aligned, of at least ep_handle_memory bytes
  * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
- * allocates. Local, but in the same order on every rank.
+ * allocates. In throughput mode local, but in the same order on every rank. In latency mode
+ * collective, destroying included, since the handle's buffers are memory that peers reach: other
+ * ranks may wait for this one.
+ *
+ * EP_ERR_UNSUPPORTED: latency mode without a static size, or what the group's backend does not
+ * have.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);
 
 /**
  * The caller has moved the bytes of the handle's memory to `memory`, which it owns, or has brought
- * back there, at the address in use, what it had saved: use them. Refused if they are not this handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the
- * old address stays in use. Memory that the library had allocated is freed.
+ * back there, at the address in use, what it had saved: use them. Refused if they are not this
+ * handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the old address stays in use. Memory that
+ * the library had allocated is freed.
  */
 EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
 
@@ -532,7 +598,8 @@ void ep_handle_destroy(EpHandle *handle);
 /** What the last ep_prepare of a handle found, on the host. */
 typedef struct EpHandleInfo {
     size_t struct_size;
-    int64_t step;                 /**< how many times the handle was prepared */
+    int64_t step;                 /**< how many plans were made: prepares, or in latency mode
+                                       dispatches */
     int64_t num_tokens;           /**< T of this rank */
     int64_t top_k;                /**< K */
     int64_t recv_rows;            /**< rows dispatch fills: the end of the last slab */
@@ -548,14 +615,18 @@ typedef struct EpHandleInfo {
     const int32_t *expert_counts;  /**< [L] slots of each local expert that were kept */
     const int32_t *expert_padded;  /**< [L] rows of each slab, padding included */
     const int32_t *expert_offsets; /**< [L + 1] first row of each slab */
+    EpMode mode;                   /**< THROUGHPUT or LATENCY */
+    int32_t reserved;              /**< 0 */
 } EpHandleInfo;
 
 #define EP_HANDLE_INFO_INIT \
-    { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL }
+    { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, EP_MODE_AUTO, 0 }
 
 /**
- * Read the plan's numbers on the host: after ep_prepare has finished on its stream. This is how
- * exact sizing learns recv_rows. The arrays are valid until the handle's next prepare or bind.
+ * Read the plan's numbers on the host: after ep_prepare has finished on its stream; in latency mode
+ * after ep_dispatch, or ep_dispatch_wait, has. This is how exact sizing learns recv_rows. The
+ * arrays are valid until the handle's next prepare or bind; in latency mode, until its next
+ * dispatch.
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
@@ -569,20 +640,30 @@ typedef struct EpPlanTensors {
     const EpTensor *expert_padded;  /**< [L] */
     const EpTensor *expert_offsets; /**< [L + 1] */
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
+    const EpTensor *source_counts; /**< [L, R]: slots of each expert that came from each rank; a row
+                                        adds up to expert_counts. In slot order the slots of one
+                                        source are consecutive, sources ascending */
 } EpPlanTensors;
 
 #define EP_PLAN_TENSORS_INIT \
-    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL }
+    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL }
 
 /**
  * Turn a step's routing into the handle's plan. Everything after it needs no routing work.
+ *
+ * In latency mode: check the arguments and record where they lie. The plan is made by the
+ * ep_dispatch (or ep_dispatch_send) that follows, which reads topk_idx and num_tokens, and `out` is
+ * complete when that dispatch is (or ep_dispatch_wait). So their memory stays valid, and the inputs
+ * unchanged, until then; the EpTensor structs need not. A dispatch without a new prepare routes
+ * again, as the recorded memory says at that time: so graphs are replayed with new routing.
  *
  * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
  *             negative and reported by the next ep_group_status. T may differ per rank, 0
  *             included; K must be equal on all ranks. An expert named twice gives two slots.
  * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
  *             buffers of a fixed shape can carry a varying number of tokens. Rows beyond are not
- *             read where they are inputs, and zero where they are outputs.
+ *             read where they are inputs, and zero where they are outputs. In latency mode all
+ *             tensors of tokens have T rows nevertheless.
  * out         see EpPlanTensors; may be NULL.
  */
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
@@ -602,7 +683,25 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
  * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). With scales only, then required.
  * recv_topk_idx      FLAT only, optional: [rows, K] INT32 or INT64, local expert or -1
  *
+ * recv_scales lies as the handle's scale_order says: shapes here are those of EP_SCALES_BY_ROW.
+ *
  * Padding rows within slabs become zero: tokens, weights and scales.
+ *
+ * Where the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a
+ * multiple of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required: with
+ * blocks of B = 128 or 32 elements, S = ceil(H / B) FP32 or UINT8 per row. A row is quantised once,
+ * by the rank that has the token, so all its slots get the same bytes. For each block, with
+ * rounding to nearest even and every operation rounded by itself:
+ *
+ *     amax    = max(2^-100, largest |x| of the block's finite elements)
+ *     scale   = amax / 448                       FP32
+ *             = 2^ceil(log2(fl(amax / 448)))     UE8M0: the byte is the exponent + 127
+ *     inverse = 448 / amax                       FP32
+ *             = 1 / scale                        UE8M0
+ *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448; NaN:
+ * 0x7f
+ *
+ * so that x is about scale * q. docs/semantics.md says more.
  */
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
@@ -654,6 +753,35 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights);
+
+/**
+ * The halves of ep_dispatch and ep_combine, in latency mode alone. The first half sends: when it
+ * has run, in the stream's order, its inputs may be overwritten. The second receives, and completes
+ * the outputs, those of ep_prepare included. In between nothing runs on the caller's behalf, no
+ * multiprocessor is held, and the stream is free for other work.
+ *
+ *     ep_dispatch_send(a, ...)     ep_dispatch_send(b, ...)
+ *     ep_dispatch_wait(a, ...)     (experts of a)
+ *     ep_combine_send(a, ...)      ep_dispatch_wait(b, ...)     ...
+ *
+ * Together the two halves do what the whole call does, with the same bytes; arguments are those of
+ * the whole call, divided. The first halves are collective, in the same order on every rank, as all
+ * operations are; the second halves may come in any order, and different ones on different ranks.
+ * On the host backend the first half may wait for the peers', the second one never does.
+ *
+ * Between the halves the handle can do nothing but the second one: any other operation on it, a
+ * second send, ep_handle_bind and ep_handle_info are refused with EP_ERR_ORDER, and so is a wait
+ * without its send. Other handles of the group do what they like. Destroying a handle in flight
+ * drops what flies.
+ */
+EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                          const EpTensor *scales, EpStream stream);
+EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                          const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                          const EpTensor *recv_topk_idx);
+EpStatus ep_combine_send(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+                         EpStream stream);
+EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
 
 /* ---- 8. Status of a group, settings -------------------------------------------------------- */
 

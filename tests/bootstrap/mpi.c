@@ -28,6 +28,12 @@ static void run_layouts(const EpBootstrap *bootstrap) {
                   .overflow = EP_OVERFLOW_DROP,
                   .seed = (uint64_t)i};
         run_case(bootstrap, &c);
+        if (!TESTS_HAVE_LATENCY) continue;
+        c.mode = EP_MODE_LATENCY, c.halves = i % 2;
+        run_case(bootstrap, &c);
+        if (!TESTS_HAVE_QUANT) continue;
+        c.quant = (EpQuant)(2 + i % 3), c.scale_order = (EpScaleOrder)(1 + i / 3);
+        run_case(bootstrap, &c);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "tests/harness/check.h"
+#include "tests/oracle/quant.h"
 
 static int64_t round_up(int64_t n, int64_t to) {
     return (n + to - 1) / to * to;
@@ -23,6 +24,16 @@ Case case_complete(Case c) {
     if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
     int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
+    if (!c.quant) c.quant = EP_QUANT_NONE;
+    if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
+    if (c.quant != EP_QUANT_NONE) {
+        c.hidden = (int)round_up(c.hidden, 16), c.scale_bytes = 0;
+        if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
+    }
+    if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
+    int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
+    if (c.mode == EP_MODE_LATENCY && !c.capacity)
+        c.capacity = c.layout == EP_LAYOUT_FLAT ? tokens : slots + c.experts * c.alignment;
     return c;
 }
 
@@ -32,12 +43,14 @@ const char *case_describe(const Case *c) {
              "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
              "masked=%d%% invalid=%d%% duplicates=%d row_type=%d sum_type=%d index_type=%d "
              "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
-             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d seed=%llu",
+             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
+             "halves=%d seed=%llu",
              c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
              (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates,
              (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
              (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
-             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (unsigned long long)c->seed);
+             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->quant,
+             (int)c->scale_order, (int)c->mode, c->halves, (unsigned long long)c->seed);
     return text;
 }
 
@@ -58,6 +71,30 @@ static size_t type_bytes(EpType type) {
 
 size_t case_row_bytes(const Case *c) {
     return (size_t)c->hidden * type_bytes(c->row_type);
+}
+
+static int quantises(const Case *c) {
+    return c->quant > EP_QUANT_NONE;
+}
+
+EpType case_recv_type(const Case *c) {
+    return quantises(c) ? EP_TYPE_FP8_E4M3 : c->row_type;
+}
+
+EpType case_scale_type(const Case *c) {
+    return c->quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+}
+
+int case_scales(const Case *c) {
+    return quantises(c) ? quant_scales(c->quant, c->hidden) : c->scale_bytes;
+}
+
+size_t case_recv_bytes(const Case *c) {
+    return (size_t)c->hidden * type_bytes(case_recv_type(c));
+}
+
+size_t case_recv_scale_bytes(const Case *c) {
+    return (size_t)case_scales(c) * type_bytes(case_scale_type(c));
 }
 
 size_t case_sum_bytes(const Case *c) {
@@ -83,7 +120,13 @@ EpGroupConfig case_group_config(const Case *c) {
 EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->layout;
-    if (c->layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->rows_per_expert;
+    if (c->layout == EP_LAYOUT_BATCHED)
+        config.rows_per_expert = c->rows_per_expert;
+    else
+        config.max_recv_rows = c->capacity;
     config.zero_tail = c->zero_tail;
+    config.mode = c->mode;
+    config.quant = c->quant;
+    config.scale_order = c->scale_order;
     return config;
 }

@@ -53,6 +53,10 @@ typedef struct Case {
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond what is needed */
     int zero_tail;
+    EpQuant quant;            /**< NONE; others round `hidden` up, and bring scales of their own */
+    EpScaleOrder scale_order; /**< BY_ROW */
+    EpMode mode;              /**< THROUGHPUT; in latency mode there is always a capacity */
+    int halves;               /**< latency mode: dispatch and combine in two halves each */
     uint64_t seed;
 } Case;
 
@@ -66,8 +70,16 @@ const char *case_describe(const Case *c);
 EpGroupConfig case_group_config(const Case *c);
 EpHandleConfig case_handle_config(const Case *c);
 
-/** Bytes of a row of dispatch, and of a row of combine and gradients. */
+/** What dispatch delivers: the type of rows; type and number of scales, 0 if there are none. */
+EpType case_recv_type(const Case *c);
+EpType case_scale_type(const Case *c);
+int case_scales(const Case *c);
+
+/** Bytes of a token's row, of its row and its scales as they are received, and of a row of combine
+ *  and gradients. */
 size_t case_row_bytes(const Case *c);
+size_t case_recv_bytes(const Case *c);
+size_t case_recv_scale_bytes(const Case *c);
 size_t case_sum_bytes(const Case *c);
 
 #endif

@@ -15,8 +15,10 @@ static const int outputs[] = {
 #undef DESK_OUTPUT
 };
 
-static const char *const op_names[] = {"ep_prepare", "ep_dispatch", "ep_combine",
-                                       "ep_dispatch_backward", "ep_combine_backward"};
+static const char *const op_names[] = {
+    "ep_prepare",           "ep_dispatch",         "ep_combine",
+    "ep_dispatch_backward", "ep_combine_backward", "ep_dispatch_send",
+    "ep_dispatch_wait",     "ep_combine_send",     "ep_combine_wait"};
 
 Case desk_case(EpLayout layout) {
     return case_complete((Case){.experts = 4,
@@ -68,6 +70,7 @@ static void lay_plan(Desk *desk) {
     t[EXPERT_PADDED] = ep_tensor_1d(NULL, EP_TYPE_INT64, me->num_experts);
     t[EXPERT_OFFSETS] = ep_tensor_1d(NULL, EP_TYPE_INT32, me->num_experts + 1);
     t[TOTALS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 3);
+    t[SOURCE_COUNTS] = ep_tensor_2d(NULL, EP_TYPE_INT32, me->num_experts, c->ranks);
 }
 
 static void lay_rows(Desk *desk) {
@@ -76,9 +79,9 @@ static void lay_rows(Desk *desk) {
     EpTensor rows = step_rows(&desk->step, NULL, c->sum_type, c->hidden);
     EpTensor slots = step_slot_weights(&desk->step), weights = slots;
     if (c->layout == EP_LAYOUT_FLAT) weights = step_rows(&desk->step, NULL, EP_TYPE_FP32, c->top_k);
-    t[RECV_TOKENS] = step_rows(&desk->step, NULL, c->row_type, c->hidden);
+    t[RECV_TOKENS] = step_recv_tokens(&desk->step, NULL);
     t[RECV_TOPK_WEIGHTS] = t[GRAD_RECV_WEIGHTS] = weights;
-    t[RECV_SCALES] = step_rows(&desk->step, NULL, EP_TYPE_UINT8, c->scale_bytes);
+    t[RECV_SCALES] = step_recv_scales(&desk->step, NULL);
     t[RECV_TOPK_IDX] = step_rows(&desk->step, NULL, EP_TYPE_INT32, c->top_k);
     t[EXPERT_OUT] = t[GRAD_RECV_TOKENS] = t[GRAD_EXPERT_OUT] = rows;
     t[SLOT_WEIGHTS] = t[GRAD_SLOT_WEIGHTS] = slots;
@@ -113,13 +116,15 @@ void desk_reset(Desk *desk) {
         desk->arg[i] = &desk->tensor[i];
     }
     if (desk->world->c.layout != EP_LAYOUT_FLAT) desk->arg[RECV_TOPK_IDX] = NULL;
+    if (desk->world->c.quant != EP_QUANT_NONE) desk->arg[SCALES] = NULL;
+    if (!TESTS_HAVE_SOURCE_COUNTS) desk->arg[SOURCE_COUNTS] = NULL;
     lay_index(desk);
 }
 
 EpStatus desk_call(Desk *desk, Op op) {
     const EpTensor *const *a = desk->arg;
-    EpPlanTensors plan = {sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
-                          a[TOTALS]};
+    EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
+                          a[EXPERT_OFFSETS], a[TOTALS],        a[SOURCE_COUNTS]};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(desk->handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
@@ -131,10 +136,28 @@ EpStatus desk_call(Desk *desk, Op op) {
     case OP_DISPATCH_BACKWARD:
         return ep_dispatch_backward(desk->handle, a[GRAD_RECV_TOKENS], a[GRAD_RECV_WEIGHTS], NULL,
                                     a[GRAD_TOKENS], a[GRAD_TOPK_WEIGHTS]);
+    case OP_DISPATCH_SEND:
+        return ep_dispatch_send(desk->handle, a[TOKENS], a[TOPK_WEIGHTS], a[SCALES], NULL);
+    case OP_DISPATCH_WAIT:
+        return ep_dispatch_wait(desk->handle, NULL, a[RECV_TOKENS], a[RECV_TOPK_WEIGHTS],
+                                a[RECV_SCALES], a[RECV_TOPK_IDX]);
+    case OP_COMBINE_SEND:
+        return ep_combine_send(desk->handle, a[EXPERT_OUT], a[SLOT_WEIGHTS], NULL);
+    case OP_COMBINE_WAIT:
+        return ep_combine_wait(desk->handle, NULL, a[OUT]);
     default:
         return ep_combine_backward(desk->handle, a[GRAD_OUT], a[SLOT_WEIGHTS], a[EXPERT_OUT], NULL,
                                    a[GRAD_EXPERT_OUT], a[GRAD_SLOT_WEIGHTS]);
     }
+}
+
+void desk_take_off(Desk *desk, Op half) {
+    static const Arg plan[] = {EXPERT_COUNTS, EXPERT_PADDED, EXPERT_OFFSETS, TOTALS, SOURCE_COUNTS};
+    for (int i = 0; i < 5; i++)
+        desk->arg[plan[i]] = NULL;
+    desk->arg[NUM_TOKENS] = NULL;
+    if (half == OP_DISPATCH_SEND) CHECK_OK(desk_call(desk, OP_PREPARE));
+    CHECK_OK(desk_call(desk, half));
 }
 
 void desk_check_untouched(const Desk *desk) {
@@ -157,6 +180,8 @@ static void check_wrong(Desk *desk, const Wrong *wrong) {
     check_note("%s, %s spoilt %d with %lld", op_names[wrong->op], names[wrong->arg],
                (int)wrong->spoil, (long long)wrong->value);
     desk_reset(desk);
+    if (wrong->op == OP_DISPATCH_WAIT) desk_take_off(desk, OP_DISPATCH_SEND);
+    if (wrong->op == OP_COMBINE_WAIT) desk_take_off(desk, OP_COMBINE_SEND);
     spoil(desk, wrong);
     const char *const *parts = wrong->parts;
     const char *const all[] = {
@@ -166,6 +191,27 @@ static void check_wrong(Desk *desk, const Wrong *wrong) {
     check_refused(desk_call(desk, wrong->op), wrong->status, all, __FILE__, __LINE__,
                   op_names[wrong->op]);
     desk_check_untouched(desk);
+    if (wrong->op != OP_DISPATCH_WAIT && wrong->op != OP_COMBINE_WAIT) return;
+    desk_reset(desk);
+    CHECK_OK(desk_call(desk, wrong->op));
+}
+
+/* Whether the calls of a table are there in this mode. */
+static int is_there(const Desk *desk, Op op) {
+    int latency = desk->world->c.mode == EP_MODE_LATENCY;
+    if (op == OP_DISPATCH_BACKWARD || op == OP_COMBINE_BACKWARD) return !latency;
+    return latency || op < OP_DISPATCH_SEND;
+}
+
+void desk_check_table(Case c, const Wrong *table, int n) {
+    for (EpMode mode = EP_MODE_THROUGHPUT; mode <= EP_MODE_LATENCY; mode++) {
+        Desk desk;
+        if (mode == EP_MODE_LATENCY && !TESTS_HAVE_LATENCY) return;
+        c.mode = mode;
+        desk_open(&desk, &c);
+        desk_check_wrong(&desk, table, n);
+        desk_close(&desk);
+    }
 }
 
 void desk_check_wrong(Desk *desk, const Wrong *table, int n) {
@@ -173,8 +219,10 @@ void desk_check_wrong(Desk *desk, const Wrong *table, int n) {
     /* Without num_tokens, which would allow input tensors of more rows. */
     desk->arg[NUM_TOKENS] = NULL;
     CHECK_OK(desk_call(desk, OP_PREPARE));
+    int latency = desk->world->c.mode == EP_MODE_LATENCY;
+    if (latency) CHECK_OK(desk_call(desk, OP_DISPATCH));
     for (int i = 0; i < n; i++)
-        check_wrong(desk, &table[i]);
+        if (is_there(desk, table[i].op)) check_wrong(desk, &table[i]);
     check_note("after all refusals");
     step_all(&desk->step);
 }

@@ -15,7 +15,11 @@ typedef enum Op {
     OP_DISPATCH,
     OP_COMBINE,
     OP_DISPATCH_BACKWARD,
-    OP_COMBINE_BACKWARD
+    OP_COMBINE_BACKWARD,
+    OP_DISPATCH_SEND,
+    OP_DISPATCH_WAIT,
+    OP_COMBINE_SEND,
+    OP_COMBINE_WAIT
 } Op;
 
 /** Every tensor argument: X(constant, name in the header, output) */
@@ -26,6 +30,7 @@ typedef enum Op {
     X(EXPERT_PADDED, "expert_padded", 1)         \
     X(EXPERT_OFFSETS, "expert_offsets", 1)       \
     X(TOTALS, "totals", 1)                       \
+    X(SOURCE_COUNTS, "source_counts", 1)         \
     X(TOKENS, "tokens", 0)                       \
     X(TOPK_WEIGHTS, "topk_weights", 0)           \
     X(SCALES, "scales", 0)                       \
@@ -73,6 +78,10 @@ void desk_reset(Desk *desk);
 
 EpStatus desk_call(Desk *desk, Op op);
 
+/** Call a first half, after a prepare where that is a dispatch's; plan outputs are not asked for.
+ */
+void desk_take_off(Desk *desk, Op half);
+
 /** Nothing was written by any call since the last reset. */
 void desk_check_untouched(const Desk *desk);
 
@@ -98,7 +107,11 @@ typedef struct Wrong {
     const char *parts[3];
 } Wrong;
 
-/** Each call of the table is refused as it says and writes nothing; then all are right again. */
+/** Each call of the table is refused as it says and writes nothing; then all are right again. In
+ *  latency mode without the calls that are not there. */
 void desk_check_wrong(Desk *desk, const Wrong *table, int n);
+
+/** The same at a desk of its own, in each mode. */
+void desk_check_table(Case c, const Wrong *table, int n);
 
 #endif

@@ -42,8 +42,16 @@ static void world_body(const EpBootstrap *bootstrap, void *arg) {
     run_world(bootstrap, world);
 }
 
-void run_case_on_threads(const Case *c) {
-    World *world = world_new(c);
+static void run_in_mode(Case c, EpMode mode, int halves) {
+    c.mode = mode, c.halves = halves;
+    World *world = world_new(&c);
     run_on_threads(world->c.ranks, world_body, world);
     world_free(world);
+}
+
+void run_case_on_threads(const Case *c) {
+    if (c->mode != EP_MODE_LATENCY) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
+    if (c->mode == EP_MODE_THROUGHPUT || !TESTS_HAVE_LATENCY) return;
+    if (!c->halves) run_in_mode(*c, EP_MODE_LATENCY, 0);
+    run_in_mode(*c, EP_MODE_LATENCY, 1);
 }

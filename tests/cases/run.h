@@ -15,7 +15,8 @@ void run_world(const EpBootstrap *bootstrap, const World *world);
 /** One rank of a case, under MPI for instance: makes the world first. */
 void run_case(const EpBootstrap *bootstrap, const Case *c);
 
-/** All ranks of a case as threads; asserts that they agree with the oracle. */
+/** All ranks of a case as threads; asserts that they agree with the oracle. In the case's mode;
+ * where it names none, in both. */
 void run_case_on_threads(const Case *c);
 
 /** Create the case's group (handle), or fail the check and return NULL. */

@@ -34,6 +34,21 @@ EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t colu
     return ep_tensor_3d(data, type, me->num_experts, step->world->c.rows_per_expert, columns);
 }
 
+EpTensor step_recv_tokens(const Step *step, const void *data) {
+    const Case *c = &step->world->c;
+    return step_rows(step, data, case_recv_type(c), c->hidden);
+}
+
+EpTensor step_recv_scales(const Step *step, const void *data) {
+    const Case *c = &step->world->c;
+    EpTensor tensor = step_rows(step, data, case_scale_type(c), case_scales(c));
+    int last = tensor.ndim - 1;
+    if (c->scale_order == EP_SCALES_BY_ROW) return tensor;
+    tensor.shape[last] = tensor.shape[last - 1];
+    tensor.shape[last - 1] = case_scales(c);
+    return tensor;
+}
+
 /* One float per slot: the shape of the rows without their columns. */
 static EpTensor per_slot(const Step *step, const void *data) {
     EpTensor tensor = step_rows(step, data, EP_TYPE_FP32, 1);
@@ -172,34 +187,74 @@ static void check_info(const Step *step) {
     if (nothing_dropped(step->world)) check_info_traffic(step, &info);
 }
 
-void step_prepare(const Step *step) {
+/* All that one call of ep_prepare is given. */
+typedef struct Routed {
+    PlanArray counts, padded, offsets, totals, tokens, sources;
+    Image index;
+    EpTensor topk_idx;
+} Routed;
+
+static void routed_new(const Step *step, Routed *r) {
     const Case *c = &step->world->c;
     const RankWorld *me = mine(step);
     int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped}, count = me->tokens;
     EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
-    PlanArray counts = plan_array(type, me->count, me->num_experts);
-    PlanArray padded = plan_array(other, me->padded, me->num_experts);
-    PlanArray offsets = plan_array(type, me->offset, me->num_experts + 1);
-    PlanArray sums = plan_array(other, totals, 3);
-    PlanArray tokens = plan_array(type, &count, 1);
-    EpPlanTensors out = {sizeof(out), &counts.tensor, &padded.tensor, &offsets.tensor,
-                         &sums.tensor};
+    r->counts = plan_array(type, me->count, me->num_experts);
+    r->padded = plan_array(other, me->padded, me->num_experts);
+    r->offsets = plan_array(type, me->offset, me->num_experts + 1);
+    r->totals = plan_array(other, totals, 3);
+    r->sources = plan_array(other, me->from, (int64_t)me->num_experts * c->ranks);
+    r->sources.tensor = ep_tensor_2d(r->sources.got.data, other, me->num_experts, c->ranks);
+    r->tokens = plan_array(type, &count, 1);
+    r->tokens.tensor.data = r->tokens.expected.data;
+    r->index = index_image(step);
+    r->topk_idx = ep_tensor_2d(me->rows ? r->index.data : NULL, type, me->rows, c->top_k);
+}
 
-    Image index = index_image(step);
-    EpTensor topk_idx = ep_tensor_2d(me->rows ? index.data : NULL, type, me->rows, c->top_k);
-    tokens.tensor.data = tokens.expected.data;
-    const EpTensor *num_tokens = c->counted ? &tokens.tensor : NULL;
-    CHECK_OK(ep_prepare(step->handle, &topk_idx, num_tokens, NULL, &out));
-    /* The plan may not depend on the caller's indices any more. */
-    memset(index.data, 0x77, index.bytes);
-    plan_array_check(&counts, "expert_counts");
-    plan_array_check(&padded, "expert_padded");
-    plan_array_check(&offsets, "expert_offsets");
-    plan_array_check(&sums, "totals");
-    image_free(&tokens.got);
-    image_free(&tokens.expected);
-    image_free(&index);
+/* The tensors are copies that are gone afterwards: only data may be kept. */
+static void routed_prepare(const Step *step, Routed *r) {
+    EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
+             totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
+             topk_idx = r->topk_idx;
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    out.expert_counts = &counts, out.expert_padded = &padded;
+    out.expert_offsets = &offsets, out.totals = &totals;
+    if (TESTS_HAVE_SOURCE_COUNTS) out.source_counts = &sources;
+    CHECK_OK(
+        ep_prepare(step->handle, &topk_idx, step->world->c.counted ? &tokens : NULL, NULL, &out));
+    memset(&out, 0x77, sizeof(out));
+    counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
+}
+
+/* What the plan has to say, once it is made; it may not depend on the caller's indices any more. */
+static void routed_check(const Step *step, Routed *r) {
+    memset(r->index.data, 0x77, r->index.bytes);
+    plan_array_check(&r->counts, "expert_counts");
+    plan_array_check(&r->padded, "expert_padded");
+    plan_array_check(&r->offsets, "expert_offsets");
+    plan_array_check(&r->totals, "totals");
+    if (TESTS_HAVE_SOURCE_COUNTS) {
+        plan_array_check(&r->sources, "source_counts");
+    } else {
+        image_free(&r->sources.got);
+        image_free(&r->sources.expected);
+    }
+    image_free(&r->tokens.got);
+    image_free(&r->tokens.expected);
+    image_free(&r->index);
     check_info(step);
+}
+
+static int is_latency(const Step *step) {
+    return step->world->c.mode == EP_MODE_LATENCY;
+}
+
+void step_prepare(const Step *step) {
+    Routed r;
+    if (is_latency(step)) return;
+    routed_new(step, &r);
+    routed_prepare(step, &r);
+    routed_check(step, &r);
 }
 
 /* ---- rows: got and expected side by side ---- */
@@ -208,8 +263,8 @@ static ExpectedRows rows_new(const Step *step) {
     const Case *c = &step->world->c;
     size_t rows = (size_t)mine(step)->buffer_rows, index = index_bytes(step);
     size_t entries = rows * (size_t)world_row_weights(c);
-    return (ExpectedRows){image_new(rows * case_row_bytes(c), 16), image_new(entries * 4, 4),
-                          image_new(rows * (size_t)c->scale_bytes, 4),
+    return (ExpectedRows){image_new(rows * case_recv_bytes(c), 16), image_new(entries * 4, 4),
+                          image_new(rows * case_recv_scale_bytes(c), 4),
                           image_new(entries * index, index)};
 }
 
@@ -231,34 +286,129 @@ static void forgive_index_tail(const Step *step, ExpectedRows *expected, const E
 
 static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows *expected) {
     const Case *c = &step->world->c;
-    image_check_equal(&got->tokens, &expected->tokens, case_row_bytes(c), "recv_tokens");
+    image_check_equal(&got->tokens, &expected->tokens, case_recv_bytes(c), "recv_tokens");
     if (c->weighted)
         image_check_equal(&got->weights, &expected->weights, 4, "recv_topk_weights");
     else
         image_check_untouched(&got->weights, "recv_topk_weights");
-    if (c->scale_bytes)
-        image_check_equal(&got->scales, &expected->scales, (size_t)c->scale_bytes, "recv_scales");
+    if (case_scales(c))
+        image_check_equal(&got->scales, &expected->scales, case_recv_scale_bytes(c), "recv_scales");
     if (c->layout != EP_LAYOUT_FLAT) return;
     if (c->zero_tail) forgive_index_tail(step, expected, got);
     image_check_equal(&got->index, &expected->index, index_bytes(step), "recv_topk_idx");
 }
 
-void step_dispatch(const Step *step) {
+/* Where one dispatch puts things, and what should be there. */
+typedef struct Delivery {
+    ExpectedRows got, expected;
+    EpTensor tokens, weights, scales, index;
+} Delivery;
+
+static Delivery delivery_new(const Step *step) {
     const Case *c = &step->world->c;
-    ExpectedRows got = rows_new(step), expected = rows_new(step);
+    Delivery d = {.got = rows_new(step), .expected = rows_new(step)};
+    d.tokens = step_recv_tokens(step, d.got.tokens.data);
+    d.weights = per_weight(step, d.got.weights.data);
+    d.scales = step_recv_scales(step, d.got.scales.data);
+    d.index = step_rows(step, d.got.index.data, c->index_type, c->top_k);
+    return d;
+}
+
+static void delivery_check(const Step *step, Delivery *d) {
+    expect_dispatch(step->world, step->rank, &d->expected);
+    rows_compare(step, &d->got, &d->expected);
+    rows_free(&d->got);
+    rows_free(&d->expected);
+}
+
+static void dispatch_whole(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
-    EpTensor recv_tokens = step_rows(step, got.tokens.data, c->row_type, c->hidden);
-    EpTensor recv_weights = per_weight(step, got.weights.data);
-    EpTensor recv_scales = step_rows(step, got.scales.data, EP_TYPE_UINT8, c->scale_bytes);
-    EpTensor recv_index = step_rows(step, got.index.data, c->index_type, c->top_k);
     CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
-                         c->scale_bytes ? &scales : NULL, NULL, &recv_tokens,
-                         c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
-                         c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL));
-    expect_dispatch(step->world, step->rank, &expected);
-    rows_compare(step, &got, &expected);
-    rows_free(&got);
-    rows_free(&expected);
+                         c->scale_bytes ? &scales : NULL, NULL, &d.tokens,
+                         c->weighted ? &d.weights : NULL, case_scales(c) ? &d.scales : NULL,
+                         c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+/* A copy of an input, which is overwritten and given back once it was sent. */
+static Image borrow(EpTensor *tensor) {
+    size_t bytes = ep_type_bytes(tensor->type);
+    for (int i = 0; i < tensor->ndim; i++)
+        bytes *= (size_t)tensor->shape[i];
+    Image image = image_new(bytes, 16);
+    if (bytes) memcpy(image.data, tensor->data, bytes);
+    tensor->data = image.data;
+    return image;
+}
+
+static void spoil(Image *image) {
+    memset(image->data, 0x77, image->bytes);
+    image_free(image);
+}
+
+static void send_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
+    Image images[] = {borrow(&tokens), borrow(&weights), borrow(&scales)};
+    CHECK_OK(ep_dispatch_send(step->handle, &tokens, c->weighted ? &weights : NULL,
+                              c->scale_bytes ? &scales : NULL, NULL));
+    for (int i = 0; i < 3; i++)
+        spoil(&images[i]);
+}
+
+static void receive_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
+    CHECK_OK(ep_dispatch_wait(step->handle, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
+                              case_scales(c) ? &d.scales : NULL,
+                              c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+static void dispatch_rows(const Step *step) {
+    if (!step->world->c.halves) {
+        dispatch_whole(step);
+        return;
+    }
+    send_rows(step);
+    receive_rows(step);
+}
+
+struct StepFlight {
+    Routed routed;
+};
+
+StepFlight *step_dispatch_send(const Step *step) {
+    StepFlight *flight = calloc(1, sizeof(*flight));
+    routed_new(step, &flight->routed);
+    routed_prepare(step, &flight->routed);
+    send_rows(step);
+    return flight;
+}
+
+void step_dispatch_wait(const Step *step, StepFlight *flight) {
+    receive_rows(step);
+    routed_check(step, &flight->routed);
+    free(flight);
+}
+
+void step_dispatch_again(const Step *step) {
+    dispatch_rows(step);
+    check_info(step);
+}
+
+void step_dispatch(const Step *step) {
+    Routed r;
+    if (!is_latency(step)) {
+        dispatch_rows(step);
+        return;
+    }
+    routed_new(step, &r);
+    routed_prepare(step, &r);
+    dispatch_rows(step);
+    routed_check(step, &r);
 }
 
 /* ---- sums ---- */
@@ -267,16 +417,56 @@ static size_t sums_bytes(const Step *step) {
     return (size_t)mine(step)->rows * case_sum_bytes(&step->world->c);
 }
 
-void step_combine(const Step *step) {
+/* Check one combine that was or is to be called with `out`. */
+typedef struct Summed {
+    Image got, expected;
+    EpTensor out;
+} Summed;
+
+static Summed summed_new(const Step *step) {
     const Case *c = &step->world->c;
-    Image got = image_new(sums_bytes(step), 16), expected = image_new(sums_bytes(step), 16);
+    Summed s = {image_new(sums_bytes(step), 16), image_new(sums_bytes(step), 16), {0}};
+    s.out = ep_tensor_2d(s.got.data, c->sum_type, mine(step)->rows, c->hidden);
+    return s;
+}
+
+static void summed_check(const Step *step, Summed *s) {
+    expect_combine(step->world, step->rank, &s->expected);
+    image_check_equal(&s->got, &s->expected, case_sum_bytes(&step->world->c), "out");
+    image_free(&s->got);
+    image_free(&s->expected);
+}
+
+static void combine_whole(const Step *step) {
+    Summed s = summed_new(step);
     EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
-    EpTensor out = ep_tensor_2d(got.data, c->sum_type, mine(step)->rows, c->hidden);
-    CHECK_OK(ep_combine(step->handle, &expert_out, c->weighted ? &weights : NULL, NULL, &out));
-    expect_combine(step->world, step->rank, &expected);
-    image_check_equal(&got, &expected, case_sum_bytes(c), "out");
-    image_free(&got);
-    image_free(&expected);
+    CHECK_OK(ep_combine(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL, NULL,
+                        &s.out));
+    summed_check(step, &s);
+}
+
+void step_combine_send(const Step *step) {
+    EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
+    Image images[] = {borrow(&expert_out), borrow(&weights)};
+    CHECK_OK(ep_combine_send(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL,
+                             NULL));
+    spoil(&images[0]);
+    spoil(&images[1]);
+}
+
+void step_combine_wait(const Step *step) {
+    Summed s = summed_new(step);
+    CHECK_OK(ep_combine_wait(step->handle, NULL, &s.out));
+    summed_check(step, &s);
+}
+
+void step_combine(const Step *step) {
+    if (!step->world->c.halves) {
+        combine_whole(step);
+        return;
+    }
+    step_combine_send(step);
+    step_combine_wait(step);
 }
 
 void step_dispatch_backward(const Step *step) {
@@ -401,6 +591,7 @@ void step_check_status(const Step *step) {
 void step_move(const Step *step) {
     step_dispatch(step);
     step_combine(step);
+    if (is_latency(step)) return;
     step_combine_backward(step);
     step_dispatch_backward(step);
 }

@@ -16,13 +16,24 @@ typedef struct Step {
     int rank;
 } Step;
 
+/** In latency mode this is left to step_dispatch, which then prepares, too. */
 void step_prepare(const Step *step);
 void step_dispatch(const Step *step);
+/** Halves of step_dispatch (prepare included) and step_combine. What step_dispatch_send returns is
+ *  for step_dispatch_wait, which frees it. */
+typedef struct StepFlight StepFlight;
+StepFlight *step_dispatch_send(const Step *step);
+void step_dispatch_wait(const Step *step, StepFlight *flight);
+void step_combine_send(const Step *step);
+void step_combine_wait(const Step *step);
+
+/** In latency mode: a dispatch of the routing that an earlier call of ep_prepare has recorded. */
+void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);
 void step_combine_backward(const Step *step);
 void step_dispatch_backward(const Step *step);
 
-/** dispatch, combine, combine_backward, dispatch_backward */
+/** dispatch, combine, and but for latency mode combine_backward, dispatch_backward */
 void step_move(const Step *step);
 
 /** prepare, step_move, and the group's status: what the case's routing must leave there. */
@@ -38,6 +49,10 @@ EpTensor step_scales(const Step *step);
 EpTensor step_expert_out(const Step *step);
 EpTensor step_slot_weights(const Step *step);
 EpTensor step_grad_out(const Step *step);
+
+/** Receive tensors of dispatch over memory of the caller's. */
+EpTensor step_recv_tokens(const Step *step, const void *data);
+EpTensor step_recv_scales(const Step *step, const void *data);
 
 /** A tensor like a receive buffer of this step: `columns` elements of `type` per row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);

@@ -42,11 +42,7 @@ static const Wrong wrong_tensors[] = {
 };
 
 SoloTest(combine_arguments, wrong_tensors) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    desk_check_wrong(&desk, wrong_tensors, LENGTH(wrong_tensors));
-    desk_close(&desk);
+    desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }
 
 static const Wrong wrong_batched[] = {
@@ -58,11 +54,7 @@ static const Wrong wrong_batched[] = {
 };
 
 SoloTest(combine_arguments, wrong_tensors_of_batched) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_BATCHED);
-    desk_open(&desk, &c);
-    desk_check_wrong(&desk, wrong_batched, LENGTH(wrong_batched));
-    desk_close(&desk);
+    desk_check_table(desk_case(EP_LAYOUT_BATCHED), wrong_batched, LENGTH(wrong_batched));
 }
 
 /* Rows as long on both sides, but of a length that cannot travel. */

@@ -4,15 +4,12 @@
 #include "tests/cases/desk.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 static void check_table(EpLayout layout, const Wrong *table, int n) {
-    Desk desk;
-    Case c = desk_case(layout);
-    desk_open(&desk, &c);
-    desk_check_wrong(&desk, table, n);
-    desk_close(&desk);
+    desk_check_table(desk_case(layout), table, n);
 }
 
 static const Wrong wrong_tensors[] = {
@@ -155,4 +152,21 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     }
     ep_group_destroy(group);
     world_free(world);
+}
+
+/* Zeros of the tail end where the shortest of the receive tensors does. */
+SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
+    enum { CAPACITY = 77, WIDTH = 4 };
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.tensor[RECV_TOPK_WEIGHTS].shape[0] = CAPACITY;
+    CHECK_OK(desk_call(&desk, OP_DISPATCH));
+    Image *got = &desk.image[RECV_TOPK_WEIGHTS], expected = image_new(got->bytes, 16);
+    memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
+    image_check_equal(got, &expected, WIDTH, "recv_topk_weights and what follows them");
+    image_free(&expected);
+    desk_close(&desk);
 }

@@ -57,6 +57,7 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor 
         moved.expert_padded = move(&m, out->expert_padded, 1);
         moved.expert_offsets = move(&m, out->expert_offsets, 1);
         moved.totals = move(&m, out->totals, 1);
+        moved.source_counts = move(&m, out->source_counts, 1);
         out = &moved;
     }
     topk_idx = move(&m, topk_idx, 0), num_tokens = move(&m, num_tokens, 0);

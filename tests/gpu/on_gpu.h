@@ -51,6 +51,9 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
 /* What tests/harness/check.h says of these. */
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
+#define TESTS_HAVE_LATENCY 0
+#define TESTS_HAVE_QUANT 0
+#define TESTS_HAVE_SOURCE_COUNTS 0
 #define GPU_NEEDS(ranks)                                                       \
     do {                                                                       \
         if ((ranks) > gpu_count())                                             \

@@ -33,7 +33,7 @@ static EpStatus issue_prepare(const Rig *rig) {
     EpTensor padded = into(rig, ep_tensor_1d(NULL, other, me->num_experts), OUT_PADDED);
     EpTensor offsets = into(rig, ep_tensor_1d(NULL, type, me->num_experts + 1), OUT_OFFSETS);
     EpTensor totals = into(rig, ep_tensor_1d(NULL, other, 3), OUT_TOTALS);
-    EpPlanTensors plan = {sizeof(plan), &counts, &padded, &offsets, &totals};
+    EpPlanTensors plan = {sizeof(plan), &counts, &padded, &offsets, &totals, NULL};
     return ep_prepare(rig->step.handle, &index, c->counted ? &count : NULL, rig->stream, &plan);
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Wrong arguments of ep_prepare and of the calls that make handles. */
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,12 +32,42 @@ static const Wrong wrong_tensors[] = {
     {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
 };
 
-SoloTest(handles_arguments, wrong_tensors) {
+static const Wrong wrong_source_counts[] = {
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "got 1"}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"local experts = 4", "got 3"}},
+    {OP_PREPARE, SOURCE_COUNTS, SPOIL_SHAPE1, 2, EP_ERR_SHAPE, {"ranks = 1", "got 2"}},
+};
+
+SoloTest(handles_arguments, wrong_source_counts) {
+    static const Wrong unsupported[] = {
+        {OP_PREPARE, SOURCE_COUNTS, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"NULL", "by source"}},
+    };
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    if (TESTS_HAVE_SOURCE_COUNTS)
+        desk_check_table(c, wrong_source_counts, LENGTH(wrong_source_counts));
+    else
+        desk_check_table(c, unsupported, 1);
+}
+
+/* A program that was compiled before the struct grew. */
+SoloTest(handles_arguments, plan_of_an_earlier_version) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
     desk_open(&desk, &c);
-    desk_check_wrong(&desk, wrong_tensors, LENGTH(wrong_tensors));
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    plan.struct_size = offsetof(EpPlanTensors, source_counts);
+    plan.totals = desk.arg[TOTALS];
+    memset(&plan.source_counts, 0x77, sizeof(plan.source_counts));
+    CHECK_OK(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, &plan));
+    const int64_t *totals = desk.tensor[TOTALS].data;
+    CHECK(totals[0] == desk.world->rank->recv_rows, "%lld rows", (long long)totals[0]);
     desk_close(&desk);
+}
+
+SoloTest(handles_arguments, wrong_tensors) {
+    desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }
 
 /* A refused prepare leaves the plan of the step before. */
@@ -120,7 +151,8 @@ typedef struct WrongConfig {
     {                                                                              \
         .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,   \
         .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT, \
-        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, __VA_ARGS__         \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT, \
+        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, __VA_ARGS__       \
     }
 
 #pragma GCC diagnostic push
@@ -145,6 +177,14 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = -5), EP_ERR_RANGE, "rows_per_expert",
      "-5"},
     {CONFIG(.rows_per_expert = 8), EP_ERR_RANGE, "rows_per_expert", "8"},
+    {CONFIG(.mode = 0), EP_ERR_RANGE, "mode", "0"},
+    {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
+    {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},
+    {CONFIG(.reserved = 7), EP_ERR_RANGE, "reserved", "7"},
+    {CONFIG(.quant = 0), EP_ERR_RANGE, "quant", "0"},
+    {CONFIG(.quant = 5), EP_ERR_RANGE, "quant", "5"},
+    {CONFIG(.scale_order = 0), EP_ERR_RANGE, "scale_order", "0"},
+    {CONFIG(.scale_order = 3), EP_ERR_RANGE, "scale_order", "3"},
 };
 #pragma GCC diagnostic pop
 

@@ -74,6 +74,12 @@ void check_skip(void);
 #ifndef TESTS_ON_GPU
 #define TESTS_ON_GPU 0
 #define TEST_BACKEND EP_BACKEND_HOST
+/** Whether the backend has latency mode. */
+#define TESTS_HAVE_LATENCY 1
+/** Whether it quantises, and orders scales by column. */
+#define TESTS_HAVE_QUANT 1
+/** Whether it counts by source. */
+#define TESTS_HAVE_SOURCE_COUNTS 1
 /** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
 #define GPU_NEEDS(ranks) (void)(ranks)
 /** Give the calling thread the GPU of a rank. */
@@ -87,6 +93,12 @@ void check_skip(void);
 /** First in the body of a test that the CUDA backend is not put to: why. It is skipped there. */
 #define HOST_ONLY(why) (void)(why)
 #endif
+
+/** First in the body of a test of latency mode. */
+#define NEEDS_LATENCY()                                                         \
+    do {                                                                        \
+        if (!TESTS_HAVE_LATENCY) HOST_ONLY("this backend has no latency mode"); \
+    } while (0)
 
 /** Whether tests are run by forks.h or suites.h instead of by Criterion's own runner. */
 #if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU

@@ -56,14 +56,38 @@ static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
         memset(to, 0, bytes);
 }
 
+/* Scale i of a row, as the case orders them. */
+static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t i) {
+    int64_t scales = case_scales(c);
+    if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
+    if (c->layout != EP_LAYOUT_BATCHED) return i * buffer_rows + row;
+    int64_t expert = row / c->rows_per_expert, within = row % c->rows_per_expert;
+    return expert * scales * c->rows_per_expert + i * c->rows_per_expert + within;
+}
+
+static void expect_scales(const World *world, int rank, int64_t row, Image *image) {
+    const Case *c = &world->c;
+    const Row *what = &world->rank[rank].row[row];
+    size_t all = case_recv_scale_bytes(c), n = (size_t)case_scales(c);
+    for (size_t i = 0; i < n; i++) {
+        int64_t cell = scale_cell(c, world->rank[rank].buffer_rows, row, (int64_t)i);
+        size_t bytes = all / n;
+        uint8_t *to = image->data + (size_t)cell * bytes;
+        memset(to, 0, bytes);
+        if (what->kind != ROW_FILLED) continue;
+        const uint8_t *from = world->rank[what->source].sent_scale + (size_t)what->token * all;
+        memcpy(to, from + i * bytes, bytes);
+    }
+}
+
 void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
     const RankWorld *me = &world->rank[rank];
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         const Row *what = &me->row[row];
         const RankWorld *from = &world->rank[what->source];
         if (!written(world, what)) continue;
-        expect_row(&out->tokens, row, case_row_bytes(&world->c), what, from->token);
-        expect_row(&out->scales, row, (size_t)world->c.scale_bytes, what, from->scale);
+        expect_row(&out->tokens, row, case_recv_bytes(&world->c), what, from->sent);
+        expect_scales(world, rank, row, &out->scales);
         expect_weights(world, rank, row, out);
     }
 }
@@ -100,7 +124,8 @@ static void expect_sums(const World *world, int rank, int weighted, Image *out) 
     const Case *c = &world->c;
     memset(out->data, 0, out->bytes);
     for (int t = 0; t < world->rank[rank].tokens; t++) {
-        float total[4096] = {0};
+        float total[EP_MAX_ROW_BYTES / 2];
+        memset(total, 0, (size_t)c->hidden * sizeof(float));
         for (int peer = 0; peer < c->ranks; peer++) {
             Terms terms = terms_of(world, rank, t, peer);
             for (int h = 0; terms.count && h < c->hidden; h++) {

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/oracle/inputs.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "tests/harness/random.h"
 #include "tests/oracle/number.h"
+#include "tests/oracle/quant.h"
 
 enum { STREAM_COUNT, STREAM_INDEX, STREAM_BYTES, STREAM_WEIGHT, STREAM_GRAD, STREAM_ROWS };
 
@@ -124,6 +126,43 @@ static void make_index(World *world, int rank) {
     }
 }
 
+/* An element that is as large, small or strange as there are. */
+static void put_strange(const Case *c, uint8_t *row, Random *random) {
+    static const float strange[] = {INFINITY, -INFINITY, NAN,     -NAN,   3e38f, -3e38f,
+                                    65504,    1e-30f,    -1e-38f, 1e-45f, -0.0f, 6e-8f};
+    int64_t which = random_below(random, sizeof(strange) / sizeof(strange[0]));
+    number_set(row, c->row_type, random_below(random, c->hidden), strange[which]);
+}
+
+/* Numbers to quantise: moderate ones, with strange ones among them; any bits; zeros. */
+static void make_numbers(const Case *c, RankWorld *me, Random *random) {
+    size_t bytes = case_row_bytes(c);
+    for (int t = 0; t < me->rows; t++) {
+        uint8_t *row = me->token + (size_t)t * bytes;
+        int kind = (int)random_below(random, 5);
+        if (kind == 0) fill_random(row, bytes, random);
+        if (kind > 1) fill_numbers(row, c->row_type, c->hidden, random);
+        for (int i = 0; kind == 4 && i < 6; i++)
+            put_strange(c, row, random);
+    }
+}
+
+static void make_sent(const Case *c, RankWorld *me) {
+    size_t bytes = case_row_bytes(c), row = case_recv_bytes(c), scale = case_recv_scale_bytes(c);
+    me->sent = new_array(me->rows, row);
+    me->sent_scale = new_array(me->rows, scale);
+    for (int t = 0; t < me->rows; t++) {
+        const uint8_t *token = me->token + (size_t)t * bytes;
+        uint8_t *sent = me->sent + (size_t)t * row, *scales = me->sent_scale + (size_t)t * scale;
+        if (c->quant > EP_QUANT_NONE) {
+            quant_row(c->quant, c->row_type, token, c->hidden, sent, scales);
+        } else {
+            memcpy(sent, token, row);
+            memcpy(scales, me->scale + (size_t)t * scale, scale);
+        }
+    }
+}
+
 void inputs_make_tokens(World *world, int rank) {
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];
@@ -135,7 +174,10 @@ void inputs_make_tokens(World *world, int rank) {
     me->token = new_array(me->rows, case_row_bytes(c));
     me->scale = new_array(me->rows, (size_t)c->scale_bytes);
     fill_random(me->token, (size_t)me->rows * case_row_bytes(c), &random);
+    if (c->quant > EP_QUANT_NONE) make_numbers(c, me, &random);
     fill_random(me->scale, (size_t)me->rows * (size_t)c->scale_bytes, &random);
+
+    make_sent(c, me);
 
     random = stream_of(world, rank, STREAM_WEIGHT);
     me->weight = new_array((int64_t)me->rows * c->top_k, sizeof(float));

@@ -68,6 +68,7 @@ static void place_slot(World *world, int rank, int local, int source, int token,
         return;
     }
     me->count[local]++;
+    me->from[(int64_t)local * world->c.ranks + source]++;
     me->row[row] = (Row){ROW_FILLED, source, token, k};
     world->rank[source].place[(int64_t)token * world->c.top_k + k] = (Place){rank, row};
 }
@@ -135,6 +136,7 @@ static int place_flat_row(World *world, int rank, int source, int token, int64_t
         entries++;
         if (row >= limit) continue;
         me->count[expert - me->first_expert]++;
+        me->from[(expert - me->first_expert) * world->c.ranks + source]++;
         me->row[row] = (Row){ROW_FILLED, source, token, -1};
         world->rank[source].place[i] = (Place){rank, row};
     }
@@ -183,6 +185,7 @@ static void plan_allocate(World *world, int rank) {
     size_t entries = (size_t)me->rows * (size_t)world->c.top_k + 1;
     me->count = calloc(experts, sizeof(int64_t));
     me->padded = calloc(experts, sizeof(int64_t));
+    me->from = calloc(experts * (size_t)world->c.ranks, sizeof(int64_t));
     me->offset = calloc(experts, sizeof(int64_t));
     int64_t rows = most_rows(world, me) + world->c.spare_rows;
     me->row = calloc((size_t)rows + 1, sizeof(Row));
@@ -213,10 +216,10 @@ World *world_new(const Case *c) {
 void world_free(World *world) {
     for (int r = 0; r < world->c.ranks; r++) {
         RankWorld *me = &world->rank[r];
-        void *owned[] = {me->index,           me->token,    me->scale,      me->weight,
-                         me->count,           me->padded,   me->offset,     me->row,
-                         me->place,           me->grad_out, me->expert_out, me->slot_weight,
-                         me->grad_slot_weight};
+        void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
+                         me->sent,     me->sent_scale, me->count,       me->from,
+                         me->padded,   me->offset,     me->row,         me->place,
+                         me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }

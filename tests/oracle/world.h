@@ -31,17 +31,20 @@ typedef struct Row {
 /** One rank's part. */
 typedef struct RankWorld {
     /* inputs of prepare and dispatch */
-    int tokens;     /**< that count */
-    int rows;       /**< T of the input tensors */
-    int64_t *index; /**< [rows][K] */
-    uint8_t *token; /**< [rows][row bytes] */
-    uint8_t *scale; /**< [rows][scale bytes] */
-    float *weight;  /**< [rows][K] */
+    int tokens;          /**< that count */
+    int rows;            /**< T of the input tensors */
+    int64_t *index;      /**< [rows][K] */
+    uint8_t *token;      /**< [rows][row bytes] */
+    uint8_t *scale;      /**< [rows][scale bytes] */
+    float *weight;       /**< [rows][K] */
+    uint8_t *sent;       /**< [rows][received row bytes]: tokens as they are delivered */
+    uint8_t *sent_scale; /**< [rows][received scale bytes] */
 
     /* the plan */
     int first_expert, num_experts;
     int64_t *count, *padded; /**< [num_experts] */
     int64_t *offset;         /**< [num_experts + 1] */
+    int64_t *from;           /**< [num_experts][ranks]: `count` by source */
     int64_t recv_rows, needed_rows, dropped;
     int64_t buffer_rows; /**< rows of the receive buffers */
     Row *row;            /**< [buffer_rows] */

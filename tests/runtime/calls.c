@@ -37,18 +37,22 @@ static void call_all(const Calls *c) {
     EpTensor weights = step_slot_weights(c->step);
     EpHandle *handle = c->step->handle;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    int latency = c->step->world->c.mode == EP_MODE_LATENCY;
     CHECK_OK(ep_prepare(handle, &c->topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_handle_info(handle, &info));
+    if (!latency) CHECK_OK(ep_handle_info(handle, &info));
     CHECK_OK(
         ep_dispatch(handle, &c->tokens, &c->weights, NULL, NULL, &c->rows, &c->slots, NULL, NULL));
+    CHECK_OK(ep_handle_info(handle, &info));
     CHECK_OK(ep_combine(handle, &out, &weights, NULL, &c->sums));
+    CHECK_OK(ep_group_status(c->step->group, NULL));
+    if (latency) return;
     CHECK_OK(ep_combine_backward(handle, &grad, &weights, &out, NULL, &c->rows, &c->slots));
     CHECK_OK(ep_dispatch_backward(handle, &out, &weights, NULL, &c->sums, &c->entries));
     CHECK_OK(ep_group_status(c->step->group, NULL));
 }
 
-static void check_calls(const EpBootstrap *bootstrap) {
-    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .max_tokens = 20, .seed = 5};
+static void check_calls(const EpBootstrap *bootstrap, EpMode mode) {
+    Case c = {.ranks = RANKS, .experts = 7, .top_k = 3, .max_tokens = 20, .mode = mode, .seed = 5};
     World *world = world_new(&c);
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
@@ -69,7 +73,8 @@ static void check_calls(const EpBootstrap *bootstrap) {
 ThreadTest(runtime_calls, nothing_is_asked_of_the_system, RANKS) {
     HOST_ONLY("what CUDA itself asks for on a launch is not the library's");
     if (TESTS_SANITIZED) return;
-    check_calls(bootstrap);
+    check_calls(bootstrap, EP_MODE_THROUGHPUT);
+    check_calls(bootstrap, EP_MODE_LATENCY);
 }
 
 /* Many rounds are no different. */
@@ -78,7 +83,8 @@ ThreadTest(runtime_calls, nor_in_many_rounds, RANKS) {
     if (TESTS_SANITIZED) return;
     if (bootstrap->rank == 0) setenv("EP_STAGE_BYTES", "1", 1);
     bootstrap->barrier(bootstrap->context, 60);
-    check_calls(bootstrap);
+    check_calls(bootstrap, EP_MODE_THROUGHPUT);
+    check_calls(bootstrap, EP_MODE_LATENCY);
 }
 
 /* The watch itself sees what there is to see. */

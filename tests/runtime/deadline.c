@@ -35,8 +35,8 @@ typedef struct Hurried {
     Step step;
 } Hurried;
 
-static Hurried hurried_open(const EpBootstrap *bootstrap, double seconds) {
-    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
+static Hurried hurried_open_in(const EpBootstrap *bootstrap, double seconds, EpMode mode) {
+    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode};
     Hurried h = {.world = world_new(&c)};
     EpGroupConfig config = case_group_config(&h.world->c);
     config.timeout_seconds = seconds;
@@ -44,6 +44,10 @@ static Hurried hurried_open(const EpBootstrap *bootstrap, double seconds) {
     h.handle = h.group ? open_handle(h.group, &h.world->c) : NULL;
     h.step = (Step){h.group, h.handle, h.world, bootstrap->rank};
     return h;
+}
+
+static Hurried hurried_open(const EpBootstrap *bootstrap, double seconds) {
+    return hurried_open_in(bootstrap, seconds, EP_MODE_THROUGHPUT);
 }
 
 static void hurried_close(Hurried *h) {
@@ -122,13 +126,18 @@ static void check_timeout(const Step *step, int call) {
 }
 
 /* Ranks 0 and 1 make the call; rank 2 waits, outside libep, until they have given up. */
-static void absent_from(const EpBootstrap *bootstrap, int call) {
-    Hurried h = hurried_open(bootstrap, SOON);
+static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
+    Hurried h = hurried_open_in(bootstrap, SOON, mode);
     REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h.step));
+    if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&h.step));
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, call);
     bootstrap->barrier(bootstrap->context, 60);
     hurried_close(&h);
+}
+
+static void absent_from(const EpBootstrap *bootstrap, int call) {
+    absent_from_in(bootstrap, call, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(runtime_deadline, absent_from_prepare, RANKS) {
@@ -280,5 +289,52 @@ ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
     CHECK_STATUS(outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h.step),
                  EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
+    hurried_close(&h);
+}
+
+/* ---- latency mode ---- */
+
+ThreadTest(runtime_deadline, absent_from_dispatch_in_latency_mode, RANKS) {
+    NEEDS_LATENCY();
+    absent_from_in(bootstrap, 1, EP_MODE_LATENCY);
+}
+
+ThreadTest(runtime_deadline, absent_from_combine_in_latency_mode, RANKS) {
+    NEEDS_LATENCY();
+    absent_from_in(bootstrap, 2, EP_MODE_LATENCY);
+}
+
+/* First halves wait for the peers, or what flies does; either way somebody says who is missing. */
+ThreadTest(runtime_deadline, absent_from_a_first_half, RANKS) {
+    NEEDS_LATENCY();
+    Hurried h = hurried_open_in(bootstrap, SOON, EP_MODE_LATENCY);
+    REQUIRE(h.handle, "no handle");
+    CHECK_OK(call_prepare(&h.step));
+    if (bootstrap->rank != ABSENT) {
+        static _Thread_local _Alignas(16) char room[1 << 16];
+        EpTensor tokens = step_tokens(&h.step), rows = step_recv_tokens(&h.step, room);
+        EpStatus status = ep_dispatch_send(h.handle, &tokens, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL);
+        if (status == EP_OK) status = ep_group_status(h.group, NULL);
+        CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2", "dispatch");
+        CHECK_STATUS(ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    hurried_close(&h);
+}
+
+/* A handle of another mode on one rank: its prepare meets a dispatch. */
+ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
+    NEEDS_LATENCY();
+    Hurried h = hurried_open_in(bootstrap, 30, EP_MODE_LATENCY);
+    Case c = h.world->c;
+    if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
+    h.step.handle = h.group ? open_handle(h.group, &c) : NULL;
+    REQUIRE(h.step.handle, "no handle");
+    EpStatus status = call_prepare(&h.step);
+    if (status == EP_OK) status = outcome(call_dispatch, &h.step);
+    CHECK(status == EP_ERR_ORDER, "%d", (int)status);
+    CHECK(strstr(ep_last_error(), "operation") && strstr(ep_last_error(), "latency"), "%s",
+          ep_last_error());
     hurried_close(&h);
 }

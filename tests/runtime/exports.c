@@ -66,6 +66,7 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpGroupInfo, EP_GROUP_INFO_INIT);
     CHECK_STRUCT(EpHandleConfig, EP_HANDLE_CONFIG_INIT);
     CHECK_STRUCT(EpHandleInfo, EP_HANDLE_INFO_INIT);
+    CHECK_STRUCT(EpHandleCost, EP_HANDLE_COST_INIT);
     CHECK_STRUCT(EpPlanTensors, EP_PLAN_TENSORS_INIT);
     CHECK_STRUCT(EpFinding, EP_FINDING_INIT);
     CHECK_STRUCT(EpTensor, ep_tensor_3d(NULL, EP_TYPE_BF16, 1, 2, 3));
@@ -77,10 +78,13 @@ SoloTest(runtime_exports, defaults_of_initializers) {
     EpGroupConfig group = EP_GROUP_CONFIG_INIT;
     CHECK(group.alignment == 1 && group.max_recv_rows == 0, "%d", group.alignment);
     CHECK(group.overflow == EP_OVERFLOW_ERROR && group.backend == EP_BACKEND_AUTO, "policy");
+    CHECK(group.mode == EP_MODE_THROUGHPUT, "mode %d", (int)group.mode);
     CHECK(group.timeout_seconds == EP_DEFAULT && group.nccl_comm == NULL, "timeout");
     EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
     CHECK(handle.layout == EP_LAYOUT_EXPERT_MAJOR && handle.zero_tail == 0, "layout");
     CHECK(handle.top_k == EP_DEFAULT && handle.alignment == EP_DEFAULT, "inherited");
     CHECK(handle.max_recv_rows == EP_DEFAULT && handle.overflow == EP_DEFAULT, "inherited");
+    CHECK(handle.mode == EP_DEFAULT && handle.reserved == 0, "mode");
+    CHECK(handle.quant == EP_QUANT_NONE && handle.scale_order == EP_SCALES_BY_ROW, "scales");
     CHECK(handle.rows_per_expert == EP_DEFAULT, "rows_per_expert");
 }

@@ -23,12 +23,14 @@ typedef enum Field {
     OVERFLOW_POLICY,
     BACKEND,
     TIMEOUT,
-    DEVICE
+    DEVICE,
+    MODE
 } Field;
 
 static const char *const field_names[] = {
-    "config",    "num_experts",   "max_tokens", "max_top_k", "max_row_bytes",   "max_scale_bytes",
-    "alignment", "max_recv_rows", "overflow",   "backend",   "timeout_seconds", "device"};
+    "config",          "num_experts", "max_tokens",    "max_top_k", "max_row_bytes",
+    "max_scale_bytes", "alignment",   "max_recv_rows", "overflow",  "backend",
+    "timeout_seconds", "device",      "mode"};
 
 static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == STRUCT_SIZE) config->struct_size = (size_t)value;
@@ -43,6 +45,7 @@ static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == BACKEND) config->backend = (EpBackend)(int)value;
     if (field == TIMEOUT) config->timeout_seconds = value;
     if (field == DEVICE) config->device = (int32_t)value;
+    if (field == MODE) config->mode = (EpMode)(int)value;
 }
 
 typedef struct WrongField {
@@ -82,6 +85,8 @@ static const WrongField wrong_fields[] = {
     {TIMEOUT, -3, EP_ERR_RANGE, "got -3"},
     {DEVICE, -2, EP_ERR_RANGE, "got -2"},
     {DEVICE, INT32_MIN, EP_ERR_RANGE, "got -2147483648"},
+    {MODE, 0, EP_ERR_RANGE, "got 0"},
+    {MODE, 4, EP_ERR_RANGE, "got 4"},
 };
 
 static EpGroupConfig plain_config(int ranks) {
@@ -183,6 +188,7 @@ static const Difference differences[] = {
     {MAX_RECV_ROWS, 0, 999, "0", "999"},
     {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "1", "2"},
     {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "1", "2"},
+    {MODE, EP_MODE_AUTO, EP_MODE_LATENCY, "1", "3"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

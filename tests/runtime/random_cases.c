@@ -31,6 +31,9 @@ static void draw_rows(Case *c, Random *random) {
     c->sum_type = (EpType)PICK(random, EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32);
     c->weighted = PICK(random, 0, 1);
     c->scale_bytes = PICK(random, 0, 4, 20);
+    if (!TESTS_HAVE_QUANT) return;
+    c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4);
+    c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN);
 }
 
 static Case draw_case(uint64_t seed) {
@@ -48,6 +51,9 @@ static Case draw_case(uint64_t seed) {
     c.overflow = (EpOverflow)PICK(&random, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP);
     c.spare_rows = PICK(&random, 0, 1, 5);
     c.zero_tail = PICK(&random, 0, 1);
+    c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
+    if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
+    c.halves = PICK(&random, 0, 1);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
     return c;

@@ -82,6 +82,14 @@ static const Nonsense nonsense[] = {
     {"--scales 6", "multiple of 4"},
     {"--idx int16", "\"int16\""},
     {"--backend tpu", "\"tpu\""},
+    {"--mode fast", "\"fast\""},
+    {"--quant fp4", "\"fp4\""},
+    {"--halves", "--mode latency"},
+    {"--halves --mode auto", "--mode latency"},
+    {"--quant fp8 --scales 4", "--scales"},
+    {"--quant mxfp8 --hidden 8", "multiple of 16"},
+    {"--baseline --mode latency", "--mode throughput"},
+    {"--baseline --quant fp8", "--quant none"},
     {"--threads 0", "--threads"},
     {"--threads 9999", "--threads"},
     {"--threads 2 --baseline", "--baseline"},
@@ -112,9 +120,27 @@ SoloTest(tools_bench, small_runs_are_right) {
         QUICK "--threads 2 --tokens 20 --masked 0.3 --idx int64 --scales 12 --weighted 0",
         QUICK "--threads 2 --tokens 20 --capacity 30 --overflow drop --align 1",
         QUICK "--threads 3 -b 0 -e 20 -f 5 --zero-copy --uneven",
+        QUICK "--threads 4 -b 1 -e 8 -f 2 --mode latency",
+        QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --layout batched --uneven --halves",
+        QUICK "--threads 3 --tokens 20 --mode latency --layout flat --quant mxfp8 --halves",
+        QUICK "--threads 3 --tokens 20 --mode latency --capacity 12 --overflow drop --align 1",
+        QUICK "--threads 2 --tokens 20 --mode auto --quant fp8 --dtype fp32 --idx int64",
+        QUICK "--threads 2 --tokens 20 --quant fp8-ue8m0 --dtype fp16 --layout batched",
+        QUICK "--threads 2 --tokens 20 --quant mxfp8 --weighted 0 --zero-copy",
     };
     for (int i = 0; i < LENGTH(lines); i++)
         check_run(lines[i], 0, "#wrong 0", NULL);
+}
+
+/* In latency mode the table has what is there to be timed. */
+SoloTest(tools_bench, phases_of_latency_mode) {
+    ProcessResult result = run_bench(QUICK "--threads 2 --tokens 4 --mode latency");
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    CHECK(strstr(result.out, "mode latency, quant none"), "%s", result.out);
+    CHECK(strstr(result.out, "  dispatch  ") && strstr(result.out, "  combine  "), "%s",
+          result.out);
+    CHECK(!strstr(result.out, "  prepare  ") && !strstr(result.out, "_backward"), "%s", result.out);
+    process_result_free(&result);
 }
 
 /* A capacity that is too small ends a run that does not ask for drops. */

@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a handle's configuration means: the shape of its plan, and what it takes. */
+#include <stddef.h>
+#include <string.h>
+
+#include "handles/handle.h"
+
+static int64_t inherit(int64_t value, int64_t standard) {
+    return value == EP_DEFAULT ? standard : value;
+}
+
+static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
+    if ((int)c->layout < EP_LAYOUT_EXPERT_MAJOR || (int)c->layout > EP_LAYOUT_BATCHED)
+        return ep_refuse(call, EP_ERR_RANGE, "config.layout",
+                         "expected 1 (expert-major), 2 (flat) or 3 (batched), got %d",
+                         (int)c->layout);
+    int batched = c->layout == EP_LAYOUT_BATCHED;
+    if (batched ? c->rows_per_expert < 1 || c->rows_per_expert > INT32_MAX
+                : c->rows_per_expert != EP_DEFAULT)
+        return ep_refuse(call, EP_ERR_RANGE, "config.rows_per_expert", "expected %s, got %lld",
+                         batched ? "1 .. 2147483647 in the batched layout"
+                                 : "EP_DEFAULT outside the batched layout",
+                         (long long)c->rows_per_expert);
+    return EP_OK;
+}
+
+static EpStatus check_new_fields(const EpCall *call, const EpHandleConfig *c) {
+    if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
+        return ep_refuse(call, EP_ERR_RANGE, "config.mode",
+                         "expected an EpMode or EP_DEFAULT, got %d", c->mode);
+    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_MXFP8)
+        return ep_refuse(call, EP_ERR_RANGE, "config.quant", "expected an EpQuant, got %d",
+                         (int)c->quant);
+    if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
+        return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
+                         "expected an EpScaleOrder, got %d", (int)c->scale_order);
+    if (c->reserved)
+        return ep_refuse(call, EP_ERR_RANGE, "config.reserved", "expected 0, got %d", c->reserved);
+    return EP_OK;
+}
+
+static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
+                             const EpHandleConfig *c) {
+    EP_TRY(check_layout(call, c));
+    if (c->top_k != EP_DEFAULT && (c->top_k < 1 || c->top_k > group->max_top_k))
+        return ep_refuse(call, EP_ERR_TOP_K, "config.top_k",
+                         "expected 1 .. %d (the group's max_top_k) or EP_DEFAULT, got %d",
+                         group->max_top_k, c->top_k);
+    if (c->alignment != EP_DEFAULT && !ep_is_power_of_two(c->alignment))
+        return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
+                         "expected a power of two or EP_DEFAULT, got %d", c->alignment);
+    if (c->max_recv_rows != EP_DEFAULT && (c->max_recv_rows < 0 || c->max_recv_rows > INT32_MAX))
+        return ep_refuse(call, EP_ERR_RANGE, "config.max_recv_rows",
+                         "expected 0 .. 2147483647 or EP_DEFAULT, got %lld",
+                         (long long)c->max_recv_rows);
+    if (c->overflow != EP_DEFAULT &&
+        (c->overflow < EP_OVERFLOW_ERROR || c->overflow > EP_OVERFLOW_DROP))
+        return ep_refuse(call, EP_ERR_RANGE, "config.overflow",
+                         "expected an EpOverflow or EP_DEFAULT, got %d", c->overflow);
+    if (c->zero_tail != 0 && c->zero_tail != 1)
+        return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected 0 or 1, got %d",
+                         c->zero_tail);
+    return check_new_fields(call, c);
+}
+
+/* A copy of the caller's configuration, which may be of the size it had before it grew. */
+static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
+                            const EpHandleConfig *given, EpHandleConfig *out) {
+    *out = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
+    if (!given) return EP_OK;
+    EP_TRY(ep_check_grown_struct(call, "config", given, offsetof(EpHandleConfig, mode),
+                                 sizeof(*given)));
+    memcpy(out, given, given->struct_size);
+    return check_config(call, group, out);
+}
+
+/* Everyone's mode follows from what all ranks have in common. */
+static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsigned offers,
+                            const EpHandleConfig *c, EpPlanShape *s) {
+    int static_size = s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
+    EpMode wish = (EpMode)inherit(c->mode, group->mode);
+    s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
+    if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
+    if (!(offers & EP_OFFERS_LATENCY))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
+                         "expected throughput mode or AUTO, since this backend has no latency mode "
+                         "yet, got EP_MODE_LATENCY");
+    if (static_size) return EP_OK;
+    return ep_refuse(
+        call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
+        "expected a capacity, or the batched layout, in latency mode, where no size is "
+        "known before rows arrive, got 0 (exact sizing)");
+}
+
+static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
+                              EpPlanShape *s) {
+    s->quant = c->quant, s->scale_order = c->scale_order;
+    if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
+                         "expected EP_QUANT_NONE, since this backend does not quantise yet, got %d",
+                         (int)c->quant);
+    if (s->scale_order != EP_SCALES_BY_ROW && !(offers & EP_OFFERS_SCALE_COLUMNS))
+        return ep_refuse(
+            call, EP_ERR_UNSUPPORTED, "config.scale_order",
+            "expected EP_SCALES_BY_ROW, since this backend has no other order yet, got "
+            "%d",
+            (int)c->scale_order);
+    return EP_OK;
+}
+
+EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
+                         int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
+                         EpPlanShape *shape) {
+    EpHandleConfig read, *c = &read;
+    EP_TRY(read_config(call, group, config, &read));
+    EpPlacement placement = ep_config_placement(group, num_ranks);
+    EpPlanShape s = {.num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts};
+    s.num_local = ep_placement_count(&placement, rank);
+    s.max_tokens = group->max_tokens;
+    s.max_top_k = (int32_t)inherit(c->top_k, group->max_top_k);
+    s.layout = c->layout;
+    s.alignment = (int32_t)inherit(c->alignment, group->alignment);
+    s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
+    s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
+    s.zero_tail = c->zero_tail;
+    if (c->layout == EP_LAYOUT_BATCHED) {
+        s.rows_per_expert = c->rows_per_expert;
+        s.capacity = s.num_local * s.rows_per_expert;
+    }
+    EP_TRY(choose_mode(call, group, offers, c, &s));
+    EP_TRY(choose_scales(call, offers, c, &s));
+    if (ep_plan_largest_index(&s) > INT32_MAX)
+        return ep_refuse(call, EP_ERR_RANGE, "config",
+                         "expected at most 2147483647 slots, got ranks * max_tokens * top_k plus "
+                         "padding = %lld",
+                         (long long)ep_plan_largest_index(&s));
+    *shape = s;
+    return EP_OK;
+}
+
+EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes) {
+    EpCall call = {"ep_handle_memory", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
+    EpPlanShape shape;
+    EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
+    *bytes = (size_t)group->backend->plan_bytes(&shape, &group->settings);
+    return EP_OK;
+}
+
+EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
+                               const EpHandleConfig *config, EpPlanShape *shape) {
+    return ep_handle_shape(call, &group->config, group->backend->offers, group->size, group->rank,
+                           config, shape);
+}
+
+EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
+                                  const EpGroupConfig *config, const EpSettings *settings) {
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    cost.mode = shape->mode;
+    cost.plan_bytes = backend->plan_bytes(shape, settings);
+    if (shape->mode == EP_MODE_LATENCY) cost.buffer_bytes = backend->buffer_bytes(shape, config);
+    return cost;
+}
+
+EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out) {
+    EpCall call = {"ep_handle_cost", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EpPlanShape shape;
+    EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
+    *out = ep_handle_shape_cost(&shape, group->backend, &group->config, &group->settings);
+    return EP_OK;
+}

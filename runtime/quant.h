@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_QUANT_H
+#define EP_RUNTIME_QUANT_H
+
+/**
+ * Quantising rows on their way: the arithmetic, for hosts and kernels alike. docs/semantics.md
+ * defines it; all of it is here.
+ *
+ * The bits are the same wherever this is compiled because every value is made by one operation that
+ * IEEE 754 rounds correctly, to nearest even, and no two of them can be fused:
+ *
+ *     amax         comparisons of the numbers' bits as integers, in any order
+ *     amax / 448   one division  } kernels: __fdiv_rn, or plain / without -use_fast_math and with
+ *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
+ *     x * inverse  one multiplication: __fmul_rn
+ *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same
+ *
+ * UE8M0 needs the first division alone: all else is exponents. No value is subnormal but products
+ * x * inverse that e4m3 rounds to zero in any case, so it does not matter whether these are
+ * flushed.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#include "ep/ep.h"
+#include "runtime/placement.h"
+
+/** 448, the largest e4m3, and the least amax: 2^-100, so that neither quotient over- or underflows.
+ */
+#define EP_QUANT_LARGEST 448.0f
+#define EP_QUANT_LEAST_BITS 0x0d800000u
+#define EP_QUANT_INFINITY_BITS 0x7f800000u
+
+/** Elements that share a scale. */
+EP_HOST_DEVICE static inline int32_t ep_quant_block(EpQuant quant) {
+    return quant == EP_QUANT_MXFP8 ? 32 : 128;
+}
+
+EP_HOST_DEVICE static inline int64_t ep_quant_scales(EpQuant quant, int64_t elements) {
+    int32_t block = ep_quant_block(quant);
+    return (elements + block - 1) / block;
+}
+
+EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuant quant) {
+    return quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+}
+
+EP_HOST_DEVICE static inline uint32_t ep_quant_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+EP_HOST_DEVICE static inline float ep_quant_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+/** What an element adds to its block's amax, as bits: its magnitude, or nothing if it is infinite
+ * or no number. amax is the largest of these and of EP_QUANT_LEAST_BITS. */
+EP_HOST_DEVICE static inline uint32_t ep_quant_magnitude(float value) {
+    uint32_t magnitude = ep_quant_bits(value) & 0x7fffffffu;
+    return magnitude < EP_QUANT_INFINITY_BITS ? magnitude : 0;
+}
+
+/** A block's scale as it is stored (FP32 bits, or UE8M0's byte), and what elements are multiplied
+ *  by. */
+typedef struct EpQuantScale {
+    uint32_t stored;
+    float inverse;
+} EpQuantScale;
+
+EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuant quant, uint32_t amax_bits) {
+    float amax = ep_quant_float(amax_bits);
+    uint32_t bits = ep_quant_bits(amax / EP_QUANT_LARGEST);
+    EpQuantScale scale = {bits, 0};
+    if (quant == EP_QUANT_FP8) {
+        scale.inverse = EP_QUANT_LARGEST / amax;
+        return scale;
+    }
+    /* The exponent, one more where there is a mantissa; 18 .. 247, so its inverse is normal, too.
+     */
+    scale.stored = (bits + 0x7fffffu) >> 23;
+    scale.inverse = ep_quant_float((254u - scale.stored) << 23);
+    return scale;
+}
+
+/**
+ * e4m3 of a float, rounded to nearest even; magnitudes beyond 448, infinity included, become 448;
+ * every NaN 0x7f. Below the smallest normal, 2^-6, steps are 2^-9: the last place of floats of
+ * 2^14.
+ */
+EP_HOST_DEVICE static inline uint8_t ep_e4m3_from_float(float value) {
+    uint32_t bits = ep_quant_bits(value), magnitude = bits & 0x7fffffffu;
+    uint32_t small = ep_quant_bits(ep_quant_float(magnitude) + 16384.0f) - 0x46800000u;
+    uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+    uint32_t code = magnitude < (121u << 23) ? small : normal;
+    code = code > 0x7eu ? 0x7eu : code;
+    return (uint8_t)(magnitude > EP_QUANT_INFINITY_BITS ? 0x7fu : code | (bits >> 24 & 0x80u));
+}
+
+/**
+ * Quantise a row of `n` elements of BF16, FP16 or FP32: n bytes of e4m3, and its scales.
+ */
+void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
+                 void *scales);
+
+#endif

@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Dispatch that quantises, and scales by column: every layout against the oracle, and what is
+ * refused. */
+#include <stdlib.h>
+
+#include "tests/cases/desk.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+#define NEEDS_QUANT()                                                       \
+    do {                                                                    \
+        if (!TESTS_HAVE_QUANT) HOST_ONLY("this backend does not quantise"); \
+    } while (0)
+
+static void run_types(EpQuant quant, EpLayout layout, int ranks) {
+    static const int hiddens[] = {16, 48, 128, 400};
+    for (int i = 0; i < LENGTH(hiddens); i++) {
+        Case c = {.ranks = ranks,
+                  .experts = 7,
+                  .top_k = 3,
+                  .hidden = hiddens[i],
+                  .layout = layout,
+                  .alignment = 4,
+                  .row_type = (EpType)(1 + (i + ranks) % 3),
+                  .quant = quant,
+                  .scale_order = i % 2 ? EP_SCALES_BY_ROW : EP_SCALES_BY_COLUMN,
+                  .masked_percent = 10,
+                  .weighted = i % 2,
+                  .spare_rows = 3,
+                  .zero_tail = i > 1,
+                  .seed = (uint64_t)(ranks * 100 + (int)quant * 10 + i)};
+        run_case_on_threads(&c);
+    }
+}
+
+#define GRID(name, quant)                                                                       \
+    Test(dispatch_quant, name, .timeout = 120) {                                                \
+        NEEDS_QUANT();                                                                          \
+        for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) { \
+            run_types(quant, layout, 1);                                                        \
+            run_types(quant, layout, 2);                                                        \
+            run_types(quant, layout, 4);                                                        \
+        }                                                                                       \
+    }
+
+GRID(fp8, EP_QUANT_FP8)
+GRID(fp8_ue8m0, EP_QUANT_FP8_UE8M0)
+GRID(mxfp8, EP_QUANT_MXFP8)
+
+/* What is carried and not made has its scales by column, too. */
+Test(dispatch_quant, carried_scales_by_column, .timeout = 120) {
+    NEEDS_QUANT();
+    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        Case c = {.ranks = 3, .scale_bytes = 12, .spare_rows = 2, .zero_tail = 1, .weighted = 1};
+        c.layout = layout, c.scale_order = EP_SCALES_BY_COLUMN, c.alignment = 4;
+        run_case_on_threads(&c);
+    }
+}
+
+/* Rows of other nodes are packed instead of staged, and come in many rounds. */
+Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
+    HOST_ONLY("GPUs of a group share a node");
+    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("EP_STAGE_BYTES", "3000", 1);
+    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
+        run_types(quant, EP_LAYOUT_BATCHED, 4);
+}
+
+/* Twice the bytes of the received row are all that a group need allow; rows as long as there are.
+ */
+Test(dispatch_quant, longest_rows, .timeout = 120) {
+    NEEDS_QUANT();
+    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++) {
+        Case c = {.ranks = 2, .max_tokens = 2, .weighted = 1, .quant = quant};
+        c.hidden = EP_MAX_ROW_BYTES / 2, c.sum_type = EP_TYPE_BF16;
+        c.seed = (uint64_t)quant, c.spread = SPREAD_FULL;
+        run_case_on_threads(&c);
+    }
+}
+
+/* ---- refusals ---- */
+
+static Case quant_case(EpLayout layout, EpQuant quant, EpScaleOrder order) {
+    Case c = desk_case(layout);
+    c.hidden = 160, c.quant = quant, c.scale_order = order;
+    return case_complete(c);
+}
+
+static const Wrong wrong_fp8[] = {
+    {OP_DISPATCH, TOKENS, SPOIL_TYPE, EP_TYPE_INT32, EP_ERR_ROW_BYTES, {"got 640"}},
+    {OP_DISPATCH, TOKENS, SPOIL_TYPE, EP_TYPE_FP8_E4M3, EP_ERR_TYPE, {"bf16", "fp8_e4m3"}},
+    {OP_DISPATCH, TOKENS, SPOIL_SHAPE1, 152, EP_ERR_ROW_BYTES, {"16 elements", "got 152"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_TYPE, EP_TYPE_BF16, EP_ERR_TYPE, {"fp8_e4m3", "got bf16"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE1, 144, EP_ERR_SHAPE, {"160", "144"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_ABSENT, 0, EP_ERR_NULL, {"quant"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_TYPE, EP_TYPE_UINT8, EP_ERR_TYPE, {"fp32", "uint8"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE1, 1, EP_ERR_SHAPE, {"S = 2", "got 1"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHIFT, 2, EP_ERR_ADDRESS, {"4"}},
+};
+
+SoloTest(dispatch_quant, wrong_tensors_of_fp8) {
+    NEEDS_QUANT();
+    desk_check_table(quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW), wrong_fp8,
+                     LENGTH(wrong_fp8));
+}
+
+static const Wrong wrong_mxfp8[] = {
+    {OP_DISPATCH, RECV_SCALES, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {"uint8", "fp32"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 4, EP_ERR_SHAPE, {"S = 5", "got 4"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE1, 2, EP_ERR_BUFFER_SIZE, {"got 2"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_NDIM, 3, EP_ERR_NDIM, {"2", "got 3"}},
+};
+
+SoloTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column) {
+    NEEDS_QUANT();
+    desk_check_table(quant_case(EP_LAYOUT_FLAT, EP_QUANT_MXFP8, EP_SCALES_BY_COLUMN), wrong_mxfp8,
+                     LENGTH(wrong_mxfp8));
+}
+
+static const Wrong wrong_batched[] = {
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"4", "got 3"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE1, 12, EP_ERR_SHAPE, {"S = 2", "got 12"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE2, 2, EP_ERR_SHAPE, {"12", "got 2"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "got 2"}},
+};
+
+SoloTest(dispatch_quant, wrong_tensors_of_batched_by_column) {
+    NEEDS_QUANT();
+    desk_check_table(quant_case(EP_LAYOUT_BATCHED, EP_QUANT_FP8_UE8M0, EP_SCALES_BY_COLUMN),
+                     wrong_batched, LENGTH(wrong_batched));
+}
+
+/* Rows that are quantised have no scales of the caller's. */
+SoloTest(dispatch_quant, scales_on_top) {
+    NEEDS_QUANT();
+    Desk desk;
+    Case c = quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.arg[SCALES] = desk.arg[TOPK_WEIGHTS];
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
+                  "quantises");
+    desk_close(&desk);
+}
+
+/* A backend that has no such thing says so. */
+SoloTest(dispatch_quant, refused_where_it_is_not) {
+    if (TESTS_HAVE_QUANT) return;
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandle *handle = NULL;
+    config.quant = EP_QUANT_FP8;
+    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+                  "config.quant", "EP_QUANT_NONE");
+    config.quant = EP_QUANT_NONE, config.scale_order = EP_SCALES_BY_COLUMN;
+    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+                  "config.scale_order", "EP_SCALES_BY_ROW");
+    CHECK(handle == NULL, "a handle was made");
+    desk_close(&desk);
+}

@@ -1,0 +1,371 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Latency mode: who gets it, what it takes, and that a dispatch routes by what memory says then.
+ * What its operations write is tested with all other cases: see run_case_on_threads. */
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/cases/desk.h"
+#include "tests/harness/random.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+static Case latency_case(EpLayout layout) {
+    Case c = desk_case(layout);
+    c.mode = EP_MODE_LATENCY;
+    return case_complete(c);
+}
+
+/* ---- which mode ---- */
+
+typedef struct Choice {
+    EpMode group;
+    int32_t handle;
+    int max_tokens;
+    int64_t capacity;
+    EpLayout layout;
+    EpMode expected;
+} Choice;
+
+static const Choice choices[] = {
+    {EP_MODE_AUTO, EP_DEFAULT, 512, 100, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_LATENCY},
+    {EP_MODE_AUTO, EP_DEFAULT, 513, 100, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_THROUGHPUT},
+    {EP_MODE_AUTO, EP_DEFAULT, 512, 0, EP_LAYOUT_EXPERT_MAJOR, EP_MODE_THROUGHPUT},
+    {EP_MODE_AUTO, EP_DEFAULT, 512, 0, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
+    {EP_MODE_AUTO, EP_DEFAULT, 512, 0, EP_LAYOUT_BATCHED, EP_MODE_LATENCY},
+    {EP_MODE_AUTO, EP_MODE_THROUGHPUT, 1, 100, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
+    {EP_MODE_THROUGHPUT, EP_DEFAULT, 1, 100, EP_LAYOUT_FLAT, EP_MODE_THROUGHPUT},
+    {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
+    {EP_MODE_THROUGHPUT, EP_MODE_LATENCY, 600, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
+    {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_BATCHED, EP_MODE_LATENCY},
+};
+
+static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int available) {
+    Case c = case_complete((Case){.max_tokens = choice->max_tokens});
+    EpGroupConfig config = case_group_config(&c);
+    config.mode = choice->group, config.max_recv_rows = choice->capacity;
+    EpGroup *group = NULL;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
+    handle.layout = choice->layout, handle.mode = choice->handle;
+    if (choice->layout == EP_LAYOUT_BATCHED) handle.rows_per_expert = 20;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    size_t bytes = 0;
+    CHECK_OK(ep_handle_cost(group, &handle, &cost));
+    CHECK_OK(ep_handle_memory(group, &handle, &bytes));
+    EpMode expected = available ? choice->expected : EP_MODE_THROUGHPUT;
+    CHECK(cost.mode == expected, "mode %d", (int)cost.mode);
+    CHECK(cost.plan_bytes == (int64_t)bytes, "%lld bytes", (long long)cost.plan_bytes);
+    CHECK((cost.buffer_bytes > 0) == (expected == EP_MODE_LATENCY), "%lld bytes of buffers",
+          (long long)cost.buffer_bytes);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    if (choice->handle == EP_DEFAULT && choice->layout != EP_LAYOUT_BATCHED)
+        CHECK(info.mode == expected, "the group says %d", (int)info.mode);
+    ep_group_destroy(group);
+}
+
+ThreadTest(handles_latency, who_gets_it, 1) {
+    for (int i = 0; i < LENGTH(choices); i++) {
+        const Choice *c = &choices[i];
+        int named = c->group == EP_MODE_LATENCY || c->handle == EP_MODE_LATENCY;
+        check_note("choice %d", i);
+        if (TESTS_HAVE_LATENCY || !named) check_choice(bootstrap, c, TESTS_HAVE_LATENCY);
+    }
+}
+
+/* A backend that has no such mode says so. */
+SoloTest(handles_latency, refused_where_it_is_not) {
+    if (TESTS_HAVE_LATENCY) return;
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_BATCHED);
+    desk_open(&desk, &c);
+    EpHandleConfig config = case_handle_config(&c);
+    EpHandle *handle = NULL;
+    config.mode = EP_MODE_LATENCY;
+    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+                  "config.mode", "EP_MODE_LATENCY", "throughput");
+    CHECK(handle == NULL, "a handle was made");
+    desk_close(&desk);
+}
+
+static void refuse_exact(EpGroup *group, EpLayout layout) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    EpHandle *handle = NULL;
+    size_t bytes = 123;
+    config.layout = layout, config.mode = EP_MODE_LATENCY;
+    CHECK_REFUSED(ep_handle_create(group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+                  "ep_handle_create", "config.max_recv_rows", "capacity", "batched", "got 0");
+    CHECK_REFUSED(ep_handle_memory(group, &config, &bytes), EP_ERR_UNSUPPORTED, "ep_handle_memory",
+                  "config.max_recv_rows", "got 0");
+    CHECK_REFUSED(ep_handle_cost(group, &config, &cost), EP_ERR_UNSUPPORTED, "ep_handle_cost",
+                  "config.max_recv_rows", "got 0");
+    CHECK(!handle && bytes == 123 && cost.mode == EP_MODE_AUTO, "outputs were written");
+}
+
+SoloTest(handles_latency, needs_a_static_size) {
+    NEEDS_LATENCY();
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    refuse_exact(desk.group, EP_LAYOUT_EXPERT_MAJOR);
+    refuse_exact(desk.group, EP_LAYOUT_FLAT);
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    CHECK_REFUSED(ep_handle_cost(NULL, NULL, &cost), EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_handle_cost(desk.group, NULL, NULL), EP_ERR_NULL, "out");
+    cost.struct_size = 3;
+    CHECK_REFUSED(ep_handle_cost(desk.group, NULL, &cost), EP_ERR_STRUCT_SIZE, "out");
+    desk_close(&desk);
+}
+
+/* A group all of whose handles must choose a size can be had. */
+SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
+    NEEDS_LATENCY();
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    config.mode = EP_MODE_LATENCY;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(memory.feasible && memory.handle_bytes == 0, "%s", memory.reason);
+    config.max_recv_rows = 10;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(memory.feasible && memory.handle_bytes > 0, "%s", memory.reason);
+}
+
+/* ---- what it takes ---- */
+
+SoloTest(handles_latency, costs_what_it_says) {
+    NEEDS_LATENCY();
+    Desk desk;
+    Case c = latency_case(EP_LAYOUT_BATCHED);
+    desk_open(&desk, &c);
+    EpHandleConfig config = case_handle_config(&c);
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_cost(desk.group, &config, &cost));
+    CHECK_OK(ep_group_query(desk.group, &before));
+    REQUIRE_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
+    CHECK_OK(ep_group_query(desk.group, &during));
+    ep_handle_destroy(handle);
+    CHECK_OK(ep_group_query(desk.group, &after));
+    CHECK(during.library_bytes - before.library_bytes == cost.plan_bytes + cost.buffer_bytes,
+          "%lld bytes more", (long long)(during.library_bytes - before.library_bytes));
+    CHECK(after.library_bytes == before.library_bytes, "%lld bytes are left",
+          (long long)(after.library_bytes - before.library_bytes));
+    /* Where the caller brings the plan's memory, the buffers are still the library's. */
+    void *memory = aligned_alloc(64, (size_t)cost.plan_bytes);
+    REQUIRE_OK(ep_handle_create(desk.group, &config, memory, (size_t)cost.plan_bytes, &handle));
+    CHECK_OK(ep_group_query(desk.group, &during));
+    CHECK(during.library_bytes - before.library_bytes == cost.buffer_bytes, "%lld bytes more",
+          (long long)(during.library_bytes - before.library_bytes));
+    desk_close(&desk);
+    free(memory);
+}
+
+/* Programs that were compiled before the structs grew have throughput mode. */
+SoloTest(handles_latency, structs_of_an_earlier_version) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    EpHandleConfig config = case_handle_config(&c);
+    EpHandle *handle = NULL;
+    config.struct_size = offsetof(EpHandleConfig, mode);
+    config.mode = -77;
+    REQUIRE_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
+    Step step = desk.step;
+    step.handle = handle;
+    step_all(&step);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    info.struct_size = offsetof(EpHandleInfo, mode);
+    info.mode = (EpMode)-77;
+    CHECK_OK(ep_handle_info(handle, &info));
+    CHECK(info.struct_size == offsetof(EpHandleInfo, mode), "%zu", info.struct_size);
+    CHECK((int)info.mode == -77 && info.num_tokens == 9, "mode %d", (int)info.mode);
+    info = (EpHandleInfo)EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_handle_info(handle, &info));
+    CHECK(info.mode == EP_MODE_THROUGHPUT, "mode %d", (int)info.mode);
+    desk_close(&desk);
+}
+
+/* ---- order ---- */
+
+static void refuse_until_dispatched(Desk *desk) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_REFUSED(desk_call(desk, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "ep_dispatch");
+    CHECK_REFUSED(ep_handle_info(desk->handle, &info), EP_ERR_NOT_PREPARED, "ep_handle_info",
+                  "ep_dispatch");
+    CHECK(info.step == 0, "outputs were written");
+    desk_check_untouched(desk);
+}
+
+/* The plan is there once a dispatch has made it, and gone with the next ep_prepare. */
+SoloTest(handles_latency, dispatch_makes_the_plan) {
+    NEEDS_LATENCY();
+    Desk desk;
+    Case c = latency_case(EP_LAYOUT_BATCHED);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    desk_open(&desk, &c);
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
+    CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
+    desk_check_untouched(&desk);
+    for (int step = 1; step <= 3; step++) {
+        desk_reset(&desk);
+        CHECK_OK(desk_call(&desk, OP_PREPARE));
+        refuse_until_dispatched(&desk);
+        CHECK_OK(desk_call(&desk, OP_DISPATCH));
+        CHECK_OK(desk_call(&desk, OP_COMBINE));
+        CHECK_OK(ep_handle_info(desk.handle, &info));
+        CHECK(info.step == step, "step %lld instead of %d", (long long)info.step, step);
+        CHECK(info.mode == EP_MODE_LATENCY, "mode %d", (int)info.mode);
+    }
+    desk_close(&desk);
+}
+
+SoloTest(handles_latency, there_is_no_backward) {
+    NEEDS_LATENCY();
+    Desk desk;
+    Case c = latency_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    step_dispatch(&desk.step);
+    CHECK_REFUSED(desk_call(&desk, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
+                  "throughput mode", "no backward");
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED,
+                  "ep_dispatch_backward", "throughput mode", "no backward");
+    desk_check_untouched(&desk);
+    step_combine(&desk.step);
+    desk_close(&desk);
+}
+
+/* num_tokens is read by the dispatch, which refuses what ep_prepare could not see. */
+SoloTest(handles_latency, number_of_tokens_out_of_range) {
+    NEEDS_LATENCY();
+    Desk desk;
+    Case c = latency_case(EP_LAYOUT_BATCHED);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    *(int32_t *)desk.tensor[NUM_TOKENS].data = 10;
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
+                  "0 .. 9", "got 10");
+    desk_check_untouched(&desk);
+    *(int32_t *)desk.tensor[NUM_TOKENS].data = 4;
+    CHECK_OK(desk_call(&desk, OP_DISPATCH));
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    CHECK_OK(ep_handle_info(desk.handle, &info));
+    CHECK(info.num_tokens == 4, "%lld tokens", (long long)info.num_tokens);
+    /* Tensors of tokens have T rows all the same. */
+    desk.tensor[TOKENS].shape[0] = 4;
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
+    desk_close(&desk);
+}
+
+/* ---- routing that changes in place, as when graphs are replayed ---- */
+
+enum { RANKS = 4, REPLAYS = 40 };
+
+/* Buffers whose addresses a dispatch keeps using. */
+typedef struct Fixed {
+    int64_t *index;
+    int64_t num_tokens;
+    int32_t totals[3];
+} Fixed;
+
+static void fill(Fixed *fixed, const World *world, int rank) {
+    const RankWorld *me = &world->rank[rank];
+    memcpy(fixed->index, me->index, (size_t)me->rows * (size_t)world->c.top_k * sizeof(int64_t));
+    fixed->num_tokens = me->tokens;
+}
+
+static void record(EpHandle *handle, Fixed *fixed, const Case *c) {
+    EpTensor topk_idx = ep_tensor_2d(fixed->index, EP_TYPE_INT64, c->max_tokens, c->top_k);
+    EpTensor num_tokens = ep_tensor_1d(&fixed->num_tokens, EP_TYPE_INT64, 1);
+    EpTensor totals = ep_tensor_1d(fixed->totals, EP_TYPE_INT32, 3);
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    out.totals = &totals;
+    CHECK_OK(ep_prepare(handle, &topk_idx, &num_tokens, NULL, &out));
+}
+
+static void replay(const Step *step, Fixed *fixed) {
+    const RankWorld *me = &step->world->rank[step->rank];
+    fill(fixed, step->world, step->rank);
+    step_dispatch_again(step);
+    CHECK(fixed->totals[0] == me->recv_rows && fixed->totals[1] == me->needed_rows, "totals %d, %d",
+          (int)fixed->totals[0], (int)fixed->totals[1]);
+    step_combine(step);
+    step_check_status(step);
+}
+
+static void replays(const EpBootstrap *bootstrap, EpLayout layout, int halves) {
+    Case c = {.ranks = RANKS, .experts = 10, .top_k = 3, .counted = 1, .weighted = 1};
+    c.layout = layout, c.mode = EP_MODE_LATENCY, c.index_type = EP_TYPE_INT64;
+    c.halves = halves;
+    c = case_complete(c);
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    REQUIRE(handle, "no handle");
+    Fixed fixed = {.index = calloc((size_t)(c.max_tokens * c.top_k), sizeof(int64_t))};
+    record(handle, &fixed, &c);
+    for (int i = 0; i < REPLAYS; i++) {
+        c.seed = (uint64_t)i, c.spread = (Spread)(i % 5), c.masked_percent = i % 30;
+        World *world = world_new(&c);
+        check_note("case: %s", case_describe(&c));
+        Step step = {group, handle, world, bootstrap->rank};
+        replay(&step, &fixed);
+        world_free(world);
+    }
+    ep_group_destroy(group);
+    free(fixed.index);
+}
+
+ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
+    NEEDS_LATENCY();
+    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        replays(bootstrap, layout, 0);
+        replays(bootstrap, layout, 1);
+    }
+}
+
+/* ---- many handles, ranks that are late ---- */
+
+enum { HANDLES = 5, STEPS = 60 };
+
+static void dawdle(Random *random) {
+    if (random_percent(random, 30)) usleep((useconds_t)random_below(random, 2000));
+}
+
+static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
+    Case c = {.ranks = RANKS, .experts = 9, .top_k = 4, .max_tokens = 12, .weighted = 1};
+    c.mode = EP_MODE_LATENCY, c.scale_bytes = 8, c.masked_percent = 10;
+    EpHandle *handles[HANDLES];
+    EpGroup *group = NULL;
+    /* One stream of draws that all ranks share, and one of this rank's own delays. */
+    Random shared = random_stream(seed, 1, 0), own = random_stream(seed, 2, bootstrap->rank);
+    for (int i = 0; i < HANDLES; i++) {
+        c.layout = (EpLayout)(1 + i % 3);
+        Case full = case_complete(c);
+        if (!group) group = open_group(bootstrap, &full);
+        handles[i] = group ? open_handle(group, &full) : NULL;
+        REQUIRE(handles[i], "no handle");
+    }
+    for (int i = 0; i < STEPS; i++) {
+        int which = (int)random_below(&shared, HANDLES);
+        c.layout = (EpLayout)(1 + which % 3), c.seed = seed * 1000 + (uint64_t)i;
+        World *world = world_new(&c);
+        check_note("stress seed %llu, step %d: %s", (unsigned long long)seed, i, case_describe(&c));
+        Step step = {group, handles[which], world, bootstrap->rank};
+        dawdle(&own);
+        step_dispatch(&step);
+        dawdle(&own);
+        step_combine(&step);
+        world_free(world);
+    }
+    ep_group_destroy(group);
+}
+
+ThreadTest(handles_latency, ranks_that_dawdle, RANKS) {
+    NEEDS_LATENCY();
+    const char *given = getenv("LIBEP_TEST_SEED");
+    stress(bootstrap, given ? strtoull(given, NULL, 10) : 7);
+}

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/oracle/quant.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "tests/oracle/number.h"
+
+static int block_of(EpQuant quant) {
+    return quant == EP_QUANT_MXFP8 ? 32 : 128;
+}
+
+int quant_scales(EpQuant quant, int elements) {
+    int blocks = 0;
+    while (blocks * block_of(quant) < elements)
+        blocks++;
+    return blocks;
+}
+
+int quant_scale_bytes(EpQuant quant) {
+    return quant == EP_QUANT_FP8 ? 4 : 1;
+}
+
+double quant_decode(uint8_t code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    double value = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+    return code & 0x80 ? -value : value;
+}
+
+/* Steps of a value: an eighth of its power of two, at least 2^-9. Rounding in double precision, of
+ * what has far fewer digits, is exact but for the one rounding that is meant. */
+uint8_t quant_encode(double value) {
+    uint8_t sign = signbit(value) ? 0x80 : 0;
+    if (isnan(value)) return 0x7f;
+    double magnitude = fabs(value);
+    if (magnitude > 448) magnitude = 448;
+    int exponent = magnitude < ldexp(1, -6) ? -6 : ilogb(magnitude);
+    int steps = (int)nearbyint(ldexp(magnitude, 3 - exponent));
+    int code = exponent == -6 ? steps : (exponent + 7) * 8 + steps - 8;
+    return (uint8_t)(sign | code);
+}
+
+/* A float's quotient or product, computed in double precision and rounded, is correctly rounded. */
+static float divide(double a, double b) {
+    return (float)(a / b);
+}
+
+static int least_power(float scale) {
+    int power = -200;
+    while (ldexp(1, power) < (double)scale)
+        power++;
+    return power;
+}
+
+static void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale) {
+    double amax = ldexp(1, -100);
+    for (int i = 0; i < n; i++)
+        if (isfinite(x[i]) && fabs((double)x[i]) > amax) amax = fabs((double)x[i]);
+    float quotient = divide(amax, 448), inverse = divide(448, amax);
+    if (quant == EP_QUANT_FP8) {
+        memcpy(scale, &quotient, 4);
+    } else {
+        int power = least_power(quotient);
+        *scale = (uint8_t)(power + 127);
+        inverse = (float)ldexp(1, -power);
+    }
+    for (int i = 0; i < n; i++)
+        out[i] = quant_encode((float)((double)x[i] * (double)inverse));
+}
+
+void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_t *out,
+               uint8_t *scales) {
+    int block = block_of(quant);
+    float x[128];
+    for (int b = 0; b < quant_scales(quant, elements); b++) {
+        int first = b * block, n = elements - first < block ? elements - first : block;
+        for (int i = 0; i < n; i++)
+            x[i] = number_get(row, type, first + i);
+        quant_block(quant, x, n, out + first, scales + b * quant_scale_bytes(quant));
+    }
+}

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The arithmetic of quantising, against searches and double precision. */
+#include "runtime/quant.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "tests/harness/check.h"
+#include "tests/harness/random.h"
+#include "tests/oracle/number.h"
+#include "tests/oracle/quant.h"
+
+static float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+/* The code nearest to a value, found by trying all; of two, the even one. */
+static uint8_t search(double value) {
+    if (isnan(value)) return 0x7f;
+    uint8_t best = 0;
+    for (int code = 1; code < 0x7f; code++) {
+        double here = fabs(quant_decode((uint8_t)code) - fabs(value));
+        double there = fabs(quant_decode(best) - fabs(value));
+        if (here < there || (here == there && code % 2 == 0)) best = (uint8_t)code;
+    }
+    if (isinf(value)) best = 0x7e;
+    return (uint8_t)(best | (signbit(value) ? 0x80 : 0));
+}
+
+static void check_code(float value) {
+    uint8_t expected = search((double)value), got = ep_e4m3_from_float(value);
+    CHECK(got == expected, "%a: 0x%02x instead of 0x%02x", (double)value, got, expected);
+    CHECK(quant_encode((double)value) == expected, "%a: the oracle has 0x%02x instead of 0x%02x",
+          (double)value, quant_encode((double)value), expected);
+}
+
+/* Every float of 16 bits and its neighbours: all codes, what lies halfway, and what is next to it.
+ */
+SoloTest(runtime_quant, e4m3_of_all_kinds_of_floats) {
+    for (uint32_t high = 0; high < 0x10000; high++) {
+        if (!isnan(from_bits(high << 16)) && fabsf(from_bits(high << 16)) > 600 && high % 64)
+            continue;
+        check_code(from_bits(high << 16));
+        check_code(from_bits((high << 16) + 1));
+        check_code(from_bits((high << 16) - 1));
+    }
+}
+
+SoloTest(runtime_quant, e4m3_keeps_its_own_values) {
+    for (int code = 0; code < 256; code++)
+        if ((code & 0x7f) != 0x7f)
+            CHECK(ep_e4m3_from_float((float)quant_decode((uint8_t)code)) == code, "0x%02x", code);
+    CHECK(ep_e4m3_from_float(448.0f) == 0x7e && ep_e4m3_from_float(-1e30f) == 0xfe, "saturation");
+    CHECK(ep_e4m3_from_float(-NAN) == 0x7f && ep_e4m3_from_float(NAN) == 0x7f, "NaN");
+}
+
+enum { MOST = 300 };
+
+static void check_row(EpQuant quant, EpType type, const void *row, int n) {
+    uint8_t got[MOST], expected[MOST];
+    _Alignas(4) uint8_t scales[64], expected_scales[64];
+    memset(scales, 0xee, sizeof(scales));
+    memset(expected_scales, 0xee, sizeof(expected_scales));
+    ep_quantise(quant, type, row, n, got, scales);
+    quant_row(quant, type, row, n, expected, expected_scales);
+    CHECK(memcmp(got, expected, (size_t)n) == 0, "quant %d, type %d, %d elements", (int)quant,
+          (int)type, n);
+    CHECK(memcmp(scales, expected_scales, sizeof(scales)) == 0, "scales of quant %d, type %d, %d",
+          (int)quant, (int)type, n);
+}
+
+/* Rows of any bits at all, and of numbers within a few powers of two. */
+SoloTest(runtime_quant, random_rows) {
+    for (uint64_t seed = 1; seed <= 600; seed++) {
+        Random random = random_stream(seed, 3, 3);
+        EpType type = (EpType)(1 + random_below(&random, 3));
+        int n = 16 * (1 + (int)random_below(&random, 18));
+        uint32_t row[MOST];
+        for (int i = 0; i < MOST; i++)
+            row[i] = (uint32_t)random_next(&random);
+        uint32_t centre = (uint32_t)random_below(&random, 250);
+        for (int i = 0; seed % 2 && type == EP_TYPE_FP32 && i < MOST; i++)
+            row[i] = (row[i] & 0x807fffffu) | (centre + row[i] % 5) << 23;
+        check_note("seed %llu", (unsigned long long)seed);
+        for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
+            check_row(quant, type, row, n);
+    }
+}
+
+static void check_first(EpQuant quant, float first, float second, double scale, uint8_t code) {
+    float row[16] = {first, second};
+    uint8_t out[16];
+    _Alignas(4) uint8_t stored[4];
+    ep_quantise(quant, EP_TYPE_FP32, row, 16, out, stored);
+    float fp32;
+    memcpy(&fp32, stored, 4);
+    double got = quant == EP_QUANT_FP8 ? (double)fp32 : ldexp(1, stored[0] - 127);
+    CHECK(got == scale, "%a, %a: scale %a instead of %a", (double)first, (double)second, got,
+          scale);
+    CHECK(out[0] == code, "%a, %a: 0x%02x instead of 0x%02x", (double)first, (double)second, out[0],
+          code);
+}
+
+/* Cases whose results are known without any computation. */
+SoloTest(runtime_quant, by_hand) {
+    check_first(EP_QUANT_FP8, 448, 0, 1, 0x7e);
+    check_first(EP_QUANT_FP8, 1, -448, 1, 0x38);
+    check_first(EP_QUANT_FP8, -896, 0, 2, 0xfe);
+    check_first(EP_QUANT_FP8_UE8M0, 448, 0, 1, 0x7e);
+    check_first(EP_QUANT_FP8_UE8M0, 449, 0, 2, 0x76);
+    check_first(EP_QUANT_MXFP8, 224, 0, 0.5, 0x7e);
+    check_first(EP_QUANT_MXFP8, 225, 0, 1, 0x76);
+    /* Infinities and NaN leave the scale to the others. */
+    check_first(EP_QUANT_FP8, INFINITY, 448, 1, 0x7e);
+    check_first(EP_QUANT_FP8, -INFINITY, 448, 1, 0xfe);
+    check_first(EP_QUANT_FP8_UE8M0, -NAN, 448, 1, 0x7f);
+    /* Nothing at all. */
+    check_first(EP_QUANT_FP8_UE8M0, 0, -0.0f, ldexp(1, -108), 0);
+    check_first(EP_QUANT_FP8, -0.0f, 0, (double)(float)(ldexp(1, -100) / 448), 0x80);
+}
