@@ -27,10 +27,15 @@ __device__ __forceinline__ int claimed(int claim) {
 }
 
 #define CHUNKS_EACH 4
+#define MANY_BLOCKS 32
+#define CHUNK_OF_MANY 1
 
-/** Tokens of a chunk: one for each team, or fewer if blocks could not have several chunks each. */
+/** Tokens of a chunk. Few blocks take one for each team, since their planners are short of time.
+ *  Many take less: what they all have begun arrives at about the same time, and is waited for in
+ *  order. */
 __device__ __forceinline__ int chunk_size(const Team &t, int tokens, int blocks) {
-    return max(1, min(t.count, tokens / (blocks * CHUNKS_EACH)));
+    int most = blocks < MANY_BLOCKS ? t.count : min(t.count, CHUNK_OF_MANY);
+    return max(1, min(most, tokens / (blocks * CHUNKS_EACH)));
 }
 
 /* ---- tokens -------------------------------------------------------------------------------- */
