@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_WORKER * 32;
     Role role = pipe_role(a.receivers);
     uint32_t epoch = ep_epoch(a.group);
-    pipe_open(&s.pipe, a.pipe, memory, a.carries_values);
+    pipe_open(&s.pipe, a.pipe, memory, a.carries_values, a.top_k);
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;

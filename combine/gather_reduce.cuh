@@ -47,7 +47,7 @@ __device__ void plan_tokens(const EpGatherArgs &a, Pipe *p, uint32_t epoch, int 
                  valid);
         return 1;
     };
-    pipe_end(p, walk_tokens(a, t, RECEIVERS, blocks, a.pipe.pieces, post));
+    pipe_end(p, t, walk_tokens(a, t, RECEIVERS, blocks, a.pipe.pieces, post));
 }
 
 /* A value that comes back: from its slot here, or in the record of its owner's sum. */

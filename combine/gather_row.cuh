@@ -140,8 +140,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipe *p, const T
             p->notes[j] = piece == pieces - 1 ? notes : 0;
             p->piece[j] = piece, p->item[j] = item, p->source[j] = source;
         }
-        __syncwarp();
-        if (valid && t.k == 0) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
+        if (valid) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
     }
 }
 

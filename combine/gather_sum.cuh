@@ -41,7 +41,7 @@ __device__ void plan_sums(const EpGatherArgs &a, Pipe *p, ChunkRows *rows, uint3
         post_round(a, p, t, number, r, weight);
         return 1;
     };
-    pipe_end(p, walk_rows(a, rows, t, SENDERS, blocks, a.pipe.pieces, 0, post));
+    pipe_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipe.pieces, 0, post));
     if (!met) meet_sources(g, epoch);
 }
 

@@ -89,23 +89,26 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 #define WANTED_STAGES 6 /* to overlap loads with stores */
 #define MOST_STAGES 40  /* more would not be used: there are 32 jobs, and one may hold 33 stages */
 
-#ifndef JOBS_AHEAD
-#define JOBS_AHEAD 1024 /* of all blocks */
-#endif
-#define LEAST_AHEAD 8
-#define MOST_AHEAD 32
+#define MANY_BLOCKS 64
 
-/* Jobs that a block may have under way: enough to keep the wire busy, but what blocks have begun
- * when no tokens are left, each ends alone. A planner posts up to four rows at once. */
-static int32_t jobs_ahead(int32_t blocks, int64_t pieces) {
-    int64_t ahead = ep_max(LEAST_AHEAD, JOBS_AHEAD / blocks);
-    return (int32_t)ep_min(MOST_AHEAD, ep_max(ahead, 4 * pieces));
+/* How finely blocks divide the work, found by trying. Where there are many blocks, what each has
+ * begun when no tokens are left it ends alone, and what all of them have begun arrives at about the
+ * same time, while it is waited for in order: so they claim few tokens at once and have few jobs
+ * under way. Few blocks have planners that are short of time, and claim as many tokens as these
+ * plan at once. */
+typedef struct Grain {
+    int32_t chunk, ahead; /* tokens, jobs */
+} Grain;
+
+static Grain grain_of(const EpGroup *group, int copies) {
+    if (ep_cuda(group)->device.blocks < MANY_BLOCKS) return (Grain){4, EP_MOST_AHEAD};
+    return copies ? (Grain){2, 4} : (Grain){1, 8};
 }
 
 /* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
- * once: of whole rows, if that makes enough of them. */
+ * once: of whole rows, if that makes enough of them. A planner posts up to four rows at once. */
 static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t width, int64_t held,
-                           EpPipeShape *shape) {
+                           int32_t ahead, EpPipeShape *shape) {
     int64_t room =
         ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * width;
     int64_t pieces = 1, bytes = row_bytes;
@@ -116,7 +119,7 @@ static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t widt
                            .stage_bytes = (int32_t)bytes,
                            .width = (int32_t)width,
                            .pieces = (int32_t)pieces,
-                           .ahead = jobs_ahead(ep_cuda(group)->device.blocks, pieces)};
+                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(ahead, 4 * pieces))};
     if (shape->stages >= held) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
@@ -160,11 +163,13 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .out_idx = s->out_idx,
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
-    args.receivers = cuda->device.blocks / 2;
+    Grain grain = grain_of(group, !args.type), fill = grain_of(group, 0);
+    args.receivers = cuda->device.blocks / 2, args.chunk = grain.chunk;
     choose_landing(group, s, &args);
     int64_t held = args.type ? 1 + state->top_k : 1;
-    EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, &args.send));
-    EP_TRY(shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, &args.fill));
+    EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, grain.ahead, &args.send));
+    EP_TRY(
+        shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, fill.ahead, &args.fill));
     const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
                               s->carries_weights};
     args.group.digest = digest(handle, s->op, agreed, 5);
@@ -172,14 +177,10 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     return leave_stream(group, s->stream, ep_cuda_launch_scatter(&args, s->stream));
 }
 
-#ifndef REDUCERS
-#define REDUCERS 42
-#endif
-
-/* Summing blocks have more to do than reducing ones, in percent of the blocks; it shows where there
- * are few. Where there are many, each has its neighbour: see pipe_role. */
+/* Summing blocks have more to do than reducing ones, which shows where there are few. Where there
+ * are many, each has its neighbour: see pipe_role. */
 static int32_t reducers(int32_t blocks) {
-    return blocks >= 64 ? blocks / 2 : (int32_t)ep_max(1, blocks * REDUCERS / 100);
+    return blocks >= MANY_BLOCKS ? blocks / 2 : (int32_t)ep_max(1, blocks * 42 / 100);
 }
 
 static EpStatus gather(EpHandle *handle, const EpGather *g) {
@@ -201,8 +202,9 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
                          .out_rows = g->out_rows,
                          .out_num_rows = g->out_num_rows,
                          .out_values = g->out_values};
-    args.receivers = reducers(cuda->device.blocks);
-    EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, &args.pipe));
+    Grain grain = grain_of(group, 0);
+    args.receivers = reducers(cuda->device.blocks), args.chunk = grain.chunk;
+    EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, grain.ahead, &args.pipe));
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
     args.group.digest = digest(handle, g->op, agreed, 4);
     EP_TRY(enter_stream(group, g->stream));

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     uint32_t epoch = ep_epoch(a.group);
     Role role = pipe_role(a.receivers);
     pipe_open(&s.pipe, role.receives ? a.fill : a.send, memory,
-              role.receives ? fills_side(a) : has_side(a));
+              role.receives ? fills_side(a) : has_side(a), a.top_k);
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;

@@ -58,8 +58,7 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const 
             p->from[cell] = from ? from + offset : NULL;
             describe_job(a, p, n, r.source, r.row, piece, loads, brought, stores);
         }
-        __syncwarp();
-        if (valid && t.k == 0) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
+        if (valid) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
     }
 }
 
@@ -75,7 +74,7 @@ __device__ void plan_records(const EpScatterArgs &a, Pipe *p, ChunkRows *rows, u
         post_row(a, p, t, number, r, weight);
         return 1;
     };
-    pipe_end(p, walk_rows(a, rows, t, RECEIVERS, blocks, a.fill.pieces, a.type != 0, post));
+    pipe_end(p, t, walk_rows(a, rows, t, RECEIVERS, blocks, a.fill.pieces, a.type != 0, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

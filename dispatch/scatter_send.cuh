@@ -72,8 +72,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
             p->notes[j] = piece == a.send.pieces - 1 ? notes : 0;
             p->item[j] = token, p->piece[j] = piece;
         }
-        __syncwarp();
-        if (valid && t.k == 0) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
+        if (valid) ep_mbarrier_arrive(&p->barrier[POSTED][j]);
     }
 }
 
@@ -90,7 +89,7 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Landings *landings,
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
-    pipe_end(p, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
+    pipe_end(p, t, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
     if (!met) meet_peers(a.group, landings, epoch);
 }
 

@@ -52,6 +52,7 @@ typedef struct EpScatterArgs {
     EpRecord record;
     EpPipeShape send, fill;
     int32_t receivers; /**< blocks that fill; the others send */
+    int32_t chunk;     /**< most tokens that a block claims at once */
     int32_t top_k;
     int32_t type; /**< of the rows, where they are multiplied; 0 where they are only copied */
     int64_t row_bytes, scale_bytes;
@@ -78,6 +79,7 @@ typedef struct EpGatherArgs {
     EpRecord record;
     EpPipeShape pipe;
     int32_t receivers; /**< blocks that reduce; the others add up for other ranks */
+    int32_t chunk;     /**< most tokens that a block claims at once */
     int32_t top_k;
     int32_t type;
     int64_t row_bytes;

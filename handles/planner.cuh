@@ -27,15 +27,11 @@ __device__ __forceinline__ int claimed(int claim) {
 }
 
 #define CHUNKS_EACH 4
-#define MANY_BLOCKS 32
-#define CHUNK_OF_MANY 1
 
-/** Tokens of a chunk. Few blocks take one for each team, since their planners are short of time.
- *  Many take less: what they all have begun arrives at about the same time, and is waited for in
- *  order. */
-__device__ __forceinline__ int chunk_size(const Team &t, int tokens, int blocks) {
-    int most = blocks < MANY_BLOCKS ? t.count : min(t.count, CHUNK_OF_MANY);
-    return max(1, min(most, tokens / (blocks * CHUNKS_EACH)));
+/** Tokens of a chunk: at most `most`, one for each team, and so many that each block can have
+ *  several chunks. */
+__device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, int blocks) {
+    return max(1, min(min(most, t.count), tokens / (blocks * CHUNKS_EACH)));
 }
 
 /* ---- tokens -------------------------------------------------------------------------------- */
@@ -57,7 +53,7 @@ __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int fi
 template <typename Args, typename Post>
 __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
                                                 int blocks, int pieces, Post post) {
-    int tokens = (int)a.plan.header->num_tokens, size = chunk_size(t, tokens, blocks);
+    int tokens = (int)a.plan.header->num_tokens, size = chunk_size(t, a.chunk, tokens, blocks);
     int first = claimed(claim(a.group, claimer)) * size, then = claim(a.group, claimer);
     EpEntry next = entry_of(a, t, first, size);
     uint32_t n = 0;
@@ -137,7 +133,7 @@ __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, con
         if (source >= 0) walk.tokens = max(walk.tokens, a.plan.tokens[source]);
     }
     walk.tokens = __reduce_max_sync(~0u, walk.tokens);
-    walk.size = chunk_size(t, walk.tokens, blocks);
+    walk.size = chunk_size(t, a.chunk, walk.tokens, blocks);
     walk.first = claimed(claim(a.group, claimer)) * walk.size;
     look_ahead(a, &walk, takes_own);
     walk.then = claim(a.group, claimer);

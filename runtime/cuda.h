@@ -144,12 +144,14 @@ typedef struct EpCudaGroup {
                              window of each rank is mapped here */
 } EpCudaGroup;
 
+#define EP_MOST_AHEAD 20 /* jobs of a pipe under way: see runtime/pipe.cuh */
+
 /** How a block of a kernel divides its shared memory: see runtime/pipe.cuh. */
 typedef struct EpPipeShape {
     int32_t stages, stage_bytes;
     int32_t width;  /**< most loads or stores of a job */
     int32_t pieces; /**< jobs that a row is divided into, each of at most stage_bytes */
-    int32_t ahead;  /**< most jobs under way */
+    int32_t ahead;  /**< most jobs under way, up to EP_MOST_AHEAD */
 } EpPipeShape;
 
 /** One (token, k), on the token's rank. */

@@ -16,6 +16,10 @@
  *
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
  * that come round to this place, the step is done; to wait for job n is to wait for phase n / JOBS.
+ * Every thread that has read or written something of a job arrives there itself. A phase can only
+ * be told from the next one: who waits for job n must know that job n - JOBS is over. Those that
+ * take jobs in turn know of their last one that it was under way, and so that EP_MOST_AHEAD before
+ * it none was: places are so many more that this is enough.
  *
  * A job of n loads holds n stages. What workers leave in the last of them is stored; the others are
  * free as soon as they have been worked on. The pipe ends with PIPE_ENDS jobs that are none, at
@@ -35,6 +39,7 @@
 #define TEAM_THREADS (TEAM_WARPS * 32)
 #define WORKERS (TEAMS * TEAM_THREADS)
 #define ANNOUNCE_BATCH 8
+static_assert(EP_MOST_AHEAD + PIPE_ENDS <= JOBS, "see above");
 
 enum PipeWarp {
     PLANNER,
@@ -151,6 +156,16 @@ __device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, in
     return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
+#define LEAST_TEAM 8
+
+/** Lanes that plan a row. */
+__device__ __forceinline__ int team_width(int top_k) {
+    int width = LEAST_TEAM;
+    while (width < top_k)
+        width *= 2;
+    return width;
+}
+
 /* Where the arrays lie. By one thread. */
 __device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, char *memory) {
     int cells = JOBS * shape.width;
@@ -166,12 +181,11 @@ __device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, 
 
 /* A barrier takes 54 cycles to begin with, lane by lane: one warp would take 6 us for all of them.
  * So each warp has some. By one thread of each. */
-__device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side) {
-    for (int i = threadIdx.x / 32; i < BARRIERS * JOBS; i += (int)blockDim.x / 32) {
-        int kind = i / JOBS;
-        int arrivals = kind == WORKED ? TEAM_WARPS : kind == DONE ? 1 + has_side : 1;
-        ep_mbarrier_init(&p->barrier[kind][i % JOBS], arrivals);
-    }
+__device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side, int posters) {
+    const int arrivals[BARRIERS] = {posters, 32, TEAM_WARPS, 1, 1 + 32 * has_side, 32};
+    for (int kind = 0; kind < BARRIERS; kind++)
+        for (int j = threadIdx.x / 32; j < JOBS; j += (int)blockDim.x / 32)
+            ep_mbarrier_init(&p->barrier[kind][j], arrivals[kind]);
     ep_fence_mbarrier_init();
     ep_fence_proxy_shared();
 }
@@ -179,9 +193,9 @@ __device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side) {
 /** Called by all threads of the block; the pipe is open behind their next barrier. `has_side`:
  *  whether there are side warps. */
 __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, char *memory,
-                                          int has_side) {
+                                          int has_side, int top_k) {
     if (threadIdx.x == 0) pipe_lay_out(p, shape, memory);
-    if (threadIdx.x % 32 == 0) pipe_begin_barriers(p, has_side);
+    if (threadIdx.x % 32 == 0) pipe_begin_barriers(p, has_side, team_width(top_k));
 }
 
 /* ---- planner ------------------------------------------------------------------------------- */
@@ -193,8 +207,6 @@ typedef struct Team {
     unsigned mask;
 } Team;
 
-#define LEAST_TEAM 8
-
 /** The bytes of a piece of a row. */
 __device__ __forceinline__ int32_t piece_bytes(const EpPipeShape &s, int64_t row_bytes, int piece) {
     return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
@@ -202,9 +214,7 @@ __device__ __forceinline__ int32_t piece_bytes(const EpPipeShape &s, int64_t row
 
 __device__ __forceinline__ Team make_team(int top_k) {
     Team t;
-    t.width = LEAST_TEAM;
-    while (t.width < top_k)
-        t.width *= 2;
+    t.width = team_width(top_k);
     int lane = threadIdx.x % 32;
     t.count = 32 / t.width;
     t.index = lane / t.width, t.k = lane % t.width;
@@ -227,13 +237,13 @@ __device__ __forceinline__ void pipe_await_open(Pipe *p, uint32_t n) {
 }
 
 /** End the pipe after n jobs; by the planner's whole warp. */
-__device__ __forceinline__ void pipe_end(Pipe *p, uint32_t n) {
+__device__ __forceinline__ void pipe_end(Pipe *p, const Team &t, uint32_t n) {
     __syncwarp();
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
     if (end >= JOBS) pipe_wait(p->barrier[OPEN], end - JOBS);
     p->job[end % JOBS].loads = PIPE_END;
-    ep_mbarrier_arrive(&p->barrier[POSTED][end % JOBS]);
+    ep_mbarrier_arrive_for(&p->barrier[POSTED][end % JOBS], t.width);
 }
 
 /* ---- loader -------------------------------------------------------------------------------- */
@@ -244,7 +254,7 @@ __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     if (end >= n + PIPE_ENDS) return;
     pipe_wait(p->barrier[POSTED], end);
     p->work[end % JOBS].bytes = PIPE_END;
-    ep_mbarrier_arrive(&p->barrier[FULL][end % JOBS]);
+    ep_mbarrier_arrive_for(&p->barrier[FULL][end % JOBS], 32);
 }
 
 /** The stages of jobs under way. */
@@ -289,13 +299,16 @@ __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
         while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
             pipe_reclaim(p, &h, works);
+        const char *from = lane < job.loads ? p->from[j * width + lane] : NULL;
+        const char *last = lane + 32 < job.loads ? p->from[j * width + lane + 32] : NULL;
         __syncwarp();
-        if (lane == 0) pipe_describe(p, j, job, at, works);
+        if (lane == 0)
+            pipe_describe(p, j, job, at, works);
+        else
+            ep_mbarrier_arrive(&p->barrier[FULL][j]);
         __syncwarp();
-        for (int i = lane; i < job.loads; i += 32) {
-            const char *from = p->from[j * width + i];
-            if (from) ep_bulk_load(stage_of(s, at, i), from, (uint32_t)job.bytes, full + j * 8);
-        }
+        if (from) ep_bulk_load(stage_of(s, at, lane), from, (uint32_t)job.bytes, full + j * 8);
+        if (last) ep_bulk_load(stage_of(s, at, lane + 32), last, (uint32_t)job.bytes, full + j * 8);
         at = stage_of(s, at, job.loads);
         h.unused -= job.loads;
     }
@@ -363,8 +376,8 @@ __device__ __forceinline__ void pipe_sides(Pipe *p, int warp, int count, Move mo
         pipe_wait(p->barrier[POSTED], n);
         if (p->job[j].loads == PIPE_END) return;
         if (p->piece[j] == 0) move(j);
+        ep_mbarrier_arrive(&p->barrier[DONE][j]);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->barrier[DONE][j]);
     }
 }
 
@@ -405,15 +418,15 @@ __device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const
  */
 __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uint32_t epoch,
                                               int heads) {
-    int lane = threadIdx.x % 32;
     for (uint32_t n = 0, batch;; n += batch) {
         Note note;
         pipe_wait(p->barrier[POSTED], n);
         if (p->job[n % JOBS].loads == PIPE_END) return;
         pipe_wait(p->barrier[DONE], n);
         batch = take_notes(p, n, &note);
+        for (uint32_t b = 0; b < batch; b++)
+            ep_mbarrier_arrive(&p->barrier[OPEN][(n + b) % JOBS]);
         __syncwarp();
-        if (lane < (int)batch) ep_mbarrier_arrive(&p->barrier[OPEN][(n + lane) % JOBS]);
         if (heads && __any_sync(~0u, note.peer >= 0)) ep_fence_sys();
         if (note.peer >= 0) tell(g, epoch, note, heads);
     }

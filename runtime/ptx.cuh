@@ -101,6 +101,12 @@ __device__ __forceinline__ void ep_mbarrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ep_smem(barrier)) : "memory");
 }
 
+/** For as many that would have come. */
+__device__ __forceinline__ void ep_mbarrier_arrive_for(uint64_t *barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(ep_smem(barrier)), "r"(count)
+                 : "memory");
+}
+
 /** Has the phase of this parity ended? May sleep a little before it says no. */
 __device__ __forceinline__ uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     uint32_t done;

@@ -67,11 +67,14 @@ static void count_push(Wire *wire, PhaseId phase) {
         wire->push.bytes[i] = count_bytes(c, peer_at(c, i), phase);
 }
 
+#define PLACE_ALIGNMENT 4096 /* memory takes parts of lines more slowly */
+
 /* Every rank has a place of the same size in every other's inbox. */
 static bool longest_push(const Wire *wire, int64_t *out) {
     *out = 0;
     for (int i = 0; i < wire->push.count; i++)
         *out = wire->push.bytes[i] > *out ? wire->push.bytes[i] : *out;
+    *out = (*out + PLACE_ALIGNMENT - 1) / PLACE_ALIGNMENT * PLACE_ALIGNMENT;
     return world_max(wire->c->world, out, 1);
 }
 

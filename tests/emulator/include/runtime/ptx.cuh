@@ -112,6 +112,11 @@ static inline void ep_mbarrier_arrive(uint64_t *barrier) {
     emulated_mbarrier_arrive(barrier, 0);
 }
 
+static inline void ep_mbarrier_arrive_for(uint64_t *barrier, uint32_t count) {
+    while (count--)
+        emulated_mbarrier_arrive(barrier, 0);
+}
+
 static inline uint32_t ep_mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
     if (!emulated_mbarrier_test(barrier, parity)) emulated_wait_for(barrier);
     return emulated_mbarrier_test(barrier, parity);
