@@ -23,8 +23,13 @@ __device__ __forceinline__ void describe_job(const EpScatterArgs &a, Pipe *p, ui
                                              int source, int row, int piece, int loads, int brought,
                                              int stores) {
     int j = n % JOBS, cell = j * a.fill.width;
-    p->job[j] = PipeJob{(int16_t)loads, (int16_t)brought, (int16_t)stores, (int16_t)stores,
-                        piece_bytes(a.fill, a.row_bytes, piece)};
+    p->job[j] = PipeJob{(int16_t)loads,
+                        (int16_t)brought,
+                        (int16_t)stores,
+                        (int16_t)stores,
+                        piece_bytes(a.fill, a.row_bytes, piece),
+                        0,
+                        0};
     p->notes[j] = source != a.group.rank && piece == a.fill.pieces - 1;
     p->source[j] = source, p->item[j] = row, p->piece[j] = piece;
     p->peer[cell] = source, p->row[cell] = row;

@@ -68,7 +68,8 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
         if (valid && peer >= 0) p->peer[cell + note] = peer, p->row[cell + note] = row;
         if (valid && t.k == 0) {
             p->from[cell] = a.rows + token * a.row_bytes + offset;
-            p->job[j] = PipeJob{1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.row_bytes, piece)};
+            p->job[j] =
+                PipeJob{1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.row_bytes, piece), 0, 0};
             p->notes[j] = piece == a.send.pieces - 1 ? notes : 0;
             p->item[j] = token, p->piece[j] = piece;
         }

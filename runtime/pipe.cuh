@@ -392,7 +392,7 @@ typedef struct Note {
 __device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) {
     int lane = threadIdx.x % 32, width = p->shape.width, notes = 0;
     uint32_t batch = 0;
-    note->peer = -1;
+    *note = Note{-1, 0};
     do {
         int j = (n + batch) % JOBS, mine = lane - notes;
         if (mine >= 0 && mine < p->notes[j])
