@@ -698,8 +698,8 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
  *             = 2^ceil(log2(fl(amax / 448)))     UE8M0: the byte is the exponent + 127
  *     inverse = 448 / amax                       FP32
  *             = 1 / scale                        UE8M0
- *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448; NaN:
- * 0x7f
+ *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448;
+ *                                                NaN: 0x7f
  *
  * so that x is about scale * q. docs/semantics.md says more.
  */
