@@ -69,6 +69,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
         args.padded = vector_of(out->expert_padded);
         args.offsets = vector_of(out->expert_offsets);
         args.totals = vector_of(out->totals);
+        args.source_counts = vector_of(out->source_counts);
     }
     const EpPlanShape *shape = &handle->shape;
     int is_batched = shape->layout == EP_LAYOUT_BATCHED; /* then the capacity depends on L */

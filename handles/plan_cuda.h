@@ -40,7 +40,7 @@ typedef struct EpPrepareArgs {
     const void *topk_idx;
     int32_t idx_is_int64;
     EpCudaVector num_tokens; /**< data NULL: all rows */
-    EpCudaVector counts, padded, offsets, totals;
+    EpCudaVector counts, padded, offsets, totals, source_counts;
     EpCudaInfo *info;   /**< pinned */
     EpCudaNotes *notes; /**< pinned */
 } EpPrepareArgs;

@@ -49,12 +49,17 @@ __device__ void count_kept_entries(const EpPrepareArgs &a, const Lane *l) {
     int64_t kept = a.plan.header->recv_rows;
     for (int e = threadIdx.x; e < a.shape.num_local; e += THREADS)
         a.plan.expert_counts[e] = 0;
+    clear_sources(a);
     __syncthreads();
     for (int r = 0; r < a.group.size; r++) {
         int64_t rows = min((int64_t)l->ranks->coming[r], kept - a.plan.flat_begin[r]);
         const int32_t *routes = a.plan.routes + (int64_t)r * a.group.layout.max_tokens * k;
-        for (int i = threadIdx.x; i < rows * k; i += THREADS)
-            if (__ldcg(routes + i) >= 0) atomicAdd(&a.plan.expert_counts[__ldcg(routes + i)], 1);
+        for (int i = threadIdx.x; i < rows * k; i += THREADS) {
+            int local = __ldcg(routes + i);
+            if (local < 0) continue;
+            atomicAdd(&a.plan.expert_counts[local], 1);
+            count_source(a, local, r);
+        }
     }
     __syncthreads();
 }
@@ -75,16 +80,17 @@ __device__ void publish_flat_experts(const EpPrepareArgs &a, const Lane *l, int 
 }
 
 /* By the last block: only now are all rows known. What a failure leaves is not to be walked. */
-__device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens) {
+__device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens, uint32_t epoch) {
     __threadfence();
     if (*(volatile uint32_t *)&a.group.state->failed) return;
     if (threadIdx.x < 32) lay_flat_rows(a, l);
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
     if (!all_kept) count_kept_entries(a, l);
-    if (threadIdx.x >= 32) return;
-    publish_flat_experts(a, l, all_kept);
-    __syncwarp();
+    if (threadIdx.x < 32) publish_flat_experts(a, l, all_kept);
+    __syncthreads();
+    if (all_kept) publish_sources(a, l, epoch);
+    __syncthreads();
     if (threadIdx.x == 0) publish_step(a, tokens);
 }
 
@@ -113,7 +119,13 @@ __device__ void publish_lanes(const EpPrepareArgs &a, Lane *l, int tokens, uint3
     __syncthreads();
     int alive = await_counts(a, l, epoch);
     if (!__syncthreads_and(alive)) return;
-    if (threadIdx.x < 32) publish(a, l, tokens, epoch);
+    if (threadIdx.x < 32) publish_rows(a, l, epoch);
+    if (a.shape.layout == EP_LAYOUT_FLAT) return; /* its rows are laid at the end */
+    if (threadIdx.x < 32) publish_slabs(a, l);
+    __syncthreads();
+    publish_sources(a, l, epoch);
+    __syncthreads();
+    if (threadIdx.x == 0) publish_step(a, tokens);
 }
 
 __device__ Lane open_lane(const EpPrepareArgs &a, Ranks *ranks, uint4 *memory, int tokens) {
@@ -149,7 +161,7 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
         prepare_lane(a, &l, epoch);
     if (!ep_leave(a.group, epoch)) return;
     if (threadIdx.x == 0) tell_bad_indices(a);
-    if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens);
+    if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens, epoch);
 }
 
 extern "C" int ep_cuda_open_prepare(int shared_bytes) {

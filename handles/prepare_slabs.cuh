@@ -141,14 +141,4 @@ __device__ void publish_step(const EpPrepareArgs &a, int tokens) {
     out->step = step;
 }
 
-/* What the host wants to know, by one warp. Flat rows are laid at the end. */
-__device__ void publish(const EpPrepareArgs &a, const Lane *l, int tokens, uint32_t epoch) {
-    publish_rows(a, l, epoch);
-    if (a.shape.layout == EP_LAYOUT_FLAT) return;
-    publish_slabs(a, l);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) publish_step(a, tokens);
-    __syncwarp();
-}
-
 #endif
