@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_combine in two halves. */
-#include "handles/ops.h"
+#include "combine/arguments.h"
 
 static EpStatus describe_sent(const EpOperation *o, const EpTensor *expert_out,
                               const EpTensor *slot_weights, EpGather *g) {
@@ -8,15 +8,8 @@ static EpStatus describe_sent(const EpOperation *o, const EpTensor *expert_out,
     EP_TRY(ep_arg_summable(&o->call, "expert_out", expert_out));
     EP_TRY(ep_arg_token_bytes(o, "expert_out", expert_out));
     if (slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
-    *g = (EpGather){.op = &ep_op_combine,
-                    .half = EP_SEND_HALF,
-                    .rows = expert_out->data,
-                    .type = expert_out->type,
-                    .row_bytes = ep_tensor_row_bytes(expert_out),
-                    .row_elements = ep_tensor_row_elements(expert_out),
-                    .weighs = slot_weights != NULL,
-                    .slot_weights = slot_weights ? slot_weights->data : NULL,
-                    .out_num_rows = o->step.num_rows};
+    *g = ep_combine_describe(expert_out, slot_weights);
+    g->half = EP_SEND_HALF, g->out_num_rows = o->step.num_rows;
     return EP_OK;
 }
 

@@ -88,7 +88,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 /* ---- movements ----------------------------------------------------------------------------- */
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
-#define MOST_STAGES 40  /* more would not be used: there are 32 jobs, and one may hold 33 stages */
+#define MOST_STAGES 40  /* more would not be used: few jobs are under way, and one may hold 33 */
 
 #define MANY_BLOCKS 64
 

@@ -44,7 +44,7 @@ static void release_memory(EpHandle *handle) {
 
 static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EpGroup *group = handle->group;
-    handle->bytes = group->backend->plan_bytes(&handle->shape, &group->settings);
+    handle->bytes = group->backend->plan_bytes(&handle->shape);
     if (memory) EP_TRY(check_memory(call, group, memory, bytes, handle->bytes));
     handle->memory = memory ? memory : group->backend->allocate(group, (size_t)handle->bytes);
     if (!handle->memory)

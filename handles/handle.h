@@ -41,7 +41,7 @@ EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                                const EpHandleConfig *config, EpPlanShape *shape);
 
 EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
-                                  const EpGroupConfig *config, const EpSettings *settings);
+                                  const EpGroupConfig *config);
 
 static inline int ep_handle_is_latency(const EpHandle *handle) {
     return handle->shape.mode == EP_MODE_LATENCY;
@@ -69,7 +69,7 @@ EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tai
                        const EpPlanHeader *expected);
 
 /** Plans in plain memory: the host backend's part of the table. */
-int64_t ep_host_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);
+int64_t ep_host_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_host_format_plan(EpHandle *handle);
 EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_host_retire_plan(EpHandle *handle);

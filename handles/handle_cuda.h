@@ -43,7 +43,7 @@ static inline void ep_facts_unpack(uint64_t facts, int64_t fact[4]) {
     fact[3] = (int64_t)(facts >> 13);
 }
 
-int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings);
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_cuda_format_plan(EpHandle *handle);
 EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
 void ep_cuda_retire_plan(EpHandle *handle);

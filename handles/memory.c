@@ -38,7 +38,7 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
         m->feasible = 0;
         return EP_OK;
     }
-    EpHandleCost cost = ep_handle_shape_cost(&shape, backend, config, settings);
+    EpHandleCost cost = ep_handle_shape_cost(&shape, backend, config);
     m->handle_bytes = cost.plan_bytes + cost.buffer_bytes;
     return EP_OK;
 }

@@ -29,9 +29,8 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     return at;
 }
 
-int64_t ep_cuda_plan_bytes(const EpPlanShape *shape, const EpSettings *settings) {
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
     EpCudaPlan plan;
-    (void)settings;
     return ep_cuda_plan_map(shape, NULL, &plan);
 }
 

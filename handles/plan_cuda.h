@@ -34,7 +34,6 @@ typedef struct EpPrepareArgs {
     EpCudaGroup group;
     EpCudaPlan plan;
     EpPlanShape shape;
-    int32_t first_expert;
     int32_t top_k;
     int32_t num_rows;
     const void *topk_idx;

@@ -8,8 +8,7 @@
 
 #include "handles/handle.h"
 
-int64_t ep_host_plan_bytes(const EpPlanShape *shape, const EpSettings *settings) {
-    (void)settings;
+int64_t ep_host_plan_bytes(const EpPlanShape *shape) {
     EpPlan plan;
     return ep_plan_map(shape, NULL, &plan);
 }

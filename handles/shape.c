@@ -145,7 +145,7 @@ EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, si
     if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
     EpPlanShape shape;
     EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
-    *bytes = (size_t)group->backend->plan_bytes(&shape, &group->settings);
+    *bytes = (size_t)group->backend->plan_bytes(&shape);
     return EP_OK;
 }
 
@@ -156,10 +156,10 @@ EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
 }
 
 EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
-                                  const EpGroupConfig *config, const EpSettings *settings) {
+                                  const EpGroupConfig *config) {
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     cost.mode = shape->mode;
-    cost.plan_bytes = backend->plan_bytes(shape, settings);
+    cost.plan_bytes = backend->plan_bytes(shape);
     if (shape->mode == EP_MODE_LATENCY) cost.buffer_bytes = backend->buffer_bytes(shape, config);
     return cost;
 }
@@ -171,6 +171,6 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
     EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
     EpPlanShape shape;
     EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
-    *out = ep_handle_shape_cost(&shape, group->backend, &group->config, &group->settings);
+    *out = ep_handle_shape_cost(&shape, group->backend, &group->config);
     return EP_OK;
 }

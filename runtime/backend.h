@@ -141,7 +141,7 @@ typedef struct EpBackendOps {
     /** Memory for handles that bring none, and how much a plan takes. */
     void *(*allocate)(const EpGroup *group, size_t bytes);
     void (*release)(const EpGroup *group, void *memory);
-    int64_t (*plan_bytes)(const struct EpPlanShape *shape, const EpSettings *settings);
+    int64_t (*plan_bytes)(const struct EpPlanShape *shape);
     /** Give a handle's memory its empty plan; check that memory is this handle's; mark it dead. */
     EpStatus (*format_plan)(EpHandle *handle);
     EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
