@@ -218,7 +218,9 @@ static char *overwritten_handle(Crew *crew) {
     rig_check(&crew->rig);
     rig_poison(&crew->rig);
     CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
+    /* cudaMemset returns before the memory is set, and the crew's stream waits for no other. */
     if (crew->rig.step.rank == crew->absent) CHECK_CUDA(cudaMemset(memory, 0, bytes));
+    CHECK_CUDA(cudaDeviceSynchronize());
     return memory;
 }
 
