@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table: describes each operation to its kernel, and launches it. */
+#include "dispatch/quantise.h"
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
 #include "runtime/cuda_limits.h"
@@ -137,6 +138,34 @@ static void choose_landing(const EpGroup *group, const EpScatter *s, EpScatterAr
     if (args->lands) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
 }
 
+/* Tokens that are quantised: where scatter finds them afterwards. */
+static EpQuantiseArgs describe_quantise(const EpHandle *handle, const EpScatter *s,
+                                        const EpScatterArgs *args) {
+    const EpCudaHandle *state = handle->backend_state;
+    return (EpQuantiseArgs){.group = args->group,
+                            .plan = args->plan,
+                            .quant = s->quant,
+                            .type = (int32_t)s->source_type,
+                            .elements = (int32_t)s->row_elements,
+                            .num_rows = (int32_t)state->num_rows,
+                            .row_bytes = s->source_row_bytes,
+                            .rows = s->rows,
+                            .out = handle->workspace,
+                            .to = ep_quantised(s->quant, state->num_rows, s->row_elements)};
+}
+
+/* Two launches where rows are quantised, in the order of the stream. */
+static int launch_scatter(const EpHandle *handle, const EpScatter *s, EpScatterArgs *args) {
+    if (s->quant > EP_QUANT_NONE) {
+        EpQuantiseArgs first = describe_quantise(handle, s, args);
+        args->rows = first.out;
+        args->scales = first.out + first.to.scales, args->scale_stride = first.to.scale_bytes;
+        int error = ep_cuda_launch_quantise(&first, s->stream);
+        if (error) return error;
+    }
+    return ep_cuda_launch_scatter(args, s->stream);
+}
+
 static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     const EpGroup *group = handle->group;
     EpCuda *cuda = ep_cuda(group);
@@ -153,6 +182,8 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .rows = s->rows,
                           .topk_weights = s->topk_weights,
                           .scales = s->scales,
+                          .scale_stride = s->scale_bytes,
+                          .scale_map = s->scale_map,
                           .carries_weights = s->carries_weights,
                           .weighs = s->weighs,
                           .takes_dots = s->takes_dots,
@@ -175,7 +206,7 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                               s->carries_weights};
     args.group.digest = digest(handle, s->op, agreed, 5);
     EP_TRY(enter_stream(group, s->stream));
-    return leave_stream(group, s->stream, ep_cuda_launch_scatter(&args, s->stream));
+    return leave_stream(group, s->stream, launch_scatter(handle, s, &args));
 }
 
 /* Summing blocks have more to do than reducing ones, which shows where there are few. Where there
@@ -219,6 +250,7 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_cuda_open(group));
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes));
 }
@@ -235,6 +267,12 @@ static void release(const EpGroup *group, void *memory) {
     (void)cudaFree(memory);
 }
 
+/* A step's rows once they are quantised: of the narrowest type, the most elements of a row. */
+static int64_t workspace_bytes(const EpPlanShape *shape, const EpGroupConfig *config) {
+    if (shape->quant == EP_QUANT_NONE || shape->mode == EP_MODE_LATENCY) return 0;
+    return ep_quantised(shape->quant, shape->max_tokens, config->max_row_bytes / 2).bytes;
+}
+
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .name = "cuda",
                                       .offers = EP_CUDA_OFFERS,
@@ -247,6 +285,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .close_window = ep_cuda_close_window,
                                       .allocate = allocate,
                                       .release = release,
+                                      .workspace_bytes = workspace_bytes,
                                       .plan_bytes = ep_cuda_plan_bytes,
                                       .format_plan = ep_cuda_format_plan,
                                       .check_plan = ep_cuda_check_plan,

@@ -38,9 +38,27 @@ typedef struct Zeroers {
     int index, count;
 } Zeroers;
 
+template <typename Word> __device__ void zero_words(char *out, int64_t bytes, Zeroers z) {
+    int64_t words = bytes / (int64_t)sizeof(Word);
+    for (int64_t at = z.index; at < words; at += z.count)
+        ((Word *)out)[at] = 0;
+}
+
 __device__ void zero_bytes(char *out, int64_t bytes, Zeroers z) {
-    for (int64_t at = z.index * 4; at < bytes; at += z.count * 4)
-        *(uint32_t *)(out + at) = 0;
+    if (((uintptr_t)out | (uintptr_t)bytes) % sizeof(uint32_t) == 0)
+        zero_words<uint32_t>(out, bytes, z);
+    else
+        zero_words<uint8_t>(out, bytes, z);
+}
+
+/* Slots of one slab: by column, a piece of each of its columns. */
+__device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, Zeroers z) {
+    const EpScaleMap &map = a.scale_map;
+    char *out = a.out_scales + ep_scale_at(&map, begin, 0);
+    int64_t step = ep_scale_step(&map), rows = end - begin;
+    if (!map.by_column) zero_bytes(out, rows * a.scale_bytes, z);
+    for (int64_t i = 0; map.by_column && i < map.count; i++)
+        zero_bytes(out + i * step, rows * map.element_bytes, z);
 }
 
 __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Zeroers z) {
@@ -57,7 +75,7 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
         else
             ((int32_t *)a.out_idx)[i] = -1;
     }
-    zero_bytes(a.out_scales + begin * a.scale_bytes, (end - begin) * a.scale_bytes, z);
+    if (a.scale_bytes) zero_scales(a, begin, end, z);
 }
 
 /* A filling block's share of all padding. */

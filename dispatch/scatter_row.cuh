@@ -27,7 +27,7 @@ __device__ __forceinline__ void describe_flat_row(const EpScatterArgs &a, int64_
 }
 
 /* One row of scales to the places that lanes of the warp have, where they have one; in words as
- * large as all addresses allow. */
+ * large as all addresses allow: that is a byte where a row has an odd number of UE8M0. */
 template <typename Word>
 __device__ __forceinline__ void spread_words(char *to, const char *from, int words) {
     int lane = threadIdx.x % 32;
@@ -44,11 +44,41 @@ __device__ __forceinline__ void spread_words(char *to, const char *from, int wor
 }
 
 __device__ __forceinline__ void spread_scales(char *to, const char *from, int64_t bytes) {
-    int odd = ((uintptr_t)to | (uintptr_t)from | (uintptr_t)bytes) % sizeof(uint4) != 0;
-    if (__any_sync(~0u, odd))
+    uintptr_t all = (uintptr_t)to | (uintptr_t)from | (uintptr_t)bytes;
+    if (!__any_sync(~0u, all % sizeof(uint4) != 0))
+        spread_words<uint4>(to, from, (int)(bytes / sizeof(uint4)));
+    else if (!__any_sync(~0u, all % sizeof(uint32_t) != 0))
         spread_words<uint32_t>(to, from, (int)(bytes / sizeof(uint32_t)));
     else
-        spread_words<uint4>(to, from, (int)(bytes / sizeof(uint4)));
+        spread_words<uint8_t>(to, from, (int)bytes);
+}
+
+/* The same to places in columns: `to` is that of the first scale. An element is `per` words. */
+template <typename Word>
+__device__ __forceinline__ void spread_column_words(const EpScaleMap &map, char *to,
+                                                    const char *from, int per) {
+    int lane = threadIdx.x % 32, words = (int)map.count * per;
+    int64_t step = ep_scale_step(&map);
+    unsigned places = __ballot_sync(~0u, to != NULL);
+    for (int base = 0; base < words; base += 32) {
+        int at = base + lane, valid = at < words;
+        Word word;
+        if (valid) word = __ldcg((const Word *)from + at);
+        for (unsigned left = places; left; left &= left - 1) {
+            char *out = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
+            if (valid) ((Word *)(out + at / per * step))[at % per] = word;
+        }
+    }
+}
+
+/* Scales by column start on 4 bytes, and on no more than that: an element of 8 is two words. */
+__device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
+    if (map.element_bytes == 1)
+        spread_column_words<uint8_t>(map, to, from, 1);
+    else if (map.element_bytes == 2)
+        spread_column_words<uint16_t>(map, to, from, 1);
+    else
+        spread_column_words<uint32_t>(map, to, from, map.element_bytes / 4);
 }
 
 /* What a warp knows of the entries of a row, lane k of entry k. */
@@ -74,9 +104,14 @@ __device__ __forceinline__ void spread_side(const EpScatterArgs &a, const SideEn
         if (lane < a.top_k) ((float *)(record + a.record.weights))[lane] = e.weight;
     }
     if (!a.scale_bytes) return;
-    char *to = e.record ? e.record + a.record.scales : NULL;
-    if (e.slot >= 0) to = a.out_scales + e.slot * a.scale_bytes;
-    spread_scales(to, scales, a.scale_bytes);
+    char *to = e.record ? e.record + a.record.scales : NULL, *out = NULL;
+    if (e.slot >= 0) out = a.out_scales + ep_scale_at(&a.scale_map, e.slot, 0);
+    if (!a.scale_map.by_column) {
+        spread_scales(out ? out : to, scales, a.scale_bytes);
+        return;
+    }
+    if (records) spread_scales(to, scales, a.scale_bytes);
+    if (filled) spread_columns(a.scale_map, out, scales);
 }
 
 #endif

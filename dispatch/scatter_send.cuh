@@ -109,7 +109,7 @@ __device__ __forceinline__ void send_side(const EpScatterArgs &a, int64_t token)
     if (e.owner == g.rank) side.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.carrier)
         side.record = ep_ring(g, e.owner, g.rank, e.row);
-    spread_side(a, side, a.scales + token * a.scale_bytes);
+    spread_side(a, side, a.scales + token * a.scale_stride);
 }
 
 __device__ void send_sides(const EpScatterArgs &a, Pipe *p, int warp) {

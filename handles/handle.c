@@ -55,6 +55,31 @@ static EpStatus attach_memory(const EpCall *call, EpHandle *handle, void *memory
     return group->backend->format_plan(handle);
 }
 
+static EpStatus attach_workspace(const EpCall *call, EpHandle *handle) {
+    EpGroup *group = handle->group;
+    int64_t bytes = ep_workspace_bytes(group->backend, &handle->shape, &group->config);
+    if (!bytes) return EP_OK;
+    handle->workspace = group->backend->allocate(group, (size_t)bytes);
+    if (!handle->workspace)
+        return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "expected %lld bytes, got none",
+                         (long long)bytes);
+    handle->workspace_bytes = bytes;
+    group->library_bytes += bytes;
+    return EP_OK;
+}
+
+static void release_workspace(EpHandle *handle) {
+    if (!handle->workspace) return;
+    handle->group->backend->release(handle->group, handle->workspace);
+    handle->group->library_bytes -= handle->workspace_bytes;
+    handle->workspace = NULL;
+}
+
+static EpStatus attach(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
+    EP_TRY(attach_workspace(call, handle));
+    return attach_memory(call, handle, memory, bytes);
+}
+
 static EpStatus open_buffers(const EpCall *call, EpHandle *handle, EpStatus mine) {
     EpGroup *group = handle->group;
     if (!ep_handle_is_latency(handle)) return mine;
@@ -87,9 +112,10 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     handle->top_k = config ? config->top_k : EP_DEFAULT;
     handle->ordinal = group->handles_created;
     int before = ep_group_enter(group, call.name);
-    EpStatus status = open_buffers(&call, handle, attach_memory(&call, handle, memory, bytes));
+    EpStatus status = open_buffers(&call, handle, attach(&call, handle, memory, bytes));
     if (status != EP_OK) {
         close_buffers(handle);
+        release_workspace(handle);
         release_memory(handle);
     }
     ep_group_leave(group, before);
@@ -129,6 +155,7 @@ void ep_handle_destroy(EpHandle *handle) {
     int before = ep_group_enter(handle->group, call.name);
     handle->group->backend->retire_plan(handle);
     close_buffers(handle);
+    release_workspace(handle);
     release_memory(handle);
     ep_group_leave(handle->group, before);
     unlink_handle(handle);

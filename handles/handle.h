@@ -23,6 +23,8 @@ struct EpHandle {
     int64_t bytes;
     int owns_memory;
     void *backend_state; /* what a backend keeps outside the plan: nothing of the host's */
+    void *workspace;     /* the library's in any case; NULL where none is needed */
+    int64_t workspace_bytes;
     /* latency mode */
     EpRecorded recorded;
     EpFlight flight;
@@ -39,6 +41,10 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
 /** The same for a handle of a group that exists. */
 EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                                const EpHandleConfig *config, EpPlanShape *shape);
+
+/** Private memory of a handle beside its plan, 0 for none. */
+int64_t ep_workspace_bytes(const EpBackendOps *backend, const EpPlanShape *shape,
+                           const EpGroupConfig *config);
 
 EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
                                   const EpGroupConfig *config);

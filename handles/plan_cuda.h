@@ -9,6 +9,7 @@
 
 #include "handles/plan.h"
 #include "runtime/cuda.h"
+#include "runtime/scales.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,7 +58,9 @@ typedef struct EpScatterArgs {
     int64_t row_bytes, scale_bytes;
     const char *rows;
     const float *topk_weights;
-    const char *scales;
+    const char *scales; /**< of the tokens, each row's scale_stride bytes from the last one's */
+    int64_t scale_stride;
+    EpScaleMap scale_map; /**< how out_scales lies */
     int32_t carries_weights, weighs, takes_dots;
     const float *slot_weights;
     const char *slot_rows;

@@ -155,12 +155,18 @@ EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                            config, shape);
 }
 
+int64_t ep_workspace_bytes(const EpBackendOps *backend, const EpPlanShape *shape,
+                           const EpGroupConfig *config) {
+    return backend->workspace_bytes ? backend->workspace_bytes(shape, config) : 0;
+}
+
 EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
                                   const EpGroupConfig *config) {
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     cost.mode = shape->mode;
     cost.plan_bytes = backend->plan_bytes(shape);
-    if (shape->mode == EP_MODE_LATENCY) cost.buffer_bytes = backend->buffer_bytes(shape, config);
+    cost.buffer_bytes = ep_workspace_bytes(backend, shape, config);
+    if (shape->mode == EP_MODE_LATENCY) cost.buffer_bytes += backend->buffer_bytes(shape, config);
     return cost;
 }
 

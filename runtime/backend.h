@@ -142,6 +142,9 @@ typedef struct EpBackendOps {
     void *(*allocate)(const EpGroup *group, size_t bytes);
     void (*release)(const EpGroup *group, void *memory);
     int64_t (*plan_bytes)(const struct EpPlanShape *shape);
+    /** Optional (NULL: none): private memory that the operations of a handle need beside its plan.
+     *  It is allocated with the handle, freed with it, and nothing in it outlives an operation. */
+    int64_t (*workspace_bytes)(const struct EpPlanShape *shape, const EpGroupConfig *config);
     /** Give a handle's memory its empty plan; check that memory is this handle's; mark it dead. */
     EpStatus (*format_plan)(EpHandle *handle);
     EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
@@ -176,7 +179,7 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
  * What the CUDA backend has of EP_OFFERS_... so far. Calls and configurations that need more are
  * refused before they reach it, and EP_MODE_AUTO means throughput mode there.
  */
-#define EP_CUDA_OFFERS EP_OFFERS_SOURCE_COUNTS
+#define EP_CUDA_OFFERS (EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);

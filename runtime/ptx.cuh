@@ -27,6 +27,13 @@ __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x
                  : "memory");
 }
 
+/** e4m3 of two floats, that of `low` in the lower byte: to nearest even, beyond 448 to 448. */
+__device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
 __device__ __forceinline__ uint64_t ep_load_acquire_sys(const uint64_t *address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

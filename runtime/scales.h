@@ -25,4 +25,9 @@ EP_HOST_DEVICE static inline int64_t ep_scale_at(const EpScaleMap *map, int64_t 
     return index * map->element_bytes;
 }
 
+/** Bytes from a scale of a receive row to the row's next. */
+EP_HOST_DEVICE static inline int64_t ep_scale_step(const EpScaleMap *map) {
+    return (map->by_column ? map->slab_rows : 1) * map->element_bytes;
+}
+
 #endif

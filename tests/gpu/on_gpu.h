@@ -52,7 +52,7 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
 #define TESTS_HAVE_LATENCY 0
-#define TESTS_HAVE_QUANT 0
+#define TESTS_HAVE_QUANT 1
 #define TESTS_HAVE_SOURCE_COUNTS 1
 #define GPU_NEEDS(ranks)                                                       \
     do {                                                                       \

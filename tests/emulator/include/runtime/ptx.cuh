@@ -6,6 +6,7 @@
  * In place of runtime/ptx.cuh: the same instructions, played by the emulator.
  */
 
+#include <math.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -38,6 +39,26 @@ static inline uint4 ep_load_shared(uint32_t address) {
 
 static inline void ep_store_shared(uint32_t address, const uint4 &x) {
     *(uint4 *)emulated_generic(address) = x;
+}
+
+/* ---- conversions ---- */
+
+/* As a multiple of the least step there, which is exact before it is rounded. A NaN keeps its sign,
+ * on which nobody should rely. */
+static inline uint32_t emulated_e4m3(float value) {
+    uint32_t sign = signbit(value) ? 0x80 : 0;
+    float size = fabsf(value);
+    int exponent;
+    if (isnan(value)) return sign | 0x7f;
+    if (size >= 448) return sign | 0x7e;
+    frexpf(size, &exponent);
+    int step = exponent - 4 > -9 ? exponent - 4 : -9;
+    uint32_t steps = (uint32_t)nearbyintf(ldexpf(size, -step)); /* may round up to a power of 2 */
+    return sign | (steps + (size > 0 ? (uint32_t)(step + 9) << 3 : 0));
+}
+
+static inline uint32_t ep_convert_e4m3x2(float low, float high) {
+    return emulated_e4m3(low) | emulated_e4m3(high) << 8;
 }
 
 /* ---- words that others write or read ---- */
