@@ -134,8 +134,7 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     memset(cuda->notes, 0, sizeof(*cuda->notes));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->state, 0, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->lane_counts, 0, counts)));
-    return ep_cuda_check(group, "cudaEventCreate",
-                         cudaEventCreateWithFlags(&cuda->last, cudaEventDisableTiming));
+    return ep_cuda_order_open(group, &cuda->order);
 }
 
 static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
@@ -190,7 +189,7 @@ void ep_cuda_close(EpGroup *group, int together) {
     (void)cudaFree((void *)(uintptr_t)cuda->device.peers);
     (void)cudaFreeHost(cuda->device.failure);
     (void)cudaFreeHost(cuda->notes);
-    if (cuda->last) (void)cudaEventDestroy(cuda->last);
+    ep_cuda_order_close(&cuda->order);
     (void)cudaGetLastError();
     free(cuda);
     group->backend_state = NULL;

@@ -1,88 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table: describes each operation to its kernel, and launches it. */
+#include "dispatch/latency_cuda.h"
 #include "dispatch/quantise.h"
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
 #include "runtime/cuda_limits.h"
 
-/* ---- order --------------------------------------------------------------------------------- */
-
-/* Operations of one group run in the order of their calls, on whatever streams: each waits for the
- * event behind the one before. Within one stream that is so by itself. In a graph under capture
- * the event counts only if it was recorded there, too; between graphs and streams, order is the
- * caller's. */
-static EpStatus enter_stream(const EpGroup *group, EpStream stream) {
-    EpCuda *cuda = ep_cuda(group);
-    enum cudaStreamCaptureStatus capturing;
-    unsigned long long capture = 0;
-    EP_TRY(ep_cuda_check(group, "cudaStreamGetCaptureInfo",
-                         ep_cuda_capture_info((cudaStream_t)stream, &capturing, &capture)));
-    capture = capturing == cudaStreamCaptureStatusActive ? capture : 0;
-    int follows = cuda->has_last && cuda->last_capture == capture;
-    int same = cuda->last_stream == (cudaStream_t)stream;
-    cuda->last_capture = capture;
-    if (!follows || same) return EP_OK;
-    return ep_cuda_check(group, "cudaStreamWaitEvent",
-                         cudaStreamWaitEvent((cudaStream_t)stream, cuda->last, 0));
-}
-
-static EpStatus leave_stream(const EpGroup *group, EpStream stream, int launched) {
-    EpCuda *cuda = ep_cuda(group);
-    EP_TRY(ep_cuda_check(group, "kernel launch", launched));
-    cuda->last_stream = (cudaStream_t)stream, cuda->has_last = 1;
-    return ep_cuda_check(group, "cudaEventRecord",
-                         cudaEventRecord(cuda->last, (cudaStream_t)stream));
-}
-
-/* What must be the same on all ranks, in one word: FNV-1a over the values. */
-static uint32_t digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count) {
-    uint32_t hash = 2166136261u;
-    const unsigned char *byte = (const unsigned char *)values;
-    for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
-        hash = (hash ^ byte[i]) * 16777619u;
-    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 20);
-}
-
 /* ---- prepare ------------------------------------------------------------------------------- */
-
-static EpCudaVector vector_of(const EpTensor *t) {
-    return t ? (EpCudaVector){t->data, t->type == EP_TYPE_INT64} : (EpCudaVector){NULL, 0};
-}
 
 static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
     const EpGroup *group = handle->group;
-    EpCuda *cuda = ep_cuda(group);
-    EpCudaHandle *state = handle->backend_state;
-    const EpPlanTensors *out = routing->out;
-    EpPrepareArgs args = {.group = cuda->device,
-                          .plan = ep_cuda_plan(handle),
-                          .shape = handle->shape,
-                          .top_k = (int32_t)routing->top_k,
-                          .num_rows = (int32_t)routing->num_rows,
-                          .topk_idx = routing->topk_idx,
-                          .idx_is_int64 = routing->idx_type == EP_TYPE_INT64,
-                          .num_tokens = {(void *)(uintptr_t)routing->num_tokens,
-                                         routing->num_tokens_type == EP_TYPE_INT64},
-                          .info = state->info,
-                          .notes = cuda->notes};
-    if (out) {
-        args.counts = vector_of(out->expert_counts);
-        args.padded = vector_of(out->expert_padded);
-        args.offsets = vector_of(out->expert_offsets);
-        args.totals = vector_of(out->totals);
-        args.source_counts = vector_of(out->source_counts);
-    }
-    const EpPlanShape *shape = &handle->shape;
-    int is_batched = shape->layout == EP_LAYOUT_BATCHED; /* then the capacity depends on L */
-    const int64_t agreed[] = {routing->top_k, shape->alignment, shape->layout,
-                              is_batched ? shape->rows_per_expert : shape->capacity};
-    args.group.digest = digest(handle, &ep_op_prepare, agreed, 4);
-    args.group.facts = ep_facts_pack(agreed);
-    EP_TRY(enter_stream(group, routing->stream));
-    EP_TRY(leave_stream(group, routing->stream, ep_cuda_launch_prepare(&args, routing->stream)));
-    state->prepares++;
-    state->num_rows = routing->num_rows, state->top_k = routing->top_k;
-    state->exact = routing->num_tokens == NULL;
+    EpCudaOrder *order = &ep_cuda(group)->order;
+    EpPrepareArgs args;
+    int64_t facts[EP_ROUND_FACTS];
+    ep_cuda_describe_routing(handle, routing, &args, facts);
+    args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_ROUND_FACTS);
+    EP_TRY(ep_cuda_order_enter(group, order, routing->stream));
+    EP_TRY(ep_cuda_order_leave(group, order, routing->stream,
+                               ep_cuda_launch_prepare(&args, routing->stream)));
+    ep_cuda_note_routing(handle, routing);
     return EP_OK;
 }
 
@@ -167,6 +103,7 @@ static int launch_scatter(const EpHandle *handle, const EpScatter *s, EpScatterA
 }
 
 static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
+    if (ep_handle_is_latency(handle)) return ep_cuda_latency_scatter(handle, s);
     const EpGroup *group = handle->group;
     EpCuda *cuda = ep_cuda(group);
     const EpCudaHandle *state = handle->backend_state;
@@ -204,9 +141,9 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
         shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, fill.ahead, &args.fill));
     const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
                               s->carries_weights};
-    args.group.digest = digest(handle, s->op, agreed, 5);
-    EP_TRY(enter_stream(group, s->stream));
-    return leave_stream(group, s->stream, launch_scatter(handle, s, &args));
+    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
+    EP_TRY(ep_cuda_order_enter(group, &cuda->order, s->stream));
+    return ep_cuda_order_leave(group, &cuda->order, s->stream, launch_scatter(handle, s, &args));
 }
 
 /* Summing blocks have more to do than reducing ones, which shows where there are few. Where there
@@ -216,6 +153,7 @@ static int32_t reducers(int32_t blocks) {
 }
 
 static EpStatus gather(EpHandle *handle, const EpGather *g) {
+    if (ep_handle_is_latency(handle)) return ep_cuda_latency_gather(handle, g);
     const EpGroup *group = handle->group;
     EpCuda *cuda = ep_cuda(group);
     const EpCudaHandle *state = handle->backend_state;
@@ -238,9 +176,10 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
     args.receivers = reducers(cuda->device.blocks), args.chunk = grain.chunk;
     EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, grain.ahead, &args.pipe));
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
-    args.group.digest = digest(handle, g->op, agreed, 4);
-    EP_TRY(enter_stream(group, g->stream));
-    return leave_stream(group, g->stream, ep_cuda_launch_gather(&args, g->stream));
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
+    EP_TRY(ep_cuda_order_enter(group, &cuda->order, g->stream));
+    return ep_cuda_order_leave(group, &cuda->order, g->stream,
+                               ep_cuda_launch_gather(&args, g->stream));
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
@@ -252,7 +191,9 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
-    return ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
+    return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
 
 /* ---- table --------------------------------------------------------------------------------- */
@@ -297,4 +238,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .gather = gather,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
-                                      .check_pointer = ep_cuda_check_pointer};
+                                      .check_pointer = ep_cuda_check_pointer,
+                                      .buffer_bytes = ep_cuda_buffer_bytes,
+                                      .open_buffers = ep_cuda_open_buffers,
+                                      .close_buffers = ep_cuda_close_buffers};

@@ -9,16 +9,19 @@
 #include "handles/ops.h"
 
 static const char *op_name(int32_t code) {
-    const EpOp *const ops[] = {&ep_op_prepare, &ep_op_dispatch, &ep_op_combine,
-                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+    const EpOp *const ops[] = {
+        &ep_op_prepare,           &ep_op_dispatch, &ep_op_combine,
+        &ep_op_dispatch_backward, &ep_op_route,    &ep_op_combine_backward,
+    };
     for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
         if (ops[i]->code == code) return ops[i]->name;
     return "?";
 }
 
 static const char *awaited_name(int32_t phase) {
-    static const char *const names[] = {"?", "its arrival", "routes", "data", "room", "the grid"};
-    return names[phase >= 1 && phase <= 5 ? phase : 0];
+    static const char *const names[] = {"?",    "its arrival", "routes",   "data",
+                                        "room", "the grid",    "its head", "its rows"};
+    return names[phase >= 1 && phase <= 7 ? phase : 0];
 }
 
 static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
@@ -35,7 +38,7 @@ static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
 static EpStatus tell_facts(const EpGroup *group, const volatile EpCudaFailure *f,
                            EpFinding *finding) {
     int64_t mine[EP_ROUND_FACTS], theirs[EP_ROUND_FACTS];
-    const EpOp *op = &ep_op_prepare;
+    const EpOp *op = EP_DIGEST_OP(f->expected) == ep_op_route.code ? &ep_op_route : &ep_op_prepare;
     int i = 0;
     ep_facts_unpack(f->facts, mine);
     ep_facts_unpack(f->peer_facts, theirs);
@@ -52,7 +55,8 @@ static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f
                            EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
     int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
-    if (own == other && own_handle == other_handle && own == ep_op_prepare.code)
+    int routes = own == ep_op_prepare.code || own == ep_op_route.code;
+    if (own == other && own_handle == other_handle && routes && f->facts != f->peer_facts)
         return tell_facts(group, f, finding);
     if (own == other && own_handle == other_handle)
         return ep_fail(EP_ERR_ORDER,

@@ -7,6 +7,8 @@
  */
 
 #include "handles/handle.h"
+#include "handles/latency.h"
+#include "handles/ops.h"
 #include "handles/plan_cuda.h"
 #include "runtime/cuda_host.h"
 
@@ -15,6 +17,18 @@ typedef struct EpCudaHandle {
     int64_t prepares;               /**< issued so far */
     int64_t num_rows, top_k, exact; /**< of the last one issued */
 } EpCudaHandle;
+
+/** A handle's buffers, and what its halves have in common. */
+typedef struct EpCudaLatency {
+    EpCudaWindow window;
+    EpLatency device;
+    EpCudaOrder order;   /**< of the halves of this handle's operations */
+    EpPrepareArgs route; /**< of the last dispatch, for its second half */
+} EpCudaLatency;
+
+static inline EpCudaLatency *ep_cuda_latency(const EpHandle *handle) {
+    return handle->buffer;
+}
 
 static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
     EpCudaPlan plan;
@@ -42,6 +56,22 @@ static inline void ep_facts_unpack(uint64_t facts, int64_t fact[4]) {
     fact[2] = (int64_t)(facts >> 11 & 3);
     fact[3] = (int64_t)(facts >> 13);
 }
+
+/** The group's and the handle's part of a routing kernel's arguments, and what ranks must share in
+ *  it; digest and window are the caller's. */
+void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
+                              int64_t facts[EP_ROUND_FACTS]);
+
+/** Such a kernel is enqueued. */
+void ep_cuda_note_routing(const EpHandle *handle, const EpRouting *routing);
+
+/** What must be the same on all ranks, in one word: see EpArrival. */
+uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count);
+
+/** The backend's buffers of handles in latency mode: see handles/latency.h. */
+int64_t ep_cuda_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
+EpStatus ep_cuda_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
+void ep_cuda_close_buffers(EpHandle *handle);
 
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_cuda_format_plan(EpHandle *handle);

@@ -64,21 +64,6 @@ __device__ void count_kept_entries(const EpPrepareArgs &a, const Lane *l) {
     __syncthreads();
 }
 
-/* Offsets as a permutation by expert would have. By a warp. */
-__device__ void publish_flat_experts(const EpPrepareArgs &a, const Lane *l, int all_kept) {
-    int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
-    for (int at = 0; at < local; at += 32) {
-        int e = at + lane, count = 0;
-        if (e < local)
-            count = all_kept ? l->total[l->ranks->first[a.group.rank] + e]
-                             : *(volatile int32_t *)&a.plan.expert_counts[e];
-        int through = ep_warp_prefix(count);
-        if (e < local) publish_expert(a, e, count, offset + through - count, count);
-        offset += __shfl_sync(~0u, through, 31);
-    }
-    if (lane == 0) publish_offset_end(a, offset);
-}
-
 /* By the last block: only now are all rows known. What a failure leaves is not to be walked. */
 __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens, uint32_t epoch) {
     __threadfence();
@@ -87,9 +72,10 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens,
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
     if (!all_kept) count_kept_entries(a, l);
-    if (threadIdx.x < 32) publish_flat_experts(a, l, all_kept);
+    if (threadIdx.x < 32)
+        publish_flat_experts(a, all_kept ? l->total + l->ranks->first[a.group.rank] : NULL);
     __syncthreads();
-    if (all_kept) publish_sources(a, l, epoch);
+    if (all_kept) publish_lane_sources(a, l, epoch);
     __syncthreads();
     if (threadIdx.x == 0) publish_step(a, tokens);
 }
@@ -121,9 +107,9 @@ __device__ void publish_lanes(const EpPrepareArgs &a, Lane *l, int tokens, uint3
     if (!__syncthreads_and(alive)) return;
     if (threadIdx.x < 32) publish_rows(a, l, epoch);
     if (a.shape.layout == EP_LAYOUT_FLAT) return; /* its rows are laid at the end */
-    if (threadIdx.x < 32) publish_slabs(a, l);
+    if (threadIdx.x < 32) publish_slabs(a, l->total + l->ranks->first[a.group.rank]);
     __syncthreads();
-    publish_sources(a, l, epoch);
+    publish_lane_sources(a, l, epoch);
     __syncthreads();
     if (threadIdx.x == 0) publish_step(a, tokens);
 }

@@ -7,7 +7,7 @@
  * them.
  */
 
-#include "handles/prepare_sources.cuh"
+#include "handles/prepare_slabs.cuh"
 
 /* Which entry of each row carries it: the first that has a slot, if any. */
 __device__ __forceinline__ int find_carrier(const Lane *l, const Own &o, int slot) {

@@ -6,7 +6,7 @@
  * A block of ep_prepare: its lane, and the numbering of entries within a chunk of it.
  */
 
-#include "handles/enter.cuh"
+#include "handles/publish.cuh"
 
 #define THREADS 1024
 #define WARPS (THREADS / 32)
@@ -41,18 +41,6 @@ typedef struct Own {
     int row;           /* number of the row to the owner, among this lane's */
 } Own;
 
-__device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, int64_t i) {
-    return is_int64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
-}
-
-__device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, int64_t value) {
-    if (!v.data) return;
-    if (v.is_int64)
-        ((int64_t *)v.data)[i] = value;
-    else
-        ((int32_t *)v.data)[i] = (int32_t)value;
-}
-
 /* The block behind those that have lanes tells the host, which takes long, and nothing else. */
 __device__ __forceinline__ int is_publisher(const EpPrepareArgs &a, const Lane *l) {
     return l->lane == a.group.lanes;
@@ -64,33 +52,6 @@ __device__ __forceinline__ void lane_range(const EpCudaGroup &g, int tokens, int
     int share = (tokens + g.lanes - 1) / g.lanes;
     *begin = min(tokens, lane * share);
     *end = min(tokens, *begin + share);
-}
-
-__device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
-    if (!a.num_tokens.data) return a.num_rows;
-    int64_t count = load_integer(a.num_tokens.data, a.num_tokens.is_int64, 0);
-    return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
-}
-
-__device__ void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
-    atomicAdd(&a.group.state->bad_count, 1ull);
-    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
-}
-
-/* By one thread of the last block: what all have found, for the host, which may be about to fetch
- * what an earlier prepare had found. */
-__device__ void tell_bad_indices(const EpPrepareArgs &a) {
-    volatile EpCudaState *state = a.group.state;
-    volatile EpCudaNotes *notes = a.notes;
-    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
-    if (!count) return;
-    state->bad_count = state->bad_entry = 0;
-    if (!notes->bad_count) {
-        notes->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
-        notes->bad_entry = entry, notes->top_k = a.top_k;
-        __threadfence_system();
-    }
-    atomicAdd_system(&a.notes->bad_count, count);
 }
 
 /* ---- one chunk ----------------------------------------------------------------------------- */

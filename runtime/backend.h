@@ -179,7 +179,8 @@ extern const EpBackendOps ep_backend_host, ep_backend_cuda;
  * What the CUDA backend has of EP_OFFERS_... so far. Calls and configurations that need more are
  * refused before they reach it, and EP_MODE_AUTO means throughput mode there.
  */
-#define EP_CUDA_OFFERS (EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
+#define EP_CUDA_OFFERS \
+    (EP_OFFERS_LATENCY | EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
 /** Which backend a configuration asks for: AUTO, HOST or CUDA. */
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings);

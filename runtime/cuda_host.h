@@ -9,6 +9,7 @@
 #include <cuda_runtime_api.h>
 
 #include "runtime/cuda.h"
+#include "runtime/cuda_order.h"
 #include "runtime/group.h"
 #include "runtime/nccl_api.h"
 
@@ -35,11 +36,8 @@ typedef struct EpCuda {
     EpCudaWindow own;                     /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_MAX_WINDOWS]; /**< of the caller, by their number */
     int num_windows;                      /**< none is numbered higher */
-    cudaEvent_t last; /**< end of the last operation: operations of a group keep their order, also
-                           on different streams */
-    cudaStream_t last_stream;
-    unsigned long long last_capture; /**< id of the capture it was in, 0: none */
-    int has_last;
+    EpCudaOrder order;                    /**< of the group's operations */
+    int whole_lines;                      /**< see runtime/lines.cuh */
     const void *reached[EP_REACHED]; /**< tensors that were found good, by a hash of the address */
 } EpCuda;
 

@@ -99,7 +99,9 @@ enum EpPhase {
     EP_PHASE_ROUTES,
     EP_PHASE_RECORD,
     EP_PHASE_CREDIT,
-    EP_PHASE_GRID
+    EP_PHASE_GRID,
+    EP_PHASE_HEAD, /* of here on: latency mode, where nobody waits before it has sent */
+    EP_PHASE_LINES
 };
 
 #define EP_POLLS_PER_CLOCK_READ 256
@@ -139,17 +141,18 @@ static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
 }
 
 /* Ranks that disagree need not be told: each of them sees that for itself. */
-static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited) {
+static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited,
+                                              uint64_t peer_facts = 0) {
     if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
-    if (fault == EP_FAULT_LATE) awaited = ep_find_absent(g, awaited);
+    if (fault == EP_FAULT_LATE && awaited.phase < EP_PHASE_HEAD)
+        awaited = ep_find_absent(g, awaited);
     if (fault != EP_FAULT_ORDER)
         ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : awaited.peer);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->phase = awaited.phase, out->row = awaited.row;
     out->expected = awaited.expected, out->seen = awaited.seen;
-    out->facts = g.facts;
-    out->peer_facts = ep_arrival(g, g.rank, awaited.peer, ep_epoch(g))->where & EP_WHERE;
+    out->facts = g.facts, out->peer_facts = peer_facts;
     __threadfence_system();
     out->fault = fault;
 }
@@ -167,6 +170,26 @@ __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
     if (now - p->start < g.timeout_ns) return 1;
     ep_report(g, EP_FAULT_LATE, awaited);
     return 0;
+}
+
+/* Whether a rank has given up, which is then reported. */
+__device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
+    uint32_t epoch = ep_epoch(g);
+    uint64_t what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->what);
+    if ((uint32_t)(what >> 32) != epoch || EP_DIGEST_OP((uint32_t)what) != EP_OP_GONE) return 0;
+    ep_report(g, EP_FAULT_PEER,
+              EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+    return 1;
+}
+
+/**
+ * The same in latency mode, where ranks do not greet each other as they enter: that one has given
+ * up is looked for now and then.
+ */
+__device__ __forceinline__ int ep_patience_of_lines(const EpCudaGroup &g, EpPatience *p,
+                                                    const EpAwaited &awaited) {
+    if (!ep_patience(g, p, awaited)) return 0;
+    return p->polls % EP_POLLS_PER_CLOCK_READ || !ep_has_given_up(g, awaited.peer);
 }
 
 /**
@@ -231,7 +254,8 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
             if (where) *where = at & EP_WHERE;
             if ((uint32_t)what == g.digest) return 1;
             ep_report(g, EP_FAULT_ORDER,
-                      EpAwaited{peer, EP_PHASE_ARRIVAL, 0, g.digest, (uint32_t)what});
+                      EpAwaited{peer, EP_PHASE_ARRIVAL, 0, g.digest, (uint32_t)what},
+                      at & EP_WHERE);
             return 0;
         }
     } while (ep_patience(g, &patience,

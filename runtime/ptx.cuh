@@ -60,6 +60,21 @@ __device__ __forceinline__ ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *a
     return x;
 }
 
+/** The same of words that other GPUs store. */
+__device__ __forceinline__ ulonglong2 ep_load_relaxed_sys_pair(const void *address) {
+    ulonglong2 x;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(x.x), "=l"(x.y)
+                 : "l"(address)
+                 : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void ep_store_relaxed_sys_pair(void *address, const ulonglong2 &x) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(x.x), "l"(x.y)
+                 : "memory");
+}
+
 __device__ __forceinline__ void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

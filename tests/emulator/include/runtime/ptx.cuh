@@ -91,6 +91,16 @@ static inline ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *address) {
     return {first, emulated_load(address + 1, __ATOMIC_RELAXED)};
 }
 
+static inline ulonglong2 ep_load_relaxed_sys_pair(const void *address) {
+    return ep_load_relaxed_gpu_pair((const uint64_t *)address);
+}
+
+static inline void ep_store_relaxed_sys_pair(void *address, const ulonglong2 &x) {
+    if ((uintptr_t)address % 16) emulated_die("a pair of words at %p", (const void *)address);
+    emulated_store((uint64_t *)address, (uint64_t)x.x, __ATOMIC_RELAXED);
+    emulated_store((uint64_t *)address + 1, (uint64_t)x.y, __ATOMIC_RELAXED);
+}
+
 static inline void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
 }

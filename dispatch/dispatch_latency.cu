@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Latency mode's dispatch: routing and rows in one launch, or in two that send and receive.
+ *
+ * A sender stores each row once for each rank that has one of its experts, into a place that is
+ * that token's alone (handles/latency.h), with what the receiver must know to find its slots. Data
+ * says by itself that it is there (runtime/lines.cuh). A receiver reads everyone's counts, from
+ * which follows where slabs begin, then rows as they come, and copies them to their slots.
+ *
+ * Blocks claim what is to be sent, token by token. When nothing of that is left, they receive,
+ * each warp its share; one block of them tells host and caller of the routing instead.
+ */
+#include "dispatch/quantise.cuh"
+
+#include "dispatch/latency_fill.cuh"
+#include "dispatch/latency_send.cuh"
+
+/* By all threads; 0: this rank has failed. */
+__device__ int receive(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+    int block = blockIdx.x, blocks = (int)gridDim.x - 1;
+    int flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    if (!take_heads(a, d, flag)) return 0;
+    if (block == blocks) {
+        if (!flat) publish_routing(a.route, d);
+        return 1;
+    }
+    fill_all(a, d, block, blocks, flag);
+    zero_padding(a, d, block, blocks);
+    return 1;
+}
+
+__global__ void __launch_bounds__(THREADS, 1)
+    latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
+    extern __shared__ __align__(128) int32_t memory[];
+    __shared__ Desk d;
+    const EpPrepareArgs &route = a.route;
+    uint64_t flag = latency_flag(a.latency);
+    int alive = 1, sends = a.latency.sends;
+    Claims claims = claims_begin(a.latency, &d.item);
+    if (threadIdx.x == 0) lay_out_desk(a, &d, memory, a.keeps_routing);
+    if (threadIdx.x == 32) d.tokens = sends ? count_tokens(route) : 0;
+    if (sends && a.keeps_routing) keep_entries(route, memory + desk_shape(a, 1).staged);
+    if (!latency_enter(route.group, route.plan)) {
+        latency_leave(a.latency, flag);
+        return;
+    }
+    if (sends) send_all(a, &d, &claims, flag);
+    if (a.latency.receives) alive = receive(a, &d, flag);
+    if (!latency_leave(a.latency, flag)) return;
+    if (sends && threadIdx.x == 0) tell_bad_indices(route);
+    if (alive && a.latency.receives && route.shape.layout == EP_LAYOUT_FLAT)
+        publish_flat(route, &d);
+}
+
+extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
+    return ep_open_kernel(latency_scatter_kernel, shared_bytes);
+}
+
+extern "C" size_t ep_cuda_latency_scatter_bytes(const EpLatencyScatterArgs *a, int keeps_routing) {
+    DeskShape s = desk_shape(*a, keeps_routing);
+    return 4 * (size_t)(s.experts + s.counts + 2 * s.local + s.staged);
+}
+
+extern "C" int ep_cuda_launch_latency_scatter(const EpLatencyScatterArgs *a, int blocks,
+                                              void *stream) {
+    size_t shared = ep_cuda_latency_scatter_bytes(a, a->keeps_routing);
+    latency_scatter_kernel<<<blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
+    return cudaGetLastError();
+}

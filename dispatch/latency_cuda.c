@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Latency mode's operations: describes each to its kernel, and launches it. */
+#include "dispatch/latency_cuda.h"
+
+#include "handles/handle_cuda.h"
+#include "handles/ops.h"
+#include "runtime/cuda_limits.h"
+
+#define BLOCK_WARPS 16 /* of the kernels */
+
+/* ---- order --------------------------------------------------------------------------------- */
+
+/* First halves and whole operations keep the group's order. Second halves do not: they follow their
+ * first half, and what the handle does next follows them. */
+static EpStatus enter(const EpHandle *handle, EpHalf half, EpStream stream) {
+    const EpGroup *group = handle->group;
+    EpCudaOrder *own = &ep_cuda_latency(handle)->order;
+    if (half != EP_WAIT_HALF) EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, stream));
+    return own->has_last ? ep_cuda_order_enter(group, own, stream) : EP_OK;
+}
+
+static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int launched) {
+    const EpGroup *group = handle->group;
+    EpCudaOrder *own = &ep_cuda_latency(handle)->order;
+    if (half != EP_WAIT_HALF)
+        EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, stream, launched));
+    if (half != EP_WHOLE) return ep_cuda_order_leave(group, own, stream, launched);
+    own->has_last = 0; /* the group's order is enough */
+    return EP_OK;
+}
+
+/* ---- dispatch ------------------------------------------------------------------------------ */
+
+/* As many blocks as have something to do, if all ranks have as many tokens as this one; one besides
+ * that tells of the routing. */
+static int blocks_for(const EpGroup *group, int64_t tokens, int64_t steps) {
+    int64_t warps = tokens * group->size * steps;
+    int64_t blocks = 1 + (warps + BLOCK_WARPS - 1) / BLOCK_WARPS;
+    return (int)ep_max(2, ep_min(ep_cuda(group)->device.blocks, blocks));
+}
+
+static EpRecordShape shape_record(const EpHandle *handle, const EpScatter *s, int64_t top_k) {
+    int64_t words = top_k * (s->carries_weights ? 2 : 1);
+    EpRecordShape r = {.header_units = (int32_t)ep_units(4 * words),
+                       .row_units = (int32_t)ep_units(s->row_bytes),
+                       .scale_units = (int32_t)ep_units(s->scale_bytes)};
+    while (1u << r.expert_bits <= (uint32_t)handle->shape.num_experts)
+        r.expert_bits++;
+    r.steps = (int32_t)ep_steps(r.header_units + r.row_units + r.scale_units);
+    return r;
+}
+
+/* The routing of this dispatch, or, in its second half, of the first. */
+static void describe_route(EpHandle *handle, const EpScatter *s) {
+    EpPrepareArgs *route = &ep_cuda_latency(handle)->route;
+    int64_t agreed[2 * EP_ROUND_FACTS];
+    if (!s->routing) return;
+    ep_cuda_describe_routing(handle, s->routing, route, agreed);
+    agreed[4] = s->row_bytes, agreed[5] = s->type, agreed[6] = s->scale_bytes;
+    agreed[7] = s->carries_weights;
+    route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_ROUND_FACTS);
+}
+
+/* Entries are kept in shared memory where they fit. */
+static EpStatus choose_memory(const EpGroup *group, EpLatencyScatterArgs *args) {
+    int64_t room = ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES;
+    args->keeps_routing = (int64_t)ep_cuda_latency_scatter_bytes(args, 1) <= room;
+    int64_t bytes = (int64_t)ep_cuda_latency_scatter_bytes(args, args->keeps_routing);
+    if (bytes <= room) return EP_OK;
+    return ep_fail(EP_ERR_UNSUPPORTED,
+                   "rank %d: expected shared memory of %lld bytes for latency mode, got %lld",
+                   group->rank, (long long)bytes, (long long)room);
+}
+
+EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
+    const EpGroup *group = handle->group;
+    EpCudaLatency *latency = ep_cuda_latency(handle);
+    describe_route(handle, s);
+    EpLatencyScatterArgs args = {.route = latency->route,
+                                 .latency = latency->device,
+                                 .record = shape_record(handle, s, latency->route.top_k),
+                                 .carries_weights = s->carries_weights,
+                                 .quant = s->quant,
+                                 .source_type = (int32_t)s->source_type,
+                                 .source_row_bytes = s->source_row_bytes,
+                                 .row_elements = s->row_elements,
+                                 .row_bytes = s->row_bytes,
+                                 .scale_bytes = s->scale_bytes,
+                                 .rows = s->rows,
+                                 .topk_weights = s->topk_weights,
+                                 .scales = s->scales,
+                                 .out_rows = s->out_rows,
+                                 .out_weights = s->out_weights,
+                                 .out_scales = s->out_scales,
+                                 .scale_map = s->scale_map,
+                                 .out_idx = s->out_idx,
+                                 .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
+                                 .out_capacity = s->out_capacity};
+    args.latency.sends = s->half != EP_WAIT_HALF;
+    args.latency.receives = s->half != EP_SEND_HALF;
+    int blocks = blocks_for(group, latency->route.num_rows, args.record.steps);
+    EP_TRY(choose_memory(group, &args));
+    EP_TRY(enter(handle, s->half, s->stream));
+    EP_TRY(leave(handle, s->half, s->stream,
+                 ep_cuda_launch_latency_scatter(&args, blocks, s->stream)));
+    if (s->routing) ep_cuda_note_routing(handle, s->routing);
+    return EP_OK;
+}
+
+/* ---- combine ------------------------------------------------------------------------------- */
+
+EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
+    const EpGroup *group = handle->group;
+    const EpCudaHandle *state = handle->backend_state;
+    int64_t units = ep_units(g->row_bytes);
+    EpLatencyGatherArgs args = {.group = ep_cuda(group)->device,
+                                .plan = ep_cuda_plan(handle),
+                                .shape = handle->shape,
+                                .latency = ep_cuda_latency(handle)->device,
+                                .top_k = (int32_t)state->top_k,
+                                .type = (int32_t)g->type,
+                                .row_units = (int32_t)units,
+                                .steps = (int32_t)ep_steps(units),
+                                .row_bytes = g->row_bytes,
+                                .rows = g->rows,
+                                .weighs = g->weighs,
+                                .slot_weights = g->slot_weights,
+                                .out_rows = g->out_rows,
+                                .out_num_rows = g->out_num_rows};
+    const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
+    args.latency.sends = g->half != EP_WAIT_HALF;
+    args.latency.receives = g->half != EP_SEND_HALF;
+    int blocks = blocks_for(group, state->num_rows, args.steps);
+    EP_TRY(enter(handle, g->half, g->stream));
+    return leave(handle, g->half, g->stream,
+                 ep_cuda_launch_latency_gather(&args, blocks, g->stream));
+}

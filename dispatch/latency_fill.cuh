@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_DISPATCH_LATENCY_FILL_CUH
+#define EP_DISPATCH_LATENCY_FILL_CUH
+
+/**
+ * The receiving part of latency mode's dispatch: warps wait for the records of all ranks' tokens,
+ * several of them for each, and copy rows, weights and scales to their slots.
+ */
+
+#include "dispatch/latency_route.cuh"
+
+#define FILLED_AT_ONCE 4 /* steps of a warp */
+
+/* What lane k knows of a record's entry k. */
+typedef struct Entry {
+    int local; /* expert among this rank's, -1: another's */
+    int slot;  /* FLAT: the row's, in each lane with an expert; -1: none */
+    float weight;
+    unsigned filled; /* lanes whose slots are to be filled: FLAT one of them */
+    unsigned mine;   /* lanes with an expert */
+} Entry;
+
+/* ---- header -------------------------------------------------------------------------------- */
+
+/* Word w of a header whose units lie in a warp's lanes. */
+__device__ __forceinline__ uint32_t header_word(const uint4 &unit, int w) {
+    int lane = lane_of_unit(w / 4);
+    uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
+    uint32_t z = __shfl_sync(~0u, unit.z, lane), u = __shfl_sync(~0u, unit.w, lane);
+    return w & 2 ? (w & 1 ? u : z) : (w & 1 ? y : x);
+}
+
+/* The slot of an entry, behind `before` of its source's. */
+__device__ __forceinline__ int find_slot(const EpPrepareArgs &a, const Desk *d, int source,
+                                         int local, int before) {
+    int64_t slot = (int64_t)before + d->flat_begin[source];
+    if (a.shape.layout != EP_LAYOUT_FLAT)
+        slot = (int64_t)before + d->offset[local] + d->counts[source * a.shape.num_local + local];
+    return slot < slot_limit(a, local) ? (int)slot : -1;
+}
+
+/* By a warp. */
+__device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, const Desk *d,
+                                             int source, const uint4 &unit) {
+    const EpPrepareArgs &route = a.route;
+    EpPlacement placement = {route.group.num_experts, route.group.size};
+    int lane = threadIdx.x % 32, k = route.top_k, w = lane < k ? lane : 0;
+    uint32_t word = header_word(unit, w);
+    uint32_t weight = a.carries_weights ? header_word(unit, k + w) : 0;
+    int expert = (int)(word & ((1u << a.record.expert_bits) - 1)) - 1;
+    Entry e = {-1, -1, __uint_as_float(weight), 0, 0};
+    if (lane < k && expert >= 0)
+        e.local = expert - ep_placement_first(&placement, route.group.rank);
+    if (e.local >= route.shape.num_local || e.local < 0) e.local = -1;
+    if (e.local >= 0)
+        e.slot = find_slot(route, d, source, e.local, (int)(word >> a.record.expert_bits));
+    e.mine = __ballot_sync(~0u, e.local >= 0);
+    e.filled = __ballot_sync(~0u, e.slot >= 0);
+    if (route.shape.layout == EP_LAYOUT_FLAT) e.filled &= 0u - e.filled; /* the lowest lane */
+    return e;
+}
+
+/* ---- into the plan and beside the rows ------------------------------------------------------ */
+
+__device__ __forceinline__ int flat_slot(const Entry &e) {
+    return __shfl_sync(~0u, e.slot, e.filled ? __ffs((int)e.filled) - 1 : 0);
+}
+
+/* By one warp of those that have a record. */
+__device__ __forceinline__ void note_row(const EpLatencyScatterArgs &a, const Entry &e, int source,
+                                         int token) {
+    const EpPrepareArgs &route = a.route;
+    int lane = threadIdx.x % 32, flat = route.shape.layout == EP_LAYOUT_FLAT, slot = flat_slot(e);
+    int64_t index = (int64_t)source * route.group.layout.max_tokens + token;
+    if (lane < route.top_k) route.plan.routes[index * route.top_k + lane] = flat ? e.local : e.slot;
+    int row = !e.mine ? EP_ROW_NONE : !flat ? 0 : e.filled ? slot : EP_ROW_LOST;
+    if (lane == 0) route.plan.begins[index + source] = row;
+}
+
+__device__ __forceinline__ void store_index(const EpLatencyScatterArgs &a, int64_t at, int value) {
+    if (a.idx_is_int64)
+        ((int64_t *)a.out_idx)[at] = value;
+    else
+        ((int32_t *)a.out_idx)[at] = value;
+}
+
+__device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, const Entry &e) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    if (a.route.shape.layout != EP_LAYOUT_FLAT) {
+        if (a.carries_weights && e.slot >= 0) a.out_weights[e.slot] = e.weight;
+        return;
+    }
+    int64_t at = (int64_t)flat_slot(e) * k + lane;
+    if (!e.filled || lane >= k) return;
+    if (a.carries_weights) a.out_weights[at] = e.local >= 0 ? e.weight : 0;
+    if (a.out_idx) store_index(a, at, e.local);
+}
+
+/* ---- units --------------------------------------------------------------------------------- */
+
+/* Bytes of scales that are stored at once. */
+__device__ __forceinline__ int scale_grain(const EpLatencyScatterArgs &a) {
+    int bytes = a.scale_map.by_column ? a.scale_map.element_bytes : (int)a.scale_bytes;
+    return bytes % 4 == 0 ? 4 : 1;
+}
+
+__device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, int64_t slot, int at) {
+    int bytes = a.scale_map.element_bytes;
+    return a.out_scales + ep_scale_at(&a.scale_map, slot, at / bytes) + at % bytes;
+}
+
+__device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t slot, int unit,
+                                             const uint4 &x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+    int grain = scale_grain(a);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 16 + i * 4;
+        if (grain == 4 && at < a.scale_bytes) *(uint32_t *)scale_to(a, slot, at) = word[i];
+        for (int b = 0; b < 4 && grain == 1 && at + b < a.scale_bytes; b++)
+            *scale_to(a, slot, at + b) = (char)(word[i] >> 8 * b);
+    }
+}
+
+/* This lane's unit of a step, to all slots. By a warp. */
+__device__ __forceinline__ void place_unit(const EpLatencyScatterArgs &a, const Entry &e, int step,
+                                           const uint4 &x) {
+    int at = step * EP_STEP_UNITS + step_unit() - a.record.header_units;
+    bool is_row = step_unit() >= 0 && at >= 0 && at < a.record.row_units;
+    int scale = step_unit() >= 0 ? at - a.record.row_units : -1;
+    for (unsigned left = e.filled; left; left &= left - 1) {
+        int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
+        if (is_row) *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = x;
+        if (scale >= 0 && scale < a.record.scale_units) store_scales(a, slot, scale, x);
+    }
+}
+
+/* ---- a record ------------------------------------------------------------------------------ */
+
+__device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const char *from,
+                                            int step, int stride, ulonglong2 x[FILLED_AT_ONCE]) {
+#pragma unroll
+    for (int i = 0; i < FILLED_AT_ONCE; i++)
+        if (step + i * stride < a.record.steps)
+            x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
+}
+
+/* A warp's steps of a record, from `step` on; 0: it does not come. The first steps are loaded with
+ * the header. */
+__device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, int source, int token,
+                           int step, int stride, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const char *from = latency_record(a.latency, g.rank, source, g.size, token, flag);
+    const StepOrigin origin = {source, EP_PHASE_LINES, token};
+    ulonglong2 head = step_load(from), x[FILLED_AT_ONCE];
+    int notes = step == 0;
+    fetch_steps(a, from, step, stride, x);
+    if (!step_await(g, a.latency, from, flag, &head, origin)) return 0;
+    Entry e = read_header(a, d, source, step_unpack(head));
+    if (notes) note_row(a, e, source, token), store_weights(a, e);
+    while (e.filled && step < a.record.steps) {
+#pragma unroll
+        for (int i = 0; i < FILLED_AT_ONCE; i++) {
+            int at = step + i * stride;
+            if (at >= a.record.steps) break;
+            if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &x[i], origin)) return 0;
+            place_unit(a, e, at, step_unpack(x[i]));
+        }
+        step += FILLED_AT_ONCE * stride;
+        fetch_steps(a, from, step, stride, x);
+    }
+    return 1;
+}
+
+/* This block's warps, `block` of `blocks`, and all records that may come. */
+__device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, int block, int blocks,
+                        uint64_t flag) {
+    int size = a.route.group.size, most = 0, warps = blocks * WARPS;
+    int warp = (int)threadIdx.x / 32 * blocks + block;
+    for (int r = 0; r < size; r++)
+        most = max(most, d->source_tokens[r]);
+    Shares shares = make_shares(most * size, a.record.steps, warps);
+    return shares_work(shares, warp, warps, [&](int row, int step) {
+        int token = row / size, source = (a.route.group.rank + row) % size;
+        if (token >= d->source_tokens[source]) return 1;
+        return fill_record(a, d, source, token, step, shares.stride, flag);
+    });
+}
+
+/* ---- padding ------------------------------------------------------------------------------- */
+
+/* By a warp. */
+__device__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
+    int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    int values = flat ? k : 1, grain = scale_grain(a);
+    for (int at = lane; at < a.record.row_units; at += 32)
+        *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = make_uint4(0, 0, 0, 0);
+    if (a.carries_weights && lane < values) a.out_weights[slot * values + lane] = 0;
+    if (a.out_idx && lane < k) store_index(a, slot * k + lane, -1);
+    for (int at = lane * grain; at < a.scale_bytes; at += 32 * grain)
+        for (int b = 0; b < grain; b++)
+            *(scale_to(a, slot, at) + b) = 0;
+}
+
+__device__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin, int64_t end, int warp,
+                           int warps) {
+    for (int64_t slot = begin + warp; slot < end; slot += warps)
+        zero_slot(a, slot);
+}
+
+/* Slots of slabs that nobody fills, and what is behind the slabs if that is asked for. Experts are
+ * the blocks', in turn. */
+__device__ void zero_padding(const EpLatencyScatterArgs &a, const Desk *d, int block, int blocks) {
+    const EpPrepareArgs &route = a.route;
+    const EpPlanShape &s = route.shape;
+    int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, warp = (int)threadIdx.x / 32;
+    int64_t end = 0;
+    for (int e = block; e < local && s.layout != EP_LAYOUT_FLAT; e += blocks) {
+        int64_t limit = slot_limit(route, e), begin = d->offset[e] + (int64_t)d->total[e];
+        int64_t rows = (d->total[e] + (int64_t)s.alignment - 1) / s.alignment * s.alignment;
+        int64_t last = batched && s.zero_tail ? limit : min(limit, d->offset[e] + rows);
+        zero_slots(a, begin, last, warp, WARPS);
+    }
+    if (batched || !s.zero_tail) return;
+    if (s.layout == EP_LAYOUT_FLAT)
+        end = d->flat_begin[route.group.size - 1] + (int64_t)d->source_rows[route.group.size - 1];
+    else if (local)
+        end = d->offset[local - 1] +
+              ((int64_t)d->total[local - 1] + s.alignment - 1) / s.alignment * s.alignment;
+    zero_slots(a, min(end, slot_limit(route, 0)), a.out_capacity, block * WARPS + warp,
+               blocks * WARPS);
+}
+
+#endif

@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_DISPATCH_LATENCY_ROUTE_CUH
+#define EP_DISPATCH_LATENCY_ROUTE_CUH
+
+/**
+ * Routing in latency mode's dispatch. A source tells each rank how many entries it has for each of
+ * the rank's experts, and with each row how many entries for its experts come before. From the
+ * first, all of which each receiving block reads, follows where each source's entries begin in
+ * every slab; with the second, each entry's slot.
+ */
+
+#include "handles/latency.cuh"
+
+/* A block's shared memory. */
+typedef struct Desk {
+    int32_t *experts; /* [tokens, K] of this rank's entries, -1: none; NULL: they do not fit */
+    int32_t *counts;  /* sending heads: [E] entries, then [R] rows. Receiving: [R, L] entries of the
+                         sources before for each local expert */
+    int32_t *total;   /* [L] entries of all sources */
+    int32_t *offset;  /* [L] where slabs begin */
+    char *staged;     /* a quantised row and its scales */
+    int tokens;       /* of this rank: known to who sends */
+    int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
+    int32_t flat_begin[EP_CUDA_MAX_RANKS];
+    int32_t sent;                          /* rows to other ranks */
+    int32_t item;                          /* see Claims */
+    uint32_t header[2 * EP_MAX_TOP_K];     /* of the record under work */
+    int32_t goes[EP_CUDA_MAX_RANKS];       /* whether its row goes to that rank */
+    int32_t to[EP_CUDA_MAX_RANKS], num_to; /* all ranks, those first, and how many these are */
+} Desk;
+
+/* What arrays take, in words, and where they lie. */
+typedef struct DeskShape {
+    int64_t experts, counts, local, staged;
+} DeskShape;
+
+static __host__ __device__ __forceinline__ DeskShape desk_shape(const EpLatencyScatterArgs &a,
+                                                                int keeps_routing) {
+    int64_t ranks = a.route.group.size, experts = a.route.group.num_experts;
+    int64_t local = a.route.shape.num_local, entries = (int64_t)a.route.num_rows * a.route.top_k;
+    int64_t counts = experts > ranks * local ? experts : ranks * local;
+    int64_t staged = a.quant > EP_QUANT_NONE ? 16 * (a.record.row_units + a.record.scale_units) : 0;
+    return DeskShape{keeps_routing ? (entries + 3) / 4 * 4 : 0, (counts + ranks + 3) / 4 * 4,
+                     (local + 3) / 4 * 4, staged / 4};
+}
+
+/* By one thread. */
+__device__ __forceinline__ void lay_out_desk(const EpLatencyScatterArgs &a, Desk *d,
+                                             int32_t *memory, int keeps_routing) {
+    DeskShape s = desk_shape(a, keeps_routing);
+    d->staged = (char *)memory, memory += s.staged;
+    d->experts = keeps_routing ? memory : NULL, memory += s.experts;
+    d->counts = memory, memory += s.counts;
+    d->total = memory, memory += s.local;
+    d->offset = memory;
+}
+
+/* ---- this rank's entries ------------------------------------------------------------------- */
+
+__device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entry) {
+    return load_integer(a.topk_idx, a.idx_is_int64, entry);
+}
+
+__device__ __forceinline__ int valid_expert(const EpPrepareArgs &a, int64_t index) {
+    return index >= 0 && index < a.group.num_experts ? (int)index : -1;
+}
+
+/* Before the block's first barrier, and so without what is behind it: `experts` is where the block
+ * keeps them. Rows past the step's tokens are loaded, too: their number may be on its way. */
+__device__ __forceinline__ void keep_entries(const EpPrepareArgs &a, int32_t *experts) {
+    for (int i = threadIdx.x; i < a.num_rows * a.top_k; i += THREADS)
+        experts[i] = valid_expert(a, index_at(a, i));
+}
+
+__device__ __forceinline__ int expert_at(const EpPrepareArgs &a, const Desk *d, int entry) {
+    return d->experts ? d->experts[entry] : valid_expert(a, index_at(a, entry));
+}
+
+__device__ __forceinline__ int owner_of(const EpCudaGroup &g, int expert) {
+    EpPlacement placement = {g.num_experts, g.size};
+    return expert < 0 ? -1 : ep_placement_owner(&placement, expert);
+}
+
+/* Whether no entry before this one of its token is for the same rank. */
+__device__ __forceinline__ int opens_row(const EpPrepareArgs &a, const Desk *d, int entry,
+                                         int owner) {
+    for (int i = entry / a.top_k * a.top_k; i < entry; i++)
+        if (owner_of(a.group, expert_at(a, d, i)) == owner) return 0;
+    return 1;
+}
+
+/* Entries for an expert before one of them. By a warp. */
+__device__ __forceinline__ int count_entries_before(const EpPrepareArgs &a, const Desk *d,
+                                                    int entry, int expert) {
+    int count = 0;
+    for (int i = (int)threadIdx.x % 32; i < entry; i += 32)
+        count += expert_at(a, d, i) == expert;
+    return warp_sum(count);
+}
+
+/* Rows to a rank before a token's. By a warp. */
+__device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const Desk *d, int token,
+                                                 int owner) {
+    int count = 0;
+    for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
+        int goes = 0;
+        for (int i = t * a.top_k; i < (t + 1) * a.top_k; i++)
+            goes |= owner_of(a.group, expert_at(a, d, i)) == owner;
+        count += goes;
+    }
+    return warp_sum(count);
+}
+
+/* ---- heads --------------------------------------------------------------------------------- */
+
+/* Entries for each expert and rows to each rank, into counts; bad indices are noted. */
+__device__ void count_all(const EpPrepareArgs &a, Desk *d) {
+    const EpCudaGroup &g = a.group;
+    int32_t *rows = d->counts + g.num_experts;
+    for (int i = threadIdx.x; i < g.num_experts + g.size; i += THREADS)
+        d->counts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < d->tokens * a.top_k; i += THREADS) {
+        int64_t index = index_at(a, i);
+        int expert = valid_expert(a, index), owner = owner_of(g, expert);
+        if (index >= g.num_experts) note_bad_index(a, i);
+        if (expert < 0) continue;
+        atomicAdd(&d->counts[expert], 1);
+        if (opens_row(a, d, i, owner)) atomicAdd(&rows[owner], 1);
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ uint32_t head_word(const EpPrepareArgs &a, const Desk *d, int r,
+                                              int first, int count, int sent, int w) {
+    const EpCudaGroup &g = a.group;
+    if (w >= EP_HEAD_COUNTS)
+        return w - EP_HEAD_COUNTS < count ? (uint32_t)d->counts[first + w - EP_HEAD_COUNTS] : 0;
+    switch (w) {
+    case EP_HEAD_DIGEST:
+        return g.digest;
+    case EP_HEAD_FACTS:
+        return (uint32_t)g.facts;
+    case EP_HEAD_FACTS + 1:
+        return (uint32_t)(g.facts >> 32);
+    case EP_HEAD_TOKENS:
+        return (uint32_t)d->tokens;
+    case EP_HEAD_ROWS:
+        return (uint32_t)d->counts[g.num_experts + r];
+    default:
+        return w == EP_HEAD_SENT ? (uint32_t)sent : 0;
+    }
+}
+
+__device__ void send_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+    const EpPrepareArgs &route = a.route;
+    const EpCudaGroup &g = route.group;
+    EpPlacement placement = {g.num_experts, g.size};
+    int sent = 0;
+    count_all(route, d);
+    for (int r = (int)threadIdx.x % 32; r < g.size; r += 32)
+        sent += r == g.rank ? 0 : d->counts[g.num_experts + r];
+    sent = warp_sum(sent);
+    for (int r = (int)threadIdx.x / 32; r < g.size; r += WARPS) {
+        int first = ep_placement_first(&placement, r), count = ep_placement_count(&placement, r);
+        send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
+                  [&](int w) { return head_word(route, d, r, first, count, sent, w); });
+    }
+}
+
+/* ---- what the sources say ------------------------------------------------------------------ */
+
+__device__ __forceinline__ void take_word(Desk *d, int source, int local, int own, int w,
+                                          uint32_t word) {
+    int e = w - EP_HEAD_COUNTS;
+    if (e >= 0 && e < local) d->counts[source * local + e] = (int)word;
+    if (w == EP_HEAD_TOKENS) d->source_tokens[source] = (int)word;
+    if (w == EP_HEAD_ROWS) d->source_rows[source] = (int)word;
+    if (w == EP_HEAD_SENT && source == own) d->sent = (int)word;
+}
+
+/* Counts of each source become those of the sources before. */
+__device__ void add_sources(const EpPrepareArgs &a, Desk *d) {
+    int local = a.shape.num_local;
+    for (int e = threadIdx.x; e < local; e += THREADS) {
+        int before = 0;
+        for (int s = 0; s < a.group.size; s++) {
+            int count = d->counts[s * local + e];
+            d->counts[s * local + e] = before;
+            before += count;
+        }
+        d->total[e] = before;
+    }
+}
+
+/* By a warp: where slabs begin, or in the flat layout each source's rows. */
+__device__ void lay_desk(const EpPrepareArgs &a, Desk *d) {
+    int lane = threadIdx.x % 32, local = a.shape.num_local, begin = 0;
+    int64_t start = 0;
+    for (int at = 0; at < local && a.shape.layout != EP_LAYOUT_FLAT; at += 32) {
+        Slab slab = lay_slab(a, d->total, local, at, &start);
+        if (at + lane < local) d->offset[at + lane] = (int)min(slab.offset, (int64_t)INT32_MAX);
+    }
+    for (int at = 0; at < a.group.size; at += 32) {
+        int rows = at + lane < a.group.size ? d->source_rows[at + lane] : 0;
+        int through = ep_warp_prefix(rows);
+        if (at + lane < a.group.size) d->flat_begin[at + lane] = begin + through - rows;
+        begin += __shfl_sync(~0u, through, 31);
+    }
+}
+
+/* By all threads of a block; 0: some head is not to be had. */
+__device__ int take_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+    const EpPrepareArgs &route = a.route;
+    const EpCudaGroup &g = route.group;
+    int alive = 1, local = route.shape.num_local;
+    for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS)
+        alive =
+            take_head(g, a.latency, r, EP_HEAD_COUNTS + local, flag, [&](int w, const uint4 &unit) {
+                take_word(d, r, local, g.rank, w, unit.x);
+                take_word(d, r, local, g.rank, w + 1, unit.y);
+                take_word(d, r, local, g.rank, w + 2, unit.z);
+                take_word(d, r, local, g.rank, w + 3, unit.w);
+            });
+    if (!__syncthreads_and(alive)) return 0;
+    add_sources(route, d);
+    __syncthreads();
+    if (threadIdx.x < 32) lay_desk(route, d);
+    __syncthreads();
+    return 1;
+}
+
+/* ---- what is told -------------------------------------------------------------------------- */
+
+/* Entries of a source for a local expert. */
+__device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, int e, int source) {
+    int local = a.shape.num_local, next = (source + 1) * local + e;
+    return (source + 1 < a.group.size ? d->counts[next] : d->total[e]) -
+           d->counts[source * local + e];
+}
+
+/* What every layout tells. */
+__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d) {
+    const EpCudaGroup &g = a.group;
+    for (int r = threadIdx.x; r < g.size; r += THREADS)
+        a.plan.tokens[r] = d->source_tokens[r];
+    if (threadIdx.x) return;
+    int received = d->flat_begin[g.size - 1] + d->source_rows[g.size - 1];
+    a.info->remote_sent = d->sent, a.info->local = d->source_rows[g.rank];
+    a.info->remote_received = received - d->source_rows[g.rank];
+}
+
+/* By a block that has taken the heads, of another layout than FLAT. */
+__device__ void publish_routing(const EpPrepareArgs &a, const Desk *d) {
+    publish_sizes(a, d);
+    if (threadIdx.x < 32) publish_slabs(a, d->total);
+    __syncthreads();
+    publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
+    __syncthreads();
+    if (threadIdx.x == 0) publish_step(a, d->source_tokens[a.group.rank]);
+}
+
+/* Entries of the flat rows that are kept, which all blocks have put into the plan. */
+__device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
+    const EpCudaGroup &g = a.group;
+    for (int e = threadIdx.x; e < a.shape.num_local; e += THREADS)
+        a.plan.expert_counts[e] = 0;
+    clear_sources(a);
+    __syncthreads();
+    for (int s = 0; s < g.size; s++) {
+        const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
+        const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
+        for (int i = threadIdx.x; i < d->source_tokens[s] * a.top_k; i += THREADS) {
+            int local = __ldcg(routes + i);
+            if (local < 0 || __ldcg(slot + i / a.top_k) < 0) continue;
+            atomicAdd(&a.plan.expert_counts[local], 1);
+            count_source(a, local, s);
+        }
+    }
+    __syncthreads();
+}
+
+/* By the last block: only now are all rows' entries known. */
+__device__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
+    const EpCudaGroup &g = a.group;
+    __threadfence();
+    if (*(volatile uint32_t *)&g.state->failed) return;
+    int64_t rows = d->flat_begin[g.size - 1] + (int64_t)d->source_rows[g.size - 1];
+    int64_t kept = min(rows, slot_limit(a, 0));
+    publish_sizes(a, d);
+    if (threadIdx.x == 0) publish_totals(a, kept, rows, rows - kept);
+    if (kept < rows) count_kept(a, d);
+    if (threadIdx.x < 32) publish_flat_experts(a, kept < rows ? NULL : d->total);
+    __syncthreads();
+    if (kept == rows)
+        publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
+    __syncthreads();
+    if (threadIdx.x == 0) publish_step(a, d->source_tokens[g.rank]);
+}
+
+#endif

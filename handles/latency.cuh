@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_LATENCY_CUH
+#define EP_HANDLES_LATENCY_CUH
+
+/**
+ * What latency mode's kernels have in common: addresses in a handle's window, how they begin and
+ * end, how blocks share what is to be sent and warps what is to be received.
+ */
+
+#include "handles/publish.cuh"
+#include "runtime/lines.cuh"
+
+#define THREADS 512
+#define WARPS (THREADS / 32)
+
+/* ---- addresses ----------------------------------------------------------------------------- */
+
+__device__ __forceinline__ char *latency_head(const EpLatency &l, int receiver, int source,
+                                              int size, uint64_t flag) {
+    int64_t index = (int64_t)(flag & 1) * size + source;
+    return l.window[receiver] + l.layout.heads + index * l.layout.head_bytes;
+}
+
+__device__ __forceinline__ char *latency_record(const EpLatency &l, int receiver, int source,
+                                                int size, int token, uint64_t flag) {
+    int64_t index = ((int64_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
+    return l.window[receiver] + l.layout.records + index * l.layout.record_bytes;
+}
+
+/* ---- begin and end ------------------------------------------------------------------------- */
+
+/** The flag of the operation under way. */
+__device__ __forceinline__ uint64_t latency_flag(const EpLatency &l) {
+    return *(volatile uint64_t *)&l.state->done + 1;
+}
+
+/** See ep_enter: in latency mode a rank that has failed once does nothing more. */
+__device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan) {
+    return ep_enter(g, plan, 0);
+}
+
+/** The last block to leave ends the kernel and, unless a half is to follow, the operation. By all
+ *  threads of each; returns 1 in the last block. */
+__device__ __forceinline__ int latency_leave(const EpLatency &l, uint64_t flag) {
+    __shared__ int is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(&l.state->finished, 1u) == gridDim.x - 1;
+        if (is_last) {
+            volatile EpLatencyState *state = l.state;
+            state->finished = state->claimed = 0;
+            if (l.receives) state->done = flag;
+        }
+    }
+    __syncthreads();
+    return is_last;
+}
+
+/* ---- what is to be sent -------------------------------------------------------------------- */
+
+/** Items that a block claims one after another. The next claim is under way while an item is
+ *  worked on; only thread 0 knows of it. */
+typedef struct Claims {
+    int *shared; /* the item under work, for all threads */
+    int next;
+} Claims;
+
+__device__ __forceinline__ int claim(const EpLatency &l) {
+    return (int)atomicAdd(&l.state->claimed, 1u);
+}
+
+/** Before the block's next barrier, behind which *shared is the first item. */
+__device__ __forceinline__ Claims claims_begin(const EpLatency &l, int *shared) {
+    Claims c = {shared, 0};
+    if (threadIdx.x == 0 && l.sends) *shared = claim(l);
+    return c;
+}
+
+/** By all threads: work(item) for each item below `items` that is this block's. work may have
+ *  barriers. */
+template <typename Work>
+__device__ __forceinline__ void claims_work(Claims *c, const EpLatency &l, int items, Work work) {
+    for (int item = *c->shared; item < items; item = *c->shared) {
+        if (threadIdx.x == 0) c->next = claim(l);
+        work(item);
+        __syncthreads();
+        if (threadIdx.x == 0) *c->shared = c->next;
+        __syncthreads();
+    }
+}
+
+/* ---- shares of warps ----------------------------------------------------------------------- */
+
+/** Many rows of equal length, shared by many warps: several of them to a row where there are
+ *  enough, each with every `stride`th step. */
+typedef struct Shares {
+    int rows, stride; /* stride: warps to a row */
+} Shares;
+
+__device__ __forceinline__ Shares make_shares(int rows, int steps, int warps) {
+    return Shares{rows, max(1, min(steps, warps / max(1, rows)))};
+}
+
+/** By a warp, number `warp` of `warps`: work(row, first step) for its shares, until it returns 0.
+ */
+template <typename Work>
+__device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps, Work work) {
+    for (int i = warp; i < s.rows * s.stride; i += warps)
+        if (!work(i / s.stride, i % s.stride)) return 0;
+    return 1;
+}
+
+/* ---- heads --------------------------------------------------------------------------------- */
+
+/** This block's warp `warp` sends rank r's head: word_of(r, w) are its words. */
+template <typename Word>
+__device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
+                                          int words, uint64_t flag, Word word_of) {
+    char *to = latency_head(l, r, g.rank, g.size, flag);
+    int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS);
+    for (int step = 0; step < steps; step++) {
+        int w = 4 * (step * EP_STEP_UNITS + step_unit());
+        uint4 unit = make_uint4(0, 0, 0, 0);
+        if (step_unit() >= 0)
+            unit = make_uint4(word_of(w), word_of(w + 1), word_of(w + 2), word_of(w + 3));
+        step_store(to + step * EP_STEP_BYTES, step_pack(unit, flag), l.whole);
+    }
+    if (l.whole) return;
+    step_fence();
+    for (int step = 0; step < steps; step++)
+        step_store_flag(to + step * EP_STEP_BYTES, flag);
+}
+
+/** And receives that of rank r: take(w, words w to w + 3). By a warp; 0: it does not come, or is of
+ *  another operation. */
+template <typename Take>
+__device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
+                                         uint64_t flag, Take take) {
+    const char *from = latency_head(l, g.rank, r, g.size, flag);
+    int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS), same = 1;
+    for (int step = 0; step < steps; step++) {
+        ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
+        const StepOrigin origin = {r, EP_PHASE_HEAD, 0};
+        if (!step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
+        uint4 unit = step_unpack(x);
+        if (step == 0 && threadIdx.x % 32 == 0 && unit.x != g.digest) {
+            ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_PHASE_HEAD, 0, g.digest, unit.x},
+                      unit.y | (uint64_t)unit.z << 32);
+            same = 0;
+        }
+        if (step_unit() >= 0) take(4 * (step * EP_STEP_UNITS + step_unit()), unit);
+    }
+    return __all_sync(~0u, same);
+}
+
+#endif

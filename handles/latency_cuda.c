@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Latency mode's buffers: a window of the handle's own. */
+#include <stdlib.h>
+
+#include "bootstrap/meet.h"
+#include "handles/handle_cuda.h"
+#include "runtime/cuda_limits.h"
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+static int64_t take(int64_t *at, int64_t bytes) {
+    int64_t offset = *at;
+    *at = ep_round_up(offset + bytes, EP_STEP_BYTES);
+    return offset;
+}
+
+/* Scales that the library makes take no more than the row loses by it. */
+static EpBufferLayout lay_out(const EpPlanShape *shape, const EpGroupConfig *config) {
+    EpPlacement placement = ep_config_placement(config, shape->num_ranks);
+    int64_t at = 0, places = 2 * (int64_t)shape->num_ranks;
+    int64_t words = EP_HEAD_COUNTS + ep_placement_most(&placement);
+    int64_t units = ep_units(8 * (int64_t)shape->max_top_k) + ep_units(config->max_row_bytes) +
+                    ep_units(config->max_scale_bytes);
+    EpBufferLayout b = {.head_bytes = EP_STEP_BYTES * ep_steps(ep_units(4 * words)),
+                        .record_bytes = EP_STEP_BYTES * ep_steps(units),
+                        .sum_bytes = ep_round_up(2 * config->max_row_bytes, 128),
+                        .max_tokens = shape->max_tokens};
+    b.state = take(&at, sizeof(EpLatencyState));
+    b.heads = take(&at, places * b.head_bytes);
+    b.records = take(&at, places * b.max_tokens * b.record_bytes);
+    b.sums = take(&at, b.max_tokens * b.sum_bytes);
+    b.bytes = at;
+    return b;
+}
+
+int64_t ep_cuda_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config) {
+    return lay_out(shape, config).bytes;
+}
+
+/* ---- opening ------------------------------------------------------------------------------- */
+
+static int bits_below(int64_t end) {
+    int bits = 0;
+    while ((int64_t)1 << bits < end)
+        bits++;
+    return bits;
+}
+
+/* A header's word has an expert or none, and a number of entries. */
+static EpStatus check_words(const EpHandle *handle, const EpCall *call) {
+    const EpPlanShape *s = &handle->shape;
+    int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
+    if (bits_below(s->num_experts + (int64_t)1) + bits_below(entries) <= 32) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
+                     "expected num_experts * max_tokens * top_k of less than 2^31 in latency mode, "
+                     "got %d * %d * %d",
+                     s->num_experts, s->max_tokens, s->max_top_k);
+}
+
+static EpStatus prepare_buffers(EpHandle *handle, const EpCall *call) {
+    EP_TRY(check_words(handle, call));
+    EpCudaLatency *latency = calloc(1, sizeof(*latency));
+    handle->buffer = latency;
+    if (!latency) return ep_refuse(call, EP_ERR_NO_MEMORY, "buffers", "out of memory");
+    latency->device.layout = lay_out(&handle->shape, &handle->group->config);
+    latency->device.whole = ep_cuda(handle->group)->whole_lines;
+    latency->window = (EpCudaWindow){.bytes = latency->device.layout.bytes, .owned = 1};
+    return ep_cuda_order_open(handle->group, &latency->order);
+}
+
+EpStatus ep_cuda_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine) {
+    EpGroup *group = handle->group;
+    if (mine == EP_OK) mine = prepare_buffers(handle, call);
+    EP_TRY(ep_group_agree(group, call, mine));
+    EpCudaLatency *latency = ep_cuda_latency(handle);
+    EP_TRY(ep_cuda_window_open(group, call, &latency->window, latency->device.window));
+    latency->device.state =
+        (EpLatencyState *)(latency->device.window[group->rank] + latency->device.layout.state);
+    return EP_OK;
+}
+
+/* Peers may store here until they have finished, too. */
+void ep_cuda_close_buffers(EpHandle *handle) {
+    EpGroup *group = handle->group;
+    EpCall call = {"ep_handle_destroy", group->rank};
+    EpCudaLatency *latency = ep_cuda_latency(handle);
+    if (!latency) return;
+    if (latency->window.memory) {
+        int usable = group->failed == EP_OK && !group->lost;
+        int together = usable && ep_group_agree(group, &call, ep_cuda_finish(group)) == EP_OK;
+        ep_cuda_window_close(ep_cuda(group), &latency->window, together);
+    }
+    ep_cuda_order_close(&latency->order);
+    free(latency);
+    handle->buffer = NULL;
+}

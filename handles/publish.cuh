@@ -1,0 +1,212 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_PUBLISH_CUH
+#define EP_HANDLES_PUBLISH_CUH
+
+/**
+ * What routing kernels have in common: integers of the caller's, bad indices, where slabs lie, and
+ * what the caller and the host are told of a step.
+ */
+
+#include "handles/enter.cuh"
+
+__device__ __forceinline__ int64_t load_integer(const void *data, int is_int64, int64_t i) {
+    return is_int64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
+}
+
+__device__ __forceinline__ void store_integer(const EpCudaVector &v, int64_t i, int64_t value) {
+    if (!v.data) return;
+    if (v.is_int64)
+        ((int64_t *)v.data)[i] = value;
+    else
+        ((int32_t *)v.data)[i] = (int32_t)value;
+}
+
+__device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
+    if (!a.num_tokens.data) return a.num_rows;
+    int64_t count = load_integer(a.num_tokens.data, a.num_tokens.is_int64, 0);
+    return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
+}
+
+__device__ inline void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
+    atomicAdd(&a.group.state->bad_count, 1ull);
+    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
+}
+
+/* By one thread of the last block: what all have found, for the host, which may be about to fetch
+ * what an earlier prepare had found. */
+__device__ inline void tell_bad_indices(const EpPrepareArgs &a) {
+    volatile EpCudaState *state = a.group.state;
+    volatile EpCudaNotes *notes = a.notes;
+    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
+    if (!count) return;
+    state->bad_count = state->bad_entry = 0;
+    if (!notes->bad_count) {
+        notes->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
+        notes->bad_entry = entry, notes->top_k = a.top_k;
+        __threadfence_system();
+    }
+    atomicAdd_system(&a.notes->bad_count, count);
+}
+
+/* ---- slabs --------------------------------------------------------------------------------- */
+
+__device__ inline void publish_expert(const EpPrepareArgs &a, int local, int count, int64_t offset,
+                               int64_t padded) {
+    int experts = a.shape.num_local;
+    a.plan.expert_counts[local] = count;
+    a.plan.expert_padded[local] = (int)padded;
+    a.plan.expert_offsets[local] = (int)offset;
+    store_integer(a.counts, local, count);
+    store_integer(a.padded, local, padded);
+    store_integer(a.offsets, local, offset);
+    a.info->experts[local] = count;
+    a.info->experts[experts + local] = (int)padded;
+    a.info->experts[2 * experts + local] = (int)offset;
+}
+
+__device__ __forceinline__ int64_t slot_limit(const EpPrepareArgs &a, int local) {
+    const EpPlanShape &s = a.shape;
+    if (s.layout == EP_LAYOUT_BATCHED) return (local + 1) * s.rows_per_expert;
+    return s.capacity ? s.capacity : INT32_MAX;
+}
+
+__device__ __forceinline__ int warp_sum(int value) {
+    return __reduce_add_sync(~0u, value);
+}
+
+__device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t offset) {
+    a.plan.expert_offsets[a.shape.num_local] = (int)offset;
+    store_integer(a.offsets, a.shape.num_local, offset);
+    a.info->experts[3 * a.shape.num_local] = (int)offset;
+}
+
+/* Under EP_OVERFLOW_ERROR the group's status tells of lost slots. */
+__device__ inline void note_overflow(const EpPrepareArgs &a, int64_t needed, int64_t dropped) {
+    a.notes->capacity =
+        a.shape.layout == EP_LAYOUT_BATCHED ? a.shape.rows_per_expert : a.shape.capacity;
+    a.notes->needed = needed;
+    __threadfence_system();
+    atomicAdd_system(&a.notes->lost, (unsigned long long)dropped);
+}
+
+__device__ inline void publish_totals(const EpPrepareArgs &a, int64_t rows, int64_t needed,
+                               int64_t dropped) {
+    volatile EpPlanHeader *h = a.plan.header, *out = &a.info->header;
+    h->recv_rows = rows, h->needed_rows = needed, h->dropped_slots = dropped;
+    out->recv_rows = rows, out->needed_rows = needed, out->dropped_slots = dropped;
+    store_integer(a.totals, 0, rows);
+    store_integer(a.totals, 1, needed);
+    store_integer(a.totals, 2, dropped);
+    if (dropped && a.shape.overflow == EP_OVERFLOW_ERROR) note_overflow(a, needed, dropped);
+}
+
+/* The slab of an expert: entries that want to go there, rows that they take, where it begins. */
+typedef struct Slab {
+    int count, rows;
+    int64_t offset;
+} Slab;
+
+/* Of a rank's expert number at + lane, for a warp that walks its `experts` in order; total[experts]
+ * are their entries, `start` is where the next 32 begin. */
+__device__ __forceinline__ Slab lay_slab(const EpPrepareArgs &a, const int32_t *total, int experts,
+                                         int at, int64_t *start) {
+    const EpPlanShape &s = a.shape;
+    int e = at + (int)threadIdx.x % 32, count = e < experts ? total[e] : 0;
+    int rows = (count + s.alignment - 1) / s.alignment * s.alignment;
+    int through = ep_warp_prefix(rows);
+    int64_t begin = *start + through - rows;
+    *start += __shfl_sync(~0u, through, 31);
+    return Slab{count, rows, s.layout == EP_LAYOUT_BATCHED ? e * s.rows_per_expert : begin};
+}
+
+/* Slabs of this rank, for everyone to see. By a warp. */
+__device__ inline void publish_slabs(const EpPrepareArgs &a, const int32_t *total) {
+    int local = a.shape.num_local, lane = threadIdx.x % 32;
+    int batched = a.shape.layout == EP_LAYOUT_BATCHED, most = 0;
+    int64_t start = 0, dropped = 0;
+    for (int at = 0; at < local; at += 32) {
+        int e = at + lane;
+        Slab slab = lay_slab(a, total, local, at, &start);
+        int64_t limit = slot_limit(a, e), begin = min(slab.offset, limit);
+        int64_t kept = max((int64_t)0, min((int64_t)slab.count, limit - slab.offset));
+        if (e < local)
+            publish_expert(a, e, (int)kept, begin, min(slab.offset + slab.rows, limit) - begin);
+        most = max(most, slab.rows);
+        dropped += warp_sum((int)(e < local ? slab.count - kept : 0));
+    }
+    most = __reduce_max_sync(~0u, most);
+    int64_t needed = batched ? most : start;
+    int64_t rows = batched ? local * a.shape.rows_per_expert : min(start, slot_limit(a, 0));
+    if (lane) return;
+    publish_totals(a, rows, needed, dropped);
+    publish_offset_end(a, rows);
+}
+
+/* Entries for each expert of flat rows: total[L], or NULL: those of the plan; and offsets as a
+ * permutation by expert would have. By a warp. */
+__device__ inline void publish_flat_experts(const EpPrepareArgs &a, const int32_t *total) {
+    int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
+    for (int at = 0; at < local; at += 32) {
+        int e = at + lane, count = 0;
+        if (e < local) count = total ? total[e] : *(volatile int32_t *)&a.plan.expert_counts[e];
+        int through = ep_warp_prefix(count);
+        if (e < local) publish_expert(a, e, count, offset + through - count, count);
+        offset += __shfl_sync(~0u, through, 31);
+    }
+    if (lane == 0) publish_offset_end(a, offset);
+}
+
+/* ---- sources ------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int local, int source) {
+    return (int64_t)local * a.group.size + source;
+}
+
+/* An expert's slots are its sources' in ascending order, and what is kept of them comes first. By
+ * the threads of a block, once they see how many of each expert are kept; count_of(expert, source)
+ * entries have come. */
+template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a, Count count_of) {
+    for (int e = threadIdx.x; a.source_counts.data && e < a.shape.num_local; e += (int)blockDim.x) {
+        int left = *(volatile int32_t *)&a.plan.expert_counts[e];
+        for (int s = 0; s < a.group.size; s++) {
+            int count = min(left, (int)count_of(e, s));
+            store_integer(a.source_counts, source_count_at(a, e, s), count);
+            left -= count;
+        }
+    }
+}
+
+/* Where flat rows are lost, entries are counted one by one. */
+__device__ inline void clear_sources(const EpPrepareArgs &a) {
+    int counts = a.shape.num_local * a.group.size;
+    for (int i = threadIdx.x; a.source_counts.data && i < counts; i += (int)blockDim.x)
+        store_integer(a.source_counts, i, 0);
+}
+
+__device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, int source) {
+    const EpCudaVector &v = a.source_counts;
+    int64_t at = source_count_at(a, local, source);
+    if (v.data && v.is_int64)
+        atomicAdd((unsigned long long *)v.data + at, 1ull);
+    else if (v.data)
+        atomicAdd((int32_t *)v.data + at, 1);
+}
+
+/* ---- end ----------------------------------------------------------------------------------- */
+
+/* The step's numbers are all there. By one thread, behind whatever it has seen. */
+__device__ inline void publish_step(const EpPrepareArgs &a, int tokens) {
+    volatile EpPlanHeader *h = a.plan.header, *out = &a.info->header;
+    int64_t step = h->step + 1;
+    h->num_tokens = tokens;
+    h->num_rows = a.num_rows;
+    h->top_k = a.top_k;
+    h->exact_rows = a.num_tokens.data == NULL;
+    h->step = step;
+    h->prepared = 1;
+    out->num_tokens = tokens, out->top_k = a.top_k;
+    __threadfence_system();
+    out->step = step;
+}
+
+#endif
