@@ -3,6 +3,7 @@
  * What kernels have written into pinned memory, brought into the group: failures, which end it, and
  * bad indices and overflows, which are data.
  */
+#include <stdio.h>
 #include <string.h>
 
 #include "handles/handle_cuda.h"
@@ -24,14 +25,22 @@ static const char *awaited_name(int32_t phase) {
     return names[phase >= 1 && phase <= 7 ? phase : 0];
 }
 
+/* Data and room are those of a row; other waits have none. */
+static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes) {
+    int has_row = f->phase == 3 || f->phase == 4;
+    out[0] = 0;
+    if (has_row) snprintf(out, bytes, ", row %d", f->row);
+}
+
 static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,
                           EpFinding *finding) {
-    return ep_fail(
-        EP_ERR_TIMEOUT,
-        "rank %d: %s: rank %d did not arrive within %g s (waiting for %s, row %d: expected %u, "
-        "seen %u)",
-        group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase), f->row,
-        f->expected, f->seen);
+    char row[24];
+    awaited_row(f, row, sizeof(row));
+    return ep_fail(EP_ERR_TIMEOUT,
+                   "rank %d: %s: rank %d did not arrive within %g s (waiting for %s%s: expected "
+                   "%u, seen %u)",
+                   group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->phase),
+                   row, f->expected, f->seen);
 }
 
 /* The first fact that differs, in the host backend's words. */

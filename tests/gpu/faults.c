@@ -5,11 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "tests/cases/run.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/crew.h"
 
 /* Failed groups log a warning. */
 static void be_quiet(void) {
@@ -18,69 +16,12 @@ static void be_quiet(void) {
 
 TestSuite(gpu_faults, .init = be_quiet);
 
-#define SOON 3.0
-#define LATE 30.0
-
 static const RigOp all_ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE, RIG_COMBINE_BACKWARD,
                                 RIG_DISPATCH_BACKWARD};
 
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static Case fault_case(int ranks) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 3 * ranks,
-                                .top_k = 3,
-                                .hidden = 72,
-                                .max_tokens = 130,
-                                .spread = SPREAD_FULL,
-                                .weighted = 1,
-                                .capacity = 1600});
-}
-
-/* A rank with a prepared handle, in a group whose waits end after some seconds. */
-typedef struct Crew {
-    EpGroup *group;
-    World *world;
-    Rig rig;
-    int absent; /* the rank that will do something else: the last one */
-} Crew;
-
-static bool crew_open(Crew *crew, const EpBootstrap *bootstrap, double seconds) {
-    Case c = fault_case(bootstrap->size);
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = seconds;
-    *crew = (Crew){.world = world_new(&c), .absent = bootstrap->size - 1};
-    if (!CHECK_OK(ep_group_create(bootstrap, &config, &crew->group))) return false;
-    rig_open(&crew->rig, crew->group, rig_handle(crew->group, &c), &c, bootstrap->rank,
-             new_stream(), NULL);
-    rig_load(&crew->rig, crew->world);
-    bootstrap->barrier(bootstrap->context, 60); /* nobody is late because of what came before */
-    rig_issue(&crew->rig, RIG_PREPARE);
-    rig_check(&crew->rig);
-    return !check_failure()[0];
-}
-
-static void crew_close(Crew *crew) {
-    double begin = now();
-    ep_group_destroy(crew->group);
-    CHECK(now() - begin < LATE, "destroying a failed group took %.1f s", now() - begin);
-    CHECK_CUDA(cudaStreamDestroy(crew->rig.stream));
-    rig_close(&crew->rig);
-    world_free(crew->world);
-}
-
-/* The GPUs are none the worse for it. */
-static void check_next_group(const EpBootstrap *bootstrap) {
-    Crew crew;
-    if (!crew_open(&crew, bootstrap, 60)) return;
-    rig_issue(&crew.rig, RIG_ALL);
-    rig_check(&crew.rig);
-    CHECK_OK(ep_group_status(crew.group, NULL));
-    crew_close(&crew);
+static bool open_crew(Crew *crew, const EpBootstrap *bootstrap, double seconds) {
+    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    return crew_open(crew, bootstrap, &c, seconds);
 }
 
 /* ---- a peer that stops --------------------------------------------------------------------- */
@@ -103,8 +44,8 @@ static void check_blames(const Crew *crew) {
     CHECK(found.status == EP_ERR_TIMEOUT && found.peer == crew->absent, "peer %d", found.peer);
     CHECK(found.rank == crew->rig.step.rank, "rank %d", found.rank);
     CHECK(strcmp(found.phase, "dispatch") == 0, "%s", found.phase);
-    for (int i = 0; i < 5; i++)
-        CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_TIMEOUT, peer);
+    CHECK(!strstr(ep_last_error(), "row"), "an arrival is no row's: %s", ep_last_error());
+    crew_check_refuses(crew, EP_ERR_TIMEOUT, peer);
 }
 
 /* Who comes after all is told at once whom the others have given up on. */
@@ -121,19 +62,19 @@ static void check_hears_of_it(const Crew *crew) {
 /* All ranks but rank 0 come `later`: seconds, less than the deadline. */
 static void stopped_peer(const EpBootstrap *bootstrap, double later) {
     Crew crew;
-    REQUIRE(crew_open(&crew, bootstrap, SOON), "no group");
+    REQUIRE(open_crew(&crew, bootstrap, CREW_SOON), "no group");
     if (bootstrap->rank != crew.absent) {
         if (bootstrap->rank > 0) usleep((useconds_t)(1e6 * later));
-        double begin = now();
+        double begin = crew_now();
         call_on(&crew.rig);
-        CHECK(now() - begin > 0.8 * SOON, "gave up after %.2f s", now() - begin);
-        CHECK(now() - begin < LATE, "gave up after %.2f s", now() - begin);
+        CHECK(crew_now() - begin > 0.8 * CREW_SOON, "gave up after %.2f s", crew_now() - begin);
+        CHECK(crew_now() - begin < CREW_LATE, "gave up after %.2f s", crew_now() - begin);
         check_blames(&crew);
     }
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == crew.absent) check_hears_of_it(&crew);
     crew_close(&crew);
-    check_next_group(bootstrap);
+    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, stopped_peer_2, 2) {
@@ -146,7 +87,7 @@ ThreadTest(gpu_faults, stopped_peer_4, 4) {
 /* Who fails first is through with what it has enqueued before the others give up: it was there, and
  * is not the one to blame. */
 ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
-    stopped_peer(bootstrap, SOON / 3);
+    stopped_peer(bootstrap, CREW_SOON / 3);
 }
 
 /* ---- another order ------------------------------------------------------------------------- */
@@ -155,10 +96,8 @@ ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
 static void check_order(const Crew *crew, EpStatus status, double begin) {
     CHECK(status == EP_OK || status == EP_ERR_ORDER, "%d: %s", (int)status, ep_last_error());
     CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
-    CHECK_REFUSED(ep_group_status(crew->group, NULL), EP_ERR_ORDER, "rank");
-    for (int i = 0; i < 5; i++)
-        CHECK_REFUSED(rig_try(&crew->rig, all_ops[i]), EP_ERR_ORDER, "rank");
+    CHECK(crew_now() - begin < CREW_LATE, "it took %.1f s", crew_now() - begin);
+    crew_check_refuses(crew, EP_ERR_ORDER, "rank");
 }
 
 static void other_operations(const EpBootstrap *bootstrap) {
@@ -168,13 +107,13 @@ static void other_operations(const EpBootstrap *bootstrap) {
     for (int i = 0; i < 3; i++) {
         Crew crew;
         check_note("pair %d", i);
-        REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
-        double begin = now();
+        REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
+        double begin = crew_now();
         RigOp op = meet[i][bootstrap->rank == crew.absent];
         check_order(&crew, rig_try(&crew.rig, op), begin);
         crew_close(&crew);
     }
-    check_next_group(bootstrap);
+    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, other_operations_2, 2) {
@@ -187,10 +126,10 @@ ThreadTest(gpu_faults, other_operations_4, 4) {
 /* Equal calls on two equal handles, whose order one rank mixes up. */
 static void other_handles(const EpBootstrap *bootstrap) {
     Crew crew;
-    REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
+    REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
     Rig second = crew.rig;
     second.step.handle = rig_handle(crew.group, &crew.rig.c);
-    double begin = now();
+    double begin = crew_now();
     const Rig *rig = bootstrap->rank == crew.absent ? &second : &crew.rig;
     check_order(&crew, rig_try(rig, RIG_PREPARE), begin);
     crew_close(&crew);
@@ -205,34 +144,15 @@ ThreadTest(gpu_faults, other_handles_4, 4) {
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-/* A handle of all ranks in memory of their own, prepared, of which one rank's is overwritten. */
-static char *overwritten_handle(Crew *crew) {
-    EpHandleConfig config = case_handle_config(&crew->rig.c);
-    size_t bytes = 0;
-    char *memory = NULL;
-    config.max_recv_rows = crew->rig.c.capacity;
-    CHECK_OK(ep_handle_memory(crew->group, &config, &bytes));
-    CHECK_CUDA(cudaMalloc((void **)&memory, bytes));
-    CHECK_OK(ep_handle_create(crew->group, &config, memory, bytes, &crew->rig.step.handle));
-    rig_issue(&crew->rig, RIG_PREPARE);
-    rig_check(&crew->rig);
-    rig_poison(&crew->rig);
-    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    /* cudaMemset returns before the memory is set, and the crew's stream waits for no other. */
-    if (crew->rig.step.rank == crew->absent) CHECK_CUDA(cudaMemset(memory, 0, bytes));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    return memory;
-}
-
 /* Its rank is told what is wrong and writes nothing, and the others do not wait for it. */
 static void check_overwritten(Crew *crew, RigOp op) {
     char blamed[48];
     int is_mine = crew->rig.step.rank == crew->absent;
-    double begin = now();
+    double begin = crew_now();
     snprintf(blamed, sizeof(blamed), "rank %d", crew->absent);
     CHECK_OK(rig_try(&crew->rig, op));
     CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
+    CHECK(crew_now() - begin < CREW_LATE, "it took %.1f s", crew_now() - begin);
     CHECK_REFUSED(ep_group_status(crew->group, NULL), is_mine ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER,
                   blamed, is_mine ? "other bytes" : "given up");
     if (is_mine) rig_check(&crew->rig);
@@ -243,15 +163,15 @@ static void overwritten_memory(const EpBootstrap *bootstrap) {
     for (int i = 0; i < 3; i++) {
         Crew crew;
         check_note("operation %d", (int)ops[i]);
-        REQUIRE(crew_open(&crew, bootstrap, 2 * LATE), "no group");
-        char *memory = overwritten_handle(&crew);
+        REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
+        char *memory = crew_overwrite(&crew);
         bootstrap->barrier(bootstrap->context, 60);
         check_overwritten(&crew, ops[i]);
         bootstrap->barrier(bootstrap->context, 60);
         crew_close(&crew);
         CHECK_CUDA(cudaFree(memory));
     }
-    check_next_group(bootstrap);
+    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, overwritten_memory_2, 2) {
@@ -276,5 +196,5 @@ ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
     }
     CHECK_STATUS(ep_group_create(bootstrap, &config, &group), EP_ERR_NO_MEMORY);
     CHECK(group == NULL, "a group was made");
-    check_next_group(bootstrap);
+    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }

@@ -3,49 +3,56 @@
 
 #include <cuda_runtime_api.h>
 
+#include "handles/handle.h"
+#include "tests/gpu/has.h"
+#include "tests/gpu/moved.h"
+
 #undef ep_prepare
 #undef ep_dispatch
+#undef ep_dispatch_send
+#undef ep_dispatch_wait
 #undef ep_combine
+#undef ep_combine_send
+#undef ep_combine_wait
 #undef ep_dispatch_backward
 #undef ep_combine_backward
+#undef ep_handle_destroy
+#undef ep_group_destroy
 
-/* The tensors of one call, as they are passed. */
-typedef struct Moved {
-    EpTensor tensor[8];
-    void *home[8]; /* where an output belongs; NULL for inputs, which may be constants */
-    int count;
-} Moved;
-
-static size_t tensor_bytes(const EpTensor *t) {
-    size_t bytes = ep_type_bytes(t->type);
-    if (t->struct_size != sizeof(*t) || t->ndim < 1 || t->ndim > EP_MAX_DIMS) return 0;
-    for (int i = 0; i < t->ndim; i++)
-        bytes *= t->shape[i] > 0 ? (size_t)t->shape[i] : 0;
-    return bytes;
+int gpu_has_latency(void) {
+    return TESTS_HAVE_LATENCY;
 }
 
-/* What is wrong on purpose is passed as it is. */
-static const EpTensor *move(Moved *m, const EpTensor *t, int is_output) {
-    size_t bytes = t ? tensor_bytes(t) : 0;
-    if (!bytes || !t->data || gpu_owns(t->data) || (uintptr_t)t->data % 4) return t;
-    void *data = gpu_allocate(64, bytes);
-    if (!data) return t;
-    EpTensor *moved = &m->tensor[m->count];
-    *moved = *t;
-    moved->data = memcpy(data, t->data, bytes);
-    m->home[m->count++] = is_output ? t->data : NULL;
-    return moved;
+int gpu_has_quant(void) {
+    return TESTS_HAVE_QUANT;
 }
 
-static EpStatus settle(Moved *m, EpStatus status) {
+static EpStatus synchronize(EpStatus status) {
     cudaError_t error = status == EP_OK ? cudaDeviceSynchronize() : cudaSuccess;
-    for (int i = 0; i < m->count; i++) {
-        if (m->home[i]) memcpy(m->home[i], m->tensor[i].data, tensor_bytes(&m->tensor[i]));
-        gpu_release(m->tensor[i].data);
-    }
     if (error == cudaSuccess) return status;
     return ep_set_last_error(EP_ERR_SYSTEM, cudaGetErrorString(error));
 }
+
+static EpStatus settle(Moved *m, EpStatus status) {
+    status = synchronize(status);
+    moved_home(m);
+    moved_release(m);
+    return status;
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
+void gpu_handle_destroy(EpHandle *handle) {
+    moved_forget(handle);
+    ep_handle_destroy(handle);
+}
+
+void gpu_group_destroy(EpGroup *group) {
+    moved_forget_all(group);
+    ep_group_destroy(group);
+}
+
+/* ---- whole operations ---------------------------------------------------------------------- */
 
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                      EpStream stream, const EpPlanTensors *out) {
@@ -53,15 +60,18 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor 
     EpPlanTensors moved;
     if (out && out->struct_size == sizeof(*out)) {
         moved = *out;
-        moved.expert_counts = move(&m, out->expert_counts, 1);
-        moved.expert_padded = move(&m, out->expert_padded, 1);
-        moved.expert_offsets = move(&m, out->expert_offsets, 1);
-        moved.totals = move(&m, out->totals, 1);
-        moved.source_counts = move(&m, out->source_counts, 1);
+        moved.expert_counts = moved_output(&m, out->expert_counts);
+        moved.expert_padded = moved_output(&m, out->expert_padded);
+        moved.expert_offsets = moved_output(&m, out->expert_offsets);
+        moved.totals = moved_output(&m, out->totals);
+        moved.source_counts = moved_output(&m, out->source_counts);
         out = &moved;
     }
-    topk_idx = move(&m, topk_idx, 0), num_tokens = move(&m, num_tokens, 0);
-    return settle(&m, ep_prepare(handle, topk_idx, num_tokens, stream, out));
+    topk_idx = moved_input(&m, topk_idx), num_tokens = moved_input(&m, num_tokens);
+    EpStatus status = ep_prepare(handle, topk_idx, num_tokens, stream, out);
+    if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
+    moved_keep(handle, &m);
+    return status;
 }
 
 EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
@@ -69,19 +79,24 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *
                       const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                       const EpTensor *recv_topk_idx) {
     Moved m = {.count = 0};
-    tokens = move(&m, tokens, 0), topk_weights = move(&m, topk_weights, 0),
-    scales = move(&m, scales, 0);
-    recv_tokens = move(&m, recv_tokens, 1), recv_topk_weights = move(&m, recv_topk_weights, 1);
-    recv_scales = move(&m, recv_scales, 1), recv_topk_idx = move(&m, recv_topk_idx, 1);
-    return settle(&m, ep_dispatch(handle, tokens, topk_weights, scales, stream, recv_tokens,
-                                  recv_topk_weights, recv_scales, recv_topk_idx));
+    tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights),
+    scales = moved_input(&m, scales);
+    recv_tokens = moved_output(&m, recv_tokens),
+    recv_topk_weights = moved_output(&m, recv_topk_weights);
+    recv_scales = moved_output(&m, recv_scales), recv_topk_idx = moved_output(&m, recv_topk_idx);
+    moved_refresh(handle);
+    EpStatus status =
+        settle(&m, ep_dispatch(handle, tokens, topk_weights, scales, stream, recv_tokens,
+                               recv_topk_weights, recv_scales, recv_topk_idx));
+    if (status == EP_OK) moved_deliver(handle);
+    return status;
 }
 
 EpStatus gpu_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
                      EpStream stream, const EpTensor *out) {
     Moved m = {.count = 0};
-    expert_out = move(&m, expert_out, 0), slot_weights = move(&m, slot_weights, 0),
-    out = move(&m, out, 1);
+    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights),
+    out = moved_output(&m, out);
     return settle(&m, ep_combine(handle, expert_out, slot_weights, stream, out));
 }
 
@@ -89,9 +104,10 @@ EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_token
                                const EpTensor *grad_slot_weights, EpStream stream,
                                const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
     Moved m = {.count = 0};
-    grad_recv_tokens = move(&m, grad_recv_tokens, 0);
-    grad_slot_weights = move(&m, grad_slot_weights, 0);
-    grad_tokens = move(&m, grad_tokens, 1), grad_topk_weights = move(&m, grad_topk_weights, 1);
+    grad_recv_tokens = moved_input(&m, grad_recv_tokens);
+    grad_slot_weights = moved_input(&m, grad_slot_weights);
+    grad_tokens = moved_output(&m, grad_tokens),
+    grad_topk_weights = moved_output(&m, grad_topk_weights);
     return settle(&m, ep_dispatch_backward(handle, grad_recv_tokens, grad_slot_weights, stream,
                                            grad_tokens, grad_topk_weights));
 }
@@ -101,9 +117,46 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights) {
     Moved m = {.count = 0};
-    grad_out = move(&m, grad_out, 0), slot_weights = move(&m, slot_weights, 0);
-    expert_out = move(&m, expert_out, 0), grad_expert_out = move(&m, grad_expert_out, 1);
-    grad_slot_weights = move(&m, grad_slot_weights, 1);
+    grad_out = moved_input(&m, grad_out), slot_weights = moved_input(&m, slot_weights);
+    expert_out = moved_input(&m, expert_out), grad_expert_out = moved_output(&m, grad_expert_out);
+    grad_slot_weights = moved_output(&m, grad_slot_weights);
     return settle(&m, ep_combine_backward(handle, grad_out, slot_weights, expert_out, stream,
                                           grad_expert_out, grad_slot_weights));
+}
+
+/* ---- halves -------------------------------------------------------------------------------- */
+
+EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream) {
+    Moved m = {.count = 0};
+    tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights);
+    scales = moved_input(&m, scales);
+    moved_refresh(handle);
+    return settle(&m, ep_dispatch_send(handle, tokens, topk_weights, scales, stream));
+}
+
+EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx) {
+    Moved m = {.count = 0};
+    recv_tokens = moved_output(&m, recv_tokens);
+    recv_topk_weights = moved_output(&m, recv_topk_weights);
+    recv_scales = moved_output(&m, recv_scales), recv_topk_idx = moved_output(&m, recv_topk_idx);
+    EpStatus status = settle(&m, ep_dispatch_wait(handle, stream, recv_tokens, recv_topk_weights,
+                                                  recv_scales, recv_topk_idx));
+    if (status == EP_OK) moved_deliver(handle);
+    return status;
+}
+
+EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, EpStream stream) {
+    Moved m = {.count = 0};
+    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
+    return settle(&m, ep_combine_send(handle, expert_out, slot_weights, stream));
+}
+
+EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
+    Moved m = {.count = 0};
+    out = moved_output(&m, out);
+    return settle(&m, ep_combine_wait(handle, stream, out));
 }

@@ -20,7 +20,8 @@
 #include "ep/ep.h"
 #include "tests/gpu/arena.h"
 
-/** The operations, with tensors that GPUs cannot reach moved to the arena and back. */
+/** The operations, with tensors that GPUs cannot reach moved to the arena and back. What ep_prepare
+ *  records in latency mode stays there, until the handle or its group goes. */
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                      EpStream stream, const EpPlanTensors *out);
 EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
@@ -36,6 +37,16 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                               const EpTensor *slot_weights, const EpTensor *expert_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights);
+EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                           const EpTensor *scales, EpStream stream);
+EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                           const EpTensor *recv_topk_idx);
+EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, EpStream stream);
+EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
+void gpu_handle_destroy(EpHandle *handle);
+void gpu_group_destroy(EpGroup *group);
 
 #define malloc(bytes) gpu_allocate(64, bytes)
 #define calloc(count, bytes) gpu_allocate_zeroed(count, bytes)
@@ -47,6 +58,12 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
 #define ep_combine gpu_combine
 #define ep_dispatch_backward gpu_dispatch_backward
 #define ep_combine_backward gpu_combine_backward
+#define ep_dispatch_send gpu_dispatch_send
+#define ep_dispatch_wait gpu_dispatch_wait
+#define ep_combine_send gpu_combine_send
+#define ep_combine_wait gpu_combine_wait
+#define ep_handle_destroy gpu_handle_destroy
+#define ep_group_destroy gpu_group_destroy
 
 /* What tests/harness/check.h says of these. */
 #define TESTS_ON_GPU 1

@@ -106,6 +106,7 @@ static void expect_all(Rig *rig) {
     expect_plan(rig);
     expect_dispatch(world, rank, &rows);
     expect_combine(world, rank, &image[OUT_SUMS]);
+    if (rig->c.mode == EP_MODE_LATENCY) return;
     expect_combine_backward(world, rank, &image[OUT_GRAD_ROWS]);
     expect_dispatch_backward(world, rank, &image[OUT_GRAD_TOKENS], &image[OUT_GRAD_WEIGHTS]);
 }
@@ -116,13 +117,19 @@ void rig_load(Rig *rig, const World *world) {
     fill_inputs(rig);
     memcpy(rig->expected, rig->poison, rig_outputs_size(&rig->c));
     expect_all(rig);
-    CHECK_CUDA(cudaMemcpyAsync(rig->device, rig->inputs, rig_inputs_size(&rig->c),
-                               cudaMemcpyDefault, rig->stream));
+    rig_bring_inputs(rig);
     rig_poison(rig);
     CHECK_CUDA(cudaStreamSynchronize(rig->stream));
 }
 
+void rig_bring_inputs(Rig *rig) {
+    CHECK_CUDA(cudaMemcpyAsync(rig->device, rig->inputs, rig_inputs_size(&rig->c),
+                               cudaMemcpyDefault, rig->stream));
+    rig->spoilt = 0;
+}
+
 void rig_poison(Rig *rig) {
+    if (rig->spoilt) rig_bring_inputs(rig);
     CHECK_CUDA(cudaMemcpyAsync(rig->device + rig_inputs_size(&rig->c), rig->poison,
                                rig_outputs_size(&rig->c), cudaMemcpyDefault, rig->stream));
     rig->issued = 0;
@@ -135,16 +142,18 @@ typedef struct Output {
     unsigned op;
 } Output;
 
+#define DISPATCHED (RIG_DISPATCH | RIG_DISPATCH_WAIT)
+
 static const Output outputs[RIG_OUTPUTS] = {
     {"expert_counts", RIG_PREPARE},
     {"expert_padded", RIG_PREPARE},
     {"expert_offsets", RIG_PREPARE},
     {"totals", RIG_PREPARE},
-    {"recv_tokens", RIG_DISPATCH},
-    {"recv_topk_weights", RIG_DISPATCH},
-    {"recv_scales", RIG_DISPATCH},
-    {"recv_topk_idx", RIG_DISPATCH},
-    {"out", RIG_COMBINE},
+    {"recv_tokens", DISPATCHED},
+    {"recv_topk_weights", DISPATCHED},
+    {"recv_scales", DISPATCHED},
+    {"recv_topk_idx", DISPATCHED},
+    {"out", RIG_COMBINE | RIG_COMBINE_WAIT},
     {"grad_expert_out", RIG_COMBINE_BACKWARD},
     {"grad_slot_weights", RIG_COMBINE_BACKWARD},
     {"grad_tokens", RIG_DISPATCH_BACKWARD},
@@ -157,10 +166,11 @@ Image rig_output(const Rig *rig, RigOutput output) {
 
 static int asked_for(const Rig *rig, RigOutput output) {
     const Case *c = &rig->c;
-    if (!(rig->issued & outputs[output].op)) return 0;
+    int dispatches = output <= OUT_TOTALS && c->mode == EP_MODE_LATENCY;
+    if (!(rig->issued & (dispatches ? DISPATCHED : outputs[output].op))) return 0;
     if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
         return c->weighted;
-    if (output == OUT_SCALES) return c->scale_bytes > 0;
+    if (output == OUT_SCALES) return case_scales(c) > 0;
     return output != OUT_INDEX || c->layout == EP_LAYOUT_FLAT;
 }
 

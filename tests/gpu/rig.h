@@ -3,10 +3,12 @@
 #define TESTS_GPU_RIG_H
 
 /**
- * A step in device memory: inputs of a world, and poisoned outputs with guards, for the five
- * operations of one handle on one stream. Operations are only enqueued; rig_check waits and
- * compares every byte with the oracle, also that what was not asked for was left alone. So many
+ * A step in device memory: inputs of a world, and poisoned outputs with guards, for the operations
+ * of one handle on one stream, whole or in halves. Operations are only enqueued; rig_check waits
+ * and compares every byte with the oracle, also that what was not asked for was left alone. So many
  * rigs can be under way at once, and calls can be captured into a graph.
+ *
+ * First halves are followed by stores over their inputs, which must not matter any more.
  *
  * All addresses and shapes follow from the case, whose capacity must be static, and not from the
  * world, whose tokens must be `counted` where it is to be changed between replays of a graph.
@@ -15,18 +17,25 @@
 #include <cuda_runtime_api.h>
 
 #include "tests/cases/step.h"
+#include "tests/gpu/has.h"
 
 typedef enum RigOp {
     RIG_PREPARE = 1,
     RIG_DISPATCH = 2,
     RIG_COMBINE = 4,
     RIG_COMBINE_BACKWARD = 8,
-    RIG_DISPATCH_BACKWARD = 16
+    RIG_DISPATCH_BACKWARD = 16,
+    RIG_DISPATCH_SEND = 32,
+    RIG_DISPATCH_WAIT = 64,
+    RIG_COMBINE_SEND = 128,
+    RIG_COMBINE_WAIT = 256
 } RigOp;
 
 #define RIG_FORWARD (RIG_PREPARE | RIG_DISPATCH | RIG_COMBINE)
 #define RIG_BACKWARD (RIG_COMBINE_BACKWARD | RIG_DISPATCH_BACKWARD)
 #define RIG_ALL (RIG_FORWARD | RIG_BACKWARD)
+#define RIG_SENDS (RIG_DISPATCH_SEND | RIG_COMBINE_SEND)
+#define RIG_HALVES (RIG_PREPARE | RIG_SENDS | RIG_DISPATCH_WAIT | RIG_COMBINE_WAIT)
 
 typedef enum RigOutput {
     OUT_COUNTS,
@@ -50,6 +59,7 @@ typedef struct Rig {
     Case c;
     cudaStream_t stream;
     unsigned issued; /**< operations since the outputs were poisoned */
+    int spoilt;      /**< inputs were stored over */
     char *device;    /**< inputs, then outputs */
     int owns_device;
     char *inputs, *poison, *expected, *got; /**< their counterparts on the host, pinned */
@@ -65,9 +75,14 @@ void rig_close(Rig *rig);
 
 /** Take the inputs of a world of the rig's case, and poison the outputs. Waits for the stream. */
 void rig_load(Rig *rig, const World *world);
-/** Enqueue: poison the outputs anew. */
+/** Enqueue: poison the outputs anew, and bring back inputs that were stored over. */
 void rig_poison(Rig *rig);
-/** Enqueue these operations, in the order of RigOp. */
+/** Enqueue: bring the inputs that were loaded last to the device. In a graph: at each replay. */
+void rig_bring_inputs(Rig *rig);
+/** All that a handle of a mode has, as the case's `halves` says. */
+unsigned rig_all(const Case *c);
+/** Enqueue these operations, in the order of RigOp. In latency mode the outputs of RIG_PREPARE are
+ *  the dispatch's. */
 void rig_issue(Rig *rig, unsigned ops);
 /** What rig_issue does for operations that a graph performs. */
 void rig_replayed(Rig *rig, unsigned ops);
@@ -81,7 +96,8 @@ Image rig_output(const Rig *rig, RigOutput output);
 
 /* ---- groups on GPUs ---- */
 
-/** A handle of a case with its static capacity, or NULL after a failed check. */
+/** A handle of a case with its static capacity, or NULL after a failed check. Collective in latency
+ *  mode. */
 EpHandle *rig_handle(EpGroup *group, const Case *c);
 
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)

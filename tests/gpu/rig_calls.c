@@ -13,7 +13,7 @@ static EpTensor into(const Rig *rig, EpTensor tensor, RigOutput output) {
     return tensor;
 }
 
-/* Rows of a receive buffer of the caller's; and the shape of recv_topk_weights and its gradient. */
+/* Rows of a gradient of the caller's; and the shape of recv_topk_weights and its gradient. */
 static EpTensor rows_of(const Rig *rig, EpType type) {
     return step_rows(&rig->step, NULL, type, rig->c.hidden);
 }
@@ -37,21 +37,46 @@ static EpStatus issue_prepare(const Rig *rig) {
     return ep_prepare(rig->step.handle, &index, c->counted ? &count : NULL, rig->stream, &plan);
 }
 
-static EpStatus issue_dispatch(const Rig *rig) {
+/* The tensors of a dispatch, and those that the case has none of. */
+typedef struct Passed {
+    EpTensor tokens, weights, scales, recv_tokens, recv_weights, recv_scales, recv_index;
+    int weighted, scaled, rescaled, indexed;
+} Passed;
+
+static Passed dispatched(const Rig *rig) {
     const Case *c = &rig->c;
     const Step *step = &rig->step;
-    EpTensor tokens = from(rig, step_tokens(step), IN_TOKENS);
-    EpTensor weights = from(rig, step_weights(step), IN_WEIGHTS);
-    EpTensor scales = from(rig, step_scales(step), IN_SCALES);
-    EpTensor recv_tokens = into(rig, rows_of(rig, c->row_type), OUT_TOKENS);
-    EpTensor recv_weights = into(rig, weights_of(rig), OUT_WEIGHTS);
-    EpTensor recv_scales =
-        into(rig, step_rows(step, NULL, EP_TYPE_UINT8, c->scale_bytes), OUT_SCALES);
-    EpTensor recv_index = into(rig, step_rows(step, NULL, c->index_type, c->top_k), OUT_INDEX);
-    return ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
-                       c->scale_bytes ? &scales : NULL, rig->stream, &recv_tokens,
-                       c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
-                       c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL);
+    Passed p = {.weighted = c->weighted, .scaled = c->scale_bytes > 0};
+    p.rescaled = case_scales(c) > 0, p.indexed = c->layout == EP_LAYOUT_FLAT;
+    p.tokens = from(rig, step_tokens(step), IN_TOKENS);
+    p.weights = from(rig, step_weights(step), IN_WEIGHTS);
+    p.scales = from(rig, step_scales(step), IN_SCALES);
+    p.recv_tokens = into(rig, step_recv_tokens(step, NULL), OUT_TOKENS);
+    p.recv_weights = into(rig, weights_of(rig), OUT_WEIGHTS);
+    p.recv_scales = into(rig, step_recv_scales(step, NULL), OUT_SCALES);
+    p.recv_index = into(rig, step_rows(step, NULL, c->index_type, c->top_k), OUT_INDEX);
+    return p;
+}
+
+static EpStatus issue_dispatch(const Rig *rig) {
+    Passed p = dispatched(rig);
+    return ep_dispatch(rig->step.handle, &p.tokens, p.weighted ? &p.weights : NULL,
+                       p.scaled ? &p.scales : NULL, rig->stream, &p.recv_tokens,
+                       p.weighted ? &p.recv_weights : NULL, p.rescaled ? &p.recv_scales : NULL,
+                       p.indexed ? &p.recv_index : NULL);
+}
+
+static EpStatus issue_dispatch_send(const Rig *rig) {
+    Passed p = dispatched(rig);
+    return ep_dispatch_send(rig->step.handle, &p.tokens, p.weighted ? &p.weights : NULL,
+                            p.scaled ? &p.scales : NULL, rig->stream);
+}
+
+static EpStatus issue_dispatch_wait(const Rig *rig) {
+    Passed p = dispatched(rig);
+    return ep_dispatch_wait(rig->step.handle, rig->stream, &p.recv_tokens,
+                            p.weighted ? &p.recv_weights : NULL, p.rescaled ? &p.recv_scales : NULL,
+                            p.indexed ? &p.recv_index : NULL);
 }
 
 static EpStatus issue_combine(const Rig *rig) {
@@ -60,6 +85,17 @@ static EpStatus issue_combine(const Rig *rig) {
     EpTensor out = into(rig, step_grad_out(&rig->step), OUT_SUMS);
     return ep_combine(rig->step.handle, &rows, rig->c.weighted ? &weights : NULL, rig->stream,
                       &out);
+}
+
+static EpStatus issue_combine_send(const Rig *rig) {
+    EpTensor rows = from(rig, step_expert_out(&rig->step), IN_EXPERT_OUT);
+    EpTensor weights = from(rig, step_slot_weights(&rig->step), IN_SLOT_WEIGHTS);
+    return ep_combine_send(rig->step.handle, &rows, rig->c.weighted ? &weights : NULL, rig->stream);
+}
+
+static EpStatus issue_combine_wait(const Rig *rig) {
+    EpTensor out = into(rig, step_grad_out(&rig->step), OUT_SUMS);
+    return ep_combine_wait(rig->step.handle, rig->stream, &out);
 }
 
 static EpStatus issue_combine_backward(const Rig *rig) {
@@ -94,17 +130,46 @@ EpStatus rig_try(const Rig *rig, RigOp op) {
         return issue_combine(rig);
     case RIG_COMBINE_BACKWARD:
         return issue_combine_backward(rig);
-    default:
+    case RIG_DISPATCH_BACKWARD:
         return issue_dispatch_backward(rig);
+    case RIG_DISPATCH_SEND:
+        return issue_dispatch_send(rig);
+    case RIG_DISPATCH_WAIT:
+        return issue_dispatch_wait(rig);
+    case RIG_COMBINE_SEND:
+        return issue_combine_send(rig);
+    default:
+        return issue_combine_wait(rig);
     }
 }
 
+/* Store over inputs that were sent, so that they are seen to be read no more. Indices of 0x77777777
+ * would be reported. */
+static void spoil(Rig *rig, RigInput first, RigInput last) {
+    size_t begin = rig_input_offset(&rig->c, (int)first);
+    size_t end = rig_input_offset(&rig->c, (int)last + 1);
+    CHECK_CUDA(cudaMemsetAsync(rig->device + begin, 0x77, end - begin, rig->stream));
+    rig->spoilt = 1;
+}
+
+static void issue(Rig *rig, RigOp op) {
+    CHECK_OK(rig_try(rig, op));
+    if (op == RIG_DISPATCH_SEND) spoil(rig, IN_INDEX, IN_SCALES);
+    if (op == RIG_COMBINE_SEND) spoil(rig, IN_EXPERT_OUT, IN_SLOT_WEIGHTS);
+}
+
 void rig_issue(Rig *rig, unsigned ops) {
-    for (unsigned op = RIG_PREPARE; op <= RIG_DISPATCH_BACKWARD; op <<= 1)
-        if (ops & op) CHECK_OK(rig_try(rig, (RigOp)op));
+    for (unsigned op = RIG_PREPARE; op <= RIG_COMBINE_WAIT; op <<= 1)
+        if (ops & op) issue(rig, (RigOp)op);
     rig_replayed(rig, ops);
 }
 
 void rig_replayed(Rig *rig, unsigned ops) {
     rig->issued |= ops;
+    rig->spoilt |= (ops & RIG_SENDS) != 0;
+}
+
+unsigned rig_all(const Case *c) {
+    if (c->mode != EP_MODE_LATENCY) return RIG_ALL;
+    return c->halves ? RIG_HALVES : RIG_FORWARD;
 }

@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The plan of a step: ep_prepare, and what ep_handle_info says. */
+#include <string.h>
+
+#include "tests/cases/step_parts.h"
+
+/* The indices as the caller's type. */
+static Image index_image(const Step *step) {
+    const Case *c = &step->world->c;
+    size_t entries = (size_t)step_mine(step)->rows * (size_t)c->top_k;
+    size_t bytes = c->index_type == EP_TYPE_INT64 ? 8 : 4;
+    Image image = image_new(entries * bytes, bytes);
+    for (size_t i = 0; i < entries; i++) {
+        int32_t narrow = (int32_t)step_mine(step)->index[i];
+        const void *from =
+            bytes == 8 ? (const void *)&step_mine(step)->index[i] : (const void *)&narrow;
+        memcpy(image.data + i * bytes, from, bytes);
+    }
+    return image;
+}
+
+static StepPlanArray plan_array(EpType type, const int64_t *values, int64_t n) {
+    size_t bytes = type == EP_TYPE_INT64 ? 8 : 4;
+    StepPlanArray array = {
+        image_new((size_t)n * bytes, bytes), image_new((size_t)n * bytes, bytes), {0}};
+    for (int64_t i = 0; i < n; i++) {
+        int32_t narrow = (int32_t)values[i];
+        const void *from = bytes == 8 ? (const void *)&values[i] : (const void *)&narrow;
+        memcpy(array.expected.data + (size_t)i * bytes, from, bytes);
+    }
+    array.tensor = ep_tensor_1d(array.got.data, type, n);
+    return array;
+}
+
+static void plan_array_check(StepPlanArray *array, const char *what) {
+    image_check_equal(&array->got, &array->expected, array->expected.bytes, what);
+    image_free(&array->got);
+    image_free(&array->expected);
+}
+
+static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
+    for (int e = 0; e < me->num_experts; e++) {
+        CHECK(info->expert_counts[e] == me->count[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_counts[e], (long long)me->count[e]);
+        CHECK(info->expert_padded[e] == me->padded[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_padded[e], (long long)me->padded[e]);
+    }
+    for (int e = 0; e <= me->num_experts; e++)
+        CHECK(info->expert_offsets[e] == me->offset[e], "expert %d: %d, not %lld", e,
+              (int)info->expert_offsets[e], (long long)me->offset[e]);
+}
+
+/* (token, rank) rows from one rank to another. */
+static int64_t rows_between(const World *world, int from, int to) {
+    int64_t rows = 0;
+    for (int t = 0; t < world->rank[from].tokens; t++) {
+        int named = 0;
+        for (int k = 0; k < world->c.top_k; k++) {
+            int64_t expert = world->rank[from].index[(int64_t)t * world->c.top_k + k];
+            named |= world_live(world, from, t, k) && world_owner(&world->c, expert) == to;
+        }
+        rows += named;
+    }
+    return rows;
+}
+
+static int nothing_dropped(const World *world) {
+    for (int r = 0; r < world->c.ranks; r++)
+        if (world->rank[r].dropped) return 0;
+    return 1;
+}
+
+static void check_info_traffic(const Step *step, const EpHandleInfo *info) {
+    int64_t sent = 0, received = 0;
+    for (int peer = 0; peer < step->world->c.ranks; peer++) {
+        if (peer == step->rank) continue;
+        sent += rows_between(step->world, step->rank, peer);
+        received += rows_between(step->world, peer, step->rank);
+    }
+    int64_t local = rows_between(step->world, step->rank, step->rank);
+    CHECK(info->remote_rows_sent == sent, "%lld instead of %lld", (long long)info->remote_rows_sent,
+          (long long)sent);
+    CHECK(info->remote_rows_received == received, "%lld instead of %lld",
+          (long long)info->remote_rows_received, (long long)received);
+    CHECK(info->local_rows == local, "%lld instead of %lld", (long long)info->local_rows,
+          (long long)local);
+}
+
+void step_check_info(const Step *step) {
+    const RankWorld *me = step_mine(step);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    REQUIRE_OK(ep_handle_info(step->handle, &info));
+    CHECK(info.num_tokens == me->tokens, "%lld instead of %d", (long long)info.num_tokens,
+          me->tokens);
+    CHECK(info.top_k == step->world->c.top_k, "%lld", (long long)info.top_k);
+    CHECK(info.recv_rows == me->recv_rows, "%lld instead of %lld", (long long)info.recv_rows,
+          (long long)me->recv_rows);
+    CHECK(info.needed_rows == me->needed_rows, "%lld instead of %lld", (long long)info.needed_rows,
+          (long long)me->needed_rows);
+    CHECK(info.dropped_slots == me->dropped, "%lld instead of %lld", (long long)info.dropped_slots,
+          (long long)me->dropped);
+    REQUIRE(info.num_local_experts == me->num_experts, "%d", info.num_local_experts);
+    check_info_arrays(me, &info);
+    if (nothing_dropped(step->world)) check_info_traffic(step, &info);
+}
+
+void step_routed_new(const Step *step, StepRouted *r) {
+    const Case *c = &step->world->c;
+    const RankWorld *me = step_mine(step);
+    int64_t totals[] = {me->recv_rows, me->needed_rows, me->dropped}, count = me->tokens;
+    EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
+    r->counts = plan_array(type, me->count, me->num_experts);
+    r->padded = plan_array(other, me->padded, me->num_experts);
+    r->offsets = plan_array(type, me->offset, me->num_experts + 1);
+    r->totals = plan_array(other, totals, 3);
+    r->sources = plan_array(other, me->from, (int64_t)me->num_experts * c->ranks);
+    r->sources.tensor = ep_tensor_2d(r->sources.got.data, other, me->num_experts, c->ranks);
+    r->tokens = plan_array(type, &count, 1);
+    r->tokens.tensor.data = r->tokens.expected.data;
+    r->index = index_image(step);
+    r->topk_idx = ep_tensor_2d(me->rows ? r->index.data : NULL, type, me->rows, c->top_k);
+}
+
+/* The tensors are copies that are gone afterwards: only data may be kept. */
+void step_routed_prepare(const Step *step, StepRouted *r) {
+    EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
+             totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
+             topk_idx = r->topk_idx;
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    out.expert_counts = &counts, out.expert_padded = &padded;
+    out.expert_offsets = &offsets, out.totals = &totals;
+    if (TESTS_HAVE_SOURCE_COUNTS) out.source_counts = &sources;
+    CHECK_OK(
+        ep_prepare(step->handle, &topk_idx, step->world->c.counted ? &tokens : NULL, NULL, &out));
+    memset(&out, 0x77, sizeof(out));
+    counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
+}
+
+/* What the plan has to say, once it is made; it may not depend on the caller's indices any more. */
+void step_routed_check(const Step *step, StepRouted *r) {
+    memset(r->index.data, 0x77, r->index.bytes);
+    plan_array_check(&r->counts, "expert_counts");
+    plan_array_check(&r->padded, "expert_padded");
+    plan_array_check(&r->offsets, "expert_offsets");
+    plan_array_check(&r->totals, "totals");
+    if (TESTS_HAVE_SOURCE_COUNTS) {
+        plan_array_check(&r->sources, "source_counts");
+    } else {
+        image_free(&r->sources.got);
+        image_free(&r->sources.expected);
+    }
+    image_free(&r->tokens.got);
+    image_free(&r->tokens.expected);
+    image_free(&r->index);
+    step_check_info(step);
+}
+
+void step_prepare(const Step *step) {
+    StepRouted r;
+    if (step_is_latency(step)) return;
+    step_routed_new(step, &r);
+    step_routed_prepare(step, &r);
+    step_routed_check(step, &r);
+}

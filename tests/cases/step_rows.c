@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Dispatch, whole and in halves. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/step_parts.h"
+#include "tests/oracle/expect.h"
+
+/* ---- got and expected side by side ---- */
+
+static ExpectedRows rows_new(const Step *step) {
+    const Case *c = &step->world->c;
+    size_t rows = (size_t)step_mine(step)->buffer_rows, index = step_index_bytes(step);
+    size_t entries = rows * (size_t)world_row_weights(c);
+    return (ExpectedRows){image_new(rows * case_recv_bytes(c), 16), image_new(entries * 4, 4),
+                          image_new(rows * case_recv_scale_bytes(c), 4),
+                          image_new(entries * index, index)};
+}
+
+static void rows_free(ExpectedRows *rows) {
+    image_free(&rows->tokens);
+    image_free(&rows->weights);
+    image_free(&rows->scales);
+    image_free(&rows->index);
+}
+
+/* What the tail of the indices holds with zero_tail is nobody's business: -1, 0 or untouched. */
+static void forgive_index_tail(const Step *step, ExpectedRows *expected, const ExpectedRows *got) {
+    const RankWorld *me = step_mine(step);
+    size_t bytes = (size_t)step->world->c.top_k * step_index_bytes(step);
+    for (int64_t row = me->recv_rows; row < me->buffer_rows; row++)
+        memcpy(expected->index.data + (size_t)row * bytes, got->index.data + (size_t)row * bytes,
+               bytes);
+}
+
+static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows *expected) {
+    const Case *c = &step->world->c;
+    image_check_equal(&got->tokens, &expected->tokens, case_recv_bytes(c), "recv_tokens");
+    if (c->weighted)
+        image_check_equal(&got->weights, &expected->weights, 4, "recv_topk_weights");
+    else
+        image_check_untouched(&got->weights, "recv_topk_weights");
+    if (case_scales(c))
+        image_check_equal(&got->scales, &expected->scales, case_recv_scale_bytes(c), "recv_scales");
+    if (c->layout != EP_LAYOUT_FLAT) return;
+    if (c->zero_tail) forgive_index_tail(step, expected, got);
+    image_check_equal(&got->index, &expected->index, step_index_bytes(step), "recv_topk_idx");
+}
+
+/* Where one dispatch puts things, and what should be there. */
+typedef struct Delivery {
+    ExpectedRows got, expected;
+    EpTensor tokens, weights, scales, index;
+} Delivery;
+
+static Delivery delivery_new(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = {.got = rows_new(step), .expected = rows_new(step)};
+    d.tokens = step_recv_tokens(step, d.got.tokens.data);
+    d.weights = step_per_weight(step, d.got.weights.data);
+    d.scales = step_recv_scales(step, d.got.scales.data);
+    d.index = step_rows(step, d.got.index.data, c->index_type, c->top_k);
+    return d;
+}
+
+static void delivery_check(const Step *step, Delivery *d) {
+    expect_dispatch(step->world, step->rank, &d->expected);
+    rows_compare(step, &d->got, &d->expected);
+    rows_free(&d->got);
+    rows_free(&d->expected);
+}
+
+static void dispatch_whole(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
+    EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
+    CHECK_OK(ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
+                         c->scale_bytes ? &scales : NULL, NULL, &d.tokens,
+                         c->weighted ? &d.weights : NULL, case_scales(c) ? &d.scales : NULL,
+                         c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+static void send_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
+    Image images[] = {step_borrow(&tokens), step_borrow(&weights), step_borrow(&scales)};
+    CHECK_OK(ep_dispatch_send(step->handle, &tokens, c->weighted ? &weights : NULL,
+                              c->scale_bytes ? &scales : NULL, NULL));
+    for (int i = 0; i < 3; i++)
+        step_spoil(&images[i]);
+}
+
+static void receive_rows(const Step *step) {
+    const Case *c = &step->world->c;
+    Delivery d = delivery_new(step);
+    CHECK_OK(ep_dispatch_wait(step->handle, NULL, &d.tokens, c->weighted ? &d.weights : NULL,
+                              case_scales(c) ? &d.scales : NULL,
+                              c->layout == EP_LAYOUT_FLAT ? &d.index : NULL));
+    delivery_check(step, &d);
+}
+
+static void dispatch_rows(const Step *step) {
+    if (!step->world->c.halves) {
+        dispatch_whole(step);
+        return;
+    }
+    send_rows(step);
+    receive_rows(step);
+}
+
+struct StepFlight {
+    StepRouted routed;
+};
+
+StepFlight *step_dispatch_send(const Step *step) {
+    StepFlight *flight = calloc(1, sizeof(*flight));
+    step_routed_new(step, &flight->routed);
+    step_routed_prepare(step, &flight->routed);
+    send_rows(step);
+    return flight;
+}
+
+void step_dispatch_wait(const Step *step, StepFlight *flight) {
+    receive_rows(step);
+    step_routed_check(step, &flight->routed);
+    free(flight);
+}
+
+void step_dispatch_again(const Step *step) {
+    dispatch_rows(step);
+    step_check_info(step);
+}
+
+void step_dispatch(const Step *step) {
+    StepRouted r;
+    if (!step_is_latency(step)) {
+        dispatch_rows(step);
+        return;
+    }
+    step_routed_new(step, &r);
+    step_routed_prepare(step, &r);
+    dispatch_rows(step);
+    step_routed_check(step, &r);
+}
