@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap/cuda_links.h"
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
 #include "runtime/log.h"
@@ -171,6 +172,7 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     if (group->size > 1) EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
+    EP_TRY(ep_cuda_choose_lines(group));
     EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
             cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
             cuda->device.layout.depth);

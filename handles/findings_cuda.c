@@ -25,11 +25,11 @@ static const char *awaited_name(int32_t phase) {
     return names[phase >= 1 && phase <= 7 ? phase : 0];
 }
 
-/* Data and room are those of a row; other waits have none. */
+/* Data and room are those of a row, or in latency mode of a token; other waits have none. */
 static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes) {
-    int has_row = f->phase == 3 || f->phase == 4;
+    int has_row = f->phase == 3 || f->phase == 4, has_token = f->phase == 7;
     out[0] = 0;
-    if (has_row) snprintf(out, bytes, ", row %d", f->row);
+    if (has_row || has_token) snprintf(out, bytes, ", %s %d", has_row ? "row" : "token", f->row);
 }
 
 static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,

@@ -24,6 +24,8 @@
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                      \
     X(check, EpCheck, "EP_CHECK", "choice: none|rows|all", "rows",                                 \
       "tensors whose memory the cuda backend looks up before an operation")                        \
+    X(lines, EpLines, "EP_LINES", "choice: auto|whole|fenced", "auto",                             \
+      "how rows of latency mode tell that they are there; auto: whole lines over NVLink")          \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
       "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
     X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                     \
@@ -36,6 +38,8 @@
 /* In the order of the words in the table. */
 typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
 typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
+
+typedef enum EpLines { EP_LINES_AUTO, EP_LINES_WHOLE, EP_LINES_FENCED } EpLines;
 
 typedef struct EpSettingText {
     char text[256];

@@ -68,7 +68,7 @@ void gpu_group_destroy(EpGroup *group);
 /* What tests/harness/check.h says of these. */
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
-#define TESTS_HAVE_LATENCY 0
+#define TESTS_HAVE_LATENCY 1
 #define TESTS_HAVE_QUANT 1
 #define TESTS_HAVE_SOURCE_COUNTS 1
 #define GPU_NEEDS(ranks)                                                       \

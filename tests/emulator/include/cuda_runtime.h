@@ -205,6 +205,16 @@ static inline uint32_t __float_as_uint(float value) {
     return bits;
 }
 
+static inline float __uint_as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+template <typename T> static inline T __ldg(const T *address) {
+    return *address;
+}
+
 /* A load past the first-level cache: from wherever other blocks and devices may have written. */
 template <typename T> static inline T __ldcg(const T *address) {
     T value;

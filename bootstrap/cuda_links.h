@@ -1,0 +1,15 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_CUDA_LINKS_H
+#define EP_BOOTSTRAP_CUDA_LINKS_H
+
+/**
+ * What connects the ranks' GPUs.
+ */
+
+#include "runtime/group.h"
+
+/** Collective: set the group's whole_lines (runtime/lines.cuh), by the setting, or, where that says
+ *  auto, by whether every rank's GPU has NVLink. */
+EpStatus ep_cuda_choose_lines(EpGroup *group);
+
+#endif
