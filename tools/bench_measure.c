@@ -154,23 +154,61 @@ static bool run_step(void *context, int which) {
     return phase_run_step(context);
 }
 
-static bool time_phases_on_device(Case *c, Quantiles *times, SizeResult *out) {
+static bool run_half(void *context, int which) {
+    return half_run(context, (HalfId)which);
+}
+
+/* Call by call, as a program without graphs issues them. */
+static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
     double issue_us[NUM_PHASES];
     int64_t iterations = c->options->iterations;
-    if (c->options->graphs && !device_capture(c)) return false;
     if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].issue_us = issue_us[p];
     return device_time_calls(c, iterations, run_step, c, 1, &out->step, &out->step_issue_us);
 }
 
+/* Captured and replayed. What was measured without graphs is kept beside it. */
+static bool time_graphs(Case *c, Quantiles *times, SizeResult *out) {
+    double launch_us[NUM_PHASES];
+    int64_t iterations = c->options->iterations, chain = c->options->chain;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].plain_us = times[p].median_us;
+    if (!device_capture(c)) return false;
+    if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, launch_us)) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].launch_us = launch_us[p];
+    if (!device_time_calls(c, iterations, run_step, c, 1, &out->step, NULL)) return false;
+    time_divide(times, NUM_PHASES, chain);
+    time_divide(&out->step, 1, chain);
+    return true;
+}
+
+/* Each half by itself: ranks meet before it, so a wait finds all that it waits for. */
+static bool time_halves(Case *c, SizeResult *out) {
+    const Options *o = c->options;
+    Quantiles times[NUM_HALVES];
+    double issue_us[NUM_HALVES] = {-1, -1, -1, -1};
+    if (!o->halves) return true;
+    if (!(c->device
+              ? device_time_calls(c, o->iterations, run_half, c, NUM_HALVES, times, issue_us)
+              : time_calls(c->world, o->warmup, o->iterations, run_half, c, NUM_HALVES, times)))
+        return false;
+    out->has_halves = true;
+    for (int h = 0; h < NUM_HALVES; h++)
+        out->halves[h] = (HalfResult){times[h], issue_us[h]};
+    return true;
+}
+
 static bool time_phases(Case *c, SizeResult *out) {
     Quantiles times[NUM_PHASES];
     const Options *o = c->options;
     if (!(c->device
-              ? time_phases_on_device(c, times, out)
+              ? time_plain(c, times, out)
               : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
         return false;
+    if (!time_halves(c, out)) return false;
+    if (o->graphs && !time_graphs(c, times, out)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].time = times[p];
     return true;
@@ -192,15 +230,17 @@ static bool time_memcpy(Case *c, double floor_us[NUM_PHASES]) {
     return true;
 }
 
-/* The floors copy rows as they are. */
+/* A memcpy copies rows as they are; the wire takes any bytes. */
 static bool has_floor(const Case *c, int phase) {
-    return phase != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
+    return c->device || phase != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
 }
 
 static bool time_floor(Case *c, SizeResult *out) {
     double floor_us[NUM_PHASES];
     if (!c->options->floor) return true;
     if (!(c->device ? wire_measure(c, floor_us) : time_memcpy(c, floor_us))) return false;
+    bool signals = c->device && c->options->mode == EP_MODE_LATENCY;
+    if (signals && !signal_measure(c, &out->empty_node_us, &out->flag_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         if (out->phases[p].useful_bytes > 0 && has_floor(c, p))
             out->phases[p].floor_us = floor_us[p];
@@ -228,10 +268,12 @@ static bool time_baseline(Case *c, Check *check, SizeResult *out) {
 
 static void name_phases(const Options *options, SizeResult *out) {
     out->num_phases = NUM_PHASES;
+    out->empty_node_us = out->flag_us = -1;
     for (int p = 0; p < MAX_RESULTS; p++) {
         out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
         out->phases[p].floor_us = out->phases[p].issue_us = -1;
+        out->phases[p].plain_us = out->phases[p].launch_us = -1;
         out->phases[p].wrong = options->check ? 0 : -1;
     }
 }
