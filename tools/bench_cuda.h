@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "bench_device.h"
+#include "bench_kernels.h"
 
 /** True for cudaSuccess; else a sentence that names the call. */
 bool cuda_ok(cudaError_t status, const char *call);
@@ -27,6 +28,7 @@ void peers_close(Peers *peers);
 
 /** Places in the words that all ranks reach, of those that are not the barrier's flags. */
 enum { WORD_LATE = 96, WORD_PING = 128, NUM_WORDS = 256 };
+_Static_assert((int)WORD_LATE >= KERNEL_MAX_PEERS, "the barrier has a word for each rank");
 
 /** A rank's words; NULL where there are none. */
 uint32_t *device_words(const Case *c, int rank);

@@ -114,7 +114,7 @@ static void put_config(Json *j, const Report *report, const SizeResult *last) {
     if (report->device[0]) put_text(j, "device", report->device);
     if (o->num_sms) put_int(j, "num_sms", o->num_sms);
     if (o->graphs) put_bool(j, "graphs", true);
-    if (o->graphs) put_int(j, "chain", o->chain);
+    if (o->graphs || o->chain > 1) put_int(j, "chain", o->chain);
     put_bool(j, "zero_copy", o->zero_copy);
     put_int(j, "tokens", last->tokens);
     put_bool(j, "uneven", o->uneven);

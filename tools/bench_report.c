@@ -53,16 +53,22 @@ static void report_table_head(const Report *report) {
            "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
 }
 
+/* Whose time is in the table: that of a call, or of one among many in a graph. */
+static void describe_graphs(const Options *o, char *out, size_t bytes) {
+    if (!o->graphs)
+        out[0] = 0;
+    else if (o->chain == 1)
+        snprintf(out, bytes, ", graphs of one call each");
+    else
+        snprintf(out, bytes, ", graphs of %lld calls of a kind each: a graph's time by %lld",
+                 (long long)o->chain, (long long)o->chain);
+}
+
 void report_header(const Report *report) {
     const Options *o = report->options;
     const Machine *machine = &report->machine;
-    char graphs[96] = "";
-    if (o->graphs && o->chain > 1)
-        snprintf(graphs, sizeof(graphs),
-                 ", graphs of %lld calls of a kind each: a graph's time by %lld",
-                 (long long)o->chain, (long long)o->chain);
-    else if (o->graphs)
-        snprintf(graphs, sizeof(graphs), ", graphs of one call each");
+    char graphs[96];
+    describe_graphs(o, graphs, sizeof(graphs));
     report_config(report);
     printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
            machine->date);
