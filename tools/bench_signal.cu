@@ -79,8 +79,7 @@ cudaError_t kernel_empty(cudaStream_t stream) {
 }
 
 /* The clock is slow to read: not after every look at the word. */
-__device__ static bool wait_for(const PingArgs &args, uint32_t word) {
-    const uint64_t begin = global_timer();
+__device__ static bool wait_for(const PingArgs &args, uint32_t word, uint64_t begin) {
     for (uint32_t looks = 1; (int32_t)(load_relaxed(args.in) - word) < 0; looks++) {
         if (looks % 1024 || global_timer() - begin < args.timeout_ns) continue;
         store_relaxed(args.late, (uint32_t)args.peer + 1);
@@ -95,10 +94,11 @@ __device__ static bool wait_for(const PingArgs &args, uint32_t word) {
  * `rounds` times, from `last`; they carry nothing, so nothing needs an order.
  */
 static __global__ void ping(const __grid_constant__ PingArgs args, uint32_t last, int rounds) {
+    const uint64_t begin = global_timer();
     if (load_relaxed(args.late)) return;
     for (int i = 1; i <= rounds; i++) {
         if (args.begins) store_relaxed(args.out, last + i);
-        if (!wait_for(args, last + i)) return;
+        if (!wait_for(args, last + i, begin)) return;
         if (!args.begins) store_relaxed(args.out, last + i);
     }
 }
