@@ -57,4 +57,7 @@ typedef struct SizeResult {
 /** Collective: create the case of one size, check it, time it, check it again. */
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
 
+/** Collective, the part of it that takes the times: of phases, of halves, of the step. */
+bool measure_times(Case *c, SizeResult *out);
+
 #endif
