@@ -27,6 +27,15 @@ typedef enum PhaseId {
     NUM_PHASES
 } PhaseId;
 
+/** What the two operations of latency mode are divided into. */
+typedef enum HalfId {
+    HALF_DISPATCH_SEND,
+    HALF_DISPATCH_WAIT,
+    HALF_COMBINE_SEND,
+    HALF_COMBINE_WAIT,
+    NUM_HALVES
+} HalfId;
+
 /** Memory of the buffers. T tokens, K entries each, `rows` slots. */
 typedef struct Buffers {
     void *index;           /**< [T, K] */
@@ -110,6 +119,11 @@ bool phase_run(Case *c, PhaseId phase);
 /** All of them, in order. */
 bool phase_run_step(Case *c);
 const char *phase_name(PhaseId phase);
+
+/** One half, never from a graph; in the order above. Returns false, with its sentence, if it fails.
+ */
+bool half_run(Case *c, HalfId half);
+const char *half_name(HalfId half);
 
 /** Fill what a phase writes with a pattern, so that a byte not written shows. */
 bool phase_poison(Case *c, PhaseId phase);

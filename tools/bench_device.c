@@ -215,8 +215,12 @@ static bool create_stream(Case *c) {
 /* Without memory that all ranks reach, the run goes on without the floor: *flags stays NULL. */
 static void open_flags(Case *c) {
     Device *d = c->device;
-    d->flags = peers_open(c->world, (size_t)c->world->size * sizeof(uint32_t));
+    d->flags = peers_open(c->world, NUM_WORDS * sizeof(uint32_t));
     if (!d->flags) snprintf(d->reason, sizeof(d->reason), "%s", bench_error_sentence());
+}
+
+uint32_t *device_words(const Case *c, int rank) {
+    return c->device->flags ? c->device->flags->at[rank] : NULL;
 }
 
 static bool create(Case *c) {
@@ -236,7 +240,7 @@ bool device_create(Case *c) {
 /* Graphs hold on to nothing of the library's, so the group may be gone already. */
 void device_destroy(Case *c) {
     if (!c->device) return;
-    graphs_destroy(c->device->graphs);
+    chains_close(c->device->graphs);
     peers_close(c->device->flags);
     if (c->stream) cudaStreamDestroy(c->stream);
     cudaFree(c->device->memory);

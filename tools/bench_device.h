@@ -11,14 +11,14 @@
 #include "bench_case.h"
 #include "bench_time.h"
 
-typedef struct Graphs Graphs;
+typedef struct Chains Chains;
 typedef struct Peers Peers;
 
 struct Device {
     Buffers buffers;  /**< in device memory, all in one piece */
     char *memory;     /**< that piece */
-    Graphs *graphs;   /**< the calls as captured, or NULL */
-    Peers *flags;     /**< words that all ranks reach, for the barrier on the device; or NULL */
+    Chains *graphs;   /**< the phases and the step as captured, or NULL */
+    Peers *flags;     /**< words that all ranks reach, see bench_cuda.h; or NULL */
     uint32_t epoch;   /**< barriers passed */
     char reason[256]; /**< why there are no flags, and so no wire floor */
 };
@@ -41,11 +41,11 @@ void device_destroy(Case *c);
 bool device_poison(Case *c, PhaseId phase);
 bool device_fetch(Case *c, PhaseId phase);
 
-/** Collective: capture the calls; from then on phase_run and phase_run_step replay them. */
+/** Collective: capture the phases and the step, each options->chain times over; from then on
+ *  phase_run and phase_run_step replay that. */
 bool device_capture(Case *c);
 bool graph_run(Case *c, PhaseId phase);
 bool graph_run_step(Case *c);
-void graphs_destroy(Graphs *graphs);
 
 /**
  * Collective: time_calls with the GPU's clock. issue_us[i], if not NULL, is the median of the
@@ -53,6 +53,10 @@ void graphs_destroy(Graphs *graphs);
  */
 bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,
                        Quantiles *out, double *issue_us);
+
+/** Collective, in latency mode: what a node of a graph takes that does nothing, and a word on its
+ *  way from one GPU to another; negative where not measured. */
+bool signal_measure(Case *c, double *empty_node_us, double *flag_us);
 
 /** Collective: what plain copies of the same bytes take; negative where not measured. */
 bool wire_measure(Case *c, double floor_us[NUM_PHASES]);

@@ -25,9 +25,24 @@ bool device_align(Case *c) {
         return world_barrier(c->world) && finished;
     }
     BarrierArgs args = {.rank = c->world->rank, .size = c->world->size};
+    args.late = device_words(c, args.rank) + WORD_LATE;
+    args.timeout_ns = (uint64_t)(world_deadline() * 1e9);
     for (int r = 0; r < args.size; r++)
-        args.flags[r] = d->flags->at[r];
+        args.flags[r] = device_words(c, r);
     return cuda_ok(kernel_barrier(&args, ++d->epoch, c->stream), "the barrier on the device");
+}
+
+/* Whether no wait of the bench's own kernels has come to its deadline. */
+static bool was_on_time(Case *c) {
+    uint32_t late = 0;
+    if (!c->device->flags) return true;
+    bool ok = cuda_ok(cudaMemcpyAsync(&late, device_words(c, c->world->rank) + WORD_LATE,
+                                      sizeof(late), cudaMemcpyDeviceToHost, c->stream),
+                      "cudaMemcpyAsync");
+    if (!device_finish(c) || !ok) return false;
+    return late == 0 || bench_fail("rank %d, ep_bench's own kernels: expected rank %u within %g s, "
+                                   "it did not come",
+                                   c->world->rank, late - 1, world_deadline());
 }
 
 /* ---- events -------------------------------------------------------------------------------- */
@@ -98,7 +113,7 @@ static bool sample(Case *c, Clock *clock, int64_t iterations, double *times, dou
             ok = read_clock(clock, which, &times[which * iterations + i]);
         }
     }
-    return ok;
+    return ok && was_on_time(c);
 }
 
 bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,
@@ -116,6 +131,29 @@ bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *contex
     clock_destroy(&clock);
     free(times);
     free(issues);
+    return ok;
+}
+
+static bool replay(void *context, int which) {
+    return chains_run(context, which);
+}
+
+/* A kernel's first launch loads it: not while a graph is captured. */
+static bool run_once(Case *c, TimedCall call, void *context, int count) {
+    bool ok = true;
+    for (int i = 0; ok && i < count; i++)
+        ok = call(context, i);
+    return world_all(c->world, ok);
+}
+
+bool device_time_chains(Case *c, TimedCall call, void *context, int count, Quantiles *out) {
+    int64_t length = c->options->chain;
+    if (!run_once(c, call, context, count)) return false;
+    Chains *chains = chains_open(c, call, context, count, length);
+    bool ok =
+        chains && device_time_calls(c, c->options->iterations, replay, chains, count, out, NULL);
+    chains_close(chains);
+    if (ok) time_divide(out, count, length);
     return ok;
 }
 

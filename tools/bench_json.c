@@ -114,6 +114,7 @@ static void put_config(Json *j, const Report *report, const SizeResult *last) {
     if (report->device[0]) put_text(j, "device", report->device);
     if (o->num_sms) put_int(j, "num_sms", o->num_sms);
     if (o->graphs) put_bool(j, "graphs", true);
+    if (o->graphs || o->chain > 1) put_int(j, "chain", o->chain);
     put_bool(j, "zero_copy", o->zero_copy);
     put_int(j, "tokens", last->tokens);
     put_bool(j, "uneven", o->uneven);
@@ -151,6 +152,8 @@ static void put_phase(Json *j, const PhaseResult *phase) {
         put_real(j, "floor_ratio", phase->time.median_us / phase->floor_us);
     }
     if (phase->issue_us >= 0) put_real(j, "issue_us", phase->issue_us);
+    if (phase->plain_us >= 0) put_real(j, "plain_us", phase->plain_us);
+    if (phase->launch_us >= 0) put_real(j, "launch_us", phase->launch_us);
     put_count(j, "wrong", phase->wrong);
     end(j, '}');
 }
@@ -162,6 +165,20 @@ static void put_step(Json *j, const SizeResult *r) {
     put_real(j, "p99_us", r->step.p99_us);
     put_real(j, "issue_us", r->step_issue_us);
     end(j, '}');
+}
+
+static void put_halves(Json *j, const SizeResult *r) {
+    if (!r->has_halves) return;
+    begin(j, "halves", '[');
+    for (int h = 0; h < NUM_HALVES; h++) {
+        begin(j, NULL, '{');
+        put_text(j, "name", half_name((HalfId)h));
+        put_real(j, "median_us", r->halves[h].time.median_us);
+        put_real(j, "p99_us", r->halves[h].time.p99_us);
+        if (r->halves[h].issue_us >= 0) put_real(j, "issue_us", r->halves[h].issue_us);
+        end(j, '}');
+    }
+    end(j, ']');
 }
 
 static void put_baseline(Json *j, const SizeResult *r) {
@@ -191,7 +208,10 @@ static void put_size(Json *j, const Options *o, const SizeResult *r) {
     for (int p = 0; p < NUM_PHASES; p++)
         put_phase(j, &r->phases[p]);
     end(j, ']');
+    put_halves(j, r);
     put_step(j, r);
+    if (r->empty_node_us >= 0) put_real(j, "empty_node_us", r->empty_node_us);
+    if (r->flag_us >= 0) put_real(j, "flag_us", r->flag_us);
     put_baseline(j, r);
 }
 

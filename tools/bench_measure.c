@@ -145,37 +145,6 @@ static bool check_phases(Case *c, Check *check, SizeResult *out) {
 
 /* ---- one size ------------------------------------------------------------------------------ */
 
-static bool run_phase(void *context, int which) {
-    return phase_run(context, (PhaseId)which);
-}
-
-static bool run_step(void *context, int which) {
-    (void)which;
-    return phase_run_step(context);
-}
-
-static bool time_phases_on_device(Case *c, Quantiles *times, SizeResult *out) {
-    double issue_us[NUM_PHASES];
-    int64_t iterations = c->options->iterations;
-    if (c->options->graphs && !device_capture(c)) return false;
-    if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
-    for (int p = 0; p < NUM_PHASES; p++)
-        out->phases[p].issue_us = issue_us[p];
-    return device_time_calls(c, iterations, run_step, c, 1, &out->step, &out->step_issue_us);
-}
-
-static bool time_phases(Case *c, SizeResult *out) {
-    Quantiles times[NUM_PHASES];
-    const Options *o = c->options;
-    if (!(c->device
-              ? time_phases_on_device(c, times, out)
-              : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
-        return false;
-    for (int p = 0; p < NUM_PHASES; p++)
-        out->phases[p].time = times[p];
-    return true;
-}
-
 /* prepare, dispatch, ... need a plan even where nothing is checked first. */
 static bool warm_up_unchecked(Case *c) {
     bool ok = true;
@@ -192,15 +161,17 @@ static bool time_memcpy(Case *c, double floor_us[NUM_PHASES]) {
     return true;
 }
 
-/* The floors copy rows as they are. */
+/* A memcpy copies rows as they are; the wire takes any bytes. */
 static bool has_floor(const Case *c, int phase) {
-    return phase != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
+    return c->device || phase != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
 }
 
 static bool time_floor(Case *c, SizeResult *out) {
     double floor_us[NUM_PHASES];
     if (!c->options->floor) return true;
     if (!(c->device ? wire_measure(c, floor_us) : time_memcpy(c, floor_us))) return false;
+    bool signals = c->device && c->options->mode == EP_MODE_LATENCY;
+    if (signals && !signal_measure(c, &out->empty_node_us, &out->flag_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         if (out->phases[p].useful_bytes > 0 && has_floor(c, p))
             out->phases[p].floor_us = floor_us[p];
@@ -228,10 +199,12 @@ static bool time_baseline(Case *c, Check *check, SizeResult *out) {
 
 static void name_phases(const Options *options, SizeResult *out) {
     out->num_phases = NUM_PHASES;
+    out->empty_node_us = out->flag_us = -1;
     for (int p = 0; p < MAX_RESULTS; p++) {
         out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
         out->phases[p].floor_us = out->phases[p].issue_us = -1;
+        out->phases[p].plain_us = out->phases[p].launch_us = -1;
         out->phases[p].wrong = options->check ? 0 : -1;
     }
 }
@@ -269,7 +242,7 @@ static bool measure_case(Case *c, Check *check, SizeResult *out) {
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].absent = !phase_is_there(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
-           (checks ? check_phases(c, check, out) : warm_up_unchecked(c)) && time_phases(c, out) &&
+           (checks ? check_phases(c, check, out) : warm_up_unchecked(c)) && measure_times(c, out) &&
            (!checks || check_phases(c, check, out)) && time_floor(c, out) &&
            time_baseline(c, check, out) && gather_wrong(c, check, out);
 }

@@ -136,6 +136,7 @@ static const Choice types[] = {
     {"bf16", EP_TYPE_BF16}, {"fp16", EP_TYPE_FP16}, {"fp32", EP_TYPE_FP32}, {NULL, 0}};
 static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
 static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
+                                 {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
                                  {"flat", EP_LAYOUT_FLAT},
                                  {"batched", EP_LAYOUT_BATCHED},
                                  {NULL, 0}};
@@ -158,7 +159,7 @@ static const Choice quants[] = {{"none", EP_QUANT_NONE},
 
 static const Spec specs[] = {
     {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, MANY, NULL,
-     "tokens per rank, first size of the sweep (default 512)"},
+     "tokens per rank, first size of the sweep (default 512; with --mode latency 128)"},
     {'e', "end", "N", parse_tokens, AT(tokens_end), 0, MANY, NULL,
      "tokens per rank, last size of the sweep (default: as --begin)"},
     {'f', "factor", "N", parse_int, AT(tokens_factor), 1, MANY, NULL,
@@ -167,7 +168,7 @@ static const Spec specs[] = {
      "one size: the same as -b N -e N"},
     {0, "uneven", NULL, parse_flag, AT(uneven), 0, 0, NULL,
      "rank 0 brings all tokens, the others between half and all (default without -b, -e, "
-     "--tokens)"},
+     "--tokens, but not with --mode latency)"},
     {'n', "iterations", "N", parse_int, AT(iterations), 1, 1000000, NULL,
      "timed iterations (default 20)"},
     {'w', "warmup", "N", parse_int, AT(warmup), 0, 1000000, NULL,
@@ -176,6 +177,9 @@ static const Spec specs[] = {
      "check every byte, before and after the timing (default 1)"},
     {'G', "graphs", NULL, parse_flag, AT(graphs), 0, 0, NULL,
      "capture the calls in a graph (GPU backends)"},
+    {0, "chain", "N", parse_int, AT(chain), 1, 1000, NULL,
+     "repetitions of a call in its graph, whose time is divided by them (default 1; with --mode "
+     "latency 20)"},
     {'J', "json", "FILE", parse_text, AT(json_path), 0, 0, NULL, "also write the results as JSON"},
     {0, "hidden", "N", parse_int, AT(hidden), 1, MANY, NULL,
      "elements per row (default 7168); rows are multiples of 16 bytes"},
@@ -183,7 +187,7 @@ static const Spec specs[] = {
     {0, "experts", "N", parse_int, AT(experts), 1, 1 << 20, NULL,
      "experts of all ranks together (default 256)"},
     {0, "align", "N", parse_int, AT(alignment), 1, 1 << 20, NULL,
-     "slabs are padded to multiples of this power of two (default 128)"},
+     "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
     {0, "dtype", "bf16|fp16|fp32", parse_choice, AT(type), 0, 0, types,
      "element type of the rows (default bf16)"},
     {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
@@ -196,8 +200,8 @@ static const Spec specs[] = {
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
     {0, "overflow", "error|drop", parse_choice, AT(overflow), 0, 0, overflows,
      "what rows past the capacity are (default error)"},
-    {0, "layout", "expert|flat|batched", parse_choice, AT(layout), 0, 0, layouts,
-     "how slots lie in the receive buffer (default expert)"},
+    {0, "layout", "expert[-major]|flat|batched", parse_choice, AT(layout), 0, 0, layouts,
+     "how slots lie in the receive buffer (default expert; with --mode latency batched)"},
     {0, "rows-per-expert", "N", parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
      "slab size of --layout batched (default: the largest slab of this routing)"},
     {0, "weighted", "0|1", parse_int, AT(weighted), 0, 1, NULL,
@@ -295,11 +299,10 @@ static void set_defaults(Options *o) {
     *o = (Options){.tokens_begin = -1, .tokens_end = -1, .tokens_factor = 2};
     o->iterations = 20, o->warmup = 3;
     o->check = 1, o->floor = 1, o->weighted = 1;
-    o->hidden = 7168, o->top_k = 8, o->experts = 256, o->alignment = 128;
+    o->hidden = 7168, o->top_k = 8, o->experts = 256;
     o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
     o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
     o->overflow = EP_OVERFLOW_ERROR;
-    o->layout = EP_LAYOUT_EXPERT_MAJOR;
     o->backend = EP_BACKEND_AUTO;
     o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
     o->seed = 1;

@@ -24,9 +24,11 @@ typedef struct Options {
     int64_t iterations, warmup;
     int64_t check;
     bool graphs;
+    int64_t chain; /**< repetitions of a call in a graph */
     const char *json_path;
-    int64_t hidden, top_k, experts, alignment;
-    int64_t type; /**< EpType of the rows */
+    int64_t hidden, top_k, experts;
+    int64_t alignment; /**< 0 until it is completed, as are layout and chain */
+    int64_t type;      /**< EpType of the rows */
     RoutingKind routing;
     double zipf_exponent;
     const char *routing_path, *save_path;
@@ -54,7 +56,7 @@ typedef struct Options {
 /** Defaults, then the command line. False, with a sentence, for anything that makes no sense. */
 bool options_parse(Options *options, int argc, char **argv);
 
-/** The two steps after parsing: what -b, -e and --tokens leave open; what does not go together. */
+/** The two steps after parsing: what the command line leaves open; what does not go together. */
 void options_complete(Options *options);
 bool options_validate(const Options *options);
 

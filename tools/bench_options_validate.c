@@ -3,11 +3,18 @@
 #include "bench_options.h"
 #include "bench_world.h"
 
-/* What -b, -e and --tokens leave open. */
+/* A decoding step has few tokens, as many on every rank, and wants slabs of a fixed shape; a
+ * training step has many, and wants them packed. */
 void options_complete(Options *o) {
-    if (!o->tokens_given && o->routing != ROUTING_FILE) o->uneven = true;
-    if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : 512;
+    bool decodes = o->mode == EP_MODE_LATENCY;
+    int64_t tokens = decodes ? 128 : 512;
+    EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
+    if (!o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
+    if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : tokens;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin;
+    if (!o->alignment) o->alignment = decodes ? 1 : 128;
+    if (!o->layout) o->layout = layout;
+    if (!o->chain) o->chain = decodes ? 20 : 1;
 }
 
 static bool validate_sweep(const Options *o) {
@@ -59,12 +66,18 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->threads);
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+        return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
+                            "%s",
+                            options_mode_name(o->mode), options_quant_name(o->quant));
     if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
         return bench_refuse("--baseline: expected --layout expert, got --layout %s",
                             options_layout_name(o->layout));
     if (o->baseline && o->capacity)
         return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
                             (long long)o->capacity);
+    if (o->chain > 1 && o->mode != EP_MODE_LATENCY && !o->graphs)
+        return bench_refuse("--chain: expected --graphs or --mode latency, got neither");
     if (o->halves && o->mode != EP_MODE_LATENCY)
         return bench_refuse("--halves: expected --mode latency, got --mode %s",
                             options_mode_name(o->mode));
@@ -74,10 +87,6 @@ static bool validate_together(const Options *o) {
     if (o->quant != EP_QUANT_NONE && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_quant_name(o->quant), (long long)o->hidden);
-    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
-        return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
-                            "%s",
-                            options_mode_name(o->mode), options_quant_name(o->quant));
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return true;

@@ -20,32 +20,58 @@ static EpStatus prepare(Case *c) {
     return ep_prepare(c->handle, &t->index, NULL, c->stream, &plan);
 }
 
-static EpStatus dispatch(Case *c) {
+/* What dispatch receives, apart from the rows. */
+typedef struct Received {
+    const EpTensor *weights, *scales, *index;
+} Received;
+
+static Received list_received(Case *c) {
     Tensors *t = &c->tensors;
-    const EpTensor *weights = where(c->options->weighted, &t->topk_weights);
-    const EpTensor *scales = where(c->options->scale_bytes > 0, &t->scales);
-    const EpTensor *recv_weights = where(c->options->weighted, &t->recv_weights);
-    const EpTensor *recv_scales = where(c->recv_scale_bytes > 0, &t->recv_scales);
-    const EpTensor *recv_index = where(c->slots.layout == EP_LAYOUT_FLAT, &t->recv_index);
-    if (!c->options->halves)
-        return ep_dispatch(c->handle, &t->tokens_in, weights, scales, c->stream, &t->recv_tokens,
-                           recv_weights, recv_scales, recv_index);
-    EpStatus status = ep_dispatch_send(c->handle, &t->tokens_in, weights, scales, c->stream);
-    if (status != EP_OK) return status;
-    return ep_dispatch_wait(c->handle, c->stream, &t->recv_tokens, recv_weights, recv_scales,
-                            recv_index);
+    return (Received){where(c->options->weighted, &t->recv_weights),
+                      where(c->recv_scale_bytes > 0, &t->recv_scales),
+                      where(c->slots.layout == EP_LAYOUT_FLAT, &t->recv_index)};
 }
 
-static EpStatus combine_halves(Case *c) {
+static EpStatus dispatch_send(Case *c) {
     Tensors *t = &c->tensors;
-    EpStatus status = ep_combine_send(c->handle, &t->slots_in,
-                                      where(c->options->weighted, &t->slot_weights), c->stream);
-    return status == EP_OK ? ep_combine_wait(c->handle, c->stream, &t->tokens_out) : status;
+    return ep_dispatch_send(c->handle, &t->tokens_in, where(c->options->weighted, &t->topk_weights),
+                            where(c->options->scale_bytes > 0, &t->scales), c->stream);
+}
+
+static EpStatus dispatch_wait(Case *c) {
+    Received to = list_received(c);
+    return ep_dispatch_wait(c->handle, c->stream, &c->tensors.recv_tokens, to.weights, to.scales,
+                            to.index);
+}
+
+static EpStatus dispatch(Case *c) {
+    Tensors *t = &c->tensors;
+    Received to = list_received(c);
+    if (c->options->halves) {
+        EpStatus status = dispatch_send(c);
+        return status == EP_OK ? dispatch_wait(c) : status;
+    }
+    return ep_dispatch(c->handle, &t->tokens_in, where(c->options->weighted, &t->topk_weights),
+                       where(c->options->scale_bytes > 0, &t->scales), c->stream, &t->recv_tokens,
+                       to.weights, to.scales, to.index);
+}
+
+static EpStatus combine_send(Case *c) {
+    Tensors *t = &c->tensors;
+    return ep_combine_send(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights),
+                           c->stream);
+}
+
+static EpStatus combine_wait(Case *c) {
+    return ep_combine_wait(c->handle, c->stream, &c->tensors.tokens_out);
 }
 
 static EpStatus combine(Case *c) {
     Tensors *t = &c->tensors;
-    if (c->options->halves) return combine_halves(c);
+    if (c->options->halves) {
+        EpStatus status = combine_send(c);
+        return status == EP_OK ? combine_wait(c) : status;
+    }
     return ep_combine(c->handle, &t->slots_in, where(c->options->weighted, &t->slot_weights),
                       c->stream, &t->tokens_out);
 }
@@ -78,8 +104,27 @@ static const struct {
     [PHASE_DISPATCH_BACKWARD] = {"dispatch_backward", "ep_dispatch_backward", dispatch_backward},
 };
 
+static const struct {
+    const char *name;
+    const char *call;
+    EpStatus (*run)(Case *c);
+} halves[NUM_HALVES] = {
+    [HALF_DISPATCH_SEND] = {"dispatch_send", "ep_dispatch_send", dispatch_send},
+    [HALF_DISPATCH_WAIT] = {"dispatch_wait", "ep_dispatch_wait", dispatch_wait},
+    [HALF_COMBINE_SEND] = {"combine_send", "ep_combine_send", combine_send},
+    [HALF_COMBINE_WAIT] = {"combine_wait", "ep_combine_wait", combine_wait},
+};
+
 const char *phase_name(PhaseId phase) {
     return phases[phase].name;
+}
+
+const char *half_name(HalfId half) {
+    return halves[half].name;
+}
+
+bool half_run(Case *c, HalfId half) {
+    return bench_library(halves[half].run(c), halves[half].call);
 }
 
 bool phase_is_there(const Case *c, PhaseId phase) {

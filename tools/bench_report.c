@@ -42,17 +42,33 @@ static void report_backend(const EpGroupMemory *memory) {
 
 static void report_table_head(const Report *report) {
     bool cuda = report->memory.backend == EP_BACKEND_CUDA;
-    printf("#\n# bytes are per rank, the mean over ranks; floor is %s\n",
+    bool stores = report->options->mode == EP_MODE_LATENCY;
+    printf("#\n# bytes are per rank, the mean over ranks; floor is %s%s\n",
            !cuda                      ? "a memcpy of the same bytes"
            : report->world->size == 1 ? "a copy of the slots by a plain kernel"
-                                      : "the remote bytes pushed by a plain copy kernel");
+           : stores                   ? "the remote bytes stored by a plain kernel"
+                                      : "the remote bytes pushed by a plain copy kernel",
+           cuda && stores ? ", in a graph" : "");
     printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
            "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
+}
+
+/* Whose time is in the table: that of a call, or of one among many in a graph. */
+static void describe_graphs(const Options *o, char *out, size_t bytes) {
+    if (!o->graphs)
+        out[0] = 0;
+    else if (o->chain == 1)
+        snprintf(out, bytes, ", graphs of one call each");
+    else
+        snprintf(out, bytes, ", graphs of %lld calls of a kind each: a graph's time by %lld",
+                 (long long)o->chain, (long long)o->chain);
 }
 
 void report_header(const Report *report) {
     const Options *o = report->options;
     const Machine *machine = &report->machine;
+    char graphs[96];
+    describe_graphs(o, graphs, sizeof(graphs));
     report_config(report);
     printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
            machine->date);
@@ -61,8 +77,8 @@ void report_header(const Report *report) {
     if (o->zero_copy) printf("# memory:  zero-copy: slot rows in memory that peers reach\n");
     printf("# timing:  %lld iterations after %lld, slowest rank of each%s%s; check %s\n",
            (long long)o->iterations, (long long)o->warmup,
-           report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "",
-           o->graphs ? ", graphs" : "", o->check ? "every byte, before and after" : "off");
+           report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "", graphs,
+           o->check ? "every byte, before and after" : "off");
     report_table_head(report);
     fflush(stdout);
 }
@@ -100,14 +116,51 @@ static void report_facts(const SizeResult *r) {
            (long long)r->travelled_bytes);
 }
 
+/* Each half by itself; together they are a phase, whose time is in the table. */
+static void report_halves(const SizeResult *r) {
+    if (!r->has_halves) return;
+    printf("# halves:");
+    for (int h = 0; h < NUM_HALVES; h++)
+        printf("%s %s %.1f us", h ? "," : "", half_name((HalfId)h), r->halves[h].time.median_us);
+    printf(", each by itself\n");
+}
+
+/* What graphs spare: the same calls in none, and the host's time for a graph. */
+static void report_plain(const SizeResult *r) {
+    const char *comma = "";
+    if (r->phases[PHASE_DISPATCH].plain_us < 0) return;
+    printf("# plain: ");
+    for (int p = 0; p < NUM_PHASES; p++) {
+        const PhaseResult *phase = &r->phases[p];
+        if (phase->absent) continue;
+        printf("%s %s %.1f us (graph launched in %.1f us)", comma, phase->name, phase->plain_us,
+               phase->launch_us);
+        comma = ",";
+    }
+    printf(", without graphs\n");
+}
+
+static void report_signals(const SizeResult *r) {
+    if (r->empty_node_us < 0) return;
+    printf("# empty graph node: %.2f us, flag one way: ", r->empty_node_us);
+    if (r->flag_us >= 0)
+        printf("%.2f us\n", r->flag_us);
+    else
+        printf("-\n");
+}
+
 static void report_device(const SizeResult *r) {
     if (r->step.median_us <= 0) return;
     printf("# tokens %lld: step %.1f us, p99 %.1f us\n", (long long)r->tokens, r->step.median_us,
            r->step.p99_us);
+    report_plain(r);
     printf("# issue:");
     for (int p = 0; p < NUM_PHASES; p++)
         if (!r->phases[p].absent) printf(" %s %.1f us,", r->phases[p].name, r->phases[p].issue_us);
+    for (int h = 0; r->has_halves && h < NUM_HALVES; h++)
+        printf(" %s %.1f us,", half_name((HalfId)h), r->halves[h].issue_us);
     printf(" step %.1f us of the host's time\n", r->step_issue_us);
+    report_signals(r);
     if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
 }
 
@@ -115,6 +168,7 @@ void report_size(const SizeResult *result) {
     for (int p = 0; p < result->num_phases; p++)
         report_phase(result, &result->phases[p]);
     report_facts(result);
+    report_halves(result);
     report_device(result);
     if (result->num_phases > NUM_PHASES)
         printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",

@@ -47,6 +47,13 @@ bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, i
     return ok;
 }
 
+void time_divide(Quantiles *times, int count, int64_t by) {
+    for (int i = 0; i < count; i++) {
+        times[i].median_us /= (double)by;
+        times[i].p99_us /= (double)by;
+    }
+}
+
 bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
                 int count, Quantiles *out) {
     double *samples = bench_alloc((size_t)(count * iterations), sizeof(double), "samples");

@@ -29,6 +29,9 @@ bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call
 bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
                    Quantiles *out);
 
+/** Times of `by` calls become those of one. */
+void time_divide(Quantiles *times, int count, int64_t by);
+
 /** Of a clock that only goes forward. */
 double time_now_us(void);
 

@@ -2,7 +2,8 @@
 
 /**
  * The wire floor: the remote bytes of a phase pushed between the same GPUs by a kernel that does
- * nothing else, from all ranks at once. One rank alone copies its slots.
+ * nothing else, from all ranks at once. One rank alone copies its slots. In latency mode the kernel
+ * is one of plain stores, in a graph.
  */
 
 #if EP_WITH_CUDA
@@ -19,7 +20,14 @@ static const struct {
     int blocks, stages;
 } shapes[] = {{8, 15}, {16, 15}, {32, 15}, {64, 8}, {64, 15}, {0, 15}};
 
-enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
+/* Plain stores have no stages. */
+static const int store_blocks[] = {8, 16, 32, 64, 0};
+
+enum {
+    NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]),
+    NUM_STORES = sizeof(store_blocks) / sizeof(store_blocks[0]),
+    MAX_TRIES = NUM_SHAPES > NUM_STORES ? NUM_SHAPES : NUM_STORES
+};
 
 typedef struct Wire {
     Case *c;
@@ -85,13 +93,22 @@ static bool push(void *context, int which) {
                    "the copying kernel");
 }
 
+static bool store(void *context, int which) {
+    const Wire *wire = context;
+    int blocks = store_blocks[which] ? store_blocks[which] : wire->multiprocessors;
+    return cuda_ok(kernel_store(&wire->push, blocks, wire->c->stream), "the storing kernel");
+}
+
 static bool time_push(Wire *wire, double *best_us) {
     Case *c = wire->c;
-    Quantiles times[NUM_SHAPES];
-    if (!device_time_calls(c, c->options->iterations, push, wire, NUM_SHAPES, times, NULL))
+    Quantiles times[MAX_TRIES];
+    bool stores = c->options->mode == EP_MODE_LATENCY;
+    int tries = stores ? NUM_STORES : NUM_SHAPES;
+    if (!(stores ? device_time_chains(c, store, wire, tries, times)
+                 : device_time_calls(c, c->options->iterations, push, wire, tries, times, NULL)))
         return false;
     *best_us = times[0].median_us;
-    for (int i = 1; i < NUM_SHAPES; i++)
+    for (int i = 1; i < tries; i++)
         *best_us = times[i].median_us < *best_us ? times[i].median_us : *best_us;
     return true;
 }
@@ -129,7 +146,8 @@ bool wire_measure(Case *c, double floor_us[NUM_PHASES]) {
     if (!c->device->flags) return true;
     if (!world_all(c->world, count_multiprocessors(&wire.multiprocessors))) return false;
     for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++)
-        if (!measure(&wire, (PhaseId)p, &floor_us[p])) return false;
+        if (phase_is_there(c, (PhaseId)p) && !measure(&wire, (PhaseId)p, &floor_us[p]))
+            return false;
     return true;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * What the wire can do: a kernel that only copies, and the two that line the ranks up before it.
+ * What the wire can do: kernels that only copy, through the bulk copy engine or by plain stores.
  */
 
 #include "bench_kernels.h"
@@ -10,22 +10,6 @@
 
 __device__ static uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
-}
-
-__device__ static uint64_t global_timer(void) {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-
-__device__ static void store_release(uint32_t *address, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ static uint32_t load_acquire(const uint32_t *address) {
-    uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
 }
 
 __device__ static void arrival_init(uint64_t *arrival) {
@@ -82,39 +66,7 @@ __device__ static void bulk_wait_all(void) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* ---- lining up ----------------------------------------------------------------------------- */
-
-static __global__ void hold(uint64_t nanoseconds) {
-    uint64_t begin = global_timer();
-    while (global_timer() - begin < nanoseconds)
-        __nanosleep(100);
-}
-
-cudaError_t kernel_hold(double us, cudaStream_t stream) {
-    hold<<<1, 1, 0, stream>>>((uint64_t)(us * 1e3));
-    return cudaGetLastError();
-}
-
-/*
- * Thread p tells rank p, by a release store into its flags, that this rank's stream has come here,
- * and waits for rank p's word in its own. A rank that does not come is not reported here: the
- * library's call that follows, or the host's own barrier, says so.
- */
-static __global__ void barrier(const __grid_constant__ BarrierArgs args, uint32_t epoch) {
-    const uint64_t deadline = 20ull * 1000 * 1000 * 1000;
-    uint64_t begin = global_timer();
-    store_release(args.flags[threadIdx.x] + args.rank, epoch);
-    const uint32_t *flag = args.flags[args.rank] + threadIdx.x;
-    while ((int32_t)(load_acquire(flag) - epoch) < 0 && global_timer() - begin < deadline)
-        ;
-}
-
-cudaError_t kernel_barrier(const BarrierArgs *args, uint32_t epoch, cudaStream_t stream) {
-    barrier<<<1, args->size, 0, stream>>>(*args, epoch);
-    return cudaGetLastError();
-}
-
-/* ---- copying ------------------------------------------------------------------------------- */
+/* ---- bulk copies --------------------------------------------------------------------------- */
 
 struct Chunk {
     const char *from;
@@ -186,13 +138,57 @@ static cudaError_t launch_push(const PushArgs &args, int blocks, cudaStream_t st
     return cudaGetLastError();
 }
 
-cudaError_t kernel_push(const PushArgs *args, int blocks, int stages, cudaStream_t stream) {
-    PushArgs full = *args;
+/* Places times the pieces of the longest. */
+static int32_t count_items(const PushArgs *args, int piece) {
     int64_t longest = 0;
     for (int i = 0; i < args->count; i++)
         longest = args->bytes[i] > longest ? args->bytes[i] : longest;
-    full.items = (int32_t)((longest + PUSH_CHUNK - 1) / PUSH_CHUNK) * args->count;
+    return (int32_t)((longest + piece - 1) / piece) * args->count;
+}
+
+cudaError_t kernel_push(const PushArgs *args, int blocks, int stages, cudaStream_t stream) {
+    PushArgs full = *args;
+    full.items = count_items(args, PUSH_CHUNK);
     if (stages == 8) return launch_push<8>(full, blocks, stream);
     if (stages == 15) return launch_push<15>(full, blocks, stream);
     return cudaErrorInvalidValue;
+}
+
+/* ---- plain stores -------------------------------------------------------------------------- */
+
+enum { STORE_THREADS = 512, STORE_AHEAD = 4, STORE_PIECE = STORE_THREADS * (int)sizeof(int4) };
+
+/*
+ * Moves pieces of 16 bytes a thread, mostly to a peer: what few rows take, which are gone before a
+ * bulk copy is under way. Pieces take turns among the places. A thread has STORE_AHEAD loads under
+ * way before it stores. Nobody waits for anybody; the kernel ends when its stores have.
+ */
+static __global__ void __launch_bounds__(STORE_THREADS)
+    store(const __grid_constant__ PushArgs args, int source_pieces) {
+    const int within = (int)threadIdx.x * (int)sizeof(int4);
+    for (int first = blockIdx.x; first < args.items; first += gridDim.x * STORE_AHEAD) {
+        int4 unit[STORE_AHEAD];
+        char *to[STORE_AHEAD];
+#pragma unroll
+        for (int i = 0; i < STORE_AHEAD; i++) {
+            const int item = first + i * (int)gridDim.x, place = item % args.count;
+            const int number = item / args.count;
+            const int64_t at = (int64_t)number * STORE_PIECE + within;
+            const int64_t from = (int64_t)(number % source_pieces) * STORE_PIECE + within;
+            const bool there = item < args.items && at < args.bytes[place];
+            to[i] = there ? args.to[place] + at : nullptr;
+            unit[i] = there ? *(const int4 *)(args.source + from) : int4{};
+        }
+#pragma unroll
+        for (int i = 0; i < STORE_AHEAD; i++)
+            if (to[i]) *(int4 *)to[i] = unit[i];
+    }
+}
+
+cudaError_t kernel_store(const PushArgs *args, int blocks, cudaStream_t stream) {
+    PushArgs full = *args;
+    full.items = count_items(args, STORE_PIECE);
+    int pieces = (int)((int64_t)args->source_chunks * PUSH_CHUNK / STORE_PIECE);
+    store<<<blocks, STORE_THREADS, 0, stream>>>(full, pieces);
+    return cudaGetLastError();
 }

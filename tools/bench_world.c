@@ -20,6 +20,10 @@ static void take_deadline(const EpSetting *setting, void *context) {
     if (seconds > 0) deadline = seconds + 5;
 }
 
+double world_deadline(void) {
+    return deadline;
+}
+
 /* ---- collectives --------------------------------------------------------------------------- */
 
 static bool settle(World *world, EpStatus status, const char *call) {

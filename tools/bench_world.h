@@ -21,6 +21,9 @@ typedef struct World {
     EpBootstrap boot;
 } World;
 
+/** Seconds after which a wait gives up. */
+double world_deadline(void);
+
 /** Exit status of one rank. */
 typedef int (*WorldBody)(World *world, void *argument);
 

@@ -76,6 +76,13 @@ static const Nonsense nonsense[] = {
     {"--capacity -5", "--capacity"},
     {"--overflow ignore", "\"ignore\""},
     {"--layout round", "\"round\""},
+    {"--layout expert-", "\"expert-\""},
+    {"--chain 0 --graphs", "\"0\""},
+    {"--chain 5", "--graphs"},
+    {"--chain 5 --mode auto", "--graphs"},
+    {"--threads 2 --mode latency --graphs --backend host", "GPU backend"},
+    {"--mode latency --layout batched --capacity 9", "--rows-per-expert"},
+    {"--mode latency --layout flat --rows-per-expert 9", "--layout batched"},
     {"--rows-per-expert 4", "--layout batched"},
     {"--layout batched --capacity 9", "--rows-per-expert"},
     {"--weighted yes", "\"yes\""},
@@ -121,7 +128,11 @@ SoloTest(tools_bench, small_runs_are_right) {
         QUICK "--threads 2 --tokens 20 --capacity 30 --overflow drop --align 1",
         QUICK "--threads 3 -b 0 -e 20 -f 5 --zero-copy --uneven",
         QUICK "--threads 4 -b 1 -e 8 -f 2 --mode latency",
-        QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --layout batched --uneven --halves",
+        QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout expert-major --align 8",
+        QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout flat --masked 0.3",
+        QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --quant fp8 --halves",
+        QUICK "--threads 2 --tokens 20 --mode latency --rows-per-expert 2 --overflow drop",
+        QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --uneven --halves",
         QUICK "--threads 3 --tokens 20 --mode latency --layout flat --quant mxfp8 --halves",
         QUICK "--threads 3 --tokens 20 --mode latency --capacity 12 --overflow drop --align 1",
         QUICK "--threads 2 --tokens 20 --mode auto --quant fp8 --dtype fp32 --idx int64",
@@ -130,6 +141,42 @@ SoloTest(tools_bench, small_runs_are_right) {
     };
     for (int i = 0; i < LENGTH(lines); i++)
         check_run(lines[i], 0, "#wrong 0", NULL);
+}
+
+/* Without a wish for another shape, that of a decoding step; nothing is lost. */
+SoloTest(tools_bench, defaults_of_latency_mode) {
+    static const struct {
+        const char *options, *said;
+    } cases[] = {
+        {"--mode latency", "alignment 1, layout batched, routing zipf:1, masked 0, even tokens"},
+        {"--mode latency", "# tokens 128: 128 to 128 per rank"},
+        {"--mode latency", ", dropped 0\n"},
+        {"--mode latency --align 4 --layout flat", "alignment 4, layout flat"},
+        {"--mode latency --layout expert-major", "alignment 1, layout expert,"},
+        {"--mode latency --capacity 3000", "alignment 1, layout expert,"},
+        {"--mode latency --tokens 3 --uneven", "uneven tokens"},
+        {"--mode throughput --tokens 3", "alignment 128, layout expert,"},
+        {"--mode auto --tokens 3", "alignment 128, layout expert,"},
+    };
+    char line[256];
+    for (int i = 0; i < LENGTH(cases); i++) {
+        snprintf(line, sizeof(line), QUICK "--threads 2 %s", cases[i].options);
+        check_run(line, 0, cases[i].said, NULL);
+    }
+}
+
+/* Every size from one token on has its lines. */
+SoloTest(tools_bench, latency_from_one_token) {
+    ProcessResult result = run_bench(QUICK "--threads 2 -b 1 -e 512 -f 2 --mode latency");
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    for (int tokens = 1; tokens <= 512; tokens *= 2) {
+        char line[64];
+        snprintf(line, sizeof(line), "\n%9d  dispatch ", tokens);
+        CHECK(strstr(result.out, line), "no '%s' in: %s", line, result.out);
+        snprintf(line, sizeof(line), "\n# tokens %d: %d to %d per rank", tokens, tokens, tokens);
+        CHECK(strstr(result.out, line), "no '%s' in: %s", line, result.out);
+    }
+    process_result_free(&result);
 }
 
 /* In latency mode the table has what is there to be timed. */
@@ -178,6 +225,29 @@ SoloTest(tools_bench, json_has_what_is_promised) {
     unlink(path);
     for (int i = 0; i < LENGTH(keys); i++)
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+/* Each half is timed by itself, too, where there are halves. */
+SoloTest(tools_bench, halves_are_reported) {
+    static const char *const halves[] = {"dispatch_send", "dispatch_wait", "combine_send",
+                                         "combine_wait"};
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    close(mkstemp(path));
+    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency --halves -J %s",
+             path);
+    check_run(line, 0, "# halves: dispatch_send ", NULL);
+    read_file(path, text, sizeof(text));
+    CHECK(strstr(text, "\"chain\": 20"), "no chain: %s", text);
+    for (int i = 0; i < LENGTH(halves); i++) {
+        snprintf(line, sizeof(line), "\"name\": \"%s\"", halves[i]);
+        CHECK(strstr(text, line), "no %s: %s", line, text);
+    }
+    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency -J %s", path);
+    check_run(line, 0, "#wrong 0", NULL);
+    read_file(path, text, sizeof(text));
+    CHECK(!strstr(text, "halves\": [") && !strstr(text, "dispatch_send"), "halves: %s", text);
+    unlink(path);
 }
 
 /* The remote bytes of dispatch, the first phase but one. */
