@@ -160,7 +160,7 @@ static int asked_for(const Rig *rig, RigOutput output) {
     if (!(rig->issued & outputs[output].op)) return 0;
     if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
         return c->weighted;
-    if (output == OUT_SCALES) return c->scale_bytes > 0;
+    if (output == OUT_SCALES) return case_scales(c) > 0;
     return output != OUT_INDEX || c->layout == EP_LAYOUT_FLAT;
 }
 

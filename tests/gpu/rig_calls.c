@@ -43,14 +43,13 @@ static EpStatus issue_dispatch(const Rig *rig) {
     EpTensor tokens = from(rig, step_tokens(step), IN_TOKENS);
     EpTensor weights = from(rig, step_weights(step), IN_WEIGHTS);
     EpTensor scales = from(rig, step_scales(step), IN_SCALES);
-    EpTensor recv_tokens = into(rig, rows_of(rig, c->row_type), OUT_TOKENS);
+    EpTensor recv_tokens = into(rig, step_recv_tokens(step, NULL), OUT_TOKENS);
     EpTensor recv_weights = into(rig, weights_of(rig), OUT_WEIGHTS);
-    EpTensor recv_scales =
-        into(rig, step_rows(step, NULL, EP_TYPE_UINT8, c->scale_bytes), OUT_SCALES);
+    EpTensor recv_scales = into(rig, step_recv_scales(step, NULL), OUT_SCALES);
     EpTensor recv_index = into(rig, step_rows(step, NULL, c->index_type, c->top_k), OUT_INDEX);
     return ep_dispatch(step->handle, &tokens, c->weighted ? &weights : NULL,
                        c->scale_bytes ? &scales : NULL, rig->stream, &recv_tokens,
-                       c->weighted ? &recv_weights : NULL, c->scale_bytes ? &recv_scales : NULL,
+                       c->weighted ? &recv_weights : NULL, case_scales(c) ? &recv_scales : NULL,
                        c->layout == EP_LAYOUT_FLAT ? &recv_index : NULL);
 }
 

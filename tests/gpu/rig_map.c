@@ -57,11 +57,11 @@ static size_t output_bytes(const Case *c, RigOutput output, Extents n) {
     case OUT_TOTALS:
         return 3 * other;
     case OUT_TOKENS:
-        return n.slots * case_row_bytes(c);
+        return n.slots * case_recv_bytes(c);
     case OUT_WEIGHTS:
         return n.slots * (size_t)world_row_weights(c) * 4;
     case OUT_SCALES:
-        return n.slots * (size_t)c->scale_bytes;
+        return n.slots * case_recv_scale_bytes(c);
     case OUT_INDEX:
         return c->layout == EP_LAYOUT_FLAT ? n.slots * k * narrow : 0;
     case OUT_GRAD_ROWS:
