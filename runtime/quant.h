@@ -12,7 +12,7 @@
  *     amax         comparisons of the numbers' bits as integers, in any order
  *     amax / 448   one division  } kernels: __fdiv_rn, or plain / without -use_fast_math and with
  *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
- *     x * inverse  one multiplication: __fmul_rn
+ *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
  *                  but for the sign of a NaN's code: see dispatch/quantise.cuh
  *
