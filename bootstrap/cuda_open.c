@@ -45,6 +45,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) 
     while (w.depth * 2 <= depth && w.depth < tokens)
         w.depth *= 2;
     w.arrival = take(&at, 2 * ranks * (int64_t)sizeof(EpArrival));
+    w.sent = take(&at, ranks * EP_SENT_WORDS * 8);
     w.head = take(&at, ranks * w.depth * 8);
     w.credit = take(&at, ranks * w.depth * 8);
     w.counts = take(&at, 2 * ranks * EP_COUNT_WORDS(config->num_experts, ranks) * 8);

@@ -9,11 +9,17 @@
  */
 #include "combine/latency_reduce.cuh"
 
+/* What a warp knows before it begins. */
+typedef struct Outlook {
+    Shares sums;
+    Reduction reduction;
+} Outlook;
+
 template <typename T>
-__device__ void gather(const EpLatencyGatherArgs &a, Claims *claims, int (*lists)[EP_MAX_TOP_K],
+__device__ void gather(const EpLatencyGatherArgs &a, const Outlook &o, Claims *claims, int *list,
                        uint64_t flag) {
-    if (a.latency.sends) send_sums<T>(a, claims, flag);
-    if (a.latency.receives) reduce_all<T>(a, lists, flag);
+    if (a.latency.sends) send_sums<T>(a, o.sums, claims, flag);
+    if (a.latency.receives) reduce_all<T>(a, o.reduction, list, flag);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -21,17 +27,19 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ int item, lists[WARPS][EP_MAX_TOP_K];
     uint64_t flag = latency_flag(a.latency);
     Claims claims = claims_begin(a.latency, &item);
+    Outlook outlook = {share_sums(a), plan_reduction(a)};
+    int *list = lists[threadIdx.x / 32];
     if (!latency_enter(a.group, a.plan)) {
-        latency_leave(a.latency, flag);
+        latency_leave(a.group, a.latency, flag, 0);
         return;
     }
     if (a.type == EP_TYPE_BF16)
-        gather<__nv_bfloat16>(a, &claims, lists, flag);
+        gather<__nv_bfloat16>(a, outlook, &claims, list, flag);
     else if (a.type == EP_TYPE_FP16)
-        gather<__half>(a, &claims, lists, flag);
+        gather<__half>(a, outlook, &claims, list, flag);
     else
-        gather<float>(a, &claims, lists, flag);
-    latency_leave(a.latency, flag);
+        gather<float>(a, outlook, &claims, list, flag);
+    latency_leave(a.group, a.latency, flag, 0);
 }
 
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {

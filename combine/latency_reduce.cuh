@@ -10,90 +10,138 @@
 #include "combine/latency_sum.cuh"
 
 #define AWAITED_AT_ONCE 4 /* ranks */
+#define REDUCED_AT_ONCE 2 /* steps of a warp */
+
+/* What is known of a token before anything has come for it. */
+typedef struct Known {
+    int owner; /* lane k: rank of entry k's expert, -1: none */
+    Terms own; /* what this rank adds to it */
+} Known;
+
+/* By a warp; of a row past this step's tokens there is something to load, too. */
+__device__ __forceinline__ Known know(const EpLatencyGatherArgs &a, int token) {
+    int lane = threadIdx.x % 32;
+    Known k = {-1, {-1, 1, 0, 0}};
+    if (lane < a.top_k) k.owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
+    if (a.latency.sends) k.own = find_terms(a, a.group.rank, token);
+    return k;
+}
 
 /* The ranks of a token's experts in ascending order, into list[K]; how many. By a warp. */
-__device__ __forceinline__ int list_ranks(const EpLatencyGatherArgs &a, int token, int *list) {
-    int lane = threadIdx.x % 32, owner = -1, at = 0, count = 0;
-    if (lane < a.top_k) owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
+__device__ __forceinline__ int list_ranks(const EpLatencyGatherArgs &a, int owner, int *list) {
+    int lane = threadIdx.x % 32, at = 0, count = 0;
     unsigned same = __match_any_sync(~0u, owner);
     int opens = owner >= 0 && __ffs((int)same) - 1 == lane;
     for (int i = 0; i < a.top_k; i++) {
         int other = __shfl_sync(~0u, opens ? owner : -1, i);
         at += other >= 0 && other < owner, count += other >= 0;
     }
+    __syncwarp();
     if (opens) list[at] = owner;
     __syncwarp();
     return count;
 }
 
-/* This rank's part of one of its tokens. */
+/* This rank's part of some units of one of its tokens. */
 template <typename T>
-__device__ __forceinline__ void add_own(const EpLatencyGatherArgs &a, const Terms &t, int token,
-                                        int unit, EpVector<T> *sum) {
-    EpVector<T> own[1] = {};
-    if (a.latency.sends) {
-        const int units[1] = {unit};
-        add_terms<T, 1>(a, t, units, own);
-    } else if (unit >= 0) {
-        const float *kept = kept_sum(a, token) + unit * EpVector<T>::SIZE;
-        for (int i = 0; i < EpVector<T>::SIZE; i++)
-            own[0].at[i] = kept[i];
+__device__ __forceinline__ void sum_own(const EpLatencyGatherArgs &a, const Terms &t, int token,
+                                        const int unit[REDUCED_AT_ONCE],
+                                        EpVector<T> own[REDUCED_AT_ONCE]) {
+    if (a.latency.sends) return add_terms<T, REDUCED_AT_ONCE>(a, t, unit, own);
+    for (int u = 0; u < REDUCED_AT_ONCE; u++) {
+        const float *kept = kept_sum(a, token) + unit[u] * EpVector<T>::SIZE;
+        for (int i = 0; i < EpVector<T>::SIZE && unit[u] >= 0; i++)
+            own[u].at[i] = kept[i];
     }
-    for (int i = 0; i < EpVector<T>::SIZE; i++)
-        sum->at[i] += own[0].at[i];
 }
 
-template <typename T> __device__ __forceinline__ void add_unit(const uint4 &x, EpVector<T> *sum) {
-    EpVector<T> term = ep_unpack<T>(x);
-#pragma unroll
-    for (int i = 0; i < EpVector<T>::SIZE; i++)
-        sum->at[i] += term.at[i];
-}
-
-/* One step of a token. By a warp; 0: it is not to be had. */
 template <typename T>
-__device__ int reduce_step(const EpLatencyGatherArgs &a, const int *ranks, int count,
-                           const Terms &own, int token, int step, uint64_t flag) {
-    const EpCudaGroup &g = a.group;
-    const EpLatency &l = a.latency;
-    int unit = own_unit(a, step);
-    EpVector<T> sum = {};
-    auto from = [&](int r) {
-        return latency_record(l, g.rank, r, g.size, token, flag) + step * EP_STEP_BYTES;
-    };
+__device__ __forceinline__ void add_vector(const EpVector<T> &x, EpVector<T> *sum) {
+#pragma unroll
+    for (int i = 0; i < EpVector<T>::SIZE; i++)
+        sum->at[i] += x.at[i];
+}
+
+/* Some steps of a token: as they may have come from some of its ranks. */
+typedef struct Coming {
+    const EpLatencyGatherArgs *a;
+    int token, step, stride;
+    uint64_t flag;
+} Coming;
+
+__device__ __forceinline__ const char *coming_from(const Coming &c, int rank, int i) {
+    const EpCudaGroup &g = c.a->group;
+    return latency_record(c.a->latency, g.rank, rank, g.size, c.token, c.flag) +
+           (c.step + i * c.stride) * EP_STEP_BYTES;
+}
+
+__device__ __forceinline__ void load_coming(const Coming &c, const int *ranks, int count,
+                                            ulonglong2 x[AWAITED_AT_ONCE][REDUCED_AT_ONCE]) {
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < REDUCED_AT_ONCE; i++)
+            if (r < count && ranks[r] != c.a->group.rank && c.step + i * c.stride < c.a->steps)
+                x[r][i] = step_load(coming_from(c, ranks[r], i));
+}
+
+/* What comes from one rank. By a warp; 0: it does not. */
+template <typename T>
+__device__ __forceinline__ int add_coming(const Coming &c, int rank, ulonglong2 x[REDUCED_AT_ONCE],
+                                          EpVector<T> sum[REDUCED_AT_ONCE]) {
+    const StepOrigin origin = {rank, EP_PHASE_LINES, c.token};
+#pragma unroll
+    for (int i = 0; i < REDUCED_AT_ONCE; i++) {
+        if (c.step + i * c.stride >= c.a->steps) break;
+        const char *from = coming_from(c, rank, i);
+        if (!step_await(c.a->group, c.a->latency, from, c.flag, &x[i], origin)) return 0;
+        add_vector(ep_unpack<T>(step_unpack(x[i])), &sum[i]);
+    }
+    return 1;
+}
+
+/* Some steps of a token. What others send is on its way while this rank's part is summed up. */
+template <typename T>
+__device__ int reduce_steps(const Coming &c, const int *ranks, int count, const Terms &t) {
+    const EpLatencyGatherArgs &a = *c.a;
+    EpVector<T> sum[REDUCED_AT_ONCE] = {}, own[REDUCED_AT_ONCE] = {};
+    ulonglong2 x[AWAITED_AT_ONCE][REDUCED_AT_ONCE];
+    int unit[REDUCED_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < REDUCED_AT_ONCE; i++)
+        unit[i] = own_unit(a, c.step + i * c.stride);
+    load_coming(c, ranks, count, x);
+    if (count) sum_own(a, t, c.token, unit, own);
     for (int at = 0; at < count; at += AWAITED_AT_ONCE) {
-        ulonglong2 x[AWAITED_AT_ONCE];
+        if (at) load_coming(c, ranks + at, count - at, x);
 #pragma unroll
-        for (int i = 0; i < AWAITED_AT_ONCE; i++)
-            if (at + i < count && ranks[at + i] != g.rank) x[i] = step_load(from(ranks[at + i]));
-#pragma unroll
-        for (int i = 0; i < AWAITED_AT_ONCE; i++) {
-            if (at + i >= count) break;
-            int r = ranks[at + i];
-            const StepOrigin origin = {r, EP_PHASE_LINES, token};
-            if (r == g.rank) {
-                add_own<T>(a, own, token, unit, &sum);
+        for (int r = 0; r < AWAITED_AT_ONCE; r++) {
+            if (at + r >= count) break;
+            if (ranks[at + r] != a.group.rank) {
+                if (!add_coming(c, ranks[at + r], x[r], sum)) return 0;
                 continue;
             }
-            if (!step_await(g, l, from(r), flag, &x[i], origin)) return 0;
-            add_unit<T>(step_unpack(x[i]), &sum);
+#pragma unroll
+            for (int i = 0; i < REDUCED_AT_ONCE; i++)
+                add_vector(own[i], &sum[i]);
         }
     }
-    if (unit >= 0) *((uint4 *)(a.out_rows + token * a.row_bytes) + unit) = ep_pack(sum);
+#pragma unroll
+    for (int i = 0; i < REDUCED_AT_ONCE; i++)
+        if (unit[i] >= 0)
+            *((uint4 *)(a.out_rows + c.token * a.row_bytes) + unit[i]) = ep_pack(sum[i]);
     return 1;
 }
 
 /* A warp's steps of a token, or of a row past this step's tokens, which is zero. */
 template <typename T>
 __device__ int reduce_token(const EpLatencyGatherArgs &a, int *list, int tokens, int token,
-                            int step, int stride, uint64_t flag) {
-    int count = 0;
-    Terms own = {-1, 1, 0, 0};
-    __syncwarp();
-    if (token < tokens) count = list_ranks(a, token, list);
-    if (token < tokens && a.latency.sends) own = find_terms(a, a.group.rank, token);
-    for (; step < a.steps; step += stride)
-        if (!reduce_step<T>(a, list, count, own, token, step, flag)) return 0;
+                            const Known &k, int step, int stride, uint64_t flag) {
+    int count = list_ranks(a, token < tokens ? k.owner : -1, list);
+    for (; step < a.steps; step += REDUCED_AT_ONCE * stride) {
+        Coming c = {&a, token, step, stride, flag};
+        if (!reduce_steps<T>(c, list, count, k.own)) return 0;
+    }
     return 1;
 }
 
@@ -103,16 +151,32 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
         if (!take_head(a.group, a.latency, r, 1, flag, [](int, const uint4 &) {})) return;
 }
 
+/* Shares of the rows that are to be written. Blocks that came last to send are first here. */
+typedef struct Reduction {
+    Shares shares;
+    int warp, warps;
+    Known first; /* of this warp's first share */
+} Reduction;
+
+/* Before the kernel's first barrier: what is loaded here need not be waited for later. */
+__device__ __forceinline__ Reduction plan_reduction(const EpLatencyGatherArgs &a) {
+    int blocks = gridDim.x, warps = blocks * WARPS;
+    int warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - (int)blockIdx.x;
+    Reduction r = {make_shares((int)a.out_num_rows, a.steps, warps), warp, warps, {}};
+    int row = warp / r.shares.stride;
+    if (row < r.shares.rows) r.first = know(a, row);
+    return r;
+}
+
 template <typename T>
-__device__ void reduce_all(const EpLatencyGatherArgs &a, int (*lists)[EP_MAX_TOP_K],
+__device__ void reduce_all(const EpLatencyGatherArgs &a, const Reduction &r, int *list,
                            uint64_t flag) {
-    int warp = threadIdx.x / 32, warps = (int)gridDim.x * WARPS;
-    int tokens = (int)a.plan.header->num_tokens, rows = (int)max(a.out_num_rows, (int64_t)tokens);
-    Shares shares = make_shares(rows, a.steps, warps);
-    shares_work(shares, warp * (int)gridDim.x + (int)blockIdx.x, warps, [&](int token, int step) {
-        return reduce_token<T>(a, lists[warp], tokens, token, step, shares.stride, flag);
+    int tokens = (int)a.plan.header->num_tokens, first = r.warp / r.shares.stride;
+    shares_work(r.shares, r.warp, r.warps, [&](int token, int step) {
+        Known known = token == first ? r.first : know(a, token);
+        return reduce_token<T>(a, list, tokens, token, known, step, r.shares.stride, flag);
     });
-    if (blockIdx.x == gridDim.x - 1) take_heads(a, flag);
+    if (blockIdx.x == 0) take_heads(a, flag);
 }
 
 #endif

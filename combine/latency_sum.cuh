@@ -42,13 +42,12 @@ __device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Te
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
     for (unsigned left = t.filled; left;) {
         uint4 x[TERMS_AT_ONCE][UNITS];
-        float weight[TERMS_AT_ONCE];
+        int lane[TERMS_AT_ONCE];
         bool is[TERMS_AT_ONCE];
 #pragma unroll
         for (int i = 0; i < TERMS_AT_ONCE; i++) {
-            int k = left ? __ffs((int)left) - 1 : 0;
-            int64_t slot = __shfl_sync(~0u, t.slot, k);
-            weight[i] = __shfl_sync(~0u, t.weight, k), is[i] = left != 0;
+            lane[i] = left ? __ffs((int)left) - 1 : 0, is[i] = left != 0;
+            int64_t slot = __shfl_sync(~0u, t.slot, lane[i]);
             left &= left - 1;
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
@@ -56,15 +55,17 @@ __device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Te
                     x[i][u] = __ldg((const uint4 *)(a.rows + slot * a.row_bytes) + unit[u]);
         }
 #pragma unroll
-        for (int i = 0; i < TERMS_AT_ONCE; i++)
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            float weight = __shfl_sync(~0u, t.weight, lane[i]);
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 if (!is[i] || unit[u] < 0) continue;
                 EpVector<T> term = ep_unpack<T>(x[i][u]);
 #pragma unroll
                 for (int e = 0; e < EpVector<T>::SIZE; e++)
-                    sum[u].at[e] = fmaf(weight[i], term.at[e], sum[u].at[e]);
+                    sum[u].at[e] = fmaf(weight, term.at[e], sum[u].at[e]);
             }
+        }
     }
 }
 
@@ -135,16 +136,25 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
                   [&](int w) { return w == EP_HEAD_DIGEST ? a.group.digest : 0u; });
 }
 
-/* Items: the heads, then as many rows as the block's warps take at once. Own rows come last of
- * each token's, and only where they are to be kept. */
-template <typename T>
-__device__ void send_sums(const EpLatencyGatherArgs &a, Claims *claims, uint64_t flag) {
+/* Own rows come last of each token's, and only where they are to be kept. */
+__device__ __forceinline__ int kinds_of_sums(const EpLatencyGatherArgs &a) {
+    return a.group.size - a.latency.receives;
+}
+
+__device__ __forceinline__ Shares share_sums(const EpLatencyGatherArgs &a) {
     const EpCudaGroup &g = a.group;
-    int kinds = g.size - a.latency.receives, most = 0;
+    int kinds = kinds_of_sums(a), most = 0;
     for (int r = 0; r < g.size; r++)
         if (r != g.rank || kinds == g.size) most = max(most, a.plan.tokens[r]);
-    Shares shares = make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
-    int items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
+    return make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
+}
+
+/* Items: the heads, then as many rows as the block's warps take at once. */
+template <typename T>
+__device__ void send_sums(const EpLatencyGatherArgs &a, const Shares &shares, Claims *claims,
+                          uint64_t flag) {
+    const EpCudaGroup &g = a.group;
+    int kinds = kinds_of_sums(a), items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
     claims_work(claims, a.latency, 1 + items, [&](int item) {
         if (item == 0) return send_heads(a, flag);
         int i = (item - 1) * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;

@@ -31,25 +31,23 @@ __device__ int receive(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
 
 __global__ void __launch_bounds__(THREADS, 1)
     latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
-    extern __shared__ __align__(128) int32_t memory[];
-    __shared__ Desk d;
+    extern __shared__ __align__(128) char memory[];
+    __shared__ DeskWords words;
     const EpPrepareArgs &route = a.route;
-    uint64_t flag = latency_flag(a.latency);
-    int alive = 1, sends = a.latency.sends;
-    Claims claims = claims_begin(a.latency, &d.item);
-    if (threadIdx.x == 0) lay_out_desk(a, &d, memory, a.keeps_routing);
-    if (threadIdx.x == 32) d.tokens = sends ? count_tokens(route) : 0;
-    if (sends && a.keeps_routing) keep_entries(route, memory + desk_shape(a, 1).staged);
+    const EpLatency &l = a.latency;
+    int flat = route.shape.layout == EP_LAYOUT_FLAT, alive = 1;
+    uint64_t flag = latency_flag(l);
+    Desk d = make_desk(a, &words, memory);
+    Claims claims = claims_begin(l, &words.item);
+    if (l.sends) open_desk(route, &d);
     if (!latency_enter(route.group, route.plan)) {
-        latency_leave(a.latency, flag);
+        latency_leave(route.group, l, flag, 0);
         return;
     }
-    if (sends) send_all(a, &d, &claims, flag);
-    if (a.latency.receives) alive = receive(a, &d, flag);
-    if (!latency_leave(a.latency, flag)) return;
-    if (sends && threadIdx.x == 0) tell_bad_indices(route);
-    if (alive && a.latency.receives && route.shape.layout == EP_LAYOUT_FLAT)
-        publish_flat(route, &d);
+    if (l.sends) send_all(a, &d, &claims, flag);
+    if (l.receives) alive = receive(a, &d, flag);
+    if (!latency_leave(route.group, l, flag, flat)) return;
+    if (alive && l.receives && flat) publish_flat(route, &d);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
@@ -57,8 +55,7 @@ extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
 }
 
 extern "C" size_t ep_cuda_latency_scatter_bytes(const EpLatencyScatterArgs *a, int keeps_routing) {
-    DeskShape s = desk_shape(*a, keeps_routing);
-    return 4 * (size_t)(s.experts + s.counts + 2 * s.local + s.staged);
+    return (size_t)desk_bytes(desk_shape(*a, keeps_routing));
 }
 
 extern "C" int ep_cuda_launch_latency_scatter(const EpLatencyScatterArgs *a, int blocks,

@@ -31,11 +31,11 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
-/* As many blocks as have something to do, if all ranks have as many tokens as this one; one besides
- * that tells of the routing. */
+/* As many blocks as have something to send and as many that have something to receive, if all ranks
+ * have as many tokens as this one; one besides that tells of the routing. */
 static int blocks_for(const EpGroup *group, int64_t tokens, int64_t steps) {
     int64_t warps = tokens * group->size * steps;
-    int64_t blocks = 1 + (warps + BLOCK_WARPS - 1) / BLOCK_WARPS;
+    int64_t blocks = 1 + 2 * ((warps + BLOCK_WARPS - 1) / BLOCK_WARPS);
     return (int)ep_max(2, ep_min(ep_cuda(group)->device.blocks, blocks));
 }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t header_word(const uint4 &unit, int w) {
 /* The slot of an entry, behind `before` of its source's. */
 __device__ __forceinline__ int find_slot(const EpPrepareArgs &a, const Desk *d, int source,
                                          int local, int before) {
-    int64_t slot = (int64_t)before + d->flat_begin[source];
+    int64_t slot = (int64_t)before + d->w->flat_begin[source];
     if (a.shape.layout != EP_LAYOUT_FLAT)
         slot = (int64_t)before + d->offset[local] + d->counts[source * a.shape.num_local + local];
     return slot < slot_limit(a, local) ? (int)slot : -1;
@@ -176,13 +176,13 @@ __device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, int sou
 __device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, int block, int blocks,
                         uint64_t flag) {
     int size = a.route.group.size, most = 0, warps = blocks * WARPS;
-    int warp = (int)threadIdx.x / 32 * blocks + block;
+    int warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - block;
     for (int r = 0; r < size; r++)
-        most = max(most, d->source_tokens[r]);
+        most = max(most, d->w->source_tokens[r]);
     Shares shares = make_shares(most * size, a.record.steps, warps);
     return shares_work(shares, warp, warps, [&](int row, int step) {
         int token = row / size, source = (a.route.group.rank + row) % size;
-        if (token >= d->source_tokens[source]) return 1;
+        if (token >= d->w->source_tokens[source]) return 1;
         return fill_record(a, d, source, token, step, shares.stride, flag);
     });
 }
@@ -223,7 +223,8 @@ __device__ void zero_padding(const EpLatencyScatterArgs &a, const Desk *d, int b
     }
     if (batched || !s.zero_tail) return;
     if (s.layout == EP_LAYOUT_FLAT)
-        end = d->flat_begin[route.group.size - 1] + (int64_t)d->source_rows[route.group.size - 1];
+        end = d->w->flat_begin[route.group.size - 1] +
+              (int64_t)d->w->source_rows[route.group.size - 1];
     else if (local)
         end = d->offset[local - 1] +
               ((int64_t)d->total[local - 1] + s.alignment - 1) / s.alignment * s.alignment;

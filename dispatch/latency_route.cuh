@@ -11,27 +11,35 @@
 
 #include "handles/latency.cuh"
 
+/* What a block's threads share. */
+typedef struct DeskWords {
+    int tokens; /* of this rank: known to who sends */
+    int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
+    int32_t flat_begin[EP_CUDA_MAX_RANKS];
+    int32_t sent;                           /* rows to other ranks */
+    int32_t item;                           /* see Claims */
+    uint32_t header[2 * EP_MAX_TOP_K];      /* of the record under work */
+    int32_t goes[EP_CUDA_MAX_RANKS];        /* whether its row goes to that rank */
+    int32_t to[EP_CUDA_MAX_RANKS], num_to;  /* all ranks, those first, and how many these are */
+    unsigned long long bad_count, bad_last; /* bad indices; ~ of the first entry that has one */
+} DeskWords;
+
 /* A block's shared memory. */
 typedef struct Desk {
-    int32_t *experts; /* [tokens, K] of this rank's entries, -1: none; NULL: they do not fit */
+    DeskWords *w;
+    char *staged;     /* a quantised row and its scales */
+    int32_t *experts; /* [tokens, K] of this rank's entries, or NO_EXPERT, BAD_EXPERT; NULL: they do
+                         not fit */
     int32_t *counts;  /* sending heads: [E] entries, then [R] rows. Receiving: [R, L] entries of the
                          sources before for each local expert */
     int32_t *total;   /* [L] entries of all sources */
     int32_t *offset;  /* [L] where slabs begin */
-    char *staged;     /* a quantised row and its scales */
-    int tokens;       /* of this rank: known to who sends */
-    int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
-    int32_t flat_begin[EP_CUDA_MAX_RANKS];
-    int32_t sent;                          /* rows to other ranks */
-    int32_t item;                          /* see Claims */
-    uint32_t header[2 * EP_MAX_TOP_K];     /* of the record under work */
-    int32_t goes[EP_CUDA_MAX_RANKS];       /* whether its row goes to that rank */
-    int32_t to[EP_CUDA_MAX_RANKS], num_to; /* all ranks, those first, and how many these are */
+    uint8_t *owner;   /* [E] rank of each expert */
 } Desk;
 
-/* What arrays take, in words, and where they lie. */
+/* Bytes of each array. */
 typedef struct DeskShape {
-    int64_t experts, counts, local, staged;
+    int64_t staged, experts, counts, local, owner;
 } DeskShape;
 
 static __host__ __device__ __forceinline__ DeskShape desk_shape(const EpLatencyScatterArgs &a,
@@ -40,19 +48,25 @@ static __host__ __device__ __forceinline__ DeskShape desk_shape(const EpLatencyS
     int64_t local = a.route.shape.num_local, entries = (int64_t)a.route.num_rows * a.route.top_k;
     int64_t counts = experts > ranks * local ? experts : ranks * local;
     int64_t staged = a.quant > EP_QUANT_NONE ? 16 * (a.record.row_units + a.record.scale_units) : 0;
-    return DeskShape{keeps_routing ? (entries + 3) / 4 * 4 : 0, (counts + ranks + 3) / 4 * 4,
-                     (local + 3) / 4 * 4, staged / 4};
+    return DeskShape{staged, keeps_routing ? 4 * entries : 0, 4 * (counts + ranks), 4 * local,
+                     experts};
 }
 
-/* By one thread. */
-__device__ __forceinline__ void lay_out_desk(const EpLatencyScatterArgs &a, Desk *d,
-                                             int32_t *memory, int keeps_routing) {
-    DeskShape s = desk_shape(a, keeps_routing);
-    d->staged = (char *)memory, memory += s.staged;
-    d->experts = keeps_routing ? memory : NULL, memory += s.experts;
-    d->counts = memory, memory += s.counts;
-    d->total = memory, memory += s.local;
-    d->offset = memory;
+static __host__ __device__ __forceinline__ int64_t desk_bytes(const DeskShape &s) {
+    return s.staged + s.experts + s.counts + 2 * s.local + s.owner;
+}
+
+__device__ __forceinline__ Desk make_desk(const EpLatencyScatterArgs &a, DeskWords *w,
+                                          char *memory) {
+    DeskShape s = desk_shape(a, a.keeps_routing);
+    Desk d = {w, memory, NULL, NULL, NULL, NULL, NULL};
+    memory += s.staged;
+    if (a.keeps_routing) d.experts = (int32_t *)memory, memory += s.experts;
+    d.counts = (int32_t *)memory, memory += s.counts;
+    d.total = (int32_t *)memory, memory += s.local;
+    d.offset = (int32_t *)memory, memory += s.local;
+    d.owner = (uint8_t *)memory;
+    return d;
 }
 
 /* ---- this rank's entries ------------------------------------------------------------------- */
@@ -61,31 +75,41 @@ __device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entr
     return load_integer(a.topk_idx, a.idx_is_int64, entry);
 }
 
-__device__ __forceinline__ int valid_expert(const EpPrepareArgs &a, int64_t index) {
-    return index >= 0 && index < a.group.num_experts ? (int)index : -1;
+#define NO_EXPERT (-1)
+#define BAD_EXPERT (-2) /* the caller meant one, which there is not */
+
+__device__ __forceinline__ int expert_of(const EpPrepareArgs &a, int64_t index) {
+    return index < 0 ? NO_EXPERT : index < a.group.num_experts ? (int)index : BAD_EXPERT;
 }
 
-/* Before the block's first barrier, and so without what is behind it: `experts` is where the block
- * keeps them. Rows past the step's tokens are loaded, too: their number may be on its way. */
-__device__ __forceinline__ void keep_entries(const EpPrepareArgs &a, int32_t *experts) {
-    for (int i = threadIdx.x; i < a.num_rows * a.top_k; i += THREADS)
-        experts[i] = valid_expert(a, index_at(a, i));
+/* What a block needs to send, before its first barrier. Rows past the step's tokens are loaded,
+ * too: their number may be on its way. */
+__device__ __forceinline__ void open_desk(const EpPrepareArgs &a, const Desk *d) {
+    const EpCudaGroup &g = a.group;
+    EpPlacement placement = {g.num_experts, g.size};
+    for (int i = threadIdx.x; d->experts && i < a.num_rows * a.top_k; i += THREADS)
+        d->experts[i] = expert_of(a, index_at(a, i));
+    for (int e = threadIdx.x; e < g.num_experts; e += THREADS)
+        d->owner[e] = (uint8_t)ep_placement_owner(&placement, e);
+    for (int i = threadIdx.x; i < g.num_experts + g.size; i += THREADS)
+        d->counts[i] = 0;
+    if (threadIdx.x == 0) d->w->bad_count = d->w->bad_last = 0;
+    if (threadIdx.x == 32) d->w->tokens = count_tokens(a);
 }
 
 __device__ __forceinline__ int expert_at(const EpPrepareArgs &a, const Desk *d, int entry) {
-    return d->experts ? d->experts[entry] : valid_expert(a, index_at(a, entry));
+    return d->experts ? d->experts[entry] : expert_of(a, index_at(a, entry));
 }
 
-__device__ __forceinline__ int owner_of(const EpCudaGroup &g, int expert) {
-    EpPlacement placement = {g.num_experts, g.size};
-    return expert < 0 ? -1 : ep_placement_owner(&placement, expert);
+__device__ __forceinline__ int owner_of(const Desk *d, int expert) {
+    return expert < 0 ? -1 : d->owner[expert];
 }
 
 /* Whether no entry before this one of its token is for the same rank. */
 __device__ __forceinline__ int opens_row(const EpPrepareArgs &a, const Desk *d, int entry,
                                          int owner) {
     for (int i = entry / a.top_k * a.top_k; i < entry; i++)
-        if (owner_of(a.group, expert_at(a, d, i)) == owner) return 0;
+        if (owner_of(d, expert_at(a, d, i)) == owner) return 0;
     return 1;
 }
 
@@ -105,7 +129,7 @@ __device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const D
     for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
         int goes = 0;
         for (int i = t * a.top_k; i < (t + 1) * a.top_k; i++)
-            goes |= owner_of(a.group, expert_at(a, d, i)) == owner;
+            goes |= owner_of(d, expert_at(a, d, i)) == owner;
         count += goes;
     }
     return warp_sum(count);
@@ -113,22 +137,21 @@ __device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const D
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/* Entries for each expert and rows to each rank, into counts; bad indices are noted. */
-__device__ void count_all(const EpPrepareArgs &a, Desk *d) {
-    const EpCudaGroup &g = a.group;
-    int32_t *rows = d->counts + g.num_experts;
-    for (int i = threadIdx.x; i < g.num_experts + g.size; i += THREADS)
-        d->counts[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < d->tokens * a.top_k; i += THREADS) {
-        int64_t index = index_at(a, i);
-        int expert = valid_expert(a, index), owner = owner_of(g, expert);
-        if (index >= g.num_experts) note_bad_index(a, i);
+/* Entries for each expert and rows to each rank, into counts, which are 0. */
+__device__ void count_all(const EpPrepareArgs &a, const Desk *d) {
+    int32_t *rows = d->counts + a.group.num_experts;
+    for (int i = threadIdx.x; i < d->w->tokens * a.top_k; i += THREADS) {
+        int expert = expert_at(a, d, i), owner = owner_of(d, expert);
+        if (expert == BAD_EXPERT) {
+            atomicAdd(&d->w->bad_count, 1ull);
+            atomicMax(&d->w->bad_last, ~(unsigned long long)i);
+        }
         if (expert < 0) continue;
         atomicAdd(&d->counts[expert], 1);
         if (opens_row(a, d, i, owner)) atomicAdd(&rows[owner], 1);
     }
     __syncthreads();
+    if (threadIdx.x == 0 && d->w->bad_count) tell_bad_indices(a, d->w->bad_count, ~d->w->bad_last);
 }
 
 __device__ __forceinline__ uint32_t head_word(const EpPrepareArgs &a, const Desk *d, int r,
@@ -144,7 +167,7 @@ __device__ __forceinline__ uint32_t head_word(const EpPrepareArgs &a, const Desk
     case EP_HEAD_FACTS + 1:
         return (uint32_t)(g.facts >> 32);
     case EP_HEAD_TOKENS:
-        return (uint32_t)d->tokens;
+        return (uint32_t)d->w->tokens;
     case EP_HEAD_ROWS:
         return (uint32_t)d->counts[g.num_experts + r];
     default:
@@ -152,7 +175,7 @@ __device__ __forceinline__ uint32_t head_word(const EpPrepareArgs &a, const Desk
     }
 }
 
-__device__ void send_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+__device__ void send_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t flag) {
     const EpPrepareArgs &route = a.route;
     const EpCudaGroup &g = route.group;
     EpPlacement placement = {g.num_experts, g.size};
@@ -170,17 +193,17 @@ __device__ void send_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag
 
 /* ---- what the sources say ------------------------------------------------------------------ */
 
-__device__ __forceinline__ void take_word(Desk *d, int source, int local, int own, int w,
+__device__ __forceinline__ void take_word(const Desk *d, int source, int local, int own, int w,
                                           uint32_t word) {
     int e = w - EP_HEAD_COUNTS;
     if (e >= 0 && e < local) d->counts[source * local + e] = (int)word;
-    if (w == EP_HEAD_TOKENS) d->source_tokens[source] = (int)word;
-    if (w == EP_HEAD_ROWS) d->source_rows[source] = (int)word;
-    if (w == EP_HEAD_SENT && source == own) d->sent = (int)word;
+    if (w == EP_HEAD_TOKENS) d->w->source_tokens[source] = (int)word;
+    if (w == EP_HEAD_ROWS) d->w->source_rows[source] = (int)word;
+    if (w == EP_HEAD_SENT && source == own) d->w->sent = (int)word;
 }
 
-/* Counts of each source become those of the sources before. */
-__device__ void add_sources(const EpPrepareArgs &a, Desk *d) {
+/* Counts of each source become those of the sources before. Batched slabs lie where they do. */
+__device__ void add_sources(const EpPrepareArgs &a, const Desk *d) {
     int local = a.shape.num_local;
     for (int e = threadIdx.x; e < local; e += THREADS) {
         int before = 0;
@@ -190,27 +213,33 @@ __device__ void add_sources(const EpPrepareArgs &a, Desk *d) {
             before += count;
         }
         d->total[e] = before;
+        d->offset[e] = (int)min(e * a.shape.rows_per_expert, (int64_t)INT32_MAX);
     }
 }
 
-/* By a warp: where slabs begin, or in the flat layout each source's rows. */
-__device__ void lay_desk(const EpPrepareArgs &a, Desk *d) {
-    int lane = threadIdx.x % 32, local = a.shape.num_local, begin = 0;
+/* By a warp: where expert-major slabs begin. */
+__device__ void lay_desk_slabs(const EpPrepareArgs &a, const Desk *d) {
+    int lane = threadIdx.x % 32, local = a.shape.num_local;
     int64_t start = 0;
-    for (int at = 0; at < local && a.shape.layout != EP_LAYOUT_FLAT; at += 32) {
+    for (int at = 0; at < local; at += 32) {
         Slab slab = lay_slab(a, d->total, local, at, &start);
         if (at + lane < local) d->offset[at + lane] = (int)min(slab.offset, (int64_t)INT32_MAX);
     }
+}
+
+/* By a warp: where each source's flat rows begin. */
+__device__ void lay_desk_rows(const EpPrepareArgs &a, const Desk *d) {
+    int lane = threadIdx.x % 32, begin = 0;
     for (int at = 0; at < a.group.size; at += 32) {
-        int rows = at + lane < a.group.size ? d->source_rows[at + lane] : 0;
+        int rows = at + lane < a.group.size ? d->w->source_rows[at + lane] : 0;
         int through = ep_warp_prefix(rows);
-        if (at + lane < a.group.size) d->flat_begin[at + lane] = begin + through - rows;
+        if (at + lane < a.group.size) d->w->flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
 }
 
 /* By all threads of a block; 0: some head is not to be had. */
-__device__ int take_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+__device__ int take_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t flag) {
     const EpPrepareArgs &route = a.route;
     const EpCudaGroup &g = route.group;
     int alive = 1, local = route.shape.num_local;
@@ -225,7 +254,9 @@ __device__ int take_heads(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag)
     if (!__syncthreads_and(alive)) return 0;
     add_sources(route, d);
     __syncthreads();
-    if (threadIdx.x < 32) lay_desk(route, d);
+    if (route.shape.layout == EP_LAYOUT_BATCHED) return 1;
+    if (threadIdx.x < 32)
+        route.shape.layout == EP_LAYOUT_FLAT ? lay_desk_rows(route, d) : lay_desk_slabs(route, d);
     __syncthreads();
     return 1;
 }
@@ -243,11 +274,13 @@ __device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, i
 __device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
     for (int r = threadIdx.x; r < g.size; r += THREADS)
-        a.plan.tokens[r] = d->source_tokens[r];
+        a.plan.tokens[r] = d->w->source_tokens[r];
     if (threadIdx.x) return;
-    int received = d->flat_begin[g.size - 1] + d->source_rows[g.size - 1];
-    a.info->remote_sent = d->sent, a.info->local = d->source_rows[g.rank];
-    a.info->remote_received = received - d->source_rows[g.rank];
+    int received = 0;
+    for (int r = 0; r < g.size; r++)
+        received += r == g.rank ? 0 : d->w->source_rows[r];
+    a.info->remote_sent = d->w->sent, a.info->local = d->w->source_rows[g.rank];
+    a.info->remote_received = received;
 }
 
 /* By a block that has taken the heads, of another layout than FLAT. */
@@ -257,7 +290,7 @@ __device__ void publish_routing(const EpPrepareArgs &a, const Desk *d) {
     __syncthreads();
     publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, d->source_tokens[a.group.rank]);
+    if (threadIdx.x == 0) publish_step(a, d->w->source_tokens[a.group.rank]);
 }
 
 /* Entries of the flat rows that are kept, which all blocks have put into the plan. */
@@ -270,7 +303,7 @@ __device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
     for (int s = 0; s < g.size; s++) {
         const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
         const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
-        for (int i = threadIdx.x; i < d->source_tokens[s] * a.top_k; i += THREADS) {
+        for (int i = threadIdx.x; i < d->w->source_tokens[s] * a.top_k; i += THREADS) {
             int local = __ldcg(routes + i);
             if (local < 0 || __ldcg(slot + i / a.top_k) < 0) continue;
             atomicAdd(&a.plan.expert_counts[local], 1);
@@ -285,7 +318,7 @@ __device__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;
-    int64_t rows = d->flat_begin[g.size - 1] + (int64_t)d->source_rows[g.size - 1];
+    int64_t rows = d->w->flat_begin[g.size - 1] + (int64_t)d->w->source_rows[g.size - 1];
     int64_t kept = min(rows, slot_limit(a, 0));
     publish_sizes(a, d);
     if (threadIdx.x == 0) publish_totals(a, kept, rows, rows - kept);
@@ -295,7 +328,7 @@ __device__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
     if (kept == rows)
         publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, d->source_tokens[g.rank]);
+    if (threadIdx.x == 0) publish_step(a, d->w->source_tokens[g.rank]);
 }
 
 #endif

@@ -14,44 +14,46 @@
 
 /* The ranks in the order in which this rank stores: those that the row goes to come first, each
  * beginning with another one. By a warp. */
-__device__ __forceinline__ void list_ranks(const EpLatencyScatterArgs &a, Desk *d, int token) {
+__device__ __forceinline__ void list_ranks(const EpLatencyScatterArgs &a, const Desk *d,
+                                           int token) {
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, k = a.route.top_k;
     for (int r = lane; r < g.size; r += 32)
-        d->goes[r] = 0;
+        d->w->goes[r] = 0;
     __syncwarp();
-    int owner = lane < k ? owner_of(g, expert_at(a.route, d, token * k + lane)) : -1;
-    if (owner >= 0) d->goes[owner] = 1;
+    int owner = lane < k ? owner_of(d, expert_at(a.route, d, token * k + lane)) : -1;
+    if (owner >= 0) d->w->goes[owner] = 1;
     if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
     __syncwarp();
     int listed = 0;
     for (int goes = 1; goes >= 0; goes--) {
         for (int at = 0; at < g.size; at += 32) {
             int r = (g.rank + 1 + token + at + lane) % g.size;
-            int is = at + lane < g.size && d->goes[r] == goes;
+            int is = at + lane < g.size && d->w->goes[r] == goes;
             unsigned all = __ballot_sync(~0u, is);
-            if (is) d->to[listed + __popc(all & ((1u << lane) - 1))] = r;
+            if (is) d->w->to[listed + __popc(all & ((1u << lane) - 1))] = r;
             listed += __popc(all);
         }
-        if (goes && lane == 0) d->num_to = listed;
+        if (goes && lane == 0) d->w->num_to = listed;
     }
 }
 
 /* The record's header. The block's warps have an entry each. */
-__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, Desk *d, int token) {
+__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, const Desk *d,
+                                             int token) {
     const EpPrepareArgs &route = a.route;
     int k = route.top_k, flat = route.shape.layout == EP_LAYOUT_FLAT;
     for (int i = (int)threadIdx.x / 32; i < k; i += WARPS) {
         int entry = token * k + i, expert = expert_at(route, d, entry), before = 0;
         if (expert >= 0)
-            before = flat ? count_rows_before(route, d, token, owner_of(route.group, expert))
+            before = flat ? count_rows_before(route, d, token, owner_of(d, expert))
                           : count_entries_before(route, d, entry, expert);
         if (threadIdx.x % 32 == 0)
-            d->header[i] = (uint32_t)(expert + 1) | (uint32_t)before << a.record.expert_bits;
+            d->w->header[i] = (uint32_t)(expert + 1) | (uint32_t)before << a.record.expert_bits;
     }
     int i = threadIdx.x;
     if (a.carries_weights && i < k)
-        d->header[k + i] = __float_as_uint(a.topk_weights[(int64_t)token * k + i]);
+        d->w->header[k + i] = __float_as_uint(a.topk_weights[(int64_t)token * k + i]);
 }
 
 /* ---- units --------------------------------------------------------------------------------- */
@@ -84,7 +86,7 @@ __device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, cons
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        word[i] = unit * 4 + i < words ? d->header[unit * 4 + i] : 0;
+        word[i] = unit * 4 + i < words ? d->w->header[unit * 4 + i] : 0;
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -102,7 +104,7 @@ __device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, const 
 /* How many ranks get a step. */
 __device__ __forceinline__ int num_receivers(const EpLatencyScatterArgs &a, const Desk *d,
                                              int step) {
-    return step >= a.record.steps ? 0 : step == 0 ? a.route.group.size : d->num_to;
+    return step >= a.record.steps ? 0 : step == 0 ? a.route.group.size : d->w->num_to;
 }
 
 __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const Desk *d, int token,
@@ -116,7 +118,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
         ulonglong2 packed = step_pack(is_header ? header_unit(a, d, unit) : x[i], flag);
         for (int j = 0; j < num_receivers(a, d, at); j++)
-            step_store(latency_record(l, d->to[j], g.rank, g.size, token, flag) +
+            step_store(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
                            at * EP_STEP_BYTES,
                        packed, l.whole);
     }
@@ -126,7 +128,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int at = step + i * stride;
         for (int j = 0; j < num_receivers(a, d, at); j++)
-            step_store_flag(latency_record(l, d->to[j], g.rank, g.size, token, flag) +
+            step_store_flag(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
                                 at * EP_STEP_BYTES,
                             flag);
     }
@@ -134,14 +136,15 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
 
 /* ---- a token ------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ void stage_quantised(const EpLatencyScatterArgs &a, Desk *d, int token) {
+__device__ __forceinline__ void stage_quantised(const EpLatencyScatterArgs &a, const Desk *d,
+                                                int token) {
     ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + token * a.source_row_bytes,
                     (int)a.row_elements, (uint8_t *)d->staged, d->staged + 16 * a.record.row_units,
                     (int)threadIdx.x, THREADS);
 }
 
 /* By a block. */
-__device__ void send_token(const EpLatencyScatterArgs &a, Desk *d, int token, uint64_t flag) {
+__device__ void send_token(const EpLatencyScatterArgs &a, const Desk *d, int token, uint64_t flag) {
     int step = (int)threadIdx.x / 32, quantises = a.quant > EP_QUANT_NONE;
     uint4 x[SENT_AT_ONCE];
     if (quantises)
@@ -160,8 +163,9 @@ __device__ void send_token(const EpLatencyScatterArgs &a, Desk *d, int token, ui
 }
 
 /* Items: the heads, then the tokens. */
-__device__ void send_all(const EpLatencyScatterArgs &a, Desk *d, Claims *claims, uint64_t flag) {
-    claims_work(claims, a.latency, 1 + d->tokens, [&](int item) {
+__device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, Claims *claims,
+                         uint64_t flag) {
+    claims_work(claims, a.latency, 1 + d->w->tokens, [&](int item) {
         if (item == 0)
             send_heads(a, d, flag);
         else

@@ -12,10 +12,10 @@
 #include "dispatch/quantise.h"
 #include "handles/enter.cuh"
 
-#define THREADS 128    /* a row at a time */
-#define BLOCKS_EACH 12 /* at once on a multiprocessor: loads under way are what counts */
+#define THREADS 128   /* a row at a time */
+#define BLOCKS_EACH 8 /* at once on a multiprocessor: loads under way are what counts */
 
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
     quantise_kernel(const __grid_constant__ EpQuantiseArgs a) {
     if (!ep_enter(a.group, a.plan, ep_epoch(a.group))) return;
     int64_t count = a.plan.header->num_tokens;

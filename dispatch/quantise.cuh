@@ -15,40 +15,54 @@
 
 #define EP_QUANT_UNIT 16 /* elements that a thread takes, and bytes that it makes of them */
 
-/** The largest magnitude of a unit, as bits; see ep_quant_magnitude. */
+template <typename T> struct EpUnit {
+    static constexpr int PARTS = sizeof(T); /* of 16 bytes */
+    uint4 part[PARTS];
+};
+
+/** The largest magnitude of a unit, as bits; where `finite`, of its finite elements alone. */
 template <typename T>
-__device__ __forceinline__ uint32_t ep_unit_amax(const uint4 (&x)[sizeof(T)]) {
-    uint32_t amax = EP_QUANT_LEAST_BITS;
+__device__ __forceinline__ uint32_t ep_unit_largest(const EpUnit<T> &x, int finite) {
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < (int)sizeof(T); i++) {
-        EpVector<T> v = ep_unpack<T>(x[i]);
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
 #pragma unroll
         for (int e = 0; e < EpVector<T>::SIZE; e++)
-            amax = max(amax, ep_quant_magnitude(v.at[e]));
+            largest = max(largest, finite ? ep_quant_magnitude(v.at[e])
+                                          : ep_quant_bits(v.at[e]) & 0x7fffffffu);
     }
-    return amax;
+    return largest;
 }
 
-/** e4m3 of two floats, that of `low` in the lower byte. What the instruction does with a NaN's sign
- *  does not matter; otherwise it gives what ep_e4m3_from_float does. */
-__device__ __forceinline__ uint32_t ep_e4m3_of_two(float low, float high) {
-    uint32_t codes = ep_convert_e4m3x2(low, high);
-    if (low != low) codes = (codes & 0xff00u) | 0x7fu;
-    if (high != high) codes = (codes & 0xffu) | 0x7f00u;
-    return codes;
-}
-
-/** Kernels are compiled without contraction: each product is rounded by itself. */
+/** Each product is rounded by itself: kernels are compiled without contraction. */
 template <typename T>
-__device__ __forceinline__ uint4 ep_unit_codes(const uint4 (&x)[sizeof(T)], float inverse) {
+__device__ __forceinline__ uint4 ep_unit_codes(const EpUnit<T> &x, float inverse) {
     uint32_t word[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < (int)sizeof(T); i++) {
-        EpVector<T> v = ep_unpack<T>(x[i]);
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
 #pragma unroll
         for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
             int at = i * EpVector<T>::SIZE + e;
-            word[at / 4] |= ep_e4m3_of_two(v.at[e] * inverse, v.at[e + 1] * inverse) << at % 4 * 8;
+            word[at / 4] |= ep_convert_e4m3x2(v.at[e] * inverse, v.at[e + 1] * inverse)
+                            << at % 4 * 8;
+        }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/** The code of every NaN is 0x7f, whatever sign the instruction gives it. */
+template <typename T>
+__device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &codes) {
+    uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        EpVector<T> v = ep_unpack<T>(x.part[i]);
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e++) {
+            int at = i * EpVector<T>::SIZE + e;
+            if (v.at[e] != v.at[e]) word[at / 4] &= ~(0x80u << at % 4 * 8);
         }
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
@@ -62,25 +76,27 @@ __device__ __forceinline__ void ep_store_scale(EpQuant quant, void *scales, int 
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
 }
 
+/* What is no finite number is rare, and looked at apart. */
 template <typename T>
 __device__ __forceinline__ void ep_quantise_as(EpQuant quant, const void *row, int n, uint8_t *out,
                                                void *scales, int thread, int threads) {
-    int lanes = ep_quant_block(quant) / EP_QUANT_UNIT, units = n / EP_QUANT_UNIT;
-    int lane = thread % 32;
+    int units = n / EP_QUANT_UNIT, lane = thread % 32;
+    int log = ep_quant_block(quant) == 2 * EP_QUANT_UNIT ? 1 : 3; /* of the units of a block */
     for (int base = thread - lane; base < units; base += threads) {
         int unit = base + lane, valid = unit < units;
-        uint4 x[sizeof(T)];
-        uint32_t amax = EP_QUANT_LEAST_BITS;
-#pragma unroll
-        for (int i = 0; i < (int)sizeof(T); i++)
-            if (valid) x[i] = ((const uint4 *)row)[unit * (int)sizeof(T) + i];
-        if (valid) amax = ep_unit_amax<T>(x);
-        for (int d = 1; d < lanes; d *= 2)
+        uint32_t largest = 0, amax;
+        EpUnit<T> x;
+        if (valid) x = ((const EpUnit<T> *)row)[unit];
+        if (valid) largest = ep_unit_largest(x, 0);
+        amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
+        for (int d = 1; d < 1 << log; d *= 2)
             amax = max(amax, __shfl_xor_sync(~0u, amax, d));
         if (!valid) continue;
-        EpQuantScale scale = ep_quant_scale(quant, amax);
-        ((uint4 *)out)[unit] = ep_unit_codes<T>(x, scale.inverse);
-        if (unit % lanes == 0) ep_store_scale(quant, scales, unit / lanes, scale);
+        EpQuantScale scale = ep_quant_scale(quant, max(amax, EP_QUANT_LEAST_BITS));
+        uint4 codes = ep_unit_codes(x, scale.inverse);
+        if (largest > EP_QUANT_INFINITY_BITS) codes = ep_unit_nan(x, codes);
+        ((uint4 *)out)[unit] = codes;
+        if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
     }
 }
 

@@ -40,17 +40,23 @@ __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaP
 }
 
 /** The last block to leave ends the kernel and, unless a half is to follow, the operation. By all
- *  threads of each; returns 1 in the last block. */
-__device__ __forceinline__ int latency_leave(const EpLatency &l, uint64_t flag) {
+ *  threads of each; returns 1 in the last block, which, if the blocks fence, sees what they have
+ *  stored. */
+__device__ __forceinline__ int latency_leave(const EpCudaGroup &g, const EpLatency &l,
+                                             uint64_t flag, int fences) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
+        if (fences) __threadfence();
         is_last = atomicAdd(&l.state->finished, 1u) == gridDim.x - 1;
         if (is_last) {
             volatile EpLatencyState *state = l.state;
             state->finished = state->claimed = 0;
             if (l.receives) state->done = flag;
+            if (l.sends) {
+                volatile EpCudaState *group = g.state;
+                state->number = group->sent + 1, group->sent = group->sent + 1;
+            }
         }
     }
     __syncthreads();
@@ -118,6 +124,9 @@ template <typename Word>
 __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
                                           int words, uint64_t flag, Word word_of) {
     char *to = latency_head(l, r, g.rank, g.size, flag);
+    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
+    if (threadIdx.x % 32 == 0)
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
     int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS);
     for (int step = 0; step < steps; step++) {
         int w = 4 * (step * EP_STEP_UNITS + step_unit());

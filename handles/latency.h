@@ -53,6 +53,7 @@ enum EpHeadWord {
 typedef struct EpLatencyState {
     uint64_t done;     /**< operations */
     uint32_t finished; /**< blocks that have left the kernel */
+    uint32_t number;   /**< of the operation last sent, among all of the group's: see ep_sent */
     uint32_t claimed;  /**< items of it that blocks have taken to send */
 } EpLatencyState;
 

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(THREADS) prepare_kernel(const __grid_constant_
     else
         prepare_lane(a, &l, epoch);
     if (!ep_leave(a.group, epoch)) return;
-    if (threadIdx.x == 0) tell_bad_indices(a);
+    if (threadIdx.x == 0) tell_all_bad_indices(a);
     if (a.shape.layout == EP_LAYOUT_FLAT) complete_flat(a, &l, tokens, epoch);
 }
 

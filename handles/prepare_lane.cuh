@@ -54,6 +54,20 @@ __device__ __forceinline__ void lane_range(const EpCudaGroup &g, int tokens, int
     *end = min(tokens, *begin + share);
 }
 
+__device__ void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
+    atomicAdd(&a.group.state->bad_count, 1ull);
+    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
+}
+
+/* By one thread of the last block: what all have found. */
+__device__ void tell_all_bad_indices(const EpPrepareArgs &a) {
+    volatile EpCudaState *state = a.group.state;
+    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
+    if (!count) return;
+    state->bad_count = state->bad_entry = 0;
+    tell_bad_indices(a, count, entry);
+}
+
 /* ---- one chunk ----------------------------------------------------------------------------- */
 
 __device__ __forceinline__ unsigned lanes_below(int lane) {

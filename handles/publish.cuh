@@ -27,19 +27,11 @@ __device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
     return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
 }
 
-__device__ inline void note_bad_index(const EpPrepareArgs &a, int64_t entry) {
-    atomicAdd(&a.group.state->bad_count, 1ull);
-    atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
-}
-
-/* By one thread of the last block: what all have found, for the host, which may be about to fetch
- * what an earlier prepare had found. */
-__device__ inline void tell_bad_indices(const EpPrepareArgs &a) {
-    volatile EpCudaState *state = a.group.state;
+/* By one thread: how many, and the first of them, for the host, which may be about to fetch what
+ * an earlier prepare had found. */
+__device__ inline void tell_bad_indices(const EpPrepareArgs &a, unsigned long long count,
+                                        unsigned long long entry) {
     volatile EpCudaNotes *notes = a.notes;
-    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
-    if (!count) return;
-    state->bad_count = state->bad_entry = 0;
     if (!notes->bad_count) {
         notes->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
         notes->bad_entry = entry, notes->top_k = a.top_k;
@@ -51,7 +43,7 @@ __device__ inline void tell_bad_indices(const EpPrepareArgs &a) {
 /* ---- slabs --------------------------------------------------------------------------------- */
 
 __device__ inline void publish_expert(const EpPrepareArgs &a, int local, int count, int64_t offset,
-                               int64_t padded) {
+                                      int64_t padded) {
     int experts = a.shape.num_local;
     a.plan.expert_counts[local] = count;
     a.plan.expert_padded[local] = (int)padded;
@@ -90,7 +82,7 @@ __device__ inline void note_overflow(const EpPrepareArgs &a, int64_t needed, int
 }
 
 __device__ inline void publish_totals(const EpPrepareArgs &a, int64_t rows, int64_t needed,
-                               int64_t dropped) {
+                                      int64_t dropped) {
     volatile EpPlanHeader *h = a.plan.header, *out = &a.info->header;
     h->recv_rows = rows, h->needed_rows = needed, h->dropped_slots = dropped;
     out->recv_rows = rows, out->needed_rows = needed, out->dropped_slots = dropped;

@@ -48,6 +48,8 @@ typedef struct EpArrival {
 /** Offsets in a window; equal on all ranks. */
 typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
+    int64_t sent;    /**< u64 [R, EP_SENT_WORDS]: number of an operation of latency mode at rank s
+                          << 32 | digest: by the number */
     int64_t head;    /**< u64 [R, depth]: epoch << 32 | 1 + row that rank s has put there */
     int64_t credit;  /**< u64 [R, depth]: epoch << 32 | 1 + row taken out at rank d */
     int64_t counts;  /**< u64 [2, R, E + R + 1]: epoch << 32 | entries of rank s for every expert,
@@ -62,6 +64,8 @@ typedef struct EpWindowLayout {
     int32_t max_tokens;
     int64_t record_bytes; /**< of the largest record */
 } EpWindowLayout;
+
+#define EP_SENT_WORDS 64
 
 /** Words of a row of counts, padded to whole sectors. */
 #define EP_COUNT_WORDS(experts, ranks) ((experts) + (ranks) + 1)
@@ -121,6 +125,7 @@ typedef struct EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that are done with an operation */
     uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
+    uint32_t sent;                /**< operations of latency mode that have been sent */
     int32_t claimed[2];           /**< chunks of tokens that senders, receivers have taken */
     unsigned long long bad_count; /**< bad indices of the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */

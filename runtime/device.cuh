@@ -54,6 +54,13 @@ __device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int recei
     return ep_at<EpArrival>(g, receiver, g.layout.arrival) + (epoch & 1) * g.size + sender;
 }
 
+/** In `receiver`'s window: which operation of latency mode was `sender`'s `number`th. */
+__device__ __forceinline__ uint64_t *ep_sent(const EpCudaGroup &g, int receiver, int sender,
+                                             uint32_t number) {
+    return ep_at<uint64_t>(g, receiver, g.layout.sent) + sender * EP_SENT_WORDS +
+           number % EP_SENT_WORDS;
+}
+
 /** In `receiver`'s window: what `sender` has put where row `row` goes. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
@@ -180,16 +187,6 @@ __device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
     ep_report(g, EP_FAULT_PEER,
               EpAwaited{peer, EP_PHASE_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
     return 1;
-}
-
-/**
- * The same in latency mode, where ranks do not greet each other as they enter: that one has given
- * up is looked for now and then.
- */
-__device__ __forceinline__ int ep_patience_of_lines(const EpCudaGroup &g, EpPatience *p,
-                                                    const EpAwaited &awaited) {
-    if (!ep_patience(g, p, awaited)) return 0;
-    return p->polls % EP_POLLS_PER_CLOCK_READ || !ep_has_given_up(g, awaited.peer);
 }
 
 /**

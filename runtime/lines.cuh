@@ -88,6 +88,30 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
     return __all_sync(~0u, !has_flag() || x.y == flag);
 }
 
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+/* Whether a rank, where this one is in its `number`th operation of latency mode, has entered
+ * another one, or has given up; which is then reported. Ranks may be some operations ahead. */
+static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
+                                                   int peer) {
+    uint32_t number = latency.sends ? *(volatile uint32_t *)&g.state->sent + 1
+                                    : *(volatile uint32_t *)&latency.state->number;
+    uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
+    if ((uint32_t)(word >> 32) == number && (uint32_t)word != g.digest) {
+        ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_PHASE_HEAD, 0, g.digest, (uint32_t)word});
+        return 1;
+    }
+    return ep_has_given_up(g, peer);
+}
+
+/* See ep_patience. In latency mode ranks do not greet each other as they enter: that one does
+ * something else is looked for now and then. */
+__device__ __forceinline__ int ep_patience_of_lines(const EpCudaGroup &g, const EpLatency &latency,
+                                                    EpPatience *p, const EpAwaited &awaited) {
+    if (!ep_patience(g, p, awaited)) return 0;
+    return p->polls % EP_POLLS_PER_CLOCK_READ || !ep_is_elsewhere(g, latency, awaited.peer);
+}
+
 /** Of what step, for the report if it does not come. */
 typedef struct StepOrigin {
     int source, phase, row;
@@ -102,7 +126,7 @@ __device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency 
     EpPatience patience = {0, 0};
     while (!step_is_here(*x, flag)) {
         int alive = ep_patience_of_lines(
-            g, &patience,
+            g, latency, &patience,
             EpAwaited{origin.source, origin.phase, origin.row, (uint32_t)flag, (uint32_t)x->y});
         if (!__all_sync(~0u, alive)) return 0;
         *x = step_load(from);

@@ -12,8 +12,9 @@
  *     amax         comparisons of the numbers' bits as integers, in any order
  *     amax / 448   one division  } kernels: __fdiv_rn, or plain / without -use_fast_math and with
  *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
- *     x * inverse  one multiplication: __fmul_rn
- *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same
+ *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
+ *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
+ *                  but for the sign of a NaN's code: see dispatch/quantise.cuh
  *
  * UE8M0 needs the first division alone: all else is exponents. No value is subnormal but products
  * x * inverse that e4m3 rounds to zero in any case, so it does not matter whether these are

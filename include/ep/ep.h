@@ -562,7 +562,9 @@ typedef struct EpHandleCost {
     EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO comes to */
     int32_t reserved;     /**< 0 */
     int64_t plan_bytes;   /**< as ep_handle_memory says: the caller's memory or the library's */
-    int64_t buffer_bytes; /**< LATENCY: buffers for rows in flight, always the library's */
+    int64_t buffer_bytes; /**< what it takes besides, always the library's. LATENCY: buffers for
+                             rows in flight. THROUGHPUT: 0, but where a handle on the CUDA backend
+                               quantises: a step's rows and scales, quantised */
 } EpHandleCost;
 
 #define EP_HANDLE_COST_INIT \

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch that quantises, and scales by column: every layout against the oracle, and what is
  * refused. */
+#include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "tests/cases/desk.h"
+#include "tests/oracle/quant.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -78,13 +81,88 @@ Test(dispatch_quant, longest_rows, .timeout = 120) {
     }
 }
 
-/* ---- refusals ---- */
-
 static Case quant_case(EpLayout layout, EpQuant quant, EpScaleOrder order) {
     Case c = desk_case(layout);
     c.hidden = 160, c.quant = quant, c.scale_order = order;
     return case_complete(c);
 }
+
+/* ---- every rounding ---- */
+
+/* Number `i` of what e4m3 has to tell apart: each code, what lies halfway to the next and its
+ * neighbours, and what is no such number; of both signs. */
+static float boundary(int i) {
+    static const float strange[] = {INFINITY, NAN, 1e-40f, 1e-30f, 0x1p-10f, 0x1.000002p-10f};
+    int code = i / 8, last = code > 0x7d;
+    float here = (float)quant_decode((uint8_t)(last ? 0x7e : code)), value = here;
+    float half = last ? here : (here + (float)quant_decode((uint8_t)(code + 1))) / 2;
+    if (code > 0x7e)
+        value = strange[(i / 2 - 0x7f * 4) % LENGTH(strange)];
+    else if (i / 2 % 4)
+        value = i / 2 % 4 == 1 ? half : nextafterf(half, i / 2 % 4 == 2 ? 0 : last ? here : 600);
+    return i % 2 ? copysignf(value, -1) : value;
+}
+
+/* Rows whose largest element is 448 have a scale of 1: what is sent is the elements' own codes. */
+SoloTest(dispatch_quant, every_rounding) {
+    NEEDS_QUANT();
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.hidden = 128, c.row_type = EP_TYPE_FP32, c.quant = EP_QUANT_FP8;
+    Desk desk;
+    desk_open(&desk, &c);
+    const RankWorld *me = desk.world->rank;
+    float *x = desk.tensor[TOKENS].data;
+    for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
+        x[i] = i % 128 ? boundary((int)(i / 128 * 127 + i % 128 - 1)) : 448;
+    CHECK(me->rows * 127 >= 0x7f * 8 + 12, "only %d tokens", me->rows);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    CHECK_OK(desk_call(&desk, OP_DISPATCH));
+    const uint8_t *got = desk.tensor[RECV_TOKENS].data;
+    for (int64_t i = 0; i < me->recv_rows * 128; i++) {
+        if (me->row[i / 128].kind != ROW_FILLED) continue;
+        float value = x[me->row[i / 128].token * 128 + i % 128];
+        CHECK(got[i] == quant_encode((double)value), "%a: 0x%02x instead of 0x%02x", (double)value,
+              got[i], quant_encode((double)value));
+    }
+    desk_close(&desk);
+}
+
+/* ---- what it takes ---- */
+
+SoloTest(dispatch_quant, costs_what_it_says) {
+    NEEDS_QUANT();
+    Desk desk;
+    Case c = quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW);
+    desk_open(&desk, &c);
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandleCost plain = EP_HANDLE_COST_INIT, cost = plain;
+    EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_cost(desk.group, &config, &plain));
+    config.quant = EP_QUANT_FP8;
+    CHECK_OK(ep_handle_cost(desk.group, &config, &cost));
+    CHECK(plain.buffer_bytes == 0, "%lld bytes without", (long long)plain.buffer_bytes);
+    CHECK((cost.buffer_bytes > 0) == (TEST_BACKEND == EP_BACKEND_CUDA), "%lld bytes",
+          (long long)cost.buffer_bytes);
+    void *memory = aligned_alloc(64, (size_t)cost.plan_bytes);
+    for (int brings = 0; brings < 2; brings++) {
+        int64_t expected = cost.buffer_bytes + (brings ? 0 : cost.plan_bytes);
+        CHECK_OK(ep_group_query(desk.group, &before));
+        REQUIRE_OK(ep_handle_create(desk.group, &config, brings ? memory : NULL,
+                                    (size_t)cost.plan_bytes, &handle));
+        CHECK_OK(ep_group_query(desk.group, &during));
+        ep_handle_destroy(handle);
+        CHECK_OK(ep_group_query(desk.group, &after));
+        CHECK(during.library_bytes - before.library_bytes == expected, "%lld bytes more",
+              (long long)(during.library_bytes - before.library_bytes));
+        CHECK(after.library_bytes == before.library_bytes, "%lld bytes are left",
+              (long long)(after.library_bytes - before.library_bytes));
+    }
+    desk_close(&desk);
+    free(memory);
+}
+
+/* ---- refusals ---- */
 
 static const Wrong wrong_fp8[] = {
     {OP_DISPATCH, TOKENS, SPOIL_TYPE, EP_TYPE_INT32, EP_ERR_ROW_BYTES, {"got 640"}},

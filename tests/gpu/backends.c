@@ -35,6 +35,15 @@ static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
                                 .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});
 }
 
+/* Dispatch quantises, each way once, and each layout. */
+static Case draw_quantised(int ranks, EpQuant quant) {
+    EpType type = quant == EP_QUANT_FP8 ? EP_TYPE_FP16 : EP_TYPE_BF16;
+    Case c = draw_case(ranks, (EpLayout)(quant - 1), type, quant != EP_QUANT_FP8_UE8M0);
+    c.quant = quant;
+    c.scale_order = quant == EP_QUANT_FP8 ? EP_SCALES_BY_ROW : EP_SCALES_BY_COLUMN;
+    return case_complete(c);
+}
+
 static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend) {
     Case widest = draw_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_FP32, 1);
     EpGroupConfig config = case_group_config(&widest);
@@ -79,8 +88,9 @@ static void both_backends(const EpBootstrap *bootstrap) {
                          group_on(bootstrap, EP_BACKEND_HOST)};
     REQUIRE(groups[0] && groups[1], "no group");
     cudaStream_t stream = new_stream();
-    for (int i = 0; i < 18; i++) {
-        Case c = draw_case(bootstrap->size, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9);
+    for (int i = 0; i < 21; i++) {
+        Case c = i < 18 ? draw_case(bootstrap->size, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9)
+                        : draw_quantised(bootstrap->size, (EpQuant)(i - 16));
         World *world = world_new(&c);
         check_note("%s", case_describe(&c));
         run_both(groups, bootstrap->rank, world, stream);

@@ -13,15 +13,15 @@ static void reserve(void) {
 
 TestSuite(gpu_zero_copy, .init = reserve);
 
-enum { CASES = 12 };
+enum { CASES = 15 };
 
-/* All layouts; with and without weights, scales and a capacity that is too small. */
+/* All layouts; with and without weights, scales and a capacity that is too small; quantised. */
 static Case draw_case(int ranks, int i) {
-    int weighted = i / 3 % 2, tight = i / 6;
+    int weighted = i / 3 % 2, tight = i / 6 == 1, quantised = i >= 12;
     return case_complete((Case){.ranks = ranks,
                                 .experts = 4 * ranks + 3,
                                 .top_k = 5,
-                                .hidden = 264,
+                                .hidden = quantised ? 256 : 264,
                                 .max_tokens = 293,
                                 .masked_percent = 5,
                                 .weighted = weighted,
@@ -31,6 +31,8 @@ static Case draw_case(int ranks, int i) {
                                 .rows_per_expert = tight ? 72 : 320,
                                 .overflow = EP_OVERFLOW_DROP,
                                 .layout = (EpLayout)(1 + i % 3),
+                                .quant = quantised ? (EpQuant)(i - 10) : EP_QUANT_NONE,
+                                .scale_order = (EpScaleOrder)(1 + i % 2),
                                 .counted = 1,
                                 .seed = (uint64_t)i});
 }
