@@ -270,14 +270,15 @@ check-emulated: $(emulated_tests)
 # GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
 # for a turn, and come alone. Where there is no GPU, the program says so and ends well.
 GPU_JOBS ?= 8
+gpu_alone := @(gpu_steps|gpu_replays)/*
 ifeq ($(CUDA),1)
 ifdef CHECK_ARGS
 check-gpu: $(gpu_tests)
 	$(gpu_tests) -j$(GPU_JOBS) $(CHECK_ARGS)
 else
 check-gpu: $(gpu_tests)
-	$(gpu_tests) -j$(GPU_JOBS) --filter '!(gpu_steps/*)'
-	$(gpu_tests) -j1 --filter 'gpu_steps/*'
+	$(gpu_tests) -j$(GPU_JOBS) --filter '!($(gpu_alone))'
+	$(gpu_tests) -j1 --filter '$(gpu_alone)'
 endif
 else
 check-gpu:
