@@ -255,7 +255,7 @@ static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps)
         GPU_NEEDS_LATENCY();                               \
         two_streams(bootstrap, with_graph, steps);         \
     }
-TWO_STREAMS(gpu_replays, two_streams_1, 1, 1, REPLAYS)
+TWO_STREAMS(gpu_replays, two_streams_1, 1, 1, TURNS)
 TWO_STREAMS(gpu_replays, two_streams_2, 2, 1, REPLAYS)
 TWO_STREAMS(gpu_replays, two_streams_4, 4, 1, REPLAYS)
 TWO_STREAMS(gpu_latency, two_streams_1, 1, 0, 40)
