@@ -261,7 +261,7 @@ run-check: all $(if $(variant),,$(emulated_tests))
 # All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
 # thousand steps would take a day. Many blocks divide the work more finely than few, but take long.
 emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers)/*|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
-emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_streams|gpu_zero_copy|gpu_faults|runtime_deadline)/*)
+emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
 check-emulated: $(emulated_tests)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
@@ -270,14 +270,15 @@ check-emulated: $(emulated_tests)
 # GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
 # for a turn, and come alone. Where there is no GPU, the program says so and ends well.
 GPU_JOBS ?= 8
+gpu_alone := @(gpu_steps|gpu_replays)/*
 ifeq ($(CUDA),1)
 ifdef CHECK_ARGS
 check-gpu: $(gpu_tests)
 	$(gpu_tests) -j$(GPU_JOBS) $(CHECK_ARGS)
 else
 check-gpu: $(gpu_tests)
-	$(gpu_tests) -j$(GPU_JOBS) --filter '!(gpu_steps/*)'
-	$(gpu_tests) -j1 --filter 'gpu_steps/*'
+	$(gpu_tests) -j$(GPU_JOBS) --filter '!($(gpu_alone))'
+	$(gpu_tests) -j1 --filter '$(gpu_alone)'
 endif
 else
 check-gpu:

@@ -14,6 +14,8 @@ static void reserve(void) {
 
 TestSuite(gpu_backends, .init = reserve);
 
+static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+
 static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 5 * ranks + 2,
@@ -44,6 +46,16 @@ static Case draw_quantised(int ranks, EpQuant quant) {
     return case_complete(c);
 }
 
+/* Fewer tokens, whole and in halves, and where both backends do, quantised. */
+static Case draw_latency_case(int ranks, int i) {
+    Case c = draw_case(ranks, (EpLayout)(1 + i % 3), types[i / 3 % 3], i % 2);
+    c.mode = EP_MODE_LATENCY, c.halves = i / 9 % 2;
+    c.max_tokens = 61, c.capacity = 240, c.rows_per_expert = 64;
+    if (i % 4 == 3 && gpu_has_quant())
+        c.quant = (EpQuant)(EP_QUANT_FP8 + i / 4 % 3), c.hidden = 256;
+    return case_complete(c);
+}
+
 static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend) {
     Case widest = draw_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_FP32, 1);
     EpGroupConfig config = case_group_config(&widest);
@@ -71,7 +83,7 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
         rig_open(&rig[i], groups[i], handle, &world->c, rank, stream, i ? plain : NULL);
         rig_load(&rig[i], world);
         CHECK_CUDA(cudaStreamSynchronize(stream));
-        rig_issue(&rig[i], RIG_ALL);
+        rig_issue(&rig[i], rig_all(&world->c));
         rig_check(&rig[i]);
         CHECK_OK(ep_group_status(groups[i], NULL));
         ep_handle_destroy(handle);
@@ -82,15 +94,19 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
     gpu_release(plain);
 }
 
-static void both_backends(const EpBootstrap *bootstrap) {
-    static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
+static Case draw_any(int ranks, int i, EpMode mode) {
+    if (mode == EP_MODE_LATENCY) return draw_latency_case(ranks, i);
+    if (i >= 18) return draw_quantised(ranks, (EpQuant)(i - 16));
+    return draw_case(ranks, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9);
+}
+
+static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
     EpGroup *groups[] = {group_on(bootstrap, EP_BACKEND_CUDA),
                          group_on(bootstrap, EP_BACKEND_HOST)};
     REQUIRE(groups[0] && groups[1], "no group");
     cudaStream_t stream = new_stream();
     for (int i = 0; i < 21; i++) {
-        Case c = i < 18 ? draw_case(bootstrap->size, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9)
-                        : draw_quantised(bootstrap->size, (EpQuant)(i - 16));
+        Case c = draw_any(bootstrap->size, i, mode);
         World *world = world_new(&c);
         check_note("%s", case_describe(&c));
         run_both(groups, bootstrap->rank, world, stream);
@@ -102,11 +118,23 @@ static void both_backends(const EpBootstrap *bootstrap) {
 }
 
 ThreadTest(gpu_backends, equal_1, 1) {
-    both_backends(bootstrap);
+    both_backends(bootstrap, EP_MODE_THROUGHPUT);
 }
 ThreadTest(gpu_backends, equal_2, 2) {
-    both_backends(bootstrap);
+    both_backends(bootstrap, EP_MODE_THROUGHPUT);
 }
 ThreadTest(gpu_backends, equal_4, 4) {
-    both_backends(bootstrap);
+    both_backends(bootstrap, EP_MODE_THROUGHPUT);
+}
+ThreadTest(gpu_backends, equal_in_latency_mode_1, 1) {
+    GPU_NEEDS_LATENCY();
+    both_backends(bootstrap, EP_MODE_LATENCY);
+}
+ThreadTest(gpu_backends, equal_in_latency_mode_2, 2) {
+    GPU_NEEDS_LATENCY();
+    both_backends(bootstrap, EP_MODE_LATENCY);
+}
+ThreadTest(gpu_backends, equal_in_latency_mode_4, 4) {
+    GPU_NEEDS_LATENCY();
+    both_backends(bootstrap, EP_MODE_LATENCY);
 }
