@@ -65,8 +65,7 @@ EpStatus ep_cuda_choose_lines(EpGroup *group) {
     if (!all)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     if (wish == EP_LINES_AUTO)
-        mine =
-            group->size == 1 || reaches_atomically(cuda->ordinal) || has_links(group->choice.bus);
+        mine = reaches_atomically(cuda->ordinal) || has_links(group->choice.bus);
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)
