@@ -9,37 +9,33 @@
  */
 #include "combine/latency_reduce.cuh"
 
-/* What a warp knows before it begins. */
-typedef struct Outlook {
-    Shares sums;
-    Reduction reduction;
-} Outlook;
-
 template <typename T>
-__device__ void gather(const EpLatencyGatherArgs &a, const Outlook &o, Claims *claims, int *list,
+__device__ void gather(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims, int *list,
                        uint64_t flag) {
-    if (a.latency.sends) send_sums<T>(a, o.sums, claims, flag);
-    if (a.latency.receives) reduce_all<T>(a, o.reduction, list, flag);
+    Reduction reduction = plan_reduction(a);
+    if (a.latency.sends) send_sums<T>(a, tokens, claims, flag);
+    if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
+    if (a.latency.receives) reduce_all<T>(a, reduction, tokens[a.group.rank], list, flag);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
-    __shared__ int item, lists[WARPS][EP_MAX_TOP_K];
+    __shared__ int item, lists[WARPS][EP_MAX_TOP_K], tokens[EP_CUDA_MAX_RANKS];
     uint64_t flag = latency_flag(a.latency);
     Claims claims = claims_begin(a.latency, &item);
-    Outlook outlook = {share_sums(a), plan_reduction(a)};
     int *list = lists[threadIdx.x / 32];
+    for (int r = threadIdx.x; r < a.group.size; r += THREADS)
+        tokens[r] = a.plan.tokens[r];
     if (!latency_enter(a.group, a.plan)) {
-        latency_leave(a.group, a.latency, flag, 0);
+        if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
         return;
     }
     if (a.type == EP_TYPE_BF16)
-        gather<__nv_bfloat16>(a, outlook, &claims, list, flag);
+        gather<__nv_bfloat16>(a, tokens, &claims, list, flag);
     else if (a.type == EP_TYPE_FP16)
-        gather<__half>(a, outlook, &claims, list, flag);
+        gather<__half>(a, tokens, &claims, list, flag);
     else
-        gather<float>(a, outlook, &claims, list, flag);
-    latency_leave(a.group, a.latency, flag, 0);
+        gather<float>(a, tokens, &claims, list, flag);
 }
 
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {

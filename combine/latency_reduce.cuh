@@ -10,20 +10,20 @@
 #include "combine/latency_sum.cuh"
 
 #define AWAITED_AT_ONCE 4 /* ranks */
-#define REDUCED_AT_ONCE 2 /* steps of a warp */
+#define REDUCED_AT_ONCE 1 /* steps of a warp */
 
 /* What is known of a token before anything has come for it. */
 typedef struct Known {
     int owner; /* lane k: rank of entry k's expert, -1: none */
-    Terms own; /* what this rank adds to it */
+    Entry own; /* what this rank adds to it */
 } Known;
 
 /* By a warp; of a row past this step's tokens there is something to load, too. */
 __device__ __forceinline__ Known know(const EpLatencyGatherArgs &a, int token) {
     int lane = threadIdx.x % 32;
-    Known k = {-1, {-1, 1, 0, 0}};
+    Known k = {-1, {EP_ROW_NONE, -1}};
     if (lane < a.top_k) k.owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
-    if (a.latency.sends) k.own = find_terms(a, a.group.rank, token);
+    if (a.latency.sends) k.own = load_entry(a, a.group.rank, token);
     return k;
 }
 
@@ -138,9 +138,10 @@ template <typename T>
 __device__ int reduce_token(const EpLatencyGatherArgs &a, int *list, int tokens, int token,
                             const Known &k, int step, int stride, uint64_t flag) {
     int count = list_ranks(a, token < tokens ? k.owner : -1, list);
+    Terms own = find_terms(a, k.own);
     for (; step < a.steps; step += REDUCED_AT_ONCE * stride) {
         Coming c = {&a, token, step, stride, flag};
-        if (!reduce_steps<T>(c, list, count, k.own)) return 0;
+        if (!reduce_steps<T>(c, list, count, own)) return 0;
     }
     return 1;
 }
@@ -158,7 +159,7 @@ typedef struct Reduction {
     Known first; /* of this warp's first share */
 } Reduction;
 
-/* Before the kernel's first barrier: what is loaded here need not be waited for later. */
+/* Before anything is sent: what is loaded here is not used until all of that is. */
 __device__ __forceinline__ Reduction plan_reduction(const EpLatencyGatherArgs &a) {
     int blocks = gridDim.x, warps = blocks * WARPS;
     int warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - (int)blockIdx.x;
@@ -169,9 +170,9 @@ __device__ __forceinline__ Reduction plan_reduction(const EpLatencyGatherArgs &a
 }
 
 template <typename T>
-__device__ void reduce_all(const EpLatencyGatherArgs &a, const Reduction &r, int *list,
+__device__ void reduce_all(const EpLatencyGatherArgs &a, const Reduction &r, int tokens, int *list,
                            uint64_t flag) {
-    int tokens = (int)a.plan.header->num_tokens, first = r.warp / r.shares.stride;
+    int first = r.warp / r.shares.stride;
     shares_work(r.shares, r.warp, r.warps, [&](int token, int step) {
         Known known = token == first ? r.first : know(a, token);
         return reduce_token<T>(a, list, tokens, token, known, step, r.shares.stride, flag);

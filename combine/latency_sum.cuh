@@ -23,14 +23,25 @@ typedef struct Terms {
     int comes;       /* whether the source sends it at all */
 } Terms;
 
-/* By a warp. */
-__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int source, int token) {
-    int lane = threadIdx.x % 32, flat = a.shape.layout == EP_LAYOUT_FLAT;
+/* What the plan says of a row, as it is loaded: others may do so while it is on its way. */
+typedef struct Entry {
+    int row;   /* see EP_ROW_NONE */
+    int route; /* lane k: slot of entry k */
+} Entry;
+
+__device__ __forceinline__ Entry load_entry(const EpLatencyGatherArgs &a, int source, int token) {
+    int lane = threadIdx.x % 32;
     int64_t index = (int64_t)source * a.group.layout.max_tokens + token;
-    int row = a.plan.begins[index + source], slot = -1;
-    if (flat && lane == 0) slot = row;
-    if (!flat && lane < a.top_k) slot = a.plan.routes[index * a.top_k + lane];
-    Terms t = {slot, 1, __ballot_sync(~0u, slot >= 0), row != EP_ROW_NONE};
+    Entry e = {a.plan.begins[index + source], -1};
+    if (lane < a.top_k) e.route = a.plan.routes[index * a.top_k + lane];
+    return e;
+}
+
+/* By a warp. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, const Entry &e) {
+    int flat = a.shape.layout == EP_LAYOUT_FLAT, slot = e.route;
+    if (flat) slot = threadIdx.x % 32 == 0 ? e.row : -1;
+    Terms t = {slot, 1, __ballot_sync(~0u, slot >= 0), e.row != EP_ROW_NONE};
     if (a.weighs && slot >= 0) t.weight = a.slot_weights[slot];
     return t;
 }
@@ -82,7 +93,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, int source, int token, in
                          uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
-    Terms t = find_terms(a, source, token);
+    Terms t = find_terms(a, load_entry(a, source, token));
     if (!t.comes) return;
     char *to = latency_record(l, source, g.rank, g.size, token, flag);
     for (; step < a.steps; step += SUMMED_AT_ONCE * stride) {
@@ -117,7 +128,7 @@ __device__ __forceinline__ float *kept_sum(const EpLatencyGatherArgs &a, int tok
 /* What this rank adds to a token of its own is not rounded. Between halves it is kept. */
 template <typename T>
 __device__ void keep_sum(const EpLatencyGatherArgs &a, int token, int step, int stride) {
-    Terms t = find_terms(a, a.group.rank, token);
+    Terms t = find_terms(a, load_entry(a, a.group.rank, token));
     float *to = kept_sum(a, token);
     for (; step < a.steps; step += stride) {
         EpVector<T> sum[1] = {};
@@ -136,30 +147,22 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
                   [&](int w) { return w == EP_HEAD_DIGEST ? a.group.digest : 0u; });
 }
 
-/* Own rows come last of each token's, and only where they are to be kept. */
-__device__ __forceinline__ int kinds_of_sums(const EpLatencyGatherArgs &a) {
-    return a.group.size - a.latency.receives;
-}
-
-__device__ __forceinline__ Shares share_sums(const EpLatencyGatherArgs &a) {
-    const EpCudaGroup &g = a.group;
-    int kinds = kinds_of_sums(a), most = 0;
-    for (int r = 0; r < g.size; r++)
-        if (r != g.rank || kinds == g.size) most = max(most, a.plan.tokens[r]);
-    return make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
-}
-
-/* Items: the heads, then as many rows as the block's warps take at once. */
+/* Items: the heads, then as many rows as the block's warps take at once. Own rows come last of each
+ * token's, and only where they are to be kept. tokens[R]: of each rank. */
 template <typename T>
-__device__ void send_sums(const EpLatencyGatherArgs &a, const Shares &shares, Claims *claims,
+__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims,
                           uint64_t flag) {
     const EpCudaGroup &g = a.group;
-    int kinds = kinds_of_sums(a), items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
+    int kinds = g.size - a.latency.receives, most = 0;
+    for (int r = 0; r < g.size; r++)
+        if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
+    Shares shares = make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
+    int items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
     claims_work(claims, a.latency, 1 + items, [&](int item) {
         if (item == 0) return send_heads(a, flag);
         int i = (item - 1) * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;
         int token = row / max(1, kinds), source = (g.rank + 1 + row % max(1, kinds)) % g.size;
-        if (row >= shares.rows || token >= a.plan.tokens[source]) return;
+        if (row >= shares.rows || token >= tokens[source]) return;
         if (source != g.rank)
             send_sum<T>(a, source, token, i % shares.stride, shares.stride, flag);
         else

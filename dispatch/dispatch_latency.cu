@@ -16,12 +16,12 @@
 #include "dispatch/latency_send.cuh"
 
 /* By all threads; 0: this rank has failed. */
-__device__ int receive(const EpLatencyScatterArgs &a, Desk *d, uint64_t flag) {
+__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, uint32_t step, uint64_t flag) {
     int block = blockIdx.x, blocks = (int)gridDim.x - 1;
     int flat = a.route.shape.layout == EP_LAYOUT_FLAT;
     if (!take_heads(a, d, flag)) return 0;
     if (block == blocks) {
-        if (!flat) publish_routing(a.route, d);
+        if (!flat) publish_routing(a.route, d, step);
         return 1;
     }
     fill_all(a, d, block, blocks, flag);
@@ -35,19 +35,18 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ DeskWords words;
     const EpPrepareArgs &route = a.route;
     const EpLatency &l = a.latency;
-    int flat = route.shape.layout == EP_LAYOUT_FLAT, alive = 1;
     uint64_t flag = latency_flag(l);
+    uint32_t step = step_under_way(route);
     Desk d = make_desk(a, &words, memory);
     Claims claims = claims_begin(l, &words.item);
     if (l.sends) open_desk(route, &d);
-    if (!latency_enter(route.group, route.plan)) {
-        latency_leave(route.group, l, flag, 0);
-        return;
-    }
-    if (l.sends) send_all(a, &d, &claims, flag);
-    if (l.receives) alive = receive(a, &d, flag);
-    if (!latency_leave(route.group, l, flag, flat)) return;
-    if (alive && l.receives && flat) publish_flat(route, &d);
+    int alive = latency_enter(route.group, route.plan);
+    if (alive && l.sends) send_all(a, &d, &claims, flag);
+    if (threadIdx.x == 0) latency_pass(route.group, l, flag);
+    if (!alive || !l.receives) return;
+    alive = receive(a, &d, step, flag);
+    if (route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l) && alive)
+        publish_flat(route, &d);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {

@@ -87,7 +87,9 @@ __device__ __forceinline__ int expert_of(const EpPrepareArgs &a, int64_t index) 
 __device__ __forceinline__ void open_desk(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
     EpPlacement placement = {g.num_experts, g.size};
-    for (int i = threadIdx.x; d->experts && i < a.num_rows * a.top_k; i += THREADS)
+    int entries = d->experts ? a.num_rows * a.top_k : 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < entries; i += THREADS)
         d->experts[i] = expert_of(a, index_at(a, i));
     for (int e = threadIdx.x; e < g.num_experts; e += THREADS)
         d->owner[e] = (uint8_t)ep_placement_owner(&placement, e);
@@ -103,14 +105,6 @@ __device__ __forceinline__ int expert_at(const EpPrepareArgs &a, const Desk *d, 
 
 __device__ __forceinline__ int owner_of(const Desk *d, int expert) {
     return expert < 0 ? -1 : d->owner[expert];
-}
-
-/* Whether no entry before this one of its token is for the same rank. */
-__device__ __forceinline__ int opens_row(const EpPrepareArgs &a, const Desk *d, int entry,
-                                         int owner) {
-    for (int i = entry / a.top_k * a.top_k; i < entry; i++)
-        if (owner_of(d, expert_at(a, d, i)) == owner) return 0;
-    return 1;
 }
 
 /* Entries for an expert before one of them. By a warp. */
@@ -137,18 +131,35 @@ __device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const D
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/* Entries for each expert and rows to each rank, into counts, which are 0. */
-__device__ void count_all(const EpPrepareArgs &a, const Desk *d) {
-    int32_t *rows = d->counts + a.group.num_experts;
-    for (int i = threadIdx.x; i < d->w->tokens * a.top_k; i += THREADS) {
+/* A token's entries, counted; bits are set of the ranks that it goes to. */
+__device__ __forceinline__ void count_token(const EpPrepareArgs &a, const Desk *d, int token,
+                                            unsigned goes[RANK_WORDS]) {
+    for (int i = token * a.top_k; i < (token + 1) * a.top_k; i++) {
         int expert = expert_at(a, d, i), owner = owner_of(d, expert);
         if (expert == BAD_EXPERT) {
             atomicAdd(&d->w->bad_count, 1ull);
             atomicMax(&d->w->bad_last, ~(unsigned long long)i);
         }
-        if (expert < 0) continue;
-        atomicAdd(&d->counts[expert], 1);
-        if (opens_row(a, d, i, owner)) atomicAdd(&rows[owner], 1);
+        if (expert >= 0) atomicAdd(&d->counts[expert], 1);
+#pragma unroll
+        for (int w = 0; w < RANK_WORDS; w++)
+            if (owner >= 0 && owner / 32 == w) goes[w] |= 1u << owner % 32;
+    }
+}
+
+/* Entries for each expert and rows to each rank, into counts, which are 0. */
+__device__ void count_all(const EpPrepareArgs &a, const Desk *d) {
+    int32_t *rows = d->counts + a.group.num_experts;
+    int lane = threadIdx.x % 32;
+    for (int from = (int)threadIdx.x - lane; from < d->w->tokens; from += THREADS) {
+        unsigned goes[RANK_WORDS] = {0};
+        if (from + lane < d->w->tokens) count_token(a, d, from + lane, goes);
+#pragma unroll
+        for (int w = 0; w < RANK_WORDS; w++)
+            for (int r = w * 32; r < min(a.group.size, w * 32 + 32); r++) {
+                unsigned tokens = __ballot_sync(~0u, goes[w] >> r % 32 & 1);
+                if (lane == 0 && tokens) atomicAdd(&rows[r], __popc(tokens));
+            }
     }
     __syncthreads();
     if (threadIdx.x == 0 && d->w->bad_count) tell_bad_indices(a, d->w->bad_count, ~d->w->bad_last);
@@ -271,7 +282,7 @@ __device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, i
 }
 
 /* What every layout tells. */
-__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d) {
+__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
     const EpCudaGroup &g = a.group;
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         a.plan.tokens[r] = d->w->source_tokens[r];
@@ -279,18 +290,16 @@ __device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d) {
     int received = 0;
     for (int r = 0; r < g.size; r++)
         received += r == g.rank ? 0 : d->w->source_rows[r];
-    a.info->remote_sent = d->w->sent, a.info->local = d->w->source_rows[g.rank];
-    a.info->remote_received = received;
+    publish_row_counts(a, step, d->w->sent, received, d->w->source_rows[g.rank]);
 }
 
-/* By a block that has taken the heads, of another layout than FLAT. */
-__device__ void publish_routing(const EpPrepareArgs &a, const Desk *d) {
-    publish_sizes(a, d);
-    if (threadIdx.x < 32) publish_slabs(a, d->total);
+/* By a block that has taken the heads, of another layout than FLAT; `step` is under way. */
+__device__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
+    publish_sizes(a, d, step);
+    if (threadIdx.x < 32) publish_slabs(a, step, d->total);
     __syncthreads();
     publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
-    __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, d->w->source_tokens[a.group.rank]);
+    if (threadIdx.x == 0) publish_step(a, step, d->w->source_tokens[a.group.rank]);
 }
 
 /* Entries of the flat rows that are kept, which all blocks have put into the plan. */
@@ -318,17 +327,18 @@ __device__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;
+    uint32_t step = step_under_way(a);
     int64_t rows = d->w->flat_begin[g.size - 1] + (int64_t)d->w->source_rows[g.size - 1];
     int64_t kept = min(rows, slot_limit(a, 0));
-    publish_sizes(a, d);
-    if (threadIdx.x == 0) publish_totals(a, kept, rows, rows - kept);
+    publish_sizes(a, d, step);
+    if (threadIdx.x == 0) publish_totals(a, step, kept, rows, rows - kept);
     if (kept < rows) count_kept(a, d);
-    if (threadIdx.x < 32) publish_flat_experts(a, kept < rows ? NULL : d->total);
+    if (threadIdx.x < 32) publish_flat_experts(a, step, kept < rows ? NULL : d->total);
     __syncthreads();
     if (kept == rows)
         publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, d->w->source_tokens[g.rank]);
+    if (threadIdx.x == 0) publish_step(a, step, d->w->source_tokens[g.rank]);
 }
 
 #endif

@@ -13,7 +13,9 @@
 #include "runtime/cuda_host.h"
 
 typedef struct EpCudaHandle {
-    EpCudaInfo *info;               /**< pinned: numbers of the last prepare that has finished */
+    uint64_t *info;                 /**< pinned, [ep_info_words]: see EpInfoWord */
+    int32_t *number;                /**< the same of the last step that was seen to be complete */
+    int64_t step;                   /**< which that is */
     int64_t prepares;               /**< issued so far */
     int64_t num_rows, top_k, exact; /**< of the last one issued */
 } EpCudaHandle;

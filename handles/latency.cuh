@@ -39,25 +39,30 @@ __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaP
     return ep_enter(g, plan, 0);
 }
 
-/** The last block to leave ends the kernel and, unless a half is to follow, the operation. By all
- *  threads of each; returns 1 in the last block, which, if the blocks fence, sees what they have
+/**
+ * By one thread of each block, once it has asked for the flag and claimed its last item: the last
+ * one sets all that is counted to what the next kernel is to find. What is done after it need not
+ * be waited for by anyone but the stream.
+ */
+__device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLatency &l,
+                                             uint64_t flag) {
+    volatile EpLatencyState *state = l.state;
+    volatile EpCudaState *group = g.state;
+    if (atomicAdd(&l.state->passed, 1u) != gridDim.x - 1) return;
+    state->passed = state->claimed = 0;
+    if (l.receives) state->done = flag;
+    if (l.sends) group->sent = group->sent + 1;
+}
+
+/** By all threads of each block, at its end: 1 in the last block, which sees what the others have
  *  stored. */
-__device__ __forceinline__ int latency_leave(const EpCudaGroup &g, const EpLatency &l,
-                                             uint64_t flag, int fences) {
+__device__ __forceinline__ int latency_is_last(const EpLatency &l) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        if (fences) __threadfence();
-        is_last = atomicAdd(&l.state->finished, 1u) == gridDim.x - 1;
-        if (is_last) {
-            volatile EpLatencyState *state = l.state;
-            state->finished = state->claimed = 0;
-            if (l.receives) state->done = flag;
-            if (l.sends) {
-                volatile EpCudaState *group = g.state;
-                state->number = group->sent + 1, group->sent = group->sent + 1;
-            }
-        }
+        __threadfence();
+        is_last = atomicAdd(&l.state->left, 1u) == gridDim.x - 1;
+        if (is_last) *(volatile uint32_t *)&l.state->left = 0;
     }
     __syncthreads();
     return is_last;
@@ -119,14 +124,20 @@ __device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps,
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/** This block's warp `warp` sends rank r's head: word_of(r, w) are its words. */
+/** Tell rank r which operation this is: see ep_sent. By one thread; the group's counter is not
+ *  touched before the block has passed. */
+__device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l,
+                                                   int r) {
+    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
+    ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
+    if (r == g.rank) *(volatile uint32_t *)&l.state->number = number;
+}
+
+/** A warp sends rank r's head: word_of(w) are its words. */
 template <typename Word>
 __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
                                           int words, uint64_t flag, Word word_of) {
     char *to = latency_head(l, r, g.rank, g.size, flag);
-    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
-    if (threadIdx.x % 32 == 0)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
     int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS);
     for (int step = 0; step < steps; step++) {
         int w = 4 * (step * EP_STEP_UNITS + step_unit());
@@ -135,10 +146,10 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
             unit = make_uint4(word_of(w), word_of(w + 1), word_of(w + 2), word_of(w + 3));
         step_store(to + step * EP_STEP_BYTES, step_pack(unit, flag), l.whole);
     }
-    if (l.whole) return;
-    step_fence();
-    for (int step = 0; step < steps; step++)
+    if (!l.whole) step_fence();
+    for (int step = 0; step < steps && !l.whole; step++)
         step_store_flag(to + step * EP_STEP_BYTES, flag);
+    if (threadIdx.x % 32 == 0) announce_operation(g, l, r);
 }
 
 /** And receives that of rank r: take(w, words w to w + 3). By a warp; 0: it does not come, or is of

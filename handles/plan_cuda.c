@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Plans in device memory, and what the host knows of them: shapes from the calls it issued, numbers
- * from pinned memory that ep_prepare writes at its end.
+ * from pinned memory that routing kernels write.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -36,15 +36,17 @@ int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
 
 EpStatus ep_cuda_format_plan(EpHandle *handle) {
     const EpGroup *group = handle->group;
-    size_t experts = 3 * (size_t)handle->shape.num_local + 1;
-    size_t info_bytes = sizeof(EpCudaInfo) + experts * sizeof(int32_t);
+    size_t words = (size_t)ep_info_words(&handle->shape);
     EpCudaHandle *state = calloc(1, sizeof(*state));
     if (!state)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
     handle->backend_state = state;
-    EP_TRY(
-        ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&state->info, info_bytes, 0)));
-    memset(state->info, 0, info_bytes);
+    state->number = calloc(words, sizeof(*state->number));
+    if (!state->number)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&state->info, words * sizeof(*state->info), 0)));
+    memset(state->info, 0, words * sizeof(*state->info));
     EpPlanHeader header = ep_plan_header(handle);
     EpCudaPlan plan = ep_cuda_plan(handle);
     EP_TRY(ep_cuda_check(group, "cudaMemcpy",
@@ -84,8 +86,32 @@ void ep_cuda_retire_plan(EpHandle *handle) {
         (void)cudaMemcpy(handle->memory, &dead, sizeof(dead), cudaMemcpyDefault);
     (void)cudaFreeHost(state->info);
     (void)cudaGetLastError();
+    free(state->number);
     free(state);
     handle->backend_state = NULL;
+}
+
+/* ---- numbers ------------------------------------------------------------------------------- */
+
+/* Copy the numbers of a step, of which the host knows the lower half; whether all are there. */
+static int take_numbers(const EpHandle *handle, uint32_t step) {
+    EpCudaHandle *state = handle->backend_state;
+    const volatile uint64_t *word = state->info;
+    int64_t words = ep_info_words(&handle->shape), same = 0;
+    for (int64_t i = 0; i < words; i++)
+        same += (uint32_t)(word[i] >> 32) == step;
+    if (same < words) return 0;
+    for (int64_t i = 0; i < words; i++)
+        state->number[i] = (int32_t)(uint32_t)word[i];
+    return 1;
+}
+
+/* The last step that is complete. Steps of replayed graphs were not seen to be issued. */
+static void look_for_step(const EpHandle *handle) {
+    EpCudaHandle *state = handle->backend_state;
+    uint32_t step = (uint32_t)(*(const volatile uint64_t *)state->info >> 32);
+    int32_t more = (int32_t)(step - (uint32_t)state->step);
+    if (more && take_numbers(handle, step)) state->step += more;
 }
 
 /* What the caller has moved, or brought back to where it was, may be the plan of an earlier step:
@@ -94,10 +120,10 @@ EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
     EP_TRY(look_at_plan(handle, "ep_handle_bind", handle->memory));
     EpCudaHandle *state = handle->backend_state;
     EpCudaPlan plan = ep_cuda_plan(handle);
-    int32_t *experts = state->info->experts, local = handle->shape.num_local;
+    EpPlanHeader header;
+    int32_t *experts = state->number + EP_INFO_EXPERTS, local = handle->shape.num_local;
     size_t bytes = (size_t)local * sizeof(int32_t);
-    cudaError_t error =
-        cudaMemcpy(&state->info->header, plan.header, sizeof(EpPlanHeader), cudaMemcpyDefault);
+    cudaError_t error = cudaMemcpy(&header, plan.header, sizeof(header), cudaMemcpyDefault);
     if (error == cudaSuccess)
         error = cudaMemcpy(experts, plan.expert_counts, bytes, cudaMemcpyDefault);
     if (error == cudaSuccess)
@@ -105,34 +131,41 @@ EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
     if (error == cudaSuccess)
         error = cudaMemcpy(experts + 2 * local, plan.expert_offsets, bytes + sizeof(int32_t),
                            cudaMemcpyDefault);
-    const EpPlanHeader *header = &state->info->header;
-    state->prepares = header->step;
-    state->num_rows = header->num_rows, state->top_k = header->top_k;
-    state->exact = header->exact_rows;
-    return ep_cuda_check(handle->group, "cudaMemcpy", error);
+    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy", error));
+    state->number[EP_INFO_TOKENS] = (int32_t)header.num_tokens;
+    state->number[EP_INFO_ROWS] = (int32_t)header.recv_rows;
+    state->number[EP_INFO_NEEDED] = (int32_t)header.needed_rows;
+    state->number[EP_INFO_DROPPED] = (int32_t)header.dropped_slots;
+    for (int64_t i = 0; i < ep_info_words(&handle->shape); i++)
+        state->info[i] = (uint64_t)(uint32_t)header.step << 32 | (uint32_t)state->number[i];
+    state->step = state->prepares = header.step;
+    state->num_rows = header.num_rows, state->top_k = header.top_k;
+    state->exact = header.exact_rows;
+    return EP_OK;
 }
 
 EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
     const EpCudaHandle *state = handle->backend_state;
-    const volatile EpPlanHeader *header = &state->info->header;
+    const int32_t *number = state->number;
     if (!state->prepares) return EP_OK;
+    look_for_step(handle);
     EpHandleInfo *info = &out->info;
     int32_t local = handle->shape.num_local;
     out->prepared = 1;
-    out->known = header->step >= state->prepares;
+    out->known = state->step >= state->prepares;
     out->num_rows = state->num_rows, out->exact = state->exact;
     info->top_k = state->top_k;
     info->num_local_experts = local;
-    info->step = header->step;
-    info->num_tokens = out->known ? header->num_tokens : 0;
-    info->recv_rows = header->recv_rows;
-    info->needed_rows = header->needed_rows;
-    info->dropped_slots = header->dropped_slots;
-    info->remote_rows_sent = state->info->remote_sent;
-    info->remote_rows_received = state->info->remote_received;
-    info->local_rows = state->info->local;
-    info->expert_counts = state->info->experts;
-    info->expert_padded = state->info->experts + local;
-    info->expert_offsets = state->info->experts + 2 * local;
+    info->step = state->step;
+    info->num_tokens = out->known ? number[EP_INFO_TOKENS] : 0;
+    info->recv_rows = number[EP_INFO_ROWS];
+    info->needed_rows = number[EP_INFO_NEEDED];
+    info->dropped_slots = number[EP_INFO_DROPPED];
+    info->remote_rows_sent = number[EP_INFO_SENT];
+    info->remote_rows_received = number[EP_INFO_RECEIVED];
+    info->local_rows = number[EP_INFO_LOCAL];
+    info->expert_counts = number + EP_INFO_EXPERTS;
+    info->expert_padded = number + EP_INFO_EXPERTS + local;
+    info->expert_offsets = number + EP_INFO_EXPERTS + 2 * local;
     return EP_OK;
 }

@@ -18,12 +18,25 @@ extern "C" {
 /** Locate the plan's arrays at `memory`; returns its bytes. */
 int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
 
-/** What ep_prepare tells the host, in pinned memory. `info` is complete once `step` has grown. */
-typedef struct EpCudaInfo {
-    EpPlanHeader header;
-    int64_t remote_sent, remote_received, local; /**< rows */
-    int32_t experts[];                           /**< counts [L], padded [L], offsets [L + 1] */
-} EpCudaInfo;
+/**
+ * What routing tells the host, in pinned memory: step << 32 | number, each word stored at once. So
+ * they need no order, and no fence, which takes microseconds: the step is complete when all words
+ * are of it.
+ */
+enum EpInfoWord {
+    EP_INFO_TOKENS,
+    EP_INFO_ROWS, /**< received, needed, dropped */
+    EP_INFO_NEEDED,
+    EP_INFO_DROPPED,
+    EP_INFO_SENT, /**< rows to other ranks, from them, and those that stay */
+    EP_INFO_RECEIVED,
+    EP_INFO_LOCAL,
+    EP_INFO_EXPERTS /**< counts [L], padded [L], offsets [L + 1] */
+};
+
+static inline int64_t ep_info_words(const EpPlanShape *shape) {
+    return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
+}
 
 /** An optional vector of integers, in device or pinned memory. */
 typedef struct EpCudaVector {
@@ -41,7 +54,7 @@ typedef struct EpPrepareArgs {
     int32_t idx_is_int64;
     EpCudaVector num_tokens; /**< data NULL: all rows */
     EpCudaVector counts, padded, offsets, totals, source_counts;
-    EpCudaInfo *info;   /**< pinned */
+    uint64_t *info;     /**< pinned [ep_info_words] */
     EpCudaNotes *notes; /**< pinned */
 } EpPrepareArgs;
 

@@ -31,7 +31,7 @@
 /* ---- flat rows ----------------------------------------------------------------------------- */
 
 /* Flat rows lie by source, without gaps. By a warp. */
-__device__ void lay_flat_rows(const EpPrepareArgs &a, const Lane *l) {
+__device__ void lay_flat_rows(const EpPrepareArgs &a, const Lane *l, uint32_t step) {
     int lane = threadIdx.x, begin = 0;
     for (int at = 0; at < a.group.size; at += 32) {
         int rows = at + lane < a.group.size ? l->ranks->coming[at + lane] : 0;
@@ -40,7 +40,7 @@ __device__ void lay_flat_rows(const EpPrepareArgs &a, const Lane *l) {
         begin += __shfl_sync(~0u, through, 31);
     }
     int64_t kept = min((int64_t)begin, slot_limit(a, 0));
-    if (lane == 0) publish_totals(a, kept, begin, begin - kept);
+    if (lane == 0) publish_totals(a, step, kept, begin, begin - kept);
 }
 
 /* Entries of the rows that are kept, into the plan. */
@@ -68,16 +68,17 @@ __device__ void count_kept_entries(const EpPrepareArgs &a, const Lane *l) {
 __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, int tokens, uint32_t epoch) {
     __threadfence();
     if (*(volatile uint32_t *)&a.group.state->failed) return;
-    if (threadIdx.x < 32) lay_flat_rows(a, l);
+    uint32_t step = step_under_way(a);
+    if (threadIdx.x < 32) lay_flat_rows(a, l, step);
     __syncthreads();
     int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
     if (!all_kept) count_kept_entries(a, l);
     if (threadIdx.x < 32)
-        publish_flat_experts(a, all_kept ? l->total + l->ranks->first[a.group.rank] : NULL);
+        publish_flat_experts(a, step, all_kept ? l->total + l->ranks->first[a.group.rank] : NULL);
     __syncthreads();
     if (all_kept) publish_lane_sources(a, l, epoch);
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, tokens);
+    if (threadIdx.x == 0) publish_step(a, step, tokens);
 }
 
 /* ---- kernel -------------------------------------------------------------------------------- */
@@ -99,19 +100,20 @@ __device__ void prepare_lane(const EpPrepareArgs &a, Lane *l, uint32_t epoch) {
 }
 
 __device__ void publish_lanes(const EpPrepareArgs &a, Lane *l, int tokens, uint32_t epoch) {
+    uint32_t step = step_under_way(a);
     fill_tables(a, l, epoch);
     for (int c = threadIdx.x; c < l->columns; c += THREADS)
         l->base[c] = 0;
     __syncthreads();
     int alive = await_counts(a, l, epoch);
     if (!__syncthreads_and(alive)) return;
-    if (threadIdx.x < 32) publish_rows(a, l, epoch);
+    if (threadIdx.x < 32) publish_rows(a, l, step, epoch);
     if (a.shape.layout == EP_LAYOUT_FLAT) return; /* its rows are laid at the end */
-    if (threadIdx.x < 32) publish_slabs(a, l->total + l->ranks->first[a.group.rank]);
+    if (threadIdx.x < 32) publish_slabs(a, step, l->total + l->ranks->first[a.group.rank]);
     __syncthreads();
     publish_lane_sources(a, l, epoch);
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, tokens);
+    if (threadIdx.x == 0) publish_step(a, step, tokens);
 }
 
 __device__ Lane open_lane(const EpPrepareArgs &a, Ranks *ranks, uint4 *memory, int tokens) {

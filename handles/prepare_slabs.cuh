@@ -31,7 +31,7 @@ __device__ void publish_lane_sources(const EpPrepareArgs &a, const Lane *l, uint
 }
 
 /* Rows to and from the other ranks, and those that stay. By a warp. */
-__device__ void publish_rows(const EpPrepareArgs &a, const Lane *l, uint32_t epoch) {
+__device__ void publish_rows(const EpPrepareArgs &a, const Lane *l, uint32_t step, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     const uint64_t *own = counts_of(g, g.rank, g.rank, epoch) + g.num_experts;
     int sent = 0, local = (int)ep_load_relaxed_sys(own + g.rank);
@@ -39,8 +39,7 @@ __device__ void publish_rows(const EpPrepareArgs &a, const Lane *l, uint32_t epo
         sent += r == g.rank ? 0 : (int)ep_load_relaxed_sys(own + r);
     sent = warp_sum(sent);
     if (threadIdx.x % 32) return;
-    a.info->remote_sent = sent, a.info->local = local;
-    a.info->remote_received = l->total[g.num_experts + g.rank] - local;
+    publish_row_counts(a, step, sent, l->total[g.num_experts + g.rank] - local, local);
 }
 
 #endif

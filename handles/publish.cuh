@@ -40,10 +40,30 @@ __device__ inline void tell_bad_indices(const EpPrepareArgs &a, unsigned long lo
     atomicAdd_system(&a.notes->bad_count, count);
 }
 
+/* ---- to the host --------------------------------------------------------------------------- */
+
+/* The step that is being made: for who publishes it, before publish_step. */
+__device__ __forceinline__ uint32_t step_under_way(const EpPrepareArgs &a) {
+    return (uint32_t) * (volatile int64_t *)&a.plan.header->step + 1;
+}
+
+__device__ __forceinline__ void tell_host(const EpPrepareArgs &a, uint32_t step, int word,
+                                          int64_t value) {
+    ((volatile uint64_t *)a.info)[word] = (uint64_t)step << 32 | (uint32_t)value;
+}
+
+/* Rows to other ranks, from them, and those that stay. */
+__device__ inline void publish_row_counts(const EpPrepareArgs &a, uint32_t step, int sent,
+                                          int received, int local) {
+    tell_host(a, step, EP_INFO_SENT, sent);
+    tell_host(a, step, EP_INFO_RECEIVED, received);
+    tell_host(a, step, EP_INFO_LOCAL, local);
+}
+
 /* ---- slabs --------------------------------------------------------------------------------- */
 
-__device__ inline void publish_expert(const EpPrepareArgs &a, int local, int count, int64_t offset,
-                                      int64_t padded) {
+__device__ inline void publish_expert(const EpPrepareArgs &a, uint32_t step, int local, int count,
+                                      int64_t offset, int64_t padded) {
     int experts = a.shape.num_local;
     a.plan.expert_counts[local] = count;
     a.plan.expert_padded[local] = (int)padded;
@@ -51,9 +71,9 @@ __device__ inline void publish_expert(const EpPrepareArgs &a, int local, int cou
     store_integer(a.counts, local, count);
     store_integer(a.padded, local, padded);
     store_integer(a.offsets, local, offset);
-    a.info->experts[local] = count;
-    a.info->experts[experts + local] = (int)padded;
-    a.info->experts[2 * experts + local] = (int)offset;
+    tell_host(a, step, EP_INFO_EXPERTS + local, count);
+    tell_host(a, step, EP_INFO_EXPERTS + experts + local, padded);
+    tell_host(a, step, EP_INFO_EXPERTS + 2 * experts + local, offset);
 }
 
 __device__ __forceinline__ int64_t slot_limit(const EpPrepareArgs &a, int local) {
@@ -66,10 +86,10 @@ __device__ __forceinline__ int warp_sum(int value) {
     return __reduce_add_sync(~0u, value);
 }
 
-__device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t offset) {
+__device__ inline void publish_offset_end(const EpPrepareArgs &a, uint32_t step, int64_t offset) {
     a.plan.expert_offsets[a.shape.num_local] = (int)offset;
     store_integer(a.offsets, a.shape.num_local, offset);
-    a.info->experts[3 * a.shape.num_local] = (int)offset;
+    tell_host(a, step, EP_INFO_EXPERTS + 3 * a.shape.num_local, offset);
 }
 
 /* Under EP_OVERFLOW_ERROR the group's status tells of lost slots. */
@@ -81,11 +101,13 @@ __device__ inline void note_overflow(const EpPrepareArgs &a, int64_t needed, int
     atomicAdd_system(&a.notes->lost, (unsigned long long)dropped);
 }
 
-__device__ inline void publish_totals(const EpPrepareArgs &a, int64_t rows, int64_t needed,
-                                      int64_t dropped) {
-    volatile EpPlanHeader *h = a.plan.header, *out = &a.info->header;
+__device__ inline void publish_totals(const EpPrepareArgs &a, uint32_t step, int64_t rows,
+                                      int64_t needed, int64_t dropped) {
+    volatile EpPlanHeader *h = a.plan.header;
     h->recv_rows = rows, h->needed_rows = needed, h->dropped_slots = dropped;
-    out->recv_rows = rows, out->needed_rows = needed, out->dropped_slots = dropped;
+    tell_host(a, step, EP_INFO_ROWS, rows);
+    tell_host(a, step, EP_INFO_NEEDED, needed);
+    tell_host(a, step, EP_INFO_DROPPED, dropped);
     store_integer(a.totals, 0, rows);
     store_integer(a.totals, 1, needed);
     store_integer(a.totals, 2, dropped);
@@ -112,7 +134,7 @@ __device__ __forceinline__ Slab lay_slab(const EpPrepareArgs &a, const int32_t *
 }
 
 /* Slabs of this rank, for everyone to see. By a warp. */
-__device__ inline void publish_slabs(const EpPrepareArgs &a, const int32_t *total) {
+__device__ inline void publish_slabs(const EpPrepareArgs &a, uint32_t step, const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x % 32;
     int batched = a.shape.layout == EP_LAYOUT_BATCHED, most = 0;
     int64_t start = 0, dropped = 0;
@@ -122,7 +144,8 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, const int32_t *tota
         int64_t limit = slot_limit(a, e), begin = min(slab.offset, limit);
         int64_t kept = max((int64_t)0, min((int64_t)slab.count, limit - slab.offset));
         if (e < local)
-            publish_expert(a, e, (int)kept, begin, min(slab.offset + slab.rows, limit) - begin);
+            publish_expert(a, step, e, (int)kept, begin,
+                           min(slab.offset + slab.rows, limit) - begin);
         most = max(most, slab.rows);
         dropped += warp_sum((int)(e < local ? slab.count - kept : 0));
     }
@@ -130,22 +153,23 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, const int32_t *tota
     int64_t needed = batched ? most : start;
     int64_t rows = batched ? local * a.shape.rows_per_expert : min(start, slot_limit(a, 0));
     if (lane) return;
-    publish_totals(a, rows, needed, dropped);
-    publish_offset_end(a, rows);
+    publish_totals(a, step, rows, needed, dropped);
+    publish_offset_end(a, step, rows);
 }
 
 /* Entries for each expert of flat rows: total[L], or NULL: those of the plan; and offsets as a
  * permutation by expert would have. By a warp. */
-__device__ inline void publish_flat_experts(const EpPrepareArgs &a, const int32_t *total) {
+__device__ inline void publish_flat_experts(const EpPrepareArgs &a, uint32_t step,
+                                            const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
     for (int at = 0; at < local; at += 32) {
         int e = at + lane, count = 0;
         if (e < local) count = total ? total[e] : *(volatile int32_t *)&a.plan.expert_counts[e];
         int through = ep_warp_prefix(count);
-        if (e < local) publish_expert(a, e, count, offset + through - count, count);
+        if (e < local) publish_expert(a, step, e, count, offset + through - count, count);
         offset += __shfl_sync(~0u, through, 31);
     }
-    if (lane == 0) publish_offset_end(a, offset);
+    if (lane == 0) publish_offset_end(a, step, offset);
 }
 
 /* ---- sources ------------------------------------------------------------------------------- */
@@ -186,19 +210,16 @@ __device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, 
 
 /* ---- end ----------------------------------------------------------------------------------- */
 
-/* The step's numbers are all there. By one thread, behind whatever it has seen. */
-__device__ inline void publish_step(const EpPrepareArgs &a, int tokens) {
-    volatile EpPlanHeader *h = a.plan.header, *out = &a.info->header;
-    int64_t step = h->step + 1;
+/* The plan is complete. By one thread, behind all that has asked for the step under way. */
+__device__ inline void publish_step(const EpPrepareArgs &a, uint32_t step, int tokens) {
+    volatile EpPlanHeader *h = a.plan.header;
     h->num_tokens = tokens;
     h->num_rows = a.num_rows;
     h->top_k = a.top_k;
     h->exact_rows = a.num_tokens.data == NULL;
-    h->step = step;
+    h->step = h->step + 1;
     h->prepared = 1;
-    out->num_tokens = tokens, out->top_k = a.top_k;
-    __threadfence_system();
-    out->step = step;
+    tell_host(a, step, EP_INFO_TOKENS, tokens);
 }
 
 #endif

@@ -94,8 +94,7 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
  * another one, or has given up; which is then reported. Ranks may be some operations ahead. */
 static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
                                                    int peer) {
-    uint32_t number = latency.sends ? *(volatile uint32_t *)&g.state->sent + 1
-                                    : *(volatile uint32_t *)&latency.state->number;
+    uint32_t number = *(volatile uint32_t *)&latency.state->number;
     uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
     if ((uint32_t)(word >> 32) == number && (uint32_t)word != g.digest) {
         ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_PHASE_HEAD, 0, g.digest, (uint32_t)word});
@@ -104,18 +103,27 @@ static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const E
     return ep_has_given_up(g, peer);
 }
 
-/* See ep_patience. In latency mode ranks do not greet each other as they enter: that one does
- * something else is looked for now and then. */
-__device__ __forceinline__ int ep_patience_of_lines(const EpCudaGroup &g, const EpLatency &latency,
-                                                    EpPatience *p, const EpAwaited &awaited) {
-    if (!ep_patience(g, p, awaited)) return 0;
-    return p->polls % EP_POLLS_PER_CLOCK_READ || !ep_is_elsewhere(g, latency, awaited.peer);
-}
-
 /** Of what step, for the report if it does not come. */
 typedef struct StepOrigin {
     int source, phase, row;
 } StepOrigin;
+
+/* How long a wait has lasted, where that has been looked at. */
+typedef struct LongWait {
+    uint64_t start;
+    int alive;
+} LongWait;
+
+/* Now and then in a wait that lasts: the deadline, and whether the other rank does something else.
+ * Apart from the waits, which are short code this way. */
+static __device__ __noinline__ LongWait ep_look_up(const EpCudaGroup *g, const EpLatency *latency,
+                                                   StepOrigin origin, uint32_t expected,
+                                                   uint32_t seen, uint64_t start) {
+    EpPatience patience = {start, EP_POLLS_PER_CLOCK_READ - 1};
+    int alive = ep_patience(*g, &patience,
+                            EpAwaited{origin.source, origin.phase, origin.row, expected, seen});
+    return LongWait{patience.start, alive && !ep_is_elsewhere(*g, *latency, origin.source)};
+}
 
 /**
  * Until a step is here that may already have been loaded into x. By a warp; 0: it will not come.
@@ -123,12 +131,13 @@ typedef struct StepOrigin {
 __device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency &latency,
                                           const char *from, uint64_t flag, ulonglong2 *x,
                                           const StepOrigin &origin) {
-    EpPatience patience = {0, 0};
-    while (!step_is_here(*x, flag)) {
-        int alive = ep_patience_of_lines(
-            g, latency, &patience,
-            EpAwaited{origin.source, origin.phase, origin.row, (uint32_t)flag, (uint32_t)x->y});
-        if (!__all_sync(~0u, alive)) return 0;
+    uint64_t start = 0;
+    for (int polls = 1; !step_is_here(*x, flag); polls++) {
+        if (polls % EP_POLLS_PER_CLOCK_READ == 0) {
+            LongWait wait = ep_look_up(&g, &latency, origin, (uint32_t)flag, (uint32_t)x->y, start);
+            if (!__all_sync(~0u, wait.alive)) return 0;
+            start = wait.start;
+        }
         *x = step_load(from);
     }
     if (latency.whole) return 1;
