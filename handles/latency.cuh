@@ -126,11 +126,11 @@ __device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps,
 
 /** Tell rank r which operation this is: see ep_sent. By one thread; the group's counter is not
  *  touched before the block has passed. */
-__device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l,
-                                                   int r) {
+__device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l, int r,
+                                                   uint64_t flag) {
     uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
     ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
-    if (r == g.rank) *(volatile uint32_t *)&l.state->number = number;
+    if (r == g.rank) *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)flag, number);
 }
 
 /** A warp sends rank r's head: word_of(w) are its words. */
@@ -149,7 +149,7 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
     if (!l.whole) step_fence();
     for (int step = 0; step < steps && !l.whole; step++)
         step_store_flag(to + step * EP_STEP_BYTES, flag);
-    if (threadIdx.x % 32 == 0) announce_operation(g, l, r);
+    if (threadIdx.x % 32 == 0) announce_operation(g, l, r, flag);
 }
 
 /** And receives that of rank r: take(w, words w to w + 3). By a warp; 0: it does not come, or is of

@@ -54,7 +54,8 @@ typedef struct EpLatencyState {
     uint64_t done;    /**< operations */
     uint32_t passed;  /**< blocks of the kernel that need no more of this: see latency_pass */
     uint32_t left;    /**< blocks that have left it */
-    uint32_t number;  /**< of the operation last sent, among all of the group's: see ep_sent */
+    uint64_t number;  /**< lower half of the flag << 32 | number of the operation last sent, among
+                         all  of the group's: see ep_sent */
     uint32_t claimed; /**< items of it that blocks have taken to send */
 } EpLatencyState;
 

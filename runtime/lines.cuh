@@ -93,10 +93,12 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
 /* Whether a rank, where this one is in its `number`th operation of latency mode, has entered
  * another one, or has given up; which is then reported. Ranks may be some operations ahead. */
 static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
-                                                   int peer) {
-    uint32_t number = *(volatile uint32_t *)&latency.state->number;
+                                                   int peer, uint32_t flag) {
+    uint64_t own = *(volatile uint64_t *)&latency.state->number;
+    uint32_t number = (uint32_t)own;
     uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
-    if ((uint32_t)(word >> 32) == number && (uint32_t)word != g.digest) {
+    if ((uint32_t)(own >> 32) == flag && (uint32_t)(word >> 32) == number &&
+        (uint32_t)word != g.digest) {
         ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_PHASE_HEAD, 0, g.digest, (uint32_t)word});
         return 1;
     }
@@ -122,7 +124,8 @@ static __device__ __noinline__ LongWait ep_look_up(const EpCudaGroup *g, const E
     EpPatience patience = {start, EP_POLLS_PER_CLOCK_READ - 1};
     int alive = ep_patience(*g, &patience,
                             EpAwaited{origin.source, origin.phase, origin.row, expected, seen});
-    return LongWait{patience.start, alive && !ep_is_elsewhere(*g, *latency, origin.source)};
+    return LongWait{patience.start,
+                    alive && !ep_is_elsewhere(*g, *latency, origin.source, expected)};
 }
 
 /**
