@@ -177,7 +177,7 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Reduction &r, int
         Known known = token == first ? r.first : know(a, token);
         return reduce_token<T>(a, list, tokens, token, known, step, r.shares.stride, flag);
     });
-    if (blockIdx.x == 0) take_heads(a, flag);
+    if (blockIdx.x == gridDim.x - 1) take_heads(a, flag);
 }
 
 #endif

@@ -147,8 +147,8 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
                   [&](int w) { return w == EP_HEAD_DIGEST ? a.group.digest : 0u; });
 }
 
-/* Items: the heads, then as many rows as the block's warps take at once. Own rows come last of each
- * token's, and only where they are to be kept. tokens[R]: of each rank. */
+/* Items are as many rows as the block's warps take at once. Own rows come last of each token's, and
+ * only where they are to be kept. tokens[R]: of each rank. */
 template <typename T>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims,
                           uint64_t flag) {
@@ -158,9 +158,12 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, Claim
         if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
     Shares shares = make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
     int items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
-    claims_work(claims, a.latency, 1 + items, [&](int item) {
-        if (item == 0) return send_heads(a, flag);
-        int i = (item - 1) * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;
+    if (blockIdx.x == 0) {
+        send_heads(a, flag);
+        __syncthreads(); /* see announce_operation */
+    }
+    claims_work(claims, a.latency, items, [&](int item) {
+        int i = item * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;
         int token = row / max(1, kinds), source = (g.rank + 1 + row % max(1, kinds)) % g.size;
         if (row >= shares.rows || token >= tokens[source]) return;
         if (source != g.rank)

@@ -19,12 +19,13 @@
 __device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, uint32_t step, uint64_t flag) {
     int block = blockIdx.x, blocks = (int)gridDim.x - 1;
     int flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    Filling filling = begin_filling(a, block, blocks, flag);
     if (!take_heads(a, d, flag)) return 0;
     if (block == blocks) {
         if (!flat) publish_routing(a.route, d, step);
         return 1;
     }
-    fill_all(a, d, block, blocks, flag);
+    fill_all(a, d, filling, flag);
     zero_padding(a, d, block, blocks);
     return 1;
 }

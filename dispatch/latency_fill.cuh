@@ -137,6 +137,11 @@ __device__ __forceinline__ void place_unit(const EpLatencyScatterArgs &a, const 
 
 /* ---- a record ------------------------------------------------------------------------------ */
 
+/* Steps of a record as they may have come: its first one, which has the header, and a warp's. */
+typedef struct Fetched {
+    ulonglong2 head, x[FILLED_AT_ONCE];
+} Fetched;
+
 __device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const char *from,
                                             int step, int stride, ulonglong2 x[FILLED_AT_ONCE]) {
 #pragma unroll
@@ -145,45 +150,96 @@ __device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const
             x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
 }
 
-/* A warp's steps of a record, from `step` on; 0: it does not come. The first steps are loaded with
- * the header. */
-__device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, int source, int token,
-                           int step, int stride, uint64_t flag) {
+/* Of which token a warp has a share, and what of it. */
+typedef struct Record {
+    int source, token, step, stride;
+} Record;
+
+__device__ __forceinline__ Record make_record(const EpLatencyScatterArgs &a, const Shares &s,
+                                              int row, int step) {
     const EpCudaGroup &g = a.route.group;
-    const char *from = latency_record(a.latency, g.rank, source, g.size, token, flag);
-    const StepOrigin origin = {source, EP_PHASE_LINES, token};
-    ulonglong2 head = step_load(from), x[FILLED_AT_ONCE];
-    int notes = step == 0;
-    fetch_steps(a, from, step, stride, x);
-    if (!step_await(g, a.latency, from, flag, &head, origin)) return 0;
-    Entry e = read_header(a, d, source, step_unpack(head));
-    if (notes) note_row(a, e, source, token), store_weights(a, e);
+    return Record{(g.rank + row) % g.size, row / g.size, step, s.stride};
+}
+
+__device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
+                                                   uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    return latency_record(a.latency, g.rank, r.source, g.size, r.token, flag);
+}
+
+__device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, const Record &r,
+                                                uint64_t flag) {
+    Fetched f;
+    const char *from = record_from(a, r, flag);
+    f.head = step_load(from);
+    fetch_steps(a, from, r.step, r.stride, f.x);
+    return f;
+}
+
+/* A warp's part of a record; 0: it does not come. */
+__device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, const Record &r, Fetched f,
+                           uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
+    const char *from = record_from(a, r, flag);
+    const StepOrigin origin = {r.source, EP_PHASE_LINES, r.token};
+    int step = r.step;
+    if (!step_await(g, a.latency, from, flag, &f.head, origin)) return 0;
+    Entry e = read_header(a, d, r.source, step_unpack(f.head));
+    if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
     while (e.filled && step < a.record.steps) {
 #pragma unroll
         for (int i = 0; i < FILLED_AT_ONCE; i++) {
-            int at = step + i * stride;
+            int at = step + i * r.stride;
             if (at >= a.record.steps) break;
-            if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &x[i], origin)) return 0;
-            place_unit(a, e, at, step_unpack(x[i]));
+            if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &f.x[i], origin))
+                return 0;
+            place_unit(a, e, at, step_unpack(f.x[i]));
         }
-        step += FILLED_AT_ONCE * stride;
-        fetch_steps(a, from, step, stride, x);
+        step += FILLED_AT_ONCE * r.stride;
+        fetch_steps(a, from, step, r.stride, f.x);
     }
     return 1;
 }
 
-/* This block's warps, `block` of `blocks`, and all records that may come. */
-__device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, int block, int blocks,
+/* ---- all ----------------------------------------------------------------------------------- */
+
+/* How the warps of `blocks` blocks share the records, if no rank has more tokens than this one has
+ * rows, which is to be expected; and the first share of this warp, which may have come before the
+ * heads have. */
+typedef struct Filling {
+    Shares shares;
+    int warp, warps;
+    Fetched first;
+} Filling;
+
+__device__ __forceinline__ Shares share_records(const EpLatencyScatterArgs &a, int tokens,
+                                                int warps) {
+    return make_shares(tokens * a.route.group.size, a.record.steps, warps);
+}
+
+__device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, int block,
+                                                 int blocks, uint64_t flag) {
+    Filling f;
+    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - block;
+    f.shares = share_records(a, a.route.num_rows, f.warps);
+    int row = f.warp / f.shares.stride;
+    if (row < f.shares.rows && block < blocks)
+        f.first = fetch_record(a, make_record(a, f.shares, row, f.warp % f.shares.stride), flag);
+    return f;
+}
+
+__device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, const Filling &f,
                         uint64_t flag) {
-    int size = a.route.group.size, most = 0, warps = blocks * WARPS;
-    int warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - block;
-    for (int r = 0; r < size; r++)
+    Shares shares = f.shares;
+    int first = f.warp, most = 0;
+    for (int r = 0; r < a.route.group.size; r++)
         most = max(most, d->w->source_tokens[r]);
-    Shares shares = make_shares(most * size, a.record.steps, warps);
-    return shares_work(shares, warp, warps, [&](int row, int step) {
-        int token = row / size, source = (a.route.group.rank + row) % size;
-        if (token >= d->w->source_tokens[source]) return 1;
-        return fill_record(a, d, source, token, step, shares.stride, flag);
+    if (most > a.route.num_rows) shares = share_records(a, most, f.warps), first = -1;
+    return shares_work(shares, f.warp, f.warps, [&](int row, int step) {
+        Record r = make_record(a, shares, row, step);
+        if (r.token >= d->w->source_tokens[r.source]) return 1;
+        int fetched = row * shares.stride + step == first;
+        return fill_record(a, d, r, fetched ? f.first : fetch_record(a, r, flag), flag);
     });
 }
 

@@ -162,15 +162,14 @@ __device__ void send_token(const EpLatencyScatterArgs &a, const Desk *d, int tok
     }
 }
 
-/* Items: the heads, then the tokens. */
+/* The heads are the first block's, which runs if any does: everyone waits for them. */
 __device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, Claims *claims,
                          uint64_t flag) {
-    claims_work(claims, a.latency, 1 + d->w->tokens, [&](int item) {
-        if (item == 0)
-            send_heads(a, d, flag);
-        else
-            send_token(a, d, item - 1, flag);
-    });
+    if (blockIdx.x == 0) {
+        send_heads(a, d, flag);
+        __syncthreads(); /* see announce_operation */
+    }
+    claims_work(claims, a.latency, d->w->tokens, [&](int token) { send_token(a, d, token, flag); });
 }
 
 #endif

@@ -124,8 +124,8 @@ __device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps,
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/** Tell rank r which operation this is: see ep_sent. By one thread; the group's counter is not
- *  touched before the block has passed. */
+/** Tell rank r which operation this is: see ep_sent. By one thread; thread 0 must not pass
+ *  before, as the group's counter then moves on. */
 __device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l, int r,
                                                    uint64_t flag) {
     uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
