@@ -12,10 +12,10 @@
 template <typename T>
 __device__ void gather(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims, int *list,
                        uint64_t flag) {
-    Reduction reduction = plan_reduction(a);
-    if (a.latency.sends) send_sums<T>(a, tokens, claims, flag);
+    Part part = latency_part(a.latency);
+    if (part.sends) send_sums<T>(a, tokens, claims, flag);
     if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
-    if (a.latency.receives) reduce_all<T>(a, reduction, tokens[a.group.rank], list, flag);
+    if (part.receives) reduce_all<T>(a, part, tokens[a.group.rank], list, flag);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)

@@ -23,7 +23,7 @@ __device__ __forceinline__ Known know(const EpLatencyGatherArgs &a, int token) {
     int lane = threadIdx.x % 32;
     Known k = {-1, {EP_ROW_NONE, -1}};
     if (lane < a.top_k) k.owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
-    if (a.latency.sends) k.own = load_entry(a, a.group.rank, token);
+    if (a.latency.senders) k.own = load_entry(a, a.group.rank, token);
     return k;
 }
 
@@ -32,6 +32,7 @@ __device__ __forceinline__ int list_ranks(const EpLatencyGatherArgs &a, int owne
     int lane = threadIdx.x % 32, at = 0, count = 0;
     unsigned same = __match_any_sync(~0u, owner);
     int opens = owner >= 0 && __ffs((int)same) - 1 == lane;
+#pragma unroll 1
     for (int i = 0; i < a.top_k; i++) {
         int other = __shfl_sync(~0u, opens ? owner : -1, i);
         at += other >= 0 && other < owner, count += other >= 0;
@@ -47,9 +48,11 @@ template <typename T>
 __device__ __forceinline__ void sum_own(const EpLatencyGatherArgs &a, const Terms &t, int token,
                                         const int unit[REDUCED_AT_ONCE],
                                         EpVector<T> own[REDUCED_AT_ONCE]) {
-    if (a.latency.sends) return add_terms<T, REDUCED_AT_ONCE>(a, t, unit, own);
+    if (a.latency.senders) return add_terms<T, REDUCED_AT_ONCE>(a, t, unit, own);
+#pragma unroll 1
     for (int u = 0; u < REDUCED_AT_ONCE; u++) {
         const float *kept = kept_sum(a, token) + unit[u] * EpVector<T>::SIZE;
+#pragma unroll 1
         for (int i = 0; i < EpVector<T>::SIZE && unit[u] >= 0; i++)
             own[u].at[i] = kept[i];
     }
@@ -112,6 +115,7 @@ __device__ int reduce_steps(const Coming &c, const int *ranks, int count, const 
         unit[i] = own_unit(a, c.step + i * c.stride);
     load_coming(c, ranks, count, x);
     if (count) sum_own(a, t, c.token, unit, own);
+#pragma unroll 1
     for (int at = 0; at < count; at += AWAITED_AT_ONCE) {
         if (at) load_coming(c, ranks + at, count - at, x);
 #pragma unroll
@@ -139,6 +143,7 @@ __device__ int reduce_token(const EpLatencyGatherArgs &a, int *list, int tokens,
                             const Known &k, int step, int stride, uint64_t flag) {
     int count = list_ranks(a, token < tokens ? k.owner : -1, list);
     Terms own = find_terms(a, k.own);
+#pragma unroll 1
     for (; step < a.steps; step += REDUCED_AT_ONCE * stride) {
         Coming c = {&a, token, step, stride, flag};
         if (!reduce_steps<T>(c, list, count, own)) return 0;
@@ -148,36 +153,21 @@ __device__ int reduce_token(const EpLatencyGatherArgs &a, int *list, int tokens,
 
 /* By one block: every rank has sent its part, and of the same operation. */
 __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
+#pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < a.group.size; r += WARPS)
         if (!take_head(a.group, a.latency, r, 1, flag, [](int, const uint4 &) {})) return;
 }
 
-/* Shares of the rows that are to be written. Blocks that came last to send are first here. */
-typedef struct Reduction {
-    Shares shares;
-    int warp, warps;
-    Known first; /* of this warp's first share */
-} Reduction;
-
-/* Before anything is sent: what is loaded here is not used until all of that is. */
-__device__ __forceinline__ Reduction plan_reduction(const EpLatencyGatherArgs &a) {
-    int blocks = gridDim.x, warps = blocks * WARPS;
-    int warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - (int)blockIdx.x;
-    Reduction r = {make_shares((int)a.out_num_rows, a.steps, warps), warp, warps, {}};
-    int row = warp / r.shares.stride;
-    if (row < r.shares.rows) r.first = know(a, row);
-    return r;
-}
-
+/* By the blocks that receive. */
 template <typename T>
-__device__ void reduce_all(const EpLatencyGatherArgs &a, const Reduction &r, int tokens, int *list,
+__device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int tokens, int *list,
                            uint64_t flag) {
-    int first = r.warp / r.shares.stride;
-    shares_work(r.shares, r.warp, r.warps, [&](int token, int step) {
-        Known known = token == first ? r.first : know(a, token);
-        return reduce_token<T>(a, list, tokens, token, known, step, r.shares.stride, flag);
+    int warps = p.blocks * WARPS, warp = (int)threadIdx.x / 32 * p.blocks + p.block;
+    Shares shares = make_shares((int)a.out_num_rows, a.steps, warps);
+    shares_work(shares, warp, warps, [&](int token, int step) {
+        return reduce_token<T>(a, list, tokens, token, know(a, token), step, shares.stride, flag);
     });
-    if (blockIdx.x == gridDim.x - 1) take_heads(a, flag);
+    if (p.block == p.blocks - 1) take_heads(a, flag);
 }
 
 #endif

@@ -51,6 +51,7 @@ __device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, const 
 template <typename T, int UNITS>
 __device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Terms &t,
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
+#pragma unroll 1
     for (unsigned left = t.filled; left;) {
         uint4 x[TERMS_AT_ONCE][UNITS];
         int lane[TERMS_AT_ONCE];
@@ -96,6 +97,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, int source, int token, in
     Terms t = find_terms(a, load_entry(a, source, token));
     if (!t.comes) return;
     char *to = latency_record(l, source, g.rank, g.size, token, flag);
+#pragma unroll 1
     for (; step < a.steps; step += SUMMED_AT_ONCE * stride) {
         EpVector<T> sum[SUMMED_AT_ONCE] = {};
         int unit[SUMMED_AT_ONCE];
@@ -130,10 +132,12 @@ template <typename T>
 __device__ void keep_sum(const EpLatencyGatherArgs &a, int token, int step, int stride) {
     Terms t = find_terms(a, load_entry(a, a.group.rank, token));
     float *to = kept_sum(a, token);
+#pragma unroll 1
     for (; step < a.steps; step += stride) {
         EpVector<T> sum[1] = {};
         int unit[1] = {own_unit(a, step)};
         add_terms<T, 1>(a, t, unit, sum);
+#pragma unroll 1
         for (int i = 0; i < EpVector<T>::SIZE && unit[0] >= 0; i++)
             to[unit[0] * EpVector<T>::SIZE + i] = sum[0].at[i];
     }
@@ -142,6 +146,7 @@ __device__ void keep_sum(const EpLatencyGatherArgs &a, int token, int step, int 
 /* ---- all ----------------------------------------------------------------------------------- */
 
 __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
+#pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < a.group.size; r += WARPS)
         send_head(a.group, a.latency, r, 1, flag,
                   [&](int w) { return w == EP_HEAD_DIGEST ? a.group.digest : 0u; });
@@ -154,13 +159,14 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, Claim
                           uint64_t flag) {
     const EpCudaGroup &g = a.group;
     int kinds = g.size - a.latency.receives, most = 0;
+#pragma unroll 1
     for (int r = 0; r < g.size; r++)
         if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
     Shares shares = make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
     int items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
     if (blockIdx.x == 0) {
         send_heads(a, flag);
-        __syncthreads(); /* see announce_operation */
+        announce_operation(g, a.latency, flag);
     }
     claims_work(claims, a.latency, items, [&](int item) {
         int i = item * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;

@@ -7,26 +7,26 @@
  * says by itself that it is there (runtime/lines.cuh). A receiver reads everyone's counts, from
  * which follows where slabs begin, then rows as they come, and copies them to their slots.
  *
- * Blocks claim what is to be sent, token by token. When nothing of that is left, they receive,
- * each warp its share; one block of them tells host and caller of the routing instead.
+ * Some blocks claim what is to be sent, token by token. The others receive, each warp its share;
+ * one of them tells host and caller of the routing instead.
  */
 #include "dispatch/quantise.cuh"
 
 #include "dispatch/latency_fill.cuh"
 #include "dispatch/latency_send.cuh"
 
-/* By all threads; 0: this rank has failed. */
-__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, uint32_t step, uint64_t flag) {
-    int block = blockIdx.x, blocks = (int)gridDim.x - 1;
-    int flat = a.route.shape.layout == EP_LAYOUT_FLAT;
-    Filling filling = begin_filling(a, block, blocks, flag);
+/* By all threads of a block; 0: this rank has failed. */
+__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, const Part &p, uint32_t step,
+                       uint64_t flag) {
+    int blocks = max(1, p.blocks - 1); /* that fill */
+    Filling filling = begin_filling(a, p.block, blocks, flag);
     if (!take_heads(a, d, flag)) return 0;
-    if (block == blocks) {
-        if (!flat) publish_routing(a.route, d, step);
-        return 1;
+    if (p.block < blocks) {
+        fill_all(a, d, filling, flag);
+        zero_padding(a, d, p.block, blocks);
     }
-    fill_all(a, d, filling, flag);
-    zero_padding(a, d, block, blocks);
+    if (p.block == p.blocks - 1 && a.route.shape.layout != EP_LAYOUT_FLAT)
+        publish_routing(a.route, d, step);
     return 1;
 }
 
@@ -38,15 +38,16 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpLatency &l = a.latency;
     uint64_t flag = latency_flag(l);
     uint32_t step = step_under_way(route);
+    Part part = latency_part(l);
     Desk d = make_desk(a, &words, memory);
     Claims claims = claims_begin(l, &words.item);
-    if (l.sends) open_desk(route, &d);
+    if (part.sends) open_desk(route, &d);
     int alive = latency_enter(route.group, route.plan);
-    if (alive && l.sends) send_all(a, &d, &claims, flag);
+    if (alive && part.sends) send_all(a, &d, &claims, flag);
     if (threadIdx.x == 0) latency_pass(route.group, l, flag);
-    if (!alive || !l.receives) return;
-    alive = receive(a, &d, step, flag);
-    if (route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l) && alive)
+    if (!alive || !part.receives) return;
+    alive = receive(a, &d, part, step, flag);
+    if (route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) && alive)
         publish_flat(route, &d);
 }
 

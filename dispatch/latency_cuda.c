@@ -33,10 +33,14 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 
 /* As many blocks as have something to send and as many that have something to receive, if all ranks
  * have as many tokens as this one; one besides that tells of the routing. */
-static int blocks_for(const EpGroup *group, int64_t tokens, int64_t steps) {
+static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int64_t steps,
+                         EpLatency *latency) {
     int64_t warps = tokens * group->size * steps;
     int64_t blocks = 1 + 2 * ((warps + BLOCK_WARPS - 1) / BLOCK_WARPS);
-    return (int)ep_max(2, ep_min(ep_cuda(group)->device.blocks, blocks));
+    blocks = ep_min(ep_cuda(group)->device.blocks, ep_max(3, blocks));
+    latency->receives = half != EP_SEND_HALF;
+    latency->senders = (int32_t)(half == EP_WHOLE ? blocks / 2 : half == EP_SEND_HALF ? blocks : 0);
+    return (int)blocks;
 }
 
 static EpRecordShape shape_record(const EpHandle *handle, const EpScatter *s, int64_t top_k) {
@@ -96,9 +100,8 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .out_idx = s->out_idx,
                                  .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                                  .out_capacity = s->out_capacity};
-    args.latency.sends = s->half != EP_WAIT_HALF;
-    args.latency.receives = s->half != EP_SEND_HALF;
-    int blocks = blocks_for(group, latency->route.num_rows, args.record.steps);
+    int blocks =
+        choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, &args.latency);
     EP_TRY(choose_memory(group, &args));
     EP_TRY(enter(handle, s->half, s->stream));
     EP_TRY(leave(handle, s->half, s->stream,
@@ -129,9 +132,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .out_num_rows = g->out_num_rows};
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    args.latency.sends = g->half != EP_WAIT_HALF;
-    args.latency.receives = g->half != EP_SEND_HALF;
-    int blocks = blocks_for(group, state->num_rows, args.steps);
+    int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, &args.latency);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,
                  ep_cuda_launch_latency_gather(&args, blocks, g->stream));

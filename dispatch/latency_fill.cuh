@@ -109,14 +109,15 @@ __device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, int64_t
     return a.out_scales + ep_scale_at(&a.scale_map, slot, at / bytes) + at % bytes;
 }
 
-__device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t slot, int unit,
-                                             const uint4 &x) {
+__device__ __noinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t slot, int unit,
+                                          const uint4 &x) {
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int grain = scale_grain(a);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int at = unit * 16 + i * 4;
         if (grain == 4 && at < a.scale_bytes) *(uint32_t *)scale_to(a, slot, at) = word[i];
+#pragma unroll 1
         for (int b = 0; b < 4 && grain == 1 && at + b < a.scale_bytes; b++)
             *scale_to(a, slot, at + b) = (char)(word[i] >> 8 * b);
     }
@@ -128,6 +129,7 @@ __device__ __forceinline__ void place_unit(const EpLatencyScatterArgs &a, const 
     int at = step * EP_STEP_UNITS + step_unit() - a.record.header_units;
     bool is_row = step_unit() >= 0 && at >= 0 && at < a.record.row_units;
     int scale = step_unit() >= 0 ? at - a.record.row_units : -1;
+#pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
         int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
         if (is_row) *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = x;
@@ -186,6 +188,7 @@ __device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, const R
     if (!step_await(g, a.latency, from, flag, &f.head, origin)) return 0;
     Entry e = read_header(a, d, r.source, step_unpack(f.head));
     if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
+#pragma unroll 1
     while (e.filled && step < a.record.steps) {
 #pragma unroll
         for (int i = 0; i < FILLED_AT_ONCE; i++) {
@@ -220,7 +223,7 @@ __device__ __forceinline__ Shares share_records(const EpLatencyScatterArgs &a, i
 __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, int block,
                                                  int blocks, uint64_t flag) {
     Filling f;
-    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + blocks - 1 - block;
+    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
     f.shares = share_records(a, a.route.num_rows, f.warps);
     int row = f.warp / f.shares.stride;
     if (row < f.shares.rows && block < blocks)
@@ -232,6 +235,7 @@ __device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, const Fill
                         uint64_t flag) {
     Shares shares = f.shares;
     int first = f.warp, most = 0;
+#pragma unroll 1
     for (int r = 0; r < a.route.group.size; r++)
         most = max(most, d->w->source_tokens[r]);
     if (most > a.route.num_rows) shares = share_records(a, most, f.warps), first = -1;
@@ -246,31 +250,37 @@ __device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, const Fill
 /* ---- padding ------------------------------------------------------------------------------- */
 
 /* By a warp. */
-__device__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
+__device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
     int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
     int values = flat ? k : 1, grain = scale_grain(a);
+#pragma unroll 1
     for (int at = lane; at < a.record.row_units; at += 32)
         *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = make_uint4(0, 0, 0, 0);
     if (a.carries_weights && lane < values) a.out_weights[slot * values + lane] = 0;
     if (a.out_idx && lane < k) store_index(a, slot * k + lane, -1);
+#pragma unroll 1
     for (int at = lane * grain; at < a.scale_bytes; at += 32 * grain)
+#pragma unroll 1
         for (int b = 0; b < grain; b++)
             *(scale_to(a, slot, at) + b) = 0;
 }
 
 __device__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin, int64_t end, int warp,
                            int warps) {
+#pragma unroll 1
     for (int64_t slot = begin + warp; slot < end; slot += warps)
         zero_slot(a, slot);
 }
 
 /* Slots of slabs that nobody fills, and what is behind the slabs if that is asked for. Experts are
  * the blocks', in turn. */
-__device__ void zero_padding(const EpLatencyScatterArgs &a, const Desk *d, int block, int blocks) {
+__device__ __noinline__ void zero_padding(const EpLatencyScatterArgs &a, const Desk *d, int block,
+                                          int blocks) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
     int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, warp = (int)threadIdx.x / 32;
     int64_t end = 0;
+#pragma unroll 1
     for (int e = block; e < local && s.layout != EP_LAYOUT_FLAT; e += blocks) {
         int64_t limit = slot_limit(route, e), begin = d->offset[e] + (int64_t)d->total[e];
         int64_t rows = (d->total[e] + (int64_t)s.alignment - 1) / s.alignment * s.alignment;

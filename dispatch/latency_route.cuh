@@ -91,8 +91,10 @@ __device__ __forceinline__ void open_desk(const EpPrepareArgs &a, const Desk *d)
 #pragma unroll 4
     for (int i = threadIdx.x; i < entries; i += THREADS)
         d->experts[i] = expert_of(a, index_at(a, i));
+#pragma unroll 1
     for (int e = threadIdx.x; e < g.num_experts; e += THREADS)
         d->owner[e] = (uint8_t)ep_placement_owner(&placement, e);
+#pragma unroll 1
     for (int i = threadIdx.x; i < g.num_experts + g.size; i += THREADS)
         d->counts[i] = 0;
     if (threadIdx.x == 0) d->w->bad_count = d->w->bad_last = 0;
@@ -117,11 +119,13 @@ __device__ __forceinline__ int count_entries_before(const EpPrepareArgs &a, cons
 }
 
 /* Rows to a rank before a token's. By a warp. */
-__device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const Desk *d, int token,
-                                                 int owner) {
+__device__ __noinline__ int count_rows_before(const EpPrepareArgs &a, const Desk *d, int token,
+                                              int owner) {
     int count = 0;
+#pragma unroll 1
     for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
         int goes = 0;
+#pragma unroll 1
         for (int i = t * a.top_k; i < (t + 1) * a.top_k; i++)
             goes |= owner_of(d, expert_at(a, d, i)) == owner;
         count += goes;
@@ -134,6 +138,7 @@ __device__ __forceinline__ int count_rows_before(const EpPrepareArgs &a, const D
 /* A token's entries, counted; bits are set of the ranks that it goes to. */
 __device__ __forceinline__ void count_token(const EpPrepareArgs &a, const Desk *d, int token,
                                             unsigned goes[RANK_WORDS]) {
+#pragma unroll 1
     for (int i = token * a.top_k; i < (token + 1) * a.top_k; i++) {
         int expert = expert_at(a, d, i), owner = owner_of(d, expert);
         if (expert == BAD_EXPERT) {
@@ -151,11 +156,13 @@ __device__ __forceinline__ void count_token(const EpPrepareArgs &a, const Desk *
 __device__ void count_all(const EpPrepareArgs &a, const Desk *d) {
     int32_t *rows = d->counts + a.group.num_experts;
     int lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int from = (int)threadIdx.x - lane; from < d->w->tokens; from += THREADS) {
         unsigned goes[RANK_WORDS] = {0};
         if (from + lane < d->w->tokens) count_token(a, d, from + lane, goes);
 #pragma unroll
         for (int w = 0; w < RANK_WORDS; w++)
+#pragma unroll 1
             for (int r = w * 32; r < min(a.group.size, w * 32 + 32); r++) {
                 unsigned tokens = __ballot_sync(~0u, goes[w] >> r % 32 & 1);
                 if (lane == 0 && tokens) atomicAdd(&rows[r], __popc(tokens));
@@ -192,9 +199,11 @@ __device__ void send_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_
     EpPlacement placement = {g.num_experts, g.size};
     int sent = 0;
     count_all(route, d);
+#pragma unroll 1
     for (int r = (int)threadIdx.x % 32; r < g.size; r += 32)
         sent += r == g.rank ? 0 : d->counts[g.num_experts + r];
     sent = warp_sum(sent);
+#pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < g.size; r += WARPS) {
         int first = ep_placement_first(&placement, r), count = ep_placement_count(&placement, r);
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
@@ -216,8 +225,10 @@ __device__ __forceinline__ void take_word(const Desk *d, int source, int local, 
 /* Counts of each source become those of the sources before. Batched slabs lie where they do. */
 __device__ void add_sources(const EpPrepareArgs &a, const Desk *d) {
     int local = a.shape.num_local;
+#pragma unroll 1
     for (int e = threadIdx.x; e < local; e += THREADS) {
         int before = 0;
+#pragma unroll 1
         for (int s = 0; s < a.group.size; s++) {
             int count = d->counts[s * local + e];
             d->counts[s * local + e] = before;
@@ -232,6 +243,7 @@ __device__ void add_sources(const EpPrepareArgs &a, const Desk *d) {
 __device__ void lay_desk_slabs(const EpPrepareArgs &a, const Desk *d) {
     int lane = threadIdx.x % 32, local = a.shape.num_local;
     int64_t start = 0;
+#pragma unroll 1
     for (int at = 0; at < local; at += 32) {
         Slab slab = lay_slab(a, d->total, local, at, &start);
         if (at + lane < local) d->offset[at + lane] = (int)min(slab.offset, (int64_t)INT32_MAX);
@@ -241,6 +253,7 @@ __device__ void lay_desk_slabs(const EpPrepareArgs &a, const Desk *d) {
 /* By a warp: where each source's flat rows begin. */
 __device__ void lay_desk_rows(const EpPrepareArgs &a, const Desk *d) {
     int lane = threadIdx.x % 32, begin = 0;
+#pragma unroll 1
     for (int at = 0; at < a.group.size; at += 32) {
         int rows = at + lane < a.group.size ? d->w->source_rows[at + lane] : 0;
         int through = ep_warp_prefix(rows);
@@ -254,6 +267,7 @@ __device__ int take_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t
     const EpPrepareArgs &route = a.route;
     const EpCudaGroup &g = route.group;
     int alive = 1, local = route.shape.num_local;
+#pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS)
         alive =
             take_head(g, a.latency, r, EP_HEAD_COUNTS + local, flag, [&](int w, const uint4 &unit) {
@@ -284,17 +298,19 @@ __device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, i
 /* What every layout tells. */
 __device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
     const EpCudaGroup &g = a.group;
+#pragma unroll 1
     for (int r = threadIdx.x; r < g.size; r += THREADS)
         a.plan.tokens[r] = d->w->source_tokens[r];
     if (threadIdx.x) return;
     int received = 0;
+#pragma unroll 1
     for (int r = 0; r < g.size; r++)
         received += r == g.rank ? 0 : d->w->source_rows[r];
     publish_row_counts(a, step, d->w->sent, received, d->w->source_rows[g.rank]);
 }
 
 /* By a block that has taken the heads, of another layout than FLAT; `step` is under way. */
-__device__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
+__device__ __noinline__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
     publish_sizes(a, d, step);
     if (threadIdx.x < 32) publish_slabs(a, step, d->total);
     __syncthreads();
@@ -305,13 +321,16 @@ __device__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t 
 /* Entries of the flat rows that are kept, which all blocks have put into the plan. */
 __device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
+#pragma unroll 1
     for (int e = threadIdx.x; e < a.shape.num_local; e += THREADS)
         a.plan.expert_counts[e] = 0;
     clear_sources(a);
     __syncthreads();
+#pragma unroll 1
     for (int s = 0; s < g.size; s++) {
         const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
         const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
+#pragma unroll 1
         for (int i = threadIdx.x; i < d->w->source_tokens[s] * a.top_k; i += THREADS) {
             int local = __ldcg(routes + i);
             if (local < 0 || __ldcg(slot + i / a.top_k) < 0) continue;
@@ -323,7 +342,7 @@ __device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
 }
 
 /* By the last block: only now are all rows' entries known. */
-__device__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
+__device__ __noinline__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
     const EpCudaGroup &g = a.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;

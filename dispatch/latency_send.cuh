@@ -18,6 +18,7 @@ __device__ __forceinline__ void list_ranks(const EpLatencyScatterArgs &a, const 
                                            int token) {
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, k = a.route.top_k;
+#pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
         d->w->goes[r] = 0;
     __syncwarp();
@@ -26,7 +27,9 @@ __device__ __forceinline__ void list_ranks(const EpLatencyScatterArgs &a, const 
     if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
     __syncwarp();
     int listed = 0;
+#pragma unroll 1
     for (int goes = 1; goes >= 0; goes--) {
+#pragma unroll 1
         for (int at = 0; at < g.size; at += 32) {
             int r = (g.rank + 1 + token + at + lane) % g.size;
             int is = at + lane < g.size && d->w->goes[r] == goes;
@@ -43,6 +46,7 @@ __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, cons
                                              int token) {
     const EpPrepareArgs &route = a.route;
     int k = route.top_k, flat = route.shape.layout == EP_LAYOUT_FLAT;
+#pragma unroll 1
     for (int i = (int)threadIdx.x / 32; i < k; i += WARPS) {
         int entry = token * k + i, expert = expert_at(route, d, entry), before = 0;
         if (expert >= 0)
@@ -59,7 +63,7 @@ __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, cons
 /* ---- units --------------------------------------------------------------------------------- */
 
 /* Of scales that the caller brings, which may end within a unit, on any multiple of four. */
-__device__ __forceinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int token, int unit) {
+__device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int token, int unit) {
     const char *from = a.scales + token * a.scale_bytes;
     uint32_t word[4];
 #pragma unroll
@@ -117,6 +121,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
         int at = step + i * stride, unit = at * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
         ulonglong2 packed = step_pack(is_header ? header_unit(a, d, unit) : x[i], flag);
+#pragma unroll 1
         for (int j = 0; j < num_receivers(a, d, at); j++)
             step_store(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
                            at * EP_STEP_BYTES,
@@ -127,6 +132,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int at = step + i * stride;
+#pragma unroll 1
         for (int j = 0; j < num_receivers(a, d, at); j++)
             step_store_flag(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
                                 at * EP_STEP_BYTES,
@@ -136,8 +142,8 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
 
 /* ---- a token ------------------------------------------------------------------------------- */
 
-__device__ __forceinline__ void stage_quantised(const EpLatencyScatterArgs &a, const Desk *d,
-                                                int token) {
+__device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, const Desk *d,
+                                             int token) {
     ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + token * a.source_row_bytes,
                     (int)a.row_elements, (uint8_t *)d->staged, d->staged + 16 * a.record.row_units,
                     (int)threadIdx.x, THREADS);
@@ -155,6 +161,7 @@ __device__ void send_token(const EpLatencyScatterArgs &a, const Desk *d, int tok
     if (step == WARPS - 1) list_ranks(a, d, token);
     __syncthreads();
     if (quantises) load_steps(a, d, token, step, WARPS, x);
+#pragma unroll 1
     while (step < a.record.steps) {
         store_steps(a, d, token, step, WARPS, x, flag);
         step += SENT_AT_ONCE * WARPS;
@@ -167,7 +174,7 @@ __device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, Claims *c
                          uint64_t flag) {
     if (blockIdx.x == 0) {
         send_heads(a, d, flag);
-        __syncthreads(); /* see announce_operation */
+        announce_operation(a.route.group, a.latency, flag);
     }
     claims_work(claims, a.latency, d->w->tokens, [&](int token) { send_token(a, d, token, flag); });
 }

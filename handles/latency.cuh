@@ -51,17 +51,28 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     if (atomicAdd(&l.state->passed, 1u) != gridDim.x - 1) return;
     state->passed = state->claimed = 0;
     if (l.receives) state->done = flag;
-    if (l.sends) group->sent = group->sent + 1;
+    if (l.senders) group->sent = group->sent + 1;
 }
 
-/** By all threads of each block, at its end: 1 in the last block, which sees what the others have
- *  stored. */
-__device__ __forceinline__ int latency_is_last(const EpLatency &l) {
+/** What a block is to do, and which of those this is that receive. */
+typedef struct Part {
+    int sends, receives;
+    int block, blocks;
+} Part;
+
+__device__ __forceinline__ Part latency_part(const EpLatency &l) {
+    int block = (int)blockIdx.x - l.senders, blocks = (int)gridDim.x - l.senders;
+    return Part{block < 0, l.receives && block >= 0, block, blocks};
+}
+
+/** By all threads of each block that receives, at its end: 1 in the last of them, which sees what
+ *  the others have stored. */
+__device__ __forceinline__ int latency_is_last(const EpLatency &l, const Part &p) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        is_last = atomicAdd(&l.state->left, 1u) == gridDim.x - 1;
+        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)p.blocks - 1;
         if (is_last) *(volatile uint32_t *)&l.state->left = 0;
     }
     __syncthreads();
@@ -84,7 +95,7 @@ __device__ __forceinline__ int claim(const EpLatency &l) {
 /** Before the block's next barrier, behind which *shared is the first item. */
 __device__ __forceinline__ Claims claims_begin(const EpLatency &l, int *shared) {
     Claims c = {shared, 0};
-    if (threadIdx.x == 0 && l.sends) *shared = claim(l);
+    if (threadIdx.x == 0 && blockIdx.x < (unsigned)l.senders) *shared = claim(l);
     return c;
 }
 
@@ -92,6 +103,7 @@ __device__ __forceinline__ Claims claims_begin(const EpLatency &l, int *shared) 
  *  barriers. */
 template <typename Work>
 __device__ __forceinline__ void claims_work(Claims *c, const EpLatency &l, int items, Work work) {
+#pragma unroll 1
     for (int item = *c->shared; item < items; item = *c->shared) {
         if (threadIdx.x == 0) c->next = claim(l);
         work(item);
@@ -117,6 +129,7 @@ __device__ __forceinline__ Shares make_shares(int rows, int steps, int warps) {
  */
 template <typename Work>
 __device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps, Work work) {
+#pragma unroll 1
     for (int i = warp; i < s.rows * s.stride; i += warps)
         if (!work(i / s.stride, i % s.stride)) return 0;
     return 1;
@@ -124,13 +137,29 @@ __device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps,
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/** Tell rank r which operation this is: see ep_sent. By one thread; thread 0 must not pass
- *  before, as the group's counter then moves on. */
-__device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l, int r,
+/** By all threads of the block that has sent the heads: which operation this is (see ep_sent).
+ *  Thread 0 must not pass before, as the group's counter then moves on. */
+__device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l,
                                                    uint64_t flag) {
     uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
-    ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
-    if (r == g.rank) *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)flag, number);
+    __syncthreads();
+    for (int r = threadIdx.x; r < g.size; r += THREADS)
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
+    if (threadIdx.x == 0)
+        *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)flag, number);
+    __syncthreads();
+}
+
+/* Ranks that disagree see that for themselves, each from what the others have sent: nobody goes
+ * before it has sent its own. By one thread. */
+__device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, const EpLatency &l,
+                                                       int r, uint32_t seen, uint64_t facts,
+                                                       uint64_t flag) {
+    EpPatience patience = {0, 0};
+    const EpAwaited own = {g.rank, EP_PHASE_HEAD, 0, (uint32_t)flag, 0};
+    while ((uint32_t)(*(volatile uint64_t *)&l.state->number >> 32) != (uint32_t)flag)
+        if (!ep_patience(g, &patience, own)) return;
+    ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_PHASE_HEAD, 0, g.digest, seen}, facts);
 }
 
 /** A warp sends rank r's head: word_of(w) are its words. */
@@ -139,6 +168,7 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
                                           int words, uint64_t flag, Word word_of) {
     char *to = latency_head(l, r, g.rank, g.size, flag);
     int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS);
+#pragma unroll 1
     for (int step = 0; step < steps; step++) {
         int w = 4 * (step * EP_STEP_UNITS + step_unit());
         uint4 unit = make_uint4(0, 0, 0, 0);
@@ -147,9 +177,9 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
         step_store(to + step * EP_STEP_BYTES, step_pack(unit, flag), l.whole);
     }
     if (!l.whole) step_fence();
+#pragma unroll 1
     for (int step = 0; step < steps && !l.whole; step++)
         step_store_flag(to + step * EP_STEP_BYTES, flag);
-    if (threadIdx.x % 32 == 0) announce_operation(g, l, r, flag);
 }
 
 /** And receives that of rank r: take(w, words w to w + 3). By a warp; 0: it does not come, or is of
@@ -159,14 +189,14 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
                                          uint64_t flag, Take take) {
     const char *from = latency_head(l, g.rank, r, g.size, flag);
     int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS), same = 1;
+#pragma unroll 1
     for (int step = 0; step < steps; step++) {
         ulonglong2 x = step_load(from + step * EP_STEP_BYTES);
         const StepOrigin origin = {r, EP_PHASE_HEAD, 0};
         if (!step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
         uint4 unit = step_unpack(x);
         if (step == 0 && threadIdx.x % 32 == 0 && unit.x != g.digest) {
-            ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_PHASE_HEAD, 0, g.digest, unit.x},
-                      unit.y | (uint64_t)unit.z << 32);
+            report_other_operation(g, l, r, unit.x, unit.y | (uint64_t)unit.z << 32, flag);
             same = 0;
         }
         if (step_unit() >= 0) take(4 * (step * EP_STEP_UNITS + step_unit()), unit);

@@ -16,8 +16,8 @@
  *
  * Nobody waits in a circle. First halves never wait for a rank. What a second half waits for, the
  * others' first halves, comes earlier in the order that all ranks have in common. In a whole
- * operation blocks claim what is to be sent, and wait only when none of that is left, so that not
- * all of them need be running.
+ * operation the first blocks send, which never wait, and claim what is to be sent one after
+ * another, so that not all of them need be running. The others receive meanwhile.
  */
 
 #include "handles/plan_cuda.h"
@@ -63,8 +63,9 @@ typedef struct EpLatencyState {
 typedef struct EpLatency {
     EpBufferLayout layout;
     EpLatencyState *state;
-    int32_t whole;           /**< whether lines arrive whole */
-    int32_t sends, receives; /**< what this launch does of the operation: one half, or both */
+    int32_t whole;    /**< whether lines arrive whole */
+    int32_t receives; /**< whether this launch receives */
+    int32_t senders;  /**< blocks that send, the first ones; the others receive */
     char *window[EP_CUDA_MAX_RANKS];
 } EpLatency;
 

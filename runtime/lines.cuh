@@ -135,6 +135,7 @@ __device__ __forceinline__ int step_await(const EpCudaGroup &g, const EpLatency 
                                           const char *from, uint64_t flag, ulonglong2 *x,
                                           const StepOrigin &origin) {
     uint64_t start = 0;
+#pragma unroll 1
     for (int polls = 1; !step_is_here(*x, flag); polls++) {
         if (polls % EP_POLLS_PER_CLOCK_READ == 0) {
             LongWait wait = ep_look_up(&g, &latency, origin, (uint32_t)flag, (uint32_t)x->y, start);
