@@ -31,15 +31,27 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
+/* Steps for each warp of the GPU up to which some blocks of a combine send while others receive.
+ * Beyond, all do both, one after the other, as in a dispatch, whose rows take little time to send
+ * and all warps to be copied. Found by trying; so is that two ranks gain nothing by it. */
+#define MOST_DIVIDED 8
+
+static int divides(const EpGroup *group, int64_t work) {
+    int64_t warps = (int64_t)ep_cuda(group)->device.blocks * BLOCK_WARPS;
+    return group->size > 2 && work <= MOST_DIVIDED * warps;
+}
+
 /* As many blocks as have something to send and as many that have something to receive, if all ranks
  * have as many tokens as this one; one besides that tells of the routing. */
-static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int64_t steps,
+static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int64_t steps, int sums,
                          EpLatency *latency) {
-    int64_t warps = tokens * group->size * steps;
-    int64_t blocks = 1 + 2 * ((warps + BLOCK_WARPS - 1) / BLOCK_WARPS);
-    blocks = ep_min(ep_cuda(group)->device.blocks, ep_max(3, blocks));
+    int64_t most = ep_cuda(group)->device.blocks, work = tokens * group->size * steps;
+    int64_t blocks = 1 + 2 * ((work + BLOCK_WARPS - 1) / BLOCK_WARPS);
+    blocks = ep_min(most, ep_max(3, blocks));
+    int divided = half == EP_WHOLE && sums && divides(group, work);
     latency->receives = half != EP_SEND_HALF;
-    latency->senders = (int32_t)(half == EP_WHOLE ? blocks / 2 : half == EP_SEND_HALF ? blocks : 0);
+    latency->first_receiver = divided ? (int32_t)blocks / 2 : 0;
+    latency->senders = (int32_t)(half == EP_WAIT_HALF ? 0 : divided ? blocks / 2 : blocks);
     return (int)blocks;
 }
 
@@ -101,7 +113,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                                  .out_capacity = s->out_capacity};
     int blocks =
-        choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, &args.latency);
+        choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, 0, &args.latency);
     EP_TRY(choose_memory(group, &args));
     EP_TRY(enter(handle, s->half, s->stream));
     EP_TRY(leave(handle, s->half, s->stream,
@@ -132,7 +144,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .out_num_rows = g->out_num_rows};
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, &args.latency);
+    int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, 1, &args.latency);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,
                  ep_cuda_launch_latency_gather(&args, blocks, g->stream));

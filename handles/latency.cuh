@@ -10,7 +10,9 @@
 #include "handles/publish.cuh"
 #include "runtime/lines.cuh"
 
+#ifndef THREADS
 #define THREADS 512
+#endif
 #define WARPS (THREADS / 32)
 
 /* ---- addresses ----------------------------------------------------------------------------- */
@@ -61,8 +63,9 @@ typedef struct Part {
 } Part;
 
 __device__ __forceinline__ Part latency_part(const EpLatency &l) {
-    int block = (int)blockIdx.x - l.senders, blocks = (int)gridDim.x - l.senders;
-    return Part{block < 0, l.receives && block >= 0, block, blocks};
+    int index = blockIdx.x, block = index - l.first_receiver;
+    return Part{index < l.senders, l.receives && block >= 0, block,
+                (int)gridDim.x - l.first_receiver};
 }
 
 /** By all threads of each block that receives, at its end: 1 in the last of them, which sees what

@@ -63,9 +63,11 @@ typedef struct EpLatencyState {
 typedef struct EpLatency {
     EpBufferLayout layout;
     EpLatencyState *state;
-    int32_t whole;    /**< whether lines arrive whole */
-    int32_t receives; /**< whether this launch receives */
-    int32_t senders;  /**< blocks that send, the first ones; the others receive */
+    int32_t whole;          /**< whether lines arrive whole */
+    int32_t receives;       /**< whether this launch receives */
+    int32_t senders;        /**< blocks that send, the first ones */
+    int32_t first_receiver; /**< this block and those behind it receive, if they send, then
+                               afterwards */
     char *window[EP_CUDA_MAX_RANKS];
 } EpLatency;
 
