@@ -53,7 +53,8 @@ __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, cons
             before = flat ? count_rows_before(route, d, token, owner_of(d, expert))
                           : count_entries_before(route, d, entry, expert);
         if (threadIdx.x % 32 == 0)
-            d->w->header[i] = (uint32_t)(expert + 1) | (uint32_t)before << a.record.expert_bits;
+            d->w->header[i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
+                                                                 << a.record.expert_bits;
     }
     int i = threadIdx.x;
     if (a.carries_weights && i < k)

@@ -83,6 +83,8 @@ Test(dispatch_routing, indices_of_no_expert_are_reported_and_masked, .timeout = 
     run_layouts(c);
     c.index_type = EP_TYPE_INT64;
     run_layouts(c);
+    c.experts = 15; /* as many as some bits can tell, and none */
+    run_layouts(c);
 }
 
 Test(dispatch_routing, number_of_tokens_as_a_tensor, .timeout = 120) {
