@@ -21,12 +21,12 @@ __device__ void gather(const EpLatencyGatherArgs &a, const int *tokens, Claims *
 __global__ void __launch_bounds__(THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int item, lists[WARPS][EP_MAX_TOP_K], tokens[EP_CUDA_MAX_RANKS];
-    uint64_t flag = latency_flag(a.latency);
+    uint64_t flag;
     Claims claims = claims_begin(a.latency, &item);
     int *list = lists[threadIdx.x / 32];
     for (int r = threadIdx.x; r < a.group.size; r += THREADS)
         tokens[r] = a.plan.tokens[r];
-    if (!latency_enter(a.group, a.plan)) {
+    if (!latency_enter(a.group, a.plan, a.latency, &flag)) {
         if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
         return;
     }

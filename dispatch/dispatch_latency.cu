@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ DeskWords words;
     const EpPrepareArgs &route = a.route;
     const EpLatency &l = a.latency;
-    uint64_t flag = latency_flag(l);
+    uint64_t flag;
     uint32_t step = step_under_way(route);
     Part part = latency_part(l);
     Desk d = make_desk(a, &words, memory);
     Claims claims = claims_begin(l, &words.item);
     if (part.sends) open_desk(route, &d);
-    int alive = latency_enter(route.group, route.plan);
+    int alive = latency_enter(route.group, route.plan, l, &flag);
     if (alive && part.sends) send_all(a, &d, &claims, flag);
     if (threadIdx.x == 0) latency_pass(route.group, l, flag);
     if (!alive || !part.receives) return;

@@ -10,9 +10,7 @@
 #include "handles/publish.cuh"
 #include "runtime/lines.cuh"
 
-#ifndef THREADS
 #define THREADS 512
-#endif
 #define WARPS (THREADS / 32)
 
 /* ---- addresses ----------------------------------------------------------------------------- */
@@ -31,18 +29,19 @@ __device__ __forceinline__ char *latency_record(const EpLatency &l, int receiver
 
 /* ---- begin and end ------------------------------------------------------------------------- */
 
-/** The flag of the operation under way. */
-__device__ __forceinline__ uint64_t latency_flag(const EpLatency &l) {
-    return *(volatile uint64_t *)&l.state->done + 1;
-}
-
-/** See ep_enter: in latency mode a rank that has failed once does nothing more. */
-__device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan) {
-    return ep_enter(g, plan, 0);
+/** See ep_enter: in latency mode a rank that has failed once does nothing more. Tells all threads
+ * the flag of the operation under way, which one of them has seen before the block may pass. */
+__device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                             const EpLatency &l, uint64_t *flag) {
+    __shared__ uint64_t shared;
+    if (threadIdx.x == 0) shared = *(volatile uint64_t *)&l.state->done + 1;
+    int alive = ep_enter(g, plan, 0);
+    *flag = shared;
+    return alive;
 }
 
 /**
- * By one thread of each block, once it has asked for the flag and claimed its last item: the last
+ * By one thread of each block, once it has entered and claimed its last item: the last
  * one sets all that is counted to what the next kernel is to find. What is done after it need not
  * be waited for by anyone but the stream.
  */

@@ -296,7 +296,7 @@ typedef enum EpOverflow {
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
 /** Most tokens per rank and step for which AUTO means LATENCY. */
-#define EP_LATENCY_TOKENS 512
+#define EP_LATENCY_TOKENS 256
 
 /** "Use the default", in fields that say so. */
 #define EP_DEFAULT (-1)
