@@ -197,8 +197,9 @@ typedef void *EpStream;
  *
  * Callbacks return EP_OK or an error (use ep_set_last_error for the sentence). They are called
  * when groups are created and destroyed, allgather also when memory that peers reach is (section
- * 5); only isend, irecv and test also in operations. The struct is copied
- * by ep_group_create; what `context` points to must outlive the groups made from it.
+ * 5) and handles in latency mode are (section 6); only isend, irecv and test also in operations.
+ * The struct is copied by ep_group_create; what `context` points to must outlive the groups made
+ * from it.
  */
 typedef struct EpBootstrap {
     size_t struct_size;
@@ -261,12 +262,11 @@ typedef struct EpGroup EpGroup;
  * reaches, so a program that says AUTO asks ep_group_query which one it got before it allocates; a
  * program whose tensors are in either kind of memory in any case names its backend.
  *
- * AUTO is to mean CUDA where every rank has a usable GPU of its own, and HOST elsewhere; in this
- * version it always means HOST. All ranks come to the same choice, and EpGroupInfo's reason (and
- * ep_info) says what decided it.
+ * AUTO means CUDA where every rank has a usable GPU of its own, and HOST elsewhere. All ranks come
+ * to the same choice, and EpGroupInfo's reason (and ep_info) says what decided it.
  */
 typedef enum EpBackend {
-    EP_BACKEND_AUTO = 1, /**< the best that is released and that every rank can have */
+    EP_BACKEND_AUTO = 1, /**< setting EP_BACKEND, else the best that every rank can have */
     EP_BACKEND_HOST = 2, /**< CPUs: shared memory within a node, messages between nodes */
     EP_BACKEND_CUDA = 3  /**< GPUs that reach each other's memory */
 } EpBackend;
@@ -289,9 +289,8 @@ typedef enum EpOverflow {
  * computation in between. Sizes are static (a capacity, or BATCHED), there is no backward, and a
  * handle has buffers of its own that peers reach: see ep_handle_cost.
  *
- * AUTO: LATENCY where max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the backend has
- * that mode (in this version the host backend), else THROUGHPUT. A program that says so keeps to
- * what holds in both.
+ * AUTO: LATENCY where max_tokens is at most EP_LATENCY_TOKENS and sizes are static, else
+ * THROUGHPUT. A program that says so keeps to what holds in both.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
@@ -577,10 +576,11 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
  * allocates. In throughput mode local, but in the same order on every rank. In latency mode
  * collective, destroying included, since the handle's buffers are memory that peers reach: other
- * ranks may wait for this one.
+ * ranks may wait for this one. On the CUDA backend that is a meeting as in section 5, so no stream
+ * may be under capture.
  *
- * EP_ERR_UNSUPPORTED: latency mode without a static size, or what the group's backend does not
- * have.
+ * EP_ERR_UNSUPPORTED: latency mode without a static size; on the CUDA backend, latency mode where
+ * num_experts * max_tokens * top_k is not below 2^31.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);
@@ -769,7 +769,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
  * Together the two halves do what the whole call does, with the same bytes; arguments are those of
  * the whole call, divided. The first halves are collective, in the same order on every rank, as all
  * operations are; the second halves may come in any order, and different ones on different ranks.
- * On the host backend the first half may wait for the peers', the second one never does.
+ * On the host backend the first half may wait for the peers', the second one never does; on the
+ * CUDA backend it is the other way about, and the second half waits in its kernel.
  *
  * Between the halves the handle can do nothing but the second one: any other operation on it, a
  * second send, ep_handle_bind and ep_handle_info are refused with EP_ERR_ORDER, and so is a wait
