@@ -7,8 +7,8 @@
  * says by itself that it is there (runtime/lines.cuh). A receiver reads everyone's counts, from
  * which follows where slabs begin, then rows as they come, and copies them to their slots.
  *
- * Some blocks claim what is to be sent, token by token. The others receive, each warp its share;
- * one of them tells host and caller of the routing instead.
+ * Blocks claim what is to be sent, token by token. When nothing of that is left, they receive, each
+ * warp its share; one of them tells host and caller of the routing instead.
  */
 #include "dispatch/quantise.cuh"
 

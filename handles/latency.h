@@ -16,8 +16,8 @@
  *
  * Nobody waits in a circle. First halves never wait for a rank. What a second half waits for, the
  * others' first halves, comes earlier in the order that all ranks have in common. In a whole
- * operation the first blocks send, which never wait, and claim what is to be sent one after
- * another, so that not all of them need be running. The others receive meanwhile.
+ * operation the first blocks send, and claim what is to be sent one after another, so that not all
+ * of them need be running; they wait, if they receive as well, when nothing of that is left.
  */
 
 #include "handles/plan_cuda.h"

@@ -52,8 +52,8 @@ static EpStatus check_words(const EpHandle *handle, const EpCall *call) {
     int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
     if (bits_below(s->num_experts + (int64_t)1) + bits_below(entries) <= 32) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
-                     "expected num_experts * max_tokens * top_k of less than 2^31 in latency mode, "
-                     "got %d * %d * %d",
+                     "expected num_experts * max_tokens * top_k below 2^31 in latency mode, got "
+                     "%d * %d * %d",
                      s->num_experts, s->max_tokens, s->max_top_k);
 }
 

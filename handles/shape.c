@@ -82,9 +82,10 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
-                         "expected throughput mode or AUTO, since this backend has no latency mode "
-                         "yet, got EP_MODE_LATENCY");
+        return ep_refuse(
+            call, EP_ERR_UNSUPPORTED, "config.mode",
+            "expected throughput mode or AUTO, since this backend has no latency mode, "
+            "got EP_MODE_LATENCY");
     if (static_size) return EP_OK;
     return ep_refuse(
         call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
@@ -97,14 +98,13 @@ static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandl
     s->quant = c->quant, s->scale_order = c->scale_order;
     if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
-                         "expected EP_QUANT_NONE, since this backend does not quantise yet, got %d",
+                         "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->quant);
     if (s->scale_order != EP_SCALES_BY_ROW && !(offers & EP_OFFERS_SCALE_COLUMNS))
-        return ep_refuse(
-            call, EP_ERR_UNSUPPORTED, "config.scale_order",
-            "expected EP_SCALES_BY_ROW, since this backend has no other order yet, got "
-            "%d",
-            (int)c->scale_order);
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
+                         "expected EP_SCALES_BY_ROW, since this backend has no other order, got "
+                         "%d",
+                         (int)c->scale_order);
     return EP_OK;
 }
 

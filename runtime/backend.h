@@ -175,10 +175,8 @@ typedef struct EpBackendOps {
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;
 
-/**
- * What the CUDA backend has of EP_OFFERS_... so far. Calls and configurations that need more are
- * refused before they reach it, and EP_MODE_AUTO means throughput mode there.
- */
+/** What the CUDA backend has of EP_OFFERS_...: calls and configurations that need what a backend
+ * has not are refused before they reach it, and EP_MODE_AUTO follows. */
 #define EP_CUDA_OFFERS \
     (EP_OFFERS_LATENCY | EP_OFFERS_QUANT | EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS)
 
