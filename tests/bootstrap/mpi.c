@@ -37,16 +37,16 @@ static void run_layouts(const EpBootstrap *bootstrap) {
     }
 }
 
-RankedTest(mpi_layouts, one_rank, 1, 30) {
+RankedTest(mpi_layouts, one_rank, 1, 90) {
     run_layouts(bootstrap);
 }
-RankedTest(mpi_layouts, two_ranks, 2, 30) {
+RankedTest(mpi_layouts, two_ranks, 2, 90) {
     run_layouts(bootstrap);
 }
-RankedTest(mpi_layouts, three_ranks, 3, 30) {
+RankedTest(mpi_layouts, three_ranks, 3, 90) {
     run_layouts(bootstrap);
 }
-RankedTest(mpi_layouts, four_ranks, 4, 30) {
+RankedTest(mpi_layouts, four_ranks, 4, 90) {
     run_layouts(bootstrap);
 }
 RankedTest(mpi_layouts, eight_ranks, 8, 60) {
