@@ -49,11 +49,12 @@ __device__ __forceinline__ void sum_own(const EpLatencyGatherArgs &a, const Term
                                         const int unit[REDUCED_AT_ONCE],
                                         EpVector<T> own[REDUCED_AT_ONCE]) {
     if (a.latency.senders) return add_terms<T, REDUCED_AT_ONCE>(a, t, unit, own);
-#pragma unroll 1
+#pragma unroll
     for (int u = 0; u < REDUCED_AT_ONCE; u++) {
         const float *kept = kept_sum(a, token) + unit[u] * EpVector<T>::SIZE;
-#pragma unroll 1
-        for (int i = 0; i < EpVector<T>::SIZE && unit[u] >= 0; i++)
+        if (unit[u] < 0) continue;
+#pragma unroll
+        for (int i = 0; i < EpVector<T>::SIZE; i++)
             own[u].at[i] = kept[i];
     }
 }

@@ -137,8 +137,9 @@ __device__ void keep_sum(const EpLatencyGatherArgs &a, int token, int step, int 
         EpVector<T> sum[1] = {};
         int unit[1] = {own_unit(a, step)};
         add_terms<T, 1>(a, t, unit, sum);
-#pragma unroll 1
-        for (int i = 0; i < EpVector<T>::SIZE && unit[0] >= 0; i++)
+        if (unit[0] < 0) continue;
+#pragma unroll
+        for (int i = 0; i < EpVector<T>::SIZE; i++)
             to[unit[0] * EpVector<T>::SIZE + i] = sum[0].at[i];
     }
 }

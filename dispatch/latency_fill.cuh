@@ -110,7 +110,7 @@ __device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, int64_t
 }
 
 __device__ __noinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t slot, int unit,
-                                          const uint4 &x) {
+                                          uint4 x) {
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int grain = scale_grain(a);
 #pragma unroll
@@ -123,17 +123,29 @@ __device__ __noinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t
     }
 }
 
-/* This lane's unit of a step, to all slots. By a warp. */
-__device__ __forceinline__ void place_unit(const EpLatencyScatterArgs &a, const Entry &e, int step,
-                                           const uint4 &x) {
-    int at = step * EP_STEP_UNITS + step_unit() - a.record.header_units;
-    bool is_row = step_unit() >= 0 && at >= 0 && at < a.record.row_units;
-    int scale = step_unit() >= 0 ? at - a.record.row_units : -1;
+/* A warp's steps, from `step` on, of a record that has come: this lane's units to all slots. What a
+ * slot takes, it takes for all steps at once, since it is the instructions that take the time. */
+__device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const Entry &e, int step,
+                                            int stride, const uint4 x[FILLED_AT_ONCE]) {
+    int at[FILLED_AT_ONCE], end = a.record.row_units + a.record.scale_units, scales = 0;
+#pragma unroll
+    for (int i = 0; i < FILLED_AT_ONCE; i++) {
+        int unit = (step + i * stride) * EP_STEP_UNITS + step_unit() - a.record.header_units;
+        at[i] = step_unit() >= 0 && step + i * stride < a.record.steps && unit < end ? unit : -1;
+        scales |= at[i] >= a.record.row_units;
+    }
+    scales = __any_sync(~0u, scales);
 #pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
         int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
-        if (is_row) *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = x;
-        if (scale >= 0 && scale < a.record.scale_units) store_scales(a, slot, scale, x);
+        uint4 *row = (uint4 *)(a.out_rows + slot * a.row_bytes);
+#pragma unroll
+        for (int i = 0; i < FILLED_AT_ONCE; i++)
+            if (at[i] >= 0 && at[i] < a.record.row_units) row[at[i]] = x[i];
+#pragma unroll
+        for (int i = 0; i < FILLED_AT_ONCE; i++)
+            if (scales && at[i] >= a.record.row_units)
+                store_scales(a, slot, at[i] - a.record.row_units, x[i]);
     }
 }
 
@@ -190,14 +202,16 @@ __device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, const R
     if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
     while (e.filled && step < a.record.steps) {
+        uint4 unit[FILLED_AT_ONCE];
 #pragma unroll
         for (int i = 0; i < FILLED_AT_ONCE; i++) {
             int at = step + i * r.stride;
             if (at >= a.record.steps) break;
             if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &f.x[i], origin))
                 return 0;
-            place_unit(a, e, at, step_unpack(f.x[i]));
+            unit[i] = step_unpack(f.x[i]);
         }
+        place_units(a, e, step, r.stride, unit);
         step += FILLED_AT_ONCE * r.stride;
         fetch_steps(a, from, step, r.stride, f.x);
     }

@@ -138,7 +138,6 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, uint32_t step, cons
     int local = a.shape.num_local, lane = threadIdx.x % 32;
     int batched = a.shape.layout == EP_LAYOUT_BATCHED, most = 0;
     int64_t start = 0, dropped = 0;
-#pragma unroll 1
     for (int at = 0; at < local; at += 32) {
         int e = at + lane;
         Slab slab = lay_slab(a, total, local, at, &start);
@@ -163,7 +162,6 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, uint32_t step, cons
 __device__ inline void publish_flat_experts(const EpPrepareArgs &a, uint32_t step,
                                             const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
-#pragma unroll 1
     for (int at = 0; at < local; at += 32) {
         int e = at + lane, count = 0;
         if (e < local) count = total ? total[e] : *(volatile int32_t *)&a.plan.expert_counts[e];
@@ -184,10 +182,8 @@ __device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int l
  * the threads of a block, once they see how many of each expert are kept; count_of(expert, source)
  * entries have come. */
 template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a, Count count_of) {
-#pragma unroll 1
     for (int e = threadIdx.x; a.source_counts.data && e < a.shape.num_local; e += (int)blockDim.x) {
         int left = *(volatile int32_t *)&a.plan.expert_counts[e];
-#pragma unroll 1
         for (int s = 0; s < a.group.size; s++) {
             int count = min(left, (int)count_of(e, s));
             store_integer(a.source_counts, source_count_at(a, e, s), count);
@@ -199,7 +195,6 @@ template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a
 /* Where flat rows are lost, entries are counted one by one. */
 __device__ inline void clear_sources(const EpPrepareArgs &a) {
     int counts = a.shape.num_local * a.group.size;
-#pragma unroll 1
     for (int i = threadIdx.x; a.source_counts.data && i < counts; i += (int)blockDim.x)
         store_integer(a.source_counts, i, 0);
 }
