@@ -18,14 +18,30 @@ EpType quant_scale_type(EpQuant quant) {
     return quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
 }
 
-/* A magnitude as a whole number of steps: an eighth of the power of two below it, or 2^-9. */
+/* 2^e as a double. Functions of <math.h> for this and the next would take most of a run. */
+static double power_of_two(int e) {
+    uint64_t bits = (uint64_t)(e + 1023) << 52;
+    double value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+/* The power of two at or below a positive number; 0 has a very low one. */
+static int exponent_of(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return (int)(bits >> 52) - 1023;
+}
+
+/* A magnitude as a whole number of steps: an eighth of the power of two below it, or 2^-9. Numbers
+ * that are added to 2^52 are rounded to whole ones, ties to even. */
 static uint8_t e4m3(float value) {
-    double magnitude = fmin(fabs((double)value), LARGEST);
-    int exponent;
-    (void)frexp(magnitude, &exponent);
-    exponent = exponent - 1 < -6 ? -6 : exponent - 1;
-    int steps = (int)rint(ldexp(magnitude, 3 - exponent));
-    int code = steps + (exponent + 6) * 8;
+    double magnitude = fabs((double)value);
+    magnitude = magnitude > LARGEST ? LARGEST : magnitude;
+    int exponent = exponent_of(magnitude);
+    exponent = exponent < -6 ? -6 : exponent;
+    double whole = magnitude * power_of_two(3 - exponent) + 0x1p52;
+    int code = (int)(whole - 0x1p52) + (exponent + 6) * 8;
     return (uint8_t)(code | (signbit(value) ? 0x80 : 0));
 }
 
@@ -47,8 +63,10 @@ void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *
     for (int64_t begin = 0, b = 0; begin < count; begin += block_of(quant), b++) {
         int64_t end = begin + block_of(quant) < count ? begin + block_of(quant) : count;
         double amax = 0x1p-100;
-        for (int64_t i = begin; i < end; i++)
-            amax = fmax(amax, fabs((double)row[i]));
+        for (int64_t i = begin; i < end; i++) {
+            double magnitude = fabs((double)row[i]);
+            amax = magnitude > amax ? magnitude : amax;
+        }
         float inverse = scale_block(quant, amax, (char *)scales + (size_t)b * unit);
         for (int64_t i = begin; i < end; i++)
             ((uint8_t *)out)[i] = e4m3((float)((double)row[i] * (double)inverse));
