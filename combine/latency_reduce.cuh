@@ -12,24 +12,10 @@
 #define AWAITED_AT_ONCE 4 /* ranks */
 #define REDUCED_AT_ONCE 1 /* steps of a warp */
 
-/* What is known of a token before anything has come for it. */
-typedef struct Known {
-    int owner; /* lane k: rank of entry k's expert, -1: none */
-    Entry own; /* what this rank adds to it */
-} Known;
-
-/* By a warp; of a row past this step's tokens there is something to load, too. */
-__device__ __forceinline__ Known know(const EpLatencyGatherArgs &a, int token) {
-    int lane = threadIdx.x % 32;
-    Known k = {-1, {EP_ROW_NONE, -1}};
-    if (lane < a.top_k) k.owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
-    if (a.latency.senders) k.own = load_entry(a, a.group.rank, token);
-    return k;
-}
-
 /* The ranks of a token's experts in ascending order, into list[K]; how many. By a warp. */
-__device__ __forceinline__ int list_ranks(const EpLatencyGatherArgs &a, int owner, int *list) {
-    int lane = threadIdx.x % 32, at = 0, count = 0;
+__device__ __forceinline__ int list_ranks(const EpLatencyGatherArgs &a, int token, int *list) {
+    int lane = threadIdx.x % 32, owner = -1, at = 0, count = 0;
+    if (lane < a.top_k) owner = a.plan.entries[(int64_t)token * a.top_k + lane].owner;
     unsigned same = __match_any_sync(~0u, owner);
     int opens = owner >= 0 && __ffs((int)same) - 1 == lane;
 #pragma unroll 1
@@ -138,12 +124,14 @@ __device__ int reduce_steps(const Coming &c, const int *ranks, int count, const 
     return 1;
 }
 
-/* A warp's steps of a token, or of a row past this step's tokens, which is zero. */
+/* A warp's steps of a token; or of a row past this step's tokens, which is zero, and of which the
+ * plan says nothing. */
 template <typename T>
 __device__ int reduce_token(const EpLatencyGatherArgs &a, int *list, int tokens, int token,
-                            const Known &k, int step, int stride, uint64_t flag) {
-    int count = list_ranks(a, token < tokens ? k.owner : -1, list);
-    Terms own = find_terms(a, k.own);
+                            int step, int stride, uint64_t flag) {
+    int count = token < tokens ? list_ranks(a, token, list) : 0;
+    Terms own = {-1, 1, 0, 0};
+    if (count && a.latency.senders) own = find_terms(a, a.group.rank, token);
 #pragma unroll 1
     for (; step < a.steps; step += REDUCED_AT_ONCE * stride) {
         Coming c = {&a, token, step, stride, flag};
@@ -166,7 +154,7 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int toke
     int warps = p.blocks * WARPS, warp = (int)threadIdx.x / 32 * p.blocks + p.block;
     Shares shares = make_shares((int)a.out_num_rows, a.steps, warps);
     shares_work(shares, warp, warps, [&](int token, int step) {
-        return reduce_token<T>(a, list, tokens, token, know(a, token), step, shares.stride, flag);
+        return reduce_token<T>(a, list, tokens, token, step, shares.stride, flag);
     });
     if (p.block == p.blocks - 1) take_heads(a, flag);
 }

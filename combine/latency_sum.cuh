@@ -23,25 +23,14 @@ typedef struct Terms {
     int comes;       /* whether the source sends it at all */
 } Terms;
 
-/* What the plan says of a row, as it is loaded: others may do so while it is on its way. */
-typedef struct Entry {
-    int row;   /* see EP_ROW_NONE */
-    int route; /* lane k: slot of entry k */
-} Entry;
-
-__device__ __forceinline__ Entry load_entry(const EpLatencyGatherArgs &a, int source, int token) {
-    int lane = threadIdx.x % 32;
+/* By a warp; of a token that the source has. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int source, int token) {
+    int lane = threadIdx.x % 32, flat = a.shape.layout == EP_LAYOUT_FLAT;
     int64_t index = (int64_t)source * a.group.layout.max_tokens + token;
-    Entry e = {a.plan.begins[index + source], -1};
-    if (lane < a.top_k) e.route = a.plan.routes[index * a.top_k + lane];
-    return e;
-}
-
-/* By a warp. */
-__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, const Entry &e) {
-    int flat = a.shape.layout == EP_LAYOUT_FLAT, slot = e.route;
-    if (flat) slot = threadIdx.x % 32 == 0 ? e.row : -1;
-    Terms t = {slot, 1, __ballot_sync(~0u, slot >= 0), e.row != EP_ROW_NONE};
+    int row = a.plan.begins[index + source], slot = -1;
+    if (flat && lane == 0) slot = row;
+    if (!flat && lane < a.top_k) slot = a.plan.routes[index * a.top_k + lane];
+    Terms t = {slot, 1, __ballot_sync(~0u, slot >= 0), row != EP_ROW_NONE};
     if (a.weighs && slot >= 0) t.weight = a.slot_weights[slot];
     return t;
 }
@@ -94,7 +83,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, int source, int token, in
                          uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
-    Terms t = find_terms(a, load_entry(a, source, token));
+    Terms t = find_terms(a, source, token);
     if (!t.comes) return;
     char *to = latency_record(l, source, g.rank, g.size, token, flag);
 #pragma unroll 1
@@ -130,7 +119,7 @@ __device__ __forceinline__ float *kept_sum(const EpLatencyGatherArgs &a, int tok
 /* What this rank adds to a token of its own is not rounded. Between halves it is kept. */
 template <typename T>
 __device__ void keep_sum(const EpLatencyGatherArgs &a, int token, int step, int stride) {
-    Terms t = find_terms(a, load_entry(a, a.group.rank, token));
+    Terms t = find_terms(a, a.group.rank, token);
     float *to = kept_sum(a, token);
 #pragma unroll 1
     for (; step < a.steps; step += stride) {

@@ -114,6 +114,7 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     int before = ep_group_enter(group, call.name);
     EpStatus status = open_buffers(&call, handle, attach(&call, handle, memory, bytes));
     if (status != EP_OK) {
+        if (handle->memory) group->backend->retire_plan(handle);
         close_buffers(handle);
         release_workspace(handle);
         release_memory(handle);

@@ -17,7 +17,7 @@
 #define ALIGNMENT ((size_t)256)
 #define TOTAL_BYTES ((size_t)16 << 30) /* of all GPUs together */
 #define SLACK 0x5c
-#define GARBAGE 0xa5
+#define GARBAGE 0x5b                     /* as an integer it is no -1, and no index of anything */
 #define GARBAGE_BYTES ((size_t)16 << 20) /* arenas are left to be zero */
 
 typedef struct Allocation {
@@ -145,11 +145,10 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
     pthread_rwlock_rdlock(&lock);
     const Allocation *a = find_holder(memory);
     int pinned = a && a->device < 0, found = a != NULL;
-    *out = (struct cudaPointerAttributes){
-        .type = !found  ? cudaMemoryTypeUnregistered
-                : pinned ? cudaMemoryTypeHost
-                         : cudaMemoryTypeDevice,
-        .device = found && !pinned ? a->device : -2};
+    *out = (struct cudaPointerAttributes){.type = !found   ? cudaMemoryTypeUnregistered
+                                                  : pinned ? cudaMemoryTypeHost
+                                                           : cudaMemoryTypeDevice,
+                                          .device = found && !pinned ? a->device : -2};
     pthread_rwlock_unlock(&lock);
     if (found) out->devicePointer = (void *)(uintptr_t)memory;
     return cudaSuccess;
