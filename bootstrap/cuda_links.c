@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
@@ -52,7 +53,7 @@ static int has_links(const char *bus) {
     Nvml nvml;
     int complete = symbols[0] && symbols[1] && symbols[2] && symbols[3];
     _Static_assert(sizeof(nvml) == sizeof(symbols), "pointers to functions and to data");
-    __builtin_memcpy(&nvml, symbols, sizeof(nvml));
+    memcpy(&nvml, symbols, sizeof(nvml));
     int links = complete ? count_links(&nvml, bus) : 0;
     dlclose(library);
     return links > 0;

@@ -109,8 +109,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .out_weights = s->out_weights,
                                  .out_scales = s->out_scales,
                                  .scale_map = s->scale_map,
-                                 .out_idx = s->out_idx,
-                                 .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
+                                 .out_idx = {s->out_idx, s->idx_type == EP_TYPE_INT64},
                                  .out_capacity = s->out_capacity};
     int blocks =
         choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, 0, &args.latency);

@@ -77,13 +77,6 @@ __device__ __forceinline__ void note_row(const EpLatencyScatterArgs &a, const En
     if (lane == 0) route.plan.begins[index + source] = row;
 }
 
-__device__ __forceinline__ void store_index(const EpLatencyScatterArgs &a, int64_t at, int value) {
-    if (a.idx_is_int64)
-        ((int64_t *)a.out_idx)[at] = value;
-    else
-        ((int32_t *)a.out_idx)[at] = value;
-}
-
 __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, const Entry &e) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
     if (a.route.shape.layout != EP_LAYOUT_FLAT) {
@@ -93,7 +86,7 @@ __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, con
     int64_t at = (int64_t)flat_slot(e) * k + lane;
     if (!e.filled || lane >= k) return;
     if (a.carries_weights) a.out_weights[at] = e.local >= 0 ? e.weight : 0;
-    if (a.out_idx) store_index(a, at, e.local);
+    store_integer(a.out_idx, at, e.local);
 }
 
 /* ---- units --------------------------------------------------------------------------------- */
@@ -271,7 +264,7 @@ __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t sl
     for (int at = lane; at < a.record.row_units; at += 32)
         *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = make_uint4(0, 0, 0, 0);
     if (a.carries_weights && lane < values) a.out_weights[slot * values + lane] = 0;
-    if (a.out_idx && lane < k) store_index(a, slot * k + lane, -1);
+    if (lane < k) store_integer(a.out_idx, slot * k + lane, -1);
 #pragma unroll 1
     for (int at = lane * grain; at < a.scale_bytes; at += 32 * grain)
 #pragma unroll 1
@@ -297,8 +290,8 @@ __device__ __noinline__ void zero_padding(const EpLatencyScatterArgs &a, const D
 #pragma unroll 1
     for (int e = block; e < local && s.layout != EP_LAYOUT_FLAT; e += blocks) {
         int64_t limit = slot_limit(route, e), begin = d->offset[e] + (int64_t)d->total[e];
-        int64_t rows = (d->total[e] + (int64_t)s.alignment - 1) / s.alignment * s.alignment;
-        int64_t last = batched && s.zero_tail ? limit : min(limit, d->offset[e] + rows);
+        int64_t last = d->offset[e] + (int64_t)slab_rows(s, d->total[e]);
+        last = batched && s.zero_tail ? limit : min(limit, last);
         zero_slots(a, begin, last, warp, WARPS);
     }
     if (batched || !s.zero_tail) return;
@@ -306,8 +299,7 @@ __device__ __noinline__ void zero_padding(const EpLatencyScatterArgs &a, const D
         end = d->w->flat_begin[route.group.size - 1] +
               (int64_t)d->w->source_rows[route.group.size - 1];
     else if (local)
-        end = d->offset[local - 1] +
-              ((int64_t)d->total[local - 1] + s.alignment - 1) / s.alignment * s.alignment;
+        end = d->offset[local - 1] + (int64_t)slab_rows(s, d->total[local - 1]);
     zero_slots(a, min(end, slot_limit(route, 0)), a.out_capacity, block * WARPS + warp,
                blocks * WARPS);
 }

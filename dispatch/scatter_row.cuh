@@ -26,10 +26,11 @@ __device__ __forceinline__ void describe_flat_row(const EpScatterArgs &a, int64_
         ((int32_t *)a.out_idx)[at] = expert;
 }
 
-/* One row of scales to the places that lanes of the warp have, where they have one; in words as
- * large as all addresses allow: that is a byte where a row has an odd number of UE8M0. */
-template <typename Word>
-__device__ __forceinline__ void spread_words(char *to, const char *from, int words) {
+/* One row of scales to the places that lanes of the warp have, where they have one, in words; word
+ * i goes offset_of(i) bytes behind a place. */
+template <typename Word, typename Offset>
+__device__ __forceinline__ void spread_words(char *to, const char *from, int words,
+                                             Offset offset_of) {
     int lane = threadIdx.x % 32;
     unsigned places = __ballot_sync(~0u, to != NULL);
     for (int base = 0; base < words; base += 32) {
@@ -37,48 +38,47 @@ __device__ __forceinline__ void spread_words(char *to, const char *from, int wor
         Word word;
         if (valid) word = __ldcg((const Word *)from + at);
         for (unsigned left = places; left; left &= left - 1) {
-            Word *out = (Word *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
-            if (valid) out[at] = word;
+            char *out = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
+            if (valid) *(Word *)(out + offset_of(at)) = word;
         }
     }
 }
 
+template <typename Word>
+__device__ __forceinline__ void spread_row(char *to, const char *from, int64_t bytes) {
+    spread_words<Word>(to, from, (int)(bytes / sizeof(Word)),
+                       [](int i) { return i * (int64_t)sizeof(Word); });
+}
+
+/* In words as large as all addresses allow: that is a byte where a row has an odd number of UE8M0.
+ */
 __device__ __forceinline__ void spread_scales(char *to, const char *from, int64_t bytes) {
     uintptr_t all = (uintptr_t)to | (uintptr_t)from | (uintptr_t)bytes;
     if (!__any_sync(~0u, all % sizeof(uint4) != 0))
-        spread_words<uint4>(to, from, (int)(bytes / sizeof(uint4)));
+        spread_row<uint4>(to, from, bytes);
     else if (!__any_sync(~0u, all % sizeof(uint32_t) != 0))
-        spread_words<uint32_t>(to, from, (int)(bytes / sizeof(uint32_t)));
+        spread_row<uint32_t>(to, from, bytes);
     else
-        spread_words<uint8_t>(to, from, (int)bytes);
+        spread_row<uint8_t>(to, from, bytes);
 }
 
 /* The same to places in columns: `to` is that of the first scale. An element is `per` words. */
 template <typename Word>
-__device__ __forceinline__ void spread_column_words(const EpScaleMap &map, char *to,
-                                                    const char *from, int per) {
-    int lane = threadIdx.x % 32, words = (int)map.count * per;
+__device__ __forceinline__ void spread_column(const EpScaleMap &map, char *to, const char *from,
+                                              int per) {
     int64_t step = ep_scale_step(&map);
-    unsigned places = __ballot_sync(~0u, to != NULL);
-    for (int base = 0; base < words; base += 32) {
-        int at = base + lane, valid = at < words;
-        Word word;
-        if (valid) word = __ldcg((const Word *)from + at);
-        for (unsigned left = places; left; left &= left - 1) {
-            char *out = (char *)__shfl_sync(~0u, (unsigned long long)to, __ffs(left) - 1);
-            if (valid) ((Word *)(out + at / per * step))[at % per] = word;
-        }
-    }
+    spread_words<Word>(to, from, (int)map.count * per,
+                       [=](int i) { return i / per * step + i % per * (int64_t)sizeof(Word); });
 }
 
 /* Scales by column start on 4 bytes, and on no more than that: an element of 8 is two words. */
 __device__ __forceinline__ void spread_columns(const EpScaleMap &map, char *to, const char *from) {
     if (map.element_bytes == 1)
-        spread_column_words<uint8_t>(map, to, from, 1);
+        spread_column<uint8_t>(map, to, from, 1);
     else if (map.element_bytes == 2)
-        spread_column_words<uint16_t>(map, to, from, 1);
+        spread_column<uint16_t>(map, to, from, 1);
     else
-        spread_column_words<uint32_t>(map, to, from, map.element_bytes / 4);
+        spread_column<uint32_t>(map, to, from, map.element_bytes / 4);
 }
 
 /* What a warp knows of the entries of a row, lane k of entry k. */

@@ -20,16 +20,20 @@ static const char *op_name(int32_t code) {
 }
 
 static const char *awaited_name(int32_t phase) {
-    static const char *const names[] = {"?",    "its arrival", "routes",   "data",
-                                        "room", "the grid",    "its head", "its rows"};
-    return names[phase >= 1 && phase <= 7 ? phase : 0];
+    static const char *const names[] = {
+        [EP_PHASE_ARRIVAL] = "its arrival", [EP_PHASE_ROUTES] = "routes",
+        [EP_PHASE_RECORD] = "data",         [EP_PHASE_CREDIT] = "room",
+        [EP_PHASE_GRID] = "the grid",       [EP_PHASE_HEAD] = "its head",
+        [EP_PHASE_LINES] = "its rows"};
+    return phase >= EP_PHASE_ARRIVAL && phase <= EP_PHASE_LINES ? names[phase] : "?";
 }
 
 /* Data and room are those of a row, or in latency mode of a token; other waits have none. */
 static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes) {
-    int has_row = f->phase == 3 || f->phase == 4, has_token = f->phase == 7;
+    int has_row = f->phase == EP_PHASE_RECORD || f->phase == EP_PHASE_CREDIT;
     out[0] = 0;
-    if (has_row || has_token) snprintf(out, bytes, ", %s %d", has_row ? "row" : "token", f->row);
+    if (has_row || f->phase == EP_PHASE_LINES)
+        snprintf(out, bytes, ", %s %d", has_row ? "row" : "token", f->row);
 }
 
 static EpStatus tell_late(const EpGroup *group, const volatile EpCudaFailure *f,

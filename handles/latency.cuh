@@ -169,7 +169,7 @@ template <typename Word>
 __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
                                           int words, uint64_t flag, Word word_of) {
     char *to = latency_head(l, r, g.rank, g.size, flag);
-    int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS);
+    int steps = (int)ep_steps(ep_units(4 * words));
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         int w = 4 * (step * EP_STEP_UNITS + step_unit());
@@ -190,7 +190,7 @@ template <typename Take>
 __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
                                          uint64_t flag, Take take) {
     const char *from = latency_head(l, g.rank, r, g.size, flag);
-    int steps = (words + 4 * EP_STEP_UNITS - 1) / (4 * EP_STEP_UNITS), same = 1;
+    int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         ulonglong2 x = step_load(from + step * EP_STEP_BYTES);

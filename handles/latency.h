@@ -100,8 +100,7 @@ typedef struct EpLatencyScatterArgs {
     float *out_weights;
     char *out_scales;
     EpScaleMap scale_map;
-    void *out_idx;
-    int32_t idx_is_int64;
+    EpCudaVector out_idx; /**< data NULL: not asked for */
     int64_t out_capacity;
 } EpLatencyScatterArgs;
 
@@ -126,11 +125,11 @@ typedef struct EpLatencyGatherArgs {
 #define EP_ROW_NONE (-1)
 #define EP_ROW_LOST (-2) /* it comes, and the capacity has no slot for it */
 
-static inline int64_t ep_units(int64_t bytes) {
+EP_HOST_DEVICE static inline int64_t ep_units(int64_t bytes) {
     return (bytes + 15) / 16;
 }
 
-static inline int64_t ep_steps(int64_t units) {
+EP_HOST_DEVICE static inline int64_t ep_steps(int64_t units) {
     return (units + EP_STEP_UNITS - 1) / EP_STEP_UNITS;
 }
 

@@ -114,6 +114,11 @@ __device__ inline void publish_totals(const EpPrepareArgs &a, uint32_t step, int
     if (dropped && a.shape.overflow == EP_OVERFLOW_ERROR) note_overflow(a, needed, dropped);
 }
 
+/* Rows of a slab, padding included. */
+__device__ __forceinline__ int slab_rows(const EpPlanShape &s, int count) {
+    return (count + s.alignment - 1) / s.alignment * s.alignment;
+}
+
 /* The slab of an expert: entries that want to go there, rows that they take, where it begins. */
 typedef struct Slab {
     int count, rows;
@@ -126,7 +131,7 @@ __device__ __forceinline__ Slab lay_slab(const EpPrepareArgs &a, const int32_t *
                                          int at, int64_t *start) {
     const EpPlanShape &s = a.shape;
     int e = at + (int)threadIdx.x % 32, count = e < experts ? total[e] : 0;
-    int rows = (count + s.alignment - 1) / s.alignment * s.alignment;
+    int rows = slab_rows(s, count);
     int through = ep_warp_prefix(rows);
     int64_t begin = *start + through - rows;
     *start += __shfl_sync(~0u, through, 31);

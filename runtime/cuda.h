@@ -81,6 +81,17 @@ enum EpCudaFault {
     EP_FAULT_MEMORY    /**< handle memory does not hold the plan */
 };
 
+/** What a wait waits for. */
+enum EpPhase {
+    EP_PHASE_ARRIVAL = 1,
+    EP_PHASE_ROUTES,
+    EP_PHASE_RECORD,
+    EP_PHASE_CREDIT,
+    EP_PHASE_GRID,
+    EP_PHASE_HEAD, /**< of here on: latency mode, where nobody waits before it has sent */
+    EP_PHASE_LINES
+};
+
 /** What a plan says of itself in its header and in its last word; see EpPlanHeader. */
 typedef struct EpPlanMark {
     uint64_t magic, group;
@@ -91,9 +102,9 @@ typedef struct EpPlanMark {
 
 /** A failure, as kernels report it into pinned memory. */
 typedef struct EpCudaFailure {
-    int32_t fault; /**< EpCudaFault, once the rest is written */
-    int32_t op;    /**< which operation, by its EpOp code */
-    int32_t peer, phase, row;
+    int32_t fault;                  /**< EpCudaFault, once the rest is written */
+    int32_t op;                     /**< which operation, by its EpOp code */
+    int32_t peer, phase, row;       /**< phase: EpPhase */
     uint32_t expected, seen;        /**< counters, or digests */
     uint64_t facts, peer_facts;     /**< where ranks disagree about ep_prepare: what each has */
     EpPlanMark expected_mark, mark; /**< of EP_FAULT_MEMORY */

@@ -101,16 +101,6 @@ __device__ __forceinline__ int ep_read_counter(const uint64_t *counter, uint32_t
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
-enum EpPhase {
-    EP_PHASE_ARRIVAL = 1,
-    EP_PHASE_ROUTES,
-    EP_PHASE_RECORD,
-    EP_PHASE_CREDIT,
-    EP_PHASE_GRID,
-    EP_PHASE_HEAD, /* of here on: latency mode, where nobody waits before it has sent */
-    EP_PHASE_LINES
-};
-
 #define EP_POLLS_PER_CLOCK_READ 256
 
 /** What a wait waits for: the report, should it expire. */

@@ -32,16 +32,6 @@ static Case graph_case(int ranks, EpLayout layout) {
                                 .layout = layout});
 }
 
-static World *step_world(const Case *shape, int step) {
-    static const Spread spreads[] = {SPREAD_RANDOM, SPREAD_RANDOM, SPREAD_FULL, SPREAD_RANDOM,
-                                     SPREAD_HOLE,   SPREAD_RANDOM, SPREAD_NONE, SPREAD_ALONE};
-    Case c = *shape;
-    c.seed = (uint64_t)step;
-    c.spread = spreads[step % 8];
-    c.routing = step % 3 ? ROUTING_UNIFORM : ROUTING_SKEWED;
-    return world_new(&c);
-}
-
 static cudaGraphExec_t capture(Rig *rig) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -55,7 +45,7 @@ static cudaGraphExec_t capture(Rig *rig) {
 
 /* Replays, and now and then the same calls without the graph. */
 static void run_step(Rig *rig, cudaGraphExec_t exec, int step) {
-    World *world = step_world(&rig->c, step);
+    World *world = rig_world(&rig->c, step);
     check_note("step %d: %s", step, case_describe(&world->c));
     rig_load(rig, world);
     if (step % 10 == 9) {
@@ -71,7 +61,7 @@ static void run_step(Rig *rig, cudaGraphExec_t exec, int step) {
 static void replay_layout(EpGroup *group, int rank, const Case *c) {
     Rig rig;
     cudaStream_t stream = new_stream();
-    World *first = step_world(c, 0);
+    World *first = rig_world(c, 0);
     rig_open(&rig, group, rig_handle(group, c), c, rank, stream, NULL);
     rig_load(&rig, first);
     CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -112,7 +102,7 @@ REPLAY(batched_4, 4, BATCHED)
 static void mix(EpGroup *group, const Case *c, Rig *rig, cudaGraphExec_t *exec) {
     for (int step = 0; step < 12; step++) {
         int which = step % 3;
-        World *world = step_world(c, step);
+        World *world = rig_world(c, step);
         check_note("step %d: %s", step, case_describe(&world->c));
         rig_load(&rig[which], world);
         if (which == 2) rig_issue(&rig[2], RIG_ALL);
@@ -128,7 +118,7 @@ static void graphs_and_calls(const EpBootstrap *bootstrap) {
     Case c = graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR);
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
-    World *first = step_world(&c, 0);
+    World *first = rig_world(&c, 0);
     Rig rig[3];
     cudaGraphExec_t exec[3] = {NULL};
     for (int i = 0; i < 3; i++) {

@@ -34,16 +34,6 @@ static Case replay_case(int ranks, EpLayout layout, int halves) {
                                 .halves = halves});
 }
 
-static World *replay_world(const Case *shape, int step) {
-    static const Spread spreads[] = {SPREAD_RANDOM, SPREAD_RANDOM, SPREAD_FULL, SPREAD_RANDOM,
-                                     SPREAD_HOLE,   SPREAD_RANDOM, SPREAD_NONE, SPREAD_ALONE};
-    Case c = *shape;
-    c.seed = (uint64_t)step;
-    c.spread = spreads[step % 8];
-    c.routing = step % 3 ? ROUTING_UNIFORM : ROUTING_SKEWED;
-    return world_new(&c);
-}
-
 /* ---- graphs -------------------------------------------------------------------------------- */
 
 static void begin_capture(cudaStream_t stream) {
@@ -76,7 +66,7 @@ typedef struct Tape {
 } Tape;
 
 static bool tape_open(Tape *tape, EpGroup *group, const Case *c, int rank) {
-    *tape = (Tape){.world = replay_world(c, 0)};
+    *tape = (Tape){.world = rig_world(c, 0)};
     rig_open(&tape->rig, group, rig_handle(group, c), c, rank, new_stream(), NULL);
     rig_load(&tape->rig, tape->world);
     return !check_failure()[0];
@@ -91,7 +81,7 @@ static void tape_close(Tape *tape) {
 
 static void tape_load(Tape *tape, int step) {
     world_free(tape->world);
-    tape->world = replay_world(&tape->rig.c, step);
+    tape->world = rig_world(&tape->rig.c, step);
     check_note("step %d: %s", step, case_describe(&tape->world->c));
     rig_load(&tape->rig, tape->world);
 }

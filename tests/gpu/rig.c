@@ -58,6 +58,16 @@ void rig_close(Rig *rig) {
 
 /* ---- loading ------------------------------------------------------------------------------- */
 
+World *rig_world(const Case *shape, int step) {
+    static const Spread spreads[] = {SPREAD_RANDOM, SPREAD_RANDOM, SPREAD_FULL, SPREAD_RANDOM,
+                                     SPREAD_HOLE,   SPREAD_RANDOM, SPREAD_NONE, SPREAD_ALONE};
+    Case c = *shape;
+    c.seed = (uint64_t)step;
+    c.spread = spreads[step % 8];
+    c.routing = step % 3 ? ROUTING_UNIFORM : ROUTING_SKEWED;
+    return world_new(&c);
+}
+
 static void put_integers(char *to, EpType type, const int64_t *values, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         int32_t narrow = (int32_t)values[i];

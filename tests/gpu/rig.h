@@ -73,6 +73,10 @@ void rig_open(Rig *rig, EpGroup *group, EpHandle *handle, const Case *c, int ran
               cudaStream_t stream, void *device);
 void rig_close(Rig *rig);
 
+/** A world of a case whose tokens and routing change from step to step, some of them without any.
+ */
+World *rig_world(const Case *shape, int step);
+
 /** Take the inputs of a world of the rig's case, and poison the outputs. Waits for the stream. */
 void rig_load(Rig *rig, const World *world);
 /** Enqueue: poison the outputs anew, and bring back inputs that were stored over. */
