@@ -9,33 +9,35 @@
  */
 #include "combine/latency_reduce.cuh"
 
+/* Returns the block's ticket: see latency_pass. */
 template <typename T>
-__device__ void gather(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims, int *list,
-                       uint64_t flag) {
-    Part part = latency_part(a.latency);
-    if (part.sends) send_sums<T>(a, tokens, claims, flag);
-    if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
-    if (part.receives) reduce_all<T>(a, part, tokens[a.group.rank], list, flag);
+__device__ uint32_t gather(const EpLatencyGatherArgs &a, const Part &part, const int *tokens,
+                           int *list, const Turn &turn) {
+    if (part.sends) send_sums<T>(a, tokens, turn);
+    uint32_t ticket = latency_ticket(a.latency);
+    if (part.receives) reduce_all<T>(a, part, tokens[a.group.rank], list, turn.flag);
+    return ticket;
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
-    __shared__ int item, lists[WARPS][EP_MAX_TOP_K], tokens[EP_CUDA_MAX_RANKS];
-    uint64_t flag;
-    Claims claims = claims_begin(a.latency, &item);
+    __shared__ int lists[WARPS][EP_MAX_TOP_K], tokens[EP_CUDA_MAX_RANKS];
+    Turn turn;
+    uint32_t ticket;
+    Part part = latency_part(a.latency);
     int *list = lists[threadIdx.x / 32];
-    for (int r = threadIdx.x; r < a.group.size; r += THREADS)
+    if (part.sends) claims_begin(a.latency);
+    for (int r = THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += THREADS)
         tokens[r] = a.plan.tokens[r];
-    if (!latency_enter(a.group, a.plan, a.latency, &flag)) {
-        if (threadIdx.x == 0) latency_pass(a.group, a.latency, flag);
-        return;
-    }
-    if (a.type == EP_TYPE_BF16)
-        gather<__nv_bfloat16>(a, tokens, &claims, list, flag);
+    if (!latency_enter(a.group, a.plan, a.latency, &turn))
+        ticket = latency_ticket(a.latency);
+    else if (a.type == EP_TYPE_BF16)
+        ticket = gather<__nv_bfloat16>(a, part, tokens, list, turn);
     else if (a.type == EP_TYPE_FP16)
-        gather<__half>(a, tokens, &claims, list, flag);
+        ticket = gather<__half>(a, part, tokens, list, turn);
     else
-        gather<float>(a, tokens, &claims, list, flag);
+        ticket = gather<float>(a, part, tokens, list, turn);
+    latency_pass(a.group, a.latency, turn, ticket);
 }
 
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {

@@ -152,9 +152,8 @@ template <typename T>
 __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int tokens, int *list,
                            uint64_t flag) {
     int warps = p.blocks * WARPS, warp = (int)threadIdx.x / 32 * p.blocks + p.block;
-    Shares shares = make_shares((int)a.out_num_rows, a.steps, warps);
-    shares_work(shares, warp, warps, [&](int token, int step) {
-        return reduce_token<T>(a, list, tokens, token, step, shares.stride, flag);
+    shares_work(a.latency.received, warp, warps, [&](int token, int step) {
+        return reduce_token<T>(a, list, tokens, token, step, a.latency.received.stride.by, flag);
     });
     if (p.block == p.blocks - 1) take_heads(a, flag);
 }

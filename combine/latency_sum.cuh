@@ -145,27 +145,28 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 /* Items are as many rows as the block's warps take at once. Own rows come last of each token's, and
  * only where they are to be kept. tokens[R]: of each rank. */
 template <typename T>
-__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, Claims *claims,
-                          uint64_t flag) {
+__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const Turn &turn) {
     const EpCudaGroup &g = a.group;
     int kinds = g.size - a.latency.receives, most = 0;
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
         if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
-    Shares shares = make_shares(most * kinds, a.steps, (int)gridDim.x * WARPS);
-    int items = (shares.rows * shares.stride + WARPS - 1) / WARPS;
+    EpShares shares = fit_shares(a.sent, most * kinds, a.steps, (int)gridDim.x * WARPS);
+    int items = (shares.rows * shares.stride.by + WARPS - 1) / WARPS;
     if (blockIdx.x == 0) {
-        send_heads(a, flag);
-        announce_operation(g, a.latency, flag);
+        send_heads(a, turn.flag);
+        if (threadIdx.x / 32 == WARPS - 1) announce_operation(g, a.latency, turn);
     }
-    claims_work(claims, a.latency, items, [&](int item) {
-        int i = item * WARPS + (int)threadIdx.x / 32, row = i / shares.stride;
-        int token = row / max(1, kinds), source = (g.rank + 1 + row % max(1, kinds)) % g.size;
+    claims_work(a.latency, items, [&](int item) {
+        int i = item * WARPS + (int)threadIdx.x / 32, row = ep_quotient(i, shares.stride);
+        int step = i - row * shares.stride.by, token = ep_quotient(row, a.kinds);
+        int source = g.rank + 1 + row - token * a.kinds.by;
+        source -= source < g.size ? 0 : g.size;
         if (row >= shares.rows || token >= tokens[source]) return;
         if (source != g.rank)
-            send_sum<T>(a, source, token, i % shares.stride, shares.stride, flag);
+            send_sum<T>(a, source, token, step, shares.stride.by, turn.flag);
         else
-            keep_sum<T>(a, token, i % shares.stride, shares.stride);
+            keep_sum<T>(a, token, step, shares.stride.by);
     });
 }
 

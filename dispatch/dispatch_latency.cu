@@ -36,19 +36,19 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ DeskWords words;
     const EpPrepareArgs &route = a.route;
     const EpLatency &l = a.latency;
-    uint64_t flag;
+    Turn turn;
     uint32_t step = step_under_way(route);
     Part part = latency_part(l);
     Desk d = make_desk(a, &words, memory);
-    Claims claims = claims_begin(l, &words.item);
+    if (part.sends) claims_begin(l);
     if (part.sends) open_desk(route, &d);
-    int alive = latency_enter(route.group, route.plan, l, &flag);
-    if (alive && part.sends) send_all(a, &d, &claims, flag);
-    if (threadIdx.x == 0) latency_pass(route.group, l, flag);
-    if (!alive || !part.receives) return;
-    alive = receive(a, &d, part, step, flag);
-    if (route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) && alive)
+    int alive = latency_enter(route.group, route.plan, l, &turn);
+    if (alive && part.sends) send_all(a, &d, turn);
+    uint32_t ticket = latency_ticket(l);
+    if (alive && part.receives) alive = receive(a, &d, part, step, turn.flag);
+    if (part.receives && route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) && alive)
         publish_flat(route, &d);
+    latency_pass(route.group, l, turn, ticket);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {

@@ -52,6 +52,7 @@ static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int6
     latency->receives = half != EP_SEND_HALF;
     latency->first_receiver = divided ? (int32_t)blocks / 2 : 0;
     latency->senders = (int32_t)(half == EP_WAIT_HALF ? 0 : divided ? blocks / 2 : blocks);
+    latency->ranks = ep_divisor(group->size);
     return (int)blocks;
 }
 
@@ -113,6 +114,9 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .out_capacity = s->out_capacity};
     int blocks =
         choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, 0, &args.latency);
+    int fill = blocks - args.latency.first_receiver - 1;
+    args.latency.received = ep_shares(latency->route.num_rows * group->size, args.record.steps,
+                                      (int32_t)ep_max(1, fill) * BLOCK_WARPS);
     EP_TRY(choose_memory(group, &args));
     EP_TRY(enter(handle, s->half, s->stream));
     EP_TRY(leave(handle, s->half, s->stream,
@@ -144,6 +148,12 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
     int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, 1, &args.latency);
+    int32_t kinds = group->size - args.latency.receives;
+    args.kinds = ep_divisor((int32_t)ep_max(1, kinds));
+    args.sent =
+        ep_shares((int32_t)state->num_rows * kinds, args.steps, (int32_t)blocks * BLOCK_WARPS);
+    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps,
+                                      (blocks - args.latency.first_receiver) * BLOCK_WARPS);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,
                  ep_cuda_launch_latency_gather(&args, blocks, g->stream));

@@ -162,10 +162,11 @@ typedef struct Record {
     int source, token, step, stride;
 } Record;
 
-__device__ __forceinline__ Record make_record(const EpLatencyScatterArgs &a, const Shares &s,
+__device__ __forceinline__ Record make_record(const EpLatencyScatterArgs &a, const EpShares &s,
                                               int row, int step) {
     const EpCudaGroup &g = a.route.group;
-    return Record{(g.rank + row) % g.size, row / g.size, step, s.stride};
+    int token = ep_quotient(row, a.latency.ranks), source = g.rank + row - token * g.size;
+    return Record{source - (source < g.size ? 0 : g.size), token, step, s.stride.by};
 }
 
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
@@ -217,39 +218,35 @@ __device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, const R
  * rows, which is to be expected; and the first share of this warp, which may have come before the
  * heads have. */
 typedef struct Filling {
-    Shares shares;
+    EpShares shares;
     int warp, warps;
     Fetched first;
 } Filling;
-
-__device__ __forceinline__ Shares share_records(const EpLatencyScatterArgs &a, int tokens,
-                                                int warps) {
-    return make_shares(tokens * a.route.group.size, a.record.steps, warps);
-}
 
 __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, int block,
                                                  int blocks, uint64_t flag) {
     Filling f;
     f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
-    f.shares = share_records(a, a.route.num_rows, f.warps);
-    int row = f.warp / f.shares.stride;
+    f.shares = a.latency.received;
+    int row = ep_quotient(f.warp, f.shares.stride), step = ep_remainder(f.warp, f.shares.stride);
     if (row < f.shares.rows && block < blocks)
-        f.first = fetch_record(a, make_record(a, f.shares, row, f.warp % f.shares.stride), flag);
+        f.first = fetch_record(a, make_record(a, f.shares, row, step), flag);
     return f;
 }
 
 __device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, const Filling &f,
                         uint64_t flag) {
-    Shares shares = f.shares;
     int first = f.warp, most = 0;
 #pragma unroll 1
     for (int r = 0; r < a.route.group.size; r++)
         most = max(most, d->w->source_tokens[r]);
-    if (most > a.route.num_rows) shares = share_records(a, most, f.warps), first = -1;
+    EpShares shares =
+        fit_shares(f.shares, most * a.route.group.size, a.record.steps, f.warps);
+    if (most > a.route.num_rows) first = -1;
     return shares_work(shares, f.warp, f.warps, [&](int row, int step) {
         Record r = make_record(a, shares, row, step);
         if (r.token >= d->w->source_tokens[r.source]) return 1;
-        int fetched = row * shares.stride + step == first;
+        int fetched = row * shares.stride.by + step == first;
         return fill_record(a, d, r, fetched ? f.first : fetch_record(a, r, flag), flag);
     });
 }

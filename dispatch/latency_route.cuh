@@ -17,7 +17,6 @@ typedef struct DeskWords {
     int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
     int32_t flat_begin[EP_CUDA_MAX_RANKS];
     int32_t sent;                           /* rows to other ranks */
-    int32_t item;                           /* see Claims */
     uint32_t header[2 * EP_MAX_TOP_K];      /* of the record under work */
     int32_t goes[EP_CUDA_MAX_RANKS];        /* whether its row goes to that rank */
     int32_t to[EP_CUDA_MAX_RANKS], num_to;  /* all ranks, those first, and how many these are */

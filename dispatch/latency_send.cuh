@@ -171,13 +171,13 @@ __device__ void send_token(const EpLatencyScatterArgs &a, const Desk *d, int tok
 }
 
 /* The heads are the first block's, which runs if any does: everyone waits for them. */
-__device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, Claims *claims,
-                         uint64_t flag) {
+__device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, const Turn &turn) {
     if (blockIdx.x == 0) {
-        send_heads(a, d, flag);
-        announce_operation(a.route.group, a.latency, flag);
+        send_heads(a, d, turn.flag);
+        if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
+        __syncthreads();
     }
-    claims_work(claims, a.latency, d->w->tokens, [&](int token) { send_token(a, d, token, flag); });
+    claims_work(a.latency, d->w->tokens, [&](int token) { send_token(a, d, token, turn.flag); });
 }
 
 #endif

@@ -29,30 +29,46 @@ __device__ __forceinline__ char *latency_record(const EpLatency &l, int receiver
 
 /* ---- begin and end ------------------------------------------------------------------------- */
 
+/* What is to be had from memory at the start is asked for by threads of different warps, so that it
+ * is under way together. Thread 0 sees to ep_enter. */
+#define TURN_THREAD 32
+#define CLAIM_THREAD 64
+
+/** The operation under way. */
+typedef struct Turn {
+    uint64_t flag;   /**< of all its lines */
+    uint32_t number; /**< among the group's operations of latency mode: see ep_sent */
+} Turn;
+
 /** See ep_enter: in latency mode a rank that has failed once does nothing more. Tells all threads
- * the flag of the operation under way, which one of them has seen before the block may pass. */
+ *  of the operation under way. */
 __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                             const EpLatency &l, uint64_t *flag) {
-    __shared__ uint64_t shared;
-    if (threadIdx.x == 0) shared = *(volatile uint64_t *)&l.state->done + 1;
+                                             const EpLatency &l, Turn *turn) {
+    __shared__ Turn shared;
+    if (threadIdx.x == TURN_THREAD)
+        shared = Turn{*(volatile uint64_t *)&l.state->done + 1,
+                      *(volatile uint32_t *)&g.state->sent + 1};
     int alive = ep_enter(g, plan, 0);
-    *flag = shared;
+    *turn = shared;
     return alive;
 }
 
 /**
- * By one thread of each block, once it has entered and claimed its last item: the last
- * one sets all that is counted to what the next kernel is to find. What is done after it need not
- * be waited for by anyone but the stream.
+ * Blocks that have entered and claimed their last item pass: the last one sets all that is counted
+ * to what the next kernel is to find. Thread 0 takes the block's ticket once it may, and looks at
+ * it at the end, so that nobody waits for it to come. Of other threads it is of no meaning.
  */
+__device__ __forceinline__ uint32_t latency_ticket(const EpLatency &l) {
+    return threadIdx.x == 0 ? atomicAdd(&l.state->passed, 1u) : 0;
+}
+
 __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLatency &l,
-                                             uint64_t flag) {
+                                             const Turn &turn, uint32_t ticket) {
     volatile EpLatencyState *state = l.state;
-    volatile EpCudaState *group = g.state;
-    if (atomicAdd(&l.state->passed, 1u) != gridDim.x - 1) return;
+    if (threadIdx.x || ticket != gridDim.x - 1) return;
     state->passed = state->claimed = 0;
-    if (l.receives) state->done = flag;
-    if (l.senders) group->sent = group->sent + 1;
+    if (l.receives) state->done = turn.flag;
+    if (l.senders) *(volatile uint32_t *)&g.state->sent = turn.number;
 }
 
 /** What a block is to do, and which of those this is that receive. */
@@ -83,73 +99,65 @@ __device__ __forceinline__ int latency_is_last(const EpLatency &l, const Part &p
 
 /* ---- what is to be sent -------------------------------------------------------------------- */
 
-/** Items that a block claims one after another. The next claim is under way while an item is
- *  worked on; only thread 0 knows of it. */
-typedef struct Claims {
-    int *shared; /* the item under work, for all threads */
-    int next;
-} Claims;
-
-__device__ __forceinline__ int claim(const EpLatency &l) {
-    return (int)atomicAdd(&l.state->claimed, 1u);
+/** Items that a block claims one after another: places for two, since the next is under way while
+ *  one is worked on. */
+__device__ __forceinline__ int *claimed_items(void) {
+    __shared__ int items[2];
+    return items;
 }
 
-/** Before the block's next barrier, behind which *shared is the first item. */
-__device__ __forceinline__ Claims claims_begin(const EpLatency &l, int *shared) {
-    Claims c = {shared, 0};
-    if (threadIdx.x == 0 && blockIdx.x < (unsigned)l.senders) *shared = claim(l);
-    return c;
+/** Before a barrier of the block's, behind which its first item is there. */
+__device__ __forceinline__ void claims_begin(const EpLatency &l) {
+    if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)atomicAdd(&l.state->claimed, 1u);
 }
 
 /** By all threads: work(item) for each item below `items` that is this block's. work may have
  *  barriers. */
 template <typename Work>
-__device__ __forceinline__ void claims_work(Claims *c, const EpLatency &l, int items, Work work) {
+__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+    int at = 0;
 #pragma unroll 1
-    for (int item = *c->shared; item < items; item = *c->shared) {
-        if (threadIdx.x == 0) c->next = claim(l);
+    for (int item = claimed_items()[0]; item < items; item = claimed_items()[at]) {
+        uint32_t next = 0;
+        if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
         work(item);
-        __syncthreads();
-        if (threadIdx.x == 0) *c->shared = c->next;
+        at ^= 1;
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = (int)next;
         __syncthreads();
     }
 }
 
 /* ---- shares of warps ----------------------------------------------------------------------- */
 
-/** Many rows of equal length, shared by many warps: several of them to a row where there are
- *  enough, each with every `stride`th step. */
-typedef struct Shares {
-    int rows, stride; /* stride: warps to a row */
-} Shares;
-
-__device__ __forceinline__ Shares make_shares(int rows, int steps, int warps) {
-    return Shares{rows, max(1, min(steps, warps / max(1, rows)))};
+/** As the host expects them, or anew, where some rank has more rows than this one. */
+__device__ __forceinline__ EpShares fit_shares(const EpShares &expected, int rows, int steps,
+                                               int warps) {
+    return rows <= expected.rows ? expected : ep_shares(rows, steps, warps);
 }
 
 /** By a warp, number `warp` of `warps`: work(row, first step) for its shares, until it returns 0.
  */
 template <typename Work>
-__device__ __forceinline__ int shares_work(const Shares &s, int warp, int warps, Work work) {
+__device__ __forceinline__ int shares_work(const EpShares &s, int warp, int warps, Work work) {
 #pragma unroll 1
-    for (int i = warp; i < s.rows * s.stride; i += warps)
-        if (!work(i / s.stride, i % s.stride)) return 0;
+    for (int i = warp; i < s.rows * s.stride.by; i += warps)
+        if (!work(ep_quotient(i, s.stride), ep_remainder(i, s.stride))) return 0;
     return 1;
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/** By all threads of the block that has sent the heads: which operation this is (see ep_sent).
- *  Thread 0 must not pass before, as the group's counter then moves on. */
+/** By a warp of the block that sends the heads, after its own: which operation this is (see
+ *  ep_sent). */
 __device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const EpLatency &l,
-                                                   uint64_t flag) {
-    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
-    __syncthreads();
-    for (int r = threadIdx.x; r < g.size; r += THREADS)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, number), ep_counter(number, g.digest));
-    if (threadIdx.x == 0)
-        *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)flag, number);
-    __syncthreads();
+                                                   const Turn &turn) {
+    int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int r = lane; r < g.size; r += 32)
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, turn.number),
+                             ep_counter(turn.number, g.digest));
+    if (lane == 0)
+        *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)turn.flag, turn.number);
 }
 
 /* Ranks that disagree see that for themselves, each from what the others have sent: nobody goes

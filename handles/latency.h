@@ -21,6 +21,7 @@
  */
 
 #include "handles/plan_cuda.h"
+#include "runtime/placement.h"
 #include "runtime/scales.h"
 
 /** Lines: see runtime/lines.cuh. What a warp moves at once. */
@@ -59,6 +60,20 @@ typedef struct EpLatencyState {
     uint32_t claimed; /**< items of it that blocks have taken to send */
 } EpLatencyState;
 
+/** Many rows of equal length, shared by many warps: several of them to a row where there are
+ *  enough, each with every `stride`th step. */
+typedef struct EpShares {
+    int32_t rows;
+    EpDivisor stride; /**< warps to a row */
+} EpShares;
+
+EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int32_t warps) {
+    int32_t most = rows > 0 ? warps / rows : warps;
+    int32_t stride = most < 1 ? 1 : most < steps ? most : steps > 0 ? steps : 1;
+    EpShares shares = {rows, ep_divisor(stride)};
+    return shares;
+}
+
 /** What kernels get of it. */
 typedef struct EpLatency {
     EpBufferLayout layout;
@@ -68,6 +83,8 @@ typedef struct EpLatency {
     int32_t senders;        /**< blocks that send, the first ones */
     int32_t first_receiver; /**< this block and those behind it receive, if they send, then
                                afterwards */
+    EpShares received; /**< what the warps of these share, if no rank has more rows than this one */
+    EpDivisor ranks;   /**< of the group */
     char *window[EP_CUDA_MAX_RANKS];
 } EpLatency;
 
@@ -112,6 +129,8 @@ typedef struct EpLatencyGatherArgs {
     int32_t top_k;
     int32_t type;
     int32_t row_units, steps;
+    EpShares sent;   /**< what warps share, if no rank has more rows than this one */
+    EpDivisor kinds; /**< of ranks whose rows are sent, or at least 1 */
     int64_t row_bytes;
     const char *rows;
     int32_t weighs;

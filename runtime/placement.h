@@ -7,13 +7,7 @@
  * Everything that asks does so here, so that a placement map has one place to go.
  */
 
-#include <stdint.h>
-
-#ifdef __CUDACC__
-#define EP_HOST_DEVICE __host__ __device__
-#else
-#define EP_HOST_DEVICE
-#endif
+#include "runtime/divide.h"
 
 typedef struct EpPlacement {
     int32_t num_experts;
@@ -40,6 +34,33 @@ EP_HOST_DEVICE static inline int32_t ep_placement_owner(const EpPlacement *p, in
     int32_t in_larger = larger * (base + 1);
     if (expert < in_larger) return expert / (base + 1);
     return larger + (expert - in_larger) / base;
+}
+
+/** The same for kernels, which divide by what they find here. */
+typedef struct EpOwners {
+    int32_t larger;    /**< ranks with one expert more, the first ones */
+    int32_t in_larger; /**< their experts */
+    EpDivisor more, base;
+} EpOwners;
+
+static inline EpOwners ep_placement_owners(const EpPlacement *p) {
+    int32_t base = p->num_experts / p->num_ranks, larger = p->num_experts % p->num_ranks;
+    EpOwners owners = {larger, larger * (base + 1), ep_divisor(base + 1),
+                       ep_divisor(base > 1 ? base : 1)};
+    return owners;
+}
+
+EP_HOST_DEVICE static inline int32_t ep_owner(const EpOwners *o, int32_t expert) {
+    if (expert < o->in_larger) return ep_quotient(expert, o->more);
+    return o->larger + ep_quotient(expert - o->in_larger, o->base);
+}
+
+EP_HOST_DEVICE static inline int32_t ep_owner_first(const EpOwners *o, int32_t rank) {
+    return rank * (o->more.by - 1) + (rank < o->larger ? rank : o->larger);
+}
+
+EP_HOST_DEVICE static inline int32_t ep_owner_count(const EpOwners *o, int32_t rank) {
+    return o->more.by - 1 + (rank < o->larger);
 }
 
 #endif
