@@ -139,7 +139,7 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 #pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < a.group.size; r += WARPS)
         send_head(a.group, a.latency, r, 1, flag,
-                  [&](int w) { return w == EP_HEAD_DIGEST ? a.group.digest : 0u; });
+                  [&](int) { return make_uint4(a.group.digest, 0, 0, 0); });
 }
 
 /* Items are as many rows as the block's warps take at once. Own rows come last of each token's, and

@@ -15,53 +15,54 @@
 #include "dispatch/latency_fill.cuh"
 #include "dispatch/latency_send.cuh"
 
+__device__ __forceinline__ char *desk_memory(void) {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+}
+
 /* By all threads of a block; 0: this rank has failed. */
-__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, const Part &p, uint32_t step,
-                       uint64_t flag) {
+__device__ __forceinline__ int receive(const EpLatencyScatterArgs &a, const Part &p,
+                                       uint64_t flag) {
     int blocks = max(1, p.blocks - 1); /* that fill */
     Filling filling = begin_filling(a, p.block, blocks, flag);
-    if (!take_heads(a, d, flag)) return 0;
+    if (!take_heads(a, flag)) return 0;
     if (p.block < blocks) {
-        fill_all(a, d, filling, flag);
-        zero_padding(a, d, p.block, blocks);
+        fill_all(a, filling, flag);
+        zero_padding(a, filling.warp, filling.warps);
     }
-    if (p.block == p.blocks - 1 && a.route.shape.layout != EP_LAYOUT_FLAT)
-        publish_routing(a.route, d, step);
+    if (p.block == p.blocks - 1 && a.route.shape.layout != EP_LAYOUT_FLAT) publish_routing(a);
     return 1;
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
     latency_scatter_kernel(const __grid_constant__ EpLatencyScatterArgs a) {
-    extern __shared__ __align__(128) char memory[];
-    __shared__ DeskWords words;
-    const EpPrepareArgs &route = a.route;
+    const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     Turn turn;
-    uint32_t step = step_under_way(route);
     Part part = latency_part(l);
-    Desk d = make_desk(a, &words, memory);
-    if (part.sends) claims_begin(l);
-    if (part.sends) open_desk(route, &d);
-    int alive = latency_enter(route.group, route.plan, l, &turn);
-    if (alive && part.sends) send_all(a, &d, turn);
+    if (part.sends && blockIdx.x) claims_begin(l);
+    if (part.sends) open_desk(a);
+    int alive = latency_enter(g, a.route.plan, l, &turn);
+    if (alive && part.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
-    if (alive && part.receives) alive = receive(a, &d, part, step, turn.flag);
-    if (part.receives && route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) && alive)
-        publish_flat(route, &d);
-    latency_pass(route.group, l, turn, ticket);
+    if (alive && part.receives) alive = receive(a, part, turn.flag);
+    if (part.receives && a.route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) &&
+        alive)
+        publish_flat(a);
+    latency_pass(g, l, turn, ticket);
 }
 
 extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
     return ep_open_kernel(latency_scatter_kernel, shared_bytes);
 }
 
-extern "C" size_t ep_cuda_latency_scatter_bytes(const EpLatencyScatterArgs *a, int keeps_routing) {
-    return (size_t)desk_bytes(desk_shape(*a, keeps_routing));
+extern "C" EpDeskLayout ep_cuda_desk_layout(const EpPlanShape *shape, int64_t entries,
+                                            int64_t staged_bytes) {
+    return lay_out_desk(*shape, entries, staged_bytes);
 }
 
 extern "C" int ep_cuda_launch_latency_scatter(const EpLatencyScatterArgs *a, int blocks,
                                               void *stream) {
-    size_t shared = ep_cuda_latency_scatter_bytes(a, a->keeps_routing);
-    latency_scatter_kernel<<<blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
+    latency_scatter_kernel<<<blocks, THREADS, a->desk.bytes, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

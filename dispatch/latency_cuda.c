@@ -78,17 +78,6 @@ static void describe_route(EpHandle *handle, const EpScatter *s) {
     route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_ROUND_FACTS);
 }
 
-/* Entries are kept in shared memory where they fit. */
-static EpStatus choose_memory(const EpGroup *group, EpLatencyScatterArgs *args) {
-    int64_t room = ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES;
-    args->keeps_routing = (int64_t)ep_cuda_latency_scatter_bytes(args, 1) <= room;
-    int64_t bytes = (int64_t)ep_cuda_latency_scatter_bytes(args, args->keeps_routing);
-    if (bytes <= room) return EP_OK;
-    return ep_fail(EP_ERR_UNSUPPORTED,
-                   "rank %d: expected shared memory of %lld bytes for latency mode, got %lld",
-                   group->rank, (long long)bytes, (long long)room);
-}
-
 EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     const EpGroup *group = handle->group;
     EpCudaLatency *latency = ep_cuda_latency(handle);
@@ -117,7 +106,12 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     int fill = blocks - args.latency.first_receiver - 1;
     args.latency.received = ep_shares(latency->route.num_rows * group->size, args.record.steps,
                                       (int32_t)ep_max(1, fill) * BLOCK_WARPS);
-    EP_TRY(choose_memory(group, &args));
+    EpPlacement placement = ep_config_placement(&group->config, group->size);
+    int64_t staged = s->quant > EP_QUANT_NONE ? s->row_bytes + ep_round_up(s->scale_bytes, 16) : 0;
+    int64_t entries = (int64_t)latency->route.num_rows * latency->route.top_k;
+    args.desk = ep_cuda_desk_layout(&handle->shape, entries, staged);
+    args.owners = ep_placement_owners(&placement);
+    args.first_expert = ep_placement_first(&placement, group->rank);
     EP_TRY(enter(handle, s->half, s->stream));
     EP_TRY(leave(handle, s->half, s->stream,
                  ep_cuda_launch_latency_scatter(&args, blocks, s->stream)));

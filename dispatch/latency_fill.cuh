@@ -16,6 +16,7 @@ typedef struct Entry {
     int local; /* expert among this rank's, -1: another's */
     int slot;  /* FLAT: the row's, in each lane with an expert; -1: none */
     float weight;
+    char *scales;    /* of its slot, the first */
     unsigned filled; /* lanes whose slots are to be filled: FLAT one of them */
     unsigned mine;   /* lanes with an expert */
 } Entry;
@@ -31,32 +32,31 @@ __device__ __forceinline__ uint32_t header_word(const uint4 &unit, int w) {
 }
 
 /* The slot of an entry, behind `before` of its source's. */
-__device__ __forceinline__ int find_slot(const EpPrepareArgs &a, const Desk *d, int source,
-                                         int local, int before) {
-    int64_t slot = (int64_t)before + d->w->flat_begin[source];
-    if (a.shape.layout != EP_LAYOUT_FLAT)
-        slot = (int64_t)before + d->offset[local] + d->counts[source * a.shape.num_local + local];
-    return slot < slot_limit(a, local) ? (int)slot : -1;
+__device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
+                                         int before) {
+    int num_local = a.route.shape.num_local;
+    int64_t slot = (int64_t)before + desk()->flat_begin[source];
+    if (a.route.shape.layout != EP_LAYOUT_FLAT)
+        slot = (int64_t)before + desk_offset(a)[local] + desk_counts(a)[source * num_local + local];
+    return slot < slot_limit(a.route, local) ? (int)slot : -1;
 }
 
 /* By a warp. */
-__device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, const Desk *d,
-                                             int source, const uint4 &unit) {
-    const EpPrepareArgs &route = a.route;
-    EpPlacement placement = {route.group.num_experts, route.group.size};
-    int lane = threadIdx.x % 32, k = route.top_k, w = lane < k ? lane : 0;
+__device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
+                                             const uint4 &unit) {
+    int lane = threadIdx.x % 32, k = a.route.top_k, w = lane < k ? lane : 0;
     uint32_t word = header_word(unit, w);
     uint32_t weight = a.carries_weights ? header_word(unit, k + w) : 0;
     int expert = (int)(word & ((1u << a.record.expert_bits) - 1)) - 1;
-    Entry e = {-1, -1, __uint_as_float(weight), 0, 0};
-    if (lane < k && expert >= 0)
-        e.local = expert - ep_placement_first(&placement, route.group.rank);
-    if (e.local >= route.shape.num_local || e.local < 0) e.local = -1;
-    if (e.local >= 0)
-        e.slot = find_slot(route, d, source, e.local, (int)(word >> a.record.expert_bits));
+    Entry e = {-1, -1, __uint_as_float(weight), NULL, 0, 0};
+    if (lane < k && expert >= 0) e.local = expert - a.first_expert;
+    if (e.local >= a.route.shape.num_local || e.local < 0) e.local = -1;
+    if (e.local >= 0) e.slot = find_slot(a, source, e.local, (int)(word >> a.record.expert_bits));
+    if (a.scale_bytes && e.slot >= 0)
+        e.scales = a.out_scales + ep_scale_at(&a.scale_map, e.slot, 0);
     e.mine = __ballot_sync(~0u, e.local >= 0);
     e.filled = __ballot_sync(~0u, e.slot >= 0);
-    if (route.shape.layout == EP_LAYOUT_FLAT) e.filled &= 0u - e.filled; /* the lowest lane */
+    if (a.route.shape.layout == EP_LAYOUT_FLAT) e.filled &= 0u - e.filled; /* the lowest lane */
     return e;
 }
 
@@ -97,22 +97,24 @@ __device__ __forceinline__ int scale_grain(const EpLatencyScatterArgs &a) {
     return bytes % 4 == 0 ? 4 : 1;
 }
 
-__device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, int64_t slot, int at) {
-    int bytes = a.scale_map.element_bytes;
-    return a.out_scales + ep_scale_at(&a.scale_map, slot, at / bytes) + at % bytes;
+/* Byte `at` of the scales of a slot; whose elements have a power of two of bytes. */
+__device__ __forceinline__ char *scale_to(const EpLatencyScatterArgs &a, char *scales, int at) {
+    int bytes = a.scale_map.element_bytes, element = at >> (31 - __clz(bytes));
+    if (!a.scale_map.by_column) return scales + at;
+    return scales + element * a.scale_map.slab_rows * bytes + (at & (bytes - 1));
 }
 
-__device__ __noinline__ void store_scales(const EpLatencyScatterArgs &a, int64_t slot, int unit,
-                                          uint4 x) {
+__device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char *scales, int unit,
+                                             const uint4 &x) {
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int grain = scale_grain(a);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int at = unit * 16 + i * 4;
-        if (grain == 4 && at < a.scale_bytes) *(uint32_t *)scale_to(a, slot, at) = word[i];
+        if (grain == 4 && at < a.scale_bytes) *(uint32_t *)scale_to(a, scales, at) = word[i];
 #pragma unroll 1
         for (int b = 0; b < 4 && grain == 1 && at + b < a.scale_bytes; b++)
-            *scale_to(a, slot, at + b) = (char)(word[i] >> 8 * b);
+            *scale_to(a, scales, at + b) = (char)(word[i] >> 8 * b);
     }
 }
 
@@ -127,7 +129,6 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
         at[i] = step_unit() >= 0 && step + i * stride < a.record.steps && unit < end ? unit : -1;
         scales |= at[i] >= a.record.row_units;
     }
-    scales = __any_sync(~0u, scales);
 #pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
         int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
@@ -135,10 +136,15 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
 #pragma unroll
         for (int i = 0; i < FILLED_AT_ONCE; i++)
             if (at[i] >= 0 && at[i] < a.record.row_units) row[at[i]] = x[i];
+    }
+    if (!__any_sync(~0u, scales)) return;
+#pragma unroll 1
+    for (unsigned left = e.filled; left; left &= left - 1) {
+        unsigned long long first = (unsigned long long)e.scales;
+        char *to = (char *)__shfl_sync(~0u, first, __ffs((int)left) - 1);
 #pragma unroll
         for (int i = 0; i < FILLED_AT_ONCE; i++)
-            if (scales && at[i] >= a.record.row_units)
-                store_scales(a, slot, at[i] - a.record.row_units, x[i]);
+            if (at[i] >= a.record.row_units) store_scales(a, to, at[i] - a.record.row_units, x[i]);
     }
 }
 
@@ -185,14 +191,14 @@ __device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, c
 }
 
 /* A warp's part of a record; 0: it does not come. */
-__device__ int fill_record(const EpLatencyScatterArgs &a, const Desk *d, const Record &r, Fetched f,
-                           uint64_t flag) {
+__device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const Record &r,
+                                           Fetched f, uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
     const char *from = record_from(a, r, flag);
     const StepOrigin origin = {r.source, EP_PHASE_LINES, r.token};
     int step = r.step;
     if (!step_await(g, a.latency, from, flag, &f.head, origin)) return 0;
-    Entry e = read_header(a, d, r.source, step_unpack(f.head));
+    Entry e = read_header(a, r.source, step_unpack(f.head));
     if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
     while (e.filled && step < a.record.steps) {
@@ -234,20 +240,19 @@ __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, 
     return f;
 }
 
-__device__ int fill_all(const EpLatencyScatterArgs &a, const Desk *d, const Filling &f,
-                        uint64_t flag) {
+__device__ __forceinline__ int fill_all(const EpLatencyScatterArgs &a, const Filling &f,
+                                        uint64_t flag) {
     int first = f.warp, most = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int r = 0; r < a.route.group.size; r++)
-        most = max(most, d->w->source_tokens[r]);
-    EpShares shares =
-        fit_shares(f.shares, most * a.route.group.size, a.record.steps, f.warps);
+        most = max(most, desk()->source_tokens[r]);
+    EpShares shares = fit_shares(f.shares, most * a.route.group.size, a.record.steps, f.warps);
     if (most > a.route.num_rows) first = -1;
     return shares_work(shares, f.warp, f.warps, [&](int row, int step) {
         Record r = make_record(a, shares, row, step);
-        if (r.token >= d->w->source_tokens[r.source]) return 1;
+        if (r.token >= desk()->source_tokens[r.source]) return 1;
         int fetched = row * shares.stride.by + step == first;
-        return fill_record(a, d, r, fetched ? f.first : fetch_record(a, r, flag), flag);
+        return fill_record(a, r, fetched ? f.first : fetch_record(a, r, flag), flag);
     });
 }
 
@@ -262,43 +267,50 @@ __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t sl
         *((uint4 *)(a.out_rows + slot * a.row_bytes) + at) = make_uint4(0, 0, 0, 0);
     if (a.carries_weights && lane < values) a.out_weights[slot * values + lane] = 0;
     if (lane < k) store_integer(a.out_idx, slot * k + lane, -1);
+    if (!a.scale_bytes) return;
+    char *scales = a.out_scales + ep_scale_at(&a.scale_map, slot, 0);
 #pragma unroll 1
     for (int at = lane * grain; at < a.scale_bytes; at += 32 * grain)
 #pragma unroll 1
         for (int b = 0; b < grain; b++)
-            *(scale_to(a, slot, at) + b) = 0;
+            *(scale_to(a, scales, at) + b) = 0;
 }
 
-__device__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin, int64_t end, int warp,
-                           int warps) {
+/* Slots `begin` to `end` of each lane of a warp that is number `warp` of `warps`, which share all
+ * of them and are told the same. */
+__device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_t begin,
+                                           int64_t end, int warp, int warps) {
+    int count = (int)max((int64_t)0, end - begin), through = ep_warp_prefix(count);
+    int all = __shfl_sync(~0u, through, 31);
 #pragma unroll 1
-    for (int64_t slot = begin + warp; slot < end; slot += warps)
-        zero_slot(a, slot);
+    for (int i = warp; i < all; i += warps) {
+        int lane = __popc(__ballot_sync(~0u, through <= i));
+        zero_slot(a, __shfl_sync(~0u, begin + i - (through - count), lane));
+    }
 }
 
-/* Slots of slabs that nobody fills, and what is behind the slabs if that is asked for. Experts are
- * the blocks', in turn. */
-__device__ __noinline__ void zero_padding(const EpLatencyScatterArgs &a, const Desk *d, int block,
-                                          int blocks) {
+/* Slots of slabs that nobody fills, and what is behind the slabs if that is asked for. */
+__device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
-    int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, warp = (int)threadIdx.x / 32;
+    int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, lane = threadIdx.x % 32;
+    int has_slabs = s.layout != EP_LAYOUT_FLAT && (s.alignment > 1 || (batched && s.zero_tail));
     int64_t end = 0;
 #pragma unroll 1
-    for (int e = block; e < local && s.layout != EP_LAYOUT_FLAT; e += blocks) {
-        int64_t limit = slot_limit(route, e), begin = d->offset[e] + (int64_t)d->total[e];
-        int64_t last = d->offset[e] + (int64_t)slab_rows(s, d->total[e]);
-        last = batched && s.zero_tail ? limit : min(limit, last);
-        zero_slots(a, begin, last, warp, WARPS);
+    for (int at = 0; at < local && has_slabs; at += 32) {
+        int e = min(at + lane, local - 1), total = desk_total(a)[e];
+        int64_t limit = slot_limit(route, e), begin = desk_offset(a)[e];
+        int64_t last = min(limit, begin + slab_rows(s, total));
+        if (batched && s.zero_tail) last = limit;
+        zero_slots(a, begin + total, at + lane < local ? last : 0, warp, warps);
     }
     if (batched || !s.zero_tail) return;
     if (s.layout == EP_LAYOUT_FLAT)
-        end = d->w->flat_begin[route.group.size - 1] +
-              (int64_t)d->w->source_rows[route.group.size - 1];
+        end = desk()->flat_begin[route.group.size - 1] +
+              (int64_t)desk()->source_rows[route.group.size - 1];
     else if (local)
-        end = d->offset[local - 1] + (int64_t)slab_rows(s, d->total[local - 1]);
-    zero_slots(a, min(end, slot_limit(route, 0)), a.out_capacity, block * WARPS + warp,
-               blocks * WARPS);
+        end = desk_offset(a)[local - 1] + (int64_t)slab_rows(s, desk_total(a)[local - 1]);
+    zero_slots(a, min(end, slot_limit(route, 0)), lane == 0 ? a.out_capacity : 0, warp, warps);
 }
 
 #endif

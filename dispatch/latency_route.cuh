@@ -7,72 +7,69 @@
  * the rank's experts, and with each row how many entries for its experts come before. From the
  * first, all of which each receiving block reads, follows where each source's entries begin in
  * every slab; with the second, each entry's slot.
+ *
+ * At these sizes it is not bytes that take the time but instructions that wait for each other. So
+ * shared memory is reached by its own instructions, through offsets that the host has laid out;
+ * nothing is divided by what is first known here; and loads that need not follow each other do not.
  */
 
 #include "handles/latency.cuh"
 
-/* What a block's threads share. */
+/* ---- shared memory ------------------------------------------------------------------------- */
+
 typedef struct DeskWords {
     int tokens; /* of this rank: known to who sends */
     int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
     int32_t flat_begin[EP_CUDA_MAX_RANKS];
     int32_t sent;                           /* rows to other ranks */
     uint32_t header[2 * EP_MAX_TOP_K];      /* of the record under work */
-    int32_t goes[EP_CUDA_MAX_RANKS];        /* whether its row goes to that rank */
-    int32_t to[EP_CUDA_MAX_RANKS], num_to;  /* all ranks, those first, and how many these are */
     unsigned long long bad_count, bad_last; /* bad indices; ~ of the first entry that has one */
 } DeskWords;
 
-/* A block's shared memory. */
-typedef struct Desk {
-    DeskWords *w;
-    char *staged;     /* a quantised row and its scales */
-    int32_t *experts; /* [tokens, K] of this rank's entries, or NO_EXPERT, BAD_EXPERT; NULL: they do
-                         not fit */
-    int32_t *counts;  /* sending heads: [E] entries, then [R] rows. Receiving: [R, L] entries of the
-                         sources before for each local expert */
-    int32_t *total;   /* [L] entries of all sources */
-    int32_t *offset;  /* [L] where slabs begin */
-    uint8_t *owner;   /* [E] rank of each expert */
-} Desk;
+/* All that the kernel has asked for: see EpDeskLayout. */
+__device__ __forceinline__ char *desk_memory(void);
 
-/* Bytes of each array. */
-typedef struct DeskShape {
-    int64_t staged, experts, counts, local, owner;
-} DeskShape;
+__device__ __forceinline__ DeskWords *desk(void) {
+    return (DeskWords *)desk_memory();
+}
 
-static __host__ __device__ __forceinline__ DeskShape desk_shape(const EpLatencyScatterArgs &a,
-                                                                int keeps_routing) {
-    int64_t ranks = a.route.group.size, experts = a.route.group.num_experts;
-    int64_t local = a.route.shape.num_local, entries = (int64_t)a.route.num_rows * a.route.top_k;
+__device__ __forceinline__ int16_t *desk_experts(const EpLatencyScatterArgs &a) {
+    return (int16_t *)(desk_memory() + a.desk.experts);
+}
+
+__device__ __forceinline__ int32_t *desk_counts(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(desk_memory() + a.desk.counts);
+}
+
+__device__ __forceinline__ int32_t *desk_total(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(desk_memory() + a.desk.total);
+}
+
+__device__ __forceinline__ int32_t *desk_offset(const EpLatencyScatterArgs &a) {
+    return (int32_t *)(desk_memory() + a.desk.offset);
+}
+
+static EpDeskLayout lay_out_desk(const EpPlanShape &s, int64_t entries, int64_t staged_bytes) {
+    int64_t ranks = s.num_ranks, local = s.num_local, experts = s.num_experts;
     int64_t counts = experts > ranks * local ? experts : ranks * local;
-    int64_t staged = a.quant > EP_QUANT_NONE ? 16 * (a.record.row_units + a.record.scale_units) : 0;
-    return DeskShape{staged, keeps_routing ? 4 * entries : 0, 4 * (counts + ranks), 4 * local,
-                     experts};
-}
-
-static __host__ __device__ __forceinline__ int64_t desk_bytes(const DeskShape &s) {
-    return s.staged + s.experts + s.counts + 2 * s.local + s.owner;
-}
-
-__device__ __forceinline__ Desk make_desk(const EpLatencyScatterArgs &a, DeskWords *w,
-                                          char *memory) {
-    DeskShape s = desk_shape(a, a.keeps_routing);
-    Desk d = {w, memory, NULL, NULL, NULL, NULL, NULL};
-    memory += s.staged;
-    if (a.keeps_routing) d.experts = (int32_t *)memory, memory += s.experts;
-    d.counts = (int32_t *)memory, memory += s.counts;
-    d.total = (int32_t *)memory, memory += s.local;
-    d.offset = (int32_t *)memory, memory += s.local;
-    d.owner = (uint8_t *)memory;
-    return d;
+    int64_t at = 0;
+    auto take = [&](int64_t bytes) {
+        int64_t offset = at;
+        at = ep_round_up(at + bytes, 16);
+        return (int32_t)offset;
+    };
+    EpDeskLayout desk;
+    take(sizeof(DeskWords));
+    desk.experts = take(2 * entries);
+    desk.counts = take(4 * (counts + ranks));
+    desk.total = take(4 * local);
+    desk.offset = take(4 * local);
+    desk.staged = take(staged_bytes);
+    desk.bytes = (int32_t)(at < INT32_MAX ? at : INT32_MAX);
+    return desk;
 }
 
 /* ---- this rank's entries ------------------------------------------------------------------- */
-
-__device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entry) {
-    return load_integer(a.topk_idx, a.idx_is_int64, entry);
-}
 
 #define NO_EXPERT (-1)
 #define BAD_EXPERT (-2) /* the caller meant one, which there is not */
@@ -81,206 +78,235 @@ __device__ __forceinline__ int expert_of(const EpPrepareArgs &a, int64_t index) 
     return index < 0 ? NO_EXPERT : index < a.group.num_experts ? (int)index : BAD_EXPERT;
 }
 
+__device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entry) {
+    return load_integer(a.topk_idx, a.idx_is_int64, entry);
+}
+
+#define LOADED_AT_ONCE 4
+#define TOKENS_THREAD 96   /* who asks how many tokens there are, as in latency_enter */
+#define ENTRIES_THREAD 128 /* the first of those that load entries */
+#define ENTRIES_THREADS (THREADS - ENTRIES_THREAD)
+
+__device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a, int entries) {
+#pragma unroll 1
+    for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
+         i += LOADED_AT_ONCE * ENTRIES_THREADS) {
+        int64_t index[LOADED_AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                index[j] = index_at(a.route, i + j * ENTRIES_THREADS);
+#pragma unroll
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                desk_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert_of(a.route, index[j]);
+    }
+}
+
 /* What a block needs to send, before its first barrier. Rows past the step's tokens are loaded,
  * too: their number may be on its way. */
-__device__ __forceinline__ void open_desk(const EpPrepareArgs &a, const Desk *d) {
-    const EpCudaGroup &g = a.group;
-    EpPlacement placement = {g.num_experts, g.size};
-    int entries = d->experts ? a.num_rows * a.top_k : 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < entries; i += THREADS)
-        d->experts[i] = expert_of(a, index_at(a, i));
+__device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
+    if (threadIdx.x >= ENTRIES_THREAD)
+        load_entries(a, a.route.num_rows * a.route.top_k);
+    else if (threadIdx.x == TOKENS_THREAD)
+        desk()->tokens = count_tokens(a.route);
+    if (blockIdx.x) return;
+    int columns = a.route.group.num_experts + a.route.group.size;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < g.num_experts; e += THREADS)
-        d->owner[e] = (uint8_t)ep_placement_owner(&placement, e);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < g.num_experts + g.size; i += THREADS)
-        d->counts[i] = 0;
-    if (threadIdx.x == 0) d->w->bad_count = d->w->bad_last = 0;
-    if (threadIdx.x == 32) d->w->tokens = count_tokens(a);
+    for (int i = threadIdx.x; i < columns; i += THREADS)
+        desk_counts(a)[i] = 0;
+    if (threadIdx.x == 0) desk()->bad_count = desk()->bad_last = 0;
 }
 
-__device__ __forceinline__ int expert_at(const EpPrepareArgs &a, const Desk *d, int entry) {
-    return d->experts ? d->experts[entry] : expert_of(a, index_at(a, entry));
+__device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
+    return expert < 0 ? -1 : ep_owner(&a.owners, expert);
 }
 
-__device__ __forceinline__ int owner_of(const Desk *d, int expert) {
-    return expert < 0 ? -1 : d->owner[expert];
+/* Ranks, a bit for each. */
+typedef struct RankSet {
+    unsigned word[RANK_WORDS];
+} RankSet;
+
+/* -1 is no rank. */
+__device__ __forceinline__ void add_rank(RankSet *set, int rank) {
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++)
+        set->word[w] |= rank >> 5 == w ? 1u << rank % 32 : 0;
 }
 
-/* Entries for an expert before one of them. By a warp. */
-__device__ __forceinline__ int count_entries_before(const EpPrepareArgs &a, const Desk *d,
-                                                    int entry, int expert) {
-    int count = 0;
-    for (int i = (int)threadIdx.x % 32; i < entry; i += 32)
-        count += expert_at(a, d, i) == expert;
-    return warp_sum(count);
+/* The ranks that a token's row goes to: word w of the set, in lane w. *owner: of the expert of
+ * entry number lane, or -1. By a warp. */
+__device__ __forceinline__ unsigned find_ranks(const EpLatencyScatterArgs &a, int token,
+                                               int *owner) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    unsigned own = 0;
+    RankSet set = {};
+    *owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
+    add_rank(&set, *owner);
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++)
+        if (a.route.group.size > 32 * w) {
+            unsigned word = __reduce_or_sync(~0u, set.word[w]);
+            own = lane == w ? word : own;
+        }
+    return own;
 }
 
-/* Rows to a rank before a token's. By a warp. */
-__device__ __noinline__ int count_rows_before(const EpPrepareArgs &a, const Desk *d, int token,
-                                              int owner) {
-    int count = 0;
-#pragma unroll 1
-    for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
-        int goes = 0;
-#pragma unroll 1
-        for (int i = t * a.top_k; i < (t + 1) * a.top_k; i++)
-            goes |= owner_of(d, expert_at(a, d, i)) == owner;
-        count += goes;
-    }
-    return warp_sum(count);
+/* By a warp, whose lanes may ask for different ranks. */
+__device__ __forceinline__ int has_rank(unsigned ranks, int rank) {
+    return __shfl_sync(~0u, ranks, rank / 32) >> rank % 32 & 1;
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/* A token's entries, counted; bits are set of the ranks that it goes to. */
-__device__ __forceinline__ void count_token(const EpPrepareArgs &a, const Desk *d, int token,
-                                            unsigned goes[RANK_WORDS]) {
-#pragma unroll 1
-    for (int i = token * a.top_k; i < (token + 1) * a.top_k; i++) {
-        int expert = expert_at(a, d, i), owner = owner_of(d, expert);
-        if (expert == BAD_EXPERT) {
-            atomicAdd(&d->w->bad_count, 1ull);
-            atomicMax(&d->w->bad_last, ~(unsigned long long)i);
-        }
-        if (expert >= 0) atomicAdd(&d->counts[expert], 1);
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++)
-            if (owner >= 0 && owner / 32 == w) goes[w] |= 1u << owner % 32;
+/* A token's entries, counted; the ranks that it goes to. */
+__device__ __forceinline__ RankSet count_token(const EpLatencyScatterArgs &a, int token) {
+    int k = a.route.top_k;
+    RankSet ranks = {};
+#pragma unroll 4
+    for (int i = token * k; i < (token + 1) * k; i++) {
+        int expert = desk_experts(a)[i];
+        if (expert >= 0) atomicAdd(&desk_counts(a)[expert], 1);
+        add_rank(&ranks, owner_of(a, expert));
+        if (expert != BAD_EXPERT) continue;
+        atomicAdd(&desk()->bad_count, 1ull);
+        atomicMax(&desk()->bad_last, ~(unsigned long long)i);
     }
+    return ranks;
 }
 
 /* Entries for each expert and rows to each rank, into counts, which are 0. */
-__device__ void count_all(const EpPrepareArgs &a, const Desk *d) {
-    int32_t *rows = d->counts + a.group.num_experts;
-    int lane = threadIdx.x % 32;
+__device__ __forceinline__ void count_all(const EpLatencyScatterArgs &a) {
+    int32_t *rows = desk_counts(a) + a.route.group.num_experts;
+    int lane = threadIdx.x % 32, tokens = desk()->tokens;
 #pragma unroll 1
-    for (int from = (int)threadIdx.x - lane; from < d->w->tokens; from += THREADS) {
-        unsigned goes[RANK_WORDS] = {0};
-        if (from + lane < d->w->tokens) count_token(a, d, from + lane, goes);
+    for (int from = (int)threadIdx.x - lane; from < tokens; from += THREADS) {
+        RankSet ranks = {};
+        if (from + lane < tokens) ranks = count_token(a, from + lane);
 #pragma unroll
         for (int w = 0; w < RANK_WORDS; w++)
-#pragma unroll 1
-            for (int r = w * 32; r < min(a.group.size, w * 32 + 32); r++) {
-                unsigned tokens = __ballot_sync(~0u, goes[w] >> r % 32 & 1);
-                if (lane == 0 && tokens) atomicAdd(&rows[r], __popc(tokens));
+#pragma unroll 4
+            for (int r = w * 32; r < min(a.route.group.size, w * 32 + 32); r++) {
+                unsigned going = __ballot_sync(~0u, ranks.word[w] >> r % 32 & 1);
+                if (lane == 0 && going) atomicAdd(&rows[r], __popc(going));
             }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && d->w->bad_count) tell_bad_indices(a, d->w->bad_count, ~d->w->bad_last);
+    if (threadIdx.x == 0 && desk()->bad_count)
+        tell_bad_indices(a.route, desk()->bad_count, ~desk()->bad_last);
 }
 
-__device__ __forceinline__ uint32_t head_word(const EpPrepareArgs &a, const Desk *d, int r,
-                                              int first, int count, int sent, int w) {
-    const EpCudaGroup &g = a.group;
-    if (w >= EP_HEAD_COUNTS)
-        return w - EP_HEAD_COUNTS < count ? (uint32_t)d->counts[first + w - EP_HEAD_COUNTS] : 0;
-    switch (w) {
-    case EP_HEAD_DIGEST:
-        return g.digest;
-    case EP_HEAD_FACTS:
-        return (uint32_t)g.facts;
-    case EP_HEAD_FACTS + 1:
-        return (uint32_t)(g.facts >> 32);
-    case EP_HEAD_TOKENS:
-        return (uint32_t)d->w->tokens;
-    case EP_HEAD_ROWS:
-        return (uint32_t)d->counts[g.num_experts + r];
-    default:
-        return w == EP_HEAD_SENT ? (uint32_t)sent : 0;
+#define HEAD_UNITS (EP_HEAD_COUNTS / 4) /* before the counts */
+
+/* Of the head for rank r, whose experts are `count` from `first` on. */
+__device__ __forceinline__ uint4 head_unit(const EpLatencyScatterArgs &a, int r, int first,
+                                           int count, int sent, int unit) {
+    const EpCudaGroup &g = a.route.group;
+    static_assert(EP_HEAD_DIGEST == 0 && EP_HEAD_FACTS == 1 && EP_HEAD_TOKENS == 3, "unit 0");
+    static_assert(EP_HEAD_ROWS == 4 && EP_HEAD_SENT == 5 && HEAD_UNITS == 2, "unit 1");
+    if (unit == 0)
+        return make_uint4(g.digest, (uint32_t)g.facts, (uint32_t)(g.facts >> 32),
+                          (uint32_t)desk()->tokens);
+    if (unit == 1)
+        return make_uint4((uint32_t)desk_counts(a)[g.num_experts + r], (uint32_t)sent, 0, 0);
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int e = (unit - HEAD_UNITS) * 4 + i;
+        word[i] = e < count ? (uint32_t)desk_counts(a)[first + e] : 0;
     }
+    return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-__device__ void send_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t flag) {
-    const EpPrepareArgs &route = a.route;
-    const EpCudaGroup &g = route.group;
-    EpPlacement placement = {g.num_experts, g.size};
+__device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64_t flag) {
+    const EpCudaGroup &g = a.route.group;
     int sent = 0;
-    count_all(route, d);
+    count_all(a);
 #pragma unroll 1
     for (int r = (int)threadIdx.x % 32; r < g.size; r += 32)
-        sent += r == g.rank ? 0 : d->counts[g.num_experts + r];
+        sent += r == g.rank ? 0 : desk_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < g.size; r += WARPS) {
-        int first = ep_placement_first(&placement, r), count = ep_placement_count(&placement, r);
+        int first = ep_owner_first(&a.owners, r), count = ep_owner_count(&a.owners, r);
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
-                  [&](int w) { return head_word(route, d, r, first, count, sent, w); });
+                  [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }
 }
 
 /* ---- what the sources say ------------------------------------------------------------------ */
 
-__device__ __forceinline__ void take_word(const Desk *d, int source, int local, int own, int w,
-                                          uint32_t word) {
-    int e = w - EP_HEAD_COUNTS;
-    if (e >= 0 && e < local) d->counts[source * local + e] = (int)word;
-    if (w == EP_HEAD_TOKENS) d->w->source_tokens[source] = (int)word;
-    if (w == EP_HEAD_ROWS) d->w->source_rows[source] = (int)word;
-    if (w == EP_HEAD_SENT && source == own) d->w->sent = (int)word;
+__device__ __forceinline__ void take_unit(const EpLatencyScatterArgs &a, int source, int unit,
+                                          const uint4 &x) {
+    const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+    int local = a.route.shape.num_local;
+    if (unit == 0) desk()->source_tokens[source] = (int)x.w;
+    if (unit == 1) desk()->source_rows[source] = (int)x.x;
+    if (unit == 1 && source == a.route.group.rank) desk()->sent = (int)x.y;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int e = (unit - HEAD_UNITS) * 4 + i;
+        if (unit >= HEAD_UNITS && e < local) desk_counts(a)[source * local + e] = (int)word[i];
+    }
 }
 
 /* Counts of each source become those of the sources before. Batched slabs lie where they do. */
-__device__ void add_sources(const EpPrepareArgs &a, const Desk *d) {
-    int local = a.shape.num_local;
+__device__ __forceinline__ void add_sources(const EpLatencyScatterArgs &a) {
+    const EpPlanShape &s = a.route.shape;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < local; e += THREADS) {
+    for (int e = threadIdx.x; e < s.num_local; e += THREADS) {
         int before = 0;
-#pragma unroll 1
-        for (int s = 0; s < a.group.size; s++) {
-            int count = d->counts[s * local + e];
-            d->counts[s * local + e] = before;
+        int32_t *at = desk_counts(a) + e;
+#pragma unroll 4
+        for (int source = 0; source < a.route.group.size; source++, at += s.num_local) {
+            int count = *at;
+            *at = before;
             before += count;
         }
-        d->total[e] = before;
-        d->offset[e] = (int)min(e * a.shape.rows_per_expert, (int64_t)INT32_MAX);
+        desk_total(a)[e] = before;
+        desk_offset(a)[e] = (int)min(e * s.rows_per_expert, (int64_t)INT32_MAX);
     }
 }
 
 /* By a warp: where expert-major slabs begin. */
-__device__ void lay_desk_slabs(const EpPrepareArgs &a, const Desk *d) {
-    int lane = threadIdx.x % 32, local = a.shape.num_local;
+__device__ __forceinline__ void lay_desk_slabs(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, local = a.route.shape.num_local;
     int64_t start = 0;
 #pragma unroll 1
     for (int at = 0; at < local; at += 32) {
-        Slab slab = lay_slab(a, d->total, local, at, &start);
-        if (at + lane < local) d->offset[at + lane] = (int)min(slab.offset, (int64_t)INT32_MAX);
+        Slab slab = lay_slab(a.route, desk_total(a), local, at, &start);
+        if (at + lane < local)
+            desk_offset(a)[at + lane] = (int)min(slab.offset, (int64_t)INT32_MAX);
     }
 }
 
 /* By a warp: where each source's flat rows begin. */
-__device__ void lay_desk_rows(const EpPrepareArgs &a, const Desk *d) {
-    int lane = threadIdx.x % 32, begin = 0;
+__device__ __forceinline__ void lay_desk_rows(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, begin = 0, size = a.route.group.size;
 #pragma unroll 1
-    for (int at = 0; at < a.group.size; at += 32) {
-        int rows = at + lane < a.group.size ? d->w->source_rows[at + lane] : 0;
+    for (int at = 0; at < size; at += 32) {
+        int rows = at + lane < size ? desk()->source_rows[at + lane] : 0;
         int through = ep_warp_prefix(rows);
-        if (at + lane < a.group.size) d->w->flat_begin[at + lane] = begin + through - rows;
+        if (at + lane < size) desk()->flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
     }
 }
 
 /* By all threads of a block; 0: some head is not to be had. */
-__device__ int take_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t flag) {
+__device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_t flag) {
     const EpPrepareArgs &route = a.route;
     const EpCudaGroup &g = route.group;
-    int alive = 1, local = route.shape.num_local;
+    int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
 #pragma unroll 1
     for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS)
-        alive =
-            take_head(g, a.latency, r, EP_HEAD_COUNTS + local, flag, [&](int w, const uint4 &unit) {
-                take_word(d, r, local, g.rank, w, unit.x);
-                take_word(d, r, local, g.rank, w + 1, unit.y);
-                take_word(d, r, local, g.rank, w + 2, unit.z);
-                take_word(d, r, local, g.rank, w + 3, unit.w);
-            });
+        alive = take_head(g, a.latency, r, words, flag,
+                          [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
     if (!__syncthreads_and(alive)) return 0;
-    add_sources(route, d);
+    add_sources(a);
     __syncthreads();
     if (route.shape.layout == EP_LAYOUT_BATCHED) return 1;
     if (threadIdx.x < 32)
-        route.shape.layout == EP_LAYOUT_FLAT ? lay_desk_rows(route, d) : lay_desk_slabs(route, d);
+        route.shape.layout == EP_LAYOUT_FLAT ? lay_desk_rows(a) : lay_desk_slabs(a);
     __syncthreads();
     return 1;
 }
@@ -288,37 +314,39 @@ __device__ int take_heads(const EpLatencyScatterArgs &a, const Desk *d, uint64_t
 /* ---- what is told -------------------------------------------------------------------------- */
 
 /* Entries of a source for a local expert. */
-__device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, int e, int source) {
-    int local = a.shape.num_local, next = (source + 1) * local + e;
-    return (source + 1 < a.group.size ? d->counts[next] : d->total[e]) -
-           d->counts[source * local + e];
+__device__ __forceinline__ int count_of(const EpLatencyScatterArgs &a, int e, int source) {
+    int local = a.route.shape.num_local, next = (source + 1) * local + e;
+    return (source + 1 < a.route.group.size ? desk_counts(a)[next] : desk_total(a)[e]) -
+           desk_counts(a)[source * local + e];
 }
 
-/* What every layout tells. */
-__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
-    const EpCudaGroup &g = a.group;
+/* What every layout tells. By a warp. */
+__device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, uint32_t step) {
+    const EpCudaGroup &g = a.route.group;
+    int lane = threadIdx.x % 32, received = 0;
 #pragma unroll 1
-    for (int r = threadIdx.x; r < g.size; r += THREADS)
-        a.plan.tokens[r] = d->w->source_tokens[r];
-    if (threadIdx.x) return;
-    int received = 0;
-#pragma unroll 1
-    for (int r = 0; r < g.size; r++)
-        received += r == g.rank ? 0 : d->w->source_rows[r];
-    publish_row_counts(a, step, d->w->sent, received, d->w->source_rows[g.rank]);
+    for (int r = lane; r < g.size; r += 32) {
+        a.route.plan.tokens[r] = desk()->source_tokens[r];
+        received += r == g.rank ? 0 : desk()->source_rows[r];
+    }
+    received = warp_sum(received);
+    if (lane == 0)
+        publish_row_counts(a.route, step, desk()->sent, received, desk()->source_rows[g.rank]);
 }
 
-/* By a block that has taken the heads, of another layout than FLAT; `step` is under way. */
-__device__ __noinline__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
-    publish_sizes(a, d, step);
-    if (threadIdx.x < 32) publish_slabs(a, step, d->total);
+/* By a block that has taken the heads, of another layout than FLAT. */
+__device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
+    uint32_t step = step_under_way(a.route);
+    int warp = (int)threadIdx.x / 32;
+    if (warp == 0) publish_slabs(a.route, step, desk_total(a));
+    if (warp == 1) publish_sizes(a, step);
     __syncthreads();
-    publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
-    if (threadIdx.x == 0) publish_step(a, step, d->w->source_tokens[a.group.rank]);
+    publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
+    if (threadIdx.x == 0) publish_step(a.route, step, desk()->source_tokens[a.route.group.rank]);
 }
 
 /* Entries of the flat rows that are kept, which all blocks have put into the plan. */
-__device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
+__device__ void count_kept(const EpPrepareArgs &a) {
     const EpCudaGroup &g = a.group;
 #pragma unroll 1
     for (int e = threadIdx.x; e < a.shape.num_local; e += THREADS)
@@ -330,7 +358,7 @@ __device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
         const int32_t *slot = a.plan.begins + (int64_t)s * (g.layout.max_tokens + 1);
         const int32_t *routes = a.plan.routes + (int64_t)s * g.layout.max_tokens * a.top_k;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < d->w->source_tokens[s] * a.top_k; i += THREADS) {
+        for (int i = threadIdx.x; i < desk()->source_tokens[s] * a.top_k; i += THREADS) {
             int local = __ldcg(routes + i);
             if (local < 0 || __ldcg(slot + i / a.top_k) < 0) continue;
             atomicAdd(&a.plan.expert_counts[local], 1);
@@ -341,22 +369,23 @@ __device__ void count_kept(const EpPrepareArgs &a, const Desk *d) {
 }
 
 /* By the last block: only now are all rows' entries known. */
-__device__ __noinline__ void publish_flat(const EpPrepareArgs &a, const Desk *d) {
-    const EpCudaGroup &g = a.group;
+__device__ __noinline__ void publish_flat(const EpLatencyScatterArgs &a) {
+    const EpPrepareArgs &route = a.route;
+    const EpCudaGroup &g = route.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;
-    uint32_t step = step_under_way(a);
-    int64_t rows = d->w->flat_begin[g.size - 1] + (int64_t)d->w->source_rows[g.size - 1];
-    int64_t kept = min(rows, slot_limit(a, 0));
-    publish_sizes(a, d, step);
-    if (threadIdx.x == 0) publish_totals(a, step, kept, rows, rows - kept);
-    if (kept < rows) count_kept(a, d);
-    if (threadIdx.x < 32) publish_flat_experts(a, step, kept < rows ? NULL : d->total);
+    uint32_t step = step_under_way(route);
+    int64_t rows = desk()->flat_begin[g.size - 1] + (int64_t)desk()->source_rows[g.size - 1];
+    int64_t kept = min(rows, slot_limit(route, 0));
+    if (threadIdx.x < 32) publish_sizes(a, step);
+    if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
+    if (kept < rows) count_kept(route);
+    if (threadIdx.x < 32) publish_flat_experts(route, step, kept < rows ? NULL : desk_total(a));
     __syncthreads();
     if (kept == rows)
-        publish_sources(a, [&](int e, int source) { return count_of(a, d, e, source); });
+        publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, step, d->w->source_tokens[g.rank]);
+    if (threadIdx.x == 0) publish_step(route, step, desk()->source_tokens[g.rank]);
 }
 
 #endif

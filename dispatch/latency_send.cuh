@@ -12,53 +12,54 @@
 
 #define SENT_AT_ONCE 2 /* steps of a warp */
 
-/* The ranks in the order in which this rank stores: those that the row goes to come first, each
- * beginning with another one. By a warp. */
-__device__ __forceinline__ void list_ranks(const EpLatencyScatterArgs &a, const Desk *d,
-                                           int token) {
-    const EpCudaGroup &g = a.route.group;
-    int lane = threadIdx.x % 32, k = a.route.top_k;
-#pragma unroll 1
-    for (int r = lane; r < g.size; r += 32)
-        d->w->goes[r] = 0;
-    __syncwarp();
-    int owner = lane < k ? owner_of(d, expert_at(a.route, d, token * k + lane)) : -1;
-    if (owner >= 0) d->w->goes[owner] = 1;
-    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
-    __syncwarp();
-    int listed = 0;
-#pragma unroll 1
-    for (int goes = 1; goes >= 0; goes--) {
-#pragma unroll 1
-        for (int at = 0; at < g.size; at += 32) {
-            int r = (g.rank + 1 + token + at + lane) % g.size;
-            int is = at + lane < g.size && d->w->goes[r] == goes;
-            unsigned all = __ballot_sync(~0u, is);
-            if (is) d->w->to[listed + __popc(all & ((1u << lane) - 1))] = r;
-            listed += __popc(all);
-        }
-        if (goes && lane == 0) d->w->num_to = listed;
+/* ---- header -------------------------------------------------------------------------------- */
+
+/* Entries for an expert before one of them. By a warp, eight at a time. */
+__device__ __forceinline__ int count_entries_before(const EpLatencyScatterArgs &a, int entry,
+                                                    int expert) {
+    int lane = threadIdx.x % 32, rest = entry / 8 * 8 + lane, count = 0;
+    uint32_t both = (uint32_t)expert * 0x10001u;
+#pragma unroll 4
+    for (int i = lane; i < entry / 8; i += 32) {
+        uint4 x = ((const uint4 *)desk_experts(a))[i];
+        const uint32_t differ[4] = {x.x ^ both, x.y ^ both, x.z ^ both, x.w ^ both};
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            count += ((differ[w] & 0xffff) == 0) + (differ[w] >> 16 == 0);
     }
+    if (rest < entry && lane < 8) count += desk_experts(a)[rest] == expert;
+    return warp_sum(count);
+}
+
+/* Rows to a rank before a token's. By a warp. */
+__device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int token, int owner) {
+    int count = 0, k = a.route.top_k;
+#pragma unroll 1
+    for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
+        int goes = 0;
+#pragma unroll 1
+        for (int i = t * k; i < (t + 1) * k; i++)
+            goes |= owner_of(a, desk_experts(a)[i]) == owner;
+        count += goes;
+    }
+    return warp_sum(count);
 }
 
 /* The record's header. The block's warps have an entry each. */
-__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, const Desk *d,
-                                             int token) {
-    const EpPrepareArgs &route = a.route;
-    int k = route.top_k, flat = route.shape.layout == EP_LAYOUT_FLAT;
-#pragma unroll 1
-    for (int i = (int)threadIdx.x / 32; i < k; i += WARPS) {
-        int entry = token * k + i, expert = expert_at(route, d, entry), before = 0;
-        if (expert >= 0)
-            before = flat ? count_rows_before(route, d, token, owner_of(d, expert))
-                          : count_entries_before(route, d, entry, expert);
-        if (threadIdx.x % 32 == 0)
-            d->w->header[i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
-                                                                 << a.record.expert_bits;
-    }
-    int i = threadIdx.x;
+__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
+    int k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT, i = threadIdx.x;
     if (a.carries_weights && i < k)
-        d->w->header[k + i] = __float_as_uint(a.topk_weights[(int64_t)token * k + i]);
+        desk()->header[k + i] = __float_as_uint(a.topk_weights[(int64_t)token * k + i]);
+#pragma unroll 1
+    for (i /= 32; i < k; i += WARPS) {
+        int entry = token * k + i, expert = desk_experts(a)[entry], before = 0;
+        if (expert >= 0)
+            before = flat ? count_rows_before(a, token, owner_of(a, expert))
+                          : count_entries_before(a, entry, expert);
+        if (threadIdx.x % 32 == 0)
+            desk()->header[i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
+                                                                   << a.record.expert_bits;
+    }
 }
 
 /* ---- units --------------------------------------------------------------------------------- */
@@ -76,108 +77,142 @@ __device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int tok
 }
 
 /* A unit of the record, if it is not the header's. */
-__device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, const Desk *d, int token,
-                                           int unit) {
+__device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int token, int unit) {
     int at = unit - a.record.header_units, scale = at - a.record.row_units;
     if (at < 0 || scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
-    if (a.quant > EP_QUANT_NONE) return *((const uint4 *)d->staged + at);
-    if (scale < 0) return *((const uint4 *)(a.rows + token * a.row_bytes) + at);
+    if (a.quant > EP_QUANT_NONE) return *((const uint4 *)(desk_memory() + a.desk.staged) + at);
+    if (scale < 0) return __ldg((const uint4 *)(a.rows + token * a.row_bytes) + at);
     return load_scales(a, token, scale);
 }
 
-__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, const Desk *d,
-                                             int unit) {
+__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit) {
     int words = a.route.top_k * (1 + a.carries_weights);
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        word[i] = unit * 4 + i < words ? d->w->header[unit * 4 + i] : 0;
+        word[i] = unit * 4 + i < words ? desk()->header[unit * 4 + i] : 0;
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 /* Some of a warp's steps, from `step` on: units that were there before the header was. */
-__device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, const Desk *d, int token,
-                                           int step, int stride, uint4 x[SENT_AT_ONCE]) {
+__device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int token, int step,
+                                           uint4 x[SENT_AT_ONCE]) {
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
-        int at = step + i * stride, unit = at * EP_STEP_UNITS + step_unit();
+        int at = step + i * WARPS, unit = at * EP_STEP_UNITS + step_unit();
         x[i] = make_uint4(0, 0, 0, 0);
-        if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, d, token, unit);
+        if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, token, unit);
     }
 }
 
-/* How many ranks get a step. */
-__device__ __forceinline__ int num_receivers(const EpLatencyScatterArgs &a, const Desk *d,
-                                             int step) {
-    return step >= a.record.steps ? 0 : step == 0 ? a.route.group.size : d->w->num_to;
-}
+/* ---- receivers ----------------------------------------------------------------------------- */
 
-__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const Desk *d, int token,
-                                            int step, int stride, const uint4 x[SENT_AT_ONCE],
-                                            uint64_t flag) {
+/* Up to 32 ranks, one for each lane, in the order in which this one stores to them. */
+typedef struct Receivers {
+    char *to;     /* this lane's: where the record goes */
+    unsigned all; /* lanes that have a rank */
+    unsigned
+        going; /* those to which the row goes; the others get the first step, with the header */
+} Receivers;
+
+/* From number `base` on, for a token's number `first` in the order. */
+__device__ __forceinline__ Receivers find_receivers(const EpLatencyScatterArgs &a, unsigned ranks,
+                                                    int base, int token, uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
+    int i = base + (int)threadIdx.x % 32, is = i < g.size;
+    int r = g.rank + 1 + ep_remainder(token, a.latency.ranks);
+    r -= r < g.size ? 0 : g.size;
+    r += is ? i : 0;
+    r -= r < g.size ? 0 : g.size;
+    return Receivers{latency_record(a.latency, r, g.rank, g.size, token, flag),
+                     __ballot_sync(~0u, is), __ballot_sync(~0u, has_rank(ranks, r) & is)};
+}
+
+/* By a warp: store(record) for the records of some of its lanes. */
+template <typename Store>
+__device__ __forceinline__ void each_receiver(const Receivers &r, unsigned lanes, Store store) {
+#pragma unroll 1
+    for (; lanes; lanes &= lanes - 1)
+        store((char *)__shfl_sync(~0u, (unsigned long long)r.to, __ffs((int)lanes) - 1));
+}
+
+/* store(record, i) for those of a warp's steps that each gets. */
+template <typename Store>
+__device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, const Receivers &r,
+                                          int step, Store store) {
+    each_receiver(r, r.going, [&](char *record) {
+#pragma unroll
+        for (int i = 0; i < SENT_AT_ONCE; i++)
+            if (step + i * WARPS < a.record.steps)
+                store(record + (step + i * WARPS) * EP_STEP_BYTES, i);
+    });
+    if (step == 0) each_receiver(r, r.all & ~r.going, [&](char *record) { store(record, 0); });
+}
+
+__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, unsigned ranks,
+                                            int token, int step, const uint4 x[SENT_AT_ONCE],
+                                            uint64_t flag) {
     const EpLatency &l = a.latency;
+    ulonglong2 packed[SENT_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
-        int at = step + i * stride, unit = at * EP_STEP_UNITS + step_unit();
+        int unit = (step + i * WARPS) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
-        ulonglong2 packed = step_pack(is_header ? header_unit(a, d, unit) : x[i], flag);
-#pragma unroll 1
-        for (int j = 0; j < num_receivers(a, d, at); j++)
-            step_store(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
-                           at * EP_STEP_BYTES,
-                       packed, l.whole);
+        packed[i] = step_pack(is_header ? header_unit(a, unit) : x[i], flag);
     }
-    if (l.whole) return;
-    step_fence();
-#pragma unroll
-    for (int i = 0; i < SENT_AT_ONCE; i++) {
-        int at = step + i * stride;
 #pragma unroll 1
-        for (int j = 0; j < num_receivers(a, d, at); j++)
-            step_store_flag(latency_record(l, d->w->to[j], g.rank, g.size, token, flag) +
-                                at * EP_STEP_BYTES,
-                            flag);
+    for (int base = 0; base < a.route.group.size; base += 32) {
+        Receivers r = find_receivers(a, ranks, base, token, flag);
+        each_step(a, r, step, [&](char *to, int i) { step_store(to, packed[i], l.whole); });
+        if (l.whole) continue;
+        step_fence();
+        each_step(a, r, step, [&](char *to, int) { step_store_flag(to, flag); });
     }
 }
 
 /* ---- a token ------------------------------------------------------------------------------- */
 
-__device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, const Desk *d,
-                                             int token) {
+__device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
+    char *staged = desk_memory() + a.desk.staged;
     ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + token * a.source_row_bytes,
-                    (int)a.row_elements, (uint8_t *)d->staged, d->staged + 16 * a.record.row_units,
+                    (int)a.row_elements, (uint8_t *)staged, staged + 16 * a.record.row_units,
                     (int)threadIdx.x, THREADS);
 }
 
 /* By a block. */
-__device__ void send_token(const EpLatencyScatterArgs &a, const Desk *d, int token, uint64_t flag) {
-    int step = (int)threadIdx.x / 32, quantises = a.quant > EP_QUANT_NONE;
+__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
+                                           uint64_t flag) {
+    int lane = threadIdx.x % 32, step = (int)threadIdx.x / 32, k = a.route.top_k, owner;
+    int quantises = a.quant > EP_QUANT_NONE;
     uint4 x[SENT_AT_ONCE];
     if (quantises)
-        stage_quantised(a, d, token);
+        stage_quantised(a, token);
     else
-        load_steps(a, d, token, step, WARPS, x);
-    write_header(a, d, token);
-    if (step == WARPS - 1) list_ranks(a, d, token);
+        load_steps(a, token, step, x);
+    write_header(a, token);
+    unsigned ranks = find_ranks(a, token, &owner);
     __syncthreads();
-    if (quantises) load_steps(a, d, token, step, WARPS, x);
+    if (quantises) load_steps(a, token, step, x);
 #pragma unroll 1
     while (step < a.record.steps) {
-        store_steps(a, d, token, step, WARPS, x, flag);
+        store_steps(a, ranks, token, step, x, flag);
         step += SENT_AT_ONCE * WARPS;
-        load_steps(a, d, token, step, WARPS, x);
+        load_steps(a, token, step, x);
     }
+    if (threadIdx.x < 32 && lane < k)
+        a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
 }
 
-/* The heads are the first block's, which runs if any does: everyone waits for them. */
-__device__ void send_all(const EpLatencyScatterArgs &a, const Desk *d, const Turn &turn) {
+/* The heads are the first block's, which runs if any does: everyone waits for them. It claims
+ * nothing before. */
+__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Turn &turn) {
     if (blockIdx.x == 0) {
-        send_heads(a, d, turn.flag);
+        send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
+        claims_begin(a.latency);
         __syncthreads();
     }
-    claims_work(a.latency, d->w->tokens, [&](int token) { send_token(a, d, token, turn.flag); });
+    claims_work(a.latency, desk()->tokens, [&](int token) { send_token(a, token, turn.flag); });
 }
 
 #endif

@@ -154,8 +154,7 @@ __device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const E
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, turn.number),
-                             ep_counter(turn.number, g.digest));
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, turn.number), ep_counter(turn.number, g.digest));
     if (lane == 0)
         *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)turn.flag, turn.number);
 }
@@ -172,18 +171,16 @@ __device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, con
     ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_PHASE_HEAD, 0, g.digest, seen}, facts);
 }
 
-/** A warp sends rank r's head: word_of(w) are its words. */
-template <typename Word>
+/** A warp sends rank r's head: unit_of(u) are its words 4 * u and so on. */
+template <typename Unit>
 __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
-                                          int words, uint64_t flag, Word word_of) {
+                                          int words, uint64_t flag, Unit unit_of) {
     char *to = latency_head(l, r, g.rank, g.size, flag);
     int steps = (int)ep_steps(ep_units(4 * words));
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        int w = 4 * (step * EP_STEP_UNITS + step_unit());
         uint4 unit = make_uint4(0, 0, 0, 0);
-        if (step_unit() >= 0)
-            unit = make_uint4(word_of(w), word_of(w + 1), word_of(w + 2), word_of(w + 3));
+        if (step_unit() >= 0) unit = unit_of(step * EP_STEP_UNITS + step_unit());
         step_store(to + step * EP_STEP_BYTES, step_pack(unit, flag), l.whole);
     }
     if (!l.whole) step_fence();
@@ -192,8 +189,8 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
         step_store_flag(to + step * EP_STEP_BYTES, flag);
 }
 
-/** And receives that of rank r: take(w, words w to w + 3). By a warp; 0: it does not come, or is of
- *  another operation. */
+/** And receives that of rank r: take(u, unit u). By a warp; 0: it does not come, or is of another
+ *  operation. */
 template <typename Take>
 __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
                                          uint64_t flag, Take take) {
@@ -209,7 +206,7 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
             report_other_operation(g, l, r, unit.x, unit.y | (uint64_t)unit.z << 32, flag);
             same = 0;
         }
-        if (step_unit() >= 0) take(4 * (step * EP_STEP_UNITS + step_unit()), unit);
+        if (step_unit() >= 0) take(step * EP_STEP_UNITS + step_unit(), unit);
     }
     return __all_sync(~0u, same);
 }

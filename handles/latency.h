@@ -100,11 +100,25 @@ typedef struct EpRecordShape {
     int32_t steps; /**< of all */
 } EpRecordShape;
 
+/** What a block of a dispatch has in shared memory: offsets, behind what has a fixed size. */
+typedef struct EpDeskLayout {
+    int32_t
+        experts;    /**< i16 [tokens, K] of this rank's entries: expert, or see latency_route.cuh */
+    int32_t counts; /**< i32. Sending heads: [E] entries, then [R] rows. Receiving: [R, L] entries
+                         of the sources before for each local expert */
+    int32_t total;  /**< i32 [L] entries of all sources */
+    int32_t offset; /**< i32 [L] where slabs begin */
+    int32_t staged; /**< a quantised row and its scales */
+    int32_t bytes;
+} EpDeskLayout;
+
 typedef struct EpLatencyScatterArgs {
     EpPrepareArgs route; /**< with group, plan and shape */
     EpLatency latency;
     EpRecordShape record;
-    int32_t keeps_routing; /**< whether blocks have room for the entries in shared memory */
+    EpDeskLayout desk;
+    EpOwners owners;
+    int32_t first_expert; /**< of this rank */
     int32_t carries_weights;
     int32_t quant;       /**< EpQuant; EP_QUANT_NONE or 0: rows are copied */
     int32_t source_type; /**< of rows that are quantised */
@@ -162,9 +176,9 @@ int ep_cuda_open_latency_gather(int shared_bytes);
 int ep_cuda_launch_latency_scatter(const EpLatencyScatterArgs *args, int blocks, void *stream);
 int ep_cuda_launch_latency_gather(const EpLatencyGatherArgs *args, int blocks, void *stream);
 
-/** Dynamic shared memory of the scatter kernel, with what it keeps of the routing there if
- *  `keeps_routing`. */
-size_t ep_cuda_latency_scatter_bytes(const EpLatencyScatterArgs *args, int keeps_routing);
+/** Dynamic shared memory of the scatter kernel for so many entries of this rank's, and rows with
+ *  their scales that it quantises. */
+EpDeskLayout ep_cuda_desk_layout(const EpPlanShape *shape, int64_t entries, int64_t staged_bytes);
 
 #ifdef __cplusplus
 }

@@ -57,8 +57,26 @@ static EpStatus check_words(const EpHandle *handle, const EpCall *call) {
                      s->num_experts, s->max_tokens, s->max_top_k);
 }
 
+/* A block that sends has all of the rank's entries in shared memory. */
+static EpStatus check_desk(const EpHandle *handle, const EpCall *call) {
+    const EpPlanShape *s = &handle->shape;
+    const EpGroupConfig *config = &handle->group->config;
+    int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
+    int64_t room = ep_cuda(handle->group)->shared_bytes - EP_STATIC_SHARED_BYTES;
+    int64_t staged = s->quant > EP_QUANT_NONE
+                         ? config->max_row_bytes + ep_round_up(config->max_scale_bytes, 16)
+                         : 0;
+    int64_t bytes = ep_cuda_desk_layout(s, entries, staged).bytes;
+    if (bytes <= room) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
+                     "expected at most %lld bytes of shared memory for latency mode, got %lld for "
+                     "max_tokens %d * top_k %d",
+                     (long long)room, (long long)bytes, s->max_tokens, s->max_top_k);
+}
+
 static EpStatus prepare_buffers(EpHandle *handle, const EpCall *call) {
     EP_TRY(check_words(handle, call));
+    EP_TRY(check_desk(handle, call));
     EpCudaLatency *latency = calloc(1, sizeof(*latency));
     handle->buffer = latency;
     if (!latency) return ep_refuse(call, EP_ERR_NO_MEMORY, "buffers", "out of memory");

@@ -7,8 +7,8 @@
  * needs thirty instructions that depend on each other.
  *
  * With m = ceil(2^31 / d), (2n + 1) * m / 2^32 is (2n + 1) / 2d and an error below (2n + 1) / 2^32.
- * The former lies at least 1 / 2d below the next whole number, so the whole part is n / d as long as
- * 2d * (2n + 1) <= 2^32. Nothing is divided here of which that is not true by far.
+ * The former lies at least 1 / 2d below the next whole number, so the whole part is n / d as long
+ * as 2d * (2n + 1) <= 2^32. Nothing is divided here of which that is not true by far.
  */
 
 #include <stdint.h>

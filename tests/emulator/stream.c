@@ -8,7 +8,7 @@
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
 
-enum { QUEUE = 256, ARGUMENT_BYTES = 2048 };
+enum { QUEUE = 256, ARGUMENT_BYTES = 4096 + 64 };
 
 typedef struct Task {
     void (*run)(void *arguments);

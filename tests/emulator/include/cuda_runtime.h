@@ -148,6 +148,13 @@ template <typename T> static inline T __reduce_max_sync(unsigned, T value) {
     return value;
 }
 
+template <typename T> static inline T __reduce_or_sync(unsigned, T value) {
+    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    for (int i = 0; i < 32; i++)
+        value |= emulated_take<T>(lanes, i);
+    return value;
+}
+
 template <typename T> static inline T __reduce_min_sync(unsigned, T value) {
     const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
     for (int i = 0; i < 32; i++)
