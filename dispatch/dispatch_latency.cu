@@ -25,7 +25,7 @@ __device__ __forceinline__ int receive(const EpLatencyScatterArgs &a, const Part
                                        uint64_t flag) {
     int blocks = max(1, p.blocks - 1); /* that fill */
     Filling filling = begin_filling(a, p.block, blocks, flag);
-    if (!take_heads(a, flag)) return 0;
+    if (!take_heads(a, flag, [&] { go_on_filling(a, &filling, flag); })) return 0;
     if (p.block < blocks) {
         fill_all(a, filling, flag);
         zero_padding(a, filling.warp, filling.warps);
@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     Part part = latency_part(l);
     if (part.sends && blockIdx.x) claims_begin(l);
     if (part.sends) open_desk(a);
+    expect_heads();
     int alive = latency_enter(g, a.route.plan, l, &turn);
     if (alive && part.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);

@@ -112,6 +112,8 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     args.desk = ep_cuda_desk_layout(&handle->shape, entries, staged);
     args.owners = ep_placement_owners(&placement);
     args.first_expert = ep_placement_first(&placement, group->rank);
+    while (1 << args.team_shift < latency->route.top_k)
+        args.team_shift++;
     EP_TRY(enter(handle, s->half, s->stream));
     EP_TRY(leave(handle, s->half, s->stream,
                  ep_cuda_launch_latency_scatter(&args, blocks, s->stream)));

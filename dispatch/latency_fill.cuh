@@ -181,6 +181,16 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
     return latency_record(a.latency, g.rank, r.source, g.size, r.token, flag);
 }
 
+/* Those that had not come when they were loaded are loaded again, all of them together. */
+__device__ __forceinline__ void fetch_rest(const EpLatencyScatterArgs &a, const char *from,
+                                           int step, int stride, uint64_t flag,
+                                           ulonglong2 x[FILLED_AT_ONCE]) {
+#pragma unroll
+    for (int i = 0; i < FILLED_AT_ONCE; i++)
+        if (step + i * stride < a.record.steps && !step_is_here(x[i], flag))
+            x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
+}
+
 __device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, const Record &r,
                                                 uint64_t flag) {
     Fetched f;
@@ -198,6 +208,7 @@ __device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const 
     const StepOrigin origin = {r.source, EP_PHASE_LINES, r.token};
     int step = r.step;
     if (!step_await(g, a.latency, from, flag, &f.head, origin)) return 0;
+    fetch_rest(a, from, step, r.stride, flag, f.x);
     Entry e = read_header(a, r.source, step_unpack(f.head));
     if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
@@ -225,7 +236,7 @@ __device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const 
  * heads have. */
 typedef struct Filling {
     EpShares shares;
-    int warp, warps;
+    int warp, warps, has_first;
     Fetched first;
 } Filling;
 
@@ -235,19 +246,26 @@ __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, 
     f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
     f.shares = a.latency.received;
     int row = ep_quotient(f.warp, f.shares.stride), step = ep_remainder(f.warp, f.shares.stride);
-    if (row < f.shares.rows && block < blocks)
-        f.first = fetch_record(a, make_record(a, f.shares, row, step), flag);
+    f.has_first = row < f.shares.rows && block < blocks;
+    if (f.has_first) f.first = fetch_record(a, make_record(a, f.shares, row, step), flag);
     return f;
+}
+
+/* Has more of it come? */
+__device__ __forceinline__ void go_on_filling(const EpLatencyScatterArgs &a, Filling *f,
+                                              uint64_t flag) {
+    if (!f->has_first) return;
+    Record r = make_record(a, f->shares, ep_quotient(f->warp, f->shares.stride),
+                           ep_remainder(f->warp, f->shares.stride));
+    const char *from = record_from(a, r, flag);
+    if (!step_is_here(f->first.head, flag)) f->first.head = step_load(from);
+    fetch_rest(a, from, r.step, r.stride, flag, f->first.x);
 }
 
 __device__ __forceinline__ int fill_all(const EpLatencyScatterArgs &a, const Filling &f,
                                         uint64_t flag) {
-    int first = f.warp, most = 0;
-#pragma unroll 4
-    for (int r = 0; r < a.route.group.size; r++)
-        most = max(most, desk()->source_tokens[r]);
+    int most = desk()->most_tokens, first = most > a.route.num_rows ? -1 : f.warp;
     EpShares shares = fit_shares(f.shares, most * a.route.group.size, a.record.steps, f.warps);
-    if (most > a.route.num_rows) first = -1;
     return shares_work(shares, f.warp, f.warps, [&](int row, int step) {
         Record r = make_record(a, shares, row, step);
         if (r.token >= desk()->source_tokens[r.source]) return 1;

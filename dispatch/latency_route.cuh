@@ -21,9 +21,10 @@ typedef struct DeskWords {
     int tokens; /* of this rank: known to who sends */
     int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
     int32_t flat_begin[EP_CUDA_MAX_RANKS];
-    int32_t sent;                           /* rows to other ranks */
-    uint32_t header[2 * EP_MAX_TOP_K];      /* of the record under work */
-    unsigned long long bad_count, bad_last; /* bad indices; ~ of the first entry that has one */
+    int32_t most_tokens;           /* of any source */
+    int32_t heads;                 /* that have been taken */
+    int32_t sent;                  /* rows to other ranks */
+    uint32_t header[EP_MAX_TOP_K]; /* of the record under work: without its weights */
 } DeskWords;
 
 /* All that the kernel has asked for: see EpDeskLayout. */
@@ -115,11 +116,11 @@ __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < columns; i += THREADS)
         desk_counts(a)[i] = 0;
-    if (threadIdx.x == 0) desk()->bad_count = desk()->bad_last = 0;
 }
 
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
-    return expert < 0 ? -1 : ep_owner(&a.owners, expert);
+    int owner = ep_owner(&a.owners, max(0, expert));
+    return expert < 0 ? -1 : owner;
 }
 
 /* Ranks, a bit for each. */
@@ -159,41 +160,37 @@ __device__ __forceinline__ int has_rank(unsigned ranks, int rank) {
 
 /* ---- heads --------------------------------------------------------------------------------- */
 
-/* A token's entries, counted; the ranks that it goes to. */
-__device__ __forceinline__ RankSet count_token(const EpLatencyScatterArgs &a, int token) {
-    int k = a.route.top_k;
-    RankSet ranks = {};
-#pragma unroll 4
-    for (int i = token * k; i < (token + 1) * k; i++) {
-        int expert = desk_experts(a)[i];
-        if (expert >= 0) atomicAdd(&desk_counts(a)[expert], 1);
-        add_rank(&ranks, owner_of(a, expert));
-        if (expert != BAD_EXPERT) continue;
-        atomicAdd(&desk()->bad_count, 1ull);
-        atomicMax(&desk()->bad_last, ~(unsigned long long)i);
+/* Where there are bad indices, which is rare. By a warp. */
+__device__ __noinline__ void tell_of_bad(const EpLatencyScatterArgs &a) {
+    int lane = threadIdx.x % 32, count = 0, first = INT32_MAX;
+#pragma unroll 1
+    for (int i = lane; i < desk()->tokens * a.route.top_k; i += 32) {
+        if (desk_experts(a)[i] != BAD_EXPERT) continue;
+        count++;
+        first = min(first, i);
     }
-    return ranks;
+    count = warp_sum(count), first = __reduce_min_sync(~0u, first);
+    if (lane == 0) tell_bad_indices(a.route, (unsigned long long)count, (unsigned)first);
 }
 
-/* Entries for each expert and rows to each rank, into counts, which are 0. */
+/* Entries for each expert and rows to each rank, into counts, which are 0. The entries of a token
+ * are neighbouring lanes'. */
 __device__ __forceinline__ void count_all(const EpLatencyScatterArgs &a) {
-    int32_t *rows = desk_counts(a) + a.route.group.num_experts;
-    int lane = threadIdx.x % 32, tokens = desk()->tokens;
+    int32_t *counts = desk_counts(a), *rows = counts + a.route.group.num_experts;
+    int lane = threadIdx.x % 32, shift = a.team_shift, k = lane & ((1 << shift) - 1), bad = 0;
 #pragma unroll 1
-    for (int from = (int)threadIdx.x - lane; from < tokens; from += THREADS) {
-        RankSet ranks = {};
-        if (from + lane < tokens) ranks = count_token(a, from + lane);
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++)
-#pragma unroll 4
-            for (int r = w * 32; r < min(a.route.group.size, w * 32 + 32); r++) {
-                unsigned going = __ballot_sync(~0u, ranks.word[w] >> r % 32 & 1);
-                if (lane == 0 && going) atomicAdd(&rows[r], __popc(going));
-            }
+    for (int from = ((int)threadIdx.x - lane) >> shift; from < desk()->tokens;
+         from += THREADS >> shift) {
+        int token = from + (lane >> shift), expert = NO_EXPERT;
+        if (token < desk()->tokens && k < a.route.top_k)
+            expert = desk_experts(a)[token * a.route.top_k + k];
+        int owner = owner_of(a, expert);
+        unsigned same = __match_any_sync(~0u, owner * 32 + (lane >> shift));
+        if (owner >= 0) atomicAdd(&counts[expert], 1);
+        if (owner >= 0 && __ffs((int)same) - 1 == lane) atomicAdd(&rows[owner], 1);
+        bad |= expert == BAD_EXPERT;
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && desk()->bad_count)
-        tell_bad_indices(a.route, desk()->bad_count, ~desk()->bad_last);
+    if (!__syncthreads_and(!bad) && threadIdx.x < 32) tell_of_bad(a);
 }
 
 #define HEAD_UNITS (EP_HEAD_COUNTS / 4) /* before the counts */
@@ -241,6 +238,7 @@ __device__ __forceinline__ void take_unit(const EpLatencyScatterArgs &a, int sou
     const uint32_t word[4] = {x.x, x.y, x.z, x.w};
     int local = a.route.shape.num_local;
     if (unit == 0) desk()->source_tokens[source] = (int)x.w;
+    if (unit == 0) atomicMax(&desk()->most_tokens, (int)x.w);
     if (unit == 1) desk()->source_rows[source] = (int)x.x;
     if (unit == 1 && source == a.route.group.rank) desk()->sent = (int)x.y;
 #pragma unroll
@@ -292,15 +290,27 @@ __device__ __forceinline__ void lay_desk_rows(const EpLatencyScatterArgs &a) {
     }
 }
 
-/* By all threads of a block; 0: some head is not to be had. */
-__device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_t flag) {
+/* Before the block's first barrier. */
+__device__ __forceinline__ void expect_heads(void) {
+    if (threadIdx.x == TOKENS_THREAD) desk()->heads = desk()->most_tokens = 0;
+}
+
+/* By all threads of a block; 0: some head is not to be had. A warp that waits for others' heads
+ * does something else meanwhile, over and over. */
+template <typename Meanwhile>
+__device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_t flag,
+                                          Meanwhile meanwhile) {
     const EpPrepareArgs &route = a.route;
     const EpCudaGroup &g = route.group;
     int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
 #pragma unroll 1
-    for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS)
+    for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS) {
         alive = take_head(g, a.latency, r, words, flag,
                           [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
+        if (threadIdx.x % 32 == 0) atomicAdd(&desk()->heads, alive ? 1 : EP_CUDA_MAX_RANKS);
+    }
+    while (__any_sync(~0u, *(volatile int32_t *)&desk()->heads < g.size))
+        meanwhile();
     if (!__syncthreads_and(alive)) return 0;
     add_sources(a);
     __syncthreads();

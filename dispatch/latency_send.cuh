@@ -14,18 +14,22 @@
 
 /* ---- header -------------------------------------------------------------------------------- */
 
+/* How many halves of a word are 0: those in which neither the upper bit is set nor a carry out of
+ * the others. */
+__device__ __forceinline__ int count_zeros(uint32_t x) {
+    return __popc(~(((x & 0x7fff7fffu) + 0x7fff7fffu) | x | 0x7fff7fffu));
+}
+
 /* Entries for an expert before one of them. By a warp, eight at a time. */
 __device__ __forceinline__ int count_entries_before(const EpLatencyScatterArgs &a, int entry,
                                                     int expert) {
     int lane = threadIdx.x % 32, rest = entry / 8 * 8 + lane, count = 0;
     uint32_t both = (uint32_t)expert * 0x10001u;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = lane; i < entry / 8; i += 32) {
         uint4 x = ((const uint4 *)desk_experts(a))[i];
-        const uint32_t differ[4] = {x.x ^ both, x.y ^ both, x.z ^ both, x.w ^ both};
-#pragma unroll
-        for (int w = 0; w < 4; w++)
-            count += ((differ[w] & 0xffff) == 0) + (differ[w] >> 16 == 0);
+        count += count_zeros(x.x ^ both) + count_zeros(x.y ^ both) + count_zeros(x.z ^ both) +
+                 count_zeros(x.w ^ both);
     }
     if (rest < entry && lane < 8) count += desk_experts(a)[rest] == expert;
     return warp_sum(count);
@@ -45,13 +49,11 @@ __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int
     return warp_sum(count);
 }
 
-/* The record's header. The block's warps have an entry each. */
+/* The record's header, but for its weights. The block's warps have an entry each. */
 __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
-    int k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT, i = threadIdx.x;
-    if (a.carries_weights && i < k)
-        desk()->header[k + i] = __float_as_uint(a.topk_weights[(int64_t)token * k + i]);
+    int k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
 #pragma unroll 1
-    for (i /= 32; i < k; i += WARPS) {
+    for (int i = (int)threadIdx.x / 32; i < k; i += WARPS) {
         int entry = token * k + i, expert = desk_experts(a)[entry], before = 0;
         if (expert >= 0)
             before = flat ? count_rows_before(a, token, owner_of(a, expert))
@@ -76,21 +78,36 @@ __device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int tok
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* A unit of the record, if it is not the header's. */
+/* Of a header: the weights in it. */
+__device__ __forceinline__ uint4 load_weights(const EpLatencyScatterArgs &a, int token, int unit) {
+    int k = a.route.top_k;
+    uint32_t word[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int at = unit * 4 + i - k;
+        if (a.carries_weights && at >= 0 && at < k)
+            word[i] = __float_as_uint(__ldg(a.topk_weights + (int64_t)token * k + at));
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+/* A unit of the record as far as it is known before the header is. */
 __device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int token, int unit) {
     int at = unit - a.record.header_units, scale = at - a.record.row_units;
-    if (at < 0 || scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
+    if (at < 0) return load_weights(a, token, unit);
+    if (scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
     if (a.quant > EP_QUANT_NONE) return *((const uint4 *)(desk_memory() + a.desk.staged) + at);
     if (scale < 0) return __ldg((const uint4 *)(a.rows + token * a.row_bytes) + at);
     return load_scales(a, token, scale);
 }
 
-__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit) {
-    int words = a.route.top_k * (1 + a.carries_weights);
-    uint32_t word[4];
+/* And what was missing. */
+__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit,
+                                             const uint4 &x) {
+    uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        word[i] = unit * 4 + i < words ? desk()->header[unit * 4 + i] : 0;
+        if (unit * 4 + i < a.route.top_k) word[i] = desk()->header[unit * 4 + i];
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -158,7 +175,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, unsig
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int unit = (step + i * WARPS) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
-        packed[i] = step_pack(is_header ? header_unit(a, unit) : x[i], flag);
+        packed[i] = step_pack(is_header ? header_unit(a, unit, x[i]) : x[i], flag);
     }
 #pragma unroll 1
     for (int base = 0; base < a.route.group.size; base += 32) {
@@ -206,7 +223,7 @@ __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int to
 /* The heads are the first block's, which runs if any does: everyone waits for them. It claims
  * nothing before. */
 __device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Turn &turn) {
-    if (blockIdx.x == 0) {
+    if (__builtin_expect(blockIdx.x == 0, 0)) {
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
         claims_begin(a.latency);

@@ -119,6 +119,7 @@ typedef struct EpLatencyScatterArgs {
     EpDeskLayout desk;
     EpOwners owners;
     int32_t first_expert; /**< of this rank */
+    int32_t team_shift;   /**< 1 << that many lanes have a token's entries */
     int32_t carries_weights;
     int32_t quant;       /**< EpQuant; EP_QUANT_NONE or 0: rows are copied */
     int32_t source_type; /**< of rows that are quantised */

@@ -51,8 +51,9 @@ static inline EpOwners ep_placement_owners(const EpPlacement *p) {
 }
 
 EP_HOST_DEVICE static inline int32_t ep_owner(const EpOwners *o, int32_t expert) {
-    if (expert < o->in_larger) return ep_quotient(expert, o->more);
-    return o->larger + ep_quotient(expert - o->in_larger, o->base);
+    int larger = expert < o->in_larger;
+    EpDivisor by = larger ? o->more : o->base;
+    return (larger ? 0 : o->larger) + ep_quotient(expert - (larger ? 0 : o->in_larger), by);
 }
 
 EP_HOST_DEVICE static inline int32_t ep_owner_first(const EpOwners *o, int32_t rank) {
