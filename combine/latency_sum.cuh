@@ -151,7 +151,7 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
         if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
-    EpShares shares = fit_shares(a.sent, most * kinds, a.steps, (int)gridDim.x * WARPS);
+    EpShares shares = fit_shares(a.sent, most * kinds, a.steps, a.steps, (int)gridDim.x * WARPS);
     int items = (shares.rows * shares.stride.by + WARPS - 1) / WARPS;
     if (blockIdx.x == 0) {
         send_heads(a, turn.flag);

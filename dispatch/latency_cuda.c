@@ -105,7 +105,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
         choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, 0, &args.latency);
     int fill = blocks - args.latency.first_receiver - 1;
     args.latency.received = ep_shares(latency->route.num_rows * group->size, args.record.steps,
-                                      (int32_t)ep_max(1, fill) * BLOCK_WARPS);
+                                      EP_FILLED_AT_ONCE, (int32_t)ep_max(1, fill) * BLOCK_WARPS);
     EpPlacement placement = ep_config_placement(&group->config, group->size);
     int64_t staged = s->quant > EP_QUANT_NONE ? s->row_bytes + ep_round_up(s->scale_bytes, 16) : 0;
     int64_t entries = (int64_t)latency->route.num_rows * latency->route.top_k;
@@ -146,9 +146,9 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, 1, &args.latency);
     int32_t kinds = group->size - args.latency.receives;
     args.kinds = ep_divisor((int32_t)ep_max(1, kinds));
-    args.sent =
-        ep_shares((int32_t)state->num_rows * kinds, args.steps, (int32_t)blocks * BLOCK_WARPS);
-    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps,
+    args.sent = ep_shares((int32_t)state->num_rows * kinds, args.steps, args.steps,
+                          (int32_t)blocks * BLOCK_WARPS);
+    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps, args.steps,
                                       (blocks - args.latency.first_receiver) * BLOCK_WARPS);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,

@@ -9,8 +9,6 @@
 
 #include "dispatch/latency_route.cuh"
 
-#define FILLED_AT_ONCE 4 /* steps of a warp */
-
 /* What lane k knows of a record's entry k. */
 typedef struct Entry {
     int local; /* expert among this rank's, -1: another's */
@@ -121,10 +119,10 @@ __device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char
 /* A warp's steps, from `step` on, of a record that has come: this lane's units to all slots. What a
  * slot takes, it takes for all steps at once, since it is the instructions that take the time. */
 __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const Entry &e, int step,
-                                            int stride, const uint4 x[FILLED_AT_ONCE]) {
-    int at[FILLED_AT_ONCE], end = a.record.row_units + a.record.scale_units, scales = 0;
+                                            int stride, const uint4 x[EP_FILLED_AT_ONCE]) {
+    int at[EP_FILLED_AT_ONCE], end = a.record.row_units + a.record.scale_units, scales = 0;
 #pragma unroll
-    for (int i = 0; i < FILLED_AT_ONCE; i++) {
+    for (int i = 0; i < EP_FILLED_AT_ONCE; i++) {
         int unit = (step + i * stride) * EP_STEP_UNITS + step_unit() - a.record.header_units;
         at[i] = step_unit() >= 0 && step + i * stride < a.record.steps && unit < end ? unit : -1;
         scales |= at[i] >= a.record.row_units;
@@ -134,7 +132,7 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
         int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
         uint4 *row = (uint4 *)(a.out_rows + slot * a.row_bytes);
 #pragma unroll
-        for (int i = 0; i < FILLED_AT_ONCE; i++)
+        for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
             if (at[i] >= 0 && at[i] < a.record.row_units) row[at[i]] = x[i];
     }
     if (!__any_sync(~0u, scales)) return;
@@ -143,7 +141,7 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
         unsigned long long first = (unsigned long long)e.scales;
         char *to = (char *)__shfl_sync(~0u, first, __ffs((int)left) - 1);
 #pragma unroll
-        for (int i = 0; i < FILLED_AT_ONCE; i++)
+        for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
             if (at[i] >= a.record.row_units) store_scales(a, to, at[i] - a.record.row_units, x[i]);
     }
 }
@@ -152,13 +150,13 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
 
 /* Steps of a record as they may have come: its first one, which has the header, and a warp's. */
 typedef struct Fetched {
-    ulonglong2 head, x[FILLED_AT_ONCE];
+    ulonglong2 head, x[EP_FILLED_AT_ONCE];
 } Fetched;
 
 __device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const char *from,
-                                            int step, int stride, ulonglong2 x[FILLED_AT_ONCE]) {
+                                            int step, int stride, ulonglong2 x[EP_FILLED_AT_ONCE]) {
 #pragma unroll
-    for (int i = 0; i < FILLED_AT_ONCE; i++)
+    for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
         if (step + i * stride < a.record.steps)
             x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
 }
@@ -167,13 +165,6 @@ __device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const
 typedef struct Record {
     int source, token, step, stride;
 } Record;
-
-__device__ __forceinline__ Record make_record(const EpLatencyScatterArgs &a, const EpShares &s,
-                                              int row, int step) {
-    const EpCudaGroup &g = a.route.group;
-    int token = ep_quotient(row, a.latency.ranks), source = g.rank + row - token * g.size;
-    return Record{source - (source < g.size ? 0 : g.size), token, step, s.stride.by};
-}
 
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
@@ -184,9 +175,9 @@ __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a
 /* Those that had not come when they were loaded are loaded again, all of them together. */
 __device__ __forceinline__ void fetch_rest(const EpLatencyScatterArgs &a, const char *from,
                                            int step, int stride, uint64_t flag,
-                                           ulonglong2 x[FILLED_AT_ONCE]) {
+                                           ulonglong2 x[EP_FILLED_AT_ONCE]) {
 #pragma unroll
-    for (int i = 0; i < FILLED_AT_ONCE; i++)
+    for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
         if (step + i * stride < a.record.steps && !step_is_here(x[i], flag))
             x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
 }
@@ -213,9 +204,9 @@ __device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const 
     if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
     while (e.filled && step < a.record.steps) {
-        uint4 unit[FILLED_AT_ONCE];
+        uint4 unit[EP_FILLED_AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < FILLED_AT_ONCE; i++) {
+        for (int i = 0; i < EP_FILLED_AT_ONCE; i++) {
             int at = step + i * r.stride;
             if (at >= a.record.steps) break;
             if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &f.x[i], origin))
@@ -223,7 +214,7 @@ __device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const 
             unit[i] = step_unpack(f.x[i]);
         }
         place_units(a, e, step, r.stride, unit);
-        step += FILLED_AT_ONCE * r.stride;
+        step += EP_FILLED_AT_ONCE * r.stride;
         fetch_steps(a, from, step, r.stride, f.x);
     }
     return 1;
@@ -232,46 +223,67 @@ __device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const 
 /* ---- all ----------------------------------------------------------------------------------- */
 
 /* How the warps of `blocks` blocks share the records, if no rank has more tokens than this one has
- * rows, which is to be expected; and the first share of this warp, which may have come before the
- * heads have. */
+ * rows, which is to be expected; and what may have come of this warp's share `at`, before the heads
+ * have. */
 typedef struct Filling {
     EpShares shares;
-    int warp, warps, has_first;
-    Fetched first;
+    int warp, warps, at;
+    Fetched fetched;
 } Filling;
+
+__device__ __forceinline__ Record record_at(const EpLatencyScatterArgs &a, const Filling &f) {
+    const EpCudaGroup &g = a.route.group;
+    int row = ep_quotient(f.at, f.shares.stride), token = ep_quotient(row, a.latency.ranks);
+    int source = g.rank + row - token * g.size;
+    return Record{source - (source < g.size ? 0 : g.size), token, f.at - row * f.shares.stride.by,
+                  f.shares.stride.by};
+}
+
+__device__ __forceinline__ int has_record(const Filling &f) {
+    return f.at < f.shares.rows * f.shares.stride.by;
+}
+
+__device__ __forceinline__ void begin_share(const EpLatencyScatterArgs &a, Filling *f, int at,
+                                            uint64_t flag) {
+    f->at = at;
+    if (has_record(*f)) f->fetched = fetch_record(a, record_at(a, *f), flag);
+}
 
 __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, int block,
                                                  int blocks, uint64_t flag) {
     Filling f;
-    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
     f.shares = a.latency.received;
-    int row = ep_quotient(f.warp, f.shares.stride), step = ep_remainder(f.warp, f.shares.stride);
-    f.has_first = row < f.shares.rows && block < blocks;
-    if (f.has_first) f.first = fetch_record(a, make_record(a, f.shares, row, step), flag);
+    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
+    begin_share(a, &f, block < blocks ? f.warp : INT32_MAX, flag);
     return f;
 }
 
 /* Has more of it come? */
 __device__ __forceinline__ void go_on_filling(const EpLatencyScatterArgs &a, Filling *f,
                                               uint64_t flag) {
-    if (!f->has_first) return;
-    Record r = make_record(a, f->shares, ep_quotient(f->warp, f->shares.stride),
-                           ep_remainder(f->warp, f->shares.stride));
+    if (!has_record(*f)) return;
+    Record r = record_at(a, *f);
     const char *from = record_from(a, r, flag);
-    if (!step_is_here(f->first.head, flag)) f->first.head = step_load(from);
-    fetch_rest(a, from, r.step, r.stride, flag, f->first.x);
+    if (!step_is_here(f->fetched.head, flag)) f->fetched.head = step_load(from);
+    fetch_rest(a, from, r.step, r.stride, flag, f->fetched.x);
 }
 
-__device__ __forceinline__ int fill_all(const EpLatencyScatterArgs &a, const Filling &f,
-                                        uint64_t flag) {
-    int most = desk()->most_tokens, first = most > a.route.num_rows ? -1 : f.warp;
-    EpShares shares = fit_shares(f.shares, most * a.route.group.size, a.record.steps, f.warps);
-    return shares_work(shares, f.warp, f.warps, [&](int row, int step) {
-        Record r = make_record(a, shares, row, step);
-        if (r.token >= desk()->source_tokens[r.source]) return 1;
-        int fetched = row * shares.stride.by + step == first;
-        return fill_record(a, r, fetched ? f.first : fetch_record(a, r, flag), flag);
-    });
+/* The next share is on its way while one is copied. */
+__device__ __forceinline__ int fill_all(const EpLatencyScatterArgs &a, Filling f, uint64_t flag) {
+    int most = desk()->most_tokens;
+    if (most > a.route.num_rows) {
+        f.shares = ep_shares(most * a.route.group.size, a.record.steps, EP_FILLED_AT_ONCE, f.warps);
+        begin_share(a, &f, f.warp, flag);
+    }
+#pragma unroll 1
+    while (has_record(f)) {
+        Record r = record_at(a, f);
+        Fetched fetched = f.fetched;
+        begin_share(a, &f, f.at + f.warps, flag);
+        if (r.token < desk()->source_tokens[r.source] && !fill_record(a, r, fetched, flag))
+            return 0;
+    }
+    return 1;
 }
 
 /* ---- padding ------------------------------------------------------------------------------- */

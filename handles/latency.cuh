@@ -131,8 +131,8 @@ __device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work 
 
 /** As the host expects them, or anew, where some rank has more rows than this one. */
 __device__ __forceinline__ EpShares fit_shares(const EpShares &expected, int rows, int steps,
-                                               int warps) {
-    return rows <= expected.rows ? expected : ep_shares(rows, steps, warps);
+                                               int width, int warps) {
+    return rows <= expected.rows ? expected : ep_shares(rows, steps, width, warps);
 }
 
 /** By a warp, number `warp` of `warps`: work(row, first step) for its shares, until it returns 0.

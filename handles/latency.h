@@ -60,19 +60,25 @@ typedef struct EpLatencyState {
     uint32_t claimed; /**< items of it that blocks have taken to send */
 } EpLatencyState;
 
-/** Many rows of equal length, shared by many warps: several of them to a row where there are
- *  enough, each with every `stride`th step. */
+/** Many rows of equal length, shared by many warps: several of them to a row, each with every
+ *  `stride`th step. */
 typedef struct EpShares {
     int32_t rows;
-    EpDivisor stride; /**< warps to a row */
+    EpDivisor stride; /**< shares of a row */
 } EpShares;
 
-EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int32_t warps) {
-    int32_t most = rows > 0 ? warps / rows : warps;
-    int32_t stride = most < 1 ? 1 : most < steps ? most : steps > 0 ? steps : 1;
-    EpShares shares = {rows, ep_divisor(stride)};
+/** Rows come one after another: the last is to be the work of many warps. So a share has no more
+ *  steps than a warp takes at once, `width`, even if each warp has several shares, and fewer where
+ *  there are warps enough. */
+EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int32_t width,
+                                                int32_t warps) {
+    int32_t least = (steps + width - 1) / width, stride = rows > 0 ? warps / rows : warps;
+    stride = stride < least ? least : stride < steps ? stride : steps;
+    EpShares shares = {rows, ep_divisor(stride > 0 ? stride : 1)};
     return shares;
 }
+
+#define EP_FILLED_AT_ONCE 4 /* steps of a warp that receives in a dispatch */
 
 /** What kernels get of it. */
 typedef struct EpLatency {
