@@ -61,7 +61,7 @@ typedef struct Coming {
 
 __device__ __forceinline__ const char *coming_from(const Coming &c, int rank, int i) {
     const EpCudaGroup &g = c.a->group;
-    return latency_record(c.a->latency, g.rank, rank, g.size, c.token, c.flag) +
+    return latency_record(c.a->latency, c.a->latency.own, rank, g.size, c.token, c.flag) +
            (c.step + i * c.stride) * EP_STEP_BYTES;
 }
 

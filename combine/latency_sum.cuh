@@ -85,7 +85,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, int source, int token, in
     const EpLatency &l = a.latency;
     Terms t = find_terms(a, source, token);
     if (!t.comes) return;
-    char *to = latency_record(l, source, g.rank, g.size, token, flag);
+    char *to = latency_record(l, l.window[source], g.rank, g.size, token, flag);
 #pragma unroll 1
     for (; step < a.steps; step += SUMMED_AT_ONCE * stride) {
         EpVector<T> sum[SUMMED_AT_ONCE] = {};
@@ -113,7 +113,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, int source, int token, in
 
 __device__ __forceinline__ float *kept_sum(const EpLatencyGatherArgs &a, int token) {
     const EpLatency &l = a.latency;
-    return (float *)(l.window[a.group.rank] + l.layout.sums + token * l.layout.sum_bytes);
+    return (float *)(l.own + l.layout.sums + (int64_t)token * l.layout.sum_bytes);
 }
 
 /* What this rank adds to a token of its own is not rounded. Between halves it is kept. */

@@ -129,8 +129,8 @@ __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const
     }
 #pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
-        int64_t slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
-        uint4 *row = (uint4 *)(a.out_rows + slot * a.row_bytes);
+        int slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
+        uint4 *row = (uint4 *)(a.out_rows + (int64_t)slot * a.row_bytes);
 #pragma unroll
         for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
             if (at[i] >= 0 && at[i] < a.record.row_units) row[at[i]] = x[i];
@@ -169,7 +169,7 @@ typedef struct Record {
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
-    return latency_record(a.latency, g.rank, r.source, g.size, r.token, flag);
+    return latency_record(a.latency, a.latency.own, r.source, g.size, r.token, flag);
 }
 
 /* Those that had not come when they were loaded are loaded again, all of them together. */
@@ -253,7 +253,7 @@ __device__ __forceinline__ Filling begin_filling(const EpLatencyScatterArgs &a, 
                                                  int blocks, uint64_t flag) {
     Filling f;
     f.shares = a.latency.received;
-    f.warps = blocks * WARPS, f.warp = (int)threadIdx.x / 32 * blocks + block;
+    f.warps = blocks * WARPS, f.warp = (int)(threadIdx.x / 32) * blocks + block;
     begin_share(a, &f, block < blocks ? f.warp : INT32_MAX, flag);
     return f;
 }

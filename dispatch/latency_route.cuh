@@ -84,33 +84,43 @@ __device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entr
 }
 
 #define LOADED_AT_ONCE 4
-#define TOKENS_THREAD 96   /* who asks how many tokens there are, as in latency_enter */
-#define ENTRIES_THREAD 128 /* the first of those that load entries */
-#define ENTRIES_THREADS (THREADS - ENTRIES_THREAD)
+#define TOKENS_THREAD 96 /* who asks how many tokens there are, as in latency_enter */
 
-__device__ __forceinline__ void load_entries(const EpLatencyScatterArgs &a, int entries) {
+/* Some of this rank's entries on their way from memory: this thread's, THREADS apart. */
+typedef struct Indices {
+    int64_t at[LOADED_AT_ONCE];
+} Indices;
+
+/* Those of rows past the step's tokens, too: their number may be on its way. */
+__device__ __forceinline__ Indices load_indices(const EpLatencyScatterArgs &a, int from) {
+    int entries = a.route.num_rows * a.route.top_k;
+    Indices indices;
+#pragma unroll
+    for (int j = 0; j < LOADED_AT_ONCE; j++) {
+        int i = from + j * THREADS + (int)threadIdx.x;
+        indices.at[j] = i < entries ? index_at(a.route, i) : NO_EXPERT;
+    }
+    return indices;
+}
+
+/* All entries, of which the first are under way, into shared memory. */
+__device__ __forceinline__ void keep_entries(const EpLatencyScatterArgs &a, Indices indices) {
+    int entries = a.route.num_rows * a.route.top_k;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
-         i += LOADED_AT_ONCE * ENTRIES_THREADS) {
-        int64_t index[LOADED_AT_ONCE];
+    for (int from = 0; from < entries;) {
 #pragma unroll
-        for (int j = 0; j < LOADED_AT_ONCE; j++)
-            if (i + j * ENTRIES_THREADS < entries)
-                index[j] = index_at(a.route, i + j * ENTRIES_THREADS);
-#pragma unroll
-        for (int j = 0; j < LOADED_AT_ONCE; j++)
-            if (i + j * ENTRIES_THREADS < entries)
-                desk_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert_of(a.route, index[j]);
+        for (int j = 0; j < LOADED_AT_ONCE; j++) {
+            int i = from + j * THREADS + (int)threadIdx.x;
+            if (i < entries) desk_experts(a)[i] = (int16_t)expert_of(a.route, indices.at[j]);
+        }
+        from += LOADED_AT_ONCE * THREADS;
+        if (from < entries) indices = load_indices(a, from);
     }
 }
 
-/* What a block needs to send, before its first barrier. Rows past the step's tokens are loaded,
- * too: their number may be on its way. */
+/* Before a block's first barrier: what the first one counts in, and how many tokens there are. */
 __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
-    if (threadIdx.x >= ENTRIES_THREAD)
-        load_entries(a, a.route.num_rows * a.route.top_k);
-    else if (threadIdx.x == TOKENS_THREAD)
-        desk()->tokens = count_tokens(a.route);
+    if (threadIdx.x == TOKENS_THREAD) desk()->tokens = count_tokens(a.route);
     if (blockIdx.x) return;
     int columns = a.route.group.num_experts + a.route.group.size;
 #pragma unroll 1
@@ -135,15 +145,13 @@ __device__ __forceinline__ void add_rank(RankSet *set, int rank) {
         set->word[w] |= rank >> 5 == w ? 1u << rank % 32 : 0;
 }
 
-/* The ranks that a token's row goes to: word w of the set, in lane w. *owner: of the expert of
- * entry number lane, or -1. By a warp. */
-__device__ __forceinline__ unsigned find_ranks(const EpLatencyScatterArgs &a, int token,
-                                               int *owner) {
-    int lane = threadIdx.x % 32, k = a.route.top_k;
+/* The ranks that a row goes to, of whose entries each lane has one, or none: word w of the set, in
+ * lane w. By a warp. */
+__device__ __forceinline__ unsigned find_ranks(const EpLatencyScatterArgs &a, int owner) {
+    int lane = threadIdx.x % 32;
     unsigned own = 0;
     RankSet set = {};
-    *owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
-    add_rank(&set, *owner);
+    add_rank(&set, owner);
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++)
         if (a.route.group.size > 32 * w) {
@@ -220,11 +228,11 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     int sent = 0;
     count_all(a);
 #pragma unroll 1
-    for (int r = (int)threadIdx.x % 32; r < g.size; r += 32)
+    for (int r = (int)(threadIdx.x % 32); r < g.size; r += 32)
         sent += r == g.rank ? 0 : desk_counts(a)[g.num_experts + r];
     sent = warp_sum(sent);
 #pragma unroll 1
-    for (int r = (int)threadIdx.x / 32; r < g.size; r += WARPS) {
+    for (int r = (int)(threadIdx.x / 32); r < g.size; r += WARPS) {
         int first = ep_owner_first(&a.owners, r), count = ep_owner_count(&a.owners, r);
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
@@ -304,7 +312,7 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
     const EpCudaGroup &g = route.group;
     int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
 #pragma unroll 1
-    for (int r = (int)threadIdx.x / 32; r < g.size && alive; r += WARPS) {
+    for (int r = (int)(threadIdx.x / 32); r < g.size && alive; r += WARPS) {
         alive = take_head(g, a.latency, r, words, flag,
                           [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
         if (threadIdx.x % 32 == 0) atomicAdd(&desk()->heads, alive ? 1 : EP_CUDA_MAX_RANKS);
@@ -347,7 +355,7 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, uin
 /* By a block that has taken the heads, of another layout than FLAT. */
 __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
     uint32_t step = step_under_way(a.route);
-    int warp = (int)threadIdx.x / 32;
+    int warp = (int)(threadIdx.x / 32);
     if (warp == 0) publish_slabs(a.route, step, desk_total(a));
     if (warp == 1) publish_sizes(a, step);
     __syncthreads();

@@ -39,7 +39,7 @@ __device__ __forceinline__ int count_entries_before(const EpLatencyScatterArgs &
 __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int token, int owner) {
     int count = 0, k = a.route.top_k;
 #pragma unroll 1
-    for (int t = (int)threadIdx.x % 32; t < token; t += 32) {
+    for (int t = (int)(threadIdx.x % 32); t < token; t += 32) {
         int goes = 0;
 #pragma unroll 1
         for (int i = t * k; i < (t + 1) * k; i++)
@@ -53,7 +53,7 @@ __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int
 __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
     int k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x / 32; i < k; i += WARPS) {
+    for (int i = (int)(threadIdx.x / 32); i < k; i += WARPS) {
         int entry = token * k + i, expert = desk_experts(a)[entry], before = 0;
         if (expert >= 0)
             before = flat ? count_rows_before(a, token, owner_of(a, expert))
@@ -68,11 +68,11 @@ __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int 
 
 /* Of scales that the caller brings, which may end within a unit, on any multiple of four. */
 __device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int token, int unit) {
-    const char *from = a.scales + token * a.scale_bytes;
+    const char *from = a.scales + (int64_t)token * a.scale_bytes;
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        int64_t at = unit * 16 + i * 4;
+        int at = unit * 16 + i * 4;
         word[i] = at < a.scale_bytes ? *(const uint32_t *)(from + at) : 0;
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int to
     if (at < 0) return load_weights(a, token, unit);
     if (scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
     if (a.quant > EP_QUANT_NONE) return *((const uint4 *)(desk_memory() + a.desk.staged) + at);
-    if (scale < 0) return __ldg((const uint4 *)(a.rows + token * a.row_bytes) + at);
+    if (scale < 0) return __ldg((const uint4 *)(a.rows + (int64_t)token * a.row_bytes) + at);
     return load_scales(a, token, scale);
 }
 
@@ -132,16 +132,16 @@ typedef struct Receivers {
         going; /* those to which the row goes; the others get the first step, with the header */
 } Receivers;
 
-/* From number `base` on, for a token's number `first` in the order. */
+/* From number `base` on in this order, which begins with another rank for each token. */
 __device__ __forceinline__ Receivers find_receivers(const EpLatencyScatterArgs &a, unsigned ranks,
                                                     int base, int token, uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
-    int i = base + (int)threadIdx.x % 32, is = i < g.size;
+    int i = base + (int)(threadIdx.x % 32), is = i < g.size;
     int r = g.rank + 1 + ep_remainder(token, a.latency.ranks);
     r -= r < g.size ? 0 : g.size;
     r += is ? i : 0;
     r -= r < g.size ? 0 : g.size;
-    return Receivers{latency_record(a.latency, r, g.rank, g.size, token, flag),
+    return Receivers{latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag),
                      __ballot_sync(~0u, is), __ballot_sync(~0u, has_rank(ranks, r) & is)};
 }
 
@@ -166,20 +166,28 @@ __device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, const R
     if (step == 0) each_receiver(r, r.all & ~r.going, [&](char *record) { store(record, 0); });
 }
 
-__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, unsigned ranks,
-                                            int token, int step, const uint4 x[SENT_AT_ONCE],
-                                            uint64_t flag) {
+/* A token under way to its receivers. */
+typedef struct Sending {
+    int token, owner;      /* of the expert of entry number lane; -1: none */
+    unsigned ranks;        /* see find_ranks */
+    Receivers first;       /* of 32 */
+    uint4 x[SENT_AT_ONCE]; /* units of the steps that are next */
+    int64_t index;         /* that the caller gives entry number lane */
+} Sending;
+
+__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const Sending &s,
+                                            int step, uint64_t flag) {
     const EpLatency &l = a.latency;
     ulonglong2 packed[SENT_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int unit = (step + i * WARPS) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
-        packed[i] = step_pack(is_header ? header_unit(a, unit, x[i]) : x[i], flag);
+        packed[i] = step_pack(is_header ? header_unit(a, unit, s.x[i]) : s.x[i], flag);
     }
 #pragma unroll 1
     for (int base = 0; base < a.route.group.size; base += 32) {
-        Receivers r = find_receivers(a, ranks, base, token, flag);
+        Receivers r = base ? find_receivers(a, s.ranks, base, s.token, flag) : s.first;
         each_step(a, r, step, [&](char *to, int i) { step_store(to, packed[i], l.whole); });
         if (l.whole) continue;
         step_fence();
@@ -191,45 +199,61 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, unsig
 
 __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
     char *staged = desk_memory() + a.desk.staged;
-    ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + token * a.source_row_bytes,
-                    (int)a.row_elements, (uint8_t *)staged, staged + 16 * a.record.row_units,
+    ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + (int64_t)token * a.source_row_bytes,
+                    a.row_elements, (uint8_t *)staged, staged + 16 * a.record.row_units,
                     (int)threadIdx.x, THREADS);
 }
 
-/* By a block. */
-__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
+/* What can be asked for as soon as the token is known. */
+__device__ __forceinline__ void begin_token(const EpLatencyScatterArgs &a, int token, Sending *s) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    s->token = token;
+    s->index = lane < k ? index_at(a.route, (int64_t)token * k + lane) : NO_EXPERT;
+    if (a.quant <= EP_QUANT_NONE) load_steps(a, token, (int)(threadIdx.x / 32), s->x);
+}
+
+/* By a block; the token has begun. */
+__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, Sending *s,
                                            uint64_t flag) {
-    int lane = threadIdx.x % 32, step = (int)threadIdx.x / 32, k = a.route.top_k, owner;
+    int lane = threadIdx.x % 32, step = threadIdx.x / 32, k = a.route.top_k;
     int quantises = a.quant > EP_QUANT_NONE;
-    uint4 x[SENT_AT_ONCE];
-    if (quantises)
-        stage_quantised(a, token);
-    else
-        load_steps(a, token, step, x);
-    write_header(a, token);
-    unsigned ranks = find_ranks(a, token, &owner);
+    if (quantises) stage_quantised(a, s->token);
+    write_header(a, s->token);
+    s->owner = owner_of(a, expert_of(a.route, s->index));
+    s->ranks = find_ranks(a, s->owner);
+    s->first = find_receivers(a, s->ranks, 0, s->token, flag);
     __syncthreads();
-    if (quantises) load_steps(a, token, step, x);
+    if (quantises) load_steps(a, s->token, step, s->x);
 #pragma unroll 1
     while (step < a.record.steps) {
-        store_steps(a, ranks, token, step, x, flag);
+        store_steps(a, *s, step, flag);
         step += SENT_AT_ONCE * WARPS;
-        load_steps(a, token, step, x);
+        load_steps(a, s->token, step, s->x);
     }
     if (threadIdx.x < 32 && lane < k)
-        a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
+        a.route.plan.entries[(int64_t)s->token * k + lane].owner = (int16_t)s->owner;
 }
 
 /* The heads are the first block's, which runs if any does: everyone waits for them. It claims
- * nothing before. */
-__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Turn &turn) {
+ * nothing before. The other blocks' first rows are on their way while entries are kept. */
+__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Indices &indices,
+                                         const Turn &turn) {
+    int tokens = desk()->tokens;
+    Sending s;
+    s.token = blockIdx.x ? claimed_items()[0] : tokens;
+    if (s.token < tokens) begin_token(a, s.token, &s);
+    keep_entries(a, indices);
+    __syncthreads();
     if (__builtin_expect(blockIdx.x == 0, 0)) {
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
         claims_begin(a.latency);
         __syncthreads();
     }
-    claims_work(a.latency, desk()->tokens, [&](int token) { send_token(a, token, turn.flag); });
+    claims_work(a.latency, tokens, [&](int token) {
+        if (token != s.token) begin_token(a, token, &s);
+        send_token(a, &s, turn.flag);
+    });
 }
 
 #endif

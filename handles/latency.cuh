@@ -15,16 +15,17 @@
 
 /* ---- addresses ----------------------------------------------------------------------------- */
 
-__device__ __forceinline__ char *latency_head(const EpLatency &l, int receiver, int source,
+/* Of what `source` has sent, in the window of some rank. */
+__device__ __forceinline__ char *latency_head(const EpLatency &l, char *window, int source,
                                               int size, uint64_t flag) {
-    int64_t index = (int64_t)(flag & 1) * size + source;
-    return l.window[receiver] + l.layout.heads + index * l.layout.head_bytes;
+    int index = (int)(flag & 1) * size + source;
+    return window + l.layout.heads + (int64_t)index * l.layout.head_bytes;
 }
 
-__device__ __forceinline__ char *latency_record(const EpLatency &l, int receiver, int source,
+__device__ __forceinline__ char *latency_record(const EpLatency &l, char *window, int source,
                                                 int size, int token, uint64_t flag) {
-    int64_t index = ((int64_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
-    return l.window[receiver] + l.layout.records + index * l.layout.record_bytes;
+    int index = ((int)(flag & 1) * size + source) * l.layout.max_tokens + token;
+    return window + l.layout.records + (int64_t)index * l.layout.record_bytes;
 }
 
 /* ---- begin and end ------------------------------------------------------------------------- */
@@ -175,7 +176,7 @@ __device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, con
 template <typename Unit>
 __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency &l, int r,
                                           int words, uint64_t flag, Unit unit_of) {
-    char *to = latency_head(l, r, g.rank, g.size, flag);
+    char *to = latency_head(l, l.window[r], g.rank, g.size, flag);
     int steps = (int)ep_steps(ep_units(4 * words));
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
 template <typename Take>
 __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
                                          uint64_t flag, Take take) {
-    const char *from = latency_head(l, g.rank, r, g.size, flag);
+    const char *from = latency_head(l, l.own, r, g.size, flag);
     int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {

@@ -35,8 +35,8 @@ typedef struct EpBufferLayout {
     int64_t records; /**< [2, R, max_tokens] records */
     int64_t sums;    /**< float [max_tokens, sum_bytes]: between halves of a combine, what this rank
                           adds to its own tokens, unrounded */
-    int64_t head_bytes, record_bytes, sum_bytes;
     int64_t bytes;
+    int32_t head_bytes, record_bytes, sum_bytes;
     int32_t max_tokens;
 } EpBufferLayout;
 
@@ -92,6 +92,7 @@ typedef struct EpLatency {
     EpShares received; /**< what the warps of these share, if no rank has more rows than this one */
     EpDivisor ranks;   /**< of the group */
     char *window[EP_CUDA_MAX_RANKS];
+    char *own; /**< this rank's */
 } EpLatency;
 
 /**
@@ -129,8 +130,8 @@ typedef struct EpLatencyScatterArgs {
     int32_t carries_weights;
     int32_t quant;       /**< EpQuant; EP_QUANT_NONE or 0: rows are copied */
     int32_t source_type; /**< of rows that are quantised */
-    int64_t source_row_bytes, row_elements;
-    int64_t row_bytes, scale_bytes; /**< as they travel */
+    int32_t source_row_bytes, row_elements;
+    int32_t row_bytes, scale_bytes; /**< as they travel */
     const char *rows;
     const float *topk_weights;
     const char *scales;

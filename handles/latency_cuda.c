@@ -21,14 +21,14 @@ static EpBufferLayout lay_out(const EpPlanShape *shape, const EpGroupConfig *con
     int64_t words = EP_HEAD_COUNTS + ep_placement_most(&placement);
     int64_t units = ep_units(8 * (int64_t)shape->max_top_k) + ep_units(config->max_row_bytes) +
                     ep_units(config->max_scale_bytes);
-    EpBufferLayout b = {.head_bytes = EP_STEP_BYTES * ep_steps(ep_units(4 * words)),
-                        .record_bytes = EP_STEP_BYTES * ep_steps(units),
-                        .sum_bytes = ep_round_up(2 * config->max_row_bytes, 128),
+    EpBufferLayout b = {.head_bytes = EP_STEP_BYTES * (int32_t)ep_steps(ep_units(4 * words)),
+                        .record_bytes = EP_STEP_BYTES * (int32_t)ep_steps(units),
+                        .sum_bytes = (int32_t)ep_round_up(2 * config->max_row_bytes, 128),
                         .max_tokens = shape->max_tokens};
     b.state = take(&at, sizeof(EpLatencyState));
     b.heads = take(&at, places * b.head_bytes);
     b.records = take(&at, places * b.max_tokens * b.record_bytes);
-    b.sums = take(&at, b.max_tokens * b.sum_bytes);
+    b.sums = take(&at, (int64_t)b.max_tokens * b.sum_bytes);
     b.bytes = at;
     return b;
 }
@@ -92,8 +92,8 @@ EpStatus ep_cuda_open_buffers(EpHandle *handle, const EpCall *call, EpStatus min
     EP_TRY(ep_group_agree(group, call, mine));
     EpCudaLatency *latency = ep_cuda_latency(handle);
     EP_TRY(ep_cuda_window_open(group, call, &latency->window, latency->device.window));
-    latency->device.state =
-        (EpLatencyState *)(latency->device.window[group->rank] + latency->device.layout.state);
+    latency->device.own = latency->device.window[group->rank];
+    latency->device.state = (EpLatencyState *)(latency->device.own + latency->device.layout.state);
     return EP_OK;
 }
 
