@@ -39,14 +39,12 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     Turn turn;
-    Indices indices;
     Part part = latency_part(l);
-    if (part.sends) indices = load_indices(a, 0);
     if (part.sends && blockIdx.x) claims_begin(l);
     if (part.sends) open_desk(a);
     expect_heads();
     int alive = latency_enter(g, a.route.plan, l, &turn);
-    if (alive && part.sends) send_all(a, indices, turn);
+    if (alive && part.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
     if (alive && part.receives) alive = receive(a, part, turn.flag);
     if (part.receives && a.route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) &&

@@ -75,51 +75,56 @@ static EpDeskLayout lay_out_desk(const EpPlanShape &s, int64_t entries, int64_t 
 #define NO_EXPERT (-1)
 #define BAD_EXPERT (-2) /* the caller meant one, which there is not */
 
-__device__ __forceinline__ int expert_of(const EpPrepareArgs &a, int64_t index) {
-    return index < 0 ? NO_EXPERT : index < a.group.num_experts ? (int)index : BAD_EXPERT;
+/* An index as it lies in memory: what is computed of it at once is waited for at once. */
+typedef struct Index {
+    int32_t low, high; /* high: of an int64 alone */
+} Index;
+
+__device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int entry) {
+    Index index;
+    if (a.idx_is_int64) {
+        int2 both = __ldg((const int2 *)a.topk_idx + entry);
+        index.low = both.x, index.high = both.y;
+    } else {
+        index.low = __ldg((const int32_t *)a.topk_idx + entry);
+    }
+    return index;
 }
 
-__device__ __forceinline__ int64_t index_at(const EpPrepareArgs &a, int64_t entry) {
-    return load_integer(a.topk_idx, a.idx_is_int64, entry);
+__device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &index) {
+    int high = a.idx_is_int64 ? index.high : index.low >> 31;
+    int is = high == 0 && (uint32_t)index.low < (uint32_t)a.group.num_experts;
+    return high < 0 ? NO_EXPERT : is ? index.low : BAD_EXPERT;
 }
 
+/* Before its first barrier a block has some words to wait for; these warps have none. */
+#define ENTRIES_THREAD 128
+#define ENTRIES_THREADS (THREADS - ENTRIES_THREAD)
 #define LOADED_AT_ONCE 4
 #define TOKENS_THREAD 96 /* who asks how many tokens there are, as in latency_enter */
 
-/* Some of this rank's entries on their way from memory: this thread's, THREADS apart. */
-typedef struct Indices {
-    int64_t at[LOADED_AT_ONCE];
-} Indices;
-
-/* Those of rows past the step's tokens, too: their number may be on its way. */
-__device__ __forceinline__ Indices load_indices(const EpLatencyScatterArgs &a, int from) {
-    int entries = a.route.num_rows * a.route.top_k;
-    Indices indices;
-#pragma unroll
-    for (int j = 0; j < LOADED_AT_ONCE; j++) {
-        int i = from + j * THREADS + (int)threadIdx.x;
-        indices.at[j] = i < entries ? index_at(a.route, i) : NO_EXPERT;
-    }
-    return indices;
-}
-
-/* All entries, of which the first are under way, into shared memory. */
-__device__ __forceinline__ void keep_entries(const EpLatencyScatterArgs &a, Indices indices) {
+/* All of this rank's entries into shared memory; those of rows past the step's tokens, too: their
+ * number may be on its way. */
+__device__ __forceinline__ void keep_entries(const EpLatencyScatterArgs &a) {
     int entries = a.route.num_rows * a.route.top_k;
 #pragma unroll 1
-    for (int from = 0; from < entries;) {
+    for (int i = (int)threadIdx.x - ENTRIES_THREAD; i < entries;
+         i += LOADED_AT_ONCE * ENTRIES_THREADS) {
+        Index index[LOADED_AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < LOADED_AT_ONCE; j++) {
-            int i = from + j * THREADS + (int)threadIdx.x;
-            if (i < entries) desk_experts(a)[i] = (int16_t)expert_of(a.route, indices.at[j]);
-        }
-        from += LOADED_AT_ONCE * THREADS;
-        if (from < entries) indices = load_indices(a, from);
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                index[j] = load_index(a.route, i + j * ENTRIES_THREADS);
+#pragma unroll
+        for (int j = 0; j < LOADED_AT_ONCE; j++)
+            if (i + j * ENTRIES_THREADS < entries)
+                desk_experts(a)[i + j * ENTRIES_THREADS] = (int16_t)expert_of(a.route, index[j]);
     }
 }
 
-/* Before a block's first barrier: what the first one counts in, and how many tokens there are. */
+/* What a block needs to send, before its first barrier; the first one counts. */
 __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
+    if (threadIdx.x >= ENTRIES_THREAD) keep_entries(a);
     if (threadIdx.x == TOKENS_THREAD) desk()->tokens = count_tokens(a.route);
     if (blockIdx.x) return;
     int columns = a.route.group.num_experts + a.route.group.size;

@@ -172,7 +172,6 @@ typedef struct Sending {
     unsigned ranks;        /* see find_ranks */
     Receivers first;       /* of 32 */
     uint4 x[SENT_AT_ONCE]; /* units of the steps that are next */
-    int64_t index;         /* that the caller gives entry number lane */
 } Sending;
 
 __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const Sending &s,
@@ -204,56 +203,43 @@ __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int 
                     (int)threadIdx.x, THREADS);
 }
 
-/* What can be asked for as soon as the token is known. */
-__device__ __forceinline__ void begin_token(const EpLatencyScatterArgs &a, int token, Sending *s) {
-    int lane = threadIdx.x % 32, k = a.route.top_k;
-    s->token = token;
-    s->index = lane < k ? index_at(a.route, (int64_t)token * k + lane) : NO_EXPERT;
-    if (a.quant <= EP_QUANT_NONE) load_steps(a, token, (int)(threadIdx.x / 32), s->x);
-}
-
-/* By a block; the token has begun. */
-__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, Sending *s,
+/* By a block. */
+__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
                                            uint64_t flag) {
     int lane = threadIdx.x % 32, step = threadIdx.x / 32, k = a.route.top_k;
     int quantises = a.quant > EP_QUANT_NONE;
-    if (quantises) stage_quantised(a, s->token);
-    write_header(a, s->token);
-    s->owner = owner_of(a, expert_of(a.route, s->index));
-    s->ranks = find_ranks(a, s->owner);
-    s->first = find_receivers(a, s->ranks, 0, s->token, flag);
+    Sending s;
+    s.token = token;
+    if (quantises)
+        stage_quantised(a, token);
+    else
+        load_steps(a, token, step, s.x);
+    write_header(a, token);
+    s.owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
+    s.ranks = find_ranks(a, s.owner);
+    s.first = find_receivers(a, s.ranks, 0, token, flag);
     __syncthreads();
-    if (quantises) load_steps(a, s->token, step, s->x);
+    if (quantises) load_steps(a, token, step, s.x);
 #pragma unroll 1
     while (step < a.record.steps) {
-        store_steps(a, *s, step, flag);
+        store_steps(a, s, step, flag);
         step += SENT_AT_ONCE * WARPS;
-        load_steps(a, s->token, step, s->x);
+        load_steps(a, token, step, s.x);
     }
     if (threadIdx.x < 32 && lane < k)
-        a.route.plan.entries[(int64_t)s->token * k + lane].owner = (int16_t)s->owner;
+        a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)s.owner;
 }
 
 /* The heads are the first block's, which runs if any does: everyone waits for them. It claims
- * nothing before. The other blocks' first rows are on their way while entries are kept. */
-__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Indices &indices,
-                                         const Turn &turn) {
-    int tokens = desk()->tokens;
-    Sending s;
-    s.token = blockIdx.x ? claimed_items()[0] : tokens;
-    if (s.token < tokens) begin_token(a, s.token, &s);
-    keep_entries(a, indices);
-    __syncthreads();
+ * nothing before. */
+__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Turn &turn) {
     if (__builtin_expect(blockIdx.x == 0, 0)) {
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
         claims_begin(a.latency);
         __syncthreads();
     }
-    claims_work(a.latency, tokens, [&](int token) {
-        if (token != s.token) begin_token(a, token, &s);
-        send_token(a, &s, turn.flag);
-    });
+    claims_work(a.latency, desk()->tokens, [&](int token) { send_token(a, token, turn.flag); });
 }
 
 #endif
