@@ -16,7 +16,7 @@
 #include "dispatch/latency_send.cuh"
 
 /* By all threads of a block; 0: this rank has failed. */
-__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, const Part &p, uint32_t step,
+__device__ int receive(const EpLatencyScatterArgs &a, const Desk *d, const Part &p, int64_t step,
                        uint64_t flag) {
     int blocks = max(1, p.blocks - 1); /* that fill */
     Filling filling = begin_filling(a, p.block, blocks, flag);
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpPrepareArgs &route = a.route;
     const EpLatency &l = a.latency;
     Turn turn;
-    uint32_t step = step_under_way(route);
+    int64_t step = step_under_way(route);
     Part part = latency_part(l);
     Desk d = make_desk(a, &words, memory);
     if (part.sends) claims_begin(l);

@@ -295,7 +295,7 @@ __device__ __forceinline__ int count_of(const EpPrepareArgs &a, const Desk *d, i
 }
 
 /* What every layout tells. */
-__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
+__device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, int64_t step) {
     const EpCudaGroup &g = a.group;
 #pragma unroll 1
     for (int r = threadIdx.x; r < g.size; r += THREADS)
@@ -309,7 +309,7 @@ __device__ void publish_sizes(const EpPrepareArgs &a, const Desk *d, uint32_t st
 }
 
 /* By a block that has taken the heads, of another layout than FLAT; `step` is under way. */
-__device__ __noinline__ void publish_routing(const EpPrepareArgs &a, const Desk *d, uint32_t step) {
+__device__ __noinline__ void publish_routing(const EpPrepareArgs &a, const Desk *d, int64_t step) {
     publish_sizes(a, d, step);
     if (threadIdx.x < 32) publish_slabs(a, step, d->total);
     __syncthreads();
@@ -345,7 +345,7 @@ __device__ __noinline__ void publish_flat(const EpPrepareArgs &a, const Desk *d)
     const EpCudaGroup &g = a.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;
-    uint32_t step = step_under_way(a);
+    int64_t step = step_under_way(a);
     int64_t rows = d->w->flat_begin[g.size - 1] + (int64_t)d->w->source_rows[g.size - 1];
     int64_t kept = min(rows, slot_limit(a, 0));
     publish_sizes(a, d, step);
