@@ -16,25 +16,35 @@ __device__ __forceinline__ int find_carrier(const Lane *l, const Own &o, int slo
     return first_lane(kept ? kept : entries);
 }
 
-/* Most rows of a token of this warp. */
-__device__ __forceinline__ int most_rows(const Lane *l, const Own &o) {
-    return __reduce_max_sync(~0u, __popc(o.firsts & team_lanes(l)));
+/* A row for each team: that of the lanes `its`, where they are any. Its route is at the lanes'
+ * `to`, straight in its rank's window; lane k of the team has word k of it. */
+__device__ __forceinline__ void send_route(const EpPrepareArgs &a, const Lane *l, unsigned its,
+                                           int is_own, const uint32_t *to, int value) {
+    int k = own_k(l);
+    uint64_t route = __shfl_sync(~0u, (unsigned long long)to, max(0, last_lane(its)));
+    if (its && k < a.top_k)
+        ep_store_relaxed_sys32((uint32_t *)route + k, (uint32_t)(is_own ? value : -1) + 2);
 }
 
-/* Every row's route, straight into its rank's window, where that of this lane's row is `to`: lane k
- * of the team has word k of each. */
+#define RANKS_IN_TURN 8
+
+/* The routes of all rows. Those of neighbouring tokens to one rank lie side by side, and are stored
+ * at once where ranks have their turn; many ranks would have it in vain. */
 __device__ __forceinline__ void send_routes(const EpPrepareArgs &a, const Lane *l, const Own &o,
-                                            int rows, const uint32_t *to, int value) {
-    unsigned left = o.firsts & team_lanes(l);
-    int k = own_k(l);
+                                            const uint32_t *to, int value) {
+    if (a.group.size <= RANKS_IN_TURN) {
 #pragma unroll 1
-    for (; rows > 0; rows--) {
-        int from = max(0, last_lane(left));
-        uint64_t route = __shfl_sync(~0u, (unsigned long long)to, from);
-        int is_own = o.owners >> from & 1;
-        if (left && k < a.top_k)
-            ep_store_relaxed_sys32((uint32_t *)route + k, (uint32_t)(is_own ? value : -1) + 2);
-        left &= ~(1u << from);
+        for (int r = 0; r < a.group.size; r++) {
+            unsigned its = __ballot_sync(~0u, o.owner == r) & team_lanes(l);
+            send_route(a, l, its, o.owner == r, to, value);
+        }
+        return;
+    }
+    unsigned left = o.firsts & team_lanes(l);
+#pragma unroll 1
+    for (; __any_sync(~0u, left); left &= left - 1) {
+        unsigned its = left & -left;
+        send_route(a, l, its, (o.owners & its) != 0, to, value);
     }
 }
 
@@ -105,7 +115,6 @@ __device__ __forceinline__ void place_chunk(const EpPrepareArgs &a, const Lane *
                                             int first, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int token = own_token(l, first), k = own_k(l), row = 0, slot = -1, expert = -1;
-    int rows = most_rows(l, o);
     const uint32_t *to = NULL;
     if (o.owner >= 0) {
         row = l->base[g.num_experts + o.owner] + o.row;
@@ -114,7 +123,7 @@ __device__ __forceinline__ void place_chunk(const EpPrepareArgs &a, const Lane *
         if (!FLAT) slot = l->base[o.expert] + o.before;
     }
     if (slot >= slot_limit(a, expert)) slot = -1;
-    send_routes(a, l, o, rows, to, FLAT ? expert : slot);
+    send_routes(a, l, o, to, FLAT ? expert : slot);
     int carries = find_carrier(l, o, slot) == (int)threadIdx.x % 32;
     if (FLAT && carries) slot = l->ranks->before[o.owner] + row;
     if (FLAT && carries && slot >= slot_limit(a, 0)) slot = -1;
@@ -130,10 +139,10 @@ __device__ __forceinline__ void place_entries(const EpPrepareArgs &a, Lane *l, O
                                               uint32_t epoch) {
 #pragma unroll 1
     for (int first = l->begin; first < l->end; first += l->team_tokens) {
-        int64_t index = load_index(a, l, first + l->team_tokens);
         place_chunk<FLAT>(a, l, o, first, epoch);
         if (first != l->begin) send_begins(a, l, o, first, epoch);
         if (first + l->team_tokens >= l->end) return;
+        int64_t index = load_index(a, l, first + l->team_tokens);
         advance(a, l);
         o = take_entry(a, index);
         mark_entries(a, l, &o);
