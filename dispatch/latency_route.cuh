@@ -344,7 +344,7 @@ __device__ __forceinline__ int count_of(const EpLatencyScatterArgs &a, int e, in
 }
 
 /* What every layout tells. By a warp. */
-__device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, uint32_t step) {
+__device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int64_t step) {
     const EpCudaGroup &g = a.route.group;
     int lane = threadIdx.x % 32, received = 0;
 #pragma unroll 1
@@ -359,7 +359,7 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, uin
 
 /* By a block that has taken the heads, of another layout than FLAT. */
 __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
-    uint32_t step = step_under_way(a.route);
+    int64_t step = step_under_way(a.route);
     int warp = (int)(threadIdx.x / 32);
     if (warp == 0) publish_slabs(a.route, step, desk_total(a));
     if (warp == 1) publish_sizes(a, step);
@@ -397,7 +397,7 @@ __device__ __noinline__ void publish_flat(const EpLatencyScatterArgs &a) {
     const EpCudaGroup &g = route.group;
     __threadfence();
     if (*(volatile uint32_t *)&g.state->failed) return;
-    uint32_t step = step_under_way(route);
+    int64_t step = step_under_way(route);
     int64_t rows = desk()->flat_begin[g.size - 1] + (int64_t)desk()->source_rows[g.size - 1];
     int64_t kept = min(rows, slot_limit(route, 0));
     if (threadIdx.x < 32) publish_sizes(a, step);

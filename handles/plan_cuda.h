@@ -48,8 +48,10 @@ typedef struct EpPrepareArgs {
     EpCudaGroup group;
     EpCudaPlan plan;
     EpPlanShape shape;
+    EpOwners owners;
     int32_t top_k;
     int32_t num_rows;
+    int32_t lane_tokens; /**< of each lane of ep_prepare, if num_rows count */
     const void *topk_idx;
     int32_t idx_is_int64;
     EpCudaVector num_tokens; /**< data NULL: all rows */

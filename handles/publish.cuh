@@ -43,17 +43,17 @@ __device__ inline void tell_bad_indices(const EpPrepareArgs &a, unsigned long lo
 /* ---- to the host --------------------------------------------------------------------------- */
 
 /* The step that is being made: for who publishes it, before publish_step. */
-__device__ __forceinline__ uint32_t step_under_way(const EpPrepareArgs &a) {
-    return (uint32_t) * (volatile int64_t *)&a.plan.header->step + 1;
+__device__ __forceinline__ int64_t step_under_way(const EpPrepareArgs &a) {
+    return *(volatile int64_t *)&a.plan.header->step + 1;
 }
 
-__device__ __forceinline__ void tell_host(const EpPrepareArgs &a, uint32_t step, int word,
+__device__ __forceinline__ void tell_host(const EpPrepareArgs &a, int64_t step, int word,
                                           int64_t value) {
     ((volatile uint64_t *)a.info)[word] = (uint64_t)step << 32 | (uint32_t)value;
 }
 
 /* Rows to other ranks, from them, and those that stay. */
-__device__ inline void publish_row_counts(const EpPrepareArgs &a, uint32_t step, int sent,
+__device__ inline void publish_row_counts(const EpPrepareArgs &a, int64_t step, int sent,
                                           int received, int local) {
     tell_host(a, step, EP_INFO_SENT, sent);
     tell_host(a, step, EP_INFO_RECEIVED, received);
@@ -62,7 +62,7 @@ __device__ inline void publish_row_counts(const EpPrepareArgs &a, uint32_t step,
 
 /* ---- slabs --------------------------------------------------------------------------------- */
 
-__device__ inline void publish_expert(const EpPrepareArgs &a, uint32_t step, int local, int count,
+__device__ inline void publish_expert(const EpPrepareArgs &a, int64_t step, int local, int count,
                                       int64_t offset, int64_t padded) {
     int experts = a.shape.num_local;
     a.plan.expert_counts[local] = count;
@@ -86,7 +86,7 @@ __device__ __forceinline__ int warp_sum(int value) {
     return __reduce_add_sync(~0u, value);
 }
 
-__device__ inline void publish_offset_end(const EpPrepareArgs &a, uint32_t step, int64_t offset) {
+__device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t step, int64_t offset) {
     a.plan.expert_offsets[a.shape.num_local] = (int)offset;
     store_integer(a.offsets, a.shape.num_local, offset);
     tell_host(a, step, EP_INFO_EXPERTS + 3 * a.shape.num_local, offset);
@@ -101,7 +101,7 @@ __device__ inline void note_overflow(const EpPrepareArgs &a, int64_t needed, int
     atomicAdd_system(&a.notes->lost, (unsigned long long)dropped);
 }
 
-__device__ inline void publish_totals(const EpPrepareArgs &a, uint32_t step, int64_t rows,
+__device__ inline void publish_totals(const EpPrepareArgs &a, int64_t step, int64_t rows,
                                       int64_t needed, int64_t dropped) {
     volatile EpPlanHeader *h = a.plan.header;
     h->recv_rows = rows, h->needed_rows = needed, h->dropped_slots = dropped;
@@ -114,9 +114,9 @@ __device__ inline void publish_totals(const EpPrepareArgs &a, uint32_t step, int
     if (dropped && a.shape.overflow == EP_OVERFLOW_ERROR) note_overflow(a, needed, dropped);
 }
 
-/* Rows of a slab, padding included. */
+/* Rows of a slab, padding included: the alignment is a power of two. */
 __device__ __forceinline__ int slab_rows(const EpPlanShape &s, int count) {
-    return (count + s.alignment - 1) / s.alignment * s.alignment;
+    return (count + s.alignment - 1) & -s.alignment;
 }
 
 /* The slab of an expert: entries that want to go there, rows that they take, where it begins. */
@@ -139,7 +139,7 @@ __device__ __forceinline__ Slab lay_slab(const EpPrepareArgs &a, const int32_t *
 }
 
 /* Slabs of this rank, for everyone to see. By a warp. */
-__device__ inline void publish_slabs(const EpPrepareArgs &a, uint32_t step, const int32_t *total) {
+__device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x % 32;
     int batched = a.shape.layout == EP_LAYOUT_BATCHED, most = 0;
     int64_t start = 0, dropped = 0;
@@ -164,7 +164,7 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, uint32_t step, cons
 
 /* Entries for each expert of flat rows: total[L], or NULL: those of the plan; and offsets as a
  * permutation by expert would have. By a warp. */
-__device__ inline void publish_flat_experts(const EpPrepareArgs &a, uint32_t step,
+__device__ inline void publish_flat_experts(const EpPrepareArgs &a, int64_t step,
                                             const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
     for (int at = 0; at < local; at += 32) {
@@ -216,13 +216,13 @@ __device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, 
 /* ---- end ----------------------------------------------------------------------------------- */
 
 /* The plan is complete. By one thread, behind all that has asked for the step under way. */
-__device__ inline void publish_step(const EpPrepareArgs &a, uint32_t step, int tokens) {
+__device__ inline void publish_step(const EpPrepareArgs &a, int64_t step, int tokens) {
     volatile EpPlanHeader *h = a.plan.header;
     h->num_tokens = tokens;
     h->num_rows = a.num_rows;
     h->top_k = a.top_k;
     h->exact_rows = a.num_tokens.data == NULL;
-    h->step = h->step + 1;
+    h->step = step;
     h->prepared = 1;
     tell_host(a, step, EP_INFO_TOKENS, tokens);
 }

@@ -27,11 +27,14 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
     EpCuda *cuda = ep_cuda(handle->group);
     const EpCudaHandle *state = handle->backend_state;
     const EpPlanTensors *out = routing->out;
+    int32_t rows = (int32_t)routing->num_rows, lanes = cuda->device.lanes;
     *args = (EpPrepareArgs){.group = cuda->device,
                             .plan = ep_cuda_plan(handle),
                             .shape = handle->shape,
+                            .owners = ep_placement_owners(&handle->group->placement),
                             .top_k = (int32_t)routing->top_k,
-                            .num_rows = (int32_t)routing->num_rows,
+                            .num_rows = rows,
+                            .lane_tokens = rows / lanes + (rows % lanes != 0),
                             .topk_idx = routing->topk_idx,
                             .idx_is_int64 = routing->idx_type == EP_TYPE_INT64,
                             .num_tokens = {(void *)(uintptr_t)routing->num_tokens,

@@ -71,6 +71,8 @@ typedef struct EpWindowLayout {
 #define EP_COUNT_WORDS(experts, ranks) ((experts) + (ranks) + 1)
 #define EP_COUNT_STRIDE(experts, ranks) ((EP_COUNT_WORDS(experts, ranks) + 3) / 4 * 4)
 
+#define EP_LANES_BEFORE 0x80000000u /* in a word of lane_counts */
+
 EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
 
 /** Why a kernel gave up. */
@@ -134,7 +136,7 @@ typedef struct EpCudaNotes {
 /** Device memory of a group that no peer sees. Zeroed at create. */
 typedef struct EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
-    uint32_t finished;            /**< blocks that are done with an operation */
+    uint32_t finished;            /**< blocks that are done with an operation: see ep_leave */
     uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
     uint32_t sent;                /**< operations of latency mode that have been sent */
     int32_t claimed[2];           /**< chunks of tokens that senders, receivers have taken */
@@ -153,7 +155,8 @@ typedef struct EpCudaGroup {
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;
-    uint64_t *lane_counts;  /**< [lanes, EP_COUNT_STRIDE]: epoch << 32 | count, as in `counts` */
+    uint64_t *lane_counts;  /**< [lanes, EP_COUNT_STRIDE]: epoch << 32 | count, as in `counts`; then
+                                 epoch << 32 | EP_LANES_BEFORE | that of the lanes before */
     EpCudaFailure *failure; /**< pinned */
     uint64_t timeout_ns;
     char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered
@@ -170,8 +173,8 @@ typedef struct EpPipeShape {
     int32_t ahead;  /**< most jobs under way, up to EP_MOST_AHEAD */
 } EpPipeShape;
 
-/** One (token, k), on the token's rank. */
-typedef struct EpEntry {
+/** One (token, k), on the token's rank; loaded and stored at once. */
+typedef struct __attribute__((aligned(16))) EpEntry {
     int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the row's, at the carrier */
     int32_t row;    /**< number of its (token, rank) row among those to that rank */
     int16_t owner;  /**< rank of its expert, -1 where there is no expert */

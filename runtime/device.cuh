@@ -119,6 +119,7 @@ typedef struct EpPatience {
  * operation is that of a rank which was here, failed and went on: it is not the one. */
 static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
     uint32_t epoch = ep_epoch(g);
+#pragma unroll 1
     for (int r = 0; r < g.size; r++) {
         uint32_t seen =
             (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
@@ -132,7 +133,9 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
  * enter: see ep_enter. */
 static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
     uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
+#pragma unroll 1
     for (int r = 0; r < g.size; r++)
+#pragma unroll 1
         for (uint32_t e = epoch; e != epoch + 2; e++)
             ep_store_relaxed_sys(&ep_arrival(g, r, g.rank, e)->what, ep_counter(e, gone));
 }
@@ -160,7 +163,7 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
  */
 __device__ __forceinline__ int ep_patience(const EpCudaGroup &g, EpPatience *p,
                                            const EpAwaited &awaited) {
-    if (++p->polls % EP_POLLS_PER_CLOCK_READ) return 1;
+    if (__builtin_expect(++p->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
     if (*(volatile uint32_t *)&g.state->failed) return 0;
     uint64_t now = ep_global_timer();
     p->start = p->start ? p->start : now;
@@ -262,20 +265,30 @@ __device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, 
         ep_announce_arrival(g, r, epoch, where);
 }
 
+#define EP_LEFT_BLOCKS 0xffffu /* in EpCudaState.finished; above them, those that leave traces */
+
+/** What a block that leaves is told. */
+enum EpLeft { EP_LEFT_OTHERS, EP_LEFT_NOTHING, EP_LEFT_TRACES };
+
 /** The last block to leave completes the operation; called by all threads of each, once nothing is
- *  left to do. Returns 1 in the last block. */
-__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch) {
-    __shared__ int is_last;
+ *  left to do. Returns other than EP_LEFT_OTHERS in the last block; EP_LEFT_TRACES where a block
+ *  leaves traces, which is what the last one is to see of what it has stored. */
+__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, int traces = 1) {
+    __shared__ int left;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(&g.state->finished, 1) == gridDim.x - 1;
+        if (traces) __threadfence();
+        uint32_t finished = atomicAdd(&g.state->finished, traces ? EP_LEFT_BLOCKS + 2 : 1u);
+        int is_last = (finished & EP_LEFT_BLOCKS) == gridDim.x - 1;
+        left = !is_last                              ? EP_LEFT_OTHERS
+               : traces || finished > EP_LEFT_BLOCKS ? EP_LEFT_TRACES
+                                                     : EP_LEFT_NOTHING;
         if (is_last) *(volatile uint32_t *)&g.state->finished = 0;
         if (is_last) g.state->claimed[0] = g.state->claimed[1] = 0;
         if (is_last) *(volatile uint32_t *)&g.state->epoch = epoch;
     }
     __syncthreads();
-    return is_last;
+    return left;
 }
 
 #endif

@@ -50,6 +50,12 @@ __device__ __forceinline__ void ep_store_relaxed_sys(uint64_t *address, uint64_t
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ uint64_t ep_load_relaxed_gpu(const uint64_t *address) {
+    uint64_t value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 /** Two words, each whole by itself. */
 __device__ __forceinline__ ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *address) {
     ulonglong2 x;
@@ -77,6 +83,11 @@ __device__ __forceinline__ void ep_store_relaxed_sys_pair(void *address, const u
 
 __device__ __forceinline__ void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void ep_store_relaxed_gpu_pair(uint64_t *address, const ulonglong2 &x) {
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(x.x), "l"(x.y)
+                 : "memory");
 }
 
 __device__ __forceinline__ uint32_t ep_load_relaxed_sys32(const uint32_t *address) {

@@ -85,6 +85,10 @@ static inline void ep_store_relaxed_sys(uint64_t *address, uint64_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
 }
 
+static inline uint64_t ep_load_relaxed_gpu(const uint64_t *address) {
+    return emulated_load(address, __ATOMIC_RELAXED);
+}
+
 static inline ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *address) {
     if ((uintptr_t)address % 16) emulated_die("a pair of words at %p", (const void *)address);
     unsigned long long first = emulated_load(address, __ATOMIC_RELAXED);
@@ -103,6 +107,10 @@ static inline void ep_store_relaxed_sys_pair(void *address, const ulonglong2 &x)
 
 static inline void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
+}
+
+static inline void ep_store_relaxed_gpu_pair(uint64_t *address, const ulonglong2 &x) {
+    ep_store_relaxed_sys_pair(address, x);
 }
 
 static inline uint32_t ep_load_relaxed_sys32(const uint32_t *address) {
