@@ -11,9 +11,9 @@
 
 /* Returns the block's ticket: see latency_pass. */
 template <typename T>
-__device__ uint32_t gather(const EpLatencyGatherArgs &a, const Part &part, Claims claims,
-                           const int *tokens, int *list, const Turn &turn) {
-    if (part.sends) send_sums<T>(a, claims, tokens, turn);
+__device__ uint32_t gather(const EpLatencyGatherArgs &a, const Part &part, const int *tokens,
+                           int *list, const Turn &turn) {
+    if (part.sends) send_sums<T>(a, tokens, turn);
     uint32_t ticket = latency_ticket(a.latency);
     if (part.receives) reduce_all<T>(a, part, tokens[a.group.rank], list, turn.flag);
     return ticket;
@@ -26,18 +26,17 @@ __global__ void __launch_bounds__(THREADS, 1)
     uint32_t ticket;
     Part part = latency_part(a.latency);
     int *list = lists[threadIdx.x / 32];
-    Claims claims = {0};
-    if (part.sends) claims = claims_begin(a.latency);
+    if (part.sends) claims_begin(a.latency);
     for (int r = THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += THREADS)
         tokens[r] = a.plan.tokens[r];
     if (!latency_enter(a.group, a.plan, a.latency, &turn))
         ticket = latency_ticket(a.latency);
     else if (a.type == EP_TYPE_BF16)
-        ticket = gather<__nv_bfloat16>(a, part, claims, tokens, list, turn);
+        ticket = gather<__nv_bfloat16>(a, part, tokens, list, turn);
     else if (a.type == EP_TYPE_FP16)
-        ticket = gather<__half>(a, part, claims, tokens, list, turn);
+        ticket = gather<__half>(a, part, tokens, list, turn);
     else
-        ticket = gather<float>(a, part, claims, tokens, list, turn);
+        ticket = gather<float>(a, part, tokens, list, turn);
     latency_pass(a.group, a.latency, turn, ticket);
 }
 

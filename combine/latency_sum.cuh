@@ -145,8 +145,7 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 /* Items are as many rows as the block's warps take at once. Own rows come last of each token's, and
  * only where they are to be kept. tokens[R]: of each rank. */
 template <typename T>
-__device__ void send_sums(const EpLatencyGatherArgs &a, Claims claims, const int *tokens,
-                          const Turn &turn) {
+__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const Turn &turn) {
     const EpCudaGroup &g = a.group;
     int kinds = g.size - a.latency.receives, most = 0;
 #pragma unroll 1
@@ -158,7 +157,7 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, Claims claims, const int
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(g, a.latency, turn);
     }
-    claims_work(a.latency, claims, items, [&](int item) {
+    claims_work(a.latency, items, [&](int item) {
         int i = item * WARPS + (int)threadIdx.x / 32, row = ep_quotient(i, shares.stride);
         int step = i - row * shares.stride.by, token = ep_quotient(row, a.kinds);
         int source = g.rank + 1 + row - token * a.kinds.by;

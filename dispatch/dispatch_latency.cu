@@ -40,12 +40,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpLatency &l = a.latency;
     Turn turn;
     Part part = latency_part(l);
-    Claims claims = {0};
-    if (part.sends && blockIdx.x) claims = claims_begin(l);
+    if (part.sends && blockIdx.x) claims_begin(l);
     if (part.sends) open_desk(a);
     expect_heads();
     int alive = latency_enter(g, a.route.plan, l, &turn);
-    if (alive && part.sends) send_all(a, claims, turn);
+    if (alive && part.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
     if (alive && part.receives) alive = receive(a, part, turn.flag);
     if (part.receives && a.route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) &&

@@ -110,6 +110,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     int64_t staged = s->quant > EP_QUANT_NONE ? s->row_bytes + ep_round_up(s->scale_bytes, 16) : 0;
     int64_t entries = (int64_t)latency->route.num_rows * latency->route.top_k;
     args.desk = ep_cuda_desk_layout(&handle->shape, entries, staged);
+    args.owners = ep_placement_owners(&placement);
     args.first_expert = ep_placement_first(&placement, group->rank);
     while (1 << args.team_shift < latency->route.top_k)
         args.team_shift++;

@@ -21,10 +21,10 @@ typedef struct DeskWords {
     int tokens; /* of this rank: known to who sends */
     int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
     int32_t flat_begin[EP_CUDA_MAX_RANKS];
-    int32_t most_tokens;              /* of any source */
-    int32_t heads;                    /* that have been taken */
-    int32_t sent;                     /* rows to other ranks */
-    uint32_t header[2][EP_MAX_TOP_K]; /* of records under work, without their weights */
+    int32_t most_tokens;           /* of any source */
+    int32_t heads;                 /* that have been taken */
+    int32_t sent;                  /* rows to other ranks */
+    uint32_t header[EP_MAX_TOP_K]; /* of the record under work: without its weights */
 } DeskWords;
 
 /* All that the kernel has asked for: see EpDeskLayout. */
@@ -65,8 +65,7 @@ static EpDeskLayout lay_out_desk(const EpPlanShape &s, int64_t entries, int64_t 
     desk.counts = take(4 * (counts + ranks));
     desk.total = take(4 * local);
     desk.offset = take(4 * local);
-    desk.staged_bytes = (int32_t)ep_round_up(staged_bytes, 16);
-    desk.staged = take(2 * (int64_t)desk.staged_bytes);
+    desk.staged = take(staged_bytes);
     desk.bytes = (int32_t)(at < INT32_MAX ? at : INT32_MAX);
     return desk;
 }
@@ -135,7 +134,7 @@ __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
 }
 
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
-    int owner = ep_owner(&a.route.owners, max(0, expert));
+    int owner = ep_owner(&a.owners, max(0, expert));
     return expert < 0 ? -1 : owner;
 }
 
@@ -239,7 +238,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < g.size; r += WARPS) {
-        int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
+        int first = ep_owner_first(&a.owners, r), count = ep_owner_count(&a.owners, r);
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }

@@ -50,7 +50,7 @@ __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int
 }
 
 /* The record's header, but for its weights. The block's warps have an entry each. */
-__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token, int turn) {
+__device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
     int k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
 #pragma unroll 1
     for (int i = (int)(threadIdx.x / 32); i < k; i += WARPS) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int 
             before = flat ? count_rows_before(a, token, owner_of(a, expert))
                           : count_entries_before(a, entry, expert);
         if (threadIdx.x % 32 == 0)
-            desk()->header[turn][i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
-                                                                         << a.record.expert_bits;
+            desk()->header[i] = (uint32_t)max(0, expert + 1) | (uint32_t)before
+                                                                   << a.record.expert_bits;
     }
 }
 
@@ -78,10 +78,6 @@ __device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int tok
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-__device__ __forceinline__ char *staged_at(const EpLatencyScatterArgs &a, int turn) {
-    return desk_memory() + a.desk.staged + turn * a.desk.staged_bytes;
-}
-
 /* Of a header: the weights in it. */
 __device__ __forceinline__ uint4 load_weights(const EpLatencyScatterArgs &a, int token, int unit) {
     int k = a.route.top_k;
@@ -96,34 +92,33 @@ __device__ __forceinline__ uint4 load_weights(const EpLatencyScatterArgs &a, int
 }
 
 /* A unit of the record as far as it is known before the header is. */
-__device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int token, int turn,
-                                           int unit) {
+__device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int token, int unit) {
     int at = unit - a.record.header_units, scale = at - a.record.row_units;
     if (at < 0) return load_weights(a, token, unit);
     if (scale >= a.record.scale_units) return make_uint4(0, 0, 0, 0);
-    if (a.quant > EP_QUANT_NONE) return *((const uint4 *)staged_at(a, turn) + at);
+    if (a.quant > EP_QUANT_NONE) return *((const uint4 *)(desk_memory() + a.desk.staged) + at);
     if (scale < 0) return __ldg((const uint4 *)(a.rows + (int64_t)token * a.row_bytes) + at);
     return load_scales(a, token, scale);
 }
 
 /* And what was missing. */
-__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int turn, int unit,
+__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit,
                                              const uint4 &x) {
     uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (unit * 4 + i < a.route.top_k) word[i] = desk()->header[turn][unit * 4 + i];
+        if (unit * 4 + i < a.route.top_k) word[i] = desk()->header[unit * 4 + i];
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 /* Some of a warp's steps, from `step` on: units that were there before the header was. */
-__device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int token, int turn,
-                                           int step, uint4 x[SENT_AT_ONCE]) {
+__device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int token, int step,
+                                           uint4 x[SENT_AT_ONCE]) {
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int at = step + i * WARPS, unit = at * EP_STEP_UNITS + step_unit();
         x[i] = make_uint4(0, 0, 0, 0);
-        if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, token, turn, unit);
+        if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, token, unit);
     }
 }
 
@@ -131,9 +126,10 @@ __device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int to
 
 /* Up to 32 ranks, one for each lane, in the order in which this one stores to them. */
 typedef struct Receivers {
-    char *to;       /* this lane's: where the record goes */
-    unsigned all;   /* lanes that have a rank */
-    unsigned going; /* that the row goes to; others get the first step, which has the header */
+    char *to;     /* this lane's: where the record goes */
+    unsigned all; /* lanes that have a rank */
+    unsigned
+        going; /* those to which the row goes; the others get the first step, with the header */
 } Receivers;
 
 /* From number `base` on in this order, which begins with another rank for each token. */
@@ -172,8 +168,7 @@ __device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, const R
 
 /* A token under way to its receivers. */
 typedef struct Sending {
-    int token, turn;       /* turn: which of two places in shared memory is its */
-    int owner;             /* of the expert of entry number lane; -1: none */
+    int token, owner;      /* of the expert of entry number lane; -1: none */
     unsigned ranks;        /* see find_ranks */
     Receivers first;       /* of 32 */
     uint4 x[SENT_AT_ONCE]; /* units of the steps that are next */
@@ -187,7 +182,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int unit = (step + i * WARPS) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
-        packed[i] = step_pack(is_header ? header_unit(a, s.turn, unit, s.x[i]) : s.x[i], flag);
+        packed[i] = step_pack(is_header ? header_unit(a, unit, s.x[i]) : s.x[i], flag);
     }
 #pragma unroll 1
     for (int base = 0; base < a.route.group.size; base += 32) {
@@ -199,95 +194,52 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
     }
 }
 
-/* ---- tokens -------------------------------------------------------------------------------- */
+/* ---- a token ------------------------------------------------------------------------------- */
 
-/* What is on its way of a token before its turn: the first steps, or what is quantised of it. */
-typedef struct Ahead {
-    uint4 x[SENT_AT_ONCE];
-    EpRawUnit raw;
-} Ahead;
-
-__device__ __forceinline__ int quantises(const EpLatencyScatterArgs &a) {
-    return a.quant > EP_QUANT_NONE;
+__device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int token) {
+    char *staged = desk_memory() + a.desk.staged;
+    ep_quantise_row((EpQuant)a.quant, a.source_type, a.rows + (int64_t)token * a.source_row_bytes,
+                    a.row_elements, (uint8_t *)staged, staged + 16 * a.record.row_units,
+                    (int)threadIdx.x, THREADS);
 }
 
-__device__ __forceinline__ const char *source_row(const EpLatencyScatterArgs &a, int token) {
-    return a.rows + (int64_t)token * a.source_row_bytes;
-}
-
-__device__ __forceinline__ void load_ahead(const EpLatencyScatterArgs &a, int token, Ahead *ahead) {
-    int thread = threadIdx.x;
-    if (quantises(a))
-        ahead->raw = ep_quantise_begin(a.source_type, source_row(a, token), a.row_elements, thread);
-    else
-        load_steps(a, token, 0, thread / 32, ahead->x);
-}
-
-/* All that the block's warps must have done before they send. */
-__device__ __forceinline__ void prepare_token(const EpLatencyScatterArgs &a, const Ahead &ahead,
-                                              uint64_t flag, Sending *s) {
-    int lane = threadIdx.x % 32, k = a.route.top_k;
-    char *staged = staged_at(a, s->turn);
-    if (quantises(a))
-        ep_quantise_row((EpQuant)a.quant, a.source_type, source_row(a, s->token), a.row_elements,
-                        ahead.raw, (uint8_t *)staged, staged + 16 * a.record.row_units,
-                        (int)threadIdx.x, THREADS);
-    write_header(a, s->token, s->turn);
-    s->owner = lane < k ? owner_of(a, desk_experts(a)[s->token * k + lane]) : -1;
-    s->ranks = find_ranks(a, s->owner);
-    s->first = find_receivers(a, s->ranks, 0, s->token, flag);
-}
-
-__device__ __forceinline__ void store_token(const EpLatencyScatterArgs &a, Sending *s,
-                                            uint64_t flag) {
+/* By a block. */
+__device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
+                                           uint64_t flag) {
     int lane = threadIdx.x % 32, step = threadIdx.x / 32, k = a.route.top_k;
+    int quantises = a.quant > EP_QUANT_NONE;
+    Sending s;
+    s.token = token;
+    if (quantises)
+        stage_quantised(a, token);
+    else
+        load_steps(a, token, step, s.x);
+    write_header(a, token);
+    s.owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
+    s.ranks = find_ranks(a, s.owner);
+    s.first = find_receivers(a, s.ranks, 0, token, flag);
+    __syncthreads();
+    if (quantises) load_steps(a, token, step, s.x);
 #pragma unroll 1
     while (step < a.record.steps) {
-        store_steps(a, *s, step, flag);
+        store_steps(a, s, step, flag);
         step += SENT_AT_ONCE * WARPS;
-        load_steps(a, s->token, s->turn, step, s->x);
+        load_steps(a, token, step, s.x);
     }
     if (threadIdx.x < 32 && lane < k)
-        a.route.plan.entries[(int64_t)s->token * k + lane].owner = (int16_t)s->owner;
-}
-
-/* A barrier for each token is enough, since tokens use two places by turns: who writes into one of
- * them is behind the barrier of the token between, which nobody passes before it has read there. */
-__device__ __forceinline__ void send_tokens(const EpLatencyScatterArgs &a, Claims claims,
-                                            uint64_t flag) {
-    int tokens = desk()->tokens;
-    Ahead ahead;
-    Sending s;
-    s.token = claimed_items()[0], s.turn = 0;
-    if (s.token < tokens) load_ahead(a, s.token, &ahead);
-#pragma unroll 1
-    while (s.token < tokens) {
-        prepare_token(a, ahead, flag, &s);
-        claims_next(a.latency, &claims, s.turn ^ 1);
-        __syncthreads();
-        int next = claimed_items()[s.turn ^ 1];
-#pragma unroll
-        for (int i = 0; i < SENT_AT_ONCE; i++)
-            s.x[i] = ahead.x[i];
-        if (quantises(a)) load_steps(a, s.token, s.turn, (int)(threadIdx.x / 32), s.x);
-        if (next < tokens) load_ahead(a, next, &ahead);
-        store_token(a, &s, flag);
-        s.token = next, s.turn ^= 1;
-    }
-    claims_end(claims);
+        a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)s.owner;
 }
 
 /* The heads are the first block's, which runs if any does: everyone waits for them. It claims
  * nothing before. */
-__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, Claims claims,
-                                         const Turn &turn) {
+__device__ __forceinline__ void send_all(const EpLatencyScatterArgs &a, const Turn &turn) {
     if (__builtin_expect(blockIdx.x == 0, 0)) {
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(a.route.group, a.latency, turn);
-        claims = claims_begin(a.latency);
+        claims_begin(a.latency);
         __syncthreads();
     }
-    send_tokens(a, claims, turn.flag);
+    claims_work(a.latency, desk()->tokens, [&](int token) { send_token(a, token, turn.flag); });
 }
 
 #endif

@@ -19,12 +19,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_EACH)
     quantise_kernel(const __grid_constant__ EpQuantiseArgs a) {
     if (!ep_enter(a.group, a.plan, ep_epoch(a.group))) return;
     int64_t count = a.plan.header->num_tokens;
-    for (int64_t at = blockIdx.x; at < count; at += gridDim.x) {
-        const char *row = a.rows + at * a.row_bytes;
-        EpRawUnit ahead = ep_quantise_begin(a.type, row, a.elements, (int)threadIdx.x);
-        ep_quantise_row(a.quant, a.type, row, a.elements, ahead, (uint8_t *)a.out + at * a.elements,
-                        a.out + a.to.scales + at * a.to.scale_bytes, (int)threadIdx.x, THREADS);
-    }
+    for (int64_t row = blockIdx.x; row < count; row += gridDim.x)
+        ep_quantise_row(a.quant, a.type, a.rows + row * a.row_bytes, a.elements,
+                        (uint8_t *)a.out + row * a.elements,
+                        a.out + a.to.scales + row * a.to.scale_bytes, (int)threadIdx.x, THREADS);
 }
 
 extern "C" int ep_cuda_open_quantise(int shared_bytes) {

@@ -76,62 +76,28 @@ __device__ __forceinline__ void ep_store_scale(EpQuant quant, void *scales, int 
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
 }
 
-/** A unit of any type, as it lies in memory. */
-typedef struct EpRawUnit {
-    uint4 part[sizeof(float)];
-} EpRawUnit;
-
-template <typename T>
-__device__ __forceinline__ void ep_load_raw(const void *row, int unit, EpRawUnit *x) {
-#pragma unroll
-    for (int i = 0; i < EpUnit<T>::PARTS; i++)
-        x->part[i] = __ldg((const uint4 *)row + (int64_t)unit * EpUnit<T>::PARTS + i);
-}
-
 /* What is no finite number is rare, and looked at apart. */
 template <typename T>
-__device__ __forceinline__ void ep_quantise_unit(EpQuant quant, const EpRawUnit &raw, int unit,
-                                                 int valid, uint8_t *out, void *scales) {
-    int log = ep_quant_block(quant) == 2 * EP_QUANT_UNIT ? 1 : 3; /* of the units of a block */
-    uint32_t largest = 0, amax;
-    EpUnit<T> x;
-#pragma unroll
-    for (int i = 0; i < EpUnit<T>::PARTS; i++)
-        x.part[i] = raw.part[i];
-    if (valid) largest = ep_unit_largest(x, 0);
-    amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
-    for (int d = 1; d < 1 << log; d *= 2)
-        amax = max(amax, __shfl_xor_sync(~0u, amax, d));
-    if (!valid) return;
-    EpQuantScale scale = ep_quant_scale(quant, max(amax, EP_QUANT_LEAST_BITS));
-    uint4 codes = ep_unit_codes(x, scale.inverse);
-    if (largest > EP_QUANT_INFINITY_BITS) codes = ep_unit_nan(x, codes);
-    ((uint4 *)out)[unit] = codes;
-    if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
-}
-
-template <typename T>
-__device__ __forceinline__ void ep_quantise_as(EpQuant quant, const void *row, int n,
-                                               EpRawUnit ahead, uint8_t *out, void *scales,
-                                               int thread, int threads) {
+__device__ __forceinline__ void ep_quantise_as(EpQuant quant, const void *row, int n, uint8_t *out,
+                                               void *scales, int thread, int threads) {
     int units = n / EP_QUANT_UNIT, lane = thread % 32;
-#pragma unroll 1
+    int log = ep_quant_block(quant) == 2 * EP_QUANT_UNIT ? 1 : 3; /* of the units of a block */
     for (int base = thread - lane; base < units; base += threads) {
-        EpRawUnit x = ahead;
-        int unit = base + lane, next = unit + threads;
-        if (next < units) ep_load_raw<T>(row, next, &ahead);
-        ep_quantise_unit<T>(quant, x, unit, unit < units, out, scales);
+        int unit = base + lane, valid = unit < units;
+        uint32_t largest = 0, amax;
+        EpUnit<T> x;
+        if (valid) x = ((const EpUnit<T> *)row)[unit];
+        if (valid) largest = ep_unit_largest(x, 0);
+        amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
+        for (int d = 1; d < 1 << log; d *= 2)
+            amax = max(amax, __shfl_xor_sync(~0u, amax, d));
+        if (!valid) continue;
+        EpQuantScale scale = ep_quant_scale(quant, max(amax, EP_QUANT_LEAST_BITS));
+        uint4 codes = ep_unit_codes(x, scale.inverse);
+        if (largest > EP_QUANT_INFINITY_BITS) codes = ep_unit_nan(x, codes);
+        ((uint4 *)out)[unit] = codes;
+        if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
     }
-}
-
-/** The first of a thread's units, on its way: for ep_quantise_row, with the same arguments. */
-__device__ __forceinline__ EpRawUnit ep_quantise_begin(int type, const void *row, int n,
-                                                       int thread) {
-    EpRawUnit ahead;
-    int has = thread < n / EP_QUANT_UNIT;
-    if (has && type == EP_TYPE_FP32) ep_load_raw<float>(row, thread, &ahead);
-    if (has && type != EP_TYPE_FP32) ep_load_raw<__half>(row, thread, &ahead);
-    return ahead;
 }
 
 /**
@@ -143,14 +109,14 @@ __device__ __forceinline__ EpRawUnit ep_quantise_begin(int type, const void *row
  * see after a barrier of theirs, and bulk copies after a fence besides.
  */
 __device__ __forceinline__ void ep_quantise_row(EpQuant quant, int type, const void *row, int n,
-                                                const EpRawUnit &ahead, uint8_t *out, void *scales,
-                                                int thread, int threads) {
+                                                uint8_t *out, void *scales, int thread,
+                                                int threads) {
     if (type == EP_TYPE_BF16)
-        ep_quantise_as<__nv_bfloat16>(quant, row, n, ahead, out, scales, thread, threads);
+        ep_quantise_as<__nv_bfloat16>(quant, row, n, out, scales, thread, threads);
     else if (type == EP_TYPE_FP16)
-        ep_quantise_as<__half>(quant, row, n, ahead, out, scales, thread, threads);
+        ep_quantise_as<__half>(quant, row, n, out, scales, thread, threads);
     else
-        ep_quantise_as<float>(quant, row, n, ahead, out, scales, thread, threads);
+        ep_quantise_as<float>(quant, row, n, out, scales, thread, threads);
 }
 
 #endif

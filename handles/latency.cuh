@@ -100,55 +100,32 @@ __device__ __forceinline__ int latency_is_last(const EpLatency &l, const Part &p
 
 /* ---- what is to be sent -------------------------------------------------------------------- */
 
-/** Items that a block claims one after another, one ahead: `next` is that of the claim under way,
- *  known to one thread. */
-typedef struct Claims {
-    uint32_t next;
-} Claims;
-
-/** Places for two, by turns. */
+/** Items that a block claims one after another: places for two, since the next is under way while
+ *  one is worked on. */
 __device__ __forceinline__ int *claimed_items(void) {
     __shared__ int items[2];
     return items;
 }
 
-/** Before a barrier of the block's, behind which its first item is in place 0. No block asks for
- * its second before it has its first, so that few items are shared by many blocks. */
-__device__ __forceinline__ Claims claims_begin(const EpLatency &l) {
-    Claims c = {0};
-    if (threadIdx.x != CLAIM_THREAD) return c;
-    uint32_t first = atomicAdd(&l.state->claimed, 1u);
-    claimed_items()[0] = (int)first;
-    if (first != UINT32_MAX) c.next = atomicAdd(&l.state->claimed, 1u);
-    return c;
-}
-
-/** Before a barrier, behind which the next item is in place `at`; what was there is not needed. */
-__device__ __forceinline__ void claims_next(const EpLatency &l, Claims *c, int at) {
-    if (threadIdx.x != CLAIM_THREAD) return;
-    claimed_items()[at] = (int)c->next;
-    c->next = atomicAdd(&l.state->claimed, 1u);
-}
-
-/** By all threads, once nothing is left: the last claim is not to come after the block's ticket. */
-__device__ __forceinline__ void claims_end(const Claims &c) {
-    if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)c.next;
-    __syncthreads();
+/** Before a barrier of the block's, behind which its first item is there. */
+__device__ __forceinline__ void claims_begin(const EpLatency &l) {
+    if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)atomicAdd(&l.state->claimed, 1u);
 }
 
 /** By all threads: work(item) for each item below `items` that is this block's. work may have
  *  barriers. */
 template <typename Work>
-__device__ __forceinline__ void claims_work(const EpLatency &l, Claims c, int items, Work work) {
+__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
     int at = 0;
 #pragma unroll 1
     for (int item = claimed_items()[0]; item < items; item = claimed_items()[at]) {
+        uint32_t next = 0;
+        if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
         work(item);
         at ^= 1;
-        claims_next(l, &c, at);
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = (int)next;
         __syncthreads();
     }
-    claims_end(c);
 }
 
 /* ---- shares of warps ----------------------------------------------------------------------- */

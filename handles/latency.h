@@ -115,8 +115,7 @@ typedef struct EpDeskLayout {
                          of the sources before for each local expert */
     int32_t total;  /**< i32 [L] entries of all sources */
     int32_t offset; /**< i32 [L] where slabs begin */
-    int32_t staged; /**< quantised rows and their scales, of two tokens */
-    int32_t staged_bytes; /**< of each */
+    int32_t staged; /**< a quantised row and its scales */
     int32_t bytes;
 } EpDeskLayout;
 
@@ -125,6 +124,7 @@ typedef struct EpLatencyScatterArgs {
     EpLatency latency;
     EpRecordShape record;
     EpDeskLayout desk;
+    EpOwners owners;
     int32_t first_expert; /**< of this rank */
     int32_t team_shift;   /**< 1 << that many lanes have a token's entries */
     int32_t carries_weights;

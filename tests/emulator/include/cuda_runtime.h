@@ -31,9 +31,6 @@ using std::min;
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-struct __align__(8) int2 {
-    int32_t x, y;
-};
 struct __align__(16) uint4 {
     uint32_t x, y, z, w;
 };
