@@ -153,7 +153,7 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int toke
                            uint64_t flag) {
     int warps = p.blocks * WARPS, warp = (int)threadIdx.x / 32 * p.blocks + p.block;
     shares_work(a.latency.received, warp, warps, [&](int token, int step) {
-        return reduce_token<T>(a, list, tokens, token, step, a.latency.received.stride.by, flag);
+        return reduce_token<T>(a, list, tokens, token, step, a.latency.received.each.by, flag);
     });
     if (p.block == p.blocks - 1) take_heads(a, flag);
 }

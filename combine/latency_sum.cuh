@@ -151,22 +151,24 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
         if (r != g.rank || kinds == g.size) most = max(most, tokens[r]);
-    EpShares shares = fit_shares(a.sent, most * kinds, a.steps, a.steps, (int)gridDim.x * WARPS);
-    int items = (shares.rows * shares.stride.by + WARPS - 1) / WARPS;
+    EpShares shares = most * kinds <= a.sent.rows
+                          ? a.sent
+                          : ep_shares(most * kinds, a.steps, a.steps, (int)gridDim.x * WARPS);
+    int items = (shares.rows * shares.each.by + WARPS - 1) / WARPS;
     if (blockIdx.x == 0) {
         send_heads(a, turn.flag);
         if (threadIdx.x / 32 == WARPS - 1) announce_operation(g, a.latency, turn);
     }
     claims_work(a.latency, items, [&](int item) {
-        int i = item * WARPS + (int)threadIdx.x / 32, row = ep_quotient(i, shares.stride);
-        int step = i - row * shares.stride.by, token = ep_quotient(row, a.kinds);
+        int i = item * WARPS + (int)threadIdx.x / 32, row = ep_quotient(i, shares.each);
+        int step = i - row * shares.each.by, token = ep_quotient(row, a.kinds);
         int source = g.rank + 1 + row - token * a.kinds.by;
         source -= source < g.size ? 0 : g.size;
         if (row >= shares.rows || token >= tokens[source]) return;
         if (source != g.rank)
-            send_sum<T>(a, source, token, step, shares.stride.by, turn.flag);
+            send_sum<T>(a, source, token, step, shares.each.by, turn.flag);
         else
-            keep_sum<T>(a, token, step, shares.stride.by);
+            keep_sum<T>(a, token, step, shares.each.by);
     });
 }
 

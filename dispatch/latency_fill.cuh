@@ -21,12 +21,19 @@ typedef struct Entry {
 
 /* ---- header -------------------------------------------------------------------------------- */
 
-/* Word w of a header whose units lie in a warp's lanes. */
-__device__ __forceinline__ uint32_t header_word(const uint4 &unit, int w) {
-    int lane = lane_of_unit(w / 4);
+/* Entry k of a header whose units lie in a warp's lanes: its word, and its weight, if that is
+ * there.
+ */
+typedef struct HeaderWords {
+    uint32_t word, weight;
+} HeaderWords;
+
+__device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_weights, int k) {
+    int lane = lane_of_unit(has_weights ? k / 2 : k / 4);
     uint32_t x = __shfl_sync(~0u, unit.x, lane), y = __shfl_sync(~0u, unit.y, lane);
-    uint32_t z = __shfl_sync(~0u, unit.z, lane), u = __shfl_sync(~0u, unit.w, lane);
-    return w & 2 ? (w & 1 ? u : z) : (w & 1 ? y : x);
+    uint32_t z = __shfl_sync(~0u, unit.z, lane), w = __shfl_sync(~0u, unit.w, lane);
+    if (has_weights) return k & 1 ? HeaderWords{z, w} : HeaderWords{x, y};
+    return HeaderWords{k & 2 ? (k & 1 ? w : z) : (k & 1 ? y : x), 0};
 }
 
 /* The slot of an entry, behind `before` of its source's. */
@@ -42,14 +49,13 @@ __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int sour
 /* By a warp. */
 __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int source,
                                              const uint4 &unit) {
-    int lane = threadIdx.x % 32, k = a.route.top_k, w = lane < k ? lane : 0;
-    uint32_t word = header_word(unit, w);
-    uint32_t weight = a.carries_weights ? header_word(unit, k + w) : 0;
-    int expert = (int)(word & ((1u << a.record.expert_bits) - 1)) - 1;
-    Entry e = {-1, -1, __uint_as_float(weight), NULL, 0, 0};
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    HeaderWords h = header_words(unit, a.carries_weights, lane < k ? lane : 0);
+    int expert = (int)(h.word & ((1u << a.record.expert_bits) - 1)) - 1;
+    Entry e = {-1, -1, __uint_as_float(h.weight), NULL, 0, 0};
     if (lane < k && expert >= 0) e.local = expert - a.first_expert;
     if (e.local >= a.route.shape.num_local || e.local < 0) e.local = -1;
-    if (e.local >= 0) e.slot = find_slot(a, source, e.local, (int)(word >> a.record.expert_bits));
+    if (e.local >= 0) e.slot = find_slot(a, source, e.local, (int)(h.word >> a.record.expert_bits));
     if (a.scale_bytes && e.slot >= 0)
         e.scales = a.out_scales + ep_scale_at(&a.scale_map, e.slot, 0);
     e.mine = __ballot_sync(~0u, e.local >= 0);
@@ -116,70 +122,70 @@ __device__ __forceinline__ void store_scales(const EpLatencyScatterArgs &a, char
     }
 }
 
-/* A warp's steps, from `step` on, of a record that has come: this lane's units to all slots. What a
- * slot takes, it takes for all steps at once, since it is the instructions that take the time. */
+/* Steps of a record, from `step` to before `end` and no more than x has: this lane's units to all
+ * slots. What a slot takes, it takes for all steps at once, since it is the instructions that take
+ * the time. */
 __device__ __forceinline__ void place_units(const EpLatencyScatterArgs &a, const Entry &e, int step,
-                                            int stride, const uint4 x[EP_FILLED_AT_ONCE]) {
-    int at[EP_FILLED_AT_ONCE], end = a.record.row_units + a.record.scale_units, scales = 0;
-#pragma unroll
-    for (int i = 0; i < EP_FILLED_AT_ONCE; i++) {
-        int unit = (step + i * stride) * EP_STEP_UNITS + step_unit() - a.record.header_units;
-        at[i] = step_unit() >= 0 && step + i * stride < a.record.steps && unit < end ? unit : -1;
-        scales |= at[i] >= a.record.row_units;
-    }
+                                            int end, const uint4 x[EP_FILLED_AT_ONCE]) {
+    unsigned first = (unsigned)(step * EP_STEP_UNITS + step_unit() - a.record.header_units);
+    if (step_unit() < 0) first = 0u - EP_STEP_BYTES; /* past every row, and so are those behind */
 #pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
         int slot = __shfl_sync(~0u, e.slot, __ffs((int)left) - 1);
-        uint4 *row = (uint4 *)(a.out_rows + (int64_t)slot * a.row_bytes);
+        uint4 *to = (uint4 *)(a.out_rows + (int64_t)slot * a.row_bytes) + (int)first;
 #pragma unroll
         for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
-            if (at[i] >= 0 && at[i] < a.record.row_units) row[at[i]] = x[i];
+            if (step + i < end && first + i * EP_STEP_UNITS < (unsigned)a.record.row_units)
+                to[i * EP_STEP_UNITS] = x[i];
     }
-    if (!__any_sync(~0u, scales)) return;
+    if (!a.scale_bytes ||
+        (step + EP_FILLED_AT_ONCE) * EP_STEP_UNITS <= a.record.header_units + a.record.row_units)
+        return;
+    first -= (unsigned)a.record.row_units;
 #pragma unroll 1
     for (unsigned left = e.filled; left; left &= left - 1) {
-        unsigned long long first = (unsigned long long)e.scales;
-        char *to = (char *)__shfl_sync(~0u, first, __ffs((int)left) - 1);
+        unsigned long long scales = (unsigned long long)e.scales;
+        char *to = (char *)__shfl_sync(~0u, scales, __ffs((int)left) - 1);
 #pragma unroll
         for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
-            if (at[i] >= a.record.row_units) store_scales(a, to, at[i] - a.record.row_units, x[i]);
+            if (step + i < end && first + i * EP_STEP_UNITS < (unsigned)a.record.scale_units)
+                store_scales(a, to, (int)(first + i * EP_STEP_UNITS), x[i]);
     }
 }
 
 /* ---- a record ------------------------------------------------------------------------------ */
+
+/* Of which token a warp has a share, and what of it: steps `step` to before `end`. */
+typedef struct Record {
+    int source, token, step, end;
+} Record;
 
 /* Steps of a record as they may have come: its first one, which has the header, and a warp's. */
 typedef struct Fetched {
     ulonglong2 head, x[EP_FILLED_AT_ONCE];
 } Fetched;
 
-__device__ __forceinline__ void fetch_steps(const EpLatencyScatterArgs &a, const char *from,
-                                            int step, int stride, ulonglong2 x[EP_FILLED_AT_ONCE]) {
-#pragma unroll
-    for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
-        if (step + i * stride < a.record.steps)
-            x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
-}
-
-/* Of which token a warp has a share, and what of it. */
-typedef struct Record {
-    int source, token, step, stride;
-} Record;
-
 __device__ __forceinline__ const char *record_from(const EpLatencyScatterArgs &a, const Record &r,
                                                    uint64_t flag) {
-    const EpCudaGroup &g = a.route.group;
-    return latency_record(a.latency, a.latency.own, r.source, g.size, r.token, flag);
+    return latency_record(a.latency, a.latency.own, r.source, a.route.group.size, r.token, flag);
 }
 
-/* Those that had not come when they were loaded are loaded again, all of them together. */
-__device__ __forceinline__ void fetch_rest(const EpLatencyScatterArgs &a, const char *from,
-                                           int step, int stride, uint64_t flag,
-                                           ulonglong2 x[EP_FILLED_AT_ONCE]) {
+__device__ __forceinline__ void fetch_steps(const Record &r, const char *from,
+                                            ulonglong2 x[EP_FILLED_AT_ONCE]) {
+    const char *at = from + r.step * EP_STEP_BYTES;
 #pragma unroll
     for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
-        if (step + i * stride < a.record.steps && !step_is_here(x[i], flag))
-            x[i] = step_load(from + (step + i * stride) * EP_STEP_BYTES);
+        if (r.step + i < r.end) x[i] = step_load(at + i * EP_STEP_BYTES);
+}
+
+/* Whether all that was loaded has come. */
+__device__ __forceinline__ int steps_are_here(const Record &r, uint64_t flag,
+                                              const ulonglong2 x[EP_FILLED_AT_ONCE]) {
+    int here = 1;
+#pragma unroll
+    for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
+        here &= r.step + i >= r.end || x[i].y == flag;
+    return __all_sync(~0u, here || !has_flag());
 }
 
 __device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, const Record &r,
@@ -187,35 +193,45 @@ __device__ __forceinline__ Fetched fetch_record(const EpLatencyScatterArgs &a, c
     Fetched f;
     const char *from = record_from(a, r, flag);
     f.head = step_load(from);
-    fetch_steps(a, from, r.step, r.stride, f.x);
+    fetch_steps(r, from, f.x);
     return f;
 }
 
+/* 0: they do not come. */
+__device__ __forceinline__ int await_steps(const EpLatencyScatterArgs &a, const Record &r,
+                                           const char *from, uint64_t flag,
+                                           ulonglong2 x[EP_FILLED_AT_ONCE]) {
+    const StepOrigin origin = {r.source, EP_PHASE_LINES, r.token};
+    int alive = 1;
+#pragma unroll
+    for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
+        if (alive && r.step + i < r.end)
+            alive = step_await(a.route.group, a.latency, from + (r.step + i) * EP_STEP_BYTES, flag,
+                               &x[i], origin);
+    return alive;
+}
+
 /* A warp's part of a record; 0: it does not come. */
-__device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, const Record &r,
-                                           Fetched f, uint64_t flag) {
-    const EpCudaGroup &g = a.route.group;
+__device__ __forceinline__ int fill_record(const EpLatencyScatterArgs &a, Record r, Fetched f,
+                                           uint64_t flag) {
     const char *from = record_from(a, r, flag);
     const StepOrigin origin = {r.source, EP_PHASE_LINES, r.token};
-    int step = r.step;
-    if (!step_await(g, a.latency, from, flag, &f.head, origin)) return 0;
-    fetch_rest(a, from, step, r.stride, flag, f.x);
+    if (!step_await(a.route.group, a.latency, from, flag, &f.head, origin)) return 0;
+    if (!steps_are_here(r, flag, f.x)) fetch_steps(r, from, f.x);
     Entry e = read_header(a, r.source, step_unpack(f.head));
-    if (step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
+    if (r.step == 0) note_row(a, e, r.source, r.token), store_weights(a, e);
 #pragma unroll 1
-    while (e.filled && step < a.record.steps) {
+    while (e.filled) {
         uint4 unit[EP_FILLED_AT_ONCE];
+        if (!a.latency.whole || !steps_are_here(r, flag, f.x))
+            if (!await_steps(a, r, from, flag, f.x)) return 0;
 #pragma unroll
-        for (int i = 0; i < EP_FILLED_AT_ONCE; i++) {
-            int at = step + i * r.stride;
-            if (at >= a.record.steps) break;
-            if (!step_await(g, a.latency, from + at * EP_STEP_BYTES, flag, &f.x[i], origin))
-                return 0;
+        for (int i = 0; i < EP_FILLED_AT_ONCE; i++)
             unit[i] = step_unpack(f.x[i]);
-        }
-        place_units(a, e, step, r.stride, unit);
-        step += EP_FILLED_AT_ONCE * r.stride;
-        fetch_steps(a, from, step, r.stride, f.x);
+        place_units(a, e, r.step, r.end, unit);
+        r.step += EP_FILLED_AT_ONCE;
+        if (r.step >= r.end) break;
+        fetch_steps(r, from, f.x);
     }
     return 1;
 }
@@ -233,14 +249,15 @@ typedef struct Filling {
 
 __device__ __forceinline__ Record record_at(const EpLatencyScatterArgs &a, const Filling &f) {
     const EpCudaGroup &g = a.route.group;
-    int row = ep_quotient(f.at, f.shares.stride), token = ep_quotient(row, a.latency.ranks);
+    int row = ep_quotient(f.at, f.shares.each), token = ep_quotient(row, a.latency.ranks);
     int source = g.rank + row - token * g.size;
-    return Record{source - (source < g.size ? 0 : g.size), token, f.at - row * f.shares.stride.by,
-                  f.shares.stride.by};
+    int step = (f.at - row * f.shares.each.by) * f.shares.steps;
+    return Record{source - (source < g.size ? 0 : g.size), token, step,
+                  min(step + f.shares.steps, a.record.steps)};
 }
 
 __device__ __forceinline__ int has_record(const Filling &f) {
-    return f.at < f.shares.rows * f.shares.stride.by;
+    return f.at < f.shares.rows * f.shares.each.by;
 }
 
 __device__ __forceinline__ void begin_share(const EpLatencyScatterArgs &a, Filling *f, int at,
@@ -265,7 +282,7 @@ __device__ __forceinline__ void go_on_filling(const EpLatencyScatterArgs &a, Fil
     Record r = record_at(a, *f);
     const char *from = record_from(a, r, flag);
     if (!step_is_here(f->fetched.head, flag)) f->fetched.head = step_load(from);
-    fetch_rest(a, from, r.step, r.stride, flag, f->fetched.x);
+    if (!steps_are_here(r, flag, f->fetched.x)) fetch_steps(r, from, f->fetched.x);
 }
 
 /* The next share is on its way while one is copied. */

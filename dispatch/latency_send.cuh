@@ -78,17 +78,14 @@ __device__ __noinline__ uint4 load_scales(const EpLatencyScatterArgs &a, int tok
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Of a header: the weights in it. */
+/* Of a header: the weights in it, each behind the word of its entry. */
 __device__ __forceinline__ uint4 load_weights(const EpLatencyScatterArgs &a, int token, int unit) {
-    int k = a.route.top_k;
-    uint32_t word[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int at = unit * 4 + i - k;
-        if (a.carries_weights && at >= 0 && at < k)
-            word[i] = __float_as_uint(__ldg(a.topk_weights + (int64_t)token * k + at));
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    const float *weights = a.topk_weights + (int64_t)token * a.route.top_k + 2 * unit;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (a.carries_weights && 2 * unit < a.route.top_k) x.y = __float_as_uint(__ldg(weights));
+    if (a.carries_weights && 2 * unit + 1 < a.route.top_k)
+        x.w = __float_as_uint(__ldg(weights + 1));
+    return x;
 }
 
 /* A unit of the record as far as it is known before the header is. */
@@ -101,14 +98,16 @@ __device__ __forceinline__ uint4 load_unit(const EpLatencyScatterArgs &a, int to
     return load_scales(a, token, scale);
 }
 
+__device__ __forceinline__ uint32_t entry_word(const EpLatencyScatterArgs &a, int k) {
+    return k < a.route.top_k ? desk()->header[k] : 0;
+}
+
 /* And what was missing. */
-__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit,
-                                             const uint4 &x) {
-    uint32_t word[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (unit * 4 + i < a.route.top_k) word[i] = desk()->header[unit * 4 + i];
-    return make_uint4(word[0], word[1], word[2], word[3]);
+__device__ __forceinline__ uint4 header_unit(const EpLatencyScatterArgs &a, int unit, uint4 x) {
+    if (a.carries_weights)
+        return make_uint4(entry_word(a, 2 * unit), x.y, entry_word(a, 2 * unit + 1), x.w);
+    return make_uint4(entry_word(a, 4 * unit), entry_word(a, 4 * unit + 1),
+                      entry_word(a, 4 * unit + 2), entry_word(a, 4 * unit + 3));
 }
 
 /* Some of a warp's steps, from `step` on: units that were there before the header was. */
@@ -116,7 +115,7 @@ __device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int to
                                            uint4 x[SENT_AT_ONCE]) {
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
-        int at = step + i * WARPS, unit = at * EP_STEP_UNITS + step_unit();
+        int at = step + i, unit = at * EP_STEP_UNITS + step_unit();
         x[i] = make_uint4(0, 0, 0, 0);
         if (at < a.record.steps && step_unit() >= 0) x[i] = load_unit(a, token, unit);
     }
@@ -160,8 +159,7 @@ __device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, const R
     each_receiver(r, r.going, [&](char *record) {
 #pragma unroll
         for (int i = 0; i < SENT_AT_ONCE; i++)
-            if (step + i * WARPS < a.record.steps)
-                store(record + (step + i * WARPS) * EP_STEP_BYTES, i);
+            if (step + i < a.record.steps) store(record + (step + i) * EP_STEP_BYTES, i);
     });
     if (step == 0) each_receiver(r, r.all & ~r.going, [&](char *record) { store(record, 0); });
 }
@@ -180,7 +178,7 @@ __device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const
     ulonglong2 packed[SENT_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
-        int unit = (step + i * WARPS) * EP_STEP_UNITS + step_unit();
+        int unit = (step + i) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
         packed[i] = step_pack(is_header ? header_unit(a, unit, s.x[i]) : s.x[i], flag);
     }
@@ -206,7 +204,7 @@ __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int 
 /* By a block. */
 __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
                                            uint64_t flag) {
-    int lane = threadIdx.x % 32, step = threadIdx.x / 32, k = a.route.top_k;
+    int lane = threadIdx.x % 32, step = (int)(threadIdx.x / 32) * SENT_AT_ONCE, k = a.route.top_k;
     int quantises = a.quant > EP_QUANT_NONE;
     Sending s;
     s.token = token;

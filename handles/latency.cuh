@@ -130,19 +130,13 @@ __device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work 
 
 /* ---- shares of warps ----------------------------------------------------------------------- */
 
-/** As the host expects them, or anew, where some rank has more rows than this one. */
-__device__ __forceinline__ EpShares fit_shares(const EpShares &expected, int rows, int steps,
-                                               int width, int warps) {
-    return rows <= expected.rows ? expected : ep_shares(rows, steps, width, warps);
-}
-
 /** By a warp, number `warp` of `warps`: work(row, first step) for its shares, until it returns 0.
  */
 template <typename Work>
 __device__ __forceinline__ int shares_work(const EpShares &s, int warp, int warps, Work work) {
 #pragma unroll 1
-    for (int i = warp; i < s.rows * s.stride.by; i += warps)
-        if (!work(ep_quotient(i, s.stride), ep_remainder(i, s.stride))) return 0;
+    for (int i = warp; i < s.rows * s.each.by; i += warps)
+        if (!work(ep_quotient(i, s.each), ep_remainder(i, s.each))) return 0;
     return 1;
 }
 

@@ -60,21 +60,25 @@ typedef struct EpLatencyState {
     uint32_t claimed; /**< items of it that blocks have taken to send */
 } EpLatencyState;
 
-/** Many rows of equal length, shared by many warps: several of them to a row, each with every
- *  `stride`th step. */
+/** Many rows of equal length, shared by many warps: each row by `each` shares, of `steps` steps
+ * that are neighbours. */
 typedef struct EpShares {
     int32_t rows;
-    EpDivisor stride; /**< shares of a row */
+    int32_t steps;
+    EpDivisor each;
 } EpShares;
 
 /** Rows come one after another: the last is to be the work of many warps. So a share has no more
- *  steps than a warp takes at once, `width`, even if each warp has several shares, and fewer where
- *  there are warps enough. */
-EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int32_t width,
+ *  steps than a warp takes at once, `most`, even if each warp has several shares, and fewer where
+ *  there are warps enough; more only where kernels could not count them (see runtime/divide.h). */
+EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int32_t most,
                                                 int32_t warps) {
-    int32_t least = (steps + width - 1) / width, stride = rows > 0 ? warps / rows : warps;
-    stride = stride < least ? least : stride < steps ? stride : steps;
-    EpShares shares = {rows, ep_divisor(stride > 0 ? stride : 1)};
+    int32_t least = (steps + most - 1) / most, each = rows > 0 ? warps / rows : warps;
+    each = each < least ? least : each < steps ? each : steps;
+    while (each > 1 && (int64_t)rows * each * each >= 1 << 29)
+        each /= 2;
+    int32_t share = each > 0 ? (steps + each - 1) / each : 1;
+    EpShares shares = {rows, share, ep_divisor(share > 0 ? (steps + share - 1) / share : 1)};
     return shares;
 }
 
@@ -99,7 +103,8 @@ typedef struct EpLatency {
  * A token's record on its way to the ranks of its experts, in units of 16 bytes: the header, the
  * row, its scales. The header has a word for each k, which says the same to all ranks: the expert,
  * plus 1, in its lower bits; above these, how many entries of the source's for that expert come
- * before, or, in the flat layout, how many rows to its rank. Then the weights, if these travel.
+ * before, or, in the flat layout, how many rows to its rank. If weights travel, each follows its
+ * word.
  */
 typedef struct EpRecordShape {
     int32_t header_units, row_units, scale_units;
