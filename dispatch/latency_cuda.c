@@ -31,14 +31,15 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
-/* Steps for each warp of the GPU up to which some blocks of a combine send while others receive.
+/* Some blocks of a combine send while others receive, up to so many steps for each warp of the GPU.
  * Beyond, all do both, one after the other, as in a dispatch, whose rows take little time to send
- * and all warps to be copied. Found by trying; so is that two ranks gain nothing by it. */
-#define MOST_DIVIDED 8
+ * and all warps to be copied. */
+#define MOST_DIVIDED 64
+#define BLOCKS_A_SENDER 2 /* one of so many blocks sends, where they are divided */
 
 static int divides(const EpGroup *group, int64_t work) {
     int64_t warps = (int64_t)ep_cuda(group)->device.blocks * BLOCK_WARPS;
-    return group->size > 2 && work <= MOST_DIVIDED * warps;
+    return group->size > 1 && work <= MOST_DIVIDED * warps;
 }
 
 /* As many blocks as have something to send and as many that have something to receive, if all ranks
@@ -50,8 +51,9 @@ static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int6
     blocks = ep_min(most, ep_max(3, blocks));
     int divided = half == EP_WHOLE && sums && divides(group, work);
     latency->receives = half != EP_SEND_HALF;
-    latency->first_receiver = divided ? (int32_t)blocks / 2 : 0;
-    latency->senders = (int32_t)(half == EP_WAIT_HALF ? 0 : divided ? blocks / 2 : blocks);
+    int32_t senders = divided ? (int32_t)ep_max(1, blocks / BLOCKS_A_SENDER) : (int32_t)blocks;
+    latency->first_receiver = divided ? senders : 0;
+    latency->senders = half == EP_WAIT_HALF ? 0 : senders;
     latency->ranks = ep_divisor(group->size);
     return (int)blocks;
 }
@@ -127,6 +129,24 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
 
 /* ---- combine ------------------------------------------------------------------------------- */
 
+/* Rows leave, and so come, about in the order of tokens if shares are small. */
+#define SENT_STEPS 4 /* most of a share */
+
+/* Warps to each of at most `rows` rows, so that a share has at most `most` steps; more steps where
+ * kernels could not count the shares otherwise: see runtime/divide.h. */
+static EpDivisor least_stride(int64_t rows, int64_t steps, int64_t most) {
+    int64_t stride = ep_max(1, (steps + most - 1) / most);
+    while (stride > 1 && rows * stride * stride >= 1 << 29)
+        stride /= 2;
+    return ep_divisor((int32_t)stride);
+}
+
+static EpShares fine_shares(int64_t rows, int64_t steps, int64_t blocks, EpDivisor least) {
+    EpShares s = ep_shares((int32_t)rows, (int32_t)steps, (int32_t)blocks * BLOCK_WARPS);
+    if (s.stride.by < least.by) s.stride = least;
+    return s;
+}
+
 EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     const EpCudaHandle *state = handle->backend_state;
@@ -150,10 +170,12 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, 1, &args.latency);
     int32_t kinds = group->size - args.latency.receives;
     args.kinds = ep_divisor((int32_t)ep_max(1, kinds));
-    args.sent =
-        ep_shares((int32_t)state->num_rows * kinds, args.steps, (int32_t)blocks * BLOCK_WARPS);
-    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps,
-                                      (blocks - args.latency.first_receiver) * BLOCK_WARPS);
+    int64_t most = handle->shape.max_tokens, receivers = blocks - args.latency.first_receiver;
+    args.sent_coarsely = least_stride(most * args.kinds.by, args.steps, SENT_STEPS);
+    args.sent = fine_shares(state->num_rows * kinds, args.steps, ep_max(1, args.latency.senders),
+                            args.sent_coarsely);
+    args.latency.received = fine_shares(g->out_num_rows, args.steps, receivers,
+                                        least_stride(most, args.steps, EP_REDUCED_STEPS));
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,
                  ep_cuda_launch_latency_gather(&args, blocks, g->stream));

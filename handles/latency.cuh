@@ -74,12 +74,14 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 /** What a block is to do, and which of those this is that receive. */
 typedef struct Part {
     int sends, receives;
+    int claims; /* whether blocks wait after they have sent: then all that they send is claimed */
     int block, blocks;
 } Part;
 
 __device__ __forceinline__ Part latency_part(const EpLatency &l) {
     int index = blockIdx.x, block = index - l.first_receiver;
-    return Part{index < l.senders, l.receives && block >= 0, block,
+    return Part{index < l.senders, l.receives && block >= 0,
+                l.receives && l.first_receiver < l.senders, block,
                 (int)gridDim.x - l.first_receiver};
 }
 
@@ -111,20 +113,27 @@ __device__ __forceinline__ void claims_begin(const EpLatency &l) {
     if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)atomicAdd(&l.state->claimed, 1u);
 }
 
-/** By all threads: work(item) for each item below `items` that is this block's. work may have
- *  barriers. */
+/** By all threads: work(item) for each item below `items` that is this block's: `item`, and those
+ *  that it claims, of which the first is number `claimed`. work may have barriers. */
 template <typename Work>
-__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+__device__ __forceinline__ void claims_work_from(const EpLatency &l, int item, int claimed,
+                                                 int items, Work work) {
     int at = 0;
 #pragma unroll 1
-    for (int item = claimed_items()[0]; item < items; item = claimed_items()[at]) {
-        uint32_t next = 0;
-        if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
+    for (; item < items; item = claimed_items()[at]) {
+        int next = claimed;
+        if (threadIdx.x == CLAIM_THREAD) next += (int)atomicAdd(&l.state->claimed, 1u);
         work(item);
         at ^= 1;
-        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = (int)next;
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = next;
         __syncthreads();
     }
+}
+
+/** The same, of items that are all claimed. */
+template <typename Work>
+__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+    claims_work_from(l, claimed_items()[0], 0, items, work);
 }
 
 /* ---- shares of warps ----------------------------------------------------------------------- */
@@ -154,8 +163,7 @@ __device__ __forceinline__ void announce_operation(const EpCudaGroup &g, const E
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, turn.number),
-                             ep_counter(turn.number, g.digest));
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, turn.number), ep_counter(turn.number, g.digest));
     if (lane == 0)
         *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)turn.flag, turn.number);
 }

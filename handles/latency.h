@@ -28,6 +28,9 @@
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
 
+/** Steps of a row that a warp of a combine adds up at once, as many as its shares are to have. */
+#define EP_REDUCED_STEPS 2
+
 /** Offsets in a handle's window; equal on all ranks. */
 typedef struct EpBufferLayout {
     int64_t state;   /**< EpLatencyState: this rank's own */
@@ -129,8 +132,9 @@ typedef struct EpLatencyGatherArgs {
     int32_t top_k;
     int32_t type;
     int32_t row_units, steps;
-    EpShares sent;   /**< what warps share, if no rank has more rows than this one */
-    EpDivisor kinds; /**< of ranks whose rows are sent, or at least 1 */
+    EpShares sent;           /**< what warps share, if no rank has more rows than this one */
+    EpDivisor sent_coarsely; /**< warps to a row, if one has */
+    EpDivisor kinds;         /**< of ranks whose rows are sent, or at least 1 */
     int64_t row_bytes;
     const char *rows;
     int32_t weighs;

@@ -101,6 +101,7 @@ enum {
     EMULATED_VOTE,
     EMULATED_MATCH,
     EMULATED_ADD,
+    EMULATED_OR,
     EMULATED_MOST,
     EMULATED_SHUFFLE
 };
@@ -139,6 +140,13 @@ static inline int __reduce_add_sync(unsigned, int value) {
     for (int i = 0; i < 32; i++)
         sum += (unsigned)lanes[i];
     return (int)sum;
+}
+
+static inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    const uint64_t *lanes = emulated_give(EMULATED_OR, value);
+    for (int i = 0; i < 32; i++)
+        value |= (unsigned)lanes[i];
+    return value;
 }
 
 template <typename T> static inline T __reduce_max_sync(unsigned, T value) {
