@@ -119,43 +119,45 @@ __device__ __forceinline__ void find_coming(const EpLatencyGatherArgs &a, const 
     }
 }
 
-__device__ __forceinline__ void load_coming(Coming *c, unsigned which) {
+__device__ __forceinline__ void load_coming(Coming *c) {
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
         for (int i = 0; i < REDUCED_AT_ONCE; i++)
-            if (which & coming_bit(r, i)) c->x[r][i] = step_load(c->from[r] + i * c->next);
+            if (c->awaited & coming_bit(r, i)) c->x[r][i] = step_load(c->from[r] + i * c->next);
 }
 
 /* Which of them are not here. By a warp, as step_is_here. */
-__device__ __forceinline__ unsigned find_missing(const Coming &c, unsigned which, uint64_t flag) {
+__device__ __forceinline__ unsigned find_missing(const Coming &c, uint64_t flag) {
     unsigned missing = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
         for (int i = 0; i < REDUCED_AT_ONCE; i++)
             if (c.x[r][i].y != flag) missing |= coming_bit(r, i);
-    return __reduce_or_sync(~0u, has_flag() ? missing & which : 0u);
+    return __reduce_or_sync(~0u, has_flag() ? missing & c.awaited : 0u);
 }
 
-/* All that is missing is asked for together, not one after the other; how much still is after many
- * loads. meanwhile() is done while the first ones are under way. By a warp. */
+/* Everything is asked for together, and again until all of it is here; what is not after many
+ * loads. meanwhile() is done while the first ones are under way. There is one place that loads,
+ * since then no load has to leave alone what another one has brought: see add_terms. By a warp. */
 template <typename Meanwhile>
 __device__ __forceinline__ unsigned take_coming(const EpLatencyGatherArgs &a, Coming *c,
                                                 uint64_t flag, Meanwhile meanwhile) {
-    unsigned missing = c->awaited;
-    load_coming(c, missing);
-    meanwhile();
+    int are_here = 0;
 #pragma unroll 1
-    for (int polls = 1; (missing = find_missing(*c, missing, flag)) != 0; polls++) {
-        if (polls == EP_POLLS_PER_CLOCK_READ) return missing;
-        load_coming(c, missing);
+    for (int polls = 0;; polls++) {
+        load_coming(c);
+        if (polls == 0) meanwhile();
+        if (are_here) return 0;
+        unsigned missing = find_missing(*c, flag);
+        if (missing && polls == EP_POLLS_PER_CLOCK_READ) return missing;
+        if (missing) continue;
+        if (a.latency.whole) return 0;
+        step_fence();
+        __syncwarp();
+        are_here = 1;
     }
-    if (a.latency.whole) return 0;
-    step_fence();
-    __syncwarp();
-    load_coming(c, c->awaited);
-    return 0;
 }
 
 /* ---- a share ------------------------------------------------------------------------------- */
@@ -258,7 +260,7 @@ __device__ __forceinline__ int reduce_share(const EpLatencyGatherArgs &a, int to
  * least to reduce begin. */
 __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 #pragma unroll 1
-    for (int r = WARPS - 1 - (int)threadIdx.x / 32; r < a.group.size; r += WARPS)
+    for (int r = WARPS - 1 - (int)(threadIdx.x / 32); r < a.group.size; r += WARPS)
         if (!take_head(a.group, a.latency, r, 1, flag, [](int, const uint4 &) {})) return;
 }
 
@@ -266,7 +268,7 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
  * works on one. */
 template <typename T>
 __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int tokens, uint64_t flag) {
-    int warps = p.blocks * WARPS, i = (int)threadIdx.x / 32 * p.blocks + p.block;
+    int warps = p.blocks * WARPS, i = (int)(threadIdx.x / 32) * p.blocks + p.block;
     const EpShares &shares = a.latency.received;
     TokenWords next = ask_token(a, tokens, ep_quotient(i, shares.stride));
 #pragma unroll 1

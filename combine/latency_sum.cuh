@@ -34,21 +34,27 @@ __device__ __forceinline__ int ask_slot(const EpLatencyGatherArgs &a, int source
 /* What a warp knows of a row's slots. */
 typedef struct Terms {
     int slot;
-    float weight;
+    float weight;    /* if slots have weights, else anything */
     unsigned filled; /* lanes that have a slot */
 } Terms;
 
 __device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot) {
-    Terms t = {slot, 1, __ballot_sync(~0u, slot >= 0)};
-    if (a.weighs && slot >= 0) t.weight = __ldg(a.slot_weights + slot);
-    return t;
+    int has_weight = a.weighs && slot >= 0;
+    const float *weight = has_weight ? a.slot_weights + slot : (const float *)a.plan.begins;
+    return Terms{slot, __ldg(weight), __ballot_sync(~0u, slot >= 0)};
 }
 
 /* Units `unit` and so on of a sum: ascending k, each term by one fused operation. By a warp; a unit
- * past the row is not touched. */
+ * past the row is not touched. No load is in an `if`: compilers load to some other registers there,
+ * and wait for that before they copy, so that one load waits for another. What is loaded and not
+ * needed is part of what is. */
 template <typename T, int UNITS, int AT_ONCE>
 __device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Terms &t,
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
+    const char *from[UNITS];
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        from[u] = a.rows + 16 * max(unit[u], 0);
 #pragma unroll 1
     for (unsigned left = t.filled; left;) {
         uint4 x[AT_ONCE][UNITS];
@@ -56,18 +62,16 @@ __device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Te
         bool is[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            lane[i] = left ? __ffs((int)left) - 1 : 0, is[i] = left != 0;
-            int slot = __shfl_sync(~0u, t.slot, lane[i]);
+            is[i] = left != 0, lane[i] = is[i] ? __ffs((int)left) - 1 : lane[0];
+            uint64_t slot = (uint32_t)__shfl_sync(~0u, t.slot, lane[i]);
             left &= left - 1;
 #pragma unroll
             for (int u = 0; u < UNITS; u++)
-                if (is[i] && unit[u] >= 0)
-                    x[i][u] =
-                        __ldg((const uint4 *)a.rows + ((int64_t)slot * a.row_units + unit[u]));
+                x[i][u] = ep_load_unchanging(from[u] + slot * (uint32_t)a.row_bytes);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            float weight = __shfl_sync(~0u, t.weight, lane[i]);
+            float given = __shfl_sync(~0u, t.weight, lane[i]), weight = a.weighs ? given : 1;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 if (!is[i] || unit[u] < 0) continue;
@@ -158,7 +162,7 @@ __device__ void keep_sum(const EpLatencyGatherArgs &a, const Sum &s, int stride)
  * send sends them, or else the block that is done first; and those of its warps do that come last
  * to receive. */
 __device__ void send_heads(const EpLatencyGatherArgs &a, const Turn &turn) {
-    int warp = WARPS - 1 - (int)threadIdx.x / 32;
+    int warp = WARPS - 1 - (int)(threadIdx.x / 32);
 #pragma unroll 1
     for (int r = warp; r < a.group.size; r += WARPS)
         send_head(a.group, a.latency, r, 1, turn.flag,
@@ -171,7 +175,7 @@ __device__ void send_heads(const EpLatencyGatherArgs &a, const Turn &turn) {
 __device__ __forceinline__ Sum find_sum(const EpLatencyGatherArgs &a, int item,
                                         const EpDivisor &stride) {
     const EpCudaGroup &g = a.group;
-    int i = item * WARPS + (int)threadIdx.x / 32, row = ep_quotient(i, stride);
+    int i = item * WARPS + (int)(threadIdx.x / 32), row = ep_quotient(i, stride);
     int token = ep_quotient(row, a.kinds), source = g.rank + 1 + row - token * a.kinds.by;
     return Sum{source - (source < g.size ? 0 : g.size), token, i - row * stride.by, EP_ROW_NONE,
                -1};

@@ -23,8 +23,9 @@ __device__ __forceinline__ char *latency_head(const EpLatency &l, int receiver, 
 
 __device__ __forceinline__ char *latency_record(const EpLatency &l, int receiver, int source,
                                                 int size, int token, uint64_t flag) {
-    int64_t index = ((int64_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
-    return l.window[receiver] + l.layout.records + index * l.layout.record_bytes;
+    uint32_t index = ((uint32_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
+    return l.window[receiver] + l.layout.records +
+           (uint64_t)index * (uint32_t)l.layout.record_bytes;
 }
 
 /* ---- begin and end ------------------------------------------------------------------------- */
@@ -121,11 +122,11 @@ __device__ __forceinline__ void claims_work_from(const EpLatency &l, int item, i
     int at = 0;
 #pragma unroll 1
     for (; item < items; item = claimed_items()[at]) {
-        int next = claimed;
-        if (threadIdx.x == CLAIM_THREAD) next += (int)atomicAdd(&l.state->claimed, 1u);
+        uint32_t next = 0;
+        if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
         work(item);
         at ^= 1;
-        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = next;
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = claimed + (int)next;
         __syncthreads();
     }
 }

@@ -29,7 +29,7 @@
 
 /** The unit of a step that is this lane's, -1: none. */
 __device__ __forceinline__ int step_unit(void) {
-    int lane = (int)threadIdx.x % 32, line = lane / 8;
+    int lane = (int)(threadIdx.x % 32), line = lane / 8;
     if (lane % 8 < 7) return line * 7 + lane % 8;
     return line % 2 ? -1 : 28 + line / 2;
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ int has_flag(void) {
 
 /** What this lane stores of a step. By a warp. */
 __device__ __forceinline__ ulonglong2 step_pack(const uint4 &unit, uint64_t flag) {
-    int lane = (int)threadIdx.x % 32;
+    int lane = (int)(threadIdx.x % 32);
     ulonglong2 x = {unit.x | (unsigned long long)unit.y << 32,
                     unit.z | (unsigned long long)unit.w << 32};
     unsigned long long high = __shfl_sync(~0u, x.y, (lane + 24) % 32);
