@@ -17,9 +17,18 @@
 #define REDUCED_AT_ONCE EP_REDUCED_STEPS
 #define OWN_AT_ONCE 2 /* terms, while what is awaited has its registers, too */
 
+/* While there are no more shares than these, warps that wait load everything anew until it is here,
+ * which sees it soonest. Of many they load flags alone: the cache is kept busy, and others need it.
+ */
+#define EAGER_SHARES 512
+
 #define RANK_NONE INT32_MAX
 
 /* ---- shares -------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ int count_shares(const EpLatencyGatherArgs &a) {
+    return a.latency.received.rows * a.latency.received.stride.by;
+}
 
 /* What the plan says of a token, on its way: the rank of entry k in lane k, -1 for none, and the
  * slots that it has here. */
@@ -40,7 +49,7 @@ __device__ __forceinline__ TokenWords ask_token(const EpLatencyGatherArgs &a, in
 
 /* Some steps of a token; lane k knows the rank of its entry k, if that is another one than this. */
 typedef struct Share {
-    int token, step, owner;
+    int token, step, end, owner;
     int adds; /* whether this rank adds something */
 } Share;
 
@@ -51,11 +60,11 @@ __device__ __forceinline__ int next_rank(int owner, int last) {
 
 /* ---- what this rank adds ------------------------------------------------------------------- */
 
+/* As the first half has left it. */
 template <typename T>
-__device__ __forceinline__ void sum_own(const EpLatencyGatherArgs &a, const Terms &t, int token,
-                                        const int unit[REDUCED_AT_ONCE],
-                                        EpVector<T> own[REDUCED_AT_ONCE]) {
-    if (a.latency.senders) return add_terms<T, REDUCED_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own);
+__device__ __forceinline__ void load_kept(const EpLatencyGatherArgs &a, int token,
+                                          const int unit[REDUCED_AT_ONCE],
+                                          EpVector<T> own[REDUCED_AT_ONCE]) {
 #pragma unroll
     for (int u = 0; u < REDUCED_AT_ONCE; u++) {
         if (unit[u] < 0) continue;
@@ -92,7 +101,6 @@ __device__ __forceinline__ void add_own(const EpVector<T> own[REDUCED_AT_ONCE],
 typedef struct Coming {
     int rank[AWAITED_AT_ONCE];
     const char *from[AWAITED_AT_ONCE];
-    int next; /* bytes from one of its steps to the next */
     unsigned awaited;
     ulonglong2 x[AWAITED_AT_ONCE][REDUCED_AT_ONCE];
 } Coming;
@@ -105,8 +113,7 @@ __device__ __forceinline__ unsigned coming_bit(int r, int i) {
 __device__ __forceinline__ void find_coming(const EpLatencyGatherArgs &a, const Share &s, int last,
                                             uint64_t flag, Coming *c) {
     const EpCudaGroup &g = a.group;
-    int stride = a.latency.received.stride.by;
-    c->next = stride * EP_STEP_BYTES, c->awaited = 0;
+    c->awaited = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++) {
         c->rank[r] = last = next_rank(s.owner, last);
@@ -115,7 +122,7 @@ __device__ __forceinline__ void find_coming(const EpLatencyGatherArgs &a, const 
             latency_record(a.latency, g.rank, last, g.size, s.token, flag) + s.step * EP_STEP_BYTES;
 #pragma unroll
         for (int i = 0; i < REDUCED_AT_ONCE; i++)
-            if (s.step + i * stride < a.steps) c->awaited |= coming_bit(r, i);
+            if (s.step + i < s.end) c->awaited |= coming_bit(r, i);
     }
 }
 
@@ -124,7 +131,8 @@ __device__ __forceinline__ void load_coming(Coming *c) {
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
         for (int i = 0; i < REDUCED_AT_ONCE; i++)
-            if (c->awaited & coming_bit(r, i)) c->x[r][i] = step_load(c->from[r] + i * c->next);
+            if (c->awaited & coming_bit(r, i))
+                c->x[r][i] = step_load(c->from[r] + i * EP_STEP_BYTES);
 }
 
 /* Which of them are not here. By a warp, as step_is_here. */
@@ -136,6 +144,26 @@ __device__ __forceinline__ unsigned find_missing(const Coming &c, uint64_t flag)
         for (int i = 0; i < REDUCED_AT_ONCE; i++)
             if (c.x[r][i].y != flag) missing |= coming_bit(r, i);
     return __reduce_or_sync(~0u, has_flag() ? missing & c.awaited : 0u);
+}
+
+/* The same of flags alone, of some that were missing. */
+__device__ __forceinline__ unsigned poll_missing(const Coming &c, unsigned missing, uint64_t flag) {
+    uint64_t seen[AWAITED_AT_ONCE][REDUCED_AT_ONCE];
+    int at = (int)(threadIdx.x % 32) * 16 + 8;
+    unsigned own = has_flag() ? missing : 0, still = 0;
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < REDUCED_AT_ONCE; i++)
+            if (own & coming_bit(r, i))
+                seen[r][i] =
+                    ep_load_relaxed_sys((const uint64_t *)(c.from[r] + i * EP_STEP_BYTES + at));
+#pragma unroll
+    for (int r = 0; r < AWAITED_AT_ONCE; r++)
+#pragma unroll
+        for (int i = 0; i < REDUCED_AT_ONCE; i++)
+            if (seen[r][i] != flag) still |= coming_bit(r, i);
+    return __reduce_or_sync(~0u, still & own);
 }
 
 /* Everything is asked for together, and again until all of it is here; what is not after many
@@ -151,12 +179,18 @@ __device__ __forceinline__ unsigned take_coming(const EpLatencyGatherArgs &a, Co
         if (polls == 0) meanwhile();
         if (are_here) return 0;
         unsigned missing = find_missing(*c, flag);
-        if (missing && polls == EP_POLLS_PER_CLOCK_READ) return missing;
-        if (missing) continue;
-        if (a.latency.whole) return 0;
-        step_fence();
-        __syncwarp();
-        are_here = 1;
+        are_here = !missing;
+        if (are_here && a.latency.whole) return 0;
+        if (are_here) {
+            step_fence();
+            __syncwarp();
+            continue;
+        }
+        if (polls >= EP_POLLS_PER_CLOCK_READ) return missing;
+        if (count_shares(a) <= EAGER_SHARES) continue;
+#pragma unroll 1
+        for (; missing && polls < EP_POLLS_PER_CLOCK_READ; polls++)
+            missing = poll_missing(*c, missing, flag);
     }
 }
 
@@ -195,11 +229,11 @@ __device__ __forceinline__ Missing reduce_steps(const EpLatencyGatherArgs &a, co
     int unit[REDUCED_AT_ONCE], last = -1, adds = s.adds;
 #pragma unroll
     for (int i = 0; i < REDUCED_AT_ONCE; i++)
-        unit[i] = own_unit(a, s.step + i * a.latency.received.stride.by);
+        unit[i] = s.step + i < s.end ? own_unit(a, s.step + i) : -1;
     find_coming(a, s, last, flag, &c);
-    unsigned missing = take_coming(a, &c, flag, [&]() {
-        if (s.adds) sum_own(a, t, s.token, unit, own);
-    });
+    if (s.adds && !a.latency.senders) load_kept(a, s.token, unit, own);
+    unsigned missing = take_coming(
+        a, &c, flag, [&]() { add_terms<T, REDUCED_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[REDUCED_AT_ONCE] = {};
     add_coming<T>(c, a.group.rank, own, &adds, sum);
@@ -229,7 +263,7 @@ __device__ __noinline__ int await_late(const EpLatencyGatherArgs &a, Share s, Mi
 #pragma unroll 1
     for (int r = 0; r <= at / REDUCED_AT_ONCE; r++)
         rank = next_rank(s.owner, rank);
-    int step = s.step + at % REDUCED_AT_ONCE * a.latency.received.stride.by;
+    int step = s.step + at % REDUCED_AT_ONCE;
     const char *from =
         latency_record(a.latency, g.rank, rank, g.size, s.token, flag) + step * EP_STEP_BYTES;
     ulonglong2 x = step_load(from);
@@ -242,12 +276,13 @@ template <typename T>
 __device__ __forceinline__ int reduce_share(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
     int adds = __any_sync(~0u, w.owner == a.group.rank);
-    Share s = {token, step, w.owner == a.group.rank ? -1 : w.owner, adds};
+    int end = min(step + a.received_steps, a.steps);
+    Share s = {token, step, end, w.owner == a.group.rank ? -1 : w.owner, adds};
 #pragma unroll 1
-    while (s.step < a.steps) {
+    while (s.step < s.end) {
         Missing late = reduce_steps<T>(a, s, w.slot, flag);
         if (!late.bits)
-            s.step += REDUCED_AT_ONCE * a.latency.received.stride.by;
+            s.step += REDUCED_AT_ONCE;
         else if (!await_late(a, s, late, flag))
             return 0;
     }
@@ -272,11 +307,11 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int toke
     const EpShares &shares = a.latency.received;
     TokenWords next = ask_token(a, tokens, ep_quotient(i, shares.stride));
 #pragma unroll 1
-    for (; i < shares.rows * shares.stride.by; i += warps) {
-        int token = ep_quotient(i, shares.stride), step = i - token * shares.stride.by;
+    for (; i < count_shares(a); i += warps) {
+        int token = ep_quotient(i, shares.stride), part = i - token * shares.stride.by;
         TokenWords words = next;
         next = ask_token(a, tokens, ep_quotient(i + warps, shares.stride));
-        if (!reduce_share<T>(a, token, step, words, flag)) break;
+        if (!reduce_share<T>(a, token, part * a.received_steps, words, flag)) break;
     }
     if (p.block == p.blocks - 1) take_heads(a, flag);
 }

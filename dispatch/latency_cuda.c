@@ -147,6 +147,13 @@ static EpShares fine_shares(int64_t rows, int64_t steps, int64_t blocks, EpDivis
     return s;
 }
 
+/* Of shares that have neighbouring steps, of which no more are made than there are steps for. */
+static int32_t steps_of_share(int64_t steps, EpShares *s) {
+    int64_t each = ep_max(1, (steps + s->stride.by - 1) / s->stride.by);
+    s->stride = ep_divisor((int32_t)ep_max(1, (steps + each - 1) / each));
+    return (int32_t)each;
+}
+
 EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     const EpCudaHandle *state = handle->backend_state;
@@ -176,6 +183,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                             args.sent_coarsely);
     args.latency.received = fine_shares(g->out_num_rows, args.steps, receivers,
                                         least_stride(most, args.steps, EP_REDUCED_STEPS));
+    args.received_steps = steps_of_share(args.steps, &args.latency.received);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,
                  ep_cuda_launch_latency_gather(&args, blocks, g->stream));

@@ -17,7 +17,9 @@
  * Nobody waits in a circle. First halves never wait for a rank. What a second half waits for, the
  * others' first halves, comes earlier in the order that all ranks have in common. In a whole
  * operation the first blocks send, and claim what is to be sent one after another, so that not all
- * of them need be running; they wait, if they receive as well, when nothing of that is left.
+ * of them need be running; they wait, if they receive as well, when nothing of that is left. Blocks
+ * that only send never wait, so that those behind them get to run: what each of them sends first
+ * need not be claimed.
  */
 
 #include "handles/plan_cuda.h"
@@ -134,6 +136,7 @@ typedef struct EpLatencyGatherArgs {
     int32_t row_units, steps;
     EpShares sent;           /**< what warps share, if no rank has more rows than this one */
     EpDivisor sent_coarsely; /**< warps to a row, if one has */
+    int32_t received_steps;  /**< of a share of what is received, which are neighbours */
     EpDivisor kinds;         /**< of ranks whose rows are sent, or at least 1 */
     int64_t row_bytes;
     const char *rows;
