@@ -9,43 +9,36 @@
  */
 #include "combine/latency_reduce.cuh"
 
-/* Returns the block's ticket: see latency_pass. */
 template <typename T>
-__device__ uint32_t gather(const EpLatencyGatherArgs &a, const Part &part, const int *tokens,
-                           int *list, const Turn &turn) {
-    if (part.sends) send_sums<T>(a, tokens, turn);
-    uint32_t ticket = latency_ticket(a.latency);
-    if (part.receives) reduce_all<T>(a, part, tokens[a.group.rank], list, turn.flag);
-    return ticket;
-}
-
 __global__ void __launch_bounds__(THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
-    __shared__ int lists[WARPS][EP_MAX_TOP_K], tokens[EP_CUDA_MAX_RANKS];
+    __shared__ int tokens[EP_CUDA_MAX_RANKS];
     Turn turn;
-    uint32_t ticket;
     Part part = latency_part(a.latency);
-    int *list = lists[threadIdx.x / 32];
-    if (part.sends) claims_begin(a.latency);
+    Sum first = ask_first_sum(a, part);
+    if (part.sends && part.claims) claims_begin(a.latency);
+#pragma unroll 1
     for (int r = THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += THREADS)
-        tokens[r] = a.plan.tokens[r];
-    if (!latency_enter(a.group, a.plan, a.latency, &turn))
-        ticket = latency_ticket(a.latency);
-    else if (a.type == EP_TYPE_BF16)
-        ticket = gather<__nv_bfloat16>(a, part, tokens, list, turn);
-    else if (a.type == EP_TYPE_FP16)
-        ticket = gather<__half>(a, part, tokens, list, turn);
-    else
-        ticket = gather<float>(a, part, tokens, list, turn);
+        tokens[r] = __ldg(a.plan.tokens + r);
+    int alive = latency_enter(a.group, a.plan, a.latency, &turn);
+    if (alive && part.sends) send_sums<T>(a, part, tokens, first, turn);
+    uint32_t ticket = latency_ticket(a.latency);
+    if (alive && part.receives) reduce_all<T>(a, part, tokens[a.group.rank], turn.flag);
     latency_pass(a.group, a.latency, turn, ticket);
 }
 
+/* A kernel for each type: their code comes from the instruction caches, which hold one of them. */
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
-    return ep_open_kernel(latency_gather_kernel, shared_bytes);
+    int error = ep_open_kernel(latency_gather_kernel<__nv_bfloat16>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_gather_kernel<__half>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_gather_kernel<float>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_latency_gather(const EpLatencyGatherArgs *a, int blocks,
                                              void *stream) {
-    latency_gather_kernel<<<blocks, THREADS, 0, (cudaStream_t)stream>>>(*a);
+    auto kernel = latency_gather_kernel<float>;
+    if (a->type == EP_TYPE_BF16) kernel = latency_gather_kernel<__nv_bfloat16>;
+    if (a->type == EP_TYPE_FP16) kernel = latency_gather_kernel<__half>;
+    kernel<<<blocks, THREADS, 0, (cudaStream_t)stream>>>(*a);
     return cudaGetLastError();
 }

@@ -31,27 +31,23 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
-/* Steps for each warp of the GPU up to which some blocks of a combine send while others receive.
- * Beyond, all do both, one after the other, as in a dispatch, whose rows take little time to send
- * and all warps to be copied. Found by trying; so is that two ranks gain nothing by it. */
-#define MOST_DIVIDED 8
-
-static int divides(const EpGroup *group, int64_t work) {
-    int64_t warps = (int64_t)ep_cuda(group)->device.blocks * BLOCK_WARPS;
-    return group->size > 2 && work <= MOST_DIVIDED * warps;
-}
+/* Of a hundred blocks those that send, while the others receive: found by trying. Stores to other
+ * GPUs fill the way out of a multiprocessor, behind which its loads wait. A dispatch that quantises
+ * needs all blocks to send, which then receive. */
+enum { DISPATCH_SENDERS = 40, COMBINE_SENDERS = 50, ALL_SEND = 100 };
 
 /* As many blocks as have something to send and as many that have something to receive, if all ranks
  * have as many tokens as this one; one besides that tells of the routing. */
-static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int64_t steps, int sums,
-                         EpLatency *latency) {
+static int choose_blocks(const EpGroup *group, EpHalf half, int64_t tokens, int64_t steps,
+                         int percent, EpLatency *latency) {
     int64_t most = ep_cuda(group)->device.blocks, work = tokens * group->size * steps;
     int64_t blocks = 1 + 2 * ((work + BLOCK_WARPS - 1) / BLOCK_WARPS);
     blocks = ep_min(most, ep_max(3, blocks));
-    int divided = half == EP_WHOLE && sums && divides(group, work);
+    int divided = half == EP_WHOLE && percent != ALL_SEND && group->size > 1;
+    int32_t senders = (int32_t)(divided ? ep_max(1, blocks * percent / 100) : blocks);
     latency->receives = half != EP_SEND_HALF;
-    latency->first_receiver = divided ? (int32_t)blocks / 2 : 0;
-    latency->senders = (int32_t)(half == EP_WAIT_HALF ? 0 : divided ? blocks / 2 : blocks);
+    latency->first_receiver = divided ? senders : 0;
+    latency->senders = half == EP_WAIT_HALF ? 0 : senders;
     latency->ranks = ep_divisor(group->size);
     return (int)blocks;
 }
@@ -102,16 +98,15 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .out_idx = {s->out_idx, s->idx_type == EP_TYPE_INT64},
                                  .out_capacity = s->out_capacity};
     int blocks =
-        choose_blocks(group, s->half, latency->route.num_rows, args.record.steps, 0, &args.latency);
+        choose_blocks(group, s->half, latency->route.num_rows, args.record.steps,
+                      s->quant > EP_QUANT_NONE ? ALL_SEND : DISPATCH_SENDERS, &args.latency);
     int fill = blocks - args.latency.first_receiver - 1;
     args.latency.received = ep_shares(latency->route.num_rows * group->size, args.record.steps,
                                       EP_FILLED_AT_ONCE, (int32_t)ep_max(1, fill) * BLOCK_WARPS);
-    EpPlacement placement = ep_config_placement(&group->config, group->size);
     int64_t staged = s->quant > EP_QUANT_NONE ? s->row_bytes + ep_round_up(s->scale_bytes, 16) : 0;
     int64_t entries = (int64_t)latency->route.num_rows * latency->route.top_k;
     args.desk = ep_cuda_desk_layout(&handle->shape, entries, staged);
-    args.owners = ep_placement_owners(&placement);
-    args.first_expert = ep_placement_first(&placement, group->rank);
+    args.first_expert = ep_owner_first(&args.route.owners, group->rank);
     while (1 << args.team_shift < latency->route.top_k)
         args.team_shift++;
     EP_TRY(enter(handle, s->half, s->stream));
@@ -143,12 +138,13 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .out_num_rows = g->out_num_rows};
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    int blocks = choose_blocks(group, g->half, state->num_rows, args.steps, 1, &args.latency);
+    int blocks =
+        choose_blocks(group, g->half, state->num_rows, args.steps, COMBINE_SENDERS, &args.latency);
     int32_t kinds = group->size - args.latency.receives;
     args.kinds = ep_divisor((int32_t)ep_max(1, kinds));
-    args.sent = ep_shares((int32_t)state->num_rows * kinds, args.steps, args.steps,
-                          (int32_t)blocks * BLOCK_WARPS);
-    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps, args.steps,
+    args.sent = ep_shares((int32_t)state->num_rows * kinds, args.steps, EP_SUMMED_STEPS,
+                          (int32_t)ep_max(1, args.latency.senders) * BLOCK_WARPS);
+    args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps, EP_REDUCED_AT_ONCE,
                                       (blocks - args.latency.first_receiver) * BLOCK_WARPS);
     EP_TRY(enter(handle, g->half, g->stream));
     return leave(handle, g->half, g->stream,

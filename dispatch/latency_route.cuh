@@ -134,7 +134,7 @@ __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
 }
 
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
-    int owner = ep_owner(&a.owners, max(0, expert));
+    int owner = ep_owner(&a.route.owners, max(0, expert));
     return expert < 0 ? -1 : owner;
 }
 
@@ -238,7 +238,7 @@ __device__ __forceinline__ void send_heads(const EpLatencyScatterArgs &a, uint64
     sent = warp_sum(sent);
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < g.size; r += WARPS) {
-        int first = ep_owner_first(&a.owners, r), count = ep_owner_count(&a.owners, r);
+        int first = ep_owner_first(&a.route.owners, r), count = ep_owner_count(&a.route.owners, r);
         send_head(g, a.latency, r, EP_HEAD_COUNTS + count, flag,
                   [&](int unit) { return head_unit(a, r, first, count, sent, unit); });
     }

@@ -24,8 +24,8 @@ __device__ __forceinline__ char *latency_head(const EpLatency &l, char *window, 
 
 __device__ __forceinline__ char *latency_record(const EpLatency &l, char *window, int source,
                                                 int size, int token, uint64_t flag) {
-    int index = ((int)(flag & 1) * size + source) * l.layout.max_tokens + token;
-    return window + l.layout.records + (int64_t)index * l.layout.record_bytes;
+    uint32_t index = ((uint32_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
+    return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
 }
 
 /* ---- begin and end ------------------------------------------------------------------------- */
@@ -75,12 +75,14 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 /** What a block is to do, and which of those this is that receive. */
 typedef struct Part {
     int sends, receives;
+    int claims; /* whether blocks wait after they have sent: then all that they send is claimed */
     int block, blocks;
 } Part;
 
 __device__ __forceinline__ Part latency_part(const EpLatency &l) {
     int index = blockIdx.x, block = index - l.first_receiver;
-    return Part{index < l.senders, l.receives && block >= 0, block,
+    return Part{index < l.senders, l.receives && block >= 0,
+                l.receives && l.first_receiver < l.senders, block,
                 (int)gridDim.x - l.first_receiver};
 }
 
@@ -112,32 +114,27 @@ __device__ __forceinline__ void claims_begin(const EpLatency &l) {
     if (threadIdx.x == CLAIM_THREAD) claimed_items()[0] = (int)atomicAdd(&l.state->claimed, 1u);
 }
 
-/** By all threads: work(item) for each item below `items` that is this block's. work may have
- *  barriers. */
+/** By all threads: work(item) for each item below `items` that is this block's: `item`, and those
+ *  that it claims, of which the first is number `claimed`. work may have barriers. */
 template <typename Work>
-__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+__device__ __forceinline__ void claims_work_from(const EpLatency &l, int item, int claimed,
+                                                 int items, Work work) {
     int at = 0;
 #pragma unroll 1
-    for (int item = claimed_items()[0]; item < items; item = claimed_items()[at]) {
+    for (; item < items; item = claimed_items()[at]) {
         uint32_t next = 0;
         if (threadIdx.x == CLAIM_THREAD) next = atomicAdd(&l.state->claimed, 1u);
         work(item);
         at ^= 1;
-        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = (int)next;
+        if (threadIdx.x == CLAIM_THREAD) claimed_items()[at] = claimed + (int)next;
         __syncthreads();
     }
 }
 
-/* ---- shares of warps ----------------------------------------------------------------------- */
-
-/** By a warp, number `warp` of `warps`: work(row, first step) for its shares, until it returns 0.
- */
+/** The same, of items that are all claimed. */
 template <typename Work>
-__device__ __forceinline__ int shares_work(const EpShares &s, int warp, int warps, Work work) {
-#pragma unroll 1
-    for (int i = warp; i < s.rows * s.each.by; i += warps)
-        if (!work(ep_quotient(i, s.each), ep_remainder(i, s.each))) return 0;
-    return 1;
+__device__ __forceinline__ void claims_work(const EpLatency &l, int items, Work work) {
+    claims_work_from(l, claimed_items()[0], 0, items, work);
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */

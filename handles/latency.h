@@ -17,7 +17,9 @@
  * Nobody waits in a circle. First halves never wait for a rank. What a second half waits for, the
  * others' first halves, comes earlier in the order that all ranks have in common. In a whole
  * operation the first blocks send, and claim what is to be sent one after another, so that not all
- * of them need be running; they wait, if they receive as well, when nothing of that is left.
+ * of them need be running; they wait, if they receive as well, when nothing of that is left. Blocks
+ * that only send never wait, so that those behind them get to run: what each of them sends first
+ * need not be claimed.
  */
 
 #include "handles/plan_cuda.h"
@@ -82,7 +84,9 @@ EP_HOST_DEVICE static inline EpShares ep_shares(int32_t rows, int32_t steps, int
     return shares;
 }
 
-#define EP_FILLED_AT_ONCE 4 /* steps of a warp that receives in a dispatch */
+#define EP_FILLED_AT_ONCE 4  /* steps of a warp that receives in a dispatch */
+#define EP_SUMMED_STEPS 4    /* most of a share that sends in a combine */
+#define EP_REDUCED_AT_ONCE 2 /* steps of a warp that receives in one */
 
 /** What kernels get of it. */
 typedef struct EpLatency {
@@ -129,7 +133,6 @@ typedef struct EpLatencyScatterArgs {
     EpLatency latency;
     EpRecordShape record;
     EpDeskLayout desk;
-    EpOwners owners;
     int32_t first_expert; /**< of this rank */
     int32_t team_shift;   /**< 1 << that many lanes have a token's entries */
     int32_t carries_weights;

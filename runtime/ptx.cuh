@@ -34,6 +34,16 @@ __device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
     return codes;
 }
 
+/** Of what does not change while the kernel runs; from where the caller says, not where its use is.
+ */
+__device__ __forceinline__ uint4 ep_load_unchanging(const void *address) {
+    uint4 x;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(address));
+    return x;
+}
+
 __device__ __forceinline__ uint64_t ep_load_acquire_sys(const uint64_t *address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

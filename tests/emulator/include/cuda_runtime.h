@@ -31,6 +31,9 @@ using std::min;
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
+struct __align__(8) int2 {
+    int32_t x, y;
+};
 struct __align__(16) uint4 {
     uint32_t x, y, z, w;
 };
@@ -101,6 +104,7 @@ enum {
     EMULATED_VOTE,
     EMULATED_MATCH,
     EMULATED_ADD,
+    EMULATED_OR,
     EMULATED_MOST,
     EMULATED_SHUFFLE
 };
@@ -139,6 +143,13 @@ static inline int __reduce_add_sync(unsigned, int value) {
     for (int i = 0; i < 32; i++)
         sum += (unsigned)lanes[i];
     return (int)sum;
+}
+
+static inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    const uint64_t *lanes = emulated_give(EMULATED_OR, value);
+    for (int i = 0; i < 32; i++)
+        value |= (unsigned)lanes[i];
+    return value;
 }
 
 template <typename T> static inline T __reduce_max_sync(unsigned, T value) {

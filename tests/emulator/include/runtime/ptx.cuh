@@ -73,6 +73,11 @@ template <typename T> static inline void emulated_store(T *address, T value, int
     if (emulated_one_in(8)) emulated_poll();
 }
 
+static inline uint4 ep_load_unchanging(const void *address) {
+    if ((uintptr_t)address % 16) emulated_die("a load of 16 bytes at %p", address);
+    return *(const uint4 *)address;
+}
+
 static inline uint64_t ep_load_acquire_sys(const uint64_t *address) {
     return emulated_load(address, __ATOMIC_ACQUIRE);
 }
