@@ -25,6 +25,8 @@ typedef struct DeskWords {
     int32_t heads;                 /* that have been taken */
     int32_t sent;                  /* rows to other ranks */
     uint32_t header[EP_MAX_TOP_K]; /* of the record under work: without its weights */
+    char *to[EP_CUDA_MAX_RANKS];   /* where it goes in each rank's window: first those of its row */
+    int32_t num_to;                /* how many these are */
 } DeskWords;
 
 /* All that the kernel has asked for: see EpDeskLayout. */
@@ -136,39 +138,6 @@ __device__ __forceinline__ void open_desk(const EpLatencyScatterArgs &a) {
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
     int owner = ep_owner(&a.route.owners, max(0, expert));
     return expert < 0 ? -1 : owner;
-}
-
-/* Ranks, a bit for each. */
-typedef struct RankSet {
-    unsigned word[RANK_WORDS];
-} RankSet;
-
-/* -1 is no rank. */
-__device__ __forceinline__ void add_rank(RankSet *set, int rank) {
-#pragma unroll
-    for (int w = 0; w < RANK_WORDS; w++)
-        set->word[w] |= rank >> 5 == w ? 1u << rank % 32 : 0;
-}
-
-/* The ranks that a row goes to, of whose entries each lane has one, or none: word w of the set, in
- * lane w. By a warp. */
-__device__ __forceinline__ unsigned find_ranks(const EpLatencyScatterArgs &a, int owner) {
-    int lane = threadIdx.x % 32;
-    unsigned own = 0;
-    RankSet set = {};
-    add_rank(&set, owner);
-#pragma unroll
-    for (int w = 0; w < RANK_WORDS; w++)
-        if (a.route.group.size > 32 * w) {
-            unsigned word = __reduce_or_sync(~0u, set.word[w]);
-            own = lane == w ? word : own;
-        }
-    return own;
-}
-
-/* By a warp, whose lanes may ask for different ranks. */
-__device__ __forceinline__ int has_rank(unsigned ranks, int rank) {
-    return __shfl_sync(~0u, ranks, rank / 32) >> rank % 32 & 1;
 }
 
 /* ---- heads --------------------------------------------------------------------------------- */

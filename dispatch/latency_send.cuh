@@ -123,73 +123,81 @@ __device__ __forceinline__ void load_steps(const EpLatencyScatterArgs &a, int to
 
 /* ---- receivers ----------------------------------------------------------------------------- */
 
-/* Up to 32 ranks, one for each lane, in the order in which this one stores to them. */
-typedef struct Receivers {
-    char *to;     /* this lane's: where the record goes */
-    unsigned all; /* lanes that have a rank */
-    unsigned
-        going; /* those to which the row goes; the others get the first step, with the header */
-} Receivers;
+/* Ranks, a bit for each: word w of the set in lane w of a warp, whose lanes have a rank each to
+ * add, or -1. */
+__device__ __forceinline__ unsigned rank_set(const EpLatencyScatterArgs &a, int rank) {
+    int lane = threadIdx.x % 32;
+    unsigned own = 0;
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++)
+        if (a.route.group.size > 32 * w) {
+            unsigned word = __reduce_or_sync(~0u, rank >> 5 == w ? 1u << rank % 32 : 0);
+            own = lane == w ? word : own;
+        }
+    return own;
+}
 
-/* From number `base` on in this order, which begins with another rank for each token. */
-__device__ __forceinline__ Receivers find_receivers(const EpLatencyScatterArgs &a, unsigned ranks,
-                                                    int base, int token, uint64_t flag) {
+__device__ __forceinline__ int has_rank(unsigned set, int rank) {
+    return __shfl_sync(~0u, set, rank / 32) >> rank % 32 & 1;
+}
+
+/* Where a token's record goes: the ranks that its row goes to come first, the others get its first
+ * step, with the header. Each token begins with another rank. By a warp. */
+__device__ __forceinline__ void list_receivers(const EpLatencyScatterArgs &a, int token,
+                                               uint64_t flag) {
     const EpCudaGroup &g = a.route.group;
-    int i = base + (int)(threadIdx.x % 32), is = i < g.size;
-    int r = g.rank + 1 + ep_remainder(token, a.latency.ranks);
-    r -= r < g.size ? 0 : g.size;
-    r += is ? i : 0;
-    r -= r < g.size ? 0 : g.size;
-    return Receivers{latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag),
-                     __ballot_sync(~0u, is), __ballot_sync(~0u, has_rank(ranks, r) & is)};
-}
-
-/* By a warp: store(record) for the records of some of its lanes. */
-template <typename Store>
-__device__ __forceinline__ void each_receiver(const Receivers &r, unsigned lanes, Store store) {
+    int lane = threadIdx.x % 32, k = a.route.top_k;
+    int owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
+    unsigned set = rank_set(a, owner), below = (1u << lane) - 1;
+    int num_to = __reduce_add_sync(~0u, __popc(set)), listed = 0, others = num_to;
+    int first = g.rank + 1 + ep_remainder(token, a.latency.ranks);
 #pragma unroll 1
-    for (; lanes; lanes &= lanes - 1)
-        store((char *)__shfl_sync(~0u, (unsigned long long)r.to, __ffs((int)lanes) - 1));
+    for (int base = 0; base < g.size; base += 32) {
+        int is = base + lane < g.size, r = first - (first < g.size ? 0 : g.size);
+        r += is ? base + lane : 0;
+        r -= r < g.size ? 0 : g.size;
+        unsigned all = __ballot_sync(~0u, is), going = __ballot_sync(~0u, has_rank(set, r) & is);
+        int at = going >> lane & 1 ? listed + __popc(going & below)
+                                   : others + __popc(all & ~going & below);
+        if (is)
+            desk()->to[at] =
+                latency_record(a.latency, a.latency.window[r], g.rank, g.size, token, flag);
+        listed += __popc(going), others += __popc(all & ~going);
+    }
+    if (lane == 0) desk()->num_to = num_to;
+    if (lane < k) a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)owner;
 }
 
-/* store(record, i) for those of a warp's steps that each gets. */
+/* store(where it goes, i) for those of a warp's steps that each receiver gets. */
 template <typename Store>
-__device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, const Receivers &r,
-                                          int step, Store store) {
-    each_receiver(r, r.going, [&](char *record) {
+__device__ __forceinline__ void each_step(const EpLatencyScatterArgs &a, int step, Store store) {
+    int num_to = desk()->num_to;
+#pragma unroll 1
+    for (int j = 0; j < num_to; j++) {
+        char *to = desk()->to[j] + step * EP_STEP_BYTES;
 #pragma unroll
         for (int i = 0; i < SENT_AT_ONCE; i++)
-            if (step + i < a.record.steps) store(record + (step + i) * EP_STEP_BYTES, i);
-    });
-    if (step == 0) each_receiver(r, r.all & ~r.going, [&](char *record) { store(record, 0); });
+            if (step + i < a.record.steps) store(to + i * EP_STEP_BYTES, i);
+    }
+#pragma unroll 1
+    for (int j = num_to; step == 0 && j < a.route.group.size; j++)
+        store(desk()->to[j], 0);
 }
 
-/* A token under way to its receivers. */
-typedef struct Sending {
-    int token, owner;      /* of the expert of entry number lane; -1: none */
-    unsigned ranks;        /* see find_ranks */
-    Receivers first;       /* of 32 */
-    uint4 x[SENT_AT_ONCE]; /* units of the steps that are next */
-} Sending;
-
-__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, const Sending &s,
-                                            int step, uint64_t flag) {
-    const EpLatency &l = a.latency;
+__device__ __forceinline__ void store_steps(const EpLatencyScatterArgs &a, int step,
+                                            const uint4 x[SENT_AT_ONCE], uint64_t flag) {
     ulonglong2 packed[SENT_AT_ONCE];
+    int whole = a.latency.whole;
 #pragma unroll
     for (int i = 0; i < SENT_AT_ONCE; i++) {
         int unit = (step + i) * EP_STEP_UNITS + step_unit();
         bool is_header = step_unit() >= 0 && unit < a.record.header_units;
-        packed[i] = step_pack(is_header ? header_unit(a, unit, s.x[i]) : s.x[i], flag);
+        packed[i] = step_pack(is_header ? header_unit(a, unit, x[i]) : x[i], flag);
     }
-#pragma unroll 1
-    for (int base = 0; base < a.route.group.size; base += 32) {
-        Receivers r = base ? find_receivers(a, s.ranks, base, s.token, flag) : s.first;
-        each_step(a, r, step, [&](char *to, int i) { step_store(to, packed[i], l.whole); });
-        if (l.whole) continue;
-        step_fence();
-        each_step(a, r, step, [&](char *to, int) { step_store_flag(to, flag); });
-    }
+    each_step(a, step, [&](char *to, int i) { step_store(to, packed[i], whole); });
+    if (whole) return;
+    step_fence();
+    each_step(a, step, [&](char *to, int) { step_store_flag(to, flag); });
 }
 
 /* ---- a token ------------------------------------------------------------------------------- */
@@ -204,28 +212,22 @@ __device__ __noinline__ void stage_quantised(const EpLatencyScatterArgs &a, int 
 /* By a block. */
 __device__ __forceinline__ void send_token(const EpLatencyScatterArgs &a, int token,
                                            uint64_t flag) {
-    int lane = threadIdx.x % 32, step = (int)(threadIdx.x / 32) * SENT_AT_ONCE, k = a.route.top_k;
-    int quantises = a.quant > EP_QUANT_NONE;
-    Sending s;
-    s.token = token;
+    int warp = threadIdx.x / 32, step = warp * SENT_AT_ONCE, quantises = a.quant > EP_QUANT_NONE;
+    uint4 x[SENT_AT_ONCE];
     if (quantises)
         stage_quantised(a, token);
     else
-        load_steps(a, token, step, s.x);
+        load_steps(a, token, step, x);
     write_header(a, token);
-    s.owner = lane < k ? owner_of(a, desk_experts(a)[token * k + lane]) : -1;
-    s.ranks = find_ranks(a, s.owner);
-    s.first = find_receivers(a, s.ranks, 0, token, flag);
+    if (warp == WARPS - 1) list_receivers(a, token, flag);
     __syncthreads();
-    if (quantises) load_steps(a, token, step, s.x);
+    if (quantises) load_steps(a, token, step, x);
 #pragma unroll 1
     while (step < a.record.steps) {
-        store_steps(a, s, step, flag);
+        store_steps(a, step, x, flag);
         step += SENT_AT_ONCE * WARPS;
-        load_steps(a, token, step, s.x);
+        load_steps(a, token, step, x);
     }
-    if (threadIdx.x < 32 && lane < k)
-        a.route.plan.entries[(int64_t)token * k + lane].owner = (int16_t)s.owner;
 }
 
 /* The heads are the first block's, which runs if any does: everyone waits for them. It claims
