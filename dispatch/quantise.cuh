@@ -35,6 +35,27 @@ __device__ __forceinline__ uint32_t ep_unit_largest(const EpUnit<T> &x, int fini
     return largest;
 }
 
+/** The largest of all: elements of two bytes are in the order of their bits, and infinities and
+ * NaNs above all others, as they will be once they are floats. */
+template <typename T> __device__ __forceinline__ uint32_t ep_unit_most(const EpUnit<T> &x) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++) {
+        const uint32_t word[4] = {x.part[i].x, x.part[i].y, x.part[i].z, x.part[i].w};
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            most = ep_max_u16x2(most, word[w] & 0x7fff7fffu);
+    }
+    const uint16_t larger = (uint16_t)max(most & 0xffffu, most >> 16);
+    T value;
+    memcpy(&value, &larger, sizeof(larger));
+    return ep_quant_bits(ep_float(value));
+}
+
+template <> __device__ __forceinline__ uint32_t ep_unit_most<float>(const EpUnit<float> &x) {
+    return ep_unit_largest(x, 0);
+}
+
 /** Each product is rounded by itself: kernels are compiled without contraction. */
 template <typename T>
 __device__ __forceinline__ uint4 ep_unit_codes(const EpUnit<T> &x, float inverse) {
@@ -87,7 +108,7 @@ __device__ __forceinline__ void ep_quantise_as(EpQuant quant, const void *row, i
         uint32_t largest = 0, amax;
         EpUnit<T> x;
         if (valid) x = ((const EpUnit<T> *)row)[unit];
-        if (valid) largest = ep_unit_largest(x, 0);
+        if (valid) largest = ep_unit_most(x);
         amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
         for (int d = 1; d < 1 << log; d *= 2)
             amax = max(amax, __shfl_xor_sync(~0u, amax, d));

@@ -27,6 +27,11 @@ __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x
                  : "memory");
 }
 
+/** The larger of each two halves. */
+__device__ __forceinline__ uint32_t ep_max_u16x2(uint32_t a, uint32_t b) {
+    return __vmaxu2(a, b);
+}
+
 /** e4m3 of two floats, that of `low` in the lower byte: to nearest even, beyond 448 to 448. */
 __device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
     uint16_t codes;

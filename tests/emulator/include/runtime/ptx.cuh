@@ -33,6 +33,11 @@ static inline void *emulated_generic(uint32_t address) {
     return &emulated_anchor + (int32_t)(address - EMULATED_STATIC);
 }
 
+static inline uint32_t ep_max_u16x2(uint32_t a, uint32_t b) {
+    uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+    return low | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
+}
+
 static inline uint4 ep_load_shared(uint32_t address) {
     return *(const uint4 *)emulated_generic(address);
 }
