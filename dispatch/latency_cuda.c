@@ -34,7 +34,12 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
 /* Of a hundred blocks those that send, while the others receive: found by trying. Stores to other
  * GPUs fill the way out of a multiprocessor, behind which its loads wait. A dispatch that quantises
  * needs all blocks to send, which then receive. */
-enum { DISPATCH_SENDERS = 40, COMBINE_SENDERS = 50, ALL_SEND = 100 };
+enum { DISPATCH_SENDERS = 40, SUM_SENDERS = 50, FEW_SUM_SENDERS = 38, ALL_SEND = 100 };
+
+/* Of how many slots a row that comes back is the sum: where these are few, fewer blocks keep up. */
+static int combine_senders(const EpGroup *group, int64_t top_k) {
+    return top_k < 3 * (int64_t)group->size ? FEW_SUM_SENDERS : SUM_SENDERS;
+}
 
 /* As many blocks as have something to send and as many that have something to receive, if all ranks
  * have as many tokens as this one; one besides that tells of the routing. */
@@ -138,8 +143,8 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .out_num_rows = g->out_num_rows};
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    int blocks =
-        choose_blocks(group, g->half, state->num_rows, args.steps, COMBINE_SENDERS, &args.latency);
+    int blocks = choose_blocks(group, g->half, state->num_rows, args.steps,
+                               combine_senders(group, state->top_k), &args.latency);
     int32_t kinds = group->size - args.latency.receives;
     args.kinds = ep_divisor((int32_t)ep_max(1, kinds));
     args.sent = ep_shares((int32_t)state->num_rows * kinds, args.steps, EP_SUMMED_STEPS,

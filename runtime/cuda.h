@@ -173,8 +173,8 @@ typedef struct EpPipeShape {
     int32_t ahead;  /**< most jobs under way, up to EP_MOST_AHEAD */
 } EpPipeShape;
 
-/** One (token, k), on the token's rank; loaded and stored at once. */
-typedef struct __attribute__((aligned(16))) EpEntry {
+/** One (token, k), on the token's rank. */
+typedef struct EpEntry {
     int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the row's, at the carrier */
     int32_t row;    /**< number of its (token, rank) row among those to that rank */
     int16_t owner;  /**< rank of its expert, -1 where there is no expert */
