@@ -161,7 +161,7 @@ $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 # must see the real ones.
 host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
                 $(addprefix tests/bootstrap/,bind.c cuda_windows.c gpus.c windows.c) \
-                $(addprefix tests/runtime/,bounds.c exports.c quant.c settings.c status.c) \
+                $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \
                 $(wildcard tests/tools/*.c)
 gpu_tests := $B/tests/ep_gpu_tests
 gpu_tests_c := $(filter-out $(host_tests_c),$(tests_c)) $(wildcard tests/gpu/*.c)

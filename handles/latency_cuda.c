@@ -39,44 +39,24 @@ int64_t ep_cuda_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *conf
 
 /* ---- opening ------------------------------------------------------------------------------- */
 
-static int bits_below(int64_t end) {
-    int bits = 0;
-    while ((int64_t)1 << bits < end)
-        bits++;
-    return bits;
-}
-
-/* A header's word has an expert or none, and a number of entries. */
-static EpStatus check_words(const EpHandle *handle, const EpCall *call) {
-    const EpPlanShape *s = &handle->shape;
-    int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
-    if (bits_below(s->num_experts + (int64_t)1) + bits_below(entries) <= 32) return EP_OK;
-    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
-                     "expected num_experts * max_tokens * top_k below 2^31 in latency mode, got "
-                     "%d * %d * %d",
-                     s->num_experts, s->max_tokens, s->max_top_k);
-}
-
-/* A block that sends has all of the rank's entries in shared memory. */
-static EpStatus check_desk(const EpHandle *handle, const EpCall *call) {
+/* A block that sends has all of the rank's entries in shared memory. So a header's word has room
+ * for their number beside that of an expert. */
+static EpStatus check_entries(const EpHandle *handle, const EpCall *call) {
     const EpPlanShape *s = &handle->shape;
     const EpGroupConfig *config = &handle->group->config;
     int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
     int64_t room = ep_cuda(handle->group)->shared_bytes - EP_STATIC_SHARED_BYTES;
-    int64_t staged = s->quant > EP_QUANT_NONE
-                         ? config->max_row_bytes + ep_round_up(config->max_scale_bytes, 16)
-                         : 0;
-    int64_t bytes = ep_cuda_desk_layout(s, entries, staged).bytes;
-    if (bytes <= room) return EP_OK;
+    int64_t staged = config->max_row_bytes + ep_round_up(config->max_scale_bytes, 16);
+    if (s->quant <= EP_QUANT_NONE) staged = 0;
+    int64_t most = (room - ep_cuda_desk_layout(s, 0, staged).bytes) / (int64_t)sizeof(int16_t);
+    if (entries <= most) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
-                     "expected at most %lld bytes of shared memory for latency mode, got %lld for "
-                     "max_tokens %d * top_k %d",
-                     (long long)room, (long long)bytes, s->max_tokens, s->max_top_k);
+                     "expected max_tokens * max_top_k of at most %lld in latency mode, got %d * %d",
+                     (long long)most, s->max_tokens, s->max_top_k);
 }
 
 static EpStatus prepare_buffers(EpHandle *handle, const EpCall *call) {
-    EP_TRY(check_words(handle, call));
-    EP_TRY(check_desk(handle, call));
+    EP_TRY(check_entries(handle, call));
     EpCudaLatency *latency = calloc(1, sizeof(*latency));
     handle->buffer = latency;
     if (!latency) return ep_refuse(call, EP_ERR_NO_MEMORY, "buffers", "out of memory");

@@ -580,7 +580,8 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  * may be under capture.
  *
  * EP_ERR_UNSUPPORTED: latency mode without a static size; on the CUDA backend, latency mode where
- * num_experts * max_tokens * top_k is not below 2^31.
+ * max_tokens * max_top_k entries, of two bytes, do not fit into a multiprocessor's shared memory:
+ * about 100,000.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);

@@ -179,3 +179,20 @@ ThreadTest(gpu_latency, come_and_go_4, 4) {
     GPU_NEEDS_LATENCY();
     come_and_go(bootstrap);
 }
+
+/* ---- too many entries ---------------------------------------------------------------------- */
+
+ThreadTest(gpu_latency, too_many_entries, 2) {
+    GPU_NEEDS_LATENCY();
+    Case c = kind_case(bootstrap->size, 0);
+    EpHandle *handle = NULL;
+    c.max_tokens = 40000;
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    EpHandleConfig config = case_handle_config(&c);
+    CHECK_REFUSED(ep_handle_create(group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+                  "ep_handle_create", "config", "at most", "in latency mode", "got 40000 * 3");
+    CHECK(handle == NULL, "a handle was made");
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+}
