@@ -20,18 +20,21 @@ __device__ __forceinline__ char *desk_memory(void) {
     return memory;
 }
 
-/* By all threads of a block; 0: this rank has failed. */
-__device__ __forceinline__ int receive(const EpLatencyScatterArgs &a, const Part &p,
-                                       uint64_t flag) {
-    int blocks = max(1, p.blocks - 1); /* that fill */
+/* By all threads of a block. The last one tells of the routing. Flat rows
+ * that are lost are told of at the end, by the block that comes there last. */
+__device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Part &p,
+                                        uint64_t flag) {
+    int blocks = max(1, p.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
     Filling filling = begin_filling(a, p.block, blocks, flag);
-    if (!take_heads(a, flag, [&] { go_on_filling(a, &filling, flag); })) return 0;
+    if (!take_heads(a, flag, [&] { go_on_filling(a, &filling, flag); })) return;
     if (p.block < blocks) {
         fill_all(a, filling, flag);
         zero_padding(a, filling.warp, filling.warps);
     }
-    if (p.block == p.blocks - 1 && a.route.shape.layout != EP_LAYOUT_FLAT) publish_routing(a);
-    return 1;
+    int tells = p.block == p.blocks - 1, loses = flat && flat_rows_kept(a) < flat_rows(a);
+    if (tells && !flat) publish_routing(a);
+    if (tells && flat && !loses) publish_flat(a);
+    if (loses && latency_is_last(a.latency, p)) publish_flat_kept(a);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -46,10 +49,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     int alive = latency_enter(g, a.route.plan, l, &turn);
     if (alive && part.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
-    if (alive && part.receives) alive = receive(a, part, turn.flag);
-    if (part.receives && a.route.shape.layout == EP_LAYOUT_FLAT && latency_is_last(l, part) &&
-        alive)
-        publish_flat(a);
+    if (alive && part.receives) receive(a, part, turn.flag);
     latency_pass(g, l, turn, ticket);
 }
 

@@ -337,6 +337,30 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
     if (threadIdx.x == 0) publish_step(a.route, step, desk()->source_tokens[a.route.group.rank]);
 }
 
+/* Flat rows that come, for a block that has taken the heads; and those of them that are kept. */
+__device__ __forceinline__ int64_t flat_rows(const EpLatencyScatterArgs &a) {
+    int last = a.route.group.size - 1;
+    return desk()->flat_begin[last] + (int64_t)desk()->source_rows[last];
+}
+
+__device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a) {
+    return min(flat_rows(a), slot_limit(a.route, 0));
+}
+
+/* By such a block, if all are kept. */
+__device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a) {
+    const EpPrepareArgs &route = a.route;
+    int64_t step = step_under_way(route), rows = flat_rows(a);
+    int warp = (int)(threadIdx.x / 32);
+    if (warp == 0) publish_flat_experts(route, step, desk_total(a));
+    if (warp == 1) publish_sizes(a, step);
+    if (threadIdx.x == 0) publish_totals(route, step, rows, rows, 0);
+    __syncthreads();
+    publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
+    __syncthreads();
+    if (threadIdx.x == 0) publish_step(route, step, desk()->source_tokens[route.group.rank]);
+}
+
 /* Entries of the flat rows that are kept, which all blocks have put into the plan. */
 __device__ void count_kept(const EpPrepareArgs &a) {
     const EpCudaGroup &g = a.group;
@@ -360,24 +384,18 @@ __device__ void count_kept(const EpPrepareArgs &a) {
     __syncthreads();
 }
 
-/* By the last block: only now are all rows' entries known. */
-__device__ __noinline__ void publish_flat(const EpLatencyScatterArgs &a) {
+/* By the last block, if not: only now is it known which entries the rows have that are kept. */
+__device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a) {
     const EpPrepareArgs &route = a.route;
-    const EpCudaGroup &g = route.group;
     __threadfence();
-    if (*(volatile uint32_t *)&g.state->failed) return;
-    int64_t step = step_under_way(route);
-    int64_t rows = desk()->flat_begin[g.size - 1] + (int64_t)desk()->source_rows[g.size - 1];
-    int64_t kept = min(rows, slot_limit(route, 0));
+    if (*(volatile uint32_t *)&route.group.state->failed) return;
+    int64_t step = step_under_way(route), rows = flat_rows(a), kept = flat_rows_kept(a);
     if (threadIdx.x < 32) publish_sizes(a, step);
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
-    if (kept < rows) count_kept(route);
-    if (threadIdx.x < 32) publish_flat_experts(route, step, kept < rows ? NULL : desk_total(a));
+    count_kept(route);
+    if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();
-    if (kept == rows)
-        publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
-    __syncthreads();
-    if (threadIdx.x == 0) publish_step(route, step, desk()->source_tokens[g.rank]);
+    if (threadIdx.x == 0) publish_step(route, step, desk()->source_tokens[route.group.rank]);
 }
 
 #endif
