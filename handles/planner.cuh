@@ -19,7 +19,7 @@ enum Claimer { SENDERS, RECEIVERS };
 
 /** The next chunk, by lane 0 of a planner's warp: see claimed. */
 __device__ __forceinline__ int claim(const EpCudaGroup &g, int claimer) {
-    return threadIdx.x % 32 ? 0 : atomicAdd(&g.state->claimed[claimer], 1);
+    return ep_count_up(&g.state->claimed[claimer], threadIdx.x % 32 == 0);
 }
 
 __device__ __forceinline__ int claimed(int claim) {

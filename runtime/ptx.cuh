@@ -115,6 +115,23 @@ __device__ __forceinline__ void ep_store_relaxed_sys32(uint32_t *address, uint32
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+/** Count up by one and get what was there; by threads where `counts`, the others get 0. The result
+ *  is not waited for before it is used, as that of an addition is, which is shared out among the
+ *  threads of a warp. */
+__device__ __forceinline__ int32_t ep_count_up(int32_t *address, int counts) {
+    int32_t before;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.s32 p, %2, 0;\n"
+                 "mov.s32 %0, 0;\n"
+                 "@p atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;\n"
+                 "}"
+                 : "=&r"(before)
+                 : "l"(address), "r"(counts)
+                 : "memory");
+    return before;
+}
+
 __device__ __forceinline__ void ep_fence_sys(void) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

@@ -131,6 +131,10 @@ static inline void ep_store_relaxed_sys32(uint32_t *address, uint32_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
 }
 
+static inline int32_t ep_count_up(int32_t *address, int counts) {
+    return counts ? __atomic_fetch_add(address, 1, __ATOMIC_RELAXED) : 0;
+}
+
 static inline void ep_fence_sys(void) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
