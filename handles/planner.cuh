@@ -77,6 +77,7 @@ __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, in
 typedef struct ChunkRows {
     int32_t begin[EP_CUDA_MAX_RANKS];   /* first of each source */
     int32_t through[EP_CUDA_MAX_RANKS]; /* how many there are of it and of those before it */
+    int32_t tokens[RANK_WORDS * 32];    /* of each source, which only its own lane reads */
 } ChunkRows;
 
 __device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
@@ -87,11 +88,11 @@ __device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
 /** How far a planner's warp has come with the rows of all sources. */
 typedef struct RowWalk {
     ChunkRows *rows;
-    int size, tokens;                         /* of a chunk; most tokens of a source */
-    int taken, all;                           /* rows of the current chunk */
-    int first;                                /* token of the next chunk */
-    int begin[RANK_WORDS], count[RANK_WORDS]; /* rows of it, of the sources that this lane has */
-    int then, claimer;                        /* claim of the one after */
+    int size, tokens;                       /* of a chunk; most tokens of a source */
+    int taken, all;                         /* rows of the current chunk */
+    int first;                              /* token of the next chunk */
+    int begin[RANK_WORDS], end[RANK_WORDS]; /* rows of it, of the sources that this lane has */
+    int then, claimer;                      /* claim of the one after */
 } RowWalk;
 
 /** A row for each team. `slot` is this lane's of its team's, -1: none. */
@@ -106,19 +107,19 @@ __device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w, int take
     return turn < g.size - !takes_own ? source_of(g, turn) : -1;
 }
 
-/* Look up the rows of the next chunk. */
+/* Begin to look up the rows of the next chunk. A lane without a source has one without tokens, so
+ * that no load hangs on a condition, and all are under way together. */
 template <typename Args>
 __device__ __forceinline__ void look_ahead(const Args &a, RowWalk *walk, int takes_own) {
+    uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
-        int source = lane_source(a.group, w, takes_own);
-        walk->begin[w] = walk->count[w] = 0;
-        if (source < 0) continue;
-        int tokens = a.plan.tokens[source];
-        const int32_t *begins = a.plan.begins + (int64_t)source * (a.group.layout.max_tokens + 1);
-        int begin = begins[min(walk->first, tokens)];
-        walk->begin[w] = begin;
-        walk->count[w] = begins[min(walk->first + walk->size, tokens)] - begin;
+        if (w * 32 >= a.group.size) break;
+        int source = max(0, lane_source(a.group, w, takes_own));
+        int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
+        const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
+        walk->begin[w] = begins[min(walk->first, tokens)];
+        walk->end[w] = begins[min(walk->first + walk->size, tokens)];
     }
 }
 
@@ -130,7 +131,9 @@ __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, con
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
         int source = lane_source(a.group, w, takes_own);
-        if (source >= 0) walk.tokens = max(walk.tokens, a.plan.tokens[source]);
+        int tokens = source >= 0 ? a.plan.tokens[source] : 0;
+        rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
+        walk.tokens = max(walk.tokens, tokens);
     }
     walk.tokens = __reduce_max_sync(~0u, walk.tokens);
     walk.size = chunk_size(t, a.chunk, walk.tokens, blocks);
@@ -151,7 +154,7 @@ __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int take
 #pragma unroll
         for (int w = 0; w < RANK_WORDS; w++) {
             if (w * 32 >= a.group.size) break;
-            int turn = w * 32 + lane, through = all + ep_warp_prefix(walk->count[w]);
+            int turn = w * 32 + lane, through = all + ep_warp_prefix(walk->end[w] - walk->begin[w]);
             if (turn < a.group.size)
                 walk->rows->begin[turn] = walk->begin[w], walk->rows->through[turn] = through;
             all = __shfl_sync(~0u, through, 31);
@@ -202,8 +205,11 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
     Round now = take_round(a, &walk, t, takes_own);
     uint32_t n = 0;
     while (now.count > 0) {
-        float weight = a.weighs && now.slot >= 0 ? a.slot_weights[now.slot] : 1;
+        /* The slot is here; else, as the compiler counts, it would be waited for together with the
+         * next one, which is not. */
+        int slot = __shfl_sync(~0u, now.slot, threadIdx.x % 32);
         Round next = take_round(a, &walk, t, takes_own);
+        float weight = a.weighs && slot >= 0 ? a.slot_weights[slot] : 1;
         if (!post(now, weight, n + t.index * pieces)) break;
         n += now.count * pieces;
         now = next;
