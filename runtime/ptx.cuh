@@ -21,6 +21,12 @@ __device__ __forceinline__ uint4 ep_load_shared(uint32_t address) {
     return x;
 }
 
+__device__ __forceinline__ float ep_load_shared_float(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
 __device__ __forceinline__ void ep_store_shared(uint32_t address, const uint4 &x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                  "r"(x.z), "r"(x.w)

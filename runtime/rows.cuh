@@ -34,6 +34,19 @@ template <typename T> __device__ __forceinline__ EpVector<T> ep_unpack(const uin
     return v;
 }
 
+/** An element is the upper half of its float: one instruction each. */
+template <>
+__device__ __forceinline__ EpVector<__nv_bfloat16> ep_unpack<__nv_bfloat16>(const uint4 &x) {
+    const uint32_t words[] = {x.x, x.y, x.z, x.w};
+    EpVector<__nv_bfloat16> v;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        v.at[2 * i] = __uint_as_float(words[i] << 16);
+        v.at[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+    return v;
+}
+
 __device__ __forceinline__ uint4 ep_pack(const EpVector<__nv_bfloat16> &v) {
     uint4 x;
     __nv_bfloat162 *to = (__nv_bfloat162 *)&x;

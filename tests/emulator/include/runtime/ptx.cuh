@@ -42,6 +42,10 @@ static inline uint4 ep_load_shared(uint32_t address) {
     return *(const uint4 *)emulated_generic(address);
 }
 
+static inline float ep_load_shared_float(uint32_t address) {
+    return *(const float *)emulated_generic(address);
+}
+
 static inline void ep_store_shared(uint32_t address, const uint4 &x) {
     *(uint4 *)emulated_generic(address) = x;
 }
