@@ -64,13 +64,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     ep_arrive(a.group, epoch, 0);
+    /* First, since nothing has been loaded yet that could be summed. */
+    if (thread >= 0 && role.receives) zero_beyond(a, role, thread);
     if (thread >= 0)
         sum(a, &s.pipe, thread);
     else if (role.receives)
         reduce(a, &s.pipe, epoch, role.count);
     else
         sum_up(a, &s, epoch, role.count);
-    if (thread >= 0 && role.receives) zero_beyond(a, role, thread);
     ep_leave(a.group, epoch);
 }
 

@@ -20,53 +20,59 @@ __device__ __forceinline__ void load_vectors(uint4 x[VECTORS], uint32_t stage, i
         x[v] = ep_load_shared(stage + at + v * TEAM_THREADS * 16);
 }
 
+/* How far sum_vectors has come: the next term's stage, weight and vectors. */
+template <int VECTORS> struct NextTerm {
+    uint32_t stage;
+    float weight;
+    uint4 x[VECTORS];
+};
+
+/* The terms from `begin` up to `end`. Each is read while the one before is added. */
 template <typename T, int VECTORS>
-__device__ __forceinline__ void add_vectors(EpVector<T> sum[VECTORS], const uint4 x[VECTORS],
-                                            float weight) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        EpVector<T> term = ep_unpack<T>(x[v]);
-#pragma unroll
-        for (int i = 0; i < EpVector<T>::SIZE; i++)
-            sum[v].at[i] = fmaf(weight, term.at[i], sum[v].at[i]);
-    }
+__device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VECTORS> *next,
+                                          int begin, int end, const Stages &s, const PipeWork &work,
+                                          uint32_t weights, int at) {
+    int i = begin;
+    if (begin >= end) return;
+#pragma unroll 1
+    do {
+        EpVector<T> term[VECTORS];
+        float weight = next->weight;
+        for (int v = 0; v < VECTORS; v++)
+            term[v] = ep_unpack<T>(next->x[v]);
+        if (++i < work.terms) {
+            next->stage = stage_of(s, next->stage, 1);
+            next->weight = ep_load_shared_float(weights + i * (int)sizeof(float));
+            load_vectors<VECTORS>(next->x, next->stage, at);
+        }
+        for (int v = 0; v < VECTORS; v++)
+            for (int e = 0; e < EpVector<T>::SIZE; e++)
+                sum[v].at[e] = fmaf(weight, term[v].at[e], sum[v].at[e]);
+    } while (i < end);
 }
 
 /* VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted and summed
- * on their own, then added to the total; each other term is added as it is. A term is read while
- * the one before is added. */
+ * on their own, then added to the total; the weight of each other term is 1. */
 template <typename T, int VECTORS>
-__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work,
-                                            const float *weight, int at) {
-    EpVector<T> total[VECTORS] = {}, run[VECTORS] = {};
-    uint4 next[VECTORS];
-    uint32_t stage = work.stage;
-    load_vectors<VECTORS>(next, stage, at);
-#pragma unroll 1
-    for (int i = 0; i < work.terms; i++) {
-        uint4 x[VECTORS];
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-            x[v] = next[v];
-        if (i + 1 < work.terms) {
-            stage = stage_of(s, stage, 1);
-            load_vectors<VECTORS>(next, stage, at);
-        }
-        if (i < work.run || i >= work.run_end) {
-            add_vectors<T, VECTORS>(total, x, 1);
-            continue;
-        }
-        add_vectors<T, VECTORS>(run, x, weight[i]);
-        if (i + 1 < work.run_end) continue;
+__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work, uint32_t weights,
+                                            int at) {
+    EpVector<T> total[VECTORS] = {};
+    NextTerm<VECTORS> next = {work.stage, ep_load_shared_float(weights), {}};
+    load_vectors<VECTORS>(next.x, work.stage, at);
+    add_terms<T, VECTORS>(total, &next, 0, work.run, s, work, weights, at);
+    if (work.run < work.run_end) {
+        EpVector<T> run[VECTORS] = {};
+        add_terms<T, VECTORS>(run, &next, work.run, work.run_end, s, work, weights, at);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
 #pragma unroll
             for (int e = 0; e < EpVector<T>::SIZE; e++)
                 total[v].at[e] += run[v].at[e];
     }
+    add_terms<T, VECTORS>(total, &next, work.run_end, work.terms, s, work, weights, at);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
-        ep_store_shared(stage + at + v * TEAM_THREADS * 16, ep_pack(total[v]));
+        ep_store_shared(next.stage + at + v * TEAM_THREADS * 16, ep_pack(total[v]));
 }
 
 #define VECTORS_AT_ONCE 2
@@ -75,10 +81,11 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &wor
 template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
     constexpr int STEP = TEAM_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipe_stages(p);
+    uint32_t weights = ep_smem(p->weight), width = (uint32_t)p->shape.width;
     for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
         pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[n % JOBS];
-        const float *weight = &p->weight[n % JOBS * p->shape.width];
+        uint32_t weight = weights + n % JOBS * width * (uint32_t)sizeof(float);
         int at = worker % TEAM_THREADS * 16;
         if (work.bytes == PIPE_END) return;
 #pragma unroll 1
