@@ -31,7 +31,7 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
         EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (a.takes_dots) y[i] = ep_load_shared(stage_of(s, work.stage, 1 + base + i) + at);
+            y[i] = a.takes_dots ? ep_load_shared(stage_of(s, work.stage, 1 + base + i) + at) : x;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             EpVector<T> other = ep_unpack<T>(y[i]), product;
