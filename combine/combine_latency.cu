@@ -4,8 +4,8 @@
  *
  * The plan says of each token of each rank which slots it fills here. Their sum goes back into a
  * place that is that token's alone (handles/latency.h), and says by itself that it is there
- * (runtime/lines.cuh). Blocks claim what is to be sent. These or others (see EpLatency) take this
- * rank's tokens, add up what comes of the ranks that each went to, and write the rows.
+ * (runtime/lines.cuh). The first blocks send such sums; the others (see EpLatency) take this rank's
+ * tokens, add up what comes of the ranks that each went to, and write the rows.
  */
 #include "combine/latency_reduce.cuh"
 

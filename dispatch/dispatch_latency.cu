@@ -7,8 +7,9 @@
  * says by itself that it is there (runtime/lines.cuh). A receiver reads everyone's counts, from
  * which follows where slabs begin, then rows as they come, and copies them to their slots.
  *
- * Blocks claim what is to be sent, token by token. When nothing of that is left, they receive, each
- * warp its share; one of them tells host and caller of the routing instead.
+ * The first blocks send: they claim tokens, one by one. The others receive from the beginning, each
+ * warp its share, but for the last, which tells host and caller of the routing. Where a dispatch
+ * quantises, is alone in its group, or has a launch for each half, every block does all of it.
  */
 #include "dispatch/quantise.cuh"
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ char *desk_memory(void) {
     return memory;
 }
 
-/* By all threads of a block. The last one tells of the routing. Flat rows
- * that are lost are told of at the end, by the block that comes there last. */
+/* By all threads of a block. The last block tells of the routing. Flat rows that are lost are told
+ * of at the end, by the block that comes there last. */
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Part &p,
                                         uint64_t flag) {
     int blocks = max(1, p.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
