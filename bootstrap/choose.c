@@ -21,6 +21,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, cons
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
     out->dealt = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
+    out->shared = ep_gpus_shared(all, b->size, devices);
     out->alone = is_alone(all, b->size, nodes, b->rank);
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
@@ -37,6 +38,7 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
+        mine.shares = settings->share_gpus == EP_SHARE_GPUS_YES;
         EP_TRY(bootstrap->allgather(bootstrap->context, &mine, reports, sizeof(mine),
                                     ep_config_timeout(config, settings)));
         usable =

@@ -65,7 +65,8 @@ EpStatus ep_cuda_choose_lines(EpGroup *group) {
     int32_t mine = wish == EP_LINES_WHOLE, *all = calloc((size_t)group->size, sizeof(*all));
     if (!all)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
-    if (wish == EP_LINES_AUTO)
+    /* Between ranks on one GPU there is no link. */
+    if (wish == EP_LINES_AUTO && !group->choice.shared)
         mine = reaches_atomically(cuda->ordinal) || has_links(group->choice.bus);
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;

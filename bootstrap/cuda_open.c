@@ -171,7 +171,8 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
     EP_TRY(ep_group_agree(group, &call, open_device(group)));
     EpCuda *cuda = ep_cuda(group);
-    if (group->size > 1) EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
+    if (group->size > 1 && !group->choice.shared)
+        EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));
     EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
@@ -185,7 +186,7 @@ void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
     (void)cudaDeviceSynchronize();
-    ep_cuda_window_close(cuda, &cuda->own, together);
+    ep_cuda_window_close(group, &cuda->own, together);
     if (cuda->owns_comm && together) cuda->nccl->ncclCommDestroy(cuda->comm);
     (void)cudaFree(cuda->device.state);
     (void)cudaFree(cuda->device.lane_counts);

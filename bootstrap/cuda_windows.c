@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Windows: device memory that all ranks of a group map, registered with NCCL. The library's own is
- * made here, and those of ep_mem_alloc and ep_window_register.
+ * Windows: device memory that all ranks of a group map, registered with NCCL (but see
+ * cuda_share.h). The library's own is made here, and those of ep_mem_alloc and ep_window_register.
  */
 #include <string.h>
 
+#include "bootstrap/cuda_share.h"
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
 #include "runtime/log.h"
@@ -67,6 +68,7 @@ static EpStatus register_memory(Opening *o) {
 
 static EpStatus find_peers(Opening *o) {
     int32_t size = o->group->size, missing = 0;
+    if (o->group->choice.shared) return ep_cuda_share(o->group, o->call, o->window, o->peers);
     if (o->window->nccl)
         EP_TRY(ep_cuda_check(o->group, "finding the window's pointers",
                              ep_window_pointers(o->window->nccl, size, o->peers)));
@@ -121,17 +123,19 @@ EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *w
         EpStatus status = ep_group_agree(group, call, steps[i](&opening));
         if (status == EP_OK) continue;
         /* A window that only some ranks have cannot be given back: that takes all of them. */
-        ep_cuda_window_close(ep_cuda(group), window, steps[i] != register_memory && !group->lost);
+        ep_cuda_window_close(group, window, steps[i] != register_memory && !group->lost);
         (void)cudaGetLastError(); /* or the next launch would report it as its own */
         return status;
     }
     return EP_OK;
 }
 
-void ep_cuda_window_close(EpCuda *cuda, EpCudaWindow *window, int together) {
+void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
+    const EpCuda *cuda = ep_cuda(group);
     EpCudaWindow w = *window;
     *window = (EpCudaWindow){.memory = NULL};
-    if (w.nccl && !together) return;
+    if ((w.nccl || w.mapped) && !together) return;
+    if (w.mapped) ep_cuda_unshare(group, &w);
     if (w.nccl) cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl);
     if (!w.owned || !w.memory) return;
     if (cuda->nccl)
@@ -166,7 +170,7 @@ EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *windo
     EP_TRY(ep_cuda_window_open(group, call, &w, peers));
     EpStatus status = ep_group_agree(group, call, write_row(group, window->number, peers));
     if (status != EP_OK) {
-        ep_cuda_window_close(cuda, &w, !group->lost);
+        ep_cuda_window_close(group, &w, !group->lost);
         return status;
     }
     window->memory = w.memory;
@@ -179,7 +183,7 @@ EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *windo
 
 void ep_cuda_close_window(EpGroup *group, EpWindow *window, int together) {
     EpCuda *cuda = ep_cuda(group);
-    ep_cuda_window_close(cuda, &cuda->windows[window->number], together);
+    ep_cuda_window_close(group, &cuda->windows[window->number], together);
     while (cuda->num_windows > 0 && !cuda->windows[cuda->num_windows - 1].memory)
         cuda->num_windows--;
 }

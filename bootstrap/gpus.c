@@ -84,6 +84,7 @@ static int32_t deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, 
         if (all[s].wanted != EP_DEFAULT || all[s].current != 0) return own_device(&all[r]);
         place += s < r;
     }
+    if (all[r].shares && all[r].count) return place % all[r].count;
     return place < all[r].count ? place : own_device(&all[r]);
 }
 
@@ -116,15 +117,34 @@ static int check_kinds(const EpGpu *a, int32_t r, const EpGpu *b, int32_t s, Rea
         b->capability / 10, b->capability % 10, s);
 }
 
+static int check_shared(const EpGpuReport *all, const EpGpu *gpu, int32_t r, int32_t s,
+                        Reason reason) {
+    if (all[r].shares && all[s].shares) return 1;
+    return refuse(reason,
+                  "expected a GPU for each rank, got one for ranks %d and %d: %s, %s (they see %d "
+                  "and %d GPUs; to find mistakes they may share, with EP_SHARE_GPUS=yes)",
+                  r, s, gpu->name, gpu->bus, all[r].count, all[s].count);
+}
+
+/* Kernels of different processes take turns on a GPU, also while they wait for each other; those of
+ * one process do not. */
+static int check_processes(const EpGpuReport *all, int32_t size, Reason reason) {
+    for (int32_t r = 0; r < size; r++)
+        for (int32_t s = 0; s < r; s++)
+            if (all[r].process == all[s].process)
+                return refuse(
+                    reason,
+                    "expected a process for each rank where ranks share GPUs, got one for "
+                    "ranks %d and %d",
+                    s, r);
+    return 1;
+}
+
 /* Two ranks on one node: each with a GPU of its own, and these reach each other. */
 static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s,
                       Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
-    if (is_same(a, b))
-        return refuse(reason,
-                      "expected a GPU for each rank, got one for ranks %d and %d: %s, %s (they see "
-                      "%d and %d GPUs)",
-                      r, s, a->name, a->bus, all[r].count, all[s].count);
+    if (is_same(a, b)) return check_shared(all, a, r, s, reason);
     if (!check_kinds(a, r, b, s, reason)) return 0;
     int32_t there = find_gpu(&all[r], b);
     if (there >= 0 && !(a->reaches >> there & 1))
@@ -133,6 +153,13 @@ static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r,
                       "rank %d, which do not",
                       a->bus, r, b->bus, s);
     return 1;
+}
+
+int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices) {
+    for (int32_t r = 0; r < size; r++)
+        for (int32_t s = 0; s < r; s++)
+            if (is_same(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]])) return 1;
+    return 0;
 }
 
 int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
@@ -148,5 +175,5 @@ int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < size; s++)
             if (r != s && !check_pair(all, devices, r, s, out)) return 0;
-    return 1;
+    return !ep_gpus_shared(all, size, devices) || check_processes(all, size, out);
 }

@@ -30,6 +30,7 @@ typedef struct EpGpuReport {
     int32_t current; /**< device that is current on the calling thread */
     int32_t wanted;  /**< device by the configuration or its communicator, or EP_DEFAULT */
     int32_t process; /**< process id */
+    int32_t shares;  /**< would share its GPU with other ranks: setting EP_SHARE_GPUS */
     char reason[192];
     EpGpu gpu[EP_GPUS_LISTED];
 } EpGpuReport;
@@ -43,6 +44,9 @@ int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *re
 
 /** The device of each rank: devices[size]. The rule is in ep.h, at EpGroupConfig. */
 void ep_gpus_deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices);
+
+/** Do some ranks have the same GPU? */
+int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices);
 
 /**
  * Can the CUDA backend serve these ranks with these devices, whose blocks need `shared_bytes` of

@@ -86,7 +86,7 @@ void ep_cuda_close_buffers(EpHandle *handle) {
     if (latency->window.memory) {
         int usable = group->failed == EP_OK && !group->lost;
         int together = usable && ep_group_agree(group, &call, ep_cuda_finish(group)) == EP_OK;
-        ep_cuda_window_close(ep_cuda(group), &latency->window, together);
+        ep_cuda_window_close(group, &latency->window, together);
     }
     ep_cuda_order_close(&latency->order);
     free(latency);

@@ -8,25 +8,39 @@
 
 #include "runtime/cuda_host.h"
 
-/* ---- the current device -------------------------------------------------------------------- */
+/* ---- the driver's own interface ------------------------------------------------------------ */
 
 typedef CUresult (*PrimaryState)(CUdevice device, unsigned *flags, int *active);
+typedef CUresult (*AddressRange)(CUdeviceptr *begin, size_t *bytes, CUdeviceptr address);
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static PrimaryState primary_state;
+static AddressRange address_range;
 
-static void find_primary_state(void) {
+static void find_driver(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    void *symbol = driver ? dlsym(driver, "cuDevicePrimaryCtxGetState") : NULL;
-    primary_state = (PrimaryState)(uintptr_t)symbol;
+    if (!driver) return;
+    primary_state = (PrimaryState)(uintptr_t)dlsym(driver, "cuDevicePrimaryCtxGetState");
+    address_range = (AddressRange)(uintptr_t)dlsym(driver, "cuMemGetAddressRange_v2");
 }
+
+void *ep_cuda_allocation(const void *memory) {
+    CUdeviceptr begin = 0;
+    size_t bytes = 0;
+    pthread_once(&once, find_driver);
+    if (!address_range) return NULL;
+    CUresult result = address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)memory);
+    return result == CUDA_SUCCESS ? (void *)(uintptr_t)begin : NULL;
+}
+
+/* ---- the current device -------------------------------------------------------------------- */
 
 /* Going back to a device that was never used would make a context on it, which takes hundreds of
  * megabytes there. Devices of the driver and of the runtime are counted alike. */
 static int is_in_use(int device) {
     unsigned flags = 0;
     int active = 0;
-    pthread_once(&once, find_primary_state);
+    pthread_once(&once, find_driver);
     return primary_state && primary_state(device, &flags, &active) == CUDA_SUCCESS && active;
 }
 

@@ -17,7 +17,8 @@
 typedef struct EpCudaWindow {
     char *memory; /**< NULL: none */
     int64_t bytes;
-    ncclWindow_t nccl; /**< NULL in a group of one rank */
+    ncclWindow_t nccl; /**< NULL in a group without NCCL */
+    void **mapped;     /**< [size] where ranks share GPUs: what was mapped of each, or NULL */
     int owned;         /**< allocated with the window, and freed with it */
 } EpCudaWindow;
 
@@ -30,7 +31,7 @@ typedef struct EpCuda {
     int pageable;       /**< whether the GPU reaches all memory of the process */
     int shared_bytes;   /**< of shared memory that a block may have */
     EpCudaNotes *notes; /**< pinned */
-    const EpNccl *nccl; /**< NULL in a group of one rank */
+    const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;
     int owns_comm;
     EpCudaWindow own;                     /**< the library's own: rings and flags */
@@ -81,6 +82,9 @@ static inline void ep_cuda_restore(int before) {
     if (before != EP_STAY) ep_cuda_switch_back(before);
 }
 
+/** Where the allocation begins that a GPU's memory is part of, or NULL. */
+void *ep_cuda_allocation(const void *memory);
+
 /** The backend's enter, leave and check_pointer. */
 int ep_cuda_enter(const EpGroup *group, const char *call);
 void ep_cuda_leave(const EpGroup *group, int before);
@@ -109,7 +113,7 @@ void ep_cuda_close_window(EpGroup *group, EpWindow *window, int together);
  */
 EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *window,
                              char **peers);
-void ep_cuda_window_close(EpCuda *cuda, EpCudaWindow *window, int together);
+void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together);
 
 /** Number of the caller's window that wholly contains [data, data + bytes), and its offset from the
  *  window's beginning; or -1. Whether peers' tensors lie in theirs is theirs to find out. */

@@ -17,6 +17,7 @@ typedef struct EpChoice {
     int32_t device;   /* this rank's CUDA device, -1 on the host backend */
     int32_t dealt;    /* 1 if nobody had made it current */
     int32_t alone;    /* 1 if no other rank of the group is in this process */
+    int32_t shared;   /* 1 if some ranks share a GPU: then NCCL has no communicator for them */
     char bus[20];     /* the device's PCI bus id, "" on the host backend */
     char gpu[64];     /* its name and bus id, likewise */
     char reason[256]; /* why this backend and not the other */

@@ -104,6 +104,7 @@ static EpStatus parse_EpBackend(const char *name, const char *kind, const char *
     }
 PARSE_WORDS(EpBind)
 PARSE_WORDS(EpCheck)
+PARSE_WORDS(EpShareGpus)
 PARSE_WORDS(EpLines)
 PARSE_WORDS(EpLogLevel)
 #undef PARSE_WORDS

@@ -24,6 +24,8 @@
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                      \
     X(check, EpCheck, "EP_CHECK", "choice: none|rows|all", "rows",                                 \
       "tensors whose memory the cuda backend looks up before an operation")                        \
+    X(share_gpus, EpShareGpus, "EP_SHARE_GPUS", "choice: no|yes", "no",                            \
+      "yes: ranks of which each is a process may share a GPU; to find mistakes, not for speed")    \
     X(lines, EpLines, "EP_LINES", "choice: auto|whole|fenced", "auto",                             \
       "how rows of latency mode tell that they are there; auto: whole lines over NVLink")          \
     X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
@@ -38,6 +40,7 @@
 /* In the order of the words in the table. */
 typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
 typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
+typedef enum EpShareGpus { EP_SHARE_GPUS_NO, EP_SHARE_GPUS_YES } EpShareGpus;
 
 typedef enum EpLines { EP_LINES_AUTO, EP_LINES_WHOLE, EP_LINES_FENCED } EpLines;
 

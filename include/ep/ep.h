@@ -333,7 +333,9 @@ typedef struct EpGroupConfig {
  * communicator. EP_DEFAULT is the calling thread's current device (cudaSetDevice). Only where
  * nobody has set one is it dealt out: if several ranks see the same GPU as device 0 and the current
  * device of all of them is 0, the first of them takes device 0, the next one device 1, and so on,
- * as far as there are devices.
+ * as far as there are devices. Two ranks with the same GPU cannot have the CUDA backend, unless the
+ * setting EP_SHARE_GPUS says yes on all ranks, and each is a process of its own: to find mistakes.
+ * Then dealing goes round.
  *
  * Every call runs on the group's device, whatever the thread's current one is, and puts that back,
  * unless it was never used (selecting it would make a context there). Where the device was dealt
@@ -489,9 +491,10 @@ EpStatus ep_mem_free(EpGroup *group, void *memory);
 /**
  * Make memory of the caller's reachable by the peers, in place and with its contents: on a GPU
  * backend from ncclMemAlloc or the CUDA driver's virtual memory management, mapped for this rank's
- * GPU; on the host backend any. It begins on a multiple of 4096, has at least 4096 bytes, as many
- * on every rank (else EP_ERR_MISMATCH), and overlaps no other of the group (else EP_ERR_RANGE).
- * The memory stays the caller's and must outlive its registration.
+ * GPU (where ranks share GPUs, from cudaMalloc); on the host backend any. It begins on a multiple
+ * of 4096, has at least 4096 bytes, as many on every rank (else EP_ERR_MISMATCH), and overlaps no
+ * other of the group (else EP_ERR_RANGE). The memory stays the caller's and must outlive its
+ * registration.
  */
 EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes);
 

@@ -31,7 +31,7 @@ static EpGpu make_gpu(int number) {
 static Machine make_machine(int32_t ranks, int32_t gpus) {
     Machine m = {.size = ranks};
     for (int r = 0; r < ranks; r++) {
-        m.reports[r] = (EpGpuReport){.count = gpus, .wanted = EP_DEFAULT};
+        m.reports[r] = (EpGpuReport){.count = gpus, .wanted = EP_DEFAULT, .process = 100 + r};
         for (int d = 0; d < gpus; d++)
             m.reports[r].gpu[d] = make_gpu(d);
         if (!gpus) snprintf(m.reports[r].reason, sizeof(m.reports[r].reason), "expected a GPU");
@@ -98,6 +98,24 @@ SoloTest(bootstrap_gpus, ranks_that_see_different_gpus) {
     SERVED(m, 0, 1, 0, 1);
 }
 
+/* All of them must want it, each in a process of its own. */
+SoloTest(bootstrap_gpus, shared_where_ranks_outnumber_them) {
+    Machine m = make_machine(5, 2);
+    for (int r = 0; r < 5; r++)
+        m.reports[r].shares = 1;
+    SERVED(m, 0, 1, 0, 1, 0);
+    CHECK(ep_gpus_shared(m.reports, 5, m.devices), "not shared");
+    m.reports[4].wanted = 1;
+    SERVED(m, 0, 0, 0, 0, 1);
+    m.reports[4].wanted = EP_DEFAULT, m.reports[2].shares = 0;
+    SAID(m, "a GPU for each rank", "ranks 0 and 2", "EP_SHARE_GPUS=yes");
+    m.reports[2].shares = 1, m.reports[3].process = m.reports[0].process;
+    SAID(m, "a process for each rank", "ranks 0 and 3");
+    m.size = 2, m.reports[1].process = m.reports[0].process;
+    SERVED(m, 0, 1);
+    CHECK(!ep_gpus_shared(m.reports, 2, m.devices), "shared");
+}
+
 /* ---- why not ---- */
 
 SoloTest(bootstrap_gpus, fewer_gpus_than_ranks) {
@@ -148,8 +166,8 @@ SoloTest(bootstrap_gpus, rows_too_large_for_shared_memory) {
     SAID(m, "rank 0", "60000 bytes of shared memory", "got 59999 bytes");
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.max_scale_bytes = 224;
-    CHECK(ep_cuda_least_shared(&config) == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024),
-          "%lld bytes", (long long)ep_cuda_least_shared(&config));
+    CHECK(ep_cuda_least_shared(&config) == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes",
+          (long long)ep_cuda_least_shared(&config));
 }
 
 SoloTest(bootstrap_gpus, several_kinds) {

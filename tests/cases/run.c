@@ -45,7 +45,7 @@ static void world_body(const EpBootstrap *bootstrap, void *arg) {
 static void run_in_mode(Case c, EpMode mode, int halves) {
     c.mode = mode, c.halves = halves;
     World *world = world_new(&c);
-    run_on_threads(world->c.ranks, world_body, world);
+    run_ranks(world->c.ranks, world_body, world);
     world_free(world);
 }
 

@@ -218,7 +218,7 @@ static void check_gradients(EpLayout layout, int weighted) {
               .duplicates = 1,
               .seed = 21};
     World *world = world_new(&c);
-    run_on_threads(RANKS, gradients_body, world);
+    run_ranks(RANKS, gradients_body, world);
     world_free(world);
 }
 

@@ -71,6 +71,6 @@ Test(dispatch_chunks, beyond_the_default_stage, .timeout = 120) {
     GPU_ROOM((size_t)768 << 20);
     Case c = {.ranks = 2, .experts = 4, .hidden = 4096, .max_tokens = 2500, .spread = SPREAD_FULL};
     World *world = world_new(&c);
-    run_on_threads(2, dispatch_body, world);
+    run_ranks(2, dispatch_body, world);
     world_free(world);
 }

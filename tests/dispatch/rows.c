@@ -52,7 +52,7 @@ Test(dispatch_rows, largest_row, .timeout = 120) {
     /* INT64 elements make the dispatch rows the larger ones. */
     Case c = {.ranks = 2, .hidden = EP_MAX_ROW_BYTES / 8, .row_type = EP_TYPE_INT64};
     World *world = world_new(&c);
-    run_on_threads(2, largest_row_body, world);
+    run_ranks(2, largest_row_body, world);
     world_free(world);
 }
 

@@ -136,6 +136,21 @@ cudaError_t cudaFreeHost(void *memory) {
 
 /* ---- looking ---- */
 
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory) {
+    (void)out, (void)memory;
+    return cudaErrorNotSupported;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned flags) {
+    (void)out, (void)handle, (void)flags;
+    return cudaErrorNotSupported;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *memory) {
+    (void)memory;
+    return cudaErrorNotSupported;
+}
+
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
     *left = TOTAL_BYTES - used, *total = TOTAL_BYTES;
     return cudaSuccess;

@@ -33,6 +33,11 @@ int gpu_least(int wanted) {
     return wanted < count ? wanted : count;
 }
 
+int gpu_shares(int ranks) {
+    const char *setting = getenv("EP_SHARE_GPUS");
+    return setting && strcmp(setting, "yes") == 0 && ranks > gpu_count();
+}
+
 int gpu_missing(void) {
     int count;
     cudaError_t error = count_gpus(&count);

@@ -76,6 +76,7 @@ void gpu_group_destroy(EpGroup *group);
         if ((ranks) > gpu_count())                                             \
             cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
     } while (0)
+#define GPU_SHARES(ranks) gpu_shares(ranks)
 #define GPU_TAKE(rank) gpu_take(rank)
 #define GPU_RANKS(wanted) gpu_least(wanted)
 #define GPU_MISSING() gpu_missing()

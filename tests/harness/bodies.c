@@ -3,17 +3,25 @@
 
 #include "tests/harness/check.h"
 
+#include <stdio.h>
+
+static const struct criterion_test *current;
+
+const char *body_name(void) {
+    static char name[512];
+    snprintf(name, sizeof(name), "%s/%s", current->category, current->name);
+    return name;
+}
+
 #if TESTS_OWN_RUNNER
 
 #include <fnmatch.h>
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-static const struct criterion_test *current;
 static jmp_buf leave;
 
 /* ---- the tests ---- */

@@ -82,6 +82,8 @@ void check_skip(void);
 #define TESTS_HAVE_SOURCE_COUNTS 1
 /** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
 #define GPU_NEEDS(ranks) (void)(ranks)
+/** Whether so many ranks share GPUs, so that each takes a process. */
+#define GPU_SHARES(ranks) ((void)(ranks), 0)
 /** Give the calling thread the GPU of a rank. */
 #define GPU_TAKE(rank) (void)(rank)
 /** The most ranks that a case may have here. */

@@ -10,13 +10,26 @@
  * the copies find themselves under mpirun and play the ranks.
  */
 
-#include "tests/harness/check.h"
+#include "tests/harness/threads.h"
 
 /** What one rank does. */
 typedef void (*RankedBody)(const EpBootstrap *bootstrap);
 
 /** Start mpirun on this test, or, under mpirun already, run the body. */
 void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
+
+/**
+ * Ranks that would be threads, but share GPUs, as processes: the same for a body of a test that
+ * may have several, of different numbers of ranks. Each number is started once, and plays those
+ * bodies of the test that are of this number.
+ */
+void ranked_instead(int ranks, RankBody body, void *arg);
+
+/** Whether this process is a rank of mpirun's. */
+bool ranked_is(void);
+
+/** At the end of a process under mpirun: leave MPI, if it was entered. */
+void ranked_leave(void);
 
 /** Name the suite mpi_...; it is skipped in sanitizer builds, which MPI itself does not survive. */
 #define RankedTest(suite, name, ranks, seconds)                              \

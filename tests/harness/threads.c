@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tests/harness/ranked.h"
+
 typedef struct RankThread {
     pthread_t thread;
     EpBootstrap bootstrap;
@@ -45,6 +47,13 @@ static RankThread *threads_new(int ranks, RankBody body, void *arg) {
     }
     free(bootstraps);
     return threads;
+}
+
+void run_ranks(int ranks, RankBody body, void *arg) {
+    if (GPU_SHARES(ranks))
+        ranked_instead(ranks, body, arg);
+    else if (!ranked_is())
+        run_on_threads(ranks, body, arg);
 }
 
 void run_on_threads(int ranks, RankBody body, void *arg) {

@@ -3,7 +3,8 @@
 #define TESTS_HARNESS_THREADS_H
 
 /**
- * Ranks as threads of the test's process, over ep_bootstrap_local.
+ * Ranks as threads of the test's process, over ep_bootstrap_local. Where ranks share GPUs, which
+ * takes processes, those of run_ranks are processes instead: see GPU_SHARES.
  */
 
 #include "tests/harness/check.h"
@@ -14,11 +15,14 @@ typedef void (*RankBody)(const EpBootstrap *bootstrap, void *arg);
 /** Run `body` on `ranks` threads and assert that no rank's check failed. */
 void run_on_threads(int ranks, RankBody body, void *arg);
 
-/** A test whose body runs once on each of `ranks` threads. */
+/** The same where processes may stand for the threads, each with an `arg` of its own. */
+void run_ranks(int ranks, RankBody body, void *arg);
+
+/** A test whose body runs once on each of `ranks` threads, or processes. */
 #define ThreadTest(suite, name, ranks)                                          \
     static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg); \
     Test(suite, name, .timeout = 120) {                                         \
-        run_on_threads(ranks, suite##_##name##_body, NULL);                     \
+        run_ranks(ranks, suite##_##name##_body, NULL);                          \
     }                                                                           \
     static void suite##_##name##_body(const EpBootstrap *bootstrap,             \
                                       __attribute__((unused)) void *arg)

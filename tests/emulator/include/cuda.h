@@ -6,5 +6,6 @@
 
 typedef enum CUresult { CUDA_SUCCESS = 0 } CUresult;
 typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
 
 #endif

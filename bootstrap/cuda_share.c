@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/cuda_share.h"
+
+#include <stdlib.h>
+
+#include "bootstrap/meet.h"
+
+/* What a rank tells of its part: an allocation, of which the part is some. */
+typedef struct Card {
+    cudaIpcMemHandle_t handle;
+    int64_t offset;
+    int32_t offered;
+} Card;
+
+static EpStatus refuse(const EpCall *call, const EpCudaWindow *window, const char *why) {
+    (void)cudaGetLastError();
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, window->owned ? "window" : "memory",
+                     "expected memory of cudaMalloc's, which other processes can map, got %p: %s",
+                     (void *)window->memory, why);
+}
+
+static EpStatus offer(const EpCall *call, const EpCudaWindow *window, Card *out) {
+    void *begin = ep_cuda_allocation(window->memory);
+    if (!begin) return refuse(call, window, "its allocation is not known");
+    cudaError_t error = cudaIpcGetMemHandle(&out->handle, begin);
+    if (error != cudaSuccess) return refuse(call, window, cudaGetErrorString(error));
+    out->offset = window->memory - (char *)begin;
+    out->offered = 1;
+    return EP_OK;
+}
+
+static EpStatus map(const EpGroup *group, int32_t r, const Card *card, EpCudaWindow *window,
+                    char **peers) {
+    if (r == group->rank) {
+        peers[r] = window->memory;
+        return EP_OK;
+    }
+    EP_TRY(ep_cuda_check(
+        group, "cudaIpcOpenMemHandle",
+        cudaIpcOpenMemHandle(&window->mapped[r], card->handle, cudaIpcMemLazyEnablePeerAccess)));
+    peers[r] = (char *)window->mapped[r] + card->offset;
+    return EP_OK;
+}
+
+static EpStatus meet(EpGroup *group, const EpCall *call, EpCudaWindow *window, Card *all,
+                     char **peers) {
+    Card mine = {.offered = 0};
+    EpStatus status = offer(call, window, &mine);
+    EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
+    EP_TRY(status);
+    for (int32_t r = 0; r < group->size; r++)
+        if (all[r].offered) EP_TRY(map(group, r, &all[r], window, peers));
+    return EP_OK;
+}
+
+EpStatus ep_cuda_share(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers) {
+    Card *all = calloc((size_t)group->size, sizeof(*all));
+    window->mapped = calloc((size_t)group->size, sizeof(*window->mapped));
+    EpStatus status = all && window->mapped
+                          ? meet(group, call, window, all, peers)
+                          : ep_refuse(call, EP_ERR_NO_MEMORY, "window", "out of memory");
+    free(all);
+    return status;
+}
+
+void ep_cuda_unshare(EpGroup *group, EpCudaWindow *window) {
+    const EpBootstrap *b = &group->bootstrap;
+    for (int32_t r = 0; window->mapped && r < group->size; r++)
+        if (window->mapped[r]) (void)cudaIpcCloseMemHandle(window->mapped[r]);
+    free(window->mapped);
+    window->mapped = NULL;
+    (void)b->barrier(b->context, group->timeout);
+}
