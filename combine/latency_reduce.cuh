@@ -168,7 +168,7 @@ __device__ __forceinline__ unsigned poll_missing(const Coming &c, unsigned missi
 
 /* Everything is asked for together, and again until all of it is here; what is not after many
  * loads. meanwhile() is done while the first ones are under way. There is one place that loads,
- * since then no load has to leave alone what another one has brought: see add_terms. By a warp. */
+ * since then no load has to leave alone what another one has brought: see sum_slots. By a warp. */
 template <typename Meanwhile>
 __device__ __forceinline__ unsigned take_coming(const EpLatencyGatherArgs &a, Coming *c,
                                                 uint64_t flag, Meanwhile meanwhile) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ Missing reduce_steps(const EpLatencyGatherArgs &a, co
     find_coming(a, s, last, flag, &c);
     if (s.adds && !a.latency.senders) load_kept(a, s.token, unit, own);
     unsigned missing = take_coming(
-        a, &c, flag, [&]() { add_terms<T, REDUCED_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own); });
+        a, &c, flag, [&]() { sum_slots<T, REDUCED_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[REDUCED_AT_ONCE] = {};
     add_coming<T>(c, a.group.rank, own, &adds, sum);
@@ -302,8 +302,9 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 /* By the blocks that receive. The plan's words of a warp's next share are on their way while it
  * works on one. */
 template <typename T>
-__device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int tokens, uint64_t flag) {
-    int warps = p.blocks * WARPS, i = (int)(threadIdx.x / 32) * p.blocks + p.block;
+__device__ void reduce_all(const EpLatencyGatherArgs &a, const Role &role, int tokens,
+                           uint64_t flag) {
+    int warps = role.blocks * WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
     const EpShares &shares = a.latency.received;
     TokenWords next = ask_token(a, tokens, ep_quotient(i, shares.each));
 #pragma unroll 1
@@ -313,7 +314,7 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Part &p, int toke
         next = ask_token(a, tokens, ep_quotient(i + warps, shares.each));
         if (!reduce_share<T>(a, token, part * a.latency.received.steps, words, flag)) break;
     }
-    if (p.block == p.blocks - 1) take_heads(a, flag);
+    if (role.block == role.blocks - 1) take_heads(a, flag);
 }
 
 #endif

@@ -49,7 +49,7 @@ __device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int sl
  * and wait for that before they copy, so that one load waits for another. What is loaded and not
  * needed is part of what is. */
 template <typename T, int UNITS, int AT_ONCE>
-__device__ __forceinline__ void add_terms(const EpLatencyGatherArgs &a, const Terms &t,
+__device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Terms &t,
                                           const int unit[UNITS], EpVector<T> sum[UNITS]) {
     const char *from[UNITS];
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, const Sum &s, int stride,
 #pragma unroll
         for (int i = 0; i < SUMMED_AT_ONCE; i++)
             unit[i] = own_unit(a, step + i * stride);
-        add_terms<T, SUMMED_AT_ONCE, TERMS_AT_ONCE>(a, t, unit, sum);
+        sum_slots<T, SUMMED_AT_ONCE, TERMS_AT_ONCE>(a, t, unit, sum);
 #pragma unroll
         for (int i = 0; i < SUMMED_AT_ONCE; i++) {
             int at = step + i * stride;
@@ -146,7 +146,7 @@ __device__ void keep_sum(const EpLatencyGatherArgs &a, const Sum &s, int stride)
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[1] = {};
         int unit[1] = {own_unit(a, step)};
-        add_terms<T, 1, 2>(a, t, unit, sum);
+        sum_slots<T, 1, 2>(a, t, unit, sum);
         if (unit[0] < 0) continue;
         uint4 *to = kept_unit<T>(a, s.token, unit[0]);
 #pragma unroll
@@ -186,11 +186,17 @@ __device__ __forceinline__ void ask_sum(const EpLatencyGatherArgs &a, Sum *s) {
     s->slot = ask_slot(a, s->source, s->token);
 }
 
+/* Whether blocks wait after they have sent: then all that they send is claimed. */
+__device__ __forceinline__ int claims_all(const EpLatency &l) {
+    return l.receives && l.first_receiver < l.senders;
+}
+
 /* What a block sends first is known before anything has been looked up, where it is not claimed and
  * there are as many rows as the host expects. */
-__device__ __forceinline__ Sum ask_first_sum(const EpLatencyGatherArgs &a, const Part &part) {
+__device__ __forceinline__ Sum ask_first_sum(const EpLatencyGatherArgs &a) {
     Sum s = find_sum(a, (int)blockIdx.x, a.sent.each);
-    if (part.sends && !part.claims && s.token * a.kinds.by < a.sent.rows) ask_sum(a, &s);
+    int sends = (int)blockIdx.x < a.latency.senders;
+    if (sends && !claims_all(a.latency) && s.token * a.kinds.by < a.sent.rows) ask_sum(a, &s);
     return s;
 }
 
@@ -206,15 +212,15 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
 
 /* tokens[R]: of each rank. */
 template <typename T>
-__device__ void send_sums(const EpLatencyGatherArgs &a, const Part &part, const int *tokens,
-                          const Sum &first, const Turn &turn) {
+__device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const Sum &first,
+                          const Turn &turn) {
     int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
     int warps = max(1, a.latency.senders) * WARPS;
     EpShares shares = expected ? a.sent : ep_shares(rows, a.steps, EP_SUMMED_STEPS, warps);
     int items = (rows * shares.each.by + WARPS - 1) / WARPS, stride = shares.each.by;
-    int begin = part.claims ? claimed_items()[0] : (int)blockIdx.x;
-    int claimed = part.claims ? 0 : a.latency.senders;
-    int known = part.claims || !expected ? -1 : begin; /* what `first` is of */
+    int claims = claims_all(a.latency), begin = claims ? claimed_items()[0] : (int)blockIdx.x;
+    int claimed = claims ? 0 : a.latency.senders;
+    int known = claims || !expected ? -1 : begin; /* what `first` is of */
     claims_work_from(a.latency, begin, claimed, items + 1, [&](int item) {
         if (item == items) return send_heads(a, turn);
         Sum s = first;

@@ -23,19 +23,19 @@ __device__ __forceinline__ char *desk_memory(void) {
 
 /* By all threads of a block. The last block tells of the routing. Flat rows that are lost are told
  * of at the end, by the block that comes there last. */
-__device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Part &p,
+__device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Role &role,
                                         uint64_t flag) {
-    int blocks = max(1, p.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
-    Filling filling = begin_filling(a, p.block, blocks, flag);
+    int blocks = max(1, role.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    Filling filling = begin_filling(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { go_on_filling(a, &filling, flag); })) return;
-    if (p.block < blocks) {
+    if (role.block < blocks) {
         fill_all(a, filling, flag);
         zero_padding(a, filling.warp, filling.warps);
     }
-    int tells = p.block == p.blocks - 1, loses = flat && flat_rows_kept(a) < flat_rows(a);
+    int tells = role.block == role.blocks - 1, loses = flat && flat_rows_kept(a) < flat_rows(a);
     if (tells && !flat) publish_routing(a);
     if (tells && flat && !loses) publish_flat(a);
-    if (loses && latency_is_last(a.latency, p)) publish_flat_kept(a);
+    if (loses && latency_is_last(a.latency, role)) publish_flat_kept(a);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -43,14 +43,14 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     Turn turn;
-    Part part = latency_part(l);
-    if (part.sends && blockIdx.x) claims_begin(l);
-    if (part.sends) open_desk(a);
+    Role role = latency_role(l);
+    if (role.sends && blockIdx.x) claims_begin(l);
+    if (role.sends) open_desk(a);
     expect_heads();
     int alive = latency_enter(g, a.route.plan, l, &turn);
-    if (alive && part.sends) send_all(a, turn);
+    if (alive && role.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
-    if (alive && part.receives) receive(a, part, turn.flag);
+    if (alive && role.receives) receive(a, role, turn.flag);
     latency_pass(g, l, turn, ticket);
 }
 

@@ -68,36 +68,11 @@ static EpDeskLayout lay_out_desk(const EpPlanShape &s, int64_t entries, int64_t 
     desk.total = take(4 * local);
     desk.offset = take(4 * local);
     desk.staged = take(staged_bytes);
-    desk.bytes = (int32_t)(at < INT32_MAX ? at : INT32_MAX);
+    desk.bytes = (int32_t)at; /* handles that have more entries than fit are refused */
     return desk;
 }
 
 /* ---- this rank's entries ------------------------------------------------------------------- */
-
-#define NO_EXPERT (-1)
-#define BAD_EXPERT (-2) /* the caller meant one, which there is not */
-
-/* An index as it lies in memory: what is computed of it at once is waited for at once. */
-typedef struct Index {
-    int32_t low, high; /* high: of an int64 alone */
-} Index;
-
-__device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int entry) {
-    Index index;
-    if (a.idx_is_int64) {
-        int2 both = __ldg((const int2 *)a.topk_idx + entry);
-        index.low = both.x, index.high = both.y;
-    } else {
-        index.low = __ldg((const int32_t *)a.topk_idx + entry);
-    }
-    return index;
-}
-
-__device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &index) {
-    int high = a.idx_is_int64 ? index.high : index.low >> 31;
-    int is = high == 0 && (uint32_t)index.low < (uint32_t)a.group.num_experts;
-    return high < 0 ? NO_EXPERT : is ? index.low : BAD_EXPERT;
-}
 
 /* Before its first barrier a block has some words to wait for; these warps have none. */
 #define ENTRIES_THREAD 128

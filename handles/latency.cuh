@@ -73,27 +73,25 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 }
 
 /** What a block is to do, and which of those this is that receive. */
-typedef struct Part {
+typedef struct Role {
     int sends, receives;
-    int claims; /* whether blocks wait after they have sent: then all that they send is claimed */
     int block, blocks;
-} Part;
+} Role;
 
-__device__ __forceinline__ Part latency_part(const EpLatency &l) {
+__device__ __forceinline__ Role latency_role(const EpLatency &l) {
     int index = blockIdx.x, block = index - l.first_receiver;
-    return Part{index < l.senders, l.receives && block >= 0,
-                l.receives && l.first_receiver < l.senders, block,
+    return Role{index < l.senders, l.receives && block >= 0, block,
                 (int)gridDim.x - l.first_receiver};
 }
 
 /** By all threads of each block that receives, at its end: 1 in the last of them, which sees what
  *  the others have stored. */
-__device__ __forceinline__ int latency_is_last(const EpLatency &l, const Part &p) {
+__device__ __forceinline__ int latency_is_last(const EpLatency &l, const Role &role) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)p.blocks - 1;
+        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)role.blocks - 1;
         if (is_last) *(volatile uint32_t *)&l.state->left = 0;
     }
     __syncthreads();

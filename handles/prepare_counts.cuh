@@ -46,14 +46,14 @@ __device__ __forceinline__ void fill_tables(const EpPrepareArgs &a, const Lane *
 
 /* Entries of the chunks behind the first, into base. */
 __device__ void count_more(const EpPrepareArgs &a, Lane *l) {
-    int64_t next = load_index(a, l, l->begin + l->team_tokens);
+    Index next = load_own_index(a, l, l->begin + l->team_tokens);
 #pragma unroll 1
     for (int c = threadIdx.x; c < l->columns; c += THREADS)
         l->base[c] = 0;
     __syncthreads();
     for (int first = l->begin + l->team_tokens; first < l->end; first += l->team_tokens) {
-        int64_t index = next;
-        next = load_index(a, l, first + l->team_tokens);
+        Index index = next;
+        next = load_own_index(a, l, first + l->team_tokens);
         Own o = take_entry(a, index);
         check_index(a, l, first, index);
         unsigned rows = first_of_rows(l, o) & o.owners;
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint64_t *lane_counts_of(const EpCudaGroup &g, int la
 
 /* Entries of this lane for each expert, and its rows to each rank, for other blocks to see. The
  * first chunk, whose indices are given and which is returned, stays in the table. */
-__device__ __forceinline__ Own count_entries(const EpPrepareArgs &a, Lane *l, int64_t index,
+__device__ __forceinline__ Own count_entries(const EpPrepareArgs &a, Lane *l, const Index &index,
                                              uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     Own o = take_entry(a, index);

@@ -90,7 +90,7 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Lane *l, uint32_t ep
 /* ---- kernel -------------------------------------------------------------------------------- */
 
 template <int FLAT>
-__device__ __forceinline__ void prepare_lane(const EpPrepareArgs &a, Lane *l, int64_t index,
+__device__ __forceinline__ void prepare_lane(const EpPrepareArgs &a, Lane *l, const Index &index,
                                              uint32_t epoch) {
     Own o = count_entries(a, l, index, epoch);
     int alive = share_counts(a, l, epoch);
@@ -142,7 +142,7 @@ __device__ __forceinline__ Lane open_lane(const EpPrepareArgs &a, uint4 *memory)
 /* The first indices are under way together with what ep_enter asks for. */
 template <int FLAT> __device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
     Lane l = open_lane(a, memory);
-    int64_t index = load_index(a, &l, l.begin);
+    Index index = load_own_index(a, &l, l.begin);
     uint32_t epoch;
     fill_tables(a, &l);
     if (!ep_enter_next(a.group, a.plan, &epoch)) {

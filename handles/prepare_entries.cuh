@@ -152,7 +152,7 @@ __device__ __forceinline__ void place_entries(const EpPrepareArgs &a, Lane *l, O
         place_chunk<FLAT>(a, l, o, first, epoch);
         if (first != l->begin) send_begins(a, l, o, first, epoch);
         if (first + l->team_tokens >= l->end) return;
-        int64_t index = load_index(a, l, first + l->team_tokens);
+        Index index = load_own_index(a, l, first + l->team_tokens);
         advance(a, l);
         o = take_entry(a, index);
         mark_entries(a, l, &o);

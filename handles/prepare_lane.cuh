@@ -110,25 +110,26 @@ __device__ __forceinline__ int own_k(const Lane *l) {
 }
 
 /* This thread's index of the chunk that begins with token `first`, as the caller gave it. */
-__device__ __forceinline__ int64_t load_index(const EpPrepareArgs &a, const Lane *l, int first) {
+__device__ __forceinline__ Index load_own_index(const EpPrepareArgs &a, const Lane *l, int first) {
     int token = own_token(l, first), k = own_k(l);
-    if (token >= l->end || k >= a.top_k) return -1;
-    return load_integer(a.topk_idx, a.idx_is_int64, (int64_t)token * a.top_k + k);
+    if (token >= l->end || k >= a.top_k) return Index{-1, -1};
+    return load_index(a, token * a.top_k + k);
 }
 
-__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, int64_t index) {
+__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Index &index) {
     Own o = {-1, -1, 0, 0, 0, 0};
-    if (index >= 0 && index < a.group.num_experts) {
-        o.expert = (int)index;
-        o.owner = ep_owner(&a.owners, o.expert);
+    int expert = expert_of(a, index);
+    if (expert >= 0) {
+        o.expert = expert;
+        o.owner = ep_owner(&a.owners, expert);
     }
     o.owners = same_key(o.owner);
     return o;
 }
 
 __device__ __forceinline__ void check_index(const EpPrepareArgs &a, const Lane *l, int first,
-                                            int64_t index) {
-    if (index >= a.group.num_experts)
+                                            const Index &index) {
+    if (expert_of(a, index) == BAD_EXPERT)
         note_bad_index(a, l, (int64_t)own_token(l, first) * a.top_k + own_k(l));
 }
 

@@ -3,7 +3,7 @@
 #define EP_HANDLES_PUBLISH_CUH
 
 /**
- * What routing kernels have in common: integers of the caller's, bad indices, where slabs lie, and
+ * What routing kernels have in common: integers and indices of the caller's, where slabs lie, and
  * what the caller and the host are told of a step.
  */
 
@@ -25,6 +25,31 @@ __device__ __forceinline__ int count_tokens(const EpPrepareArgs &a) {
     if (!a.num_tokens.data) return a.num_rows;
     int64_t count = load_integer(a.num_tokens.data, a.num_tokens.is_int64, 0);
     return (int)min((int64_t)a.num_rows, max((int64_t)0, count));
+}
+
+#define NO_EXPERT (-1)
+#define BAD_EXPERT (-2) /* the caller meant one, which there is not */
+
+/* An index as it lies in memory: what is computed of it at once is waited for at once. */
+typedef struct Index {
+    int32_t low, high; /* high: of an int64 alone */
+} Index;
+
+__device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int entry) {
+    Index index;
+    if (a.idx_is_int64) {
+        int2 both = __ldg((const int2 *)a.topk_idx + entry);
+        index.low = both.x, index.high = both.y;
+    } else {
+        index.low = __ldg((const int32_t *)a.topk_idx + entry);
+    }
+    return index;
+}
+
+__device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &index) {
+    int high = a.idx_is_int64 ? index.high : index.low >> 31;
+    int is = high == 0 && (uint32_t)index.low < (uint32_t)a.group.num_experts;
+    return high < 0 ? NO_EXPERT : is ? index.low : BAD_EXPERT;
 }
 
 /* By one thread: how many, and the first of them, for the host, which may be about to fetch what
