@@ -14,16 +14,16 @@ __global__ void __launch_bounds__(THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
     Turn turn;
-    Role role = latency_role(a.latency);
+    Duty duty = latency_duty(a.latency);
     Sum first = ask_first_sum(a);
-    if (role.sends && claims_all(a.latency)) claims_begin(a.latency);
+    if (duty.sends && claims_all(a.latency)) claims_begin(a.latency);
 #pragma unroll 1
     for (int r = THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += THREADS)
         tokens[r] = __ldg(a.plan.tokens + r);
     int alive = latency_enter(a.group, a.plan, a.latency, &turn);
-    if (alive && role.sends) send_sums<T>(a, tokens, first, turn);
+    if (alive && duty.sends) send_sums<T>(a, tokens, first, turn);
     uint32_t ticket = latency_ticket(a.latency);
-    if (alive && role.receives) reduce_all<T>(a, role, tokens[a.group.rank], turn.flag);
+    if (alive && duty.receives) reduce_all<T>(a, duty, tokens[a.group.rank], turn.flag);
     latency_pass(a.group, a.latency, turn, ticket);
 }
 

@@ -302,9 +302,9 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 /* By the blocks that receive. The plan's words of a warp's next share are on their way while it
  * works on one. */
 template <typename T>
-__device__ void reduce_all(const EpLatencyGatherArgs &a, const Role &role, int tokens,
+__device__ void reduce_all(const EpLatencyGatherArgs &a, const Duty &duty, int tokens,
                            uint64_t flag) {
-    int warps = role.blocks * WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
+    int warps = duty.blocks * WARPS, i = (int)(threadIdx.x / 32) * duty.blocks + duty.block;
     const EpShares &shares = a.latency.received;
     TokenWords next = ask_token(a, tokens, ep_quotient(i, shares.each));
 #pragma unroll 1
@@ -314,7 +314,7 @@ __device__ void reduce_all(const EpLatencyGatherArgs &a, const Role &role, int t
         next = ask_token(a, tokens, ep_quotient(i + warps, shares.each));
         if (!reduce_share<T>(a, token, part * a.latency.received.steps, words, flag)) break;
     }
-    if (role.block == role.blocks - 1) take_heads(a, flag);
+    if (duty.block == duty.blocks - 1) take_heads(a, flag);
 }
 
 #endif

@@ -23,19 +23,19 @@ __device__ __forceinline__ char *desk_memory(void) {
 
 /* By all threads of a block. The last block tells of the routing. Flat rows that are lost are told
  * of at the end, by the block that comes there last. */
-__device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Role &role,
+__device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Duty &duty,
                                         uint64_t flag) {
-    int blocks = max(1, role.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
-    Filling filling = begin_filling(a, role.block, blocks, flag);
+    int blocks = max(1, duty.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    Filling filling = begin_filling(a, duty.block, blocks, flag);
     if (!take_heads(a, flag, [&] { go_on_filling(a, &filling, flag); })) return;
-    if (role.block < blocks) {
+    if (duty.block < blocks) {
         fill_all(a, filling, flag);
         zero_padding(a, filling.warp, filling.warps);
     }
-    int tells = role.block == role.blocks - 1, loses = flat && flat_rows_kept(a) < flat_rows(a);
+    int tells = duty.block == duty.blocks - 1, loses = flat && flat_rows_kept(a) < flat_rows(a);
     if (tells && !flat) publish_routing(a);
     if (tells && flat && !loses) publish_flat(a);
-    if (loses && latency_is_last(a.latency, role)) publish_flat_kept(a);
+    if (loses && latency_is_last(a.latency, duty)) publish_flat_kept(a);
 }
 
 __global__ void __launch_bounds__(THREADS, 1)
@@ -43,14 +43,14 @@ __global__ void __launch_bounds__(THREADS, 1)
     const EpCudaGroup &g = a.route.group;
     const EpLatency &l = a.latency;
     Turn turn;
-    Role role = latency_role(l);
-    if (role.sends && blockIdx.x) claims_begin(l);
-    if (role.sends) open_desk(a);
+    Duty duty = latency_duty(l);
+    if (duty.sends && blockIdx.x) claims_begin(l);
+    if (duty.sends) open_desk(a);
     expect_heads();
     int alive = latency_enter(g, a.route.plan, l, &turn);
-    if (alive && role.sends) send_all(a, turn);
+    if (alive && duty.sends) send_all(a, turn);
     uint32_t ticket = latency_ticket(l);
-    if (alive && role.receives) receive(a, role, turn.flag);
+    if (alive && duty.receives) receive(a, duty, turn.flag);
     latency_pass(g, l, turn, ticket);
 }
 

@@ -73,25 +73,25 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
 }
 
 /** What a block is to do, and which of those this is that receive. */
-typedef struct Role {
+typedef struct Duty {
     int sends, receives;
     int block, blocks;
-} Role;
+} Duty;
 
-__device__ __forceinline__ Role latency_role(const EpLatency &l) {
+__device__ __forceinline__ Duty latency_duty(const EpLatency &l) {
     int index = blockIdx.x, block = index - l.first_receiver;
-    return Role{index < l.senders, l.receives && block >= 0, block,
+    return Duty{index < l.senders, l.receives && block >= 0, block,
                 (int)gridDim.x - l.first_receiver};
 }
 
 /** By all threads of each block that receives, at its end: 1 in the last of them, which sees what
  *  the others have stored. */
-__device__ __forceinline__ int latency_is_last(const EpLatency &l, const Role &role) {
+__device__ __forceinline__ int latency_is_last(const EpLatency &l, const Duty &duty) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)role.blocks - 1;
+        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)duty.blocks - 1;
         if (is_last) *(volatile uint32_t *)&l.state->left = 0;
     }
     __syncthreads();
