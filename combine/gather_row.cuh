@@ -17,7 +17,7 @@ template <int VECTORS>
 __device__ __forceinline__ void load_vectors(uint4 x[VECTORS], uint32_t stage, int at) {
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
-        x[v] = ep_load_shared(stage + at + v * TEAM_THREADS * 16);
+        x[v] = ep_load_shared(stage + at + v * WORKERS * 16);
 }
 
 /* How far sum_vectors has come: the next term's stage, weight and vectors. */
@@ -72,21 +72,21 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &wor
     add_terms<T, VECTORS>(total, &next, work.run_end, work.terms, s, work, weights, at);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
-        ep_store_shared(next.stage + at + v * TEAM_THREADS * 16, ep_pack(total[v]));
+        ep_store_shared(next.stage + at + v * WORKERS * 16, ep_pack(total[v]));
 }
 
 #define VECTORS_AT_ONCE 2
 
-/* The workers: each team takes jobs in turn. */
+/* The workers. */
 template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
-    constexpr int STEP = TEAM_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
+    constexpr int STEP = WORKERS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipe_stages(p);
     uint32_t weights = ep_smem(p->weight), width = (uint32_t)p->shape.width;
-    for (uint32_t n = worker / TEAM_THREADS;; n += TEAMS) {
+    for (uint32_t n = 0;; n++) {
         pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[n % JOBS];
         uint32_t weight = weights + n % JOBS * width * (uint32_t)sizeof(float);
-        int at = worker % TEAM_THREADS * 16;
+        int at = worker * 16;
         if (work.bytes == PIPE_END) return;
 #pragma unroll 1
         for (; at + STEPS - STEP < work.bytes; at += STEPS)

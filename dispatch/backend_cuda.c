@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table: describes each operation to its kernel, and launches it. */
+#include <math.h>
+
 #include "dispatch/latency_cuda.h"
 #include "dispatch/quantise.h"
 #include "handles/handle_cuda.h"
@@ -62,6 +64,43 @@ static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t widt
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
                    group->rank, (long long)held, (long long)bytes, ep_cuda(group)->shared_bytes);
+}
+
+/* How many rows a token moves through each kind of block, in loads and stores, where routing is
+ * uniform. */
+typedef struct Moves {
+    double sent, received;
+} Moves;
+
+/* A token's entries: those of experts here and those of others; and of how many other ranks. */
+typedef struct Spread {
+    double own, other, ranks;
+} Spread;
+
+static Spread spread_of(const EpGroup *group, int32_t top_k) {
+    double ranks = group->size, k = top_k;
+    return (Spread){k / ranks, k - k / ranks, (ranks - 1) * (1 - pow(1 - 1 / ranks, k))};
+}
+
+static Moves scatter_moves(const EpGroup *group, const EpScatterArgs *a) {
+    Spread t = spread_of(group, a->top_k);
+    double multiplied = a->takes_dots ? 2 * a->top_k : a->top_k;
+    if (a->type) return (Moves){1 + t.ranks, 1 + t.ranks + multiplied};
+    return (Moves){1 + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
+}
+
+static Moves gather_moves(const EpGroup *group, const EpGatherArgs *a) {
+    Spread t = spread_of(group, a->top_k);
+    return (Moves){t.other + t.ranks, t.own + t.ranks + 1};
+}
+
+/* Blocks that receive. Where there are many, the wire decides how long senders take, so that they
+ * need not be more than receivers; but less than a quarter do not fill it. Those that receive also
+ * write zeros, where nothing comes. */
+static int32_t share_blocks(int32_t blocks, Moves moves) {
+    double share = moves.received / (moves.sent + moves.received);
+    if (blocks >= MANY_BLOCKS && moves.sent > 0) share = fmin(fmax(share, .5), .75);
+    return ep_min(blocks - 1, (int32_t)(blocks * fmax(share, .25) + .5));
 }
 
 /* Rows that are only copied may land where they belong, if that is in a window of the group; each
@@ -133,8 +172,9 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
     Grain grain = grain_of(group, !args.type), fill = grain_of(group, 0);
-    args.receivers = cuda->device.blocks / 2, args.chunk = grain.chunk;
     choose_landing(group, s, &args);
+    args.chunk = grain.chunk;
+    args.receivers = share_blocks(cuda->device.blocks, scatter_moves(group, &args));
     int64_t held = args.type ? 1 + state->top_k : 1;
     EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, grain.ahead, &args.send));
     EP_TRY(
@@ -144,12 +184,6 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, s->stream));
     return ep_cuda_order_leave(group, &cuda->order, s->stream, launch_scatter(handle, s, &args));
-}
-
-/* Summing blocks have more to do than reducing ones, which shows where there are few. Where there
- * are many, each has its neighbour: see pipe_role. */
-static int32_t reducers(int32_t blocks) {
-    return blocks >= MANY_BLOCKS ? blocks / 2 : (int32_t)ep_max(1, blocks * 42 / 100);
 }
 
 static EpStatus gather(EpHandle *handle, const EpGather *g) {
@@ -173,7 +207,8 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
                          .out_num_rows = g->out_num_rows,
                          .out_values = g->out_values};
     Grain grain = grain_of(group, 0);
-    args.receivers = reducers(cuda->device.blocks), args.chunk = grain.chunk;
+    args.chunk = grain.chunk;
+    args.receivers = share_blocks(cuda->device.blocks, gather_moves(group, &args));
     EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, grain.ahead, &args.pipe));
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);

@@ -12,10 +12,10 @@
 
 #define SLOTS_AT_ONCE 2
 
-/** Dot products of a row's slots, by warp of the team; over all pieces of the row. Two of each, so
- *  that one can be read while the next job's is written. */
+/** Dot products of a row's slots, by warp; over all pieces of the row. Two of each, so that one can
+ *  be read while the next job's is written. */
 typedef struct Dots {
-    float partial[TEAMS][2][EP_MAX_TOP_K][TEAM_WARPS];
+    float partial[2][EP_MAX_TOP_K][WORKER_WARPS];
 } Dots;
 
 /* A row in shared memory times the weights of N slots, each product, rounded, in place of the
@@ -24,9 +24,9 @@ typedef struct Dots {
 template <typename T, int N>
 __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stages &s,
                                              const PipeWork &work, const float *weight, int base,
-                                             int thread, float (*partial)[TEAM_WARPS], int adds) {
+                                             int thread, float (*partial)[WORKER_WARPS], int adds) {
     float dot[N] = {0};
-    for (int at = thread * 16; at < work.bytes; at += TEAM_THREADS * 16) {
+    for (int at = thread * 16; at < work.bytes; at += WORKERS * 16) {
         uint4 x = ep_load_shared(work.stage + at), y[N];
         EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
@@ -55,34 +55,31 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
 
 /* The last piece is multiplied: one thread for each slot adds up the warps' sums. */
 __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipe *p, uint32_t n,
-                                            const float (*partial)[TEAM_WARPS], int slots, int team,
+                                            const float (*partial)[WORKER_WARPS], int slots,
                                             int thread) {
-    ep_barrier(1 + team, TEAM_THREADS);
+    ep_barrier(1, WORKERS);
     if (thread >= slots) return;
     float dot = 0;
-    for (int w = 0; w < TEAM_WARPS; w++)
+    for (int w = 0; w < WORKER_WARPS; w++)
         dot += partial[thread][w];
     a.out_weights[p->slot[n % JOBS * p->shape.width + thread]] = dot;
 }
 
-/* Each team takes jobs in turn; where rows come in pieces, one team takes all, in order. */
 template <typename T>
-__device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int worker) {
-    int team = worker / TEAM_THREADS, thread = worker % TEAM_THREADS, pieces = p->shape.pieces;
+__device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int thread) {
+    int pieces = p->shape.pieces;
     Stages s = pipe_stages(p);
-    if (pieces > 1 && team) return;
-    for (uint32_t n = team, row = 0;; n += pieces > 1 ? 1 : TEAMS) {
+    for (uint32_t n = 0, row = 0;; n++) {
         pipe_wait(p->barrier[FULL], n);
         PipeWork work = p->work[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
         if (work.bytes == PIPE_END) return;
         int piece = p->piece[n % JOBS], base = 0;
-        float(*partial)[TEAM_WARPS] = dots->partial[team][row % 2];
+        float(*partial)[WORKER_WARPS] = dots->partial[row % 2];
         for (; base + SLOTS_AT_ONCE <= work.terms; base += SLOTS_AT_ONCE)
             multiply_few<T, SLOTS_AT_ONCE>(a, s, work, weight, base, thread, partial, piece);
         if (base < work.terms) multiply_few<T, 1>(a, s, work, weight, base, thread, partial, piece);
-        if (a.takes_dots && piece == pieces - 1)
-            finish_dots(a, p, n, partial, work.terms, team, thread);
+        if (a.takes_dots && piece == pieces - 1) finish_dots(a, p, n, partial, work.terms, thread);
         row += piece == pieces - 1;
         pipe_worked(p, n);
     }

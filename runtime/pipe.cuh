@@ -8,7 +8,8 @@
  *
  *     planner     decides what is next, waits for other ranks, writes the job's addresses
  *     loader      bulk copies: global memory -> stages
- *     workers     (where rows are computed) stages -> stages, in place; teams take jobs in turn
+ *     workers     (where rows are computed) stages -> stages, in place; all of them on one job, so
+ *                 that its stages are soon free again: how many bytes are under way decides
  *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
  *     announcer   tells the other side: heads of what has been written, or credits for what was
@@ -34,10 +35,8 @@
 #define JOBS 32
 #define PIPE_END (-1)
 #define PIPE_ENDS 12
-#define TEAM_WARPS 4
-#define TEAMS 3
-#define TEAM_THREADS (TEAM_WARPS * 32)
-#define WORKERS (TEAMS * TEAM_THREADS)
+#define WORKER_WARPS 15 /* 24 warps in all: each thread has 80 registers */
+#define WORKERS (WORKER_WARPS * 32)
 #define ANNOUNCE_BATCH 8
 static_assert(EP_MOST_AHEAD + PIPE_ENDS <= JOBS, "see above");
 
@@ -182,7 +181,7 @@ __device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, 
 /* A barrier takes 54 cycles to begin with, lane by lane: one warp would take 6 us for all of them.
  * So each warp has some. By one thread of each. */
 __device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side, int posters) {
-    const int arrivals[BARRIERS] = {posters, 32, TEAM_WARPS, 1, 1 + 32 * has_side, 32};
+    const int arrivals[BARRIERS] = {posters, 32, WORKER_WARPS, 1, 1 + 32 * has_side, 32};
     for (int kind = 0; kind < BARRIERS; kind++)
         for (int j = threadIdx.x / 32; j < JOBS; j += (int)blockDim.x / 32)
             ep_mbarrier_init(&p->barrier[kind][j], arrivals[kind]);
