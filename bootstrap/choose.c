@@ -50,7 +50,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve all ranks: %s", choice.reason);
     *out = backend == EP_BACKEND_CUDA ? choice : none;
-    snprintf(out->reason, sizeof(out->reason), "%s", choice.reason);
+    snprintf(out->reason, sizeof(out->reason), "%.200s%s", choice.reason,
+             out->shared ? "; ranks share GPUs, so times say nothing" : "");
     out->backend = backend;
     return EP_OK;
 }

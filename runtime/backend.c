@@ -26,7 +26,7 @@ EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not
         return cuda_usable ? EP_BACKEND_CUDA : EP_BACKEND_AUTO;
     }
     snprintf(reason, reason_bytes, "%s%s", cuda_usable ? "cuda: " : "host: ",
-             cuda_usable ? "every rank has a usable GPU of its own" : why_not);
+             cuda_usable ? "every rank has a usable GPU" : why_not);
     return cuda_usable ? EP_BACKEND_CUDA : EP_BACKEND_HOST;
 }
 

@@ -14,6 +14,8 @@
 #define HEADER 128 /* of a block: keeps 128-byte alignment */
 #define KINDS 128
 
+#define MOST_SHARERS 4 /* of a GPU: more take turns for minutes */
+
 /* ---- GPUs ---------------------------------------------------------------------------------- */
 
 static cudaError_t count_gpus(int *count) {
@@ -35,7 +37,8 @@ int gpu_least(int wanted) {
 
 int gpu_shares(int ranks) {
     const char *setting = getenv("EP_SHARE_GPUS");
-    return setting && strcmp(setting, "yes") == 0 && ranks > gpu_count();
+    int count = gpu_count();
+    return setting && strcmp(setting, "yes") == 0 && ranks > count && ranks <= MOST_SHARERS * count;
 }
 
 int gpu_missing(void) {

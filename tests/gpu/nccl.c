@@ -6,6 +6,7 @@
 
 #include "ep/ep_nccl.h"
 #include "tests/cases/run.h"
+#include "tests/gpu/arena.h"
 #include "tests/gpu/rig.h"
 
 /* NCCL as a framework would bring it: found when the test runs, or the test is skipped. */
@@ -93,8 +94,11 @@ static void borrow(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstr
 
 static void borrowed(const EpBootstrap *bootstrap) {
     Nccl nccl;
-    if (!load(&nccl)) {
-        check_left_out("there is no libnccl.so.2");
+    const char *lacks = gpu_shares(bootstrap->size) ? "NCCL wants a GPU for each rank"
+                        : load(&nccl)               ? NULL
+                                                    : "there is no libnccl.so.2";
+    if (lacks) {
+        check_left_out(lacks);
         return;
     }
     ncclComm_t comm = new_communicator(&nccl, bootstrap);
