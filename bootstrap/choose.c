@@ -2,6 +2,7 @@
 #include "bootstrap/choose.h"
 
 #include <stdio.h>
+#include <string.h>
 
 #include "runtime/cuda_limits.h"
 
@@ -50,8 +51,10 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve all ranks: %s", choice.reason);
     *out = backend == EP_BACKEND_CUDA ? choice : none;
-    snprintf(out->reason, sizeof(out->reason), "%.200s%s", choice.reason,
-             out->shared ? "; ranks share GPUs, so times say nothing" : "");
+    snprintf(out->reason, sizeof(out->reason), "%s", choice.reason);
+    if (out->shared)
+        strncat(out->reason, "; ranks share GPUs, so times say nothing",
+                sizeof(out->reason) - strlen(out->reason) - 1);
     out->backend = backend;
     return EP_OK;
 }
