@@ -151,6 +151,16 @@ cudaError_t cudaIpcCloseMemHandle(void *memory) {
     return cudaErrorNotSupported;
 }
 
+cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream) {
+    (void)stream;
+    return cudaMalloc(out, bytes);
+}
+
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
+    cudaError_t error = cudaStreamSynchronize(stream);
+    return error == cudaSuccess ? cudaFree(memory) : error;
+}
+
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
     *left = TOTAL_BYTES - used, *total = TOTAL_BYTES;
     return cudaSuccess;
