@@ -2,7 +2,6 @@
 #include "bootstrap/cuda_links.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/meet.h"
@@ -62,9 +61,7 @@ static int has_links(const char *bus) {
 EpStatus ep_cuda_choose_lines(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     EpLines wish = group->settings.lines;
-    int32_t mine = wish == EP_LINES_WHOLE, *all = calloc((size_t)group->size, sizeof(*all));
-    if (!all)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    int32_t mine = wish == EP_LINES_WHOLE, all[EP_CUDA_MAX_RANKS];
     /* Between ranks on one GPU there is no link. */
     if (wish == EP_LINES_AUTO && !group->choice.shared)
         mine = reaches_atomically(cuda->ordinal) || has_links(group->choice.bus);
@@ -72,7 +69,6 @@ EpStatus ep_cuda_choose_lines(EpGroup *group) {
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)
         cuda->whole_lines = cuda->whole_lines && all[r];
-    free(all);
     EP_DEBUG("lines of latency mode: %s", cuda->whole_lines ? "whole" : "fenced");
     return status;
 }

@@ -104,9 +104,7 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     cuda->comm = group->config.nccl_comm;
     if (cuda->comm) return check_borrowed(group, cuda);
-    ncclUniqueId mine = {{0}}, *all = calloc((size_t)group->size, sizeof(*all));
-    if (!all)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    ncclUniqueId mine = {{0}}, all[EP_CUDA_MAX_RANKS];
     EpStatus status = EP_OK;
     if (group->rank == 0)
         status = ep_cuda_check_nccl(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine));
@@ -117,7 +115,6 @@ static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
             cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0], group->rank));
         cuda->owns_comm = status == EP_OK;
     }
-    free(all);
     return gathered != EP_OK ? gathered : status;
 }
 

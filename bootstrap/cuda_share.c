@@ -20,6 +20,7 @@ static EpStatus refuse(const EpCall *call, const EpCudaWindow *window, const cha
 }
 
 static EpStatus offer(const EpCall *call, const EpCudaWindow *window, Card *out) {
+    if (!window->mapped) return ep_refuse(call, EP_ERR_NO_MEMORY, "window", "out of memory");
     void *begin = ep_cuda_allocation(window->memory);
     if (!begin) return refuse(call, window, "its allocation is not known");
     cudaError_t error = cudaIpcGetMemHandle(&out->handle, begin);
@@ -42,9 +43,10 @@ static EpStatus map(const EpGroup *group, int32_t r, const Card *card, EpCudaWin
     return EP_OK;
 }
 
-static EpStatus meet(EpGroup *group, const EpCall *call, EpCudaWindow *window, Card *all,
-                     char **peers) {
-    Card mine = {.offered = 0};
+EpStatus ep_cuda_share(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers) {
+    Card mine = {.offered = 0}, all[EP_CUDA_MAX_RANKS];
+    window->mapped = calloc((size_t)group->size, sizeof(*window->mapped));
+    window->shared = 1;
     EpStatus status = offer(call, window, &mine);
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
     EP_TRY(status);
@@ -53,21 +55,12 @@ static EpStatus meet(EpGroup *group, const EpCall *call, EpCudaWindow *window, C
     return EP_OK;
 }
 
-EpStatus ep_cuda_share(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers) {
-    Card *all = calloc((size_t)group->size, sizeof(*all));
-    window->mapped = calloc((size_t)group->size, sizeof(*window->mapped));
-    EpStatus status = all && window->mapped
-                          ? meet(group, call, window, all, peers)
-                          : ep_refuse(call, EP_ERR_NO_MEMORY, "window", "out of memory");
-    free(all);
-    return status;
-}
-
-void ep_cuda_unshare(EpGroup *group, EpCudaWindow *window) {
+int ep_cuda_unshare(EpGroup *group, EpCudaWindow *window) {
     const EpBootstrap *b = &group->bootstrap;
     for (int32_t r = 0; window->mapped && r < group->size; r++)
         if (window->mapped[r]) (void)cudaIpcCloseMemHandle(window->mapped[r]);
     free(window->mapped);
     window->mapped = NULL;
-    (void)b->barrier(b->context, group->timeout);
+    if (b->barrier(b->context, group->timeout) != EP_OK) group->lost = 1;
+    return !group->lost;
 }

@@ -14,7 +14,8 @@
  *  cannot be shared so. */
 EpStatus ep_cuda_share(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers);
 
-/** Collective: nobody maps the window any more. */
-void ep_cuda_unshare(EpGroup *group, EpCudaWindow *window);
+/** Collective: give back what is mapped of the others' parts. 0: not all have, so that this rank's
+ *  part must stay; the group is lost then. */
+int ep_cuda_unshare(EpGroup *group, EpCudaWindow *window);
 
 #endif

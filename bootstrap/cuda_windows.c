@@ -134,8 +134,8 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     const EpCuda *cuda = ep_cuda(group);
     EpCudaWindow w = *window;
     *window = (EpCudaWindow){.memory = NULL};
-    if ((w.nccl || w.mapped) && !together) return;
-    if (w.mapped) ep_cuda_unshare(group, &w);
+    if ((w.nccl || w.shared) && !together) return;
+    if (w.shared && !ep_cuda_unshare(group, &w)) return;
     if (w.nccl) cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl);
     if (!w.owned || !w.memory) return;
     if (cuda->nccl)

@@ -113,7 +113,7 @@ __device__ __forceinline__ int own_k(const Lane *l) {
 __device__ __forceinline__ Index load_own_index(const EpPrepareArgs &a, const Lane *l, int first) {
     int token = own_token(l, first), k = own_k(l);
     if (token >= l->end || k >= a.top_k) return Index{-1, -1};
-    return load_index(a, token * a.top_k + k);
+    return load_index(a, (int64_t)token * a.top_k + k);
 }
 
 __device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Index &index) {

@@ -35,7 +35,7 @@ typedef struct Index {
     int32_t low, high; /* high: of an int64 alone */
 } Index;
 
-__device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int entry) {
+__device__ __forceinline__ Index load_index(const EpPrepareArgs &a, int64_t entry) {
     Index index;
     if (a.idx_is_int64) {
         int2 both = __ldg((const int2 *)a.topk_idx + entry);

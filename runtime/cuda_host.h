@@ -18,7 +18,8 @@ typedef struct EpCudaWindow {
     char *memory; /**< NULL: none */
     int64_t bytes;
     ncclWindow_t nccl; /**< NULL in a group without NCCL */
-    void **mapped;     /**< [size] where ranks share GPUs: what was mapped of each, or NULL */
+    int shared;        /**< of ranks that share GPUs */
+    void **mapped;     /**< [size] then: what was mapped of each, or NULL */
     int owned;         /**< allocated with the window, and freed with it */
 } EpCudaWindow;
 

@@ -19,7 +19,7 @@ typedef struct Card {
     int device;
 } Card;
 
-/* Small allocations share a block, and a handle is one of the block: take one for ourselves. */
+/* Small allocations share a block, all of which a handle opens: take one for ourselves. */
 static const size_t least_bytes = 2 << 20;
 
 static bool alloc_own(Peers *p, size_t bytes) {

@@ -262,8 +262,9 @@ typedef struct EpGroup EpGroup;
  * reaches, so a program that says AUTO asks ep_group_query which one it got before it allocates; a
  * program whose tensors are in either kind of memory in any case names its backend.
  *
- * AUTO means CUDA where every rank has a usable GPU of its own, and HOST elsewhere. All ranks come
- * to the same choice, and EpGroupInfo's reason (and ep_info) says what decided it.
+ * AUTO means CUDA where every rank has a usable GPU, of its own unless EP_SHARE_GPUS lets ranks
+ * share, and HOST elsewhere. All ranks come to the same choice, and EpGroupInfo's reason (and
+ * ep_info) says what decided it.
  */
 typedef enum EpBackend {
     EP_BACKEND_AUTO = 1, /**< setting EP_BACKEND, else the best that every rank can have */

@@ -14,7 +14,7 @@
 #define HEADER 128 /* of a block: keeps 128-byte alignment */
 #define KINDS 128
 
-#define MOST_SHARERS 4 /* of a GPU: more take turns for minutes */
+#define MOST_SHARERS 4 /* of a GPU: of many more, a test takes minutes */
 
 /* ---- GPUs ---------------------------------------------------------------------------------- */
 

@@ -52,7 +52,7 @@ static RankThread *threads_new(int ranks, RankBody body, void *arg) {
 void run_ranks(int ranks, RankBody body, void *arg) {
     if (GPU_SHARES(ranks))
         ranked_instead(ranks, body, arg);
-    else if (!ranked_is())
+    else if (!TESTS_ON_GPU || !ranked_is())
         run_on_threads(ranks, body, arg);
 }
 
