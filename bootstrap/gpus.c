@@ -140,7 +140,8 @@ static int check_processes(const EpGpuReport *all, int32_t size, Reason reason) 
     return 1;
 }
 
-/* Two ranks on one node: each with a GPU of its own, and these reach each other. */
+/* Two ranks on one node: each with a GPU of its own, and these reach each other; or both willing to
+ * share one. */
 static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s,
                       Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];

@@ -109,10 +109,9 @@ __device__ __forceinline__ int send_begins(const EpPrepareArgs &a, const Lane *l
     return 1;
 }
 
-/* At once. Who reads entries waits for less of them if it does not: the type is not aligned to
- * this.
- */
-__device__ __forceinline__ void store_entry(const EpPrepareArgs &a, int i, const EpEntry &e) {
+/* At once. Who reads entries waits for less of them if it does not: so the type is not aligned to
+ * this. */
+__device__ __forceinline__ void store_entry(const EpPrepareArgs &a, int64_t i, const EpEntry &e) {
     static_assert(sizeof(EpEntry) == sizeof(uint4), "as one");
     *((uint4 *)a.plan.entries + i) =
         make_uint4((uint32_t)e.slot, (uint32_t)e.row,
@@ -138,7 +137,7 @@ __device__ __forceinline__ void place_chunk(const EpPrepareArgs &a, const Lane *
     if (FLAT && carries) slot = l->ranks->before[o.owner] + row;
     if (FLAT && carries && slot >= slot_limit(a, 0)) slot = -1;
     if (token < l->end && k < a.top_k)
-        store_entry(a, token * a.top_k + k,
+        store_entry(a, (int64_t)token * a.top_k + k,
                     EpEntry{slot, row, (int16_t)o.owner, (int16_t)expert, carries});
     if (carries && o.owner == g.rank) a.plan.own_token[row] = token;
 }

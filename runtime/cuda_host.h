@@ -18,7 +18,7 @@ typedef struct EpCudaWindow {
     char *memory; /**< NULL: none */
     int64_t bytes;
     ncclWindow_t nccl; /**< NULL in a group without NCCL */
-    int shared;        /**< of ranks that share GPUs */
+    int shared;        /**< ep_cuda_share was called, on all ranks: so will be ep_cuda_unshare */
     void **mapped;     /**< [size] then: what was mapped of each, or NULL */
     int owned;         /**< allocated with the window, and freed with it */
 } EpCudaWindow;

@@ -67,7 +67,7 @@ static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
 }
 
 Test(dispatch_chunks, beyond_the_default_stage, .timeout = 120) {
-    if (!GPU_SHARES(2)) GPU_NEEDS(2);
+    GPU_NEEDS(2);
     GPU_ROOM((size_t)768 << 20);
     Case c = {.ranks = 2, .experts = 4, .hidden = 4096, .max_tokens = 2500, .spread = SPREAD_FULL};
     World *world = world_new(&c);

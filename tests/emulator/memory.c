@@ -134,7 +134,17 @@ cudaError_t cudaFreeHost(void *memory) {
     return cudaFree(memory);
 }
 
-/* ---- looking ---- */
+cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream) {
+    (void)stream;
+    return cudaMalloc(out, bytes);
+}
+
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
+    cudaError_t error = cudaStreamSynchronize(stream);
+    return error == cudaSuccess ? cudaFree(memory) : error;
+}
+
+/* ---- of other processes: there are none ---- */
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory) {
     (void)out, (void)memory;
@@ -151,15 +161,7 @@ cudaError_t cudaIpcCloseMemHandle(void *memory) {
     return cudaErrorNotSupported;
 }
 
-cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t stream) {
-    (void)stream;
-    return cudaMalloc(out, bytes);
-}
-
-cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
-    cudaError_t error = cudaStreamSynchronize(stream);
-    return error == cudaSuccess ? cudaFree(memory) : error;
-}
+/* ---- looking ---- */
 
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
     *left = TOTAL_BYTES - used, *total = TOTAL_BYTES;

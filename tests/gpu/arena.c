@@ -8,6 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "tests/harness/ranked.h"
+
 /* An arena of blocks: pinning is slow, and may wait for kernels that wait for this very thread, so
  * it is done once, before there are any. Blocks are of 2^n bytes, or 5, 6 or 7 quarters of that. */
 #define ARENA_BYTES ((size_t)160 << 20)
@@ -41,6 +43,10 @@ int gpu_shares(int ranks) {
     return setting && strcmp(setting, "yes") == 0 && ranks > count && ranks <= MOST_SHARERS * count;
 }
 
+int gpu_serve(int ranks) {
+    return ranks <= gpu_count() || gpu_shares(ranks);
+}
+
 int gpu_missing(void) {
     int count;
     cudaError_t error = count_gpus(&count);
@@ -54,7 +60,7 @@ static _Thread_local int taken;
 
 /* Tests of few ranks that run side by side begin at different GPUs; MPI ranks must agree. */
 void gpu_take(int rank) {
-    int count = gpu_count(), first = getenv("OMPI_COMM_WORLD_SIZE") ? 0 : (int)getpid();
+    int count = gpu_count(), first = ranked_is() ? 0 : (int)getpid();
     if (count > 0) (void)cudaSetDevice((first + rank) % count);
     taken = 1;
 }

@@ -14,8 +14,11 @@ int gpu_count(void);
 int gpu_least(int wanted);
 /** 1, and a sentence on stdout, where there are none. */
 int gpu_missing(void);
-/** Whether there are fewer for so many ranks, but not by far, and EP_SHARE_GPUS lets them share. */
+/** Whether there are fewer for so many ranks, but not by far, and EP_SHARE_GPUS lets them share:
+ *  then each rank takes a process. */
 int gpu_shares(int ranks);
+/** Whether there are enough for so many ranks, each for one or shared. */
+int gpu_serve(int ranks);
 /** The calling thread uses the GPU of a rank from now on. */
 void gpu_take(int rank);
 

@@ -12,6 +12,7 @@
 #include "tests/gpu/arena.h"
 #include "tests/gpu/rig.h"
 #include "tests/harness/process.h"
+#include "tests/harness/ranked.h"
 
 static Case killed_case(int ranks) {
     return case_complete((Case){.ranks = ranks,
@@ -96,9 +97,8 @@ static void start(const char *test, const char *ranks) {
 }
 
 static void killed_peer(const char *test, const char *ranks) {
-    if (atoi(ranks) > gpu_count() && !gpu_shares(atoi(ranks)))
-        cr_skip_test("needs %s GPUs, there are %d", ranks, gpu_count());
-    if (getenv("OMPI_COMM_WORLD_SIZE")) play_rank();
+    if (!gpu_serve(atoi(ranks))) cr_skip_test("needs %s GPUs, there are %d", ranks, gpu_count());
+    if (ranked_is()) play_rank();
     start(test, ranks);
 }
 

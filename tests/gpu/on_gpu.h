@@ -5,8 +5,9 @@
 /**
  * The same tests on the CUDA backend. This header goes in front of every test source (-include):
  * memory comes from a pinned arena that GPUs can read and write (what does not is moved there for
- * the call), each operation is followed by a synchronization, each rank takes a GPU of its own, and
- * tests of more ranks than GPUs are skipped. So test bodies and oracle stay as they are.
+ * the call), each operation is followed by a synchronization, each rank takes a GPU of its own (but
+ * see gpu_shares), and tests of more ranks than GPUs are skipped. So test bodies and oracle stay as
+ * they are.
  *
  * Tests may run side by side on the same GPUs (criterion's -j): kernels of several processes share
  * a GPU by turns, also while they wait for a peer.
@@ -71,12 +72,12 @@ void gpu_group_destroy(EpGroup *group);
 #define TESTS_HAVE_LATENCY 1
 #define TESTS_HAVE_QUANT 1
 #define TESTS_HAVE_SOURCE_COUNTS 1
-#define GPU_NEEDS(ranks)                                                       \
-    do {                                                                       \
-        if ((ranks) > gpu_count())                                             \
-            cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
+#define GPU_SKIP_UNLESS(enough, ranks)                                                    \
+    do {                                                                                  \
+        if (!(enough)) cr_skip_test("needs %d GPUs, there are %d", (ranks), gpu_count()); \
     } while (0)
-#define GPU_SHARES(ranks) gpu_shares(ranks)
+#define GPU_NEEDS(ranks) GPU_SKIP_UNLESS(gpu_serve(ranks), ranks)
+#define THREADS_NEED(ranks) GPU_SKIP_UNLESS((ranks) <= gpu_count(), ranks)
 #define GPU_TAKE(rank) gpu_take(rank)
 #define GPU_RANKS(wanted) gpu_least(wanted)
 #define GPU_MISSING() gpu_missing()

@@ -3,25 +3,17 @@
 
 #include "tests/harness/check.h"
 
-#include <stdio.h>
-
-static const struct criterion_test *current;
-
-const char *body_name(void) {
-    static char name[512];
-    snprintf(name, sizeof(name), "%s/%s", current->category, current->name);
-    return name;
-}
-
 #if TESTS_OWN_RUNNER
 
 #include <fnmatch.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+static const struct criterion_test *current;
 static jmp_buf leave;
 
 /* ---- the tests ---- */
@@ -47,6 +39,12 @@ const char *bodies_option(int argc, char **argv, const char *name, const char *o
     for (int i = 1; i + 1 < argc; i++)
         if (strcmp(argv[i], name) == 0) return argv[i + 1];
     return otherwise;
+}
+
+const char *body_name(void) {
+    static char name[512];
+    snprintf(name, sizeof(name), "%s/%s", current->category, current->name);
+    return name;
 }
 
 /* ---- what Criterion's macros call, in place of its library's ---- */

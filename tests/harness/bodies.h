@@ -22,7 +22,7 @@ int body_selected(const struct criterion_test *test, const char *pattern);
 /** Run a test on this thread, in this process. What it does to the environment is undone. */
 Outcome body_run(const struct criterion_test *test);
 
-/** "suite/test": the one that runs, where these runners run it. */
+/** "suite/test": the one that runs. */
 const char *body_name(void);
 
 /** The argument behind an option, or `otherwise`. */

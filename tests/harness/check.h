@@ -80,10 +80,10 @@ void check_skip(void);
 #define TESTS_HAVE_QUANT 1
 /** Whether it counts by source. */
 #define TESTS_HAVE_SOURCE_COUNTS 1
-/** Skip, on Criterion's thread, a test of more ranks than there are GPUs. */
+/** Skip, on Criterion's thread, a test of more ranks than GPUs serve, each one or several. */
 #define GPU_NEEDS(ranks) (void)(ranks)
-/** Whether so many ranks share GPUs, so that each takes a process. */
-#define GPU_SHARES(ranks) ((void)(ranks), 0)
+/** The same where each takes one of its own. */
+#define THREADS_NEED(ranks) (void)(ranks)
 /** Give the calling thread the GPU of a rank. */
 #define GPU_TAKE(rank) (void)(rank)
 /** The most ranks that a case may have here. */

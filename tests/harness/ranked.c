@@ -9,8 +9,6 @@
 #include "tests/harness/bodies.h"
 #include "tests/harness/process.h"
 
-#define SHARED_SECONDS 110 /* for what has 120 */
-
 static void start_mpirun(const char *test, int ranks, int seconds) {
     char count[16], limit[16];
     snprintf(count, sizeof(count), "%d", ranks);
@@ -61,7 +59,7 @@ void ranked_leave(void) {
 /* A rank that failed must not wait in MPI_Finalize for others that wait for it. */
 void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    if (!GPU_SHARES(ranks)) GPU_NEEDS(ranks);
+    GPU_NEEDS(ranks);
     if (!ranked_is()) {
         start_mpirun(test, ranks, seconds);
         return;
@@ -72,6 +70,10 @@ void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
     check_assert();
     ranked_leave();
 }
+
+#if TESTS_ON_GPU
+
+#define SHARED_SECONDS 110 /* for what has 120 */
 
 static void start_once(const char *test, int ranks) {
     static char started_test[256];
@@ -92,3 +94,5 @@ void ranked_instead(int ranks, RankBody body, void *arg) {
     check_skip();
     check_assert();
 }
+
+#endif

@@ -19,9 +19,9 @@ typedef void (*RankedBody)(const EpBootstrap *bootstrap);
 void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
 
 /**
- * Ranks that would be threads, but share GPUs, as processes: the same for a body of a test that
- * may have several, of different numbers of ranks. Each number is started once, and plays those
- * bodies of the test that are of this number.
+ * On GPUs: ranks that would be threads, but share GPUs, as processes: the same for a body of a test
+ * that may have several, of different numbers of ranks. Each number is started once, and plays
+ * those bodies of the test that are of this number.
  */
 void ranked_instead(int ranks, RankBody body, void *arg);
 

@@ -163,7 +163,7 @@ int suites_main(int argc, char **argv) {
     const char *pattern = bodies_option(argc, argv, "--filter", "*");
     const char *suite = bodies_option(argc, argv, "--suite", NULL);
     if (suite) return play_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
-    if (getenv("OMPI_COMM_WORLD_SIZE")) return play_rank(pattern);
+    if (ranked_is()) return play_rank(pattern);
     if (GPU_MISSING()) return 0;
     return run_all(pattern, jobs_of(argc, argv));
 }

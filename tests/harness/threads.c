@@ -50,14 +50,18 @@ static RankThread *threads_new(int ranks, RankBody body, void *arg) {
 }
 
 void run_ranks(int ranks, RankBody body, void *arg) {
-    if (GPU_SHARES(ranks))
+#if TESTS_ON_GPU
+    if (gpu_shares(ranks)) {
         ranked_instead(ranks, body, arg);
-    else if (!TESTS_ON_GPU || !ranked_is())
-        run_on_threads(ranks, body, arg);
+        return;
+    }
+    if (ranked_is()) return; /* these have been played by who started the ranks */
+#endif
+    run_on_threads(ranks, body, arg);
 }
 
 void run_on_threads(int ranks, RankBody body, void *arg) {
-    GPU_NEEDS(ranks);
+    THREADS_NEED(ranks);
     RankThread *threads = threads_new(ranks, body, arg);
     for (int r = 0; r < ranks; r++) {
         int error = pthread_create(&threads[r].thread, NULL, rank_main, &threads[r]);

@@ -4,7 +4,7 @@
 
 /**
  * Ranks as threads of the test's process, over ep_bootstrap_local. Where ranks share GPUs, which
- * takes processes, those of run_ranks are processes instead: see GPU_SHARES.
+ * takes processes, those of run_ranks are processes instead: see gpu_shares.
  */
 
 #include "tests/harness/check.h"

@@ -17,7 +17,7 @@ static void check_quotient(int32_t n, int32_t d) {
           "%d / %d: %d, remainder %d", n, d, ep_quotient(n, divisor), ep_remainder(n, divisor));
 }
 
-Test(runtime_divide, quotients) {
+SoloTest(runtime_divide, quotients) {
     Random random = random_stream(1, 0, 0);
     for (int32_t d = 1; d < 5000; d++) {
         int32_t last = last_dividend(d);
@@ -32,7 +32,7 @@ Test(runtime_divide, quotients) {
     }
 }
 
-Test(runtime_divide, owners) {
+SoloTest(runtime_divide, owners) {
     for (int32_t ranks = 1; ranks <= 72; ranks++) {
         for (int32_t experts = 1; experts <= 4096; experts += experts < 300 ? 1 : 61) {
             EpPlacement placement = {experts, ranks};
