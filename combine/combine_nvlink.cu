@@ -56,9 +56,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
     int thread = (int)threadIdx.x - FIRST_WORKER * 32;
+    Shared *kept = ep_keep_shared(&s);
     Role role = pipe_role(a.receivers);
     uint32_t epoch = ep_epoch(a.group);
-    pipe_open(&s.pipe, a.pipe, memory, a.carries_values, a.top_k);
+    pipe_open(&kept->pipe, a.pipe, memory, a.carries_values, a.top_k);
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
         return;
@@ -67,11 +68,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives) zero_beyond(a, role, thread);
     if (thread >= 0)
-        sum(a, &s.pipe, thread);
+        sum(a, &kept->pipe, thread);
     else if (role.receives)
-        reduce(a, &s.pipe, epoch, role.count);
+        reduce(a, &kept->pipe, epoch, role.count);
     else
-        sum_up(a, &s, epoch, role.count);
+        sum_up(a, kept, epoch, role.count);
     ep_leave(a.group, epoch);
 }
 

@@ -30,7 +30,7 @@ template <int VECTORS> struct NextTerm {
 /* The terms from `begin` up to `end`. Each is read while the one before is added. */
 template <typename T, int VECTORS>
 __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VECTORS> *next,
-                                          int begin, int end, const Stages &s, const PipeWork &work,
+                                          int begin, int end, const Stages &s, const PipeJob &job,
                                           uint32_t weights, int at) {
     int i = begin;
     if (begin >= end) return;
@@ -40,7 +40,7 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
         float weight = next->weight;
         for (int v = 0; v < VECTORS; v++)
             term[v] = ep_unpack<T>(next->x[v]);
-        if (++i < work.terms) {
+        if (++i < job.terms) {
             next->stage = stage_of(s, next->stage, 1);
             next->weight = ep_load_shared_float(weights + i * (int)sizeof(float));
             load_vectors<VECTORS>(next->x, next->stage, at);
@@ -54,22 +54,22 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
 /* VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted and summed
  * on their own, then added to the total; the weight of each other term is 1. */
 template <typename T, int VECTORS>
-__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &work, uint32_t weights,
-                                            int at) {
+__device__ __forceinline__ void sum_vectors(const Stages &s, const PipeJob &job, uint32_t first,
+                                            uint32_t weights, int at) {
     EpVector<T> total[VECTORS] = {};
-    NextTerm<VECTORS> next = {work.stage, ep_load_shared_float(weights), {}};
-    load_vectors<VECTORS>(next.x, work.stage, at);
-    add_terms<T, VECTORS>(total, &next, 0, work.run, s, work, weights, at);
-    if (work.run < work.run_end) {
+    NextTerm<VECTORS> next = {first, ep_load_shared_float(weights), {}};
+    load_vectors<VECTORS>(next.x, first, at);
+    add_terms<T, VECTORS>(total, &next, 0, job.run, s, job, weights, at);
+    if (job.run < job.run_end) {
         EpVector<T> run[VECTORS] = {};
-        add_terms<T, VECTORS>(run, &next, work.run, work.run_end, s, work, weights, at);
+        add_terms<T, VECTORS>(run, &next, job.run, job.run_end, s, job, weights, at);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
 #pragma unroll
             for (int e = 0; e < EpVector<T>::SIZE; e++)
                 total[v].at[e] += run[v].at[e];
     }
-    add_terms<T, VECTORS>(total, &next, work.run_end, work.terms, s, work, weights, at);
+    add_terms<T, VECTORS>(total, &next, job.run_end, job.terms, s, job, weights, at);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
         ep_store_shared(next.stage + at + v * WORKERS * 16, ep_pack(total[v]));
@@ -81,19 +81,20 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const PipeWork &wor
 template <typename T> __device__ void sum_rows(Pipe *p, int worker) {
     constexpr int STEP = WORKERS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipe_stages(p);
-    uint32_t weights = ep_smem(p->weight), width = (uint32_t)p->shape.width;
+    uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
     for (uint32_t n = 0;; n++) {
         pipe_wait(p->barrier[FULL], n);
-        PipeWork work = p->work[n % JOBS];
+        PipeJob job = p->job[n % JOBS];
+        if (job.loads == PIPE_END) return;
+        uint32_t first = p->first[n % JOBS];
         uint32_t weight = weights + n % JOBS * width * (uint32_t)sizeof(float);
         int at = worker * 16;
-        if (work.bytes == PIPE_END) return;
 #pragma unroll 1
-        for (; at + STEPS - STEP < work.bytes; at += STEPS)
-            sum_vectors<T, VECTORS_AT_ONCE>(s, work, weight, at);
+        for (; at + STEPS - STEP < job.bytes; at += STEPS)
+            sum_vectors<T, VECTORS_AT_ONCE>(s, job, first, weight, at);
 #pragma unroll 1
-        for (; at < work.bytes; at += STEP)
-            sum_vectors<T, 1>(s, work, weight, at);
+        for (; at < job.bytes; at += STEP)
+            sum_vectors<T, 1>(s, job, first, weight, at);
         pipe_worked(p, n);
     }
 }

@@ -142,9 +142,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     scatter_kernel(const __grid_constant__ EpScatterArgs a) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
+    Shared *kept = ep_keep_shared(&s);
     uint32_t epoch = ep_epoch(a.group);
     Role role = pipe_role(a.receivers);
-    pipe_open(&s.pipe, role.receives ? a.fill : a.send, memory,
+    pipe_open(&kept->pipe, role.receives ? a.fill : a.send, memory,
               role.receives ? fills_side(a) : has_side(a), a.top_k);
     if (!ep_enter(a.group, a.plan, epoch)) {
         ep_leave(a.group, epoch);
@@ -152,9 +153,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     ep_arrive(a.group, epoch, a.where);
     if (role.receives)
-        fill(a, &s, epoch, role);
+        fill(a, kept, epoch, role);
     else
-        send(a, &s, epoch, role.count);
+        send(a, kept, epoch, role.count);
     ep_leave(a.group, epoch);
 }
 

@@ -22,16 +22,16 @@ typedef struct Dots {
  * slot's row; and the dot products of the row with those. Each thread sums the products of its
  * vectors in order, each warp its threads', finish_dots the warps': always in the same way. */
 template <typename T, int N>
-__device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stages &s,
-                                             const PipeWork &work, const float *weight, int base,
-                                             int thread, float (*partial)[WORKER_WARPS], int adds) {
+__device__ __forceinline__ void
+multiply_few(const EpScatterArgs &a, const Stages &s, const PipeJob &job, uint32_t first,
+             const float *weight, int base, int thread, float (*partial)[WORKER_WARPS], int adds) {
     float dot[N] = {0};
-    for (int at = thread * 16; at < work.bytes; at += WORKERS * 16) {
-        uint4 x = ep_load_shared(work.stage + at), y[N];
+    for (int at = thread * 16; at < job.bytes; at += WORKERS * 16) {
+        uint4 x = ep_load_shared(first + at), y[N];
         EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            y[i] = a.takes_dots ? ep_load_shared(stage_of(s, work.stage, 1 + base + i) + at) : x;
+            y[i] = a.takes_dots ? ep_load_shared(stage_of(s, first, 1 + base + i) + at) : x;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             EpVector<T> other = ep_unpack<T>(y[i]), product;
@@ -40,8 +40,7 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
                 if (a.takes_dots) dot[i] = fmaf(row.at[e], other.at[e], dot[i]);
                 product.at[e] = weight[base + i] * row.at[e];
             }
-            ep_store_shared(stage_of(s, work.stage, 1 + base + i) + at,
-                            a.weighs ? ep_pack(product) : x);
+            ep_store_shared(stage_of(s, first, 1 + base + i) + at, a.weighs ? ep_pack(product) : x);
         }
     }
 #pragma unroll
@@ -71,15 +70,17 @@ __device__ void multiply_rows(const EpScatterArgs &a, Pipe *p, Dots *dots, int t
     Stages s = pipe_stages(p);
     for (uint32_t n = 0, row = 0;; n++) {
         pipe_wait(p->barrier[FULL], n);
-        PipeWork work = p->work[n % JOBS];
+        PipeJob job = p->job[n % JOBS];
+        if (job.loads == PIPE_END) return;
+        uint32_t first = p->first[n % JOBS];
         const float *weight = &p->weight[n % JOBS * p->shape.width];
-        if (work.bytes == PIPE_END) return;
         int piece = p->piece[n % JOBS], base = 0;
         float(*partial)[WORKER_WARPS] = dots->partial[row % 2];
-        for (; base + SLOTS_AT_ONCE <= work.terms; base += SLOTS_AT_ONCE)
-            multiply_few<T, SLOTS_AT_ONCE>(a, s, work, weight, base, thread, partial, piece);
-        if (base < work.terms) multiply_few<T, 1>(a, s, work, weight, base, thread, partial, piece);
-        if (a.takes_dots && piece == pieces - 1) finish_dots(a, p, n, partial, work.terms, thread);
+        for (; base + SLOTS_AT_ONCE <= job.terms; base += SLOTS_AT_ONCE)
+            multiply_few<T, SLOTS_AT_ONCE>(a, s, job, first, weight, base, thread, partial, piece);
+        if (base < job.terms)
+            multiply_few<T, 1>(a, s, job, first, weight, base, thread, partial, piece);
+        if (a.takes_dots && piece == pieces - 1) finish_dots(a, p, n, partial, job.terms, thread);
         row += piece == pieces - 1;
         pipe_worked(p, n);
     }

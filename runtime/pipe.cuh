@@ -73,32 +73,36 @@ struct alignas(16) PipeJob {
     int8_t run, run_end; /* of the terms: those that are weighted, and added up first */
 };
 
-/** A job as workers and storers see it. */
-struct alignas(16) PipeWork {
-    uint32_t stage; /* the first, as an address in shared memory */
-    int32_t bytes;  /* PIPE_END */
-    int16_t stores, terms;
-    int8_t run, run_end;
-    int16_t
-        spent; /* stages that are free when the job has been worked on; stores are of the rest */
+/** An array in shared memory, by how far it is from here: so that compilers see that it is there.
+ */
+template <typename T> struct PipeCells {
+    ptrdiff_t distance;
+    __device__ __forceinline__ T *begin(void) const {
+        return (T *)((char *)this + distance);
+    }
+    __device__ __forceinline__ T &operator[](int i) const {
+        return begin()[i];
+    }
+    __device__ __forceinline__ char *place(char *memory, int count) {
+        distance = memory - (char *)this;
+        return memory + count * sizeof(T);
+    }
 };
 
 typedef struct Pipe {
     PipeJob job[JOBS];
-    PipeWork work[JOBS];
+    uint32_t first[JOBS]; /* of a job's stages, as an address in shared memory; by the loader */
     uint64_t barrier[BARRIERS][JOBS];
-    int32_t spent[JOBS], held[JOBS]; /* stages, as the loader remembers when the planner has gone
-                                        on: until the job is worked on, until it is stored */
     int32_t notes[JOBS];
     int32_t item[JOBS], source[JOBS]; /* what it is: token, or row and its source */
     int32_t piece[JOBS];              /* which piece of its row */
     /* [JOBS, width] */
-    const char **from; /* NULL: the stage is only held */
-    char **to;
-    int32_t *peer, *row; /* the announcer's notes */
-    int32_t *slot;
-    float *weight;
-    uint32_t stage; /* of all jobs, as an address in shared memory */
+    PipeCells<const char *> from; /* NULL: the stage is only held */
+    PipeCells<char *> to;
+    PipeCells<int32_t> peer, row; /* the announcer's notes */
+    PipeCells<int32_t> slot;
+    PipeCells<float> weight;
+    uint32_t stages; /* all of them, as an address in shared memory */
     EpPipeShape shape;
 } Pipe;
 
@@ -146,7 +150,7 @@ typedef struct Stages {
 
 __device__ __forceinline__ Stages pipe_stages(const Pipe *p) {
     uint32_t bytes = (uint32_t)p->shape.stage_bytes;
-    return Stages{p->stage, p->stage + p->shape.stages * bytes, bytes};
+    return Stages{p->stages, p->stages + p->shape.stages * bytes, bytes};
 }
 
 /** Stage i of those that begin at `first`. */
@@ -168,14 +172,14 @@ __device__ __forceinline__ int team_width(int top_k) {
 /* Where the arrays lie. By one thread. */
 __device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, char *memory) {
     int cells = JOBS * shape.width;
-    p->shape = shape, p->stage = ep_smem(memory);
+    p->shape = shape, p->stages = ep_smem(memory);
     memory += (size_t)shape.stages * shape.stage_bytes;
-    p->from = (const char **)memory, memory += cells * sizeof(char *);
-    p->to = (char **)memory, memory += cells * sizeof(char *);
-    p->peer = (int32_t *)memory, memory += cells * sizeof(int32_t);
-    p->row = (int32_t *)memory, memory += cells * sizeof(int32_t);
-    p->slot = (int32_t *)memory, memory += cells * sizeof(int32_t);
-    p->weight = (float *)memory;
+    memory = p->from.place(memory, cells);
+    memory = p->to.place(memory, cells);
+    memory = p->peer.place(memory, cells);
+    memory = p->row.place(memory, cells);
+    memory = p->slot.place(memory, cells);
+    p->weight.place(memory, cells);
 }
 
 /* A barrier takes 54 cycles to begin with, lane by lane: one warp would take 6 us for all of them.
@@ -252,62 +256,61 @@ __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPE_ENDS) return;
     pipe_wait(p->barrier[POSTED], end);
-    p->work[end % JOBS].bytes = PIPE_END;
     ep_mbarrier_arrive_for(&p->barrier[FULL][end % JOBS], 32);
 }
 
-/** The stages of jobs under way. */
+/** The stages of jobs under way. What lane j says is of the job in place j, since the planner may
+ *  have gone on there. */
 typedef struct Held {
     uint32_t oldest; /* job that holds any */
     int unused;      /* stages that none holds */
     int worked;      /* whether the oldest job has given back what it has spent */
+    int spent, rest; /* by lane: stages until the job is worked on, until it is stored */
 } Held;
 
 /* Wait for the oldest job to give back stages. */
 __device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
-    int j = h->oldest % JOBS;
     if (works && !h->worked) {
         pipe_wait(p->barrier[WORKED], h->oldest);
-        h->unused += p->spent[j], h->worked = 1;
+        h->unused += __shfl_sync(~0u, h->spent, h->oldest % JOBS), h->worked = 1;
         return;
     }
     pipe_wait(p->barrier[FREED], h->oldest);
-    h->unused += p->held[j], h->worked = 0, h->oldest++;
+    h->unused += __shfl_sync(~0u, h->rest, h->oldest % JOBS), h->worked = 0, h->oldest++;
 }
 
-/* What others must know of job n, by one thread, and how much is to come. */
-__device__ __forceinline__ void pipe_describe(Pipe *p, int j, const PipeJob &job, uint32_t stage,
-                                              int works) {
-    int spent = works ? job.loads - job.stores : 0;
-    p->spent[j] = spent, p->held[j] = job.loads - spent;
-    p->work[j] =
-        PipeWork{stage, job.bytes, job.stores, job.terms, job.run, job.run_end, (int16_t)spent};
-    ep_mbarrier_expect(&p->barrier[FULL][j], (uint32_t)(job.brought * job.bytes));
+/** Stages that are free when a job has been worked on; its stores are of the rest. */
+__device__ __forceinline__ int pipe_spent(const PipeJob &job, int works) {
+    return works ? job.loads - job.stores : 0;
 }
 
-/** By a warp, a lane for each load. `works`: whether workers have their turn before the stores. */
+/** By a warp, a lane for each load. `works`: whether workers have their turn before the stores.
+ * What has been loaded may be counted before it is expected: the barrier lacks this arrival until
+ * then. */
 __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
+    static_assert(JOBS == 32, "a lane for each place");
     const Stages s = pipe_stages(p);
     uint32_t at = s.begin, full = ep_smem(p->barrier[FULL]);
     int lane = threadIdx.x % 32, width = p->shape.width;
-    Held h = {0, p->shape.stages, 0};
+    Held h = {0, p->shape.stages, 0, 0, 0};
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS;
         pipe_wait(p->barrier[POSTED], n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
+        const char *from = lane < job.loads ? p->from[j * width + lane] : NULL, *last = NULL;
+        if (job.loads > 32 && lane + 32 < job.loads) last = p->from[j * width + lane + 32];
         while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
             pipe_reclaim(p, &h, works);
-        const char *from = lane < job.loads ? p->from[j * width + lane] : NULL;
-        const char *last = lane + 32 < job.loads ? p->from[j * width + lane + 32] : NULL;
-        __syncwarp();
-        if (lane == 0)
-            pipe_describe(p, j, job, at, works);
-        else
-            ep_mbarrier_arrive(&p->barrier[FULL][j]);
-        __syncwarp();
+        if (lane == j) h.spent = pipe_spent(job, works), h.rest = job.loads - h.spent;
         if (from) ep_bulk_load(stage_of(s, at, lane), from, (uint32_t)job.bytes, full + j * 8);
         if (last) ep_bulk_load(stage_of(s, at, lane + 32), last, (uint32_t)job.bytes, full + j * 8);
+        if (lane == 0) {
+            p->first[j] = at;
+            ep_mbarrier_expect(&p->barrier[FULL][j], (uint32_t)(job.brought * job.bytes));
+        } else {
+            ep_mbarrier_arrive(&p->barrier[FULL][j]);
+        }
         at = stage_of(s, at, job.loads);
         h.unused -= job.loads;
     }
@@ -331,7 +334,6 @@ __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
  */
 __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int completely) {
     const Stages s = pipe_stages(p);
-    char *const *to = p->to;
     int width = p->shape.width, stored = -1; /* the place of a job that may not be written yet */
     for (uint32_t n = storer;; n += STORERS) {
         int j = n % JOBS, cell = j * width;
@@ -343,12 +345,12 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
             stored = -1;
         }
         pipe_wait(p->barrier[FULL], n);
-        PipeWork work = p->work[j];
-        if (work.bytes == PIPE_END) break;
+        PipeJob job = p->job[j];
+        if (job.loads == PIPE_END) break;
+        uint32_t at = stage_of(s, p->first[j], pipe_spent(job, works));
         if (works) pipe_wait(p->barrier[WORKED], n);
-        uint32_t at = stage_of(s, work.stage, work.spent);
-        for (int i = 0; i < work.stores; i++) {
-            ep_bulk_store(to[cell + i], at, (uint32_t)work.bytes);
+        for (int i = 0; i < job.stores; i++) {
+            ep_bulk_store(p->to[cell + i], at, (uint32_t)job.bytes);
             if (works) at = stage_of(s, at, 1);
         }
         ep_bulk_commit();

@@ -12,6 +12,18 @@ __device__ __forceinline__ uint32_t ep_smem(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+template <typename T> __device__ __forceinline__ T *ep_shared(uint32_t address) {
+    return (T *)__cvta_shared_to_generic(address);
+}
+
+/** The same variable in shared memory, whose address compilers keep in a register. What they know
+ * of it themselves they compute anew wherever it is used, which takes ten instructions. */
+template <typename T> __device__ __forceinline__ T *ep_keep_shared(T *variable) {
+    uint32_t address = ep_smem(variable);
+    asm volatile("mov.u32 %0, %0;" : "+r"(address));
+    return ep_shared<T>(address);
+}
+
 __device__ __forceinline__ uint4 ep_load_shared(uint32_t address) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -33,6 +33,14 @@ static inline void *emulated_generic(uint32_t address) {
     return &emulated_anchor + (int32_t)(address - EMULATED_STATIC);
 }
 
+template <typename T> static inline T *ep_shared(uint32_t address) {
+    return (T *)emulated_generic(address);
+}
+
+template <typename T> static inline T *ep_keep_shared(T *variable) {
+    return variable;
+}
+
 static inline uint32_t ep_max_u16x2(uint32_t a, uint32_t b) {
     uint32_t low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
     return low | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
