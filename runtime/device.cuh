@@ -94,9 +94,8 @@ __device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
 }
 
 /** What a word says of operation `epoch`: 0 where it has not been touched in it. */
-__device__ __forceinline__ int ep_read_counter(const uint64_t *counter, uint32_t epoch) {
-    uint64_t value = ep_load_acquire_sys(counter);
-    return (uint32_t)(value >> 32) == epoch ? (int)(uint32_t)value : 0;
+__device__ __forceinline__ int ep_read_counter(uint64_t word, uint32_t epoch) {
+    return (uint32_t)(word >> 32) == epoch ? (int)(uint32_t)word : 0;
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */
@@ -182,34 +181,37 @@ __device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
     return 1;
 }
 
-/**
- * Until the word of a row's place says that row, in this operation. What it tells of may then be
- * read by bulk copies, too, which go through another proxy than the load that has seen it.
- */
+/* Until the word of a row's place says that row, in this operation. load(word) loads it. */
+template <typename Load>
 __device__ __forceinline__ int ep_await_row(const EpCudaGroup &g, const uint64_t *word,
-                                            uint32_t epoch, int row, int peer, int phase) {
+                                            uint32_t epoch, int row, int peer, int phase,
+                                            Load load) {
     EpPatience patience = {0, 0};
     int seen;
-    while ((seen = ep_read_counter(word, epoch)) < row + 1)
+    while ((seen = ep_read_counter(load(word), epoch)) < row + 1)
         if (!ep_patience(g, &patience,
                          EpAwaited{peer, phase, row, (uint32_t)row + 1, (uint32_t)seen}))
             return 0;
-    ep_fence_proxy_global();
     return 1;
 }
 
-/** Until row `row` of another rank is here. */
+/** Until row `row` of another rank is here. It may then be read by bulk copies, too, which go
+ *  through another proxy than the load that has seen its head. */
 __device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t epoch, int source,
                                                int row) {
-    return ep_await_row(g, ep_head(g, g.rank, source, row), epoch, row, source, EP_PHASE_RECORD);
+    int alive = ep_await_row(g, ep_head(g, g.rank, source, row), epoch, row, source,
+                             EP_PHASE_RECORD, ep_load_acquire_sys);
+    ep_fence_proxy_global();
+    return alive;
 }
 
-/** Until another rank has room for row `row`. */
+/** Until another rank has room for row `row`. The row that was there has been read, and nothing of
+ *  it is read here: no load is to be ordered behind this one. */
 __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
                                              int row) {
     int before = row - g.layout.depth;
     return before < 0 || ep_await_row(g, ep_credit(g, g.rank, receiver, row), epoch, before,
-                                      receiver, EP_PHASE_CREDIT);
+                                      receiver, EP_PHASE_CREDIT, ep_load_relaxed_sys);
 }
 
 /* ---- begin and end of an operation --------------------------------------------------------- */
