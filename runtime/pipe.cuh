@@ -26,8 +26,9 @@
  * free as soon as they have been worked on. The pipe ends with PIPE_ENDS jobs that are none, at
  * least one for each of those that take jobs in turn.
  *
- * Storers are single threads: every cycle of theirs between two copies counts. So what loader and
- * storers must know of a job lies in one 16-byte word, and what never changes in registers.
+ * Storers are single threads: every cycle of theirs between two copies counts. So what they must
+ * know of a job lies in one 16-byte word, but for its first stage, and what never changes in
+ * registers: also where the pipe lies in shared memory (ep_keep_shared).
  */
 
 #include "runtime/device.cuh"
@@ -334,6 +335,7 @@ __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
  */
 __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int completely) {
     const Stages s = pipe_stages(p);
+    char *const *to = p->to.begin();
     int width = p->shape.width, stored = -1; /* the place of a job that may not be written yet */
     for (uint32_t n = storer;; n += STORERS) {
         int j = n % JOBS, cell = j * width;
@@ -350,7 +352,7 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
         uint32_t at = stage_of(s, p->first[j], pipe_spent(job, works));
         if (works) pipe_wait(p->barrier[WORKED], n);
         for (int i = 0; i < job.stores; i++) {
-            ep_bulk_store(p->to[cell + i], at, (uint32_t)job.bytes);
+            ep_bulk_store(to[cell + i], at, (uint32_t)job.bytes);
             if (works) at = stage_of(s, at, 1);
         }
         ep_bulk_commit();
