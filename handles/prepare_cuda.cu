@@ -160,12 +160,12 @@ template <int FLAT> __device__ __forceinline__ void prepare(const EpPrepareArgs 
 
 __global__ void __launch_bounds__(THREADS) prepare_slabs(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<0>(a, memory);
+    prepare<0>(a, ep_keep_shared(memory));
 }
 
 __global__ void __launch_bounds__(THREADS) prepare_flat(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<1>(a, memory);
+    prepare<1>(a, ep_keep_shared(memory));
 }
 
 extern "C" int ep_cuda_open_prepare(int shared_bytes) {
