@@ -84,6 +84,12 @@ EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
 
+EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes) {
+    cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(NULL);
+    return ep_cuda_check(group, "cudaMemcpy", error);
+}
+
 /* A borrowed one is to be of the same ranks, counted alike. */
 static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
     EpCall call = {"ep_group_create", group->rank};

@@ -105,10 +105,7 @@ static EpStatus count_greetings(Opening *o) {
     char *own = o->peers[o->group->rank];
     EP_TRY(ep_cuda_check(o->group, "reading greetings",
                          ep_window_count_greetings(own, size, GREETING, &greetings)));
-    EP_TRY(ep_cuda_check(
-        o->group, "writing the window",
-        cudaMemcpy(own, o->words, (size_t)size * sizeof(uint32_t), cudaMemcpyHostToDevice)));
-    EP_TRY(ep_cuda_check(o->group, "cudaDeviceSynchronize", cudaDeviceSynchronize()));
+    EP_TRY(ep_cuda_put(o->group, own, o->words, (size_t)size * sizeof(uint32_t)));
     if (greetings == size) return EP_OK;
     return ep_refuse(o->call, EP_ERR_UNSUPPORTED, "window",
                      "expected greetings of %d ranks, got %d", size, greetings);
@@ -153,10 +150,7 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 /* For kernels: no operation is running now. */
 static EpStatus write_row(const EpGroup *group, int32_t number, char *const *peers) {
     char *const *row = ep_cuda(group)->device.peers + (size_t)number * EP_CUDA_MAX_RANKS;
-    EP_TRY(ep_cuda_check(group, "cudaMemcpy",
-                         cudaMemcpy((void *)(uintptr_t)row, peers,
-                                    (size_t)group->size * sizeof(*peers), cudaMemcpyHostToDevice)));
-    return ep_cuda_check(group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
+    return ep_cuda_put(group, (void *)(uintptr_t)row, peers, (size_t)group->size * sizeof(*peers));
 }
 
 EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *window) {

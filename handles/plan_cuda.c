@@ -49,11 +49,8 @@ EpStatus ep_cuda_format_plan(EpHandle *handle) {
     memset(state->info, 0, words * sizeof(*state->info));
     EpPlanHeader header = ep_plan_header(handle);
     EpCudaPlan plan = ep_cuda_plan(handle);
-    EP_TRY(ep_cuda_check(group, "cudaMemcpy",
-                         cudaMemcpy(plan.header, &header, sizeof(header), cudaMemcpyDefault)));
-    return ep_cuda_check(
-        group, "cudaMemcpy",
-        cudaMemcpy(plan.tail, &header.magic, sizeof(*plan.tail), cudaMemcpyDefault));
+    EP_TRY(ep_cuda_put(group, plan.header, &header, sizeof(header)));
+    return ep_cuda_put(group, plan.tail, &header.magic, sizeof(*plan.tail));
 }
 
 static EpStatus look_at_plan(const EpHandle *handle, const char *name, void *memory) {
@@ -83,7 +80,7 @@ void ep_cuda_retire_plan(EpHandle *handle) {
     EpPlanHeader dead = ep_plan_header(handle);
     dead.magic = EP_PLAN_DEAD;
     if (handle->owns_memory || look_at_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
-        (void)cudaMemcpy(handle->memory, &dead, sizeof(dead), cudaMemcpyDefault);
+        (void)ep_cuda_put(handle->group, handle->memory, &dead, sizeof(dead));
     (void)cudaFreeHost(state->info);
     (void)cudaGetLastError();
     free(state->number);

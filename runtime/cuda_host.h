@@ -96,6 +96,10 @@ EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const c
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
 EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result);
 
+/** Host memory into a GPU's, where it is when this returns: cudaMemcpy alone may leave the last of
+ *  pageable memory under way, and streams of callers do not wait for it. */
+EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);
+
 /** Blocks of kernels that move rows: each takes a multiprocessor of its own. */
 int32_t ep_cuda_blocks(const EpSettings *settings);
 

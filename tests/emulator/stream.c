@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
@@ -175,9 +176,32 @@ static void copy(void *arguments) {
         memset(c->to, c->value, c->bytes);
 }
 
+/* The end of a copy out of pageable memory, which is under way when cudaMemcpy returns. */
+typedef struct Late {
+    char *to;
+    size_t bytes;
+    char data[ARGUMENT_BYTES / 2];
+} Late;
+
+static void copy_late(void *arguments) {
+    const struct timespec while_under_way = {0, 2000000};
+    const Late *l = arguments;
+    nanosleep(&while_under_way, NULL);
+    memcpy(l->to, l->data, l->bytes);
+}
+
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     (void)kind;
-    if (bytes) submit(NULL, copy, &(Copy){to, from, 0, bytes}, sizeof(Copy), 1);
+    int pageable = emulated_reaches(to, bytes) && !emulated_reaches(from, bytes);
+    Late l = {.bytes = !pageable                 ? 0
+                       : bytes < sizeof(l.data) ? bytes
+                                                : sizeof(l.data)};
+    size_t first = bytes - l.bytes;
+    if (first) submit(NULL, copy, &(Copy){to, from, 0, first}, sizeof(Copy), 1);
+    if (!l.bytes) return cudaSuccess;
+    l.to = (char *)to + first;
+    memcpy(l.data, (const char *)from + first, l.bytes);
+    submit(NULL, copy_late, &l, sizeof(l), 0);
     return cudaSuccess;
 }
 

@@ -61,7 +61,7 @@ static void check_still_works(const Nccl *nccl, ncclComm_t comm, const EpBootstr
     int32_t number = 1 + bootstrap->rank, sum = 0, *device = NULL;
     int expected = bootstrap->size * (bootstrap->size + 1) / 2;
     REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
-    CHECK_CUDA(cudaMemcpy(device, &number, sizeof(number), cudaMemcpyDefault));
+    CHECK_CUDA(cudaMemcpyAsync(device, &number, sizeof(number), cudaMemcpyDefault, stream));
     CHECK(nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream) == ncclSuccess,
           "ncclAllReduce");
     CHECK_CUDA(cudaStreamSynchronize(stream));
