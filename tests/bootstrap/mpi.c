@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as MPI processes: the same cases as on threads, over shared windows and over messages. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -193,4 +194,20 @@ HostRankedTest(mpi_failures, absent_rank_on_the_node, 2, 30, "see gpu_faults") {
 HostRankedTest(mpi_failures, absent_rank_on_another_node, 2, 30, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "2", 1);
     absent_rank(bootstrap);
+}
+
+/* Whoever does not come is named, and nobody else. */
+HostRankedTest(mpi_failures, absent_from_gathering, 4, 30, "it needs no GPU") {
+    for (int absent = 0; absent < bootstrap->size; absent++) {
+        EpBootstrap own = EP_BOOTSTRAP_INIT;
+        char named[24];
+        int32_t all[4];
+        REQUIRE_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &own));
+        snprintf(named, sizeof(named), "rank %d did", absent);
+        if (own.rank != absent)
+            CHECK_REFUSED(own.allgather(own.context, &own.rank, all, sizeof(own.rank), 0.3),
+                          EP_ERR_TIMEOUT, named, "0.3 s");
+        MPI_Barrier(MPI_COMM_WORLD);
+        ep_bootstrap_destroy(&own);
+    }
 }
