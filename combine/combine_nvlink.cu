@@ -28,9 +28,9 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blo
     if (warp == PLANNER)
         plan_sums(a, p, &s->rows, epoch, blocks);
     else if (warp == LOADER)
-        pipe_load(p, 1);
+        pipe_load(p, COMPUTED);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, 1, 1);
+        pipe_store(p, warp - FIRST_STORER, COMPUTED, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 1);
     else if (warp >= FIRST_SIDE && a.carries_values)
@@ -42,9 +42,9 @@ __device__ void reduce(const EpGatherArgs &a, Pipe *p, uint32_t epoch, int block
     if (warp == PLANNER)
         plan_tokens(a, p, epoch, blocks);
     else if (warp == LOADER)
-        pipe_load(p, 1);
+        pipe_load(p, COMPUTED);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, 1, 0);
+        pipe_store(p, warp - FIRST_STORER, COMPUTED, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 0);
     else if (warp >= FIRST_SIDE && a.carries_values)

@@ -62,7 +62,7 @@ __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpE
 /* The side warps: the values of a token's entries. */
 __device__ void return_values(const EpGatherArgs &a, Pipe *p, int warp) {
     int k = threadIdx.x % 32;
-    pipe_sides(p, warp, SIDE_WARPS, [&](int j) {
+    pipe_sides(p, warp, SIDE_WARPS, [&](int j, uint32_t) {
         int64_t at = (int64_t)p->item[j] * a.top_k + k;
         if (k < a.top_k) a.out_values[at] = returned_value(a, a.plan.entries[at], k);
     });

@@ -49,7 +49,7 @@ __device__ void plan_sums(const EpGatherArgs &a, Pipe *p, ChunkRows *rows, uint3
 __device__ void send_values(const EpGatherArgs &a, Pipe *p, int warp) {
     const EpCudaGroup &g = a.group;
     int k = threadIdx.x % 32;
-    pipe_sides(p, warp, SIDE_WARPS, [&](int j) {
+    pipe_sides(p, warp, SIDE_WARPS, [&](int j, uint32_t) {
         int source = p->source[j], row = p->item[j];
         char *record = ep_ring(g, source, g.rank, row);
         if (k < a.top_k) ((float *)(record + a.record.weights))[k] = value_of(a, source, row, k);

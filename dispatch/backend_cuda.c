@@ -3,10 +3,10 @@
 #include <math.h>
 
 #include "dispatch/latency_cuda.h"
-#include "dispatch/quantise.h"
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
 #include "runtime/cuda_limits.h"
+#include "runtime/quant.h"
 
 /* ---- prepare ------------------------------------------------------------------------------- */
 
@@ -30,36 +30,44 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 #define MOST_STAGES 40  /* more would not be used: few jobs are under way, and one may hold 33 */
 
 #define MANY_BLOCKS 64
+#define LARGE_ROW_BYTES 14336
 
 /* How finely blocks divide the work, found by trying. Where there are many blocks, what each has
  * begun when no tokens are left it ends alone, and what all of them have begun arrives at about the
  * same time, while it is waited for in order: so they claim few tokens at once and have few jobs
  * under way. Few blocks have planners that are short of time, and claim as many tokens as these
- * plan at once. */
+ * plan at once; so have those of small rows, of which there are more in the same time. */
 typedef struct Grain {
     int32_t chunk, ahead; /* tokens, jobs */
 } Grain;
 
-static Grain grain_of(const EpGroup *group, int copies) {
-    if (ep_cuda(group)->device.blocks < MANY_BLOCKS) return (Grain){4, EP_MOST_AHEAD};
-    return copies ? (Grain){2, 4} : (Grain){1, 8};
+static const Grain copied = {2, 4}, summed = {1, 8};
+
+static Grain grain_of(const EpGroup *group, Grain large, int64_t row_bytes) {
+    const Grain most = {4, EP_MOST_AHEAD};
+    int64_t fold = ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
+    if (ep_cuda(group)->device.blocks < MANY_BLOCKS) return most;
+    return (Grain){(int32_t)ep_min(most.chunk, fold * large.chunk),
+                   (int32_t)ep_min(most.ahead, fold * large.ahead)};
 }
 
 /* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
- * once: of whole rows, if that makes enough of them. A planner posts up to four rows at once. */
-static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t width, int64_t held,
-                           int32_t ahead, EpPipeShape *shape) {
+ * once: of whole rows, if that makes enough of them, or of pieces, multiples of `unit` bytes. A
+ * planner posts up to four rows at once. */
+static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t unit, int64_t width,
+                           int64_t held, int32_t ahead, EpPipeShape *shape) {
     int64_t room =
         ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * width;
     int64_t pieces = 1, bytes = row_bytes;
     while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > EP_LEAST_PIECE_BYTES)
-        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), 16), pieces++;
+        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
     pieces = (row_bytes + bytes - 1) / bytes;
     *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
                            .stage_bytes = (int32_t)bytes,
                            .width = (int32_t)width,
                            .pieces = (int32_t)pieces,
-                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(ahead, 4 * pieces))};
+                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(ahead, 4 * pieces)),
+                           .shrink = shape->shrink};
     if (shape->stages >= held) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
@@ -86,7 +94,8 @@ static Moves scatter_moves(const EpGroup *group, const EpScatterArgs *a) {
     Spread t = spread_of(group, a->top_k);
     double multiplied = a->takes_dots ? 2 * a->top_k : a->top_k;
     if (a->type) return (Moves){1 + t.ranks, 1 + t.ranks + multiplied};
-    return (Moves){1 + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
+    double loaded = (double)a->source_row_bytes / (double)a->row_bytes;
+    return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
 }
 
 static Moves gather_moves(const EpGroup *group, const EpGatherArgs *a) {
@@ -113,32 +122,24 @@ static void choose_landing(const EpGroup *group, const EpScatter *s, EpScatterAr
     if (args->lands) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
 }
 
-/* Tokens that are quantised: where scatter finds them afterwards. */
-static EpQuantiseArgs describe_quantise(const EpHandle *handle, const EpScatter *s,
-                                        const EpScatterArgs *args) {
-    const EpCudaHandle *state = handle->backend_state;
-    return (EpQuantiseArgs){.group = args->group,
-                            .plan = args->plan,
-                            .quant = s->quant,
-                            .type = (int32_t)s->source_type,
-                            .elements = (int32_t)s->row_elements,
-                            .num_rows = (int32_t)state->num_rows,
-                            .row_bytes = s->source_row_bytes,
-                            .rows = s->rows,
-                            .out = handle->workspace,
-                            .to = ep_quantised(s->quant, state->num_rows, s->row_elements)};
+/* The scales of a quantised token, on its way from those who make them to those who spread them. */
+static int64_t made_scale_bytes(EpQuant quant, int64_t elements) {
+    int64_t unit = (int64_t)ep_type_bytes(ep_quant_scale_type(quant));
+    return ep_round_up(ep_quant_scales(quant, elements) * unit, 16);
 }
 
-/* Two launches where rows are quantised, in the order of the stream. */
-static int launch_scatter(const EpHandle *handle, const EpScatter *s, EpScatterArgs *args) {
-    if (s->quant > EP_QUANT_NONE) {
-        EpQuantiseArgs first = describe_quantise(handle, s, args);
-        args->rows = first.out;
-        args->scales = first.out + first.to.scales, args->scale_stride = first.to.scale_bytes;
-        int error = ep_cuda_launch_quantise(&first, s->stream);
-        if (error) return error;
-    }
-    return ep_cuda_launch_scatter(args, s->stream);
+/* Rows are quantised where they pass through shared memory, by whole blocks. */
+static int64_t describe_quantising(const EpHandle *handle, const EpScatter *s,
+                                   EpScatterArgs *args) {
+    int64_t size = (int64_t)ep_type_bytes(s->source_type);
+    if (s->quant <= EP_QUANT_NONE) return 16;
+    args->quant = s->quant;
+    args->source_type = (int32_t)s->source_type;
+    args->source_row_bytes = s->source_row_bytes;
+    args->scales = args->made_scales = handle->workspace;
+    args->scale_stride = made_scale_bytes(s->quant, s->row_elements);
+    args->send.shrink = size == 4 ? 2 : 1;
+    return size * ep_quant_block(s->quant);
 }
 
 static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
@@ -154,6 +155,7 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .top_k = (int32_t)state->top_k,
                           .type = s->weighs || s->takes_dots ? (int32_t)s->type : 0,
                           .row_bytes = s->row_bytes,
+                          .source_row_bytes = s->row_bytes,
                           .scale_bytes = s->scale_bytes,
                           .rows = s->rows,
                           .topk_weights = s->topk_weights,
@@ -171,19 +173,25 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .out_idx = s->out_idx,
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
-    Grain grain = grain_of(group, !args.type), fill = grain_of(group, 0);
+    int64_t unit = describe_quantising(handle, s, &args);
+    /* What is multiplied keeps workers busy rather than planners, however small its rows are. */
+    int64_t bytes = args.type ? LARGE_ROW_BYTES : s->row_bytes;
+    Grain grain = grain_of(group, args.type ? summed : copied, bytes);
+    Grain fill = grain_of(group, summed, bytes);
     choose_landing(group, s, &args);
     args.chunk = grain.chunk;
     args.receivers = share_blocks(cuda->device.blocks, scatter_moves(group, &args));
     int64_t held = args.type ? 1 + state->top_k : 1;
-    EP_TRY(shape_pipe(group, s->row_bytes, state->top_k, 1, grain.ahead, &args.send));
     EP_TRY(
-        shape_pipe(group, s->row_bytes, ep_max(held, state->top_k), held, fill.ahead, &args.fill));
+        shape_pipe(group, args.source_row_bytes, unit, state->top_k, 1, grain.ahead, &args.send));
+    EP_TRY(shape_pipe(group, s->row_bytes, 16, ep_max(held, state->top_k), held, fill.ahead,
+                      &args.fill));
     const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
                               s->carries_weights};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, s->stream));
-    return ep_cuda_order_leave(group, &cuda->order, s->stream, launch_scatter(handle, s, &args));
+    return ep_cuda_order_leave(group, &cuda->order, s->stream,
+                               ep_cuda_launch_scatter(&args, s->stream));
 }
 
 static EpStatus gather(EpHandle *handle, const EpGather *g) {
@@ -206,10 +214,11 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
                          .out_rows = g->out_rows,
                          .out_num_rows = g->out_num_rows,
                          .out_values = g->out_values};
-    Grain grain = grain_of(group, 0);
+    Grain grain = grain_of(group, summed, g->row_bytes);
     args.chunk = grain.chunk;
     args.receivers = share_blocks(cuda->device.blocks, gather_moves(group, &args));
-    EP_TRY(shape_pipe(group, g->row_bytes, state->top_k, state->top_k, grain.ahead, &args.pipe));
+    EP_TRY(
+        shape_pipe(group, g->row_bytes, 16, state->top_k, state->top_k, grain.ahead, &args.pipe));
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, g->stream));
@@ -224,7 +233,6 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_cuda_open(group));
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
@@ -243,10 +251,10 @@ static void release(const EpGroup *group, void *memory) {
     (void)cudaFree(memory);
 }
 
-/* A step's rows once they are quantised: of the narrowest type, the most elements of a row. */
+/* A step's scales: of the narrowest type, the most elements of a row. */
 static int64_t workspace_bytes(const EpPlanShape *shape, const EpGroupConfig *config) {
     if (shape->quant == EP_QUANT_NONE || shape->mode == EP_MODE_LATENCY) return 0;
-    return ep_quantised(shape->quant, shape->max_tokens, config->max_row_bytes / 2).bytes;
+    return shape->max_tokens * made_scale_bytes(shape->quant, config->max_row_bytes / 2);
 }
 
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,

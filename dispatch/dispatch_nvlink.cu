@@ -16,6 +16,7 @@
  */
 #include "dispatch/scatter_fill.cuh"
 #include "dispatch/scatter_multiply.cuh"
+#include "dispatch/scatter_quantise.cuh"
 #include "dispatch/scatter_send.cuh"
 
 #define THREADS (FIRST_WORKER * 32 + WORKERS)
@@ -99,17 +100,20 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, Zeroers z
 
 __device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int blocks) {
     Pipe *p = &s->pipe;
+    PipeWork work = a.quant ? CONVERTED : COPIED;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == PLANNER)
         plan_tokens(a, p, &s->landings, epoch, blocks);
     else if (warp == LOADER)
-        pipe_load(p, 0);
+        pipe_load(p, COPIED); /* of either, all stages stay until they are stored */
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, 0, 1);
+        pipe_store(p, warp - FIRST_STORER, work, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 1);
+    else if (warp >= FIRST_WORKER && work == CONVERTED)
+        quantise(a, p, threadIdx.x - FIRST_WORKER * 32);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && has_side(a))
-        send_sides(a, p, warp - FIRST_SIDE);
+        send_sides(a, p, warp - FIRST_SIDE, work);
 }
 
 /* What lies beside rows that are multiplied is the workers' business. */
@@ -121,14 +125,15 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, uint32_t epoch, const Ro
     Pipe *p = &s->pipe;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int multiplies = a.type != 0, moves_side = fills_side(a);
+    PipeWork work = multiplies ? COMPUTED : COPIED;
     int first_free = (moves_side ? FIRST_SIDE + ALL_SIDES : FIRST_WORKER) * 32;
     Zeroers zeroers = {(int)threadIdx.x - first_free, THREADS - first_free};
     if (warp == PLANNER)
         plan_records(a, p, &s->rows, epoch, role.count);
     else if (warp == LOADER)
-        pipe_load(p, multiplies);
+        pipe_load(p, work);
     else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
-        pipe_store(p, warp - FIRST_STORER, multiplies, 0);
+        pipe_store(p, warp - FIRST_STORER, work, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 0);
     else if (warp >= FIRST_SIDE && warp < FIRST_SIDE + ALL_SIDES && moves_side)

@@ -97,27 +97,46 @@ __device__ __forceinline__ void ep_store_scale(EpQuant quant, void *scales, int 
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;
 }
 
-/* What is no finite number is rare, and looked at apart. */
+/** Of the units of a block. */
+__device__ __forceinline__ int ep_quant_log(EpQuant quant) {
+    return ep_quant_block(quant) == 2 * EP_QUANT_UNIT ? 1 : 3;
+}
+
+/** The codes of a unit, and its block's scale. By a warp, as its lanes have units that follow each
+ *  other; what a lane gets that has none is void. What is no finite number is rare, and looked at
+ *  apart. */
+template <typename T>
+__device__ __forceinline__ uint4 ep_quantise_unit(EpQuant quant, const EpUnit<T> &x, int valid,
+                                                  EpQuantScale *scale) {
+    uint32_t largest = valid ? ep_unit_most(x) : 0;
+    uint32_t amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
+    for (int d = 1; d < 1 << ep_quant_log(quant); d *= 2)
+        amax = max(amax, __shfl_xor_sync(~0u, amax, d));
+    *scale = ep_quant_scale(quant, max(amax, EP_QUANT_LEAST_BITS));
+    uint4 codes = ep_unit_codes(x, scale->inverse);
+    return largest > EP_QUANT_INFINITY_BITS ? ep_unit_nan(x, codes) : codes;
+}
+
+/** The scale of a unit's block, if that begins with this unit. */
+__device__ __forceinline__ void ep_store_scale_of(EpQuant quant, void *scales, int unit,
+                                                  const EpQuantScale &scale) {
+    int log = ep_quant_log(quant);
+    if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
+}
+
 template <typename T>
 __device__ __forceinline__ void ep_quantise_as(EpQuant quant, const void *row, int n, uint8_t *out,
                                                void *scales, int thread, int threads) {
     int units = n / EP_QUANT_UNIT, lane = thread % 32;
-    int log = ep_quant_block(quant) == 2 * EP_QUANT_UNIT ? 1 : 3; /* of the units of a block */
     for (int base = thread - lane; base < units; base += threads) {
         int unit = base + lane, valid = unit < units;
-        uint32_t largest = 0, amax;
-        EpUnit<T> x;
+        EpUnit<T> x = {};
+        EpQuantScale scale;
         if (valid) x = ((const EpUnit<T> *)row)[unit];
-        if (valid) largest = ep_unit_most(x);
-        amax = largest < EP_QUANT_INFINITY_BITS ? largest : ep_unit_largest(x, 1);
-        for (int d = 1; d < 1 << log; d *= 2)
-            amax = max(amax, __shfl_xor_sync(~0u, amax, d));
+        uint4 codes = ep_quantise_unit(quant, x, valid, &scale);
         if (!valid) continue;
-        EpQuantScale scale = ep_quant_scale(quant, max(amax, EP_QUANT_LEAST_BITS));
-        uint4 codes = ep_unit_codes(x, scale.inverse);
-        if (largest > EP_QUANT_INFINITY_BITS) codes = ep_unit_nan(x, codes);
         ((uint4 *)out)[unit] = codes;
-        if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
+        ep_store_scale_of(quant, scales, unit, scale);
     }
 }
 

@@ -100,7 +100,8 @@ __device__ __forceinline__ void fill_side(const EpScatterArgs &a, int source, in
 }
 
 __device__ void fill_sides(const EpScatterArgs &a, Pipe *p, int warp) {
-    pipe_sides(p, warp, ALL_SIDES, [&](int j) { fill_side(a, p->source[j], p->item[j]); });
+    pipe_sides(p, warp, ALL_SIDES,
+               [&](int j, uint32_t) { fill_side(a, p->source[j], p->item[j]); });
 }
 
 #endif

@@ -3,7 +3,8 @@
 #define EP_DISPATCH_SCATTER_SEND_CUH
 
 /**
- * A sending block: tokens of this rank, each once to every rank that needs it.
+ * A sending block: tokens of this rank, each once to every rank that needs it; quantised on the
+ * way, if that is asked for (scatter_quantise.cuh).
  */
 
 #include "dispatch/scatter_row.cuh"
@@ -64,12 +65,12 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
         int j = n % JOBS, cell = j * a.send.width;
         int64_t offset = (int64_t)piece * a.send.stage_bytes;
         if (valid) pipe_await_open(p, n);
-        if (valid && to) p->to[cell + at] = to + offset;
+        if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
         if (valid && peer >= 0) p->peer[cell + note] = peer, p->row[cell + note] = row;
         if (valid && t.k == 0) {
-            p->from[cell] = a.rows + token * a.row_bytes + offset;
-            p->job[j] =
-                PipeJob{1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.row_bytes, piece), 0, 0};
+            p->from[cell] = a.rows + token * a.source_row_bytes + offset;
+            p->job[j] = PipeJob{
+                1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.source_row_bytes, piece), 0, 0};
             p->notes[j] = piece == a.send.pieces - 1 ? notes : 0;
             p->item[j] = token, p->piece[j] = piece;
         }
@@ -97,8 +98,10 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Landings *landings,
 /* ---- weights and scales -------------------------------------------------------------------- */
 
 /* Beside a token: its weights and scales, into the records that go to peers and to its own slots.
- * By a warp. */
-__device__ __forceinline__ void send_side(const EpScatterArgs &a, int64_t token) {
+ * By a warp. `await_scales()` returns when they are there. */
+template <typename Await>
+__device__ __forceinline__ void send_side(const EpScatterArgs &a, int64_t token,
+                                          Await await_scales) {
     const EpCudaGroup &g = a.group;
     int lane = threadIdx.x % 32, has_entry = lane < a.top_k;
     EpEntry e = {-1, 0, -1, 0, 0};
@@ -109,11 +112,17 @@ __device__ __forceinline__ void send_side(const EpScatterArgs &a, int64_t token)
     if (e.owner == g.rank) side.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.carrier)
         side.record = ep_ring(g, e.owner, g.rank, e.row);
+    await_scales();
     spread_side(a, side, a.scales + token * a.scale_stride);
 }
 
-__device__ void send_sides(const EpScatterArgs &a, Pipe *p, int warp) {
-    pipe_sides(p, warp, ALL_SIDES, [&](int j) { send_side(a, p->item[j]); });
+__device__ void send_sides(const EpScatterArgs &a, Pipe *p, int warp, PipeWork work) {
+    int count = work == CONVERTED ? SIDE_WARPS : ALL_SIDES;
+    pipe_sides(p, warp, count, [&](int j, uint32_t n) {
+        send_side(a, p->item[j], [&] {
+            if (work == CONVERTED) pipe_wait(p->barrier[WORKED], n);
+        });
+    });
 }
 
 #endif

@@ -75,7 +75,11 @@ typedef struct EpScatterArgs {
     const float *topk_weights;
     const char *scales; /**< of the tokens, each row's scale_stride bytes from the last one's */
     int64_t scale_stride;
-    EpScaleMap scale_map; /**< how out_scales lies */
+    EpQuant quant;            /**< 0: rows are as they come */
+    int32_t source_type;      /**< of the tokens, where they are quantised */
+    int64_t source_row_bytes; /**< of a token; where it is not quantised, row_bytes */
+    char *made_scales;        /**< then `scales`, which are made by the way */
+    EpScaleMap scale_map;     /**< how out_scales lies */
     int32_t carries_weights, weighs, takes_dots;
     const float *slot_weights;
     const char *slot_rows;

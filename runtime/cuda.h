@@ -171,6 +171,7 @@ typedef struct EpPipeShape {
     int32_t width;  /**< most loads or stores of a job */
     int32_t pieces; /**< jobs that a row is divided into, each of at most stage_bytes */
     int32_t ahead;  /**< most jobs under way, up to EP_MOST_AHEAD */
+    int32_t shrink; /**< what is stored of a load's bytes: one of 2^shrink */
 } EpPipeShape;
 
 /** One (token, k), on the token's rank. */

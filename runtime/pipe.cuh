@@ -8,8 +8,8 @@
  *
  *     planner     decides what is next, waits for other ranks, writes the job's addresses
  *     loader      bulk copies: global memory -> stages
- *     workers     (where rows are computed) stages -> stages, in place; all of them on one job, so
- *                 that its stages are soon free again: how many bytes are under way decides
+ *     workers     (where rows are worked on) stages -> stages, in place; all of them on one job,
+ *                 so that its stages are soon free again: how many bytes are under way decides
  *     storers     bulk copies: stages -> global memory, here or on a peer; they take jobs in turn
  *     side warps  (where there are any) weights and scales, which are too small for bulk copies
  *     announcer   tells the other side: heads of what has been written, or credits for what was
@@ -22,9 +22,8 @@
  * take jobs in turn know of their last one that it was under way, and so that EP_MOST_AHEAD before
  * it none was: places are so many more that this is enough.
  *
- * A job of n loads holds n stages. What workers leave in the last of them is stored; the others are
- * free as soon as they have been worked on. The pipe ends with PIPE_ENDS jobs that are none, at
- * least one for each of those that take jobs in turn.
+ * A job of n loads holds n stages; PipeWork tells which are stored. The pipe ends with PIPE_ENDS
+ * jobs that are none, at least one for each of those that take jobs in turn.
  *
  * Storers are single threads: every cycle of theirs between two copies counts. So what they must
  * know of a job lies in one 16-byte word, but for its first stage, and what never changes in
@@ -50,7 +49,7 @@ enum PipeWarp {
     FIRST_SIDE = FIRST_STORER + STORERS,
     SIDE_WARPS = 2,
     FIRST_WORKER = FIRST_SIDE + SIDE_WARPS,
-    ALL_SIDES = SIDE_WARPS + 8, /* where no row is computed, workers help with what lies beside */
+    ALL_SIDES = SIDE_WARPS + 8, /* where there is no work, workers help with what lies beside */
 };
 
 /** What is over when a job's barrier completes a phase. */
@@ -64,13 +63,21 @@ enum PipeStep {
     BARRIERS
 };
 
+/** What becomes of a job's stages between its loads and its stores. */
+enum PipeWork {
+    COPIED,    /* nothing: its one stage goes to each store */
+    CONVERTED, /* the same, behind workers who have put something else into it */
+    COMPUTED   /* workers leave a stage for each store, the last of the job's; the others are free
+                  as soon as they have been worked on */
+};
+
 /** A job as the planner writes it. */
 struct alignas(16) PipeJob {
     int16_t loads;   /* stages it holds, PIPE_END */
     int16_t brought; /* how many of them are loaded */
     int16_t stores;
     int16_t terms;       /* rows to add, or slots to multiply for */
-    int32_t bytes;       /* of each load and store */
+    int32_t bytes;       /* of each load; a store has as many, or what the shape's shrink leaves */
     int8_t run, run_end; /* of the terms: those that are weighted, and added up first */
 };
 
@@ -270,8 +277,8 @@ typedef struct Held {
 } Held;
 
 /* Wait for the oldest job to give back stages. */
-__device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
-    if (works && !h->worked) {
+__device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, PipeWork work) {
+    if (work == COMPUTED && !h->worked) {
         pipe_wait(p->barrier[WORKED], h->oldest);
         h->unused += __shfl_sync(~0u, h->spent, h->oldest % JOBS), h->worked = 1;
         return;
@@ -281,14 +288,13 @@ __device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, int works) {
 }
 
 /** Stages that are free when a job has been worked on; its stores are of the rest. */
-__device__ __forceinline__ int pipe_spent(const PipeJob &job, int works) {
-    return works ? job.loads - job.stores : 0;
+__device__ __forceinline__ int pipe_spent(const PipeJob &job, PipeWork work) {
+    return work == COMPUTED ? job.loads - job.stores : 0;
 }
 
-/** By a warp, a lane for each load. `works`: whether workers have their turn before the stores.
- * What has been loaded may be counted before it is expected: the barrier lacks this arrival until
- * then. */
-__device__ __forceinline__ void pipe_load(Pipe *p, int works) {
+/** By a warp, a lane for each load. What has been loaded may be counted before it is expected: the
+ *  barrier lacks this arrival until then. */
+__device__ __forceinline__ void pipe_load(Pipe *p, PipeWork work) {
     static_assert(JOBS == 32, "a lane for each place");
     const Stages s = pipe_stages(p);
     uint32_t at = s.begin, full = ep_smem(p->barrier[FULL]);
@@ -302,8 +308,8 @@ __device__ __forceinline__ void pipe_load(Pipe *p, int works) {
         const char *from = lane < job.loads ? p->from[j * width + lane] : NULL, *last = NULL;
         if (job.loads > 32 && lane + 32 < job.loads) last = p->from[j * width + lane + 32];
         while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
-            pipe_reclaim(p, &h, works);
-        if (lane == j) h.spent = pipe_spent(job, works), h.rest = job.loads - h.spent;
+            pipe_reclaim(p, &h, work);
+        if (lane == j) h.spent = pipe_spent(job, work), h.rest = job.loads - h.spent;
         if (from) ep_bulk_load(stage_of(s, at, lane), from, (uint32_t)job.bytes, full + j * 8);
         if (last) ep_bulk_load(stage_of(s, at, lane + 32), last, (uint32_t)job.bytes, full + j * 8);
         if (lane == 0) {
@@ -329,14 +335,14 @@ __device__ __forceinline__ void pipe_worked(Pipe *p, uint32_t n) {
 /* ---- storers ------------------------------------------------------------------------------- */
 
 /**
- * By one thread of each storer. Where there are workers, each store has a stage of its own; else
- * all are from the same. A job is done when its stores are written, if it is the other side that is
- * told (`completely`), or else when they are read from their stages.
+ * By one thread of each storer. A job is done when its stores are written, if it is the other side
+ * that is told (`completely`), or else when they are read from their stages.
  */
-__device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int completely) {
+__device__ __forceinline__ void pipe_store(Pipe *p, int storer, PipeWork work, int completely) {
     const Stages s = pipe_stages(p);
     char *const *to = p->to.begin();
-    int width = p->shape.width, stored = -1; /* the place of a job that may not be written yet */
+    int width = p->shape.width, shrink = p->shape.shrink;
+    int works = work != COPIED, stored = -1; /* the place of a job that may not be written yet */
     for (uint32_t n = storer;; n += STORERS) {
         int j = n % JOBS, cell = j * width;
         /* Nobody may wait for what is stored but not told: the next job may wait for them. */
@@ -349,11 +355,12 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
         pipe_wait(p->barrier[FULL], n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) break;
-        uint32_t at = stage_of(s, p->first[j], pipe_spent(job, works));
+        uint32_t at = stage_of(s, p->first[j], pipe_spent(job, work));
+        uint32_t bytes = (uint32_t)job.bytes >> shrink;
         if (works) pipe_wait(p->barrier[WORKED], n);
         for (int i = 0; i < job.stores; i++) {
-            ep_bulk_store(to[cell + i], at, (uint32_t)job.bytes);
-            if (works) at = stage_of(s, at, 1);
+            ep_bulk_store(to[cell + i], at, bytes);
+            if (work == COMPUTED) at = stage_of(s, at, 1);
         }
         ep_bulk_commit();
         if (stored >= 0) {
@@ -371,14 +378,16 @@ __device__ __forceinline__ void pipe_store(Pipe *p, int storer, int works, int c
 
 /* ---- side warps ---------------------------------------------------------------------------- */
 
-/** By warp number `warp` of `count`: `move(job's place)` for what lies beside each row, once. */
+/** By warp number `warp` of `count`: `move(job's place, job)` for what lies beside each row, once:
+ *  with its last piece, behind which workers have made all that they make beside it. */
 template <typename Move>
 __device__ __forceinline__ void pipe_sides(Pipe *p, int warp, int count, Move move) {
+    int last = p->shape.pieces - 1;
     for (uint32_t n = warp;; n += count) {
         int j = n % JOBS;
         pipe_wait(p->barrier[POSTED], n);
         if (p->job[j].loads == PIPE_END) return;
-        if (p->piece[j] == 0) move(j);
+        if (p->piece[j] == last) move(j, n);
         ep_mbarrier_arrive(&p->barrier[DONE][j]);
         __syncwarp();
     }

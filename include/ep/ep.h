@@ -567,7 +567,7 @@ typedef struct EpHandleCost {
     int64_t plan_bytes;   /**< as ep_handle_memory says: the caller's memory or the library's */
     int64_t buffer_bytes; /**< what it takes besides, always the library's. LATENCY: buffers for
                              rows in flight. THROUGHPUT: 0, but where a handle on the CUDA backend
-                               quantises: a step's rows and scales, quantised */
+                               quantises: a step's scales */
 } EpHandleCost;
 
 #define EP_HANDLE_COST_INIT \

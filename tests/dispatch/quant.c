@@ -69,16 +69,24 @@ Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
         run_types(quant, EP_LAYOUT_BATCHED, 4);
 }
 
-/* Twice the bytes of the received row are all that a group need allow; rows as long as there are.
- */
+/* Twice the bytes of the received row are all that a group need allow; rows as long as there are,
+ * and some that end within a block. */
 Test(dispatch_quant, longest_rows, .timeout = 120) {
     NEEDS_QUANT();
-    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++) {
-        Case c = {.ranks = 2, .max_tokens = 2, .weighted = 1, .quant = quant};
-        c.hidden = EP_MAX_ROW_BYTES / 2, c.sum_type = EP_TYPE_BF16;
-        c.seed = (uint64_t)quant, c.spread = SPREAD_FULL;
-        run_case_on_threads(&c);
-    }
+    static const struct {
+        int hidden;
+        EpType type;
+    } rows[] = {{EP_MAX_ROW_BYTES / 2, EP_TYPE_BF16},
+                {8208, EP_TYPE_BF16},
+                {24592, EP_TYPE_FP16},
+                {EP_MAX_ROW_BYTES / 4 - 16, EP_TYPE_FP32}};
+    for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
+        for (int i = 0; i < LENGTH(rows); i++) {
+            Case c = {.ranks = 2, .max_tokens = 2, .weighted = 1, .quant = quant};
+            c.hidden = rows[i].hidden, c.row_type = rows[i].type, c.sum_type = EP_TYPE_BF16;
+            c.seed = (uint64_t)(4 * (int)quant + i), c.spread = SPREAD_FULL;
+            run_case_on_threads(&c);
+        }
 }
 
 static Case quant_case(EpLayout layout, EpQuant quant, EpScaleOrder order) {

@@ -193,9 +193,7 @@ static void copy_late(void *arguments) {
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     (void)kind;
     int pageable = emulated_reaches(to, bytes) && !emulated_reaches(from, bytes);
-    Late l = {.bytes = !pageable                 ? 0
-                       : bytes < sizeof(l.data) ? bytes
-                                                : sizeof(l.data)};
+    Late l = {.bytes = !pageable ? 0 : bytes < sizeof(l.data) ? bytes : sizeof(l.data)};
     size_t first = bytes - l.bytes;
     if (first) submit(NULL, copy, &(Copy){to, from, 0, first}, sizeof(Copy), 1);
     if (!l.bytes) return cudaSuccess;
@@ -318,7 +316,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
     return emulated_error(cudaErrorNotSupported);
 }
 
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags) {
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph,
+                                 unsigned long long flags) {
     (void)graph, (void)flags;
     *out = NULL;
     return emulated_error(cudaErrorNotSupported);

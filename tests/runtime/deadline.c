@@ -178,8 +178,7 @@ ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
 
 /* EP_TIMEOUT is the deadline of a group that names none. */
 ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    if (bootstrap->rank == 0 || ranked_is())
-        setenv("EP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
+    if (bootstrap->rank == 0 || ranked_is()) setenv("EP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
     bootstrap->barrier(bootstrap->context, 60);
     Hurried h = hurried_open(bootstrap, EP_DEFAULT);
     REQUIRE(h.handle, "no handle");
