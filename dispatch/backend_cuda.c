@@ -30,7 +30,7 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 #define MOST_STAGES 40  /* more would not be used: few jobs are under way, and one may hold 33 */
 
 #define MANY_BLOCKS 64
-#define LARGE_ROW_BYTES 14336
+#define LARGE_ROW_BYTES 16384
 
 /* How finely blocks divide the work, found by trying. Where there are many blocks, what each has
  * begun when no tokens are left it ends alone, and what all of them have begun arrives at about the
