@@ -2,6 +2,7 @@
 /* Ranks as MPI processes: the same cases as on threads, over shared windows and over messages. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "ep/ep_mpi.h"
@@ -171,18 +172,26 @@ HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no EP_STAGE_BYTES on 
     CHECK(group == NULL, "a group was made");
 }
 
+/* The last rank stays away, and all others say so. */
 static void absent_rank(const EpBootstrap *bootstrap) {
-    Case c = case_complete((Case){.ranks = 2});
+    int ranks = bootstrap->size, absent = ranks - 1;
+    Case c = case_complete((Case){.ranks = ranks});
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     EpHandle *handle = NULL;
+    char named[24];
     config.timeout_seconds = 0.4;
+    snprintf(named, sizeof(named), "rank %d", absent);
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
-    if (bootstrap->rank == 0)
-        CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_TIMEOUT, "rank 1",
-                      "prepare");
+    if (bootstrap->rank != absent) {
+        EpStatus status = ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
+        CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+              ep_last_error());
+        CHECK(strstr(ep_last_error(), named) && strstr(ep_last_error(), "prepare"), "%s",
+              ep_last_error());
+    }
     MPI_Barrier(MPI_COMM_WORLD);
     ep_group_destroy(group);
 }
@@ -190,9 +199,21 @@ static void absent_rank(const EpBootstrap *bootstrap) {
 HostRankedTest(mpi_failures, absent_rank_on_the_node, 2, 30, "see gpu_faults") {
     absent_rank(bootstrap);
 }
+HostRankedTest(mpi_failures, absent_rank_of_four, 4, 30, "see gpu_faults") {
+    absent_rank(bootstrap);
+}
 
 HostRankedTest(mpi_failures, absent_rank_on_another_node, 2, 30, "GPUs of a group share a node") {
     setenv("EP_TOPOLOGY", "2", 1);
+    absent_rank(bootstrap);
+}
+HostRankedTest(mpi_failures, absent_rank_of_four_on_two_nodes, 4, 30,
+               "GPUs of a group share a node") {
+    setenv("EP_TOPOLOGY", "2", 1);
+    absent_rank(bootstrap);
+}
+HostRankedTest(mpi_failures, absent_rank_of_three_nodes, 3, 30, "GPUs of a group share a node") {
+    setenv("EP_TOPOLOGY", "3", 1);
     absent_rank(bootstrap);
 }
 
