@@ -22,6 +22,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
     EP_TRY(ep_operation_begin_backward(&o, "ep_combine_backward", handle));
     EP_TRY(ep_arg_summed_rows(&o, "grad_expert_out", grad_expert_out, "grad_out", grad_out));
     EP_TRY(check_weights(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
+    int64_t capacity = ep_slot_capacity(handle, grad_expert_out);
+    if (grad_slot_weights) capacity = ep_min(capacity, ep_slot_capacity(handle, grad_slot_weights));
     EpScatter scatter = {.op = &ep_op_combine_backward,
                          .rows = grad_out->data,
                          .type = grad_out->type,
@@ -33,7 +35,7 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                          .slot_rows = expert_out ? expert_out->data : NULL,
                          .out_rows = grad_expert_out->data,
                          .out_weights = grad_slot_weights ? grad_slot_weights->data : NULL,
-                         .out_capacity = ep_slot_capacity(handle, grad_expert_out),
+                         .out_capacity = capacity, /* the tail is as long as the shorter of both */
                          .stream = stream};
     return ep_run_scatter(&o.call, handle, &scatter);
 }

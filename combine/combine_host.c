@@ -132,9 +132,9 @@ static void finish_token(Gather *x, int64_t token) {
 static EpRoundHeader belief_of(const Gather *x) {
     const EpGather *g = x->g;
     return (EpRoundHeader){.handle = x->plan.header->handle,
-                           .step = x->plan.header->step,
+                           .step = (uint32_t)x->plan.header->step,
                            .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0},
-                           .tokens = x->plan.header->num_tokens};
+                           .tokens = (int32_t)x->plan.header->num_tokens};
 }
 
 static EpStatus run_round(Gather *x, int64_t begin) {

@@ -265,9 +265,9 @@ static EpRoundHeader belief_of(const Scatter *x) {
     const EpScatter *s = x->s;
     return (EpRoundHeader){
         .handle = x->plan.header->handle,
-        .step = x->plan.header->step,
+        .step = (uint32_t)x->plan.header->step,
         .fact = {s->row_bytes, s->type, s->scale_bytes, s->carries_weights ? x->top_k : 0},
-        .tokens = x->plan.header->num_tokens};
+        .tokens = (int32_t)x->plan.header->num_tokens};
 }
 
 static EpStatus run_round(Scatter *x, int64_t begin) {

@@ -74,8 +74,8 @@ static void describe_route(EpHandle *handle, const EpScatter *s) {
     int64_t agreed[2 * EP_ROUND_FACTS];
     if (!s->routing) return;
     ep_cuda_describe_routing(handle, s->routing, route, agreed);
-    agreed[4] = s->row_bytes, agreed[5] = s->type, agreed[6] = s->scale_bytes;
-    agreed[7] = s->carries_weights;
+    const int64_t row[] = {s->row_bytes, s->type, s->scale_bytes, s->carries_weights, 0};
+    memcpy(agreed + EP_ROUND_FACTS, row, sizeof(row));
     route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_ROUND_FACTS);
 }
 

@@ -42,21 +42,22 @@ static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
 
 /**
  * What ranks must share in ep_prepare, in 48 bits that go with its arrival: K, the alignment, the
- * layout, and the capacity, or the rows of each expert in the batched layout. In the order of
- * ep_op_prepare's facts.
+ * layout, the capacity, or the rows of each expert in the batched layout, and how rows are
+ * quantised. In the order of ep_op_prepare's facts.
  */
-static inline uint64_t ep_facts_pack(const int64_t fact[4]) {
+static inline uint64_t ep_facts_pack(const int64_t fact[EP_ROUND_FACTS]) {
     int log = 0;
     while ((int64_t)1 << log < fact[1])
         log++;
-    return (uint64_t)(fact[0] | log << 6 | fact[2] << 11) | (uint64_t)fact[3] << 13;
+    return (uint64_t)(fact[0] | log << 6 | fact[2] << 11 | fact[4] << 13) | (uint64_t)fact[3] << 16;
 }
 
-static inline void ep_facts_unpack(uint64_t facts, int64_t fact[4]) {
+static inline void ep_facts_unpack(uint64_t facts, int64_t fact[EP_ROUND_FACTS]) {
     fact[0] = (int64_t)(facts & 63);
     fact[1] = (int64_t)1 << (facts >> 6 & 31);
     fact[2] = (int64_t)(facts >> 11 & 3);
-    fact[3] = (int64_t)(facts >> 13);
+    fact[3] = (int64_t)(facts >> 16);
+    fact[4] = (int64_t)(facts >> 13 & 7);
 }
 
 /** The group's and the handle's part of a routing kernel's arguments, and what ranks must share in

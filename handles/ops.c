@@ -1,22 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "handles/ops.h"
 
-const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity"}, 1};
+const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity", "quant"}, 1};
 /* The first half of latency mode's dispatch: there is no prepare of its own. */
-const EpOp ep_op_route = {6, "dispatch", {"top_k", "alignment", "layout", "capacity"}, 1};
+const EpOp ep_op_route = {6, "dispatch", {"top_k", "alignment", "layout", "capacity", "quant"}, 1};
 const EpOp ep_op_dispatch = {
     2,
     "dispatch",
-    {"row bytes", "element type", "bytes of scales", "number of topk_weights"},
+    {"row bytes", "element type", "bytes of scales", "number of topk_weights", ""},
     EP_ROUND_FACTS};
 const EpOp ep_op_combine = {
-    3, "combine", {"row bytes", "element type", "number of slot values", ""}, EP_ROUND_FACTS};
-const EpOp ep_op_dispatch_backward = {4,
-                                      "dispatch backward",
-                                      {"row bytes", "element type", "number of slot values", ""},
-                                      EP_ROUND_FACTS};
-const EpOp ep_op_combine_backward = {
-    5, "combine backward", {"row bytes", "element type", "bytes of scales", ""}, EP_ROUND_FACTS};
+    3, "combine", {"row bytes", "element type", "number of slot values", "", ""}, EP_ROUND_FACTS};
+const EpOp ep_op_dispatch_backward = {
+    4,
+    "dispatch backward",
+    {"row bytes", "element type", "number of slot values", "", ""},
+    EP_ROUND_FACTS};
+const EpOp ep_op_combine_backward = {5,
+                                     "combine backward",
+                                     {"row bytes", "element type", "bytes of scales", "", ""},
+                                     EP_ROUND_FACTS};
 
 EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle) {
     o->call = (EpCall){name, -1};

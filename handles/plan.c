@@ -30,6 +30,8 @@ int64_t ep_plan_max_entries(const EpPlanShape *s) {
 
 int64_t ep_plan_largest_index(const EpPlanShape *s) {
     int64_t slots = (int64_t)s->num_ranks * s->max_tokens * s->max_top_k;
+    /* What the last slab has no room for is counted past its end. */
+    if (s->layout == EP_LAYOUT_BATCHED) return s->capacity + slots;
     return ep_max(slots + (int64_t)s->num_local * s->alignment, s->capacity);
 }
 

@@ -215,10 +215,11 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
 
 static EpRoundHeader belief_of(const Prepare *p) {
     const EpPlanShape *s = p->shape;
-    EpRoundHeader belief = {.handle = p->plan.header->handle,
-                            .step = p->plan.header->step + 1,
-                            .fact = {p->routing->top_k, s->alignment, s->layout, s->capacity},
-                            .tokens = p->num_tokens};
+    EpRoundHeader belief = {
+        .handle = p->plan.header->handle,
+        .step = (uint32_t)p->plan.header->step + 1,
+        .fact = {p->routing->top_k, s->alignment, s->layout, s->capacity, s->quant},
+        .tokens = (int32_t)p->num_tokens};
     if (s->layout == EP_LAYOUT_BATCHED) /* the capacity depends on L */
         belief.fact[3] = s->rows_per_expert;
     return belief;
@@ -235,7 +236,7 @@ static EpStatus receive_all(Prepare *p, const int32_t **messages) {
         const void *body;
         EP_TRY(ep_round_receive(p->exchange, peer, &header, &body));
         messages[peer] = body;
-        p->plan.rank_tokens[peer] = (int32_t)header->tokens;
+        p->plan.rank_tokens[peer] = header->tokens;
     }
     return EP_OK;
 }

@@ -20,6 +20,7 @@ static EpCudaVector vector_of(const EpTensor *t) {
 static void list_facts(const EpPlanShape *shape, int64_t top_k, int64_t facts[EP_ROUND_FACTS]) {
     facts[0] = top_k, facts[1] = shape->alignment, facts[2] = shape->layout;
     facts[3] = shape->layout == EP_LAYOUT_BATCHED ? shape->rows_per_expert : shape->capacity;
+    facts[4] = shape->quant;
 }
 
 void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,

@@ -131,8 +131,8 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     EP_TRY(choose_scales(call, offers, c, &s));
     if (ep_plan_largest_index(&s) > INT32_MAX)
         return ep_refuse(call, EP_ERR_RANGE, "config",
-                         "expected at most 2147483647 slots, got ranks * max_tokens * top_k plus "
-                         "padding = %lld",
+                         "expected at most 2147483647 slots, padding and lost ones included, got "
+                         "up to %lld",
                          (long long)ep_plan_largest_index(&s));
     *shape = s;
     return EP_OK;

@@ -53,7 +53,8 @@ EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t,
 
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most) {
-    int64_t bytes = ep_tensor_row_bytes(t);
+    int64_t bytes, each = (int64_t)ep_type_bytes(t->type);
+    if (__builtin_mul_overflow(ep_tensor_row_elements(t), each, &bytes)) bytes = INT64_MAX;
     if (bytes < unit || bytes > most || bytes % unit)
         return ep_refuse(call, EP_ERR_ROW_BYTES, argument,
                          "expected rows of a multiple of %lld in %lld .. %lld bytes, got %lld",

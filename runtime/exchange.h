@@ -36,7 +36,7 @@
 
 typedef enum EpRoundMode { EP_ROUND_EACH, EP_ROUND_SHARED } EpRoundMode;
 
-#define EP_ROUND_FACTS 4
+#define EP_ROUND_FACTS 5
 
 /** An operation as rounds know it: its name, and the names of the facts that ranks must share. */
 typedef struct EpOp {
@@ -52,9 +52,9 @@ typedef struct EpRoundHeader {
     uint64_t round;
     int32_t op;
     int32_t handle;
-    int64_t step;
+    uint32_t step;  /**< the lower half */
+    int32_t tokens; /**< T of the writer */
     int64_t fact[EP_ROUND_FACTS];
-    int64_t tokens; /**< T of the writer */
 } EpRoundHeader;
 
 /** Cache lines of their own for what different ranks write and poll. */

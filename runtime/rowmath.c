@@ -13,6 +13,7 @@
 
 #define TILE 128
 #define LANES 64
+#define DOT_PART 4096 /* elements, so that a lane adds up 64: errors grow with that number */
 
 static inline float identity(float value) {
     return value;
@@ -70,17 +71,22 @@ static inline void add_run(float *restrict total, const float *restrict part, in
             out[i] = from_float(weight * to_float(row[i]));                                    \
     }                                                                                          \
     static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) { \
-        float lane[LANES] = {0};                                                               \
-        int64_t at = 0;                                                                        \
-        for (; at + LANES <= n; at += LANES)                                                   \
+        float lane[LANES], total[LANES] = {0};                                                 \
+        for (int64_t at = 0; at < n; at += DOT_PART) {                                         \
+            int64_t end = at + DOT_PART < n ? at + DOT_PART : n, first = at;                   \
+            memset(lane, 0, sizeof(lane));                                                     \
+            for (; first + LANES <= end; first += LANES)                                       \
+                for (int i = 0; i < LANES; i++)                                                \
+                    lane[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), lane[i]);   \
+            for (int i = 0; first + i < end; i++)                                              \
+                lane[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), lane[i]);       \
             for (int i = 0; i < LANES; i++)                                                    \
-                lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);             \
-        for (int i = 0; at + i < n; i++)                                                       \
-            lane[i] = fmaf(to_float(a[at + i]), to_float(b[at + i]), lane[i]);                 \
+                total[i] += lane[i];                                                           \
+        }                                                                                      \
         for (int width = LANES / 2; width > 0; width /= 2)                                     \
             for (int i = 0; i < width; i++)                                                    \
-                lane[i] += lane[i + width];                                                    \
-        return lane[0];                                                                        \
+                total[i] += total[i + width];                                                  \
+        return total[0];                                                                       \
     }
 
 DEFINE_ROW_FUNCTIONS(bf16, uint16_t, ep_float_from_bf16, ep_bf16_from_float)

@@ -29,7 +29,8 @@ typedef struct EpRowMath {
     void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
     /** out[i] = round(weight * row[i]) */
     void (*scale)(EpType type, void *out, const void *row, float weight, int64_t n);
-    /** Sum of a[i] * b[i] in 64 interleaved chains of fmaf, folded pairwise. */
+    /** Sum of a[i] * b[i] in 64 interleaved chains of fmaf, each anew for every 4096 elements and
+     *  added to those before, folded pairwise at the end. */
     float (*dot)(EpType type, const void *a, const void *b, int64_t n);
 } EpRowMath;
 

@@ -5,6 +5,7 @@
 #include <time.h>
 
 /* A clock read costs as much as a few polls, a yield as much as a few clock reads. */
+#define SPINS_PER_CLOCK_READ 4096
 #define YIELDS_PER_CLOCK_READ 16
 #define SECONDS_BEFORE_SLEEPING 0.2
 #define SLEEP_NANOSECONDS 100000
@@ -28,16 +29,17 @@ static void relax(void) {
 }
 
 int ep_wait_pause(EpWait *wait) {
-    if (wait->spins > 0) {
+    int spins = wait->spins > 0;
+    if (spins) {
         wait->spins--;
         relax();
-        return 1;
+    } else {
+        sched_yield();
     }
-    sched_yield();
-    if (wait->yields++ % YIELDS_PER_CLOCK_READ) return 1;
+    if (++wait->pauses % (spins ? SPINS_PER_CLOCK_READ : YIELDS_PER_CLOCK_READ)) return 1;
     double now = ep_clock();
     if (wait->start == 0) wait->start = now;
-    if (now - wait->start > SECONDS_BEFORE_SLEEPING)
+    if (!spins && now - wait->start > SECONDS_BEFORE_SLEEPING)
         nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
     return now - wait->start < wait->timeout;
 }

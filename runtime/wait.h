@@ -17,9 +17,9 @@
 
 typedef struct EpWait {
     double timeout; /* seconds */
-    double start;   /* seconds, 0 until the first yield */
+    double start;   /* seconds, 0 until the clock is first read */
     int64_t spins;  /* polls left before yielding */
-    unsigned yields;
+    unsigned pauses;
 } EpWait;
 
 void ep_wait_begin(EpWait *wait, double timeout, int64_t spins);

@@ -542,7 +542,8 @@ typedef struct EpHandleConfig {
     int64_t rows_per_expert; /**< BATCHED: rows of each slab, > 0. EP_DEFAULT otherwise */
     int32_t overflow;        /**< an EpOverflow, or EP_DEFAULT: the group's */
     int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
-                                  slab (BATCHED: past each slab); 0: leave them alone */
+                                  slab (BATCHED: past each slab), as far as the shortest of their
+                                  outputs reaches; 0: leave them alone */
     int32_t mode;            /**< an EpMode, or EP_DEFAULT: the group's */
     EpQuant quant;           /**< whether dispatch quantises */
     EpScaleOrder scale_order;

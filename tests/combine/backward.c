@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What ep_combine_backward may be asked for: gradients of rows, of weights, or of both. */
+#include <math.h>
+#include <string.h>
 
-#include "tests/cases/run.h"
+#include "tests/cases/desk.h"
 #include "tests/oracle/expect.h"
 
 enum { RANKS = 3 };
@@ -72,4 +74,45 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
         c.row_type = c.sum_type = types[i];
         run_case_on_threads(&c);
     }
+}
+
+/* The longest rows, of products that a sum of ones just does not notice. */
+SoloTest(combine_backward, worst_dot_product) {
+    enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.hidden = HIDDEN, c.row_type = c.sum_type = EP_TYPE_FP32;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    const RankWorld *me = desk.world->rank;
+    float *x = desk.tensor[EXPERT_OUT].data, *grad = desk.tensor[GRAD_OUT].data;
+    for (int64_t i = 0; i < me->recv_rows * HIDDEN; i++)
+        x[i] = i % HIDDEN < ONES ? 1 : 0x1p-24f;
+    for (int64_t i = 0; i < (int64_t)me->rows * HIDDEN; i++)
+        grad[i] = 1;
+    CHECK_OK(desk_call(&desk, OP_COMBINE_BACKWARD));
+    const float *got = desk.tensor[GRAD_SLOT_WEIGHTS].data;
+    double exact = ONES + (HIDDEN - ONES) * 0x1p-24;
+    for (int64_t row = 0; row < me->recv_rows; row++)
+        if (me->row[row].kind == ROW_FILLED)
+            CHECK(fabs(got[row] - exact) <= 1e-5 * exact, "row %lld: %.9g instead of %.9g",
+                  (long long)row, (double)got[row], exact);
+    desk_close(&desk);
+}
+
+/* Zeros of the tail end where the shorter of the outputs does. */
+SoloTest(combine_backward, tail_of_a_shorter_tensor) {
+    enum { CAPACITY = 77, WIDTH = 4 };
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.tensor[GRAD_SLOT_WEIGHTS].shape[0] = CAPACITY;
+    CHECK_OK(desk_call(&desk, OP_COMBINE_BACKWARD));
+    Image *got = &desk.image[GRAD_SLOT_WEIGHTS], expected = image_new(got->bytes, 16);
+    memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
+    image_check_equal(got, &expected, WIDTH, "grad_slot_weights and what follows them");
+    image_free(&expected);
+    desk_close(&desk);
 }

@@ -154,6 +154,20 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     world_free(world);
 }
 
+/* Rows of so many elements that their bytes would overflow. */
+SoloTest(dispatch_arguments, endless_rows) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_reset(&desk);
+    desk.tensor[TOKENS].type = desk.tensor[RECV_TOKENS].type = EP_TYPE_FP32;
+    desk.tensor[TOKENS].shape[1] = desk.tensor[RECV_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "tokens");
+    desk_check_untouched(&desk);
+    desk_close(&desk);
+}
+
 /* Zeros of the tail end where the shortest of the receive tensors does. */
 SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
     enum { CAPACITY = 77, WIDTH = 4 };

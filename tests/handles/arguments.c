@@ -177,6 +177,8 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = -5), EP_ERR_RANGE, "rows_per_expert",
      "-5"},
     {CONFIG(.rows_per_expert = 8), EP_ERR_RANGE, "rows_per_expert", "8"},
+    {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = INT32_MAX / 4), EP_ERR_RANGE, "config",
+     "2147483647"},
     {CONFIG(.mode = 0), EP_ERR_RANGE, "mode", "0"},
     {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
     {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},

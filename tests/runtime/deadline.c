@@ -187,6 +187,18 @@ ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
     hurried_close(&h);
 }
 
+/* Polls count for the deadline, however many there are to be. */
+ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
+    HOST_ONLY("no EP_SPIN on GPUs");
+    if (bootstrap->rank == 0) setenv("EP_SPIN", "1000000000", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    Hurried h = hurried_open(bootstrap, SOON);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);
+    bootstrap->barrier(bootstrap->context, 60);
+    hurried_close(&h);
+}
+
 /* A slow rank within the deadline is only waited for. */
 ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
     Hurried h = hurried_open(bootstrap, 30);

@@ -228,13 +228,15 @@ typedef struct Disagreement {
     int alignment, other_alignment;
     int64_t rows, other_rows; /* max_recv_rows, or of each expert in the batched layout */
     const char *field, *value, *other_value;
+    EpQuant quant, other_quant; /* 0: none */
 } Disagreement;
 
 static const Disagreement disagreements[] = {
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32"},
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "1", "2"},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647"},
-    {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41"},
+    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32", 0, 0},
+    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "1", "2", 0, 0},
+    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647", 0, 0},
+    {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41", 0, 0},
+    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "2", "4", EP_QUANT_FP8, EP_QUANT_MXFP8},
 };
 
 static EpStatus meet_in_prepare(EpGroup *group, const Disagreement *d, int other) {
@@ -242,6 +244,7 @@ static EpStatus meet_in_prepare(EpGroup *group, const Disagreement *d, int other
     EpHandle *handle = NULL;
     config.layout = other ? d->other_layout : d->layout;
     config.alignment = other ? d->other_alignment : d->alignment;
+    if (d->quant) config.quant = other ? d->other_quant : d->quant;
     int64_t rows = other ? d->other_rows : d->rows;
     *(config.layout == EP_LAYOUT_BATCHED ? &config.rows_per_expert : &config.max_recv_rows) = rows;
     if (!CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle))) return EP_ERR_NULL;
