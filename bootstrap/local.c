@@ -50,7 +50,7 @@ typedef struct Local {
 } Local;
 
 static void deadline_after(double seconds, struct timespec *out) {
-    clock_gettime(CLOCK_REALTIME, out);
+    clock_gettime(CLOCK_MONOTONIC, out);
     double whole = (double)(time_t)(seconds < 1e9 ? seconds : 1e9);
     out->tv_sec += (time_t)whole;
     out->tv_nsec += (long)((seconds < 1e9 ? seconds - whole : 0) * 1e9);
@@ -62,6 +62,8 @@ static EpStatus fail_missing(const Local *self, double seconds) {
     int32_t missing = 0;
     while (missing < board->size && board->here[missing] != ABSENT)
         missing++;
+    for (int32_t r = 0; r < board->size && missing == board->size; r++)
+        if (board->here[r] == GAVE_UP) missing = r;
     return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
                    self->rank, missing, seconds);
 }
@@ -283,7 +285,11 @@ static Board *board_create(int32_t size) {
     Board *board = calloc(1, sizeof(*board));
     if (!board) return NULL;
     pthread_mutex_init(&board->mutex, NULL);
-    pthread_cond_init(&board->turned, NULL);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&board->turned, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     board->size = board->users = size;
     board->last_letter = &board->letters;
     board->here = calloc((size_t)size, 1);

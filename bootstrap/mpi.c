@@ -3,8 +3,9 @@
  * Bootstrap over MPI, in a library of its own (libep_mpi) that uses nothing but the public header.
  *
  * Gathering is done with nonblocking point-to-point messages rather than MPI_Allgather, because a
- * deadline can then say which rank is missing. Everything runs on a duplicate of the caller's
- * communicator, on which errors return instead of aborting.
+ * deadline can then say which rank is missing. Shared memory is left to the library, since creating
+ * a window of MPI's has no deadline, and hangs where a rank's part cannot be had. Everything runs
+ * on a duplicate of the caller's communicator, on which errors return instead of aborting.
  */
 #include "ep/ep_mpi.h"
 
@@ -20,7 +21,8 @@
 typedef struct MpiContext {
     MPI_Comm comm;
     int rank, size;
-    int gathers; /* so far: tells one gathering's messages from the next one's */
+    int gathers;     /* so far: tells one gathering's messages from the next one's */
+    int left_behind; /* messages that nobody has received, or may still come */
 } MpiContext;
 
 static EpStatus fail(EpStatus status, const char *format, ...) {
@@ -42,94 +44,134 @@ static EpStatus check(const MpiContext *self, const char *what, int code) {
 
 /* ---- gathering ----------------------------------------------------------------------------- */
 
-/* Requests of one gathering: receives first, then sends, both by peer. The message is copied, so
- * that a rank which gives up can leave its sends to complete on their own. */
+/* One gathering. What is sent and what is received lies in memory of its own, so that a rank which
+ * gives up can leave behind both, and the messages that may still come. */
 typedef struct Gathering {
-    MPI_Request *requests; /* [2 * size] */
-    char *message;
+    const MpiContext *self;
+    int tag, bytes;
+    double seconds;
+    MPI_Request *requests; /* [2 * size] receives, then sends, by peer; null once complete */
+    char *sent, *received; /* [bytes], [size, bytes] */
 } Gathering;
 
-static int post_gathering(const MpiContext *self, Gathering *g, void *out, size_t bytes, int tag) {
+static int post_gathering(Gathering *g) {
+    const MpiContext *self = g->self;
     for (int r = 0; r < 2 * self->size; r++)
         g->requests[r] = MPI_REQUEST_NULL;
     for (int r = 0; r < self->size; r++) {
         if (r == self->rank) continue;
-        int code = MPI_Irecv((char *)out + (size_t)r * bytes, (int)bytes, MPI_BYTE, r, tag,
-                             self->comm, &g->requests[r]);
+        int code = MPI_Irecv(g->received + (size_t)r * (size_t)g->bytes, g->bytes, MPI_BYTE, r,
+                             g->tag, self->comm, &g->requests[r]);
         if (code == MPI_SUCCESS)
-            code = MPI_Isend(g->message, (int)bytes, MPI_BYTE, r, tag, self->comm,
+            code = MPI_Isend(g->sent, g->bytes, MPI_BYTE, r, g->tag, self->comm,
                              &g->requests[self->size + r]);
         if (code != MPI_SUCCESS) return code;
     }
     return MPI_SUCCESS;
 }
 
-static EpStatus fail_missing(const MpiContext *self, Gathering *g, double seconds) {
-    int missing = -1;
-    for (int r = 0; r < self->size; r++) {
-        if (g->requests[r] == MPI_REQUEST_NULL) continue;
-        missing = missing < 0 ? r : missing;
-        MPI_Cancel(&g->requests[r]);
-        MPI_Wait(&g->requests[r], MPI_STATUS_IGNORE);
-    }
-    if (missing >= 0)
-        return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
-                    self->rank, missing, seconds);
-    return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: a message was not received within %g s",
-                self->rank, seconds);
+static EpStatus check_length(const Gathering *g, int r, const MPI_Status *message) {
+    int bytes = 0;
+    MPI_Get_count(message, MPI_BYTE, &bytes);
+    if (r >= g->self->size || bytes == g->bytes) return EP_OK;
+    return fail(EP_ERR_ORDER,
+                "rank %d: bootstrap: expected all ranks in the same call, rank %d brought %d bytes "
+                "and not %d",
+                g->self->rank, r, bytes, g->bytes);
 }
 
 /* One by one, because requests that are complete become null then: MPI_Testall would touch none
  * before all of them are, and nobody could tell which are missing. */
-static int poll_gathering(const MpiContext *self, Gathering *g, int *left) {
-    int code = MPI_SUCCESS;
+static EpStatus poll_gathering(Gathering *g, int *left) {
+    const MpiContext *self = g->self;
     *left = 0;
-    for (int r = 0; r < 2 * self->size && code == MPI_SUCCESS; r++) {
-        int done = 1;
-        if (g->requests[r] != MPI_REQUEST_NULL)
-            code = MPI_Test(&g->requests[r], &done, MPI_STATUS_IGNORE);
+    for (int r = 0; r < 2 * self->size; r++) {
+        MPI_Status message;
+        int done = 0;
+        if (g->requests[r] == MPI_REQUEST_NULL) continue;
+        EpStatus status = check(self, "MPI_Test", MPI_Test(&g->requests[r], &done, &message));
+        if (status == EP_OK && done) status = check_length(g, r, &message);
+        if (status != EP_OK) return status;
         *left += !done;
     }
-    return code;
+    return EP_OK;
 }
 
-static EpStatus finish_gathering(const MpiContext *self, Gathering *g, double seconds) {
+static EpStatus fail_missing(const Gathering *g) {
+    const MpiContext *self = g->self;
+    for (int r = 0; r < self->size; r++)
+        if (g->requests[r] != MPI_REQUEST_NULL)
+            return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
+                        self->rank, r, g->seconds);
+    return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: a message was not received within %g s",
+                self->rank, g->seconds);
+}
+
+static EpStatus finish_gathering(Gathering *g) {
     double start = MPI_Wtime();
     for (;;) {
         int left;
-        EpStatus status = check(self, "MPI_Test", poll_gathering(self, g, &left));
+        EpStatus status = poll_gathering(g, &left);
         if (status != EP_OK || !left) return status;
-        if (MPI_Wtime() - start > seconds) return fail_missing(self, g, seconds);
+        if (MPI_Wtime() - start > g->seconds) return fail_missing(g);
     }
 }
 
-/* Sends that nobody received cannot be cancelled reliably: leave them, and their bytes, behind. */
-static void end_gathering(const MpiContext *self, Gathering *g) {
-    int abandoned = 0;
-    for (int r = 0; r < self->size; r++)
-        if (g->requests[self->size + r] != MPI_REQUEST_NULL) {
-            MPI_Request_free(&g->requests[self->size + r]);
-            abandoned = 1;
-        }
+/* A send that nobody has received, or a receive that has been matched, cannot be cancelled: their
+ * memory stays. */
+static void abandon(Gathering *g) {
+    for (int r = 0; r < 2 * g->self->size; r++) {
+        if (g->requests[r] == MPI_REQUEST_NULL) continue;
+        if (r < g->self->size) MPI_Cancel(&g->requests[r]);
+        MPI_Request_free(&g->requests[r]);
+    }
     free(g->requests);
-    if (!abandoned) free(g->message);
+}
+
+static EpStatus gather(Gathering *g, const void *in, void *out) {
+    const MpiContext *self = g->self;
+    size_t bytes = (size_t)g->bytes;
+    memcpy(g->sent, in, bytes);
+    EpStatus status = check(self, "MPI_Isend", post_gathering(g));
+    if (status == EP_OK) status = finish_gathering(g);
+    if (status != EP_OK) {
+        abandon(g);
+        return status;
+    }
+    memcpy(g->received + (size_t)self->rank * bytes, in, bytes);
+    memcpy(out, g->received, (size_t)self->size * bytes);
+    free(g->requests);
+    free(g->sent);
+    free(g->received);
+    return EP_OK;
 }
 
 static EpStatus mpi_allgather(void *context, const void *in, void *out, size_t bytes,
                               double seconds) {
     MpiContext *self = context;
-    int tag = self->gathers++ & TAG_MASK;
-    Gathering g = {malloc(2 * (size_t)self->size * sizeof(MPI_Request)), malloc(bytes ? bytes : 1)};
-    if (!g.requests || !g.message) {
+    size_t size = (size_t)self->size;
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized)
+        return fail(EP_ERR_BOOTSTRAP,
+                    "rank %d: bootstrap: expected MPI to be running, got MPI "
+                    "after MPI_Finalize",
+                    self->rank);
+    Gathering g = {.self = self,
+                   .tag = self->gathers++ & TAG_MASK,
+                   .bytes = (int)bytes,
+                   .seconds = seconds,
+                   .requests = malloc(2 * size * sizeof(MPI_Request)),
+                   .sent = malloc(bytes + 1),
+                   .received = malloc(size * bytes + 1)};
+    if (!g.requests || !g.sent || !g.received) {
         free(g.requests);
-        free(g.message);
+        free(g.sent);
+        free(g.received);
         return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
     }
-    memcpy(g.message, in, bytes);
-    memcpy((char *)out + (size_t)self->rank * bytes, in, bytes);
-    EpStatus status = check(self, "MPI_Isend", post_gathering(self, &g, out, bytes, tag));
-    if (status == EP_OK) status = finish_gathering(self, &g, seconds);
-    end_gathering(self, &g);
+    EpStatus status = gather(&g, in, out);
+    if (status != EP_OK) self->left_behind = 1;
     return status;
 }
 
@@ -140,98 +182,6 @@ static EpStatus mpi_barrier(void *context, double seconds) {
     EpStatus status = mpi_allgather(context, &mine, all, 1, seconds);
     free(all);
     return status;
-}
-
-/* ---- shared windows ------------------------------------------------------------------------ */
-
-typedef struct SharedWindow {
-    MPI_Comm comm;
-    MPI_Win window;
-} SharedWindow;
-
-static char *aligned_64(char *address) {
-    return (char *)(((uintptr_t)address + 63) & ~(uintptr_t)63);
-}
-
-/* Ranks of `comm` are ranks of the node in the same order; find where each lies. */
-static EpStatus find_segments(const MpiContext *self, const SharedWindow *shared, void **segments) {
-    MPI_Group everyone, here;
-    MPI_Comm_group(self->comm, &everyone);
-    MPI_Comm_group(shared->comm, &here);
-    int code = MPI_SUCCESS;
-    for (int r = 0; r < self->size && code == MPI_SUCCESS; r++) {
-        int local, unit;
-        MPI_Aint bytes;
-        char *base = NULL;
-        code = MPI_Group_translate_ranks(everyone, 1, &r, here, &local);
-        segments[r] = NULL;
-        if (code != MPI_SUCCESS || local == MPI_UNDEFINED) continue;
-        code = MPI_Win_shared_query(shared->window, local, &bytes, &unit, &base);
-        segments[r] = aligned_64(base);
-    }
-    MPI_Group_free(&everyone);
-    MPI_Group_free(&here);
-    return check(self, "MPI_Win_shared_query", code);
-}
-
-/* Each rank's part is apart from the others' (noncontig), so that it starts on a page of its own,
- * near its owner. One line more than asked for leaves room to align. */
-static EpStatus open_window(const MpiContext *self, size_t bytes, SharedWindow *shared) {
-    MPI_Info info;
-    char *mine = NULL;
-    MPI_Info_create(&info);
-    MPI_Info_set(info, "alloc_shared_noncontig", "true");
-    int code = MPI_Win_allocate_shared((MPI_Aint)(bytes + 64), 1, info, shared->comm, &mine,
-                                       &shared->window);
-    MPI_Info_free(&info);
-    if (code != MPI_SUCCESS) {
-        check(self, "MPI_Win_allocate_shared", code);
-        return EP_ERR_NO_MEMORY;
-    }
-    memset(aligned_64(mine), 0, bytes);
-    return check(self, "MPI_Win_lock_all", MPI_Win_lock_all(MPI_MODE_NOCHECK, shared->window));
-}
-
-static EpStatus mpi_share(void *context, int32_t node, size_t bytes, double seconds,
-                          void **segments, void **memory) {
-    MpiContext *self = context;
-    MPI_Comm machine;
-    SharedWindow *shared = calloc(1, sizeof(*shared));
-    if (!shared) return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    int code =
-        MPI_Comm_split_type(self->comm, MPI_COMM_TYPE_SHARED, self->rank, MPI_INFO_NULL, &machine);
-    if (code == MPI_SUCCESS) {
-        code = MPI_Comm_split(machine, node, self->rank, &shared->comm);
-        MPI_Comm_free(&machine);
-    }
-    EpStatus status = check(self, "MPI_Comm_split", code);
-    if (status == EP_OK) {
-        MPI_Comm_set_errhandler(shared->comm, MPI_ERRORS_RETURN);
-        status = open_window(self, bytes, shared);
-    }
-    if (status == EP_OK) status = find_segments(self, shared, segments);
-    /* Also where this rank has failed: the others are waiting. */
-    EpStatus arrived = mpi_barrier(context, seconds);
-    if (status == EP_OK) status = arrived;
-    if (status == EP_OK)
-        *memory = shared;
-    else
-        free(shared);
-    return status;
-}
-
-/* Freeing a window is collective and without a deadline: with ranks missing, leave it to exit. */
-static void mpi_share_free(void *context, void *memory, int together) {
-    (void)context;
-    SharedWindow *shared = memory;
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (together && !finalized) {
-        MPI_Win_unlock_all(shared->window);
-        MPI_Win_free(&shared->window);
-        MPI_Comm_free(&shared->comm);
-    }
-    free(shared);
 }
 
 /* ---- messages ------------------------------------------------------------------------------ */
@@ -279,7 +229,7 @@ static EpStatus mpi_test(void *context, void **request, int *done) {
 }
 
 static void mpi_cancel(void *context, void **request) {
-    (void)context;
+    MpiContext *self = context;
     MPI_Request r = load_request(request);
     int finalized = 0;
     MPI_Finalized(&finalized);
@@ -287,16 +237,19 @@ static void mpi_cancel(void *context, void **request) {
         MPI_Cancel(&r);
         MPI_Request_free(&r);
     }
+    self->left_behind = 1;
     *request = NULL;
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
+/* A communicator that is freed gives its number to the next one, which would take the messages that
+ * are left for its own: so such a one stays. */
 static void mpi_destroy(void *context) {
     MpiContext *self = context;
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (!finalized) MPI_Comm_free(&self->comm);
+    if (!finalized && !self->left_behind) MPI_Comm_free(&self->comm);
     free(self);
 }
 
@@ -327,8 +280,6 @@ EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
                          .context = self,
                          .allgather = mpi_allgather,
                          .barrier = mpi_barrier,
-                         .share = mpi_share,
-                         .share_free = mpi_share_free,
                          .isend = mpi_isend,
                          .irecv = mpi_irecv,
                          .test = mpi_test,

@@ -104,20 +104,24 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     return x;
 }
 
-static void cancel_requests(EpExchange *x) {
+/* Returns whether a receive was under way: then data may still come for it. */
+static int cancel_requests(EpExchange *x) {
+    int receives = 0;
     for (int32_t r = 0; r < x->size; r++)
         for (int half = 0; half < HALVES; half++) {
             if (x->remote[r].sending[half])
                 x->bootstrap->cancel(x->bootstrap->context, &x->remote[r].sending[half]);
-            if (x->remote[r].receiving[half])
-                x->bootstrap->cancel(x->bootstrap->context, &x->remote[r].receiving[half]);
+            if (!x->remote[r].receiving[half]) continue;
+            x->bootstrap->cancel(x->bootstrap->context, &x->remote[r].receiving[half]);
+            receives = 1;
         }
+    return receives;
 }
 
 void ep_exchange_destroy(EpExchange *x) {
     if (!x) return;
-    if (x->remote) cancel_requests(x);
-    free(x->landing);
+    int receives = x->remote && cancel_requests(x);
+    if (!receives) free(x->landing);
     free(x->remote);
     free(x->control);
     free(x);
@@ -163,6 +167,26 @@ static uint64_t load(const EpCounter *counter) {
     return atomic_load_explicit(&counter->value, memory_order_acquire);
 }
 
+static EpStatus push(EpExchange *x, int32_t peer, void **request) {
+    int done = 0;
+    if (!*request) return EP_OK;
+    EpStatus status = x->bootstrap->test(x->bootstrap->context, request, &done);
+    if (status != EP_OK) return break_down(x, status, peer, -1, -1);
+    if (done) *request = NULL;
+    return EP_OK;
+}
+
+/* Messages may move on only when they are asked for: so all are, whatever this rank is waiting for.
+ * Else two ranks of different nodes may each wait for a peer that waits for the other's message. */
+static EpStatus push_messages(EpExchange *x) {
+    for (int32_t r = 0; r < x->size && x->spans_nodes; r++)
+        for (int half = 0; half < HALVES; half++) {
+            EP_TRY(push(x, r, &x->remote[r].sending[half]));
+            EP_TRY(push(x, r, &x->remote[r].receiving[half]));
+        }
+    return EP_OK;
+}
+
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
                              uint64_t expected, const char *what) {
     EpWait wait;
@@ -170,6 +194,7 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
     while (load(counter) < expected) {
         uint64_t failed = load(&x->control[peer]->failed);
         if (failed && load(counter) < expected) return fail_peer(x, peer, (int32_t)(failed - 1));
+        EP_TRY(push_messages(x));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
     }
     return EP_OK;
@@ -178,12 +203,9 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
 static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const char *what) {
     EpWait wait;
     ep_wait_begin(&wait, x->timeout, x->spins);
-    for (int done = 0; *request;) {
-        EpStatus status = x->bootstrap->test(x->bootstrap->context, request, &done);
-        if (status != EP_OK) return break_down(x, status, peer, -1, -1);
-        if (done)
-            *request = NULL;
-        else if (!ep_wait_pause(&wait))
+    while (*request) {
+        EP_TRY(push_messages(x));
+        if (*request && !ep_wait_pause(&wait))
             return fail_timeout(x, peer, what, x->round, x->round - 1);
     }
     return EP_OK;

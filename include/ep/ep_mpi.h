@@ -23,8 +23,8 @@ extern "C" {
 
 /**
  * A bootstrap whose ranks are those of `comm`. Collective over `comm`, which is duplicated: libep
- * never sends on the caller's communicator. Shared memory comes from MPI-3 shared windows,
- * messages between nodes from MPI_Isend and MPI_Irecv. MPI must be initialized, with
+ * never sends on the caller's communicator. Ranks of a node share POSIX shared memory, messages
+ * between nodes go by MPI_Isend and MPI_Irecv. MPI must be initialized, with
  * MPI_THREAD_SERIALIZED or more if calls come from different threads. Destroy before MPI_Finalize.
  */
 EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out);

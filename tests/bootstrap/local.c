@@ -57,6 +57,16 @@ ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
     b->share_free(b->context, memory, 1);
 }
 
+/* Ranks that come one after the other, each when the one before has given up. */
+SoloTest(bootstrap_local, never_all_at_once) {
+    EpBootstrap b[2];
+    REQUIRE_OK(ep_bootstrap_local(2, b));
+    CHECK_REFUSED(b[0].barrier(b[0].context, 0.05), EP_ERR_TIMEOUT, "rank 0:", "rank 1 did not");
+    CHECK_REFUSED(b[1].barrier(b[1].context, 0.05), EP_ERR_TIMEOUT, "rank 1:", "rank 0 did not");
+    for (int r = 0; r < 2; r++)
+        ep_bootstrap_destroy(&b[r]);
+}
+
 SoloTest(bootstrap_local, sizes_out_of_range) {
     static EpBootstrap out[1024];
     memset(out, 0x5a, sizeof(out));

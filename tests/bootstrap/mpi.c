@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks as MPI processes: the same cases as on threads, over shared windows and over messages. */
+/* Ranks as MPI processes: the same cases as on threads, over shared memory and over messages. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -231,4 +231,124 @@ HostRankedTest(mpi_failures, absent_from_gathering, 4, 30, "it needs no GPU") {
         MPI_Barrier(MPI_COMM_WORLD);
         ep_bootstrap_destroy(&own);
     }
+}
+
+/* Who has missed its peers begins anew, with messages of before still about. */
+HostRankedTest(mpi_failures, new_bootstrap_after_a_timeout, 2, 30, "it needs no GPU") {
+    int32_t all[2];
+    (void)bootstrap;
+    for (int round = 0; round < 4; round++) {
+        EpBootstrap own = EP_BOOTSTRAP_INIT;
+        REQUIRE_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &own));
+        int32_t mine = 10 * round + own.rank;
+        if (round % 2 == 0 && own.rank == 0)
+            CHECK_REFUSED(own.allgather(own.context, &mine, all, sizeof(mine), 0.2), EP_ERR_TIMEOUT,
+                          "rank 1");
+        if (round % 2) {
+            CHECK_OK(own.allgather(own.context, &mine, all, sizeof(mine), 20));
+            CHECK(all[0] == 10 * round && all[1] == 10 * round + 1, "round %d: %d and %d", round,
+                  (int)all[0], (int)all[1]);
+        }
+        ep_bootstrap_destroy(&own);
+    }
+}
+
+HostRankedTest(mpi_failures, gatherings_of_different_lengths, 2, 30, "it needs no GPU") {
+    int64_t all[2] = {7, 7}, mine = 3;
+    (void)bootstrap;
+    EpBootstrap own = EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &own));
+    if (own.rank == 1) {
+        CHECK_REFUSED(own.allgather(own.context, &mine, all, sizeof(mine), 20), EP_ERR_ORDER,
+                      "rank 0 brought 1 bytes");
+        CHECK(all[0] == 7 && all[1] == 7, "the output was written");
+    } else {
+        CHECK(own.barrier(own.context, 20) != EP_OK, "a barrier met a gathering");
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    ep_bootstrap_destroy(&own);
+}
+
+/* ---- messages that take both sides ---- */
+
+enum { MANY = 2100 }; /* tokens of 8 KiB: several messages of all that a rank may stage */
+
+/* Between processes, so that a message too long to be buffered moves on only while both call MPI.
+ */
+static void over_tcp(const char *test, int ranks, RankedBody body) {
+    HOST_ONLY("GPUs of a group share a node");
+    setenv("OMPI_MCA_btl", "self,tcp", 1);
+    ranked_run(test, ranks, 60, body);
+}
+
+static Case long_messages(int ranks) {
+    return case_complete((Case){.ranks = ranks,
+                                .experts = ranks,
+                                .top_k = 1,
+                                .max_tokens = MANY,
+                                .hidden = 4096,
+                                .spread = SPREAD_FULL});
+}
+
+/* A rank with tokens for rank `to`, or, if that is no rank, with none. `from`: who has some for it.
+ */
+static EpStatus send_rows(EpGroup *group, const Case *c, int rank, int to, int from) {
+    static _Alignas(64) char tokens[MANY * 8192], rows[2 * MANY * 8192];
+    int32_t index[MANY], mine = to < 0 ? 0 : c->max_tokens;
+    EpHandle *handle = NULL;
+    for (int i = 0; i < mine; i++)
+        index[i] = to;
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, mine, 1);
+    EpTensor in = ep_tensor_2d(tokens, EP_TYPE_BF16, mine, c->hidden);
+    EpTensor out = ep_tensor_2d(rows, EP_TYPE_BF16, 2 * c->max_tokens, c->hidden);
+    memset(tokens, 1 + rank, sizeof(tokens));
+    EpStatus status = ep_handle_create(group, NULL, NULL, 0, &handle);
+    if (status == EP_OK) status = ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
+    if (status == EP_OK)
+        status = ep_dispatch(handle, &in, NULL, NULL, NULL, &out, NULL, NULL, NULL);
+    if (status == EP_OK && from >= 0)
+        CHECK(rows[0] == 1 + from && rows[(size_t)c->max_tokens * 8192 - 1] == 1 + from, "%d",
+              rows[0]);
+    return status;
+}
+
+/* Nodes {0, 1} and {2, 3}. Ranks 0 and 2 have messages for ranks 3 and 1, which go on to wait for
+ * their neighbours. */
+static void wait_on_the_node(const EpBootstrap *bootstrap) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    Case c = long_messages(4);
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    static const int to[] = {3, -1, 1, -1}, from[] = {-1, 2, -1, 0};
+    int rank = bootstrap->rank;
+    for (int i = 0; i < 40; i++)
+        CHECK_OK(send_rows(group, &c, rank, to[rank], from[rank]));
+    ep_group_destroy(group);
+}
+
+Test(mpi_messages, move_on_while_a_neighbour_is_waited_for, .timeout = 70) {
+    over_tcp("mpi_messages/move_on_while_a_neighbour_is_waited_for", 4, wait_on_the_node);
+}
+
+/* Rank 1 is missing. What rank 0 has for rank 2 comes when that has given up. */
+static void give_up(const EpBootstrap *bootstrap) {
+    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("EP_LOG_FILE", "/dev/null", 1);
+    Case c = long_messages(3);
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.timeout_seconds = bootstrap->rank == 0 ? 2 : 1;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    if (bootstrap->rank != 1) {
+        EpStatus status = send_rows(group, &c, bootstrap->rank, bootstrap->rank ? -1 : 2, -1);
+        CHECK_STATUS(status, EP_ERR_TIMEOUT);
+        CHECK(strstr(ep_last_error(), "rank 1 did"), "%s", ep_last_error());
+        ep_group_destroy(group);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+    if (bootstrap->rank == 1) ep_group_destroy(group);
+}
+
+Test(mpi_messages, come_after_a_rank_has_given_up, .timeout = 70) {
+    over_tcp("mpi_messages/come_after_a_rank_has_given_up", 3, give_up);
 }
