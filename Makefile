@@ -260,8 +260,8 @@ run-check: all $(if $(variant),,$(emulated_tests))
 
 # All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
 # thousand steps would take a day. Many blocks divide the work more finely than few, but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers|gpu_share)/*|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
-emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_share|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
+emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers|gpu_share|gpu_order)/*|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
+emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_share|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
 check-emulated: $(emulated_tests)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')

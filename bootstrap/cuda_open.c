@@ -74,6 +74,7 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
 
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
     if (error == cudaSuccess) return EP_OK;
+    (void)cudaGetLastError(); /* told: it is not the next call's */
     return ep_fail(error == cudaErrorMemoryAllocation ? EP_ERR_NO_MEMORY : EP_ERR_SYSTEM,
                    "rank %d: %s: %s", group->rank, what, cudaGetErrorString((cudaError_t)error));
 }

@@ -209,8 +209,11 @@ void ep_group_destroy(EpGroup *group) {
     if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK) return;
     while (group->handles)
         ep_handle_destroy(group->handles);
-    /* Peers may still store into this rank's memory until they have finished, too. */
-    int together = group->failed == EP_OK && group->backend->finish(group) == EP_OK &&
-                   group->bootstrap.barrier(group->bootstrap.context, group->timeout) == EP_OK;
+    /* Peers may still store into this rank's memory until they have finished, too. Nobody comes who
+     * has found that the group has failed, of which this rank may not have heard. */
+    int together = group->failed == EP_OK && group->backend->finish(group) == EP_OK;
+    group->backend->poll(group);
+    together = together && group->failed == EP_OK &&
+               group->bootstrap.barrier(group->bootstrap.context, group->timeout) == EP_OK;
     free_group(group, together);
 }

@@ -90,6 +90,7 @@ static EpStatus leave(EpGroup *group, const EpCall *call, EpStatus status) {
     /* "mem_alloc", as operations say "dispatch" */
     for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
         finding.phase[i] = call->name[3 + i];
+    if (group->backend->give_up) group->backend->give_up(group);
     return ep_group_fail(group, &finding);
 }
 

@@ -39,6 +39,5 @@ extern "C" int ep_cuda_launch_latency_gather(const EpLatencyGatherArgs *a, int b
     auto kernel = latency_gather_kernel<float>;
     if (a->type == EP_TYPE_BF16) kernel = latency_gather_kernel<__nv_bfloat16>;
     if (a->type == EP_TYPE_FP16) kernel = latency_gather_kernel<__half>;
-    kernel<<<blocks, THREADS, 0, (cudaStream_t)stream>>>(*a);
-    return cudaGetLastError();
+    return ep_launch(kernel, blocks, THREADS, 0, stream, *a);
 }

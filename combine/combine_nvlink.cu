@@ -81,7 +81,5 @@ extern "C" int ep_cuda_open_gather(int shared_bytes) {
 }
 
 extern "C" int ep_cuda_launch_gather(const EpGatherArgs *a, void *stream) {
-    size_t shared = pipe_bytes(a->pipe);
-    gather_kernel<<<a->group.blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
-    return cudaGetLastError();
+    return ep_launch(gather_kernel, a->group.blocks, THREADS, pipe_bytes(a->pipe), stream, *a);
 }

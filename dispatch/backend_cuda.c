@@ -18,9 +18,10 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
     ep_cuda_describe_routing(handle, routing, &args, facts);
     args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_ROUND_FACTS);
     EP_TRY(ep_cuda_order_enter(group, order, routing->stream));
+    int64_t seen = ep_cuda_steps_seen(handle);
     EP_TRY(ep_cuda_order_leave(group, order, routing->stream,
                                ep_cuda_launch_prepare(&args, routing->stream)));
-    ep_cuda_note_routing(handle, routing);
+    ep_cuda_note_routing(handle, routing, ep_cuda_order_captures(order), seen);
     return EP_OK;
 }
 

@@ -27,6 +27,10 @@ static void poll(EpGroup *group) {
     (void)group;
 }
 
+static void give_up(EpGroup *group) {
+    ep_exchange_give_up(ep_host(group)->exchange);
+}
+
 static EpStatus finish(EpGroup *group) {
     (void)group;
     return EP_OK;
@@ -40,6 +44,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .open = ep_host_open,
                                       .close = ep_host_close,
                                       .poll = poll,
+                                      .give_up = give_up,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,

@@ -65,6 +65,5 @@ extern "C" EpDeskLayout ep_cuda_desk_layout(const EpPlanShape *shape, int64_t en
 
 extern "C" int ep_cuda_launch_latency_scatter(const EpLatencyScatterArgs *a, int blocks,
                                               void *stream) {
-    latency_scatter_kernel<<<blocks, THREADS, a->desk.bytes, (cudaStream_t)stream>>>(*a);
-    return cudaGetLastError();
+    return ep_launch(latency_scatter_kernel, blocks, THREADS, a->desk.bytes, stream, *a);
 }

@@ -171,6 +171,5 @@ extern "C" int ep_cuda_open_scatter(int shared_bytes) {
 extern "C" int ep_cuda_launch_scatter(const EpScatterArgs *a, void *stream) {
     size_t send = pipe_bytes(a->send), fill = pipe_bytes(a->fill);
     size_t shared = send > fill ? send : fill;
-    scatter_kernel<<<a->group.blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
-    return cudaGetLastError();
+    return ep_launch(scatter_kernel, a->group.blocks, THREADS, shared, stream, *a);
 }

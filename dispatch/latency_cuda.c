@@ -16,7 +16,7 @@ static EpStatus enter(const EpHandle *handle, EpHalf half, EpStream stream) {
     const EpGroup *group = handle->group;
     EpCudaOrder *own = &ep_cuda_latency(handle)->order;
     if (half != EP_WAIT_HALF) EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, stream));
-    return own->has_last ? ep_cuda_order_enter(group, own, stream) : EP_OK;
+    return ep_cuda_order_enter(group, own, stream);
 }
 
 static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int launched) {
@@ -25,7 +25,7 @@ static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int 
     if (half != EP_WAIT_HALF)
         EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, stream, launched));
     if (half != EP_WHOLE) return ep_cuda_order_leave(group, own, stream, launched);
-    own->has_last = 0; /* the group's order is enough */
+    ep_cuda_order_forget(own); /* the group's order is enough */
     return EP_OK;
 }
 
@@ -115,9 +115,11 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     while (1 << args.team_shift < latency->route.top_k)
         args.team_shift++;
     EP_TRY(enter(handle, s->half, s->stream));
+    int64_t seen = ep_cuda_steps_seen(handle);
     EP_TRY(leave(handle, s->half, s->stream,
                  ep_cuda_launch_latency_scatter(&args, blocks, s->stream)));
-    if (s->routing) ep_cuda_note_routing(handle, s->routing);
+    if (s->routing)
+        ep_cuda_note_routing(handle, s->routing, ep_cuda_order_captures(&latency->order), seen);
     return EP_OK;
 }
 

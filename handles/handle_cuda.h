@@ -16,7 +16,9 @@ typedef struct EpCudaHandle {
     uint64_t *info;                 /**< pinned, [ep_info_words]: see EpInfoWord */
     int32_t *number;                /**< the same of the last step that was seen to be complete */
     int64_t step;                   /**< which that is */
-    int64_t prepares;               /**< issued so far */
+    int64_t awaited;                /**< the least step that the last prepare can make which was
+                                         issued outside of captures */
+    int issued;                     /**< whether any was, captured ones included */
     int64_t num_rows, top_k, exact; /**< of the last one issued */
 } EpCudaHandle;
 
@@ -65,8 +67,12 @@ static inline void ep_facts_unpack(uint64_t facts, int64_t fact[EP_ROUND_FACTS])
 void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
                               int64_t facts[EP_ROUND_FACTS]);
 
-/** Such a kernel is enqueued. */
-void ep_cuda_note_routing(const EpHandle *handle, const EpRouting *routing);
+/** Steps of which kernels have told so far. */
+int64_t ep_cuda_steps_seen(const EpHandle *handle);
+
+/** Such a kernel is enqueued, or captured; `before`: steps that were seen before it was. */
+void ep_cuda_note_routing(const EpHandle *handle, const EpRouting *routing, int captured,
+                          int64_t before);
 
 /** What must be the same on all ranks, in one word: see EpArrival. */
 uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count);

@@ -84,8 +84,10 @@ void ep_cuda_close_buffers(EpHandle *handle) {
     EpCudaLatency *latency = ep_cuda_latency(handle);
     if (!latency) return;
     if (latency->window.memory) {
+        EpStatus finished = ep_cuda_finish(group);
+        ep_cuda_poll(group);
         int usable = group->failed == EP_OK && !group->lost;
-        int together = usable && ep_group_agree(group, &call, ep_cuda_finish(group)) == EP_OK;
+        int together = usable && ep_group_agree(group, &call, finished) == EP_OK;
         ep_cuda_window_close(group, &latency->window, together);
     }
     ep_cuda_order_close(&latency->order);

@@ -47,6 +47,8 @@ typedef struct EpPlanHeader {
     int64_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
     int64_t recv_rows, needed_rows, dropped_slots;
     int64_t most_tokens; /**< largest T of any rank: how many rounds there are */
+    /* CUDA: rows to other ranks, from them, and those that stay; the host counts them */
+    int32_t rows_sent, rows_received, rows_kept, reserved;
 } EpPlanHeader;
 
 #define EP_PLAN_MAGIC 0x6e616c702d706531ull

@@ -103,12 +103,33 @@ static int take_numbers(const EpHandle *handle, uint32_t step) {
     return 1;
 }
 
-/* The last step that is complete. Steps of replayed graphs were not seen to be issued. */
+/* How many steps have told of themselves since the one that was last seen to be complete: also
+ * those of replayed graphs, which were not seen to be issued. */
+static int32_t more_steps(const EpCudaHandle *state) {
+    uint32_t step = (uint32_t)(*(const volatile uint64_t *)state->info >> 32);
+    return (int32_t)(step - (uint32_t)state->step);
+}
+
+/* The last step that is complete. */
 static void look_for_step(const EpHandle *handle) {
     EpCudaHandle *state = handle->backend_state;
-    uint32_t step = (uint32_t)(*(const volatile uint64_t *)state->info >> 32);
-    int32_t more = (int32_t)(step - (uint32_t)state->step);
-    if (more && take_numbers(handle, step)) state->step += more;
+    int32_t more = more_steps(state);
+    if (more && take_numbers(handle, (uint32_t)state->step + (uint32_t)more)) state->step += more;
+}
+
+int64_t ep_cuda_steps_seen(const EpHandle *handle) {
+    const EpCudaHandle *state = handle->backend_state;
+    return state->step + more_steps(state);
+}
+
+/* What is captured makes a step when it is replayed, and as often as it is. */
+void ep_cuda_note_routing(const EpHandle *handle, const EpRouting *routing, int captured,
+                          int64_t before) {
+    EpCudaHandle *state = handle->backend_state;
+    if (!captured) state->awaited = 1 + ep_max(state->awaited, before);
+    state->issued = 1;
+    state->num_rows = routing->num_rows, state->top_k = routing->top_k;
+    state->exact = routing->num_tokens == NULL;
 }
 
 /* What the caller has moved, or brought back to where it was, may be the plan of an earlier step:
@@ -133,9 +154,13 @@ EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
     state->number[EP_INFO_ROWS] = (int32_t)header.recv_rows;
     state->number[EP_INFO_NEEDED] = (int32_t)header.needed_rows;
     state->number[EP_INFO_DROPPED] = (int32_t)header.dropped_slots;
+    state->number[EP_INFO_SENT] = header.rows_sent;
+    state->number[EP_INFO_RECEIVED] = header.rows_received;
+    state->number[EP_INFO_LOCAL] = header.rows_kept;
     for (int64_t i = 0; i < ep_info_words(&handle->shape); i++)
         state->info[i] = (uint64_t)(uint32_t)header.step << 32 | (uint32_t)state->number[i];
-    state->step = state->prepares = header.step;
+    state->step = state->awaited = header.step;
+    state->issued = header.step > 0;
     state->num_rows = header.num_rows, state->top_k = header.top_k;
     state->exact = header.exact_rows;
     return EP_OK;
@@ -144,12 +169,12 @@ EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
 EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
     const EpCudaHandle *state = handle->backend_state;
     const int32_t *number = state->number;
-    if (!state->prepares) return EP_OK;
+    if (!state->issued) return EP_OK;
     look_for_step(handle);
     EpHandleInfo *info = &out->info;
     int32_t local = handle->shape.num_local;
     out->prepared = 1;
-    out->known = state->step >= state->prepares;
+    out->known = state->step > 0 && state->step >= state->awaited;
     out->num_rows = state->num_rows, out->exact = state->exact;
     info->top_k = state->top_k;
     info->num_local_experts = local;

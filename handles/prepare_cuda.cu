@@ -176,10 +176,6 @@ extern "C" int ep_cuda_open_prepare(int shared_bytes) {
 extern "C" int ep_cuda_launch_prepare(const EpPrepareArgs *a, void *stream) {
     size_t columns = (size_t)a->group.num_experts + (size_t)a->group.size;
     size_t shared = sizeof(Ranks) + (WARPS + 2 * sizeof(int32_t)) * columns;
-    unsigned blocks = (unsigned)a->group.lanes + 1;
-    if (a->shape.layout == EP_LAYOUT_FLAT)
-        prepare_flat<<<blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
-    else
-        prepare_slabs<<<blocks, THREADS, shared, (cudaStream_t)stream>>>(*a);
-    return cudaGetLastError();
+    auto kernel = a->shape.layout == EP_LAYOUT_FLAT ? prepare_flat : prepare_slabs;
+    return ep_launch(kernel, a->group.lanes + 1, THREADS, shared, stream, *a);
 }

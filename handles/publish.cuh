@@ -83,6 +83,8 @@ __device__ inline void publish_row_counts(const EpPrepareArgs &a, int64_t step, 
     tell_host(a, step, EP_INFO_SENT, sent);
     tell_host(a, step, EP_INFO_RECEIVED, received);
     tell_host(a, step, EP_INFO_LOCAL, local);
+    EpPlanHeader *header = a.plan.header;
+    header->rows_sent = sent, header->rows_received = received, header->rows_kept = local;
 }
 
 /* ---- slabs --------------------------------------------------------------------------------- */

@@ -52,10 +52,3 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
     list_facts(&handle->shape, routing->top_k, facts);
     args->group.facts = ep_facts_pack(facts);
 }
-
-void ep_cuda_note_routing(const EpHandle *handle, const EpRouting *routing) {
-    EpCudaHandle *state = handle->backend_state;
-    state->prepares++;
-    state->num_rows = routing->num_rows, state->top_k = routing->top_k;
-    state->exact = routing->num_tokens == NULL;
-}

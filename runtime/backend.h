@@ -132,6 +132,9 @@ typedef struct EpBackendOps {
     void (*close)(EpGroup *group, int together);
     /** Bring findings that wait elsewhere into the group. */
     void (*poll)(EpGroup *group);
+    /** Optional (NULL: nobody): the group has failed in a meeting. Tell those that wait for this
+     * rank in an operation. */
+    void (*give_up)(EpGroup *group);
     /** Wait until this rank's operations have finished. */
     EpStatus (*finish)(EpGroup *group);
     /** Collective, when all ranks have finished: make a window, and where it is `owned` its memory,

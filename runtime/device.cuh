@@ -27,6 +27,18 @@ template <typename Kernel> static int ep_open_kernel(Kernel kernel, int shared_b
                                 shared_bytes - (int)attributes.sharedSizeBytes);
 }
 
+/**
+ * Launch a kernel of one argument on a cudaStream_t. A cudaError_t, of this launch alone: what
+ * other calls have left behind in cudaGetLastError is not its failure.
+ */
+template <typename Kernel, typename Args>
+static int ep_launch(Kernel *kernel, int blocks, int threads, size_t shared, void *stream,
+                     const Args &args) {
+    void *arguments[] = {(void *)(uintptr_t)&args};
+    return cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
+                            shared, (cudaStream_t)stream);
+}
+
 /* ---- warps --------------------------------------------------------------------------------- */
 
 /** The sum of the values of the lanes up to this one. */

@@ -156,9 +156,21 @@ static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint
 }
 
 static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed) {
-    ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
-            x->rank, x->op->name, peer, blamed);
+    if (blamed == peer)
+        ep_fail(EP_ERR_PEER,
+                "rank %d: %s: rank %d has given up on the group for a reason of its own", x->rank,
+                x->op->name, peer);
+    else
+        ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
+                x->rank, x->op->name, peer, blamed);
     return break_down(x, EP_ERR_PEER, blamed, -1, -1);
+}
+
+void ep_exchange_give_up(EpExchange *x) {
+    uint64_t none = 0;
+    atomic_compare_exchange_strong_explicit(&x->control[x->rank]->failed.value, &none,
+                                            1 + (uint64_t)x->rank, memory_order_release,
+                                            memory_order_relaxed);
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */

@@ -123,6 +123,9 @@ static inline int32_t ep_round_peer(int32_t rank, int32_t size, int32_t i) {
     return (rank + i) % size;
 }
 
+/** This rank has given up outside of rounds: peers on its node that wait for it learn so. */
+void ep_exchange_give_up(EpExchange *x);
+
 /** Why the exchange is broken: status, sentence and whom it concerns. EP_OK if it is not. */
 typedef struct EpExchangeFailure {
     EpStatus status;

@@ -19,7 +19,8 @@ typedef struct Task {
 struct CUstream_st {
     struct CUstream_st *next;
     int device, closing;
-    uint64_t begun, done; /* tasks that were enqueued, and that are over */
+    unsigned long long id, capture; /* of all streams that there were; of captures, 0: none now */
+    uint64_t begun, done;           /* tasks that were enqueued, and that are over */
     Task task[QUEUE];
     pthread_t thread;
 };
@@ -31,6 +32,7 @@ struct CUevent_st {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static cudaStream_t streams, defaults[EMULATED_MOST_GPUS];
+static unsigned long long ids, captures;
 
 /* ---- queues ---- */
 
@@ -57,7 +59,7 @@ static void *serve(void *context) {
 static cudaStream_t open_stream(int device) {
     cudaStream_t s = calloc(1, sizeof(*s));
     if (!s) emulated_die("no memory for a stream");
-    s->device = device, s->next = streams, streams = s;
+    s->device = device, s->id = ++ids, s->next = streams, streams = s;
     if (pthread_create(&s->thread, NULL, serve, s)) emulated_die("no thread for a stream");
     return s;
 }
@@ -70,9 +72,10 @@ static cudaStream_t resolve(cudaStream_t stream) {
     return defaults[device];
 }
 
-/* Returns the number that `done` will have when the task is over. */
+/* Returns the number that `done` will have when the task is over. What is captured is dropped. */
 static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *arguments, size_t bytes) {
     if (bytes > ARGUMENT_BYTES) emulated_die("%zu bytes of arguments", bytes);
+    if (s->capture) return s->begun;
     while (s->begun - s->done == QUEUE)
         pthread_cond_wait(&changed, &mutex);
     Task *task = &s->task[s->begun % QUEUE];
@@ -259,8 +262,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
-    Mark mark = {event, ++event->recorded};
-    enqueue(resolve(stream), pass, &mark, sizeof(mark));
+    cudaStream_t s = resolve(stream);
+    Mark mark = {event, s->capture ? 0 : ++event->recorded};
+    enqueue(s, pass, &mark, sizeof(mark));
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -295,25 +299,40 @@ void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void
     submit(grid->stream, run_kernel, &launch, sizeof(launch), 0);
 }
 
-/* ---- graphs: none ---- */
+/* ---- captures, of which no graph comes ---- */
+
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
+    pthread_mutex_lock(&mutex);
+    *id = resolve(stream)->id;
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
 
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph,
                                         const void **nodes, size_t *number) {
-    (void)stream, (void)graph, (void)nodes, (void)number;
-    *status = cudaStreamCaptureStatusNone, *id = 0;
+    (void)graph, (void)nodes, (void)number;
+    pthread_mutex_lock(&mutex);
+    *id = resolve(stream)->capture;
+    pthread_mutex_unlock(&mutex);
+    *status = *id ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
-    (void)stream, (void)mode;
-    return emulated_error(cudaErrorNotSupported);
+    (void)mode;
+    pthread_mutex_lock(&mutex);
+    resolve(stream)->capture = ++captures;
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
-    (void)stream;
+    pthread_mutex_lock(&mutex);
+    resolve(stream)->capture = 0;
+    pthread_mutex_unlock(&mutex);
     *out = NULL;
-    return emulated_error(cudaErrorNotSupported);
+    return cudaSuccess;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph,

@@ -84,6 +84,19 @@ static void emulated_launch(const EmulatedGrid &grid, void (*kernel)(P...), cons
     emulated_enqueue(grid, [kernel, arguments...] { kernel(arguments...); });
 }
 
+struct dim3 {
+    unsigned x;
+    explicit dim3(unsigned count) : x(count) {}
+};
+
+/* Of kernels with one argument. */
+template <typename A>
+static cudaError_t cudaLaunchKernel(void (*kernel)(const A &), dim3 blocks, dim3 threads,
+                                    void **arguments, size_t shared, cudaStream_t stream) {
+    emulated_launch({blocks.x, threads.x, shared, stream}, kernel, *(const A *)arguments[0]);
+    return cudaSuccess;
+}
+
 /* ---- warps ---- */
 
 template <typename T> static inline uint64_t *emulated_give(int instruction, T value) {

@@ -127,7 +127,10 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory);
 cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned flags);
 cudaError_t cudaIpcCloseMemHandle(void *memory);
 
-/* There are no graphs: nothing can be captured. */
+#define cudaStreamPerThread ((cudaStream_t)2)
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id);
+
+/* What is captured is dropped: there are no graphs. */
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph,
                                         const void **nodes, size_t *count);
