@@ -8,17 +8,14 @@
 #include "runtime/cuda_host.h"
 #include "runtime/log.h"
 
-/* GPUs that NVLink connects have atomics on each other's memory, others do not. Of GPUs that this
- * process does not see, this says nothing. */
-static int reaches_atomically(int device) {
-    int count = 0, found = 0;
-    (void)cudaGetDeviceCount(&count);
-    for (int other = 0; other < count && !found; other++)
-        if (other != device)
-            (void)cudaDeviceGetP2PAttribute(&found, cudaDevP2PAttrNativeAtomicSupported, device,
-                                            other);
+/* GPUs that NVLink connects have atomics on each other's memory, others do not. */
+static int are_linked(int device, int other) {
+    int linked = 0;
+    if (cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, other) ==
+        cudaSuccess)
+        return linked;
     (void)cudaGetLastError();
-    return found;
+    return 0;
 }
 
 /* NVML, which comes with the driver; its functions return 0 for success. */
@@ -27,44 +24,88 @@ typedef struct Nvml {
     int (*shutdown)(void);
     int (*by_bus)(const char *bus, void **device);
     int (*link_state)(void *device, unsigned link, int *active);
+    int (*link_end)(void *device, unsigned link, int *type); /* NULL in old drivers */
 } Nvml;
 
 #define MOST_LINKS 18
+#define END_IS_A_SWITCH 2 /* NVML_NVLINK_DEVICE_TYPE_SWITCH */
 
-static int count_links(const Nvml *nvml, const char *bus) {
+/* A GPU's links, and those of them that go to a switch. */
+typedef struct Links {
+    int active, switched;
+} Links;
+
+static Links count_links(const Nvml *nvml, const char *bus) {
     void *device;
-    int links = 0;
-    if (nvml->init()) return 0;
+    Links links = {0, 0};
+    if (nvml->init()) return links;
     for (unsigned link = 0; link < MOST_LINKS && !nvml->by_bus(bus, &device); link++) {
-        int active = 0;
-        links += !nvml->link_state(device, link, &active) && active;
+        int active = 0, end = -1;
+        if (nvml->link_state(device, link, &active) || !active) continue;
+        links.active++;
+        if (nvml->link_end && !nvml->link_end(device, link, &end))
+            links.switched += end == END_IS_A_SWITCH;
     }
     nvml->shutdown();
     return links;
 }
 
-static int has_links(const char *bus) {
+static Links links_of(const char *bus) {
     void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) return 0;
+    if (!library) return (Links){0, 0};
     void *const symbols[] = {dlsym(library, "nvmlInit_v2"), dlsym(library, "nvmlShutdown"),
                              dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2"),
-                             dlsym(library, "nvmlDeviceGetNvLinkState")};
+                             dlsym(library, "nvmlDeviceGetNvLinkState"),
+                             dlsym(library, "nvmlDeviceGetNvLinkRemoteDeviceType")};
     Nvml nvml;
     int complete = symbols[0] && symbols[1] && symbols[2] && symbols[3];
     _Static_assert(sizeof(nvml) == sizeof(symbols), "pointers to functions and to data");
     memcpy(&nvml, symbols, sizeof(nvml));
-    int links = complete ? count_links(&nvml, bus) : 0;
+    Links links = complete ? count_links(&nvml, bus) : (Links){0, 0};
     dlclose(library);
-    return links > 0;
+    return links;
+}
+
+/* Where a GPU that this process does not see is a peer's, a switch connects both. */
+static int reaches(const EpGroup *group, const char *bus) {
+    int other;
+    if (cudaDeviceGetByPCIBusId(&other, bus) == cudaSuccess)
+        return are_linked(group->choice.device, other);
+    (void)cudaGetLastError();
+    return links_of(group->choice.bus).switched > 0;
+}
+
+/* A rank that is alone: whether its GPU is one of those that have links at all. */
+static int has_links(const EpGroup *group) {
+    int count = 0, linked = 0;
+    (void)cudaGetDeviceCount(&count);
+    for (int other = 0; other < count && !linked; other++)
+        linked = other != group->choice.device && are_linked(group->choice.device, other);
+    return linked || links_of(group->choice.bus).active > 0;
+}
+
+/* Every two GPUs of the group are to be linked, not only each with some. */
+static EpStatus look_at_links(EpGroup *group, int *linked) {
+    typedef struct Bus {
+        char id[sizeof(group->choice.bus)];
+    } Bus;
+    Bus mine, all[EP_CUDA_MAX_RANKS];
+    memcpy(mine.id, group->choice.bus, sizeof(mine.id));
+    EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
+    *linked = group->size > 1 || has_links(group);
+    for (int32_t r = 0; r < group->size && *linked; r++)
+        *linked = r == group->rank || reaches(group, all[r].id);
+    return EP_OK;
 }
 
 EpStatus ep_cuda_choose_lines(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     EpLines wish = group->settings.lines;
-    int32_t mine = wish == EP_LINES_WHOLE, all[EP_CUDA_MAX_RANKS];
+    int linked = 0;
+    int32_t all[EP_CUDA_MAX_RANKS];
+    EP_TRY(look_at_links(group, &linked));
     /* Between ranks on one GPU there is no link. */
-    if (wish == EP_LINES_AUTO && !group->choice.shared)
-        mine = reaches_atomically(cuda->ordinal) || has_links(group->choice.bus);
+    int32_t mine = wish == EP_LINES_AUTO ? linked && !group->choice.shared : wish == EP_LINES_WHOLE;
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)

@@ -9,7 +9,7 @@
 #include "runtime/group.h"
 
 /** Collective: set the group's whole_lines (runtime/lines.cuh), by the setting, or, where that says
- *  auto, by whether every rank's GPU has NVLink. */
+ *  auto, by whether NVLink connects every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 
 #endif

@@ -581,8 +581,8 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
  * allocates. In throughput mode local, but in the same order on every rank. In latency mode
  * collective, destroying included, since the handle's buffers are memory that peers reach: other
- * ranks may wait for this one. On the CUDA backend that is a meeting as in section 5, so no stream
- * may be under capture.
+ * ranks may wait for this one. On the CUDA backend creating, binding and destroying a handle copies
+ * and waits, in either mode: no stream may be under capture.
  *
  * EP_ERR_UNSUPPORTED: latency mode without a static size; on the CUDA backend, latency mode where
  * max_tokens * max_top_k entries, of two bytes, do not fit into a multiprocessor's shared memory:

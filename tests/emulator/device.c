@@ -128,6 +128,13 @@ cudaError_t cudaDeviceGetPCIBusId(char *out, int bytes, int device) {
     return cudaSuccess;
 }
 
+cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *bus) {
+    unsigned slot = 0;
+    if (sscanf(bus, "0000:%x:00.0", &slot) != 1) return emulated_error(cudaErrorInvalidValue);
+    *device = (int)slot - 16;
+    return *device < count() ? cudaSuccess : emulated_error(cudaErrorInvalidDevice);
+}
+
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
     (void)kernel;
     if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value <= EMULATED_SHARED_BYTES)

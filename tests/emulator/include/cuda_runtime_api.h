@@ -91,6 +91,7 @@ cudaError_t cudaDeviceGetP2PAttribute(int *out, enum cudaDeviceP2PAttr attribute
 cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer);
 cudaError_t cudaDeviceGetPCIBusId(char *out, int bytes, int device);
+cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *bus);
 cudaError_t cudaDeviceSynchronize(void);
 
 cudaError_t cudaMalloc(void **out, size_t bytes);
