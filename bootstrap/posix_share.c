@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Shared memory for processes that only know how to gather bytes: each rank creates a POSIX shared
- * memory object, everyone maps those of its node, and the names are removed before anybody returns,
- * so that nothing stays behind however the processes end.
+ * memory object, or where /dev/shm is too small a file without a name, everyone maps those of its
+ * node, and the names are removed before anybody returns, so that nothing stays behind however the
+ * processes end.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +17,7 @@
 #include "bootstrap/bootstrap.h"
 
 typedef struct ShareName {
-    char name[48];
+    char name[48]; /* of a shared memory object, or a path */
     int32_t error; /* errno of its creator, 0 if it exists */
 } ShareName;
 
@@ -26,24 +27,61 @@ typedef struct PosixShare {
     void *mapped[];
 } PosixShare;
 
-static void *map_object(const char *name, int flags, size_t bytes) {
-    int fd = shm_open(name, flags, 0600);
+/* Closes the file, but for *kept, if that is asked for. NULL with errno. */
+static void *map_file(int fd, int creates, size_t bytes, int *kept) {
     if (fd < 0) return NULL;
     /* posix_fallocate, not ftruncate: a full /dev/shm is an error now rather than SIGBUS later. */
-    int error = flags & O_CREAT ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
+    int error = creates ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
     void *address = MAP_FAILED;
     if (!error) address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (!error && address == MAP_FAILED) error = errno;
-    close(fd);
+    if (kept && !error)
+        *kept = fd;
+    else
+        close(fd);
     errno = error;
-    return address == MAP_FAILED ? NULL : address;
+    return error ? NULL : address;
 }
 
-static void choose_name(ShareName *mine, int32_t rank) {
+static void *open_segment(const char *name, size_t bytes) {
+    int is_path = strncmp(name, "/proc/", 6) == 0;
+    return map_file(is_path ? open(name, O_RDWR | O_CLOEXEC) : shm_open(name, O_RDWR, 0600), 0,
+                    bytes, NULL);
+}
+
+static void *create_object(ShareName *mine, int32_t rank, size_t bytes) {
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
         nonce = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)mine;
     snprintf(mine->name, sizeof(mine->name), "/libep-%016llx-%d", (unsigned long long)nonce, rank);
+    void *memory = map_file(shm_open(mine->name, O_RDWR | O_CREAT | O_EXCL, 0600), 1, bytes, NULL);
+    int error = errno;
+    if (!memory) shm_unlink(mine->name);
+    errno = error;
+    return memory;
+}
+
+/* Containers often have little /dev/shm. A file without a name is limited by memory alone; peers
+ * find it among those that this process has open, until it is closed. */
+static void *create_nameless(ShareName *mine, size_t bytes, int *fd) {
+    void *memory = map_file(memfd_create("libep", MFD_CLOEXEC), 1, bytes, fd);
+    if (memory) snprintf(mine->name, sizeof(mine->name), "/proc/%d/fd/%d", (int)getpid(), *fd);
+    return memory;
+}
+
+static void *create_segment(ShareName *mine, int32_t rank, size_t bytes, int *fd) {
+    *mine = (ShareName){.error = 0};
+    void *memory = create_object(mine, rank, bytes);
+    if (!memory) memory = create_nameless(mine, bytes, fd);
+    if (!memory) mine->error = errno ? errno : ENOMEM;
+    return memory;
+}
+
+static void forget_name(const ShareName *mine, int fd) {
+    if (fd >= 0)
+        close(fd);
+    else
+        shm_unlink(mine->name);
 }
 
 /* Map every segment of this node; 0, or 1 + the rank whose segment cannot be mapped. */
@@ -51,7 +89,7 @@ static int32_t map_peers(const EpBootstrap *b, const int32_t *nodes, const Share
                          PosixShare *share) {
     for (int32_t r = 0; r < b->size; r++) {
         if (nodes[r] != nodes[b->rank] || share->mapped[r]) continue;
-        share->mapped[r] = map_object(names[r].name, O_RDWR, share->bytes);
+        share->mapped[r] = open_segment(names[r].name, share->bytes);
         if (!share->mapped[r]) return r + 1;
     }
     return 0;
@@ -59,10 +97,9 @@ static int32_t map_peers(const EpBootstrap *b, const int32_t *nodes, const Share
 
 static EpStatus exchange_and_map(const EpBootstrap *b, const int32_t *nodes, double timeout,
                                  ShareName *names, PosixShare *share) {
-    ShareName mine = {.error = 0};
-    choose_name(&mine, b->rank);
-    share->mapped[b->rank] = map_object(mine.name, O_RDWR | O_CREAT | O_EXCL, share->bytes);
-    if (!share->mapped[b->rank]) mine.error = errno ? errno : ENOMEM;
+    ShareName mine;
+    int fd = -1;
+    share->mapped[b->rank] = create_segment(&mine, b->rank, share->bytes, &fd);
     EpStatus status = b->allgather(b->context, &mine, names, sizeof(mine), timeout);
     int32_t unmapped = 0;
     for (int32_t r = 0; r < b->size && status == EP_OK; r++)
@@ -75,7 +112,7 @@ static EpStatus exchange_and_map(const EpBootstrap *b, const int32_t *nodes, dou
     int error = errno;
     /* Nobody may remove a name before all have opened it. */
     EpStatus arrived = status == EP_OK ? b->barrier(b->context, timeout) : status;
-    shm_unlink(mine.name);
+    forget_name(&mine, fd);
     if (unmapped)
         return ep_fail(EP_ERR_SYSTEM,
                        "rank %d: ep_group_create: cannot map the shared memory of "
@@ -89,10 +126,12 @@ EpStatus ep_posix_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes
     size_t size = (size_t)b->size;
     PosixShare *share = calloc(1, sizeof(*share) + size * sizeof(void *));
     ShareName *names = calloc(size, sizeof(*names));
-    EpStatus status = EP_ERR_NO_MEMORY;
+    EpStatus status;
     if (share && names) {
         share->bytes = bytes, share->size = b->size;
         status = exchange_and_map(b, nodes, timeout, names, share);
+    } else {
+        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", b->rank);
     }
     free(names);
     if (status != EP_OK) {
