@@ -84,7 +84,8 @@ static int has_links(const EpGroup *group) {
     return linked || links_of(group->choice.bus).active > 0;
 }
 
-/* Every two GPUs of the group are to be linked, not only each with some. */
+/* Every two GPUs of the group are to be linked, not only each with some. There is no link between
+ * ranks on one GPU. */
 static EpStatus look_at_links(EpGroup *group, int *linked) {
     typedef struct Bus {
         char id[sizeof(group->choice.bus)];
@@ -92,7 +93,7 @@ static EpStatus look_at_links(EpGroup *group, int *linked) {
     Bus mine, all[EP_CUDA_MAX_RANKS];
     memcpy(mine.id, group->choice.bus, sizeof(mine.id));
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
-    *linked = group->size > 1 || has_links(group);
+    *linked = !group->choice.shared && (group->size > 1 || has_links(group));
     for (int32_t r = 0; r < group->size && *linked; r++)
         *linked = r == group->rank || reaches(group, all[r].id);
     return EP_OK;
@@ -104,8 +105,7 @@ EpStatus ep_cuda_choose_lines(EpGroup *group) {
     int linked = 0;
     int32_t all[EP_CUDA_MAX_RANKS];
     EP_TRY(look_at_links(group, &linked));
-    /* Between ranks on one GPU there is no link. */
-    int32_t mine = wish == EP_LINES_AUTO ? linked && !group->choice.shared : wish == EP_LINES_WHOLE;
+    int32_t mine = wish == EP_LINES_AUTO ? linked : wish == EP_LINES_WHOLE;
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)

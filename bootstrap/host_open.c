@@ -95,8 +95,8 @@ EpStatus ep_host_open(EpGroup *group) {
 void ep_host_close(EpGroup *group, int together) {
     EpHost *host = group->backend_state;
     if (!host) return;
-    ep_exchange_destroy(host->exchange);
-    if (host->memory) ep_bootstrap_share_free(&group->bootstrap, host->memory, together);
+    int sends = ep_exchange_destroy(host->exchange);
+    if (host->memory && !sends) ep_bootstrap_share_free(&group->bootstrap, host->memory, together);
     free(host);
     group->backend_state = NULL;
 }

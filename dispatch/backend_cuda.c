@@ -129,7 +129,8 @@ static int64_t made_scale_bytes(EpQuant quant, int64_t elements) {
     return ep_round_up(ep_quant_scales(quant, elements) * unit, 16);
 }
 
-/* Rows are quantised where they pass through shared memory, by whole blocks. */
+/* Rows are quantised where they pass through shared memory, by whole blocks: returns of how many
+ * bytes pieces of a row are multiples. */
 static int64_t describe_quantising(const EpHandle *handle, const EpScatter *s,
                                    EpScatterArgs *args) {
     int64_t size = (int64_t)ep_type_bytes(s->source_type);

@@ -80,7 +80,7 @@ static EpStatus gather(void *context, const void *in, void *out, size_t bytes, d
     for (int32_t r = 0; r < store->size && status == EP_OK; r++)
         status = await(store, r, (char *)out + (size_t)r * bytes, bytes, end);
     name_key(store, store->turn++ - 1, store->rank, old);
-    unlink(old);
+    if (status == EP_OK) unlink(old);
     return status;
 }
 

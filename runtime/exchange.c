@@ -97,34 +97,33 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     int64_t landing = x->region_bytes[EP_ROUND_EACH] * HALVES * (x->size - 1 - x->peers_on_node);
     if (x->spans_nodes) x->landing = aligned_alloc(LINE, (size_t)landing + LINE);
     if (!x->control || !x->remote || (x->spans_nodes && !x->landing)) {
-        ep_exchange_destroy(x);
+        (void)ep_exchange_destroy(x);
         return NULL;
     }
     lay_landing(x, x->region_bytes[EP_ROUND_EACH]);
     return x;
 }
 
-/* Returns whether a receive was under way: then data may still come for it. */
-static int cancel_requests(EpExchange *x) {
-    int receives = 0;
-    for (int32_t r = 0; r < x->size; r++)
-        for (int half = 0; half < HALVES; half++) {
-            if (x->remote[r].sending[half])
-                x->bootstrap->cancel(x->bootstrap->context, &x->remote[r].sending[half]);
-            if (!x->remote[r].receiving[half]) continue;
-            x->bootstrap->cancel(x->bootstrap->context, &x->remote[r].receiving[half]);
-            receives = 1;
-        }
-    return receives;
+/* Whether there was a request to cancel. */
+static int cancel(const EpExchange *x, void **request) {
+    if (!*request) return 0;
+    x->bootstrap->cancel(x->bootstrap->context, request);
+    return 1;
 }
 
-void ep_exchange_destroy(EpExchange *x) {
-    if (!x) return;
-    int receives = x->remote && cancel_requests(x);
+int ep_exchange_destroy(EpExchange *x) {
+    int sends = 0, receives = 0;
+    if (!x) return 0;
+    for (int32_t r = 0; x->remote && r < x->size; r++)
+        for (int half = 0; half < HALVES; half++) {
+            sends += cancel(x, &x->remote[r].sending[half]);
+            receives += cancel(x, &x->remote[r].receiving[half]);
+        }
     if (!receives) free(x->landing);
     free(x->remote);
     free(x->control);
     free(x);
+    return sends > 0;
 }
 
 /* ---- failure ------------------------------------------------------------------------------- */

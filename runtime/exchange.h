@@ -96,7 +96,9 @@ typedef struct EpExchangeSetup {
 
 /** NULL when out of memory. */
 EpExchange *ep_exchange_create(const EpExchangeSetup *setup);
-void ep_exchange_destroy(EpExchange *x);
+/** 1 where messages of this rank's are still to be sent: its segment must stay mapped. What may
+ *  still be received has memory that stays. NULL is allowed. */
+int ep_exchange_destroy(EpExchange *x);
 
 /** Bytes of body that a region of this mode holds; the same on all ranks. */
 int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);

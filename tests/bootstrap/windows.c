@@ -406,20 +406,19 @@ ThreadTest(bootstrap_windows, absent_rank, RANKS) {
 /* A rank that comes to an operation when the others have given up waiting for it in a meeting. */
 ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     HOST_ONLY("waits on devices end by their own deadline");
-    static int left;
     EpGroup *group = open_plain(bootstrap, bootstrap->rank == 2 ? 30 : 0.3);
     EpHandle *handle = NULL;
     void *out = &group;
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
     REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
     if (bootstrap->rank == 2) {
-        while (__atomic_load_n(&left, __ATOMIC_SEQ_CST) < 2)
+        while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
             usleep(1000);
         CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_PEER,
                       "for a reason of its own");
     } else {
         CHECK_STATUS(ep_mem_alloc(group, 64, &out), EP_ERR_TIMEOUT);
-        __atomic_add_fetch(&left, 1, __ATOMIC_SEQ_CST);
+        __atomic_add_fetch(&gave_up, 1, __ATOMIC_SEQ_CST);
     }
     ep_group_destroy(group);
 }

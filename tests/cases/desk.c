@@ -226,3 +226,19 @@ void desk_check_wrong(Desk *desk, const Wrong *table, int n) {
     check_note("after all refusals");
     step_all(&desk->step);
 }
+
+void desk_check_shorter_tail(Op op, Arg arg) {
+    enum { CAPACITY = 77, WIDTH = 4 };
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk.tensor[arg].shape[0] = CAPACITY;
+    CHECK_OK(desk_call(&desk, op));
+    Image *got = &desk.image[arg], expected = image_new(got->bytes, 16);
+    memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
+    image_check_equal(got, &expected, WIDTH, "the shorter output and what follows it");
+    image_free(&expected);
+    desk_close(&desk);
+}

@@ -114,4 +114,8 @@ void desk_check_wrong(Desk *desk, const Wrong *table, int n);
 /** The same at a desk of its own, in each mode. */
 void desk_check_table(Case c, const Wrong *table, int n);
 
+/** Zeros of the tail end where the shortest of the outputs does: that is `arg`, of one float a row,
+ *  which has room for the capacity alone. */
+void desk_check_shorter_tail(Op op, Arg arg);
+
 #endif

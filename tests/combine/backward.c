@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What ep_combine_backward may be asked for: gradients of rows, of weights, or of both. */
 #include <math.h>
-#include <string.h>
 
 #include "tests/cases/desk.h"
 #include "tests/oracle/expect.h"
@@ -100,19 +99,6 @@ SoloTest(combine_backward, worst_dot_product) {
     desk_close(&desk);
 }
 
-/* Zeros of the tail end where the shorter of the outputs does. */
 SoloTest(combine_backward, tail_of_a_shorter_tensor) {
-    enum { CAPACITY = 77, WIDTH = 4 };
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk.tensor[GRAD_SLOT_WEIGHTS].shape[0] = CAPACITY;
-    CHECK_OK(desk_call(&desk, OP_COMBINE_BACKWARD));
-    Image *got = &desk.image[GRAD_SLOT_WEIGHTS], expected = image_new(got->bytes, 16);
-    memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
-    image_check_equal(got, &expected, WIDTH, "grad_slot_weights and what follows them");
-    image_free(&expected);
-    desk_close(&desk);
+    desk_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
 }

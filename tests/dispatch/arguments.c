@@ -168,19 +168,6 @@ SoloTest(dispatch_arguments, endless_rows) {
     desk_close(&desk);
 }
 
-/* Zeros of the tail end where the shortest of the receive tensors does. */
 SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
-    enum { CAPACITY = 77, WIDTH = 4 };
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    c.capacity = CAPACITY, c.spare_rows = 5, c.zero_tail = 1;
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk.tensor[RECV_TOPK_WEIGHTS].shape[0] = CAPACITY;
-    CHECK_OK(desk_call(&desk, OP_DISPATCH));
-    Image *got = &desk.image[RECV_TOPK_WEIGHTS], expected = image_new(got->bytes, 16);
-    memcpy(expected.data, got->data, (size_t)CAPACITY * WIDTH);
-    image_check_equal(got, &expected, WIDTH, "recv_topk_weights and what follows them");
-    image_free(&expected);
-    desk_close(&desk);
+    desk_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
 }
