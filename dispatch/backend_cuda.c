@@ -13,15 +13,17 @@
 static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
     const EpGroup *group = handle->group;
     EpCudaOrder *order = &ep_cuda(group)->order;
+    EpCudaPlace place;
     EpPrepareArgs args;
     int64_t facts[EP_ROUND_FACTS];
     ep_cuda_describe_routing(handle, routing, &args, facts);
     args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_ROUND_FACTS);
-    EP_TRY(ep_cuda_order_enter(group, order, routing->stream));
+    EP_TRY(ep_cuda_place(group, routing->stream, &place));
+    EP_TRY(ep_cuda_order_enter(group, order, &place));
     int64_t seen = ep_cuda_steps_seen(handle);
-    EP_TRY(ep_cuda_order_leave(group, order, routing->stream,
-                               ep_cuda_launch_prepare(&args, routing->stream)));
-    ep_cuda_note_routing(handle, routing, ep_cuda_order_captures(order), seen);
+    int launched = ep_cuda_launch_prepare(&args, place.stream);
+    EP_TRY(ep_cuda_order_leave(group, order, &place, launched));
+    ep_cuda_note_routing(handle, routing, place.captures, seen);
     return EP_OK;
 }
 
@@ -52,27 +54,36 @@ static Grain grain_of(const EpGroup *group, Grain large, int64_t row_bytes) {
                    (int32_t)ep_min(most.ahead, fold * large.ahead)};
 }
 
-/* Stages of a pipe whose jobs make up to `width` loads or stores, and hold up to `held` stages at
- * once: of whole rows, if that makes enough of them, or of pieces, multiples of `unit` bytes. A
+/* What jobs of a pipe ask of its shape. */
+typedef struct Jobs {
+    int64_t width;  /* most loads or stores of one */
+    int64_t held;   /* most stages that one holds at once */
+    int64_t wanted; /* stages to overlap loads with stores, if pieces can be made that small */
+    int32_t ahead;  /* how many are under way */
+} Jobs;
+
+/* Stages of whole rows, if that makes enough of them, or of pieces, multiples of `unit` bytes. A
  * planner posts up to four rows at once. */
-static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t unit, int64_t width,
-                           int64_t held, int32_t ahead, EpPipeShape *shape) {
+static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t unit, Jobs jobs,
+                           EpPipeShape *shape) {
     int64_t room =
-        ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * width;
+        ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * jobs.width;
+    int64_t wanted = ep_max(jobs.held, ep_max(WANTED_STAGES, ep_min(jobs.wanted, MOST_STAGES)));
     int64_t pieces = 1, bytes = row_bytes;
-    while (room / bytes < ep_max(held, WANTED_STAGES) && bytes > EP_LEAST_PIECE_BYTES)
+    while (room / bytes < wanted && bytes > EP_LEAST_PIECE_BYTES)
         bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
     pieces = (row_bytes + bytes - 1) / bytes;
     *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
                            .stage_bytes = (int32_t)bytes,
-                           .width = (int32_t)width,
+                           .width = (int32_t)jobs.width,
                            .pieces = (int32_t)pieces,
-                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(ahead, 4 * pieces)),
+                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(jobs.ahead, 4 * pieces)),
                            .shrink = shape->shrink};
-    if (shape->stages >= held) return EP_OK;
+    if (shape->stages >= jobs.held) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
-                   group->rank, (long long)held, (long long)bytes, ep_cuda(group)->shared_bytes);
+                   group->rank, (long long)jobs.held, (long long)bytes,
+                   ep_cuda(group)->shared_bytes);
 }
 
 /* How many rows a token moves through each kind of block, in loads and stores, where routing is
@@ -81,20 +92,22 @@ typedef struct Moves {
     double sent, received;
 } Moves;
 
-/* A token's entries: those of experts here and those of others; and of how many other ranks. */
+/* A token's entries: those of experts here and those of others; of how many other ranks these are;
+ * and the entries of a row, that is, of those that have the same rank. */
 typedef struct Spread {
-    double own, other, ranks;
+    double own, other, ranks, row;
 } Spread;
 
-static Spread spread_of(const EpGroup *group, int32_t top_k) {
-    double ranks = group->size, k = top_k;
-    return (Spread){k / ranks, k - k / ranks, (ranks - 1) * (1 - pow(1 - 1 / ranks, k))};
+static Spread spread_of(const EpGroup *group, int64_t top_k) {
+    double ranks = group->size, k = (double)top_k, taken = 1 - pow(1 - 1 / ranks, k);
+    return (Spread){k / ranks, k - k / ranks, (ranks - 1) * taken, k / ranks / taken};
 }
 
 static Moves scatter_moves(const EpGroup *group, const EpScatterArgs *a) {
     Spread t = spread_of(group, a->top_k);
     double multiplied = a->takes_dots ? 2 * a->top_k : a->top_k;
-    if (a->type) return (Moves){1 + t.ranks, 1 + t.ranks + multiplied};
+    double sent = group->size > 1 ? 1 + t.ranks : 0;
+    if (a->type) return (Moves){sent, 1 + t.ranks + multiplied};
     double loaded = (double)a->source_row_bytes / (double)a->row_bytes;
     return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
 }
@@ -102,6 +115,14 @@ static Moves scatter_moves(const EpGroup *group, const EpScatterArgs *a) {
 static Moves gather_moves(const EpGroup *group, const EpGatherArgs *a) {
     Spread t = spread_of(group, a->top_k);
     return (Moves){t.other + t.ranks, t.own + t.ranks + 1};
+}
+
+/* What a filling block does. Where rows are multiplied a job has a stage for each slot, too, which
+ * are loaded together: there should be room for two rows of the usual number of slots. */
+static Jobs jobs_to_fill(const EpGroup *group, const EpScatterArgs *a, int32_t ahead) {
+    int64_t most = 1 + a->top_k;
+    if (!a->type) return (Jobs){a->top_k, 1, 1, ahead};
+    return (Jobs){most, most, (int64_t)(2 * (1 + spread_of(group, a->top_k).row) + .5), ahead};
 }
 
 /* Blocks that receive. Where there are many, the wire decides how long senders take, so that they
@@ -183,17 +204,17 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
     choose_landing(group, s, &args);
     args.chunk = grain.chunk;
     args.receivers = share_blocks(cuda->device.blocks, scatter_moves(group, &args));
-    int64_t held = args.type ? 1 + state->top_k : 1;
-    EP_TRY(
-        shape_pipe(group, args.source_row_bytes, unit, state->top_k, 1, grain.ahead, &args.send));
-    EP_TRY(shape_pipe(group, s->row_bytes, 16, ep_max(held, state->top_k), held, fill.ahead,
-                      &args.fill));
+    Jobs sends = {state->top_k, 1, 1, grain.ahead}, fills = jobs_to_fill(group, &args, fill.ahead);
+    EP_TRY(shape_pipe(group, args.source_row_bytes, unit, sends, &args.send));
+    EP_TRY(shape_pipe(group, s->row_bytes, 16, fills, &args.fill));
     const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
                               s->carries_weights};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
-    EP_TRY(ep_cuda_order_enter(group, &cuda->order, s->stream));
-    return ep_cuda_order_leave(group, &cuda->order, s->stream,
-                               ep_cuda_launch_scatter(&args, s->stream));
+    EpCudaPlace place;
+    EP_TRY(ep_cuda_place(group, s->stream, &place));
+    EP_TRY(ep_cuda_order_enter(group, &cuda->order, &place));
+    return ep_cuda_order_leave(group, &cuda->order, &place,
+                               ep_cuda_launch_scatter(&args, place.stream));
 }
 
 static EpStatus gather(EpHandle *handle, const EpGather *g) {
@@ -219,13 +240,15 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
     Grain grain = grain_of(group, summed, g->row_bytes);
     args.chunk = grain.chunk;
     args.receivers = share_blocks(cuda->device.blocks, gather_moves(group, &args));
-    EP_TRY(
-        shape_pipe(group, g->row_bytes, 16, state->top_k, state->top_k, grain.ahead, &args.pipe));
+    Jobs jobs = {state->top_k, state->top_k, 1, grain.ahead};
+    EP_TRY(shape_pipe(group, g->row_bytes, 16, jobs, &args.pipe));
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
-    EP_TRY(ep_cuda_order_enter(group, &cuda->order, g->stream));
-    return ep_cuda_order_leave(group, &cuda->order, g->stream,
-                               ep_cuda_launch_gather(&args, g->stream));
+    EpCudaPlace place;
+    EP_TRY(ep_cuda_place(group, g->stream, &place));
+    EP_TRY(ep_cuda_order_enter(group, &cuda->order, &place));
+    return ep_cuda_order_leave(group, &cuda->order, &place,
+                               ep_cuda_launch_gather(&args, place.stream));
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */

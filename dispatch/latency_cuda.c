@@ -12,20 +12,20 @@
 
 /* First halves and whole operations keep the group's order. Second halves do not: they follow their
  * first half, and what the handle does next follows them. */
-static EpStatus enter(const EpHandle *handle, EpHalf half, EpStream stream) {
+static EpStatus enter(const EpHandle *handle, EpHalf half, EpStream stream, EpCudaPlace *place) {
     const EpGroup *group = handle->group;
-    EpCudaOrder *own = &ep_cuda_latency(handle)->order;
-    if (half != EP_WAIT_HALF) EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, stream));
-    return ep_cuda_order_enter(group, own, stream);
+    EP_TRY(ep_cuda_place(group, stream, place));
+    if (half != EP_WAIT_HALF) EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, place));
+    return ep_cuda_order_enter(group, &ep_cuda_latency(handle)->order, place);
 }
 
-static EpStatus leave(const EpHandle *handle, EpHalf half, EpStream stream, int launched) {
+static EpStatus leave(const EpHandle *handle, EpHalf half, const EpCudaPlace *place, int launched) {
     const EpGroup *group = handle->group;
     EpCudaOrder *own = &ep_cuda_latency(handle)->order;
     if (half != EP_WAIT_HALF)
-        EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, stream, launched));
-    if (half != EP_WHOLE) return ep_cuda_order_leave(group, own, stream, launched);
-    ep_cuda_order_forget(own); /* the group's order is enough */
+        EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, place, launched));
+    if (half != EP_WHOLE) return ep_cuda_order_leave(group, own, place, launched);
+    ep_cuda_order_forget(own, place); /* the group's order is enough */
     return EP_OK;
 }
 
@@ -114,12 +114,12 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     args.first_expert = ep_owner_first(&args.route.owners, group->rank);
     while (1 << args.team_shift < latency->route.top_k)
         args.team_shift++;
-    EP_TRY(enter(handle, s->half, s->stream));
+    EpCudaPlace place;
+    EP_TRY(enter(handle, s->half, s->stream, &place));
     int64_t seen = ep_cuda_steps_seen(handle);
-    EP_TRY(leave(handle, s->half, s->stream,
-                 ep_cuda_launch_latency_scatter(&args, blocks, s->stream)));
-    if (s->routing)
-        ep_cuda_note_routing(handle, s->routing, ep_cuda_order_captures(&latency->order), seen);
+    int launched = ep_cuda_launch_latency_scatter(&args, blocks, place.stream);
+    EP_TRY(leave(handle, s->half, &place, launched));
+    if (s->routing) ep_cuda_note_routing(handle, s->routing, place.captures, seen);
     return EP_OK;
 }
 
@@ -153,7 +153,8 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                           (int32_t)ep_max(1, args.latency.senders) * BLOCK_WARPS);
     args.latency.received = ep_shares((int32_t)g->out_num_rows, args.steps, EP_REDUCED_AT_ONCE,
                                       (blocks - args.latency.first_receiver) * BLOCK_WARPS);
-    EP_TRY(enter(handle, g->half, g->stream));
-    return leave(handle, g->half, g->stream,
-                 ep_cuda_launch_latency_gather(&args, blocks, g->stream));
+    EpCudaPlace place;
+    EP_TRY(enter(handle, g->half, g->stream, &place));
+    return leave(handle, g->half, &place,
+                 ep_cuda_launch_latency_gather(&args, blocks, place.stream));
 }

@@ -83,6 +83,7 @@ __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Landings *landings,
                             int blocks) {
     Team t = make_team(a.top_k);
     int met = 0;
+    if (!copies(a) && a.group.size == 1) return pipe_end(p, t, 0);
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         char *to;
         int peer;

@@ -16,7 +16,7 @@ EpStatus ep_cuda_order_open(const EpGroup *group, EpCudaOrder *order) {
 void ep_cuda_order_close(EpCudaOrder *order) {
     if (order->plain.last) (void)cudaEventDestroy(order->plain.last);
     if (order->captured.last) (void)cudaEventDestroy(order->captured.last);
-    *order = (EpCudaOrder){.now = NULL};
+    *order = (EpCudaOrder){.plain = {.last = NULL}};
 }
 
 /* Ids are never used again, and those of a thread's own default stream are that thread's. 0: not
@@ -32,32 +32,42 @@ static unsigned long long id_of(cudaStream_t stream) {
     return 0;
 }
 
-static int is_same(const EpCudaOrder *order, cudaStream_t stream) {
-    const EpCudaTrail *trail = order->now;
-    if (trail == &order->captured) return trail->stream == stream && stream != cudaStreamPerThread;
-    return order->now_id && trail->id == order->now_id;
-}
-
-EpStatus ep_cuda_order_enter(const EpGroup *group, EpCudaOrder *order, EpStream stream) {
+EpStatus ep_cuda_place(const EpGroup *group, EpStream stream, EpCudaPlace *out) {
     enum cudaStreamCaptureStatus capturing;
-    unsigned long long capture = 0;
+    *out = (EpCudaPlace){.stream = (cudaStream_t)stream};
     EP_TRY(ep_cuda_check(group, "cudaStreamGetCaptureInfo",
-                         ep_cuda_capture_info((cudaStream_t)stream, &capturing, &capture)));
-    int captures = capturing == cudaStreamCaptureStatusActive;
-    order->now = captures ? &order->captured : &order->plain;
-    order->now_id = captures ? capture : id_of((cudaStream_t)stream);
-    const EpCudaTrail *trail = order->now;
-    int follows = trail->set && (!captures || trail->id == capture);
-    if (!follows || is_same(order, (cudaStream_t)stream)) return EP_OK;
-    return ep_cuda_check(group, "cudaStreamWaitEvent",
-                         cudaStreamWaitEvent((cudaStream_t)stream, trail->last, 0));
+                         ep_cuda_capture_info(out->stream, &capturing, &out->id)));
+    out->captures = capturing == cudaStreamCaptureStatusActive;
+    if (!out->captures) out->id = id_of(out->stream);
+    return EP_OK;
 }
 
-EpStatus ep_cuda_order_leave(const EpGroup *group, EpCudaOrder *order, EpStream stream,
+static EpCudaTrail *trail_at(EpCudaOrder *order, const EpCudaPlace *place) {
+    return place->captures ? &order->captured : &order->plain;
+}
+
+/* Whether what runs at `place` follows by itself what ran where the trail ends. */
+static int is_same(const EpCudaTrail *trail, const EpCudaPlace *place) {
+    if (!place->captures) return place->id && trail->place.id == place->id;
+    return trail->place.stream == place->stream && place->stream != cudaStreamPerThread;
+}
+
+EpStatus ep_cuda_order_enter(const EpGroup *group, EpCudaOrder *order, const EpCudaPlace *place) {
+    const EpCudaTrail *trail = trail_at(order, place);
+    int follows = trail->set && (!place->captures || trail->place.id == place->id);
+    if (!follows || is_same(trail, place)) return EP_OK;
+    return ep_cuda_check(group, "cudaStreamWaitEvent",
+                         cudaStreamWaitEvent(place->stream, trail->last, 0));
+}
+
+EpStatus ep_cuda_order_leave(const EpGroup *group, EpCudaOrder *order, const EpCudaPlace *place,
                              int launched) {
-    EpCudaTrail *trail = order->now;
+    EpCudaTrail *trail = trail_at(order, place);
     EP_TRY(ep_cuda_check(group, "kernel launch", launched));
-    trail->stream = (cudaStream_t)stream, trail->id = order->now_id, trail->set = 1;
-    return ep_cuda_check(group, "cudaEventRecord",
-                         cudaEventRecord(trail->last, (cudaStream_t)stream));
+    trail->place = *place, trail->set = 1;
+    return ep_cuda_check(group, "cudaEventRecord", cudaEventRecord(trail->last, place->stream));
+}
+
+void ep_cuda_order_forget(EpCudaOrder *order, const EpCudaPlace *place) {
+    trail_at(order, place)->set = 0;
 }

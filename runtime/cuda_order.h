@@ -15,37 +15,37 @@
 
 struct EpGroup;
 
+/** Where a launch is made: the driver is asked once for all the orders that it is in. */
+typedef struct EpCudaPlace {
+    cudaStream_t stream;
+    unsigned long long id; /**< of the capture it is in, or, where none is, of the stream: a handle
+                              may be another stream's by now */
+    int captures;          /**< whether it is in a capture */
+} EpCudaPlace;
+
 /** Launches that follow each other. */
 typedef struct EpCudaTrail {
-    cudaEvent_t last; /**< behind the last one */
-    cudaStream_t stream;
-    unsigned long long id; /**< of the capture it was in, or, where none was, of its stream: a
-                              handle may be another stream's by now */
-    int set;               /**< whether there is one to follow */
+    cudaEvent_t last;  /**< behind the last one */
+    EpCudaPlace place; /**< of the last one */
+    int set;           /**< whether there is one to follow */
 } EpCudaTrail;
 
 typedef struct EpCudaOrder {
     EpCudaTrail plain, captured;
-    EpCudaTrail *now;          /**< of the launch under way */
-    unsigned long long now_id; /**< its id */
 } EpCudaOrder;
 
 EpStatus ep_cuda_order_open(const struct EpGroup *group, EpCudaOrder *order);
 void ep_cuda_order_close(EpCudaOrder *order);
 
-/** Before a launch on `stream`, and behind it; `launched` is its cudaError_t. */
-EpStatus ep_cuda_order_enter(const struct EpGroup *group, EpCudaOrder *order, EpStream stream);
-EpStatus ep_cuda_order_leave(const struct EpGroup *group, EpCudaOrder *order, EpStream stream,
-                             int launched);
+EpStatus ep_cuda_place(const struct EpGroup *group, EpStream stream, EpCudaPlace *out);
+
+/** Before a launch, and behind it; `launched` is its cudaError_t. */
+EpStatus ep_cuda_order_enter(const struct EpGroup *group, EpCudaOrder *order,
+                             const EpCudaPlace *place);
+EpStatus ep_cuda_order_leave(const struct EpGroup *group, EpCudaOrder *order,
+                             const EpCudaPlace *place, int launched);
 
 /** Instead of ep_cuda_order_leave: another order sees to it that what is next follows. */
-static inline void ep_cuda_order_forget(EpCudaOrder *order) {
-    order->now->set = 0;
-}
-
-/** Whether the launch that entered last is in a capture. */
-static inline int ep_cuda_order_captures(const EpCudaOrder *order) {
-    return order->now == &order->captured;
-}
+void ep_cuda_order_forget(EpCudaOrder *order, const EpCudaPlace *place);
 
 #endif
