@@ -83,12 +83,14 @@ static int list(int32_t count, EpGpuReport *out) {
     return 0;
 }
 
-/* A communicator is of one device, which is then the rank's. */
+/* A communicator is of one device, which is then the rank's. It may have been asked for, and be not
+ * there yet. */
 static int adopt_communicator(const EpNccl *nccl, const EpGroupConfig *config, EpGpuReport *out) {
     int device = -1;
-    ncclResult_t result = nccl->ncclCommCuDevice(config->nccl_comm, &device);
+    ncclResult_t result = ep_nccl_settle(nccl, config->nccl_comm, ncclSuccess, NCCL_SECONDS);
+    if (result == ncclSuccess) result = nccl->ncclCommCuDevice(config->nccl_comm, &device);
     if (result != ncclSuccess) {
-        snprintf(out->reason, sizeof(out->reason), "ncclCommCuDevice: %s",
+        snprintf(out->reason, sizeof(out->reason), "config.nccl_comm: %s",
                  nccl->ncclGetErrorString(result));
         return 0;
     }

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What the CUDA backend sets up with the peers: a communicator of NCCL's, whose unique id travels
- * over the bootstrap, and from it one window that every rank can reach.
+ * What the CUDA backend sets up with the peers: a communicator of NCCL's (cuda_comm.h), and from it
+ * one window that every rank can reach.
  */
 #include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap/cuda_comm.h"
 #include "bootstrap/cuda_links.h"
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
@@ -79,50 +80,10 @@ EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
                    "rank %d: %s: %s", group->rank, what, cudaGetErrorString((cudaError_t)error));
 }
 
-EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result) {
-    if (result == ncclSuccess) return EP_OK;
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: %s", group->rank, what,
-                   ep_cuda(group)->nccl->ncclGetErrorString(result));
-}
-
 EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes) {
     cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
     if (error == cudaSuccess) error = cudaStreamSynchronize(NULL);
     return ep_cuda_check(group, "cudaMemcpy", error);
-}
-
-/* A borrowed one is to be of the same ranks, counted alike. */
-static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
-    EpCall call = {"ep_group_create", group->rank};
-    int size = 0, rank = -1;
-    EP_TRY(
-        ep_cuda_check_nccl(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
-    EP_TRY(ep_cuda_check_nccl(group, "ncclCommUserRank",
-                              cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
-    if (size == group->size && rank == group->rank) return EP_OK;
-    return ep_refuse(&call, EP_ERR_MISMATCH, "config.nccl_comm",
-                     "expected rank %d of %d as in the bootstrap, got rank %d of %d", group->rank,
-                     group->size, rank, size);
-}
-
-static EpStatus open_communicator(EpGroup *group, EpCuda *cuda) {
-    const EpBootstrap *b = &group->bootstrap;
-    char reason[192];
-    cuda->nccl = ep_nccl_load(reason, sizeof(reason));
-    cuda->comm = group->config.nccl_comm;
-    if (cuda->comm) return check_borrowed(group, cuda);
-    ncclUniqueId mine = {{0}}, all[EP_CUDA_MAX_RANKS];
-    EpStatus status = EP_OK;
-    if (group->rank == 0)
-        status = ep_cuda_check_nccl(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine));
-    EpStatus gathered = b->allgather(b->context, &mine, all, sizeof(mine), group->timeout);
-    if (status == EP_OK && gathered == EP_OK) {
-        status = ep_cuda_check_nccl(
-            group, "ncclCommInitRank",
-            cuda->nccl->ncclCommInitRank(&cuda->comm, group->size, all[0], group->rank));
-        cuda->owns_comm = status == EP_OK;
-    }
-    return gathered != EP_OK ? gathered : status;
 }
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
@@ -176,7 +137,7 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EP_TRY(ep_group_agree(group, &call, open_device(group)));
     EpCuda *cuda = ep_cuda(group);
     if (group->size > 1 && !group->choice.shared)
-        EP_TRY(ep_group_agree(group, &call, open_communicator(group, cuda)));
+        EP_TRY(ep_group_agree(group, &call, ep_cuda_comm_open(group)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));
     EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
@@ -185,13 +146,12 @@ EpStatus ep_cuda_open(EpGroup *group) {
     return EP_OK;
 }
 
-/* Ending a communicator is collective: without the others, it is left to the process's end. */
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
     (void)cudaDeviceSynchronize();
     ep_cuda_window_close(group, &cuda->own, together);
-    if (cuda->owns_comm && together) cuda->nccl->ncclCommDestroy(cuda->comm);
+    ep_cuda_comm_close(group, together);
     (void)cudaFree(cuda->device.state);
     (void)cudaFree(cuda->device.lane_counts);
     (void)cudaFree((void *)(uintptr_t)cuda->device.peers);

@@ -3,8 +3,10 @@
  * Windows: device memory that all ranks of a group map, registered with NCCL (but see
  * cuda_share.h). The library's own is made here, and those of ep_mem_alloc and ep_window_register.
  */
+#include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap/cuda_comm.h"
 #include "bootstrap/cuda_share.h"
 #include "bootstrap/meet.h"
 #include "runtime/cuda_host.h"
@@ -54,15 +56,21 @@ static EpStatus take_memory(Opening *o) {
     return ep_cuda_check(o->group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
 }
 
-/* Collective within NCCL. A window that cannot be used may come with success. */
+/* Collective within NCCL. Where it has not answered, it may still write the window later: to where
+ * nothing else will be. A window that cannot be used may come with success. */
 static EpStatus register_memory(Opening *o) {
     EpCudaWindow *w = o->window;
     const EpCuda *cuda = ep_cuda(o->group);
     if (!cuda->nccl) return EP_OK;
-    EP_TRY(ep_cuda_check_nccl(
+    ncclWindow_t *answer = calloc(1, sizeof(*answer));
+    if (!answer) return ep_refuse(o->call, EP_ERR_NO_MEMORY, "window", "out of memory");
+    EpStatus status = ep_cuda_comm_settle(
         o->group, "ncclCommWindowRegister",
-        cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, &w->nccl, 0)));
-    if (w->nccl) return EP_OK;
+        cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, answer, 0));
+    if (status == EP_ERR_TIMEOUT) return status;
+    w->nccl = *answer;
+    free(answer);
+    if (status != EP_OK || w->nccl) return status;
     return ep_refuse(o->call, EP_ERR_UNSUPPORTED, "window", "expected one from NCCL, got none");
 }
 
@@ -133,7 +141,9 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     *window = (EpCudaWindow){.memory = NULL};
     if ((w.nccl || w.shared) && !together) return;
     if (w.shared && !ep_cuda_unshare(group, &w)) return;
-    if (w.nccl) cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl);
+    if (w.nccl)
+        (void)ep_cuda_comm_settle(group, "ncclCommWindowDeregister",
+                                  cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl));
     if (!w.owned || !w.memory) return;
     if (cuda->nccl)
         cuda->nccl->ncclMemFree(w.memory);

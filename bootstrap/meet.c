@@ -34,6 +34,7 @@ EpStatus ep_verdicts_check(const EpCall *call, const void *all, size_t stride, i
 }
 
 EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
+    if (group->lost && mine != EP_OK) return mine;
     EpVerdict verdict = ep_verdict(mine), *all = calloc((size_t)group->size, sizeof(*all));
     if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
     EpStatus status = ep_group_gather(group, &verdict, all, sizeof(verdict));

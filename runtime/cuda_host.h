@@ -94,7 +94,6 @@ EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const c
 
 /** EP_OK, or EP_ERR_SYSTEM with what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
-EpStatus ep_cuda_check_nccl(const EpGroup *group, const char *what, ncclResult_t result);
 
 /** Host memory into a GPU's, where it is when this returns: cudaMemcpy alone may leave the last of
  *  pageable memory under way, and streams of callers do not wait for it. */

@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/wait.h"
+
 #define OLDEST_NCCL 22803 /* symmetric windows, as used here */
 #define NEWEST_NCCL 23099 /* what they may have become after that is not known */
 
@@ -43,4 +45,18 @@ const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
     pthread_once(&once, load);
     if (!loaded) snprintf(reason, reason_bytes, "%s", failure);
     return loaded ? &api : NULL;
+}
+
+/* A call's result is not the whole answer: ncclCommWindowRegister returns ncclSuccess where it has
+ * only begun. */
+ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t result,
+                            double seconds) {
+    EpWait wait;
+    if (result != ncclSuccess && result != ncclInProgress) return result;
+    ep_wait_begin(&wait, seconds, 0);
+    do {
+        ncclResult_t asked = nccl->ncclCommGetAsyncError(comm, &result);
+        if (asked != ncclSuccess) return asked;
+    } while (result == ncclInProgress && ep_wait_pause(&wait));
+    return result;
 }

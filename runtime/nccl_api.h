@@ -15,7 +15,8 @@
     X(ncclGetVersion)         \
     X(ncclGetErrorString)     \
     X(ncclGetUniqueId)        \
-    X(ncclCommInitRank)       \
+    X(ncclCommInitRankConfig) \
+    X(ncclCommGetAsyncError)  \
     X(ncclCommCount)          \
     X(ncclCommUserRank)       \
     X(ncclCommCuDevice)       \
@@ -35,5 +36,18 @@ typedef struct EpNccl {
 
 /** The library, or NULL with a sentence in `reason`. */
 const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes);
+
+/** What NCCL sets up takes its time: it looks at the whole machine first. Seconds it has at least.
+ */
+#ifndef NCCL_SECONDS
+#define NCCL_SECONDS 60
+#endif
+
+/**
+ * Wait for what a call has started in a communicator, where that does not block; `result` is what
+ * the call returned. ncclInProgress: it was not over within `seconds`.
+ */
+ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t result,
+                            double seconds);
 
 #endif

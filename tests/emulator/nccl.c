@@ -29,7 +29,10 @@ typedef struct Circle {
 
 struct ncclComm {
     Circle *circle;
-    int rank, device;
+    int rank, device, blocking;
+    int meets; /* has come to a meeting that was not over when it last looked */
+    unsigned meeting;
+    ncclWindow_t *window; /* where it wants a window from that */
 };
 
 struct ncclWindow_vidmem {
@@ -42,18 +45,38 @@ static pthread_cond_t met = PTHREAD_COND_INITIALIZER;
 static Circle *circles;
 static unsigned ids;
 
-/* Under the lock. Returns what every rank has brought. */
-static void **meet(Circle *c, int rank, void *mine) {
-    unsigned meeting = c->meetings;
-    void **all = c->brought[meeting % 2];
-    all[rank] = mine;
-    if (++c->come == c->size) {
-        c->come = 0, c->meetings++;
-        pthread_cond_broadcast(&met);
-    }
-    while (c->meetings == meeting)
+/* All of these under the lock. */
+static void come(ncclComm_t comm, void *mine, ncclWindow_t *window) {
+    Circle *c = comm->circle;
+    comm->meets = 1, comm->meeting = c->meetings, comm->window = window;
+    c->brought[c->meetings % 2][comm->rank] = mine;
+    if (++c->come < c->size) return;
+    c->come = 0, c->meetings++;
+    pthread_cond_broadcast(&met);
+}
+
+static int is_over(const struct ncclComm *comm) {
+    return !comm->meets || comm->circle->meetings != comm->meeting;
+}
+
+static ncclResult_t take_window(ncclComm_t comm) {
+    ncclWindow_t *out = comm->window, window = out ? calloc(1, sizeof(*window)) : NULL;
+    comm->meets = 0, comm->window = NULL;
+    if (!out) return ncclSuccess;
+    if (!window) return ncclSystemError;
+    window->size = comm->circle->size;
+    memcpy(window->memory, comm->circle->brought[comm->meeting % 2],
+           (size_t)window->size * sizeof(void *));
+    *out = window;
+    return ncclSuccess;
+}
+
+/* A communicator that does not block leaves the waiting to ncclCommGetAsyncError. */
+static ncclResult_t meet(ncclComm_t comm, void *mine, ncclWindow_t *window, int blocking) {
+    come(comm, mine, window);
+    while (blocking && !is_over(comm))
         pthread_cond_wait(&met, &mutex);
-    return all;
+    return blocking ? take_window(comm) : ncclInProgress;
 }
 
 static Circle *find_circle(const ncclUniqueId *id, int size) {
@@ -85,15 +108,24 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out) {
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommInitRank(ncclComm_t *out, int size, ncclUniqueId id, int rank) {
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank,
+                                    ncclConfig_t *config) {
     if (size > MOST_RANKS) return ncclInvalidArgument;
     ncclComm_t comm = calloc(1, sizeof(*comm));
     if (!comm) return ncclSystemError;
     pthread_mutex_lock(&mutex);
     comm->circle = find_circle(&id, size), comm->rank = rank, comm->device = emulated_device();
-    meet(comm->circle, rank, NULL);
-    pthread_mutex_unlock(&mutex);
+    comm->blocking = config->blocking;
     *out = comm;
+    ncclResult_t result = meet(comm, NULL, NULL, comm->blocking);
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
+    pthread_mutex_lock(&mutex);
+    *out = is_over(comm) ? take_window(comm) : ncclInProgress;
+    pthread_mutex_unlock(&mutex);
     return ncclSuccess;
 }
 
@@ -142,24 +174,20 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t bytes,
                                     int flags) {
     (void)flags;
     if (!emulated_reaches(memory, bytes)) return ncclInvalidArgument;
-    ncclWindow_t window = calloc(1, sizeof(*window));
-    if (!window) return ncclSystemError;
     pthread_mutex_lock(&mutex);
-    window->size = comm->circle->size;
-    memcpy(window->memory, meet(comm->circle, comm->rank, memory),
-           (size_t)window->size * sizeof(void *));
+    *out = NULL;
+    ncclResult_t result = meet(comm, memory, out, comm->blocking);
     pthread_mutex_unlock(&mutex);
-    *out = window;
-    return ncclSuccess;
+    return result == ncclInProgress ? ncclSuccess : result; /* as NCCL 2.28.9 says it */
 }
 
 /* No rank's memory goes before all have come. */
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     pthread_mutex_lock(&mutex);
-    meet(comm->circle, comm->rank, NULL);
+    ncclResult_t result = meet(comm, NULL, NULL, 1);
     pthread_mutex_unlock(&mutex);
     free(window);
-    return ncclSuccess;
+    return result;
 }
 
 void *ncclGetLsaPointer(ncclWindow_t window, size_t offset, int peer) {
@@ -177,14 +205,23 @@ static const struct {
     const char *name;
     void *function;
 } functions[] = {
-#define FUNCTION(name) {#name, (void *)name}
-    FUNCTION(ncclGetVersion),          FUNCTION(ncclGetErrorString),
-    FUNCTION(ncclGetUniqueId),         FUNCTION(ncclCommInitRank),
-    FUNCTION(ncclCommCount),           FUNCTION(ncclCommUserRank),
-    FUNCTION(ncclCommCuDevice),        FUNCTION(ncclCommAbort),
-    FUNCTION(ncclCommDestroy),         FUNCTION(ncclMemAlloc),
-    FUNCTION(ncclMemFree),             FUNCTION(ncclCommWindowRegister),
-    FUNCTION(ncclCommWindowDeregister), {"cuDevicePrimaryCtxGetState", (void *)primary_state}};
+#define FUNCTION(name) \
+    { #name, (void *)name }
+    FUNCTION(ncclGetVersion),
+    FUNCTION(ncclGetErrorString),
+    FUNCTION(ncclGetUniqueId),
+    FUNCTION(ncclCommInitRankConfig),
+    FUNCTION(ncclCommGetAsyncError),
+    FUNCTION(ncclCommCount),
+    FUNCTION(ncclCommUserRank),
+    FUNCTION(ncclCommCuDevice),
+    FUNCTION(ncclCommAbort),
+    FUNCTION(ncclCommDestroy),
+    FUNCTION(ncclMemAlloc),
+    FUNCTION(ncclMemFree),
+    FUNCTION(ncclCommWindowRegister),
+    FUNCTION(ncclCommWindowDeregister),
+    {"cuDevicePrimaryCtxGetState", (void *)primary_state}};
 
 static char library;
 

@@ -12,7 +12,9 @@
 /* NCCL as a framework would bring it: found when the test runs, or the test is skipped. */
 typedef struct Nccl {
     ncclResult_t (*get_unique_id)(ncclUniqueId *id);
-    ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank);
+    ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
+                              ncclConfig_t *config);
+    ncclResult_t (*async_error)(ncclComm_t comm, ncclResult_t *result);
     ncclResult_t (*all_reduce)(const void *from, void *to, size_t count, ncclDataType_t type,
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
     ncclResult_t (*destroy)(ncclComm_t comm);
@@ -27,18 +29,31 @@ static bool find(void *library, const char *name, void *function) {
 static bool load(Nccl *nccl) {
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
     return find(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
-           find(library, "ncclCommInitRank", &nccl->init_rank) &&
+           find(library, "ncclCommInitRankConfig", &nccl->init_rank) &&
+           find(library, "ncclCommGetAsyncError", &nccl->async_error) &&
            find(library, "ncclAllReduce", &nccl->all_reduce) &&
            find(library, "ncclCommDestroy", &nccl->destroy);
 }
 
-static ncclComm_t new_communicator(const Nccl *nccl, const EpBootstrap *bootstrap) {
+/* Of a communicator that does not block: until it has done what it was asked for. */
+static bool is_done(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
+    while (result == ncclInProgress)
+        if (nccl->async_error(comm, &result) != ncclSuccess) return false;
+    return result == ncclSuccess;
+}
+
+/* One that does not block may still be under way. */
+static ncclComm_t new_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking) {
     ncclComm_t comm = NULL;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = blocking;
     ncclUniqueId mine = {{0}}, *all = calloc((size_t)bootstrap->size, sizeof(*all));
     if (bootstrap->rank == 0) CHECK(nccl->get_unique_id(&mine) == ncclSuccess, "no id");
-    if (CHECK_OK(bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), 60)))
-        CHECK(nccl->init_rank(&comm, bootstrap->size, all[0], bootstrap->rank) == ncclSuccess,
-              "no communicator");
+    if (CHECK_OK(bootstrap->allgather(bootstrap->context, &mine, all, sizeof(mine), 60))) {
+        ncclResult_t result =
+            nccl->init_rank(&comm, bootstrap->size, all[0], bootstrap->rank, &config);
+        CHECK(result == (blocking ? ncclSuccess : ncclInProgress), "got %d", (int)result);
+    }
     free(all);
     return comm;
 }
@@ -62,8 +77,8 @@ static void check_still_works(const Nccl *nccl, ncclComm_t comm, const EpBootstr
     int expected = bootstrap->size * (bootstrap->size + 1) / 2;
     REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
     CHECK_CUDA(cudaMemcpyAsync(device, &number, sizeof(number), cudaMemcpyDefault, stream));
-    CHECK(nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream) == ncclSuccess,
-          "ncclAllReduce");
+    ncclResult_t result = nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream);
+    CHECK(is_done(nccl, comm, result), "ncclAllReduce");
     CHECK_CUDA(cudaStreamSynchronize(stream));
     CHECK_CUDA(cudaMemcpy(&sum, device, sizeof(sum), cudaMemcpyDefault));
     CHECK(sum == expected, "%d instead of %d", sum, expected);
@@ -92,7 +107,7 @@ static void borrow(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstr
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-static void borrowed(const EpBootstrap *bootstrap) {
+static void borrowed(const EpBootstrap *bootstrap, int blocking) {
     Nccl nccl;
     const char *lacks = gpu_shares(bootstrap->size) ? "NCCL wants a GPU for each rank"
                         : load(&nccl)               ? NULL
@@ -101,15 +116,18 @@ static void borrowed(const EpBootstrap *bootstrap) {
         check_left_out(lacks);
         return;
     }
-    ncclComm_t comm = new_communicator(&nccl, bootstrap);
+    ncclComm_t comm = new_communicator(&nccl, bootstrap, blocking);
     REQUIRE(comm, "no communicator");
     borrow(&nccl, comm, bootstrap);
     CHECK(nccl.destroy(comm) == ncclSuccess, "ncclCommDestroy");
 }
 
 ThreadTest(gpu_nccl, borrowed_2, 2) {
-    borrowed(bootstrap);
+    borrowed(bootstrap, 1);
 }
 ThreadTest(gpu_nccl, borrowed_4, 4) {
-    borrowed(bootstrap);
+    borrowed(bootstrap, 1);
+}
+ThreadTest(gpu_nccl, borrowed_without_blocking_2, 2) {
+    borrowed(bootstrap, 0);
 }

@@ -16,7 +16,8 @@ typedef enum {
     ncclSuccess = 0,
     ncclUnhandledCudaError = 1,
     ncclSystemError = 2,
-    ncclInvalidArgument = 4
+    ncclInvalidArgument = 4,
+    ncclInProgress = 7
 } ncclResult_t;
 typedef enum { ncclInt32 = 2 } ncclDataType_t;
 typedef enum { ncclSum = 0 } ncclRedOp_t;
@@ -26,10 +27,18 @@ typedef struct {
     char internal[NCCL_UNIQUE_ID_BYTES];
 } ncclUniqueId;
 
+typedef struct {
+    int blocking;
+} ncclConfig_t;
+#define NCCL_CONFIG_INITIALIZER \
+    { 1 }
+
 ncclResult_t ncclGetVersion(int *version);
 const char *ncclGetErrorString(ncclResult_t result);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out);
-ncclResult_t ncclCommInitRank(ncclComm_t *out, int size, ncclUniqueId id, int rank);
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank,
+                                    ncclConfig_t *config);
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out);
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *out);
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out);
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out);

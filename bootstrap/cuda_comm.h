@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_CUDA_COMM_H
+#define EP_BOOTSTRAP_CUDA_COMM_H
+
+/**
+ * A group's communicator of NCCL's, its own or one that it borrows. NCCL sets up what it is asked
+ * for in a thread of its own, while the rank watches a deadline: a rank that does not come is an
+ * error there, and nobody hangs. Borrowed communicators may work either way.
+ */
+
+#include "runtime/cuda_host.h"
+
+/** Collective: create the group's, whose unique id travels over the bootstrap, or look at the
+ *  borrowed one. */
+EpStatus ep_cuda_comm_open(EpGroup *group);
+
+/** `together`: all ranks do so. Else it is torn down alone. */
+void ep_cuda_comm_close(EpGroup *group, int together);
+
+/** Wait for what `call` has started in the group's communicator, of which it returned `result`. */
+EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result);
+
+#endif
