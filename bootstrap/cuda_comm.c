@@ -2,6 +2,7 @@
 #include "bootstrap/cuda_comm.h"
 
 #include "bootstrap/meet.h"
+#include "runtime/log.h"
 
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
@@ -14,6 +15,7 @@ EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_
     double seconds = group->timeout > NCCL_SECONDS ? group->timeout : NCCL_SECONDS;
     result = ep_nccl_settle(cuda->nccl, cuda->comm, result, seconds);
     if (result != ncclInProgress) return check(group, call, result);
+    EP_INFO("%s: no answer within %g s", call, seconds);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: expected all %d ranks to come within %g s, got no answer",
                    group->rank, call, group->size, seconds);

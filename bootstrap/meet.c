@@ -39,8 +39,9 @@ EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
     if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
     EpStatus status = ep_group_gather(group, &verdict, all, sizeof(verdict));
     if (status == EP_OK) status = ep_verdicts_check(call, all, sizeof(verdict), group->size);
-    /* A rank that failed by itself says so, also where nobody came to hear it. */
-    else if (mine != EP_OK)
+    /* A rank that failed by itself says so, also where nobody came to hear it; but of one that was
+     * waited for in vain, in NCCL say, this meeting knows which it is. */
+    else if (mine != EP_OK && mine != EP_ERR_TIMEOUT)
         status = ep_fail(mine, "%s", verdict.sentence);
     free(all);
     return status;
