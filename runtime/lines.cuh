@@ -90,15 +90,28 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
+/* Is a rank in throughput mode? `what` becomes what it says. That tells only in operations which
+ * send and receive, behind which the next one waits: beside second halves it may run. */
+__device__ __forceinline__ int
+ep_is_in_throughput_mode(const EpCudaGroup &g, const EpLatency &latency, int peer, uint64_t *what) {
+    uint32_t next = ep_epoch(g);
+    if (!latency.senders || !latency.receives) return 0;
+    *what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, next)->what);
+    return ep_is_in_other_mode(*what, next);
+}
+
 /* Whether a rank, where this one is in its `number`th operation of latency mode, has entered
- * another one, or has given up; which is then reported. Ranks may be some operations ahead. */
+ * another one, or has given up; which is then reported. Ranks may be some operations ahead. Whoever
+ * reports goes: only once it has told all where it is. */
 static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
-                                                   int peer, uint32_t flag) {
+                                                   int peer, uint32_t flag, int is_long) {
     uint64_t own = *(volatile uint64_t *)&latency.state->number;
     uint32_t number = (uint32_t)own;
     uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
-    if ((uint32_t)(own >> 32) == flag && (uint32_t)(word >> 32) == number &&
-        (uint32_t)word != g.digest) {
+    int knows = (uint32_t)(own >> 32) == flag;
+    if (knows && ((uint32_t)(word >> 32) == number
+                      ? (uint32_t)word != g.digest
+                      : is_long && ep_is_in_throughput_mode(g, latency, peer, &word))) {
         ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_PHASE_HEAD, 0, g.digest, (uint32_t)word});
         return 1;
     }
@@ -125,7 +138,7 @@ static __device__ __noinline__ LongWait ep_look_up(const EpCudaGroup *g, const E
     int alive = ep_patience(*g, &patience,
                             EpAwaited{origin.source, origin.phase, origin.row, expected, seen});
     return LongWait{patience.start,
-                    alive && !ep_is_elsewhere(*g, *latency, origin.source, expected)};
+                    alive && !ep_is_elsewhere(*g, *latency, origin.source, expected, start != 0)};
 }
 
 /**

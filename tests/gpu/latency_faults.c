@@ -191,6 +191,50 @@ ThreadTest(gpu_latency_faults, other_handles_4, 4) {
     other_handles(bootstrap);
 }
 
+/* The rig of a handle in throughput mode, with a plan, in the crew's group. */
+static void open_other_mode(const Crew *crew, Rig *rig) {
+    Case c = crew->rig.c;
+    c.mode = EP_MODE_THROUGHPUT;
+    World *world = world_new(&c);
+    rig_open(rig, crew->group, rig_handle(crew->group, &c), &c, crew->rig.step.rank,
+             crew->rig.stream, NULL);
+    rig_load(rig, world);
+    rig_issue(rig, RIG_PREPARE | RIG_DISPATCH);
+    rig_check(rig);
+    world_free(world);
+}
+
+/* One rank calls an operation of a handle in the other mode: the absent one, or all but that. */
+static void other_modes(const EpBootstrap *bootstrap) {
+    static const unsigned meet[][2] = {{RIG_DISPATCH, RIG_PREPARE},
+                                       {RIG_DISPATCH, RIG_DISPATCH},
+                                       {RIG_COMBINE, RIG_COMBINE},
+                                       {RIG_COMBINE, RIG_DISPATCH_BACKWARD}};
+    for (int i = 0; i < 2 * LENGTH(meet); i++) {
+        Crew crew;
+        Rig other;
+        check_note("pair %d", i);
+        REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
+        open_other_mode(&crew, &other);
+        bootstrap->barrier(bootstrap->context, 60);
+        int leaves = is_absent(&crew) == i % 2;
+        check_disagree(&crew, leaves ? &other : &crew.rig, meet[i / 2][leaves]);
+        bootstrap->barrier(bootstrap->context, 60);
+        crew_close(&crew);
+        rig_close(&other);
+    }
+    crew_check_next(bootstrap, EP_MODE_LATENCY);
+}
+
+ThreadTest(gpu_latency_faults, other_modes_2, 2) {
+    GPU_NEEDS_LATENCY();
+    other_modes(bootstrap);
+}
+ThreadTest(gpu_latency_faults, other_modes_4, 4) {
+    GPU_NEEDS_LATENCY();
+    other_modes(bootstrap);
+}
+
 /* ---- other sizes --------------------------------------------------------------------------- */
 
 /* What one rank may not have otherwise than the others; each is right by itself. */
