@@ -160,6 +160,7 @@ $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 # part in, and with those that only GPUs can run. watch.c counts the library's own allocations and
 # must see the real ones.
 host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
+                tests/dispatch/shares.c \
                 $(addprefix tests/bootstrap/,bind.c cuda_windows.c gpus.c windows.c) \
                 $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \
                 $(wildcard tests/tools/*.c)

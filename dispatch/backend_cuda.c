@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table: describes each operation to its kernel, and launches it. */
-#include <math.h>
-
 #include "dispatch/latency_cuda.h"
+#include "dispatch/shares.h"
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
-#include "runtime/cuda_limits.h"
 #include "runtime/quant.h"
 
 /* ---- prepare ------------------------------------------------------------------------------- */
@@ -29,109 +27,10 @@ static EpStatus prepare(EpHandle *handle, const EpRouting *routing) {
 
 /* ---- movements ----------------------------------------------------------------------------- */
 
-#define WANTED_STAGES 6 /* to overlap loads with stores */
-#define MOST_STAGES 40  /* more would not be used: few jobs are under way, and one may hold 33 */
-
-#define MANY_BLOCKS 64
-#define LARGE_ROW_BYTES 16384
-
-/* How finely blocks divide the work, found by trying. Where there are many blocks, what each has
- * begun when no tokens are left it ends alone, and what all of them have begun arrives at about the
- * same time, while it is waited for in order: so they claim few tokens at once and have few jobs
- * under way. Few blocks have planners that are short of time, and claim as many tokens as these
- * plan at once; so have those of small rows, of which there are more in the same time. */
-typedef struct Grain {
-    int32_t chunk, ahead; /* tokens, jobs */
-} Grain;
-
-static const Grain copied = {2, 4}, summed = {1, 8};
-
-static Grain grain_of(const EpGroup *group, Grain large, int64_t row_bytes) {
-    const Grain most = {4, EP_MOST_AHEAD};
-    int64_t fold = ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
-    if (ep_cuda(group)->device.blocks < MANY_BLOCKS) return most;
-    return (Grain){(int32_t)ep_min(most.chunk, fold * large.chunk),
-                   (int32_t)ep_min(most.ahead, fold * large.ahead)};
-}
-
-/* What jobs of a pipe ask of its shape. */
-typedef struct Jobs {
-    int64_t width;  /* most loads or stores of one */
-    int64_t held;   /* most stages that one holds at once */
-    int64_t wanted; /* stages to overlap loads with stores, if pieces can be made that small */
-    int32_t ahead;  /* how many are under way */
-} Jobs;
-
-/* Stages of whole rows, if that makes enough of them, or of pieces, multiples of `unit` bytes. A
- * planner posts up to four rows at once. */
-static EpStatus shape_pipe(const EpGroup *group, int64_t row_bytes, int64_t unit, Jobs jobs,
-                           EpPipeShape *shape) {
-    int64_t room =
-        ep_cuda(group)->shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * jobs.width;
-    int64_t wanted = ep_max(jobs.held, ep_max(WANTED_STAGES, ep_min(jobs.wanted, MOST_STAGES)));
-    int64_t pieces = 1, bytes = row_bytes;
-    while (room / bytes < wanted && bytes > EP_LEAST_PIECE_BYTES)
-        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
-    pieces = (row_bytes + bytes - 1) / bytes;
-    *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
-                           .stage_bytes = (int32_t)bytes,
-                           .width = (int32_t)jobs.width,
-                           .pieces = (int32_t)pieces,
-                           .ahead = (int32_t)ep_min(EP_MOST_AHEAD, ep_max(jobs.ahead, 4 * pieces)),
-                           .shrink = shape->shrink};
-    if (shape->stages >= jobs.held) return EP_OK;
+static EpStatus refuse_rows(const EpGroup *group, int64_t row_bytes) {
     return ep_fail(EP_ERR_UNSUPPORTED,
-                   "rank %d: expected shared memory for %lld pieces of %lld bytes, got %d bytes",
-                   group->rank, (long long)jobs.held, (long long)bytes,
-                   ep_cuda(group)->shared_bytes);
-}
-
-/* How many rows a token moves through each kind of block, in loads and stores, where routing is
- * uniform. */
-typedef struct Moves {
-    double sent, received;
-} Moves;
-
-/* A token's entries: those of experts here and those of others; of how many other ranks these are;
- * and the entries of a row, that is, of those that have the same rank. */
-typedef struct Spread {
-    double own, other, ranks, row;
-} Spread;
-
-static Spread spread_of(const EpGroup *group, int64_t top_k) {
-    double ranks = group->size, k = (double)top_k, taken = 1 - pow(1 - 1 / ranks, k);
-    return (Spread){k / ranks, k - k / ranks, (ranks - 1) * taken, k / ranks / taken};
-}
-
-static Moves scatter_moves(const EpGroup *group, const EpScatterArgs *a) {
-    Spread t = spread_of(group, a->top_k);
-    double multiplied = a->takes_dots ? 2 * a->top_k : a->top_k;
-    double sent = group->size > 1 ? 1 + t.ranks : 0;
-    if (a->type) return (Moves){sent, 1 + t.ranks + multiplied};
-    double loaded = (double)a->source_row_bytes / (double)a->row_bytes;
-    return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
-}
-
-static Moves gather_moves(const EpGroup *group, const EpGatherArgs *a) {
-    Spread t = spread_of(group, a->top_k);
-    return (Moves){t.other + t.ranks, t.own + t.ranks + 1};
-}
-
-/* What a filling block does. Where rows are multiplied a job has a stage for each slot, too, which
- * are loaded together: there should be room for two rows of the usual number of slots. */
-static Jobs jobs_to_fill(const EpGroup *group, const EpScatterArgs *a, int32_t ahead) {
-    int64_t most = 1 + a->top_k;
-    if (!a->type) return (Jobs){a->top_k, 1, 1, ahead};
-    return (Jobs){most, most, (int64_t)(2 * (1 + spread_of(group, a->top_k).row) + .5), ahead};
-}
-
-/* Blocks that receive. Where there are many, the wire decides how long senders take, so that they
- * need not be more than receivers; but less than a quarter do not fill it. Those that receive also
- * write zeros, where nothing comes. */
-static int32_t share_blocks(int32_t blocks, Moves moves) {
-    double share = moves.received / (moves.sent + moves.received);
-    if (blocks >= MANY_BLOCKS && moves.sent > 0) share = fmin(fmax(share, .5), .75);
-    return ep_min(blocks - 1, (int32_t)(blocks * fmax(share, .25) + .5));
+                   "rank %d: expected shared memory for rows of %lld bytes, got %d bytes",
+                   group->rank, (long long)row_bytes, ep_cuda(group)->shared_bytes);
 }
 
 /* Rows that are only copied may land where they belong, if that is in a window of the group; each
@@ -197,16 +96,8 @@ static EpStatus scatter(EpHandle *handle, const EpScatter *s) {
                           .idx_is_int64 = s->idx_type == EP_TYPE_INT64,
                           .out_capacity = s->out_capacity};
     int64_t unit = describe_quantising(handle, s, &args);
-    /* What is multiplied keeps workers busy rather than planners, however small its rows are. */
-    int64_t bytes = args.type ? LARGE_ROW_BYTES : s->row_bytes;
-    Grain grain = grain_of(group, args.type ? summed : copied, bytes);
-    Grain fill = grain_of(group, summed, bytes);
     choose_landing(group, s, &args);
-    args.chunk = grain.chunk;
-    args.receivers = share_blocks(cuda->device.blocks, scatter_moves(group, &args));
-    Jobs sends = {state->top_k, 1, 1, grain.ahead}, fills = jobs_to_fill(group, &args, fill.ahead);
-    EP_TRY(shape_pipe(group, args.source_row_bytes, unit, sends, &args.send));
-    EP_TRY(shape_pipe(group, s->row_bytes, 16, fills, &args.fill));
+    if (!ep_share_scatter(&args, cuda->shared_bytes, unit)) return refuse_rows(group, s->row_bytes);
     const int64_t agreed[] = {state->top_k, s->row_bytes, s->type, s->scale_bytes,
                               s->carries_weights};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
@@ -237,11 +128,7 @@ static EpStatus gather(EpHandle *handle, const EpGather *g) {
                          .out_rows = g->out_rows,
                          .out_num_rows = g->out_num_rows,
                          .out_values = g->out_values};
-    Grain grain = grain_of(group, summed, g->row_bytes);
-    args.chunk = grain.chunk;
-    args.receivers = share_blocks(cuda->device.blocks, gather_moves(group, &args));
-    Jobs jobs = {state->top_k, state->top_k, 1, grain.ahead};
-    EP_TRY(shape_pipe(group, g->row_bytes, 16, jobs, &args.pipe));
+    if (!ep_share_gather(&args, cuda->shared_bytes)) return refuse_rows(group, g->row_bytes);
     const int64_t agreed[] = {state->top_k, g->row_bytes, g->type, g->carries_values};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
     EpCudaPlace place;
