@@ -8,6 +8,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/meet.h"
+#include "handles/ops.h"
 #include "runtime/host.h"
 #include "runtime/log.h"
 
@@ -53,6 +54,7 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     int32_t least, here;
     count_nodes(group, &least, &here);
     EpExchangeSetup setup = {.bootstrap = b,
+                             .op_name = ep_op_name,
                              .segments = segments,
                              .most_remote = group->size - least,
                              .tag = group->tag,

@@ -9,16 +9,6 @@
 #include "handles/handle_cuda.h"
 #include "handles/ops.h"
 
-static const char *op_name(int32_t code) {
-    const EpOp *const ops[] = {
-        &ep_op_prepare,           &ep_op_dispatch, &ep_op_combine,
-        &ep_op_dispatch_backward, &ep_op_route,    &ep_op_combine_backward,
-    };
-    for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
-        if (ops[i]->code == code) return ops[i]->name;
-    return "?";
-}
-
 static const char *awaited_name(int32_t phase) {
     static const char *const names[] = {
         [EP_PHASE_ARRIVAL] = "its arrival", [EP_PHASE_ROUTES] = "routes",
@@ -79,7 +69,8 @@ static EpStatus tell_order(const EpGroup *group, const volatile EpCudaFailure *f
     return ep_fail(EP_ERR_ORDER,
                    "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
                    "handle %d",
-                   group->rank, finding->phase, own_handle, f->peer, op_name(other), other_handle);
+                   group->rank, ep_op_name(own), own_handle, f->peer, ep_op_name(other),
+                   other_handle);
 }
 
 /* As on the host, the finding is about the rank that is blamed. */
@@ -118,7 +109,7 @@ static void poll_failure(EpGroup *group) {
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
-    strncpy(finding.phase, op_name(f->op), sizeof(finding.phase) - 1);
+    strncpy(finding.phase, ep_op_find(f->op)->name, sizeof(finding.phase) - 1);
     finding.status = tell[f->fault](group, f, &finding);
     ep_group_fail(group, &finding);
 }

@@ -21,6 +21,20 @@ const EpOp ep_op_combine_backward = {5,
                                      {"row bytes", "element type", "bytes of scales", "", ""},
                                      EP_ROUND_FACTS};
 
+const EpOp *ep_op_find(int32_t code) {
+    static const EpOp unknown = {0, "?", {"", "", "", "", ""}, 0};
+    const EpOp *const ops[] = {&ep_op_prepare,           &ep_op_route,
+                               &ep_op_dispatch,          &ep_op_combine,
+                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+    for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
+        if (ops[i]->code == code) return ops[i];
+    return &unknown;
+}
+
+const char *ep_op_name(int32_t code) {
+    return code == ep_op_route.code ? "dispatch in latency mode" : ep_op_find(code)->name;
+}
+
 EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle) {
     o->call = (EpCall){name, -1};
     o->handle = handle;

@@ -14,6 +14,10 @@
 extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
     ep_op_dispatch_backward, ep_op_combine_backward;
 
+/** One of these by its code; and its name where it is told from another. */
+const EpOp *ep_op_find(int32_t code);
+const char *ep_op_name(int32_t code);
+
 /** A data operation while its arguments are checked. */
 typedef struct EpOperation {
     EpCall call;

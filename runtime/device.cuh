@@ -193,25 +193,27 @@ __device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
     return 1;
 }
 
-/* Whether a wait is about to look at the clock, and not for the first time: what was on its way
- * when it began has come. */
+/* Whether a wait is about to look at the clock, and not for the first time. */
 __device__ __forceinline__ int ep_is_long(const EpPatience &p) {
     return p.start && (p.polls + 1) % EP_POLLS_PER_CLOCK_READ == 0;
 }
 
-/* Whether a rank that this one waits for is in an operation of the other mode, to be known from
- * what it says of its `next` one there: a rank that has entered that has come past this operation,
- * and what it sent here would be there. */
+/* Whether a rank has told of its `next` operation of the other mode, in this word of it. One that
+ * was not here when this rank looked, and is there, may have been here in between: what it says of
+ * this operation is to be loaded again, behind a fence. It stores that in an earlier kernel. */
 __device__ __forceinline__ int ep_is_in_other_mode(uint64_t what, uint32_t next) {
     return (uint32_t)(what >> 32) == next && EP_DIGEST_OP((uint32_t)what) != EP_OP_GONE;
 }
 
-/* In throughput mode: is it in latency mode? `what` becomes what it says. */
-__device__ __forceinline__ int ep_is_in_latency_mode(const EpCudaGroup &g, int peer,
+/* In throughput mode: is it in latency mode instead? `what` becomes what it says. */
+__device__ __forceinline__ int ep_is_in_latency_mode(const EpCudaGroup &g, int peer, uint32_t epoch,
                                                      uint64_t *what) {
     uint32_t next = *(volatile uint32_t *)&g.state->sent + 1;
     *what = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, next));
-    return ep_is_in_other_mode(*what, next);
+    if (!ep_is_in_other_mode(*what, next)) return 0;
+    ep_fence_sys();
+    uint64_t here = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->what);
+    return (uint32_t)(here >> 32) != epoch;
 }
 
 /* Until the word of a row's place says that row, in this operation. load(word) loads it. */
@@ -283,7 +285,7 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
                       at & EP_WHERE);
             return 0;
         }
-        if (ep_is_long(patience) && ep_is_in_latency_mode(g, peer, &at)) {
+        if (ep_is_long(patience) && ep_is_in_latency_mode(g, peer, epoch, &at)) {
             ep_report(g, EP_FAULT_ORDER,
                       EpAwaited{peer, EP_PHASE_ARRIVAL, 0, g.digest, (uint32_t)at});
             return 0;

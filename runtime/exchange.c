@@ -6,7 +6,7 @@
 
 #include "runtime/wait.h"
 
-_Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line of header");
+_Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
 
 #define LINE 64
 #define HALVES 2
@@ -25,6 +25,7 @@ struct EpExchange {
     int32_t tag;
     double timeout;
     int64_t spins;
+    const char *(*op_name)(int32_t code);
     int64_t half_bytes;      /* of the outbox */
     int64_t region_bytes[2]; /* by EpRoundMode, header included */
     EpControl **control;     /* [size]: of each rank on the node, else NULL */
@@ -86,6 +87,7 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     if (!x) return NULL;
     x->bootstrap = b, x->rank = b->rank, x->size = b->size;
     x->tag = setup->tag, x->timeout = setup->timeout, x->spins = setup->spins;
+    x->op_name = setup->op_name;
     x->half_bytes = half_bytes(setup->most_remote, setup->stage_bytes);
     x->spans_nodes = setup->most_remote > 0;
     x->region_bytes[EP_ROUND_EACH] = x->half_bytes / x->size / LINE * LINE;
@@ -292,8 +294,9 @@ static EpStatus send_region(EpExchange *x, int32_t peer) {
 }
 
 EpStatus ep_round_publish(EpExchange *x) {
+    x->control[x->rank]->belief[x->round % HALVES] = x->belief;
     for (int32_t r = 0; r < x->size; r++)
-        if (r != x->rank) memcpy(region(x, x->rank, r), &x->belief, sizeof(x->belief));
+        if (!x->control[r]) memcpy(region(x, x->rank, r), &x->belief, sizeof(x->belief));
     atomic_store_explicit(&x->control[x->rank]->published.value, x->round, memory_order_release);
     for (int32_t i = 1; i < x->size; i++) {
         int32_t peer = ep_round_peer(x->rank, x->size, i);
@@ -309,13 +312,18 @@ static EpStatus disagree(EpExchange *x, EpStatus status, int32_t peer, const cha
     return break_down(x, status, peer, mine, theirs);
 }
 
+static EpStatus tell_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
+    ep_fail(
+        EP_ERR_ORDER,
+        "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on handle %d",
+        x->rank, x->op_name(x->belief.op), x->belief.handle, peer, x->op_name(theirs->op),
+        theirs->handle);
+    return break_down(x, EP_ERR_ORDER, peer, x->belief.op, theirs->op);
+}
+
 static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->belief;
-    if (theirs->op != mine->op)
-        return disagree(x, EP_ERR_ORDER, peer,
-                        "operation (1 prepare, 2 dispatch, 3 combine, 4 dispatch "
-                        "backward, 5 combine backward, 6 dispatch in latency mode)",
-                        mine->op, theirs->op);
+    if (theirs->op != mine->op) return tell_other_operation(x, peer, theirs);
     if (theirs->handle != mine->handle)
         return disagree(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle,
                         theirs->handle);
@@ -334,15 +342,17 @@ static EpStatus check_belief(EpExchange *x, int32_t peer, const EpRoundHeader *t
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body) {
     const char *message;
+    const EpRoundHeader *theirs;
     if (x->control[peer]) {
         EP_TRY(wait_counter(x, peer, &x->control[peer]->published, x->round, "arrive"));
         message = region(x, peer, x->rank);
+        theirs = &x->control[peer]->belief[x->round % HALVES];
     } else {
         Remote *remote = &x->remote[peer];
         EP_TRY(wait_request(x, peer, &remote->receiving[x->round % HALVES], "arrive"));
         message = remote->landing[x->round % HALVES];
+        theirs = (const EpRoundHeader *)message;
     }
-    const EpRoundHeader *theirs = (const EpRoundHeader *)message;
     EP_TRY(check_belief(x, peer, theirs));
     if (header) *header = theirs;
     *body = message + LINE;

@@ -21,8 +21,9 @@
  * A half is divided into regions of equal size. EP_ROUND_EACH: one per rank. EP_ROUND_SHARED: all
  * peers on the node read one region; where the whole group is on one node, that is the whole half.
  *
- * Each region begins with an EpRoundHeader that says what its writer believes is going on; a rank
- * that receives another's belief fails the group with EP_ERR_ORDER instead of misreading data.
+ * With each round goes an EpRoundHeader that says what its writer believes is going on: on the node
+ * in the control block, in messages before the body. A rank that receives another's belief fails
+ * the group with EP_ERR_ORDER instead of misreading data.
  *
  * Memory order: a writer fills a region with plain stores, then publishes the round number with a
  * release store; a reader acquires that number before it reads. A reader releases with a release
@@ -47,7 +48,8 @@ typedef struct EpOp {
                  */
 } EpOp;
 
-/** First 64 bytes of every region. All but `tokens` must agree between ranks. */
+/** Of a round; the first 64 bytes of every region are for it. All but `tokens` must agree between
+ *  ranks. */
 typedef struct EpRoundHeader {
     uint64_t round;
     int32_t op;
@@ -64,9 +66,10 @@ typedef struct EpCounter {
 
 /** Start of every shared segment. */
 typedef struct EpControl {
-    EpCounter published;  /**< last round whose regions are filled */
-    EpCounter failed;     /**< 0, or 1 + the rank blamed for this rank's failure */
-    EpCounter released[]; /**< [size]: last round of that peer that this rank has read */
+    EpCounter published;     /**< last round whose regions are filled */
+    EpCounter failed;        /**< 0, or 1 + the rank blamed for this rank's failure */
+    EpRoundHeader belief[2]; /**< of even and odd rounds; where regions lie depends on the mode */
+    EpCounter released[];    /**< [size]: last round of that peer that this rank has read */
 } EpControl;
 
 typedef struct EpExchange EpExchange;
@@ -92,6 +95,7 @@ typedef struct EpExchangeSetup {
     int32_t tag; /**< of this group's messages */
     double timeout;
     int64_t spins;
+    const char *(*op_name)(int32_t code); /**< of an operation, for sentences */
 } EpExchangeSetup;
 
 /** NULL when out of memory. */

@@ -90,14 +90,19 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
 
 /* ---- waiting ------------------------------------------------------------------------------- */
 
-/* Is a rank in throughput mode? `what` becomes what it says. That tells only in operations which
- * send and receive, behind which the next one waits: beside second halves it may run. */
-__device__ __forceinline__ int
-ep_is_in_throughput_mode(const EpCudaGroup &g, const EpLatency &latency, int peer, uint64_t *what) {
+/* Is a rank in throughput mode instead of its `number`th operation of latency mode? `what` becomes
+ * what it says. That tells only in operations which send and receive, behind which the next one
+ * waits: beside second halves it may run. */
+__device__ __forceinline__ int ep_is_in_throughput_mode(const EpCudaGroup &g,
+                                                        const EpLatency &latency, int peer,
+                                                        uint32_t number, uint64_t *what) {
     uint32_t next = ep_epoch(g);
     if (!latency.senders || !latency.receives) return 0;
     *what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, next)->what);
-    return ep_is_in_other_mode(*what, next);
+    if (!ep_is_in_other_mode(*what, next)) return 0;
+    ep_fence_sys();
+    uint64_t sent = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
+    return (int32_t)((uint32_t)(sent >> 32) - number) < 0;
 }
 
 /* Whether a rank, where this one is in its `number`th operation of latency mode, has entered
@@ -108,10 +113,10 @@ static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const E
     uint64_t own = *(volatile uint64_t *)&latency.state->number;
     uint32_t number = (uint32_t)own;
     uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
-    int knows = (uint32_t)(own >> 32) == flag;
-    if (knows && ((uint32_t)(word >> 32) == number
-                      ? (uint32_t)word != g.digest
-                      : is_long && ep_is_in_throughput_mode(g, latency, peer, &word))) {
+    int knows = (uint32_t)(own >> 32) == flag, told = (uint32_t)(word >> 32) == number;
+    int differs = told ? (uint32_t)word != g.digest
+                       : is_long && ep_is_in_throughput_mode(g, latency, peer, number, &word);
+    if (knows && differs) {
         ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_PHASE_HEAD, 0, g.digest, (uint32_t)word});
         return 1;
     }

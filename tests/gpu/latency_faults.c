@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/gpu/crew.h"
 
@@ -233,6 +234,38 @@ ThreadTest(gpu_latency_faults, other_modes_2, 2) {
 ThreadTest(gpu_latency_faults, other_modes_4, 4) {
     GPU_NEEDS_LATENCY();
     other_modes(bootstrap);
+}
+
+/* Both modes in turn, where one rank after the other keeps the rest waiting: nobody is blamed. */
+static void both_in_turn(const EpBootstrap *bootstrap) {
+    Crew crew;
+    Rig other;
+    const struct timespec late = {.tv_nsec = 700000000};
+    REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
+    open_other_mode(&crew, &other);
+    for (int turn = 0; turn < 2 * bootstrap->size && !check_failure()[0]; turn++) {
+        check_note("turn %d", turn);
+        CHECK_CUDA(cudaStreamSynchronize(crew.rig.stream));
+        bootstrap->barrier(bootstrap->context, 60);
+        if (bootstrap->rank == turn / 2) nanosleep(&late, NULL);
+        rig_issue(turn % 2 ? &crew.rig : &other, turn % 2 ? RIG_COMBINE : RIG_PREPARE);
+        rig_issue(turn % 2 ? &other : &crew.rig, turn % 2 ? RIG_PREPARE : RIG_COMBINE);
+        rig_issue(&crew.rig, RIG_DISPATCH);
+        CHECK_CUDA(cudaStreamSynchronize(crew.rig.stream));
+        CHECK_OK(ep_group_status(crew.group, NULL));
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    crew_close(&crew);
+    rig_close(&other);
+}
+
+ThreadTest(gpu_latency_faults, both_in_turn_2, 2) {
+    GPU_NEEDS_LATENCY();
+    both_in_turn(bootstrap);
+}
+ThreadTest(gpu_latency_faults, both_in_turn_4, 4) {
+    GPU_NEEDS_LATENCY();
+    both_in_turn(bootstrap);
 }
 
 /* ---- other sizes --------------------------------------------------------------------------- */

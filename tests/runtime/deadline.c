@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks that do not come, or come with something else: everyone else is told who and where, in
  * time, and the group says the same from then on. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -246,16 +247,42 @@ static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpSt
     hurried_close(&h);
 }
 
+/* Each is told what the other has called, also after steps that went well. */
+static void check_meet(const EpBootstrap *bootstrap, Call usual, const char *usual_name, Call odd,
+                       const char *odd_name) {
+    int is_odd = bootstrap->rank == ABSENT;
+    char own[32], other[48];
+    for (int steps = 0; steps < 3; steps++) {
+        Hurried h = hurried_open(bootstrap, 30);
+        REQUIRE(h.handle, "no handle");
+        check_note("after %d steps", steps);
+        for (int i = 0; i < steps; i++)
+            step_all(&h.step);
+        CHECK_OK(call_prepare(&h.step));
+        snprintf(own, sizeof(own), ": %s: expected", is_odd ? odd_name : usual_name);
+        snprintf(other, sizeof(other), "called %s on handle", is_odd ? usual_name : odd_name);
+        CHECK_STATUS(outcome(is_odd ? odd : usual, &h.step), EP_ERR_ORDER);
+        CHECK(strstr(ep_last_error(), own) && strstr(ep_last_error(), other), "%s",
+              ep_last_error());
+        check_group_failed(&h.step, EP_ERR_ORDER);
+        hurried_close(&h);
+    }
+}
+
 ThreadTest(runtime_deadline, dispatch_meets_combine, RANKS) {
-    check_order(bootstrap, call_dispatch, call_combine, EP_ERR_ORDER);
+    check_meet(bootstrap, call_dispatch, "dispatch", call_combine, "combine");
+}
+
+ThreadTest(runtime_deadline, combine_meets_dispatch, RANKS) {
+    check_meet(bootstrap, call_combine, "combine", call_dispatch, "dispatch");
 }
 
 ThreadTest(runtime_deadline, combine_meets_dispatch_backward, RANKS) {
-    check_order(bootstrap, call_combine, call_dispatch_backward, EP_ERR_ORDER);
+    check_meet(bootstrap, call_combine, "combine", call_dispatch_backward, "dispatch backward");
 }
 
 ThreadTest(runtime_deadline, dispatch_meets_prepare, RANKS) {
-    check_order(bootstrap, call_dispatch, call_prepare, EP_ERR_ORDER);
+    check_meet(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare");
 }
 
 static EpStatus call_narrow_dispatch(const Step *step) {
@@ -348,7 +375,8 @@ ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
     EpStatus status = call_prepare(&h.step);
     if (status == EP_OK) status = outcome(call_dispatch, &h.step);
     CHECK(status == EP_ERR_ORDER, "%d", (int)status);
-    CHECK(strstr(ep_last_error(), "operation") && strstr(ep_last_error(), "latency"), "%s",
-          ep_last_error());
+    CHECK(strstr(ep_last_error(), "dispatch in latency mode") &&
+              strstr(ep_last_error(), "prepare") && strstr(ep_last_error(), "on handle 1"),
+          "%s", ep_last_error());
     hurried_close(&h);
 }
