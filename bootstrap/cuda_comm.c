@@ -10,9 +10,17 @@ static EpStatus check(const EpGroup *group, const char *call, ncclResult_t resul
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
 
+static double settling_time(const EpGroup *group) {
+    return group->timeout > NCCL_SECONDS ? group->timeout : NCCL_SECONDS;
+}
+
+EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
+    return ep_group_agree_within(group, call, mine, settling_time(group) + group->timeout);
+}
+
 EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result) {
     const EpCuda *cuda = ep_cuda(group);
-    double seconds = group->timeout > NCCL_SECONDS ? group->timeout : NCCL_SECONDS;
+    double seconds = settling_time(group);
     result = ep_nccl_settle(cuda->nccl, cuda->comm, result, seconds);
     if (result != ncclInProgress) return check(group, call, result);
     EP_INFO("%s: no answer within %g s", call, seconds);

@@ -17,6 +17,10 @@ EpStatus ep_cuda_comm_open(EpGroup *group);
 /** `together`: all ranks do so. Else it is torn down alone. */
 void ep_cuda_comm_close(EpGroup *group, int together);
 
+/** ep_group_agree behind what NCCL has done: a rank that failed at once waits for those that NCCL
+ * has kept waiting. */
+EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
+
 /** Wait for what `call` has started in the group's communicator, of which it returned `result`. */
 EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result);
 

@@ -67,7 +67,8 @@ static EpStatus register_memory(Opening *o) {
     EpStatus status = ep_cuda_comm_settle(
         o->group, "ncclCommWindowRegister",
         cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, answer, 0));
-    if (status == EP_ERR_TIMEOUT) return status;
+    w->unanswered = status == EP_ERR_TIMEOUT;
+    if (w->unanswered) return status;
     w->nccl = *answer;
     free(answer);
     if (status != EP_OK || w->nccl) return status;
@@ -125,7 +126,9 @@ EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *w
                                             make_room,   greet,           count_greetings};
     Opening opening = {.group = group, .call = call, .window = window, .peers = peers};
     for (size_t i = 0; i < sizeof(steps) / sizeof(*steps); i++) {
-        EpStatus status = ep_group_agree(group, call, steps[i](&opening));
+        EpStatus status = steps[i](&opening);
+        status = steps[i] == register_memory ? ep_cuda_comm_agree(group, call, status)
+                                             : ep_group_agree(group, call, status);
         if (status == EP_OK) continue;
         /* A window that only some ranks have cannot be given back: that takes all of them. */
         ep_cuda_window_close(group, window, steps[i] != register_memory && !group->lost);
@@ -139,7 +142,7 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     const EpCuda *cuda = ep_cuda(group);
     EpCudaWindow w = *window;
     *window = (EpCudaWindow){.memory = NULL};
-    if ((w.nccl || w.shared) && !together) return;
+    if ((w.nccl || w.shared || w.unanswered) && !together) return;
     if (w.shared && !ep_cuda_unshare(group, &w)) return;
     if (w.nccl)
         (void)ep_cuda_comm_settle(group, "ncclCommWindowDeregister",

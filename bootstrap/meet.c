@@ -10,11 +10,16 @@ EpVerdict ep_verdict(EpStatus status) {
     return mine;
 }
 
-EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes) {
+static EpStatus gather_within(EpGroup *group, const void *mine, void *all, size_t bytes,
+                              double seconds) {
     const EpBootstrap *b = &group->bootstrap;
-    EpStatus status = b->allgather(b->context, mine, all, bytes, group->timeout);
+    EpStatus status = b->allgather(b->context, mine, all, bytes, seconds);
     if (status != EP_OK) group->lost = 1;
     return status;
+}
+
+EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes) {
+    return gather_within(group, mine, all, bytes, group->timeout);
 }
 
 static const EpVerdict *verdict_of(const void *all, size_t stride, int32_t rank) {
@@ -34,10 +39,14 @@ EpStatus ep_verdicts_check(const EpCall *call, const void *all, size_t stride, i
 }
 
 EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
+    return ep_group_agree_within(group, call, mine, group->timeout);
+}
+
+EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds) {
     if (group->lost && mine != EP_OK) return mine;
     EpVerdict verdict = ep_verdict(mine), *all = calloc((size_t)group->size, sizeof(*all));
     if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
-    EpStatus status = ep_group_gather(group, &verdict, all, sizeof(verdict));
+    EpStatus status = gather_within(group, &verdict, all, sizeof(verdict), seconds);
     if (status == EP_OK) status = ep_verdicts_check(call, all, sizeof(verdict), group->size);
     /* A rank that failed by itself says so, also where nobody came to hear it; but of one that was
      * waited for in vain, in NCCL say, this meeting knows which it is. */

@@ -28,8 +28,10 @@ EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t byt
  */
 EpStatus ep_verdicts_check(const EpCall *call, const void *all, size_t stride, int32_t size);
 
-/** Collective: do all ranks stand well? Both of the above for a status alone. A rank that has failed
- *  in a group that is lost does not wait for the others once more. */
+/** Collective: do all ranks stand well? Both of the above for a status alone. A rank that has
+ * failed in a group that is lost does not wait for the others once more. */
 EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine);
+/** The same with another deadline than the group's. */
+EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds);
 
 #endif

@@ -18,6 +18,7 @@ typedef struct EpCudaWindow {
     char *memory; /**< NULL: none */
     int64_t bytes;
     ncclWindow_t nccl; /**< NULL in a group without NCCL */
+    int unanswered;    /**< NCCL may still be at work on the memory, which stays then */
     int shared;        /**< ep_cuda_share was called, on all ranks: so will be ep_cuda_unshare */
     void **mapped;     /**< [size] then: what was mapped of each, or NULL */
     int owned;         /**< allocated with the window, and freed with it */
