@@ -192,12 +192,11 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *give
     if (!meeting_allocate(&m, (size_t)bootstrap->size))
         return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
     introduce(&call, bootstrap, given, out, &config, &settings, &mine);
-    double timeout = settings.timeout;
-    if (mine.status == EP_OK) {
-        configure_log(&settings, bootstrap->rank);
-        timeout = ep_config_timeout(&config, &settings);
-    }
-    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, m.all, sizeof(mine), timeout);
+    if (mine.status == EP_OK) configure_log(&settings, bootstrap->rank);
+    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, m.all, sizeof(mine),
+                                           ep_config_timeout(&config, &settings));
+    /* What is wrong here comes before who is missing. */
+    if (status != EP_OK && mine.status != EP_OK) status = ep_fail(mine.status, "%s", mine.sentence);
     if (status == EP_OK) status = meet(&call, bootstrap, &config, &settings, &m);
     if (status == EP_OK) status = build(&call, bootstrap, &config, &settings, &m, out);
     meeting_free(&m);

@@ -50,6 +50,9 @@ static EpStatus describe_scales(const EpOperation *o, const EpTensor *scales, Ep
     if (quantises(o))
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "scales",
                          "expected NULL on a handle that quantises, got a tensor");
+    if (!o->handle->group->config.max_scale_bytes)
+        return ep_refuse(&o->call, EP_ERR_ROW_BYTES, "scales",
+                         "expected NULL, since config.max_scale_bytes is 0, got a tensor");
     EP_TRY(ep_arg_token_rows(o, "scales", scales, -1, NULL));
     EP_TRY(
         ep_arg_row_bytes(&o->call, "scales", scales, 4, o->handle->group->config.max_scale_bytes));

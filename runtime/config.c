@@ -62,6 +62,8 @@ EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t 
                                  sizeof(full)));
     memcpy(&full, given, given->struct_size);
     full.struct_size = sizeof(full);
+    /* Also of one that is refused: until then its peers are waited for, to tell them. */
+    if (isfinite(full.timeout_seconds)) out->timeout_seconds = full.timeout_seconds;
     EP_TRY(check(call, &full, num_ranks));
     *out = full;
     return EP_OK;

@@ -39,7 +39,9 @@ static EpStatus parse_int64_t(const char *name, const char *kind, const char *te
     long long value = strtoll(text, &end, 10);
     int shift = *end == 'K' ? 10 : *end == 'M' ? 20 : *end == 'G' ? 30 : 0;
     int bad = end == text || errno || value < 0 || end[shift != 0] || value > (INT64_MAX >> shift);
-    if (bad) return malformed(name, "a number, as in 4096, 512K, 16M or 1G", text);
+    const char *kinds =
+        strcmp(kind, "count") ? "a number, as in 4096, 512K, 16M or 1G" : "a number, or auto";
+    if (bad) return malformed(name, kinds, text);
     *out = (int64_t)value << shift;
     return EP_OK;
 }

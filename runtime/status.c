@@ -62,7 +62,8 @@ EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *o
     memcpy(&got, object, sizeof(got));
     if (got != expected)
         return ep_refuse(call, EP_ERR_STRUCT_SIZE, argument,
-                         "expected struct_size %zu, got %zu (initialize it with EP_..._INIT)",
+                         "expected struct_size %zu, got %zu (initialize it with EP_..._INIT, "
+                         "a tensor with ep_tensor_2d)",
                          expected, got);
     return EP_OK;
 }

@@ -155,5 +155,8 @@ int main(int argc, char **argv) {
     int threads = start.ok ? (int)start.options.threads : 0;
     /* A refusal without mpirun needs no MPI to be said. */
     if (!start.ok && !world_launched()) threads = 1;
-    return world_run(threads, rank_main, &start);
+    int result = world_run(threads, rank_main, &start);
+    if (fflush(stdout) == 0 && !ferror(stdout)) return result;
+    fprintf(stderr, "ep_bench: not everything could be written to standard output\n");
+    return result ? result : 1;
 }

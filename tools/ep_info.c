@@ -321,10 +321,11 @@ static bool inform(const EpBootstrap *boot, const Options *o) {
         print_build();
     }
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    bool ok = agree(boot, print_settings(boot)) && print_topology(boot, o, &info) &&
+    bool sound = agree(boot, print_settings(boot));
+    bool ok = print_topology(boot, o, &info) &&
               agree(boot, boot->rank != 0 || print_memory(o, ranks, &info));
     fflush(stdout);
-    return ok;
+    return sound && ok;
 }
 
 static bool launched(void) {
@@ -347,6 +348,18 @@ static int run(const Options *o) {
     return result;
 }
 
+static int say(Options *o) {
+    if (o->help)
+        print_help(o);
+    else if (o->version)
+        print_version();
+    else if (o->markdown)
+        return print_settings_markdown();
+    else
+        return run(o);
+    return EXIT_SUCCESS;
+}
+
 int main(int argc, char **argv) {
     Options o = {0, 7168, 8, 256, 2048, 128, 0, false, false, false};
     char sentence[256];
@@ -354,13 +367,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "ep_info: %s\n", sentence);
         return EXIT_USAGE;
     }
-    if (o.help)
-        print_help(&o);
-    else if (o.version)
-        print_version();
-    else if (o.markdown)
-        return print_settings_markdown();
-    else
-        return run(&o);
-    return EXIT_SUCCESS;
+    int result = say(&o);
+    if (fflush(stdout) == 0 && !ferror(stdout)) return result;
+    fprintf(stderr, "ep_info: not everything could be written to standard output\n");
+    return EXIT_FAILED;
 }
