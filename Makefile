@@ -179,12 +179,14 @@ $(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
 # And on CPUs: the CUDA backend's source against stand-ins for CUDA and NCCL (see tests/emulator/), of
-# which no installation is used. Rings are short there, so that they go round, and so is the wait for NCCL.
+# which no installation is used. Rings are short there, so that they go round, and so is the wait for
+# NCCL.
 emulated_tests := $B/tests/ep_emulated_tests
 emulated_c := $(all_lib_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
               $(row_sets:%=$B/emulated/runtime/rowmath_%.o)
-emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DRING_BYTES=16384 -DNCCL_SECONDS=2 \
+emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DRING_BYTES=16384 \
+                  -DNCCL_SECONDS=2 \
                   -Itests/emulator/include -Iinclude -I.
 $B/emulated/%.o: private cflags = $(emulated_cflags) \
     $(if $(filter tests/%,$<),$(mpi_cflags) $(if $(filter tests/emulator/%,$<),,$(on_gpu)))

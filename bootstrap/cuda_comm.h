@@ -5,7 +5,7 @@
 /**
  * A group's communicator of NCCL's, its own or one that it borrows. NCCL sets up what it is asked
  * for in a thread of its own, while the rank watches a deadline: a rank that does not come is an
- * error there, and nobody hangs. Borrowed communicators may work either way.
+ * error there. A borrowed communicator may block instead, and then waits as long as NCCL does.
  */
 
 #include "runtime/cuda_host.h"
