@@ -168,6 +168,21 @@ SoloTest(dispatch_arguments, endless_rows) {
     desk_close(&desk);
 }
 
+/* Where no room was asked for them. */
+SoloTest(dispatch_arguments, scales_without_room) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.scale_bytes = 0;
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_reset(&desk);
+    desk.arg[SCALES] = desk.arg[TOPK_WEIGHTS];
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
+                  "max_scale_bytes");
+    desk_check_untouched(&desk);
+    desk_close(&desk);
+}
+
 SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
     desk_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
 }

@@ -221,6 +221,24 @@ ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
     CHECK(group == NULL, "a group was made");
 }
 
+/* What is wrong with a rank's own configuration comes before who is missing, within its deadline.
+ */
+ThreadTest(runtime_deadline, refused_while_one_is_absent, RANKS) {
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.max_tokens = bootstrap->rank == 0 ? 0 : config.max_tokens;
+    config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3;
+    if (bootstrap->rank == ABSENT) return;
+    double begin = now();
+    if (bootstrap->rank == 0)
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_RANGE, "max_tokens");
+    else
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_TIMEOUT, "rank 2");
+    CHECK(now() - begin < config.timeout_seconds + 5, "gave up after %.1f s", now() - begin);
+    CHECK(group == NULL, "a group was made");
+}
+
 /* A rank that destroys its group while others still call. */
 ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
     Hurried h = hurried_open(bootstrap, SOON);

@@ -91,6 +91,16 @@ static const Malformed malformed[] = {
     {"EP_TOPOLOGY", "2/gibberish"},
 };
 
+/* A sentence offers what the setting takes. */
+SoloTest(runtime_settings, sentences_of_counts_and_sizes) {
+    setenv("EP_NUM_SMS", "many", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_NUM_SMS", "or auto");
+    unsetenv("EP_NUM_SMS");
+    setenv("EP_STAGE_BYTES", "many", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_STAGE_BYTES", "512K");
+    unsetenv("EP_STAGE_BYTES");
+}
+
 SoloTest(runtime_settings, malformed_values_refuse_the_group) {
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_info as users start it. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,8 +47,22 @@ SoloTest(tools_info, infeasible_configuration) {
 
 SoloTest(tools_info, unsound_environment) {
     setenv("EP_TYPO", "1", 1);
-    check_info(WITH("--hidden", "64"), 1, NULL, "EP_TYPO");
+    check_info(WITH("--hidden", "64"), 1, "topology", "EP_TYPO"); /* the rest is told, too */
     unsetenv("EP_TYPO");
     setenv("EP_TIMEOUT", "soon", 1);
     check_info(WITH("--hidden", "64"), 1, NULL, "EP_TIMEOUT");
+}
+
+/* Of either program: what cannot be written is no success. */
+SoloTest(tools_info, output_that_is_lost) {
+    static const char *const programs[] = {"ep_info", "ep_bench"};
+    for (int i = 0; i < 2; i++) {
+        char command[4300];
+        snprintf(command, sizeof(command), "%s --help > /dev/full", build_path(programs[i]));
+        const char *argv[] = {"sh", "-c", command, NULL};
+        ProcessResult result = process_run(argv, 0);
+        CHECK(result.exit_status == 1 && strstr(result.err, "standard output"), "%s: %d: %s",
+              programs[i], result.exit_status, result.err);
+        process_result_free(&result);
+    }
 }
