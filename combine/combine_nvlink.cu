@@ -29,7 +29,7 @@ __device__ void sum_up(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blo
         plan_sums(a, p, &s->rows, epoch, blocks);
     else if (warp == LOADER)
         pipe_load(p, COMPUTED);
-    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+    else if (pipe_is_storer(warp) && lane == 0)
         pipe_store(p, warp - FIRST_STORER, COMPUTED, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 1);
@@ -43,7 +43,7 @@ __device__ void reduce(const EpGatherArgs &a, Pipe *p, uint32_t epoch, int block
         plan_tokens(a, p, epoch, blocks);
     else if (warp == LOADER)
         pipe_load(p, COMPUTED);
-    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+    else if (pipe_is_storer(warp) && lane == 0)
         pipe_store(p, warp - FIRST_STORER, COMPUTED, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 0);

@@ -106,7 +106,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int bloc
         plan_tokens(a, p, &s->landings, epoch, blocks);
     else if (warp == LOADER)
         pipe_load(p, COPIED); /* of either, all stages stay until they are stored */
-    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+    else if (pipe_is_storer(warp) && lane == 0)
         pipe_store(p, warp - FIRST_STORER, work, 1);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 1);
@@ -132,7 +132,7 @@ __device__ void fill(const EpScatterArgs &a, Shared *s, uint32_t epoch, const Ro
         plan_records(a, p, &s->rows, epoch, role.count);
     else if (warp == LOADER)
         pipe_load(p, work);
-    else if (warp >= FIRST_STORER && warp < FIRST_SIDE && lane == 0)
+    else if (pipe_is_storer(warp) && lane == 0)
         pipe_store(p, warp - FIRST_STORER, work, 0);
     else if (warp == ANNOUNCER)
         pipe_announce(p, a.group, epoch, 0);

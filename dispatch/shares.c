@@ -46,6 +46,7 @@ static Spread spread_of(const EpCudaGroup *group, int32_t top_k) {
 /* How many rows a token moves through each kind of block, in loads and stores. */
 typedef struct Moves {
     double sent, received;
+    double left; /* rows that leave this rank, where senders do no more than copy; else 0 */
 } Moves;
 
 /* Own rows that are multiplied are the receiver's: where there is no other rank, nothing is sent.
@@ -54,32 +55,43 @@ static Moves scatter_moves(const EpScatterArgs *a) {
     Spread t = spread_of(&a->group, a->top_k);
     double multiplied = a->takes_dots ? 2 * a->top_k : a->top_k;
     double loaded = (double)a->source_row_bytes / (double)a->row_bytes;
-    if (a->type) return (Moves){t.ranks > 0 ? 1 + t.ranks : 0, 1 + t.ranks + multiplied};
-    return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks)};
+    if (a->type) return (Moves){t.ranks > 0 ? 1 + t.ranks : 0, 1 + t.ranks + multiplied, 0};
+    return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks),
+                   a->quant ? 0 : t.ranks};
 }
 
 static Moves gather_moves(const EpGatherArgs *a) {
     Spread t = spread_of(&a->group, a->top_k);
-    return (Moves){t.other + t.ranks, t.own + t.ranks + 1};
+    return (Moves){t.other + t.ranks, t.own + t.ranks + 1, 0};
 }
 
 static double clamp(double value, double least, double greatest) {
     return value < least ? least : value > greatest ? greatest : value;
 }
 
-/* Blocks that receive. Where there are many, the wire decides how long senders take, so that they
- * need not be more than receivers; but less than a quarter do not fill it. Those that receive also
- * write zeros, where nothing comes. */
-static int32_t share_blocks(int32_t blocks, Moves moves) {
+#define SENDERS_PER_MOVE .12    /* share of the blocks, for each move of a row that leaves */
+#define SENDERS_ROW_BYTES 14336 /* of such rows; smaller ones keep a sender as long */
+
+/* Blocks that receive, where there are many, so that the wire decides how long senders take: these
+ * need not be more than receivers, and less than a quarter do not fill it. Where they only copy,
+ * just as many should send as fill it; that is the more, the more they move for each row that
+ * leaves. */
+static double share_of_many(Moves moves, int64_t row_bytes) {
+    double smaller = (double)SENDERS_ROW_BYTES / (double)ep_min(row_bytes, SENDERS_ROW_BYTES);
+    if (moves.left <= 0) return clamp(moves.received / (moves.sent + moves.received), .5, .75);
+    return 1 - clamp(SENDERS_PER_MOVE * smaller * moves.sent / moves.left, .2, .5);
+}
+
+/* Those that receive also write zeros, where nothing comes. */
+static int32_t share_blocks(int32_t blocks, Moves moves, int64_t row_bytes) {
     double share = clamp(moves.received / (moves.sent + moves.received), .25, 1);
-    if (blocks >= MANY_BLOCKS && moves.sent > 0) share = clamp(share, .5, .75);
+    if (blocks >= MANY_BLOCKS && moves.sent > 0) share = share_of_many(moves, row_bytes);
     return (int32_t)ep_min(blocks - 1, (int64_t)(blocks * share + .5));
 }
 
 /* ---- shared memory ------------------------------------------------------------------------- */
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
-#define MOST_STAGES 40  /* more would not be used: few jobs are under way, and one may hold 33 */
 
 /* What jobs of a pipe ask of its shape. */
 typedef struct Jobs {
@@ -94,12 +106,12 @@ typedef struct Jobs {
 static int shape_pipe(int32_t shared_bytes, int64_t row_bytes, int64_t unit, Jobs jobs,
                       EpPipeShape *shape) {
     int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_JOB_TABLE_BYTES * jobs.width;
-    int64_t wanted = ep_max(jobs.held, ep_max(WANTED_STAGES, ep_min(jobs.wanted, MOST_STAGES)));
+    int64_t wanted = ep_max(jobs.held, ep_max(WANTED_STAGES, ep_min(jobs.wanted, EP_MOST_STAGES)));
     int64_t pieces = 1, bytes = row_bytes;
     while (room / bytes < wanted && bytes > EP_LEAST_PIECE_BYTES)
         bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
     pieces = (row_bytes + bytes - 1) / bytes;
-    *shape = (EpPipeShape){.stages = (int32_t)ep_min(MOST_STAGES, room / bytes),
+    *shape = (EpPipeShape){.stages = (int32_t)ep_min(EP_MOST_STAGES, room / bytes),
                            .stage_bytes = (int32_t)bytes,
                            .width = (int32_t)jobs.width,
                            .pieces = (int32_t)pieces,
@@ -127,7 +139,7 @@ int ep_share_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
     Grain fill = grain_of(blocks, summed, bytes);
     Jobs sends = {args->top_k, 1, 1, send.ahead}, fills = jobs_to_fill(args, fill.ahead);
     args->chunk = send.chunk;
-    args->receivers = share_blocks(blocks, scatter_moves(args));
+    args->receivers = share_blocks(blocks, scatter_moves(args), args->row_bytes);
     return shape_pipe(shared_bytes, args->source_row_bytes, unit, sends, &args->send) &&
            shape_pipe(shared_bytes, args->row_bytes, 16, fills, &args->fill);
 }
@@ -137,6 +149,6 @@ int ep_share_gather(EpGatherArgs *args, int32_t shared_bytes) {
     Grain grain = grain_of(blocks, summed, args->row_bytes);
     Jobs jobs = {args->top_k, args->top_k, 1, grain.ahead};
     args->chunk = grain.chunk;
-    args->receivers = share_blocks(blocks, gather_moves(args));
+    args->receivers = share_blocks(blocks, gather_moves(args), args->row_bytes);
     return shape_pipe(shared_bytes, args->row_bytes, 16, jobs, &args->pipe);
 }

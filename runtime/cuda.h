@@ -27,9 +27,9 @@
  * tokens, of whatever rank, that are unfinished, take the lowest. All before it are finished, so
  * that there is room in the rings, and whoever claims it does nothing else first.
  *
- * Memory order: a sender waits until a record's copies are complete, fences for the whole system
- * and stores the head; a receiver loads it with acquire semantics before it reads the record, and
- * stores the credit after its last read.
+ * Memory order: a sender waits until a record's copies are complete, and stores the head with
+ * release semantics for the whole system; a receiver loads it with acquire semantics before it
+ * reads the record, and stores the credit after its last read.
  */
 
 #include "runtime/config.h"
@@ -163,7 +163,9 @@ typedef struct EpCudaGroup {
                              window of each rank is mapped here */
 } EpCudaGroup;
 
-#define EP_MOST_AHEAD 20 /* jobs of a pipe under way: see runtime/pipe.cuh */
+#define EP_MOST_AHEAD 20  /* jobs of a pipe under way: see runtime/pipe.cuh */
+#define EP_MOST_STAGES 40 /* more would not be used: few jobs are under way, and one may hold 33 \
+                           */
 
 /** How a block of a kernel divides its shared memory: see runtime/pipe.cuh. */
 typedef struct EpPipeShape {

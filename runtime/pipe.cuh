@@ -40,17 +40,23 @@
 #define ANNOUNCE_BATCH 8
 static_assert(EP_MOST_AHEAD + PIPE_ENDS <= JOBS, "see above");
 
+/* A multiprocessor's four schedulers take every fourth warp each. Workers come last, so that the
+ * loader's has one of them less than others: it is busier than any other single warp. */
 enum PipeWarp {
-    PLANNER,
     LOADER,
-    ANNOUNCER,
     FIRST_STORER,
     STORERS = 4,
-    FIRST_SIDE = FIRST_STORER + STORERS,
+    ANNOUNCER = FIRST_STORER + STORERS,
+    PLANNER,
+    FIRST_SIDE,
     SIDE_WARPS = 2,
     FIRST_WORKER = FIRST_SIDE + SIDE_WARPS,
     ALL_SIDES = SIDE_WARPS + 8, /* where there is no work, workers help with what lies beside */
 };
+
+__device__ __forceinline__ int pipe_is_storer(int warp) {
+    return warp >= FIRST_STORER && warp < FIRST_STORER + STORERS;
+}
 
 /** What is over when a job's barrier completes a phase. */
 enum PipeStep {
@@ -100,6 +106,7 @@ template <typename T> struct PipeCells {
 typedef struct Pipe {
     PipeJob job[JOBS];
     uint32_t first[JOBS]; /* of a job's stages, as an address in shared memory; by the loader */
+    uint32_t hold[EP_MOST_STAGES]; /* the loader's: see PIPE_HOLD */
     uint64_t barrier[BARRIERS][JOBS];
     int32_t notes[JOBS];
     int32_t item[JOBS], source[JOBS]; /* what it is: token, or row and its source */
@@ -267,59 +274,55 @@ __device__ __forceinline__ void pipe_load_end(Pipe *p, uint32_t n) {
     ep_mbarrier_arrive_for(&p->barrier[FULL][end % JOBS], 32);
 }
 
-/** The stages of jobs under way. What lane j says is of the job in place j, since the planner may
- *  have gone on there. */
-typedef struct Held {
-    uint32_t oldest; /* job that holds any */
-    int unused;      /* stages that none holds */
-    int worked;      /* whether the oldest job has given back what it has spent */
-    int spent, rest; /* by lane: stages until the job is worked on, until it is stored */
-} Held;
-
-/* Wait for the oldest job to give back stages. */
-__device__ __forceinline__ void pipe_reclaim(Pipe *p, Held *h, PipeWork work) {
-    if (work == COMPUTED && !h->worked) {
-        pipe_wait(p->barrier[WORKED], h->oldest);
-        h->unused += __shfl_sync(~0u, h->spent, h->oldest % JOBS), h->worked = 1;
-        return;
-    }
-    pipe_wait(p->barrier[FREED], h->oldest);
-    h->unused += __shfl_sync(~0u, h->rest, h->oldest % JOBS), h->worked = 0, h->oldest++;
-}
-
 /** Stages that are free when a job has been worked on; its stores are of the rest. */
 __device__ __forceinline__ int pipe_spent(const PipeJob &job, PipeWork work) {
     return work == COMPUTED ? job.loads - job.stores : 0;
 }
 
+/** The last job that was given this stage: its number * 2, + 1 if it holds the stage until that is
+ *  stored, and not only until it has been worked on. */
+#define PIPE_HOLD(job, stored) ((job)*2 + (stored))
+
+/* Until the job that has a stage is done with it, before job n gets it. A job that is `ahead` or
+ * more before n is over, since n has been planned; and its barriers may have gone on. */
+__device__ __forceinline__ void pipe_await_stage(Pipe *p, uint32_t hold, uint32_t n) {
+    uint32_t before = hold / 2;
+    if (n - before < (uint32_t)p->shape.ahead)
+        pipe_wait(p->barrier[hold % 2 ? FREED : WORKED], before);
+}
+
 /** By a warp, a lane for each load. What has been loaded may be counted before it is expected: the
  *  barrier lacks this arrival until then. */
 __device__ __forceinline__ void pipe_load(Pipe *p, PipeWork work) {
-    static_assert(JOBS == 32, "a lane for each place");
     const Stages s = pipe_stages(p);
-    uint32_t at = s.begin, full = ep_smem(p->barrier[FULL]);
-    int lane = threadIdx.x % 32, width = p->shape.width;
-    Held h = {0, p->shape.stages, 0, 0, 0};
+    const char *const *from = p->from.begin();
+    uint32_t full = ep_smem(p->barrier[FULL]);
+    int lane = threadIdx.x % 32, width = p->shape.width, stages = p->shape.stages, at = 0;
+    for (int i = lane; i < stages; i += 32)
+        p->hold[i] = PIPE_HOLD(0u - EP_MOST_AHEAD, 0);
     for (uint32_t n = 0;; n++) {
         int j = n % JOBS;
+        __syncwarp();
         pipe_wait(p->barrier[POSTED], n);
         PipeJob job = p->job[j];
         if (job.loads == PIPE_END) return pipe_load_end(p, n);
-        const char *from = lane < job.loads ? p->from[j * width + lane] : NULL, *last = NULL;
-        if (job.loads > 32 && lane + 32 < job.loads) last = p->from[j * width + lane + 32];
-        while (h.oldest < n && (h.unused < job.loads || h.oldest + JOBS <= n))
-            pipe_reclaim(p, &h, work);
-        if (lane == j) h.spent = pipe_spent(job, work), h.rest = job.loads - h.spent;
-        if (from) ep_bulk_load(stage_of(s, at, lane), from, (uint32_t)job.bytes, full + j * 8);
-        if (last) ep_bulk_load(stage_of(s, at, lane + 32), last, (uint32_t)job.bytes, full + j * 8);
+        int spent = pipe_spent(job, work);
+        for (int i = lane; i < job.loads; i += 32) {
+            int stage = at + i < stages ? at + i : at + i - stages;
+            const char *source = from[j * width + i];
+            pipe_await_stage(p, p->hold[stage], n);
+            p->hold[stage] = PIPE_HOLD(n, i >= spent);
+            if (source)
+                ep_bulk_load(s.begin + stage * s.bytes, source, (uint32_t)job.bytes, full + j * 8);
+        }
         if (lane == 0) {
-            p->first[j] = at;
+            p->first[j] = s.begin + at * s.bytes;
             ep_mbarrier_expect(&p->barrier[FULL][j], (uint32_t)(job.brought * job.bytes));
         } else {
             ep_mbarrier_arrive(&p->barrier[FULL][j]);
         }
-        at = stage_of(s, at, job.loads);
-        h.unused -= job.loads;
+        at += job.loads;
+        if (at >= stages) at -= stages;
     }
 }
 
@@ -418,15 +421,18 @@ __device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) 
 
 __device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const Note &note,
                                      int heads) {
-    uint64_t *word =
-        heads ? ep_head(g, note.peer, g.rank, note.row) : ep_credit(g, note.peer, g.rank, note.row);
-    ep_store_relaxed_sys(word, ep_counter(epoch, (uint32_t)note.row + 1));
+    uint64_t word = ep_counter(epoch, (uint32_t)note.row + 1);
+    if (heads)
+        ep_store_release_sys(ep_head(g, note.peer, g.rank, note.row), word);
+    else
+        ep_store_relaxed_sys(ep_credit(g, note.peer, g.rank, note.row), word);
 }
 
 /**
- * By a whole warp. `heads`: records have been written to their receivers, all of it before this
- * fence; else they have been read, and each load has returned its value, so that nothing is left to
- * order before the credit.
+ * By a whole warp. `heads`: records have been written to their receivers, all of it before the head
+ * is; else they have been read, and each load has returned its value, so that nothing is left to
+ * order before the credit. A fence would do instead of stores that release, but also empty the
+ * multiprocessor's cache, from which planners read.
  */
 __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uint32_t epoch,
                                               int heads) {
@@ -439,7 +445,6 @@ __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uin
         for (uint32_t b = 0; b < batch; b++)
             ep_mbarrier_arrive(&p->barrier[OPEN][(n + b) % JOBS]);
         __syncwarp();
-        if (heads && __any_sync(~0u, note.peer >= 0)) ep_fence_sys();
         if (note.peer >= 0) tell(g, epoch, note, heads);
     }
 }

@@ -83,6 +83,11 @@ __device__ __forceinline__ void ep_store_relaxed_sys(uint64_t *address, uint64_t
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+/** Behind all that the thread has written, or knows to have been. */
+__device__ __forceinline__ void ep_store_release_sys(uint64_t *address, uint64_t value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 __device__ __forceinline__ uint64_t ep_load_relaxed_gpu(const uint64_t *address) {
     uint64_t value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");

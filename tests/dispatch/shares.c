@@ -122,7 +122,8 @@ typedef struct Measured {
 static const Measured measured[] = {
     {1, 132, 66, 131, 131}, /* own tokens go straight to their slots, or nothing is sent */
     {2, 132, 66, 72, 99},   /* the wire decides, and multiplying takes three quarters */
-    {4, 132, 68, 66, 99},   {2, 24, 10, 13, 22}, {4, 24, 12, 9, 20},
+    {4, 132, 99, 66, 99},   /* more rows of a token travel: fewer blocks fill the wire */
+    {2, 24, 10, 13, 22},    {4, 24, 12, 9, 20},
 };
 
 SoloTest(dispatch_shares, blocks_that_receive) {

@@ -107,6 +107,10 @@ static inline void ep_store_relaxed_sys(uint64_t *address, uint64_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
 }
 
+static inline void ep_store_release_sys(uint64_t *address, uint64_t value) {
+    emulated_store(address, value, __ATOMIC_RELEASE);
+}
+
 static inline uint64_t ep_load_relaxed_gpu(const uint64_t *address) {
     return emulated_load(address, __ATOMIC_RELAXED);
 }
