@@ -6,6 +6,7 @@
 #   make check-emulated  the tests of kernels on CPUs; EMULATED_SEED=N: in another order
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
+#   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
 # sanitizers into folders of their own; CC, CFLAGS, LDFLAGS as usual.
@@ -91,8 +92,10 @@ tests := $(if $(tests_c),$B/tests/ep_tests)
 
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
 
-.PHONY: all libs demo check check-gpu check-emulated run-demo run-check deps install clean format
+.PHONY: all help libs demo check check-gpu check-emulated run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
+help:
+	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
 libs: $(libs)
 
 $B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)

@@ -26,14 +26,18 @@ EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor 
     return check_shape(call, argument, t);
 }
 
+static EpStatus check_elements(const EpCall *call, const char *argument, const EpTensor *t) {
+    return ep_arg_alignment(call, argument, t, (int64_t)ep_type_bytes(t->type));
+}
+
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type) {
-    if (t->type == type) return EP_OK;
+    if (t->type == type) return check_elements(call, argument, t);
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected %s, got %s", ep_type_name(type),
                      ep_type_name(t->type));
 }
 
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t) {
-    if (ep_type_is_index(t->type)) return EP_OK;
+    if (ep_type_is_index(t->type)) return check_elements(call, argument, t);
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected int32 or int64, got %s",
                      ep_type_name(t->type));
 }

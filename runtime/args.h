@@ -13,10 +13,10 @@
 /** Struct size, dimensions, sizes >= 0, and data where there are elements. */
 EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim);
 
-/** One type. */
+/** One type, and data on a multiple of an element's bytes. */
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type);
 
-/** INT32 or INT64. */
+/** INT32 or INT64, likewise. */
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t);
 
 /** BF16, FP16 or FP32. */
