@@ -164,8 +164,7 @@ typedef struct EpCudaGroup {
 } EpCudaGroup;
 
 #define EP_MOST_AHEAD 20  /* jobs of a pipe under way: see runtime/pipe.cuh */
-#define EP_MOST_STAGES 40 /* more would not be used: few jobs are under way, and one may hold 33 \
-                           */
+#define EP_MOST_STAGES 40 /* few jobs are under way, and one may hold 33 */
 
 /** How a block of a kernel divides its shared memory: see runtime/pipe.cuh. */
 typedef struct EpPipeShape {

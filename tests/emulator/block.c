@@ -113,8 +113,7 @@ static Thread *choose(void) {
     for (;;) {
         int lucky = emulated_one_in(16);
         if (lucky && emulated_one_in(block->laziness)) emulated_copy_something();
-        if (block->ready.count && !(lucky && block->polling.count))
-            return draw_from(&block->ready);
+        if (block->ready.count && !(lucky && block->polling.count)) return draw_from(&block->ready);
         if (!block->ready.count && emulated_one_in(block->laziness) && emulated_copy_something())
             continue;
         if (block->polling.count) {

@@ -49,13 +49,20 @@ cudaError_t cudaGetLastError(void) {
 
 const char *cudaGetErrorString(cudaError_t error) {
     switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorNotSupported: return "operation not supported";
-    default: return "another error";
+    case cudaSuccess:
+        return "no error";
+    case cudaErrorInvalidValue:
+        return "invalid argument";
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorNoDevice:
+        return "no CUDA-capable device is detected";
+    case cudaErrorInvalidDevice:
+        return "invalid device ordinal";
+    case cudaErrorNotSupported:
+        return "operation not supported";
+    default:
+        return "another error";
     }
 }
 
@@ -110,10 +117,17 @@ cudaError_t cudaDeviceGetP2PAttribute(int *out, enum cudaDeviceP2PAttr attribute
 cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int device) {
     if (device < 0 || device >= count()) return emulated_error(cudaErrorInvalidDevice);
     switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *out = setting("EMULATED_SMS", 4); break;
-    case cudaDevAttrPageableMemoryAccess: *out = 0; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *out = EMULATED_SHARED_BYTES; break;
-    default: return emulated_error(cudaErrorInvalidValue);
+    case cudaDevAttrMultiProcessorCount:
+        *out = setting("EMULATED_SMS", 4);
+        break;
+    case cudaDevAttrPageableMemoryAccess:
+        *out = 0;
+        break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+        *out = EMULATED_SHARED_BYTES;
+        break;
+    default:
+        return emulated_error(cudaErrorInvalidValue);
     }
     return cudaSuccess;
 }

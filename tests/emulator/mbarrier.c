@@ -7,10 +7,10 @@
 #include "tests/emulator/launch.h"
 
 typedef struct Barrier {
-    int32_t bytes;                /* that are still to come in this phase */
-    uint32_t count : 15;          /* arrivals of a phase */
-    uint32_t pending : 15;        /* of them, those still to come */
-    uint32_t phase : 2;           /* its lowest bit is the parity */
+    int32_t bytes;         /* that are still to come in this phase */
+    uint32_t count : 15;   /* arrivals of a phase */
+    uint32_t pending : 15; /* of them, those still to come */
+    uint32_t phase : 2;    /* its lowest bit is the parity */
 } Barrier;
 
 _Static_assert(sizeof(Barrier) == sizeof(uint64_t), "as GPUs have it");

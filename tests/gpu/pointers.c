@@ -59,8 +59,8 @@ static const struct {
 static EpStatus call(const Desk *desk, Op op) {
     const EpTensor *const *a = desk->arg;
     EpHandle *handle = desk->handle;
-    EpPlanTensors plan = {sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
-                          a[TOTALS], NULL};
+    EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
+                          a[EXPERT_OFFSETS], a[TOTALS],        NULL};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);
