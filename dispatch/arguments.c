@@ -39,7 +39,7 @@ static EpStatus describe_quantised(const EpOperation *o, const EpTensor *tokens,
 static EpStatus describe_weights(const EpOperation *o, const EpTensor *weights, EpScatter *s) {
     if (!weights) return EP_OK;
     EP_TRY(ep_arg_token_rows(o, "topk_weights", weights, o->step.info.top_k, "K"));
-    EP_TRY(ep_arg_type(&o->call, "topk_weights", weights, EP_TYPE_FP32));
+    EP_TRY(ep_arg_float(&o->call, "topk_weights", weights));
     s->carries_weights = 1;
     s->topk_weights = weights->data;
     return EP_OK;

@@ -11,7 +11,7 @@ static EpStatus check_weights(const EpOperation *o, const EpTensor *grad_slot_we
     EP_TRY(ep_arg_token_rows(o, "grad_topk_weights", grad_topk_weights, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_dim(&o->call, "grad_topk_weights", grad_topk_weights, 0, grad_tokens->shape[0],
                       "rows of grad_tokens"));
-    return ep_arg_type(&o->call, "grad_topk_weights", grad_topk_weights, EP_TYPE_FP32);
+    return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
 }
 
 EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,

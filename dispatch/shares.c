@@ -73,9 +73,8 @@ static double clamp(double value, double least, double greatest) {
 #define SENDERS_ROW_BYTES 14336 /* of such rows; smaller ones keep a sender as long */
 
 /* Blocks that receive, where there are many, so that the wire decides how long senders take: these
- * need not be more than receivers, and less than a quarter do not fill it. Where they only copy,
- * just as many should send as fill it; that is the more, the more they move for each row that
- * leaves. */
+ * need not be more than receivers. Where they only copy, just as many should send as fill it, which
+ * are the more, the more they move for each row that leaves; otherwise a quarter at least. */
 static double share_of_many(Moves moves, int64_t row_bytes) {
     double smaller = (double)SENDERS_ROW_BYTES / (double)ep_min(row_bytes, SENDERS_ROW_BYTES);
     if (moves.left <= 0) return clamp(moves.received / (moves.sent + moves.received), .5, .75);

@@ -96,9 +96,8 @@ EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpH
 EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
                           const char *argument, const EpTensor *t) {
     const EpGroup *group = handle->group;
-    if (!group->backend->check_pointer || group->settings.check != check || !t) return EP_OK;
-    for (int i = 0; i < t->ndim; i++)
-        if (t->shape[i] == 0) return EP_OK;
+    if (!group->backend->check_pointer || group->settings.check != check) return EP_OK;
+    if (!t || ep_tensor_is_empty(t)) return EP_OK;
     return group->backend->check_pointer(group, call, argument, t->data);
 }
 
@@ -170,7 +169,7 @@ EpStatus ep_arg_slot_scales(const EpOperation *o, const char *argument, const Ep
 
 EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const EpTensor *t) {
     EP_TRY(ep_arg_tensor(&o->call, argument, t, slot_dims(o)));
-    EP_TRY(ep_arg_type(&o->call, argument, t, EP_TYPE_FP32));
+    EP_TRY(ep_arg_float(&o->call, argument, t));
     EP_TRY(check_rows(o, argument, t));
     return check_all(o, argument, t);
 }
@@ -178,7 +177,7 @@ EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const Ep
 EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
     if (o->handle->shape.layout != EP_LAYOUT_FLAT) return ep_arg_slot_values(o, argument, t);
     EP_TRY(ep_arg_slot_rows(o, argument, t, o->step.info.top_k, "K"));
-    return ep_arg_type(&o->call, argument, t, EP_TYPE_FP32);
+    return ep_arg_float(&o->call, argument, t);
 }
 
 EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const EpTensor *t) {

@@ -2,15 +2,13 @@
 #include "runtime/args.h"
 
 static EpStatus check_shape(const EpCall *call, const char *argument, const EpTensor *t) {
-    int empty = 0;
     for (int i = 0; i < t->ndim; i++) {
         if (t->shape[i] < 0)
             return ep_refuse(call, EP_ERR_RANGE, argument,
                              "expected sizes of at least 0, got %lld in dimension %d",
                              (long long)t->shape[i], i);
-        empty |= t->shape[i] == 0;
     }
-    if (!t->data && !empty)
+    if (!t->data && !ep_tensor_is_empty(t))
         return ep_refuse(call, EP_ERR_NULL, argument, "expected data, got NULL");
     return EP_OK;
 }
@@ -26,18 +24,20 @@ EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor 
     return check_shape(call, argument, t);
 }
 
-static EpStatus check_elements(const EpCall *call, const char *argument, const EpTensor *t) {
-    return ep_arg_alignment(call, argument, t, (int64_t)ep_type_bytes(t->type));
-}
-
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type) {
-    if (t->type == type) return check_elements(call, argument, t);
+    if (t->type == type) return EP_OK;
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected %s, got %s", ep_type_name(type),
                      ep_type_name(t->type));
 }
 
+EpStatus ep_arg_float(const EpCall *call, const char *argument, const EpTensor *t) {
+    EP_TRY(ep_arg_type(call, argument, t, EP_TYPE_FP32));
+    return ep_arg_alignment(call, argument, t, sizeof(float));
+}
+
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t) {
-    if (ep_type_is_index(t->type)) return check_elements(call, argument, t);
+    if (ep_type_is_index(t->type))
+        return ep_arg_alignment(call, argument, t, (int64_t)ep_type_bytes(t->type));
     return ep_refuse(call, EP_ERR_TYPE, argument, "expected int32 or int64, got %s",
                      ep_type_name(t->type));
 }
@@ -68,7 +68,7 @@ EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTens
 
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit) {
-    if ((uintptr_t)t->data % (uintptr_t)unit == 0) return EP_OK;
+    if ((uintptr_t)t->data % (uintptr_t)unit == 0 || ep_tensor_is_empty(t)) return EP_OK;
     return ep_refuse(call, EP_ERR_ADDRESS, argument, "expected data on a multiple of %lld, got %p",
                      (long long)unit, t->data);
 }

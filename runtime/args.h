@@ -13,10 +13,13 @@
 /** Struct size, dimensions, sizes >= 0, and data where there are elements. */
 EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim);
 
-/** One type, and data on a multiple of an element's bytes. */
+/** One type. */
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type);
 
-/** INT32 or INT64, likewise. */
+/** FP32, and data on a multiple of 4 bytes: weights. */
+EpStatus ep_arg_float(const EpCall *call, const char *argument, const EpTensor *t);
+
+/** INT32 or INT64, and data on a multiple of their bytes. */
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t);
 
 /** BF16, FP16 or FP32. */
@@ -31,9 +34,15 @@ EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t,
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most);
 
-/** Data on a multiple of `unit` bytes. */
+/** Data on a multiple of `unit` bytes, where there are any. */
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit);
+
+static inline int ep_tensor_is_empty(const EpTensor *t) {
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return 1;
+    return 0;
+}
 
 static inline int64_t ep_tensor_row_elements(const EpTensor *t) {
     return t->shape[t->ndim - 1];

@@ -142,9 +142,10 @@ typedef enum EpType {
 /**
  * A tensor is a pointer, a type and a shape: row-major, contiguous, memory owned by the caller.
  * `data` of row tensors (tokens, expert outputs, their gradients) is 16-byte aligned and their
- * rows are multiples of 16 bytes; that of others is aligned as their elements are. `data` may be
- * NULL where the shape has a 0. What a call writes must overlap nothing else that the call is
- * given, which is not checked; what it only reads may be given more than once.
+ * rows are multiples of 16 bytes; that of scales is aligned to 4 bytes, that of others as their
+ * elements are. `data` may be anything where the shape has a 0. What a call writes must overlap
+ * nothing else that the call is given, which is not checked; what it only reads may be given more
+ * than once.
  *
  * On the host backend `data` is plain memory. On the CUDA backend it is memory of the group's
  * device, managed memory or pinned host memory; anything else is refused with EP_ERR_ADDRESS, as

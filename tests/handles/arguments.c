@@ -35,6 +35,19 @@ static const Wrong wrong_tensors[] = {
     {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
 };
 
+/* Nothing of them is read. */
+SoloTest(handles_arguments, empty_tensors_lie_anywhere) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    desk_reset(&desk);
+    desk.tensor[TOPK_IDX].shape[0] = 0;
+    desk.tensor[TOPK_IDX].data = (char *)desk.tensor[TOPK_IDX].data + 1;
+    desk.arg[NUM_TOKENS] = NULL;
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_close(&desk);
+}
+
 static const Wrong wrong_source_counts[] = {
     {OP_PREPARE, SOURCE_COUNTS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
     {OP_PREPARE, SOURCE_COUNTS, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
