@@ -46,7 +46,7 @@ static Spread spread_of(const EpCudaGroup *group, int32_t top_k) {
 /* How many rows a token moves through each kind of block, in loads and stores. */
 typedef struct Moves {
     double sent, received;
-    double left; /* rows that leave this rank, where senders do no more than copy; else 0 */
+    double leaving; /* rows for other ranks, where senders do no more than copy; else 0 */
 } Moves;
 
 /* Own rows that are multiplied are the receiver's: where there is no other rank, nothing is sent.
@@ -72,19 +72,20 @@ static double clamp(double value, double least, double greatest) {
 #define SENDERS_PER_MOVE .12    /* share of the blocks, for each move of a row that leaves */
 #define SENDERS_ROW_BYTES 14336 /* of such rows; smaller ones keep a sender as long */
 
-/* Blocks that receive, where there are many, so that the wire decides how long senders take: these
- * need not be more than receivers. Where they only copy, just as many should send as fill it, which
- * are the more, the more they move for each row that leaves; otherwise a quarter at least. */
-static double share_of_many(Moves moves, int64_t row_bytes) {
+/* Share of the blocks that receive, and also write zeros, where nothing comes. Where there are
+ * many, the wire decides how long senders take: they need not be more than receivers. Where they
+ * only copy, just as many should send as fill it, which are the more, the more they move for each
+ * row that leaves; otherwise a quarter at least. */
+static double share_of_receivers(int32_t blocks, Moves moves, int64_t row_bytes) {
+    double received = moves.received / (moves.sent + moves.received);
     double smaller = (double)SENDERS_ROW_BYTES / (double)ep_min(row_bytes, SENDERS_ROW_BYTES);
-    if (moves.left <= 0) return clamp(moves.received / (moves.sent + moves.received), .5, .75);
-    return 1 - clamp(SENDERS_PER_MOVE * smaller * moves.sent / moves.left, .2, .5);
+    if (blocks < MANY_BLOCKS || moves.sent <= 0) return clamp(received, .25, 1);
+    if (moves.leaving <= 0) return clamp(received, .5, .75);
+    return 1 - clamp(SENDERS_PER_MOVE * smaller * moves.sent / moves.leaving, .2, .5);
 }
 
-/* Those that receive also write zeros, where nothing comes. */
 static int32_t share_blocks(int32_t blocks, Moves moves, int64_t row_bytes) {
-    double share = clamp(moves.received / (moves.sent + moves.received), .25, 1);
-    if (blocks >= MANY_BLOCKS && moves.sent > 0) share = share_of_many(moves, row_bytes);
+    double share = share_of_receivers(blocks, moves, row_bytes);
     return (int32_t)ep_min(blocks - 1, (int64_t)(blocks * share + .5));
 }
 

@@ -169,6 +169,23 @@ SoloTest(dispatch_arguments, endless_rows) {
     desk_close(&desk);
 }
 
+/* They are bytes, four of which are together: what is refused here is another argument. */
+SoloTest(dispatch_arguments, scales_of_eight_bytes_on_four) {
+    Desk desk;
+    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    desk_open(&desk, &c);
+    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    desk_reset(&desk);
+    EpTensor *scales = &desk.tensor[SCALES], *received = &desk.tensor[RECV_SCALES];
+    scales->type = received->type = EP_TYPE_INT64;
+    scales->shape[1] = received->shape[1] = 1;
+    received->data = (char *)received->data + (uintptr_t)received->data % 8 + 4;
+    desk.arg[RECV_TOPK_IDX] = &desk.tensor[RECV_TOPK_IDX];
+    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_UNSUPPORTED, "recv_topk_idx", "flat");
+    desk_check_untouched(&desk);
+    desk_close(&desk);
+}
+
 /* Where no room was asked for them. */
 SoloTest(dispatch_arguments, scales_without_room) {
     Desk desk;

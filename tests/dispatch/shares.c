@@ -148,6 +148,23 @@ SoloTest(dispatch_shares, blocks_that_receive) {
     }
 }
 
+/* Of small rows, and where they quantise, half of the blocks send. */
+SoloTest(dispatch_shares, senders_that_are_busy) {
+    EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                       .top_k = 8,
+                       .lands = 1,
+                       .row_bytes = 2048,
+                       .source_row_bytes = 2048};
+    CHECK(ep_share_scatter(&s, H200_SHARED_BYTES, 16), "refused");
+    CHECK(s.receivers == 66, "rows of 2 KiB: %d", s.receivers);
+    s.row_bytes = 14336, s.source_row_bytes = 28672;
+    CHECK(ep_share_scatter(&s, H200_SHARED_BYTES, 16), "refused");
+    CHECK(s.receivers > 66, "copied: %d", s.receivers);
+    s.quant = EP_QUANT_FP8;
+    CHECK(ep_share_scatter(&s, H200_SHARED_BYTES, 512), "refused");
+    CHECK(s.receivers == 66, "quantised: %d", s.receivers);
+}
+
 /* Where a rank is alone, each row has all eight slots: in halves two of them have room. */
 SoloTest(dispatch_shares, room_for_two_rows) {
     for (int32_t ranks = 1; ranks <= 4; ranks++) {
