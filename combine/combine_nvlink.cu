@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         reduce(a, &kept->pipe, epoch, role.count);
     else
         sum_up(a, kept, epoch, role.count);
-    ep_leave(a.group, epoch);
+    ep_leave(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {

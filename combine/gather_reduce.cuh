@@ -37,7 +37,7 @@ __device__ __forceinline__ Part take_part(const EpGatherArgs &a, const Team &t, 
 /* The planner of a reducing block. */
 __device__ void plan_tokens(const EpGatherArgs &a, Pipe *p, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
-    Team t = make_team(a.top_k);
+    Team t = make_team(a.top_k, a.pipe);
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         int weighs = a.weighs && e.owner == g.rank && e.slot >= 0;
         Part part = take_part(a, t, e, weighs ? a.slot_weights[e.slot] : 1);

@@ -32,7 +32,7 @@ __device__ __forceinline__ void post_round(const EpGatherArgs &a, Pipe *p, const
 __device__ void plan_sums(const EpGatherArgs &a, Pipe *p, ChunkRows *rows, uint32_t epoch,
                           int blocks) {
     const EpCudaGroup &g = a.group;
-    Team t = make_team(a.top_k);
+    Team t = make_team(a.top_k, a.pipe);
     int met = 0;
     auto post = [&](const Round &r, float weight, uint32_t number) {
         if (!met && !(met = meet_sources(g, epoch))) return 0;

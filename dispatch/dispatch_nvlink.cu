@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         fill(a, kept, epoch, role);
     else
         send(a, kept, epoch, role.count);
-    ep_leave(a.group, epoch);
+    ep_leave(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipe *p, const 
 __device__ void plan_records(const EpScatterArgs &a, Pipe *p, ChunkRows *rows, uint32_t epoch,
                              int blocks) {
     const EpCudaGroup &g = a.group;
-    Team t = make_team(a.top_k);
+    Team t = make_team(a.top_k, a.fill);
     auto post = [&](const Round &r, float weight, uint32_t number) {
         int waits = r.valid && t.k == 0 && r.source != g.rank;
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);

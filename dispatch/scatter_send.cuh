@@ -81,7 +81,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipe *p, cons
 /* The planner of a sending block. */
 __device__ void plan_tokens(const EpScatterArgs &a, Pipe *p, Landings *landings, uint32_t epoch,
                             int blocks) {
-    Team t = make_team(a.top_k);
+    Team t = make_team(a.top_k, a.send);
     int met = 0;
     if (!copies(a) && a.group.size == 1) return pipe_end(p, t, 0);
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {

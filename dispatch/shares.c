@@ -46,7 +46,7 @@ static Spread spread_of(const EpCudaGroup *group, int32_t top_k) {
 /* How many rows a token moves through each kind of block, in loads and stores. */
 typedef struct Moves {
     double sent, received;
-    double leaving; /* rows for other ranks, where senders do no more than copy; else 0 */
+    double stores; /* of a sender for each row that leaves, where it does not add up; else 0 */
 } Moves;
 
 /* Own rows that are multiplied are the receiver's: where there is no other rank, nothing is sent.
@@ -57,7 +57,7 @@ static Moves scatter_moves(const EpScatterArgs *a) {
     double loaded = (double)a->source_row_bytes / (double)a->row_bytes;
     if (a->type) return (Moves){t.ranks > 0 ? 1 + t.ranks : 0, 1 + t.ranks + multiplied, 0};
     return (Moves){loaded + t.own + t.ranks, t.other + (a->lands ? 0 : t.ranks),
-                   a->quant ? 0 : t.ranks};
+                   t.ranks > 0 ? (t.own + t.ranks) / t.ranks : 0};
 }
 
 static Moves gather_moves(const EpGatherArgs *a) {
@@ -69,19 +69,18 @@ static double clamp(double value, double least, double greatest) {
     return value < least ? least : value > greatest ? greatest : value;
 }
 
-#define SENDERS_PER_MOVE .12    /* share of the blocks, for each move of a row that leaves */
-#define SENDERS_ROW_BYTES 14336 /* of such rows; smaller ones keep a sender as long */
+#define SENDERS_PER_STORE .12 /* share of the blocks, for each store of a row that leaves */
+#define SMALL_SUM_BYTES 4096  /* of smaller rows, adding up takes longer than the wire */
 
-/* Share of the blocks that receive, and also write zeros, where nothing comes. Where there are
- * many, the wire decides how long senders take: they need not be more than receivers. Where they
- * only copy, just as many should send as fill it, which are the more, the more they move for each
- * row that leaves; otherwise a quarter at least. */
+/* Share of the blocks that receive, and also write zeros, where nothing comes. Few divide the work
+ * as it is. Of many, as many should send as fill the wire, which are the more, the more they store
+ * for each row that leaves; where they add up, they need not be more than receivers, nor should
+ * they be fewer than a quarter. */
 static double share_of_receivers(int32_t blocks, Moves moves, int64_t row_bytes) {
     double received = moves.received / (moves.sent + moves.received);
-    double smaller = (double)SENDERS_ROW_BYTES / (double)ep_min(row_bytes, SENDERS_ROW_BYTES);
     if (blocks < MANY_BLOCKS || moves.sent <= 0) return clamp(received, .25, 1);
-    if (moves.leaving <= 0) return clamp(received, .5, .75);
-    return 1 - clamp(SENDERS_PER_MOVE * smaller * moves.sent / moves.leaving, .2, .5);
+    if (moves.stores > 0) return 1 - clamp(SENDERS_PER_STORE * moves.stores, .2, .5);
+    return clamp(received, row_bytes < SMALL_SUM_BYTES ? .25 : .5, .75);
 }
 
 static int32_t share_blocks(int32_t blocks, Moves moves, int64_t row_bytes) {

@@ -37,7 +37,6 @@
 #define PIPE_ENDS 12
 #define WORKER_WARPS 15 /* 24 warps in all: each thread has 80 registers */
 #define WORKERS (WORKER_WARPS * 32)
-#define ANNOUNCE_BATCH 8
 static_assert(EP_MOST_AHEAD + PIPE_ENDS <= JOBS, "see above");
 
 /* A multiprocessor's four schedulers take every fourth warp each. Workers come last, so that the
@@ -200,7 +199,7 @@ __device__ __forceinline__ void pipe_lay_out(Pipe *p, const EpPipeShape &shape, 
 /* A barrier takes 54 cycles to begin with, lane by lane: one warp would take 6 us for all of them.
  * So each warp has some. By one thread of each. */
 __device__ __forceinline__ void pipe_begin_barriers(Pipe *p, int has_side, int posters) {
-    const int arrivals[BARRIERS] = {posters, 32, WORKER_WARPS, 1, 1 + 32 * has_side, 32};
+    const int arrivals[BARRIERS] = {posters, 32, WORKER_WARPS, 1, 1 + 32 * has_side, 1};
     for (int kind = 0; kind < BARRIERS; kind++)
         for (int j = threadIdx.x / 32; j < JOBS; j += (int)blockDim.x / 32)
             ep_mbarrier_init(&p->barrier[kind][j], arrivals[kind]);
@@ -218,7 +217,9 @@ __device__ __forceinline__ void pipe_open(Pipe *p, const EpPipeShape &shape, cha
 
 /* ---- planner ------------------------------------------------------------------------------- */
 
-/** The lanes of the planner's warp, in teams of one lane for each k: a team plans a row. */
+/** The lanes of the planner's warp, in teams of one lane for each k: a team plans a row. Of rows in
+ *  many pieces fewer are planned at once, so that no lane waits for a place that another one of the
+ *  warp is yet to fill. */
 typedef struct Team {
     int width, count; /* lanes of each, and how many there are */
     int index, k;     /* this lane's */
@@ -230,11 +231,11 @@ __device__ __forceinline__ int32_t piece_bytes(const EpPipeShape &s, int64_t row
     return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
 }
 
-__device__ __forceinline__ Team make_team(int top_k) {
+__device__ __forceinline__ Team make_team(int top_k, const EpPipeShape &s) {
     Team t;
     t.width = team_width(top_k);
     int lane = threadIdx.x % 32;
-    t.count = 32 / t.width;
+    t.count = min(32 / t.width, (s.ahead - 1) / s.pieces + 1);
     t.index = lane / t.width, t.k = lane % t.width;
     t.mask = (t.width == 32 ? ~0u : (1u << t.width) - 1) << (t.index * t.width);
     return t;
@@ -403,20 +404,33 @@ typedef struct Note {
     int peer, row; /* peer -1: nothing */
 } Note;
 
-/* Jobs from n on, as many as are done and as lanes can take notes of; and this lane's note. */
-__device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) {
-    int lane = threadIdx.x % 32, width = p->shape.width, notes = 0;
-    uint32_t batch = 0;
+/* The notes of a batch, each in a lane of its own, where a lane has several: `notes` of its job.
+ * Returns how many jobs these are: lanes may be too few for all. */
+__device__ __forceinline__ uint32_t deal_notes(Pipe *p, uint32_t n, uint32_t batch, int notes,
+                                               Note *note) {
+    int lane = threadIdx.x % 32, through = ep_warp_prefix(notes);
+    batch = (uint32_t)__popc(__ballot_sync(~0u, lane < (int)batch && through <= 32));
+    int before = 0; /* jobs whose notes are those of lanes before this one */
+    for (int step = 16; step > 0; step /= 2)
+        before += __shfl_sync(~0u, through, before + step - 1) <= lane ? step : 0;
+    int notes_before = __shfl_sync(~0u, through, max(0, before - 1));
+    int cell = (n + before) % JOBS * p->shape.width + lane - (before ? notes_before : 0);
     *note = Note{-1, 0};
-    do {
-        int j = (n + batch) % JOBS, mine = lane - notes;
-        if (mine >= 0 && mine < p->notes[j])
-            *note = Note{p->peer[j * width + mine], p->row[j * width + mine]};
-        notes += p->notes[j], batch++;
-        int more = batch < ANNOUNCE_BATCH && pipe_test(p->barrier[DONE], n + batch) &&
-                   notes + p->notes[(n + batch) % JOBS] <= 32;
-        if (!__all_sync(~0u, more)) return batch;
-    } while (1);
+    if (before < (int)batch) *note = Note{p->peer[cell], p->row[cell]};
+    return batch;
+}
+
+/* Jobs from n on, which is done: as many as are. Each lane looks at one of them; what it sees to be
+ * done, all may tell of. And this lane's note. */
+__device__ __forceinline__ uint32_t take_notes(Pipe *p, uint32_t n, Note *note) {
+    uint32_t lane = threadIdx.x % 32, j = (n + lane) % JOBS;
+    unsigned waiting = ~__ballot_sync(~0u, pipe_test(p->barrier[DONE], n + lane));
+    uint32_t batch = waiting ? __ffs((int)waiting) - 1 : 32;
+    __syncwarp();
+    int notes = lane < batch ? p->notes[j] : 0, cell = j * p->shape.width;
+    if (__any_sync(~0u, notes > 1)) return deal_notes(p, n, batch, notes, note);
+    *note = notes ? Note{p->peer[cell], p->row[cell]} : Note{-1, 0};
+    return batch;
 }
 
 __device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const Note &note,
@@ -436,15 +450,15 @@ __device__ __forceinline__ void tell(const EpCudaGroup &g, uint32_t epoch, const
  */
 __device__ __forceinline__ void pipe_announce(Pipe *p, const EpCudaGroup &g, uint32_t epoch,
                                               int heads) {
+    uint32_t lane = threadIdx.x % 32;
     for (uint32_t n = 0, batch;; n += batch) {
         Note note;
         pipe_wait(p->barrier[POSTED], n);
         if (p->job[n % JOBS].loads == PIPE_END) return;
         pipe_wait(p->barrier[DONE], n);
         batch = take_notes(p, n, &note);
-        for (uint32_t b = 0; b < batch; b++)
-            ep_mbarrier_arrive(&p->barrier[OPEN][(n + b) % JOBS]);
         __syncwarp();
+        if (lane < batch) ep_mbarrier_arrive(&p->barrier[OPEN][(n + lane) % JOBS]);
         if (note.peer >= 0) tell(g, epoch, note, heads);
     }
 }

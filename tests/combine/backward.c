@@ -99,6 +99,16 @@ SoloTest(combine_backward, worst_dot_product) {
     desk_close(&desk);
 }
 
+/* Where a block has little shared memory, as in a part of `make check-emulated`, rows pass in many
+ * pieces; and where there are few blocks, each has several at once. */
+Test(combine_backward, rows_of_24_kib, .timeout = 120) {
+    for (int ranks = 1; ranks <= RANKS; ranks += RANKS - 1) {
+        Case c = {.ranks = ranks, .top_k = 8, .max_tokens = 32 / ranks, .weighted = 1};
+        c.row_type = c.sum_type = EP_TYPE_FP32, c.hidden = 24 * 1024 / 4;
+        run_case_on_threads(&c);
+    }
+}
+
 SoloTest(combine_backward, tail_of_a_shorter_tensor) {
     desk_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The GPUs that are played: EMULATED_GPUS of them, 4 by default, with EMULATED_SMS
- * multiprocessors each. */
+ * multiprocessors each, whose blocks have EMULATED_SHARED bytes of shared memory. */
 #include "tests/emulator/device.h"
 
 #include <stdio.h>
@@ -23,6 +23,11 @@ static int setting(const char *name, int otherwise) {
 static int count(void) {
     int gpus = setting("EMULATED_GPUS", 4);
     return gpus < 0 ? 0 : gpus > EMULATED_MOST_GPUS ? EMULATED_MOST_GPUS : gpus;
+}
+
+static int shared_bytes(void) {
+    int bytes = setting("EMULATED_SHARED", EMULATED_SHARED_BYTES);
+    return bytes < 0 || bytes > EMULATED_SHARED_BYTES ? EMULATED_SHARED_BYTES : bytes;
 }
 
 int emulated_device(void) {
@@ -101,7 +106,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
     snprintf(out->name, sizeof(out->name), "emulated GPU");
     snprintf(out->uuid.bytes, sizeof(out->uuid.bytes), "emulated %d", device);
     cudaDeviceGetAttribute(&out->multiProcessorCount, cudaDevAttrMultiProcessorCount, device);
-    out->sharedMemPerBlockOptin = EMULATED_SHARED_BYTES;
+    out->sharedMemPerBlockOptin = (size_t)shared_bytes();
     size_t left;
     return cudaMemGetInfo(&left, &out->totalGlobalMem);
 }
@@ -124,7 +129,7 @@ cudaError_t cudaDeviceGetAttribute(int *out, enum cudaDeviceAttr attribute, int 
         *out = 0;
         break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-        *out = EMULATED_SHARED_BYTES;
+        *out = shared_bytes();
         break;
     default:
         return emulated_error(cudaErrorInvalidValue);
@@ -151,7 +156,7 @@ cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *bus) {
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value) {
     (void)kernel;
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value <= EMULATED_SHARED_BYTES)
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value <= shared_bytes())
         return cudaSuccess;
     return emulated_error(cudaErrorInvalidValue);
 }
