@@ -263,19 +263,20 @@ run-demo: all
 run-check: all $(if $(variant),,$(emulated_tests))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
 
 # All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
 # thousand steps would take a day. Many blocks divide the work more finely than few, but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers|gpu_share|gpu_order)/*|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
+emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers|gpu_share|gpu_order)/*|gpu_backends/equal_4|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
 emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_share|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory, where rows pass in many pieces; and few blocks have several at once.
-emulated_small := @(combine_backward|dispatch_rows)/*
+emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
+                --filter '@(combine_backward|dispatch_rows)/*'
 check-emulated: $(emulated_tests)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
-	$(if $(CHECK_ARGS),,EMULATED_SMS=2 EMULATED_SHARED=49152 \
-	    $(emulated_tests) -j2 --filter '$(emulated_small)')
+	$(if $(CHECK_ARGS),,$(emulate_small))
 
 # GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
 # for a turn, and come alone. Where there is no GPU, the program says so and ends well.

@@ -46,7 +46,7 @@ static Spread spread_of(const EpCudaGroup *group, int32_t top_k) {
 /* How many rows a token moves through each kind of block, in loads and stores. */
 typedef struct Moves {
     double sent, received;
-    double stores; /* of a sender for each row that leaves, where it does not add up; else 0 */
+    double stores; /* of a sender for each row that leaves, where rows are only copied; else 0 */
 } Moves;
 
 /* Own rows that are multiplied are the receiver's: where there is no other rank, nothing is sent.
@@ -73,9 +73,9 @@ static double clamp(double value, double least, double greatest) {
 #define SMALL_SUM_BYTES 4096  /* of smaller rows, adding up takes longer than the wire */
 
 /* Share of the blocks that receive, and also write zeros, where nothing comes. Few divide the work
- * as it is. Of many, as many should send as fill the wire, which are the more, the more they store
- * for each row that leaves; where they add up, they need not be more than receivers, nor should
- * they be fewer than a quarter. */
+ * as it is. Of many, where rows are only copied, as many send as fill the wire, which are the more,
+ * the more they store for each row that leaves. Where rows are added up or multiplied, a quarter
+ * send at least, and of large rows no more than half. */
 static double share_of_receivers(int32_t blocks, Moves moves, int64_t row_bytes) {
     double received = moves.received / (moves.sent + moves.received);
     if (blocks < MANY_BLOCKS || moves.sent <= 0) return clamp(received, .25, 1);

@@ -17,10 +17,11 @@
  *
  * Jobs pass in order. Each place has a barrier for every step that says for which job, of those
  * that come round to this place, the step is done; to wait for job n is to wait for phase n / JOBS.
- * Every thread that has read or written something of a job arrives there itself. A phase can only
- * be told from the next one: who waits for job n must know that job n - JOBS is over. Those that
- * take jobs in turn know of their last one that it was under way, and so that EP_MOST_AHEAD before
- * it none was: places are so many more that this is enough.
+ * Every thread that has read or written something of a job arrives there itself, or one does for
+ * its warp, behind __syncwarp. A phase can only be told from the next one: who waits for job n must
+ * know that job n - JOBS is over. Those that take jobs in turn know of their last one that it was
+ * under way, and so that EP_MOST_AHEAD before it none was: places are so many more that this is
+ * enough.
  *
  * A job of n loads holds n stages; PipeWork tells which are stored. The pipe ends with PIPE_ENDS
  * jobs that are none, at least one for each of those that take jobs in turn.

@@ -41,6 +41,12 @@ void desk_open(Desk *desk, const Case *c) {
     desk_reset(desk);
 }
 
+void desk_open_prepared(Desk *desk, const Case *c) {
+    desk_open(desk, c);
+    CHECK_OK(desk_call(desk, OP_PREPARE));
+    desk_reset(desk);
+}
+
 static void free_images(Desk *desk) {
     for (int i = 0; i < NUM_ARGS; i++)
         if (desk->image[i].base) image_free(&desk->image[i]);

@@ -71,6 +71,8 @@ typedef struct Desk {
 Case desk_case(EpLayout layout);
 
 void desk_open(Desk *desk, const Case *c);
+/** The same, and a step has been prepared. */
+void desk_open_prepared(Desk *desk, const Case *c);
 void desk_close(Desk *desk);
 
 /** Lay out all arguments of all operations anew. */

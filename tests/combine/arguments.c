@@ -82,9 +82,7 @@ SoloTest(combine_arguments, row_bytes) {
 SoloTest(combine_arguments, rows_below_the_capacity) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_FLAT);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_reset(&desk);
+    desk_open_prepared(&desk, &c);
     desk.tensor[EXPERT_OUT].shape[0] = 8;
     CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9", "got 8");
     desk_check_untouched(&desk);

@@ -99,7 +99,7 @@ SoloTest(combine_backward, worst_dot_product) {
     desk_close(&desk);
 }
 
-/* Where a block has little shared memory, as in a part of `make check-emulated`, rows pass in many
+/* Where a block has little shared memory, as in a part of the emulated tests, rows pass in many
  * pieces; and where there are few blocks, each has several at once. */
 Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     for (int ranks = 1; ranks <= RANKS; ranks += RANKS - 1) {

@@ -159,9 +159,7 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
 SoloTest(dispatch_arguments, endless_rows) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_reset(&desk);
+    desk_open_prepared(&desk, &c);
     desk.tensor[TOKENS].type = desk.tensor[RECV_TOKENS].type = EP_TYPE_FP32;
     desk.tensor[TOKENS].shape[1] = desk.tensor[RECV_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
     CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "tokens");
@@ -173,9 +171,7 @@ SoloTest(dispatch_arguments, endless_rows) {
 SoloTest(dispatch_arguments, scales_of_eight_bytes_on_four) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_reset(&desk);
+    desk_open_prepared(&desk, &c);
     EpTensor *scales = &desk.tensor[SCALES], *received = &desk.tensor[RECV_SCALES];
     scales->type = received->type = EP_TYPE_INT64;
     scales->shape[1] = received->shape[1] = 1;
@@ -191,9 +187,7 @@ SoloTest(dispatch_arguments, scales_without_room) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
     c.scale_bytes = 0;
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_reset(&desk);
+    desk_open_prepared(&desk, &c);
     desk.arg[SCALES] = desk.arg[TOPK_WEIGHTS];
     CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
                   "max_scale_bytes");

@@ -40,7 +40,6 @@ SoloTest(handles_arguments, empty_tensors_lie_anywhere) {
     Desk desk;
     Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
     desk_open(&desk, &c);
-    desk_reset(&desk);
     desk.tensor[TOPK_IDX].shape[0] = 0;
     desk.tensor[TOPK_IDX].data = (char *)desk.tensor[TOPK_IDX].data + 1;
     desk.arg[NUM_TOKENS] = NULL;
