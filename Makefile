@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-#   make demo     install what is missing, build, run the main job on 4 ranks
-#   make check    the same, and pass the tests
-#   make check-gpu  the tests on GPUs, where there are some; GPU_JOBS=8 at a time
-#   make check-emulated  the tests of kernels on CPUs; EMULATED_SEED=N: in another order
+#   make demo     install what is missing, build, run ep_bench on 4 ranks
+#   make check    the same, then run the tests
+#   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=8 at a time
+#   make check-emulated  run the tests of kernels on CPUs; EMULATED_SEED=N: in another order
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #   make clean, make format
@@ -32,13 +32,13 @@ B := build$(variant)
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
-# ---- flags: packages are asked for when a recipe runs, since a first run installs them ----------
+# ---- flags: recipes query pkg-config when they run, since a first run installs packages ---------
 
 CFLAGS ?= -O3 -g
 warnings := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla \
             $(if $(WERROR),-Werror)
-# Floating point: results are defined to the bit, so nothing may be contracted; nobody reads errno
-# or floating-point exceptions.
+# Floating point: results are defined to the bit, so the compiler must not contract operations. No
+# code reads errno or floating-point exceptions after them.
 host_cflags = -std=c11 -D_GNU_SOURCE -fPIC -pthread -ffp-contract=off -fno-math-errno \
               -fno-trapping-math $(warnings) $(sanitize) -Iinclude -I. -MMD -MP $(CFLAGS)
 cflags = $(host_cflags) $(cuda_cflags)
@@ -48,7 +48,7 @@ mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
 hwloc_libs = $(shell pkg-config --libs hwloc)
 criterion_libs = $(shell pkg-config --libs criterion)
 
-# ---- CUDA: wherever there are a compiler for it and NCCL's headers, unless CUDA=0 -----------------
+# ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
 
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(firstword $(shell command -v nvcc) \
                                                  $(wildcard /usr/local/cuda/bin/nvcc)))
@@ -62,14 +62,14 @@ endif
 NVCC ?= $(CUDA_HOME)/bin/nvcc
 NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90]
 
-# ---- what is built from what --------------------------------------------------------------------
+# ---- sources and targets ------------------------------------------------------------------------
 
 folders := runtime handles dispatch combine bootstrap
-all_lib_c := $(filter-out bootstrap/mpi.c runtime/rowmath.c,\
-                          $(foreach d,$(folders),$(wildcard $d/*.c)))
+all_lib_c := $(filter-out bootstrap/mpi.c runtime/host/rowmath.c,\
+                          $(foreach d,$(folders),$(wildcard $d/*.c $d/host/*.c $d/cuda/*.c)))
 lib_c := $(all_lib_c)
-cuda_c := $(filter %_cuda.c $(wildcard */cuda_*.c) runtime/nccl_api.c,$(lib_c))
-cuda_cu := $(foreach d,$(folders),$(wildcard $d/*.cu))
+cuda_c := $(foreach d,$(folders),$(wildcard $d/cuda/*.c))
+cuda_cu := $(foreach d,$(folders),$(wildcard $d/cuda/*.cu))
 ifeq ($(CUDA),1)
 cuda_o := $(cuda_cu:%.cu=$B/%.cu.o)
 cuda_cflags := -DEP_WITH_CUDA=1 -isystem $(CUDA_HOME)/include -isystem $(nccl_include)
@@ -77,14 +77,14 @@ cuda_libs := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt
 else
 lib_c := $(filter-out $(cuda_c),$(lib_c))
 endif
-# The row arithmetic is built once for each instruction set and chosen at run time.
+# rowmath.c is compiled once for each instruction set; the library chooses one at run time.
 machine := $(shell $(CC) -dumpmachine 2>/dev/null)
 row_sets := base $(if $(findstring x86_64,$(machine)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
-lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/rowmath_%.o) $(cuda_o)
-bench_c := tools/ep_bench.c $(wildcard tools/bench_*.c)
-bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench_*.cu))
+lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/host/rowmath_%.o) $(cuda_o)
+bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
+bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
 info_c := tools/ep_info.c
 tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
@@ -100,7 +100,7 @@ libs: $(libs)
 
 $B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)
 
-# Objects are built anew where the way of building them changes.
+# Rebuild objects if the flags change.
 flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH)
 $(shell mkdir -p $B/tests)
 $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/flags),$(flags)),again)
@@ -114,14 +114,14 @@ $B/%.o: %.c
 	$(call say,CC,$<)
 	$Q$(CC) $(cflags) -c $< -o $@
 
-# Results are defined to the bit on GPUs, too: no contraction.
+# -fmad=false: results are defined to the bit, so nvcc must not contract operations.
 $B/%.cu.o: %.cu $B/flags Makefile
 	@mkdir -p $(@D)
 	$(call say,NVCC,$<)
 	$Q$(NVCC) $(NVCC_ARCH) -O3 -std=c++17 -fmad=false -Iinclude -I. -I$(nccl_include) -MMD -MP \
 	    $(if $(WERROR),-Werror all-warnings) -Xcompiler -fPIC,-pthread,-fno-exceptions,-fno-threadsafe-statics -c $< -o $@
 
-$B/runtime/rowmath_%.o: runtime/rowmath.c
+$B/runtime/host/rowmath_%.o: runtime/host/rowmath.c
 	@mkdir -p $(@D)
 	$(call say,CC,"$< [$*]")
 	$Q$(CC) $(cflags) $(row_flags_$*) -DEP_ROWMATH=ep_rowmath_$* -c $< -o $@
@@ -145,7 +145,7 @@ $B/%.a:
 	$(call say,AR,$@)
 	$Qrm -f $@ && $(AR) rcs $@ $^
 
-# Tools use the shared libraries and find them beside themselves or, once installed, in lib.
+# Tools load the shared libraries from their own folder or, once installed, from lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
 $B/ep_bench: $(bench_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
@@ -153,18 +153,17 @@ $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(cuda_libs) -lm
 
-# Tests link statically: some look at what the shared library hides.
+# Tests link statically, since some use functions that the shared library hides.
 $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
-# The same tests once more, on GPUs (see tests/gpu/on_gpu.h), without those of what no backend has a
-# part in, and with those that only GPUs can run. watch.c counts the library's own allocations and
-# must see the real ones.
+# The tests for GPUs (see tests/gpu/on_gpu.h): the same sources without the tests that use no
+# backend, plus the tests that need a GPU. watch.c counts the library's own allocations and must see
+# the real ones, so it is compiled without on_gpu.h.
 host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
-                tests/dispatch/shares.c \
-                $(addprefix tests/bootstrap/,bind.c cuda_windows.c gpus.c windows.c) \
+                $(addprefix tests/bootstrap/,bind.c gpus.c windows.c) \
                 $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \
                 $(wildcard tests/tools/*.c)
 gpu_tests := $B/tests/ep_gpu_tests
@@ -181,15 +180,15 @@ $(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
 
-# And on CPUs: the CUDA backend's source against stand-ins for CUDA and NCCL (see tests/emulator/), of
-# which no installation is used. Rings are short there, so that they go round, and so is the wait for
-# NCCL.
+# The tests for GPUs, on CPUs: the CUDA backend's sources are compiled against replacements of CUDA
+# and NCCL (see tests/emulator/), without an installation of either. Rings are short, so that they
+# wrap, and so is the wait for NCCL.
 emulated_tests := $B/tests/ep_emulated_tests
 emulated_c := $(all_lib_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
-              $(row_sets:%=$B/emulated/runtime/rowmath_%.o)
-emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DRING_BYTES=16384 \
-                  -DNCCL_SECONDS=2 \
+              $(row_sets:%=$B/emulated/runtime/host/rowmath_%.o)
+emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
+                  -DEP_NCCL_SECONDS=2 \
                   -Itests/emulator/include -Iinclude -I.
 $B/emulated/%.o: private cflags = $(emulated_cflags) \
     $(if $(filter tests/%,$<),$(mpi_cflags) $(if $(filter tests/emulator/%,$<),,$(on_gpu)))
@@ -197,7 +196,7 @@ $B/emulated/%.o: %.c $B/flags
 	@mkdir -p $(@D)
 	$(call say,CC,"$< [emulated]")
 	$Q$(CC) $(cflags) -c $< -o $@
-$B/emulated/runtime/rowmath_%.o: runtime/rowmath.c
+$B/emulated/runtime/host/rowmath_%.o: runtime/host/rowmath.c
 	@mkdir -p $(@D)
 	$(call say,CC,"$< [$* emulated]")
 	$Q$(CC) $(cflags) $(row_flags_$*) -DEP_ROWMATH=ep_rowmath_$* -c $< -o $@
@@ -237,7 +236,7 @@ Requires: ep
 Libs: -L$${libdir} -lep_mpi $(mpi_libs)
 Cflags: $(mpi_cflags)
 endef
-# Written at each run: they name the PREFIX of an install that may be another one.
+# Written at each run, since PREFIX may differ from the last run's.
 $B/ep.pc $B/ep-mpi.pc: $B/%.pc: again
 	$(file >$@,$($*_pc))
 
@@ -258,19 +257,20 @@ check: deps
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 
-# Sanitizers and MPI do not get along: those builds run the tests whose ranks are threads. They do
-# not know fibers at all, so kernels are emulated without them.
+# Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. They
+# do not support fibers, so only the plain build runs the emulated kernels.
 run-check: all $(if $(variant),,$(emulated_tests))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
 
-# All that make sense on emulated GPUs: they have no graphs, a process each cannot share them, and ten
-# thousand steps would take a day. Many blocks divide the work more finely than few, but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|gpu_pointers|gpu_share|gpu_order)/*|gpu_backends/equal_4|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
-emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_random|gpu_backends|gpu_pointers|gpu_share|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
+# The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
+# and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
+# work more finely but take long.
+emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|gpu_pointers|gpu_shared|gpu_order)/*|gpu_backends/equal_4|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1)
+emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|bootstrap_departed|runtime_random|gpu_backends|gpu_pointers|gpu_shared|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
-# GPUs with little shared memory, where rows pass in many pieces; and few blocks have several at once.
+# GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
                 --filter '@(combine_backward|dispatch_rows)/*'
 check-emulated: $(emulated_tests)
@@ -278,8 +278,8 @@ check-emulated: $(emulated_tests)
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
 
-# GPU_JOBS tests at a time share the GPUs; but thousands of short steps would spend their time waiting
-# for a turn, and come alone. Where there is no GPU, the program says so and ends well.
+# GPU_JOBS tests at a time share the GPUs. Tests of thousands of short steps run alone, since they
+# would spend their time waiting for a turn. Without a GPU the program says so and exits with 0.
 GPU_JOBS ?= 8
 gpu_alone := @(gpu_steps|gpu_replays)/*
 ifeq ($(CUDA),1)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/bind.h"
+#include "bootstrap/bootstrap.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -32,7 +32,8 @@ static int read_list(const char *path, hwloc_bitmap_t cpus, char *said, size_t b
     return 0;
 }
 
-/* Those that the machine allows and, of these, those to which somebody has bound us on purpose. */
+/* Reduce the CPUs to those that the machine allows and, if the process or thread is already bound
+ * to some of these, to those. Returns 0 if none is left. */
 static int narrow(hwloc_topology_t topology, int flags, hwloc_bitmap_t cpus, char *said,
                   size_t bytes) {
     hwloc_bitmap_t now = hwloc_bitmap_alloc();

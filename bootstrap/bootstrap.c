@@ -24,23 +24,6 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *b) {
     return EP_OK;
 }
 
-int ep_bootstrap_has_messages(const EpBootstrap *bootstrap) {
-    return bootstrap->isend != NULL;
-}
-
-EpStatus ep_bootstrap_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes,
-                            double timeout, void **segments, void **memory) {
-    if (b->share) return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
-    return ep_posix_share(b, nodes, bytes, timeout, segments, memory);
-}
-
-void ep_bootstrap_share_free(const EpBootstrap *b, void *memory, int together) {
-    if (b->share)
-        b->share_free(b->context, memory, together);
-    else
-        ep_posix_share_free(memory);
-}
-
 void ep_bootstrap_destroy(EpBootstrap *bootstrap) {
     if (!bootstrap || bootstrap->struct_size != sizeof(*bootstrap)) return;
     if (bootstrap->destroy) bootstrap->destroy(bootstrap->context);

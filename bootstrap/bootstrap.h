@@ -3,31 +3,112 @@
 #define EP_BOOTSTRAP_BOOTSTRAP_H
 
 /**
- * How ranks meet. mpi.c (in libep_mpi) and local.c make bootstraps, posix_share.c serves those that
- * bring no shared memory of their own, topology.c finds out who shares a node, agree.c compares
- * what ranks were told, group_create.c puts a group together from all of these, and meet.c is how
- * its ranks agree later.
+ * How ranks find each other and become a group.
+ *
+ *     local.c, mpi.c     make bootstraps: threads of one process; MPI (in libep_mpi)
+ *     topology.c         where this rank runs; ranks that share a node
+ *     hello.c            what each rank says first, and the comparison of all hellos
+ *     choose.c, gpus.c   which backend serves the group, and which GPU each rank uses (gpus.h)
+ *     bind.c             binding a rank to the CPUs near its GPU
+ *     rendezvous.c       how the ranks of a group agree later
+ *     group_create.c     creates a group from all of these, and destroys it
+ *     windows.c          ep_mem_alloc, ep_window_register
+ *     host/, cuda/       what each backend sets up with the peers
  */
 
-#include "runtime/status.h"
+#include "runtime/group.h"
 
-/** Refuse a bootstrap that lacks what every one must have. */
+/** Refuse a bootstrap that lacks a required part. */
 EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
 
-/** Can ranks on different nodes send each other messages? */
-int ep_bootstrap_has_messages(const EpBootstrap *bootstrap);
+/* ---- topology ------------------------------------------------------------------------------ */
 
 /**
- * Shared memory through the bootstrap's own callback, or else through POSIX shared memory. See
- * EpBootstrap.share. `node` is this rank's, nodes[r] rank r's.
+ * Where a rank runs. Linux reports it, or LIBEP_TOPOLOGY pretends it (with a machine that hwloc
+ * makes up), so that "2 nodes of 8 cores" runs on a laptop. A pretended node never joins ranks of
+ * different machines.
  */
-EpStatus ep_bootstrap_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
-                            double timeout, void **segments, void **memory);
-void ep_bootstrap_share_free(const EpBootstrap *bootstrap, void *memory, int together);
+typedef struct EpLocation {
+    char machine[64];  /**< host name and boot id: equal on all ranks of one machine */
+    int32_t pretended; /**< node by LIBEP_TOPOLOGY, else 0 */
+    int32_t numa;      /**< NUMA node; -1 if its CPUs span several */
+    int32_t cpus;      /**< number of CPUs that it may run on */
+} EpLocation;
 
-/** POSIX shared memory for bootstraps without `share`. */
-EpStatus ep_posix_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
-                        double timeout, void **segments, void **memory);
-void ep_posix_share_free(void *memory);
+/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed. */
+EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
+                          EpLocation *out);
+
+int ep_location_same_node(const EpLocation *a, const EpLocation *b);
+
+/* ---- hello --------------------------------------------------------------------------------- */
+
+#define EP_HELLO_FIELDS 14
+
+/**
+ * What each rank sends to all others when a group is created. Every rank compares all hellos by the
+ * same rules, so all ranks come to the same result without a leader.
+ */
+typedef struct EpHello {
+    EpStatus status;                /**< of this rank's own checks */
+    int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
+    uint64_t id;                    /**< rank 0's becomes the group's */
+    EpLocation location;
+    char sentence[200]; /**< of a failed check */
+} EpHello;
+
+/** Fill in the fields that must be equal. */
+void ep_hello_describe(EpHello *mine, const EpGroupConfig *config, const EpSettings *settings);
+
+/** Number the nodes in the order of their first rank. Fills nodes[size], returns their number. */
+int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
+
+/** EP_OK if all ranks passed their checks and agree. */
+EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);
+
+/* ---- rendezvous ---------------------------------------------------------------------------- */
+
+/* After a step that may fail on one rank alone, ranks gather their statuses before any rank goes
+ * on. So all ranks come to the same result, and no rank waits for one that has given up. */
+
+/** A rank's status, with the reason if it failed. Every descriptor that ranks gather begins with
+ *  it. */
+typedef struct EpRankStatus {
+    EpStatus status;
+    char sentence[200];
+} EpRankStatus;
+
+/** Returns `status`, with the calling thread's last sentence if it is an error. */
+EpRankStatus ep_rank_status(EpStatus status);
+
+/** Gather `bytes` bytes of every rank into all[size]. A failure marks the group as lost: its ranks
+ *  may be out of step from then on. */
+EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes);
+
+/**
+ * Check what was gathered: `stride` bytes for each rank, beginning with its EpRankStatus. Returns
+ * this rank's own error with its sentence, EP_ERR_PEER with the sentence of another rank that
+ * failed, or EP_OK.
+ */
+EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride, int32_t size);
+
+/** Collective: return EP_OK if all ranks succeeded, else what ep_rank_status_check returns. A rank
+ *  that failed in a lost group returns its own status without waiting. */
+EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine);
+
+/** ep_group_agree with a timeout of its own. */
+EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds);
+
+/* ---- binding ------------------------------------------------------------------------------- */
+
+/** Write the path of the file that lists the CPUs near the PCI device with bus id `bus`. */
+void ep_bind_list_path(const char *bus, char *path, size_t path_bytes);
+
+/**
+ * Bind the process, or the calling thread alone, to those CPUs of the list in file `path`, as in
+ * "0-27,56-83", that it may use. If it is already bound to some of these, it keeps to those.
+ * Returns 1 if bound. Writes to `said` what it did, or why it did nothing.
+ */
+int ep_bind_to_list(const char *path, int whole_process, char *said, size_t said_bytes);
 
 #endif

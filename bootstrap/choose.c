@@ -1,27 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/choose.h"
+/* Chooses a group's backend: the one that the configuration asks for, if all ranks can use it. */
 
 #include <stdio.h>
 #include <string.h>
 
-#include "runtime/cuda_limits.h"
+#include "bootstrap/gpus.h"
 
-/* Is this rank the only one of the group in its process? */
+/* Returns 1 if no other rank of the group is in this rank's process. */
 static int32_t is_alone(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t rank) {
     for (int32_t r = 0; r < size; r++)
         if (r != rank && nodes[r] == nodes[rank] && all[r].process == all[rank].process) return 0;
     return 1;
 }
 
+/* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
+ * the reason in `why_not`, if it cannot. */
 static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, const int32_t *nodes,
                          const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
-    ep_gpus_deal(all, b->size, nodes, devices);
+    ep_gpus_assign(all, b->size, nodes, devices);
     if (!ep_gpus_agree(all, b->size, nodes, devices, ep_cuda_least_shared(config), why_not, bytes))
         return 0;
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
-    out->dealt = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
+    out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
     out->shared = ep_gpus_shared(all, b->size, devices);
     out->alone = is_alone(all, b->size, nodes, b->rank);
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
@@ -39,7 +41,7 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
-        mine.shares = settings->share_gpus == EP_SHARE_GPUS_YES;
+        mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
         EP_TRY(bootstrap->allgather(bootstrap->context, &mine, reports, sizeof(mine),
                                     ep_config_timeout(config, settings)));
         usable =

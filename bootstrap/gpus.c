@@ -5,17 +5,17 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "runtime/cuda_limits.h"
-
-#if !EP_WITH_CUDA
 void ep_gpus_find(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
-    (void)num_ranks;
+    const EpBackendOps *cuda = ep_backend_ops(EP_BACKEND_CUDA);
+    if (cuda) {
+        cuda->find_gpus(config, num_ranks, out);
+        return;
+    }
     *out = (EpGpuReport){.wanted = config->device};
     snprintf(out->reason, sizeof(out->reason), "this build has no cuda backend");
 }
-#endif
 
-/** Where a sentence goes. */
+/** Buffer for a sentence. */
 typedef struct Reason {
     char *text;
     size_t bytes;
@@ -29,7 +29,7 @@ __attribute__((format(printf, 2, 3))) static int refuse(Reason reason, const cha
     return 0;
 }
 
-static int is_same(const EpGpu *a, const EpGpu *b) {
+static int is_same_gpu(const EpGpu *a, const EpGpu *b) {
     return memcmp(a->uuid, b->uuid, sizeof(a->uuid)) == 0;
 }
 
@@ -58,7 +58,7 @@ static int check_rank(const EpGpuReport *report, int32_t device, int64_t shared_
     return check_gpu(&report->gpu[device], device, shared_bytes, reason);
 }
 
-static int32_t own_device(const EpGpuReport *report) {
+static int32_t chosen_device(const EpGpuReport *report) {
     return report->wanted == EP_DEFAULT ? report->current : report->wanted;
 }
 
@@ -66,39 +66,41 @@ int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *re
                         size_t reason_bytes) {
     EpGpuReport report;
     ep_gpus_find(config, num_ranks, &report);
-    return check_rank(&report, own_device(&report), ep_cuda_least_shared(config),
+    return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config),
                       (Reason){reason, reason_bytes});
 }
 
-/* ---- whose is which ------------------------------------------------------------------------ */
+/* ---- assigning devices --------------------------------------------------------------------- */
 
-static int share_first(const EpGpuReport *a, const EpGpuReport *b) {
-    return a->count && b->count && is_same(&a->gpu[0], &b->gpu[0]);
+static int has_same_first_gpu(const EpGpuReport *a, const EpGpuReport *b) {
+    return a->count && b->count && is_same_gpu(&a->gpu[0], &b->gpu[0]);
 }
 
-/* The device of rank `r` where nobody has chosen: by its place among those who see the same. */
-static int32_t deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t r) {
-    int32_t place = 0;
+/* Returns the device of rank `r`. Ranks of a node that see the same GPUs get them in order of rank,
+ * cyclically if they may share GPUs. If one of these ranks has chosen a device, or if there are too
+ * few, rank `r` uses its own choice. */
+static int32_t assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t r) {
+    int32_t index = 0;
     for (int32_t s = 0; s < size; s++) {
-        if (nodes[s] != nodes[r] || !share_first(&all[s], &all[r])) continue;
-        if (all[s].wanted != EP_DEFAULT || all[s].current != 0) return own_device(&all[r]);
-        place += s < r;
+        if (nodes[s] != nodes[r] || !has_same_first_gpu(&all[s], &all[r])) continue;
+        if (all[s].wanted != EP_DEFAULT || all[s].current != 0) return chosen_device(&all[r]);
+        index += s < r;
     }
-    if (all[r].shares && all[r].count) return place % all[r].count;
-    return place < all[r].count ? place : own_device(&all[r]);
+    if (all[r].may_share && all[r].count) return index % all[r].count;
+    return index < all[r].count ? index : chosen_device(&all[r]);
 }
 
-void ep_gpus_deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices) {
+void ep_gpus_assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices) {
     for (int32_t r = 0; r < size; r++)
-        devices[r] = deal(all, size, nodes, r);
+        devices[r] = assign(all, size, nodes, r);
 }
 
 /* ---- all ranks ----------------------------------------------------------------------------- */
 
-/* The place of a GPU in a report, or -1 where that process does not see it. */
+/* Returns the device number of a GPU in a report, or -1 if that process does not see it. */
 static int32_t find_gpu(const EpGpuReport *report, const EpGpu *gpu) {
     for (int32_t d = 0; d < report->count; d++)
-        if (is_same(&report->gpu[d], gpu)) return d;
+        if (is_same_gpu(&report->gpu[d], gpu)) return d;
     return -1;
 }
 
@@ -119,15 +121,15 @@ static int check_kinds(const EpGpu *a, int32_t r, const EpGpu *b, int32_t s, Rea
 
 static int check_shared(const EpGpuReport *all, const EpGpu *gpu, int32_t r, int32_t s,
                         Reason reason) {
-    if (all[r].shares && all[s].shares) return 1;
+    if (all[r].may_share && all[s].may_share) return 1;
     return refuse(reason,
                   "expected a GPU for each rank, got one for ranks %d and %d: %s, %s (they see %d "
-                  "and %d GPUs; to find mistakes they may share, with EP_SHARE_GPUS=yes)",
+                  "and %d GPUs; to find mistakes, they may share with LIBEP_SHARE_GPUS=yes)",
                   r, s, gpu->name, gpu->bus, all[r].count, all[s].count);
 }
 
-/* Kernels of different processes take turns on a GPU, also while they wait for each other; those of
- * one process do not. */
+/* Require a process for each rank. Kernels of different processes take turns on a shared GPU even
+ * while they wait for each other; kernels of one process do not. */
 static int check_processes(const EpGpuReport *all, int32_t size, Reason reason) {
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < r; s++)
@@ -140,12 +142,12 @@ static int check_processes(const EpGpuReport *all, int32_t size, Reason reason) 
     return 1;
 }
 
-/* Two ranks on one node: each with a GPU of its own, and these reach each other; or both willing to
- * share one. */
+/* Check two ranks of one node: either their GPUs differ and reach each other's memory, or both
+ * ranks may share one GPU. */
 static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s,
                       Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
-    if (is_same(a, b)) return check_shared(all, a, r, s, reason);
+    if (is_same_gpu(a, b)) return check_shared(all, a, r, s, reason);
     if (!check_kinds(a, r, b, s, reason)) return 0;
     int32_t there = find_gpu(&all[r], b);
     if (there >= 0 && !(a->reaches >> there & 1))
@@ -159,7 +161,7 @@ static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r,
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices) {
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < r; s++)
-            if (is_same(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]])) return 1;
+            if (is_same_gpu(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]])) return 1;
     return 0;
 }
 

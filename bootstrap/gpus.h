@@ -3,19 +3,17 @@
 #define EP_BOOTSTRAP_GPUS_H
 
 /**
- * Which GPUs the ranks see, which of them is whose, and whether the CUDA backend can serve the
- * ranks with them. Each rank reports what its process sees; the rest is decided from all reports,
- * by the same rules on every rank, without a look at the machine.
+ * Which GPUs the ranks see, which of them each rank uses, and which backend serves a group. Each
+ * rank reports what its process sees. Everything else follows from the reports, by the same rules
+ * on every rank and without access to the machine, so tests can invent machines.
  */
 
-#include <stddef.h>
+#include "runtime/group.h"
 
-#include "ep/ep.h"
-
-#define EP_GPUS_LISTED 32 /* what lies beyond is not offered */
+#define EP_GPUS_LISTED 32 /* further GPUs of a process are not offered */
 
 typedef struct EpGpu {
-    unsigned char uuid[16]; /**< the same GPU has the same in every process */
+    unsigned char uuid[16]; /**< the same GPU has the same one in every process */
     char bus[20];           /**< PCI bus id: "0000:17:00.0" */
     char name[40];
     int32_t capability;   /**< 90 is 9.0 */
@@ -26,33 +24,43 @@ typedef struct EpGpu {
 
 /** What one rank reports. */
 typedef struct EpGpuReport {
-    int32_t count;   /**< devices its process sees; 0: `reason` says why it can use none */
-    int32_t current; /**< device that is current on the calling thread */
-    int32_t wanted;  /**< device by the configuration or its communicator, or EP_DEFAULT */
-    int32_t process; /**< process id */
-    int32_t shares;  /**< would share its GPU with other ranks: setting EP_SHARE_GPUS */
+    int32_t count;     /**< devices that its process sees; 0: it can use none, see `reason` */
+    int32_t current;   /**< device that is current on the calling thread */
+    int32_t wanted;    /**< device by the configuration or its communicator, or EP_DEFAULT */
+    int32_t process;   /**< process id */
+    int32_t may_share; /**< may share its GPU with other ranks: setting LIBEP_SHARE_GPUS */
     char reason[192];
     EpGpu gpu[EP_GPUS_LISTED];
 } EpGpuReport;
 
-/** Look at this process's GPUs, at the driver and, for several ranks, at NCCL. */
+/** Report this process's GPUs. Also checks the driver and, for several ranks, NCCL. */
 void ep_gpus_find(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
 
-/** Could the GPU that this process would use serve a rank? 0: `reason` says why not. */
+/** Returns 1 if the GPU that this process would use can serve a rank; else 0, and `reason` says
+ *  why. */
 int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *reason,
                         size_t reason_bytes);
 
-/** The device of each rank: devices[size]. The rule is in ep.h, at EpGroupConfig. */
-void ep_gpus_deal(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices);
+/** Assign a device to each rank: devices[size]. ep.h states the rule, at EpGroupConfig. */
+void ep_gpus_assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices);
 
-/** Do some ranks have the same GPU? */
+/** Returns 1 if some ranks use the same GPU. */
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices);
 
 /**
- * Can the CUDA backend serve these ranks with these devices, whose blocks need `shared_bytes` of
- * shared memory? 0: `reason` says which rank lacks what.
+ * Returns 1 if the CUDA backend can serve these ranks with these devices, whose blocks need
+ * `shared_bytes` of shared memory; else 0, and `reason` says which rank lacks what.
  */
 int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
                   const int32_t *devices, int64_t shared_bytes, char *reason, size_t reason_bytes);
+
+/**
+ * Collective: choose the backend. The ranks have agreed on the configuration before. Unless the
+ * configuration asks for the host backend, ranks report their GPUs into reports[size]. Returns
+ * EP_ERR_UNSUPPORTED on every rank if the cuda backend is asked for and some rank cannot use it.
+ */
+EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
+                          const EpGroupConfig *config, const EpSettings *settings,
+                          const int32_t *nodes, EpGpuReport *reports, EpChoice *out);
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Ranks as threads of one process. They meet on a board under one mutex: each writes its bytes,
- * the last to arrive opens the next turn. Shared memory is plain memory. Messages, which only
- * pretended nodes (EP_TOPOLOGY) need, go through a mailbox list under the same mutex.
+ * Bootstrap for ranks that are threads of one process. All calls share one state under one mutex.
+ * In a rendezvous each rank stores a pointer to its bytes, and the last to arrive completes the
+ * turn. Shared memory is plain memory. Messages, which only pretended nodes (LIBEP_TOPOLOGY) need,
+ * wait in a list.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -12,40 +13,41 @@
 
 #include "bootstrap/bootstrap.h"
 
-/* A message on its way: the sender's copy, waiting for a matching irecv. */
-typedef struct Letter {
-    struct Letter *next;
+/* A message that was sent, copied, and waits for a matching irecv. */
+typedef struct Message {
+    struct Message *next;
     int32_t from, to, tag;
     size_t bytes;
     char data[];
-} Letter;
+} Message;
 
-/* What an irecv waits for. */
-typedef struct Expected {
+/* The request of an irecv. */
+typedef struct Receive {
     int32_t from, to, tag;
     void *data;
     size_t capacity;
-} Expected;
+} Receive;
 
-/* A rank that gave up waiting is not the one that others miss. */
+/* A rank's state in the current turn. A timeout names a rank that is ABSENT rather than one that
+ * GAVE_UP waiting for it. */
 typedef enum Presence { ABSENT, PRESENT, GAVE_UP } Presence;
 
-typedef struct Board {
+typedef struct SharedState {
     pthread_mutex_t mutex;
     pthread_cond_t turned;
     int32_t size;
     int32_t users;        /* bootstraps not yet destroyed */
-    unsigned turn;        /* how often everyone has met */
-    int32_t arrived;      /* in this turn */
-    char *here;           /* [size] Presence of each rank in this turn */
-    const void **offered; /* [size] what they offer */
-    size_t *kind;         /* [size] what each believes this turn to be */
-    int agreed;           /* whether all believed the same in the last turn */
-    Letter *letters, **last_letter;
-} Board;
+    unsigned turn;        /* number of completed rendezvous */
+    int32_t arrived;      /* ranks that have arrived in this turn */
+    char *presence;       /* [size] Presence of each rank in this turn */
+    const void **offered; /* [size] the bytes that each rank contributes */
+    size_t *kind;         /* [size] kind of rendezvous that each rank has called */
+    int agreed;           /* 1 if all kinds were equal in the last turn */
+    Message *messages, **messages_end;
+} SharedState;
 
 typedef struct Local {
-    Board *board;
+    SharedState *state;
     int32_t rank;
 } Local;
 
@@ -58,78 +60,78 @@ static void deadline_after(double seconds, struct timespec *out) {
 }
 
 static EpStatus fail_missing(const Local *self, double seconds) {
-    const Board *board = self->board;
+    const SharedState *state = self->state;
     int32_t missing = 0;
-    while (missing < board->size && board->here[missing] != ABSENT)
+    while (missing < state->size && state->presence[missing] != ABSENT)
         missing++;
-    for (int32_t r = 0; r < board->size && missing == board->size; r++)
-        if (board->here[r] == GAVE_UP) missing = r;
+    for (int32_t r = 0; r < state->size && missing == state->size; r++)
+        if (state->presence[r] == GAVE_UP) missing = r;
     return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
                    self->rank, missing, seconds);
 }
 
-static int all_agree(const Board *board) {
-    for (int32_t r = 1; r < board->size; r++)
-        if (board->kind[r] != board->kind[0]) return 0;
+static int all_agree(const SharedState *state) {
+    for (int32_t r = 1; r < state->size; r++)
+        if (state->kind[r] != state->kind[0]) return 0;
     return 1;
 }
 
-/* Kinds of meeting; an allgather of n bytes is of kind GATHER + n. */
+/* Kinds of rendezvous; an allgather of n bytes has kind GATHER + n. */
 enum { BARRIER, LEAVE, GATHER };
 
-/* With the mutex held: arrive, and wait until everyone has. What was offered stays on the board
- * until the next offer: slower ranks may still have to copy it. A rank that gives up takes its
- * arrival back, so that a later meeting starts clean. */
-static EpStatus meet(const Local *self, const void *offer, size_t kind, double seconds) {
-    Board *board = self->board;
-    unsigned turn = board->turn;
+/* Arrive, and wait until every rank has. The caller holds the mutex. `offer` stays readable until
+ * the rank's next one, since slower ranks may still copy it. A rank that times out withdraws its
+ * arrival, so that a later rendezvous starts clean. */
+static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, double seconds) {
+    SharedState *state = self->state;
+    unsigned turn = state->turn;
     struct timespec deadline;
     deadline_after(seconds, &deadline);
-    if (offer) board->offered[self->rank] = offer;
-    board->here[self->rank] = PRESENT;
-    board->kind[self->rank] = kind;
-    if (++board->arrived == board->size) {
-        board->agreed = all_agree(board);
-        board->arrived = 0;
-        memset(board->here, ABSENT, (size_t)board->size);
-        board->turn++;
-        pthread_cond_broadcast(&board->turned);
+    if (offer) state->offered[self->rank] = offer;
+    state->presence[self->rank] = PRESENT;
+    state->kind[self->rank] = kind;
+    if (++state->arrived == state->size) {
+        state->agreed = all_agree(state);
+        state->arrived = 0;
+        memset(state->presence, ABSENT, (size_t)state->size);
+        state->turn++;
+        pthread_cond_broadcast(&state->turned);
     }
-    while (board->turn == turn) {
-        int error = pthread_cond_timedwait(&board->turned, &board->mutex, &deadline);
-        if (error == ETIMEDOUT && board->turn == turn) {
+    while (state->turn == turn) {
+        int error = pthread_cond_timedwait(&state->turned, &state->mutex, &deadline);
+        if (error == ETIMEDOUT && state->turn == turn) {
             EpStatus status = fail_missing(self, seconds);
-            board->here[self->rank] = GAVE_UP;
-            board->arrived--;
+            state->presence[self->rank] = GAVE_UP;
+            state->arrived--;
             return status;
         }
     }
-    if (board->agreed) return EP_OK;
+    if (state->agreed) return EP_OK;
     return ep_fail(EP_ERR_ORDER,
                    "rank %d: bootstrap: expected all ranks in the same call, got "
                    "different ones",
                    self->rank);
 }
 
-/* Two meetings: nobody's offer may go away before all have copied it. */
+/* Two rendezvous: the second keeps every rank's `in` alive until all ranks have copied it. */
 static EpStatus local_allgather(void *context, const void *in, void *out, size_t bytes,
                                 double seconds) {
     const Local *self = context;
-    Board *board = self->board;
-    pthread_mutex_lock(&board->mutex);
-    EpStatus status = meet(self, in, GATHER + bytes, seconds);
-    for (int32_t r = 0; r < board->size && status == EP_OK; r++)
-        memcpy((char *)out + (size_t)r * bytes, board->offered[r], bytes);
-    if (status == EP_OK) status = meet(self, NULL, LEAVE, seconds);
-    pthread_mutex_unlock(&board->mutex);
+    SharedState *state = self->state;
+    pthread_mutex_lock(&state->mutex);
+    EpStatus status = rendezvous(self, in, GATHER + bytes, seconds);
+    for (int32_t r = 0; r < state->size && status == EP_OK; r++)
+        memcpy((char *)out + (size_t)r * bytes, state->offered[r], bytes);
+    if (status == EP_OK) status = rendezvous(self, NULL, LEAVE, seconds);
+    pthread_mutex_unlock(&state->mutex);
     return status;
 }
 
 static EpStatus local_barrier(void *context, double seconds) {
     const Local *self = context;
-    pthread_mutex_lock(&self->board->mutex);
-    EpStatus status = meet(self, NULL, BARRIER, seconds);
-    pthread_mutex_unlock(&self->board->mutex);
+    pthread_mutex_lock(&self->state->mutex);
+    EpStatus status = rendezvous(self, NULL, BARRIER, seconds);
+    pthread_mutex_unlock(&self->state->mutex);
     return status;
 }
 
@@ -142,7 +144,7 @@ typedef struct Block {
 
 typedef struct BlockOffer {
     int32_t node;
-    Block *block; /* rank 0's */
+    Block *block; /* set by rank 0 */
 } BlockOffer;
 
 static Block *block_create(size_t bytes, int32_t users) {
@@ -160,7 +162,7 @@ static Block *block_create(size_t bytes, int32_t users) {
 static EpStatus local_share(void *context, int32_t node, size_t bytes, double seconds,
                             void **segments, void **memory) {
     const Local *self = context;
-    int32_t size = self->board->size;
+    int32_t size = self->state->size;
     size_t stride = (bytes + 63) / 64 * 64;
     BlockOffer mine = {.node = node};
     BlockOffer *all = calloc((size_t)size, sizeof(*all));
@@ -186,11 +188,11 @@ static EpStatus local_share(void *context, int32_t node, size_t bytes, double se
 
 static void local_share_free(void *context, void *memory, int together) {
     (void)together;
-    Board *board = ((const Local *)context)->board;
+    SharedState *state = ((const Local *)context)->state;
     Block *block = memory;
-    pthread_mutex_lock(&board->mutex);
+    pthread_mutex_lock(&state->mutex);
     int last = --block->users == 0;
-    pthread_mutex_unlock(&board->mutex);
+    pthread_mutex_unlock(&state->mutex);
     if (last) {
         free(block->base);
         free(block);
@@ -202,55 +204,55 @@ static void local_share_free(void *context, void *memory, int together) {
 static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void *data,
                             size_t bytes, void **request) {
     const Local *self = context;
-    Letter *letter = malloc(sizeof(*letter) + bytes);
-    if (!letter) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    *letter = (Letter){.from = self->rank, .to = peer, .tag = tag, .bytes = bytes};
-    memcpy(letter->data, data, bytes);
-    pthread_mutex_lock(&self->board->mutex);
-    *self->board->last_letter = letter;
-    self->board->last_letter = &letter->next;
-    pthread_mutex_unlock(&self->board->mutex);
-    *request = NULL; /* copied: nothing to wait for */
+    Message *message = malloc(sizeof(*message) + bytes);
+    if (!message) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    *message = (Message){.from = self->rank, .to = peer, .tag = tag, .bytes = bytes};
+    memcpy(message->data, data, bytes);
+    pthread_mutex_lock(&self->state->mutex);
+    *self->state->messages_end = message;
+    self->state->messages_end = &message->next;
+    pthread_mutex_unlock(&self->state->mutex);
+    *request = NULL; /* the message is copied: nothing to wait for */
     return EP_OK;
 }
 
 static EpStatus local_irecv(void *context, int32_t peer, int32_t tag, void *data, size_t bytes,
                             void **request) {
     const Local *self = context;
-    Expected *expected = malloc(sizeof(*expected));
-    if (!expected)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    *expected = (Expected){peer, self->rank, tag, data, bytes};
-    *request = expected;
+    Receive *receive = malloc(sizeof(*receive));
+    if (!receive) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    *receive = (Receive){peer, self->rank, tag, data, bytes};
+    *request = receive;
     return EP_OK;
 }
 
-static Letter *take_letter(Board *board, const Expected *expected) {
-    for (Letter **at = &board->letters; *at; at = &(*at)->next) {
-        Letter *letter = *at;
-        if (letter->from != expected->from || letter->to != expected->to ||
-            letter->tag != expected->tag)
+/* Remove the first message that matches a receive from the list. Returns NULL if there is none. */
+static Message *take_message(SharedState *state, const Receive *receive) {
+    for (Message **at = &state->messages; *at; at = &(*at)->next) {
+        Message *message = *at;
+        if (message->from != receive->from || message->to != receive->to ||
+            message->tag != receive->tag)
             continue;
-        *at = letter->next;
-        if (board->last_letter == &letter->next) board->last_letter = at;
-        return letter;
+        *at = message->next;
+        if (state->messages_end == &message->next) state->messages_end = at;
+        return message;
     }
     return NULL;
 }
 
 static EpStatus local_test(void *context, void **request, int *done) {
     const Local *self = context;
-    Expected *expected = *request;
-    pthread_mutex_lock(&self->board->mutex);
-    Letter *letter = expected ? take_letter(self->board, expected) : NULL;
-    pthread_mutex_unlock(&self->board->mutex);
-    *done = !expected || letter;
-    if (!letter) return EP_OK;
-    int fits = letter->bytes <= expected->capacity;
-    if (fits) memcpy(expected->data, letter->data, letter->bytes);
-    size_t bytes = letter->bytes, capacity = expected->capacity;
-    free(letter);
-    free(expected);
+    Receive *receive = *request;
+    pthread_mutex_lock(&self->state->mutex);
+    Message *message = receive ? take_message(self->state, receive) : NULL;
+    pthread_mutex_unlock(&self->state->mutex);
+    *done = !receive || message;
+    if (!message) return EP_OK;
+    int fits = message->bytes <= receive->capacity;
+    if (fits) memcpy(receive->data, message->data, message->bytes);
+    size_t bytes = message->bytes, capacity = receive->capacity;
+    free(message);
+    free(receive);
     *request = NULL;
     return fits ? EP_OK
                 : ep_fail(EP_ERR_ORDER,
@@ -267,52 +269,52 @@ static void local_cancel(void *context, void **request) {
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-static void board_free(Board *board) {
-    while (board->letters) {
-        Letter *next = board->letters->next;
-        free(board->letters);
-        board->letters = next;
+static void state_free(SharedState *state) {
+    while (state->messages) {
+        Message *next = state->messages->next;
+        free(state->messages);
+        state->messages = next;
     }
-    pthread_cond_destroy(&board->turned);
-    pthread_mutex_destroy(&board->mutex);
-    free(board->here);
-    free(board->offered);
-    free(board->kind);
-    free(board);
+    pthread_cond_destroy(&state->turned);
+    pthread_mutex_destroy(&state->mutex);
+    free(state->presence);
+    free(state->offered);
+    free(state->kind);
+    free(state);
 }
 
-static Board *board_create(int32_t size) {
-    Board *board = calloc(1, sizeof(*board));
-    if (!board) return NULL;
-    pthread_mutex_init(&board->mutex, NULL);
+static SharedState *state_create(int32_t size) {
+    SharedState *state = calloc(1, sizeof(*state));
+    if (!state) return NULL;
+    pthread_mutex_init(&state->mutex, NULL);
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&board->turned, &monotonic);
+    pthread_cond_init(&state->turned, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    board->size = board->users = size;
-    board->last_letter = &board->letters;
-    board->here = calloc((size_t)size, 1);
-    board->offered = calloc((size_t)size, sizeof(*board->offered));
-    board->kind = calloc((size_t)size, sizeof(*board->kind));
-    if (board->here && board->offered && board->kind) return board;
-    board_free(board);
+    state->size = state->users = size;
+    state->messages_end = &state->messages;
+    state->presence = calloc((size_t)size, 1);
+    state->offered = calloc((size_t)size, sizeof(*state->offered));
+    state->kind = calloc((size_t)size, sizeof(*state->kind));
+    if (state->presence && state->offered && state->kind) return state;
+    state_free(state);
     return NULL;
 }
 
 static void local_destroy(void *context) {
     Local *self = context;
-    pthread_mutex_lock(&self->board->mutex);
-    int last = --self->board->users == 0;
-    pthread_mutex_unlock(&self->board->mutex);
-    if (last) board_free(self->board);
+    pthread_mutex_lock(&self->state->mutex);
+    int last = --self->state->users == 0;
+    pthread_mutex_unlock(&self->state->mutex);
+    if (last) state_free(self->state);
     free(self);
 }
 
 static EpBootstrap describe(Local *self) {
     return (EpBootstrap){.struct_size = sizeof(EpBootstrap),
                          .rank = self->rank,
-                         .size = self->board->size,
+                         .size = self->state->size,
                          .context = self,
                          .allgather = local_allgather,
                          .barrier = local_barrier,
@@ -331,17 +333,17 @@ EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out) {
     if (size < 1 || size > EP_MAX_RANKS)
         return ep_refuse(&call, EP_ERR_RANGE, "size", "expected 1 .. %d, got %d", EP_MAX_RANKS,
                          size);
-    Board *board = board_create(size);
-    Local **selves = calloc((size_t)size, sizeof(*selves));
+    SharedState *state = state_create(size);
+    Local **contexts = calloc((size_t)size, sizeof(*contexts));
     int32_t made = 0;
-    while (board && selves && made < size && (selves[made] = malloc(sizeof(Local))))
-        *selves[made] = (Local){board, made}, made++;
+    while (state && contexts && made < size && (contexts[made] = malloc(sizeof(Local))))
+        *contexts[made] = (Local){state, made}, made++;
     int complete = made == size;
     for (int32_t r = 0; r < made && complete; r++)
-        out[r] = describe(selves[r]);
+        out[r] = describe(contexts[r]);
     for (int32_t r = 0; r < made && !complete; r++)
-        free(selves[r]);
-    free(selves);
-    if (!complete && board) board_free(board);
+        free(contexts[r]);
+    free(contexts);
+    if (!complete && state) state_free(state);
     return complete ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "size", "out of memory");
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Bootstrap over MPI, in a library of its own (libep_mpi) that uses nothing but the public header.
+ * Bootstrap over MPI, in a library of its own (libep_mpi) that uses only the public header.
  *
- * Gathering is done with nonblocking point-to-point messages rather than MPI_Allgather, because a
- * deadline can then say which rank is missing. Shared memory is left to the library, since creating
- * a window of MPI's has no deadline, and hangs where a rank's part cannot be had. Everything runs
- * on a duplicate of the caller's communicator, on which errors return instead of aborting.
+ * An allgather uses nonblocking point-to-point messages rather than MPI_Allgather, so that a
+ * timeout can name the missing rank. `share` is left to libep: creating an MPI shared-memory window
+ * has no timeout and hangs if one rank gets no memory. Everything runs on a duplicate of the
+ * caller's communicator, on which errors return instead of aborting.
  */
 #include "ep/ep_mpi.h"
 
@@ -21,8 +21,8 @@
 typedef struct MpiContext {
     MPI_Comm comm;
     int rank, size;
-    int gathers;     /* so far: tells one gathering's messages from the next one's */
-    int left_behind; /* messages that nobody has received, or may still come */
+    int gathers;   /* count, from which each gathering takes its tag */
+    int abandoned; /* 1 if messages were abandoned: unreceived, or still to arrive */
 } MpiContext;
 
 static EpStatus fail(EpStatus status, const char *format, ...) {
@@ -44,8 +44,8 @@ static EpStatus check(const MpiContext *self, const char *what, int code) {
 
 /* ---- gathering ----------------------------------------------------------------------------- */
 
-/* One gathering. What is sent and what is received lies in memory of its own, so that a rank which
- * gives up can leave behind both, and the messages that may still come. */
+/* One gathering. It sends from and receives into memory of its own, so that a rank which gives up
+ * can leave that memory to messages that may still arrive. */
 typedef struct Gathering {
     const MpiContext *self;
     int tag, bytes;
@@ -81,8 +81,9 @@ static EpStatus check_length(const Gathering *g, int r, const MPI_Status *messag
                 g->self->rank, r, bytes, g->bytes);
 }
 
-/* One by one, because requests that are complete become null then: MPI_Testall would touch none
- * before all of them are, and nobody could tell which are missing. */
+/* Test the requests one by one; *left becomes the number of pending ones. MPI_Test sets each
+ * complete request to null, which shows who is missing; MPI_Testall changes none until all are
+ * complete. */
 static EpStatus poll_gathering(Gathering *g, int *left) {
     const MpiContext *self = g->self;
     *left = 0;
@@ -118,8 +119,8 @@ static EpStatus finish_gathering(Gathering *g) {
     }
 }
 
-/* A send that nobody has received, or a receive that has been matched, cannot be cancelled: their
- * memory stays. */
+/* Give up a gathering. MPI cannot cancel a send that nobody has received or a receive that has been
+ * matched, so the messages' memory is never freed. */
 static void abandon(Gathering *g) {
     for (int r = 0; r < 2 * g->self->size; r++) {
         if (g->requests[r] == MPI_REQUEST_NULL) continue;
@@ -172,7 +173,7 @@ static EpStatus mpi_allgather(void *context, const void *in, void *out, size_t b
         return fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
     }
     EpStatus status = gather(&g, in, out);
-    if (status != EP_OK) self->left_behind = 1;
+    if (status != EP_OK) self->abandoned = 1;
     return status;
 }
 
@@ -187,7 +188,7 @@ static EpStatus mpi_barrier(void *context, double seconds) {
 
 /* ---- messages ------------------------------------------------------------------------------ */
 
-/* Requests travel in the caller's void *: no allocation while operations run. */
+/* Requests are stored in the caller's void *, so operations allocate no memory. */
 _Static_assert(sizeof(MPI_Request) <= sizeof(void *), "an MPI_Request fits a pointer");
 
 static void store_request(void **request, MPI_Request value) {
@@ -238,19 +239,19 @@ static void mpi_cancel(void *context, void **request) {
         MPI_Cancel(&r);
         MPI_Request_free(&r);
     }
-    self->left_behind = 1;
+    self->abandoned = 1;
     *request = NULL;
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-/* A communicator that is freed gives its number to the next one, which would take the messages that
- * are left for its own: so such a one stays. */
+/* Free the context. MPI may reuse a freed communicator's number for the next one, which would then
+ * receive the abandoned messages: so a communicator that has any is not freed. */
 static void mpi_destroy(void *context) {
     MpiContext *self = context;
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (!finalized && !self->left_behind) MPI_Comm_free(&self->comm);
+    if (!finalized && !self->abandoned) MPI_Comm_free(&self->comm);
     free(self);
 }
 

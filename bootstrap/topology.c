@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/topology.h"
+#include "bootstrap/bootstrap.h"
 
 #include <errno.h>
 #include <hwloc.h>
@@ -8,14 +8,12 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "runtime/status.h"
-
 /* ---- the machine as it is ------------------------------------------------------------------ */
 
-/* hwloc would look at every core, which takes tens of milliseconds on a large machine, at each
- * creation of a group. What is asked for is in two places: the thread's CPUs, and a list of CPUs
- * for each NUMA node. */
+/* hwloc would read every core at each creation of a group, which takes tens of milliseconds on a
+ * large machine. Two sources suffice: the calling thread's CPUs, and each NUMA node's CPU list. */
 
+/* Parse the first line of a file: a list of numbers, as in "0-27,56-83". Returns 0 on failure. */
 static int read_list(const char *path, hwloc_bitmap_t out) {
     char text[4096];
     FILE *file = fopen(path, "r");
@@ -27,7 +25,8 @@ static int read_list(const char *path, hwloc_bitmap_t out) {
     return !text[0] || hwloc_bitmap_list_sscanf(out, text) == 0;
 }
 
-/* The CPUs that the calling thread may run on. The kernel refuses a set that is too small. */
+/* Get the CPUs that the calling thread may run on. Returns 0 on failure. The kernel refuses a set
+ * that is too small, so the size is doubled until it fits. */
 static int thread_cpus(hwloc_bitmap_t out) {
     for (int count = CPU_SETSIZE; count <= 1 << 20; count *= 2) {
         size_t bytes = CPU_ALLOC_SIZE(count);
@@ -43,15 +42,17 @@ static int thread_cpus(hwloc_bitmap_t out) {
     return 0;
 }
 
-/* The one NUMA node that has any of the CPUs; -1 where several do, or none. */
-static int32_t numa_with(hwloc_const_cpuset_t cpus, hwloc_bitmap_t nodes, hwloc_bitmap_t its) {
+/* Returns the only NUMA node that has any of the CPUs, or -1 if several have, or none. `nodes` and
+ * `node_cpus` are scratch. */
+static int32_t numa_with(hwloc_const_cpuset_t cpus, hwloc_bitmap_t nodes,
+                         hwloc_bitmap_t node_cpus) {
     int32_t numa = -1;
     unsigned node;
-    if (!read_list("/sys/devices/system/node/online", nodes)) return 0; /* a kernel without any */
+    if (!read_list("/sys/devices/system/node/online", nodes)) return 0; /* a kernel without NUMA */
     hwloc_bitmap_foreach_begin(node, nodes) {
         char path[64];
         snprintf(path, sizeof(path), "/sys/devices/system/node/node%u/cpulist", node);
-        if (!read_list(path, its) || !hwloc_bitmap_intersects(its, cpus)) continue;
+        if (!read_list(path, node_cpus) || !hwloc_bitmap_intersects(node_cpus, cpus)) continue;
         if (numa >= 0) return -1;
         numa = (int32_t)node;
     }
@@ -59,18 +60,18 @@ static int32_t numa_with(hwloc_const_cpuset_t cpus, hwloc_bitmap_t nodes, hwloc_
     return numa;
 }
 
-static void find_real(EpPlace *place) {
+static void find_real(EpLocation *location) {
     hwloc_bitmap_t cpus = hwloc_bitmap_alloc(), nodes = hwloc_bitmap_alloc();
-    hwloc_bitmap_t its = hwloc_bitmap_alloc();
-    place->numa = -1;
-    place->cpus = (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
-    if (cpus && nodes && its && thread_cpus(cpus)) {
-        place->numa = numa_with(cpus, nodes, its);
-        place->cpus = hwloc_bitmap_weight(cpus);
+    hwloc_bitmap_t node_cpus = hwloc_bitmap_alloc();
+    location->numa = -1;
+    location->cpus = (int32_t)sysconf(_SC_NPROCESSORS_ONLN);
+    if (cpus && nodes && node_cpus && thread_cpus(cpus)) {
+        location->numa = numa_with(cpus, nodes, node_cpus);
+        location->cpus = hwloc_bitmap_weight(cpus);
     }
     hwloc_bitmap_free(cpus);
     hwloc_bitmap_free(nodes);
-    hwloc_bitmap_free(its);
+    hwloc_bitmap_free(node_cpus);
 }
 
 /* ---- a machine that hwloc makes up --------------------------------------------------------- */
@@ -96,8 +97,10 @@ static int32_t numa_of(hwloc_topology_t topology, hwloc_const_cpuset_t cpus) {
     return numa;
 }
 
-/* As if the node's ranks were spread evenly over a machine that hwloc makes up. */
-static int find_synthetic(const char *description, int32_t index, int32_t ranks, EpPlace *place) {
+/* Describe rank `index` of `ranks` ranks that are spread evenly over a machine that hwloc makes up.
+ * Returns -1 if the description is malformed. */
+static int find_synthetic(const char *description, int32_t index, int32_t ranks,
+                          EpLocation *location) {
     hwloc_topology_t topology = load(description);
     if (!topology) return -1;
     int count = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_PU);
@@ -106,17 +109,17 @@ static int find_synthetic(const char *description, int32_t index, int32_t ranks,
     hwloc_cpuset_t cpus = hwloc_bitmap_alloc();
     if (cpus) {
         hwloc_bitmap_set_range(cpus, (unsigned)first, last < first ? first : last);
-        place->numa = numa_of(topology, cpus);
-        place->cpus = hwloc_bitmap_weight(cpus);
+        location->numa = numa_of(topology, cpus);
+        location->cpus = hwloc_bitmap_weight(cpus);
     }
     hwloc_bitmap_free(cpus);
     hwloc_topology_destroy(topology);
     return 0;
 }
 
-/* ---- places -------------------------------------------------------------------------------- */
+/* ---- locations ----------------------------------------------------------------------------- */
 
-static void name_machine(EpPlace *place) {
+static void name_machine(EpLocation *location) {
     char boot[37] = "";
     FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
     if (file) {
@@ -125,18 +128,19 @@ static void name_machine(EpPlace *place) {
     }
     char host[26] = "";
     gethostname(host, sizeof(host) - 1);
-    snprintf(place->machine, sizeof(place->machine), "%s %s", host, boot);
+    snprintf(location->machine, sizeof(location->machine), "%s %s", host, boot);
 }
 
-EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
-                       EpPlace *out) {
+EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
+                          EpLocation *out) {
     memset(out, 0, sizeof(*out));
     name_machine(out);
     if (!topology->nodes) {
         find_real(out);
         return EP_OK;
     }
-    /* Blocks of ranks in order, as even as they can be; more nodes than ranks leave some empty. */
+    /* Each node gets consecutive ranks, as evenly as possible. With more nodes than ranks, some
+     * nodes are empty. */
     int64_t nodes = topology->nodes, node = rank * nodes / size;
     int32_t first = (int32_t)((node * size + nodes - 1) / nodes);
     int32_t next = (int32_t)(((node + 1) * size + nodes - 1) / nodes);
@@ -146,12 +150,12 @@ EpStatus ep_place_find(const EpSettingTopology *topology, int32_t rank, int32_t 
     else if (find_synthetic(topology->hwloc, rank - first, next - first, out))
         return ep_fail(
             EP_ERR_SETTING,
-            "setting EP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "
+            "setting LIBEP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "
             "in numa:2 core:4 pu:1, got '%s'",
             topology->hwloc);
     return EP_OK;
 }
 
-int ep_place_same_node(const EpPlace *a, const EpPlace *b) {
+int ep_location_same_node(const EpLocation *a, const EpLocation *b) {
     return a->pretended == b->pretended && strcmp(a->machine, b->machine) == 0;
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Memory that peers reach: ep_mem_alloc, ep_window_register, and their ends. Each call is one
- * meeting, to which every rank brings what it was called with, or why that was refused; then the
- * backend does its part, on all ranks or on none. So a window has the same number on every rank.
+ * Memory that peers reach: ep_mem_alloc, ep_window_register, and the calls that undo them. In each
+ * call the ranks gather their arguments, or the errors that refused them. Then the backend opens or
+ * closes the window on all ranks or on none. So a window has the same number on every rank.
  */
 #include <stdlib.h>
 
-#include "bootstrap/meet.h"
+#include "bootstrap/bootstrap.h"
 
 #define PAGE_BYTES 4096
 #define MOST_BYTES ((size_t)PTRDIFF_MAX - PAGE_BYTES)
@@ -16,14 +16,15 @@ typedef enum Code { MEM_ALLOC, MEM_FREE, WINDOW_REGISTER, WINDOW_DEREGISTER, NUM
 static const char *const names[NUM_CODES] = {"ep_mem_alloc", "ep_mem_free", "ep_window_register",
                                              "ep_window_deregister"};
 
-/* What a rank brings to the meeting. */
-typedef struct Card {
-    EpVerdict verdict;
+/* What each rank contributes to the rendezvous. */
+typedef struct Descriptor {
+    EpRankStatus status;
     int32_t code, number;
     uint64_t bytes;
-} Card;
+} Descriptor;
 
-/* A rank that is refused here takes no part, and its peers wait for it. */
+/* Check that the group can be used. A rank that is refused here skips the rendezvous, so its peers
+ * wait for it until their timeout. */
 static EpStatus enter(EpCall *call, EpGroup *group) {
     EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
     call->rank = group->rank;
@@ -31,9 +32,9 @@ static EpStatus enter(EpCall *call, EpGroup *group) {
     return ep_group_usable(group);
 }
 
-/* ---- meeting ------------------------------------------------------------------------------- */
+/* ---- rendezvous ---------------------------------------------------------------------------- */
 
-static EpStatus compare(const EpCall *call, const Card *all, int32_t size) {
+static EpStatus compare(const EpCall *call, const Descriptor *all, int32_t size) {
     for (int32_t r = 1; r < size; r++) {
         if (all[r].code != all[0].code)
             return ep_refuse(call, EP_ERR_ORDER, "group",
@@ -54,10 +55,10 @@ static EpStatus compare(const EpCall *call, const Card *all, int32_t size) {
     return EP_OK;
 }
 
-static EpStatus gather_cards(EpGroup *group, const EpCall *call, const Card *mine, Card *all,
-                             EpWindow *window) {
+static EpStatus gather_descriptors(EpGroup *group, const EpCall *call, const Descriptor *mine,
+                                   Descriptor *all, EpWindow *window) {
     EP_TRY(ep_group_gather(group, mine, all, sizeof(*mine)));
-    EP_TRY(ep_verdicts_check(call, all, sizeof(*mine), group->size));
+    EP_TRY(ep_rank_status_check(call, all, sizeof(*mine), group->size));
     EP_TRY(compare(call, all, group->size));
     for (int32_t r = 0; r < group->size; r++)
         if (all[r].bytes > window->most) window->most = (size_t)all[r].bytes;
@@ -70,31 +71,32 @@ static EpStatus finish(EpGroup *group) {
     return ep_group_usable(group);
 }
 
-/* `status`: whether this rank's arguments are in order; only then are its operations waited for. */
-static EpStatus meet(EpGroup *group, const EpCall *call, Code code, EpStatus status,
-                     EpWindow *window) {
+/* Compare this call with the other ranks' calls. `status`: result of this rank's argument checks;
+ * if it is EP_OK, first wait for this rank's operations to finish. */
+static EpStatus rendezvous(EpGroup *group, const EpCall *call, Code code, EpStatus status,
+                           EpWindow *window) {
     if (status == EP_OK) status = finish(group);
-    Card mine = {ep_verdict(status), (int32_t)code, window->number, window->bytes};
-    Card *all = calloc((size_t)group->size, sizeof(*all));
+    Descriptor mine = {ep_rank_status(status), (int32_t)code, window->number, window->bytes};
+    Descriptor *all = calloc((size_t)group->size, sizeof(*all));
     if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "group", "out of memory");
-    status = gather_cards(group, call, &mine, all, window);
+    status = gather_descriptors(group, call, &mine, all, window);
     free(all);
     return status;
 }
 
-/* Ranks that have lost each other cannot go on. */
+/* Returns `status`. Fails the group if a rendezvous failed: its ranks may be out of step. */
 static EpStatus leave(EpGroup *group, const EpCall *call, EpStatus status) {
     if (status == EP_OK || !group->lost) return status;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = status, finding.rank = group->rank, finding.count = 1;
-    /* "mem_alloc", as operations say "dispatch" */
+    /* without the prefix "ep_", like the phases of operations */
     for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
         finding.phase[i] = call->name[3 + i];
     if (group->backend->give_up) group->backend->give_up(group);
     return ep_group_fail(group, &finding);
 }
 
-/* ---- beginnings ---------------------------------------------------------------------------- */
+/* ---- creating ------------------------------------------------------------------------------ */
 
 static EpStatus choose_number(const EpCall *call, const EpGroup *group, EpWindow *window) {
     for (window->number = 0; window->number < EP_MAX_WINDOWS; window->number++)
@@ -112,7 +114,7 @@ static EpStatus check_bytes(const EpCall *call, size_t bytes, size_t least) {
 static EpStatus create(EpGroup *group, const EpCall *call, Code code, EpStatus status,
                        EpWindow *window) {
     int before = ep_group_enter(group, call->name);
-    status = meet(group, call, code, status, window);
+    status = rendezvous(group, call, code, status, window);
     if (status == EP_OK) status = group->backend->open_window(group, call, window);
     if (status == EP_OK) group->windows[window->number] = *window;
     ep_group_leave(group, before);
@@ -168,25 +170,25 @@ EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes) {
     return create(group, &call, WINDOW_REGISTER, status, &window);
 }
 
-/* ---- ends ---------------------------------------------------------------------------------- */
+/* ---- destroying ---------------------------------------------------------------------------- */
 
 static EpStatus find_window(const EpCall *call, const EpGroup *group, const void *memory,
-                            Code beginning, EpWindow *out) {
+                            Code creator, EpWindow *out) {
     if (!memory) return ep_refuse(call, EP_ERR_NULL, "memory", "expected memory, got NULL");
     for (int i = 0; i < EP_MAX_WINDOWS; i++) {
         *out = group->windows[i];
-        if (out->memory == memory && out->owned == (beginning == MEM_ALLOC)) return EP_OK;
+        if (out->memory == memory && out->owned == (creator == MEM_ALLOC)) return EP_OK;
     }
     return ep_refuse(call, EP_ERR_FOREIGN, "memory",
                      "expected memory from %s on this group, not given back yet, got %p",
-                     names[beginning], memory);
+                     names[creator], memory);
 }
 
-static EpStatus end(EpGroup *group, const EpCall *call, Code code, Code beginning, void *memory) {
+static EpStatus destroy(EpGroup *group, const EpCall *call, Code code, Code creator, void *memory) {
     EpWindow window;
-    EpStatus status = find_window(call, group, memory, beginning, &window);
+    EpStatus status = find_window(call, group, memory, creator, &window);
     int before = ep_group_enter(group, call->name);
-    status = meet(group, call, code, status, &window);
+    status = rendezvous(group, call, code, status, &window);
     if (status == EP_OK) {
         group->backend->close_window(group, &window, 1);
         group->windows[window.number] = (EpWindow){.memory = NULL};
@@ -198,11 +200,11 @@ static EpStatus end(EpGroup *group, const EpCall *call, Code code, Code beginnin
 EpStatus ep_mem_free(EpGroup *group, void *memory) {
     EpCall call = {names[MEM_FREE], -1};
     EP_TRY(enter(&call, group));
-    return memory ? end(group, &call, MEM_FREE, MEM_ALLOC, memory) : EP_OK;
+    return memory ? destroy(group, &call, MEM_FREE, MEM_ALLOC, memory) : EP_OK;
 }
 
 EpStatus ep_window_deregister(EpGroup *group, void *memory) {
     EpCall call = {names[WINDOW_DEREGISTER], -1};
     EP_TRY(enter(&call, group));
-    return end(group, &call, WINDOW_DEREGISTER, WINDOW_REGISTER, memory);
+    return destroy(group, &call, WINDOW_DEREGISTER, WINDOW_REGISTER, memory);
 }

@@ -1,20 +1,241 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ep_dispatch: check the arguments, then scatter. */
-#include "dispatch/arguments.h"
+/*
+ * ep_dispatch, whole and in two phases, and ep_dispatch_backward: check the arguments, describe the
+ * movement, hand it to the backend.
+ */
+#include "handles/operation.h"
+#include "runtime/quant.h"
+
+typedef struct Inputs {
+    const EpTensor *tokens, *topk_weights, *scales;
+} Inputs;
+
+typedef struct Outputs {
+    const EpTensor *tokens, *topk_weights, *scales, *topk_idx;
+} Outputs;
+
+/* ---- inputs -------------------------------------------------------------------------------- */
+
+static int has_quant(const EpOperation *o) {
+    return o->handle->shape.quant != EP_QUANT_NONE;
+}
+
+/* Check and describe rows of any type that travel unchanged. */
+static EpStatus describe_tokens(const EpOperation *o, const EpTensor *tokens, EpScatterTensors *s) {
+    EP_TRY(ep_arg_token_rows(o, "tokens", tokens, -1, NULL));
+    EP_TRY(ep_arg_token_bytes(o, "tokens", tokens));
+    s->rows = tokens->data;
+    s->type = s->source_type = tokens->type;
+    s->row_bytes = s->source_row_bytes = ep_tensor_row_bytes(tokens);
+    s->row_elements = ep_tensor_row_elements(tokens);
+    return EP_OK;
+}
+
+/* Describe these rows as they travel on a handle that quantises. */
+static EpStatus describe_quantised(const EpOperation *o, const EpTensor *tokens,
+                                   EpScatterTensors *s) {
+    EpQuant quant = o->handle->shape.quant;
+    EP_TRY(ep_arg_summable(&o->call, "tokens", tokens));
+    if (s->row_elements % 16)
+        return ep_refuse(&o->call, EP_ERR_ROW_BYTES, "tokens",
+                         "expected a multiple of 16 elements where rows are quantised, got %lld",
+                         (long long)s->row_elements);
+    s->quant = quant;
+    s->type = EP_TYPE_FP8_E4M3;
+    s->row_bytes = s->row_elements;
+    s->scale_map.count = ep_quant_scales(quant, s->row_elements);
+    s->scale_type = ep_quant_scale_type(quant);
+    return EP_OK;
+}
+
+static EpStatus describe_weights(const EpOperation *o, const EpTensor *weights,
+                                 EpScatterTensors *s) {
+    if (!weights) return EP_OK;
+    EP_TRY(ep_arg_token_rows(o, "topk_weights", weights, o->step.info.top_k, "K"));
+    EP_TRY(ep_arg_float(&o->call, "topk_weights", weights));
+    s->carries_weights = 1;
+    s->topk_weights = weights->data;
+    return EP_OK;
+}
+
+static EpStatus describe_scales(const EpOperation *o, const EpTensor *scales, EpScatterTensors *s) {
+    if (!scales) return EP_OK;
+    if (has_quant(o))
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "scales",
+                         "expected NULL on a handle that quantises, got a tensor");
+    if (!o->handle->group->config.max_scale_bytes)
+        return ep_refuse(&o->call, EP_ERR_ROW_BYTES, "scales",
+                         "expected NULL, since config.max_scale_bytes is 0, got a tensor");
+    EP_TRY(ep_arg_token_rows(o, "scales", scales, -1, NULL));
+    EP_TRY(
+        ep_arg_row_bytes(&o->call, "scales", scales, 4, o->handle->group->config.max_scale_bytes));
+    s->scales = scales->data;
+    s->scale_map.count = ep_tensor_row_elements(scales);
+    s->scale_type = scales->type;
+    return EP_OK;
+}
+
+static EpStatus describe_inputs(const EpOperation *o, const Inputs *in, EpScatter *scatter) {
+    *scatter = (EpScatter){.op = &ep_op_dispatch, .t = {.quant = EP_QUANT_NONE}};
+    EpScatterTensors *s = &scatter->t;
+    EP_TRY(describe_tokens(o, in->tokens, s));
+    if (has_quant(o)) EP_TRY(describe_quantised(o, in->tokens, s));
+    EP_TRY(describe_weights(o, in->topk_weights, s));
+    EP_TRY(describe_scales(o, in->scales, s));
+    s->scale_map.element_bytes = (int32_t)ep_type_bytes(s->scale_type);
+    s->scale_map.by_column = o->handle->shape.scale_order == EP_SCALES_BY_COLUMN;
+    s->scale_bytes = s->scale_map.count * s->scale_map.element_bytes;
+    return EP_OK;
+}
+
+/* ---- outputs ------------------------------------------------------------------------------- */
+
+static EpStatus describe_recv_tokens(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
+    EP_TRY(ep_arg_slot_rows(o, "recv_tokens", t, s->row_elements, "H"));
+    EP_TRY(ep_arg_type(&o->call, "recv_tokens", t, s->type));
+    EP_TRY(ep_arg_token_bytes(o, "recv_tokens", t));
+    s->out_rows = t->data;
+    s->out_capacity = ep_slot_capacity(o->handle, t);
+    return EP_OK;
+}
+
+static EpStatus describe_recv_weights(const EpOperation *o, const EpTensor *t,
+                                      EpScatterTensors *s) {
+    EP_TRY(ep_arg_pair(o, "recv_topk_weights", t, "topk_weights", s->carries_weights ? s : NULL));
+    if (!t) return EP_OK;
+    EP_TRY(ep_arg_slot_weights(o, "recv_topk_weights", t));
+    s->out_weights = t->data;
+    s->out_capacity = ep_min(s->out_capacity, ep_slot_capacity(o->handle, t));
+    return EP_OK;
+}
+
+static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
+    const char *cause = has_quant(o) ? "the handle's quant" : "scales";
+    EP_TRY(ep_arg_pair(o, "recv_scales", t, cause, s->scale_bytes ? s : NULL));
+    if (!t) return EP_OK;
+    EP_TRY(ep_arg_slot_scales(o, "recv_scales", t, s->scale_map.count));
+    EP_TRY(ep_arg_type(&o->call, "recv_scales", t, s->scale_type));
+    EP_TRY(ep_arg_alignment(&o->call, "recv_scales", t, 4));
+    s->out_scales = t->data;
+    int by_column = s->scale_map.by_column;
+    s->scale_map.slab_rows = by_column ? t->shape[t->ndim - 1] : 0;
+    int64_t rows = by_column && t->ndim == 2 ? t->shape[1] : ep_slot_capacity(o->handle, t);
+    if (t->ndim == 2) s->out_capacity = ep_min(s->out_capacity, rows);
+    return EP_OK;
+}
+
+static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
+    if (!t) return EP_OK;
+    if (o->handle->shape.layout != EP_LAYOUT_FLAT)
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "recv_topk_idx",
+                         "expected NULL outside the flat layout, got a tensor");
+    EP_TRY(ep_arg_slot_rows(o, "recv_topk_idx", t, o->step.info.top_k, "K"));
+    EP_TRY(ep_arg_index_type(&o->call, "recv_topk_idx", t));
+    s->out_idx = t->data, s->idx_type = t->type;
+    s->out_capacity = ep_min(s->out_capacity, ep_slot_capacity(o->handle, t));
+    return EP_OK;
+}
+
+/* Check and describe the outputs. The shortest one limits zero_tail (out_capacity). */
+static EpStatus describe_outputs(const EpOperation *o, const Outputs *out, EpScatterTensors *s) {
+    EP_TRY(describe_recv_tokens(o, out->tokens, s));
+    EP_TRY(describe_recv_weights(o, out->topk_weights, s));
+    EP_TRY(describe_recv_scales(o, out->scales, s));
+    return describe_recv_idx(o, out->topk_idx, s);
+}
+
+/* ---- forward ------------------------------------------------------------------------------- */
 
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                      const EpTensor *recv_topk_idx) {
-    const EpSent sent = {tokens, topk_weights, scales};
-    const EpReceived received = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
+    const Inputs in = {tokens, topk_weights, scales};
+    const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
     EpOperation o;
     EpScatter scatter;
     EpRouting routing;
     EP_TRY(ep_operation_begin_dispatch(&o, "ep_dispatch", handle));
-    EP_TRY(ep_dispatch_describe_sent(&o, &sent, &scatter));
-    EP_TRY(ep_dispatch_describe_received(&o, &received, &scatter));
+    EP_TRY(describe_inputs(&o, &in, &scatter));
+    EP_TRY(describe_outputs(&o, &out, &scatter.t));
     scatter.stream = stream;
     scatter.routing = ep_operation_routing(&o, stream, &routing);
     return ep_run_scatter(&o.call, handle, &scatter);
+}
+
+/* Keep the description of a send phase for its receive phase, without the inputs. */
+static void set_pending(const EpOperation *o, EpHandle *handle, const EpScatter *scatter) {
+    EpPending *pending = &handle->pending;
+    pending->kind = EP_PENDING_DISPATCH;
+    pending->step = o->step;
+    pending->scatter = *scatter;
+    pending->scatter.t.rows = pending->scatter.t.scales = NULL;
+    pending->scatter.t.topk_weights = NULL;
+    pending->scatter.routing = NULL;
+}
+
+EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+                          const EpTensor *scales, EpStream stream) {
+    const Inputs in = {tokens, topk_weights, scales};
+    EpOperation o;
+    EpScatter scatter;
+    EpRouting routing;
+    EP_TRY(ep_operation_begin_dispatch_send(&o, "ep_dispatch_send", handle));
+    EP_TRY(describe_inputs(&o, &in, &scatter));
+    scatter.phase = EP_PHASE_SEND;
+    scatter.stream = stream;
+    scatter.routing = ep_operation_routing(&o, stream, &routing);
+    EP_TRY(ep_run_scatter(&o.call, handle, &scatter));
+    set_pending(&o, handle, &scatter);
+    return EP_OK;
+}
+
+EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
+                          const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
+                          const EpTensor *recv_topk_idx) {
+    const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
+    EpOperation o;
+    EP_TRY(ep_operation_begin_receive(&o, "ep_dispatch_wait", handle, EP_PENDING_DISPATCH));
+    EpScatter scatter = handle->pending.scatter;
+    EP_TRY(describe_outputs(&o, &out, &scatter.t));
+    scatter.phase = EP_PHASE_RECEIVE;
+    scatter.stream = stream;
+    EP_TRY(ep_run_scatter(&o.call, handle, &scatter));
+    handle->pending.kind = EP_PENDING_NONE;
+    return EP_OK;
+}
+
+/* ---- backward ------------------------------------------------------------------------------ */
+
+static EpStatus check_weights(const EpOperation *o, const EpTensor *grad_slot_weights,
+                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
+    EP_TRY(ep_arg_pair(o, "grad_topk_weights", grad_topk_weights, "grad_slot_weights",
+                       grad_slot_weights));
+    if (!grad_slot_weights) return EP_OK;
+    EP_TRY(ep_arg_slot_weights(o, "grad_slot_weights", grad_slot_weights));
+    EP_TRY(ep_arg_token_rows(o, "grad_topk_weights", grad_topk_weights, o->step.info.top_k, "K"));
+    EP_TRY(ep_arg_dim(&o->call, "grad_topk_weights", grad_topk_weights, 0, grad_tokens->shape[0],
+                      "rows of grad_tokens"));
+    return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
+}
+
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
+                              const EpTensor *grad_slot_weights, EpStream stream,
+                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
+    EpOperation o;
+    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle));
+    EP_TRY(
+        ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
+    EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));
+    EpGatherTensors tensors = {.rows = grad_recv_tokens->data,
+                               .type = grad_recv_tokens->type,
+                               .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
+                               .row_elements = ep_tensor_row_elements(grad_recv_tokens),
+                               .carries_values = grad_slot_weights != NULL,
+                               .slot_values = grad_slot_weights ? grad_slot_weights->data : NULL,
+                               .out_rows = grad_tokens->data,
+                               .out_num_rows = grad_tokens->shape[0],
+                               .out_values = grad_topk_weights ? grad_topk_weights->data : NULL};
+    EpGather gather = {.op = &ep_op_dispatch_backward, .t = tensors, .stream = stream};
+    return ep_run_gather(&o.call, handle, &gather);
 }

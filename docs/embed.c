@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * libep inside a framework, valid C and C++: ranks that share nothing but a key-value store, as
- * frameworks have one for their own start (here files in a folder), and one layer forward and
- * backward with buffers of a fixed size. docs/embedding.md tells the rest.
+ * libep inside a framework, valid C and C++. Ranks share only a key-value store, like the one that
+ * frameworks use to start (here files in a folder). They run one layer forward and backward with
+ * buffers of a fixed size. docs/embedding.md explains the rest.
  *
  *     cc embed.c $(pkg-config --cflags --libs ep) -o embed && ./embed
  */
@@ -28,14 +28,14 @@ static void check(EpStatus status) {
 typedef struct Store {
     const char *folder;
     int32_t rank, size;
-    long turn; /* gatherings so far: each has keys of its own */
+    long turn; /* number of gathers so far; each has its own keys */
 } Store;
 
 static void name_key(const Store *store, long turn, int32_t rank, char path[128]) {
     snprintf(path, 128, "%s/%ld.%d", store->folder, turn, (int)rank);
 }
 
-/* A key appears with all of its value. */
+/* Write a value. Renaming the file makes the key appear only when its value is complete. */
 static EpStatus put(const Store *store, const void *value, size_t bytes) {
     char path[128], unfinished[136];
     name_key(store, store->turn, store->rank, path);
@@ -70,8 +70,8 @@ static EpStatus await(const Store *store, int32_t rank, void *value, size_t byte
     return EP_OK;
 }
 
-/* Who has this turn's values of all ranks knows that all have had the last turn's: so the own key
- * of that can go. */
+/* A rank that has all values of this gather knows that every rank has read those of the previous
+ * gather. So it deletes its own key of the previous gather. */
 static EpStatus gather(void *context, const void *in, void *out, size_t bytes, double timeout) {
     Store *store = (Store *)context;
     char old[128];
@@ -91,13 +91,13 @@ static EpStatus barrier(void *context, double timeout) {
 
 /* ---- a layer -------------------------------------------------------------------------------- */
 
-/* What is static: found once, when the layer is made. */
+/* What does not change between steps is set once, when the layer is created. */
 typedef struct Layer {
     EpGroup *group;
     EpHandle *handle;
     int32_t first_expert, num_experts;
-    int64_t rows;                                  /* capacity: of all that is received */
-    int32_t counts[EXPERTS], offsets[EXPERTS + 1]; /* of the plan, each step */
+    int64_t rows;                                  /* receive capacity */
+    int32_t counts[EXPERTS], offsets[EXPERTS + 1]; /* of each step's plan */
 } Layer;
 
 static Layer layer_new(const EpBootstrap *bootstrap) {
@@ -105,7 +105,7 @@ static Layer layer_new(const EpBootstrap *bootstrap) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = EXPERTS, config.max_tokens = TOKENS, config.max_top_k = TOP_K;
     config.max_row_bytes = HIDDEN * sizeof(float), config.alignment = 4;
-    config.backend = EP_BACKEND_HOST; /* the tensors below are plain memory, also where GPUs are */
+    config.backend = EP_BACKEND_HOST; /* the tensors below are plain memory, even if GPUs exist */
     for (int32_t r = 0; r < bootstrap->size; r++) {
         int64_t rows;
         check(ep_max_recv_rows(&config, bootstrap->size, r, EP_LAYOUT_EXPERT_MAJOR, 0, &rows));
@@ -125,7 +125,7 @@ static float *rows_new(int64_t rows, int64_t width) {
     return (float *)memset(aligned_alloc(64, bytes), 0, bytes);
 }
 
-/* Expert e multiplies by e + 1; so does its derivative. */
+/* Expert e multiplies by e + 1, and so does its derivative. */
 static void run_experts(const Layer *layer, const float *in, float *out) {
     for (int32_t e = 0; e < layer->num_experts; e++)
         for (int64_t i = 0; i < (int64_t)layer->counts[e] * HIDDEN; i++) {
@@ -138,7 +138,7 @@ static EpTensor matrix(const float *data, int64_t rows) {
     return ep_tensor_2d(data, EP_TYPE_FP32, rows, HIDDEN);
 }
 
-/* What a framework keeps for backward: the handle with its plan, the weights, the outputs. */
+/* Run one step. A framework keeps for backward: the handle with its plan, weights and outputs. */
 static int play(const EpBootstrap *bootstrap) {
     Layer layer = layer_new(bootstrap);
     int32_t idx[TOKENS * TOP_K];
@@ -166,14 +166,14 @@ static int play(const EpBootstrap *bootstrap) {
     EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
     plan.expert_counts = &t_counts, plan.expert_offsets = &t_offsets;
 
-    /* Forward. On a GPU all of it is on one stream, and nothing waits for the host. */
+    /* Forward. On a GPU all calls are on one stream, and none waits for the host. */
     check(ep_prepare(layer.handle, &t_idx, NULL, NULL, &plan));
     check(ep_dispatch(layer.handle, &t_x, &t_weight, NULL, NULL, &t_recv, &t_recv_weight, NULL,
                       NULL));
     run_experts(&layer, recv, done);
     check(ep_combine(layer.handle, &t_done, &t_recv_weight, NULL, &t_y));
 
-    /* Backward, on the same handle: its plan is that of the forward pass. */
+    /* Backward, on the same handle: it still holds the plan of the forward pass. */
     check(ep_combine_backward(layer.handle, &t_grad_y, &t_recv_weight, &t_done, NULL, &t_grad,
                               &t_grad_slot));
     run_experts(&layer, grad, grad_recv);
@@ -196,7 +196,7 @@ static int play(const EpBootstrap *bootstrap) {
                           done, grad, grad_recv, recv_weight, grad_slot};
     for (size_t i = 0; i < sizeof(all) / sizeof(*all); i++)
         free(all[i]);
-    ep_group_destroy(layer.group); /* and its handles */
+    ep_group_destroy(layer.group); /* also destroys its handles */
     return wrong != 0;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A first program, valid C and C++: each rank sends 4 tokens to 2 of 8 experts; expert e multiplies
- * by e + 1; the weighted outputs come back.
+ * A first program, valid C and C++. Each rank sends 4 tokens to 2 of 8 experts. Expert e multiplies
+ * its rows by e + 1. Each rank gets the weighted sums of the outputs back.
  *
  *     cc example.c $(pkg-config --cflags --libs ep-mpi) -o example && mpirun -n 2 ./example
  */
@@ -18,7 +18,7 @@ static void check(EpStatus status) {
     }
 }
 
-/* The experts: here plain multiplications, in your program grouped GEMMs. */
+/* The experts. Here they multiply by a number; a real program runs grouped GEMMs. */
 static void run_experts(const EpHandleInfo *info, int32_t first_expert, float *rows) {
     for (int32_t e = 0; e < info->num_local_experts; e++)
         for (int64_t i = 0; i < (int64_t)info->expert_counts[e] * HIDDEN; i++)
@@ -32,13 +32,13 @@ int main(int argc, char **argv) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = EXPERTS, config.max_tokens = TOKENS, config.max_top_k = TOP_K;
     config.max_row_bytes = HIDDEN * sizeof(float), config.alignment = 4;
-    config.backend = EP_BACKEND_HOST; /* the tensors below are plain memory, also where GPUs are */
+    config.backend = EP_BACKEND_HOST; /* the tensors below are plain memory, even if GPUs exist */
     EpGroup *group = NULL;
     EpHandle *layer = NULL;
     check(ep_group_create(&bootstrap, &config, &group));
     check(ep_handle_create(group, NULL, NULL, 0, &layer));
 
-    /* Rows start on 16 bytes. */
+    /* Rows must start on 16 bytes. */
     float *x = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float));
     float *y = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float));
     float weights[TOKENS * TOP_K];
@@ -51,7 +51,7 @@ int main(int argc, char **argv) {
     EpTensor topk_idx = ep_tensor_2d(idx, EP_TYPE_INT32, TOKENS, TOP_K);
     check(ep_prepare(layer, &topk_idx, NULL, NULL, NULL));
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    check(ep_handle_info(layer, &info)); /* exact sizing: now the number of rows is known */
+    check(ep_handle_info(layer, &info)); /* exact sizing: read the number of rows */
     int64_t rows = info.recv_rows;
     float *recv = (float *)aligned_alloc(64, (size_t)(rows * HIDDEN + 16) * sizeof(float));
     float *recv_w = (float *)malloc((size_t)(rows + 1) * sizeof(float));

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* A handle's life, its plan's numbers for users, and the first checks of every operation. */
 #include "handles/handle.h"
 
 #include <stddef.h>
@@ -75,11 +76,8 @@ static void release_workspace(EpHandle *handle) {
     handle->workspace = NULL;
 }
 
-static EpStatus attach(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
-    EP_TRY(attach_workspace(call, handle));
-    return attach_memory(call, handle, memory, bytes);
-}
-
+/* Open a handle's buffers in latency mode. This is collective, so ranks whose handle has failed
+ * (`mine`) take part, too. */
 static EpStatus open_buffers(const EpCall *call, EpHandle *handle, EpStatus mine) {
     EpGroup *group = handle->group;
     if (!ep_handle_is_latency(handle)) return mine;
@@ -112,7 +110,9 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     handle->top_k = config ? config->top_k : EP_DEFAULT;
     handle->ordinal = group->handles_created;
     int before = ep_group_enter(group, call.name);
-    EpStatus status = open_buffers(&call, handle, attach(&call, handle, memory, bytes));
+    EpStatus status = attach_workspace(&call, handle);
+    if (status == EP_OK) status = attach_memory(&call, handle, memory, bytes);
+    status = open_buffers(&call, handle, status);
     if (status != EP_OK) {
         if (handle->memory) group->backend->retire_plan(handle);
         close_buffers(handle);
@@ -130,6 +130,7 @@ EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *me
     return EP_OK;
 }
 
+/* Move a handle to `memory`, which must hold its plan. */
 static EpStatus rebind(const EpCall *call, EpHandle *handle, void *memory, size_t bytes) {
     EP_TRY(check_memory(call, handle->group, memory, bytes, handle->bytes));
     EP_TRY(handle->group->backend->check_plan(handle, call->name, memory));
@@ -143,7 +144,7 @@ EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes) {
     EP_TRY(ep_object_check(&call, "handle", handle, EP_OBJECT_HANDLE));
     call.rank = handle->group->rank;
     if (!memory) return ep_refuse(&call, EP_ERR_NULL, "memory", "expected a pointer, got NULL");
-    EP_TRY(ep_flight_check(&call, &handle->flight, EP_FLYING_NOTHING));
+    EP_TRY(ep_pending_check(&call, &handle->pending, EP_PENDING_NONE));
     int before = ep_group_enter(handle->group, call.name);
     EpStatus status = rebind(&call, handle, memory, bytes);
     ep_group_leave(handle->group, before);
@@ -179,6 +180,7 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
 
 /* ---- entering an operation ----------------------------------------------------------------- */
 
+/* Check handle, group and memory. Sets call->rank. */
 static EpStatus enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
     call->rank = handle->group->rank;
@@ -190,19 +192,19 @@ static EpStatus enter(EpCall *call, const EpHandle *handle) {
 
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(enter(call, handle));
-    return ep_flight_check(call, &handle->flight, EP_FLYING_NOTHING);
+    return ep_pending_check(call, &handle->pending, EP_PENDING_NONE);
 }
 
-EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what) {
+EpStatus ep_handle_enter_receive(EpCall *call, const EpHandle *handle, EpPendingKind kind) {
     EP_TRY(enter(call, handle));
-    EP_TRY(ep_handle_check_halves(call, handle));
-    return ep_flight_check(call, &handle->flight, what);
+    EP_TRY(ep_handle_check_phases(call, handle));
+    return ep_pending_check(call, &handle->pending, kind);
 }
 
-EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle) {
+EpStatus ep_handle_check_phases(const EpCall *call, const EpHandle *handle) {
     if (ep_handle_is_latency(handle)) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "handle",
-                     "expected one in latency mode, where operations have halves, got one in "
+                     "expected one in latency mode, where operations have two phases, got one in "
                      "throughput mode");
 }
 
@@ -214,7 +216,7 @@ EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *
 EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step) {
     *step = (EpStep){.info = EP_HANDLE_INFO_INIT};
     EP_TRY(handle->group->backend->read_plan(handle, step));
-    if (handle->recorded.pending)
+    if (handle->deferred.pending)
         return ep_refuse(
             call, EP_ERR_NOT_PREPARED, "handle",
             "expected ep_dispatch first, which makes the plan in latency mode, got only "
@@ -222,7 +224,7 @@ EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step
     if (!step->prepared)
         return ep_refuse(call, EP_ERR_NOT_PREPARED, "handle",
                          "expected a prepared handle, got one without a plan");
-    /* The number of tokens may lie in device memory, and nobody waits for it. */
+    /* num_tokens may lie in device memory, and the host does not wait for it. */
     if (ep_handle_is_latency(handle)) step->exact = 1;
     return EP_OK;
 }

@@ -3,13 +3,13 @@
 #define EP_HANDLES_HANDLE_H
 
 /**
- * EpHandle: a layer's configuration and the address of its memory. The object itself holds nothing
- * of a step; that is all in the plan (plan.h), which backends fill and read.
+ * EpHandle: a layer's configuration and the address of its memory. A step's state is in the plan
+ * (plan.h), which backends fill and read. In latency mode the handle also holds a deferred routing
+ * and a pending operation (pending.h).
  */
 
-#include "handles/flight.h"
+#include "handles/pending.h"
 #include "handles/plan.h"
-#include "handles/recorded.h"
 #include "runtime/group.h"
 
 struct EpHandle {
@@ -17,35 +17,36 @@ struct EpHandle {
     EpGroup *group;
     EpHandle *previous, *next; /* the group's live handles */
     EpPlanShape shape;
-    int32_t top_k; /* of every step, or EP_DEFAULT */
-    int32_t ordinal;
-    void *memory;
+    int32_t top_k;   /* K of every step; EP_DEFAULT: any */
+    int32_t ordinal; /* number of the handle in its group */
+    void *memory;    /* of the plan */
     int64_t bytes;
     int owns_memory;
-    void *backend_state; /* what a backend keeps outside the plan: nothing of the host's */
-    void *workspace;     /* the library's in any case; NULL where none is needed */
+    void *backend_state; /* the backend's state outside the plan; NULL on the host backend */
+    void *workspace;     /* owned by the library; NULL: the backend needs none */
     int64_t workspace_bytes;
     /* latency mode */
-    EpRecorded recorded;
-    EpFlight flight;
-    void *buffer; /* the backend's, for rows in flight */
+    EpDeferredRouting deferred;
+    EpPending pending;
+    void *buffer; /* owned by the backend */
     int64_t buffer_bytes;
 };
 
-/** Check the configuration (NULL: defaults) and derive the plan's shape from it. `offers`: what the
- *  backend has (EP_OFFERS_...). */
+/** Check the configuration (NULL: defaults) and derive the plan's shape from it. `offers`: the
+ *  backend's features (EP_OFFERS_...). */
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                          int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
                          EpPlanShape *shape);
 
-/** The same for a handle of a group that exists. */
+/** Call ep_handle_shape with a group's configuration, backend and rank. */
 EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                                const EpHandleConfig *config, EpPlanShape *shape);
 
-/** Private memory of a handle beside its plan, 0 for none. */
+/** Returns the bytes of a handle's private workspace; 0: none. */
 int64_t ep_workspace_bytes(const EpBackendOps *backend, const EpPlanShape *shape,
                            const EpGroupConfig *config);
 
+/** Returns the mode and the memory of a handle with this shape. */
 EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
                                   const EpGroupConfig *config);
 
@@ -54,42 +55,29 @@ static inline int ep_handle_is_latency(const EpHandle *handle) {
 }
 
 /**
- * What every operation checks first: a live handle, a group that has not failed, memory that holds
- * this handle's plan, nothing in flight. Sets call->rank.
+ * Make the first checks of every operation: the handle is live, the group has not failed, the
+ * memory holds this handle's plan, no operation is pending. Sets call->rank.
  */
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
 
-/** The same for the second half of what flies. */
-EpStatus ep_handle_enter_wait(EpCall *call, const EpHandle *handle, EpFlying what);
+/** Make the first checks of a receive phase: as ep_handle_enter, but in latency mode and with an
+ *  operation of this kind pending. */
+EpStatus ep_handle_enter_receive(EpCall *call, const EpHandle *handle, EpPendingKind kind);
 
-/** Refuse a handle in throughput mode, which has no halves. */
-EpStatus ep_handle_check_halves(const EpCall *call, const EpHandle *handle);
+/** Refuse a handle in throughput mode, whose operations have no phases. */
+EpStatus ep_handle_check_phases(const EpCall *call, const EpHandle *handle);
 
-/** The same, and that the handle has a plan; reads its numbers for argument checks. */
+/** Call ep_handle_enter, then ep_handle_read. */
 EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
+
+/** Refuse a handle without a plan. Sets `step`, which argument checks use. */
 EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step);
 
-/** The header of a handle's empty plan; and whether a header and a last word are this handle's. */
+/** Returns the header of a handle's empty plan. */
 EpPlanHeader ep_plan_header(const EpHandle *handle);
+
+/** Refuse a plan whose header differs from `expected` or whose last word is not the magic. */
 EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tail,
                        const EpPlanHeader *expected);
-
-/** Plans in plain memory: the host backend's part of the table. */
-int64_t ep_host_plan_bytes(const EpPlanShape *shape);
-EpStatus ep_host_format_plan(EpHandle *handle);
-EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
-void ep_host_retire_plan(EpHandle *handle);
-EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out);
-EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
-int64_t ep_host_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
-EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
-void ep_host_close_buffers(EpHandle *handle);
-
-/** The plan of a handle on the host backend. */
-static inline EpPlan ep_host_plan(const EpHandle *handle) {
-    EpPlan plan;
-    ep_plan_map(&handle->shape, handle->memory, &plan);
-    return plan;
-}
 
 #endif

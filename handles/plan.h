@@ -3,22 +3,19 @@
 #define EP_HANDLES_PLAN_H
 
 /**
- * The plan: what ep_prepare makes of a step's routing, in one flat block of handle memory. This is
- * the one place that knows where anything lies in it; sizes, code and tests ask ep_plan_map.
+ * The plan: ep_prepare writes it from a step's routing, into one flat block of handle memory. This
+ * file has the common part of both backends' plans: the shape that sizes follow from, the header,
+ * and the arithmetic of slabs. Each backend has arrays of its own (host/plan.h, cuda/plan.h).
  *
- * The plan holds indices, never pointers, so its bytes may be moved. It has three parts:
+ * A plan holds indices, never pointers, so its bytes may be moved.
  *
- *   what users see    counts, padded counts and offsets of the local experts, and totals
- *   as a source       which of this rank's tokens go to which rank
- *   as a receiver     which rows come from which rank, and to which slots each goes
- *
- * Words: a "row" is a (token, rank) pair, what travels once; an "entry" is one slot that a row
- * fills on its arrival. Rows are ordered by (source rank, token), entries within a row by k.
+ * Words: a "row" is a (token, rank) pair, which travels once. An "entry" is one (token, k): a slot
+ * that an arriving row fills. Rows are ordered by (source rank, token), entries within a row by k.
  */
 
-#include "runtime/config.h"
+#include "runtime/layout.h"
 
-/** What the sizes of a plan depend on. */
+/** The numbers and settings that determine a plan's sizes. */
 typedef struct EpPlanShape {
     int32_t num_ranks, rank;
     int32_t num_experts, num_local;
@@ -34,7 +31,7 @@ typedef struct EpPlanShape {
     EpScaleOrder scale_order;
 } EpPlanShape;
 
-/** First bytes of handle memory. */
+/** The first bytes of handle memory. */
 typedef struct EpPlanHeader {
     uint64_t magic;   /**< EP_PLAN_MAGIC; EP_PLAN_DEAD after destroy */
     uint64_t group;   /**< id of the group */
@@ -43,67 +40,70 @@ typedef struct EpPlanHeader {
     int64_t bytes;    /**< of the block; the last eight repeat the magic */
     int64_t step;     /**< generation: completed prepares */
     int64_t num_tokens, top_k;
-    int64_t num_rows;   /**< rows of topk_idx; more than num_tokens where those were given apart */
+    int64_t num_rows;   /**< rows of topk_idx; may exceed num_tokens where that was given */
     int64_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
     int64_t recv_rows, needed_rows, dropped_slots;
-    int64_t most_tokens; /**< largest T of any rank: how many rounds there are */
-    /* CUDA: rows to other ranks, from them, and those that stay; the host counts them */
+    int64_t most_tokens; /**< largest T of any rank: gives the number of rounds */
+    /* CUDA: rows to other ranks, from them, and rows that stay; the host counts them */
     int32_t rows_sent, rows_received, rows_kept, reserved;
 } EpPlanHeader;
 
 #define EP_PLAN_MAGIC 0x6e616c702d706531ull
 #define EP_PLAN_DEAD 0x646165642d706531ull
 
-/** The plan's arrays, located. G = R * max_tokens, K = max_top_k. */
-typedef struct EpPlan {
-    EpPlanHeader *header;
-    /* what users see */
-    int32_t *expert_counts;  /* [L] */
-    int32_t *expert_padded;  /* [L] */
-    int32_t *expert_offsets; /* [L + 1] */
-    /* as a source */
-    int32_t *send_counts; /* [E] entries of this rank for each expert */
-    int16_t *owner;       /* [max_tokens, K] rank of each entry's expert, -1 if dead */
-    int32_t *send_begin;  /* [R + 1] this rank's rows for each rank, as ranges of send_token */
-    int32_t *send_token;  /* [max_tokens * min(K, R)] */
-    /* as a receiver */
-    int32_t *rank_tokens;   /* [R] T of each rank */
-    int32_t *source_counts; /* [R, L] entries of each rank for each local expert */
-    int32_t *next_slot;     /* [R, L] scratch of prepare: slot of the next such entry */
-    int32_t *next_row;      /* [R] scratch of prepare */
-    int32_t *next_entry;    /* [R] scratch of prepare */
-    int32_t *recv_begin;    /* [R + 1] rows of each rank, as ranges of the row arrays */
-    int32_t *row_token;     /* [G] */
-    int32_t *row_entry;     /* [G] first entry of each row */
-    uint8_t *row_entries;   /* [G] how many; fewer than were routed where slots were dropped */
-    int32_t *entry_slot;    /* [entries] */
-    uint8_t *entry_k;       /* [entries]; not FLAT, where a row's one entry stands for all k */
-    int32_t *row_experts;   /* FLAT: [rows, K] local expert or -1 */
-    uint64_t *tail;         /* canary */
-} EpPlan;
-
-/** Locate the arrays of the plan at `memory` and return its bytes; with NULL, for the bytes alone.
- */
-int64_t ep_plan_map(const EpPlanShape *shape, void *memory, EpPlan *plan);
-
-/** Most entries, the bound of every index in the plan. */
-int64_t ep_plan_max_entries(const EpPlanShape *shape);
-
-/** Largest number that an index or slot of this shape can reach; must fit an int32_t. */
+/** Returns the largest index or slot number of this shape. It must fit an int32_t. */
 int64_t ep_plan_largest_index(const EpPlanShape *shape);
 
+/** Returns the most rows that can arrive: G = R * max_tokens, or 0 on a rank without experts. */
+static inline int64_t ep_plan_max_rows(const EpPlanShape *s) {
+    return s->num_local ? (int64_t)s->num_ranks * s->max_tokens : 0;
+}
+
+/* ---- slabs --------------------------------------------------------------------------------- */
+
+/** Returns the rows of a slab with `count` entries, padding included. The alignment is a power of
+ *  two. */
+EP_HOST_DEVICE static inline int32_t ep_slab_rows(const EpPlanShape *s, int32_t count) {
+    return (count + s->alignment - 1) & -s->alignment;
+}
+
+/** Returns the end of the slots that entries of local expert `expert` may fill. */
+EP_HOST_DEVICE static inline int64_t ep_slot_limit(const EpPlanShape *s, int32_t expert) {
+    if (s->layout == EP_LAYOUT_BATCHED) return (expert + 1) * s->rows_per_expert;
+    return s->capacity ? s->capacity : INT32_MAX;
+}
+
+/** An expert's slab, cut off at the capacity. */
+typedef struct EpSlab {
+    int64_t offset; /**< its first slot */
+    int64_t kept;   /**< entries that have a slot */
+    int64_t padded; /**< rows, padding included */
+} EpSlab;
+
 /**
- * From source_counts to slots: fills expert_counts, expert_padded, expert_offsets, next_slot and
- * the header's totals. FLAT needs recv_begin as well, and leaves expert_counts at zero.
+ * Returns the slab of local expert `expert` with `count` entries. `start`: rows of the slabs before
+ * it, padding included and capacity ignored. The batched layout ignores it.
  */
-void ep_plan_lay_slabs(const EpPlanShape *shape, EpPlan *plan);
+EP_HOST_DEVICE static inline EpSlab ep_slab(const EpPlanShape *s, int32_t expert, int64_t start,
+                                            int32_t count) {
+    int64_t limit = ep_slot_limit(s, expert);
+    if (s->layout == EP_LAYOUT_BATCHED) start = expert * s->rows_per_expert;
+    EpSlab slab;
+    slab.offset = ep_min(start, limit);
+    slab.kept = ep_max(0, ep_min(count, limit - start));
+    slab.padded = ep_min(start + ep_slab_rows(s, count), limit) - slab.offset;
+    return slab;
+}
 
-/** First slot that an expert's entries may not fill. */
-int64_t ep_plan_slot_limit(const EpPlanShape *shape, int32_t expert);
-
-/** How many rows of slab `expert` are filled, and where the slab, padding included, ends. */
-static inline int64_t ep_plan_slab_end(const EpPlan *plan, int32_t expert) {
-    return (int64_t)plan->expert_offsets[expert] + plan->expert_padded[expert];
+/**
+ * Returns the end of the rows behind a slab's entries that must be zero: the slab's padding, or,
+ * in the batched layout with zero_tail, the rest of the expert's rows. `offsets` [L + 1] and
+ * `padded` [L] are the plan's.
+ */
+EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const int32_t *offsets,
+                                                    const int32_t *padded, int32_t expert) {
+    if (s->layout == EP_LAYOUT_BATCHED && s->zero_tail) return offsets[expert + 1];
+    return (int64_t)offsets[expert] + padded[expert];
 }
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* ep_prepare: check the arguments, then call the backend or, in latency mode, defer the routing. */
 #include <stddef.h>
 #include <string.h>
 
-#include "handles/ops.h"
+#include "handles/operation.h"
 
 static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
     const EpGroupConfig *config = &handle->group->config;
@@ -21,7 +22,7 @@ static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const
     return EP_OK;
 }
 
-/* Its value is for the backend to check: it may lie in device memory. */
+/* The backend checks the value, which may lie in device memory. */
 static EpStatus check_num_tokens(const EpCall *call, const EpTensor *t) {
     if (!t) return EP_OK;
     EP_TRY(ep_arg_tensor(call, "num_tokens", t, 1));
@@ -50,7 +51,7 @@ static EpStatus check_source_counts(const EpCall *call, const EpHandle *handle, 
     return ep_arg_dim(call, argument, t, 1, handle->shape.num_ranks, "ranks");
 }
 
-/* A copy of the caller's struct, which may be of the size it had before it grew. */
+/* Copy and check the caller's struct, which may have the size of an earlier version. NULL: none. */
 static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPlanTensors *given,
                          EpPlanTensors *out) {
     int64_t local = handle->shape.num_local;
@@ -67,7 +68,7 @@ static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPla
     return check_source_counts(call, handle, out->source_counts);
 }
 
-/* The indices are to this call what rows are to the others. */
+/* Check that the backend reaches all tensors. topk_idx with LIBEP_CHECK=rows, too. */
 static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTensor *topk_idx,
                             const EpTensor *num_tokens, const EpPlanTensors *out) {
     const EpCheck all = EP_CHECK_ALL;
@@ -102,6 +103,6 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
                          .call = call.name};
     if (!ep_handle_is_latency(handle)) return ep_run_prepare(&call, handle, &routing);
     routing.op = &ep_op_route;
-    ep_recorded_keep(&handle->recorded, &routing);
+    ep_routing_defer(&handle->deferred, &routing);
     return EP_OK;
 }

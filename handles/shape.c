@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a handle's configuration means: the shape of its plan, and what it takes. */
+/* Derives a plan's shape and its memory from a handle's configuration. */
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
+#include "bootstrap/gpus.h"
 #include "handles/handle.h"
 
-static int64_t inherit(int64_t value, int64_t standard) {
-    return value == EP_DEFAULT ? standard : value;
+/* Returns the group's value where the handle has EP_DEFAULT. */
+static int64_t inherit(int64_t value, int64_t of_group) {
+    return value == EP_DEFAULT ? of_group : value;
 }
 
 static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
@@ -24,7 +27,7 @@ static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
     return EP_OK;
 }
 
-static EpStatus check_new_fields(const EpCall *call, const EpHandleConfig *c) {
+static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *c) {
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
@@ -60,10 +63,11 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
     if (c->zero_tail != 0 && c->zero_tail != 1)
         return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected 0 or 1, got %d",
                          c->zero_tail);
-    return check_new_fields(call, c);
+    return check_mode_and_scales(call, c);
 }
 
-/* A copy of the caller's configuration, which may be of the size it had before it grew. */
+/* Copy and check the caller's configuration, which may have the size of an earlier version. NULL:
+ * defaults. */
 static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
                             const EpHandleConfig *given, EpHandleConfig *out) {
     *out = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
@@ -74,7 +78,7 @@ static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
     return check_config(call, group, out);
 }
 
-/* Everyone's mode follows from what all ranks have in common. */
+/* Choose the mode from values that are equal on all ranks, so that all choose the same. */
 static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                             const EpHandleConfig *c, EpPlanShape *s) {
     int static_size = s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
@@ -93,6 +97,7 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
         "known before rows arrive, got 0 (exact sizing)");
 }
 
+/* Set how rows are quantised and how scales lie; refuse what the backend lacks. */
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
     s->quant = c->quant, s->scale_order = c->scale_order;
@@ -178,5 +183,60 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
     EpPlanShape shape;
     EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
     *out = ep_handle_shape_cost(&shape, group->backend, &group->config);
+    return EP_OK;
+}
+
+/* ---- before a group exists ----------------------------------------------------------------- */
+
+/* Choose the backend from what this process sees of its GPUs. Writes the reason; returns NULL where
+ * no backend will do. */
+static const EpBackendOps *choose_backend(const EpGroupConfig *config, int32_t num_ranks,
+                                          const EpSettings *settings, EpGroupMemory *m) {
+    EpBackend wish = ep_backend_wish(config, settings);
+    const char *contradiction = ep_backend_contradiction(config, wish);
+    if (contradiction) {
+        snprintf(m->reason, sizeof(m->reason), "%s", contradiction);
+        return NULL;
+    }
+    char why_not[192] = "";
+    int usable =
+        wish != EP_BACKEND_HOST && ep_gpus_usable_here(config, num_ranks, why_not, sizeof(why_not));
+    return ep_backend_ops(ep_backend_decide(wish, usable, why_not, m->reason, sizeof(m->reason)));
+}
+
+/* Compute the memory of a group and of a handle with the group's defaults. */
+static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks,
+                        const EpSettings *settings, EpGroupMemory *m) {
+    const EpBackendOps *backend = choose_backend(config, num_ranks, settings, m);
+    EpPlanShape shape;
+    if (!backend) return EP_OK;
+    m->backend = backend->id;
+    backend->measure(config, num_ranks, settings, &m->shared_bytes, &m->private_bytes);
+    m->private_bytes += ep_group_own_bytes(num_ranks);
+    m->feasible = 1;
+    /* Here every handle must set a size or a layout, so there is no default to measure. */
+    if (config->mode == EP_MODE_LATENCY && config->max_recv_rows == 0) return EP_OK;
+    /* Rank 0 has the most experts. */
+    EpStatus status = ep_handle_shape(call, config, backend->offers, num_ranks, 0, NULL, &shape);
+    if (status != EP_OK) {
+        snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
+        m->feasible = 0;
+        return EP_OK;
+    }
+    EpHandleCost cost = ep_handle_shape_cost(&shape, backend, config);
+    m->handle_bytes = cost.plan_bytes + cost.buffer_bytes;
+    return EP_OK;
+}
+
+EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out) {
+    EpCall call = {"ep_group_memory", -1};
+    EpGroupConfig read;
+    EP_TRY(ep_config_read(&call, config, num_ranks, &read));
+    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EpSettings settings;
+    EP_TRY(ep_settings_load(&settings));
+    EpGroupMemory m = EP_GROUP_MEMORY_INIT;
+    EP_TRY(measure(&call, &read, num_ranks, &settings, &m));
+    *out = m;
     return EP_OK;
 }

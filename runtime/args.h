@@ -10,31 +10,31 @@
 #include "runtime/dtype.h"
 #include "runtime/status.h"
 
-/** Struct size, dimensions, sizes >= 0, and data where there are elements. */
+/** Check struct size, number of dimensions, sizes >= 0, and that data is given unless empty. */
 EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim);
 
-/** One type. */
+/** Check for one type. */
 EpStatus ep_arg_type(const EpCall *call, const char *argument, const EpTensor *t, EpType type);
 
-/** FP32, and data on a multiple of 4 bytes: weights. */
+/** Check for FP32, and data on a multiple of 4 bytes. For weights. */
 EpStatus ep_arg_float(const EpCall *call, const char *argument, const EpTensor *t);
 
-/** INT32 or INT64, and data on a multiple of their bytes. */
+/** Check for INT32 or INT64, and data on a multiple of an element's bytes. */
 EpStatus ep_arg_index_type(const EpCall *call, const char *argument, const EpTensor *t);
 
-/** BF16, FP16 or FP32. */
+/** Check for BF16, FP16 or FP32. */
 EpStatus ep_arg_summable(const EpCall *call, const char *argument, const EpTensor *t);
 
-/** Dimension `dim` is exactly `expected`; `what` names it, as in "H". */
+/** Check that dimension `dim` is `expected`; `what` names it, as in "H". */
 EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t, int dim,
                     int64_t expected, const char *what);
 
-/** Bytes of a row (the last dimension): a multiple of `unit`, `unit` .. `most`. And aligned data.
- */
+/** Check that a row (the last dimension) has `unit` .. `most` bytes, a multiple of `unit`, and that
+ *  data is on a multiple of `unit` bytes. */
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most);
 
-/** Data on a multiple of `unit` bytes, where there are any. */
+/** Check that data, unless empty, is on a multiple of `unit` bytes. */
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit);
 

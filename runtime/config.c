@@ -5,8 +5,6 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "runtime/exchange.h"
-
 static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
                             int64_t high) {
     if (value >= low && value <= high) return EP_OK;
@@ -62,7 +60,7 @@ EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t 
                                  sizeof(full)));
     memcpy(&full, given, given->struct_size);
     full.struct_size = sizeof(full);
-    /* Also of one that is refused: until then its peers are waited for, to tell them. */
+    /* Even a refused configuration sets the timeout: this rank still meets its peers within it. */
     if (isfinite(full.timeout_seconds)) out->timeout_seconds = full.timeout_seconds;
     EP_TRY(check(call, &full, num_ranks));
     *out = full;
@@ -83,36 +81,6 @@ EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned
     return fits ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
 }
 
-EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t scale_bytes) {
-    EpRecord r;
-    r.weights = ep_round_up(row_bytes, 16);
-    r.scales = r.weights + ep_round_up(num_weights * (int64_t)sizeof(float), 16);
-    r.bytes = r.scales + ep_round_up(scale_bytes, 16);
-    return r;
-}
-
-/* A group whose whole step fits this takes it: one round an operation. */
-#define SMALL_STAGE_BYTES (4 << 20)
-/* Message sizes are ints in MPI. */
-#define MOST_STAGE_BYTES (1LL << 30)
-
-int64_t ep_config_stage_bytes(const EpGroupConfig *c, int32_t num_ranks,
-                              const EpSettings *settings) {
-    EpPlacement placement = ep_config_placement(c, num_ranks);
-    int64_t record = ep_record(c->max_row_bytes, c->max_top_k, c->max_scale_bytes).bytes;
-    int64_t route =
-        4 * (EP_ROUTE_HEAD_WORDS + ep_placement_most(&placement) + ep_route_words(c->max_top_k));
-    int64_t least = ep_exchange_least_stage(num_ranks, ep_max(record, route));
-    int64_t one_round = ep_exchange_least_stage(num_ranks, ep_max(record * c->max_tokens, route));
-    /* Beyond that, about half of the rows that a step may send to other ranks: more would cut time
-     * little, and cost more memory than travels. */
-    int64_t spread = ep_max(2, ep_min(c->max_top_k, num_ranks - 1) / 2);
-    int64_t lean = spread * ep_round_up(record * c->max_tokens + 64, 64);
-    int64_t useful = ep_max(lean, ep_min(one_round, SMALL_STAGE_BYTES));
-    int64_t most = ep_min(settings->stage_bytes, MOST_STAGE_BYTES);
-    return ep_round_up(ep_max(least, ep_min(most, useful)), 256);
-}
-
 /* ---- public -------------------------------------------------------------------------------- */
 
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
@@ -130,14 +98,14 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
     return EP_OK;
 }
 
-/* Slots of one expert are bounded before those of all are: the product may exceed any integer. */
+/* Returns a * b, or INT64_MAX if that overflows, as the slots of all experts may. */
 static int64_t saturated_product(int64_t a, int64_t b) {
     int64_t product;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-/* Worst case of slabs: most slots of one expert, most slots of the rank, padding to the alignment.
- * The derivation stands at ep_max_recv_rows in the public header. */
+/* Returns the largest number of rows of all slabs, padding included, given the most slots of one
+ * expert and of the rank. The public header derives it, at ep_max_recv_rows. */
 static int64_t worst_slabs(int64_t per_expert, int64_t per_rank, int64_t local, int64_t align) {
     int64_t touched = ep_min(local, per_rank);
     int64_t by_expert = saturated_product(local, ep_round_up(per_expert, align));

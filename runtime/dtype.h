@@ -3,9 +3,9 @@
 #define EP_RUNTIME_DTYPE_H
 
 /**
- * Number formats: conversions between the 16-bit types and float, rounding to nearest even, written
- * without branches so that compilers vectorize the loops around them. Every NaN becomes 0x7fff, as
- * the GPU's conversions have it, so that backends agree to the bit.
+ * Number formats: conversions between the 16-bit types and float. They round to nearest even, and
+ * have no branches, so that compilers vectorize loops that call them. Every NaN becomes 0x7fff, as
+ * in the GPU's conversions, so backends agree to the bit.
  */
 
 #include <stdint.h>
@@ -35,8 +35,8 @@ static inline uint16_t ep_bf16_from_float(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
 }
 
-/* Shift exponent and mantissa into place and rebias; subnormals are renormalized by a subtraction
- * that the floating-point unit does exactly. */
+/* Shifts exponent and mantissa into place and rebiases; a floating-point subtraction, which is
+ * exact, normalizes subnormals. */
 static inline float ep_float_from_fp16(uint16_t x) {
     uint32_t magnitude = ((uint32_t)x & 0x7fffu) << 13;
     uint32_t exponent = magnitude & 0x0f800000u;
@@ -48,8 +48,8 @@ static inline float ep_float_from_fp16(uint16_t x) {
     return ep_float_from_bits(bits | ((uint32_t)x & 0x8000u) << 16);
 }
 
-/* Values below the smallest normal are rounded by adding 0.5, whose last place is exactly the
- * subnormals' step; normal values by integer arithmetic on the float's bits. */
+/* Rounds values below the smallest normal by adding 0.5, whose last place is exactly the
+ * subnormals' step, and normal values by integer arithmetic on the float's bits. */
 static inline uint16_t ep_fp16_from_float(float value) {
     uint32_t bits = ep_float_bits(value), sign = bits >> 16 & 0x8000u;
     uint32_t magnitude = bits & 0x7fffffffu;
@@ -68,7 +68,7 @@ static inline int ep_type_is_index(EpType type) {
     return type == EP_TYPE_INT32 || type == EP_TYPE_INT64;
 }
 
-/** "bf16"; "type 99" values give "no type". */
+/** Returns a type's name, as in "bf16"; "no type" for a value that is not an EpType. */
 const char *ep_type_name(EpType type);
 
 #endif

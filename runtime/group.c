@@ -18,7 +18,7 @@ EpStatus ep_group_usable(const EpGroup *group) {
     return ep_fail(group->failed, "%s", group->failure_sentence);
 }
 
-void ep_group_note(EpFinding *pending, const EpFinding *finding) {
+void ep_group_record(EpFinding *pending, const EpFinding *finding) {
     int64_t count = pending->status == EP_OK ? 0 : pending->count;
     if (pending->status == EP_OK) *pending = *finding;
     pending->count = count + finding->count;
@@ -66,7 +66,7 @@ static EpStatus report_overflow(const EpFinding *f) {
                    f->rank, (long long)f->expected, (long long)f->seen, (long long)f->count);
 }
 
-/* Hand out a pending finding, and forget it. */
+/* Copy a pending async error to `out`, clear it, and return its status. */
 static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(const EpFinding *)) {
     EpStatus status = report(pending);
     if (out) *out = *pending;

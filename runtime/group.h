@@ -3,8 +3,8 @@
 #define EP_RUNTIME_GROUP_H
 
 /**
- * EpGroup as the library sees it. bootstrap/group_create.c makes and ends groups; here is what
- * everyone else needs of them: who we are, which backend serves us, and what went wrong.
+ * EpGroup, the library's view: the ranks, the backend that serves them, and what went wrong.
+ * bootstrap/group_create.c creates and destroys groups.
  */
 
 #include "runtime/backend.h"
@@ -15,11 +15,11 @@
 typedef struct EpChoice {
     EpBackend backend;
     int32_t device;   /* this rank's CUDA device, -1 on the host backend */
-    int32_t dealt;    /* 1 if nobody had made it current */
+    int32_t assigned; /* 1 if libep chose it and it was not current before */
     int32_t alone;    /* 1 if no other rank of the group is in this process */
-    int32_t shared;   /* 1 if some ranks share a GPU: then NCCL has no communicator for them */
+    int32_t shared;   /* 1 if some ranks share a GPU, which NCCL does not support */
     char bus[20];     /* the device's PCI bus id, "" on the host backend */
-    char gpu[64];     /* its name and bus id, likewise */
+    char gpu[64];     /* the device's name and bus id, "" on the host backend */
     char reason[256]; /* why this backend and not the other */
 } EpChoice;
 
@@ -27,36 +27,36 @@ struct EpGroup {
     EpObject object;
     EpBootstrap bootstrap;
     EpGroupConfig config;
-    EpSettings settings; /* as they were at create */
+    EpSettings settings; /* read at creation */
     int32_t rank, size;
     EpPlacement placement;
     int32_t first_expert, num_local;
     int32_t *nodes; /* [size] node of each rank */
     int32_t num_nodes, numa, cpus;
     EpChoice choice;
-    int32_t bound; /* whether to the CPUs near its GPU */
+    int32_t bound; /* 1 if bound to the CPUs near its GPU */
     double timeout;
-    uint64_t id; /* tells this group's handle memory from another's */
-    int32_t tag; /* of its messages: taken from the id, to tell groups apart */
+    uint64_t id; /* identifies this group's handle memory */
+    int32_t tag; /* of this group's messages; the low bits of the id */
     int32_t handles_created;
     struct EpHandle *handles; /* live ones */
     int64_t library_bytes;
     const EpBackendOps *backend;
     void *backend_state;
-    EpWindow windows[EP_MAX_WINDOWS]; /* memory that peers reach; equally placed on all ranks */
-    EpFinding routing, overflow;      /* pending findings; status EP_OK where none */
-    int lost;                         /* a meeting over the bootstrap failed: out of step */
+    EpWindow windows[EP_MAX_WINDOWS]; /* memory that peers reach; equal indices on all ranks */
+    EpFinding routing, overflow;      /* pending async errors; status EP_OK: none */
+    int lost;                         /* 1 if a rendezvous failed: ranks may be out of step */
     EpStatus failed;                  /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
 };
 
-/** Private bytes of a group, its backend's not included. */
+/** Returns a group's private bytes without its backend's. */
 static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
     return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)sizeof(int32_t);
 }
 
-/** Around calls in which the backend takes part. */
+/** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */
 static inline int ep_group_enter(const EpGroup *group, const char *call) {
     return group->backend->enter ? group->backend->enter(group, call) : 0;
 }
@@ -65,14 +65,15 @@ static inline void ep_group_leave(const EpGroup *group, int before) {
     if (group->backend->leave) group->backend->leave(group, before);
 }
 
-/** The group has failed for good: keep the finding and this thread's last sentence. */
+/** Mark the group as failed for good. Keeps the finding and this thread's last sentence; returns
+ *  the finding's status. */
 EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding);
 
-/** EP_OK, or the failure that ends all calls on this group, with its sentence. */
+/** Returns EP_OK, or the status of the failure that ended the group, and sets its sentence. */
 EpStatus ep_group_usable(const EpGroup *group);
 
-/** Record a finding that is data rather than failure; the first of a kind stays until it is read,
- *  the counts add up. */
-void ep_group_note(EpFinding *pending, const EpFinding *finding);
+/** Record an async error that does not fail the group. The first of a kind stays until it is read;
+ *  counts add up. */
+void ep_group_record(EpFinding *pending, const EpFinding *finding);
 
 #endif

@@ -20,7 +20,8 @@ void ep_log_configure(EpLogLevel level, const char *file) {
         if (log_file) fclose(log_file);
         log_file = file[0] ? fopen(file, "a") : NULL;
         if (file[0] && !log_file)
-            fprintf(stderr, "libep: warn: EP_LOG_FILE: cannot open %s, logging to stderr\n", file);
+            fprintf(stderr, "libep: warn: LIBEP_LOG_FILE: cannot open %s, logging to stderr\n",
+                    file);
         snprintf(log_path, sizeof(log_path), "%s", file);
     }
     pthread_mutex_unlock(&log_mutex);

@@ -3,7 +3,8 @@
 #define EP_RUNTIME_LOG_H
 
 /**
- * Logging: EP_LOG=warn|info|debug|trace, to stderr or to EP_LOG_FILE. Silent on success at warn.
+ * Logging: LIBEP_LOG=warn|info|debug|trace, to stderr or to LIBEP_LOG_FILE. Silent on success at
+ * warn.
  */
 
 typedef enum EpLogLevel { EP_LOG_WARN, EP_LOG_INFO, EP_LOG_DEBUG, EP_LOG_TRACE } EpLogLevel;
@@ -11,7 +12,7 @@ typedef enum EpLogLevel { EP_LOG_WARN, EP_LOG_INFO, EP_LOG_DEBUG, EP_LOG_TRACE }
 /** Set the process-wide level and destination ("" is stderr). Called when a group is created. */
 void ep_log_configure(EpLogLevel level, const char *file);
 
-/** The rank that this thread's lines carry; -1 for none. */
+/** Set the rank that this thread's lines carry; -1: none. */
 void ep_log_set_rank(int rank);
 
 int ep_log_enabled(EpLogLevel level);

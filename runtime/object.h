@@ -3,9 +3,9 @@
 #define EP_RUNTIME_OBJECT_H
 
 /**
- * Life and death of the objects that callers hold pointers to. A destroyed object gives up all it
- * owns, but its small shell stays readable in a quarantine until enough others have died, so that
- * a call on a destroyed handle gets EP_ERR_DESTROYED rather than undefined behaviour.
+ * Objects that callers hold pointers to. A destroyed object frees all that it owns, but its struct
+ * stays readable in a quarantine until 256 others have been destroyed. So a call on a destroyed
+ * handle returns EP_ERR_DESTROYED instead of undefined behaviour.
  */
 
 #include "runtime/status.h"
@@ -22,13 +22,13 @@ typedef struct EpObject {
     struct EpObject *next_dead;
 } EpObject;
 
-/** Zeroed memory for an object of `bytes` bytes; NULL when out of memory. */
+/** Allocate a zeroed object of `bytes` bytes. Returns NULL when out of memory. */
 void *ep_object_create(EpObjectKind kind, size_t bytes);
 
-/** Mark dead and hand the shell to the quarantine, which frees it later. */
+/** Mark an object as destroyed and put it into the quarantine, which frees it later. */
 void ep_object_retire(EpObject *object);
 
-/** EP_OK if `object` is a live object of that kind. */
+/** Returns EP_OK if `object` is a live object of that kind. */
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind);
 

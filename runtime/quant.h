@@ -3,37 +3,36 @@
 #define EP_RUNTIME_QUANT_H
 
 /**
- * Quantising rows on their way: the arithmetic, for hosts and kernels alike. docs/semantics.md
- * defines it; all of it is here.
+ * Arithmetic of quantising rows before they travel, for host code and kernels alike.
+ * docs/semantics.md defines it; this header implements it.
  *
- * The bits are the same wherever this is compiled because every value is made by one operation that
- * IEEE 754 rounds correctly, to nearest even, and no two of them can be fused:
+ * Every compiler gives the same bits: each value results from one operation that IEEE 754 rounds
+ * correctly, to nearest even, and no two operations can be fused:
  *
  *     amax         comparisons of the numbers' bits as integers, in any order
  *     amax / 448   one division  } kernels: __fdiv_rn, or plain / without -use_fast_math and with
  *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
  *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
- *                  but for the sign of a NaN's code: see dispatch/quantise.cuh
+ *                  but for the sign of a NaN's code: see dispatch/cuda/quantise.cuh
  *
- * UE8M0 needs the first division alone: all else is exponents. No value is subnormal but products
- * x * inverse that e4m3 rounds to zero in any case, so it does not matter whether these are
- * flushed.
+ * UE8M0 needs only the first division; the rest is arithmetic on exponents. The only subnormal
+ * values are products x * inverse, which e4m3 rounds to zero in any case, so flushing them changes
+ * nothing.
  */
 
 #include <stdint.h>
 #include <string.h>
 
 #include "ep/ep.h"
-#include "runtime/placement.h"
+#include "runtime/layout.h"
 
-/** 448, the largest e4m3, and the least amax: 2^-100, so that neither quotient over- or underflows.
- */
+/** 448 is the largest e4m3. The least amax is 2^-100, so that no quotient over- or underflows. */
 #define EP_QUANT_LARGEST 448.0f
 #define EP_QUANT_LEAST_BITS 0x0d800000u
 #define EP_QUANT_INFINITY_BITS 0x7f800000u
 
-/** Elements that share a scale. */
+/** Returns the number of elements that share a scale. */
 EP_HOST_DEVICE static inline int32_t ep_quant_block(EpQuant quant) {
     return quant == EP_QUANT_MXFP8 ? 32 : 128;
 }
@@ -59,18 +58,17 @@ EP_HOST_DEVICE static inline float ep_quant_float(uint32_t bits) {
     return value;
 }
 
-/** What an element adds to its block's amax, as bits: its magnitude, or nothing if it is infinite
- * or no number. amax is the largest of these and of EP_QUANT_LEAST_BITS. */
+/** Returns the bits of an element's magnitude, or 0 if it is infinite or NaN. A block's amax is the
+ *  largest of these and EP_QUANT_LEAST_BITS. */
 EP_HOST_DEVICE static inline uint32_t ep_quant_magnitude(float value) {
     uint32_t magnitude = ep_quant_bits(value) & 0x7fffffffu;
     return magnitude < EP_QUANT_INFINITY_BITS ? magnitude : 0;
 }
 
-/** A block's scale as it is stored (FP32 bits, or UE8M0's byte), and what elements are multiplied
- *  by. */
+/** A block's scale. */
 typedef struct EpQuantScale {
-    uint32_t stored;
-    float inverse;
+    uint32_t stored; /**< FP32 bits, or UE8M0's byte */
+    float inverse;   /**< elements are multiplied by it */
 } EpQuantScale;
 
 EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuant quant, uint32_t amax_bits) {
@@ -81,17 +79,16 @@ EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuant quant, uint32_t
         scale.inverse = EP_QUANT_LARGEST / amax;
         return scale;
     }
-    /* The exponent, one more where there is a mantissa; 18 .. 247, so its inverse is normal, too.
-     */
+    /* The exponent, rounded up: 18 .. 247, so its inverse is normal, too. */
     scale.stored = (bits + 0x7fffffu) >> 23;
     scale.inverse = ep_quant_float((254u - scale.stored) << 23);
     return scale;
 }
 
 /**
- * e4m3 of a float, rounded to nearest even; magnitudes beyond 448, infinity included, become 448;
- * every NaN 0x7f. Below the smallest normal, 2^-6, steps are 2^-9: the last place of floats of
- * 2^14.
+ * Returns the e4m3 of a float, rounded to nearest even. Magnitudes beyond 448, infinity included,
+ * become 448; every NaN becomes 0x7f. Below the smallest normal, 2^-6, steps are 2^-9, which is the
+ * last place of floats of 2^14: so adding 16384 rounds to them.
  */
 EP_HOST_DEVICE static inline uint8_t ep_e4m3_from_float(float value) {
     uint32_t bits = ep_quant_bits(value), magnitude = bits & 0x7fffffffu;
@@ -101,11 +98,5 @@ EP_HOST_DEVICE static inline uint8_t ep_e4m3_from_float(float value) {
     code = code > 0x7eu ? 0x7eu : code;
     return (uint8_t)(magnitude > EP_QUANT_INFINITY_BITS ? 0x7fu : code | (bits >> 24 & 0x80u));
 }
-
-/**
- * Quantise a row of `n` elements of BF16, FP16 or FP32: n bytes of e4m3, and its scales.
- */
-void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
-                 void *scales);
 
 #endif

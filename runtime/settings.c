@@ -16,8 +16,8 @@ static EpStatus malformed(const char *name, const char *expected, const char *te
     return ep_fail(EP_ERR_SETTING, "setting %s: expected %s, got '%s'", name, expected, text);
 }
 
-/* One parser per C type that the table uses; each is named parse_<type>. `kind` is the table's
- * description, from which the parsers of choices read their words. */
+/* A parser parse_<type> for each C type in the table. `kind` is the table's description, from which
+ * parsers of choices read their words. */
 
 static EpStatus parse_double(const char *name, const char *kind, const char *text, double *out) {
     (void)kind;
@@ -76,7 +76,7 @@ static EpStatus parse_EpSettingTopology(const char *name, const char *kind, cons
     return EP_OK;
 }
 
-/* Position of `text` among the words of "choice: a|b|c", or -1. */
+/* Returns the index of `text` among the words of "choice: a|b|c", or -1. */
 static int choice(const char *kind, const char *text) {
     const char *word = kind + strlen("choice: ");
     for (int i = 0;; i++) {
@@ -95,7 +95,7 @@ static EpStatus parse_EpBackend(const char *name, const char *kind, const char *
     return EP_OK;
 }
 
-/* Enumerations that count their words from 0. */
+/* Define the parser of an enumeration whose words count from 0. */
 #define PARSE_WORDS(type)                                                              \
     static EpStatus parse_##type(const char *name, const char *kind, const char *text, \
                                  type *out) {                                          \
@@ -135,7 +135,9 @@ static int is_setting(const char *entry) {
 
 const char *ep_settings_unknown(void) {
     for (char **entry = environ; entry && *entry; entry++)
-        if (strncmp(*entry, "EP_", 3) == 0 && !is_setting(*entry)) return *entry;
+        if (strncmp(*entry, "LIBEP_", 6) == 0 && strncmp(*entry, "LIBEP_TEST_", 11) != 0 &&
+            !is_setting(*entry))
+            return *entry;
     return NULL;
 }
 

@@ -3,8 +3,8 @@
 #define EP_RUNTIME_SETTINGS_H
 
 /**
- * Every setting of libep, in one table: it feeds the parser, ep_settings, ep_info, the README and
- * the warning about unknown EP_ names. Settings are read when a group is created and never later.
+ * All settings of libep, in one table. The parser, ep_settings, ep_info, the README and the warning
+ * about unknown LIBEP_ names use it. Settings are read only when a group is created.
  *
  * X(field, C type, name, type as users read it, default, one line of documentation)
  */
@@ -12,32 +12,34 @@
 #include "ep/ep.h"
 #include "runtime/log.h"
 
-#define EP_SETTINGS_MAP(X)                                                                         \
-    X(backend, EpBackend, "EP_BACKEND", "choice: auto|host|cuda", "auto",                          \
-      "backend of groups whose configuration says AUTO")                                           \
-    X(timeout, double, "EP_TIMEOUT", "seconds", "100", "deadline of every wait for another rank")  \
-    X(stage_bytes, int64_t, "EP_STAGE_BYTES", "bytes", "32M",                                      \
-      "staging memory per rank and group on the host backend; equal on all ranks")                 \
-    X(num_sms, int64_t, "EP_NUM_SMS", "count", "auto",                                             \
-      "multiprocessors that operations of the cuda backend may use; auto: all")                    \
-    X(bind, EpBind, "EP_BIND", "choice: none|gpu", "none",                                         \
-      "gpu: bind each rank to the CPUs near its GPU when a group is created")                      \
-    X(check, EpCheck, "EP_CHECK", "choice: none|rows|all", "rows",                                 \
-      "tensors whose memory the cuda backend looks up before an operation")                        \
-    X(share_gpus, EpShareGpus, "EP_SHARE_GPUS", "choice: no|yes", "no",                            \
-      "yes: ranks of which each is a process may share a GPU; to find mistakes, not for speed")    \
-    X(lines, EpLines, "EP_LINES", "choice: auto|whole|fenced", "auto",                             \
-      "how rows of latency mode tell that they are there; auto: whole lines over NVLink")          \
-    X(spin, int64_t, "EP_SPIN", "count", "auto",                                                   \
-      "polls before a waiting rank yields its CPU; auto: none where ranks outnumber CPUs")         \
-    X(topology, EpSettingTopology, "EP_TOPOLOGY", "nodes", "",                                     \
-      "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)")     \
-    X(log_level, EpLogLevel, "EP_LOG", "choice: warn|info|debug|trace", "warn", "how much to log") \
-    X(log_file, EpSettingText, "EP_LOG_FILE", "text", "", "where to log; empty: stderr")
+#define EP_SETTINGS_MAP(X)                                                                     \
+    X(backend, EpBackend, "LIBEP_BACKEND", "choice: auto|host|cuda", "auto",                   \
+      "backend of groups whose configuration says AUTO")                                       \
+    X(timeout, double, "LIBEP_TIMEOUT", "seconds", "100",                                      \
+      "deadline of every wait for another rank")                                               \
+    X(stage_bytes, int64_t, "LIBEP_STAGE_BYTES", "bytes", "32M",                               \
+      "staging memory per rank and group on the host backend; equal on all ranks")             \
+    X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                      \
+      "multiprocessors that operations of the cuda backend may use; auto: all")                \
+    X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                  \
+      "gpu: bind each rank to the CPUs near its GPU when a group is created")                  \
+    X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                          \
+      "which tensors' memory the cuda backend validates before an operation")                  \
+    X(share_gpus, EpShareGpus, "LIBEP_SHARE_GPUS", "choice: no|yes", "no",                     \
+      "yes: ranks in separate processes may share a GPU; for debugging, not for speed")        \
+    X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                      \
+      "how rows of latency mode signal their arrival; auto: whole lines over NVLink")          \
+    X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                            \
+      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")        \
+    X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                              \
+      "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)") \
+    X(log_level, EpLogLevel, "LIBEP_LOG", "choice: warn|info|debug|trace", "warn",             \
+      "how much to log")                                                                       \
+    X(log_file, EpSettingText, "LIBEP_LOG_FILE", "text", "", "where to log; empty: stderr")
 
 #define EP_COUNT_AUTO (-1)
 
-/* In the order of the words in the table. */
+/* These enumerations follow the order of the words in the table. */
 typedef enum EpBind { EP_BIND_NONE, EP_BIND_GPU } EpBind;
 typedef enum EpCheck { EP_CHECK_NONE, EP_CHECK_ROWS, EP_CHECK_ALL } EpCheck;
 typedef enum EpShareGpus { EP_SHARE_GPUS_NO, EP_SHARE_GPUS_YES } EpShareGpus;
@@ -48,10 +50,9 @@ typedef struct EpSettingText {
     char text[256];
 } EpSettingText;
 
-/** nodes 0: the machine as it is. hwloc "": pretended nodes with the machine's own CPUs. */
 typedef struct EpSettingTopology {
-    int32_t nodes;
-    char hwloc[252];
+    int32_t nodes;   /**< pretended nodes; 0: the real machine */
+    char hwloc[252]; /**< synthetic topology of each node; "": the machine's own CPUs */
 } EpSettingTopology;
 
 typedef struct EpSettings {
@@ -60,10 +61,11 @@ typedef struct EpSettings {
 #undef SETTING_FIELD
 } EpSettings;
 
-/** Read the environment. A value that does not parse is EP_ERR_SETTING; unknown names are not. */
+/** Read the environment. EP_ERR_SETTING if a value does not parse; unknown names are accepted. */
 EpStatus ep_settings_load(EpSettings *out);
 
-/** The first EP_ name in the environment that is no setting, or NULL; valid until it changes. */
+/** Returns the first LIBEP_ entry of the environment that is not a setting, or NULL. It is valid
+ *  until the environment changes. Names that begin with LIBEP_TEST_ belong to the tests. */
 const char *ep_settings_unknown(void);
 
 #endif

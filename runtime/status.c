@@ -33,7 +33,7 @@ EpStatus ep_set_last_error(EpStatus status, const char *sentence) {
 }
 
 EpStatus ep_fail(EpStatus status, const char *format, ...) {
-    /* Formatted aside: the arguments may point into the sentence being replaced. */
+    /* Format into a local buffer, since the arguments may point into last_sentence. */
     char sentence[EP_SENTENCE_BYTES];
     va_list args;
     va_start(args, format);

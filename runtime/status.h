@@ -3,15 +3,15 @@
 #define EP_RUNTIME_STATUS_H
 
 /**
- * The one error path. The function that finds an error says it, once, through ep_fail or
- * ep_refuse; everyone above only passes the status on.
+ * The only way to report errors. The function that finds an error sets its sentence, once, by
+ * ep_fail or ep_refuse; its callers only return the status.
  */
 
 #include "ep/ep.h"
 
 #define EP_SENTENCE_BYTES 512
 
-/** Which public call is running, on which rank: the start of every sentence. */
+/** The public call that runs, and its rank: the start of every sentence. */
 typedef struct EpCall {
     const char *name; /**< "ep_dispatch" */
     int rank;         /**< -1 where no rank is known yet */
@@ -20,7 +20,7 @@ typedef struct EpCall {
 /** Store the sentence for ep_last_error() and return `status`. */
 EpStatus ep_fail(EpStatus status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/** The same with the prefix "rank R: call: argument: ". */
+/** Like ep_fail, with the prefix "rank R: call: argument: " (no "rank R: " if it is unknown). */
 EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, const char *format,
                    ...) __attribute__((format(printf, 4, 5)));
 
@@ -28,7 +28,7 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected);
 
-/** The same for a struct that has grown: `first` is the size it had before. */
+/** Like ep_check_struct, for a struct that may also have an earlier version's size, `first`. */
 EpStatus ep_check_grown_struct(const EpCall *call, const char *argument, const void *object,
                                size_t first, size_t expected);
 

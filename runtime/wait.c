@@ -4,7 +4,7 @@
 #include <sched.h>
 #include <time.h>
 
-/* A clock read costs as much as a few polls, a yield as much as a few clock reads. */
+/* Reading the clock costs as much as a few polls; yielding as much as a few clock reads. */
 #define SPINS_PER_CLOCK_READ 4096
 #define YIELDS_PER_CLOCK_READ 16
 #define SECONDS_BEFORE_SLEEPING 0.2

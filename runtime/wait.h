@@ -3,14 +3,14 @@
 #define EP_RUNTIME_WAIT_H
 
 /**
- * Polling with a deadline. A wait first spins, then yields its CPU, and after a while sleeps
- * briefly between looks, so that ranks which outnumber the CPUs do not starve those with work.
+ * Polling with a timeout. A wait first spins, then yields its CPU, and after 0.2 s sleeps briefly
+ * between polls, so that waiting ranks leave the CPUs to ranks with work.
  *
  *     EpWait wait;
  *     ep_wait_begin(&wait, timeout_seconds, spins);
  *     while (!arrived())
  *         if (!ep_wait_pause(&wait))
- *             return ...deadline passed...;
+ *             return ...timeout...;
  */
 
 #include <stdint.h>
@@ -24,10 +24,10 @@ typedef struct EpWait {
 
 void ep_wait_begin(EpWait *wait, double timeout, int64_t spins);
 
-/** Pause once; 0 when the deadline has passed. */
+/** Pause once. Returns 0 after the timeout. */
 int ep_wait_pause(EpWait *wait);
 
-/** Monotonic time in seconds. */
+/** Returns the monotonic time in seconds. */
 double ep_clock(void);
 
 #endif

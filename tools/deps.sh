@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Install what the build needs and this machine lacks, from Debian's packages; says so first.
+# Print and install the Debian packages that the build needs and this machine lacks.
 set -eu
 
 missing=
 need() { missing="$missing $1"; }
 
 command -v cc >/dev/null || need "gcc libc6-dev"
-command -v g++ >/dev/null || need g++ # emulated GPUs in the tests
+command -v g++ >/dev/null || need g++ # for the emulated GPUs in the tests
 command -v pkg-config >/dev/null || need pkg-config
 command -v mpirun >/dev/null || need openmpi-bin
 has() { command -v pkg-config >/dev/null && pkg-config --exists "$1"; }

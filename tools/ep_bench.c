@@ -1,31 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * ep_bench: times the calls of libep on the shape of a model, and checks every byte. Each rank
- * works out from the routing of all what its rows must be; see docs/benchmarking.md.
+ * ep_bench: times the calls of libep on the shape of a model and checks every byte. Each rank
+ * derives from the routing of all ranks what its rows must be; see docs/benchmarking.md. The parts
+ * are in tools/bench.
  */
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "bench_device.h"
-#include "bench_error.h"
-#include "bench_file.h"
-#include "bench_options.h"
-#include "bench_report.h"
-#include "bench_result.h"
-#include "bench_trace.h"
-#include "bench_world.h"
+#include "tools/bench/device.h"
+#include "tools/bench/measure.h"
+#include "tools/bench/options.h"
+#include "tools/bench/routing.h"
+#include "tools/bench/util.h"
+#include "tools/bench/world.h"
 
-/** The command line as parsed, before there were ranks that could have said what is wrong. */
-typedef struct Start {
+/** The command line, parsed before the ranks exist; they report its error. */
+typedef struct CommandLine {
     Options options;
     bool ok;
-    char sentence[BENCH_SENTENCE_BYTES];
-} Start;
+    char message[BENCH_MESSAGE_BYTES];
+} CommandLine;
 
-/* Sizes of the sweep; at most 64, as each is at least twice the one before. */
+/* Sizes of the sweep: at most MAX_SIZES, since each is at least twice the one before. */
 static int list_sizes(const Options *o, int64_t *sizes) {
     int count = 0;
     for (int64_t size = o->tokens_begin; size <= o->tokens_end;) {
@@ -38,7 +37,7 @@ static int list_sizes(const Options *o, int64_t *sizes) {
 
 enum { MAX_SIZES = 64 };
 
-/* False where something failed; wrong results are in *wrong. */
+/* False after a failure. *wrong counts wrong elements, which are no failure. */
 static bool sweep(World *world, const Report *report, SizeResult *results, int64_t *wrong) {
     const Options *o = report->options;
     int64_t sizes[MAX_SIZES];
@@ -52,14 +51,14 @@ static bool sweep(World *world, const Report *report, SizeResult *results, int64
     return world_all(world, ok);
 }
 
-/* One voice, unless the ranks have lost each other. */
-static int complain(const World *world) {
-    if (world->rank == 0 || world->broken)
-        fprintf(stderr, "ep_bench: %s\n", bench_error_sentence());
+/* Rank 0 prints the message, which all ranks share; if the ranks cannot communicate, each rank
+ * prints its own. Returns the exit status. */
+static int print_error(const World *world) {
+    if (world->rank == 0 || world->broken) fprintf(stderr, "ep_bench: %s\n", bench_error_message());
     return bench_error_exit_status();
 }
 
-/* Rank 0 reads the trace once more than it must, so that a bad one is refused before any output. */
+/* Rank 0 also reads the trace here, so that a bad one is refused before any output. */
 static bool probe_files(const World *world, const Options *o) {
     TraceShape shape = {world->size, (int)o->top_k, (int)o->experts};
     Routing routing = {0};
@@ -71,8 +70,8 @@ static bool probe_files(const World *world, const Options *o) {
     return ok;
 }
 
-/* Ranks that share this rank's memory. */
-static int count_neighbours(World *world, const Machine *machine) {
+/* Number of ranks on this rank's machine. */
+static int count_local_ranks(World *world, const Machine *machine) {
     size_t bytes = sizeof(machine->hostname);
     char *names = bench_alloc((size_t)world->size, bytes, "host names");
     int count = 0;
@@ -83,22 +82,23 @@ static int count_neighbours(World *world, const Machine *machine) {
     return count;
 }
 
-/* Token rows and slot rows, in and out; the kernel's way of refusing would be to kill. */
+/* Whether the token rows and slot rows, in and out, fit the machine's memory. Without this check
+ * the kernel would kill the process. */
 static bool fits_memory(World *world, const Options *o, const Machine *machine) {
-    int neighbours = count_neighbours(world, machine);
+    int local_ranks = count_local_ranks(world, machine);
     double row = (double)o->hidden * (double)ep_type_bytes((EpType)o->type);
     double entries = o->routing == ROUTING_ONE_HOT ? 1 : (double)o->top_k * (1 - o->masked);
-    double bytes = 2 * row * (double)o->tokens_end * (1 + entries) * neighbours;
+    double bytes = 2 * row * (double)o->tokens_end * (1 + entries) * local_ranks;
     if (o->routing == ROUTING_FILE || machine->memory <= 0 || bytes <= (double)machine->memory)
         return true;
     return bench_refuse("--tokens %lld: expected buffers within the %.0f GB of %s, got %.0f GB for "
                         "its %d ranks",
                         (long long)o->tokens_end, (double)machine->memory * 1e-9, machine->hostname,
-                        bytes * 1e-9, neighbours);
+                        bytes * 1e-9, local_ranks);
 }
 
-/* Everything that can be refused before the first line of the report. */
-static bool begin(World *world, const Options *options, Report *report) {
+/* Refuse what can be refused before the first line of the report. */
+static bool start_report(World *world, const Options *options, Report *report) {
     *report = (Report){.options = options, .world = world};
     machine_describe(&report->machine);
     if (!case_ask_backend(world, options, &report->memory)) return false;
@@ -111,7 +111,7 @@ static bool begin(World *world, const Options *options, Report *report) {
 static bool run(World *world, const Options *options, SizeResult *results) {
     Report report;
     int64_t wrong = 0;
-    if (!begin(world, options, &report)) return false;
+    if (!start_report(world, options, &report)) return false;
     if (world->rank == 0) report_header(&report);
     if (!sweep(world, &report, results, &wrong)) return false;
     if (world->rank == 0) report_footer(&report, wrong);
@@ -122,40 +122,40 @@ static int bench(World *world, const Options *options) {
     SizeResult *results = bench_alloc(MAX_SIZES, sizeof(SizeResult), "results");
     bool ok = world_all(world, results != NULL) && run(world, options, results);
     free(results);
-    return ok ? BENCH_EXIT_OK : complain(world);
+    return ok ? BENCH_EXIT_OK : print_error(world);
 }
 
 static int rank_main(World *world, void *argument) {
-    const Start *start = argument;
+    const CommandLine *line = argument;
     int version = ep_version();
-    if (!start->ok) {
-        bench_error_set(BENCH_EXIT_USAGE, start->sentence);
-        return complain(world);
+    if (!line->ok) {
+        bench_error_set(BENCH_EXIT_USAGE, line->message);
+        return print_error(world);
     }
-    if (start->options.help && world->rank == 0)
+    if (line->options.help && world->rank == 0)
         options_print_help(stdout);
-    else if (start->options.version && world->rank == 0)
+    else if (line->options.version && world->rank == 0)
         printf("ep_bench %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
-    if (start->options.help || start->options.version) return BENCH_EXIT_OK;
-    return bench(world, &start->options);
+    if (line->options.help || line->options.version) return BENCH_EXIT_OK;
+    return bench(world, &line->options);
 }
 
-/* Settings are read when a group is created. Here there is but one thread yet. */
+/* Creating a group reads the settings. setenv is safe here: no other thread has started. */
 static void export_settings(const Options *o) {
     char text[32];
     snprintf(text, sizeof(text), "%lld", (long long)o->num_sms);
-    if (o->num_sms) setenv("EP_NUM_SMS", text, 1);
+    if (o->num_sms) setenv("LIBEP_NUM_SMS", text, 1);
 }
 
 int main(int argc, char **argv) {
-    Start start;
-    start.ok = options_parse(&start.options, argc, argv);
-    snprintf(start.sentence, sizeof(start.sentence), "%s", bench_error_sentence());
-    if (start.ok) export_settings(&start.options);
-    int threads = start.ok ? (int)start.options.threads : 0;
-    /* A refusal without mpirun needs no MPI to be said. */
-    if (!start.ok && !world_launched()) threads = 1;
-    int result = world_run(threads, rank_main, &start);
+    CommandLine line;
+    line.ok = options_parse(&line.options, argc, argv);
+    snprintf(line.message, sizeof(line.message), "%s", bench_error_message());
+    if (line.ok) export_settings(&line.options);
+    int threads = line.ok ? (int)line.options.threads : 0;
+    /* Without mpirun, an error message needs no MPI. */
+    if (!line.ok && !world_launched()) threads = 1;
+    int result = world_run(threads, rank_main, &line);
     if (fflush(stdout) == 0 && !ferror(stdout)) return result;
     fprintf(stderr, "ep_bench: not everything could be written to standard output\n");
     return result ? result : 1;

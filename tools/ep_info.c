@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * ep_info: what this libep is, which settings are in force, how the ranks lie on the machine, which
- * backend would serve a configuration and why, and what memory it takes. Alone it makes a group of
- * one rank; under mpirun, one of all.
+ * ep_info prints the version of libep, the settings, the topology of the ranks, the backend of a
+ * configuration with the reason, and its memory. It creates a group of all MPI ranks, or of one
+ * rank without mpirun.
  */
 
 #include <errno.h>
@@ -49,13 +49,13 @@ static void list_numbers(Options *o, Number *out) {
     memcpy(out, numbers, sizeof(numbers));
 }
 
-static bool refuse(char *sentence, size_t bytes, const char *option, const char *expected,
+static bool refuse(char *message, size_t bytes, const char *option, const char *expected,
                    const char *got) {
-    snprintf(sentence, bytes, "%s: expected %s, got \"%s\"", option, expected, got);
+    snprintf(message, bytes, "%s: expected %s, got \"%s\"", option, expected, got);
     return false;
 }
 
-static bool read_number(const Number *number, const char *text, char *sentence, size_t bytes) {
+static bool read_number(const Number *number, const char *text, char *message, size_t bytes) {
     char *end, option[32], expected[96];
     errno = 0;
     long long value = strtoll(text, &end, 10);
@@ -65,7 +65,7 @@ static bool read_number(const Number *number, const char *text, char *sentence, 
     snprintf(option, sizeof(option), "--%s", number->name);
     snprintf(expected, sizeof(expected), "a whole number from %lld to %lld", (long long)number->low,
              (long long)number->high);
-    return refuse(sentence, bytes, option, expected, text);
+    return refuse(message, bytes, option, expected, text);
 }
 
 static void list_long_options(const Number *numbers, struct option *longs) {
@@ -77,7 +77,7 @@ static void list_long_options(const Number *numbers, struct option *longs) {
     longs[NUM_NUMBERS + 3] = (struct option){NULL, 0, NULL, 0};
 }
 
-static bool parse(Options *o, int argc, char **argv, char *sentence, size_t bytes) {
+static bool parse(Options *o, int argc, char **argv, char *message, size_t bytes) {
     Number numbers[NUM_NUMBERS];
     struct option longs[NUM_NUMBERS + 4];
     list_numbers(o, numbers);
@@ -86,16 +86,16 @@ static bool parse(Options *o, int argc, char **argv, char *sentence, size_t byte
     for (;;) {
         int at = optind, key = getopt_long(argc, argv, "+:h", longs, NULL);
         if (key == -1) break;
-        if (key == ':') return refuse(sentence, bytes, argv[at], "an argument", "");
+        if (key == ':') return refuse(message, bytes, argv[at], "an argument", "");
         if (key == '?')
-            return refuse(sentence, bytes, "arguments", "an option of ep_info (see --help)",
+            return refuse(message, bytes, "arguments", "an option of ep_info (see --help)",
                           argv[at]);
-        if (key < NUM_NUMBERS && !read_number(&numbers[key], optarg, sentence, bytes)) return false;
+        if (key < NUM_NUMBERS && !read_number(&numbers[key], optarg, message, bytes)) return false;
         o->markdown = o->markdown || key == KEY_MARKDOWN;
         o->version = o->version || key == KEY_VERSION;
         o->help = o->help || key == 'h';
     }
-    if (optind < argc) return refuse(sentence, bytes, "arguments", "options alone", argv[optind]);
+    if (optind < argc) return refuse(message, bytes, "arguments", "options alone", argv[optind]);
     return true;
 }
 
@@ -106,9 +106,9 @@ static void print_help(Options *o) {
            "Version, settings, topology, backend, and the memory of a configuration:\n\n");
     for (int i = 0; i < NUM_NUMBERS; i++)
         printf("      --%-18s %s\n", numbers[i].name, numbers[i].doc);
-    printf("      --settings-markdown  print the table of settings for a README, and no more\n"
-           "      --version            print the version, and no more\n"
-           "  -h, --help               this text\n");
+    printf("      --settings-markdown  print only the table of settings, for a README\n"
+           "      --version            print only the version\n"
+           "  -h, --help               print this help\n");
 }
 
 /* ---- version and settings ------------------------------------------------------------------ */
@@ -131,13 +131,13 @@ static void print_build(void) {
 static void print_setting(const EpSetting *setting, void *context) {
     (void)context;
     bool changed = strcmp(setting->value, setting->default_value) != 0;
-    printf("%c %-16s %-16s default %-12s %s\n  %-16s %s\n", changed ? '*' : ' ', setting->name,
+    printf("%c %-17s %-16s default %-12s %s\n  %-17s %s\n", changed ? '*' : ' ', setting->name,
            setting->value[0] ? setting->value : "-",
            setting->default_value[0] ? setting->default_value : "-", setting->type, "",
            setting->doc);
 }
 
-/* In a table's cell a bar would begin the next one. */
+/* Escape bars, which would end the table's cell. */
 static void print_cell(const char *text) {
     for (; *text; text++)
         printf("%s%c", *text == '|' ? "\\" : "", *text);
@@ -166,16 +166,16 @@ static int print_settings_markdown(void) {
 
 #define DEADLINE 100.0
 
-/** Where one rank fails, all do, and the first of them says why. */
-typedef struct Verdict {
+/** The outcome of one rank. If one rank fails, all fail, and rank 0 prints the first failure. */
+typedef struct RankStatus {
     int ok;
-    char sentence[508];
-} Verdict;
+    char message[508];
+} RankStatus;
 
 static bool agree(const EpBootstrap *boot, bool ok) {
-    Verdict mine = {.ok = ok};
-    Verdict *all = calloc((size_t)boot->size, sizeof(Verdict));
-    snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
+    RankStatus mine = {.ok = ok};
+    RankStatus *all = calloc((size_t)boot->size, sizeof(RankStatus));
+    snprintf(mine.message, sizeof(mine.message), "%s", ep_last_error());
     if (!all || boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) != EP_OK) {
         fprintf(stderr, "ep_info: rank %d: %s\n", boot->rank, ep_last_error());
         free(all);
@@ -184,7 +184,7 @@ static bool agree(const EpBootstrap *boot, bool ok) {
     ok = true;
     for (int r = 0; r < boot->size && ok; r++) {
         ok = all[r].ok;
-        if (!ok && boot->rank == 0) fprintf(stderr, "ep_info: %s\n", all[r].sentence);
+        if (!ok && boot->rank == 0) fprintf(stderr, "ep_info: %s\n", all[r].message);
     }
     free(all);
     return ok;
@@ -192,11 +192,11 @@ static bool agree(const EpBootstrap *boot, bool ok) {
 
 /* ---- topology ------------------------------------------------------------------------------ */
 
-/** What one rank tells the others about itself. */
-typedef struct Place {
+/** What one rank sends to the others about itself. */
+typedef struct RankInfo {
     char host[64];
     EpGroupInfo info;
-} Place;
+} RankInfo;
 
 static EpGroupConfig configuration(const Options *o) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
@@ -209,8 +209,8 @@ static EpGroupConfig configuration(const Options *o) {
     return config;
 }
 
-/* The topology of a group does not depend on its sizes: ask a small one. */
-static bool describe_place(const EpBootstrap *boot, const Options *o, Place *out) {
+/* The topology does not depend on the sizes of a group, so this creates a small one. */
+static bool describe_rank(const EpBootstrap *boot, const Options *o, RankInfo *out) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     EpGroup *group = NULL;
     config.num_experts = (int32_t)o->experts;
@@ -223,8 +223,8 @@ static bool describe_place(const EpBootstrap *boot, const Options *o, Place *out
     return ok;
 }
 
-static void print_place(int rank, const Place *place) {
-    const EpGroupInfo *info = &place->info;
+static void print_rank(int rank, const RankInfo *rank_info) {
+    const EpGroupInfo *info = &rank_info->info;
     char numa[16], experts[32], gpu[96] = "";
     snprintf(numa, sizeof(numa), info->numa_node < 0 ? "several" : "%d", info->numa_node);
     snprintf(experts, sizeof(experts), info->num_local_experts ? "%d-%d" : "none",
@@ -232,15 +232,15 @@ static void print_place(int rank, const Place *place) {
     if (info->device >= 0)
         snprintf(gpu, sizeof(gpu), "  %d: %s%s", info->device, info->gpu,
                  info->bound ? ", bound near it" : "");
-    printf("%6d  %-20s %5d %8s %6d  %-9s%s\n", rank, place->host, info->node, numa, info->num_cpus,
-           experts, gpu);
+    printf("%6d  %-20s %5d %8s %6d  %-9s%s\n", rank, rank_info->host, info->node, numa,
+           info->num_cpus, experts, gpu);
 }
 
 static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInfo *info) {
-    Place mine = {.host = ""};
-    Place *all = calloc((size_t)boot->size, sizeof(Place));
+    RankInfo mine = {.host = ""};
+    RankInfo *all = calloc((size_t)boot->size, sizeof(RankInfo));
     bool ok =
-        agree(boot, all && describe_place(boot, o, &mine)) &&
+        agree(boot, all && describe_rank(boot, o, &mine)) &&
         agree(boot, boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) == EP_OK);
     if (ok && boot->rank == 0) {
         printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %-9s%s\n", boot->size,
@@ -248,7 +248,7 @@ static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInf
                "rank", "host", "node", "numa", "cpus", "experts",
                mine.info.backend == EP_BACKEND_CUDA ? "  gpu" : "");
         for (int r = 0; r < boot->size; r++)
-            print_place(r, &all[r]);
+            print_rank(r, &all[r]);
     }
     *info = mine.info;
     free(all);
@@ -273,8 +273,8 @@ static void print_rows(const EpGroupConfig *config, int ranks, EpLayout layout, 
     printf("  %-34s %15lld rows\n", name, (long long)most);
 }
 
-/* The reason, the group's where there is one, may begin with the backend's name; of what is not
- * feasible it is told as an error. */
+/* `reason` may begin with the backend's name, which is then not repeated. If the configuration is
+ * not feasible, the reason is printed later, as an error. */
 static void print_backend(const EpGroupMemory *memory, const char *reason) {
     const char *name = memory->backend == EP_BACKEND_CUDA ? "cuda" : "host";
     size_t length = strlen(name);
@@ -286,7 +286,7 @@ static void print_backend(const EpGroupMemory *memory, const char *reason) {
         printf("\nbackend: %s: %s\n", name, reason);
 }
 
-/* For as many ranks as were started, by the backend that these have got. */
+/* If the configuration has as many ranks as were started, its backend is theirs. */
 static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     EpGroupConfig config = configuration(o);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -307,40 +307,36 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     return true;
 }
 
-/* ---- the whole ----------------------------------------------------------------------------- */
+/* ---- everything ---------------------------------------------------------------------------- */
 
 static bool print_settings(const EpBootstrap *boot) {
     if (boot->rank == 0) printf("\nsettings (* changed)\n");
     return ep_settings(boot->rank == 0 ? print_setting : NULL, NULL) == EP_OK;
 }
 
-static bool inform(const EpBootstrap *boot, const Options *o) {
+static bool print_all(const EpBootstrap *boot, const Options *o) {
     int ranks = o->ranks ? (int)o->ranks : boot->size;
     if (boot->rank == 0) {
         print_version();
         print_build();
     }
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    bool sound = agree(boot, print_settings(boot));
+    bool settings_ok = agree(boot, print_settings(boot));
     bool ok = print_topology(boot, o, &info) &&
               agree(boot, boot->rank != 0 || print_memory(o, ranks, &info));
     fflush(stdout);
-    return sound && ok;
+    return settings_ok && ok;
 }
 
-static bool launched(void) {
-    return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE") || getenv("PMIX_RANK");
-}
-
-/* One rank needs no MPI, and an ep_info that starts at once. */
+/* A single rank does not use MPI, so that ep_info starts quickly. */
 static int run(const Options *o) {
     EpBootstrap boot = EP_BOOTSTRAP_INIT;
-    bool mpi = launched();
+    bool mpi = getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE") || getenv("PMIX_RANK");
     if (mpi) MPI_Init(NULL, NULL);
     EpStatus status = mpi ? ep_bootstrap_mpi(MPI_COMM_WORLD, &boot) : ep_bootstrap_local(1, &boot);
     int result = EXIT_FAILED;
     if (status == EP_OK)
-        result = inform(&boot, o) ? EXIT_SUCCESS : EXIT_FAILED;
+        result = print_all(&boot, o) ? EXIT_SUCCESS : EXIT_FAILED;
     else
         fprintf(stderr, "ep_info: %s\n", ep_last_error());
     ep_bootstrap_destroy(&boot);
@@ -348,7 +344,7 @@ static int run(const Options *o) {
     return result;
 }
 
-static int say(Options *o) {
+static int run_command(Options *o) {
     if (o->help)
         print_help(o);
     else if (o->version)
@@ -362,12 +358,12 @@ static int say(Options *o) {
 
 int main(int argc, char **argv) {
     Options o = {0, 7168, 8, 256, 2048, 128, 0, false, false, false};
-    char sentence[256];
-    if (!parse(&o, argc, argv, sentence, sizeof(sentence))) {
-        fprintf(stderr, "ep_info: %s\n", sentence);
+    char message[256];
+    if (!parse(&o, argc, argv, message, sizeof(message))) {
+        fprintf(stderr, "ep_info: %s\n", message);
         return EXIT_USAGE;
     }
-    int result = say(&o);
+    int result = run_command(&o);
     if (fflush(stdout) == 0 && !ferror(stdout)) return result;
     fprintf(stderr, "ep_info: not everything could be written to standard output\n");
     return EXIT_FAILED;

@@ -5,10 +5,10 @@
 /**
  * libep: expert-parallel communication for Mixture-of-Experts models.
  *
- * R ranks form an EP group and share E experts. Each rank holds tokens; a router names K experts
- * for every token. libep carries each token to the ranks that own its experts, lays the rows out
- * expert by expert as grouped GEMMs want them, and brings the experts' outputs back, summed, to
- * the rank the token came from. It does so forward and backward:
+ * R ranks form an EP group and share E experts. Each rank holds T tokens. A router names K experts
+ * for every token. libep sends each token to the ranks that own its experts and places the rows
+ * expert by expert, as grouped GEMMs need them. It then returns the experts' outputs, summed, to
+ * the rank that holds the token. It works forward and backward:
  *
  *     ep_prepare             routing indices          -> the step's plan, counts, offsets
  *     ep_dispatch            tokens[T, H]             -> recv_tokens[rows, H]
@@ -23,6 +23,9 @@
  *     2. Tensors                          6. Handles: one per layer
  *     3. Bootstrap: how ranks meet        7. The five operations
  *     4. Groups                           8. Status of a group, settings
+ *
+ * Letters in shapes: R ranks, E experts of the group, L experts of this rank, T tokens of this
+ * rank, K experts per token, H elements per row, S scales per row.
  *
  * A first program, one rank of a group:
  *
@@ -39,18 +42,19 @@
  *     ep_combine(layer, &expert_out, &recv_weights, stream, &out);
  *
  * Rules that hold everywhere
- *   - Every operation is collective over its group, in the same order on every rank. Create the
- *     handles of a group in the same order on every rank, too. Ranks that disagree are told so
- *     (EP_ERR_ORDER) instead of exchanging garbage.
- *   - A call returns an EpStatus; ep_last_error() has the sentence. A refused call did not take
- *     part and left its outputs alone: correct the argument and call again, the peers wait.
+ *   - Every operation is collective over its group, in the same order on every rank. The handles of
+ *     a group are also created in the same order on every rank. If ranks disagree, the library
+ *     reports EP_ERR_ORDER instead of exchanging wrong data.
+ *   - Every call returns an EpStatus; ep_last_error() returns the sentence. A refused call did not
+ *     take part and left its outputs unchanged. Correct the argument and call again; the peers
+ *     wait.
  *   - The library never exits, aborts, traps or writes to stdout. Every wait has a deadline.
  *   - The same inputs give the same bytes, on every run and on every backend.
- *   - Calls are asynchronous on the caller's stream; on the host backend they have finished when
- *     they return and the stream is ignored (pass NULL). Nothing is allocated after create.
+ *   - Calls are asynchronous on the caller's stream. On the host backend a call has finished when
+ *     it returns, and the stream is ignored (pass NULL). Nothing is allocated after create.
  *   - One thread at a time calls into one group of one rank. Different groups are independent.
- *   - Structs begin with their size, which EP_..._INIT fills in. They grow only at the end, and
- *     programs that were compiled before one grew go on working: new fields have their defaults.
+ *   - Every struct begins with its size, which EP_..._INIT sets. Structs grow only at the end.
+ *     Programs compiled before a struct grew keep working: new fields have their defaults.
  */
 
 #include <stddef.h>
@@ -66,11 +70,15 @@ extern "C" {
 #define EP_VERSION_MINOR 1
 #define EP_VERSION_PATCH 0
 
-/** Version of the library at run time: major * 10000 + minor * 100 + patch. */
+/** The version of the library at run time: major * 10000 + minor * 100 + patch. */
 int ep_version(void);
 
 /**
- * Every status: X(name, number, text). Numbers are pinned and never reused.
+ * Every call that can fail returns a status. A status has a name, a number and a text:
+ * X(name, number, text). Numbers never change and are never reused. docs/semantics.md says when
+ * each one occurs. The comments below do not repeat these: EP_ERR_NULL for a required pointer that
+ * is null, EP_ERR_STRUCT_SIZE for a struct that was not initialized, EP_ERR_DESTROYED for a
+ * destroyed group or handle, EP_ERR_FOREIGN for a pointer to anything else.
  */
 #define EP_STATUS_MAP(X)                                                                        \
     X(EP_OK, 0, "success")                                                                      \
@@ -81,7 +89,7 @@ int ep_version(void);
     X(EP_ERR_TYPE, 5, "a tensor has the wrong element type")                                    \
     X(EP_ERR_SHAPE, 6, "a tensor has the wrong shape")                                          \
     X(EP_ERR_ROW_BYTES, 7, "a row has an unsupported number of bytes")                          \
-    X(EP_ERR_ADDRESS, 8, "an address is not aligned as required")                               \
+    X(EP_ERR_ADDRESS, 8, "an address is not aligned as required, or cannot be reached")         \
     X(EP_ERR_TOKENS, 9, "more tokens than the group's max_tokens")                              \
     X(EP_ERR_TOP_K, 10, "more experts per token than the group's max_top_k")                    \
     X(EP_ERR_ALIGNMENT, 11, "alignment is not a power of two")                                  \
@@ -97,7 +105,7 @@ int ep_version(void);
     X(EP_ERR_TIMEOUT, 21, "a rank did not arrive before the deadline")                          \
     X(EP_ERR_PEER, 22, "another rank of the group failed")                                      \
     X(EP_ERR_NO_MEMORY, 23, "out of memory")                                                    \
-    X(EP_ERR_SETTING, 24, "an EP_ environment setting is unknown or malformed")                 \
+    X(EP_ERR_SETTING, 24, "a LIBEP_ environment setting is unknown or malformed")               \
     X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                \
     X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                 \
     X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")
@@ -113,19 +121,20 @@ const char *ep_status_string(EpStatus status);
 
 /**
  * The sentence of the calling thread's last failed call: rank, call, argument, expected and got.
- * "" if none failed. Valid until this thread's next failing call; static per thread.
+ * "" if no call failed. The library owns the string, one per thread. It is valid until this
+ * thread's next failing call.
  */
 const char *ep_last_error(void);
 
 /**
- * Set the sentence that ep_last_error() returns on this thread, and return `status`: for authors
- * of bootstraps, whose callbacks end in `return ep_set_last_error(EP_ERR_..., "rank 3 is gone");`.
+ * Set the sentence that ep_last_error() returns on this thread (the library copies it), and return
+ * `status`. For bootstrap callbacks: `return ep_set_last_error(EP_ERR_..., "rank 3 is gone");`.
  */
 EpStatus ep_set_last_error(EpStatus status, const char *sentence);
 
 /* ---- 2. Tensors ---------------------------------------------------------------------------- */
 
-/** Element types. Combine sums BF16, FP16 and FP32; dispatch carries any of them as bytes. */
+/** Element types. Combine sums BF16, FP16 and FP32. Dispatch moves rows of any type as bytes. */
 typedef enum EpType {
     EP_TYPE_BF16 = 1,
     EP_TYPE_FP16 = 2,
@@ -141,24 +150,29 @@ typedef enum EpType {
 
 /**
  * A tensor is a pointer, a type and a shape: row-major, contiguous, memory owned by the caller.
- * `data` of row tensors (tokens, expert outputs, their gradients) is 16-byte aligned and their
- * rows are multiples of 16 bytes; that of scales is aligned to 4 bytes, that of others as their
- * elements are. `data` may be anything where the shape has a 0. What a call writes must overlap
- * nothing else that the call is given, which is not checked; what it only reads may be given more
- * than once.
  *
- * On the host backend `data` is plain memory. On the CUDA backend it is memory of the group's
- * device, managed memory or pinned host memory; anything else is refused with EP_ERR_ADDRESS, as
- * far as the setting EP_CHECK has it looked at. Where the GPU reads plain memory by itself, that is
- * allowed, too.
+ * Alignment: row tensors (tokens, expert outputs, their gradients) start on 16 bytes and their rows
+ * are multiples of 16 bytes. Scales start on 4 bytes. Other tensors start on a multiple of their
+ * element size. `data` may be anything if the shape contains a 0.
+ *
+ * Overlap: memory that a call writes must not overlap anything else that the call is given. The
+ * library does not check this. A call may be given the same memory more than once if it only reads
+ * it.
+ *
+ * Memory: on the host backend `data` is plain memory. On the CUDA backend it is memory of the
+ * group's device, managed memory or pinned host memory, or plain memory if the GPU can read it
+ * directly. Other memory is refused with EP_ERR_ADDRESS, for the tensors that the setting
+ * LIBEP_CHECK selects.
  */
 typedef struct EpTensor {
     size_t struct_size;
     void *data;
     EpType type;
-    int32_t ndim;
-    int64_t shape[EP_MAX_DIMS];
+    int32_t ndim;               /**< number of dimensions, 1 .. EP_MAX_DIMS */
+    int64_t shape[EP_MAX_DIMS]; /**< elements per dimension, each >= 0; the last is contiguous */
 } EpTensor;
+
+/* Constructors. `data` is const here because many tensors are inputs; libep writes only outputs. */
 
 static inline EpTensor ep_tensor_3d(const void *data, EpType type, int64_t d0, int64_t d1,
                                     int64_t d2) {
@@ -185,7 +199,7 @@ static inline EpTensor ep_tensor_1d(const void *data, EpType type, int64_t d0) {
     return t;
 }
 
-/** Bytes of one element, or 0 for a value that is no EpType. */
+/** Bytes of one element, or 0 for a value that is not an EpType. */
 size_t ep_type_bytes(EpType type);
 
 /** A cudaStream_t, or NULL. The host backend ignores it. */
@@ -194,17 +208,17 @@ typedef void *EpStream;
 /* ---- 3. Bootstrap: how ranks meet ---------------------------------------------------------- */
 
 /**
- * A bootstrap is what libep needs of the outside to set up a group: who am I, how many are we,
- * gather a few bytes from everyone, wait for everyone. ep_bootstrap_mpi (ep_mpi.h) makes one from
- * a communicator, ep_bootstrap_local makes R of them for R threads of one process, and a framework
- * that already knows its ranks fills in the struct itself: rank, size, allgather and barrier are
- * enough where the ranks share a node or a GPU backend serves them.
+ * A bootstrap gives libep what it needs to set up a group: this rank's number, the number of ranks,
+ * an allgather of a few bytes, and a barrier. ep_bootstrap_mpi (ep_mpi.h) makes one from a
+ * communicator. ep_bootstrap_local makes R of them for R threads of one process. A framework that
+ * already knows its ranks fills in the struct itself: rank, size, allgather and barrier are enough
+ * if the ranks share a node or use a GPU backend.
  *
- * Callbacks return EP_OK or an error (use ep_set_last_error for the sentence). They are called
- * when groups are created and destroyed, allgather also when memory that peers reach is (section
- * 5) and handles in latency mode are (section 6); only isend, irecv and test also in operations.
- * The struct is copied by ep_group_create; what `context` points to must outlive the groups made
- * from it.
+ * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence). libep calls them when
+ * groups are created and destroyed. It also calls allgather when memory that peers reach (section
+ * 5) and handles in latency mode (section 6) are created and destroyed. Only isend, irecv and test
+ * are called during operations. ep_group_create copies the struct; what `context` points to must
+ * outlive the groups made from it. Timeouts are in seconds.
  */
 typedef struct EpBootstrap {
     size_t struct_size;
@@ -212,27 +226,28 @@ typedef struct EpBootstrap {
     int32_t size;  /**< number of ranks */
     void *context; /**< passed to every callback */
 
-    /** Gather `bytes` bytes of every rank into out[size * bytes], in rank order. */
+    /** Gather `bytes` bytes from every rank into out[size * bytes], in rank order. */
     EpStatus (*allgather)(void *context, const void *in, void *out, size_t bytes,
                           double timeout_seconds);
-    /** Return when every rank has called. */
+    /** Return after every rank has called it. */
     EpStatus (*barrier)(void *context, double timeout_seconds);
 
     /**
-     * Optional (NULL: POSIX shared memory is used): collective over all ranks; `bytes` zeroed
-     * bytes for each rank, 64-byte aligned, that all ranks of the same `node` can load and store.
-     * segments[r] becomes rank r's segment as mapped here, NULL where r is on another node.
-     * *memory is what share_free takes; `together` is 1 where all ranks are known to call it now,
-     * 0 where some may be gone: then it must not wait for them.
+     * Optional, both or neither (NULL: libep uses POSIX shared memory). share is collective over
+     * all ranks. It allocates `bytes` zeroed bytes for each rank, 64-byte aligned, that all ranks
+     * of the same `node` can load and store. It sets segments[r] to rank r's segment as mapped
+     * here, or to NULL if r is on another node, and *memory to what share_free takes. `together` is
+     * 1 if all ranks are known to call share_free now. It is 0 if some may be gone; then share_free
+     * must not wait for them.
      */
     EpStatus (*share)(void *context, int32_t node, size_t bytes, double timeout_seconds,
                       void **segments, void **memory);
     void (*share_free)(void *context, void *memory, int together);
 
     /**
-     * Optional (NULL: all ranks of a group on the host backend must share a node): nonblocking
-     * point-to-point messages, in order for each (pair of ranks, tag). test sets *done, and
-     * releases the request when it is done. cancel releases it without waiting.
+     * Optional, all four or none (NULL: all ranks of a group on the host backend must share a
+     * node). Nonblocking point-to-point messages, in order for each (pair of ranks, tag). test sets
+     * *done, and releases the request once it is done. cancel releases it without waiting.
      */
     EpStatus (*isend)(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,
                       void **request);
@@ -241,7 +256,7 @@ typedef struct EpBootstrap {
     EpStatus (*test)(void *context, void **request, int *done);
     void (*cancel)(void *context, void **request);
 
-    /** Optional: free `context`; called by ep_bootstrap_destroy. */
+    /** Optional: free `context`. ep_bootstrap_destroy calls it. */
     void (*destroy)(void *context);
 } EpBootstrap;
 
@@ -249,8 +264,8 @@ typedef struct EpBootstrap {
     { sizeof(EpBootstrap), 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /**
- * Bootstraps for `size` (1 to 1024) ranks that are threads of this process: out[r] belongs to the
- * thread that plays rank r. Destroy each once.
+ * Make bootstraps for `size` ranks (1 .. EP_MAX_RANKS) that are threads of this process: out[size].
+ * out[r] belongs to the thread that is rank r. Destroy each once. EP_ERR_RANGE, EP_ERR_NO_MEMORY.
  */
 EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out);
 
@@ -259,73 +274,77 @@ void ep_bootstrap_destroy(EpBootstrap *bootstrap);
 
 /* ---- 4. Groups ----------------------------------------------------------------------------- */
 
-/** A set of ranks that share E experts. Opaque; a process may have several. */
+/**
+ * A group is a set of ranks that share E experts. It owns the communication resources of its ranks:
+ * the choice of the backend, the GPU of each rank, staging memory, and the deadline of every wait.
+ * One group serves all layers that have the same experts. Opaque; a process may have several.
+ */
 typedef struct EpGroup EpGroup;
 
 /**
- * Who moves the bytes. HOST takes tensors in plain memory, CUDA in memory that the rank's GPU
- * reaches, so a program that says AUTO asks ep_group_query which one it got before it allocates; a
- * program whose tensors are in either kind of memory in any case names its backend.
+ * The backend moves the bytes. HOST takes tensors in plain memory, CUDA tensors in memory that the
+ * rank's GPU reaches. A program that asks for AUTO calls ep_group_query before it allocates
+ * tensors, to learn which backend it got. A program whose memory is of one kind names its backend.
  *
- * AUTO means CUDA where every rank has a usable GPU, of its own unless EP_SHARE_GPUS lets ranks
- * share, and HOST elsewhere. All ranks come to the same choice, and EpGroupInfo's reason (and
- * ep_info) says what decided it.
+ * AUTO is CUDA if every rank has a usable GPU, and HOST otherwise. Each rank needs its own GPU,
+ * unless the setting LIBEP_SHARE_GPUS lets ranks share. All ranks make the same choice.
+ * EpGroupInfo.reason (and ep_info) gives the reason.
  */
 typedef enum EpBackend {
-    EP_BACKEND_AUTO = 1, /**< setting EP_BACKEND, else the best that every rank can have */
+    EP_BACKEND_AUTO = 1, /**< setting LIBEP_BACKEND, else the best that every rank can use */
     EP_BACKEND_HOST = 2, /**< CPUs: shared memory within a node, messages between nodes */
     EP_BACKEND_CUDA = 3  /**< GPUs that reach each other's memory */
 } EpBackend;
 
-/** What happens to slots past the receive capacity. Either way they are not written, in slot
- *  order, the plan counts them, and every other slot is right. */
+/** What happens to slots past the receive capacity. In both cases the slots at or past it, in slot
+ *  order, are not written, the plan counts them, and every other slot is right. */
 typedef enum EpOverflow {
     EP_OVERFLOW_ERROR = 1, /**< ep_group_status also reports EP_ERR_OVERFLOW */
-    EP_OVERFLOW_DROP = 2   /**< losing rows is part of the model: counted, no error */
+    EP_OVERFLOW_DROP = 2   /**< counted, no error: the model accepts lost rows */
 } EpOverflow;
 
 /**
- * What a handle is made for. Both modes have the same calls, layouts, bytes and statuses.
+ * The mode of a handle. Both modes have the same calls, layouts, bytes and statuses.
  *
- * THROUGHPUT: ep_prepare makes the plan, the other four operations use it. Any size, exact sizing
- * included, and backward.
+ * THROUGHPUT, for any number of tokens: ep_prepare makes the plan, the other four operations use
+ * it. Supports exact sizing and backward.
  *
- * LATENCY, for the few tokens of a decoding step: ep_prepare records where the routing lies, and
- * ep_dispatch does all in one launch; it can be had in two halves, as ep_combine can, with
- * computation in between. Sizes are static (a capacity, or BATCHED), there is no backward, and a
- * handle has buffers of its own that peers reach: see ep_handle_cost.
+ * LATENCY, for the few tokens of a decoding step: ep_prepare records the addresses of the routing,
+ * and ep_dispatch does everything in one launch. ep_dispatch and ep_combine can be split into a
+ * send and a receive phase, with computation in between. Sizes are static (a capacity, or BATCHED),
+ * there is no backward, and each handle has its own buffers that peers reach: see ep_handle_cost.
  *
- * AUTO: LATENCY where max_tokens is at most EP_LATENCY_TOKENS and sizes are static, else
- * THROUGHPUT. A program that says so keeps to what holds in both.
+ * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS and sizes are static, otherwise
+ * THROUGHPUT. A program that asks for AUTO uses only what both modes support.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
-/** Most tokens per rank and step for which AUTO means LATENCY. */
+/** The largest max_tokens for which AUTO means LATENCY. */
 #define EP_LATENCY_TOKENS 256
 
-/** "Use the default", in fields that say so. */
+/** "Use the default", in fields that allow it. */
 #define EP_DEFAULT (-1)
 
 /**
- * Configuration of a group. Fields marked = must have the same value on every rank;
- * ep_group_create compares them and names the field, the ranks and both values otherwise.
+ * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
+ * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
  */
 typedef struct EpGroupConfig {
     size_t struct_size;
     int32_t num_experts;     /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
-    int32_t max_tokens;      /**< = most tokens a rank brings in one step, >= 1 */
+    int32_t max_tokens;      /**< = most tokens of a rank in one step, >= 1 */
     int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
-    int64_t max_row_bytes;   /**< = largest row of any call, gradients included; multiple of 16,
-                                  at most EP_MAX_ROW_BYTES */
-    int64_t max_scale_bytes; /**< = largest row of scales, 0 if none travel; multiple of 4 */
-    int32_t alignment;       /**< = slabs are padded to multiples of this power of two */
+    int64_t max_row_bytes;   /**< = bytes of the largest row of any call, gradients included;
+                                  multiple of 16, at most EP_MAX_ROW_BYTES */
+    int64_t max_scale_bytes; /**< = bytes of the largest row of scales, 0 for none; multiple of 4 */
+    int32_t alignment;       /**< = slabs are padded to multiples of this many rows, a power of 2 */
     int64_t max_recv_rows;   /**< = receive capacity in rows, or 0 for exact sizing: after
                                   ep_prepare read the total, then allocate (see ep_handle_info) */
-    EpOverflow overflow;     /**< = */
+    EpOverflow overflow;     /**< = policy for slots past the capacity */
     EpBackend backend;       /**< = AUTO, HOST or CUDA */
-    double timeout_seconds;  /**< deadline of every wait, > 0, or EP_DEFAULT: setting EP_TIMEOUT */
-    void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL; equal on all ranks in
-                                  that it is given */
+    double timeout_seconds;  /**< deadline of every wait, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT */
+    void *nccl_comm;         /**< a borrowed ncclComm_t (ep_nccl.h), or NULL; all ranks give one or
+                                  none does */
     int32_t device;          /**< this rank's CUDA device, or EP_DEFAULT: see below */
     EpMode mode;             /**< = mode of handles that do not choose their own */
 } EpGroupConfig;
@@ -335,21 +354,21 @@ typedef struct EpGroupConfig {
 #define EP_MAX_RANKS 1024
 
 /*
- * Which GPU is a rank's. A device that is given is taken, and so is that of a borrowed
- * communicator. EP_DEFAULT is the calling thread's current device (cudaSetDevice). Only where
- * nobody has set one is it dealt out: if several ranks see the same GPU as device 0 and the current
- * device of all of them is 0, the first of them takes device 0, the next one device 1, and so on,
- * as far as there are devices. Two ranks with the same GPU cannot have the CUDA backend, unless the
- * setting EP_SHARE_GPUS says yes on all ranks, and each is a process of its own: to find mistakes.
- * Then dealing goes round.
+ * The GPU of a rank. libep takes config.device if it is given, and otherwise the device of a
+ * borrowed communicator. EP_DEFAULT is the calling thread's current device (cudaSetDevice). libep
+ * assigns devices itself only if nobody has set one: if several ranks see the same GPU as device 0
+ * and device 0 is current on all of them, the first of them gets device 0, the next one device 1,
+ * and so on, as long as there are devices. Two ranks on the same GPU cannot use the CUDA backend,
+ * unless the setting LIBEP_SHARE_GPUS is yes on all ranks and each rank is a separate process (for
+ * debugging). Then the assignment wraps around.
  *
- * Every call runs on the group's device, whatever the thread's current one is, and puts that back,
- * unless it was never used (selecting it would make a context there). Where the device was dealt
- * out, ep_group_create leaves it current on the calling thread, so that memory allocated after that
- * is in the right place. The host backend ignores all of this.
+ * Every call runs on the group's device, whatever device is current on the thread, and restores the
+ * current device afterwards, unless that device was never used (selecting it would create a context
+ * there). If libep assigned the device, ep_group_create leaves it current on the calling thread, so
+ * that later allocations are on the right GPU. The host backend ignores all of this.
  */
 
-/** num_experts, max_tokens, max_top_k and max_row_bytes are yours to set. */
+/** The caller sets num_experts, max_tokens, max_top_k and max_row_bytes. */
 #define EP_GROUP_CONFIG_INIT                                                            \
     {                                                                                   \
         sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
@@ -357,35 +376,37 @@ typedef struct EpGroupConfig {
     }
 
 /**
- * Create a group; collective over the bootstrap. *out is written on success alone. Any rank's
- * failure (bad or differing configuration, no memory) is an error on every rank.
+ * Create a group; collective over the bootstrap. *out is written only on success; the caller
+ * destroys it with ep_group_destroy. A failure on any rank (bad or differing configuration, no
+ * memory) is an error on every rank: EP_ERR_PEER if only another rank was refused.
  */
 EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 
-/** Destroy a group and its handles; collective in the sense that peers must have finished their
- *  last call, which each rank waits for, up to the deadline. NULL is allowed. */
+/** Destroy a group and its handles. Each rank waits, up to the deadline, until its peers have
+ *  finished their last call; in this sense it is collective. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
-/** What a configuration takes, and whether it can be had. */
+/** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {
     size_t struct_size;
     int32_t feasible;      /**< 1, or 0: `reason` says why not */
-    EpBackend backend;     /**< the backend that would serve (HOST or CUDA) */
+    EpBackend backend;     /**< the backend that would be chosen (HOST or CUDA) */
     int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
-    int64_t private_bytes; /**< per rank: the rest, handles not included */
+    int64_t private_bytes; /**< per rank: all other memory, without handles */
     int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts,
-                                latency mode's buffers included; 0 where there is none of these */
-    char reason[256];      /**< why not feasible, or why this backend and not the other */
+                                latency mode's buffers included; 0 if no default handle exists
+                                (latency mode with exact sizing) */
+    char reason[256];      /**< why it is not feasible, or why this backend was chosen */
 } EpGroupMemory;
 
 #define EP_GROUP_MEMORY_INIT \
     { sizeof(EpGroupMemory), 0, EP_BACKEND_AUTO, 0, 0, 0, "" }
 
 /**
- * Memory of a group of `num_ranks` ranks, without creating or allocating anything; local.
- * A configuration that is merely infeasible is EP_OK with feasible = 0 and a reason. What only
- * several ranks together can know (whether each has a GPU of its own, and of one kind) is found by
- * ep_group_create.
+ * Compute the memory of a group of `num_ranks` ranks. Local; creates and allocates nothing. An
+ * infeasible configuration returns EP_OK with feasible = 0 and a reason. An invalid one returns
+ * what ep_group_create would. What takes several ranks to know (whether each has a GPU of its own,
+ * all of one kind) is found only by ep_group_create.
  */
 EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out);
 
@@ -400,13 +421,13 @@ typedef struct EpGroupInfo {
     int32_t node, num_nodes;   /**< this rank's node, and how many nodes the group spans */
     int32_t numa_node;         /**< NUMA node of this rank's CPUs, -1 if it spans several */
     int32_t num_cpus;          /**< CPUs this rank may run on */
-    int64_t library_bytes;     /**< memory libep holds for this rank: group plus own handles; memory
-                                    of section 5 is the caller's */
+    int64_t library_bytes;     /**< memory that libep holds for this rank: the group and its own
+                                    handles; memory of section 5 is the caller's */
     int32_t device;            /**< CUDA device of this rank, -1 on the host backend */
-    int32_t bound;             /**< 1 if EP_BIND has bound this rank to the CPUs near its GPU */
+    int32_t bound;             /**< 1 if LIBEP_BIND has bound this rank to the CPUs near its GPU */
     char gpu[64];              /**< "NVIDIA H200, 0000:17:00.0"; "" on the host backend */
-    char reason[256];          /**< why this backend and not the other */
-    EpMode mode;               /**< THROUGHPUT or LATENCY: of handles of default EpHandleConfig */
+    char reason[256];          /**< why this backend was chosen */
+    EpMode mode;               /**< THROUGHPUT or LATENCY, for handles of default EpHandleConfig */
     int32_t reserved;          /**< 0 */
 } EpGroupInfo;
 
@@ -416,24 +437,26 @@ typedef struct EpGroupInfo {
             EP_MODE_AUTO, 0                                                                \
     }
 
+/** Read the facts about a group. Local. */
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
 
 /**
- * Placement: rank `rank` of `num_ranks` owns experts *first .. *first + *count - 1. Blocks are
- * contiguous and in rank order; the first num_experts % num_ranks ranks own one more.
+ * Placement: rank `rank` of `num_ranks` owns experts *first .. *first + *count - 1. Each rank owns
+ * a contiguous block of num_experts / num_ranks experts, in rank order; the first
+ * num_experts % num_ranks ranks own one more. EP_ERR_RANGE.
  */
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
                          int32_t *count);
 
-/** How slots lie in the receive buffer. */
+/** The order of slots in the receive buffer. */
 typedef enum EpLayout {
-    /** [rows, H]: one slot per (token, k). A slab per local expert, in expert order, padded to the
-     *  alignment; within a slab by (source rank, token, k). */
+    /** [rows, H]: one slot per (token, k). One slab per local expert, in expert order, padded to
+     *  the alignment. Within a slab slots are ordered by (source rank, token, k). */
     EP_LAYOUT_EXPERT_MAJOR = 1,
-    /** [rows, H]: one row per (token, rank) by (source rank, token), not padded. Local expert ids
-     *  and weights come as [rows, K], with -1 and 0 for experts that live elsewhere. */
+    /** [rows, H]: one row per (token, rank), ordered by (source rank, token), not padded. Local
+     *  expert ids and weights are [rows, K], with -1 and 0 for experts of other ranks. */
     EP_LAYOUT_FLAT = 2,
-    /** [L, rows_per_expert, H]: a slab of fixed size per local expert, filled from its start. */
+    /** [L, rows_per_expert, H]: one slab of fixed size per local expert, filled from its start. */
     EP_LAYOUT_BATCHED = 3
 } EpLayout;
 
@@ -441,14 +464,16 @@ typedef enum EpLayout {
 #define EP_ROWS_DUPLICATES 1u /**< a token may name one expert more than once */
 
 /**
- * Worst case of rows that rank `rank` receives in one step, padding included: the max_recv_rows
- * under which nothing can overflow (for BATCHED: the rows_per_expert).
+ * Compute the most rows that rank `rank` can receive in one step, padding included. With this
+ * max_recv_rows (for BATCHED: rows_per_expert) nothing can overflow. docs/semantics.md derives it.
  *
  * With G = num_ranks * max_tokens, L = experts of the rank, A = alignment, M = G * min(K, L) and
  * n = min(L, M), EXPERT_MAJOR gives min(L * ceil(G / A) * A, ceil((M + (A - 1) * n) / A) * A).
  * With EP_ROWS_DUPLICATES one expert may get G * K slots and the rank M = G * K, so both terms
- * grow: min(L * ceil(GK / A) * A, ceil((M + (A - 1) * n) / A) * A). FLAT gives G, and 0 for a rank
- * without experts; BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates).
+ * grow: min(L * ceil(GK / A) * A, ceil((M + (A - 1) * n) / A) * A). FLAT gives G, or 0 for a rank
+ * without experts. BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates).
+ *
+ * EP_ERR_RANGE (rank, layout, flags), and the errors of an invalid configuration.
  */
 EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
                           EpLayout layout, unsigned flags, int64_t *rows);
@@ -456,101 +481,101 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_
 /* ---- 5. Memory that peers reach ------------------------------------------------------------ */
 
 /**
- * Rows that lie in memory which the other ranks of the group reach need no staging on a GPU
- * backend: peers write receive rows (recv_tokens, grad_expert_out) to their slots, and expert
- * outputs (expert_out, grad_recv_tokens) are used in place. A tensor may be any part of such
- * memory; tensors elsewhere work as well and give the same bytes. The host backend uses all memory
- * in place, and these calls are there so that one program serves both.
+ * On a GPU backend, rows in memory that the other ranks of the group reach need no staging. Peers
+ * write receive rows (recv_tokens, grad_expert_out) directly to their slots. Expert outputs
+ * (expert_out, grad_recv_tokens) are used in place. A tensor may be any part of such memory.
+ * Tensors in other memory also work and give the same bytes. The host backend uses all memory in
+ * place; it has these calls so that one program works on both backends.
  *
- * All four calls are collective over the group, in the same order on every rank, operations
- * included. They wait for this rank's operations to have finished, and meet the other ranks over
- * the bootstrap: do not call them while a stream is being captured. What is refused on one rank is
- * an error on all, EP_ERR_PEER with that rank's sentence on the others, and nothing has changed on
- * any. Two kinds of ranks take no part, and their peers wait for them up to the deadline: those
- * without a live group (NULL, destroyed, failed), and those that free NULL. A deadline that passes
- * fails the group.
+ * All four calls are collective over the group, in the same order on every rank, relative to
+ * operations as well. They wait until this rank's operations have finished, and rendezvous with the
+ * other ranks over the bootstrap: do not call them while a stream is being captured. If one rank
+ * refuses its call, the call fails on all ranks: the others get EP_ERR_PEER with that rank's
+ * sentence, and nothing has changed on any rank. Two kinds of ranks take no part: ranks without a
+ * live group (NULL, destroyed, failed), and ranks that free NULL. Their peers wait for them up to
+ * the deadline. A deadline that passes fails the group.
  *
- * A group has at most EP_MAX_WINDOWS such pieces of memory at a time. Destroying it gives back
- * those that are left. They are the caller's: ep_group_query's library_bytes and ep_group_memory
- * do not count them.
+ * A group has at most EP_MAX_WINDOWS such pieces of memory at a time. Destroying the group releases
+ * those that are left. The memory is the caller's: library_bytes of ep_group_query and
+ * ep_group_memory do not count it.
  */
 #define EP_MAX_WINDOWS 32
 
 /**
- * Allocate `bytes` >= 1 bytes, zeroed, on a multiple of 128, that all ranks of the group reach:
- * device memory on a GPU backend, plain memory on the host backend. Ranks may ask for different
- * sizes; on a GPU backend of several ranks each then takes as much as the largest. *out is written
- * on success alone. Free it with ep_mem_free; it lives no longer than the group.
+ * Allocate `bytes` >= 1 zeroed bytes, aligned to 128, that all ranks of the group reach: device
+ * memory on a GPU backend, plain memory on the host backend. Ranks may ask for different sizes. On
+ * a GPU backend with several ranks, each rank then takes as much memory as the largest request.
+ * *out is written only on success. Free it with ep_mem_free; destroying the group also frees it.
  *
- * EP_ERR_RANGE (bytes, too many windows), EP_ERR_NO_MEMORY; EP_ERR_UNSUPPORTED where a GPU cannot
- * reach a peer; EP_ERR_ORDER where ranks make different calls.
+ * EP_ERR_RANGE (bytes, too many windows), EP_ERR_NO_MEMORY; EP_ERR_UNSUPPORTED if a GPU cannot
+ * reach a peer; EP_ERR_ORDER if ranks make different calls.
  */
 EpStatus ep_mem_alloc(EpGroup *group, size_t bytes, void **out);
 
 /**
- * Free memory from ep_mem_alloc of this group, once no rank's operations use it any more. NULL is
- * allowed and collective with nobody. EP_ERR_FOREIGN for any other memory, freed memory included;
- * EP_ERR_ORDER where ranks free memory of different calls.
+ * Free memory from ep_mem_alloc of this group, after the operations of all ranks that use it have
+ * finished. NULL is allowed, does nothing and is not collective. EP_ERR_FOREIGN for any other
+ * memory, freed memory included; EP_ERR_ORDER if ranks free memory of different calls.
  */
 EpStatus ep_mem_free(EpGroup *group, void *memory);
 
 /**
- * Make memory of the caller's reachable by the peers, in place and with its contents: on a GPU
- * backend from ncclMemAlloc or the CUDA driver's virtual memory management, mapped for this rank's
- * GPU (where ranks share GPUs, from cudaMalloc); on the host backend any. It begins on a multiple
- * of 4096, has at least 4096 bytes, as many on every rank (else EP_ERR_MISMATCH), and overlaps no
- * other of the group (else EP_ERR_RANGE). The memory stays the caller's and must outlive its
- * registration.
+ * Let peers reach memory of the caller, in place and with its contents. On a GPU backend the memory
+ * comes from ncclMemAlloc or the CUDA driver's virtual memory management, mapped for this rank's
+ * GPU; if ranks share GPUs, from cudaMalloc. On the host backend any memory works. `memory` is a
+ * multiple of 4096 (else EP_ERR_ADDRESS). `bytes` is at least 4096 (else EP_ERR_RANGE) and equal on
+ * every rank (else EP_ERR_MISMATCH). The memory must not overlap other such memory of the group
+ * (else EP_ERR_RANGE). It stays the caller's and must outlive its registration.
  */
 EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes);
 
-/** End a registration, once no rank's operations use the memory any more. `memory` is what was
- *  registered; EP_ERR_FOREIGN, EP_ERR_ORDER as with ep_mem_free. */
+/** End a registration, after the operations of all ranks that use the memory have finished.
+ *  `memory` is the registered address. EP_ERR_FOREIGN and EP_ERR_ORDER as for ep_mem_free. */
 EpStatus ep_window_deregister(EpGroup *group, void *memory);
 
 /* ---- 6. Handles: one per layer ------------------------------------------------------------- */
 
 /**
- * A handle is one layer, or one micro-batch in flight. It owns the plan that ep_prepare makes of a
- * step's routing and that the four data operations read. Any number may be live, prepared and used
- * in any order (the pipeline F0 F1 B0 F2 B1 B2 needs two). Opaque.
+ * A handle is one layer, or one micro-batch, of a group. It owns the plan: ep_prepare makes it from
+ * a step's routing, the four data operations read it. Any number of handles may be live, prepared
+ * and used in any order (the pipeline F0 F1 B0 F2 B1 B2 needs two). Opaque.
  *
- * All state of a step lives in the handle's memory: one flat block that the library allocates or
- * the caller brings. A caller may save, move and restore the bytes as it likes while no operation
- * is running, and then tells with ep_handle_bind where they are, even if that is where they were.
+ * All state of a step is in the handle's memory: one flat block that the library allocates or the
+ * caller provides. The caller may save, move and restore its bytes while no operation is running,
+ * and then calls ep_handle_bind with their address, even if the address has not changed.
  */
 typedef struct EpHandle EpHandle;
 
-/** Whether dispatch quantises on the way: see ep_dispatch. */
+/** How dispatch quantises rows before it sends them: see ep_dispatch. */
 typedef enum EpQuant {
-    EP_QUANT_NONE = 1,      /**< rows and scales are carried as they are */
-    EP_QUANT_FP8 = 2,       /**< FP8_E4M3 with an FP32 scale for every 128 elements */
-    EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3 with a power of two for every 128, UE8M0 in a UINT8 */
-    EP_QUANT_MXFP8 = 4      /**< FP8_E4M3 with a power of two for every 32, UE8M0 in a UINT8 */
+    EP_QUANT_NONE = 1,      /**< not at all: rows and scales are copied as they are */
+    EP_QUANT_FP8 = 2,       /**< FP8_E4M3, one FP32 scale per 128 elements */
+    EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3, one power of two per 128 elements, UE8M0 in a UINT8 */
+    EP_QUANT_MXFP8 = 4      /**< FP8_E4M3, one power of two per 32 elements, UE8M0 in a UINT8 */
 } EpQuant;
 
-/** How recv_scales lies. */
+/** The memory order of recv_scales. */
 typedef enum EpScaleOrder {
     EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S] */
-    EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert]: as grouped GEMMs want
-                                 them. The distance of columns is the tensor's number of rows */
+    EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert], as grouped GEMMs need
+                                 them. The stride of columns is the tensor's own number of rows */
 } EpScaleOrder;
 
-/** Configuration of a handle; equal on every rank, but for overflow, zero_tail and scale_order,
- *  which each rank may choose. Checked when ep_prepare meets the peers. */
+/** Configuration of a handle, equal on every rank except overflow, zero_tail and scale_order, which
+ *  each rank may choose. ep_prepare (latency mode: ep_dispatch) compares it with the peers. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
-    int32_t top_k;           /**< K of every step, or EP_DEFAULT: the group's max_top_k at most */
-    int32_t alignment;       /**< power of two, or EP_DEFAULT: the group's */
-    int64_t max_recv_rows;   /**< capacity, 0 for exact sizing, or EP_DEFAULT: the group's */
-    int64_t rows_per_expert; /**< BATCHED: rows of each slab, > 0. EP_DEFAULT otherwise */
-    int32_t overflow;        /**< an EpOverflow, or EP_DEFAULT: the group's */
+    int32_t top_k;           /**< K of every step; EP_DEFAULT: any, up to the group's max_top_k */
+    int32_t alignment;       /**< rows, a power of two; EP_DEFAULT: the group's */
+    int64_t max_recv_rows;   /**< capacity in rows, 0 for exact sizing; EP_DEFAULT: the group's */
+    int64_t rows_per_expert; /**< BATCHED: rows of each slab, > 0; other layouts: EP_DEFAULT */
+    int32_t overflow;        /**< an EpOverflow; EP_DEFAULT: the group's */
     int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
-                                  slab (BATCHED: past each slab), as far as the shortest of their
-                                  outputs reaches; 0: leave them alone */
-    int32_t mode;            /**< an EpMode, or EP_DEFAULT: the group's */
-    EpQuant quant;           /**< whether dispatch quantises */
+                                  slab (BATCHED: past each slab), up to the end of the shortest of
+                                  their outputs; 0: they do not write these rows */
+    int32_t mode;            /**< an EpMode; EP_DEFAULT: the group's */
+    EpQuant quant;           /**< how dispatch quantises */
     EpScaleOrder scale_order;
     int32_t reserved; /**< 0 */
 } EpHandleConfig;
@@ -561,71 +586,75 @@ typedef struct EpHandleConfig {
             EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0       \
     }
 
-/** Bytes of memory for its plan that a handle of this configuration takes on this rank: what a
- *  caller may bring. config NULL: defaults. */
+/** Compute the bytes of the plan of a handle with this configuration on this rank: the memory that
+ *  a caller may provide. Local. config NULL: defaults. */
 EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes);
 
-/** All that a handle takes on this rank. */
+/** All memory that a handle takes on this rank. */
 typedef struct EpHandleCost {
     size_t struct_size;
-    EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO comes to */
+    EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO selects */
     int32_t reserved;     /**< 0 */
-    int64_t plan_bytes;   /**< as ep_handle_memory says: the caller's memory or the library's */
-    int64_t buffer_bytes; /**< what it takes besides, always the library's. LATENCY: buffers for
-                             rows in flight. THROUGHPUT: 0, but where a handle on the CUDA backend
-                               quantises: a step's scales */
+    int64_t plan_bytes;   /**< as ep_handle_memory computes: the caller's memory or the library's */
+    int64_t buffer_bytes; /**< other memory, always the library's. LATENCY: buffers for rows on
+                               their way. THROUGHPUT: 0, except for handles that quantise on the
+                             CUDA backend: a step's scales */
 } EpHandleCost;
 
 #define EP_HANDLE_COST_INIT \
     { sizeof(EpHandleCost), EP_MODE_AUTO, 0, 0, 0 }
 
+/** Compute the memory of a handle and its mode. Local. config NULL: defaults. */
 EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out);
 
 /**
- * Create a handle. `memory` is the caller's, 64-byte aligned, of at least ep_handle_memory bytes
- * (device or pinned memory on a GPU backend), and must outlive its use; NULL: the library
- * allocates. In throughput mode local, but in the same order on every rank. In latency mode
- * collective, destroying included, since the handle's buffers are memory that peers reach: other
- * ranks may wait for this one. On the CUDA backend creating, binding and destroying a handle copies
- * and waits, in either mode: no stream may be under capture.
+ * Create a handle. config NULL: defaults. `memory` is the caller's, 64-byte aligned, of at least
+ * ep_handle_memory bytes (device or pinned memory on a GPU backend), and must outlive its use.
+ * NULL: the library allocates it. *out is written only on success.
  *
- * EP_ERR_UNSUPPORTED: latency mode without a static size; on the CUDA backend, latency mode where
- * max_tokens * max_top_k entries, of two bytes, do not fit into a multiprocessor's shared memory:
- * about 100,000.
+ * In throughput mode the call is local, but in the same order on every rank. In latency mode
+ * creating and destroying are collective, since peers reach the handle's buffers: other ranks may
+ * wait for this one. On the CUDA backend creating, binding and destroying a handle copies and
+ * waits, in both modes: no stream may be under capture.
+ *
+ * EP_ERR_ADDRESS, EP_ERR_BUFFER_SIZE: memory. EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config.
+ * EP_ERR_UNSUPPORTED: latency mode without a static size. On the CUDA backend also latency mode if
+ * max_tokens * max_top_k entries of two bytes do not fit into a multiprocessor's shared memory: the
+ * limit is about 100,000 entries.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
                           EpHandle **out);
 
 /**
- * The caller has moved the bytes of the handle's memory to `memory`, which it owns, or has brought
- * back there, at the address in use, what it had saved: use them. Refused if they are not this
- * handle's (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY); then the old address stays in use. Memory that
- * the library had allocated is freed.
+ * Use the plan at `memory`: the caller has moved the handle's bytes there, or has restored saved
+ * bytes at the address in use. The caller owns `memory`. If the bytes are not this handle's, the
+ * call is refused (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY) and the old address stays in use. On
+ * success, memory that the library had allocated is freed.
  */
 EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
 
-/** Destroy a handle; memory of the caller stays the caller's, marked as no plan. NULL is allowed.
- */
+/** Destroy a handle. The caller keeps its own memory; the library marks it as holding no plan. NULL
+ *  is allowed. */
 void ep_handle_destroy(EpHandle *handle);
 
-/** What the last ep_prepare of a handle found, on the host. */
+/** The numbers of a handle's last plan, on the host. */
 typedef struct EpHandleInfo {
     size_t struct_size;
-    int64_t step;                 /**< how many plans were made: prepares, or in latency mode
-                                       dispatches */
+    int64_t step;                 /**< number of plans made so far: by ep_prepare, or in latency
+                                       mode by ep_dispatch */
     int64_t num_tokens;           /**< T of this rank */
     int64_t top_k;                /**< K */
-    int64_t recv_rows;            /**< rows dispatch fills: the end of the last slab */
-    int64_t needed_rows;          /**< rows that it would fill were the capacity unlimited; BATCHED:
-                                       the rows_per_expert that would have been enough */
+    int64_t recv_rows;            /**< rows that dispatch fills: the end of the last slab */
+    int64_t needed_rows;          /**< rows that it would fill without a capacity; BATCHED: the
+                                       rows_per_expert that would have been enough */
     int64_t dropped_slots;        /**< slots lost to the capacity */
     int64_t remote_rows_sent;     /**< (token, rank) rows that leave this rank */
-    int64_t remote_rows_received; /**< (token, rank) rows that reach it from other ranks */
+    int64_t remote_rows_received; /**< (token, rank) rows that arrive from other ranks */
     int64_t local_rows;           /**< (token, rank) rows that stay here */
     int32_t num_local_experts;    /**< L */
-    /** Owned by the handle. FLAT rows lie by source; there the three describe how a permutation
-     *  by expert would lay out their entries. */
-    const int32_t *expert_counts;  /**< [L] slots of each local expert that were kept */
+    /** Arrays owned by the handle. FLAT rows are ordered by source; there the three arrays describe
+     *  how a permutation by expert would order their entries. */
+    const int32_t *expert_counts;  /**< [L] slots of each local expert, without lost ones */
     const int32_t *expert_padded;  /**< [L] rows of each slab, padding included */
     const int32_t *expert_offsets; /**< [L + 1] first row of each slab */
     EpMode mode;                   /**< THROUGHPUT or LATENCY */
@@ -636,75 +665,88 @@ typedef struct EpHandleInfo {
     { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, EP_MODE_AUTO, 0 }
 
 /**
- * Read the plan's numbers on the host: after ep_prepare has finished on its stream; in latency mode
- * after ep_dispatch, or ep_dispatch_wait, has. This is how exact sizing learns recv_rows. The
- * arrays are valid until the handle's next prepare or bind; in latency mode, until its next
- * dispatch.
+ * Read the plan's numbers on the host, after ep_prepare has finished on its stream; in latency
+ * mode, after ep_dispatch or ep_dispatch_wait has. With exact sizing, recv_rows is read this way.
+ * The arrays are valid until the handle's next prepare or bind; in latency mode, until its next
+ * dispatch. EP_ERR_NOT_PREPARED if there is no plan or it is not finished.
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
 /* ---- 7. The five operations ---------------------------------------------------------------- */
 
-/** Optional outputs of ep_prepare; any may be NULL. Types INT32 or INT64. Memory as the backend's
- *  tensors, or pinned host memory on a GPU backend. */
+/**
+ * A step is one plan and the operations that use it. ep_prepare makes the plan from the routing,
+ * ep_dispatch and ep_combine run forward, the other two compute their derivatives. `rows` in shapes
+ * is the receive tensor's own number of rows: at least the capacity, or with exact sizing at least
+ * recv_rows. Argument errors are refused with the status that names them (EP_ERR_NDIM, TYPE, SHAPE,
+ * ROW_BYTES, ADDRESS, TOKENS, TOP_K, BUFFER_SIZE, RANGE). Operations without a plan are refused
+ * with EP_ERR_NOT_PREPARED. Backward in latency mode is refused with EP_ERR_UNSUPPORTED. A
+ * failed group refuses all operations with the status of its failure.
+ */
+
+/** Optional outputs of ep_prepare; any may be NULL. Types INT32 or INT64. Memory as for the
+ *  backend's tensors, or pinned host memory on a GPU backend. */
 typedef struct EpPlanTensors {
     size_t struct_size;
-    const EpTensor *expert_counts;  /**< [L] */
-    const EpTensor *expert_padded;  /**< [L] */
-    const EpTensor *expert_offsets; /**< [L + 1] */
+    const EpTensor *expert_counts;  /**< [L] slots of each local expert, without lost ones */
+    const EpTensor *expert_padded;  /**< [L] rows of each slab, padding included */
+    const EpTensor *expert_offsets; /**< [L + 1] first row of each slab */
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
-    const EpTensor *source_counts; /**< [L, R]: slots of each expert that came from each rank; a row
-                                        adds up to expert_counts. In slot order the slots of one
-                                        source are consecutive, sources ascending */
+    const EpTensor *source_counts;  /**< [L, R]: slots of each expert from each source rank; row e
+                                         adds up to expert_counts[e]. In slot order the slots of one
+                                         source are consecutive, sources ascending */
 } EpPlanTensors;
 
 #define EP_PLAN_TENSORS_INIT \
     { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL }
 
 /**
- * Turn a step's routing into the handle's plan. Everything after it needs no routing work.
+ * Make the handle's plan from a step's routing. The operations that follow do no routing work.
  *
- * In latency mode: check the arguments and record where they lie. The plan is made by the
- * ep_dispatch (or ep_dispatch_send) that follows, which reads topk_idx and num_tokens, and `out` is
- * complete when that dispatch is (or ep_dispatch_wait). So their memory stays valid, and the inputs
- * unchanged, until then; the EpTensor structs need not. A dispatch without a new prepare routes
- * again, as the recorded memory says at that time: so graphs are replayed with new routing.
+ * In latency mode ep_prepare only checks the arguments and records their addresses. The ep_dispatch
+ * (or ep_dispatch_send) that follows reads topk_idx and num_tokens and makes the plan; `out` is
+ * complete when that dispatch (or ep_dispatch_wait) is. Until then their memory stays valid and the
+ * inputs stay unchanged; the EpTensor structs may go. A dispatch without a new prepare routes
+ * again, by what that memory holds at that time. This is how graphs are replayed with new
+ * routing.
  *
  * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
- *             negative and reported by the next ep_group_status. T may differ per rank, 0
- *             included; K must be equal on all ranks. An expert named twice gives two slots.
+ *             negative and reported by the next ep_group_status (EP_ERR_ROUTING). T may differ per
+ *             rank, 0 included, up to max_tokens; K must be equal on all ranks. An expert that is
+ *             named twice gives two slots.
  * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
- *             buffers of a fixed shape can carry a varying number of tokens. Rows beyond are not
- *             read where they are inputs, and zero where they are outputs. In latency mode all
- *             tensors of tokens have T rows nevertheless.
+ *             buffers of a fixed shape can hold a varying number of tokens. Rows beyond it are not
+ *             read in inputs, and become zero in outputs. In latency mode all token tensors still
+ *             have T rows.
  * out         see EpPlanTensors; may be NULL.
  */
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                     EpStream stream, const EpPlanTensors *out);
 
 /**
- * Move token rows, their weights and their scales to the slots of their experts.
+ * Send token rows, their weights and their scales to the slots of their experts.
  *
- * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. Where
+ * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. If
  *                    ep_prepare took num_tokens, T is at least that number.
  * topk_weights       [T, K] FP32, or NULL
  * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
  *                    recv_rows. BATCHED: [L, rows_per_expert, H].
- * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]. With
- *                    topk_weights only, then required.
- * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). With scales only, then required.
+ * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]. Required with
+ *                    topk_weights, otherwise NULL.
+ * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). Required with scales, otherwise
+ *                    NULL, unless the handle quantises.
  * recv_topk_idx      FLAT only, optional: [rows, K] INT32 or INT64, local expert or -1
  *
- * recv_scales lies as the handle's scale_order says: shapes here are those of EP_SCALES_BY_ROW.
+ * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
  *
  * Padding rows within slabs become zero: tokens, weights and scales.
  *
- * Where the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a
- * multiple of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required: with
- * blocks of B = 128 or 32 elements, S = ceil(H / B) FP32 or UINT8 per row. A row is quantised once,
- * by the rank that has the token, so all its slots get the same bytes. For each block, with
- * rounding to nearest even and every operation rounded by itself:
+ * If the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a multiple
+ * of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required. With blocks of
+ * B = 128 or 32 elements there are S = ceil(H / B) scales per row, FP32 or UINT8. The rank that has
+ * the token quantises the row once, so all its slots get the same bytes. For each block, with
+ * rounding to nearest even after every single operation:
  *
  *     amax    = max(2^-100, largest |x| of the block's finite elements)
  *     scale   = amax / 448                       FP32
@@ -714,7 +756,7 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
  *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448;
  *                                                NaN: 0x7f
  *
- * so that x is about scale * q. docs/semantics.md says more.
+ * So x is about scale * q. docs/semantics.md has the details.
  */
 EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
@@ -722,17 +764,18 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
                      const EpTensor *recv_topk_idx);
 
 /**
- * Bring the experts' outputs back: out[t] = sum over k of w * expert_out[slot(t, k)].
+ * Return the experts' outputs and sum them: out[t] = sum over k of w * expert_out[slot(t, k)].
  *
- * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]) BF16, FP16 or FP32
+ * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]) BF16, FP16 or FP32. Padding and rows
+ *               past the last slab are never read.
  * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
  *               for w = 1. FLAT: one weight per row.
  * out           [T, H] of the same type. Every one of the T rows is written: exact zero for a
  *               token without live slots.
  *
- * Sums are in FP32 and their order is defined: each expert rank adds its terms in ascending k,
- * acc = fmaf(w, x, acc) from acc = +0 (or acc + x unweighted); a partial sum that travels to
- * another rank is rounded once to the rows' type; the token's rank adds the partial sums in
+ * Sums are in FP32, in a defined order. Each expert rank adds its terms in ascending k,
+ * acc = fmaf(w, x, acc) from acc = +0 (acc + x if unweighted). A partial sum that travels to
+ * another rank is rounded once to the rows' type. The token's rank adds the partial sums in
  * ascending rank from +0, its own unrounded, and rounds once to the type of out. Rounding is to
  * nearest even.
  */
@@ -740,24 +783,24 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor
                     EpStream stream, const EpTensor *out);
 
 /**
- * Derivative of ep_dispatch.
+ * Compute the derivative of ep_dispatch.
  *
- * grad_recv_tokens   [rows, H] (BATCHED: 3-d) BF16, FP16 or FP32
+ * grad_recv_tokens   [rows, H] (BATCHED: [L, rows_per_expert, H]) BF16, FP16 or FP32
  * grad_slot_weights  gradient of recv_topk_weights, same shape, FP32, or NULL
- * grad_tokens        [T, H]: sum over the token's slots, in the order ep_combine defines
- * grad_topk_weights  [T, K] FP32: gradient of topk_weights; 0 for dead entries. With
- *                    grad_slot_weights only, then required.
+ * grad_tokens        [T, H]: sum over the token's slots, in the order that ep_combine defines
+ * grad_topk_weights  [T, K] FP32: gradient of topk_weights; 0 for dead entries. Required with
+ *                    grad_slot_weights, otherwise NULL.
  */
 EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
                               const EpTensor *grad_slot_weights, EpStream stream,
                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights);
 
 /**
- * Derivative of ep_combine.
+ * Compute the derivative of ep_combine.
  *
  * grad_out           [T, H] BF16, FP16 or FP32
- * slot_weights       as in the combine, or NULL where it was unweighted
- * expert_out         as in the combine; needed for grad_slot_weights, else NULL
+ * slot_weights       as in the combine, or NULL if it was unweighted
+ * expert_out         as in the combine; required with grad_slot_weights, otherwise NULL
  * grad_expert_out    like expert_out: w * grad_out[t], rounded once; padding rows zero
  * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero;
  *                    or NULL. Deterministic, summed in FP32.
@@ -768,25 +811,27 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                              const EpTensor *grad_slot_weights);
 
 /**
- * The halves of ep_dispatch and ep_combine, in latency mode alone. The first half sends: when it
- * has run, in the stream's order, its inputs may be overwritten. The second receives, and completes
- * the outputs, those of ep_prepare included. In between nothing runs on the caller's behalf, no
- * multiprocessor is held, and the stream is free for other work.
+ * The send and receive phases of ep_dispatch and ep_combine, in latency mode only (otherwise
+ * EP_ERR_UNSUPPORTED). When the send phase has run, in the stream's order, its inputs may be
+ * overwritten. The receive phase (..._wait) completes the outputs, those of ep_prepare included.
+ * Between the phases nothing runs for the caller, no multiprocessor is held, and the stream is free
+ * for other work.
  *
  *     ep_dispatch_send(a, ...)     ep_dispatch_send(b, ...)
  *     ep_dispatch_wait(a, ...)     (experts of a)
  *     ep_combine_send(a, ...)      ep_dispatch_wait(b, ...)     ...
  *
- * Together the two halves do what the whole call does, with the same bytes; arguments are those of
- * the whole call, divided. The first halves are collective, in the same order on every rank, as all
- * operations are; the second halves may come in any order, and different ones on different ranks.
- * On the host backend the first half may wait for the peers', the second one never does; on the
- * CUDA backend it is the other way about, and the second half waits in its kernel.
+ * The two phases together do what the whole call does, with the same bytes. They share its
+ * arguments: what is sent goes to the send phase, what is received to the receive phase. Send
+ * phases are collective, in the same order on every rank, like all operations. Receive phases may
+ * come in any order, which may differ between ranks. On the host backend the send phase may wait
+ * for the peers' send phases, and the receive phase never waits. On the CUDA backend the send phase
+ * never waits, and the receive phase waits in its kernel.
  *
- * Between the halves the handle can do nothing but the second one: any other operation on it, a
- * second send, ep_handle_bind and ep_handle_info are refused with EP_ERR_ORDER, and so is a wait
- * without its send. Other handles of the group do what they like. Destroying a handle in flight
- * drops what flies.
+ * Between the phases the operation is pending, and the handle accepts nothing but its receive
+ * phase. Any other operation on the handle, a second send, ep_handle_bind and ep_handle_info are
+ * refused with EP_ERR_ORDER, and so is a wait without its send. Other handles of the group are not
+ * affected. Destroying a handle with a pending operation drops that operation.
  */
 EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                           const EpTensor *scales, EpStream stream);
@@ -799,44 +844,50 @@ EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out)
 
 /* ---- 8. Status of a group, settings -------------------------------------------------------- */
 
-/** Details of what ep_group_status reports; -1 where a number does not apply. */
+/**
+ * Some errors appear only while operations run: wrong routing indices, lost slots, a peer that is
+ * missing, ranks that disagree. ep_group_status reports these asynchronous errors. Settings come
+ * from the environment and are read when a group is created.
+ */
+
+/** Details of what ep_group_status reports; -1 if a number does not apply. */
 typedef struct EpFinding {
     size_t struct_size;
     EpStatus status;  /**< EP_OK: nothing to report */
-    int32_t rank;     /**< rank that found it */
-    int32_t peer;     /**< rank it concerns */
+    int32_t rank;     /**< rank that found the error */
+    int32_t peer;     /**< rank that the error concerns */
     int64_t token, k; /**< EP_ERR_ROUTING: the first such entry */
-    int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: the capacity. Waits: the round */
-    int64_t seen;   /**< EP_ERR_ROUTING: the index. EP_ERR_OVERFLOW: rows needed. Waits: reached */
-    int64_t count;  /**< how many such entries or slots */
-    char phase[24]; /**< "prepare", "dispatch", ... */
+    int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: capacity. Waits: expected round */
+    int64_t seen;     /**< EP_ERR_ROUTING: index. EP_ERR_OVERFLOW: rows needed. Waits: round seen */
+    int64_t count;    /**< number of such entries or slots */
+    char phase[24];   /**< operation: "prepare", "dispatch", ... */
 } EpFinding;
 
 #define EP_FINDING_INIT \
     { sizeof(EpFinding), EP_OK, -1, -1, -1, -1, -1, -1, 0, "" }
 
 /**
- * What went wrong in a group since the last query, without waiting for anything. Routing errors
- * and overflows are reported once, then cleared: they are data. A failed group (a deadline passed,
- * a peer failed, ranks disagreed) stays failed, and every operation on it returns the same status.
- * `out` may be NULL; ep_last_error() has the sentence.
+ * Return what went wrong in a group since the last query, without waiting. Routing errors and
+ * overflows are about data: they are reported once, then cleared. A failed group (a deadline
+ * passed, a peer failed, ranks disagreed) stays failed, and every operation on it returns the same
+ * status. `out` may be NULL; ep_last_error() returns the sentence.
  */
 EpStatus ep_group_status(EpGroup *group, EpFinding *out);
 
 /** One setting, read from the environment when a group is created. */
 typedef struct EpSetting {
     size_t struct_size;
-    const char *name;          /**< "EP_TIMEOUT" */
+    const char *name;          /**< "LIBEP_TIMEOUT" */
     const char *type;          /**< "seconds", "bytes", "choice: a|b", "text" */
-    const char *default_value; /**< as it would be written */
-    const char *value;         /**< in force; valid during the visit */
+    const char *default_value; /**< as written in the environment */
+    const char *value;         /**< value in use; valid during the visit */
     const char *doc;           /**< one line */
 } EpSetting;
 
 /**
- * Visit every setting. Returns EP_ERR_SETTING, after the visit, if the environment has an EP_ name
- * that is no setting or a value that does not parse: ep_last_error() says which. (Creating a group
- * warns about the former and refuses the latter.) visit may be NULL, to check alone.
+ * Visit every setting. visit may be NULL, to check only. After the visit, returns EP_ERR_SETTING if
+ * the environment has a LIBEP_ name that is not a setting, or a value that does not parse;
+ * ep_last_error() names it. (ep_group_create warns about the former and refuses the latter.)
  */
 EpStatus ep_settings(void (*visit)(const EpSetting *setting, void *context), void *context);
 

@@ -6,7 +6,7 @@
  * Bootstrap over MPI. Link with libep_mpi (pkg-config ep-mpi); libep itself needs no MPI.
  */
 
-/* Without MPI's own C++ bindings, which would need a library of their own. */
+/* Leave out MPI's C++ bindings, which would need another library. */
 #ifndef OMPI_SKIP_MPICXX
 #define OMPI_SKIP_MPICXX 1
 #endif
@@ -22,10 +22,10 @@ extern "C" {
 #endif
 
 /**
- * A bootstrap whose ranks are those of `comm`. Collective over `comm`, which is duplicated: libep
- * never sends on the caller's communicator. Ranks of a node share POSIX shared memory, messages
- * between nodes go by MPI_Isend and MPI_Irecv. MPI must be initialized, with
- * MPI_THREAD_SERIALIZED or more if calls come from different threads. Destroy before MPI_Finalize.
+ * Make a bootstrap with the ranks of `comm`. Collective over `comm`. libep duplicates `comm` and
+ * never sends on the caller's communicator. Ranks of a node use POSIX shared memory; messages
+ * between nodes use MPI_Isend and MPI_Irecv. MPI must be initialized, with MPI_THREAD_SERIALIZED or
+ * more if calls come from different threads. Destroy the bootstrap before MPI_Finalize.
  */
 EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out);
 

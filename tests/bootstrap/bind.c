@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Binding to the CPUs of a list, as Linux has one for every GPU. */
+/* Binding to the CPUs of a list, such as Linux has for every GPU. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "bootstrap/bind.h"
+#include "bootstrap/bootstrap.h"
 #include "tests/harness/check.h"
 #include "tests/harness/threads.h"
 
@@ -53,7 +53,7 @@ SoloTest(bootstrap_bind, process) {
     check_bound(1);
 }
 
-/* A launcher that gave each rank a core near the GPU is not overruled. */
+/* A launcher's binding to one core near the GPU is kept. */
 SoloTest(bootstrap_bind, narrower_bindings_stay) {
     char text[32], said[160];
     cpu_set_t all = allowed(), one;
@@ -88,13 +88,13 @@ SoloTest(bootstrap_bind, list_of_a_gpu) {
     CHECK(strcmp(path, "/sys/bus/pci/devices/0000:ab:00.0/local_cpulist") == 0, "%s", path);
 }
 
-/* There is no GPU on the host backend: a warning, and the group works. */
+/* On the host backend there is no GPU: the group logs a warning and works. */
 ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     static char text[4096];
     char path[] = "/tmp/ep_tests_log_XXXXXX";
     close(mkstemp(path));
-    setenv("EP_BIND", "gpu", 1);
-    setenv("EP_LOG_FILE", path, 1);
+    setenv("LIBEP_BIND", "gpu", 1);
+    setenv("LIBEP_LOG_FILE", path, 1);
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
     config.backend = EP_BACKEND_HOST;
@@ -108,5 +108,5 @@ ThreadTest(bootstrap_bind, asked_for_without_a_gpu, 1) {
     text[fread(text, 1, sizeof(text) - 1, file)] = 0;
     fclose(file);
     unlink(path);
-    CHECK(strstr(text, "EP_BIND=gpu") && strstr(text, "got none"), "'%s'", text);
+    CHECK(strstr(text, "LIBEP_BIND=gpu") && strstr(text, "got none"), "'%s'", text);
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which window a tensor lies in: arithmetic, in builds with CUDA, without a GPU. */
+/* The lookup of a tensor's window: arithmetic, in builds with CUDA, without a GPU. */
 #if EP_WITH_CUDA
 
-#include "runtime/cuda_host.h"
+#include "runtime/cuda/cuda.h"
 #include "tests/harness/check.h"
 
 static char room[100000];
@@ -11,7 +11,8 @@ static EpCudaWindow window_at(size_t offset, int64_t bytes) {
     return (EpCudaWindow){.memory = room + offset, .bytes = bytes};
 }
 
-/* The window of [at, at + bytes), and whether the offset is right and otherwise untouched. */
+/* Returns the window of [at, at + bytes). Checks that the offset is right, and untouched where
+ * there is no window. */
 static int find(const EpCuda *cuda, size_t at, int64_t bytes) {
     int64_t offset = -7;
     int which = ep_cuda_window_find(cuda, room + at, bytes, &offset);
@@ -26,7 +27,7 @@ SoloTest(bootstrap_cuda_windows, tensor_in_a_window) {
     CHECK(find(&cuda, 0, 1) == -1, "there is no window");
     cuda.windows[0] = window_at(40000, 1000);
     cuda.windows[2] = window_at(4096, 8192);
-    cuda.windows[3] = window_at(41000, 500); /* a neighbour */
+    cuda.windows[3] = window_at(41000, 500); /* adjacent to window 0 */
     static const struct {
         size_t at;
         int64_t bytes;

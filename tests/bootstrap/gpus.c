@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Whose GPU is which, and whether the CUDA backend can serve the ranks: decided from what ranks
- * report, so it is tested with reports of machines that are not here. */
+/* The assignment of GPUs to ranks, and whether the CUDA backend can serve them. Both follow from
+ * the ranks' reports, so the tests use reports of synthetic machines. */
 #include <stdio.h>
 #include <string.h>
 
-#include "bootstrap/choose.h"
-#include "runtime/cuda_limits.h"
+#include "bootstrap/gpus.h"
+#include "runtime/layout.h"
 #include "tests/harness/check.h"
 #include "tests/harness/threads.h"
 
 #define MOST 8
 #define NEEDS 60000 /* bytes of shared memory */
 
-/* Ranks of a machine that is made up, and what is decided for them. */
+/* The ranks of a synthetic machine, and the decision for them. */
 typedef struct Machine {
     int32_t size, nodes[MOST], devices[MOST];
     EpGpuReport reports[MOST];
@@ -27,7 +27,7 @@ static EpGpu make_gpu(int number) {
     return gpu;
 }
 
-/* Ranks on one node that all see the same GPUs, and of which none has chosen. */
+/* Returns ranks on one node that all see the same GPUs, and of which none has chosen. */
 static Machine make_machine(int32_t ranks, int32_t gpus) {
     Machine m = {.size = ranks};
     for (int r = 0; r < ranks; r++) {
@@ -41,7 +41,7 @@ static Machine make_machine(int32_t ranks, int32_t gpus) {
 
 static int decide(Machine *m) {
     m->reason[0] = 0;
-    ep_gpus_deal(m->reports, m->size, m->nodes, m->devices);
+    ep_gpus_assign(m->reports, m->size, m->nodes, m->devices);
     return ep_gpus_agree(m->reports, m->size, m->nodes, m->devices, NEEDS, m->reason,
                          sizeof(m->reason));
 }
@@ -62,7 +62,7 @@ static void check_said(Machine *m, const char *const *parts) {
 #define SERVED(m, ...) check_served(&(m), (const int[]){__VA_ARGS__})
 #define SAID(m, ...) check_said(&(m), (const char *const[]){__VA_ARGS__, NULL})
 
-/* ---- whose is which ---- */
+/* ---- assignment ---- */
 
 SoloTest(bootstrap_gpus, dealt_out_where_nobody_chose) {
     Machine four = make_machine(4, 4), three = make_machine(3, 8), one = make_machine(1, 4);
@@ -71,7 +71,7 @@ SoloTest(bootstrap_gpus, dealt_out_where_nobody_chose) {
     SERVED(one, 0);
 }
 
-/* Frameworks make a device current before. Nobody's choice is overruled, not even device 0. */
+/* A framework may have made a device current: every such choice is kept, even device 0. */
 SoloTest(bootstrap_gpus, current_devices_are_kept) {
     Machine m = make_machine(4, 4);
     for (int r = 0; r < 4; r++)
@@ -86,7 +86,7 @@ SoloTest(bootstrap_gpus, given_devices_are_taken) {
     SERVED(m, 2, 1);
 }
 
-/* CUDA_VISIBLE_DEVICES shows each rank one GPU, or each pair of ranks two. */
+/* CUDA_VISIBLE_DEVICES may show each rank one GPU, or each pair of ranks two. */
 SoloTest(bootstrap_gpus, ranks_that_see_different_gpus) {
     Machine m = make_machine(4, 1);
     for (int r = 0; r < 4; r++)
@@ -98,25 +98,25 @@ SoloTest(bootstrap_gpus, ranks_that_see_different_gpus) {
     SERVED(m, 0, 1, 0, 1);
 }
 
-/* All of them must want it, each in a process of its own. */
+/* Ranks share GPUs only if all of them allow it and each has a process of its own. */
 SoloTest(bootstrap_gpus, shared_where_ranks_outnumber_them) {
     Machine m = make_machine(5, 2);
     for (int r = 0; r < 5; r++)
-        m.reports[r].shares = 1;
+        m.reports[r].may_share = 1;
     SERVED(m, 0, 1, 0, 1, 0);
     CHECK(ep_gpus_shared(m.reports, 5, m.devices), "not shared");
     m.reports[4].wanted = 1;
     SERVED(m, 0, 0, 0, 0, 1);
-    m.reports[4].wanted = EP_DEFAULT, m.reports[2].shares = 0;
-    SAID(m, "a GPU for each rank", "ranks 0 and 2", "EP_SHARE_GPUS=yes");
-    m.reports[2].shares = 1, m.reports[3].process = m.reports[0].process;
+    m.reports[4].wanted = EP_DEFAULT, m.reports[2].may_share = 0;
+    SAID(m, "a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes");
+    m.reports[2].may_share = 1, m.reports[3].process = m.reports[0].process;
     SAID(m, "a process for each rank", "ranks 0 and 3");
     m.size = 2, m.reports[1].process = m.reports[0].process;
     SERVED(m, 0, 1);
     CHECK(!ep_gpus_shared(m.reports, 2, m.devices), "shared");
 }
 
-/* ---- why not ---- */
+/* ---- refusals ---- */
 
 SoloTest(bootstrap_gpus, fewer_gpus_than_ranks) {
     Machine m = make_machine(4, 1);
@@ -185,7 +185,8 @@ SoloTest(bootstrap_gpus, out_of_reach) {
     Machine m = make_machine(4, 4);
     m.reports[3].gpu[3].reaches = ~(1u << 1);
     SAID(m, "reach each other's memory", "0000:03:00.0 of rank 3", "0000:01:00.0 of rank 1");
-    /* Where a process does not see its peers' GPUs, that shows when the window is opened. */
+    /* If a process does not see its peers' GPUs, opening the window finds out whether they are
+     * reachable. */
     m = make_machine(2, 1);
     m.reports[1].gpu[0] = make_gpu(1);
     m.reports[0].gpu[0].reaches = m.reports[1].gpu[0].reaches = 0;
@@ -203,7 +204,7 @@ SoloTest(bootstrap_gpus, several_nodes) {
     CHECK(m.devices[2] == 0 && m.devices[3] == 1, "%d, %d", m.devices[2], m.devices[3]);
 }
 
-/* ---- the choice ---- */
+/* ---- choice of a backend ---- */
 
 static void check_decision(EpBackend wish, int usable, EpBackend expected, const char *said) {
     char reason[256] = "";
@@ -222,7 +223,7 @@ SoloTest(bootstrap_gpus, what_a_wish_becomes) {
     check_decision(EP_BACKEND_AUTO, 1, EP_BACKEND_CUDA, "every rank");
 }
 
-/* Asked for by name, it is refused on every rank in the same words. */
+/* If the CUDA backend is requested by name, every rank refuses it with the same words. */
 ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
@@ -246,7 +247,7 @@ ThreadTest(bootstrap_gpus, refused_on_every_rank, 2) {
     ep_group_destroy(group);
 }
 
-/* Only some ranks with a borrowed communicator would wait for each other in different calls. */
+/* If only some ranks brought a communicator, ranks would wait for each other in different calls. */
 ThreadTest(bootstrap_gpus, communicator_on_one_rank_alone, 2) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = 4, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks as threads: the callbacks of ep_bootstrap_local themselves, and groups over them. */
+/* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
 #include <dirent.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +35,7 @@ ThreadTest(bootstrap_local, ranks_and_size, 3) {
     CHECK(all[0] == 0 && all[1] == 1 && all[2] == 2, "%d %d %d", all[0], all[1], all[2]);
 }
 
-/* Segments of one node are seen by all its ranks, zeroed and apart. */
+/* All ranks of a node see its segments, which are zeroed and do not overlap. */
 ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
     enum { BYTES = 1000 };
     const EpBootstrap *b = bootstrap;
@@ -57,7 +57,7 @@ ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
     b->share_free(b->context, memory, 1);
 }
 
-/* Ranks that come one after the other, each when the one before has given up. */
+/* Each rank arrives after the previous one has given up. */
 SoloTest(bootstrap_local, never_all_at_once) {
     EpBootstrap b[2];
     REQUIRE_OK(ep_bootstrap_local(2, b));
@@ -81,9 +81,10 @@ SoloTest(bootstrap_local, sizes_out_of_range) {
         ep_bootstrap_destroy(&out[r]);
 }
 
-/* ---- bootstraps that the caller brings ---- */
+/* ---- bootstraps of the caller ---- */
 
-/* Rank, size, allgather and barrier alone: the library finds its own shared memory. */
+/* Returns a bootstrap with rank, size, allgather and barrier only: the library allocates shared
+ * memory itself. */
 static EpBootstrap bare(const EpBootstrap *whole) {
     EpBootstrap b = EP_BOOTSTRAP_INIT;
     b.rank = whole->rank;
@@ -100,7 +101,7 @@ ThreadTest(bootstrap_local, callers_bootstrap_over_posix_shared_memory, 4) {
     run_case(&own, &(Case){.ranks = 4, .layout = EP_LAYOUT_FLAT, .scale_bytes = 8});
 }
 
-/* Counts the names that libep could have left in the system's shared memory. */
+/* Returns the number of names of libep in the system's shared memory. */
 static int names_left(void) {
     DIR *folder = opendir("/dev/shm");
     int count = 0;
@@ -110,7 +111,7 @@ static int names_left(void) {
     return count;
 }
 
-/* However the process may end: while a group lives its memory has no name already. */
+/* The shared memory of a live group has no name, so nothing is left when the process dies. */
 ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
     EpBootstrap own = bare(bootstrap);
     Case c = case_complete((Case){.ranks = 3});
@@ -120,9 +121,9 @@ ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
     ep_group_destroy(group);
 }
 
-/* Without messages a group cannot span nodes, and says so on every rank. */
+/* Without messages a group cannot span nodes: an error on every rank. */
 ThreadTest(bootstrap_local, callers_bootstrap_cannot_span_nodes, 4) {
-    if (bootstrap->rank == 0) setenv("EP_TOPOLOGY", "2", 1);
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
     bootstrap->barrier(bootstrap->context, 60);
     EpBootstrap own = bare(bootstrap);
     Case c = case_complete((Case){.ranks = 4});

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks as MPI processes: the same cases as on threads, over shared memory and over messages. */
+/* Ranks as MPI processes: the cases run over shared memory and over messages. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
-/* Each layout once, with different types and options. */
+/* Run each layout with different types and options. */
 static void run_layouts(const EpBootstrap *bootstrap) {
     static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
     for (int i = 0; i < 6; i++) {
@@ -31,7 +31,7 @@ static void run_layouts(const EpBootstrap *bootstrap) {
                   .seed = (uint64_t)i};
         run_case(bootstrap, &c);
         if (!TESTS_HAVE_LATENCY) continue;
-        c.mode = EP_MODE_LATENCY, c.halves = i % 2;
+        c.mode = EP_MODE_LATENCY, c.phases = i % 2;
         run_case(bootstrap, &c);
         if (!TESTS_HAVE_QUANT) continue;
         c.quant = (EpQuant)(2 + i % 3), c.scale_order = (EpScaleOrder)(1 + i / 3);
@@ -55,38 +55,38 @@ RankedTest(mpi_layouts, eight_ranks, 8, 60) {
     run_layouts(bootstrap);
 }
 
-HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no EP_STAGE_BYTES on GPUs") {
-    setenv("EP_STAGE_BYTES", "3000", 1);
+HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no LIBEP_STAGE_BYTES on GPUs") {
+    setenv("LIBEP_STAGE_BYTES", "3000", 1);
     run_layouts(bootstrap);
 }
 
-/* Processes that pretend to be on several nodes talk by MPI_Isend and MPI_Irecv. */
+/* Processes on simulated nodes communicate through MPI_Isend and MPI_Irecv. */
 HostRankedTest(mpi_nodes, two_nodes, 4, 60, "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     run_layouts(bootstrap);
 }
 
 HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "3", 1);
-    setenv("EP_STAGE_BYTES", "5000", 1);
+    setenv("LIBEP_TOPOLOGY", "3", 1);
+    setenv("LIBEP_STAGE_BYTES", "5000", 1);
     run_layouts(bootstrap);
 }
 
 HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
+    setenv("LIBEP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
     Case c = {.ranks = 8, .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
     run_case(bootstrap, &c);
 }
 
 /* ---- communicators ---- */
 
-/* Halves of the world as two groups at once, and each rank in a third of all ranks. */
+/* Two groups split the ranks, and each rank is also in a third group of all ranks. */
 RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
-    MPI_Comm half;
-    MPI_Comm_split(MPI_COMM_WORLD, bootstrap->rank % 2, bootstrap->rank, &half);
+    MPI_Comm split;
+    MPI_Comm_split(MPI_COMM_WORLD, bootstrap->rank % 2, bootstrap->rank, &split);
     EpBootstrap inner = EP_BOOTSTRAP_INIT;
-    REQUIRE_OK(ep_bootstrap_mpi(half, &inner));
-    MPI_Comm_free(&half);
+    REQUIRE_OK(ep_bootstrap_mpi(split, &inner));
+    MPI_Comm_free(&split);
     CHECK(inner.size == 2 && inner.rank == bootstrap->rank / 2, "%d of %d", inner.rank, inner.size);
     Case small = {.ranks = 2, .experts = 5, .weighted = 1, .seed = (uint64_t)bootstrap->rank % 2};
     Case large = {.ranks = 4, .experts = 10, .top_k = 3, .weighted = 1};
@@ -105,10 +105,10 @@ RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
     ep_bootstrap_destroy(&inner);
 }
 
-/* The caller's own messages are never taken for libep's, nor the other way round. */
+/* libep never receives the caller's messages, nor the caller libep's. */
 HostRankedTest(mpi_communicators, messages_of_the_caller_are_left_alone, 2, 30,
                "no messages on GPUs") {
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     int peer = 1 - bootstrap->rank, sent = 1000 + bootstrap->rank, received = 0;
     MPI_Request requests[2];
     MPI_Irecv(&received, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &requests[0]);
@@ -125,7 +125,7 @@ RankedTest(mpi_communicators, wrong_arguments, 1, 30) {
     CHECK(out.allgather == NULL && bootstrap->size == 1, "the output was written");
 }
 
-/* ---- a bootstrap of the caller's own, over MPI calls ---- */
+/* ---- a bootstrap of the caller, over MPI calls ---- */
 
 static EpStatus own_allgather(__attribute__((unused)) void *context, const void *in, void *out,
                               size_t bytes, __attribute__((unused)) double timeout) {
@@ -160,19 +160,19 @@ RankedTest(mpi_failures, ranks_that_disagree, 3, 30) {
     CHECK(group == NULL, "a group was made");
 }
 
-/* Each process has an environment of its own: settings that must agree may differ. */
-HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no EP_STAGE_BYTES on GPUs") {
-    /* Large enough to use all of either stage. */
+/* Each process has its own environment, so settings that must agree may differ. */
+HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no LIBEP_STAGE_BYTES on GPUs") {
+    /* Large enough to fill either stage. */
     Case c = case_complete((Case){.ranks = 2, .max_tokens = 4096, .hidden = 4096});
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
-    setenv("EP_STAGE_BYTES", bootstrap->rank ? "1048576" : "2097152", 1);
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "EP_STAGE_BYTES",
+    setenv("LIBEP_STAGE_BYTES", bootstrap->rank ? "1048576" : "2097152", 1);
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "LIBEP_STAGE_BYTES",
                   "1048576", "2097152");
     CHECK(group == NULL, "a group was made");
 }
 
-/* The last rank stays away, and all others say so. */
+/* The last rank does not call; all other ranks name it. */
 static void absent_rank(const EpBootstrap *bootstrap) {
     int ranks = bootstrap->size, absent = ranks - 1;
     Case c = case_complete((Case){.ranks = ranks});
@@ -186,10 +186,11 @@ static void absent_rank(const EpBootstrap *bootstrap) {
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
     if (bootstrap->rank != absent) {
         EpStatus status = ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
-        int told = ranks > 2 && status == EP_ERR_PEER; /* by one that gave up a little before */
-        snprintf(named, sizeof(named), told ? "because of rank %d" : "rank %d did not arrive",
+        int by_peer = ranks > 2 &&
+                      status == EP_ERR_PEER; /* reported by a rank that gave up a little earlier */
+        snprintf(named, sizeof(named), by_peer ? "because of rank %d" : "rank %d did not arrive",
                  absent);
-        CHECK_REFUSED(status, told ? EP_ERR_PEER : EP_ERR_TIMEOUT, named, "prepare");
+        CHECK_REFUSED(status, by_peer ? EP_ERR_PEER : EP_ERR_TIMEOUT, named, "prepare");
     }
     MPI_Barrier(MPI_COMM_WORLD);
     ep_group_destroy(group);
@@ -203,21 +204,21 @@ HostRankedTest(mpi_failures, absent_rank_of_four, 4, 30, "see gpu_faults") {
 }
 
 HostRankedTest(mpi_failures, absent_rank_on_another_node, 2, 30, "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     absent_rank(bootstrap);
 }
 HostRankedTest(mpi_failures, absent_rank_of_four_on_two_nodes, 4, 30,
                "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     absent_rank(bootstrap);
 }
 HostRankedTest(mpi_failures, absent_rank_of_three_nodes, 3, 30, "GPUs of a group share a node") {
-    setenv("EP_TOPOLOGY", "3", 1);
+    setenv("LIBEP_TOPOLOGY", "3", 1);
     absent_rank(bootstrap);
 }
 
-/* Whoever does not come is named, and nobody else. */
-HostRankedTest(mpi_failures, absent_from_gathering, 4, 30, "it needs no GPU") {
+/* The error names the missing rank and no other. */
+HostRankedTest(mpi_failures, absent_from_allgather, 4, 30, "it needs no GPU") {
     for (int absent = 0; absent < bootstrap->size; absent++) {
         EpBootstrap own = EP_BOOTSTRAP_INIT;
         char named[24];
@@ -232,7 +233,7 @@ HostRankedTest(mpi_failures, absent_from_gathering, 4, 30, "it needs no GPU") {
     }
 }
 
-/* Who has missed its peers begins anew, with messages of before still about. */
+/* After a timeout a new bootstrap works, though messages of the old one are still outstanding. */
 HostRankedTest(mpi_failures, new_bootstrap_after_a_timeout, 2, 30, "it needs no GPU") {
     int32_t all[2];
     (void)bootstrap;
@@ -252,7 +253,7 @@ HostRankedTest(mpi_failures, new_bootstrap_after_a_timeout, 2, 30, "it needs no 
     }
 }
 
-HostRankedTest(mpi_failures, gatherings_of_different_lengths, 2, 30, "it needs no GPU") {
+HostRankedTest(mpi_failures, allgathers_of_different_lengths, 2, 30, "it needs no GPU") {
     int64_t all[2] = {7, 7}, mine = 3;
     (void)bootstrap;
     EpBootstrap own = EP_BOOTSTRAP_INIT;
@@ -262,18 +263,17 @@ HostRankedTest(mpi_failures, gatherings_of_different_lengths, 2, 30, "it needs n
                       "rank 0 brought 1 bytes");
         CHECK(all[0] == 7 && all[1] == 7, "the output was written");
     } else {
-        CHECK(own.barrier(own.context, 20) != EP_OK, "a barrier met a gathering");
+        CHECK(own.barrier(own.context, 20) != EP_OK, "a barrier matched an allgather");
     }
     MPI_Barrier(MPI_COMM_WORLD);
     ep_bootstrap_destroy(&own);
 }
 
-/* ---- messages that take both sides ---- */
+/* ---- long messages ---- */
 
-enum { MANY = 2100 }; /* tokens of 8 KiB: several messages of all that a rank may stage */
+enum { MANY = 2100 }; /* tokens of 8 KiB: several messages of the largest size that a rank stages */
 
-/* Between processes, so that a message too long to be buffered moves on only while both call MPI.
- */
+/* Run over TCP: a message too long to be buffered moves on only while both ranks call MPI. */
 static void over_tcp(const char *test, int ranks, RankedBody body) {
     HOST_ONLY("GPUs of a group share a node");
     setenv("OMPI_MCA_btl", "self,tcp", 1);
@@ -291,7 +291,7 @@ static Case long_messages(int ranks) {
 
 static _Alignas(64) char tokens[MANY * 8192], rows[2 * MANY * 8192];
 
-/* A rank with tokens for rank `to`, or, if that is no rank, with none. */
+/* Prepare tokens for rank `to`, or none if `to` is negative. */
 static EpStatus plan_rows(EpHandle *handle, int rank, int to) {
     static int32_t index[MANY];
     for (int i = 0; i < MANY; i++)
@@ -307,10 +307,10 @@ static EpStatus send_rows(EpHandle *handle, const Case *c, int to) {
     return ep_dispatch(handle, &in, NULL, NULL, NULL, &out, NULL, NULL, NULL);
 }
 
-/* Nodes {0, 1} and {2, 3}. Ranks 0 and 2 have messages for ranks 3 and 1, which go on to wait for
- * their neighbours. */
+/* Nodes are {0, 1} and {2, 3}. Ranks 0 and 2 send to ranks 3 and 1, which then wait for the other
+ * rank of their node. */
 static void wait_on_the_node(const EpBootstrap *bootstrap) {
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     Case c = long_messages(4);
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
@@ -331,11 +331,11 @@ Test(mpi_messages, move_on_while_a_neighbour_is_waited_for, .timeout = 70) {
     over_tcp("mpi_messages/move_on_while_a_neighbour_is_waited_for", 4, wait_on_the_node);
 }
 
-/* Rank 1 is missing. Rank 0 has begun to send to rank 2, and gives up; rank 2 begins to receive,
- * and gives up. The message moves on when both have left the group. */
+/* Rank 1 is missing. Rank 0 starts to send to rank 2 and gives up; rank 2 starts to receive and
+ * gives up. The message completes after both have left the group. */
 static void give_up(const EpBootstrap *bootstrap) {
-    setenv("EP_TOPOLOGY", "2", 1);
-    setenv("EP_LOG_FILE", "/dev/null", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     Case c = long_messages(3);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
@@ -349,7 +349,7 @@ static void give_up(const EpBootstrap *bootstrap) {
     if (rank != 1) CHECK_STATUS(send_rows(handle, &c, to), EP_ERR_TIMEOUT);
     if (rank == 0) CHECK(strstr(ep_last_error(), "rank 1 did"), "%s", ep_last_error());
     ep_group_destroy(group);
-    if (rank == 0) usleep(1500000); /* nothing moves on meanwhile */
+    if (rank == 0) usleep(1500000); /* no MPI calls meanwhile */
     MPI_Barrier(MPI_COMM_WORLD);
     MPI_Barrier(MPI_COMM_WORLD);
 }

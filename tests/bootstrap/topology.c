@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Nodes that are pretended: rows between them go by messages instead of shared memory, and nothing
- * else changes. */
+/* Simulated nodes: rows between nodes go by messages instead of shared memory; results are the
+ * same. */
 #include <sched.h>
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
 
 static void run_topology(const char *topology, int ranks) {
-    setenv("EP_TOPOLOGY", topology, 1);
+    setenv("LIBEP_TOPOLOGY", topology, 1);
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
         Case c = {.ranks = ranks,
                   .experts = 11,
@@ -60,7 +60,7 @@ static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes,
 
 static void pretend(const EpBootstrap *bootstrap, const char *topology) {
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == 0) setenv("EP_TOPOLOGY", topology, 1);
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", topology, 1);
     bootstrap->barrier(bootstrap->context, 60);
 }
 
@@ -78,7 +78,7 @@ ThreadTest(bootstrap_topology, synthetic_machine_is_seen, 4) {
     check_nodes(bootstrap, 2, 2, 8);
 }
 
-/* A thread that may run on one CPU has one, on one NUMA node. */
+/* The group of a thread bound to one CPU reports one CPU, on one NUMA node. */
 SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
     cpu_set_t before, one;
     EpBootstrap bootstrap;
@@ -105,7 +105,7 @@ SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
     ep_bootstrap_destroy(&bootstrap);
 }
 
-/* More nodes than ranks leave some of them empty. */
+/* With more nodes than ranks some nodes are empty. */
 Test(bootstrap_topology, more_nodes_than_ranks, .timeout = 120) {
     run_topology("7", 3);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Memory that peers reach: its beginnings and ends on several ranks, and every way to be refused,
- * after which all is as before. */
+/* Windows: memory that peers can access, allocated and freed on several ranks, and every refused
+ * call, after which the state is unchanged. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@ enum { RANKS = 3, PAGE = 4096 };
 
 /* Groups that fail on purpose log a warning. */
 static void be_quiet(void) {
-    setenv("EP_LOG_FILE", "/dev/null", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
 }
 
 TestSuite(bootstrap_windows, .init = be_quiet);
@@ -33,7 +33,7 @@ static int64_t library_bytes(const EpGroup *group) {
     return info.library_bytes;
 }
 
-/* The memory is zeroed, on its alignment, and may be written from end to end. */
+/* Allocate memory; check that it is zeroed and aligned, and write all of it. */
 static char *take(EpGroup *group, size_t bytes) {
     void *memory = NULL;
     CHECK_OK(ep_mem_alloc(group, bytes, &memory));
@@ -45,14 +45,14 @@ static char *take(EpGroup *group, size_t bytes) {
     return data;
 }
 
-/* Pages of the caller's. */
+/* Returns page-aligned memory of the caller. */
 static char *new_pages(size_t count) {
     char *pages = aligned_alloc(PAGE, count * PAGE);
     CHECK(pages != NULL, "no pages");
     return pages;
 }
 
-/* ---- beginnings and ends ---- */
+/* ---- allocation and registration ---- */
 
 ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
     EpGroup *group = open_plain(bootstrap, 60);
@@ -66,7 +66,7 @@ ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
     ep_group_destroy(group);
 }
 
-/* A whole step between any two changes of the table. */
+/* Run a whole step between two changes of the windows. */
 static void step_with(EpGroup *group, const World *world, int rank) {
     EpHandle *handle = open_handle(group, &world->c);
     Step step = {group, handle, world, rank};
@@ -74,7 +74,7 @@ static void step_with(EpGroup *group, const World *world, int rank) {
     ep_handle_destroy(handle);
 }
 
-/* Freed in the middle, in any order, and taken anew: what is left keeps its bytes. */
+/* Memory is freed in any order and allocated again; the rest keeps its contents. */
 ThreadTest(bootstrap_windows, freed_in_the_middle, RANKS) {
     Case c = {.ranks = RANKS, .weighted = 1, .seed = 3};
     World *world = world_new(&c);
@@ -100,7 +100,7 @@ ThreadTest(bootstrap_windows, freed_in_the_middle, RANKS) {
     world_free(world);
 }
 
-/* What is left when the group goes is given back with it: the address sanitizer would know. */
+/* Destroying the group frees what is left. The address sanitizer would report a leak. */
 ThreadTest(bootstrap_windows, left_to_the_group, RANKS) {
     EpGroup *group = open_plain(bootstrap, 60);
     char *pages = new_pages(2);
@@ -128,7 +128,7 @@ ThreadTest(bootstrap_windows, registered_memory_keeps_its_contents, RANKS) {
     free(pages);
 }
 
-/* Two groups of a rank keep their memory apart. */
+/* Two groups of a rank have separate windows. */
 ThreadTest(bootstrap_windows, of_another_group, 2) {
     EpGroup *one = open_plain(bootstrap, 60), *two = open_plain(bootstrap, 60);
     char *memory = take(one, 64);
@@ -145,7 +145,7 @@ typedef struct Rows {
     size_t bytes;
 } Rows;
 
-/* The step's slot rows, all of them in such memory. */
+/* Returns the step's row tensors, all of them in windows. */
 static Rows take_rows(const Step *step) {
     const Case *c = &step->world->c;
     const RankWorld *me = &step->world->rank[step->rank];
@@ -162,7 +162,7 @@ static Rows take_rows(const Step *step) {
     return r;
 }
 
-/* One byte after another, what the oracle says and where it says so. */
+/* Compare every byte of the rows with the oracle. */
 static void check_rows(const Step *step, const Rows *r) {
     Image tokens = image_new(r->bytes, 16), grads = image_new(r->bytes, 16);
     const Case *c = &step->world->c;
@@ -224,7 +224,7 @@ ThreadTest(bootstrap_windows, rows_of_a_step, RANKS) {
     world_free(world);
 }
 
-/* ---- refused ---- */
+/* ---- refused calls ---- */
 
 ThreadTest(bootstrap_windows, no_live_group, 1) {
     EpGroup *group = open_plain(bootstrap, 60);
@@ -273,7 +273,7 @@ ThreadTest(bootstrap_windows, wrong_arguments_of_register, 2) {
     CHECK_REFUSED(ep_window_register(group, pages, 2 * PAGE), EP_ERR_RANGE, "overlaps the 4096");
     CHECK_REFUSED(ep_mem_free(group, pages + PAGE), EP_ERR_FOREIGN, "ep_mem_alloc");
     CHECK_REFUSED(ep_window_deregister(group, taken), EP_ERR_FOREIGN, "ep_window_register");
-    /* Neighbours do not overlap. */
+    /* Adjacent windows do not overlap. */
     CHECK_OK(ep_window_register(group, pages, PAGE));
     CHECK_OK(ep_window_register(group, pages + 2 * PAGE, 2 * PAGE));
     ep_group_destroy(group);
@@ -317,8 +317,8 @@ ThreadTest(bootstrap_windows, too_many, 2) {
 
 /* ---- refused on one rank, an error on all ---- */
 
-static void check_verdict(const EpBootstrap *bootstrap, EpStatus got, EpStatus expected,
-                          const char *word) {
+static void check_wrong_on_rank_1(const EpBootstrap *bootstrap, EpStatus got, EpStatus expected,
+                                  const char *word) {
     int mine = bootstrap->rank == 1;
     CHECK(got == (mine ? expected : EP_ERR_PEER), "status %d: %s", (int)got, ep_last_error());
     CHECK(strstr(ep_last_error(), "rank 1"), "%s", ep_last_error());
@@ -330,16 +330,18 @@ ThreadTest(bootstrap_windows, mistake_of_one_rank, RANKS) {
     char *memory = take(group, 64), *pages = new_pages(1);
     void *out = &group;
     int wrong = bootstrap->rank == 1;
-    check_verdict(bootstrap, ep_mem_alloc(group, wrong ? 0 : 64, &out), EP_ERR_RANGE, "bytes");
-    check_verdict(bootstrap, ep_mem_free(group, wrong ? pages : memory), EP_ERR_FOREIGN, "memory");
-    check_verdict(bootstrap, ep_window_register(group, wrong ? NULL : pages, PAGE), EP_ERR_NULL,
-                  "memory");
+    check_wrong_on_rank_1(bootstrap, ep_mem_alloc(group, wrong ? 0 : 64, &out), EP_ERR_RANGE,
+                          "bytes");
+    check_wrong_on_rank_1(bootstrap, ep_mem_free(group, wrong ? pages : memory), EP_ERR_FOREIGN,
+                          "memory");
+    check_wrong_on_rank_1(bootstrap, ep_window_register(group, wrong ? NULL : pages, PAGE),
+                          EP_ERR_NULL, "memory");
     CHECK(out == &group, "an output was written");
-    /* Nothing has changed, and the ranks are in step. */
+    /* Nothing has changed, and the ranks are still in step. */
     CHECK(memory[0] == 0x5a, "memory was freed");
     CHECK_OK(ep_window_register(group, pages, PAGE));
-    check_verdict(bootstrap, ep_window_deregister(group, wrong ? memory : pages), EP_ERR_FOREIGN,
-                  "memory");
+    check_wrong_on_rank_1(bootstrap, ep_window_deregister(group, wrong ? memory : pages),
+                          EP_ERR_FOREIGN, "memory");
     CHECK_OK(ep_window_deregister(group, pages));
     CHECK_OK(ep_mem_free(group, memory));
     CHECK_OK(ep_group_status(group, NULL));
@@ -347,14 +349,15 @@ ThreadTest(bootstrap_windows, mistake_of_one_rank, RANKS) {
     free(pages);
 }
 
-/* The ranks that got theirs give it back. */
+/* The ranks whose allocation succeeded free it again. */
 ThreadTest(bootstrap_windows, no_memory_on_one_rank, RANKS) {
-    if (TESTS_SANITIZED) return; /* sanitizers end the process instead */
+    if (TESTS_SANITIZED) return; /* sanitizers abort the process instead */
     EpGroup *group = open_plain(bootstrap, 60);
     void *out = &group;
     size_t bytes = bootstrap->rank == 1 ? (size_t)1 << 62 : 64;
     for (int i = 0; i < EP_MAX_WINDOWS + 1; i++)
-        check_verdict(bootstrap, ep_mem_alloc(group, bytes, &out), EP_ERR_NO_MEMORY, "bytes");
+        check_wrong_on_rank_1(bootstrap, ep_mem_alloc(group, bytes, &out), EP_ERR_NO_MEMORY,
+                              "bytes");
     CHECK(out == &group, "an output was written");
     CHECK_OK(ep_mem_free(group, take(group, 64)));
     ep_group_destroy(group);
@@ -378,9 +381,9 @@ ThreadTest(bootstrap_windows, ranks_that_differ, RANKS) {
     free(pages);
 }
 
-static int gave_up; /* ranks that did */
+static int gave_up; /* number of ranks */
 
-/* A rank that does not come: the others are told which, and their group has failed. */
+/* A rank does not call: the other ranks' errors name it, and their group has failed. */
 ThreadTest(bootstrap_windows, absent_rank, RANKS) {
     EpGroup *group = open_plain(bootstrap, 0.3);
     char *memory = take(group, 64), *pages = new_pages(1);
@@ -403,7 +406,7 @@ ThreadTest(bootstrap_windows, absent_rank, RANKS) {
     free(pages);
 }
 
-/* A rank that comes to an operation when the others have given up waiting for it in a meeting. */
+/* A rank calls an operation after the others have given up waiting for it in a collective call. */
 ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     HOST_ONLY("waits on devices end by their own deadline");
     EpGroup *group = open_plain(bootstrap, bootstrap->rank == 2 ? 30 : 0.3);
@@ -423,7 +426,8 @@ ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     ep_group_destroy(group);
 }
 
-/* A rank that ends its group instead: whichever way the others find out, theirs has failed. */
+/* One rank destroys its group instead: the others get an error either way, and their group has
+ * failed. */
 ThreadTest(bootstrap_windows, group_destroyed_by_one_rank, RANKS) {
     EpGroup *group = open_plain(bootstrap, 0.3);
     void *out = &group;

@@ -44,13 +44,13 @@ const char *case_describe(const Case *c) {
              "masked=%d%% invalid=%d%% duplicates=%d row_type=%d sum_type=%d index_type=%d "
              "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
              "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
-             "halves=%d seed=%llu",
+             "phases=%d seed=%llu",
              c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
              (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates,
              (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
              (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
              c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->quant,
-             (int)c->scale_order, (int)c->mode, c->halves, (unsigned long long)c->seed);
+             (int)c->scale_order, (int)c->mode, c->phases, (unsigned long long)c->seed);
     return text;
 }
 

@@ -3,8 +3,8 @@
 #define TESTS_CASES_CASE_H
 
 /**
- * A case: the shape of a group and the kind of routing, from which everything else follows. Fields
- * left at zero take the value that case_complete names.
+ * A case: the shape of a group and the kind of routing, which determine all inputs. case_complete
+ * replaces fields that are zero by the defaults named here.
  */
 
 #include <stddef.h>
@@ -32,51 +32,52 @@ typedef struct Case {
     int ranks;      /**< 1 */
     int experts;    /**< 2 per rank */
     int top_k;      /**< 2 */
-    int hidden;     /**< 24: bf16 rows of 48 bytes, no multiple of a cache line */
+    int hidden;     /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */
     int max_tokens; /**< 9 */
     Spread spread;
     Routing routing;
     int target;              /**< the expert or rank of ROUTING_ONE_... */
-    int masked_percent;      /**< entries that name no expert */
-    int invalid_percent;     /**< entries that name an expert that does not exist */
+    int masked_percent;      /**< percentage of entries that are masked */
+    int invalid_percent;     /**< percentage of entries that name an expert out of range */
     int duplicates;          /**< a token may name an expert twice */
-    EpType row_type;         /**< of dispatch, BF16 */
-    EpType sum_type;         /**< of combine and gradients, BF16 */
+    EpType row_type;         /**< of dispatch; BF16 */
+    EpType sum_type;         /**< of combine and gradients; BF16 */
     EpType index_type;       /**< INT32 */
     EpLayout layout;         /**< EXPERT_MAJOR */
     int alignment;           /**< 1 */
     int64_t capacity;        /**< max_recv_rows; 0: exact sizing */
-    int64_t rows_per_expert; /**< BATCHED: as many as can be needed */
+    int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
-    int weighted;            /**< topk_weights travel, combine is weighted */
+    int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
     int scale_bytes;         /**< per row; 0: no scales */
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
-    int spare_rows;          /**< rows of the receive buffers beyond what is needed */
+    int spare_rows;          /**< rows of the receive buffers beyond those needed */
     int zero_tail;
-    EpQuant quant;            /**< NONE; others round `hidden` up, and bring scales of their own */
+    EpQuant quant;            /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
-    EpMode mode;              /**< THROUGHPUT; in latency mode there is always a capacity */
-    int halves;               /**< latency mode: dispatch and combine in two halves each */
+    EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity */
+    int phases; /**< latency mode: call dispatch and combine as send and receive phases */
     uint64_t seed;
 } Case;
 
-/** The same with every zero that stands for a default replaced. */
+/** Returns the case with each zero that stands for a default replaced. */
 Case case_complete(Case c);
 
-/** All fields, in one line, in static memory of the thread. */
+/** Returns all fields in one line, in static memory of the thread. */
 const char *case_describe(const Case *c);
 
-/** Group and handle configuration of a complete case. */
+/** Return the configuration of the group and of the handle of a complete case. */
 EpGroupConfig case_group_config(const Case *c);
 EpHandleConfig case_handle_config(const Case *c);
 
-/** What dispatch delivers: the type of rows; type and number of scales, 0 if there are none. */
+/** What dispatch delivers: the type of rows, and the type and number of scales of a row (0: no
+ * scales). */
 EpType case_recv_type(const Case *c);
 EpType case_scale_type(const Case *c);
 int case_scales(const Case *c);
 
-/** Bytes of a token's row, of its row and its scales as they are received, and of a row of combine
- *  and gradients. */
+/** Bytes of a token's row, of a received row, of its received scales, and of a row of combine and
+ * gradients. */
 size_t case_row_bytes(const Case *c);
 size_t case_recv_bytes(const Case *c);
 size_t case_recv_scale_bytes(const Case *c);

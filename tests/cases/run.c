@@ -42,8 +42,8 @@ static void world_body(const EpBootstrap *bootstrap, void *arg) {
     run_world(bootstrap, world);
 }
 
-static void run_in_mode(Case c, EpMode mode, int halves) {
-    c.mode = mode, c.halves = halves;
+static void run_in_mode(Case c, EpMode mode, int phases) {
+    c.mode = mode, c.phases = phases;
     World *world = world_new(&c);
     run_ranks(world->c.ranks, world_body, world);
     world_free(world);
@@ -53,11 +53,11 @@ void run_case_on_threads(const Case *c) {
     if (c->mode != EP_MODE_LATENCY) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
     if (c->mode == EP_MODE_THROUGHPUT || !TESTS_HAVE_LATENCY) return;
     if (TESTS_ON_GPU) {
-        /* Ranks take turns on GPUs, and time is dear: whole and in halves by turns. */
+        /* GPU time is scarce: run whole calls and separate phases alternately. */
         static int turn;
-        run_in_mode(*c, EP_MODE_LATENCY, c->halves || turn++ % 2);
+        run_in_mode(*c, EP_MODE_LATENCY, c->phases || turn++ % 2);
         return;
     }
-    if (!c->halves) run_in_mode(*c, EP_MODE_LATENCY, 0);
+    if (!c->phases) run_in_mode(*c, EP_MODE_LATENCY, 0);
     run_in_mode(*c, EP_MODE_LATENCY, 1);
 }

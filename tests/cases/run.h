@@ -3,23 +3,23 @@
 #define TESTS_CASES_RUN_H
 
 /**
- * Whole cases: a group, a handle, a step, over any bootstrap.
+ * Whole cases over any bootstrap: create a group and a handle, run a step.
  */
 
 #include "tests/cases/step.h"
 #include "tests/harness/threads.h"
 
-/** One rank of a case, its world made elsewhere. */
+/** Run one rank of a case whose world the caller has made. */
 void run_world(const EpBootstrap *bootstrap, const World *world);
 
-/** One rank of a case, under MPI for instance: makes the world first. */
+/** Run one rank of a case, for instance under MPI: makes the world itself. */
 void run_case(const EpBootstrap *bootstrap, const Case *c);
 
-/** All ranks of a case as threads; asserts that they agree with the oracle. In the case's mode;
- * where it names none, in both. */
+/** Run all ranks of a case as threads and assert that the results equal the oracle's. Runs the
+ * case's mode, or both modes where it names none. */
 void run_case_on_threads(const Case *c);
 
-/** Create the case's group (handle), or fail the check and return NULL. */
+/** Create the case's group or handle; fail a check and return NULL if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
 EpHandle *open_handle(EpGroup *group, const Case *c);
 

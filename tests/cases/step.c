@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tensors of a step, and the whole of it. */
+/* The tensors of a step, and the whole step. */
 #include <string.h>
 
 #include "tests/cases/step_parts.h"
@@ -69,9 +69,9 @@ EpTensor step_grad_out(const Step *step) {
     return ep_tensor_2d(step_mine(step)->grad_out, c->sum_type, step_mine(step)->rows, c->hidden);
 }
 
-/* ---- inputs that are sent ---- */
+/* ---- copies of inputs ---- */
 
-Image step_borrow(EpTensor *tensor) {
+Image step_copy_input(EpTensor *tensor) {
     size_t bytes = ep_type_bytes(tensor->type);
     for (int i = 0; i < tensor->ndim; i++)
         bytes *= (size_t)tensor->shape[i];
@@ -81,7 +81,7 @@ Image step_borrow(EpTensor *tensor) {
     return image;
 }
 
-void step_spoil(Image *image) {
+void step_overwrite_input(Image *image) {
     memset(image->data, 0x77, image->bytes);
     image_free(image);
 }

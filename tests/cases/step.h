@@ -3,8 +3,9 @@
 #define TESTS_CASES_STEP_H
 
 /**
- * The five operations of one step, each called once on this rank and compared with the oracle,
- * byte for byte. They may be called in any order that libep allows, for several handles and worlds.
+ * The five operations of one step. Each function calls one operation on this rank and compares
+ * every byte with the oracle. They may be called in any order that libep allows, for several
+ * handles and worlds.
  */
 
 #include "tests/oracle/world.h"
@@ -16,33 +17,33 @@ typedef struct Step {
     int rank;
 } Step;
 
-/** In latency mode this is left to step_dispatch, which then prepares, too. */
+/** Prepare. Does nothing in latency mode, where step_dispatch prepares too. */
 void step_prepare(const Step *step);
 void step_dispatch(const Step *step);
-/** Halves of step_dispatch (prepare included) and step_combine. What step_dispatch_send returns is
- *  for step_dispatch_wait, which frees it. */
-typedef struct StepFlight StepFlight;
-StepFlight *step_dispatch_send(const Step *step);
-void step_dispatch_wait(const Step *step, StepFlight *flight);
+/** Send and receive phases of step_dispatch (prepare included) and step_combine. step_dispatch_wait
+ * frees what step_dispatch_send returns. */
+typedef struct StepPending StepPending;
+StepPending *step_dispatch_send(const Step *step);
+void step_dispatch_wait(const Step *step, StepPending *pending);
 void step_combine_send(const Step *step);
 void step_combine_wait(const Step *step);
 
-/** In latency mode: a dispatch of the routing that an earlier call of ep_prepare has recorded. */
+/** Dispatch in latency mode, with the routing of an earlier ep_prepare. */
 void step_dispatch_again(const Step *step);
 void step_combine(const Step *step);
 void step_combine_backward(const Step *step);
 void step_dispatch_backward(const Step *step);
 
-/** dispatch, combine, and but for latency mode combine_backward, dispatch_backward */
+/** Dispatch and combine; in throughput mode also combine_backward and dispatch_backward. */
 void step_move(const Step *step);
 
-/** prepare, step_move, and the group's status: what the case's routing must leave there. */
+/** Prepare, step_move, step_check_status. */
 void step_all(const Step *step);
 
-/** What ep_group_status says now is what this step's routing must have left there. */
+/** Check that ep_group_status reports what this step's routing must cause. */
 void step_check_status(const Step *step);
 
-/** Names of this step's input tensors, for tests that make calls of their own. */
+/** Tensors of this step's inputs, for tests that make their own calls. */
 EpTensor step_tokens(const Step *step);
 EpTensor step_weights(const Step *step);
 EpTensor step_scales(const Step *step);
@@ -50,11 +51,12 @@ EpTensor step_expert_out(const Step *step);
 EpTensor step_slot_weights(const Step *step);
 EpTensor step_grad_out(const Step *step);
 
-/** Receive tensors of dispatch over memory of the caller's. */
+/** Receive tensors of dispatch over the caller's memory. */
 EpTensor step_recv_tokens(const Step *step, const void *data);
 EpTensor step_recv_scales(const Step *step, const void *data);
 
-/** A tensor like a receive buffer of this step: `columns` elements of `type` per row. */
+/** A tensor shaped like a receive buffer of this step, with `columns` elements of `type` per
+ * row. */
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns);
 
 #endif

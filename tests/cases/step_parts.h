@@ -3,8 +3,8 @@
 #define TESTS_CASES_STEP_PARTS_H
 
 /**
- * What the parts of a step share. Inner part of step.h: the plan is in step_plan.c, dispatch in
- * step_rows.c, combine and the backward calls in step_sums.c.
+ * Internal helpers of step.h: the plan is in step_plan.c, dispatch in step_rows.c, combine and the
+ * backward calls in step_sums.c.
  */
 
 #include "tests/cases/step.h"
@@ -21,36 +21,37 @@ static inline size_t step_index_bytes(const Step *step) {
     return step->world->c.index_type == EP_TYPE_INT64 ? 8 : 4;
 }
 
-/** One float per slot: the shape of the rows without their columns. */
+/** A tensor of one float per slot. */
 EpTensor step_per_slot(const Step *step, const void *data);
 
-/** The shape of recv_topk_weights and of its gradient. */
+/** A tensor of the shape of recv_topk_weights and its gradient. */
 EpTensor step_per_weight(const Step *step, const void *data);
 
-/** A copy of an input, in which the tensor then lies; to be overwritten and given back by
- * step_spoil once it was sent. */
-Image step_borrow(EpTensor *tensor);
-void step_spoil(Image *image);
+/** Copy an input's data and point the tensor at the copy. After the send, step_overwrite_input
+ * overwrites and frees the copy. */
+Image step_copy_input(EpTensor *tensor);
+void step_overwrite_input(Image *image);
 
-/** An optional output of prepare: what came, what should have come. */
+/** An optional output of prepare, and its expected contents. */
 typedef struct StepPlanArray {
     Image got, expected;
     EpTensor tensor;
 } StepPlanArray;
 
-/** All that one call of ep_prepare is given. */
+/** All arguments of one call of ep_prepare. */
 typedef struct StepRouted {
     StepPlanArray counts, padded, offsets, totals, tokens, sources;
     Image index;
     EpTensor topk_idx;
 } StepRouted;
 
-/** Lay out a prepare, call it, and once the plan is made check what it wrote: frees all. */
+/** Make the arguments of a prepare; call it; once the plan is made, check its outputs and free
+ * all. */
 void step_routed_new(const Step *step, StepRouted *r);
 void step_routed_prepare(const Step *step, StepRouted *r);
 void step_routed_check(const Step *step, StepRouted *r);
 
-/** ep_handle_info says what this step's plan is. */
+/** Check that ep_handle_info describes this step's plan. */
 void step_check_info(const Step *step);
 
 #endif

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plan of a step: ep_prepare, and what ep_handle_info says. */
+/* The plan of a step: ep_prepare, and the results of ep_handle_info. */
 #include <string.h>
 
 #include "tests/cases/step_parts.h"
 
-/* The indices as the caller's type. */
+/* Returns the indices in the caller's type. */
 static Image index_image(const Step *step) {
     const Case *c = &step->world->c;
     size_t entries = (size_t)step_mine(step)->rows * (size_t)c->top_k;
@@ -50,7 +50,7 @@ static void check_info_arrays(const RankWorld *me, const EpHandleInfo *info) {
               (int)info->expert_offsets[e], (long long)me->offset[e]);
 }
 
-/* (token, rank) rows from one rank to another. */
+/* Returns the number of (token, rank) rows from one rank to another. */
 static int64_t rows_between(const World *world, int from, int to) {
     int64_t rows = 0;
     for (int t = 0; t < world->rank[from].tokens; t++) {
@@ -121,7 +121,8 @@ void step_routed_new(const Step *step, StepRouted *r) {
     r->topk_idx = ep_tensor_2d(me->rows ? r->index.data : NULL, type, me->rows, c->top_k);
 }
 
-/* The tensors are copies that are gone afterwards: only data may be kept. */
+/* Prepare with copies of the tensors that are cleared afterwards: the library may keep only data
+ * pointers. */
 void step_routed_prepare(const Step *step, StepRouted *r) {
     EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
              totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
@@ -136,7 +137,8 @@ void step_routed_prepare(const Step *step, StepRouted *r) {
     counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
 }
 
-/* What the plan has to say, once it is made; it may not depend on the caller's indices any more. */
+/* Check the plan's outputs. Overwrite the indices first: a finished plan must not depend on
+ * them. */
 void step_routed_check(const Step *step, StepRouted *r) {
     memset(r->index.data, 0x77, r->index.bytes);
     plan_array_check(&r->counts, "expert_counts");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch, whole and in halves. */
+/* Dispatch, as one call and in phases. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,8 +24,8 @@ static void rows_free(ExpectedRows *rows) {
     image_free(&rows->index);
 }
 
-/* What the tail of the indices holds with zero_tail is nobody's business: -1, 0 or untouched. */
-static void forgive_index_tail(const Step *step, ExpectedRows *expected, const ExpectedRows *got) {
+/* With zero_tail the tail of the indices may hold anything: accept what is there. */
+static void accept_index_tail(const Step *step, ExpectedRows *expected, const ExpectedRows *got) {
     const RankWorld *me = step_mine(step);
     size_t bytes = (size_t)step->world->c.top_k * step_index_bytes(step);
     for (int64_t row = me->recv_rows; row < me->buffer_rows; row++)
@@ -43,11 +43,11 @@ static void rows_compare(const Step *step, const ExpectedRows *got, ExpectedRows
     if (case_scales(c))
         image_check_equal(&got->scales, &expected->scales, case_recv_scale_bytes(c), "recv_scales");
     if (c->layout != EP_LAYOUT_FLAT) return;
-    if (c->zero_tail) forgive_index_tail(step, expected, got);
+    if (c->zero_tail) accept_index_tail(step, expected, got);
     image_check_equal(&got->index, &expected->index, step_index_bytes(step), "recv_topk_idx");
 }
 
-/* Where one dispatch puts things, and what should be there. */
+/* The outputs of one dispatch, and their expected contents. */
 typedef struct Delivery {
     ExpectedRows got, expected;
     EpTensor tokens, weights, scales, index;
@@ -84,11 +84,12 @@ static void dispatch_whole(const Step *step) {
 static void send_rows(const Step *step) {
     const Case *c = &step->world->c;
     EpTensor tokens = step_tokens(step), weights = step_weights(step), scales = step_scales(step);
-    Image images[] = {step_borrow(&tokens), step_borrow(&weights), step_borrow(&scales)};
+    Image images[] = {step_copy_input(&tokens), step_copy_input(&weights),
+                      step_copy_input(&scales)};
     CHECK_OK(ep_dispatch_send(step->handle, &tokens, c->weighted ? &weights : NULL,
                               c->scale_bytes ? &scales : NULL, NULL));
     for (int i = 0; i < 3; i++)
-        step_spoil(&images[i]);
+        step_overwrite_input(&images[i]);
 }
 
 static void receive_rows(const Step *step) {
@@ -101,7 +102,7 @@ static void receive_rows(const Step *step) {
 }
 
 static void dispatch_rows(const Step *step) {
-    if (!step->world->c.halves) {
+    if (!step->world->c.phases) {
         dispatch_whole(step);
         return;
     }
@@ -109,22 +110,22 @@ static void dispatch_rows(const Step *step) {
     receive_rows(step);
 }
 
-struct StepFlight {
+struct StepPending {
     StepRouted routed;
 };
 
-StepFlight *step_dispatch_send(const Step *step) {
-    StepFlight *flight = calloc(1, sizeof(*flight));
-    step_routed_new(step, &flight->routed);
-    step_routed_prepare(step, &flight->routed);
+StepPending *step_dispatch_send(const Step *step) {
+    StepPending *pending = calloc(1, sizeof(*pending));
+    step_routed_new(step, &pending->routed);
+    step_routed_prepare(step, &pending->routed);
     send_rows(step);
-    return flight;
+    return pending;
 }
 
-void step_dispatch_wait(const Step *step, StepFlight *flight) {
+void step_dispatch_wait(const Step *step, StepPending *pending) {
     receive_rows(step);
-    step_routed_check(step, &flight->routed);
-    free(flight);
+    step_routed_check(step, &pending->routed);
+    free(pending);
 }
 
 void step_dispatch_again(const Step *step) {

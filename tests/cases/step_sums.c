@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Combine, whole and in halves, and the backward calls. */
+/* Combine, as one call and in phases, and the backward calls. */
 #include <math.h>
 #include <string.h>
 
@@ -12,7 +12,7 @@ static size_t sums_bytes(const Step *step) {
     return (size_t)step_mine(step)->rows * case_sum_bytes(&step->world->c);
 }
 
-/* Check one combine that was or is to be called with `out`. */
+/* The output of one combine, and its expected contents. */
 typedef struct Summed {
     Image got, expected;
     EpTensor out;
@@ -42,11 +42,11 @@ static void combine_whole(const Step *step) {
 
 void step_combine_send(const Step *step) {
     EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
-    Image images[] = {step_borrow(&expert_out), step_borrow(&weights)};
+    Image images[] = {step_copy_input(&expert_out), step_copy_input(&weights)};
     CHECK_OK(ep_combine_send(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL,
                              NULL));
-    step_spoil(&images[0]);
-    step_spoil(&images[1]);
+    step_overwrite_input(&images[0]);
+    step_overwrite_input(&images[1]);
 }
 
 void step_combine_wait(const Step *step) {
@@ -56,7 +56,7 @@ void step_combine_wait(const Step *step) {
 }
 
 void step_combine(const Step *step) {
-    if (!step->world->c.halves) {
+    if (!step->world->c.phases) {
         combine_whole(step);
         return;
     }
@@ -90,7 +90,7 @@ void step_dispatch_backward(const Step *step) {
     image_free(&expected_weights);
 }
 
-/* Dot products are right within 1e-5 of their terms' magnitudes; all else is exact. */
+/* Dot products must be right within 1e-5 of their terms' magnitudes; all other bytes exactly. */
 static void check_slot_gradients(const Step *step, const Image *got) {
     const RankWorld *me = step_mine(step);
     Image frame = image_new(got->bytes, 4);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Wrong arguments of ep_combine and ep_combine_backward. */
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -43,7 +43,7 @@ static const Wrong wrong_tensors[] = {
 };
 
 SoloTest(combine_arguments, wrong_tensors) {
-    desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
+    fixture_check_table(fixture_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }
 
 static const Wrong wrong_batched[] = {
@@ -55,36 +55,37 @@ static const Wrong wrong_batched[] = {
 };
 
 SoloTest(combine_arguments, wrong_tensors_of_batched) {
-    desk_check_table(desk_case(EP_LAYOUT_BATCHED), wrong_batched, LENGTH(wrong_batched));
+    fixture_check_table(fixture_case(EP_LAYOUT_BATCHED), wrong_batched, LENGTH(wrong_batched));
 }
 
-/* Rows as long on both sides, but of a length that cannot travel. */
+/* Rows of equal length on both sides, but of a length that is not supported. */
 SoloTest(combine_arguments, row_bytes) {
     static const int64_t hiddens[] = {0, 12, 23, 64};
     static const char *const bytes[] = {"got 0", "got 24", "got 46", "got 128"};
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
     for (int i = 0; i < LENGTH(hiddens); i++) {
-        desk_reset(&desk);
-        desk.tensor[EXPERT_OUT].shape[1] = desk.tensor[OUT].shape[1] = hiddens[i];
-        desk.tensor[GRAD_EXPERT_OUT].shape[1] = desk.tensor[GRAD_OUT].shape[1] = hiddens[i];
-        CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", bytes[i]);
-        CHECK_REFUSED(desk_call(&desk, OP_COMBINE_BACKWARD), EP_ERR_ROW_BYTES,
+        fixture_reset(&fixture);
+        fixture.tensor[EXPERT_OUT].shape[1] = fixture.tensor[OUT].shape[1] = hiddens[i];
+        fixture.tensor[GRAD_EXPERT_OUT].shape[1] = fixture.tensor[GRAD_OUT].shape[1] = hiddens[i];
+        CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE), EP_ERR_ROW_BYTES, "ep_combine", bytes[i]);
+        CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE_BACKWARD), EP_ERR_ROW_BYTES,
                       "ep_combine_backward", bytes[i]);
-        desk_check_untouched(&desk);
+        fixture_check_untouched(&fixture);
     }
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
-/* The sentence says how many rows would do. */
+/* The message says how many rows are needed. */
 SoloTest(combine_arguments, rows_below_the_capacity) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_FLAT);
-    desk_open_prepared(&desk, &c);
-    desk.tensor[EXPERT_OUT].shape[0] = 8;
-    CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9", "got 8");
-    desk_check_untouched(&desk);
-    desk_close(&desk);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_FLAT);
+    fixture_open_prepared(&fixture, &c);
+    fixture.tensor[EXPERT_OUT].shape[0] = 8;
+    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE), EP_ERR_BUFFER_SIZE, "expert_out", "9",
+                  "got 8");
+    fixture_check_untouched(&fixture);
+    fixture_close(&fixture);
 }

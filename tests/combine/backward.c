@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What ep_combine_backward may be asked for: gradients of rows, of weights, or of both. */
+/* Optional outputs of ep_combine_backward: gradients of rows alone, or of weights too. */
 #include <math.h>
 
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 #include "tests/oracle/expect.h"
 
 enum { RANKS = 3 };
@@ -44,7 +44,7 @@ static void backward_close(Backward *b) {
     world_free(b->world);
 }
 
-/* Weighted, but the weights are no parameters: no dot products, so no expert_out either. */
+/* Weighted, but without gradients of weights: no dot products, so no expert_out either. */
 ThreadTest(combine_backward, rows_alone, RANKS) {
     Backward b;
     backward_open(&b, bootstrap, 1);
@@ -54,7 +54,7 @@ ThreadTest(combine_backward, rows_alone, RANKS) {
     backward_close(&b);
 }
 
-/* Rank by rank: who asks for dot products need not be everyone. */
+/* One rank requests gradients of weights, the others do not. */
 ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
     Backward b;
     backward_open(&b, bootstrap, 1);
@@ -65,7 +65,7 @@ ThreadTest(combine_backward, weights_on_one_rank, RANKS) {
     backward_close(&b);
 }
 
-/* Rows of many elements: rounding errors of the sum would show. */
+/* Rows of many elements show rounding errors of the sum. */
 Test(combine_backward, long_dot_products, .timeout = 120) {
     static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
     for (int i = 0; i < 3; i++) {
@@ -75,32 +75,32 @@ Test(combine_backward, long_dot_products, .timeout = 120) {
     }
 }
 
-/* The longest rows, of products that a sum of ones just does not notice. */
+/* The longest rows, with products so small that a sum of ones rounds them away one by one. */
 SoloTest(combine_backward, worst_dot_product) {
     enum { HIDDEN = EP_MAX_ROW_BYTES / 4, ONES = 64 };
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     c.hidden = HIDDEN, c.row_type = c.sum_type = EP_TYPE_FP32;
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    const RankWorld *me = desk.world->rank;
-    float *x = desk.tensor[EXPERT_OUT].data, *grad = desk.tensor[GRAD_OUT].data;
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    const RankWorld *me = fixture.world->rank;
+    float *x = fixture.tensor[EXPERT_OUT].data, *grad = fixture.tensor[GRAD_OUT].data;
     for (int64_t i = 0; i < me->recv_rows * HIDDEN; i++)
         x[i] = i % HIDDEN < ONES ? 1 : 0x1p-24f;
     for (int64_t i = 0; i < (int64_t)me->rows * HIDDEN; i++)
         grad[i] = 1;
-    CHECK_OK(desk_call(&desk, OP_COMBINE_BACKWARD));
-    const float *got = desk.tensor[GRAD_SLOT_WEIGHTS].data;
+    CHECK_OK(fixture_call(&fixture, OP_COMBINE_BACKWARD));
+    const float *got = fixture.tensor[GRAD_SLOT_WEIGHTS].data;
     double exact = ONES + (HIDDEN - ONES) * 0x1p-24;
     for (int64_t row = 0; row < me->recv_rows; row++)
         if (me->row[row].kind == ROW_FILLED)
             CHECK(fabs(got[row] - exact) <= 1e-5 * exact, "row %lld: %.9g instead of %.9g",
                   (long long)row, (double)got[row], exact);
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
-/* Where a block has little shared memory, as in a part of the emulated tests, rows pass in many
- * pieces; and where there are few blocks, each has several at once. */
+/* With little shared memory, as in some emulated tests, rows are cut into many pieces. With few
+ * blocks each block has several rows under way. */
 Test(combine_backward, rows_of_24_kib, .timeout = 120) {
     for (int ranks = 1; ranks <= RANKS; ranks += RANKS - 1) {
         Case c = {.ranks = ranks, .top_k = 8, .max_tokens = 32 / ranks, .weighted = 1};
@@ -110,5 +110,5 @@ Test(combine_backward, rows_of_24_kib, .timeout = 120) {
 }
 
 SoloTest(combine_backward, tail_of_a_shorter_tensor) {
-    desk_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
+    fixture_check_shorter_tail(OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS);
 }

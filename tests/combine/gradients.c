@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backward operations, chained, are the derivative of dispatch -> experts -> combine: compared
- * with finite differences of a loss. Experts are dense matrices, so the loss is linear in each
- * input alone and central differences are exact up to rounding. */
+/* The backward operations, chained, are the derivative of dispatch -> experts -> combine. They are
+ * compared with finite differences of a loss. Experts are dense matrices, so the loss is linear in
+ * each input alone and central differences are exact up to rounding. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,7 +63,7 @@ static EpTensor tokens_tensor(const Model *m, const float *data, int columns) {
     return ep_tensor_2d(data, EP_TYPE_FP32, me(m)->rows, columns);
 }
 
-/* Which expert works on a row for entry k of its token; -1: none. */
+/* Returns the expert that processes a row for entry k of its token, or -1. */
 static int64_t expert_of(const Model *m, int64_t row, int k) {
     const Row *what = &me(m)->row[row];
     if (what->kind != ROW_FILLED || (!is_flat(m) && k != what->k)) return -1;
@@ -72,7 +72,7 @@ static int64_t expert_of(const Model *m, int64_t row, int k) {
     return world_owner(case_of(m), expert) == m->bootstrap->rank ? expert : -1;
 }
 
-/* In FLAT the experts of a row weigh their outputs themselves, so combine is unweighted. */
+/* In FLAT the experts apply the weights themselves, so combine is unweighted. */
 static void experts_forward(Model *m) {
     memset(m->y, 0, sizeof(m->y));
     for (int64_t row = 0; row < me(m)->buffer_rows; row++)
@@ -130,7 +130,7 @@ static void model_backward(Model *m) {
                                   &x_grad, m->weighted ? &w_grad : NULL));
 }
 
-/* Sum over all ranks of <out, out_grad>. */
+/* Returns the sum over all ranks of <out, out_grad>. */
 static double loss(Model *m) {
     double all[RANKS], sum = 0, total = 0;
     model_forward(m);
@@ -142,7 +142,8 @@ static double loss(Model *m) {
     return total;
 }
 
-/* Every rank calls; the one that owns the parameter passes it, the others NULL. */
+/* Returns the central difference of the loss. Collective: the rank that owns the parameter passes
+ * it, the others pass NULL. */
 static double difference(Model *m, float *parameter) {
     const float step = 0.25f;
     float before = parameter ? *parameter : 0;

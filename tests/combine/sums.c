@@ -30,7 +30,7 @@ Test(combine_sums, many_ranks, .timeout = 120) {
     run_types((Case){.ranks = GPU_RANKS(12), .experts = 48, .top_k = 16, .hidden = 16});
 }
 
-/* Combine, as a group of one rank, one expert and one token per row of `rows`. */
+/* Combine in a group of one rank and one expert, with one token per row of `rows`. */
 static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t hidden,
                           const float *weights, void *out) {
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
@@ -55,7 +55,7 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
     ep_bootstrap_destroy(&bootstrap);
 }
 
-/* Every pattern of 16 bits is summed with +0: itself, but -0 becomes +0, and a NaN stays one. */
+/* Every 16-bit pattern, summed with +0, gives itself, except that -0 becomes +0. NaN stays NaN. */
 static void check_patterns(EpType type) {
     enum { TOKENS = 16, HIDDEN = 4096 };
     static _Alignas(16) uint16_t rows[TOKENS * HIDDEN], out[TOKENS * HIDDEN];
@@ -79,8 +79,8 @@ SoloTest(combine_sums, every_fp16_pattern) {
     check_patterns(EP_TYPE_FP16);
 }
 
-/* Products that fall between two numbers of the type, and ties: rounded to nearest even. Weights
- * of extreme size reach subnormals, zeros, infinities and the numbers next to them. */
+/* Products between two numbers of the type, and ties, are rounded to nearest even. Extreme weights
+ * reach subnormals, zeros, infinities and the numbers next to them. */
 static void check_rounding(EpType type) {
     enum { TOKENS = 12, HIDDEN = 4096 };
     static const float weights[TOKENS] = {1.0f,  0.5f,   1.5f,      1.00390625f,
@@ -108,8 +108,8 @@ SoloTest(combine_sums, rounding_to_fp16) {
     check_rounding(EP_TYPE_FP16);
 }
 
-/* One token, three ranks, one expert each: 2^24, 1 and -2^24 in FP32. In ascending ranks the 1 is
- * lost when it meets 2^24; any other order keeps it. */
+/* One token, three ranks, one expert each: 2^24, 1 and -2^24 in FP32. In ascending rank order 2^24
+ * absorbs the 1; any other order keeps it. */
 ThreadTest(combine_sums, ranks_ascending, 3) {
     static const float parts[3] = {16777216.0f, 1.0f, -16777216.0f};
     Case c = case_complete((Case){.ranks = 3,
@@ -135,8 +135,8 @@ ThreadTest(combine_sums, ranks_ascending, 3) {
     ep_group_destroy(group);
 }
 
-/* Two experts of one rank are added in ascending k, not in the order of their slots, and the
- * weighted term is fused: 1 + 2^-24 is only seen where the product is not rounded first. */
+/* The experts of one rank are added in ascending k, not in the order of their slots. The weighted
+ * term is fused: the 2^-24 of x * x is lost if the product is rounded first. */
 SoloTest(combine_sums, k_ascending_and_fused) {
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
@@ -173,7 +173,7 @@ SoloTest(combine_sums, nan_and_infinity_stay_in_their_token) {
     CHECK(memcmp(out + 4, rows + 4, 32) == 0, "a neighbour was touched");
 }
 
-/* Rows of dispatch in one type, sums in another of another size. */
+/* Dispatch and combine in types of different sizes. */
 Test(combine_sums, other_type_than_dispatch, .timeout = 120) {
     Case c = {.ranks = 2, .hidden = 32, .row_type = EP_TYPE_FP8_E4M3, .weighted = 1};
     run_case_on_threads(&c);

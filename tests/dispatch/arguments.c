@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Wrong arguments of ep_dispatch and ep_dispatch_backward: refused with a status and a sentence of
- * their own, outputs untouched. */
-#include "tests/cases/desk.h"
+/* Wrong arguments of ep_dispatch and ep_dispatch_backward are refused with a status and a specific
+ * message, and outputs stay untouched. */
+#include "tests/cases/fixture.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 static void check_table(EpLayout layout, const Wrong *table, int n) {
-    desk_check_table(desk_case(layout), table, n);
+    fixture_check_table(fixture_case(layout), table, n);
 }
 
 static const Wrong wrong_tensors[] = {
@@ -97,7 +97,7 @@ SoloTest(dispatch_arguments, wrong_tensors_of_batched) {
     check_table(EP_LAYOUT_BATCHED, wrong_batched, LENGTH(wrong_batched));
 }
 
-/* Where local experts go only exists in FLAT. */
+/* recv_topk_idx exists in FLAT only. */
 SoloTest(dispatch_arguments, expert_ids_in_another_layout) {
     static const Wrong wrong[] = {
         {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"flat"}},
@@ -105,37 +105,38 @@ SoloTest(dispatch_arguments, expert_ids_in_another_layout) {
     check_table(EP_LAYOUT_EXPERT_MAJOR, wrong, LENGTH(wrong));
 }
 
-/* The sentence says how many rows would do, and that many do. */
+/* The message says how many rows are needed, and that many are enough. */
 SoloTest(dispatch_arguments, size_needed_is_in_the_sentence) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    int64_t rows = desk.world->rank->recv_rows;
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    int64_t rows = fixture.world->rank->recv_rows;
     char needed[32];
     snprintf(needed, sizeof(needed), "%lld", (long long)rows);
-    desk.tensor[RECV_TOKENS].shape[0] = rows - 1;
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", needed);
-    desk.tensor[RECV_TOKENS].shape[0] = rows;
-    CHECK_OK(desk_call(&desk, OP_DISPATCH));
-    desk_close(&desk);
+    fixture.tensor[RECV_TOKENS].shape[0] = rows - 1;
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", needed);
+    fixture.tensor[RECV_TOKENS].shape[0] = rows;
+    CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    fixture_close(&fixture);
 }
 
-/* With a static capacity the buffer has to hold it, however little arrives. */
+/* With a static capacity the buffer must hold that many rows, even if fewer arrive. */
 SoloTest(dispatch_arguments, buffer_below_the_capacity) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     c.capacity = 77;
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk.tensor[RECV_TOKENS].shape[0] = 76;
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", "77", "76");
-    desk.tensor[RECV_TOKENS].shape[0] = 77;
-    CHECK_OK(desk_call(&desk, OP_DISPATCH));
-    desk_close(&desk);
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    fixture.tensor[RECV_TOKENS].shape[0] = 76;
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_BUFFER_SIZE, "recv_tokens", "77",
+                  "76");
+    fixture.tensor[RECV_TOKENS].shape[0] = 77;
+    CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    fixture_close(&fixture);
 }
 
-/* A rank that is refused did not take part: the peers wait until it calls again. */
+/* A refused call does not take part in the operation: the peers wait until the rank calls again. */
 ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     Case c = {.ranks = 3, .top_k = 3, .weighted = 1, .seed = 4};
     World *world = world_new(&c);
@@ -155,46 +156,46 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     world_free(world);
 }
 
-/* Rows of so many elements that their bytes would overflow. */
+/* Rows of so many elements that their size in bytes overflows. */
 SoloTest(dispatch_arguments, endless_rows) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open_prepared(&desk, &c);
-    desk.tensor[TOKENS].type = desk.tensor[RECV_TOKENS].type = EP_TYPE_FP32;
-    desk.tensor[TOKENS].shape[1] = desk.tensor[RECV_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "tokens");
-    desk_check_untouched(&desk);
-    desk_close(&desk);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open_prepared(&fixture, &c);
+    fixture.tensor[TOKENS].type = fixture.tensor[RECV_TOKENS].type = EP_TYPE_FP32;
+    fixture.tensor[TOKENS].shape[1] = fixture.tensor[RECV_TOKENS].shape[1] = ((int64_t)1 << 62) + 8;
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_ROW_BYTES, "tokens");
+    fixture_check_untouched(&fixture);
+    fixture_close(&fixture);
 }
 
-/* They are bytes, four of which are together: what is refused here is another argument. */
+/* Scales of any type need 4-byte alignment only. The call is refused for another argument. */
 SoloTest(dispatch_arguments, scales_of_eight_bytes_on_four) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open_prepared(&desk, &c);
-    EpTensor *scales = &desk.tensor[SCALES], *received = &desk.tensor[RECV_SCALES];
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open_prepared(&fixture, &c);
+    EpTensor *scales = &fixture.tensor[SCALES], *received = &fixture.tensor[RECV_SCALES];
     scales->type = received->type = EP_TYPE_INT64;
     scales->shape[1] = received->shape[1] = 1;
     received->data = (char *)received->data + (uintptr_t)received->data % 8 + 4;
-    desk.arg[RECV_TOPK_IDX] = &desk.tensor[RECV_TOPK_IDX];
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_UNSUPPORTED, "recv_topk_idx", "flat");
-    desk_check_untouched(&desk);
-    desk_close(&desk);
+    fixture.arg[RECV_TOPK_IDX] = &fixture.tensor[RECV_TOPK_IDX];
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_UNSUPPORTED, "recv_topk_idx", "flat");
+    fixture_check_untouched(&fixture);
+    fixture_close(&fixture);
 }
 
-/* Where no room was asked for them. */
+/* Scales are refused in a group whose max_scale_bytes is 0. */
 SoloTest(dispatch_arguments, scales_without_room) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     c.scale_bytes = 0;
-    desk_open_prepared(&desk, &c);
-    desk.arg[SCALES] = desk.arg[TOPK_WEIGHTS];
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
+    fixture_open_prepared(&fixture, &c);
+    fixture.arg[SCALES] = fixture.arg[TOPK_WEIGHTS];
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_ROW_BYTES, "scales", "expected NULL",
                   "max_scale_bytes");
-    desk_check_untouched(&desk);
-    desk_close(&desk);
+    fixture_check_untouched(&fixture);
+    fixture_close(&fixture);
 }
 
 SoloTest(dispatch_arguments, tail_of_a_shorter_tensor) {
-    desk_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
+    fixture_check_shorter_tail(OP_DISPATCH, RECV_TOPK_WEIGHTS);
 }

@@ -1,43 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows travel through staging memory in rounds. A tiny stage makes many rounds of few rows, and
- * sizes that are no multiple of it. */
+/* Rows travel through staging memory in rounds. A tiny stage leads to many rounds of few rows, and
+ * to sizes that are not a multiple of it. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
 
 static void run_with_stage(const char *bytes, Case c) {
-    HOST_ONLY("no EP_STAGE_BYTES on GPUs: beyond_the_default_stage exceeds the rings");
-    setenv("EP_STAGE_BYTES", bytes, 1);
+    HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs: beyond_the_default_stage exceeds the rings");
+    setenv("LIBEP_STAGE_BYTES", bytes, 1);
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
         c.layout = (EpLayout)layout;
         run_case_on_threads(&c);
     }
 }
 
-static const Case crowd = {.ranks = 3,
-                           .experts = 10,
-                           .top_k = 4,
-                           .max_tokens = 61,
-                           .hidden = 40,
-                           .spread = SPREAD_HOLE,
-                           .masked_percent = 10,
-                           .weighted = 1,
-                           .scale_bytes = 12,
-                           .alignment = 8};
+static const Case base_case = {.ranks = 3,
+                               .experts = 10,
+                               .top_k = 4,
+                               .max_tokens = 61,
+                               .hidden = 40,
+                               .spread = SPREAD_HOLE,
+                               .masked_percent = 10,
+                               .weighted = 1,
+                               .scale_bytes = 12,
+                               .alignment = 8};
 
 Test(dispatch_chunks, smallest_stage, .timeout = 120) {
-    run_with_stage("1", crowd);
+    run_with_stage("1", base_case);
 }
 Test(dispatch_chunks, odd_stage, .timeout = 120) {
-    run_with_stage("1009", crowd);
+    run_with_stage("1009", base_case);
 }
 Test(dispatch_chunks, stage_of_some_rows, .timeout = 120) {
-    run_with_stage("4K", crowd);
+    run_with_stage("4K", base_case);
 }
 
 /* Ranks with very different amounts to send leave the rounds at different times. */
 Test(dispatch_chunks, uneven_senders, .timeout = 120) {
-    Case c = crowd;
+    Case c = base_case;
     c.spread = SPREAD_ALONE;
     run_with_stage("2K", c);
     c.spread = SPREAD_RANDOM;
@@ -47,13 +47,13 @@ Test(dispatch_chunks, uneven_senders, .timeout = 120) {
 }
 
 Test(dispatch_chunks, between_nodes, .timeout = 120) {
-    setenv("EP_TOPOLOGY", "2", 1);
-    Case c = crowd;
+    setenv("LIBEP_TOPOLOGY", "2", 1);
+    Case c = base_case;
     c.ranks = 4;
     run_with_stage("2K", c);
 }
 
-/* Summing this much in the oracle would take seconds; the other cases sum. */
+/* Dispatch only: the oracle would take seconds for the sums, which other cases test. */
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
     const World *world = arg;
     EpGroup *group = open_group(bootstrap, &world->c);

@@ -55,7 +55,7 @@ GRID(batched, EP_LAYOUT_BATCHED, 3)
 GRID(batched, EP_LAYOUT_BATCHED, 4)
 GRID(batched, EP_LAYOUT_BATCHED, 8)
 
-/* The same three cases in every layout. */
+/* Run a case in every layout. */
 static void run_layouts(Case c) {
     for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
         c.layout = (EpLayout)layout;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* More rows than the capacity: the ones past it are lost and counted, all else is right. */
+/* More rows than the capacity: rows past it are dropped and counted, all others are right. */
 #include "tests/cases/run.h"
 
 static void run_capacities(EpLayout layout, EpOverflow overflow, int alignment) {
@@ -57,7 +57,7 @@ Test(dispatch_overflow, duplicates, .timeout = 120) {
     }
 }
 
-/* Both findings of one step are reported, one after the other. */
+/* Both errors of one step are reported, one after the other. */
 Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
     Case c = {.ranks = 2, .top_k = 3, .spread = SPREAD_FULL, .invalid_percent = 20, .capacity = 5};
     run_case_on_threads(&c);
@@ -81,7 +81,7 @@ ThreadTest(dispatch_overflow, policy_of_the_handle, 2) {
     world_free(world);
 }
 
-/* So does its capacity, its alignment and its K. */
+/* The capacity, alignment and K of a handle override the group's. */
 ThreadTest(dispatch_overflow, capacity_of_the_handle, 2) {
     Case c = case_complete((Case){.ranks = 2, .spread = SPREAD_FULL, .top_k = 4});
     EpGroup *group = open_group(bootstrap, &c);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch that quantises, and scales by column: every layout against the oracle, and what is
- * refused. */
+/* Dispatch that quantises, and scales by column: every layout against the oracle, and refused
+ * arguments. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 #include "tests/oracle/quant.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
@@ -50,7 +50,7 @@ GRID(fp8, EP_QUANT_FP8)
 GRID(fp8_ue8m0, EP_QUANT_FP8_UE8M0)
 GRID(mxfp8, EP_QUANT_MXFP8)
 
-/* What is carried and not made has its scales by column, too. */
+/* Scales that the caller passes can be received by column, too. */
 Test(dispatch_quant, carried_scales_by_column, .timeout = 120) {
     NEEDS_QUANT();
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
@@ -60,17 +60,17 @@ Test(dispatch_quant, carried_scales_by_column, .timeout = 120) {
     }
 }
 
-/* Rows of other nodes are packed instead of staged, and come in many rounds. */
+/* Rows of other nodes are packed instead of staged, and arrive in many rounds. */
 Test(dispatch_quant, two_nodes_and_a_tiny_stage, .timeout = 120) {
     HOST_ONLY("GPUs of a group share a node");
-    setenv("EP_TOPOLOGY", "2", 1);
-    setenv("EP_STAGE_BYTES", "3000", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_STAGE_BYTES", "3000", 1);
     for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
         run_types(quant, EP_LAYOUT_BATCHED, 4);
 }
 
-/* Twice the bytes of the received row are all that a group need allow; rows as long as there are,
- * and some that end within a block. */
+/* A group needs to allow only twice the bytes of the received row. These are the longest rows, and
+ * some that end within a quantisation block. */
 Test(dispatch_quant, longest_rows, .timeout = 120) {
     NEEDS_QUANT();
     static const struct {
@@ -90,83 +90,83 @@ Test(dispatch_quant, longest_rows, .timeout = 120) {
 }
 
 static Case quant_case(EpLayout layout, EpQuant quant, EpScaleOrder order) {
-    Case c = desk_case(layout);
+    Case c = fixture_case(layout);
     c.hidden = 160, c.quant = quant, c.scale_order = order;
     return case_complete(c);
 }
 
 /* ---- every rounding ---- */
 
-/* Number `i` of what e4m3 has to tell apart: each code, what lies halfway to the next and its
- * neighbours, and what is no such number; of both signs. */
+/* Returns test value `i` for rounding to e4m3, of both signs: each code, the midpoint to the next
+ * code and its neighbours, then infinity, NaN and tiny numbers. */
 static float boundary(int i) {
     static const float strange[] = {INFINITY, NAN, 1e-40f, 1e-30f, 0x1p-10f, 0x1.000002p-10f};
     int code = i / 8, last = code > 0x7d;
     float here = (float)quant_decode((uint8_t)(last ? 0x7e : code)), value = here;
-    float half = last ? here : (here + (float)quant_decode((uint8_t)(code + 1))) / 2;
+    float mid = last ? here : (here + (float)quant_decode((uint8_t)(code + 1))) / 2;
     if (code > 0x7e)
         value = strange[(i / 2 - 0x7f * 4) % LENGTH(strange)];
     else if (i / 2 % 4)
-        value = i / 2 % 4 == 1 ? half : nextafterf(half, i / 2 % 4 == 2 ? 0 : last ? here : 600);
+        value = i / 2 % 4 == 1 ? mid : nextafterf(mid, i / 2 % 4 == 2 ? 0 : last ? here : 600);
     return i % 2 ? copysignf(value, -1) : value;
 }
 
-/* Rows whose largest element is 448 have a scale of 1: what is sent is the elements' own codes. */
+/* Rows whose largest element is 448 have a scale of 1, so each element is sent as its own code. */
 SoloTest(dispatch_quant, every_rounding) {
     NEEDS_QUANT();
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     c.hidden = 128, c.row_type = EP_TYPE_FP32, c.quant = EP_QUANT_FP8;
-    Desk desk;
-    desk_open(&desk, &c);
-    const RankWorld *me = desk.world->rank;
-    float *x = desk.tensor[TOKENS].data;
+    Fixture fixture;
+    fixture_open(&fixture, &c);
+    const RankWorld *me = fixture.world->rank;
+    float *x = fixture.tensor[TOKENS].data;
     for (int64_t i = 0; i < (int64_t)me->rows * 128; i++)
         x[i] = i % 128 ? boundary((int)(i / 128 * 127 + i % 128 - 1)) : 448;
     CHECK(me->rows * 127 >= 0x7f * 8 + 12, "only %d tokens", me->rows);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    CHECK_OK(desk_call(&desk, OP_DISPATCH));
-    const uint8_t *got = desk.tensor[RECV_TOKENS].data;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+    const uint8_t *got = fixture.tensor[RECV_TOKENS].data;
     for (int64_t i = 0; i < me->recv_rows * 128; i++) {
         if (me->row[i / 128].kind != ROW_FILLED) continue;
         float value = x[me->row[i / 128].token * 128 + i % 128];
         CHECK(got[i] == quant_encode((double)value), "%a: 0x%02x instead of 0x%02x", (double)value,
               got[i], quant_encode((double)value));
     }
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
-/* ---- what it takes ---- */
+/* ---- memory ---- */
 
 SoloTest(dispatch_quant, costs_what_it_says) {
     NEEDS_QUANT();
-    Desk desk;
+    Fixture fixture;
     Case c = quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW);
-    desk_open(&desk, &c);
+    fixture_open(&fixture, &c);
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     EpHandleCost plain = EP_HANDLE_COST_INIT, cost = plain;
     EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_cost(desk.group, &config, &plain));
+    CHECK_OK(ep_handle_cost(fixture.group, &config, &plain));
     config.quant = EP_QUANT_FP8;
-    CHECK_OK(ep_handle_cost(desk.group, &config, &cost));
+    CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
     CHECK(plain.buffer_bytes == 0, "%lld bytes without", (long long)plain.buffer_bytes);
     CHECK((cost.buffer_bytes > 0) == (TEST_BACKEND == EP_BACKEND_CUDA), "%lld bytes",
           (long long)cost.buffer_bytes);
     void *memory = aligned_alloc(64, (size_t)cost.plan_bytes);
-    for (int brings = 0; brings < 2; brings++) {
-        int64_t expected = cost.buffer_bytes + (brings ? 0 : cost.plan_bytes);
-        CHECK_OK(ep_group_query(desk.group, &before));
-        REQUIRE_OK(ep_handle_create(desk.group, &config, brings ? memory : NULL,
+    for (int callers_memory = 0; callers_memory < 2; callers_memory++) {
+        int64_t expected = cost.buffer_bytes + (callers_memory ? 0 : cost.plan_bytes);
+        CHECK_OK(ep_group_query(fixture.group, &before));
+        REQUIRE_OK(ep_handle_create(fixture.group, &config, callers_memory ? memory : NULL,
                                     (size_t)cost.plan_bytes, &handle));
-        CHECK_OK(ep_group_query(desk.group, &during));
+        CHECK_OK(ep_group_query(fixture.group, &during));
         ep_handle_destroy(handle);
-        CHECK_OK(ep_group_query(desk.group, &after));
+        CHECK_OK(ep_group_query(fixture.group, &after));
         CHECK(during.library_bytes - before.library_bytes == expected, "%lld bytes more",
               (long long)(during.library_bytes - before.library_bytes));
         CHECK(after.library_bytes == before.library_bytes, "%lld bytes are left",
               (long long)(after.library_bytes - before.library_bytes));
     }
-    desk_close(&desk);
+    fixture_close(&fixture);
     free(memory);
 }
 
@@ -188,8 +188,8 @@ static const Wrong wrong_fp8[] = {
 
 SoloTest(dispatch_quant, wrong_tensors_of_fp8) {
     NEEDS_QUANT();
-    desk_check_table(quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW), wrong_fp8,
-                     LENGTH(wrong_fp8));
+    fixture_check_table(quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW),
+                        wrong_fp8, LENGTH(wrong_fp8));
 }
 
 static const Wrong wrong_mxfp8[] = {
@@ -201,8 +201,8 @@ static const Wrong wrong_mxfp8[] = {
 
 SoloTest(dispatch_quant, wrong_tensors_of_mxfp8_by_column) {
     NEEDS_QUANT();
-    desk_check_table(quant_case(EP_LAYOUT_FLAT, EP_QUANT_MXFP8, EP_SCALES_BY_COLUMN), wrong_mxfp8,
-                     LENGTH(wrong_mxfp8));
+    fixture_check_table(quant_case(EP_LAYOUT_FLAT, EP_QUANT_MXFP8, EP_SCALES_BY_COLUMN),
+                        wrong_mxfp8, LENGTH(wrong_mxfp8));
 }
 
 static const Wrong wrong_batched[] = {
@@ -214,37 +214,37 @@ static const Wrong wrong_batched[] = {
 
 SoloTest(dispatch_quant, wrong_tensors_of_batched_by_column) {
     NEEDS_QUANT();
-    desk_check_table(quant_case(EP_LAYOUT_BATCHED, EP_QUANT_FP8_UE8M0, EP_SCALES_BY_COLUMN),
-                     wrong_batched, LENGTH(wrong_batched));
+    fixture_check_table(quant_case(EP_LAYOUT_BATCHED, EP_QUANT_FP8_UE8M0, EP_SCALES_BY_COLUMN),
+                        wrong_batched, LENGTH(wrong_batched));
 }
 
-/* Rows that are quantised have no scales of the caller's. */
+/* A dispatch that quantises refuses scales of the caller. */
 SoloTest(dispatch_quant, scales_on_top) {
     NEEDS_QUANT();
-    Desk desk;
+    Fixture fixture;
     Case c = quant_case(EP_LAYOUT_EXPERT_MAJOR, EP_QUANT_FP8, EP_SCALES_BY_ROW);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk.arg[SCALES] = desk.arg[TOPK_WEIGHTS];
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    fixture.arg[SCALES] = fixture.arg[TOPK_WEIGHTS];
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_UNSUPPORTED, "ep_dispatch", "scales",
                   "quantises");
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
-/* A backend that has no such thing says so. */
+/* A backend that does not quantise refuses it. */
 SoloTest(dispatch_quant, refused_where_it_is_not) {
     if (TESTS_HAVE_QUANT) return;
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     EpHandle *handle = NULL;
     config.quant = EP_QUANT_FP8;
-    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+    CHECK_REFUSED(ep_handle_create(fixture.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
                   "config.quant", "EP_QUANT_NONE");
     config.quant = EP_QUANT_NONE, config.scale_order = EP_SCALES_BY_COLUMN;
-    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+    CHECK_REFUSED(ep_handle_create(fixture.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
                   "config.scale_order", "EP_SCALES_BY_ROW");
     CHECK(handle == NULL, "a handle was made");
-    desk_close(&desk);
+    fixture_close(&fixture);
 }

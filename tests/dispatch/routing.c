@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Uncommon routings: nobody speaks, one rank is silent, everyone wants the same expert, entries
- * that are masked, doubled or wrong. */
+/* Uncommon routings: no tokens, one rank without tokens, one expert for all tokens, and entries
+ * that are masked, duplicate or invalid. */
 #include "tests/cases/run.h"
 
 static void run_layouts(Case c) {
@@ -83,7 +83,7 @@ Test(dispatch_routing, indices_of_no_expert_are_reported_and_masked, .timeout = 
     run_layouts(c);
     c.index_type = EP_TYPE_INT64;
     run_layouts(c);
-    c.experts = 15; /* as many as some bits can tell, and none */
+    c.experts = 15; /* 4 bits hold 15 experts and "none" */
     run_layouts(c);
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows are opaque bytes: types, sizes around a cache line, scales and weights or none. */
+/* Rows are opaque bytes: types, sizes around a cache line, with and without scales and weights. */
 #include "tests/cases/run.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
@@ -34,8 +34,7 @@ Test(dispatch_rows, one_row_of_sixteen_bytes, .timeout = 120) {
     run_case_on_threads(&c);
 }
 
-/* Rows of bytes as large as they may be; summed as BF16 they would be too large, so a few steps
- * of their own. */
+/* The largest rows. Only prepare and dispatch run. */
 static void largest_row_body(const EpBootstrap *bootstrap, void *arg) {
     const World *world = arg;
     EpGroup *group = open_group(bootstrap, &world->c);
@@ -49,7 +48,7 @@ static void largest_row_body(const EpBootstrap *bootstrap, void *arg) {
 }
 
 Test(dispatch_rows, largest_row, .timeout = 120) {
-    /* INT64 elements make the dispatch rows the larger ones. */
+    /* With INT64 elements the rows of dispatch are larger than those of combine. */
     Case c = {.ranks = 2, .hidden = EP_MAX_ROW_BYTES / 8, .row_type = EP_TYPE_INT64};
     World *world = world_new(&c);
     run_ranks(2, largest_row_body, world);

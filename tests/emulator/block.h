@@ -3,9 +3,9 @@
 #define TESTS_EMULATOR_BLOCK_H
 
 /**
- * A block of a kernel: its threads are fibers of one OS thread, which change places only where they
- * meet, wait or look at memory that others write. Which one runs next is drawn by lot; so is when a
- * bulk copy that nobody has waited for yet is made: EMULATED_SEED chooses other lots.
+ * A block of a kernel: its threads are fibers of one OS thread. They switch only at barriers, waits
+ * and loads of memory that others write. A random number decides which thread runs next, and when a
+ * bulk copy is made that no thread has waited for yet. EMULATED_SEED seeds the numbers.
  */
 
 #include <stddef.h>
@@ -15,37 +15,38 @@
 extern "C" {
 #endif
 
-#define EMULATED_SHARED_BYTES 232448 /* of a block, at most */
+#define EMULATED_SHARED_BYTES 232448 /* maximum of a block */
 
 typedef struct EmulatedIndex {
     unsigned x;
 } EmulatedIndex;
 
-/* No initializers anywhere: C++ need not ask whether they have run. */
+/* Without initializers C++ accesses these without a check whether they are initialised. */
 extern __thread EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 
-/** The block's dynamic shared memory. */
+/** Returns the block's dynamic shared memory. */
 void *emulated_shared(void);
 
-/* ---- meeting ---- */
+/* ---- barriers ---- */
 
-/** All lanes of the warp bring a value to the same instruction; returns all lanes' values. */
+/** Exchange a value with all lanes of the warp, which must be at the same instruction. Returns all
+ * lanes' values. */
 uint64_t *emulated_exchange(int instruction, uint64_t value);
-/** The same of one bit. */
+/** Exchange one bit with all lanes of the warp. Returns all lanes' bits. */
 unsigned emulated_vote(int instruction, int is);
 
-/** Until this many threads have come to the barrier of this number. */
+/** Wait until `threads` threads have arrived at barrier `id`. */
 void emulated_barrier(int id, int threads);
 int emulated_barrier_and(int value);
 
 /* ---- waiting ---- */
 
-/** Others may run now: in every load of what other blocks write. */
+/** Let other threads run, in every load of memory that other blocks write. */
 void emulated_poll(void);
-/** Others run until someone wakes those that wait for `key`. */
+/** Let other threads run until emulated_wake(key). */
 void emulated_wait_for(const void *key);
 void emulated_wake(const void *key);
-/** One in `n`. */
+/** Returns true with probability 1 / n. */
 int emulated_one_in(unsigned n);
 unsigned emulated_draw(unsigned n);
 
@@ -54,12 +55,13 @@ unsigned emulated_draw(unsigned n);
 void emulated_bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier);
 void emulated_bulk_store(void *to, const void *from, uint32_t bytes);
 void emulated_bulk_commit(void);
-/** All but the `youngest` groups of this thread are read, or written as well. */
+/** Wait until all but the `youngest` groups of this thread are read, or, with `written`,
+ * written. */
 void emulated_bulk_wait(int youngest, int written);
-/** Make one of the copies that are due some time; returns whether there was one. */
-int emulated_copy_something(void);
-/** The block has ended. */
-void emulated_copy_everything(void);
+/** Make one outstanding copy. Returns whether there was one. */
+int emulated_copy_one(void);
+/** Make all outstanding copies when the block has ended. */
+void emulated_copy_all(void);
 
 /* ---- mbarriers: see mbarrier.c ---- */
 

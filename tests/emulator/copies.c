@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Bulk copies, which are made at any time until somebody has waited for them: a kernel that does
- * not wait reads what was there before, or finds its stage overwritten.
+ * Bulk copies. A copy is made at a random time until a thread has waited for it: a kernel that does
+ * not wait reads old data or finds its stage overwritten.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "tests/emulator/block.h"
 #include "tests/emulator/launch.h"
 
-#define MOST 4096
+#define MAX_COPIES 4096
 
 typedef struct Load {
     char *to;
@@ -24,14 +24,14 @@ typedef struct Store {
     const char *from;
     uint32_t bytes;
     unsigned thread, group;
-    char *data; /* once it is read */
+    char *data; /* the source's contents, once read */
 } Store;
 
 typedef struct Copies {
-    Load load[MOST];
-    Store store[MOST];
+    Load load[MAX_COPIES];
+    Store store[MAX_COPIES];
     int loads, stores;
-    unsigned group[1024]; /* of each thread: the one that it fills now */
+    unsigned group[1024]; /* of each thread: the group that it fills now */
 } Copies;
 
 static __thread Copies *copies;
@@ -61,7 +61,7 @@ static void make_load(Copies *c, int i) {
 void emulated_bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
     Copies *c = mine();
     check(from, to, bytes);
-    if (c->loads == MOST) make_load(c, 0);
+    if (c->loads == MAX_COPIES) make_load(c, 0);
     c->load[c->loads++] = (Load){to, from, bytes, barrier};
 }
 
@@ -85,7 +85,7 @@ static void write_store(Copies *c, int i) {
 void emulated_bulk_store(void *to, const void *from, uint32_t bytes) {
     Copies *c = mine();
     check(to, from, bytes);
-    if (c->stores == MOST) emulated_die("stores are not waited for");
+    if (c->stores == MAX_COPIES) emulated_die("stores are not waited for");
     c->store[c->stores++] = (Store){to, from, bytes, threadIdx.x, c->group[threadIdx.x], NULL};
 }
 
@@ -98,7 +98,7 @@ void emulated_bulk_wait(int youngest, int written) {
     if (emulated_one_in(2)) emulated_poll();
     for (int i = c->stores - 1; i >= 0; i--) {
         Store *s = &c->store[i];
-        int age = (int)(c->group[threadIdx.x] - s->group); /* 1: the youngest committed */
+        int age = (int)(c->group[threadIdx.x] - s->group); /* 1: the youngest committed group */
         if (s->thread != threadIdx.x || age <= youngest) continue;
         if (written)
             write_store(c, i);
@@ -107,9 +107,9 @@ void emulated_bulk_wait(int youngest, int written) {
     }
 }
 
-/* ---- some time ---- */
+/* ---- at random times ---- */
 
-int emulated_copy_something(void) {
+int emulated_copy_one(void) {
     Copies *c = mine();
     if (!c->loads && !c->stores) return 0;
     int i = (int)emulated_draw((unsigned)(c->loads + c->stores));
@@ -122,7 +122,7 @@ int emulated_copy_something(void) {
     return 1;
 }
 
-void emulated_copy_everything(void) {
+void emulated_copy_all(void) {
     Copies *c = mine();
     while (c->stores)
         write_store(c, 0);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The GPUs that are played: EMULATED_GPUS of them, 4 by default, with EMULATED_SMS
- * multiprocessors each, whose blocks have EMULATED_SHARED bytes of shared memory. */
+/* The emulated GPUs: EMULATED_GPUS of them (4), with EMULATED_SMS multiprocessors each (4), whose
+ * blocks have EMULATED_SHARED bytes of shared memory. */
 #include "tests/emulator/device.h"
 
 #include <stdio.h>
@@ -13,7 +13,7 @@
 
 static __thread int current;
 static __thread cudaError_t last_error;
-static int in_use[EMULATED_MOST_GPUS];
+static int in_use[EMULATED_MAX_GPUS];
 
 static int setting(const char *name, int otherwise) {
     const char *text = getenv(name);
@@ -22,7 +22,7 @@ static int setting(const char *name, int otherwise) {
 
 static int count(void) {
     int gpus = setting("EMULATED_GPUS", 4);
-    return gpus < 0 ? 0 : gpus > EMULATED_MOST_GPUS ? EMULATED_MOST_GPUS : gpus;
+    return gpus < 0 ? 0 : gpus > EMULATED_MAX_GPUS ? EMULATED_MAX_GPUS : gpus;
 }
 
 static int shared_bytes(void) {
@@ -36,7 +36,7 @@ int emulated_device(void) {
 }
 
 int emulated_is_in_use(int device) {
-    return device >= 0 && device < EMULATED_MOST_GPUS && in_use[device];
+    return device >= 0 && device < EMULATED_MAX_GPUS && in_use[device];
 }
 
 /* ---- errors ---- */
@@ -111,7 +111,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device) {
     return cudaMemGetInfo(&left, &out->totalGlobalMem);
 }
 
-/* Lines of 128 bytes are stored here lane by lane, as over the slowest link. */
+/* No attributes: lanes store lines of 128 bytes one by one, as over the slowest link. */
 cudaError_t cudaDeviceGetP2PAttribute(int *out, enum cudaDeviceP2PAttr attribute, int device,
                                       int peer) {
     (void)attribute, (void)device, (void)peer;

@@ -4,13 +4,13 @@
 
 #include <cuda_runtime_api.h>
 
-#define EMULATED_MOST_GPUS 16
+#define EMULATED_MAX_GPUS 16
 
-/** Of the calling thread. */
+/** Returns the calling thread's device. */
 int emulated_device(void);
-/** Has a process used the device? */
+/** Returns whether this process has used the device. */
 int emulated_is_in_use(int device);
-/** Remembers an error for cudaGetLastError, and returns it. */
+/** Record an error for cudaGetLastError, and return it. */
 cudaError_t emulated_error(cudaError_t error);
 
 #endif

@@ -5,9 +5,9 @@
 
 #ifdef __x86_64__
 
-/* What a called function must keep goes onto the old stack and comes from the new one. A kernel of
- * a thousand threads changes places a million times: swapcontext, with a system call each time,
- * would be too slow. */
+/* Push the callee-saved registers on the old stack and pop those of the new one. A kernel of a
+ * thousand threads switches a million times: swapcontext, with a system call each, would be too
+ * slow. */
 void emulated_switch(void **from, void *to);
 __asm__(".text\n"
         ".type emulated_switch, @function\n"
@@ -31,8 +31,8 @@ __asm__(".text\n"
 
 void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void)) {
     uintptr_t *top = (uintptr_t *)(((uintptr_t)stack + bytes) & ~(uintptr_t)63);
-    *--top = 0;                /* the address that `begin` does not return to */
-    *--top = (uintptr_t)begin; /* of the switch's return */
+    *--top = 0;                /* return address of `begin`, which does not return */
+    *--top = (uintptr_t)begin; /* return address of the first switch */
     for (int i = 0; i < 6; i++)
         *--top = 0;
     fiber->stack_pointer = top;

@@ -3,7 +3,7 @@
 #define TESTS_EMULATOR_FIBER_H
 
 /**
- * Stacks that an OS thread goes from one to another of.
+ * Fibers: stacks between which an OS thread switches.
  */
 
 #include <stddef.h>
@@ -17,10 +17,10 @@ typedef struct Fiber {
 #endif
 } Fiber;
 
-/** `begin` never returns, and is called when somebody first goes to the fiber. */
+/** Make a fiber that calls `begin` at the first switch to it. `begin` never returns. */
 void fiber_init(Fiber *fiber, char *stack, size_t bytes, void (*begin)(void));
 
-/** Go on where `to` has left off; comes back when somebody goes to `from`. */
+/** Continue `to` where it was left. Returns at the next switch to `from`. */
 void fiber_switch(Fiber *from, Fiber *to);
 
 #endif

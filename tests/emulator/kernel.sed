@@ -1,4 +1,4 @@
-# What is CUDA's grammar and not C++'s; a line stays a line.
+# Rewrites CUDA grammar as C++: launches, grid constants, shared memory. Keeps line numbers.
 s/([a-z_]+)<<<(.*)>>>\((.*)\);/emulated_launch(emulated_grid(\2), \1, \3);/
 s/const __grid_constant__ (\w+) /const \1 \&/
 s/extern __shared__ (__align__\([0-9]+\) )?(\w+) (\w+)\[\];/\2 *\3 = (\2 *)emulated_shared();/

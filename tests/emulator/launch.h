@@ -3,7 +3,7 @@
 #define TESTS_EMULATOR_LAUNCH_H
 
 /**
- * Launches, from the stand-in for CUDA's C++ to the streams.
+ * Kernel launches: between the CUDA C++ stand-in and the streams.
  */
 
 #include <cuda_runtime_api.h>
@@ -14,22 +14,22 @@ extern "C" {
 
 typedef struct EmulatedGrid {
     unsigned blocks, threads;
-    size_t shared; /**< bytes of dynamic shared memory of a block */
+    size_t shared; /**< bytes of dynamic shared memory per block */
     cudaStream_t stream;
 } EmulatedGrid;
 
-/** Every thread of the grid will call kernel(arguments), with a copy of the arguments. */
+/** Enqueue a grid whose threads each call kernel(arguments), with a copy of the arguments. */
 void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                              const void *arguments, size_t bytes);
 
-/** Run all blocks of a grid, each in an OS thread of its own, until the last has ended. */
+/** Run all blocks of a grid, each in its own OS thread, and wait for the last. */
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments);
 
-/** Stop the process: the kernels or the library have done what no GPU would let pass. */
+/** Abort the process: a kernel or the library did what no GPU would accept. */
 void emulated_die(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 
-/** Is all of this memory in one allocation of the emulated GPUs' or pinned? */
+/** Returns whether all of the memory is in one allocation, of an emulated GPU or pinned. */
 int emulated_reaches(const void *memory, size_t bytes);
 
 #ifdef __cplusplus

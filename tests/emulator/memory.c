@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Memory of the emulated GPUs and pinned memory: pages of this process, a table of which says whose
- * they are. A page that nobody may touch follows each allocation, which ends close before it; what
- * lies between is looked at when it is freed.
+ * Memory of the emulated GPUs and pinned memory: pages of this process, in a table with their
+ * device. Each allocation ends close before an inaccessible page; a free checks that the bytes
+ * between the two are unchanged.
  */
 #include <pthread.h>
 #include <stdint.h>
@@ -12,13 +12,13 @@
 #include "tests/emulator/device.h"
 #include "tests/emulator/launch.h"
 
-#define MOST 4096
+#define MAX_ALLOCATIONS 4096
 #define PAGE ((size_t)4096)
 #define ALIGNMENT ((size_t)256)
-#define TOTAL_BYTES ((size_t)16 << 30) /* of all GPUs together */
+#define TOTAL_BYTES ((size_t)16 << 30) /* of all GPUs and pinned memory */
 #define SLACK 0x5c
-#define GARBAGE 0x5b                     /* as an integer it is no -1, and no index of anything */
-#define GARBAGE_BYTES ((size_t)16 << 20) /* arenas are left to be zero */
+#define GARBAGE 0x5b                     /* as an integer neither -1 nor a valid index */
+#define GARBAGE_BYTES ((size_t)16 << 20) /* larger allocations (pinned buffers) stay zero */
 
 typedef struct Allocation {
     char *memory, *pages;
@@ -27,13 +27,13 @@ typedef struct Allocation {
 } Allocation;
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
-static Allocation table[MOST]; /* by address */
+static Allocation table[MAX_ALLOCATIONS]; /* sorted by address */
 static int count;
 static size_t used;
 
 /* ---- the table, under the lock ---- */
 
-/* Of the last allocation that begins at or before `memory`, -1: none. */
+/* Returns the index of the last allocation at or before `memory`, or -1. */
 static int find(const void *memory) {
     int low = 0, high = count;
     while (low < high) {
@@ -53,14 +53,14 @@ static const Allocation *find_holder(const void *memory) {
 
 static int insert(const Allocation *a) {
     int i = find(a->memory) + 1;
-    if (count == MOST) return 0;
+    if (count == MAX_ALLOCATIONS) return 0;
     memmove(&table[i + 1], &table[i], (size_t)(count - i) * sizeof(*table));
     table[i] = *a;
     count++, used += a->page_bytes;
     return 1;
 }
 
-static int withdraw(const void *memory, Allocation *out) {
+static int take_out(const void *memory, Allocation *out) {
     int i = find(memory);
     if (i < 0 || table[i].memory != memory) return 0;
     *out = table[i];
@@ -105,7 +105,7 @@ static cudaError_t release(void *memory) {
     Allocation a;
     if (!memory) return cudaSuccess;
     pthread_rwlock_wrlock(&lock);
-    int found = withdraw(memory, &a);
+    int found = take_out(memory, &a);
     pthread_rwlock_unlock(&lock);
     if (!found) return emulated_error(cudaErrorInvalidValue);
     for (size_t i = 0; i < slack_of(&a); i++)
@@ -119,7 +119,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
     return allocate(out, bytes, emulated_device());
 }
 
-/* What is under way may still use it. */
+/* Synchronise first: outstanding tasks may still use the memory. */
 cudaError_t cudaFree(void *memory) {
     if (memory) (void)cudaDeviceSynchronize();
     return release(memory);
@@ -144,7 +144,7 @@ cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
     return error == cudaSuccess ? cudaFree(memory) : error;
 }
 
-/* ---- of other processes: there are none ---- */
+/* ---- other processes: not supported ---- */
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory) {
     (void)out, (void)memory;
@@ -161,7 +161,7 @@ cudaError_t cudaIpcCloseMemHandle(void *memory) {
     return cudaErrorNotSupported;
 }
 
-/* ---- looking ---- */
+/* ---- queries ---- */
 
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
     *left = TOTAL_BYTES - used, *total = TOTAL_BYTES;

@@ -16,78 +16,83 @@
 #undef dlopen
 #undef dlsym
 
-enum { MOST_RANKS = EMULATED_MOST_GPUS, VERSION = 22803 };
+enum { MAX_RANKS = EMULATED_MAX_GPUS, VERSION = 22803 };
 
-/* A communicator as all its ranks see it. */
-typedef struct Circle {
-    struct Circle *next;
+/* The state of a communicator that its ranks share. Collective calls are rounds: a round is over
+ * when all ranks have arrived. */
+typedef struct Shared {
+    struct Shared *next;
     char id[NCCL_UNIQUE_ID_BYTES];
-    int size, come, left; /* come: to the meeting under way */
-    unsigned meetings;
-    void *brought[2][MOST_RANKS]; /* in turn: the last meeting's are still read */
-} Circle;
+    int size;
+    int arrived; /* in the current round */
+    int members; /* ranks that have not destroyed it */
+    unsigned rounds;
+    void *values[2][MAX_RANKS]; /* of the current and the previous round, which may still be read */
+} Shared;
 
 struct ncclComm {
-    Circle *circle;
+    Shared *shared;
     int rank, device, blocking;
-    int meets; /* has come to a meeting that was not over when it last looked */
-    unsigned meeting;
-    ncclWindow_t *window; /* where it wants a window from that */
+    int pending; /* has arrived in a round that was not over at the last check */
+    unsigned round;
+    ncclWindow_t *window; /* output for the window of that round, or NULL */
 };
 
 struct ncclWindow_vidmem {
     int size;
-    char *memory[MOST_RANKS];
+    char *memory[MAX_RANKS];
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t met = PTHREAD_COND_INITIALIZER;
-static Circle *circles;
+static pthread_cond_t round_over = PTHREAD_COND_INITIALIZER;
+static Shared *all_shared;
 static unsigned ids;
 
-/* All of these under the lock. */
-static void come(ncclComm_t comm, void *mine, ncclWindow_t *window) {
-    Circle *c = comm->circle;
-    comm->meets = 1, comm->meeting = c->meetings, comm->window = window;
-    c->brought[c->meetings % 2][comm->rank] = mine;
-    if (++c->come < c->size) return;
-    c->come = 0, c->meetings++;
-    pthread_cond_broadcast(&met);
+/* Arrive in the current round with a value; the last rank to arrive ends the round. The lock is
+ * held here and in the functions below that take no lock. */
+static void arrive(ncclComm_t comm, void *mine, ncclWindow_t *window) {
+    Shared *c = comm->shared;
+    comm->pending = 1, comm->round = c->rounds, comm->window = window;
+    c->values[c->rounds % 2][comm->rank] = mine;
+    if (++c->arrived < c->size) return;
+    c->arrived = 0, c->rounds++;
+    pthread_cond_broadcast(&round_over);
 }
 
-static int is_over(const struct ncclComm *comm) {
-    return !comm->meets || comm->circle->meetings != comm->meeting;
+static int has_finished(const struct ncclComm *comm) {
+    return !comm->pending || comm->shared->rounds != comm->round;
 }
 
 static ncclResult_t take_window(ncclComm_t comm) {
     ncclWindow_t *out = comm->window, window = out ? calloc(1, sizeof(*window)) : NULL;
-    comm->meets = 0, comm->window = NULL;
+    comm->pending = 0, comm->window = NULL;
     if (!out) return ncclSuccess;
     if (!window) return ncclSystemError;
-    window->size = comm->circle->size;
-    memcpy(window->memory, comm->circle->brought[comm->meeting % 2],
+    window->size = comm->shared->size;
+    memcpy(window->memory, comm->shared->values[comm->round % 2],
            (size_t)window->size * sizeof(void *));
     *out = window;
     return ncclSuccess;
 }
 
-/* A communicator that does not block leaves the waiting to ncclCommGetAsyncError. */
-static ncclResult_t meet(ncclComm_t comm, void *mine, ncclWindow_t *window, int blocking) {
-    come(comm, mine, window);
-    while (blocking && !is_over(comm))
-        pthread_cond_wait(&met, &mutex);
+/* Take part in a round. With `blocking` 0 return at once: ncclCommGetAsyncError completes the
+ * round. */
+static ncclResult_t synchronise(ncclComm_t comm, void *mine, ncclWindow_t *window, int blocking) {
+    arrive(comm, mine, window);
+    while (blocking && !has_finished(comm))
+        pthread_cond_wait(&round_over, &mutex);
     return blocking ? take_window(comm) : ncclInProgress;
 }
 
-static Circle *find_circle(const ncclUniqueId *id, int size) {
-    Circle *c = circles;
+static Shared *find_shared(const ncclUniqueId *id, int size) {
+    Shared *c = all_shared;
     while (c && memcmp(c->id, id->internal, sizeof(c->id)))
         c = c->next;
     if (c) return c;
     c = calloc(1, sizeof(*c));
     if (!c) emulated_die("no memory for a communicator");
     memcpy(c->id, id->internal, sizeof(c->id));
-    c->size = c->left = size, c->next = circles, circles = c;
+    c->size = c->members = size, c->next = all_shared, all_shared = c;
     return c;
 }
 
@@ -110,27 +115,27 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out) {
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank,
                                     ncclConfig_t *config) {
-    if (size > MOST_RANKS) return ncclInvalidArgument;
+    if (size > MAX_RANKS) return ncclInvalidArgument;
     ncclComm_t comm = calloc(1, sizeof(*comm));
     if (!comm) return ncclSystemError;
     pthread_mutex_lock(&mutex);
-    comm->circle = find_circle(&id, size), comm->rank = rank, comm->device = emulated_device();
+    comm->shared = find_shared(&id, size), comm->rank = rank, comm->device = emulated_device();
     comm->blocking = config->blocking;
     *out = comm;
-    ncclResult_t result = meet(comm, NULL, NULL, comm->blocking);
+    ncclResult_t result = synchronise(comm, NULL, NULL, comm->blocking);
     pthread_mutex_unlock(&mutex);
     return result;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
     pthread_mutex_lock(&mutex);
-    *out = is_over(comm) ? take_window(comm) : ncclInProgress;
+    *out = has_finished(comm) ? take_window(comm) : ncclInProgress;
     pthread_mutex_unlock(&mutex);
     return ncclSuccess;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *out) {
-    *out = comm->circle->size;
+    *out = comm->shared->size;
     return ncclSuccess;
 }
 
@@ -146,8 +151,8 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out) {
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     pthread_mutex_lock(&mutex);
-    Circle *c = comm->circle, **at = &circles;
-    if (--c->left == 0) {
+    Shared *c = comm->shared, **at = &all_shared;
+    if (--c->members == 0) {
         while (*at != c)
             at = &(*at)->next;
         *at = c->next;
@@ -176,15 +181,15 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t bytes,
     if (!emulated_reaches(memory, bytes)) return ncclInvalidArgument;
     pthread_mutex_lock(&mutex);
     *out = NULL;
-    ncclResult_t result = meet(comm, memory, out, comm->blocking);
+    ncclResult_t result = synchronise(comm, memory, out, comm->blocking);
     pthread_mutex_unlock(&mutex);
-    return result == ncclInProgress ? ncclSuccess : result; /* as NCCL 2.28.9 says it */
+    return result == ncclInProgress ? ncclSuccess : result; /* as NCCL 2.28.9 does */
 }
 
-/* No rank's memory goes before all have come. */
+/* Wait until all ranks deregister: none may free its memory before. */
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     pthread_mutex_lock(&mutex);
-    ncclResult_t result = meet(comm, NULL, NULL, 1);
+    ncclResult_t result = synchronise(comm, NULL, NULL, 1);
     pthread_mutex_unlock(&mutex);
     free(window);
     return result;
@@ -194,7 +199,7 @@ void *ncclGetLsaPointer(ncclWindow_t window, size_t offset, int peer) {
     return peer < window->size ? window->memory[peer] + offset : NULL;
 }
 
-/* ---- as libraries ---- */
+/* ---- dlopen and dlsym ---- */
 
 static int primary_state(int device, unsigned *flags, int *active) {
     *flags = 0, *active = emulated_is_in_use(device);

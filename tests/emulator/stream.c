@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Streams: queues of tasks, each with an OS thread that carries them out. */
+/* Streams: queues of tasks, each with an OS thread that runs them. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,19 +19,19 @@ typedef struct Task {
 struct CUstream_st {
     struct CUstream_st *next;
     int device, closing;
-    unsigned long long id, capture; /* of all streams that there were; of captures, 0: none now */
-    uint64_t begun, done;           /* tasks that were enqueued, and that are over */
+    unsigned long long id, capture; /* id: unique; capture: id of the current capture, 0: none */
+    uint64_t begun, done;           /* number of tasks enqueued and completed */
     Task task[QUEUE];
     pthread_t thread;
 };
 
 struct CUevent_st {
-    uint64_t recorded, passed; /* how often it was enqueued, and has happened */
+    uint64_t recorded, passed; /* number of times enqueued and completed */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static cudaStream_t streams, defaults[EMULATED_MOST_GPUS];
+static cudaStream_t streams, defaults[EMULATED_MAX_GPUS];
 static unsigned long long ids, captures;
 
 /* ---- queues ---- */
@@ -64,7 +64,7 @@ static cudaStream_t open_stream(int device) {
     return s;
 }
 
-/* Under the lock. */
+/* Returns the stream, or the device's default stream for NULL. The lock is held. */
 static cudaStream_t resolve(cudaStream_t stream) {
     int device = emulated_device();
     if (stream) return stream;
@@ -72,7 +72,8 @@ static cudaStream_t resolve(cudaStream_t stream) {
     return defaults[device];
 }
 
-/* Returns the number that `done` will have when the task is over. What is captured is dropped. */
+/* Enqueue a task; drop it if the stream is capturing. Returns the value of `done` once the task is
+ * completed. The lock is held. */
 static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *arguments, size_t bytes) {
     if (bytes > ARGUMENT_BYTES) emulated_die("%zu bytes of arguments", bytes);
     if (s->capture) return s->begun;
@@ -86,7 +87,7 @@ static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *argumen
     return number;
 }
 
-static void await(const struct CUstream_st *s, uint64_t number) {
+static void wait_for(const struct CUstream_st *s, uint64_t number) {
     while (s->done < number)
         pthread_cond_wait(&changed, &mutex);
 }
@@ -96,7 +97,7 @@ static void submit(cudaStream_t stream, void (*run)(void *), const void *argumen
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     uint64_t number = enqueue(s, run, arguments, bytes);
-    if (waits) await(s, number);
+    if (waits) wait_for(s, number);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -134,7 +135,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
-    await(s, s->begun);
+    wait_for(s, s->begun);
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -166,7 +167,7 @@ cudaError_t cudaDeviceSynchronize(void) {
 
 typedef struct Copy {
     void *to;
-    const void *from; /* NULL: bytes of this value */
+    const void *from; /* NULL: fill with `value` */
     int value;
     size_t bytes;
 } Copy;
@@ -179,16 +180,16 @@ static void copy(void *arguments) {
         memset(c->to, c->value, c->bytes);
 }
 
-/* The end of a copy out of pageable memory, which is under way when cudaMemcpy returns. */
-typedef struct Late {
+/* The end of a copy from pageable memory, which cudaMemcpy does not wait for. */
+typedef struct LateCopy {
     char *to;
     size_t bytes;
     char data[ARGUMENT_BYTES / 2];
-} Late;
+} LateCopy;
 
 static void copy_late(void *arguments) {
     const struct timespec while_under_way = {0, 2000000};
-    const Late *l = arguments;
+    const LateCopy *l = arguments;
     nanosleep(&while_under_way, NULL);
     memcpy(l->to, l->data, l->bytes);
 }
@@ -196,7 +197,7 @@ static void copy_late(void *arguments) {
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     (void)kind;
     int pageable = emulated_reaches(to, bytes) && !emulated_reaches(from, bytes);
-    Late l = {.bytes = !pageable ? 0 : bytes < sizeof(l.data) ? bytes : sizeof(l.data)};
+    LateCopy l = {.bytes = !pageable ? 0 : bytes < sizeof(l.data) ? bytes : sizeof(l.data)};
     size_t first = bytes - l.bytes;
     if (first) submit(NULL, copy, &(Copy){to, from, 0, first}, sizeof(Copy), 1);
     if (!l.bytes) return cudaSuccess;
@@ -229,7 +230,7 @@ typedef struct Mark {
     uint64_t number;
 } Mark;
 
-static void pass(void *arguments) {
+static void pass_mark(void *arguments) {
     const Mark *m = arguments;
     pthread_mutex_lock(&mutex);
     if (m->event->passed < m->number) m->event->passed = m->number;
@@ -237,7 +238,7 @@ static void pass(void *arguments) {
     pthread_mutex_unlock(&mutex);
 }
 
-static void await_mark(void *arguments) {
+static void wait_for_mark(void *arguments) {
     const Mark *m = arguments;
     pthread_mutex_lock(&mutex);
     while (m->event->passed < m->number)
@@ -255,7 +256,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *out) {
     return cudaEventCreateWithFlags(out, 0);
 }
 
-/* Not freed: a stream may still come to it. */
+/* The event is not freed: a stream may still use it. */
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return event ? cudaSuccess : emulated_error(cudaErrorInvalidValue);
 }
@@ -264,7 +265,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     Mark mark = {event, s->capture ? 0 : ++event->recorded};
-    enqueue(s, pass, &mark, sizeof(mark));
+    enqueue(s, pass_mark, &mark, sizeof(mark));
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -273,7 +274,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     (void)flags;
     pthread_mutex_lock(&mutex);
     Mark mark = {event, event->recorded};
-    enqueue(resolve(stream), await_mark, &mark, sizeof(mark));
+    enqueue(resolve(stream), wait_for_mark, &mark, sizeof(mark));
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -299,7 +300,7 @@ void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void
     submit(grid->stream, run_kernel, &launch, sizeof(launch), 0);
 }
 
-/* ---- captures, of which no graph comes ---- */
+/* ---- captures: they make no graphs ---- */
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
     pthread_mutex_lock(&mutex);

@@ -6,7 +6,7 @@
 
 #include "tests/emulator/launch.h"
 
-/** Run one block, in the calling thread. */
+/** Run one block in the calling thread. */
 void emulated_run_block(const EmulatedGrid *grid, unsigned index, uint64_t seed,
                         void (*kernel)(const void *arguments), const void *arguments);
 

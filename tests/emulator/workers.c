@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The OS threads that blocks run in; they are kept for the next grid. */
+/* OS threads that run blocks. They are kept for the next grid. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -7,18 +7,18 @@
 
 #include "tests/emulator/worker.h"
 
-/* A grid under way. */
-typedef struct Job {
+/* A grid that is running. */
+typedef struct GridRun {
     const EmulatedGrid *grid;
     void (*kernel)(const void *arguments);
     const void *arguments;
     uint64_t seed;
     unsigned left;
-} Job;
+} GridRun;
 
 typedef struct Worker {
     struct Worker *next;
-    Job *job; /* NULL: it waits for one */
+    GridRun *run; /* NULL: idle */
     unsigned index;
     pthread_cond_t called;
 } Worker;
@@ -42,15 +42,15 @@ static void *work(void *context) {
     Worker *me = context;
     pthread_mutex_lock(&mutex);
     for (;;) {
-        while (!me->job)
+        while (!me->run)
             pthread_cond_wait(&me->called, &mutex);
-        Job *job = me->job;
+        GridRun *run = me->run;
         pthread_mutex_unlock(&mutex);
-        emulated_run_block(job->grid, me->index, job->seed + me->index, job->kernel,
-                           job->arguments);
+        emulated_run_block(run->grid, me->index, run->seed + me->index, run->kernel,
+                           run->arguments);
         pthread_mutex_lock(&mutex);
-        me->job = NULL, me->next = idle, idle = me;
-        if (--job->left == 0) pthread_cond_broadcast(&ended);
+        me->run = NULL, me->next = idle, idle = me;
+        if (--run->left == 0) pthread_cond_broadcast(&ended);
     }
     return NULL;
 }
@@ -65,13 +65,13 @@ static Worker *new_worker(void) {
     return worker;
 }
 
-static void call(Job *job, unsigned index) {
+static void call(GridRun *run, unsigned index) {
     Worker *worker = idle;
     if (worker)
         idle = worker->next;
     else
         worker = new_worker();
-    worker->job = job, worker->index = index;
+    worker->run = run, worker->index = index;
     pthread_cond_signal(&worker->called);
 }
 
@@ -83,12 +83,12 @@ static uint64_t next_seed(void) {
 
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments) {
-    Job job = {grid, kernel, arguments, 0, grid->blocks};
+    GridRun run = {grid, kernel, arguments, 0, grid->blocks};
     pthread_mutex_lock(&mutex);
-    job.seed = next_seed();
+    run.seed = next_seed();
     for (unsigned i = 0; i < grid->blocks; i++)
-        call(&job, i);
-    while (job.left)
+        call(&run, i);
+    while (run.left)
         pthread_cond_wait(&ended, &mutex);
     pthread_mutex_unlock(&mutex);
 }

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The same step through a group on the host backend and one on the CUDA backend gives the same
- * bytes. (Dot products, whose order is each backend's own, agree with the oracle to 1e-5 in both.)
- */
+/* The host backend and the CUDA backend give the same bytes for the same step. Each backend sums
+ * dot products in an order of its own; both agree with the oracle within 1e-5. */
 #include <string.h>
 
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
 static void reserve(void) {
     gpu_reserve((size_t)640 << 20);
@@ -37,7 +36,7 @@ static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
                                 .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});
 }
 
-/* Dispatch quantises, each way once, and each layout. */
+/* A dispatch that quantises: each format once, each with another layout. */
 static Case draw_quantised(int ranks, EpQuant quant) {
     EpType type = quant == EP_QUANT_FP8 ? EP_TYPE_FP16 : EP_TYPE_BF16;
     Case c = draw_case(ranks, (EpLayout)(quant - 1), type, quant != EP_QUANT_FP8_UE8M0);
@@ -46,10 +45,10 @@ static Case draw_quantised(int ranks, EpQuant quant) {
     return case_complete(c);
 }
 
-/* Fewer tokens, whole and in halves, and where both backends do, quantised. */
+/* Latency mode with fewer tokens, whole or in phases. Some cases quantise if both backends do. */
 static Case draw_latency_case(int ranks, int i) {
     Case c = draw_case(ranks, (EpLayout)(1 + i % 3), types[i / 3 % 3], i % 2);
-    c.mode = EP_MODE_LATENCY, c.halves = i / 9 % 2;
+    c.mode = EP_MODE_LATENCY, c.phases = i / 9 % 2;
     c.max_tokens = 61, c.capacity = 240, c.rows_per_expert = 64;
     if (i % 4 == 3 && gpu_has_quant())
         c.quant = (EpQuant)(EP_QUANT_FP8 + i / 4 % 3), c.hidden = 256;
@@ -65,32 +64,34 @@ static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend) {
     return group;
 }
 
-static void compare(const Rig *cuda, const Rig *host) {
-    for (int i = 0; i < RIG_OUTPUTS; i++) {
-        Image a = rig_output(cuda, (RigOutput)i), b = rig_output(host, (RigOutput)i);
+static void compare(const DeviceStep *cuda, const DeviceStep *host) {
+    for (int i = 0; i < STEP_OUTPUTS; i++) {
+        Image a = device_step_output(cuda, (StepOutput)i),
+              b = device_step_output(host, (StepOutput)i);
         if (i != OUT_GRAD_SLOTS) image_check_equal(&a, &b, 0, "cuda and host");
     }
 }
 
-/* Pinned memory is plain memory to the host backend, which is done when a call returns. */
+/* Run one step on each backend and compare their outputs. The host backend gets pinned memory and
+ * has finished when a call returns. */
 static void run_both(EpGroup *const *groups, int rank, const World *world, cudaStream_t stream) {
-    Rig rig[2];
-    void *plain = gpu_allocate(128, rig_bytes(&world->c));
+    DeviceStep gpu[2];
+    void *plain = gpu_allocate(128, device_step_bytes(&world->c));
     REQUIRE(plain, "no memory");
     for (int i = 0; i < 2; i++) {
-        EpHandle *handle = rig_handle(groups[i], &world->c);
+        EpHandle *handle = device_step_handle(groups[i], &world->c);
         REQUIRE(handle, "no handle");
-        rig_open(&rig[i], groups[i], handle, &world->c, rank, stream, i ? plain : NULL);
-        rig_load(&rig[i], world);
+        device_step_open(&gpu[i], groups[i], handle, &world->c, rank, stream, i ? plain : NULL);
+        device_step_load(&gpu[i], world);
         CHECK_CUDA(cudaStreamSynchronize(stream));
-        rig_issue(&rig[i], rig_all(&world->c));
-        rig_check(&rig[i]);
+        device_step_issue(&gpu[i], device_step_all(&world->c));
+        device_step_check(&gpu[i]);
         CHECK_OK(ep_group_status(groups[i], NULL));
         ep_handle_destroy(handle);
     }
-    compare(&rig[0], &rig[1]);
-    rig_close(&rig[0]);
-    rig_close(&rig[1]);
+    compare(&gpu[0], &gpu[1]);
+    device_step_close(&gpu[0]);
+    device_step_close(&gpu[1]);
     gpu_release(plain);
 }
 

@@ -1,80 +1,82 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that stop, call something else or ask for too much. Calls on GPUs are under way when they
- * return; ep_group_status says what became of them. Whatever happens, every rank comes to an end
- * soon, and its GPU serves the next group. */
+/* Ranks that stop, make another call or need too much memory. Calls on GPUs return before they are
+ * done; ep_group_status reports their errors. In each case every rank ends soon, and its GPU serves
+ * the next group. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "tests/gpu/crew.h"
+#include "tests/gpu/failing.h"
 
 /* Failed groups log a warning. */
-static void be_quiet(void) {
-    setenv("EP_LOG_FILE", "/dev/null", 1);
+static void silence_log(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
 }
 
-TestSuite(gpu_faults, .init = be_quiet);
+TestSuite(gpu_faults, .init = silence_log);
 
-static const RigOp all_ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE, RIG_COMBINE_BACKWARD,
-                                RIG_DISPATCH_BACKWARD};
+static const StepOp all_ops[] = {STEP_PREPARE, STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD,
+                                 STEP_DISPATCH_BACKWARD};
 
-static bool open_crew(Crew *crew, const EpBootstrap *bootstrap, double seconds) {
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    return crew_open(crew, bootstrap, &c, seconds);
+static bool open_failing(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    return failing_open(failing, bootstrap, &c, seconds);
 }
 
 /* ---- a peer that stops --------------------------------------------------------------------- */
 
-/* Two steps' worth of calls are enqueued before anyone can know; they all end with the first. */
-static void call_on(const Rig *rig) {
+/* Enqueue the calls of two steps before the first wait expires. All end when the first one ends. */
+static void enqueue_two_steps(const DeviceStep *gpu) {
     for (int i = 0; i < 8; i++) {
-        EpStatus status = rig_try(rig, all_ops[1 + i % 4]);
+        EpStatus status = device_step_try(gpu, all_ops[1 + i % 4]);
         CHECK(status == EP_OK || status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
     }
-    CHECK_CUDA(cudaStreamSynchronize(rig->stream));
+    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
 }
 
-static void check_blames(const Crew *crew) {
+static void check_blames(const FailingGroup *failing) {
     char peer[32], self[32];
     EpFinding found = EP_FINDING_INIT;
-    snprintf(peer, sizeof(peer), "rank %d", crew->absent);
-    snprintf(self, sizeof(self), "rank %d", crew->rig.step.rank);
-    CHECK_REFUSED(ep_group_status(crew->group, &found), EP_ERR_TIMEOUT, self, peer, "dispatch");
-    CHECK(found.status == EP_ERR_TIMEOUT && found.peer == crew->absent, "peer %d", found.peer);
-    CHECK(found.rank == crew->rig.step.rank, "rank %d", found.rank);
+    snprintf(peer, sizeof(peer), "rank %d", failing->absent);
+    snprintf(self, sizeof(self), "rank %d", failing->gpu.step.rank);
+    CHECK_REFUSED(ep_group_status(failing->group, &found), EP_ERR_TIMEOUT, self, peer, "dispatch");
+    CHECK(found.status == EP_ERR_TIMEOUT && found.peer == failing->absent, "peer %d", found.peer);
+    CHECK(found.rank == failing->gpu.step.rank, "rank %d", found.rank);
     CHECK(strcmp(found.phase, "dispatch") == 0, "%s", found.phase);
-    CHECK(!strstr(ep_last_error(), "row"), "an arrival is no row's: %s", ep_last_error());
-    crew_check_refuses(crew, EP_ERR_TIMEOUT, peer);
+    CHECK(!strstr(ep_last_error(), "row"), "an arrival concerns no row: %s", ep_last_error());
+    failing_check_refuses(failing, EP_ERR_TIMEOUT, peer);
 }
 
-/* Who comes after all is told at once whom the others have given up on. */
-static void check_hears_of_it(const Crew *crew) {
+/* The absent rank calls after the others timed out: it fails at once, and its error names the rank
+ * that they gave up on. */
+static void check_latecomer(const FailingGroup *failing) {
     char blamed[48];
     EpFinding found = EP_FINDING_INIT;
-    snprintf(blamed, sizeof(blamed), "because of rank %d", crew->absent);
-    CHECK_OK(rig_try(&crew->rig, RIG_DISPATCH));
-    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    CHECK_REFUSED(ep_group_status(crew->group, &found), EP_ERR_PEER, "given up", blamed);
-    CHECK(found.peer == crew->absent, "peer %d", found.peer);
+    snprintf(blamed, sizeof(blamed), "because of rank %d", failing->absent);
+    CHECK_OK(device_step_try(&failing->gpu, STEP_DISPATCH));
+    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
+    CHECK_REFUSED(ep_group_status(failing->group, &found), EP_ERR_PEER, "given up", blamed);
+    CHECK(found.peer == failing->absent, "peer %d", found.peer);
 }
 
-/* All ranks but rank 0 come `later`: seconds, less than the deadline. */
+/* All ranks but rank 0 start `later` seconds late, which is less than the timeout. */
 static void stopped_peer(const EpBootstrap *bootstrap, double later) {
-    Crew crew;
-    REQUIRE(open_crew(&crew, bootstrap, CREW_SOON), "no group");
-    if (bootstrap->rank != crew.absent) {
+    FailingGroup failing;
+    REQUIRE(open_failing(&failing, bootstrap, FAILING_TIMEOUT), "no group");
+    if (bootstrap->rank != failing.absent) {
         if (bootstrap->rank > 0) usleep((useconds_t)(1e6 * later));
-        double begin = crew_now();
-        call_on(&crew.rig);
-        CHECK(crew_now() - begin > 0.8 * CREW_SOON, "gave up after %.2f s", crew_now() - begin);
-        CHECK(crew_now() - begin < CREW_LATE, "gave up after %.2f s", crew_now() - begin);
-        check_blames(&crew);
+        double begin = failing_now();
+        enqueue_two_steps(&failing.gpu);
+        CHECK(failing_now() - begin > 0.8 * FAILING_TIMEOUT, "gave up after %.2f s",
+              failing_now() - begin);
+        CHECK(failing_now() - begin < FAILING_LIMIT, "gave up after %.2f s", failing_now() - begin);
+        check_blames(&failing);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == crew.absent) check_hears_of_it(&crew);
-    crew_close(&crew);
-    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    if (bootstrap->rank == failing.absent) check_latecomer(&failing);
+    failing_close(&failing);
+    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, stopped_peer_2, 2) {
@@ -84,36 +86,35 @@ ThreadTest(gpu_faults, stopped_peer_4, 4) {
     stopped_peer(bootstrap, 0);
 }
 
-/* Who fails first is through with what it has enqueued before the others give up: it was there, and
- * is not the one to blame. */
+/* Rank 0 times out first, before the others give up. It took part, so they must not blame it. */
 ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
-    stopped_peer(bootstrap, CREW_SOON / 3);
+    stopped_peer(bootstrap, FAILING_TIMEOUT / 3);
 }
 
 /* ---- another order ------------------------------------------------------------------------- */
 
-/* Everyone learns of it, and long before the deadline. */
-static void check_order(const Crew *crew, EpStatus status, double begin) {
+/* Every rank gets the error long before the timeout. */
+static void check_order(const FailingGroup *failing, EpStatus status, double begin) {
     CHECK(status == EP_OK || status == EP_ERR_ORDER, "%d: %s", (int)status, ep_last_error());
-    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    CHECK(crew_now() - begin < CREW_LATE, "it took %.1f s", crew_now() - begin);
-    crew_check_refuses(crew, EP_ERR_ORDER, "rank");
+    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    failing_check_refuses(failing, EP_ERR_ORDER, "rank");
 }
 
 static void other_operations(const EpBootstrap *bootstrap) {
-    static const RigOp meet[][2] = {{RIG_DISPATCH, RIG_COMBINE},
-                                    {RIG_COMBINE, RIG_DISPATCH_BACKWARD},
-                                    {RIG_COMBINE_BACKWARD, RIG_PREPARE}};
+    static const StepOp calls[][2] = {{STEP_DISPATCH, STEP_COMBINE},
+                                      {STEP_COMBINE, STEP_DISPATCH_BACKWARD},
+                                      {STEP_COMBINE_BACKWARD, STEP_PREPARE}};
     for (int i = 0; i < 3; i++) {
-        Crew crew;
+        FailingGroup failing;
         check_note("pair %d", i);
-        REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
-        double begin = crew_now();
-        RigOp op = meet[i][bootstrap->rank == crew.absent];
-        check_order(&crew, rig_try(&crew.rig, op), begin);
-        crew_close(&crew);
+        REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+        double begin = failing_now();
+        StepOp op = calls[i][bootstrap->rank == failing.absent];
+        check_order(&failing, device_step_try(&failing.gpu, op), begin);
+        failing_close(&failing);
     }
-    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, other_operations_2, 2) {
@@ -123,16 +124,16 @@ ThreadTest(gpu_faults, other_operations_4, 4) {
     other_operations(bootstrap);
 }
 
-/* Equal calls on two equal handles, whose order one rank mixes up. */
+/* One rank makes the same call on another handle of equal configuration. */
 static void other_handles(const EpBootstrap *bootstrap) {
-    Crew crew;
-    REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
-    Rig second = crew.rig;
-    second.step.handle = rig_handle(crew.group, &crew.rig.c);
-    double begin = crew_now();
-    const Rig *rig = bootstrap->rank == crew.absent ? &second : &crew.rig;
-    check_order(&crew, rig_try(rig, RIG_PREPARE), begin);
-    crew_close(&crew);
+    FailingGroup failing;
+    REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+    DeviceStep second = failing.gpu;
+    second.step.handle = device_step_handle(failing.group, &failing.gpu.c);
+    double begin = failing_now();
+    const DeviceStep *gpu = bootstrap->rank == failing.absent ? &second : &failing.gpu;
+    check_order(&failing, device_step_try(gpu, STEP_PREPARE), begin);
+    failing_close(&failing);
 }
 
 ThreadTest(gpu_faults, other_handles_2, 2) {
@@ -144,34 +145,36 @@ ThreadTest(gpu_faults, other_handles_4, 4) {
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-/* Its rank is told what is wrong and writes nothing, and the others do not wait for it. */
-static void check_overwritten(Crew *crew, RigOp op) {
+/* The rank whose memory was overwritten gets the reason and writes nothing; the others do not wait
+ * for it. */
+static void check_overwritten(FailingGroup *failing, StepOp op) {
     char blamed[48];
-    int is_mine = crew->rig.step.rank == crew->absent;
-    double begin = crew_now();
-    snprintf(blamed, sizeof(blamed), "rank %d", crew->absent);
-    CHECK_OK(rig_try(&crew->rig, op));
-    CHECK_CUDA(cudaStreamSynchronize(crew->rig.stream));
-    CHECK(crew_now() - begin < CREW_LATE, "it took %.1f s", crew_now() - begin);
-    CHECK_REFUSED(ep_group_status(crew->group, NULL), is_mine ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER,
-                  blamed, is_mine ? "other bytes" : "given up");
-    if (is_mine) rig_check(&crew->rig);
+    int is_mine = failing->gpu.step.rank == failing->absent;
+    double begin = failing_now();
+    snprintf(blamed, sizeof(blamed), "rank %d", failing->absent);
+    CHECK_OK(device_step_try(&failing->gpu, op));
+    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    CHECK_REFUSED(ep_group_status(failing->group, NULL),
+                  is_mine ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER, blamed,
+                  is_mine ? "other bytes" : "given up");
+    if (is_mine) device_step_check(&failing->gpu);
 }
 
 static void overwritten_memory(const EpBootstrap *bootstrap) {
-    static const RigOp ops[] = {RIG_PREPARE, RIG_DISPATCH, RIG_COMBINE};
+    static const StepOp ops[] = {STEP_PREPARE, STEP_DISPATCH, STEP_COMBINE};
     for (int i = 0; i < 3; i++) {
-        Crew crew;
+        FailingGroup failing;
         check_note("operation %d", (int)ops[i]);
-        REQUIRE(open_crew(&crew, bootstrap, 2 * CREW_LATE), "no group");
-        char *memory = crew_overwrite(&crew);
+        REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+        char *memory = failing_overwrite(&failing);
         bootstrap->barrier(bootstrap->context, 60);
-        check_overwritten(&crew, ops[i]);
+        check_overwritten(&failing, ops[i]);
         bootstrap->barrier(bootstrap->context, 60);
-        crew_close(&crew);
+        failing_close(&failing);
         CHECK_CUDA(cudaFree(memory));
     }
-    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }
 
 ThreadTest(gpu_faults, overwritten_memory_2, 2) {
@@ -181,7 +184,8 @@ ThreadTest(gpu_faults, overwritten_memory_4, 4) {
     overwritten_memory(bootstrap);
 }
 
-/* Valid, and more than the GPU has: an error, and the GPU serves a smaller group. */
+/* A valid group that needs more memory than the GPU has is refused, and the GPU then serves a
+ * smaller group. */
 ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
     Case c = case_complete((Case){.experts = 1 << 30, .top_k = EP_MAX_TOP_K});
     EpGroupConfig config = case_group_config(&c);
@@ -196,5 +200,5 @@ ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
     }
     CHECK_STATUS(ep_group_create(bootstrap, &config, &group), EP_ERR_NO_MEMORY);
     CHECK(group == NULL, "a group was made");
-    crew_check_next(bootstrap, EP_MODE_THROUGHPUT);
+    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All five operations captured into one graph, which is then replayed over new tokens, new routing
- * and another T in the same buffers. */
+/* All five operations in one graph, replayed with new tokens, new routing and another T in the same
+ * buffers. */
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
 enum { REPLAYS = 100 };
 
@@ -13,8 +13,8 @@ static void reserve(void) {
 
 TestSuite(gpu_graphs, .init = reserve);
 
-/* No size is a multiple of a block's share or of a cache line, and the capacity is too small for
- * some of the steps. */
+/* No size is a multiple of a block's part of the work or of a cache line. The capacity is too small
+ * for some steps. */
 static Case graph_case(int ranks, EpLayout layout) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 4 * ranks + 1,
@@ -32,46 +32,46 @@ static Case graph_case(int ranks, EpLayout layout) {
                                 .layout = layout});
 }
 
-static cudaGraphExec_t capture(Rig *rig) {
+static cudaGraphExec_t capture(DeviceStep *gpu) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
-    CHECK_CUDA(cudaStreamBeginCapture(rig->stream, cudaStreamCaptureModeThreadLocal));
-    rig_issue(rig, RIG_ALL);
-    CHECK_CUDA(cudaStreamEndCapture(rig->stream, &graph));
+    CHECK_CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+    device_step_issue(gpu, STEP_ALL);
+    CHECK_CUDA(cudaStreamEndCapture(gpu->stream, &graph));
     if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
     if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
     return exec;
 }
 
-/* Replays, and now and then the same calls without the graph. */
-static void run_step(Rig *rig, cudaGraphExec_t exec, int step) {
-    World *world = rig_world(&rig->c, step);
+/* Replay the graph; every tenth step makes the calls without it. */
+static void run_step(DeviceStep *gpu, cudaGraphExec_t exec, int step) {
+    World *world = device_step_world(&gpu->c, step);
     check_note("step %d: %s", step, case_describe(&world->c));
-    rig_load(rig, world);
+    device_step_load(gpu, world);
     if (step % 10 == 9) {
-        rig_issue(rig, RIG_ALL);
+        device_step_issue(gpu, STEP_ALL);
     } else {
-        CHECK_CUDA(cudaGraphLaunch(exec, rig->stream));
-        rig_replayed(rig, RIG_ALL);
+        CHECK_CUDA(cudaGraphLaunch(exec, gpu->stream));
+        device_step_replayed(gpu, STEP_ALL);
     }
-    rig_check(rig);
+    device_step_check(gpu);
     world_free(world);
 }
 
 static void replay_layout(EpGroup *group, int rank, const Case *c) {
-    Rig rig;
+    DeviceStep gpu;
     cudaStream_t stream = new_stream();
-    World *first = rig_world(c, 0);
-    rig_open(&rig, group, rig_handle(group, c), c, rank, stream, NULL);
-    rig_load(&rig, first);
+    World *first = device_step_world(c, 0);
+    device_step_open(&gpu, group, device_step_handle(group, c), c, rank, stream, NULL);
+    device_step_load(&gpu, first);
     CHECK_CUDA(cudaStreamSynchronize(stream));
-    cudaGraphExec_t exec = capture(&rig);
+    cudaGraphExec_t exec = capture(&gpu);
     REQUIRE(exec, "no graph");
     for (int step = 0; step < REPLAYS; step++)
-        run_step(&rig, exec, step);
+        run_step(&gpu, exec, step);
     CHECK_OK(ep_group_status(group, NULL));
     CHECK_CUDA(cudaGraphExecDestroy(exec));
-    rig_close(&rig);
+    device_step_close(&gpu);
     CHECK_CUDA(cudaStreamDestroy(stream));
     world_free(first);
 }
@@ -97,18 +97,18 @@ REPLAY(batched_4, 4, BATCHED)
 
 /* ---- graphs and plain calls ---- */
 
-/* Two graphs of two handles replayed by turns on two streams, and plain calls on a third: calls of
- * a group keep their order whatever the stream, once the caller has ordered what it replays. */
-static void mix(EpGroup *group, const Case *c, Rig *rig, cudaGraphExec_t *exec) {
+/* Replay two graphs of two handles by turns on two streams, with plain calls on a third. A group
+ * keeps the order of its calls across streams, provided that the caller orders the replays. */
+static void replay_and_call(EpGroup *group, const Case *c, DeviceStep *gpu, cudaGraphExec_t *exec) {
     for (int step = 0; step < 12; step++) {
         int which = step % 3;
-        World *world = rig_world(c, step);
+        World *world = device_step_world(c, step);
         check_note("step %d: %s", step, case_describe(&world->c));
-        rig_load(&rig[which], world);
-        if (which == 2) rig_issue(&rig[2], RIG_ALL);
-        if (which < 2) CHECK_CUDA(cudaGraphLaunch(exec[which], rig[which].stream));
-        if (which < 2) rig_replayed(&rig[which], RIG_ALL);
-        rig_check(&rig[which]);
+        device_step_load(&gpu[which], world);
+        if (which == 2) device_step_issue(&gpu[2], STEP_ALL);
+        if (which < 2) CHECK_CUDA(cudaGraphLaunch(exec[which], gpu[which].stream));
+        if (which < 2) device_step_replayed(&gpu[which], STEP_ALL);
+        device_step_check(&gpu[which]);
         world_free(world);
     }
     CHECK_OK(ep_group_status(group, NULL));
@@ -118,21 +118,22 @@ static void graphs_and_calls(const EpBootstrap *bootstrap) {
     Case c = graph_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR);
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
-    World *first = rig_world(&c, 0);
-    Rig rig[3];
+    World *first = device_step_world(&c, 0);
+    DeviceStep gpu[3];
     cudaGraphExec_t exec[3] = {NULL};
     for (int i = 0; i < 3; i++) {
-        rig_open(&rig[i], group, rig_handle(group, &c), &c, bootstrap->rank, new_stream(), NULL);
-        rig_load(&rig[i], first);
-        CHECK_CUDA(cudaStreamSynchronize(rig[i].stream));
-        if (i < 2) exec[i] = capture(&rig[i]);
+        device_step_open(&gpu[i], group, device_step_handle(group, &c), &c, bootstrap->rank,
+                         new_stream(), NULL);
+        device_step_load(&gpu[i], first);
+        CHECK_CUDA(cudaStreamSynchronize(gpu[i].stream));
+        if (i < 2) exec[i] = capture(&gpu[i]);
     }
     REQUIRE(exec[0] && exec[1], "no graphs");
-    mix(group, &c, rig, exec);
+    replay_and_call(group, &c, gpu, exec);
     for (int i = 0; i < 3; i++) {
         if (exec[i]) CHECK_CUDA(cudaGraphExecDestroy(exec[i]));
-        CHECK_CUDA(cudaStreamDestroy(rig[i].stream));
-        rig_close(&rig[i]);
+        CHECK_CUDA(cudaStreamDestroy(gpu[i].stream));
+        device_step_close(&gpu[i]);
     }
     world_free(first);
     ep_group_destroy(group);

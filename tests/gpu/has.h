@@ -3,8 +3,8 @@
 #define TESTS_GPU_HAS_H
 
 /**
- * What on_gpu.h says that the CUDA backend has, for the tests of gpu/, which use nothing else of
- * it.
+ * The features of the CUDA backend, as on_gpu.h defines them. The tests of gpu/ do not include
+ * on_gpu.h.
  */
 
 #include "tests/harness/check.h"
@@ -12,7 +12,7 @@
 int gpu_has_latency(void);
 int gpu_has_quant(void);
 
-/** First in the body of a test in gpu/ of latency mode: NEEDS_LATENCY there. */
+/** Skip a test of gpu/ without latency mode. Comes first in the body; elsewhere: NEEDS_LATENCY. */
 #define GPU_NEEDS_LATENCY()                                     \
     do {                                                        \
         if (!gpu_has_latency()) {                               \

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A process that is killed in the middle of training: its peers' calls end at the deadline, name
- * it, and the processes live on. mpirun is told to let them. */
+/* A process is killed between two steps. The calls of its peers end at the timeout with an error
+ * that names its rank, and the peers go on. mpirun runs with --enable-recovery to keep them. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,8 +9,8 @@
 
 #include "ep/ep_mpi.h"
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 #include "tests/harness/process.h"
 #include "tests/harness/ranked.h"
 
@@ -23,43 +23,45 @@ static Case killed_case(int ranks) {
                                 .capacity = 900});
 }
 
-static void outlive(const Rig *rig, const char *gone) {
-    EpStatus status = rig_try(rig, RIG_DISPATCH);
+/* The killed rank's peers get a timeout in dispatch, and every later call is refused. */
+static void check_survivor(const DeviceStep *gpu, const char *gone) {
+    EpStatus status = device_step_try(gpu, STEP_DISPATCH);
     CHECK(status == EP_OK || status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
-    CHECK_CUDA(cudaStreamSynchronize(rig->stream));
-    CHECK_REFUSED(ep_group_status(rig->step.group, NULL), EP_ERR_TIMEOUT, gone, "dispatch");
-    CHECK_REFUSED(rig_try(rig, RIG_PREPARE), EP_ERR_TIMEOUT, gone);
-    ep_group_destroy(rig->step.group);
+    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
+    CHECK_REFUSED(ep_group_status(gpu->step.group, NULL), EP_ERR_TIMEOUT, gone, "dispatch");
+    CHECK_REFUSED(device_step_try(gpu, STEP_PREPARE), EP_ERR_TIMEOUT, gone);
+    ep_group_destroy(gpu->step.group);
 }
 
-static void play(const EpBootstrap *bootstrap) {
-    Rig rig;
+static void run_until_killed(const EpBootstrap *bootstrap) {
+    DeviceStep gpu;
     char gone[32];
     Case c = killed_case(bootstrap->size);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.timeout_seconds = 3;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    rig_open(&rig, group, rig_handle(group, &c), &c, bootstrap->rank, new_stream(), NULL);
-    rig_load(&rig, world_new(&c));
-    bootstrap->barrier(bootstrap->context, 60); /* nobody is late because of what came before */
-    rig_issue(&rig, RIG_ALL);
-    rig_check(&rig);
+    device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, new_stream(),
+                     NULL);
+    device_step_load(&gpu, world_new(&c));
+    bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
+    device_step_issue(&gpu, STEP_ALL);
+    device_step_check(&gpu);
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == bootstrap->size - 1) raise(SIGKILL);
     snprintf(gone, sizeof(gone), "rank %d", bootstrap->size - 1);
-    outlive(&rig, gone);
+    check_survivor(&gpu, gone);
 }
 
-/* Never comes back: MPI cannot be left in peace where a process has died. */
-static void play_rank(void) {
+/* Does not return: MPI_Finalize does not succeed after a process has died. */
+static void run_rank(void) {
     int provided;
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
-    setenv("EP_LOG_FILE", "/dev/null", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     if (CHECK_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &bootstrap))) {
         gpu_take(bootstrap.rank);
-        play(&bootstrap);
+        run_until_killed(&bootstrap);
     }
     printf("rank %d has survived: %s\n", bootstrap.rank,
            check_failure()[0] ? check_failure() : "well");
@@ -98,7 +100,7 @@ static void start(const char *test, const char *ranks) {
 
 static void killed_peer(const char *test, const char *ranks) {
     if (!gpu_serve(atoi(ranks))) cr_skip_test("needs %s GPUs, there are %d", ranks, gpu_count());
-    if (ranked_is()) play_rank();
+    if (ranked_is()) run_rank();
     start(test, ranks);
 }
 

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Many handles in latency mode: more than a group has windows for its callers, all in use; and such
- * that come and go. */
+/* Many handles in latency mode: more live handles than a group has windows for its callers, and
+ * handles that are created and destroyed between steps. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 #include "tests/harness/random.h"
 
-enum { KINDS = 6, HANDLES = EP_MAX_WINDOWS + 10, ROUNDS = 25, LIVES = EP_MAX_WINDOWS + 8 };
+enum { KINDS = 6, HANDLES = EP_MAX_WINDOWS + 10, ROUNDS = 25, LIFETIMES = EP_MAX_WINDOWS + 8 };
 
-/* Each layout, whole and in halves. */
+/* Kinds 0 to 2: each layout, whole operations. Kinds 3 to 5: the same in phases. */
 static Case kind_case(int ranks, int kind) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 2 * ranks + 1,
@@ -26,7 +26,7 @@ static Case kind_case(int ranks, int kind) {
                                 .overflow = EP_OVERFLOW_DROP,
                                 .layout = (EpLayout)(1 + kind % 3),
                                 .mode = EP_MODE_LATENCY,
-                                .halves = kind / 3});
+                                .phases = kind / 3});
 }
 
 static int64_t library_bytes(EpGroup *group) {
@@ -35,88 +35,88 @@ static int64_t library_bytes(EpGroup *group) {
     return info.library_bytes;
 }
 
-/* A rig for each kind, over whatever handle of that kind. */
-typedef struct Bench {
+/* A device step for each kind. load() gives it a handle of that kind. */
+typedef struct StepSet {
     EpGroup *group;
     cudaStream_t stream;
-    Rig rig[KINDS];
+    DeviceStep gpu[KINDS];
     World *world[KINDS];
-    void *reached; /* where the first rig lies: memory that peers reach */
-    Random random; /* the same on all ranks */
+    void *reachable; /* memory that peers can reach, for the first device step */
+    Random random;   /* the same on all ranks */
     uint64_t seed;
-} Bench;
+} StepSet;
 
-static void bench_open(Bench *bench, const EpBootstrap *bootstrap) {
+static void set_open(StepSet *set, const EpBootstrap *bootstrap) {
     Case c = kind_case(bootstrap->size, 0);
     const char *seed = getenv("LIBEP_TEST_SEED");
-    *bench = (Bench){.group = open_group(bootstrap, &c), .stream = new_stream()};
-    bench->seed = seed ? strtoull(seed, NULL, 10) : 1;
-    bench->random = random_stream(bench->seed, 0, 0);
-    REQUIRE(bench->group, "no group");
-    REQUIRE_OK(ep_mem_alloc(bench->group, rig_bytes(&c), &bench->reached));
+    *set = (StepSet){.group = open_group(bootstrap, &c), .stream = new_stream()};
+    set->seed = seed ? strtoull(seed, NULL, 10) : 1;
+    set->random = random_stream(set->seed, 0, 0);
+    REQUIRE(set->group, "no group");
+    REQUIRE_OK(ep_mem_alloc(set->group, device_step_bytes(&c), &set->reachable));
     for (int i = 0; i < KINDS; i++) {
         c = kind_case(bootstrap->size, i);
-        rig_open(&bench->rig[i], bench->group, NULL, &c, bootstrap->rank, bench->stream,
-                 i ? NULL : bench->reached);
+        device_step_open(&set->gpu[i], set->group, NULL, &c, bootstrap->rank, set->stream,
+                         i ? NULL : set->reachable);
     }
 }
 
-static void bench_close(Bench *bench) {
-    CHECK_OK(ep_group_status(bench->group, NULL));
-    ep_group_destroy(bench->group);
+static void set_close(StepSet *set) {
+    CHECK_OK(ep_group_status(set->group, NULL));
+    ep_group_destroy(set->group);
     for (int i = 0; i < KINDS; i++) {
-        rig_close(&bench->rig[i]);
-        if (bench->world[i]) world_free(bench->world[i]);
+        device_step_close(&set->gpu[i]);
+        if (set->world[i]) world_free(set->world[i]);
     }
-    CHECK_CUDA(cudaStreamDestroy(bench->stream));
+    CHECK_CUDA(cudaStreamDestroy(set->stream));
 }
 
-/* Take a new world to a handle. */
-static void load(Bench *bench, int kind, EpHandle *handle) {
-    Case c = bench->rig[kind].c;
-    c.seed = random_next(&bench->random);
-    if (bench->world[kind]) world_free(bench->world[kind]);
-    bench->world[kind] = world_new(&c);
-    bench->rig[kind].step.handle = handle;
-    rig_load(&bench->rig[kind], bench->world[kind]);
+/* Load a new world for a handle of this kind. */
+static void load(StepSet *set, int kind, EpHandle *handle) {
+    Case c = set->gpu[kind].c;
+    c.seed = random_next(&set->random);
+    if (set->world[kind]) world_free(set->world[kind]);
+    set->world[kind] = world_new(&c);
+    set->gpu[kind].step.handle = handle;
+    device_step_load(&set->gpu[kind], set->world[kind]);
 }
 
-static void check(Bench *bench, int kind, int round) {
-    check_note("seed %llu, round %d: %s", (unsigned long long)bench->seed, round,
-               case_describe(&bench->world[kind]->c));
-    rig_check(&bench->rig[kind]);
+static void check(StepSet *set, int kind, int round) {
+    check_note("seed %llu, round %d: %s", (unsigned long long)set->seed, round,
+               case_describe(&set->world[kind]->c));
+    device_step_check(&set->gpu[kind]);
 }
 
-/* ---- many ---------------------------------------------------------------------------------- */
+/* ---- many handles -------------------------------------------------------------------------- */
 
-/* A step of one handle of each kind, operation by operation. */
-static void use_some(Bench *bench, EpHandle *const *handles, int round) {
+/* Run a step of one handle of each kind, interleaved operation by operation. */
+static void run_some(StepSet *set, EpHandle *const *handles, int round) {
     for (int i = 0; i < KINDS; i++)
-        load(bench, i, handles[i + KINDS * random_below(&bench->random, HANDLES / KINDS)]);
-    for (unsigned op = RIG_PREPARE; op <= RIG_COMBINE_WAIT; op <<= 1)
+        load(set, i, handles[i + KINDS * random_below(&set->random, HANDLES / KINDS)]);
+    for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1)
         for (int i = 0; i < KINDS; i++)
-            rig_issue(&bench->rig[i], op & rig_all(&bench->rig[i].c));
+            device_step_issue(&set->gpu[i], op & device_step_all(&set->gpu[i].c));
     for (int i = 0; i < KINDS; i++)
-        check(bench, i, round);
+        check(set, i, round);
 }
 
 static void many_handles(const EpBootstrap *bootstrap) {
-    Bench bench;
+    StepSet set;
     EpHandle *handles[HANDLES];
-    bench_open(&bench, bootstrap);
-    REQUIRE(!check_failure()[0], "no bench");
-    int64_t before = library_bytes(bench.group);
+    set_open(&set, bootstrap);
+    REQUIRE(!check_failure()[0], "no steps");
+    int64_t before = library_bytes(set.group);
     for (int i = 0; i < HANDLES; i++) {
-        handles[i] = rig_handle(bench.group, &bench.rig[i % KINDS].c);
+        handles[i] = device_step_handle(set.group, &set.gpu[i % KINDS].c);
         REQUIRE(handles[i], "no handle %d", i);
     }
     for (int round = 0; round < ROUNDS && !check_failure()[0]; round++)
-        use_some(&bench, handles, round);
+        run_some(&set, handles, round);
     for (int i = 0; i < HANDLES; i++)
         ep_handle_destroy(handles[i * 5 % HANDLES]);
-    CHECK(library_bytes(bench.group) == before, "%lld bytes instead of %lld",
-          (long long)library_bytes(bench.group), (long long)before);
-    bench_close(&bench);
+    CHECK(library_bytes(set.group) == before, "%lld bytes instead of %lld",
+          (long long)library_bytes(set.group), (long long)before);
+    set_close(&set);
 }
 
 ThreadTest(gpu_latency, many_handles_1, 1) {
@@ -132,39 +132,40 @@ ThreadTest(gpu_latency, many_handles_4, 4) {
     many_handles(bootstrap);
 }
 
-/* ---- that come and go ---------------------------------------------------------------------- */
+/* ---- handles that come and go -------------------------------------------------------------- */
 
-/* One lives through, others come and go beside it, used, unused and in flight. */
-static void live_once(Bench *bench, EpHandle *lasting, int round) {
+/* `lasting` stays while two others are created and destroyed: one unused, one used and in some
+ * rounds with a pending dispatch. */
+static void replace_handles(StepSet *set, EpHandle *lasting, int round) {
     int kind = 1 + round % (KINDS - 1);
-    int64_t before = library_bytes(bench->group);
-    EpHandle *used = rig_handle(bench->group, &bench->rig[kind].c);
-    EpHandle *unused = rig_handle(bench->group, &bench->rig[(round + 2) % KINDS].c);
+    int64_t before = library_bytes(set->group);
+    EpHandle *used = device_step_handle(set->group, &set->gpu[kind].c);
+    EpHandle *unused = device_step_handle(set->group, &set->gpu[(round + 2) % KINDS].c);
     REQUIRE(used && unused, "no handle");
-    load(bench, kind, used);
-    load(bench, 0, lasting);
-    rig_issue(&bench->rig[0], RIG_PREPARE | RIG_DISPATCH);
-    rig_issue(&bench->rig[kind], rig_all(&bench->rig[kind].c));
-    rig_issue(&bench->rig[0], RIG_COMBINE);
-    check(bench, kind, round);
-    check(bench, 0, round);
-    rig_poison(&bench->rig[kind]);
-    if (round % 4 == 3) rig_issue(&bench->rig[kind], RIG_DISPATCH_SEND);
+    load(set, kind, used);
+    load(set, 0, lasting);
+    device_step_issue(&set->gpu[0], STEP_PREPARE | STEP_DISPATCH);
+    device_step_issue(&set->gpu[kind], device_step_all(&set->gpu[kind].c));
+    device_step_issue(&set->gpu[0], STEP_COMBINE);
+    check(set, kind, round);
+    check(set, 0, round);
+    device_step_poison(&set->gpu[kind]);
+    if (round % 4 == 3) device_step_issue(&set->gpu[kind], STEP_DISPATCH_SEND);
     ep_handle_destroy(round % 2 ? used : unused);
     ep_handle_destroy(round % 2 ? unused : used);
-    CHECK(library_bytes(bench->group) == before, "round %d: %lld bytes instead of %lld", round,
-          (long long)library_bytes(bench->group), (long long)before);
+    CHECK(library_bytes(set->group) == before, "round %d: %lld bytes instead of %lld", round,
+          (long long)library_bytes(set->group), (long long)before);
 }
 
 static void come_and_go(const EpBootstrap *bootstrap) {
-    Bench bench;
-    bench_open(&bench, bootstrap);
-    REQUIRE(!check_failure()[0], "no bench");
-    EpHandle *lasting = rig_handle(bench.group, &bench.rig[0].c);
+    StepSet set;
+    set_open(&set, bootstrap);
+    REQUIRE(!check_failure()[0], "no steps");
+    EpHandle *lasting = device_step_handle(set.group, &set.gpu[0].c);
     REQUIRE(lasting, "no handle");
-    for (int round = 0; round < LIVES && !check_failure()[0]; round++)
-        live_once(&bench, lasting, round);
-    bench_close(&bench);
+    for (int round = 0; round < LIFETIMES && !check_failure()[0]; round++)
+        replace_handles(&set, lasting, round);
+    set_close(&set);
 }
 
 ThreadTest(gpu_latency, come_and_go_1, 1) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Steps in latency mode that were captured once and are replayed a thousand times, each time over
- * new tokens, new routing and another T in the same buffers; whole and in halves; and the halves of
- * two handles interleaved on two streams. */
+/* Steps in latency mode are captured once and replayed a thousand times, whole and in phases. Each
+ * replay has new tokens, new routing and another T in the same buffers. The phases of two handles
+ * are also interleaved on two streams. */
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
 enum { REPLAYS = 1000, TURNS = 300 };
 
@@ -14,8 +14,8 @@ static void reserve(void) {
 
 TestSuite(gpu_replays, .init = reserve);
 
-/* Small, since the oracle works out every replay. The capacity is too small for some of them. */
-static Case replay_case(int ranks, EpLayout layout, int halves) {
+/* Small, since the oracle computes every replay. The capacity is too small for some of them. */
+static Case replay_case(int ranks, EpLayout layout, int phases) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 2 * ranks + 1,
                                 .top_k = 3,
@@ -31,7 +31,7 @@ static Case replay_case(int ranks, EpLayout layout, int halves) {
                                 .overflow = EP_OVERFLOW_DROP,
                                 .layout = layout,
                                 .mode = EP_MODE_LATENCY,
-                                .halves = halves});
+                                .phases = phases});
 }
 
 /* ---- graphs -------------------------------------------------------------------------------- */
@@ -49,114 +49,115 @@ static cudaGraphExec_t end_capture(cudaStream_t stream) {
     return exec;
 }
 
-/* Inputs are brought in the graph, too, so that it can be replayed twice without a word: first
- * halves are followed by stores over them. */
-static cudaGraphExec_t capture(Rig *rig) {
-    begin_capture(rig->stream);
-    rig_bring_inputs(rig);
-    rig_issue(rig, rig_all(&rig->c));
-    return end_capture(rig->stream);
+/* The graph also copies the inputs, since each send phase is followed by stores over them. So it
+ * can be replayed twice without the host. */
+static cudaGraphExec_t capture(DeviceStep *gpu) {
+    begin_capture(gpu->stream);
+    device_step_bring_inputs(gpu);
+    device_step_issue(gpu, device_step_all(&gpu->c));
+    return end_capture(gpu->stream);
 }
 
-/* A rig over a new handle, with its graph. */
-typedef struct Tape {
-    Rig rig;
+/* A device step of a new handle, and its graph. */
+typedef struct GraphStep {
+    DeviceStep gpu;
     World *world;
     cudaGraphExec_t exec;
-} Tape;
+} GraphStep;
 
-static bool tape_open(Tape *tape, EpGroup *group, const Case *c, int rank) {
-    *tape = (Tape){.world = rig_world(c, 0)};
-    rig_open(&tape->rig, group, rig_handle(group, c), c, rank, new_stream(), NULL);
-    rig_load(&tape->rig, tape->world);
+static bool graph_step_open(GraphStep *graph, EpGroup *group, const Case *c, int rank) {
+    *graph = (GraphStep){.world = device_step_world(c, 0)};
+    device_step_open(&graph->gpu, group, device_step_handle(group, c), c, rank, new_stream(), NULL);
+    device_step_load(&graph->gpu, graph->world);
     return !check_failure()[0];
 }
 
-static void tape_close(Tape *tape) {
-    if (tape->exec) CHECK_CUDA(cudaGraphExecDestroy(tape->exec));
-    CHECK_CUDA(cudaStreamDestroy(tape->rig.stream));
-    rig_close(&tape->rig);
-    world_free(tape->world);
+static void graph_step_close(GraphStep *graph) {
+    if (graph->exec) CHECK_CUDA(cudaGraphExecDestroy(graph->exec));
+    CHECK_CUDA(cudaStreamDestroy(graph->gpu.stream));
+    device_step_close(&graph->gpu);
+    world_free(graph->world);
 }
 
-static void tape_load(Tape *tape, int step) {
-    world_free(tape->world);
-    tape->world = rig_world(&tape->rig.c, step);
-    check_note("step %d: %s", step, case_describe(&tape->world->c));
-    rig_load(&tape->rig, tape->world);
+static void graph_step_load(GraphStep *graph, int step) {
+    world_free(graph->world);
+    graph->world = device_step_world(&graph->gpu.c, step);
+    check_note("step %d: %s", step, case_describe(&graph->world->c));
+    device_step_load(&graph->gpu, graph->world);
 }
 
-static void tape_play(Tape *tape, int times) {
+static void graph_step_launch(GraphStep *graph, int times) {
     for (int i = 0; i < times; i++)
-        CHECK_CUDA(cudaGraphLaunch(tape->exec, tape->rig.stream));
-    rig_replayed(&tape->rig, rig_all(&tape->rig.c));
+        CHECK_CUDA(cudaGraphLaunch(graph->exec, graph->gpu.stream));
+    device_step_replayed(&graph->gpu, device_step_all(&graph->gpu.c));
 }
 
 /* ---- one graph ----------------------------------------------------------------------------- */
 
-static void replay(const EpBootstrap *bootstrap, EpLayout layout, int halves) {
-    Case c = replay_case(bootstrap->size, layout, halves);
+static void replay(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
+    Case c = replay_case(bootstrap->size, layout, phases);
     EpGroup *group = open_group(bootstrap, &c);
-    Tape tape;
-    REQUIRE(group && tape_open(&tape, group, &c, bootstrap->rank), "no handle");
-    tape.exec = capture(&tape.rig);
-    REQUIRE(tape.exec, "no graph");
+    GraphStep graph;
+    REQUIRE(group && graph_step_open(&graph, group, &c, bootstrap->rank), "no handle");
+    graph.exec = capture(&graph.gpu);
+    REQUIRE(graph.exec, "no graph");
     for (int step = 0; step < REPLAYS && !check_failure()[0]; step++) {
-        tape_load(&tape, step);
-        tape_play(&tape, 1);
-        rig_check(&tape.rig);
+        graph_step_load(&graph, step);
+        graph_step_launch(&graph, 1);
+        device_step_check(&graph.gpu);
     }
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
-    tape_close(&tape);
+    graph_step_close(&graph);
 }
 
-#define REPLAY(name, ranks, layout, halves)            \
+#define REPLAY(name, ranks, layout, phases)            \
     ThreadTest(gpu_replays, name, ranks) {             \
         GPU_NEEDS_LATENCY();                           \
-        replay(bootstrap, EP_LAYOUT_##layout, halves); \
+        replay(bootstrap, EP_LAYOUT_##layout, phases); \
     }
 REPLAY(expert_major_1, 1, EXPERT_MAJOR, 0)
 REPLAY(expert_major_2, 2, EXPERT_MAJOR, 0)
 REPLAY(expert_major_4, 4, EXPERT_MAJOR, 0)
-REPLAY(batched_halves_1, 1, BATCHED, 1)
-REPLAY(batched_halves_2, 2, BATCHED, 1)
-REPLAY(batched_halves_4, 4, BATCHED, 1)
+REPLAY(batched_phases_1, 1, BATCHED, 1)
+REPLAY(batched_phases_2, 2, BATCHED, 1)
+REPLAY(batched_phases_4, 4, BATCHED, 1)
 
 /* ---- several graphs by turns --------------------------------------------------------------- */
 
-enum { TAPES = 6 };
+enum { GRAPHS = 6 };
 
-/* One graph for each layout, whole and in halves. Now and then the same without a graph, and
- * several replays at once: ranks are not in step then. */
-static void take_turn(Tape *tape, int step) {
-    tape_load(tape, step);
+/* Replay one graph up to three times without waiting, so that ranks are not in step; every fifth
+ * turn makes the calls without the graph. */
+static void run_turn(GraphStep *graph, int step) {
+    graph_step_load(graph, step);
     if (step % 5 == 4)
-        rig_issue(&tape->rig, rig_all(&tape->rig.c));
+        device_step_issue(&graph->gpu, device_step_all(&graph->gpu.c));
     else
-        tape_play(tape, 1 + step % 3);
-    rig_check(&tape->rig);
+        graph_step_launch(graph, 1 + step % 3);
+    device_step_check(&graph->gpu);
 }
 
+/* One graph for each layout, whole and in phases, replayed by turns. */
 static void by_turns(const EpBootstrap *bootstrap) {
-    Tape tapes[TAPES];
+    GraphStep graphs[GRAPHS];
     Case widest = replay_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, 0);
     EpGroup *group = open_group(bootstrap, &widest);
     REQUIRE(group, "no group");
-    for (int i = 0; i < TAPES; i++) {
+    for (int i = 0; i < GRAPHS; i++) {
         Case c = replay_case(bootstrap->size, (EpLayout)(1 + i % 3), i >= 3);
-        REQUIRE(tape_open(&tapes[i], group, &c, bootstrap->rank), "no handle");
+        REQUIRE(graph_step_open(&graphs[i], group, &c, bootstrap->rank), "no handle");
     }
-    for (int i = 0; i < TAPES; i++) {
-        tapes[i].exec = capture(&tapes[i].rig);
-        REQUIRE(tapes[i].exec, "no graph");
+    for (int i = 0; i < GRAPHS; i++) {
+        graphs[i].exec = capture(&graphs[i].gpu);
+        REQUIRE(graphs[i].exec, "no graph");
     }
     for (int step = 0; step < TURNS && !check_failure()[0]; step++)
-        take_turn(&tapes[step * 7 % 11 % TAPES], step);
+        run_turn(&graphs[step * 7 % 11 % GRAPHS], step);
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
-    for (int i = 0; i < TAPES; i++)
-        tape_close(&tapes[i]);
+    for (int i = 0; i < GRAPHS; i++)
+        graph_step_close(&graphs[i]);
 }
 
 ThreadTest(gpu_replays, by_turns_1, 1) {
@@ -172,25 +173,25 @@ ThreadTest(gpu_replays, by_turns_4, 4) {
     by_turns(bootstrap);
 }
 
-/* ---- halves of two handles on two streams -------------------------------------------------- */
+/* ---- phases of two handles on two streams -------------------------------------------------- */
 
-/* First halves in one order on all ranks; second halves in each rank's own. */
-static void interleave(Rig *a, Rig *b, int swapped) {
-    Rig *first = swapped ? b : a, *second = swapped ? a : b;
-    rig_issue(a, RIG_PREPARE);
-    rig_issue(b, RIG_PREPARE);
-    rig_issue(a, RIG_DISPATCH_SEND);
-    rig_issue(b, RIG_DISPATCH_SEND);
-    rig_issue(first, RIG_DISPATCH_WAIT);
-    rig_issue(second, RIG_DISPATCH_WAIT);
-    rig_issue(b, RIG_COMBINE_SEND);
-    rig_issue(a, RIG_COMBINE_SEND);
-    rig_issue(first, RIG_COMBINE_WAIT);
-    rig_issue(second, RIG_COMBINE_WAIT);
+/* Send phases have one order on all ranks; receive phases have another order on odd ranks. */
+static void interleave(DeviceStep *a, DeviceStep *b, int swapped) {
+    DeviceStep *first = swapped ? b : a, *second = swapped ? a : b;
+    device_step_issue(a, STEP_PREPARE);
+    device_step_issue(b, STEP_PREPARE);
+    device_step_issue(a, STEP_DISPATCH_SEND);
+    device_step_issue(b, STEP_DISPATCH_SEND);
+    device_step_issue(first, STEP_DISPATCH_WAIT);
+    device_step_issue(second, STEP_DISPATCH_WAIT);
+    device_step_issue(b, STEP_COMBINE_SEND);
+    device_step_issue(a, STEP_COMBINE_SEND);
+    device_step_issue(first, STEP_COMBINE_WAIT);
+    device_step_issue(second, STEP_COMBINE_WAIT);
 }
 
-/* The second stream joins the capture of the first and ends in it. */
-static cudaGraphExec_t capture_two(Rig *a, Rig *b, int swapped) {
+/* Capture both streams: b's stream forks from the capture of a's stream and joins it at the end. */
+static cudaGraphExec_t capture_two(DeviceStep *a, DeviceStep *b, int swapped) {
     cudaEvent_t forked, joined;
     CHECK_CUDA(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
     CHECK_CUDA(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
@@ -206,38 +207,39 @@ static cudaGraphExec_t capture_two(Rig *a, Rig *b, int swapped) {
     return exec;
 }
 
-static void play_two(Tape *a, Tape *b, int swapped, int step) {
-    tape_load(a, 2 * step);
-    tape_load(b, 2 * step + 1);
+static void run_two(GraphStep *a, GraphStep *b, int swapped, int step) {
+    graph_step_load(a, 2 * step);
+    graph_step_load(b, 2 * step + 1);
     if (!a->exec || step % 5 == 4) {
-        interleave(&a->rig, &b->rig, swapped);
+        interleave(&a->gpu, &b->gpu, swapped);
     } else {
-        CHECK_CUDA(cudaGraphLaunch(a->exec, a->rig.stream));
-        CHECK_CUDA(cudaStreamSynchronize(a->rig.stream));
-        rig_replayed(&a->rig, RIG_HALVES);
-        rig_replayed(&b->rig, RIG_HALVES);
+        CHECK_CUDA(cudaGraphLaunch(a->exec, a->gpu.stream));
+        CHECK_CUDA(cudaStreamSynchronize(a->gpu.stream));
+        device_step_replayed(&a->gpu, STEP_PHASES);
+        device_step_replayed(&b->gpu, STEP_PHASES);
     }
-    rig_check(&a->rig);
-    rig_check(&b->rig);
+    device_step_check(&a->gpu);
+    device_step_check(&b->gpu);
 }
 
 static void two_streams(const EpBootstrap *bootstrap, int with_graph, int steps) {
-    Tape a, b;
+    GraphStep a, b;
     Case c = replay_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, 1);
     Case d = replay_case(bootstrap->size, EP_LAYOUT_BATCHED, 1);
     int rank = bootstrap->rank, swapped = rank % 2;
     EpGroup *group = open_group(bootstrap, &c);
-    REQUIRE(group && tape_open(&a, group, &c, rank) && tape_open(&b, group, &d, rank), "no handle");
+    REQUIRE(group && graph_step_open(&a, group, &c, rank) && graph_step_open(&b, group, &d, rank),
+            "no handle");
     if (with_graph) {
-        a.exec = capture_two(&a.rig, &b.rig, swapped);
+        a.exec = capture_two(&a.gpu, &b.gpu, swapped);
         REQUIRE(a.exec, "no graph");
     }
     for (int step = 0; step < steps && !check_failure()[0]; step++)
-        play_two(&a, &b, swapped, step);
+        run_two(&a, &b, swapped, step);
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
-    tape_close(&a);
-    tape_close(&b);
+    graph_step_close(&a);
+    graph_step_close(&b);
 }
 
 #define TWO_STREAMS(suite, name, ranks, with_graph, steps) \

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "handles/handle.h"
-#include "tests/gpu/arena.h"
+#include "tests/gpu/devices.h"
 
 /* ---- one call ------------------------------------------------------------------------------ */
 
@@ -18,7 +18,7 @@ static size_t tensor_bytes(const EpTensor *t) {
     return bytes;
 }
 
-/* What is wrong on purpose is passed as it is. */
+/* Tensors that are wrong on purpose are passed unchanged. */
 static const EpTensor *move(Moved *m, const EpTensor *t, int is_output) {
     size_t bytes = t ? tensor_bytes(t) : 0;
     if (!bytes || !t->data || gpu_owns(t->data) || (uintptr_t)t->data % 4) return t;
@@ -40,7 +40,7 @@ const EpTensor *moved_output(Moved *m, const EpTensor *t) {
     return move(m, t, 1);
 }
 
-/* Inputs may be constants. */
+/* Inputs are not copied back, since they may be constants. */
 void moved_home(const Moved *m) {
     for (int i = 0; i < m->count; i++)
         if (m->is_output[i]) memcpy(m->home[i], m->tensor[i].data, tensor_bytes(&m->tensor[i]));
@@ -52,30 +52,31 @@ void moved_release(Moved *m) {
     m->count = 0;
 }
 
-/* ---- what handles have recorded ------------------------------------------------------------ */
+/* ---- deferred routing ---------------------------------------------------------------------- */
 
-typedef struct Record {
-    struct Record *next;
+typedef struct Deferred {
+    struct Deferred *next;
     const EpHandle *handle;
     const EpGroup *group;
     Moved moved;
-} Record;
+} Deferred;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static Record *records;
+static Deferred *all_deferred;
 
-/* A handle may be anything here, destroyed or NULL: it is compared and not looked at. */
+/* Drop what is kept for the handle or the group. The handle may be destroyed or NULL: it is
+ * compared, not dereferenced. */
 static void forget(const EpHandle *handle, const EpGroup *group) {
     pthread_mutex_lock(&mutex);
-    for (Record **at = &records; *at;) {
-        Record *record = *at;
-        if (record->handle != handle && record->group != group) {
-            at = &record->next;
+    for (Deferred **at = &all_deferred; *at;) {
+        Deferred *deferred = *at;
+        if (deferred->handle != handle && deferred->group != group) {
+            at = &deferred->next;
             continue;
         }
-        *at = record->next;
-        moved_release(&record->moved);
-        gpu_release(record);
+        *at = deferred->next;
+        moved_release(&deferred->moved);
+        gpu_release(deferred);
     }
     pthread_mutex_unlock(&mutex);
 }
@@ -90,31 +91,32 @@ void moved_forget_all(const EpGroup *group) {
 
 void moved_keep(const EpHandle *handle, const Moved *m) {
     moved_forget(handle);
-    Record *record = m->count ? gpu_allocate(64, sizeof(*record)) : NULL;
-    if (!record) return;
+    Deferred *deferred = m->count ? gpu_allocate(64, sizeof(*deferred)) : NULL;
+    if (!deferred) return;
     pthread_mutex_lock(&mutex);
-    *record = (Record){records, handle, handle->group, *m};
-    records = record;
+    *deferred = (Deferred){all_deferred, handle, handle->group, *m};
+    all_deferred = deferred;
     pthread_mutex_unlock(&mutex);
 }
 
-/* One thread at a time calls into a group, so nobody takes the record away meanwhile. */
-static Moved *recorded(const EpHandle *handle) {
+/* Returns the kept tensors of a handle, or NULL. They stay valid: only one thread at a time calls
+ * into a group. */
+static Moved *find_deferred(const EpHandle *handle) {
     pthread_mutex_lock(&mutex);
-    Record *record = records;
-    while (record && record->handle != handle)
-        record = record->next;
+    Deferred *deferred = all_deferred;
+    while (deferred && deferred->handle != handle)
+        deferred = deferred->next;
     pthread_mutex_unlock(&mutex);
-    return record ? &record->moved : NULL;
+    return deferred ? &deferred->moved : NULL;
 }
 
 void moved_refresh(const EpHandle *handle) {
-    const Moved *m = recorded(handle);
+    const Moved *m = find_deferred(handle);
     for (int i = 0; m && i < m->count; i++)
         memcpy(m->tensor[i].data, m->home[i], tensor_bytes(&m->tensor[i]));
 }
 
 void moved_deliver(const EpHandle *handle) {
-    const Moved *m = recorded(handle);
+    const Moved *m = find_deferred(handle);
     if (m) moved_home(m);
 }

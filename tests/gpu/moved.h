@@ -3,16 +3,16 @@
 #define TESTS_GPU_MOVED_H
 
 /**
- * Tensors that GPUs cannot reach, moved to the arena for a call. Inner part of on_gpu.c.
+ * Copies in the pinned buffer of tensors that GPUs cannot reach. Internal to on_gpu.c.
  *
- * In latency mode ep_prepare only records its arguments, and dispatches read and write their data
- * later on. So what it was given stays in the arena, kept with the handle: it is brought up to date
- * before a dispatch, and outputs are brought home after it.
+ * In latency mode ep_prepare defers routing: dispatches read and write its tensors later. So the
+ * copies of its tensors are kept with the handle. They are refreshed before each dispatch, and
+ * outputs are copied back after it.
  */
 
 #include "ep/ep.h"
 
-/** The tensors of one call, as they are passed. */
+/** The copied tensors of one call. */
 typedef struct Moved {
     EpTensor tensor[8];
     void *home[8];
@@ -20,21 +20,22 @@ typedef struct Moved {
     int count;
 } Moved;
 
-/** What to pass for a tensor: a copy in the arena, or, where there is no need of one, the same. */
+/** Returns the tensor to pass: a copy in the pinned buffer, or `t` itself if it needs none. */
 const EpTensor *moved_input(Moved *m, const EpTensor *t);
 const EpTensor *moved_output(Moved *m, const EpTensor *t);
 
-/** Outputs to where they belong; then the copies go. */
+/** Copy the outputs back to the caller's memory. */
 void moved_home(const Moved *m);
+/** Free the copies. */
 void moved_release(Moved *m);
 
-/** Keep what a latency handle has recorded, in place of what it had before. */
+/** Keep the tensors of a handle's deferred routing, in place of earlier ones. */
 void moved_keep(const EpHandle *handle, const Moved *m);
-/** Copy what a handle has recorded to the arena again: it may have changed there. */
+/** Copy the kept tensors from the caller's memory again: their content may have changed. */
 void moved_refresh(const EpHandle *handle);
-/** Bring the recorded outputs home. */
+/** Copy the kept outputs back to the caller's memory. */
 void moved_deliver(const EpHandle *handle);
-/** The handle, or all handles of the group, are about to go. */
+/** Drop what is kept for a handle, or for all handles of a group, before it is destroyed. */
 void moved_forget(const EpHandle *handle);
 void moved_forget_all(const EpGroup *group);
 

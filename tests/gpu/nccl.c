@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Groups over a communicator of the caller's, which goes on working when they are gone. */
+/* Groups over the caller's communicator, which still works after they are destroyed. */
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "ep/ep_nccl.h"
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
-/* NCCL as a framework would bring it: found when the test runs, or the test is skipped. */
+/* NCCL as a framework brings it: loaded at run time. Without it the test is skipped. */
 typedef struct Nccl {
     ncclResult_t (*get_unique_id)(ncclUniqueId *id);
     ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
@@ -35,14 +35,14 @@ static bool load(Nccl *nccl) {
            find(library, "ncclCommDestroy", &nccl->destroy);
 }
 
-/* Of a communicator that does not block: until it has done what it was asked for. */
+/* Wait until a nonblocking communicator has completed a call. Returns false if it failed. */
 static bool is_done(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
     while (result == ncclInProgress)
         if (nccl->async_error(comm, &result) != ncclSuccess) return false;
     return result == ncclSuccess;
 }
 
-/* One that does not block may still be under way. */
+/* Create a communicator. A nonblocking one may still be initializing when this returns. */
 static ncclComm_t new_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking) {
     ncclComm_t comm = NULL;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -59,18 +59,18 @@ static ncclComm_t new_communicator(const Nccl *nccl, const EpBootstrap *bootstra
 }
 
 static void check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream) {
-    Rig rig;
+    DeviceStep gpu;
     World *world = world_new(c);
-    rig_open(&rig, group, rig_handle(group, c), c, rank, stream, NULL);
-    rig_load(&rig, world);
-    rig_issue(&rig, RIG_ALL);
-    rig_check(&rig);
+    device_step_open(&gpu, group, device_step_handle(group, c), c, rank, stream, NULL);
+    device_step_load(&gpu, world);
+    device_step_issue(&gpu, STEP_ALL);
+    device_step_check(&gpu);
     CHECK_OK(ep_group_status(group, NULL));
-    rig_close(&rig);
+    device_step_close(&gpu);
     world_free(world);
 }
 
-/* The sum over ranks of their numbers. */
+/* Sum 1 + rank over all ranks with the caller's communicator. */
 static void check_still_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap,
                               cudaStream_t stream) {
     int32_t number = 1 + bootstrap->rank, sum = 0, *device = NULL;

@@ -124,7 +124,7 @@ EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                                           grad_expert_out, grad_slot_weights));
 }
 
-/* ---- halves -------------------------------------------------------------------------------- */
+/* ---- phases -------------------------------------------------------------------------------- */
 
 EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
                            const EpTensor *scales, EpStream stream) {

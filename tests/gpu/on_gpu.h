@@ -3,11 +3,11 @@
 #define TESTS_GPU_ON_GPU_H
 
 /**
- * The same tests on the CUDA backend. This header goes in front of every test source (-include):
- * memory comes from a pinned arena that GPUs can read and write (what does not is moved there for
- * the call), each operation is followed by a synchronization, each rank takes a GPU of its own (but
- * see gpu_shares), and tests of more ranks than GPUs are skipped. So test bodies and oracle stay as
- * they are.
+ * Runs the same tests on the CUDA backend, with unchanged test bodies and oracle. This header
+ * precedes every test source (-include). Memory comes from a pinned buffer that GPUs can read and
+ * write; other tensors are copied there for the call. A synchronization follows each operation.
+ * Each rank has a GPU of its own (but see gpu_shares), and tests of more ranks than GPUs are
+ * skipped.
  *
  * Tests may run side by side on the same GPUs (criterion's -j): kernels of several processes share
  * a GPU by turns, also while they wait for a peer.
@@ -19,10 +19,10 @@
 #include <criterion/criterion.h>
 
 #include "ep/ep.h"
-#include "tests/gpu/arena.h"
+#include "tests/gpu/devices.h"
 
-/** The operations, with tensors that GPUs cannot reach moved to the arena and back. What ep_prepare
- *  records in latency mode stays there, until the handle or its group goes. */
+/** The operations; tensors that GPUs cannot reach are copied to the pinned buffer and back. In
+ *  latency mode the copies of ep_prepare stay until the handle or its group is destroyed. */
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
                      EpStream stream, const EpPlanTensors *out);
 EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
@@ -66,7 +66,7 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 
-/* What tests/harness/check.h says of these. */
+/* tests/harness/check.h explains these. */
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
 #define TESTS_HAVE_LATENCY 1

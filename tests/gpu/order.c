@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The order of calls on several streams, with captures in between; and what the host knows of
- * prepares that were captured, or were brought back. */
+/* The order of calls on several streams with captures in between, and what the host knows of plans
+ * that were captured or restored. */
 #include <string.h>
 
-#include "tests/gpu/arena.h"
-#include "tests/gpu/crew.h"
+#include "tests/gpu/devices.h"
+#include "tests/gpu/failing.h"
 
 static cudaStream_t begin_capture(void) {
     cudaStream_t stream = new_stream();
@@ -19,28 +19,28 @@ static void end_capture(cudaStream_t stream) {
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-/* Calls on one stream after the other; between them one that is captured, and never run. */
+/* Make calls on two streams by turns. Between them a call is captured and never run. */
 static void capture_between(const EpBootstrap *bootstrap) {
-    Crew crew;
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    REQUIRE(crew_open(&crew, bootstrap, &c, CREW_LATE), "no group");
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_LIMIT), "no group");
     cudaStream_t stream[] = {new_stream(), new_stream()};
     for (int round = 0; round < 20 && !check_failure()[0]; round++) {
-        Rig rig = crew.rig;
-        rig.stream = stream[0];
-        CHECK_OK(rig_try(&rig, RIG_DISPATCH));
-        rig.stream = begin_capture();
-        CHECK_OK(rig_try(&rig, RIG_COMBINE));
-        end_capture(rig.stream);
-        rig.stream = stream[1];
-        CHECK_OK(rig_try(&rig, RIG_COMBINE));
+        DeviceStep gpu = failing.gpu;
+        gpu.stream = stream[0];
+        CHECK_OK(device_step_try(&gpu, STEP_DISPATCH));
+        gpu.stream = begin_capture();
+        CHECK_OK(device_step_try(&gpu, STEP_COMBINE));
+        end_capture(gpu.stream);
+        gpu.stream = stream[1];
+        CHECK_OK(device_step_try(&gpu, STEP_COMBINE));
         for (int i = 0; i < 2; i++)
             CHECK_CUDA(cudaStreamSynchronize(stream[i]));
-        CHECK_OK(ep_group_status(crew.group, NULL));
+        CHECK_OK(ep_group_status(failing.group, NULL));
     }
     for (int i = 0; i < 2; i++)
         CHECK_CUDA(cudaStreamDestroy(stream[i]));
-    crew_close(&crew);
+    failing_close(&failing);
 }
 
 ThreadTest(gpu_order, capture_between_1, 1) {
@@ -50,58 +50,59 @@ ThreadTest(gpu_order, capture_between_2, 2) {
     capture_between(bootstrap);
 }
 
-/* A prepare that is captured but not replayed makes no step, nor is one waited for. */
+/* A prepare that is captured but not replayed does not count as a step, and ep_handle_info does not
+ * wait for it. */
 ThreadTest(gpu_order, captured_prepare, 1) {
-    Crew crew;
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    REQUIRE(crew_open(&crew, bootstrap, &c, CREW_LATE), "no group");
-    const EpHandle *handle = crew.rig.step.handle;
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_LIMIT), "no group");
+    const EpHandle *handle = failing.gpu.step.handle;
     for (int i = 0; i < 3; i++) {
         EpHandleInfo before = EP_HANDLE_INFO_INIT, after = before;
-        Rig rig = crew.rig;
+        DeviceStep gpu = failing.gpu;
         CHECK_OK(ep_handle_info(handle, &before));
-        rig.stream = begin_capture();
-        CHECK_OK(rig_try(&rig, RIG_PREPARE));
-        end_capture(rig.stream);
+        gpu.stream = begin_capture();
+        CHECK_OK(device_step_try(&gpu, STEP_PREPARE));
+        end_capture(gpu.stream);
         CHECK_OK(ep_handle_info(handle, &after));
         CHECK(after.step == before.step, "step %lld", (long long)after.step);
-        CHECK_OK(rig_try(&crew.rig, RIG_PREPARE));
-        CHECK_CUDA(cudaStreamSynchronize(crew.rig.stream));
+        CHECK_OK(device_step_try(&failing.gpu, STEP_PREPARE));
+        CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
         CHECK_OK(ep_handle_info(handle, &after));
         CHECK(after.step == before.step + 1, "step %lld", (long long)after.step);
     }
-    crew_close(&crew);
+    failing_close(&failing);
 }
 
-/* What another call of CUDA's has found to fail is no launch's failure. */
+/* The error of an earlier CUDA call by the caller is not taken for a launch failure. */
 ThreadTest(gpu_order, failure_of_another_call, 2) {
-    Crew crew;
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     void *none = NULL;
-    REQUIRE(crew_open(&crew, bootstrap, &c, CREW_LATE), "no group");
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_LIMIT), "no group");
     if (bootstrap->rank == 0)
         CHECK(cudaMalloc(&none, (size_t)1 << 50) != cudaSuccess, "a petabyte was there");
-    crew_call(&crew.rig, RIG_PREPARE | RIG_DISPATCH | RIG_COMBINE, EP_OK);
-    CHECK_OK(ep_group_status(crew.group, NULL));
+    failing_call(&failing.gpu, STEP_PREPARE | STEP_DISPATCH | STEP_COMBINE, EP_OK);
+    CHECK_OK(ep_group_status(failing.group, NULL));
     (void)cudaGetLastError();
-    crew_close(&crew);
+    failing_close(&failing);
 }
 
-/* A rank that has not asked what became of its operations leaves a failed group at once. */
+/* A rank can destroy a failed group at once without querying its status first. */
 ThreadTest(gpu_order, destroyed_unasked, 2) {
-    Crew crew;
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
-    REQUIRE(crew_open(&crew, bootstrap, &c, CREW_LATE), "no group");
-    CHECK_OK(rig_try(&crew.rig, bootstrap->rank ? RIG_COMBINE : RIG_DISPATCH));
-    CHECK_CUDA(cudaStreamSynchronize(crew.rig.stream));
-    if (bootstrap->rank == 0) CHECK_STATUS(ep_group_status(crew.group, NULL), EP_ERR_ORDER);
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_LIMIT), "no group");
+    CHECK_OK(device_step_try(&failing.gpu, bootstrap->rank ? STEP_COMBINE : STEP_DISPATCH));
+    CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
+    if (bootstrap->rank == 0) CHECK_STATUS(ep_group_status(failing.group, NULL), EP_ERR_ORDER);
     bootstrap->barrier(bootstrap->context, 60);
-    double begin = crew_now();
-    crew_close(&crew);
-    CHECK(crew_now() - begin < CREW_LATE / 2, "it took %.1f s", crew_now() - begin);
+    double begin = failing_now();
+    failing_close(&failing);
+    CHECK(failing_now() - begin < FAILING_LIMIT / 2, "it took %.1f s", failing_now() - begin);
 }
 
-/* ---- a plan that is brought back ---- */
+/* ---- a plan that is restored ---- */
 
 static EpHandleInfo prepare(EpHandle *handle, cudaStream_t stream, int32_t *index, int tokens) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
@@ -119,24 +120,25 @@ static void copy(void *to, const void *from, size_t bytes) {
     CHECK_CUDA(cudaDeviceSynchronize());
 }
 
-/* All numbers are those of the step whose plan it is. */
+/* After a restore, ep_handle_info gives the numbers of the step that wrote the plan. */
 ThreadTest(gpu_order, restored_numbers, 2) {
-    Crew crew;
-    Case c = crew_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     EpHandleConfig config = case_handle_config(&c);
     EpHandle *handle = NULL;
     size_t bytes = 0;
     void *memory = NULL, *saved = NULL;
-    REQUIRE(crew_open(&crew, bootstrap, &c, CREW_LATE), "no group");
+    REQUIRE(failing_open(&failing, bootstrap, &c, FAILING_LIMIT), "no group");
     config.max_recv_rows = c.capacity;
-    REQUIRE_OK(ep_handle_memory(crew.group, &config, &bytes));
+    REQUIRE_OK(ep_handle_memory(failing.group, &config, &bytes));
     REQUIRE_CUDA(cudaMalloc(&memory, bytes));
     REQUIRE_CUDA(cudaMalloc(&saved, bytes));
-    REQUIRE_OK(ep_handle_create(crew.group, &config, memory, bytes, &handle));
+    REQUIRE_OK(ep_handle_create(failing.group, &config, memory, bytes, &handle));
     int32_t *index = gpu_allocate_zeroed(3 * 60, sizeof(*index));
-    EpHandleInfo first = prepare(handle, crew.rig.stream, index, 40);
+    EpHandleInfo first = prepare(handle, failing.gpu.stream, index, 40);
     copy(saved, memory, bytes);
-    EpHandleInfo second = prepare(handle, crew.rig.stream, index, 10), back = EP_HANDLE_INFO_INIT;
+    EpHandleInfo second = prepare(handle, failing.gpu.stream, index, 10),
+                 back = EP_HANDLE_INFO_INIT;
     copy(memory, saved, bytes);
     CHECK_OK(ep_handle_bind(handle, memory, bytes));
     CHECK_OK(ep_handle_info(handle, &back));
@@ -151,5 +153,5 @@ ThreadTest(gpu_order, restored_numbers, 2) {
     ep_handle_destroy(handle);
     CHECK_CUDA(cudaFree(memory));
     CHECK_CUDA(cudaFree(saved));
-    crew_close(&crew);
+    failing_close(&failing);
 }

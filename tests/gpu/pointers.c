@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tensors in memory that the rank's GPU does not reach are refused before anything is enqueued. */
+/* Tensors in memory that the rank's GPU cannot reach are refused before anything is enqueued. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "tests/cases/desk.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/cases/fixture.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
-/* Have every tensor looked at; the default spares small ones the time. */
+/* Have every tensor checked; by default small ones are not, to save time. */
 static void check_all(void) {
-    setenv("EP_CHECK", "all", 1);
+    setenv("LIBEP_CHECK", "all", 1);
 }
 
 TestSuite(gpu_pointers, .init = check_all);
 
 static const char *const names[] = {
 #define ARG_NAME(constant, name, output) name,
-    DESK_TENSORS(ARG_NAME)
+    FIXTURE_TENSORS(ARG_NAME)
 #undef ARG_NAME
 };
 
@@ -55,10 +55,11 @@ static const struct {
     {OP_COMBINE_BACKWARD, GRAD_SLOT_WEIGHTS},
 };
 
-/* desk_call, but with the tensors as they are: the desk's own moves plain memory out of the way. */
-static EpStatus call(const Desk *desk, Op op) {
-    const EpTensor *const *a = desk->arg;
-    EpHandle *handle = desk->handle;
+/* Like fixture_call, but passes the tensors unchanged: fixture_call copies plain memory to the
+ * pinned buffer. */
+static EpStatus call(const Fixture *fixture, Op op) {
+    const EpTensor *const *a = fixture->arg;
+    EpHandle *handle = fixture->handle;
     EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
                           a[EXPERT_OFFSETS], a[TOTALS],        NULL};
     switch (op) {
@@ -78,31 +79,31 @@ static EpStatus call(const Desk *desk, Op op) {
     }
 }
 
-/* Each tensor of each operation once in `memory`, all others where they belong. */
-static void check_each(Desk *desk, void *memory, const char *kind) {
+/* Put each tensor of each operation in `memory` once, all others in valid memory. */
+static void check_each(Fixture *fixture, void *memory, const char *kind) {
     for (size_t i = 0; i < sizeof(uses) / sizeof(uses[0]); i++) {
         Op op = uses[i].op;
         Arg arg = uses[i].arg;
         check_note("%s, %s in %s", op_names[op], names[arg], kind);
-        desk_reset(desk);
-        if (!desk->arg[arg]) continue; /* ids of experts, which FLAT alone has */
-        desk->tensor[arg].data = memory;
-        CHECK_REFUSED(call(desk, op), EP_ERR_ADDRESS, "rank 0", op_names[op], names[arg], kind);
+        fixture_reset(fixture);
+        if (!fixture->arg[arg]) continue; /* recv_topk_idx: only in FLAT */
+        fixture->tensor[arg].data = memory;
+        CHECK_REFUSED(call(fixture, op), EP_ERR_ADDRESS, "rank 0", op_names[op], names[arg], kind);
         CHECK_CUDA(cudaDeviceSynchronize());
-        desk_check_untouched(desk);
+        fixture_check_untouched(fixture);
     }
 }
 
 static void check_layout(EpLayout layout, void *memory, const char *kind) {
-    Desk desk;
-    Case c = desk_case(layout);
-    desk_open(&desk, &c);
-    step_prepare(&desk.step);
-    check_each(&desk, memory, kind);
+    Fixture fixture;
+    Case c = fixture_case(layout);
+    fixture_open(&fixture, &c);
+    step_prepare(&fixture.step);
+    check_each(&fixture, memory, kind);
     check_note("after all refusals");
-    CHECK_OK(ep_group_status(desk.group, NULL));
-    step_all(&desk.step);
-    desk_close(&desk);
+    CHECK_OK(ep_group_status(fixture.group, NULL));
+    step_all(&fixture.step);
+    fixture_close(&fixture);
 }
 
 SoloTest(gpu_pointers, plain_memory_is_refused) {

@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Several handles, streams and groups at once, without a word from the host between the calls. */
+/* Several handles, streams and groups at once; the host does not wait between the calls. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
-enum { ROUNDS = 20, MOST = 3 };
+enum { ROUNDS = 20, MAX_STEPS = 3 };
 
-/* Groups that work at the same time share a GPU's multiprocessors, so that their kernels fit on it
- * together: see EP_NUM_SMS. */
+/* Limit LIBEP_NUM_SMS, so that the kernels of two groups fit on a GPU together. */
 static void reserve(void) {
     gpu_reserve((size_t)320 << 20);
-    setenv("EP_NUM_SMS", "64", 1);
+    setenv("LIBEP_NUM_SMS", "64", 1);
 }
 
 TestSuite(gpu_streams, .init = reserve);
@@ -32,69 +31,69 @@ static Case stream_case(int ranks, int number) {
                                 .counted = 1});
 }
 
-/* Rigs with a world each, new in every round. */
-typedef struct Fleet {
-    Rig rig[MOST];
-    World *world[MOST];
+/* Device steps with a world each, new in every round. */
+typedef struct StepSet {
+    DeviceStep gpu[MAX_STEPS];
+    World *world[MAX_STEPS];
     int count;
-} Fleet;
+} StepSet;
 
-static void fleet_load(Fleet *fleet, int round) {
-    for (int i = 0; i < fleet->count; i++) {
-        Case c = fleet->rig[i].c;
-        c.seed = (uint64_t)(MOST * round + i);
-        if (fleet->world[i]) world_free(fleet->world[i]);
-        fleet->world[i] = world_new(&c);
-        rig_load(&fleet->rig[i], fleet->world[i]);
+static void set_load(StepSet *set, int round) {
+    for (int i = 0; i < set->count; i++) {
+        Case c = set->gpu[i].c;
+        c.seed = (uint64_t)(MAX_STEPS * round + i);
+        if (set->world[i]) world_free(set->world[i]);
+        set->world[i] = world_new(&c);
+        device_step_load(&set->gpu[i], set->world[i]);
     }
 }
 
-/* By now everything has been enqueued; nothing was waited for. */
-static void fleet_check(Fleet *fleet, int round) {
-    for (int i = 0; i < fleet->count; i++) {
-        check_note("round %d, rig %d: %s", round, i, case_describe(&fleet->world[i]->c));
-        rig_check(&fleet->rig[i]);
+/* The first wait of a round: all steps have been enqueued. */
+static void set_check(StepSet *set, int round) {
+    for (int i = 0; i < set->count; i++) {
+        check_note("round %d, gpu %d: %s", round, i, case_describe(&set->world[i]->c));
+        device_step_check(&set->gpu[i]);
     }
 }
 
-static void fleet_close(Fleet *fleet) {
-    for (int i = 0; i < fleet->count; i++) {
-        rig_close(&fleet->rig[i]);
-        if (fleet->world[i]) world_free(fleet->world[i]);
+static void set_close(StepSet *set) {
+    for (int i = 0; i < set->count; i++) {
+        device_step_close(&set->gpu[i]);
+        if (set->world[i]) world_free(set->world[i]);
     }
 }
 
 /* ---- two streams ---- */
 
-/* Operation by operation, the two by turns. */
-static void take_turns(Fleet *fleet) {
+/* Issue operation by operation, each for all steps in turn. */
+static void issue_by_turns(StepSet *set) {
     for (int op = 0; op < 5; op++)
-        for (int i = 0; i < fleet->count; i++)
-            rig_issue(&fleet->rig[i], 1u << op);
+        for (int i = 0; i < set->count; i++)
+            device_step_issue(&set->gpu[i], 1u << op);
 }
 
-/* Two rigs, each on a stream of its own, in one group or in two. */
+/* Two steps, each on its own stream, in one group or in two. */
 static void two_streams(const EpBootstrap *bootstrap, int groups) {
-    Fleet fleet = {.count = 2};
+    StepSet set = {.count = 2};
     EpGroup *group[2] = {NULL};
     cudaStream_t stream[2] = {new_stream(), new_stream()};
     for (int i = 0; i < 2; i++) {
         Case c = stream_case(bootstrap->size, groups == 2 ? i : 0);
         group[i] = i < groups ? open_group(bootstrap, &c) : group[0];
         REQUIRE(group[i], "no group");
-        rig_open(&fleet.rig[i], group[i], rig_handle(group[i], &c), &c, bootstrap->rank, stream[i],
-                 NULL);
+        device_step_open(&set.gpu[i], group[i], device_step_handle(group[i], &c), &c,
+                         bootstrap->rank, stream[i], NULL);
     }
     for (int round = 0; round < ROUNDS; round++) {
-        fleet_load(&fleet, round);
-        take_turns(&fleet);
-        fleet_check(&fleet, round);
+        set_load(&set, round);
+        issue_by_turns(&set);
+        set_check(&set, round);
     }
     for (int i = 0; i < groups; i++) {
         CHECK_OK(ep_group_status(group[i], NULL));
         ep_group_destroy(group[i]);
     }
-    fleet_close(&fleet);
+    set_close(&set);
     for (int i = 0; i < 2; i++)
         CHECK_CUDA(cudaStreamDestroy(stream[i]));
 }
@@ -120,30 +119,30 @@ ThreadTest(gpu_streams, two_groups_4, 4) {
 
 /* ---- layers ---- */
 
-/* F0 F1 B0 F2 B1 B2 with two handles: the third micro-batch takes over the first's. */
+/* F0 F1 B0 F2 B1 B2 with two handles: the third micro-batch reuses the first one's handle. */
 static void pipeline(const EpBootstrap *bootstrap) {
     Case c = stream_case(bootstrap->size, 1);
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
-    EpHandle *handle[2] = {rig_handle(group, &c), rig_handle(group, &c)};
+    EpHandle *handle[2] = {device_step_handle(group, &c), device_step_handle(group, &c)};
     cudaStream_t stream = new_stream();
-    Fleet fleet = {.count = 3};
+    StepSet set = {.count = 3};
     for (int i = 0; i < 3; i++)
-        rig_open(&fleet.rig[i], group, handle[i % 2], &c, bootstrap->rank, stream, NULL);
-    Rig *micro = fleet.rig;
+        device_step_open(&set.gpu[i], group, handle[i % 2], &c, bootstrap->rank, stream, NULL);
+    DeviceStep *micro = set.gpu;
     for (int round = 0; round < ROUNDS; round++) {
-        fleet_load(&fleet, round);
-        rig_issue(&micro[0], RIG_FORWARD);
-        rig_issue(&micro[1], RIG_FORWARD);
-        rig_issue(&micro[0], RIG_BACKWARD);
-        rig_issue(&micro[2], RIG_FORWARD);
-        rig_issue(&micro[1], RIG_BACKWARD);
-        rig_issue(&micro[2], RIG_BACKWARD);
-        fleet_check(&fleet, round);
+        set_load(&set, round);
+        device_step_issue(&micro[0], STEP_FORWARD);
+        device_step_issue(&micro[1], STEP_FORWARD);
+        device_step_issue(&micro[0], STEP_BACKWARD);
+        device_step_issue(&micro[2], STEP_FORWARD);
+        device_step_issue(&micro[1], STEP_BACKWARD);
+        device_step_issue(&micro[2], STEP_BACKWARD);
+        set_check(&set, round);
     }
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
-    fleet_close(&fleet);
+    set_close(&set);
     CHECK_CUDA(cudaStreamDestroy(stream));
 }
 

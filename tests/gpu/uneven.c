@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that give the library different numbers of multiprocessors (EP_NUM_SMS): each divides the
- * work among its own blocks. Settings are the process's, so each rank is a process. */
+/* Ranks with different numbers of multiprocessors (LIBEP_NUM_SMS): each divides the work among its
+ * own blocks. Settings belong to a process, so each rank is a process. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
 
 enum { STEPS = 12 };
@@ -28,24 +28,24 @@ static Case uneven_case(int ranks, int step) {
                                 .overflow = EP_OVERFLOW_DROP,
                                 .layout = (EpLayout)(1 + step / 2 % 3),
                                 .mode = latency ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT,
-                                .halves = step / 6,
+                                .phases = step / 6,
                                 .seed = (uint64_t)step});
 }
 
-/* Twice without a word in between: ranks are not in step then. */
+/* Run the step twice without waiting in between, so that ranks are not in step. */
 static void one_step(EpGroup *group, int rank, cudaStream_t stream, const Case *c) {
     World *world = world_new(c);
-    EpHandle *handle = rig_handle(group, c);
-    Rig rig[2];
+    EpHandle *handle = device_step_handle(group, c);
+    DeviceStep gpu[2];
     for (int i = 0; handle && i < 2; i++) {
-        rig_open(&rig[i], group, handle, c, rank, stream, NULL);
-        rig_load(&rig[i], world);
+        device_step_open(&gpu[i], group, handle, c, rank, stream, NULL);
+        device_step_load(&gpu[i], world);
     }
     for (int i = 0; handle && i < 2; i++)
-        rig_issue(&rig[i], rig_all(c));
+        device_step_issue(&gpu[i], device_step_all(c));
     for (int i = 0; handle && i < 2; i++) {
-        rig_check(&rig[i]);
-        rig_close(&rig[i]);
+        device_step_check(&gpu[i]);
+        device_step_close(&gpu[i]);
     }
     ep_handle_destroy(handle);
     world_free(world);
@@ -53,7 +53,7 @@ static void one_step(EpGroup *group, int rank, cudaStream_t stream, const Case *
 
 static void uneven(const EpBootstrap *bootstrap) {
     Case widest = uneven_case(bootstrap->size, 0);
-    setenv("EP_NUM_SMS", sms[bootstrap->rank], 1);
+    setenv("LIBEP_NUM_SMS", sms[bootstrap->rank], 1);
     EpGroup *group = open_group(bootstrap, &widest);
     cudaStream_t stream = new_stream();
     REQUIRE(group, "no group");

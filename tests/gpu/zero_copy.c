@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Buffers that peers reach (ep_mem_alloc) give the same bytes as plain device memory, whichever way
- * the library then takes; also where only some of the ranks, or of the buffers, lie there. */
+/* Buffers that peers can reach (ep_mem_alloc) give the same bytes as plain device memory, with
+ * staging or zero-copy receive, also if only some ranks or some buffers are reachable. */
 #include <string.h>
 
 #include "tests/cases/run.h"
-#include "tests/gpu/arena.h"
-#include "tests/gpu/rig.h"
+#include "tests/gpu/device_step.h"
+#include "tests/gpu/devices.h"
 
 static void reserve(void) {
     gpu_reserve((size_t)640 << 20);
@@ -15,7 +15,7 @@ TestSuite(gpu_zero_copy, .init = reserve);
 
 enum { CASES = 15 };
 
-/* All layouts; with and without weights, scales and a capacity that is too small; quantised. */
+/* All layouts, with and without weights and scales; some overflow, some are quantised. */
 static Case draw_case(int ranks, int i) {
     int weighted = i / 3 % 2, tight = i / 6 == 1, quantised = i >= 12;
     return case_complete((Case){.ranks = ranks,
@@ -37,40 +37,41 @@ static Case draw_case(int ranks, int i) {
                                 .seed = (uint64_t)i});
 }
 
-/* Plain memory everywhere, reached memory everywhere, and reached memory on even ranks alone. */
-enum { PLAIN, REACHED, MIXED, PLACES };
+/* Plain memory on all ranks, reachable memory on all ranks, reachable memory on even ranks only. */
+enum { PLAIN, REACHABLE, MIXED, MEMORIES };
 
-static void check_equal(const Rig *a, const Rig *b) {
-    for (int i = 0; i < RIG_OUTPUTS; i++) {
-        Image left = rig_output(a, (RigOutput)i), right = rig_output(b, (RigOutput)i);
-        image_check_equal(&left, &right, 0, "plain and reached memory");
+static void check_equal(const DeviceStep *a, const DeviceStep *b) {
+    for (int i = 0; i < STEP_OUTPUTS; i++) {
+        Image left = device_step_output(a, (StepOutput)i),
+              right = device_step_output(b, (StepOutput)i);
+        image_check_equal(&left, &right, 0, "plain and reachable memory");
     }
 }
 
-static void run_place(Rig *rig, EpGroup *group, const World *world, int rank, cudaStream_t stream,
-                      void *memory) {
-    EpHandle *handle = rig_handle(group, &world->c);
-    rig_open(rig, group, handle, &world->c, rank, stream, memory);
-    rig_load(rig, world);
-    rig_issue(rig, RIG_ALL);
-    rig_check(rig);
+static void run_case_in(DeviceStep *gpu, EpGroup *group, const World *world, int rank,
+                        cudaStream_t stream, void *memory) {
+    EpHandle *handle = device_step_handle(group, &world->c);
+    device_step_open(gpu, group, handle, &world->c, rank, stream, memory);
+    device_step_load(gpu, world);
+    device_step_issue(gpu, STEP_ALL);
+    device_step_check(gpu);
     CHECK_OK(ep_group_status(group, NULL));
     ep_handle_destroy(handle);
 }
 
-static void run_places(EpGroup *group, const Case *c, int rank, void *reached) {
-    Rig rig[PLACES];
+static void compare_memories(EpGroup *group, const Case *c, int rank, void *reachable) {
+    DeviceStep gpu[MEMORIES];
     World *world = world_new(c);
     cudaStream_t stream = new_stream();
-    void *memory[PLACES] = {NULL, reached, rank % 2 ? NULL : reached};
-    for (int i = 0; i < PLACES; i++) {
-        check_note("place %d: %s", i, case_describe(c));
-        run_place(&rig[i], group, world, rank, stream, memory[i]);
+    void *memory[MEMORIES] = {NULL, reachable, rank % 2 ? NULL : reachable};
+    for (int i = 0; i < MEMORIES; i++) {
+        check_note("memory %d: %s", i, case_describe(c));
+        run_case_in(&gpu[i], group, world, rank, stream, memory[i]);
     }
-    check_equal(&rig[PLAIN], &rig[REACHED]);
-    check_equal(&rig[PLAIN], &rig[MIXED]);
-    for (int i = 0; i < PLACES; i++)
-        rig_close(&rig[i]);
+    check_equal(&gpu[PLAIN], &gpu[REACHABLE]);
+    check_equal(&gpu[PLAIN], &gpu[MIXED]);
+    for (int i = 0; i < MEMORIES; i++)
+        device_step_close(&gpu[i]);
     CHECK_CUDA(cudaStreamDestroy(stream));
     world_free(world);
 }
@@ -79,7 +80,7 @@ static size_t most_bytes(int ranks) {
     size_t most = 0;
     for (int i = 0; i < CASES; i++) {
         Case c = draw_case(ranks, i);
-        if (rig_bytes(&c) > most) most = rig_bytes(&c);
+        if (device_step_bytes(&c) > most) most = device_step_bytes(&c);
     }
     return most;
 }
@@ -87,14 +88,14 @@ static size_t most_bytes(int ranks) {
 static void zero_copy(const EpBootstrap *bootstrap) {
     Case widest = draw_case(bootstrap->size, 3);
     EpGroup *group = open_group(bootstrap, &widest);
-    void *reached = NULL;
+    void *reachable = NULL;
     REQUIRE(group, "no group");
-    REQUIRE_OK(ep_mem_alloc(group, most_bytes(bootstrap->size), &reached));
+    REQUIRE_OK(ep_mem_alloc(group, most_bytes(bootstrap->size), &reachable));
     for (int i = 0; i < CASES; i++) {
         Case c = draw_case(bootstrap->size, i);
-        run_places(group, &c, bootstrap->rank, reached);
+        compare_memories(group, &c, bootstrap->rank, reachable);
     }
-    CHECK_OK(ep_mem_free(group, reached));
+    CHECK_OK(ep_mem_free(group, reachable));
     ep_group_destroy(group);
 }
 
@@ -108,9 +109,9 @@ ThreadTest(gpu_zero_copy, as_staged_4, 4) {
     zero_copy(bootstrap);
 }
 
-/* ---- its life ------------------------------------------------------------------------------ */
+/* ---- allocation ---------------------------------------------------------------------------- */
 
-/* Zeroed device memory, on its alignment. */
+/* Allocate device memory and check that it is aligned and zeroed. */
 static void *take_zeroed(EpGroup *group, size_t bytes) {
     void *memory = NULL;
     char *copy = gpu_allocate_zeroed(1, bytes);
@@ -125,7 +126,8 @@ static void *take_zeroed(EpGroup *group, size_t bytes) {
     return memory;
 }
 
-/* Sizes may differ; what is refused changes nothing; what was freed can be had again, zeroed. */
+/* Sizes may differ between ranks, refused calls change nothing, and freed memory can be allocated
+ * again, zeroed. */
 static void come_and_go(const EpBootstrap *bootstrap) {
     Case c = draw_case(bootstrap->size, 0);
     EpGroup *group = open_group(bootstrap, &c);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Wrong arguments of ep_prepare and of the calls that make handles. */
+/* Wrong arguments of ep_prepare and of the calls that create handles. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -35,16 +35,16 @@ static const Wrong wrong_tensors[] = {
     {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
 };
 
-/* Nothing of them is read. */
+/* Empty tensors are not read, so their addresses do not matter. */
 SoloTest(handles_arguments, empty_tensors_lie_anywhere) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    desk.tensor[TOPK_IDX].shape[0] = 0;
-    desk.tensor[TOPK_IDX].data = (char *)desk.tensor[TOPK_IDX].data + 1;
-    desk.arg[NUM_TOKENS] = NULL;
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_close(&desk);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    fixture.tensor[TOPK_IDX].shape[0] = 0;
+    fixture.tensor[TOPK_IDX].data = (char *)fixture.tensor[TOPK_IDX].data + 1;
+    fixture.arg[NUM_TOKENS] = NULL;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    fixture_close(&fixture);
 }
 
 static const Wrong wrong_source_counts[] = {
@@ -59,85 +59,86 @@ SoloTest(handles_arguments, wrong_source_counts) {
     static const Wrong unsupported[] = {
         {OP_PREPARE, SOURCE_COUNTS, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"NULL", "by source"}},
     };
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     if (TESTS_HAVE_SOURCE_COUNTS)
-        desk_check_table(c, wrong_source_counts, LENGTH(wrong_source_counts));
+        fixture_check_table(c, wrong_source_counts, LENGTH(wrong_source_counts));
     else
-        desk_check_table(c, unsupported, 1);
+        fixture_check_table(c, unsupported, 1);
 }
 
-/* A program that was compiled before the struct grew. */
+/* A program compiled before source_counts was added passes a smaller struct. */
 SoloTest(handles_arguments, plan_of_an_earlier_version) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
     plan.struct_size = offsetof(EpPlanTensors, source_counts);
-    plan.totals = desk.arg[TOTALS];
+    plan.totals = fixture.arg[TOTALS];
     memset(&plan.source_counts, 0x77, sizeof(plan.source_counts));
-    CHECK_OK(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, &plan));
-    const int64_t *totals = desk.tensor[TOTALS].data;
-    CHECK(totals[0] == desk.world->rank->recv_rows, "%lld rows", (long long)totals[0]);
-    desk_close(&desk);
+    CHECK_OK(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, &plan));
+    const int64_t *totals = fixture.tensor[TOTALS].data;
+    CHECK(totals[0] == fixture.world->rank->recv_rows, "%lld rows", (long long)totals[0]);
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, wrong_tensors) {
-    desk_check_table(desk_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
+    fixture_check_table(fixture_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }
 
-/* A refused prepare leaves the plan of the step before. */
+/* A refused prepare keeps the plan of the step before. */
 SoloTest(handles_arguments, refused_prepare_keeps_the_plan) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    step_prepare(&desk.step);
-    desk.tensor[TOPK_IDX].shape[0] = 10;
-    CHECK_STATUS(desk_call(&desk, OP_PREPARE), EP_ERR_TOKENS);
-    step_move(&desk.step);
-    desk_close(&desk);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    step_prepare(&fixture.step);
+    fixture.tensor[TOPK_IDX].shape[0] = 10;
+    CHECK_STATUS(fixture_call(&fixture, OP_PREPARE), EP_ERR_TOKENS);
+    step_move(&fixture.step);
+    fixture_close(&fixture);
 }
 
-/* The host does not read what lies in device memory; kernels stay within the rows there are. */
-static void check_clamped(Desk *desk, int64_t tokens) {
+/* The host does not read device memory, so kernels clamp the number of tokens to the rows of
+ * topk_idx. */
+static void check_clamped(Fixture *fixture, int64_t tokens) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_OK(desk_call(desk, OP_PREPARE));
-    CHECK_OK(ep_handle_info(desk->handle, &info));
+    CHECK_OK(fixture_call(fixture, OP_PREPARE));
+    CHECK_OK(ep_handle_info(fixture->handle, &info));
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
 }
 
 SoloTest(handles_arguments, number_of_tokens_out_of_range) {
     static const int32_t wrong[] = {-1, 10, INT32_MIN};
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     for (int i = 0; i < LENGTH(wrong); i++) {
-        *(int32_t *)desk.tensor[NUM_TOKENS].data = wrong[i];
+        *(int32_t *)fixture.tensor[NUM_TOKENS].data = wrong[i];
         if (TESTS_ON_GPU) {
-            check_clamped(&desk, wrong[i] < 0 ? 0 : 9);
+            check_clamped(&fixture, wrong[i] < 0 ? 0 : 9);
             continue;
         }
-        CHECK_REFUSED(desk_call(&desk, OP_PREPARE), EP_ERR_RANGE, "num_tokens", "9");
-        desk_check_untouched(&desk);
+        CHECK_REFUSED(fixture_call(&fixture, OP_PREPARE), EP_ERR_RANGE, "num_tokens", "9");
+        fixture_check_untouched(&fixture);
     }
-    *(int32_t *)desk.tensor[NUM_TOKENS].data = 9;
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk_close(&desk);
+    *(int32_t *)fixture.tensor[NUM_TOKENS].data = 9;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, plan_of_unknown_size) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
     static const size_t sizes[] = {0, 3, 100000};
     for (int i = 0; i < LENGTH(sizes); i++) {
         plan.struct_size = sizes[i];
-        CHECK_REFUSED(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, &plan),
+        CHECK_REFUSED(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, &plan),
                       EP_ERR_STRUCT_SIZE, "out");
     }
-    CHECK_OK(ep_prepare(desk.handle, desk.arg[TOPK_IDX], NULL, NULL, NULL));
-    desk_close(&desk);
+    CHECK_OK(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, NULL));
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, no_handle) {
@@ -155,7 +156,7 @@ SoloTest(handles_arguments, no_handle) {
     CHECK_REFUSED(ep_handle_bind(NULL, &info, 1), EP_ERR_NULL, "handle");
 }
 
-/* Fields of EpHandleConfig, one spoilt at a time. */
+/* EpHandleConfig with one wrong field each. */
 typedef struct WrongConfig {
     EpHandleConfig config;
     EpStatus status;
@@ -206,82 +207,82 @@ static const WrongConfig wrong_configs[] = {
 #pragma GCC diagnostic pop
 
 SoloTest(handles_arguments, wrong_configs) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     for (int i = 0; i < LENGTH(wrong_configs); i++) {
         const WrongConfig *wrong = &wrong_configs[i];
         EpHandle *handle = NULL;
         size_t bytes = 123;
         check_note("config %d: %s", i, wrong->field);
-        CHECK_REFUSED(ep_handle_create(desk.group, &wrong->config, NULL, 0, &handle), wrong->status,
-                      "ep_handle_create", wrong->field, wrong->got);
-        CHECK_REFUSED(ep_handle_memory(desk.group, &wrong->config, &bytes), wrong->status,
+        CHECK_REFUSED(ep_handle_create(fixture.group, &wrong->config, NULL, 0, &handle),
+                      wrong->status, "ep_handle_create", wrong->field, wrong->got);
+        CHECK_REFUSED(ep_handle_memory(fixture.group, &wrong->config, &bytes), wrong->status,
                       "ep_handle_memory", wrong->field, wrong->got);
         CHECK(handle == NULL && bytes == 123, "outputs were written");
     }
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, no_group_or_no_output) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     EpHandle *handle = NULL;
     size_t bytes = 123;
     CHECK_REFUSED(ep_handle_create(NULL, NULL, NULL, 0, &handle), EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_handle_create(desk.group, NULL, NULL, 0, NULL), EP_ERR_NULL, "out");
+    CHECK_REFUSED(ep_handle_create(fixture.group, NULL, NULL, 0, NULL), EP_ERR_NULL, "out");
     CHECK_REFUSED(ep_handle_memory(NULL, NULL, &bytes), EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_handle_memory(desk.group, NULL, NULL), EP_ERR_NULL, "bytes");
+    CHECK_REFUSED(ep_handle_memory(fixture.group, NULL, NULL), EP_ERR_NULL, "bytes");
     CHECK(handle == NULL && bytes == 123, "outputs were written");
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, info_of_unknown_size) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    step_prepare(&desk.step);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    step_prepare(&fixture.step);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     info.struct_size = 0;
-    CHECK_REFUSED(ep_handle_info(desk.handle, &info), EP_ERR_STRUCT_SIZE, "out");
+    CHECK_REFUSED(ep_handle_info(fixture.handle, &info), EP_ERR_STRUCT_SIZE, "out");
     CHECK(info.recv_rows == 0 && info.expert_counts == NULL, "outputs were written");
-    CHECK_REFUSED(ep_handle_info(desk.handle, NULL), EP_ERR_NULL, "out");
-    desk_close(&desk);
+    CHECK_REFUSED(ep_handle_info(fixture.handle, NULL), EP_ERR_NULL, "out");
+    fixture_close(&fixture);
 }
 
-/* A handle's K: every step brings that many. */
+/* Every step must have the K of the handle. */
 SoloTest(handles_arguments, other_k_than_the_handle) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    desk.tensor[TOPK_IDX].shape[1] = 1;
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    fixture.tensor[TOPK_IDX].shape[1] = 1;
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.top_k = 2;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
-    CHECK_REFUSED(ep_prepare(handle, desk.arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
+    CHECK_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
+    CHECK_REFUSED(ep_prepare(handle, fixture.arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "2", "got 1");
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
-/* 64-bit indices are compared whole: 2^32 + 1 is not expert 1. */
+/* 64-bit indices are not truncated: 2^32 + 1 is not expert 1. */
 SoloTest(handles_arguments, index_beyond_32_bits) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     int64_t index[2] = {(INT64_C(1) << 32) + 1, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT64, 1, 2);
-    CHECK_OK(ep_prepare(desk.handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(fixture.handle, &topk_idx, NULL, NULL, NULL));
     EpFinding found = EP_FINDING_INIT;
-    CHECK_REFUSED(ep_group_status(desk.group, &found), EP_ERR_ROUTING, "token 0", "k 0",
+    CHECK_REFUSED(ep_group_status(fixture.group, &found), EP_ERR_ROUTING, "token 0", "k 0",
                   "4294967297");
     CHECK(found.seen == index[0] && found.count == 1, "%lld", (long long)found.seen);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_OK(ep_handle_info(desk.handle, &info));
+    CHECK_OK(ep_handle_info(fixture.handle, &info));
     CHECK(info.expert_counts[1] == 0 && info.expert_counts[3] == 1, "%d, %d", info.expert_counts[1],
           info.expert_counts[3]);
-    CHECK_OK(ep_group_status(desk.group, &found));
+    CHECK_OK(ep_group_status(fixture.group, &found));
     CHECK(found.status == EP_OK, "%d", (int)found.status);
-    desk_close(&desk);
+    fixture_close(&fixture);
 }

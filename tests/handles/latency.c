@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Latency mode: who gets it, what it takes, and that a dispatch routes by what memory says then.
- * What its operations write is tested with all other cases: see run_case_on_threads. */
+/* Latency mode: which handles get it, what memory it takes, and that a dispatch reads the routing
+ * when it runs. run_case_on_threads tests what its operations write. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 static Case latency_case(EpLayout layout) {
-    Case c = desk_case(layout);
+    Case c = fixture_case(layout);
     c.mode = EP_MODE_LATENCY;
     return case_complete(c);
 }
@@ -76,19 +76,19 @@ ThreadTest(handles_latency, who_gets_it, 1) {
     }
 }
 
-/* A backend that has no such mode says so. */
+/* A backend without latency mode refuses it. */
 SoloTest(handles_latency, refused_where_it_is_not) {
     if (TESTS_HAVE_LATENCY) return;
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_BATCHED);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_BATCHED);
+    fixture_open(&fixture, &c);
     EpHandleConfig config = case_handle_config(&c);
     EpHandle *handle = NULL;
     config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(desk.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+    CHECK_REFUSED(ep_handle_create(fixture.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
                   "config.mode", "EP_MODE_LATENCY", "throughput");
     CHECK(handle == NULL, "a handle was made");
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
 static void refuse_exact(EpGroup *group, EpLayout layout) {
@@ -108,23 +108,23 @@ static void refuse_exact(EpGroup *group, EpLayout layout) {
 
 SoloTest(handles_latency, needs_a_static_size) {
     NEEDS_LATENCY();
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    refuse_exact(desk.group, EP_LAYOUT_EXPERT_MAJOR);
-    refuse_exact(desk.group, EP_LAYOUT_FLAT);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    refuse_exact(fixture.group, EP_LAYOUT_EXPERT_MAJOR);
+    refuse_exact(fixture.group, EP_LAYOUT_FLAT);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     CHECK_REFUSED(ep_handle_cost(NULL, NULL, &cost), EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_handle_cost(desk.group, NULL, NULL), EP_ERR_NULL, "out");
+    CHECK_REFUSED(ep_handle_cost(fixture.group, NULL, NULL), EP_ERR_NULL, "out");
     cost.struct_size = 3;
-    CHECK_REFUSED(ep_handle_cost(desk.group, NULL, &cost), EP_ERR_STRUCT_SIZE, "out");
-    desk_close(&desk);
+    CHECK_REFUSED(ep_handle_cost(fixture.group, NULL, &cost), EP_ERR_STRUCT_SIZE, "out");
+    fixture_close(&fixture);
 }
 
-/* A group all of whose handles must choose a size can be had. */
+/* A group without a capacity is feasible: each handle must then choose its own. */
 SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
     NEEDS_LATENCY();
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     config.mode = EP_MODE_LATENCY;
@@ -139,44 +139,44 @@ SoloTest(handles_latency, groups_without_a_capacity_are_feasible) {
 
 SoloTest(handles_latency, costs_what_it_says) {
     NEEDS_LATENCY();
-    Desk desk;
+    Fixture fixture;
     Case c = latency_case(EP_LAYOUT_BATCHED);
-    desk_open(&desk, &c);
+    fixture_open(&fixture, &c);
     EpHandleConfig config = case_handle_config(&c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
     EpGroupInfo before = EP_GROUP_INFO_INIT, during = before, after = before;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_cost(desk.group, &config, &cost));
-    CHECK_OK(ep_group_query(desk.group, &before));
-    REQUIRE_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
-    CHECK_OK(ep_group_query(desk.group, &during));
+    CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
+    CHECK_OK(ep_group_query(fixture.group, &before));
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
+    CHECK_OK(ep_group_query(fixture.group, &during));
     ep_handle_destroy(handle);
-    CHECK_OK(ep_group_query(desk.group, &after));
+    CHECK_OK(ep_group_query(fixture.group, &after));
     CHECK(during.library_bytes - before.library_bytes == cost.plan_bytes + cost.buffer_bytes,
           "%lld bytes more", (long long)(during.library_bytes - before.library_bytes));
     CHECK(after.library_bytes == before.library_bytes, "%lld bytes are left",
           (long long)(after.library_bytes - before.library_bytes));
-    /* Where the caller brings the plan's memory, the buffers are still the library's. */
+    /* If the caller owns the plan's memory, the library still owns the buffers. */
     void *memory = aligned_alloc(64, (size_t)cost.plan_bytes);
-    REQUIRE_OK(ep_handle_create(desk.group, &config, memory, (size_t)cost.plan_bytes, &handle));
-    CHECK_OK(ep_group_query(desk.group, &during));
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, memory, (size_t)cost.plan_bytes, &handle));
+    CHECK_OK(ep_group_query(fixture.group, &during));
     CHECK(during.library_bytes - before.library_bytes == cost.buffer_bytes, "%lld bytes more",
           (long long)(during.library_bytes - before.library_bytes));
-    desk_close(&desk);
+    fixture_close(&fixture);
     free(memory);
 }
 
-/* Programs that were compiled before the structs grew have throughput mode. */
+/* A program compiled before `mode` was added gets throughput mode. */
 SoloTest(handles_latency, structs_of_an_earlier_version) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
     EpHandleConfig config = case_handle_config(&c);
     EpHandle *handle = NULL;
     config.struct_size = offsetof(EpHandleConfig, mode);
     config.mode = -77;
-    REQUIRE_OK(ep_handle_create(desk.group, &config, NULL, 0, &handle));
-    Step step = desk.step;
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
+    Step step = fixture.step;
     step.handle = handle;
     step_all(&step);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
@@ -188,96 +188,98 @@ SoloTest(handles_latency, structs_of_an_earlier_version) {
     info = (EpHandleInfo)EP_HANDLE_INFO_INIT;
     CHECK_OK(ep_handle_info(handle, &info));
     CHECK(info.mode == EP_MODE_THROUGHPUT, "mode %d", (int)info.mode);
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
 /* ---- order ---- */
 
-static void refuse_until_dispatched(Desk *desk) {
+static void refuse_until_dispatched(Fixture *fixture) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_REFUSED(desk_call(desk, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "ep_dispatch");
-    CHECK_REFUSED(ep_handle_info(desk->handle, &info), EP_ERR_NOT_PREPARED, "ep_handle_info",
+    CHECK_REFUSED(fixture_call(fixture, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine",
+                  "ep_dispatch");
+    CHECK_REFUSED(ep_handle_info(fixture->handle, &info), EP_ERR_NOT_PREPARED, "ep_handle_info",
                   "ep_dispatch");
     CHECK(info.step == 0, "outputs were written");
-    desk_check_untouched(desk);
+    fixture_check_untouched(fixture);
 }
 
-/* The plan is there once a dispatch has made it, and gone with the next ep_prepare. */
+/* A dispatch makes the plan; the next ep_prepare discards it. */
 SoloTest(handles_latency, dispatch_makes_the_plan) {
     NEEDS_LATENCY();
-    Desk desk;
+    Fixture fixture;
     Case c = latency_case(EP_LAYOUT_BATCHED);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    desk_open(&desk, &c);
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch", "routing");
-    CHECK_REFUSED(desk_call(&desk, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
-    desk_check_untouched(&desk);
+    fixture_open(&fixture, &c);
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_NOT_PREPARED, "ep_dispatch",
+                  "routing");
+    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE), EP_ERR_NOT_PREPARED, "ep_combine", "plan");
+    fixture_check_untouched(&fixture);
     for (int step = 1; step <= 3; step++) {
-        desk_reset(&desk);
-        CHECK_OK(desk_call(&desk, OP_PREPARE));
-        refuse_until_dispatched(&desk);
-        CHECK_OK(desk_call(&desk, OP_DISPATCH));
-        CHECK_OK(desk_call(&desk, OP_COMBINE));
-        CHECK_OK(ep_handle_info(desk.handle, &info));
+        fixture_reset(&fixture);
+        CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+        refuse_until_dispatched(&fixture);
+        CHECK_OK(fixture_call(&fixture, OP_DISPATCH));
+        CHECK_OK(fixture_call(&fixture, OP_COMBINE));
+        CHECK_OK(ep_handle_info(fixture.handle, &info));
         CHECK(info.step == step, "step %lld instead of %d", (long long)info.step, step);
         CHECK(info.mode == EP_MODE_LATENCY, "mode %d", (int)info.mode);
     }
-    desk_close(&desk);
+    fixture_close(&fixture);
 }
 
 SoloTest(handles_latency, there_is_no_backward) {
     NEEDS_LATENCY();
-    Desk desk;
+    Fixture fixture;
     Case c = latency_case(EP_LAYOUT_EXPERT_MAJOR);
-    desk_open(&desk, &c);
-    step_dispatch(&desk.step);
-    CHECK_REFUSED(desk_call(&desk, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED, "ep_combine_backward",
-                  "throughput mode", "no backward");
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED,
+    fixture_open(&fixture, &c);
+    step_dispatch(&fixture.step);
+    CHECK_REFUSED(fixture_call(&fixture, OP_COMBINE_BACKWARD), EP_ERR_UNSUPPORTED,
+                  "ep_combine_backward", "throughput mode", "no backward");
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH_BACKWARD), EP_ERR_UNSUPPORTED,
                   "ep_dispatch_backward", "throughput mode", "no backward");
-    desk_check_untouched(&desk);
-    step_combine(&desk.step);
-    desk_close(&desk);
+    fixture_check_untouched(&fixture);
+    step_combine(&fixture.step);
+    fixture_close(&fixture);
 }
 
-static void check_dispatched(Desk *desk, int32_t given, int64_t tokens) {
+static void check_dispatched(Fixture *fixture, int32_t given, int64_t tokens) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    *(int32_t *)desk->tensor[NUM_TOKENS].data = given;
-    CHECK_OK(desk_call(desk, OP_DISPATCH));
-    CHECK_OK(ep_handle_info(desk->handle, &info));
+    *(int32_t *)fixture->tensor[NUM_TOKENS].data = given;
+    CHECK_OK(fixture_call(fixture, OP_DISPATCH));
+    CHECK_OK(ep_handle_info(fixture->handle, &info));
     CHECK(info.num_tokens == tokens, "%lld tokens instead of %lld", (long long)info.num_tokens,
           (long long)tokens);
 }
 
-static void refuse_range(Desk *desk) {
-    *(int32_t *)desk->tensor[NUM_TOKENS].data = 10;
-    CHECK_REFUSED(desk_call(desk, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens", "0 .. 9",
-                  "got 10");
-    desk_check_untouched(desk);
+static void refuse_range(Fixture *fixture) {
+    *(int32_t *)fixture->tensor[NUM_TOKENS].data = 10;
+    CHECK_REFUSED(fixture_call(fixture, OP_DISPATCH), EP_ERR_RANGE, "ep_dispatch", "num_tokens",
+                  "0 .. 9", "got 10");
+    fixture_check_untouched(fixture);
 }
 
-/* num_tokens is read by the dispatch, which refuses what ep_prepare could not see. Kernels, whose
- * calls do not see it either, stay within the rows there are. */
+/* The dispatch reads num_tokens. On the host it refuses a number out of range; kernels clamp it to
+ * the rows of topk_idx, since their calls do not read it. */
 SoloTest(handles_latency, number_of_tokens_out_of_range) {
     NEEDS_LATENCY();
-    Desk desk;
+    Fixture fixture;
     Case c = latency_case(EP_LAYOUT_BATCHED);
-    desk_open(&desk, &c);
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    if (!TESTS_ON_GPU) refuse_range(&desk);
-    if (TESTS_ON_GPU) check_dispatched(&desk, 10, 9), check_dispatched(&desk, -1, 0);
-    check_dispatched(&desk, 4, 4);
-    /* Tensors of tokens have T rows all the same. */
-    desk.tensor[TOKENS].shape[0] = 4;
-    CHECK_REFUSED(desk_call(&desk, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
-    desk_close(&desk);
+    fixture_open(&fixture, &c);
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    if (!TESTS_ON_GPU) refuse_range(&fixture);
+    if (TESTS_ON_GPU) check_dispatched(&fixture, 10, 9), check_dispatched(&fixture, -1, 0);
+    check_dispatched(&fixture, 4, 4);
+    /* The tensor of tokens must still have T rows. */
+    fixture.tensor[TOKENS].shape[0] = 4;
+    CHECK_REFUSED(fixture_call(&fixture, OP_DISPATCH), EP_ERR_SHAPE, "tokens", "9", "got 4");
+    fixture_close(&fixture);
 }
 
-/* ---- routing that changes in place, as when graphs are replayed ---- */
+/* ---- routing that changes in place, as in replays of graphs ---- */
 
 enum { RANKS = 4, REPLAYS = 40 };
 
-/* Buffers whose addresses a dispatch keeps using. */
+/* Buffers that every dispatch reads and writes again after one ep_prepare. */
 typedef struct Fixed {
     int64_t *index;
     int64_t num_tokens;
@@ -290,7 +292,7 @@ static void fill(Fixed *fixed, const World *world, int rank) {
     fixed->num_tokens = me->tokens;
 }
 
-static void record(EpHandle *handle, Fixed *fixed, const Case *c) {
+static void defer_routing(EpHandle *handle, Fixed *fixed, const Case *c) {
     EpTensor topk_idx = ep_tensor_2d(fixed->index, EP_TYPE_INT64, c->max_tokens, c->top_k);
     EpTensor num_tokens = ep_tensor_1d(&fixed->num_tokens, EP_TYPE_INT64, 1);
     EpTensor totals = ep_tensor_1d(fixed->totals, EP_TYPE_INT32, 3);
@@ -309,16 +311,16 @@ static void replay(const Step *step, Fixed *fixed) {
     step_check_status(step);
 }
 
-static void replays(const EpBootstrap *bootstrap, EpLayout layout, int halves) {
+static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
     Case c = {.ranks = RANKS, .experts = 10, .top_k = 3, .counted = 1, .weighted = 1};
     c.layout = layout, c.mode = EP_MODE_LATENCY, c.index_type = EP_TYPE_INT64;
-    c.halves = halves;
+    c.phases = phases;
     c = case_complete(c);
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
     REQUIRE(handle, "no handle");
     Fixed fixed = {.index = calloc((size_t)(c.max_tokens * c.top_k), sizeof(int64_t))};
-    record(handle, &fixed, &c);
+    defer_routing(handle, &fixed, &c);
     for (int i = 0; i < REPLAYS; i++) {
         c.seed = (uint64_t)i, c.spread = (Spread)(i % 5), c.masked_percent = i % 30;
         World *world = world_new(&c);
@@ -339,11 +341,11 @@ ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
     }
 }
 
-/* ---- many handles, ranks that are late ---- */
+/* ---- many handles, delayed ranks ---- */
 
 enum { HANDLES = 5, STEPS = 60 };
 
-static void dawdle(Random *random) {
+static void delay(Random *random) {
     if (random_percent(random, 30)) usleep((useconds_t)random_below(random, 2000));
 }
 
@@ -352,7 +354,7 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
     c.mode = EP_MODE_LATENCY, c.scale_bytes = 8, c.masked_percent = 10;
     EpHandle *handles[HANDLES];
     EpGroup *group = NULL;
-    /* One stream of draws that all ranks share, and one of this rank's own delays. */
+    /* Equal draws on all ranks, and this rank's delays. */
     Random shared = random_stream(seed, 1, 0), own = random_stream(seed, 2, bootstrap->rank);
     for (int i = 0; i < HANDLES; i++) {
         c.layout = (EpLayout)(1 + i % 3);
@@ -367,16 +369,16 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
         World *world = world_new(&c);
         check_note("stress seed %llu, step %d: %s", (unsigned long long)seed, i, case_describe(&c));
         Step step = {group, handles[which], world, bootstrap->rank};
-        dawdle(&own);
+        delay(&own);
         step_dispatch(&step);
-        dawdle(&own);
+        delay(&own);
         step_combine(&step);
         world_free(world);
     }
     ep_group_destroy(group);
 }
 
-ThreadTest(handles_latency, ranks_that_dawdle, RANKS) {
+ThreadTest(handles_latency, delayed_ranks, RANKS) {
     NEEDS_LATENCY();
     const char *given = getenv("LIBEP_TEST_SEED");
     stress(bootstrap, given ? strtoull(given, NULL, 10) : 7);

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Handle memory that the caller owns, moves, saves, restores and, by mistake, destroys. */
+/* Handle memory that the caller owns, moves, saves, restores or overwrites by mistake. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/cases/desk.h"
+#include "tests/cases/fixture.h"
 
 static const Case plain = {.ranks = 3, .experts = 7, .top_k = 3, .weighted = 1, .alignment = 4};
 
-/* A handle in memory of the caller's. */
+/* A handle in memory that the test owns. */
 typedef struct Owned {
     EpGroup *group;
     EpHandle *handle;
@@ -45,13 +45,14 @@ static void owned_close(Owned *o) {
     world_free(o->world);
 }
 
+/* Move the handle's memory to a new address and overwrite the old one. */
 static void move(Owned *o) {
-    void *place = new_memory(o->bytes);
-    memcpy(place, o->memory, o->bytes);
-    CHECK_OK(ep_handle_bind(o->handle, place, o->bytes));
+    void *target = new_memory(o->bytes);
+    memcpy(target, o->memory, o->bytes);
+    CHECK_OK(ep_handle_bind(o->handle, target, o->bytes));
     memset(o->memory, 0xdd, o->bytes);
     free(o->memory);
-    o->memory = place;
+    o->memory = target;
 }
 
 ThreadTest(handles_memory, moved_between_all_calls, 3) {
@@ -74,7 +75,7 @@ ThreadTest(handles_memory, moved_between_all_calls, 3) {
     }
 }
 
-/* Ranks move or stay as they like. */
+/* One rank moves its handle's memory, the others do not. */
 ThreadTest(handles_memory, moved_on_one_rank, 3) {
     Owned o = owned_open(bootstrap, &plain);
     REQUIRE(o.handle, "no handle");
@@ -84,7 +85,7 @@ ThreadTest(handles_memory, moved_on_one_rank, 3) {
     owned_close(&o);
 }
 
-/* The arrays that ep_handle_info shows are right after a move, too. */
+/* ep_handle_info gives valid arrays after a move. */
 ThreadTest(handles_memory, info_follows_the_move, 3) {
     Owned o = owned_open(bootstrap, &plain);
     REQUIRE(o.handle, "no handle");
@@ -98,7 +99,7 @@ ThreadTest(handles_memory, info_follows_the_move, 3) {
     owned_close(&o);
 }
 
-/* A plan that was saved can be brought back after the handle served another step. */
+/* A saved plan can be restored after the handle has served another step. */
 ThreadTest(handles_memory, saved_and_restored, 3) {
     Owned o = owned_open(bootstrap, &plain);
     REQUIRE(o.handle, "no handle");
@@ -122,22 +123,22 @@ ThreadTest(handles_memory, saved_and_restored, 3) {
     owned_close(&o);
 }
 
-/* The header promises 64 bytes of alignment, and nothing past the end is touched. */
+/* 64 bytes of alignment are enough, as the header says, and no byte past the end is touched. */
 ThreadTest(handles_memory, exactly_the_bytes_asked_for, 2) {
     Case c = plain;
     c.ranks = 2;
     Owned o = owned_open(bootstrap, &c);
     REQUIRE(o.handle, "no handle");
-    unsigned char *place = new_memory(o.bytes + 64 + 256);
+    unsigned char *target = new_memory(o.bytes + 64 + 256);
     /* 64 but not 128 bytes of alignment */
-    unsigned char *inside = place + ((uintptr_t)place % 128 ? 0 : 64);
+    unsigned char *inside = target + ((uintptr_t)target % 128 ? 0 : 64);
     memcpy(inside, o.memory, o.bytes);
     CHECK_OK(ep_handle_bind(o.handle, inside, o.bytes));
     step_all(&o.step);
     for (int i = 0; i < 192; i++)
         CHECK(inside[o.bytes + (size_t)i] == 0xee, "byte %d past the end was written", i);
     owned_close(&o);
-    free(place);
+    free(target);
 }
 
 ThreadTest(handles_memory, too_small, 1) {
@@ -175,8 +176,8 @@ ThreadTest(handles_memory, misaligned, 1) {
     world_free(world);
 }
 
-/* Bytes of another handle of the same group, of another group, and no handle's at all. The old
- * place stays in use each time. */
+/* Bytes of another handle of the same group, of another group, and of no handle are refused. The
+ * old memory stays in use each time. */
 ThreadTest(handles_memory, bytes_of_others_are_refused, 2) {
     Case c = plain;
     c.ranks = 2;
@@ -187,19 +188,19 @@ ThreadTest(handles_memory, bytes_of_others_are_refused, 2) {
     step_prepare(&mine.step);
     step_prepare(&foreign.step);
 
-    void *place = new_memory(mine.bytes);
-    memcpy(place, foreign.memory, mine.bytes);
-    CHECK_REFUSED(ep_handle_bind(mine.handle, place, mine.bytes), EP_ERR_FOREIGN, "group");
-    memcpy(place, sibling.memory, mine.bytes);
-    CHECK_REFUSED(ep_handle_bind(mine.handle, place, mine.bytes), EP_ERR_FOREIGN, "handle");
-    memset(place, 0, mine.bytes);
-    CHECK_STATUS(ep_handle_bind(mine.handle, place, mine.bytes), EP_ERR_HANDLE_MEMORY);
+    void *target = new_memory(mine.bytes);
+    memcpy(target, foreign.memory, mine.bytes);
+    CHECK_REFUSED(ep_handle_bind(mine.handle, target, mine.bytes), EP_ERR_FOREIGN, "group");
+    memcpy(target, sibling.memory, mine.bytes);
+    CHECK_REFUSED(ep_handle_bind(mine.handle, target, mine.bytes), EP_ERR_FOREIGN, "handle");
+    memset(target, 0, mine.bytes);
+    CHECK_STATUS(ep_handle_bind(mine.handle, target, mine.bytes), EP_ERR_HANDLE_MEMORY);
     step_move(&mine.step);
     step_move(&foreign.step);
 
     ep_handle_destroy(sibling.handle);
     free(sibling.memory);
-    free(place);
+    free(target);
     owned_close(&foreign);
     owned_close(&mine);
 }
@@ -218,26 +219,26 @@ static void overwrite(const Owned *o, const Owned *sibling, Damage damage) {
     if (damage == SIBLING) memcpy(o->memory, sibling->memory, o->bytes);
 }
 
-/* Kernels look at the memory, and what they find is for ep_group_status to say. */
-static EpStatus outcome(Desk *desk, Op op) {
-    EpStatus status = desk_call(desk, op);
-    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(desk->group, NULL) : status;
+/* Returns the status of a call. On GPUs kernels check the memory, so ep_group_status has it. */
+static EpStatus outcome(Fixture *fixture, Op op) {
+    EpStatus status = fixture_call(fixture, op);
+    return TESTS_ON_GPU && status == EP_OK ? ep_group_status(fixture->group, NULL) : status;
 }
 
-/* On the host a call is refused, and the memory may be brought back. On GPUs the group has failed:
- * other ranks have entered the operation. */
-static void check_overwritten(Desk *desk, const Owned *o, const Owned *sibling, Op op,
+/* On the host the call is refused, and the memory can be restored. On GPUs the group has failed,
+ * since other ranks have entered the operation. */
+static void check_overwritten(Fixture *fixture, const Owned *o, const Owned *sibling, Op op,
                               Damage damage) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     void *saved = new_memory(o->bytes);
     memcpy(saved, o->memory, o->bytes);
     overwrite(o, sibling, damage);
-    desk_reset(desk);
-    CHECK_REFUSED(outcome(desk, op), damage_status[damage], "rank 0", "handle memory");
+    fixture_reset(fixture);
+    CHECK_REFUSED(outcome(fixture, op), damage_status[damage], "rank 0", "handle memory");
     for (int i = OP_PREPARE; i <= OP_COMBINE_BACKWARD; i++)
-        CHECK_STATUS(desk_call(desk, (Op)i), damage_status[damage]);
+        CHECK_STATUS(fixture_call(fixture, (Op)i), damage_status[damage]);
     CHECK_STATUS(ep_handle_info(o->handle, &info), damage_status[damage]);
-    desk_check_untouched(desk);
+    fixture_check_untouched(fixture);
     CHECK_STATUS(ep_handle_bind(o->handle, o->memory, o->bytes), damage_status[damage]);
     memcpy(o->memory, saved, o->bytes);
     CHECK_OK(ep_handle_bind(o->handle, o->memory, o->bytes));
@@ -246,34 +247,34 @@ static void check_overwritten(Desk *desk, const Owned *o, const Owned *sibling, 
 }
 
 static void overwritten_before(Op op, Damage damage) {
-    Desk desk;
-    Case c = desk_case(EP_LAYOUT_EXPERT_MAJOR);
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     check_note("operation %d, damage %d", (int)op, (int)damage);
-    desk_open(&desk, &c);
-    REQUIRE(desk.handle, "no handle");
-    Owned o = {.group = desk.group, .world = desk.world}, sibling = o;
+    fixture_open(&fixture, &c);
+    REQUIRE(fixture.handle, "no handle");
+    Owned o = {.group = fixture.group, .world = fixture.world}, sibling = o;
     owned_handle(&o);
     owned_handle(&sibling);
-    desk.handle = sibling.handle;
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    desk.handle = o.handle, desk.step.handle = o.handle, o.step = desk.step;
-    CHECK_OK(desk_call(&desk, OP_PREPARE));
-    check_overwritten(&desk, &o, &sibling, op, damage);
-    desk_close(&desk);
+    fixture.handle = sibling.handle;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    fixture.handle = o.handle, fixture.step.handle = o.handle, o.step = fixture.step;
+    CHECK_OK(fixture_call(&fixture, OP_PREPARE));
+    check_overwritten(&fixture, &o, &sibling, op, damage);
+    fixture_close(&fixture);
     free(o.memory);
     free(sibling.memory);
 }
 
-/* Every call that reads the plan notices, on the rank whose memory it is, before anything moves:
- * also another handle's bytes copied over this one's. */
+/* Every call that reads the plan detects the damage on that rank before anything moves. One kind of
+ * damage is another handle's bytes. */
 SoloTest(handles_memory, overwritten) {
-    setenv("EP_LOG_FILE", "/dev/null", 1); /* groups that fail on GPUs log a warning */
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1); /* groups that fail on GPUs log a warning */
     for (int op = OP_PREPARE; op <= OP_COMBINE_BACKWARD; op++)
         for (int damage = 0; damage < DAMAGES; damage++)
             overwritten_before((Op)op, (Damage)damage);
 }
 
-/* Destroying a handle leaves memory alone that is in other use by now. */
+/* Destroying a handle does not touch its memory, which may be in other use. */
 ThreadTest(handles_memory, in_other_use_when_destroyed, 1) {
     Owned o = owned_open(bootstrap, &(Case){.ranks = 1, .spread = SPREAD_FULL});
     REQUIRE(o.handle, "no handle");
@@ -320,7 +321,7 @@ ThreadTest(handles_memory, use_after_destroy, 2) {
     ep_handle_destroy(o.handle);
     check_all_refused(&o.step, EP_ERR_DESTROYED);
     CHECK_STATUS(ep_handle_bind(o.handle, o.memory, o.bytes), EP_ERR_DESTROYED);
-    /* The caller's memory no longer passes for a plan. */
+    /* The caller's memory is no longer accepted as a plan. */
     EpHandle *next = open_handle(o.group, &o.world->c);
     if (next) CHECK_REFUSED(ep_handle_bind(next, o.memory, o.bytes), EP_ERR_DESTROYED, "destroyed");
     owned_close(&o);
@@ -344,7 +345,7 @@ ThreadTest(handles_memory, use_after_the_group_is_destroyed, 2) {
     owned_close(&o);
 }
 
-/* Twice is no crash; NULL is allowed. */
+/* Destroying twice does not crash; NULL is allowed. */
 ThreadTest(handles_memory, destroyed_twice, 1) {
     Owned o = owned_open(bootstrap, &(Case){.ranks = 1});
     REQUIRE(o.handle, "no handle");

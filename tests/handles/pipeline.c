@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Several handles live at once, used in any order: each keeps the plan of its own step, so every
- * operation gives what the oracle expects of it alone. */
+/* Several live handles, used in any order. Each keeps the plan of its own step, so every operation
+ * gives what the oracle expects. */
 #include <string.h>
 
 #include "tests/cases/run.h"
 
-enum { RANKS = 3, MOST = 12 };
+enum { RANKS = 3, MAX_LAYERS = 12 };
 
-/* Handles of one rank with a world each. */
+/* One rank's handles, with a world each. */
 typedef struct Layers {
     EpGroup *group;
-    Step step[MOST];
+    Step step[MAX_LAYERS];
     int count;
 } Layers;
 
@@ -58,7 +58,7 @@ static void backward(const Step *step) {
 ThreadTest(handles_pipeline, f0_f1_b0_f2_b1_b2, RANKS) {
     Layers layers = layers_open(bootstrap, 3, 0);
     Step *micro = layers.step;
-    /* Two handles are enough: the third micro-batch takes over the first's. */
+    /* Two handles are enough: the third micro-batch reuses the first one's handle. */
     micro[2].handle = micro[0].handle;
     forward(&micro[0]);
     forward(&micro[1]);
@@ -85,20 +85,20 @@ ThreadTest(handles_pipeline, two_equal_layers_interleaved, RANKS) {
     layers_close(&layers);
 }
 
-/* Forward through all layers, backward in the opposite order, twice; with a handle of each layout
- * among them. */
+/* Forward through all layers, then backward in the opposite order, twice, with handles of every
+ * layout. */
 ThreadTest(handles_pipeline, twelve_layers_of_all_layouts, RANKS) {
-    Layers layers = layers_open(bootstrap, MOST, 1);
+    Layers layers = layers_open(bootstrap, MAX_LAYERS, 1);
     for (int round = 0; round < 2; round++) {
-        for (int i = 0; i < MOST; i++)
+        for (int i = 0; i < MAX_LAYERS; i++)
             forward(&layers.step[i]);
-        for (int i = MOST - 1; i >= 0; i--)
+        for (int i = MAX_LAYERS - 1; i >= 0; i--)
             backward(&layers.step[i]);
     }
     layers_close(&layers);
 }
 
-/* Handles die and are born between steps; the others do not notice. */
+/* Handles are destroyed and created between steps; the others are not affected. */
 ThreadTest(handles_pipeline, handles_come_and_go, RANKS) {
     Layers layers = layers_open(bootstrap, 4, 0);
     Step *step = layers.step;
@@ -114,7 +114,7 @@ ThreadTest(handles_pipeline, handles_come_and_go, RANKS) {
     layers_close(&layers);
 }
 
-/* One operation may be repeated, and gives the same again. */
+/* An operation can be repeated with the same result. */
 ThreadTest(handles_pipeline, operations_repeated, RANKS) {
     Layers layers = layers_open(bootstrap, 1, 0);
     step_prepare(layers.step);
@@ -127,7 +127,7 @@ ThreadTest(handles_pipeline, operations_repeated, RANKS) {
     layers_close(&layers);
 }
 
-/* Dot products are the one result the oracle knows only nearly: they repeat to the bit. */
+/* Compute the dot products. The oracle has only a bound for them, but their bits must repeat. */
 static void slot_gradients(const Step *step, float *out) {
     EpTensor grad_out = step_grad_out(step), weights = step_slot_weights(step);
     EpTensor expert_out = step_expert_out(step), slots = weights;
@@ -159,7 +159,7 @@ ThreadTest(handles_pipeline, slot_gradients_repeat_to_the_bit, RANKS) {
     CHECK(first[0] != 0 || first[1] != 0, "nothing was computed");
 }
 
-/* The number of steps and the shape of the last one are the handle's own. */
+/* Each handle counts its own steps. */
 ThreadTest(handles_pipeline, steps_are_counted, RANKS) {
     Layers layers = layers_open(bootstrap, 2, 0);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;

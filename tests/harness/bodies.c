@@ -47,7 +47,7 @@ const char *body_name(void) {
     return name;
 }
 
-/* ---- what Criterion's macros call, in place of its library's ---- */
+/* ---- functions that Criterion's macros call ---- */
 
 static const struct criterion_test_extra_data *suite_data(void) {
     for (struct criterion_suite **s = __start_cr_sts; s < __stop_cr_sts; s++)
@@ -100,7 +100,7 @@ static void keep_environment(void) {
     before[count] = NULL;
 }
 
-/* What setenv put aside is still there. */
+/* Restore the saved pointers. setenv does not free the strings that it replaces. */
 static void restore_environment(void) {
     size_t i = 0;
     for (; before[i]; i++)

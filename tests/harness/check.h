@@ -3,9 +3,9 @@
 #define TESTS_HARNESS_CHECK_H
 
 /**
- * Checks that any thread may make. Criterion's own assertions unwind the test and are safe on its
- * main thread alone; these keep the thread's first failure and go on. run_on_threads, RankedTest
- * and SoloTest turn what was kept into an assertion.
+ * Checks that any thread may make. Criterion's assertions unwind the test and are safe on its main
+ * thread alone; these checks keep the thread's first failure and go on. run_on_threads, RankedTest
+ * and SoloTest turn a kept failure into an assertion.
  */
 
 #include <stdbool.h>
@@ -14,27 +14,27 @@
 
 #include "ep/ep.h"
 
-/** Keep a failure of this thread, if it is the first, unless `ok`; returns `ok`. */
+/** Record a failure unless `ok`, if it is this thread's first. Returns `ok`. */
 __attribute__((format(printf, 5, 6))) bool check_that(bool ok, const char *file, int line,
                                                       const char *what, const char *format, ...);
 
 bool check_status(EpStatus got, EpStatus expected, const char *file, int line, const char *call);
 
-/** As check_status, and the sentence of the failed call has every one of `parts` (NULL ends). */
+/** Check the status, and that the error contains each of `parts` (ends with NULL). */
 bool check_refused(EpStatus got, EpStatus expected, const char *const *parts, const char *file,
                    int line, const char *call);
 
-/** What this thread is about to try: goes with its first failure from now on. */
+/** Set a note that is printed with this thread's first failure from now on. */
 __attribute__((format(printf, 1, 2))) void check_note(const char *format, ...);
 
-/** What failed first on this thread, or "". */
+/** Returns this thread's first failure, or "". */
 const char *check_failure(void);
 void check_clear(void);
 
-/** Assert, on Criterion's thread, that nothing failed on it. */
+/** Assert, on Criterion's thread, that none of its checks failed. */
 void check_assert(void);
 
-/** Skip the test; on a rank's thread it is the harness that then does so, by check_skip. */
+/** Skip the test. On a rank's thread, only record the reason; the harness skips with check_skip. */
 void check_left_out(const char *why);
 void check_skip(void);
 
@@ -42,12 +42,12 @@ void check_skip(void);
 #define CHECK_OK(call) check_status((call), EP_OK, __FILE__, __LINE__, #call)
 #define CHECK_STATUS(call, expected) check_status((call), (expected), __FILE__, __LINE__, #call)
 
-/** The call is refused with a status and a sentence that has all the given parts. */
+/** Check that the call returns a status and an error that contains all given parts. */
 #define CHECK_REFUSED(call, expected, ...)                                                \
     check_refused((call), (expected), (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
                   __LINE__, #call)
 
-/** Leave the (void) function when a check fails: what follows could not run. */
+/** Return from the (void) function when a check fails. */
 #define REQUIRE(condition, ...)                     \
     do {                                            \
         if (!CHECK(condition, __VA_ARGS__)) return; \
@@ -57,7 +57,7 @@ void check_skip(void);
         if (!CHECK_OK(call)) return; \
     } while (0)
 
-/** A test of no ranks at all, with checks instead of assertions. */
+/** A test without ranks, with checks instead of assertions. */
 #define SoloTest(suite, name)                \
     static void suite##_##name##_body(void); \
     Test(suite, name, .timeout = 120) {      \
@@ -69,40 +69,40 @@ void check_skip(void);
     static void suite##_##name##_body(void)
 
 /**
- * What differs where the same tests are built for the CUDA backend (tests/gpu/on_gpu.h).
+ * Defaults for the host backend; tests/gpu/on_gpu.h defines these for the CUDA backend.
  */
 #ifndef TESTS_ON_GPU
 #define TESTS_ON_GPU 0
 #define TEST_BACKEND EP_BACKEND_HOST
 /** Whether the backend has latency mode. */
 #define TESTS_HAVE_LATENCY 1
-/** Whether it quantises, and orders scales by column. */
+/** Whether the backend quantises, and orders scales by column. */
 #define TESTS_HAVE_QUANT 1
-/** Whether it counts by source. */
+/** Whether the backend fills in source_counts. */
 #define TESTS_HAVE_SOURCE_COUNTS 1
-/** Skip, on Criterion's thread, a test of more ranks than GPUs serve, each one or several. */
+/** Skip, on Criterion's thread, a test of more ranks than the GPUs serve, shared or not. */
 #define GPU_NEEDS(ranks) (void)(ranks)
-/** The same where each takes one of its own. */
+/** Skip, on Criterion's thread, a test of more ranks than GPUs. */
 #define THREADS_NEED(ranks) (void)(ranks)
-/** Give the calling thread the GPU of a rank. */
+/** Make the GPU of a rank current on the calling thread. */
 #define GPU_TAKE(rank) (void)(rank)
-/** The most ranks that a case may have here. */
+/** Returns the number of ranks of a case: `wanted`, or fewer where GPUs are few. */
 #define GPU_RANKS(wanted) (wanted)
-/** There is no GPU; stdout has said so. */
+/** Returns whether there is no GPU, and then prints so to stdout. */
 #define GPU_MISSING() 0
-/** This test needs so many bytes of memory at once: more than usual. */
+/** Reserve memory for a test that needs more than usual at once. */
 #define GPU_ROOM(bytes) (void)(bytes)
-/** First in the body of a test that the CUDA backend is not put to: why. It is skipped there. */
+/** Skip the test on the CUDA backend, for the reason `why`. First line of a test's body. */
 #define HOST_ONLY(why) (void)(why)
 #endif
 
-/** First in the body of a test of latency mode. */
+/** Skip a test of latency mode where the backend has none. First line of a test's body. */
 #define NEEDS_LATENCY()                                                         \
     do {                                                                        \
         if (!TESTS_HAVE_LATENCY) HOST_ONLY("this backend has no latency mode"); \
     } while (0)
 
-/** Whether tests are run by forks.h or suites.h instead of by Criterion's own runner. */
+/** Whether forks.h or suites.h runs the tests instead of Criterion's runner. */
 #if defined(__SANITIZE_THREAD__) || TESTS_ON_GPU
 #define TESTS_OWN_RUNNER 1
 #else

@@ -18,7 +18,7 @@ static void child_main(const struct criterion_test *test) {
     exit(status[body_run(test)]);
 }
 
-/* 1: it failed */
+/* Returns 1 if the test failed. */
 static int run_test(const struct criterion_test *test) {
     int status = 0;
     fflush(NULL);

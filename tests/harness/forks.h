@@ -3,8 +3,8 @@
 #define TESTS_HARNESS_FORKS_H
 
 /**
- * A runner of its own for the thread sanitizer, whose memory map has no room for what Criterion
- * shares with its workers. It forks once for each test and knows one option, --filter PATTERN.
+ * A test runner for the thread sanitizer, whose memory map has no room for the memory that
+ * Criterion shares with its workers. Forks once for each test; the one option is --filter PATTERN.
  */
 
 int forks_main(int argc, char **argv);

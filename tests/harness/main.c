@@ -20,7 +20,8 @@ int main(int argc, char **argv) {
 
 #else
 
-/* As Criterion's own, but one test at a time: each brings many ranks. -j overrides it. */
+/* Criterion's main with one test at a time as the default, because each test has many ranks. -j
+ * overrides it. */
 int main(int argc, char **argv) {
     struct criterion_test_set *tests = criterion_initialize();
     criterion_options.jobs = 1;

@@ -15,7 +15,7 @@
 
 extern char **environ;
 
-/* BXF_MAP and the CRITERION_ variables would make the child believe it is a Criterion worker. */
+/* With BXFI_MAP and the CRITERION_ variables the child would act as a Criterion worker. */
 static void forget_criterion(void) {
     unsetenv("BXFI_MAP");
     for (int i = 0; environ[i];) {
@@ -32,7 +32,7 @@ static void forget_criterion(void) {
 static void child_exec(const char *const *argv, int out, int err) {
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     forget_criterion();
-    /* MPI leaks; a program that leaves it under a sanitizer would report that instead. */
+    /* MPI leaks memory; a sanitizer build would report that instead of the result. */
     setenv("ASAN_OPTIONS", "detect_leaks=0", 0);
     int empty = open("/dev/null", O_RDONLY);
     dup2(empty, STDIN_FILENO);
@@ -43,7 +43,7 @@ static void child_exec(const char *const *argv, int out, int err) {
     _exit(127);
 }
 
-/* Output goes to unlinked files: unlike pipes they never fill up while nobody reads. */
+/* Returns an unlinked file for output: unlike a pipe, it never fills up while nobody reads. */
 static int scratch_file(void) {
     char path[] = "/tmp/ep_tests_XXXXXX";
     int fd = mkstemp(path);
@@ -89,7 +89,7 @@ const char *self_path(void) {
 
 const char *build_path(const char *name) {
     static char path[8192];
-    const char *build = getenv("LIBEP_BUILD");
+    const char *build = getenv("LIBEP_TEST_BUILD");
     if (build) {
         snprintf(path, sizeof(path), "%s/%s", build, name);
         return path;

@@ -3,26 +3,26 @@
 #define TESTS_HARNESS_PROCESS_H
 
 /**
- * Run another program from a test: stdin empty, output kept, no trace of Criterion in its
- * environment, and dead when the test dies.
+ * Run another program from a test, with empty stdin and without Criterion's environment. Its output
+ * is kept, and it dies with the test.
  */
 
 #include <stddef.h>
 
 typedef struct ProcessResult {
-    int exit_status; /**< -1: it was killed by a signal */
-    char *out;       /**< what it wrote to stdout; free with process_result_free */
-    char *err;       /**< stderr; NULL where it was merged into `out` */
+    int exit_status; /**< -1: killed by a signal */
+    char *out;       /**< its stdout; free with process_result_free */
+    char *err;       /**< its stderr; NULL where merged into `out` */
 } ProcessResult;
 
-/** Run argv[0] (found on PATH) and wait. `merge`: stderr goes to `out` too. */
+/** Run argv[0] (found on PATH) and wait for it. With `merge`, stderr goes to `out` too. */
 ProcessResult process_run(const char *const *argv, int merge);
 void process_result_free(ProcessResult *result);
 
-/** Path of a program that the same build made, in static memory: "ep_bench" beside this build. */
+/** Returns the path of a file of this build ("ep_bench"), in static memory. */
 const char *build_path(const char *name);
 
-/** Path of this test program itself. */
+/** Returns the path of this test program. */
 const char *self_path(void);
 
 #endif

@@ -19,7 +19,7 @@ static inline uint64_t random_next(Random *random) {
     return z ^ (z >> 31);
 }
 
-/** A stream of its own for each (seed, a, b). */
+/** Returns a separate stream for each (seed, a, b). */
 static inline Random random_stream(uint64_t seed, uint64_t a, uint64_t b) {
     Random random = {seed};
     random.state = random_next(&random) ^ (a * 0xd1342543de82ef95u);
@@ -27,17 +27,17 @@ static inline Random random_stream(uint64_t seed, uint64_t a, uint64_t b) {
     return random;
 }
 
-/** 0 .. n - 1, n >= 1. */
+/** Returns a number in 0 .. n - 1; n >= 1. */
 static inline int64_t random_below(Random *random, int64_t n) {
     return (int64_t)(random_next(random) % (uint64_t)n);
 }
 
-/** True in `percent` of 100 draws. */
+/** Returns true in `percent` of 100 draws. */
 static inline int random_percent(Random *random, int percent) {
     return random_below(random, 100) < percent;
 }
 
-/** -1 .. 1 */
+/** Returns a number in -1 .. 1. */
 static inline float random_unit(Random *random) {
     return (float)((double)(random_next(random) >> 40) / (double)(1 << 23) - 1.0);
 }

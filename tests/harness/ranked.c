@@ -26,7 +26,7 @@ static void start_mpirun(const char *test, int ranks, int seconds) {
     if (left_out) cr_skip_test("left out by its ranks");
 }
 
-/* ---- a rank of mpirun's ---- */
+/* ---- a rank under mpirun ---- */
 
 static EpBootstrap world;
 static bool entered;
@@ -56,7 +56,8 @@ void ranked_leave(void) {
 
 /* ---- tests ---- */
 
-/* A rank that failed must not wait in MPI_Finalize for others that wait for it. */
+/* Start mpirun, or run the body under it. A failed rank asserts before MPI_Finalize, where it would
+ * wait for ranks that wait for it. */
 void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     GPU_NEEDS(ranks);
@@ -73,11 +74,11 @@ void ranked_run(const char *test, int ranks, int seconds, RankedBody body) {
 
 #if TESTS_ON_GPU
 
-#define SHARED_SECONDS 110 /* for what has 120 */
+#define SHARED_SECONDS 110 /* for tests with a timeout of 120 s */
 
 static void start_once(const char *test, int ranks) {
     static char started_test[256];
-    static uint64_t started; /* bit r: r ranks */
+    static uint64_t started; /* bit r: started with r ranks */
     if (strcmp(started_test, test) != 0) started = 0;
     snprintf(started_test, sizeof(started_test), "%s", test);
     if (!(started >> ranks & 1)) start_mpirun(test, ranks, SHARED_SECONDS);

@@ -5,33 +5,34 @@
 /**
  * Tests whose ranks are MPI processes.
  *
- * Criterion runs every test in a process of its own, and a process may enter MPI once. So a ranked
- * test, when it runs, starts mpirun on its own binary with a filter that selects just this test;
- * the copies find themselves under mpirun and play the ranks.
+ * Criterion runs every test in a process of its own, and a process may initialise MPI once. So a
+ * ranked test starts mpirun on its own program with a filter that selects this test alone; the
+ * copies run under mpirun and act as the ranks.
  */
 
 #include "tests/harness/threads.h"
 
-/** What one rank does. */
+/** The body of one rank. */
 typedef void (*RankedBody)(const EpBootstrap *bootstrap);
 
-/** Start mpirun on this test, or, under mpirun already, run the body. */
+/** Start mpirun on this test; under mpirun, run the body. */
 void ranked_run(const char *test, int ranks, int seconds, RankedBody body);
 
 /**
- * On GPUs: ranks that would be threads, but share GPUs, as processes: the same for a body of a test
- * that may have several, of different numbers of ranks. Each number is started once, and plays
- * those bodies of the test that are of this number.
+ * Run a body that was written for threads on processes that share GPUs. A test may call this with
+ * several numbers of ranks: mpirun starts once for each number, and those processes run the bodies
+ * that have this number of ranks.
  */
 void ranked_instead(int ranks, RankBody body, void *arg);
 
-/** Whether this process is a rank of mpirun's. */
+/** Returns whether this process runs under mpirun. */
 bool ranked_is(void);
 
-/** At the end of a process under mpirun: leave MPI, if it was entered. */
+/** Finalise MPI at the end of a process under mpirun, if it was initialised. */
 void ranked_leave(void);
 
-/** Name the suite mpi_...; it is skipped in sanitizer builds, which MPI itself does not survive. */
+/** A test on MPI ranks. The suite's name begins with mpi_; sanitizer builds skip it, because MPI
+ * does not run under a sanitizer. */
 #define RankedTest(suite, name, ranks, seconds)                              \
     static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
     Test(suite, name, .timeout = (seconds) + 10) {                           \
@@ -39,7 +40,7 @@ void ranked_leave(void);
     }                                                                        \
     static void suite##_##name##_body(const EpBootstrap *bootstrap)
 
-/** One that the CUDA backend is not put to: HOST_ONLY before mpirun is started. */
+/** A ranked test that the CUDA backend skips, before mpirun starts. */
 #define HostRankedTest(suite, name, ranks, seconds, why)                     \
     static void suite##_##name##_body(const EpBootstrap *bootstrap);         \
     Test(suite, name, .timeout = (seconds) + 10) {                           \

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle and the harness themselves: a check that never fails would hide everything. */
+/* Tests of the oracle and the harness: a check that never fails would hide everything. */
 #include <math.h>
 #include <string.h>
 
@@ -35,10 +35,10 @@ SoloTest(harness_number, known_values) {
     static const float bf16[] = {1.0f, 3.140625f, 0x1p-133f, 0x1.fep127f, -INFINITY, -0.0f};
     for (int i = 0; i < 6; i++)
         CHECK(number_get(bits, EP_TYPE_BF16, i) == bf16[i], "%04x", bits[i]);
-    uint16_t halves[] = {0x3c00, 0x4248, 0x0001, 0x7bff, 0xfc00, 0x8400};
+    uint16_t fp16_bits[] = {0x3c00, 0x4248, 0x0001, 0x7bff, 0xfc00, 0x8400};
     static const float fp16[] = {1.0f, 3.140625f, 0x1p-24f, 65504.0f, -INFINITY, -0x1p-14f};
     for (int i = 0; i < 6; i++)
-        CHECK(number_get(halves, EP_TYPE_FP16, i) == fp16[i], "%04x", halves[i]);
+        CHECK(number_get(fp16_bits, EP_TYPE_FP16, i) == fp16[i], "%04x", fp16_bits[i]);
 }
 
 SoloTest(harness_number, ties_go_to_even) {
@@ -61,7 +61,7 @@ SoloTest(harness_number, every_pattern_survives) {
     }
 }
 
-/* Slots of a hand-made step: two ranks, three experts (0 and 1 on rank 0), alignment 2. */
+/* Slots of a small step: two ranks, three experts (0 and 1 on rank 0), alignment 2. */
 SoloTest(harness_world, slots_by_hand) {
     World *world = world_new(&(Case){.ranks = 2,
                                      .experts = 3,
@@ -79,8 +79,9 @@ SoloTest(harness_world, slots_by_hand) {
             const Row *what = &world->rank[r].row[row];
             if (what->kind != ROW_FILLED) continue;
             int64_t entry = what->token * 2 + what->k;
-            Place place = world->rank[what->source].place[entry];
-            CHECK(place.rank == r && place.row == row, "row %lld of rank %d", (long long)row, r);
+            Position position = world->rank[what->source].position[entry];
+            CHECK(position.rank == r && position.row == row, "row %lld of rank %d", (long long)row,
+                  r);
             filled++;
         }
     CHECK(filled == 8, "%lld slots for 8 entries", (long long)filled);

@@ -21,7 +21,7 @@ enum { MOST_TESTS = 4096, MOST_JOBS = 64, REPORT = 3 };
 
 static const char *const words[] = {"PASS", "FAIL", "SKIP"};
 
-/* ---- one process: a suite, from some test on ---- */
+/* ---- one process: the tests of a suite ---- */
 
 static double now(void) {
     struct timespec t;
@@ -43,7 +43,7 @@ static Outcome run_one(const struct criterion_test *test) {
     return outcome;
 }
 
-static int play_suite(const char *suite, int from, const char *pattern) {
+static int run_suite(const char *suite, int from, const char *pattern) {
     struct criterion_test **all = bodies_first();
     for (int i = from; all + i < bodies_end(); i++) {
         if (!all[i] || strcmp(all[i]->category, suite) || !body_selected(all[i], pattern)) continue;
@@ -53,8 +53,8 @@ static int play_suite(const char *suite, int from, const char *pattern) {
     return 0;
 }
 
-/* An MPI rank plays the one test that it was started for. */
-static int play_rank(const char *pattern) {
+/* Run, as an MPI rank, the one test that mpirun was started for. */
+static int run_rank(const char *pattern) {
     int failed = 0;
     for (struct criterion_test **t = bodies_first(); t < bodies_end(); t++)
         if (*t && body_selected(*t, pattern)) failed += run_one(*t) == BODY_FAILED;
@@ -103,7 +103,7 @@ static void count(Suites *s, int outcome) {
     pthread_mutex_unlock(&s->mutex);
 }
 
-/* Returns the test behind which to go on, -1: all are done. */
+/* Returns the test after which the suite must continue, or -1 when it is complete. */
 static int watch_suite(Suites *s, const char *name, int from) {
     int report, test, outcome, running = -1, status = 0;
     pid_t child = start_suite(s, name, from, &report);
@@ -162,8 +162,8 @@ static int run_all(const char *pattern, int jobs) {
 int suites_main(int argc, char **argv) {
     const char *pattern = bodies_option(argc, argv, "--filter", "*");
     const char *suite = bodies_option(argc, argv, "--suite", NULL);
-    if (suite) return play_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
-    if (ranked_is()) return play_rank(pattern);
+    if (suite) return run_suite(suite, atoi(bodies_option(argc, argv, "--from", "0")), pattern);
+    if (ranked_is()) return run_rank(pattern);
     if (GPU_MISSING()) return 0;
     return run_all(pattern, jobs_of(argc, argv));
 }

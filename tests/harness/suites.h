@@ -3,12 +3,12 @@
 #define TESTS_HARNESS_SUITES_H
 
 /**
- * A runner of its own for tests on GPUs, where a process for each test would spend its time making
- * contexts: the tests of a suite run one after the other in one process, several suites at a time.
- * A test that crashes or takes too long is counted as failed, and the suite goes on behind it in
- * another process.
+ * A test runner for GPUs, where a process for each test would spend its time on creating contexts:
+ * the tests of a suite run one after the other in one process, several suites at a time. A test
+ * that crashes or takes too long counts as failed, and another process continues the suite after
+ * it.
  *
- *     --filter PATTERN   "suite/test", as fnmatch knows patterns
+ *     --filter PATTERN   "suite/test", an fnmatch pattern
  *     -jN                suites at a time
  */
 

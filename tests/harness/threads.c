@@ -24,7 +24,7 @@ static void *rank_main(void *context) {
     return NULL;
 }
 
-/* Frees the threads first: an assertion does not return. */
+/* Assert that no rank failed. Frees the threads first, because an assertion does not return. */
 static void assert_no_failure(RankThread *threads, int ranks) {
     char text[8192] = "";
     for (int r = 0; r < ranks; r++) {
@@ -55,7 +55,7 @@ void run_ranks(int ranks, RankBody body, void *arg) {
         ranked_instead(ranks, body, arg);
         return;
     }
-    if (ranked_is()) return; /* these have been played by who started the ranks */
+    if (ranked_is()) return; /* the process that started the ranks has run these */
 #endif
     run_on_threads(ranks, body, arg);
 }

@@ -4,21 +4,22 @@
 
 /**
  * Ranks as threads of the test's process, over ep_bootstrap_local. Where ranks share GPUs, which
- * takes processes, those of run_ranks are processes instead: see gpu_shares.
+ * requires processes, run_ranks starts processes instead: see gpu_shares.
  */
 
 #include "tests/harness/check.h"
 
-/** What one rank does. `arg` is shared by all ranks. */
+/** The body of one rank. All ranks share `arg`. */
 typedef void (*RankBody)(const EpBootstrap *bootstrap, void *arg);
 
 /** Run `body` on `ranks` threads and assert that no rank's check failed. */
 void run_on_threads(int ranks, RankBody body, void *arg);
 
-/** The same where processes may stand for the threads, each with an `arg` of its own. */
+/** Run `body` on `ranks` threads, or on processes, each with an `arg` of its own, where ranks share
+ * GPUs. */
 void run_ranks(int ranks, RankBody body, void *arg);
 
-/** A test whose body runs once on each of `ranks` threads, or processes. */
+/** A test whose body runs once on each of `ranks` threads or processes. */
 #define ThreadTest(suite, name, ranks)                                          \
     static void suite##_##name##_body(const EpBootstrap *bootstrap, void *arg); \
     Test(suite, name, .timeout = 120) {                                         \

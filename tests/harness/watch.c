@@ -16,7 +16,7 @@ Watch watch_now(void) {
 #include <stdlib.h>
 #include <string.h>
 
-/* glibc's own, under the names that it keeps for replacements like these. */
+/* glibc's functions, under the names that it provides for such replacements. */
 void *__libc_malloc(size_t bytes);
 void *__libc_calloc(size_t n, size_t bytes);
 void *__libc_realloc(void *memory, size_t bytes);

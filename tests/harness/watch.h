@@ -3,8 +3,8 @@
 #define TESTS_HARNESS_WATCH_H
 
 /**
- * Watches what a thread asks of the C library: this program has malloc and getenv of its own, which
- * count and pass on. Not in sanitizer builds, which bring theirs.
+ * Counts a thread's calls of malloc and getenv: this program replaces them with functions that
+ * count and forward. Not in sanitizer builds, which bring their own.
  */
 
 typedef struct Watch {
@@ -12,7 +12,7 @@ typedef struct Watch {
     int look_ups;    /**< getenv, secure_getenv */
 } Watch;
 
-/** What this thread has asked for so far. */
+/** Returns this thread's counts so far. */
 Watch watch_now(void);
 
 #endif

@@ -18,7 +18,7 @@ static void set_index(const World *world, Image *image, int64_t i, int64_t exper
         memcpy(image->data + i * 4, &narrow, 4);
 }
 
-/* The weight and the local expert that a FLAT row shows for k. */
+/* Write the weight and the local expert of entry k of a FLAT row. */
 static void expect_flat_entry(const World *world, int rank, int64_t row, int k, ExpectedRows *out) {
     const RankWorld *me = &world->rank[rank];
     const Row *what = &me->row[row];
@@ -56,7 +56,7 @@ static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
         memset(to, 0, bytes);
 }
 
-/* Scale i of a row, as the case orders them. */
+/* Returns the position of scale i of a row in the case's scale order. */
 static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t i) {
     int64_t scales = case_scales(c);
     if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
@@ -92,7 +92,7 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
     }
 }
 
-/* A token's terms on one rank, in ascending k. In FLAT one row is one term, however many k. */
+/* A token's terms on one rank, in ascending k. In FLAT one row is one term for any number of k. */
 typedef struct Terms {
     int count;
     int64_t row[EP_MAX_TOP_K];
@@ -101,10 +101,10 @@ typedef struct Terms {
 static Terms terms_of(const World *world, int rank, int token, int peer) {
     Terms terms = {0, {0}};
     for (int k = 0; k < world->c.top_k; k++) {
-        Place place = world->rank[rank].place[(int64_t)token * world->c.top_k + k];
-        if (place.row < 0 || place.rank != peer) continue;
+        Position position = world->rank[rank].position[(int64_t)token * world->c.top_k + k];
+        if (position.row < 0 || position.rank != peer) continue;
         if (world->c.layout == EP_LAYOUT_FLAT && terms.count) continue;
-        terms.row[terms.count++] = place.row;
+        terms.row[terms.count++] = position.row;
     }
     return terms;
 }
@@ -147,11 +147,11 @@ void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image
     expect_sums(world, rank, 0, tokens);
     int per_row = world_row_weights(&world->c);
     for (int64_t i = 0; i < (int64_t)me->rows * world->c.top_k; i++) {
-        Place place = me->place[i];
+        Position position = me->position[i];
         int64_t k = per_row > 1 ? i % world->c.top_k : 0;
         float gradient = 0;
-        if (place.row >= 0)
-            gradient = world->rank[place.rank].grad_slot_weight[place.row * per_row + k];
+        if (position.row >= 0)
+            gradient = world->rank[position.rank].grad_slot_weight[position.row * per_row + k];
         memcpy(weights->data + i * 4, &gradient, 4);
     }
 }

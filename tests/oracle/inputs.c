@@ -57,7 +57,8 @@ static int64_t draw_expert(const Case *c, Random *random) {
     }
 }
 
-/* A number that names no expert; with 64 bits also ones whose low half looks like an expert. */
+/* Returns an index out of range; with 64 bits sometimes one whose low 32 bits look like an
+ * expert. */
 static int64_t draw_invalid(const Case *c, Random *random) {
     int64_t wide = c->index_type == EP_TYPE_INT64 ? INT64_C(1) << 32 : c->experts;
     switch (random_below(random, 3)) {
@@ -126,7 +127,7 @@ static void make_index(World *world, int rank) {
     }
 }
 
-/* An element that is as large, small or strange as there are. */
+/* Replace one element by an infinity, a NaN, or a very large or small number. */
 static void put_strange(const Case *c, uint8_t *row, Random *random) {
     static const float strange[] = {INFINITY, -INFINITY, NAN,     -NAN,   3e38f, -3e38f,
                                     65504,    1e-30f,    -1e-38f, 1e-45f, -0.0f, 6e-8f};
@@ -134,7 +135,7 @@ static void put_strange(const Case *c, uint8_t *row, Random *random) {
     number_set(row, c->row_type, random_below(random, c->hidden), strange[which]);
 }
 
-/* Numbers to quantise: moderate ones, with strange ones among them; any bits; zeros. */
+/* Fill rows to quantise: random bits, zeros, or moderate numbers, some rows with extreme ones. */
 static void make_numbers(const Case *c, RankWorld *me, Random *random) {
     size_t bytes = case_row_bytes(c);
     for (int t = 0; t < me->rows; t++) {

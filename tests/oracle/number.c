@@ -35,8 +35,8 @@ static float decode(Format f, uint32_t bits) {
     return (float)(sign ? -value : value);
 }
 
-/* `value` >= 0 and finite. A mantissa that rounds up to the next power of two carries into the
- * exponent by itself, up to infinity. */
+/* Encode a finite `value` >= 0. A mantissa that rounds up to the next power of two carries into the
+ * exponent, up to infinity. */
 static uint32_t encode_magnitude(Format f, double value) {
     if (value == 0) return 0;
     int exponent = ilogb(value);

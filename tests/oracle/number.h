@@ -10,16 +10,16 @@
 
 #include "ep/ep.h"
 
-/** Value of element `i` of an array of `type`. */
+/** Returns element `i` of an array of `type`. */
 float number_get(const void *array, EpType type, int64_t i);
 
 /** Store a value, rounded to nearest even. */
 void number_set(void *array, EpType type, int64_t i, float value);
 
-/** The value that storing and loading would give. */
+/** Returns the value that storing and loading would give. */
 float number_round(EpType type, float value);
 
-/** Random bits of moderate size: exponents -8 .. 3, now and then a zero of either sign. */
+/** Returns random bits of moderate size: exponents -8 .. 3, sometimes a zero of either sign. */
 uint32_t number_bits(EpType type, uint64_t random);
 
 #endif

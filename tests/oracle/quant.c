@@ -28,8 +28,8 @@ double quant_decode(uint8_t code) {
     return code & 0x80 ? -value : value;
 }
 
-/* Steps of a value: an eighth of its power of two, at least 2^-9. Rounding in double precision, of
- * what has far fewer digits, is exact but for the one rounding that is meant. */
+/* The step of a value is an eighth of its power of two, at least 2^-9. The value has far fewer
+ * digits than a double, so only the final rounding is inexact. */
 uint8_t quant_encode(double value) {
     uint8_t sign = signbit(value) ? 0x80 : 0;
     if (isnan(value)) return 0x7f;
@@ -41,7 +41,8 @@ uint8_t quant_encode(double value) {
     return (uint8_t)(sign | code);
 }
 
-/* A float's quotient or product, computed in double precision and rounded, is correctly rounded. */
+/* Returns the correctly rounded quotient of two floats. Double precision suffices for quotients and
+ * products. */
 static float divide(double a, double b) {
     return (float)(a / b);
 }

@@ -3,14 +3,14 @@
 #define TESTS_ORACLE_QUANT_H
 
 /**
- * Quantised rows, worked out in double precision from the definition in docs/semantics.md.
+ * Quantised rows, computed in double precision from the definition in docs/semantics.md.
  */
 
 #include <stdint.h>
 
 #include "ep/ep.h"
 
-/** Scales of a row, and bytes of each. */
+/** Number of scales of a row, and bytes of one scale. */
 int quant_scales(EpQuant quant, int elements);
 int quant_scale_bytes(EpQuant quant);
 
@@ -18,7 +18,7 @@ int quant_scale_bytes(EpQuant quant);
 void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_t *out,
                uint8_t *scales);
 
-/** Value of an e4m3 code, and the code nearest to a value. */
+/** The value of an e4m3 code, and the code nearest to a value. */
 double quant_decode(uint8_t code);
 uint8_t quant_encode(double value);
 

@@ -5,14 +5,14 @@
 
 #include "tests/oracle/inputs.h"
 
-/* Deal the experts out like cards held in blocks: walk the ranks, each taking its share. */
+/* Walk the ranks in order. Each takes its part of the remaining experts, rounded up. */
 int world_owner(const Case *c, int64_t expert) {
     int64_t left = c->experts, end = 0;
     for (int rank = 0; rank < c->ranks; rank++) {
         int64_t ranks_left = c->ranks - rank;
-        int64_t share = (left + ranks_left - 1) / ranks_left;
-        left -= share;
-        end += share;
+        int64_t count = (left + ranks_left - 1) / ranks_left;
+        left -= count;
+        end += count;
         if (expert < end) return rank;
     }
     abort();
@@ -38,7 +38,7 @@ static void find_experts(World *world, int rank) {
     }
 }
 
-/* Walk the receiving rank's slots in order; `visit` learns of each live entry of an expert. */
+/* Walk the receiving rank's slots in order; call `visit` for each live entry of an expert. */
 typedef void (*Visit)(World *world, int rank, int local_expert, int source, int token, int k,
                       void *context);
 
@@ -53,13 +53,13 @@ static void walk_expert(World *world, int rank, int local, Visit visit, void *co
     }
 }
 
-/* Rows of one slab as they are handed out: [next, end), those from `limit` on are lost. */
+/* Rows of one slab: `next` is the first free one. Rows from `limit` on are dropped. */
 typedef struct Slab {
     int64_t next, limit;
 } Slab;
 
-static void place_slot(World *world, int rank, int local, int source, int token, int k,
-                       void *context) {
+static void assign_slot(World *world, int rank, int local, int source, int token, int k,
+                        void *context) {
     Slab *slab = context;
     RankWorld *me = &world->rank[rank];
     int64_t row = slab->next++;
@@ -70,7 +70,7 @@ static void place_slot(World *world, int rank, int local, int source, int token,
     me->count[local]++;
     me->from[(int64_t)local * world->c.ranks + source]++;
     me->row[row] = (Row){ROW_FILLED, source, token, k};
-    world->rank[source].place[(int64_t)token * world->c.top_k + k] = (Place){rank, row};
+    world->rank[source].position[(int64_t)token * world->c.top_k + k] = (Position){rank, row};
 }
 
 static int64_t least(int64_t a, int64_t b) {
@@ -94,7 +94,7 @@ static void plan_expert_major(World *world, int rank) {
     int64_t limit = c->capacity ? c->capacity : INT64_MAX, start = 0;
     for (int e = 0; e < me->num_experts; e++) {
         Slab slab = {start, limit};
-        walk_expert(world, rank, e, place_slot, &slab);
+        walk_expert(world, rank, e, assign_slot, &slab);
         int64_t end = start + pad(slab.next - start, c->alignment);
         mark_padding(me, slab.next, least(end, limit));
         me->offset[e] = least(start, limit);
@@ -112,7 +112,7 @@ static void plan_batched(World *world, int rank) {
     for (int e = 0; e < me->num_experts; e++) {
         int64_t start = e * c->rows_per_expert, end = start + c->rows_per_expert;
         Slab slab = {start, end};
-        walk_expert(world, rank, e, place_slot, &slab);
+        walk_expert(world, rank, e, assign_slot, &slab);
         int64_t needed = pad(slab.next - start, c->alignment);
         int64_t padded = least(pad(me->count[e], c->alignment), c->rows_per_expert);
         mark_padding(me, start + me->count[e], start + padded);
@@ -124,8 +124,8 @@ static void plan_batched(World *world, int rank) {
     me->offset[me->num_experts] = me->recv_rows;
 }
 
-/* A token's row on a rank holds all its entries there; returns whether there is one. */
-static int place_flat_row(World *world, int rank, int source, int token, int64_t row) {
+/* Assign a row to a token's entries on a rank. Returns whether it has any there. */
+static int assign_flat_row(World *world, int rank, int source, int token, int64_t row) {
     RankWorld *me = &world->rank[rank];
     int64_t limit = world->c.capacity ? world->c.capacity : INT64_MAX;
     int entries = 0;
@@ -138,7 +138,7 @@ static int place_flat_row(World *world, int rank, int source, int token, int64_t
         me->count[expert - me->first_expert]++;
         me->from[(expert - me->first_expert) * world->c.ranks + source]++;
         me->row[row] = (Row){ROW_FILLED, source, token, -1};
-        world->rank[source].place[i] = (Place){rank, row};
+        world->rank[source].position[i] = (Position){rank, row};
     }
     if (entries && row >= limit) me->dropped++;
     return entries > 0;
@@ -149,7 +149,7 @@ static void plan_flat(World *world, int rank) {
     RankWorld *me = &world->rank[rank];
     for (int source = 0; source < c->ranks; source++)
         for (int t = 0; t < world->rank[source].tokens; t++)
-            me->needed_rows += place_flat_row(world, rank, source, t, me->needed_rows);
+            me->needed_rows += assign_flat_row(world, rank, source, t, me->needed_rows);
     me->recv_rows = c->capacity ? least(me->needed_rows, c->capacity) : me->needed_rows;
     for (int e = 0; e < me->num_experts; e++) {
         me->padded[e] = me->count[e];
@@ -163,7 +163,7 @@ static void plan_rank(World *world, int rank) {
     if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
 }
 
-/* More rows than any plan can touch. */
+/* Returns an upper bound of the rows of any plan. */
 static int64_t most_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
     if (c->layout == EP_LAYOUT_BATCHED) return me->num_experts * c->rows_per_expert;
@@ -189,9 +189,9 @@ static void plan_allocate(World *world, int rank) {
     me->offset = calloc(experts, sizeof(int64_t));
     int64_t rows = most_rows(world, me) + world->c.spare_rows;
     me->row = calloc((size_t)rows + 1, sizeof(Row));
-    me->place = calloc(entries, sizeof(Place));
+    me->position = calloc(entries, sizeof(Position));
     for (size_t i = 0; i < entries; i++)
-        me->place[i].row = -1;
+        me->position[i].row = -1;
 }
 
 World *world_new(const Case *c) {
@@ -218,7 +218,7 @@ void world_free(World *world) {
         RankWorld *me = &world->rank[r];
         void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
                          me->sent,     me->sent_scale, me->count,       me->from,
-                         me->padded,   me->offset,     me->row,         me->place,
+                         me->padded,   me->offset,     me->row,         me->position,
                          me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);

@@ -3,36 +3,36 @@
 #define TESTS_ORACLE_WORLD_H
 
 /**
- * Everything about one step of a case, seen from above: the inputs of all ranks, made from the
- * seed, and where every slot lies, found by walking over experts, source ranks, tokens and k.
+ * All facts of one step of a case: the inputs of all ranks, made from the seed, and the position of
+ * every slot, found by a walk over experts, source ranks, tokens and k.
  */
 
 #include "tests/cases/case.h"
 #include "tests/harness/image.h"
 
-/** Where the copy of (token, k) went: row -1 if nowhere. */
-typedef struct Place {
+/** Where the copy of (token, k) lies; row -1: nowhere. */
+typedef struct Position {
     int rank;
     int64_t row;
-} Place;
+} Position;
 
 typedef enum RowKind {
-    ROW_TAIL, /**< past the slabs: left alone, or zero with zero_tail */
+    ROW_TAIL, /**< past the slabs: untouched, or zero with zero_tail */
     ROW_PADDING,
     ROW_FILLED
 } RowKind;
 
-/** What a row of a receive buffer holds. In FLAT one row serves several k: then k is -1. */
+/** The contents of a row of a receive buffer. In FLAT one row serves several k: then k is -1. */
 typedef struct Row {
     RowKind kind;
     int source, token, k;
 } Row;
 
-/** One rank's part. */
+/** Inputs and plan of one rank. */
 typedef struct RankWorld {
     /* inputs of prepare and dispatch */
-    int tokens;          /**< that count */
-    int rows;            /**< T of the input tensors */
+    int tokens;          /**< tokens that are routed */
+    int rows;            /**< rows (T) of the input tensors */
     int64_t *index;      /**< [rows][K] */
     uint8_t *token;      /**< [rows][row bytes] */
     uint8_t *scale;      /**< [rows][scale bytes] */
@@ -48,7 +48,7 @@ typedef struct RankWorld {
     int64_t recv_rows, needed_rows, dropped;
     int64_t buffer_rows; /**< rows of the receive buffers */
     Row *row;            /**< [buffer_rows] */
-    Place *place;        /**< [rows][K] */
+    Position *position;  /**< [rows][K] */
 
     /* inputs of the other three operations; NaN in rows that hold no slot */
     uint8_t *expert_out;     /**< [buffer_rows][sum bytes], also grad_recv_tokens */
@@ -65,13 +65,13 @@ typedef struct World {
 World *world_new(const Case *c);
 void world_free(World *world);
 
-/** The rank that owns an expert. */
+/** Returns the rank that owns an expert. */
 int world_owner(const Case *c, int64_t expert);
 
-/** Entry (token, k) of a rank names an expert of the group. */
+/** Returns whether entry (token, k) of a rank names an expert of the group. */
 int world_live(const World *world, int rank, int token, int k);
 
-/** floats per row of recv_topk_weights: K in FLAT, else 1 */
+/** Returns the floats per row of recv_topk_weights: K in FLAT, else 1. */
 int world_row_weights(const Case *c);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Placement of experts, and the worst case of received rows. */
+/* Placement of experts, and the bound of received rows. */
 #include <string.h>
 
 #include "tests/cases/run.h"
@@ -58,7 +58,7 @@ static int64_t rows_bound(const Case *c, int rank) {
     return rows;
 }
 
-/* The formula of the header, for a rank of L experts. */
+/* The formula of ep_max_recv_rows in the header, for a rank of L experts. */
 static int64_t formula(const Case *c, int64_t local) {
     int64_t g = (int64_t)c->ranks * c->max_tokens, a = c->alignment, k = c->top_k;
     int64_t per_expert = c->duplicates ? g * k : g;
@@ -115,7 +115,7 @@ static void check_attained(const Case *shape) {
     world_free(world);
 }
 
-/* Every token to all experts of one rank: L * ceil(G / A) * A rows. */
+/* Every token goes to all experts of one rank: L * ceil(G / A) * A rows. */
 SoloTest(runtime_bounds, attained_when_all_experts_are_wanted) {
     for (int alignment = 1; alignment <= 64; alignment *= 2)
         check_attained(&(Case){.ranks = 3,
@@ -128,7 +128,7 @@ SoloTest(runtime_bounds, attained_when_all_experts_are_wanted) {
                                .target = 1});
 }
 
-/* The same expert K times. */
+/* Every token names the same expert K times. */
 SoloTest(runtime_bounds, attained_with_duplicates) {
     check_attained(&(Case){.ranks = 2,
                            .experts = 2,
@@ -155,8 +155,8 @@ SoloTest(runtime_bounds, attained_by_flat_and_batched) {
                                .rows_per_expert = 64});
 }
 
-/* One slot over a multiple of A in each slab: ceil((M + (A - 1) * n) / A) * A rows. Eight tokens
- * over four experts as 5 + 1 + 1 + 1 with alignment 4. */
+/* Each slab holds one slot more than a multiple of A: ceil((M + (A - 1) * n) / A) * A rows. Eight
+ * tokens go to four experts as 5 + 1 + 1 + 1, with alignment 4. */
 ThreadTest(runtime_bounds, attained_by_padding, 1) {
     Case c = case_complete((Case){.experts = 4, .top_k = 1, .max_tokens = 8, .alignment = 4});
     EpGroup *group = open_group(bootstrap, &c);
@@ -173,7 +173,7 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
     ep_group_destroy(group);
 }
 
-/* The largest numbers there are do not overflow on the way. */
+/* The largest allowed numbers do not overflow. */
 SoloTest(runtime_bounds, huge_configurations) {
     Case c = case_complete((Case){.ranks = 1024,
                                   .experts = INT32_MAX,

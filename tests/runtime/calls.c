@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* After create the operations ask nothing of the system: no allocation, no look at the
- * environment. */
+/* After create, operations neither allocate nor read the environment. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +8,7 @@
 
 enum { RANKS = 3, ROOM = 1 << 16 };
 
-/* Tensors for all five operations over plain memory: the checked steps allocate themselves. */
+/* Tensors for all five operations over plain memory. The functions of step.h would allocate. */
 typedef struct Calls {
     const Step *step;
     EpTensor topk_idx, tokens, weights, rows, slots, sums, entries;
@@ -77,19 +76,19 @@ ThreadTest(runtime_calls, nothing_is_asked_of_the_system, RANKS) {
     check_calls(bootstrap, EP_MODE_LATENCY);
 }
 
-/* Many rounds are no different. */
-ThreadTest(runtime_calls, nor_in_many_rounds, RANKS) {
+/* With small stages, which need many rounds, the operations ask nothing either. */
+ThreadTest(runtime_calls, nothing_is_asked_in_many_rounds, RANKS) {
     HOST_ONLY("what CUDA itself asks for on a launch is not the library's");
     if (TESTS_SANITIZED) return;
-    if (bootstrap->rank == 0) setenv("EP_STAGE_BYTES", "1", 1);
+    if (bootstrap->rank == 0) setenv("LIBEP_STAGE_BYTES", "1", 1);
     bootstrap->barrier(bootstrap->context, 60);
     check_calls(bootstrap, EP_MODE_THROUGHPUT);
     check_calls(bootstrap, EP_MODE_LATENCY);
 }
 
-/* The watch itself sees what there is to see. */
+/* The watch counts what happens. */
 SoloTest(runtime_calls, watch_counts) {
-    HOST_ONLY("memory of tests comes from an arena there");
+    HOST_ONLY("memory of tests comes from a pinned buffer there");
     if (TESTS_SANITIZED) cr_skip_test("the watch is off in sanitizer builds");
     Watch before = watch_now();
     void *volatile memory = malloc(10);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that do not come, or come with something else: everyone else is told who and where, in
- * time, and the group says the same from then on. */
+/* Ranks that do not arrive, or call something else: within the timeout the other ranks get an error
+ * that names the rank and the operation, and the group returns it from then on. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,8 @@
 
 enum { RANKS = 3, ABSENT = 2 };
 
-/* A deadline that is soon over, and what is surely later. Other tests may share the GPUs. */
+/* A short timeout, and an upper bound for a test that waits for it. Other tests may share the
+ * GPUs. */
 #define SOON (TESTS_ON_GPU ? 3.0 : 0.3)
 #define LATE (TESTS_ON_GPU ? 30.0 : 5.0)
 
@@ -24,22 +25,22 @@ static double now(void) {
 
 /* Failed groups log a warning. */
 static void be_quiet(void) {
-    setenv("EP_LOG_FILE", "/dev/null", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
 }
 
 TestSuite(runtime_deadline, .init = be_quiet);
 
-/* A rank of a group whose waits end soon. */
-typedef struct Hurried {
+/* A rank of a group with a timeout of its own. */
+typedef struct TimedRank {
     EpGroup *group;
     EpHandle *handle;
     World *world;
     Step step;
-} Hurried;
+} TimedRank;
 
-static Hurried hurried_open_in(const EpBootstrap *bootstrap, double seconds, EpMode mode) {
+static TimedRank timed_open_in(const EpBootstrap *bootstrap, double seconds, EpMode mode) {
     Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode};
-    Hurried h = {.world = world_new(&c)};
+    TimedRank h = {.world = world_new(&c)};
     EpGroupConfig config = case_group_config(&h.world->c);
     config.timeout_seconds = seconds;
     CHECK_OK(ep_group_create(bootstrap, &config, &h.group));
@@ -48,11 +49,11 @@ static Hurried hurried_open_in(const EpBootstrap *bootstrap, double seconds, EpM
     return h;
 }
 
-static Hurried hurried_open(const EpBootstrap *bootstrap, double seconds) {
-    return hurried_open_in(bootstrap, seconds, EP_MODE_THROUGHPUT);
+static TimedRank timed_open(const EpBootstrap *bootstrap, double seconds) {
+    return timed_open_in(bootstrap, seconds, EP_MODE_THROUGHPUT);
 }
 
-static void hurried_close(Hurried *h) {
+static void timed_close(TimedRank *h) {
     double begin = now();
     ep_group_destroy(h->group);
     CHECK(now() - begin < LATE, "destroying a failed group took %.1f s", now() - begin);
@@ -65,7 +66,8 @@ static EpStatus call_prepare(const Step *step) {
     return ep_prepare(step->handle, &topk_idx, NULL, NULL, NULL);
 }
 
-/* Calls with outputs that live as long as the test: a failed operation may have begun to write. */
+/* The calls below have outputs that live as long as the test: a failed operation may have begun to
+ * write. */
 static EpStatus call_dispatch(const Step *step) {
     static _Thread_local _Alignas(16) char room[1 << 16];
     EpTensor tokens = step_tokens(step);
@@ -101,8 +103,8 @@ static const Call calls[] = {call_prepare, call_dispatch, call_combine, call_com
 static const char *const phases[] = {"prepare", "dispatch", "combine", "combine backward",
                                      "dispatch backward"};
 
-/* How a call ends. On GPUs it is under way when it returns; what becomes of it is for
- * ep_group_status to say. */
+/* Returns a call's final status. On GPUs a call returns while it is running, and ep_group_status
+ * reports errors. */
 static EpStatus outcome(Call call, const Step *step) {
     EpStatus status = call(step);
     return status == EP_OK && TESTS_ON_GPU ? ep_group_status(step->group, NULL) : status;
@@ -127,15 +129,15 @@ static void check_timeout(const Step *step, int call) {
     check_group_failed(step, EP_ERR_TIMEOUT);
 }
 
-/* Ranks 0 and 1 make the call; rank 2 waits, outside libep, until they have given up. */
+/* Ranks 0 and 1 make the call. Rank 2 waits, outside libep, until both have given up. */
 static void absent_from_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
-    Hurried h = hurried_open_in(bootstrap, SOON, mode);
+    TimedRank h = timed_open_in(bootstrap, SOON, mode);
     REQUIRE(h.handle, "no handle");
     if (call > 0) CHECK_OK(call_prepare(&h.step));
     if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&h.step));
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, call);
     bootstrap->barrier(bootstrap->context, 60);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
 static void absent_from(const EpBootstrap *bootstrap, int call) {
@@ -158,8 +160,9 @@ ThreadTest(runtime_deadline, absent_from_dispatch_backward, RANKS) {
     absent_from(bootstrap, 4);
 }
 
-/* What the others left behind may be enough for the first call, but not for a second. */
-static void check_hears_of_failure(const Step *step) {
+/* Check that a late rank gets an error. The other ranks may have sent enough for its first call,
+ * but not for a second. */
+static void check_learns_of_failure(const Step *step) {
     EpStatus status = outcome(call_prepare, step);
     if (status == EP_OK) status = outcome(call_dispatch, step);
     CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
@@ -167,53 +170,54 @@ static void check_hears_of_failure(const Step *step) {
     check_group_failed(step, status);
 }
 
-/* Who arrives after the others gave up is told so, and does not wait for them in vain. */
+/* A rank that arrives after the others gave up gets an error and does not wait for its own
+ * timeout. */
 ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
-    Hurried h = hurried_open(bootstrap, SOON);
+    TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) CHECK_STATUS(outcome(call_prepare, &h.step), EP_ERR_TIMEOUT);
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == ABSENT) check_hears_of_failure(&h.step);
-    hurried_close(&h);
+    if (bootstrap->rank == ABSENT) check_learns_of_failure(&h.step);
+    timed_close(&h);
 }
 
-/* EP_TIMEOUT is the deadline of a group that names none. */
+/* LIBEP_TIMEOUT is the timeout of a group whose configuration names none. */
 ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    if (bootstrap->rank == 0 || ranked_is()) setenv("EP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
+    if (bootstrap->rank == 0 || ranked_is()) setenv("LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
     bootstrap->barrier(bootstrap->context, 60);
-    Hurried h = hurried_open(bootstrap, EP_DEFAULT);
+    TimedRank h = timed_open(bootstrap, EP_DEFAULT);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);
     bootstrap->barrier(bootstrap->context, 60);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
-/* Polls count for the deadline, however many there are to be. */
+/* A spinning wait also ends at the timeout, with any LIBEP_SPIN. */
 ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
-    HOST_ONLY("no EP_SPIN on GPUs");
-    if (bootstrap->rank == 0) setenv("EP_SPIN", "1000000000", 1);
+    HOST_ONLY("no LIBEP_SPIN on GPUs");
+    if (bootstrap->rank == 0) setenv("LIBEP_SPIN", "1000000000", 1);
     bootstrap->barrier(bootstrap->context, 60);
-    Hurried h = hurried_open(bootstrap, SOON);
+    TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);
     bootstrap->barrier(bootstrap->context, 60);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
-/* A slow rank within the deadline is only waited for. */
+/* The others wait for a slow rank that arrives within the timeout. */
 ThreadTest(runtime_deadline, slow_rank_is_waited_for, RANKS) {
-    Hurried h = hurried_open(bootstrap, 30);
+    TimedRank h = timed_open(bootstrap, 30);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank == ABSENT) usleep(300000);
     step_all(&h.step);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
 ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
     Case c = case_complete((Case){.ranks = RANKS});
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
-    config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3; /* looking at GPUs takes a while */
+    config.timeout_seconds = TESTS_ON_GPU ? 5 : 0.3; /* GPU discovery is slow */
     if (bootstrap->rank == ABSENT) return;
     double begin = now();
     CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_TIMEOUT, "rank 2");
@@ -221,8 +225,8 @@ ThreadTest(runtime_deadline, absent_from_group_create, RANKS) {
     CHECK(group == NULL, "a group was made");
 }
 
-/* What is wrong with a rank's own configuration comes before who is missing, within its deadline.
- */
+/* A rank with a wrong configuration gets that error within the timeout; the other rank's error
+ * names the missing rank. */
 ThreadTest(runtime_deadline, refused_while_one_is_absent, RANKS) {
     Case c = case_complete((Case){.ranks = RANKS});
     EpGroupConfig config = case_group_config(&c);
@@ -239,9 +243,9 @@ ThreadTest(runtime_deadline, refused_while_one_is_absent, RANKS) {
     CHECK(group == NULL, "a group was made");
 }
 
-/* A rank that destroys its group while others still call. */
+/* One rank destroys its group while the others still call. */
 ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
-    Hurried h = hurried_open(bootstrap, SOON);
+    TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) {
         EpStatus status = outcome(call_prepare, &h.step);
@@ -249,29 +253,29 @@ ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
               ep_last_error());
         CHECK(strstr(ep_last_error(), "rank 2"), "%s", ep_last_error());
     }
-    hurried_close(&h);
+    timed_close(&h);
 }
 
 /* ---- ranks that call something else ---- */
 
 static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpStatus status) {
-    Hurried h = hurried_open(bootstrap, 30);
+    TimedRank h = timed_open(bootstrap, 30);
     REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h.step));
     Call call = bootstrap->rank == ABSENT ? odd : usual;
     CHECK_STATUS(outcome(call, &h.step), status);
     CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
     check_group_failed(&h.step, status);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
-/* Each is told what the other has called, also after steps that went well. */
-static void check_meet(const EpBootstrap *bootstrap, Call usual, const char *usual_name, Call odd,
-                       const char *odd_name) {
+/* Each rank's error names the call of the other, also after successful steps. */
+static void check_different_calls(const EpBootstrap *bootstrap, Call usual, const char *usual_name,
+                                  Call odd, const char *odd_name) {
     int is_odd = bootstrap->rank == ABSENT;
     char own[32], other[48];
     for (int steps = 0; steps < 3; steps++) {
-        Hurried h = hurried_open(bootstrap, 30);
+        TimedRank h = timed_open(bootstrap, 30);
         REQUIRE(h.handle, "no handle");
         check_note("after %d steps", steps);
         for (int i = 0; i < steps; i++)
@@ -283,24 +287,25 @@ static void check_meet(const EpBootstrap *bootstrap, Call usual, const char *usu
         CHECK(strstr(ep_last_error(), own) && strstr(ep_last_error(), other), "%s",
               ep_last_error());
         check_group_failed(&h.step, EP_ERR_ORDER);
-        hurried_close(&h);
+        timed_close(&h);
     }
 }
 
-ThreadTest(runtime_deadline, dispatch_meets_combine, RANKS) {
-    check_meet(bootstrap, call_dispatch, "dispatch", call_combine, "combine");
+ThreadTest(runtime_deadline, dispatch_against_combine, RANKS) {
+    check_different_calls(bootstrap, call_dispatch, "dispatch", call_combine, "combine");
 }
 
-ThreadTest(runtime_deadline, combine_meets_dispatch, RANKS) {
-    check_meet(bootstrap, call_combine, "combine", call_dispatch, "dispatch");
+ThreadTest(runtime_deadline, combine_against_dispatch, RANKS) {
+    check_different_calls(bootstrap, call_combine, "combine", call_dispatch, "dispatch");
 }
 
-ThreadTest(runtime_deadline, combine_meets_dispatch_backward, RANKS) {
-    check_meet(bootstrap, call_combine, "combine", call_dispatch_backward, "dispatch backward");
+ThreadTest(runtime_deadline, combine_against_dispatch_backward, RANKS) {
+    check_different_calls(bootstrap, call_combine, "combine", call_dispatch_backward,
+                          "dispatch backward");
 }
 
-ThreadTest(runtime_deadline, dispatch_meets_prepare, RANKS) {
-    check_meet(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare");
+ThreadTest(runtime_deadline, dispatch_against_prepare, RANKS) {
+    check_different_calls(bootstrap, call_dispatch, "dispatch", call_prepare, "prepare");
 }
 
 static EpStatus call_narrow_dispatch(const Step *step) {
@@ -315,7 +320,7 @@ ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
     check_order(bootstrap, call_dispatch, call_narrow_dispatch, EP_ERR_ORDER);
 }
 
-/* As many bytes of another type. */
+/* Dispatch rows of another type with as many bytes. */
 static EpStatus call_retyped_dispatch(const Step *step) {
     static _Thread_local _Alignas(16) char room[1 << 16];
     EpTensor tokens = step_tokens(step);
@@ -338,16 +343,16 @@ ThreadTest(runtime_deadline, prepare_with_another_k, RANKS) {
     check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER);
 }
 
-/* Equal handles of a group, called in another order. */
+/* Equal handles of a group, called in different order. */
 ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
-    Hurried h = hurried_open(bootstrap, 30);
+    TimedRank h = timed_open(bootstrap, 30);
     REQUIRE(h.handle, "no handle");
     Step second = h.step;
     second.handle = open_handle(h.group, &h.world->c);
     CHECK_STATUS(outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h.step),
                  EP_ERR_ORDER);
     CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
-    hurried_close(&h);
+    timed_close(&h);
 }
 
 /* ---- latency mode ---- */
@@ -362,10 +367,10 @@ ThreadTest(runtime_deadline, absent_from_combine_in_latency_mode, RANKS) {
     absent_from_in(bootstrap, 2, EP_MODE_LATENCY);
 }
 
-/* First halves wait for the peers, or what flies does; either way somebody says who is missing. */
-ThreadTest(runtime_deadline, absent_from_a_first_half, RANKS) {
+/* A rank is absent from a send phase. The send or the receive phase of the others names it. */
+ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
     NEEDS_LATENCY();
-    Hurried h = hurried_open_in(bootstrap, SOON, EP_MODE_LATENCY);
+    TimedRank h = timed_open_in(bootstrap, SOON, EP_MODE_LATENCY);
     REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h.step));
     if (bootstrap->rank != ABSENT) {
@@ -378,14 +383,14 @@ ThreadTest(runtime_deadline, absent_from_a_first_half, RANKS) {
         CHECK_STATUS(ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL), EP_ERR_TIMEOUT);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    hurried_close(&h);
+    timed_close(&h);
 }
 
-/* A handle of another mode on one rank: its prepare meets a dispatch. */
+/* One rank has a handle of another mode: its prepare arrives where the others dispatch. */
 ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
     NEEDS_LATENCY();
-    if (TESTS_ON_GPU) HOST_ONLY("there ranks already meet to create a handle in latency mode");
-    Hurried h = hurried_open_in(bootstrap, 30, EP_MODE_LATENCY);
+    if (TESTS_ON_GPU) HOST_ONLY("on GPUs creating a handle in latency mode is collective");
+    TimedRank h = timed_open_in(bootstrap, 30, EP_MODE_LATENCY);
     Case c = h.world->c;
     if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
     h.step.handle = h.group ? open_handle(h.group, &c) : NULL;
@@ -396,5 +401,5 @@ ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
     CHECK(strstr(ep_last_error(), "dispatch in latency mode") &&
               strstr(ep_last_error(), "prepare") && strstr(ep_last_error(), "on handle 1"),
           "%s", ep_last_error());
-    hurried_close(&h);
+    timed_close(&h);
 }

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Division by multiplying: exact as far as is promised, and so is who owns an expert. */
-#include "runtime/divide.h"
+/* Division by multiplication is exact in its range, and so is the placement of experts that uses
+ * it. */
+#include "runtime/layout.h"
 
-#include "runtime/placement.h"
+#include "runtime/layout.h"
 #include "tests/harness/check.h"
 #include "tests/harness/random.h"
 
-/* The largest number that may be divided by d. */
+/* Returns the largest number that may be divided by d. */
 static int32_t last_dividend(int32_t d) {
     return ((1 << 30) - d - 1) / d;
 }
@@ -25,7 +26,7 @@ SoloTest(runtime_divide, quotients) {
             check_quotient(n, d);
         for (int i = 0; i < 100; i++)
             check_quotient((int32_t)(random_next(&random) % ((uint64_t)last + 1)), d);
-        /* Where quotients change, and where the error is largest. */
+        /* Quotients change here, and the error is largest. */
         check_quotient(last, d);
         check_quotient(last / d * d, d);
         if (last / d > 0) check_quotient(last / d * d - 1, d);

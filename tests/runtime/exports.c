@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the shared library shows and needs, seen through nm; and the shape of public structs. */
+/* The symbols that the library exports and needs, as nm lists them, and the layout of public
+ * structs. */
 #include <stddef.h>
 #include <string.h>
 
 #include "tests/harness/check.h"
 #include "tests/harness/process.h"
 
-/* The names that nm lists of a file of the build, one call of `visit` for each. */
+/* Call `visit` for each name that nm lists of a file of the build. */
 static void list_names(const char *file, const char *kind, const char *table,
                        void (*visit)(const char *name)) {
     const char *argv[] = {"nm", "-A", kind, build_path(file), table, NULL};
@@ -15,7 +16,7 @@ static void list_names(const char *file, const char *kind, const char *table,
     for (char *line = strtok(result.out, "\n"); line; line = strtok(NULL, "\n")) {
         char *name = strrchr(line, ' ') + 1;
         name[strcspn(name, "@")] = 0;
-        /* What nvcc wraps kernels in refers to exit. */
+        /* nvcc's wrappers of kernels refer to exit. */
         if (!strstr(line, ".cu.o:")) visit(name);
     }
     process_result_free(&result);
@@ -35,7 +36,7 @@ SoloTest(runtime_exports, public_names_alone) {
     CHECK(exported > 20, "%d names", exported);
 }
 
-/* The library never ends the process nor writes to stdout, and the core does without MPI. */
+/* The library never ends the process or writes to stdout, and its core calls no MPI. */
 static void check_needed(const char *name) {
     static const char *const never[] = {
         "exit",   "_exit",   "abort",        "quick_exit", "printf", "puts",     "putchar",
@@ -47,11 +48,11 @@ static void check_needed(const char *name) {
 
 SoloTest(runtime_exports, calls_that_a_library_does_not_make) {
     if (TESTS_SANITIZED) cr_skip_test("sanitizers add calls of their own");
-    /* The archive: it has no code but our own. */
+    /* The archive contains only our own code. */
     list_names("libep.a", "--undefined-only", NULL, check_needed);
 }
 
-/* Structs begin with their size, which the initializers fill in. */
+/* Check that a struct begins with its size, and that the initializer fills it in. */
 #define CHECK_STRUCT(type, init)                                            \
     do {                                                                    \
         type value = init;                                                  \
@@ -73,7 +74,7 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpTensor, ep_tensor_1d(NULL, EP_TYPE_BF16, 1));
 }
 
-/* Defaults that the header promises. */
+/* The initializers hold the defaults that the header promises. */
 SoloTest(runtime_exports, defaults_of_initializers) {
     EpGroupConfig group = EP_GROUP_CONFIG_INIT;
     CHECK(group.alignment == 1 && group.max_recv_rows == 0, "%d", group.alignment);

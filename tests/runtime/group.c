@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making groups: wrong configurations, ranks that disagree, what a live group says of itself. */
+/* Creating groups: wrong configurations, ranks that disagree, queries of a live group. */
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -111,7 +111,7 @@ ThreadTest(runtime_group, wrong_configurations, 1) {
     ep_group_destroy(group);
 }
 
-/* ep_group_memory reads the same configuration and refuses the same. */
+/* ep_group_memory refuses the same configurations. */
 SoloTest(runtime_group, wrong_configurations_of_memory) {
     for (int i = 0; i < LENGTH(wrong_fields); i++) {
         const WrongField *wrong = &wrong_fields[i];
@@ -125,7 +125,8 @@ SoloTest(runtime_group, wrong_configurations_of_memory) {
     }
 }
 
-/* A program that was compiled before the configuration grew: what follows is not its. */
+/* A program compiled before the structs grew: the library neither reads nor writes the new
+ * fields. */
 ThreadTest(runtime_group, structs_of_an_earlier_version, 1) {
     EpGroupConfig config = plain_config(1);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -202,11 +203,12 @@ ThreadTest(runtime_group, ranks_that_disagree, 3) {
                       field_names[d->field], d->first, d->second, "rank 0", "rank 2");
         CHECK(group == NULL, "a group was made");
     }
-    /* Ranks that agree can still meet over the same bootstrap. */
+    /* Ranks that agree can still create a group over the same bootstrap. */
     run_case(bootstrap, &(Case){.ranks = 3});
 }
 
-/* One rank's mistake is an error on every rank, and on the others it names that rank. */
+/* One rank's wrong configuration is an error on every rank; the other ranks' errors name that
+ * rank. */
 ThreadTest(runtime_group, mistake_of_one_rank, 3) {
     EpGroupConfig config = plain_config(3);
     EpGroup *group = NULL;
@@ -222,11 +224,12 @@ ThreadTest(runtime_group, mistake_of_one_rank, 3) {
     run_case(bootstrap, &(Case){.ranks = 3});
 }
 
-/* Handles are local; their configurations meet in the first prepare. Rank 2's differs. */
+/* Handles are created without communication; the first prepare compares their configurations. Rank
+ * 2's differs. */
 typedef struct Disagreement {
     EpLayout layout, other_layout;
     int alignment, other_alignment;
-    int64_t rows, other_rows; /* max_recv_rows, or of each expert in the batched layout */
+    int64_t rows, other_rows; /* max_recv_rows, or rows_per_expert in the batched layout */
     const char *field, *value, *other_value;
     EpQuant quant, other_quant; /* 0: none */
 } Disagreement;
@@ -239,7 +242,7 @@ static const Disagreement disagreements[] = {
     {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "2", "4", EP_QUANT_FP8, EP_QUANT_MXFP8},
 };
 
-static EpStatus meet_in_prepare(EpGroup *group, const Disagreement *d, int other) {
+static EpStatus create_and_prepare(EpGroup *group, const Disagreement *d, int other) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     EpHandle *handle = NULL;
     config.layout = other ? d->other_layout : d->layout;
@@ -254,8 +257,8 @@ static EpStatus meet_in_prepare(EpGroup *group, const Disagreement *d, int other
 }
 
 ThreadTest(runtime_group, handles_that_disagree, 3) {
-    /* The failed group would log a warning. */
-    if (bootstrap->rank == 0) setenv("EP_LOG_FILE", "/dev/null", 1);
+    /* A failed group logs a warning. */
+    if (bootstrap->rank == 0) setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     bootstrap->barrier(bootstrap->context, 60);
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
     for (int i = 0; i < LENGTH(disagreements); i++) {
@@ -263,7 +266,7 @@ ThreadTest(runtime_group, handles_that_disagree, 3) {
         check_note("%d: %s", i, d->field);
         EpGroup *group = open_group(bootstrap, &c);
         REQUIRE(group, "no group");
-        CHECK_REFUSED(meet_in_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
+        CHECK_REFUSED(create_and_prepare(group, d, bootstrap->rank == 2), EP_ERR_MISMATCH, d->field,
                       d->value, d->other_value, "rank 2");
         ep_group_destroy(group);
         bootstrap->barrier(bootstrap->context, 60);
@@ -293,7 +296,7 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     ep_group_destroy(group);
 }
 
-/* A group holds no more than ep_group_memory promised, handles of its own included. */
+/* A group uses no more memory than ep_group_memory returned, its handles included. */
 ThreadTest(runtime_group, memory_as_promised, 2) {
     Case c = case_complete(
         (Case){.ranks = 2, .experts = 20, .top_k = 8, .max_tokens = 500, .hidden = 512});
@@ -317,7 +320,7 @@ ThreadTest(runtime_group, memory_as_promised, 2) {
     ep_group_destroy(group);
 }
 
-/* What the caller brings is not the library's. */
+/* Memory of the caller does not count as the library's. */
 ThreadTest(runtime_group, memory_of_the_caller_is_not_counted, 1) {
     Case c = case_complete((Case){.ranks = 1});
     EpGroup *group = open_group(bootstrap, &c);
@@ -336,7 +339,7 @@ ThreadTest(runtime_group, memory_of_the_caller_is_not_counted, 1) {
     free(memory);
 }
 
-/* The CUDA backend is refused, with a reason, where it cannot be had. */
+/* Where the CUDA backend is not available, it is refused with a reason. */
 ThreadTest(runtime_group, cuda_where_there_is_none, 1) {
     EpGroupConfig config = plain_config(1);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
@@ -358,7 +361,7 @@ ThreadTest(runtime_group, a_communicator_on_the_host_backend, 1) {
     CHECK(group == NULL, "a group was made");
 }
 
-/* AUTO becomes a backend that there is, and works. */
+/* AUTO becomes an available backend, and the group can be created. */
 ThreadTest(runtime_group, backend_auto, 2) {
     Case c = case_complete((Case){.ranks = 2});
     EpGroupConfig config = case_group_config(&c);
@@ -375,7 +378,7 @@ ThreadTest(runtime_group, backend_auto, 2) {
 
 /* ---- two groups ---- */
 
-/* A rank in two groups over one bootstrap, their calls interleaved. */
+/* Each rank is in two groups over one bootstrap and interleaves their calls. */
 ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
     Case small = {.ranks = 3, .experts = 5, .hidden = 16, .weighted = 1, .seed = 1};
     Case large = {.ranks = 3, .experts = 11, .top_k = 5, .alignment = 8, .seed = 2};
@@ -398,7 +401,7 @@ ThreadTest(runtime_group, two_groups_of_the_same_ranks, 3) {
         world_free(worlds[i]);
 }
 
-/* Two sets of threads, each a group, at the same time: neither waits for the other. */
+/* Two sets of threads, a group each, run at the same time; neither waits for the other. */
 typedef struct TwoGroups {
     EpBootstrap bootstrap[2][3];
     World *world[2];
@@ -427,9 +430,9 @@ Test(runtime_group, two_groups_of_other_ranks_at_once, .timeout = 120) {
     }
 }
 
-/* The only thread of one group goes through many of them. */
+/* One process creates and destroys many groups, one after the other. */
 ThreadTest(runtime_group, groups_come_and_go, 2) {
-    int groups = TESTS_ON_GPU ? 5 : 40; /* communicators come slowly */
+    int groups = TESTS_ON_GPU ? 5 : 40; /* creating communicators is slow */
     for (int i = 0; i < groups; i++)
         run_case(bootstrap, &(Case){.ranks = 2, .seed = (uint64_t)i});
 }

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* More than the machine has: an error on every rank, nothing leaks, the process goes on. */
+/* A group that needs more memory than the machine has: an error on every rank, no leak, and the
+ * process can go on. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 
 #include "tests/cases/run.h"
 
-/* Valid, and a plan of many GiB. */
-static Case monstrous(int ranks) {
+/* A valid case whose plan takes many GiB. */
+static Case huge_case(int ranks) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 4,
                                 .top_k = EP_MAX_TOP_K,
@@ -20,13 +21,13 @@ static void limit_address_space(rlim_t bytes) {
     cr_assert(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit failed");
 }
 
-static void monstrous_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
-    Case c = monstrous(bootstrap->size);
+static void huge_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
+    Case c = huge_case(bootstrap->size);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     EpHandle *handle = NULL;
     EpStatus status = ep_group_create(bootstrap, &config, &group);
-    /* A group may be lean and leave the monstrous part to its handles. */
+    /* A group may be small and leave the large allocations to its handles. */
     if (status == EP_OK) status = ep_handle_create(group, NULL, NULL, 0, &handle);
     CHECK(status == EP_ERR_NO_MEMORY, "status %d: %s", (int)status,
           status == EP_OK ? "" : ep_last_error());
@@ -38,12 +39,12 @@ Test(runtime_memory, no_machine_has_this_much, .timeout = 60) {
     HOST_ONLY("CUDA needs the address space: see gpu_faults");
     if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
     limit_address_space((rlim_t)2 << 30);
-    run_on_threads(2, monstrous_body, NULL);
+    run_on_threads(2, huge_body, NULL);
 }
 
-/* The stage of a group is refused by the system: every rank hears of it. */
+/* The system refuses the memory of the stage: an error on every rank. */
 static void stage_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg) {
-    /* Rows enough to fill any stage: a stage is no larger than what it could ever hold. */
+    /* Enough rows for any stage: a stage is no larger than the rows it could ever hold. */
     Case c = case_complete((Case){.ranks = bootstrap->size, .max_tokens = 1 << 20});
     c.hidden = EP_MAX_ROW_BYTES / 2;
     EpGroupConfig config = case_group_config(&c);
@@ -55,19 +56,19 @@ static void stage_body(const EpBootstrap *bootstrap, __attribute__((unused)) voi
 Test(runtime_memory, no_room_for_the_stage, .timeout = 60) {
     HOST_ONLY("CUDA needs the address space: see gpu_faults");
     if (TESTS_SANITIZED) cr_skip_test("sanitizers need the address space");
-    setenv("EP_STAGE_BYTES", "1G", 1);
+    setenv("LIBEP_STAGE_BYTES", "1G", 1);
     limit_address_space((rlim_t)1 << 30);
     run_on_threads(2, stage_body, NULL);
-    /* With less, the same process can. */
-    setenv("EP_STAGE_BYTES", "1M", 1);
+    /* The same process can create a group with a smaller stage. */
+    setenv("LIBEP_STAGE_BYTES", "1M", 1);
     Case c = {.ranks = 2};
     run_case_on_threads(&c);
 }
 
-/* What it would take is said without taking it. */
+/* ep_group_memory reports the memory without allocating it. */
 SoloTest(runtime_memory, infeasible_configurations_are_named) {
     HOST_ONLY("1024 ranks are more than GPUs serve");
-    Case c = monstrous(1024);
+    Case c = huge_case(1024);
     c.max_tokens = INT32_MAX;
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of quantising, against searches and double precision. */
+/* The arithmetic of quantisation, against exhaustive search and double precision. */
 #include "runtime/quant.h"
+#include "runtime/host/rowmath.h"
 
 #include <math.h>
 #include <string.h>
@@ -16,7 +17,7 @@ static float from_bits(uint32_t bits) {
     return value;
 }
 
-/* The code nearest to a value, found by trying all; of two, the even one. */
+/* Returns the code nearest to a value, found by trying all; of two equally near, the even one. */
 static uint8_t search(double value) {
     if (isnan(value)) return 0x7f;
     uint8_t best = 0;
@@ -36,8 +37,8 @@ static void check_code(float value) {
           (double)value, quant_encode((double)value), expected);
 }
 
-/* Every float of 16 bits and its neighbours: all codes, what lies halfway, and what is next to it.
- */
+/* Every float whose low 16 bits are zero, and its two neighbours: all codes, the midpoints between
+ * codes, and the neighbours of both. */
 SoloTest(runtime_quant, e4m3_of_all_kinds_of_floats) {
     for (uint32_t high = 0; high < 0x10000; high++) {
         if (!isnan(from_bits(high << 16)) && fabsf(from_bits(high << 16)) > 600 && high % 64)
@@ -71,7 +72,7 @@ static void check_row(EpQuant quant, EpType type, const void *row, int n) {
           (int)quant, (int)type, n);
 }
 
-/* Rows of any bits at all, and of numbers within a few powers of two. */
+/* Rows of random bits, and rows of numbers within a few powers of two. */
 SoloTest(runtime_quant, random_rows) {
     for (uint64_t seed = 1; seed <= 600; seed++) {
         Random random = random_stream(seed, 3, 3);
@@ -103,7 +104,7 @@ static void check_first(EpQuant quant, float first, float second, double scale, 
           code);
 }
 
-/* Cases whose results are known without any computation. */
+/* Cases whose results are known without computation. */
 SoloTest(runtime_quant, by_hand) {
     check_first(EP_QUANT_FP8, 448, 0, 1, 0x7e);
     check_first(EP_QUANT_FP8, 1, -448, 1, 0x38);
@@ -112,11 +113,11 @@ SoloTest(runtime_quant, by_hand) {
     check_first(EP_QUANT_FP8_UE8M0, 449, 0, 2, 0x76);
     check_first(EP_QUANT_MXFP8, 224, 0, 0.5, 0x7e);
     check_first(EP_QUANT_MXFP8, 225, 0, 1, 0x76);
-    /* Infinities and NaN leave the scale to the others. */
+    /* Infinities and NaN do not affect the scale. */
     check_first(EP_QUANT_FP8, INFINITY, 448, 1, 0x7e);
     check_first(EP_QUANT_FP8, -INFINITY, 448, 1, 0xfe);
     check_first(EP_QUANT_FP8_UE8M0, -NAN, 448, 1, 0x7f);
-    /* Nothing at all. */
+    /* Rows of zeros. */
     check_first(EP_QUANT_FP8_UE8M0, 0, -0.0f, ldexp(1, -108), 0);
     check_first(EP_QUANT_FP8, -0.0f, 0, (double)(float)(ldexp(1, -100) / 448), 0x80);
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random small cases. Each failure prints its case, seed included; LIBEP_TEST_SEED=N begins with
- * case N, LIBEP_TEST_CASES=M runs so many. */
+/* Random small cases. A failure prints its case, seed included. LIBEP_TEST_SEED=N begins with case
+ * N; LIBEP_TEST_CASES=M runs M cases. */
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
@@ -53,7 +53,7 @@ static Case draw_case(uint64_t seed) {
     c.zero_tail = PICK(&random, 0, 1);
     c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
     if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
-    c.halves = PICK(&random, 0, 1);
+    c.phases = PICK(&random, 0, 1);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
     return c;
@@ -64,7 +64,7 @@ static uint64_t number_from(const char *name, uint64_t standard) {
     return text ? strtoull(text, NULL, 10) : standard;
 }
 
-/* Each has a group of its own, and on GPUs that takes a communicator. */
+/* Each case creates a group, and on GPUs a communicator, which is slow: hence few cases there. */
 static void run_cases(uint64_t salt) {
     uint64_t first = number_from("LIBEP_TEST_SEED", salt);
     uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 200);
@@ -79,13 +79,13 @@ Test(runtime_random, default_stage, .timeout = 300) {
 }
 
 Test(runtime_random, tiny_stage, .timeout = 300) {
-    HOST_ONLY("no EP_STAGE_BYTES on GPUs");
-    setenv("EP_STAGE_BYTES", "3000", 1);
+    HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
+    setenv("LIBEP_STAGE_BYTES", "3000", 1);
     run_cases(1001);
 }
 
 Test(runtime_random, two_nodes, .timeout = 300) {
     HOST_ONLY("GPUs of a group share a node");
-    setenv("EP_TOPOLOGY", "2", 1);
+    setenv("LIBEP_TOPOLOGY", "2", 1);
     run_cases(2001);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Settings come from the environment, are listed in full, and are not believed blindly. */
+/* Settings: read from the environment, listed in full, and validated. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 #include "tests/cases/run.h"
 
-/* What a visit saw of one setting. */
+/* The results of a visit for one setting. */
 typedef struct Seen {
     const char *name;
     int times, total;
@@ -18,7 +18,7 @@ static void visit(const EpSetting *setting, void *context) {
     Seen *seen = context;
     seen->total++;
     CHECK(setting->struct_size == sizeof(*setting), "%zu", setting->struct_size);
-    CHECK(strncmp(setting->name, "EP_", 3) == 0, "%s", setting->name);
+    CHECK(strncmp(setting->name, "LIBEP_", 6) == 0, "%s", setting->name);
     CHECK(setting->type[0] && setting->doc[0], "%s has no type or no words", setting->name);
     if (strcmp(setting->name, seen->name) != 0) return;
     seen->times++;
@@ -27,33 +27,33 @@ static void visit(const EpSetting *setting, void *context) {
 }
 
 SoloTest(runtime_settings, listed_with_their_defaults) {
-    Seen seen = {.name = "EP_TIMEOUT"};
-    unsetenv("EP_TIMEOUT");
+    Seen seen = {.name = "LIBEP_TIMEOUT"};
+    unsetenv("LIBEP_TIMEOUT");
     CHECK_OK(ep_settings(visit, &seen));
-    CHECK(seen.times == 1, "EP_TIMEOUT came %d times of %d", seen.times, seen.total);
+    CHECK(seen.times == 1, "LIBEP_TIMEOUT came %d times of %d", seen.times, seen.total);
     CHECK(strcmp(seen.standard, "100") == 0, "%s", seen.standard);
     CHECK(strcmp(seen.value, "100") == 0, "%s", seen.value);
 }
 
 SoloTest(runtime_settings, value_in_force) {
-    Seen seen = {.name = "EP_TIMEOUT"};
-    setenv("EP_TIMEOUT", "2.5", 1);
+    Seen seen = {.name = "LIBEP_TIMEOUT"};
+    setenv("LIBEP_TIMEOUT", "2.5", 1);
     CHECK_OK(ep_settings(visit, &seen));
     CHECK(strcmp(seen.value, "2.5") == 0, "%s", seen.value);
     CHECK(strcmp(seen.standard, "100") == 0, "%s", seen.standard);
 }
 
 SoloTest(runtime_settings, unknown_name) {
-    Seen seen = {.name = "EP_TIMEOUT"};
-    setenv("EP_TIMEOUTS", "3", 1);
-    CHECK_REFUSED(ep_settings(visit, &seen), EP_ERR_SETTING, "EP_TIMEOUTS");
+    Seen seen = {.name = "LIBEP_TIMEOUT"};
+    setenv("LIBEP_TIMEOUTS", "3", 1);
+    CHECK_REFUSED(ep_settings(visit, &seen), EP_ERR_SETTING, "LIBEP_TIMEOUTS");
     CHECK(seen.times == 1, "the visit did not take place");
-    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_TIMEOUTS");
-    unsetenv("EP_TIMEOUTS");
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TIMEOUTS");
+    unsetenv("LIBEP_TIMEOUTS");
     CHECK_OK(ep_settings(NULL, NULL));
 }
 
-/* Names that merely look alike belong to someone else. */
+/* Names that only look similar belong to other programs. */
 SoloTest(runtime_settings, names_of_others) {
     setenv("EPOCHS", "3", 1);
     setenv("MY_EP_TIMEOUT", "x", 1);
@@ -66,39 +66,39 @@ typedef struct Malformed {
 } Malformed;
 
 static const Malformed malformed[] = {
-    {"EP_TIMEOUT", "abc"},
-    {"EP_TIMEOUT", "-1"},
-    {"EP_TIMEOUT", "0"},
-    {"EP_TIMEOUT", "3s"},
-    {"EP_TIMEOUT", "inf"},
-    {"EP_TIMEOUT", "nan"},
-    {"EP_TIMEOUT", ""},
-    {"EP_STAGE_BYTES", "-5"},
-    {"EP_STAGE_BYTES", "12Q"},
-    {"EP_STAGE_BYTES", "4KB"},
-    {"EP_STAGE_BYTES", "lots"},
-    {"EP_STAGE_BYTES", "99999999999999G"},
-    {"EP_BACKEND", "gpu"},
-    {"EP_BACKEND", "HOST"},
-    {"EP_LOG", "loud"},
-    {"EP_BIND", "cpu"},
-    {"EP_BIND", "GPU"},
-    {"EP_CHECK", "1"},
-    {"EP_CHECK", "everything"},
-    {"EP_TOPOLOGY", "x"},
-    {"EP_TOPOLOGY", "-2"},
-    {"EP_TOPOLOGY", "0"},
-    {"EP_TOPOLOGY", "2/gibberish"},
+    {"LIBEP_TIMEOUT", "abc"},
+    {"LIBEP_TIMEOUT", "-1"},
+    {"LIBEP_TIMEOUT", "0"},
+    {"LIBEP_TIMEOUT", "3s"},
+    {"LIBEP_TIMEOUT", "inf"},
+    {"LIBEP_TIMEOUT", "nan"},
+    {"LIBEP_TIMEOUT", ""},
+    {"LIBEP_STAGE_BYTES", "-5"},
+    {"LIBEP_STAGE_BYTES", "12Q"},
+    {"LIBEP_STAGE_BYTES", "4KB"},
+    {"LIBEP_STAGE_BYTES", "lots"},
+    {"LIBEP_STAGE_BYTES", "99999999999999G"},
+    {"LIBEP_BACKEND", "gpu"},
+    {"LIBEP_BACKEND", "HOST"},
+    {"LIBEP_LOG", "loud"},
+    {"LIBEP_BIND", "cpu"},
+    {"LIBEP_BIND", "GPU"},
+    {"LIBEP_CHECK", "1"},
+    {"LIBEP_CHECK", "everything"},
+    {"LIBEP_TOPOLOGY", "x"},
+    {"LIBEP_TOPOLOGY", "-2"},
+    {"LIBEP_TOPOLOGY", "0"},
+    {"LIBEP_TOPOLOGY", "2/gibberish"},
 };
 
-/* A sentence offers what the setting takes. */
+/* An error names the values that the setting accepts. */
 SoloTest(runtime_settings, sentences_of_counts_and_sizes) {
-    setenv("EP_NUM_SMS", "many", 1);
-    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_NUM_SMS", "or auto");
-    unsetenv("EP_NUM_SMS");
-    setenv("EP_STAGE_BYTES", "many", 1);
-    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "EP_STAGE_BYTES", "512K");
-    unsetenv("EP_STAGE_BYTES");
+    setenv("LIBEP_NUM_SMS", "many", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_NUM_SMS", "or auto");
+    unsetenv("LIBEP_NUM_SMS");
+    setenv("LIBEP_STAGE_BYTES", "many", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_STAGE_BYTES", "512K");
+    unsetenv("LIBEP_STAGE_BYTES");
 }
 
 SoloTest(runtime_settings, malformed_values_refuse_the_group) {
@@ -107,7 +107,7 @@ SoloTest(runtime_settings, malformed_values_refuse_the_group) {
     Case c = case_complete((Case){.ranks = 1});
     EpGroupConfig config = case_group_config(&c);
     for (size_t i = 0; i < sizeof(malformed) / sizeof(malformed[0]); i++) {
-        /* A description of a machine is judged, and quoted, by itself. */
+        /* The error quotes the description of a machine alone. */
         const char *machine = strchr(malformed[i].value, '/');
         const char *said = machine ? machine + 1 : malformed[i].value;
         EpGroup *group = NULL;
@@ -124,7 +124,7 @@ SoloTest(runtime_settings, malformed_values_refuse_the_group) {
     ep_bootstrap_destroy(&bootstrap);
 }
 
-/* Run `body` with stderr in a file, and return what came. */
+/* Run `body` with stderr redirected to a file, and return its output in `text`. */
 static void capture(void (*body)(void), char *text, size_t size) {
     FILE *file = tmpfile();
     int before = dup(STDERR_FILENO);
@@ -146,9 +146,9 @@ static void make_a_group(void) {
 
 SoloTest(runtime_settings, unknown_name_is_a_warning_of_the_group) {
     static char text[65536];
-    setenv("EP_STAGEBYTES", "4096", 1);
+    setenv("LIBEP_STAGEBYTES", "4096", 1);
     capture(make_a_group, text, sizeof(text));
-    CHECK(strstr(text, "EP_STAGEBYTES"), "no warning: '%s'", text);
+    CHECK(strstr(text, "LIBEP_STAGEBYTES"), "no warning: '%s'", text);
 }
 
 SoloTest(runtime_settings, silent_on_success) {
@@ -161,8 +161,8 @@ SoloTest(runtime_settings, log_into_a_file) {
     static char text[65536], errors[65536];
     char path[] = "/tmp/ep_tests_log_XXXXXX";
     close(mkstemp(path));
-    setenv("EP_LOG", "trace", 1);
-    setenv("EP_LOG_FILE", path, 1);
+    setenv("LIBEP_LOG", "trace", 1);
+    setenv("LIBEP_LOG_FILE", path, 1);
     capture(make_a_group, errors, sizeof(errors));
     FILE *file = fopen(path, "r");
     text[fread(text, 1, sizeof(text) - 1, file)] = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Version, texts of statuses, the last error of a thread. */
+/* The version, texts of statuses, and the last error of a thread. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,7 +32,7 @@ SoloTest(runtime_status, every_status_has_its_name_and_text) {
     }
 }
 
-/* Numbers are part of the binary interface. */
+/* The numbers are part of the binary interface. */
 SoloTest(runtime_status, numbers_are_pinned) {
     CHECK(EP_OK == 0 && EP_ERR_NULL == 1 && EP_ERR_TYPE == 5 && EP_ERR_TOKENS == 9, "moved");
     CHECK(EP_ERR_ROUTING == 13 && EP_ERR_FOREIGN == 18 && EP_ERR_TIMEOUT == 21, "moved");
@@ -57,7 +57,7 @@ SoloTest(runtime_status, last_error_set_by_a_bootstrap) {
     CHECK_STATUS(ep_set_last_error(EP_ERR_TIMEOUT, NULL), EP_ERR_TIMEOUT);
 }
 
-/* Longer than any buffer could be: cut off, but no harm done. */
+/* An error longer than the buffer is truncated. */
 SoloTest(runtime_status, endless_sentence) {
     size_t length = 1 << 20;
     char *sentence = malloc(length + 1);

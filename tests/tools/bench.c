@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ep_bench as users start it: nonsense is refused with exit status 2 and a sentence, sensible runs
- * are right, trace files survive a round trip and are not believed blindly. */
+/* ep_bench as users run it: invalid options give exit status 2 and a message, valid runs are
+ * correct, trace files survive a round trip, invalid trace files are refused. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 
 enum { MOST_WORDS = 40 };
 
-/* A command line of words separated by blanks. */
+/* `line` has words separated by blanks. */
 static ProcessResult run_bench(const char *line) {
     static char words[2048];
     const char *argv[MOST_WORDS + 2] = {build_path("ep_bench")};
@@ -35,11 +35,11 @@ static void check_run(const char *line, int exit_status, const char *in_out, con
     process_result_free(&result);
 }
 
-typedef struct Nonsense {
-    const char *line, *said;
-} Nonsense;
+typedef struct BadOptions {
+    const char *line, *message;
+} BadOptions;
 
-static const Nonsense nonsense[] = {
+static const BadOptions bad_options[] = {
     {"--frobnicate", "--frobnicate"},
     {"-Q", "-Q"},
     {"stray", "stray"},
@@ -91,8 +91,8 @@ static const Nonsense nonsense[] = {
     {"--backend tpu", "\"tpu\""},
     {"--mode fast", "\"fast\""},
     {"--quant fp4", "\"fp4\""},
-    {"--halves", "--mode latency"},
-    {"--halves --mode auto", "--mode latency"},
+    {"--split", "--mode latency"},
+    {"--split --mode auto", "--mode latency"},
     {"--quant fp8 --scales 4", "--scales"},
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
     {"--baseline --mode latency", "--mode throughput"},
@@ -104,9 +104,9 @@ static const Nonsense nonsense[] = {
     {"--threads 2 --save-routing /nonexistent/folder/x --tokens 4", "/nonexistent/folder/x"},
 };
 
-SoloTest(tools_bench, nonsense_is_refused) {
-    for (int i = 0; i < LENGTH(nonsense); i++)
-        check_run(nonsense[i].line, 2, NULL, nonsense[i].said);
+SoloTest(tools_bench, bad_options_are_refused) {
+    for (int i = 0; i < LENGTH(bad_options); i++)
+        check_run(bad_options[i].line, 2, NULL, bad_options[i].message);
 }
 
 SoloTest(tools_bench, help_and_version) {
@@ -114,10 +114,10 @@ SoloTest(tools_bench, help_and_version) {
     check_run("--version", 0, "0.1.0", NULL);
 }
 
-/* What every run of these tests has in common: small, quick, checked. */
+/* Options of every run below: small and quick. The check is on by default. */
 #define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
 
-SoloTest(tools_bench, small_runs_are_right) {
+SoloTest(tools_bench, small_runs_are_correct) {
     static const char *const lines[] = {
         QUICK "--threads 3 --tokens 20",
         QUICK "--threads 2 --tokens 0",
@@ -130,10 +130,10 @@ SoloTest(tools_bench, small_runs_are_right) {
         QUICK "--threads 4 -b 1 -e 8 -f 2 --mode latency",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout expert-major --align 8",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout flat --masked 0.3",
-        QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --quant fp8 --halves",
+        QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --quant fp8 --split",
         QUICK "--threads 2 --tokens 20 --mode latency --rows-per-expert 2 --overflow drop",
-        QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --uneven --halves",
-        QUICK "--threads 3 --tokens 20 --mode latency --layout flat --quant mxfp8 --halves",
+        QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --uneven --split",
+        QUICK "--threads 3 --tokens 20 --mode latency --layout flat --quant mxfp8 --split",
         QUICK "--threads 3 --tokens 20 --mode latency --capacity 12 --overflow drop --align 1",
         QUICK "--threads 2 --tokens 20 --mode auto --quant fp8 --dtype fp32 --idx int64",
         QUICK "--threads 2 --tokens 20 --quant fp8-ue8m0 --dtype fp16 --layout batched",
@@ -143,10 +143,10 @@ SoloTest(tools_bench, small_runs_are_right) {
         check_run(lines[i], 0, "#wrong 0", NULL);
 }
 
-/* Without a wish for another shape, that of a decoding step; nothing is lost. */
+/* The default is the shape of a decoding step, and drops no slot. */
 SoloTest(tools_bench, defaults_of_latency_mode) {
     static const struct {
-        const char *options, *said;
+        const char *options, *output;
     } cases[] = {
         {"--mode latency", "alignment 1, layout batched, routing zipf:1, masked 0, even tokens"},
         {"--mode latency", "# tokens 128: 128 to 128 per rank"},
@@ -161,11 +161,11 @@ SoloTest(tools_bench, defaults_of_latency_mode) {
     char line[256];
     for (int i = 0; i < LENGTH(cases); i++) {
         snprintf(line, sizeof(line), QUICK "--threads 2 %s", cases[i].options);
-        check_run(line, 0, cases[i].said, NULL);
+        check_run(line, 0, cases[i].output, NULL);
     }
 }
 
-/* Every size from one token on has its lines. */
+/* The output has the lines of every size, from one token on. */
 SoloTest(tools_bench, latency_from_one_token) {
     ProcessResult result = run_bench(QUICK "--threads 2 -b 1 -e 512 -f 2 --mode latency");
     CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
@@ -179,7 +179,7 @@ SoloTest(tools_bench, latency_from_one_token) {
     process_result_free(&result);
 }
 
-/* In latency mode the table has what is there to be timed. */
+/* In latency mode the table has only dispatch and combine. */
 SoloTest(tools_bench, phases_of_latency_mode) {
     ProcessResult result = run_bench(QUICK "--threads 2 --tokens 4 --mode latency");
     CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
@@ -190,7 +190,7 @@ SoloTest(tools_bench, phases_of_latency_mode) {
     process_result_free(&result);
 }
 
-/* A capacity that is too small ends a run that does not ask for drops. */
+/* A capacity that is too small ends the run, unless the overflow policy is drop. */
 SoloTest(tools_bench, overflow_ends_the_run) {
     check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL, "at most 3 receive rows");
 }
@@ -210,7 +210,7 @@ static void write_file(const char *path, const char *text) {
     fclose(file);
 }
 
-SoloTest(tools_bench, json_has_what_is_promised) {
+SoloTest(tools_bench, json_has_the_documented_keys) {
     static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",       "\"config\"",
                                        "\"machine\"",      "\"library_bytes\"",  "\"phases\"",
                                        "\"median_us\"",    "\"p99_us\"",         "\"name\"",
@@ -227,30 +227,30 @@ SoloTest(tools_bench, json_has_what_is_promised) {
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
 }
 
-/* Each half is timed by itself, too, where there are halves. */
-SoloTest(tools_bench, halves_are_reported) {
-    static const char *const halves[] = {"dispatch_send", "dispatch_wait", "combine_send",
-                                         "combine_wait"};
+/* With --split each send and wait call is also timed alone. */
+SoloTest(tools_bench, send_and_wait_are_reported) {
+    static const char *const calls[] = {"dispatch_send", "dispatch_wait", "combine_send",
+                                        "combine_wait"};
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_json_XXXXXX";
     close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency --halves -J %s",
-             path);
-    check_run(line, 0, "# halves: dispatch_send ", NULL);
+    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency --split -J %s", path);
+    check_run(line, 0, "# split: dispatch_send ", NULL);
     read_file(path, text, sizeof(text));
     CHECK(strstr(text, "\"chain\": 20"), "no chain: %s", text);
-    for (int i = 0; i < LENGTH(halves); i++) {
-        snprintf(line, sizeof(line), "\"name\": \"%s\"", halves[i]);
+    for (int i = 0; i < LENGTH(calls); i++) {
+        snprintf(line, sizeof(line), "\"name\": \"%s\"", calls[i]);
         CHECK(strstr(text, line), "no %s: %s", line, text);
     }
     snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency -J %s", path);
     check_run(line, 0, "#wrong 0", NULL);
     read_file(path, text, sizeof(text));
-    CHECK(!strstr(text, "halves\": [") && !strstr(text, "dispatch_send"), "halves: %s", text);
+    CHECK(!strstr(text, "split_phases\": [") && !strstr(text, "dispatch_send"),
+          "unexpected phases: %s", text);
     unlink(path);
 }
 
-/* The remote bytes of dispatch, the first phase but one. */
+/* The remote bytes of dispatch. */
 static long long dispatch_bytes(const char *options) {
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_json_XXXXXX";
@@ -266,8 +266,8 @@ static long long dispatch_bytes(const char *options) {
     return bytes;
 }
 
-/* Every token goes to the other rank once, with all that lies beside its row. */
-SoloTest(tools_bench, what_lies_beside_rows_is_counted) {
+/* Every token goes to the other rank once. The bytes include its weight and scales. */
+SoloTest(tools_bench, weights_and_scales_are_counted) {
     static const char all[] = "--experts 2 --top-k 2 --hidden 64 --routing uniform";
     char line[160];
     static const struct {
@@ -304,7 +304,7 @@ static const char *with_trace(const char *options) {
     return line;
 }
 
-/* Saved, used and saved again: the same file. */
+/* A trace that is saved, used and saved again is the same file. */
 SoloTest(tools_trace, round_trip) {
     static char first[65536], again[65536], line[512];
     check_run(with_trace("--threads 2 --tokens 25 --uneven --masked 0.2 --save-routing "), 0,
@@ -319,7 +319,7 @@ SoloTest(tools_trace, round_trip) {
     CHECK(strcmp(first, again) == 0, "changed to: %.200s", again);
 }
 
-/* A trace by hand, with a duplicate and masked entries. */
+/* A trace written by hand, with a duplicate and masked entries. */
 SoloTest(tools_trace, written_by_hand) {
     write_file(trace_path, "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
                            "tokens 2\n0 11 -1\n5 5 5\ntokens 0\n");
@@ -329,7 +329,7 @@ SoloTest(tools_trace, written_by_hand) {
 typedef struct BadTrace {
     const char *text;
     int line;
-    const char *said;
+    const char *message;
 } BadTrace;
 
 #define HEAD "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
@@ -363,18 +363,18 @@ SoloTest(tools_trace, bad_traces_are_refused) {
         snprintf(where, sizeof(where), "%s:%d: ", trace_path, bad_traces[i].line);
         check_note("trace %d", i);
         check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
-        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, bad_traces[i].said);
+        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, bad_traces[i].message);
     }
 }
 
-SoloTest(tools_trace, a_folder_is_no_trace) {
+SoloTest(tools_trace, a_folder_is_refused) {
     check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp");
 }
 
 /* ---- under mpirun ---- */
 
 static void check_mpirun(int ranks, const char *option, const char *value, int exit_status,
-                         const char *said) {
+                         const char *output) {
     char count[16];
     snprintf(count, sizeof(count), "%d", ranks);
     setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
@@ -399,17 +399,17 @@ static void check_mpirun(int ranks, const char *option, const char *value, int e
                           NULL};
     ProcessResult result = process_run(argv, 1);
     CHECK(result.exit_status == exit_status, "exit status %d: %s", result.exit_status, result.out);
-    CHECK(strstr(result.out, said), "no '%s' in: %s", said, result.out);
+    CHECK(strstr(result.out, output), "no '%s' in: %s", output, result.out);
     process_result_free(&result);
 }
 
-SoloTest(mpi_bench, right_with_and_without_a_baseline) {
+SoloTest(mpi_bench, correct_with_and_without_baseline) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     check_mpirun(2, "--tokens", "16", 0, "#wrong 0");
     check_mpirun(3, "--baseline", NULL, 0, "#wrong 0");
 }
 
-SoloTest(mpi_bench, nonsense_is_refused) {
+SoloTest(mpi_bench, bad_options_are_refused) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     check_mpirun(2, "--tokens", "many", 2, "\"many\"");
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ep_info as users start it. */
+/* ep_info as users run it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,19 +21,19 @@ static void check_info(const char *const *options, int exit_status, const char *
 
 #define WITH(...) ((const char *const[]){__VA_ARGS__, NULL})
 
-SoloTest(tools_info, says_what_there_is) {
+SoloTest(tools_info, prints_all_parts) {
     static const char *const none[] = {NULL};
-    static const char *const parts[] = {"libep 0.1.0", "EP_TIMEOUT",    "EP_STAGE_BYTES",
+    static const char *const parts[] = {"libep 0.1.0", "LIBEP_TIMEOUT", "LIBEP_STAGE_BYTES",
                                         "topology",    "backend: host", "bytes"};
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
         check_info(none, 0, parts[i], NULL);
 }
 
 SoloTest(tools_info, settings_for_a_readme) {
-    check_info(WITH("--settings-markdown"), 0, "| `EP_TIMEOUT` |", NULL);
+    check_info(WITH("--settings-markdown"), 0, "| `LIBEP_TIMEOUT` |", NULL);
 }
 
-SoloTest(tools_info, nonsense_is_refused) {
+SoloTest(tools_info, bad_options_are_refused) {
     check_info(WITH("--frobnicate"), 2, NULL, "--frobnicate");
     check_info(WITH("--hidden", "x"), 2, NULL, "\"x\"");
     check_info(WITH("--ranks", "0"), 2, NULL, "\"0\"");
@@ -45,16 +45,17 @@ SoloTest(tools_info, infeasible_configuration) {
     check_info(WITH("--ranks", "1024", "--tokens", "16777216"), 1, "not feasible", NULL);
 }
 
-SoloTest(tools_info, unsound_environment) {
-    setenv("EP_TYPO", "1", 1);
-    check_info(WITH("--hidden", "64"), 1, "topology", "EP_TYPO"); /* the rest is told, too */
-    unsetenv("EP_TYPO");
-    setenv("EP_TIMEOUT", "soon", 1);
-    check_info(WITH("--hidden", "64"), 1, NULL, "EP_TIMEOUT");
+SoloTest(tools_info, bad_settings) {
+    setenv("LIBEP_TYPO", "1", 1);
+    check_info(WITH("--hidden", "64"), 1, "topology",
+               "LIBEP_TYPO"); /* ep_info still prints the rest */
+    unsetenv("LIBEP_TYPO");
+    setenv("LIBEP_TIMEOUT", "soon", 1);
+    check_info(WITH("--hidden", "64"), 1, NULL, "LIBEP_TIMEOUT");
 }
 
-/* Of either program: what cannot be written is no success. */
-SoloTest(tools_info, output_that_is_lost) {
+/* Both programs fail if they cannot write their output. */
+SoloTest(tools_info, failed_output) {
     static const char *const programs[] = {"ep_info", "ep_bench"};
     for (int i = 0; i < 2; i++) {
         char command[4300];

@@ -2,7 +2,7 @@
 #ifndef EMULATOR_CUDA_H
 #define EMULATOR_CUDA_H
 
-/** As much of CUDA's driver interface as libep uses. */
+/** The part of CUDA's driver interface that libep uses. */
 
 typedef enum CUresult { CUDA_SUCCESS = 0 } CUresult;
 typedef int CUdevice;

@@ -19,7 +19,7 @@ static inline float __bfloat162float(__nv_bfloat16 x) {
     return value;
 }
 
-/* To nearest even; every NaN is the one that GPUs make. */
+/* Rounds to nearest even; every NaN becomes the one that GPUs produce. */
 static inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));

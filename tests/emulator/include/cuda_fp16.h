@@ -21,7 +21,7 @@ static inline float __half2float(__half h) {
     return sign ? -value : value;
 }
 
-/* To nearest even: as a multiple of the least step there, which is exact before it is rounded. */
+/* Rounds to nearest even: scales to multiples of the local step, which is exact, then rounds. */
 static inline __half __float2half_rn(float value) {
     uint16_t sign = signbit(value) ? 0x8000 : 0;
     float size = fabsf(value);

@@ -3,9 +3,9 @@
 #define EMULATOR_CUDA_RUNTIME_H
 
 /**
- * CUDA C++ as a C++ compiler takes it, once kernel.sed has been over launches and shared arrays.
- * Goes in front of every kernel's source. A block runs in one OS thread, so what its threads share
- * is thread-local there.
+ * CUDA C++ for a C++ compiler, after kernel.sed has rewritten launches and shared arrays. Included
+ * before every kernel's source. A block runs in one OS thread, so its shared variables are
+ * thread-local.
  */
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 using std::max;
 using std::min;
 
-#define __CUDACC__ 1 /* headers that hosts include too have functions for kernels */
+#define __CUDACC__ 1 /* enables the device functions of headers that host code includes too */
 #define __device__
 #define __host__
 #define __global__
@@ -56,7 +56,7 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
     return cudaFuncSetAttribute((const void *)kernel, attribute, value);
 }
 
-/* What a kernel declares is not counted here. */
+/* Static shared memory is not counted here. */
 template <typename... P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*)(P...)) {
     attributes->sharedSizeBytes = 0;
@@ -74,7 +74,7 @@ template <typename F> static void emulated_call(const void *arguments) {
     (*(const F *)arguments)();
 }
 
-/* What is launched has copies of the arguments. It is copied as bytes, as GPUs do. */
+/* Enqueue a call with copies of the arguments. They are copied as bytes, as on GPUs. */
 template <typename F> static void emulated_enqueue(const EmulatedGrid &grid, const F &call) {
     emulated_enqueue_kernel(&grid, emulated_call<F>, &call, sizeof(call));
 }
@@ -89,7 +89,7 @@ struct dim3 {
     explicit dim3(unsigned count) : x(count) {}
 };
 
-/* Of kernels with one argument. */
+/* For kernels with one argument. */
 template <typename A>
 static cudaError_t cudaLaunchKernel(void (*kernel)(const A &), dim3 blocks, dim3 threads,
                                     void **arguments, size_t shared, cudaStream_t stream) {
@@ -118,7 +118,7 @@ enum {
     EMULATED_MATCH,
     EMULATED_ADD,
     EMULATED_OR,
-    EMULATED_MOST,
+    EMULATED_MINMAX,
     EMULATED_SHUFFLE
 };
 
@@ -166,21 +166,21 @@ static inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 }
 
 template <typename T> static inline T __reduce_max_sync(unsigned, T value) {
-    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    const uint64_t *lanes = emulated_give(EMULATED_MINMAX, value);
     for (int i = 0; i < 32; i++)
         value = max(value, emulated_take<T>(lanes, i));
     return value;
 }
 
 template <typename T> static inline T __reduce_or_sync(unsigned, T value) {
-    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    const uint64_t *lanes = emulated_give(EMULATED_MINMAX, value);
     for (int i = 0; i < 32; i++)
         value |= emulated_take<T>(lanes, i);
     return value;
 }
 
 template <typename T> static inline T __reduce_min_sync(unsigned, T value) {
-    const uint64_t *lanes = emulated_give(EMULATED_MOST, value);
+    const uint64_t *lanes = emulated_give(EMULATED_MINMAX, value);
     for (int i = 0; i < 32; i++)
         value = min(value, emulated_take<T>(lanes, i));
     return value;
@@ -246,7 +246,7 @@ template <typename T> static inline T __ldg(const T *address) {
     return *address;
 }
 
-/* A load past the first-level cache: from wherever other blocks and devices may have written. */
+/* A load that bypasses the first-level cache, for memory that other blocks and devices write. */
 template <typename T> static inline T __ldcg(const T *address) {
     T value;
     asm volatile("" ::: "memory");

@@ -3,8 +3,8 @@
 #define EMULATOR_CUDA_RUNTIME_API_H
 
 /**
- * As much of CUDA's runtime as libep and its tests use, of GPUs that are played by this process:
- * see tests/README.md. Names and meanings are CUDA's.
+ * The part of CUDA's runtime that libep and its tests use, for GPUs that this process emulates: see
+ * tests/README.md. Names and meanings are CUDA's.
  */
 
 #include <stddef.h>
@@ -119,7 +119,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 
-/* Ranks are threads: there is no other process to share memory with. */
+/* Not supported: ranks are threads, so no other process shares memory. */
 typedef struct cudaIpcMemHandle_st {
     char reserved[64];
 } cudaIpcMemHandle_t;
@@ -131,7 +131,7 @@ cudaError_t cudaIpcCloseMemHandle(void *memory);
 #define cudaStreamPerThread ((cudaStream_t)2)
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id);
 
-/* What is captured is dropped: there are no graphs. */
+/* Captures drop the captured work: there are no graphs. */
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph,
                                         const void **nodes, size_t *count);

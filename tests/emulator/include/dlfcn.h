@@ -2,7 +2,7 @@
 #ifndef EMULATOR_DLFCN_H
 #define EMULATOR_DLFCN_H
 
-/** libnccl.so.2 and libcuda.so.1 are the emulator's; everything else is what it is. */
+/** dlopen finds the emulator's libnccl.so.2 and libcuda.so.1; other libraries are the system's. */
 
 #include_next <dlfcn.h>
 

@@ -2,7 +2,7 @@
 #ifndef EMULATOR_NCCL_H
 #define EMULATOR_NCCL_H
 
-/** As much of NCCL as libep and its tests use, for ranks that are threads of one process. */
+/** The part of NCCL that libep and its tests use, for ranks that are threads of one process. */
 
 #include <cuda_runtime_api.h>
 

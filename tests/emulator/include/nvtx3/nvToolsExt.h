@@ -2,7 +2,7 @@
 #ifndef EMULATOR_NVTX_H
 #define EMULATOR_NVTX_H
 
-/** No profiler looks at emulated GPUs. */
+/** Ranges do nothing: there is no profiler for emulated GPUs. */
 
 static inline int nvtxRangePushA(const char *name) {
     (void)name;

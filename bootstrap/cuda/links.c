@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Finds out whether NVLink connects the ranks' GPUs. */
+#include <dlfcn.h>
+#include <string.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/setup.h"
+
+/* Returns 1 if NVLink connects two devices of this process. Only GPUs that NVLink connects have
+ * atomics on each other's memory. */
+static int are_linked(int device, int other) {
+    int linked = 0;
+    if (cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, other) ==
+        cudaSuccess)
+        return linked;
+    (void)cudaGetLastError();
+    return 0;
+}
+
+/* Functions of NVML, which is a part of the driver. They return 0 on success. */
+typedef struct Nvml {
+    int (*init)(void);
+    int (*shutdown)(void);
+    int (*by_bus)(const char *bus, void **device);
+    int (*link_state)(void *device, unsigned link, int *active);
+    int (*link_end)(void *device, unsigned link, int *type); /* NULL in old drivers */
+} Nvml;
+
+#define MOST_LINKS 18
+#define END_IS_A_SWITCH 2 /* NVML_NVLINK_DEVICE_TYPE_SWITCH */
+
+/* Number of a GPU's active links, and of those that lead to a switch. */
+typedef struct Links {
+    int active, switched;
+} Links;
+
+static Links count_links(const Nvml *nvml, const char *bus) {
+    void *device;
+    Links links = {0, 0};
+    if (nvml->init()) return links;
+    for (unsigned link = 0; link < MOST_LINKS && !nvml->by_bus(bus, &device); link++) {
+        int active = 0, end = -1;
+        if (nvml->link_state(device, link, &active) || !active) continue;
+        links.active++;
+        if (nvml->link_end && !nvml->link_end(device, link, &end))
+            links.switched += end == END_IS_A_SWITCH;
+    }
+    nvml->shutdown();
+    return links;
+}
+
+static Links links_of(const char *bus) {
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!library) return (Links){0, 0};
+    void *const symbols[] = {dlsym(library, "nvmlInit_v2"), dlsym(library, "nvmlShutdown"),
+                             dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2"),
+                             dlsym(library, "nvmlDeviceGetNvLinkState"),
+                             dlsym(library, "nvmlDeviceGetNvLinkRemoteDeviceType")};
+    Nvml nvml;
+    int complete = symbols[0] && symbols[1] && symbols[2] && symbols[3];
+    _Static_assert(sizeof(nvml) == sizeof(symbols), "pointers to functions and to data");
+    memcpy(&nvml, symbols, sizeof(nvml));
+    Links links = complete ? count_links(&nvml, bus) : (Links){0, 0};
+    dlclose(library);
+    return links;
+}
+
+/* Returns 1 if NVLink connects this rank's GPU with the one at `bus`. If this process does not see
+ * that GPU, a link from this rank's GPU to a switch counts. */
+static int is_linked_to(const EpGroup *group, const char *bus) {
+    int other;
+    if (cudaDeviceGetByPCIBusId(&other, bus) == cudaSuccess)
+        return are_linked(group->choice.device, other);
+    (void)cudaGetLastError();
+    return links_of(group->choice.bus).switched > 0;
+}
+
+/* Returns 1 if this rank's GPU has any NVLink: the criterion for a group of one rank. */
+static int has_links(const EpGroup *group) {
+    int count = 0, linked = 0;
+    (void)cudaGetDeviceCount(&count);
+    for (int other = 0; other < count && !linked; other++)
+        linked = other != group->choice.device && are_linked(group->choice.device, other);
+    return linked || links_of(group->choice.bus).active > 0;
+}
+
+/* Collective: *linked becomes 1 if NVLink connects this rank's GPU with every other rank's. Ranks
+ * that share a GPU have no link. */
+static EpStatus check_links(EpGroup *group, int *linked) {
+    typedef struct Bus {
+        char id[sizeof(group->choice.bus)];
+    } Bus;
+    Bus mine, all[EP_CUDA_MAX_RANKS];
+    memcpy(mine.id, group->choice.bus, sizeof(mine.id));
+    EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
+    *linked = !group->choice.shared && (group->size > 1 || has_links(group));
+    for (int32_t r = 0; r < group->size && *linked; r++)
+        *linked = r == group->rank || is_linked_to(group, all[r].id);
+    return EP_OK;
+}
+
+EpStatus ep_cuda_choose_lines(EpGroup *group) {
+    EpCuda *cuda = ep_cuda(group);
+    EpLines wish = group->settings.lines;
+    int linked = 0;
+    int32_t all[EP_CUDA_MAX_RANKS];
+    EP_TRY(check_links(group, &linked));
+    int32_t mine = wish == EP_LINES_AUTO ? linked : wish == EP_LINES_WHOLE;
+    EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
+    cuda->whole_lines = status == EP_OK;
+    for (int32_t r = 0; r < group->size; r++)
+        cuda->whole_lines = cuda->whole_lines && all[r];
+    EP_DEBUG("lines of latency mode: %s", cuda->whole_lines ? "whole" : "fenced");
+    return status;
+}

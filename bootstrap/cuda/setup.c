@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Opens and closes the CUDA backend of a group: its device memory, an NCCL communicator, and one
+ * window that every rank can reach.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/setup.h"
+
+#define PEERS_BYTES (sizeof(char *) * EP_MAX_WINDOWS * EP_CUDA_MAX_RANKS)
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+/* Returns the number of token partitions of prepare for so many blocks. */
+static int32_t num_partitions(int32_t blocks) {
+    return (int32_t)ep_min(EP_MAX_PARTITIONS, blocks / 2);
+}
+
+void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes) {
+    *shared_bytes = ep_window_layout(config, num_ranks).bytes;
+    *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
+                               sizeof(EpCudaFailure)) +
+                     8LL * num_partitions(ep_cuda_blocks(settings)) *
+                         EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
+                     (int64_t)PEERS_BYTES;
+}
+
+/* ---- opening ------------------------------------------------------------------------------- */
+
+static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
+    EpCudaGroup *g = &cuda->device;
+    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, group->size);
+    size_t counts = 8 * (size_t)g->partitions * stride;
+    EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
+    EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->partition_counts, counts)));
+    EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->peers, PEERS_BYTES)));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&g->failure, sizeof(*g->failure), 0)));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&cuda->errors, sizeof(*cuda->errors), 0)));
+    memset(g->failure, 0, sizeof(*g->failure));
+    memset(cuda->errors, 0, sizeof(*cuda->errors));
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->state, 0, sizeof(*g->state))));
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->partition_counts, 0, counts)));
+    return ep_cuda_order_open(group, &cuda->order);
+}
+
+static EpStatus read_device(EpGroup *group, EpCuda *cuda) {
+    cuda->ordinal = group->choice.device;
+    EP_TRY(ep_cuda_check(group, "cudaSetDevice", cudaSetDevice(cuda->ordinal)));
+    EP_TRY(ep_cuda_check(group, "cudaDeviceGetAttribute",
+                         cudaDeviceGetAttribute(&cuda->shared_bytes,
+                                                cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                                cuda->ordinal)));
+    return ep_cuda_check(
+        group, "cudaDeviceGetAttribute",
+        cudaDeviceGetAttribute(&cuda->pageable, cudaDevAttrPageableMemoryAccess, cuda->ordinal));
+}
+
+static EpStatus open_device(EpGroup *group) {
+    EpCuda *cuda = calloc(1, sizeof(*cuda));
+    if (!cuda)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    group->backend_state = cuda;
+    EpCudaGroup *g = &cuda->device;
+    g->rank = group->rank, g->size = group->size;
+    g->num_experts = group->config.num_experts;
+    g->layout = ep_window_layout(&group->config, group->size);
+    g->blocks = ep_cuda_blocks(&group->settings), g->partitions = num_partitions(g->blocks);
+    g->timeout_ns = (uint64_t)(group->timeout * 1e9);
+    cuda->own = (EpCudaWindow){.bytes = g->layout.bytes, .owned = 1};
+    EP_TRY(read_device(group, cuda));
+    return open_memory(group, cuda);
+}
+
+EpStatus ep_cuda_open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    EP_TRY(ep_group_agree(group, &call, open_device(group)));
+    EpCuda *cuda = ep_cuda(group);
+    if (group->size > 1 && !group->choice.shared)
+        EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_comm_open(group)));
+    EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
+    EP_TRY(ep_cuda_choose_lines(group));
+    EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
+            cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
+            cuda->device.layout.depth);
+    return EP_OK;
+}
+
+void ep_cuda_close(EpGroup *group, int together) {
+    EpCuda *cuda = group->backend_state;
+    if (!cuda) return;
+    (void)cudaDeviceSynchronize();
+    ep_cuda_window_close(group, &cuda->own, together);
+    ep_cuda_comm_close(group, together);
+    (void)cudaFree(cuda->device.state);
+    (void)cudaFree(cuda->device.partition_counts);
+    (void)cudaFree((void *)(uintptr_t)cuda->device.peers);
+    (void)cudaFreeHost(cuda->device.failure);
+    (void)cudaFreeHost(cuda->errors);
+    ep_cuda_order_close(&cuda->order);
+    (void)cudaGetLastError();
+    free(cuda);
+    group->backend_state = NULL;
+}

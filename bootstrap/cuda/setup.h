@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_CUDA_SETUP_H
+#define EP_BOOTSTRAP_CUDA_SETUP_H
+
+/**
+ * What the CUDA backend sets up with the peers.
+ *
+ *     gpus.c     this process's GPUs, before any is used
+ *     comm.c     an NCCL communicator, the group's own or a borrowed one
+ *     windows.c  windows: device memory that all ranks map
+ *     ipc.c      windows where ranks share GPUs, which NCCL does not support
+ *     probe.cu   kernels that find a window's addresses and probe whether peers reach it
+ *     links.c    what connects the GPUs
+ *     setup.c    the group's device memory; opening and closing all of these
+ */
+
+#include "bootstrap/gpus.h"
+#include "runtime/cuda/cuda.h"
+
+/** Entries of the backend's table; see EpBackendOps. */
+void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
+void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes);
+EpStatus ep_cuda_open(EpGroup *group);
+void ep_cuda_close(EpGroup *group, int together);
+EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
+void ep_cuda_close_window(EpGroup *group, EpWindow *window, int together);
+
+/* ---- the communicator ---------------------------------------------------------------------- */
+
+/* NCCL's calls do not block: it works in a thread of its own while the rank waits with a timeout,
+ * so a rank that stays away is an error. A borrowed communicator may be blocking; then the rank
+ * waits as long as NCCL does. */
+
+/** Collective: create the group's communicator, whose unique id travels over the bootstrap, or
+ *  check the borrowed one. */
+EpStatus ep_cuda_comm_open(EpGroup *group);
+
+/** Destroy the group's own communicator if all ranks do so (`together`), else abort it. */
+void ep_cuda_comm_close(EpGroup *group, int together);
+
+/** ep_group_agree after a call of NCCL. Its timeout is longer, since NCCL may keep other ranks
+ *  waiting where this rank failed at once. */
+EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
+
+/** Wait until the group's communicator has finished `call`, which returned `result`. */
+EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result);
+
+/* ---- windows ------------------------------------------------------------------------------- */
+
+/**
+ * Collective: make a window of the given memory or, if it is `owned`, of new, zeroed memory.
+ * peers[size] become the addresses of its parts on this rank. On success every rank has stored into
+ * every other rank's part; on failure no rank has a window.
+ */
+EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *window,
+                             char **peers);
+
+/** Close a window. Unless all ranks do so now (`together`), a window that peers can reach stays. */
+void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together);
+
+/** Collective: map all ranks' parts of a window by CUDA IPC. peers[size] become their addresses.
+ *  The caller must call ep_cuda_ipc_unmap even after a failure. EP_ERR_UNSUPPORTED: CUDA IPC cannot
+ *  share the memory. */
+EpStatus ep_cuda_ipc_map(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers);
+
+/** Collective: unmap the peers' parts. Returns 0 if some rank did not: then this rank's part must
+ *  stay allocated, and the group is lost. */
+int ep_cuda_ipc_unmap(EpGroup *group, EpCudaWindow *window);
+
+/* ---- links --------------------------------------------------------------------------------- */
+
+/** Collective: set the group's whole_lines (handles/cuda/lines.cuh): as LIBEP_LINES says or, for
+ *  auto, 1 if NVLink connects every two of the ranks' GPUs. */
+EpStatus ep_cuda_choose_lines(EpGroup *group);
+
+#endif

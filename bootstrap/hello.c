@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/bootstrap.h"
+
+#include <string.h>
+
+static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
+                                                   "config.num_experts",
+                                                   "config.max_tokens",
+                                                   "config.max_top_k",
+                                                   "config.max_row_bytes",
+                                                   "config.max_scale_bytes",
+                                                   "config.alignment",
+                                                   "config.max_recv_rows",
+                                                   "config.overflow",
+                                                   "config.backend",
+                                                   "LIBEP_BACKEND",
+                                                   "LIBEP_STAGE_BYTES",
+                                                   "config.nccl_comm being given",
+                                                   "config.mode"};
+
+void ep_hello_describe(EpHello *mine, const EpGroupConfig *c, const EpSettings *settings) {
+    const int64_t fields[EP_HELLO_FIELDS] = {ep_version(),         c->num_experts,
+                                             c->max_tokens,        c->max_top_k,
+                                             c->max_row_bytes,     c->max_scale_bytes,
+                                             c->alignment,         c->max_recv_rows,
+                                             c->overflow,          c->backend,
+                                             settings->backend,    settings->stage_bytes,
+                                             c->nccl_comm != NULL, c->mode};
+    memcpy(mine->field, fields, sizeof(fields));
+}
+
+static EpStatus check_peers(const EpCall *call, const EpHello *all, int32_t size) {
+    for (int32_t r = 0; r < size; r++)
+        if (all[r].status != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
+                             all[r].sentence);
+    return EP_OK;
+}
+
+EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size) {
+    const EpHello *mine = &all[call->rank];
+    if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
+    EP_TRY(check_peers(call, all, size));
+    for (int32_t r = 1; r < size; r++)
+        for (int i = 0; i < EP_HELLO_FIELDS; i++)
+            if (all[r].field[i] != all[0].field[i])
+                return ep_refuse(call, EP_ERR_MISMATCH, names[i],
+                                 "expected one value on all ranks, got %lld on rank 0 and %lld on "
+                                 "rank %d",
+                                 (long long)all[0].field[i], (long long)all[r].field[i], r);
+    return EP_OK;
+}
+
+int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
+    int32_t count = 0;
+    for (int32_t r = 0; r < size; r++) {
+        int32_t other = 0;
+        while (!ep_location_same_node(&all[r].location, &all[other].location))
+            other++;
+        nodes[r] = other < r ? nodes[other] : count++;
+    }
+    return count;
+}

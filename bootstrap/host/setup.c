@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Opens and closes the host backend of a group: shared segments, the exchange that uses them, and
+ * windows.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/host/setup.h"
+#include "runtime/host/host.h"
+
+#define SPINS_WITH_CPUS_TO_SPARE 2000
+
+void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes) {
+    *shared_bytes =
+        ep_exchange_control_bytes(num_ranks) + ep_host_stage_bytes(config, num_ranks, settings);
+    *private_bytes = (int64_t)sizeof(EpHost) + ep_exchange_private_bytes(num_ranks);
+}
+
+/* Count the ranks of the node that has the fewest, and of this rank's node. */
+static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
+    *least = group->size, *here = 0;
+    for (int32_t node = 0; node < group->num_nodes; node++) {
+        int32_t count = 0;
+        for (int32_t r = 0; r < group->size; r++)
+            count += group->nodes[r] == node;
+        *least = count < *least ? count : *least;
+        if (node == group->nodes[group->rank]) *here = count;
+    }
+}
+
+/* Refuse segments that exceed the node's memory. The system would grant them, and kill the process
+ * when it uses them. */
+static EpStatus check_physical(const EpGroup *group, int64_t bytes, int32_t ranks_here) {
+    int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (bytes * ranks_here <= physical) return EP_OK;
+    return ep_fail(EP_ERR_NO_MEMORY,
+                   "rank %d: ep_group_create: memory: expected %lld bytes for each of %d ranks on "
+                   "this node, got a node of %lld",
+                   group->rank, (long long)bytes, ranks_here, (long long)physical);
+}
+
+static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
+    if (group->settings.spin != EP_COUNT_AUTO) return group->settings.spin;
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    return ranks_here <= online ? SPINS_WITH_CPUS_TO_SPARE : 0;
+}
+
+/* Share segments through the bootstrap's callback or, if it has none, POSIX shared memory. */
+static EpStatus share(const EpBootstrap *b, const int32_t *nodes, size_t bytes, double timeout,
+                      void **segments, void **memory) {
+    if (b->share) return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
+    return ep_posix_share(b, nodes, bytes, timeout, segments, memory);
+}
+
+static void share_free(const EpBootstrap *b, void *memory, int together) {
+    if (b->share)
+        b->share_free(b->context, memory, together);
+    else
+        ep_posix_share_free(memory);
+}
+
+static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, void **segments) {
+    const EpBootstrap *b = &group->bootstrap;
+    int32_t least, here;
+    count_nodes(group, &least, &here);
+    EpExchangeSetup setup = {.bootstrap = b,
+                             .segments = segments,
+                             .most_remote = group->size - least,
+                             .tag = group->tag,
+                             .timeout = group->timeout};
+    setup.stage_bytes = ep_host_stage_bytes(&group->config, group->size, &group->settings);
+    setup.spins = choose_spins(group, here);
+    int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
+    EP_TRY(ep_group_agree(group, call, check_physical(group, bytes, here)));
+    EP_TRY(share(b, group->nodes, (size_t)bytes, group->timeout, segments, &host->memory));
+    host->exchange = ep_exchange_create(&setup);
+    if (!host->exchange)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                       group->rank);
+    EP_INFO("host backend: %d ranks on this node, %lld bytes of shared memory each, %s", here,
+            (long long)bytes, host->math->name);
+    return EP_OK;
+}
+
+EpStatus ep_host_open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    if (group->num_nodes > 1 && !group->bootstrap.isend)
+        return ep_fail(
+            EP_ERR_UNSUPPORTED,
+            "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
+            "for ranks on %d nodes, got none",
+            group->rank, group->num_nodes);
+    void *segments[EP_MAX_RANKS];
+    EpHost *host = calloc(1, sizeof(*host));
+    group->backend_state = host;
+    EpStatus status = EP_OK;
+    if (!host)
+        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
+                         group->rank);
+    EP_TRY(ep_group_agree(group, &call, status));
+    host->math = ep_rowmath();
+    return open_exchange(&call, group, host, segments);
+}
+
+void ep_host_close(EpGroup *group, int together) {
+    EpHost *host = group->backend_state;
+    if (!host) return;
+    int sends = ep_exchange_destroy(host->exchange);
+    if (host->memory && !sends) share_free(&group->bootstrap, host->memory, together);
+    free(host);
+    group->backend_state = NULL;
+}
+
+/* ---- windows ------------------------------------------------------------------------------- */
+
+#define WINDOW_ALIGNMENT 128
+
+static EpStatus allocate(const EpCall *call, EpWindow *window) {
+    size_t bytes = (window->bytes + WINDOW_ALIGNMENT - 1) / WINDOW_ALIGNMENT * WINDOW_ALIGNMENT;
+    window->memory = aligned_alloc(WINDOW_ALIGNMENT, bytes);
+    if (!window->memory)
+        return ep_refuse(call, EP_ERR_NO_MEMORY, "bytes", "expected %zu bytes, got none", bytes);
+    memset(window->memory, 0, bytes);
+    return EP_OK;
+}
+
+EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window) {
+    if (!window->owned) return EP_OK;
+    EpStatus status = ep_group_agree(group, call, allocate(call, window));
+    if (status != EP_OK) free(window->memory);
+    return status;
+}
+
+void ep_host_close_window(EpGroup *group, EpWindow *window, int together) {
+    (void)group, (void)together;
+    if (window->owned) free(window->memory);
+}

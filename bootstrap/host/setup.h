@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_HOST_SETUP_H
+#define EP_BOOTSTRAP_HOST_SETUP_H
+
+/**
+ * What the host backend sets up with the peers: shared segments, the exchange that uses them, and
+ * windows.
+ */
+
+#include "runtime/group.h"
+
+/** Entries of the backend's table; see EpBackendOps. */
+void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                     int64_t *shared_bytes, int64_t *private_bytes);
+EpStatus ep_host_open(EpGroup *group);
+void ep_host_close(EpGroup *group, int together);
+EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
+void ep_host_close_window(EpGroup *group, EpWindow *window, int together);
+
+/** Share POSIX memory, for bootstraps without `share`; see EpBootstrap.share. `nodes[r]` is rank
+ *  r's node. */
+EpStatus ep_posix_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
+                        double timeout, void **segments, void **memory);
+void ep_posix_share_free(void *memory);
+
+#endif

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/bootstrap.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+EpRankStatus ep_rank_status(EpStatus status) {
+    EpRankStatus mine = {.status = status};
+    if (status != EP_OK) snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
+    return mine;
+}
+
+static EpStatus gather_within(EpGroup *group, const void *mine, void *all, size_t bytes,
+                              double seconds) {
+    const EpBootstrap *b = &group->bootstrap;
+    EpStatus status = b->allgather(b->context, mine, all, bytes, seconds);
+    if (status != EP_OK) group->lost = 1;
+    return status;
+}
+
+EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes) {
+    return gather_within(group, mine, all, bytes, group->timeout);
+}
+
+static const EpRankStatus *status_of(const void *all, size_t stride, int32_t rank) {
+    return (const EpRankStatus *)((const char *)all + stride * (size_t)rank);
+}
+
+EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride, int32_t size) {
+    const EpRankStatus *mine = status_of(all, stride, call->rank);
+    if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
+    for (int32_t r = 0; r < size; r++) {
+        const EpRankStatus *other = status_of(all, stride, r);
+        if (other->status != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
+                             other->sentence);
+    }
+    return EP_OK;
+}
+
+EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
+    return ep_group_agree_within(group, call, mine, group->timeout);
+}
+
+EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds) {
+    if (group->lost && mine != EP_OK) return mine;
+    EpRankStatus own = ep_rank_status(mine), *all = calloc((size_t)group->size, sizeof(*all));
+    if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    EpStatus status = gather_within(group, &own, all, sizeof(own), seconds);
+    if (status == EP_OK) status = ep_rank_status_check(call, all, sizeof(own), group->size);
+    /* A rank that failed by itself reports its own error, even if no peer arrived. After a timeout
+     * of its own, within NCCL for example, it reports the rendezvous' error: that names the peer.
+     */
+    else if (mine != EP_OK && mine != EP_ERR_TIMEOUT)
+        status = ep_fail(mine, "%s", own.sentence);
+    free(all);
+    return status;
+}

@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Gather on GPUs, in throughput mode: divides the work, describes it to the kernel, launches it. */
+#include "combine/cuda/gather.h"
+
+#include "combine/cuda/backend.h"
+#include "handles/cuda/handle.h"
+#include "handles/cuda/partition.h"
+
+int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
+    int32_t blocks = args->group.blocks;
+    EpSpread s = ep_spread(&args->group, args->top_k);
+    EpTraffic traffic = {s.other + s.ranks, s.own + s.ranks + 1, 0};
+    EpGranularity granularity = ep_sum_granularity(blocks, args->t.row_bytes);
+    EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
+    args->chunk = granularity.chunk;
+    args->receivers = ep_receiving_blocks(blocks, traffic, args->t.row_bytes);
+    return ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16, needs, &args->pipeline);
+}
+
+EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
+    if (ep_handle_is_latency(handle)) return ep_cuda_latency_gather(handle, g);
+    const EpGroup *group = handle->group;
+    const EpCuda *cuda = ep_cuda(group);
+    const EpCudaHandle *state = handle->backend_state;
+    const EpGatherTensors *t = &g->t;
+    EpGatherArgs args = {.group = cuda->device,
+                         .plan = ep_cuda_plan(handle),
+                         .shape = handle->shape,
+                         .t = *t,
+                         .record = ep_record(t->row_bytes, t->carries_values ? state->top_k : 0, 0),
+                         .top_k = (int32_t)state->top_k};
+    if (!ep_partition_gather(&args, cuda->shared_bytes))
+        return ep_cuda_refuse_rows(group, t->row_bytes);
+    const int64_t agreed[] = {state->top_k, t->row_bytes, t->type, t->carries_values};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
+                                                  .args = &args,
+                                                  .blocks = cuda->device.blocks,
+                                                  .stream = g->stream});
+}

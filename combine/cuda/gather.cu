@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Gather over NVLink: slots to token rows, for ep_combine and ep_dispatch_backward.
+ *
+ * One launch of sending and receiving blocks (pipeline_role). For every row that another rank has
+ * sent, a sending block adds up the row's slots, and pushes the sum, rounded to the rows' type,
+ * through the ring back to that rank. A receiving block takes this rank's tokens: it waits for the
+ * sums of all ranks that a token went to, adds them in ascending rank, this rank's own slots
+ * unrounded in their turn, and writes the token's row. runtime/cuda/pipeline.cuh describes the
+ * warps of a block; runtime/cuda/device.h how blocks divide the work, why there is no circular
+ * wait, and the memory order of records, heads and credits.
+ *
+ * Who waits on whom: a receiving block waits for the heads of a token's rows; a sending block waits
+ * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
+ * emptied a record of the ring.
+ */
+#include "combine/cuda/gather_sum.cuh"
+
+#define GATHER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
+
+typedef struct Shared {
+    Pipeline pipeline;
+    ChunkRows rows;
+} Shared;
+
+/* ---- sending blocks ------------------------------------------------------------------------- */
+
+/* For each row of another rank: the sum of its slots, sent back to that rank. */
+
+/* Wait for all ranks' arrivals. By a warp. Returns 0 on failure. */
+__device__ __forceinline__ int await_targets(const EpCudaGroup &g, uint32_t epoch) {
+    return ep_await_arrivals(g, epoch, [](int, uint64_t) {});
+}
+
+/* Post the work items of a batch of rows, a row for each team. */
+__device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
+                                           uint32_t number, const RowBatch &r, float weight) {
+    int terms, at = team_rank(t, r.slot >= 0, &terms);
+    Term term = {NULL, at, weight, -1, r.row, 0, terms};
+    if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
+    if (r.valid && t.k == 0) term.peer = r.source;
+    char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
+    post_sum(a, p, t, number, term, to, r.row, r.source, r.valid);
+}
+
+/* The scheduler warp of a sending block. A receiving block adds up the slots of own rows in
+ * place. */
+__device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows, uint32_t epoch,
+                              int blocks) {
+    const EpCudaGroup &g = a.group;
+    Team t = make_team(a.top_k, a.pipeline);
+    int arrived = 0;
+    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
+        if (!arrived && !(arrived = await_targets(g, epoch))) return 0;
+        int waits = r.valid && t.k == 0;
+        if (!__all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row))) return 0;
+        post_batch(a, p, t, number, r, weight);
+        return 1;
+    };
+    pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, post));
+    if (!arrived) await_targets(g, epoch);
+}
+
+/* The metadata warps of a sending block: copy the values of a row's slots into the record of its
+ * sum. */
+__device__ void send_values(const EpGatherArgs &a, Pipeline *p, int warp) {
+    const EpCudaGroup &g = a.group;
+    int k = threadIdx.x % 32;
+    pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {
+        int source = p->source[j], row = p->index[j];
+        char *record = ep_ring(g, source, g.rank, row);
+        if (k < a.top_k) ((float *)(record + a.record.weights))[k] = value_of(a, source, row, k);
+    });
+}
+
+__device__ void send(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blocks) {
+    Pipeline *p = &s->pipeline;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == SCHEDULER_WARP)
+        schedule_sums(a, p, &s->rows, epoch, blocks);
+    else if (warp == LOAD_WARP)
+        pipeline_load(p, WORK_COMPUTE);
+    else if (pipeline_is_store_warp(warp) && lane == 0)
+        pipeline_store(p, warp - FIRST_STORE_WARP, WORK_COMPUTE, 1);
+    else if (warp == SIGNAL_WARP)
+        pipeline_signal(p, a.group, epoch, 1);
+    else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
+        send_values(a, p, warp - FIRST_METADATA_WARP);
+}
+
+/* ---- receiving blocks ---------------------------------------------------------------------- */
+
+/* For each token of this rank: the total of the sums of all ranks that it went to. */
+
+/* Returns the position of a lane's term in its team's sum: ranks ascend, and within this rank k
+ * does. */
+__device__ __forceinline__ int order_term(const Team &t, int is_term, int owner) {
+    int mine = is_term ? owner : -1, at = 0, first = threadIdx.x % 32 - t.k;
+    for (int i = 0; i < t.width; i++) {
+        int other = __shfl_sync(~0u, mine, first + i);
+        at += other >= 0 && (other < owner || (other == owner && i < t.k));
+    }
+    return at;
+}
+
+/* Returns a lane's term of its token's sum: another rank's sum, or one of this rank's own slots,
+ * which are added up on their own first. */
+__device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, const EpEntry &e,
+                                          float weight) {
+    const EpCudaGroup &g = a.group;
+    int is_own = e.owner == g.rank && e.slot >= 0;
+    int is_sum = e.owner >= 0 && e.owner != g.rank && e.leader, own, before;
+    team_rank(t, is_own, &own);
+    team_rank(t, is_sum && e.owner < g.rank, &before);
+    Term term = {NULL,        order_term(t, is_own || is_sum, e.owner), 1, -1, e.row, before,
+                 before + own};
+    if (is_sum) term.from = ep_ring(g, g.rank, e.owner, e.row), term.peer = e.owner;
+    if (is_own) term.from = a.t.rows + e.slot * a.t.row_bytes, term.weight = weight;
+    return term;
+}
+
+/* The scheduler warp of a receiving block. */
+__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
+    const EpCudaGroup &g = a.group;
+    Team t = make_team(a.top_k, a.pipeline);
+    auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
+        int weighs = a.t.weighs && e.owner == g.rank && e.slot >= 0;
+        Term term = make_term(a, t, e, weighs ? a.t.slot_weights[e.slot] : 1);
+        int alive = term.peer < 0 || ep_await_record(g, epoch, term.peer, term.row);
+        if (!__all_sync(~0u, alive)) return 0;
+        post_sum(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.t.row_bytes, token,
+                 g.rank, valid);
+        return 1;
+    };
+    pipeline_end(p, t, walk_tokens(a, t, RECEIVERS, blocks, a.pipeline.pieces, post));
+}
+
+/* Returns the value of an entry: from its slot here, or from the record of its owner's sum. */
+__device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpEntry &e, int k) {
+    const EpCudaGroup &g = a.group;
+    if (e.owner < 0) return 0;
+    if (e.owner == g.rank) return value_of(a, g.rank, e.row, k);
+    const char *record = ep_ring(g, g.rank, e.owner, e.row);
+    return __ldcg((const float *)(record + a.record.weights) + k);
+}
+
+/* The metadata warps of a receiving block: write the values of a token's entries. */
+__device__ void receive_values(const EpGatherArgs &a, Pipeline *p, int warp) {
+    int k = threadIdx.x % 32;
+    pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {
+        int64_t at = (int64_t)p->index[j] * a.top_k + k;
+        if (k < a.top_k) a.t.out_values[at] = returned_value(a, a.plan.entries[at], k);
+    });
+}
+
+/* Zero the rows of a fixed-shape buffer past this step's tokens, which have no slots. By the
+ * compute warps. */
+__device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thread) {
+    int64_t tokens = a.plan.header->num_tokens;
+    for (int64_t t = tokens + role.index; t < a.t.out_num_rows; t += role.count) {
+        for (int64_t at = thread * 16; at < a.t.row_bytes; at += COMPUTE_THREADS * 16)
+            *(uint4 *)(a.t.out_rows + t * a.t.row_bytes + at) = make_uint4(0, 0, 0, 0);
+        if (a.t.carries_values && thread < a.top_k) a.t.out_values[t * a.top_k + thread] = 0;
+    }
+}
+
+__device__ void receive(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == SCHEDULER_WARP)
+        schedule_tokens(a, p, epoch, blocks);
+    else if (warp == LOAD_WARP)
+        pipeline_load(p, WORK_COMPUTE);
+    else if (pipeline_is_store_warp(warp) && lane == 0)
+        pipeline_store(p, warp - FIRST_STORE_WARP, WORK_COMPUTE, 0);
+    else if (warp == SIGNAL_WARP)
+        pipeline_signal(p, a.group, epoch, 0);
+    else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
+        receive_values(a, p, warp - FIRST_METADATA_WARP);
+}
+
+/* ---- kernel -------------------------------------------------------------------------------- */
+
+__global__ void __launch_bounds__(GATHER_THREADS, 1)
+    gather_kernel(const __grid_constant__ EpGatherArgs a) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Shared s;
+    int thread = (int)threadIdx.x - FIRST_COMPUTE_WARP * 32;
+    Shared *shared = ep_keep_shared(&s);
+    Role role = pipeline_role(a.receivers);
+    uint32_t epoch = ep_epoch(a.group);
+    pipeline_open(&shared->pipeline, a.pipeline, memory, a.t.carries_values, a.top_k);
+    if (!ep_enter(a.group, a.plan, epoch)) {
+        ep_leave(a.group, epoch, 0);
+        return;
+    }
+    ep_arrive(a.group, epoch, 0);
+    /* First, since nothing has been loaded yet that could be summed. */
+    if (thread >= 0 && role.receives) zero_extra_rows(a, role, thread);
+    if (thread >= 0)
+        sum(a, &shared->pipeline, thread);
+    else if (role.receives)
+        receive(a, &shared->pipeline, epoch, role.count);
+    else
+        send(a, shared, epoch, role.count);
+    ep_leave(a.group, epoch, 0);
+}
+
+extern "C" int ep_cuda_open_gather(int shared_bytes) {
+    return ep_open_kernel(gather_kernel, shared_bytes);
+}
+
+extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
+    const EpGatherArgs *a = (const EpGatherArgs *)args;
+    return ep_launch(gather_kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream,
+                     *a);
+}

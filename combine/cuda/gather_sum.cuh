@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_COMBINE_CUDA_GATHER_SUM_CUH
+#define EP_COMBINE_CUDA_GATHER_SUM_CUH
+
+/**
+ * What sending and receiving blocks of gather.cu share: sums of rows by the compute warps, and the
+ * values that travel beside them.
+ */
+
+#include "combine/cuda/gather.h"
+#include "handles/cuda/scheduler.cuh"
+#include "runtime/cuda/rows.cuh"
+
+/* ---- sums ---------------------------------------------------------------------------------- */
+
+/* Load VECTORS vectors of a stage; each has an element for each compute thread. */
+template <int VECTORS>
+__device__ __forceinline__ void load_vectors(uint4 x[VECTORS], uint32_t stage, int at) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        x[v] = ep_load_shared(stage + at + v * COMPUTE_THREADS * 16);
+}
+
+/* The progress of sum_vectors: the next term's stage, weight and vectors. */
+template <int VECTORS> struct NextTerm {
+    uint32_t stage;
+    float weight;
+    uint4 x[VECTORS];
+};
+
+/* Add the terms from `begin` to before `end`. Each is loaded while the one before is added. */
+template <typename T, int VECTORS>
+__device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VECTORS> *next,
+                                          int begin, int end, const Stages &s, const WorkItem &item,
+                                          uint32_t weights, int at) {
+    int i = begin;
+    if (begin >= end) return;
+#pragma unroll 1
+    do {
+        EpVector<T> term[VECTORS];
+        float weight = next->weight;
+        for (int v = 0; v < VECTORS; v++)
+            term[v] = ep_unpack<T>(next->x[v]);
+        if (++i < item.terms) {
+            next->stage = stage_of(s, next->stage, 1);
+            next->weight = ep_load_shared_float(weights + i * (int)sizeof(float));
+            load_vectors<VECTORS>(next->x, next->stage, at);
+        }
+        for (int v = 0; v < VECTORS; v++)
+            ep_add_weighted(&sum[v], weight, term[v]);
+    } while (i < end);
+}
+
+/* Compute VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted
+ * and summed on their own, then added to the total; every other term has weight 1. */
+template <typename T, int VECTORS>
+__device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &item, uint32_t first,
+                                            uint32_t weights, int at) {
+    EpVector<T> total[VECTORS] = {};
+    NextTerm<VECTORS> next = {first, ep_load_shared_float(weights), {}};
+    load_vectors<VECTORS>(next.x, first, at);
+    add_terms<T, VECTORS>(total, &next, 0, item.run, s, item, weights, at);
+    if (item.run < item.run_end) {
+        EpVector<T> run[VECTORS] = {};
+        add_terms<T, VECTORS>(run, &next, item.run, item.run_end, s, item, weights, at);
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++)
+            ep_add(&total[v], run[v]);
+    }
+    add_terms<T, VECTORS>(total, &next, item.run_end, item.terms, s, item, weights, at);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        ep_store_shared(next.stage + at + v * COMPUTE_THREADS * 16, ep_pack(total[v]));
+}
+
+#define VECTORS_AT_ONCE 2
+
+/* Sum the terms of all work items. By the compute warps. */
+template <typename T> __device__ void sum_rows(Pipeline *p, int thread) {
+    constexpr int STEP = COMPUTE_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
+    Stages s = pipeline_stages(p);
+    uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
+    for (uint32_t n = 0;; n++) {
+        pipeline_wait(p->barrier[ITEM_LOADED], n);
+        WorkItem item = p->item[n % PIPELINE_ENTRIES];
+        if (item.loads == PIPELINE_END) return;
+        uint32_t first = p->first[n % PIPELINE_ENTRIES];
+        uint32_t weight = weights + n % PIPELINE_ENTRIES * width * (uint32_t)sizeof(float);
+        int at = thread * 16;
+#pragma unroll 1
+        for (; at + STEPS - STEP < item.bytes; at += STEPS)
+            sum_vectors<T, VECTORS_AT_ONCE>(s, item, first, weight, at);
+#pragma unroll 1
+        for (; at < item.bytes; at += STEP)
+            sum_vectors<T, 1>(s, item, first, weight, at);
+        pipeline_computed(p, n);
+    }
+}
+
+__device__ __forceinline__ void sum(const EpGatherArgs &a, Pipeline *p, int thread) {
+    if (a.t.type == EP_TYPE_BF16)
+        sum_rows<__nv_bfloat16>(p, thread);
+    else if (a.t.type == EP_TYPE_FP16)
+        sum_rows<__half>(p, thread);
+    else
+        sum_rows<float>(p, thread);
+}
+
+/* ---- posting ------------------------------------------------------------------------------- */
+
+/* What a lane adds to its team's work item. */
+typedef struct Term {
+    const char *from; /* a term, NULL: none */
+    int at;           /* position of the term */
+    float weight;
+    int peer, row;    /* rank to signal, and the record to signal it about; peer -1: none */
+    int run, run_end; /* of the item's terms, as in WorkItem; the same in all lanes of the team */
+} Term;
+
+/* Post the work items of a team's sum, one for each piece. The sum goes `to`; `index` is its token,
+ * or its row of `source`. */
+__device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
+                                         uint32_t number, const Term &term, char *to, int index,
+                                         int source, int valid) {
+    int terms, signals, pieces = a.pipeline.pieces;
+    team_rank(t, term.from != NULL, &terms);
+    int signal = team_rank(t, term.peer >= 0, &signals);
+    for (int piece = 0; piece < pieces; piece++) {
+        uint32_t n = number + piece;
+        int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
+        int64_t offset = (int64_t)piece * a.pipeline.stage_bytes;
+        if (valid) pipeline_await_entry(p, n);
+        if (valid && term.from)
+            p->from[cell + term.at] = term.from + offset, p->weight[cell + term.at] = term.weight;
+        if (valid && term.peer >= 0)
+            p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
+        if (valid && t.k == 0) {
+            if (!terms) p->from[cell] = NULL; /* an empty sum needs a stage, too */
+            p->to[cell] = to + offset;
+            p->item[j] = WorkItem{(int16_t)max(1, terms),
+                                  (int16_t)terms,
+                                  1,
+                                  (int16_t)terms,
+                                  piece_bytes(a.pipeline, a.t.row_bytes, piece),
+                                  (int8_t)term.run,
+                                  (int8_t)term.run_end};
+            p->signals[j] = piece == pieces - 1 ? signals : 0;
+            p->piece[j] = piece, p->index[j] = index, p->source[j] = source;
+        }
+        if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
+    }
+}
+
+/* ---- values -------------------------------------------------------------------------------- */
+
+/* Returns the value for entry k of a row with slots here; 0 if the entry's slot is elsewhere or
+ * lost. */
+__device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int row, int k) {
+    int entry = ep_route(a.plan, a.group, a.top_k, source, row, k);
+    if (a.shape.layout != EP_LAYOUT_FLAT) return entry >= 0 ? a.t.slot_values[entry] : 0;
+    int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, row, 0);
+    return entry >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
+}
+
+#endif

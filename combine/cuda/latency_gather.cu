@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Latency mode's combine: sums of slots sent back to their tokens' ranks, in one launch, or in two
+ * launches that send and receive.
+ *
+ * The plan says which slots each token of each rank has here. A sending block stores their sum into
+ * a record that belongs to that token alone (handles/cuda/latency.h). A receiving block takes this
+ * rank's tokens, adds up the sums of all ranks that each token went to, and writes the rows.
+ *
+ * Who waits on whom: sending blocks wait for no rank; receiving blocks wait for the sums and heads
+ * of other ranks. Memory order: every line carries a flag that shows its own arrival; only where
+ * lines do not arrive whole, flags follow behind a fence (handles/cuda/lines.cuh). The first blocks
+ * send; see EpLatency for those that receive.
+ */
+#include "combine/cuda/latency_receive.cuh"
+
+template <typename T>
+__global__ void __launch_bounds__(LATENCY_THREADS, 1)
+    latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
+    __shared__ int tokens[EP_CUDA_MAX_RANKS];
+    LatencyOp op;
+    LatencyRole role = latency_role(a.latency);
+    SumPart first = load_first_sum(a);
+    if (role.sends && is_all_claimed(a.latency)) claims_begin(a.latency);
+#pragma unroll 1
+    for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
+        tokens[r] = __ldg(a.plan.tokens + r);
+    int alive = latency_enter(a.group, a.plan, a.latency, &op);
+    if (alive && role.sends) send_sums<T>(a, tokens, first, op);
+    uint32_t ticket = latency_ticket(a.latency);
+    if (alive && role.receives) receive_sums<T>(a, role, tokens[a.group.rank], op.flag);
+    latency_pass(a.group, a.latency, op, ticket);
+}
+
+/* Each type has a kernel of its own: the instruction caches hold the code of one. */
+extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
+    int error = ep_open_kernel(latency_gather_kernel<__nv_bfloat16>, shared_bytes);
+    if (!error) error = ep_open_kernel(latency_gather_kernel<__half>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_gather_kernel<float>, shared_bytes);
+}
+
+extern "C" int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream) {
+    const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
+    auto kernel = latency_gather_kernel<float>;
+    if (a->t.type == EP_TYPE_BF16) kernel = latency_gather_kernel<__nv_bfloat16>;
+    if (a->t.type == EP_TYPE_FP16) kernel = latency_gather_kernel<__half>;
+    return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+}

@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_COMBINE_CUDA_LATENCY_GATHER_H
+#define EP_COMBINE_CUDA_LATENCY_GATHER_H
+
+/**
+ * The CUDA backend's combine in latency mode: its kernel's arguments and launch.
+ */
+
+#include "handles/cuda/latency.h"
+#include "runtime/movement.h"
+
+#define EP_SENT_STEPS 4      /* most steps of a part that a sending warp moves */
+#define EP_REDUCED_AT_ONCE 2 /* steps that a receiving warp reduces at a time */
+
+typedef struct EpLatencyGatherArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    EpLatency latency;
+    EpGatherTensors t;
+    int32_t top_k;
+    int32_t row_units, steps; /**< of a row */
+    EpPartition sent;  /**< among the sending warps, if no rank has more rows than this one */
+    EpDivisor targets; /**< ranks that sums are sent to or kept for, at least 1 */
+} EpLatencyGatherArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** See ep_cuda_open_prepare. At least 2 blocks. */
+int ep_cuda_open_latency_gather(int shared_bytes);
+int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,206 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Gather on the host: slots to token rows, for ep_combine and ep_dispatch_backward.
+ *
+ * In each round a rank adds up the slots of every row that a peer sent it in that chunk of tokens.
+ * It stores the sums, rounded to the rows' type, in the peer's region of its outbox, packed in
+ * order of token. Then it reads the peers' sums for its own tokens and adds them in ascending rank.
+ * Its own slots take their turn unrounded.
+ *
+ * Bytes per rank: every slot read once; R * T * (fraction received) rows written to and read from
+ * staging, which stays in cache; T rows written.
+ */
+#include <string.h>
+
+#include "combine/host/gather.h"
+#include "handles/host/plan.h"
+#include "runtime/host/host.h"
+
+typedef struct Gather {
+    const EpGather *call;
+    const EpGatherTensors *g;
+    EpPlan plan;
+    EpExchange *exchange;
+    const EpRowMath *math;
+    int flat;
+    int32_t rank, size;
+    int64_t top_k;
+    EpRecord record;
+    int64_t chunk;                  /* tokens of each source in one round */
+    int32_t summed[EP_MAX_RANKS];   /* rows of each source already summed */
+    int32_t returned[EP_MAX_RANKS]; /* this rank's rows whose sums each rank has returned */
+    const char *back[EP_MAX_RANKS]; /* next record of this round from each rank */
+} Gather;
+
+/* Partial sums of other ranks and this rank's own slots: at most K of each. */
+#define MAX_TERMS (2 * EP_MAX_TOP_K)
+
+/* Store the slots of a row as terms of a sum. Returns their number. */
+static int list_slots(const Gather *x, int32_t row, EpTerm *terms) {
+    const EpGatherTensors *g = x->g;
+    const int32_t *slot = x->plan.entry_slot + x->plan.row_entry[row];
+    int count = x->plan.row_entries[row];
+    for (int i = 0; i < count; i++)
+        terms[i] = (EpTerm){g->rows + slot[i] * g->row_bytes,
+                            g->weighs ? g->slot_weights[slot[i]] : 1, i == 0};
+    return count;
+}
+
+/* Store the values of a row's entries by k; 0 for entries on other ranks and lost ones. */
+static void collect_values(const Gather *x, int32_t row, float *values) {
+    const EpGatherTensors *g = x->g;
+    const EpPlan *plan = &x->plan;
+    memset(values, 0, (size_t)x->top_k * sizeof(float));
+    for (int32_t i = plan->row_entry[row]; i < plan->row_entry[row] + plan->row_entries[row]; i++) {
+        int64_t slot = plan->entry_slot[i];
+        if (!x->flat) {
+            values[plan->entry_k[i]] = g->slot_values[slot];
+            continue;
+        }
+        for (int64_t k = 0; k < x->top_k; k++)
+            if (plan->row_experts[slot * x->top_k + k] >= 0)
+                values[k] = g->slot_values[slot * x->top_k + k];
+    }
+}
+
+/* ---- on the experts' rank ------------------------------------------------------------------ */
+
+/* Store the sums of one source's rows, up to token `end`, in its region. */
+static void sum_rows(Gather *x, int32_t source, int64_t end) {
+    const EpGatherTensors *g = x->g;
+    char *region = ep_round_region(x->exchange, source), *record = region;
+    int32_t row = x->summed[source], last = x->plan.recv_begin[source + 1];
+    for (; row < last && x->plan.row_token[row] < end; row++, record += x->record.bytes) {
+        EpTerm terms[MAX_TERMS];
+        int count = list_slots(x, row, terms);
+        x->math->sum(g->type, record, g->row_elements, terms, count);
+        if (g->carries_values) collect_values(x, row, (float *)(record + x->record.weights));
+    }
+    x->summed[source] = row;
+    ep_round_fill(x->exchange, source, record - region);
+}
+
+/* ---- on the tokens' rank ------------------------------------------------------------------- */
+
+static int is_next_row(const Gather *x, int32_t rank, int64_t token) {
+    int32_t at = x->returned[rank];
+    return at < x->plan.send_begin[rank + 1] && x->plan.send_token[at] == token;
+}
+
+/* Store the values of a token's entries on `rank`. */
+static void take_values(const Gather *x, int32_t rank, int64_t token, const float *values) {
+    for (int64_t k = token * x->top_k; k < (token + 1) * x->top_k; k++)
+        if (x->plan.owner[k] == rank) x->g->out_values[k] = values[k - token * x->top_k];
+}
+
+/* Take a token's row on this rank itself: its slots are the terms. Returns their number. */
+static int take_own(Gather *x, int64_t token, EpTerm *terms) {
+    int32_t row =
+        x->plan.recv_begin[x->rank] + x->returned[x->rank]++ - x->plan.send_begin[x->rank];
+    if (x->g->carries_values) {
+        float values[EP_MAX_TOP_K];
+        collect_values(x, row, values);
+        take_values(x, x->rank, token, values);
+    }
+    return list_slots(x, row, terms);
+}
+
+/* Take a token's partial sum from another rank: one term. */
+static void take_record(Gather *x, int32_t rank, int64_t token, EpTerm *term) {
+    const char *record = x->back[rank];
+    x->back[rank] += x->record.bytes;
+    x->returned[rank]++;
+    if (x->g->carries_values)
+        take_values(x, rank, token, (const float *)(record + x->record.weights));
+    *term = (EpTerm){record, 1, 1};
+}
+
+/* Write one token's sum, and its values. */
+static void finish_token(Gather *x, int64_t token) {
+    const EpGatherTensors *g = x->g;
+    EpTerm terms[MAX_TERMS];
+    int count = 0;
+    if (g->carries_values)
+        memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
+    for (int32_t r = 0; r < x->size; r++) {
+        if (!is_next_row(x, r, token)) continue;
+        if (r == x->rank)
+            count += take_own(x, token, terms + count);
+        else
+            take_record(x, r, token, terms + count++);
+    }
+    x->math->sum(g->type, g->out_rows + token * g->row_bytes, g->row_elements, terms, count);
+}
+
+/* ---- rounds -------------------------------------------------------------------------------- */
+
+static EpRoundHeader expected_header(const Gather *x) {
+    const EpGatherTensors *g = x->g;
+    return (EpRoundHeader){.handle = x->plan.header->handle,
+                           .step = (uint32_t)x->plan.header->step,
+                           .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0},
+                           .tokens = (int32_t)x->plan.header->num_tokens};
+}
+
+static EpStatus run_round(Gather *x, int64_t begin) {
+    EpRoundHeader expected = expected_header(x);
+    int64_t end = begin + x->chunk, own_end = ep_min(end, x->plan.header->num_tokens);
+    EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
+    for (int32_t i = 1; i < x->size; i++)
+        sum_rows(x, ep_round_peer(x->rank, x->size, i), end);
+    EP_TRY(ep_round_publish(x->exchange));
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        const void *records;
+        EP_TRY(ep_round_receive(x->exchange, peer, NULL, &records));
+        x->back[peer] = records;
+    }
+    for (int64_t t = begin; t < own_end; t++)
+        finish_token(x, t);
+    for (int32_t r = 0; r < x->size; r++)
+        if (r != x->rank) ep_round_release(x->exchange, r);
+    ep_round_close(x->exchange);
+    return EP_OK;
+}
+
+/* Zero the output rows past this step's tokens, which have no slots. */
+static void zero_unused_rows(const Gather *x) {
+    const EpGatherTensors *g = x->g;
+    int64_t tokens = x->plan.header->num_tokens, rows = g->out_num_rows - tokens;
+    if (rows <= 0) return;
+    memset(g->out_rows + tokens * g->row_bytes, 0, (size_t)(rows * g->row_bytes));
+    if (g->carries_values)
+        memset(g->out_values + tokens * x->top_k, 0, (size_t)(rows * x->top_k) * sizeof(float));
+}
+
+static EpStatus run_rounds(Gather *x) {
+    zero_unused_rows(x);
+    for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
+        EP_TRY(run_round(x, begin));
+    return ep_exchange_flush(x->exchange, x->call->op);
+}
+
+/* Copy the sums that the send phase stored in the handle's buffer. */
+static EpStatus copy_sums(const EpHandle *handle, const EpGatherTensors *g) {
+    size_t bytes = (size_t)(g->out_num_rows * g->row_bytes);
+    if (bytes) memcpy(g->out_rows, handle->buffer, bytes);
+    return EP_OK;
+}
+
+EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
+    if (gather->phase == EP_PHASE_RECEIVE) return copy_sums(handle, &gather->t);
+    EpGatherTensors g = gather->t;
+    if (gather->phase == EP_PHASE_SEND) g.out_rows = handle->buffer;
+    EpHost *host = ep_host(handle->group);
+    Gather x = {.call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
+    x.plan = ep_host_plan(handle);
+    x.flat = handle->shape.layout == EP_LAYOUT_FLAT;
+    x.rank = handle->group->rank, x.size = handle->group->size;
+    x.top_k = x.plan.header->top_k;
+    x.record = ep_record(g.row_bytes, g.carries_values ? x.top_k : 0, 0);
+    x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_EACH) / x.record.bytes;
+    memcpy(x.summed, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
+    memcpy(x.returned, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
+    EP_TRY_EXCHANGE(handle->group, run_rounds(&x));
+    return EP_OK;
+}

@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Dispatch on GPUs, in latency mode: describes it to the kernel, launches it. */
+#include "dispatch/cuda/latency_scatter.h"
+
+#include <string.h>
+
+#include "dispatch/cuda/backend.h"
+#include "handles/cuda/handle.h"
+
+/* Percent of the blocks that send while the others receive; found by experiment. Stores to other
+ * GPUs fill the way out of a multiprocessor, and its loads queue behind them. A dispatch that
+ * quantises needs all blocks to send; afterwards they receive. */
+#define SENDERS_PERCENT 40
+
+/* Returns the shape of a token's record. */
+static EpRecordShape shape_record(const EpHandle *handle, const EpScatterTensors *t,
+                                  int64_t top_k) {
+    int64_t words = top_k * (t->carries_weights ? 2 : 1);
+    EpRecordShape r = {.header_units = (int32_t)ep_units(4 * words),
+                       .row_units = (int32_t)ep_units(t->row_bytes),
+                       .scale_units = (int32_t)ep_units(t->scale_bytes)};
+    while (1u << r.expert_bits <= (uint32_t)handle->shape.num_experts)
+        r.expert_bits++;
+    r.steps = (int32_t)ep_steps(r.header_units + r.row_units + r.scale_units);
+    return r;
+}
+
+/* Set the routing arguments of this dispatch. They stay with the handle for the receive phase,
+ * which has no routing of its own. */
+static const EpPrepareArgs *describe_route(EpHandle *handle, const EpScatter *s) {
+    EpPrepareArgs *route = &ep_cuda_latency(handle)->route;
+    int64_t agreed[2 * EP_OP_FACTS];
+    if (!s->routing) return route;
+    ep_cuda_describe_routing(handle, s->routing, route, agreed);
+    const int64_t row[] = {s->t.row_bytes, s->t.type, s->t.scale_bytes, s->t.carries_weights, 0};
+    memcpy(agreed + EP_OP_FACTS, row, sizeof(row));
+    route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_OP_FACTS);
+    return route;
+}
+
+/* Divide the records among the receiving warps. */
+static void partition_receive(const EpHandle *handle, int blocks, EpLatencyScatterArgs *args) {
+    int receivers = (int)ep_max(1, blocks - args->latency.first_receiver - 1);
+    args->latency.received =
+        ep_partition(args->route.num_rows * handle->group->size, args->record.steps,
+                     EP_RECEIVED_AT_ONCE, receivers * EP_LATENCY_WARPS);
+}
+
+EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
+    const EpGroup *group = handle->group;
+    EpCudaLatency *latency = ep_cuda_latency(handle);
+    const EpPrepareArgs *route = describe_route(handle, s);
+    EpLatencyScatterArgs args = {.route = *route,
+                                 .latency = latency->device,
+                                 .t = s->t,
+                                 .record = shape_record(handle, &s->t, route->top_k)};
+    int has_quant = s->t.quant > EP_QUANT_NONE;
+    int blocks = ep_latency_blocks(group, s->phase, route->num_rows, args.record.steps,
+                                   has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
+    partition_receive(handle, blocks, &args);
+    int64_t staged = has_quant ? s->t.row_bytes + ep_round_up(s->t.scale_bytes, 16) : 0;
+    int64_t entries = (int64_t)route->num_rows * route->top_k;
+    args.workspace = ep_workspace_layout(&handle->shape, entries, staged);
+    args.first_expert = ep_owner_first(&args.route.owners, group->rank);
+    while (1 << args.team_shift < route->top_k)
+        args.team_shift++;
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_scatter,
+                                                  .args = &args,
+                                                  .blocks = blocks,
+                                                  .stream = s->stream,
+                                                  .phase = s->phase,
+                                                  .own = &latency->order,
+                                                  .routing = s->routing});
+}

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Scatter on GPUs, in throughput mode: divides the work, describes it to the kernel, launches it.
+ */
+#include "dispatch/cuda/scatter.h"
+
+#include "dispatch/cuda/backend.h"
+#include "handles/cuda/handle.h"
+#include "handles/cuda/partition.h"
+#include "runtime/quant.h"
+
+/* ---- work partition ------------------------------------------------------------------------ */
+
+/* Count a token's loads and stores. Receiving blocks multiply the rank's own rows, so without other
+ * ranks nothing is sent. */
+static EpTraffic traffic_of(const EpScatterArgs *a) {
+    EpSpread s = ep_spread(&a->group, a->top_k);
+    double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
+    double loaded = (double)a->t.source_row_bytes / (double)a->t.row_bytes;
+    if (a->multiplied)
+        return (EpTraffic){s.ranks > 0 ? 1 + s.ranks : 0, 1 + s.ranks + multiplied, 0};
+    return (EpTraffic){loaded + s.own + s.ranks, s.other + (a->zero_copy ? 0 : s.ranks),
+                       s.ranks > 0 ? (s.own + s.ranks) / s.ranks : 0};
+}
+
+/* Returns what items of receiving blocks need. If rows are multiplied, an item also has a stage for
+ * each slot, loaded together: two rows with the usual number of slots should fit. */
+static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
+    int64_t stages = 1 + a->top_k;
+    double usual = 1 + ep_spread(&a->group, a->top_k).row;
+    if (!a->multiplied) return (EpWorkNeeds){a->top_k, 1, 1, active};
+    return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
+}
+
+int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
+    int32_t blocks = args->group.blocks;
+    /* Multiplying keeps the compute warps busy, not the scheduler, however small the rows are. */
+    int64_t bytes = args->multiplied ? EP_LARGE_ROW_BYTES : args->t.row_bytes;
+    EpGranularity receive = ep_sum_granularity(blocks, bytes);
+    EpGranularity send = args->multiplied ? receive : ep_copy_granularity(blocks, bytes);
+    EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
+    args->chunk = send.chunk;
+    args->receivers = ep_receiving_blocks(blocks, traffic_of(args), args->t.row_bytes);
+    return ep_shape_pipeline(shared_bytes, args->t.source_row_bytes, unit, sends, &args->send) &&
+           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16,
+                             receive_needs(args, receive.active), &args->receive);
+}
+
+/* ---- description --------------------------------------------------------------------------- */
+
+/* Choose zero-copy receive: rows that are only copied are stored straight into their slots, if
+ * these lie in a window of the group. Each rank sends the others its address there. */
+static void choose_receive(const EpGroup *group, EpScatterArgs *args) {
+    const EpScatterTensors *t = &args->t;
+    int64_t offset;
+    int window =
+        ep_cuda_window_find(ep_cuda(group), t->out_rows, t->out_capacity * t->row_bytes, &offset);
+    args->zero_copy = !args->multiplied && window >= 0 && group->size > 1;
+    if (args->zero_copy) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
+}
+
+/* Returns the bytes of a quantised token's scales in the workspace, where compute warps store them
+ * and metadata warps load them. */
+static int64_t made_scale_bytes(EpQuant quant, int64_t elements) {
+    int64_t unit = (int64_t)ep_type_bytes(ep_quant_scale_type(quant));
+    return ep_round_up(ep_quant_scales(quant, elements) * unit, 16);
+}
+
+/* A step's scales, for the narrowest type, which has the most elements per row. */
+int64_t ep_cuda_workspace_bytes(const EpPlanShape *shape, const EpGroupConfig *config) {
+    if (shape->quant == EP_QUANT_NONE || shape->mode == EP_MODE_LATENCY) return 0;
+    return shape->max_tokens * made_scale_bytes(shape->quant, config->max_row_bytes / 2);
+}
+
+/* Rows are quantised in shared memory, in whole blocks of elements. Returns the number of bytes
+ * that divides every piece of a row. */
+static int64_t describe_quantising(const EpHandle *handle, EpScatterArgs *args) {
+    EpScatterTensors *t = &args->t;
+    int64_t size = (int64_t)ep_type_bytes(t->source_type);
+    if (t->quant <= EP_QUANT_NONE) return 16;
+    args->made_scales = handle->workspace;
+    args->scale_stride = made_scale_bytes(t->quant, t->row_elements);
+    args->send.shrink = size == 4 ? 2 : 1;
+    t->scales = args->made_scales;
+    return size * ep_quant_block(t->quant);
+}
+
+EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
+    if (ep_handle_is_latency(handle)) return ep_cuda_latency_scatter(handle, s);
+    const EpGroup *group = handle->group;
+    const EpCuda *cuda = ep_cuda(group);
+    const EpCudaHandle *state = handle->backend_state;
+    const EpScatterTensors *t = &s->t;
+    int64_t weights = t->carries_weights ? state->top_k : 0;
+    EpScatterArgs args = {.group = cuda->device,
+                          .plan = ep_cuda_plan(handle),
+                          .shape = handle->shape,
+                          .t = *t,
+                          .record = ep_record(t->row_bytes, weights, t->scale_bytes),
+                          .top_k = (int32_t)state->top_k,
+                          .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
+                          .scale_stride = t->scale_bytes};
+    int64_t unit = describe_quantising(handle, &args);
+    choose_receive(group, &args);
+    if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
+        return ep_cuda_refuse_rows(group, t->row_bytes);
+    const int64_t agreed[] = {state->top_k, t->row_bytes, t->type, t->scale_bytes,
+                              t->carries_weights};
+    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
+                                                  .args = &args,
+                                                  .blocks = cuda->device.blocks,
+                                                  .stream = s->stream});
+}

@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Scatter over NVLink: token rows to slots, for ep_dispatch and ep_combine_backward.
+ *
+ * One launch of sending and receiving blocks (pipeline_role). A sending block loads tokens into
+ * shared memory one by one, and pushes each to every rank that needs it, once: into the ring there
+ * or, for a zero-copy receive, into the first of the row's slots. A receiving block takes what has
+ * arrived and writes it to all (other) slots of each row. runtime/cuda/pipeline.cuh describes the
+ * warps of a block; runtime/cuda/device.h how blocks divide the work, why there is no circular
+ * wait, and the memory order of records, heads and credits.
+ *
+ * Who waits on whom: a sending block waits for all ranks' arrivals and for credits, that is, until
+ * the receiver's block has emptied a record of the ring; a receiving block waits for heads.
+ *
+ * Rows of the rank's own tokens that are only copied go from the sending block straight to their
+ * slots. Where rows are multiplied, the receiving block reads them in place.
+ */
+#include "dispatch/cuda/scatter_receive.cuh"
+#include "dispatch/cuda/scatter_send.cuh"
+
+#define SCATTER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
+
+typedef struct Shared {
+    Pipeline pipeline;
+    union {
+        ReceiveRows receivers;
+        struct {
+            ChunkRows rows;
+            Dots dots;
+        };
+    };
+} Shared;
+
+/* ---- padding ------------------------------------------------------------------------------- */
+
+/* A thread among those that write zeros. */
+typedef struct ZeroThreads {
+    int index, count;
+} ZeroThreads;
+
+template <typename Word> __device__ void zero_words(char *out, int64_t bytes, ZeroThreads z) {
+    int64_t words = bytes / (int64_t)sizeof(Word);
+    for (int64_t at = z.index; at < words; at += z.count)
+        ((Word *)out)[at] = 0;
+}
+
+__device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
+    if (((uintptr_t)out | (uintptr_t)bytes) % sizeof(uint32_t) == 0)
+        zero_words<uint32_t>(out, bytes, z);
+    else
+        zero_words<uint8_t>(out, bytes, z);
+}
+
+/* Zero the scales of slots of one slab; by column, these are a range in each column. */
+__device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
+    const EpScaleMap &map = a.t.scale_map;
+    char *out = a.t.out_scales + ep_scale_at(&map, begin, 0);
+    int64_t step = ep_scale_step(&map), rows = end - begin;
+    if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
+    for (int64_t i = 0; map.by_column && i < map.count; i++)
+        zero_bytes(out + i * step, rows * map.element_bytes, z);
+}
+
+__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
+    if (begin >= end) return;
+    for (int64_t at = begin * a.t.row_bytes + z.index * 16; at < end * a.t.row_bytes;
+         at += z.count * 16)
+        *(uint4 *)(a.t.out_rows + at) = make_uint4(0, 0, 0, 0);
+    int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.t.carries_weights ? a.top_k : 1;
+    if (a.t.out_weights)
+        zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
+    for (int64_t i = begin * a.top_k + z.index; a.t.out_idx && i < end * a.top_k; i += z.count) {
+        if (a.t.idx_type == EP_TYPE_INT64)
+            ((int64_t *)a.t.out_idx)[i] = -1;
+        else
+            ((int32_t *)a.t.out_idx)[i] = -1;
+    }
+    if (a.t.scale_bytes) zero_scales(a, begin, end, z);
+}
+
+/* Zero a receiving block's part of all padding. */
+__device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
+    const EpPlanShape &s = a.shape;
+    int batched = s.layout == EP_LAYOUT_BATCHED;
+    for (int e = role.index; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += role.count) {
+        int64_t offset = a.plan.expert_offsets[e];
+        int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
+        zero_slots(a, offset + a.plan.expert_counts[e], end, z);
+    }
+    int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
+    if (batched || !s.zero_tail || rows <= 0) return;
+    rows = (rows + role.count - 1) / role.count;
+    int64_t begin = tail + role.index * rows;
+    zero_slots(a, begin, min(begin + rows, a.t.out_capacity), z);
+}
+
+/* ---- kernel -------------------------------------------------------------------------------- */
+
+__device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int blocks) {
+    Pipeline *p = &s->pipeline;
+    PipelineWork work = a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp == SCHEDULER_WARP)
+        schedule_tokens(a, p, &s->receivers, epoch, blocks);
+    else if (warp == LOAD_WARP)
+        pipeline_load(p,
+                      WORK_COPY); /* for either work: all stages are held until they are stored */
+    else if (pipeline_is_store_warp(warp) && lane == 0)
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1);
+    else if (warp == SIGNAL_WARP)
+        pipeline_signal(p, a.group, epoch, 1);
+    else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
+        quantise(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
+    else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
+             has_metadata(a))
+        send_all_metadata(a, p, warp - FIRST_METADATA_WARP, work);
+}
+
+/* Whether metadata warps work in receiving blocks. Rows that are multiplied have no metadata:
+ * compute warps write their dot products. */
+__device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
+    return !a.multiplied && has_metadata(a);
+}
+
+__device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const Role &role) {
+    Pipeline *p = &s->pipeline;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int multiplies = a.multiplied != 0, moves_metadata = has_metadata_to_receive(a);
+    PipelineWork work = multiplies ? WORK_COMPUTE : WORK_COPY;
+    int first_free =
+        (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
+    ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
+    if (warp == SCHEDULER_WARP)
+        schedule_rows(a, p, &s->rows, epoch, role.count);
+    else if (warp == LOAD_WARP)
+        pipeline_load(p, work);
+    else if (pipeline_is_store_warp(warp) && lane == 0)
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0);
+    else if (warp == SIGNAL_WARP)
+        pipeline_signal(p, a.group, epoch, 0);
+    else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
+             moves_metadata)
+        receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
+    else if (warp >= FIRST_COMPUTE_WARP && multiplies)
+        multiply(a, p, &s->dots, threadIdx.x - FIRST_COMPUTE_WARP * 32);
+    if (zero_threads.index >= 0) zero_padding(a, role, zero_threads);
+}
+
+__global__ void __launch_bounds__(SCATTER_THREADS, 1)
+    scatter_kernel(const __grid_constant__ EpScatterArgs a) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Shared s;
+    Shared *shared = ep_keep_shared(&s);
+    uint32_t epoch = ep_epoch(a.group);
+    Role role = pipeline_role(a.receivers);
+    pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
+                  role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
+    if (!ep_enter(a.group, a.plan, epoch)) {
+        ep_leave(a.group, epoch, 0);
+        return;
+    }
+    ep_arrive(a.group, epoch, a.where);
+    if (role.receives)
+        receive(a, shared, epoch, role);
+    else
+        send(a, shared, epoch, role.count);
+    ep_leave(a.group, epoch, 0);
+}
+
+extern "C" int ep_cuda_open_scatter(int shared_bytes) {
+    return ep_open_kernel(scatter_kernel, shared_bytes);
+}
+
+extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
+    const EpScatterArgs *a = (const EpScatterArgs *)args;
+    size_t send = pipeline_bytes(a->send), receive = pipeline_bytes(a->receive);
+    size_t shared = send > receive ? send : receive;
+    return ep_launch(scatter_kernel, blocks, SCATTER_THREADS, shared, stream, *a);
+}

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_DISPATCH_CUDA_SCATTER_H
+#define EP_DISPATCH_CUDA_SCATTER_H
+
+/**
+ * The CUDA backend's scatter in throughput mode: its kernel's arguments and launch.
+ */
+
+#include "handles/cuda/plan.h"
+#include "runtime/movement.h"
+
+typedef struct EpScatterArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    EpScatterTensors t; /**< if rows are quantised, `scales` is made_scales */
+    EpRecord record;
+    EpPipelineShape send, receive; /**< of sending and of receiving blocks */
+    int32_t receivers;             /**< blocks that receive; the others send */
+    int32_t chunk;                 /**< most tokens that a block claims at a time */
+    int32_t top_k;
+    int32_t multiplied;   /**< type of rows that are multiplied; 0: rows are only copied */
+    int64_t scale_stride; /**< bytes from one row of t.scales to the next */
+    char *made_scales;    /**< workspace for the scales of quantised rows */
+    int32_t zero_copy;    /**< whether senders store rows into t.out_rows directly */
+    uint64_t where;       /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
+} EpScatterArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** See ep_cuda_open_prepare. */
+int ep_cuda_open_scatter(int shared_bytes);
+int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
+
+/** Divide the work: sets receivers, chunk and the pipelines' shapes from the other fields. Blocks
+ *  have `shared_bytes` of shared memory; tokens are cut into pieces of multiples of `unit` bytes.
+ *  Returns 0 if shared memory is too small. */
+int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

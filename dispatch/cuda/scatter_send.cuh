@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_DISPATCH_CUDA_SCATTER_SEND_CUH
+#define EP_DISPATCH_CUDA_SCATTER_SEND_CUH
+
+/**
+ * A sending block: sends each token of this rank once to every rank that needs it, quantised on the
+ * way if the caller asks for it (quantise.cuh).
+ */
+
+#include "dispatch/cuda/quantise.cuh"
+#include "dispatch/cuda/scatter_metadata.cuh"
+
+/** Where rows go on each rank. */
+typedef struct ReceiveRows {
+    char *rows[EP_CUDA_MAX_RANKS]; /* of each rank, as mapped here; NULL: into the ring */
+} ReceiveRows;
+
+/* Wait for all ranks' arrivals, which say where their rows go. By a warp. Returns 0 on failure. */
+__device__ __forceinline__ int await_receivers(const EpCudaGroup &g, ReceiveRows *receivers,
+                                               uint32_t epoch) {
+    return ep_await_arrivals(g, epoch, [&](int r, uint64_t where) {
+        int window = (int)(where >> 40) - 1;
+        uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16;
+        receivers->rows[r] =
+            window >= 0 ? g.peers[window * EP_CUDA_MAX_RANKS + r] + offset : (char *)NULL;
+    });
+}
+
+/* Whether rows are not multiplied. Own rows then go from here straight to their slots; otherwise
+ * the receiving block takes them. */
+__device__ __forceinline__ int is_copy_only(const EpScatterArgs &a) {
+    return a.multiplied == 0;
+}
+
+/* Choose where this lane stores its team's token (*to, NULL: nowhere), and which rank it signals
+ * (*peer, -1: none); wait until there is room in the ring. Returns 0 on timeout. */
+__device__ __forceinline__ int choose_target(const EpScatterArgs &a, const ReceiveRows *receivers,
+                                             uint32_t epoch, const EpEntry &e, char **to,
+                                             int *peer) {
+    const EpCudaGroup &g = a.group;
+    *to = NULL, *peer = -1;
+    if (e.owner == g.rank && is_copy_only(a) && e.slot >= 0)
+        *to = a.t.out_rows + e.slot * a.t.row_bytes;
+    if (e.owner < 0 || e.owner == g.rank || !e.leader) return 1;
+    *peer = e.owner;
+    if (!ep_await_room(g, epoch, e.owner, e.row)) return 0;
+    char *rows = receivers->rows[e.owner];
+    if (!rows)
+        *to = ep_ring(g, e.owner, g.rank, e.row);
+    else if (e.slot >= 0)
+        *to = rows + e.slot * a.t.row_bytes;
+    return 1;
+}
+
+/* Post the work items of a team's token, one for each piece of its row. `number` is the first. */
+__device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, const Team &t,
+                                           uint32_t number, int token, int valid, char *to, int row,
+                                           int peer) {
+    int stores, signals, at = team_rank(t, to != NULL, &stores);
+    int signal = team_rank(t, peer >= 0, &signals);
+    for (int piece = 0; piece < a.send.pieces; piece++) {
+        uint32_t n = number + piece;
+        int j = n % PIPELINE_ENTRIES, cell = j * a.send.width;
+        int64_t offset = (int64_t)piece * a.send.stage_bytes;
+        if (valid) pipeline_await_entry(p, n);
+        if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
+        if (valid && peer >= 0) p->peer[cell + signal] = peer, p->row[cell + signal] = row;
+        if (valid && t.k == 0) {
+            p->from[cell] = a.t.rows + token * a.t.source_row_bytes + offset;
+            p->item[j] = WorkItem{
+                1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0, 0};
+            p->signals[j] = piece == a.send.pieces - 1 ? signals : 0;
+            p->index[j] = token, p->piece[j] = piece;
+        }
+        if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
+    }
+}
+
+/* The scheduler warp of a sending block. */
+__device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows *receivers,
+                                uint32_t epoch, int blocks) {
+    Team t = make_team(a.top_k, a.send);
+    int arrived = 0;
+    if (!is_copy_only(a) && a.group.size == 1) return pipeline_end(p, t, 0);
+    auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
+        char *to;
+        int peer;
+        if (!arrived && !(arrived = await_receivers(a.group, receivers, epoch))) return 0;
+        if (!__all_sync(~0u, choose_target(a, receivers, epoch, e, &to, &peer))) return 0;
+        post_token(a, p, t, number, token, valid, to, e.row, peer);
+        return 1;
+    };
+    pipeline_end(p, t, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
+    if (!arrived) await_receivers(a.group, receivers, epoch);
+}
+
+/* ---- weights and scales -------------------------------------------------------------------- */
+
+/* Copy a token's weights and scales into the records that go to peers and to its own slots. By a
+ * warp. `await_scales()` returns once the scales are there. */
+template <typename Await>
+__device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t token,
+                                              Await await_scales) {
+    const EpCudaGroup &g = a.group;
+    int lane = threadIdx.x % 32, has_entry = lane < a.top_k;
+    EpEntry e = {-1, 0, -1, 0, 0};
+    MetadataEntry metadata = {-1, -1, 0, NULL};
+    if (has_entry) e = a.plan.entries[token * a.top_k + lane];
+    if (has_entry && a.t.carries_weights)
+        metadata.weight = a.t.topk_weights[token * a.top_k + lane];
+    if (e.owner == g.rank && is_copy_only(a)) metadata.slot = e.slot;
+    if (e.owner == g.rank) metadata.expert = e.expert;
+    if (e.owner >= 0 && e.owner != g.rank && e.leader)
+        metadata.record = ep_ring(g, e.owner, g.rank, e.row);
+    await_scales();
+    spread_metadata(a, metadata, a.t.scales + token * a.scale_stride);
+}
+
+__device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
+                                  PipelineWork work) {
+    int count = work == WORK_CONVERT ? METADATA_WARPS : ALL_METADATA_WARPS;
+    pipeline_metadata(p, warp, count, [&](int j, uint32_t n) {
+        send_metadata(a, p->index[j], [&] {
+            if (work == WORK_CONVERT) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
+        });
+    });
+}
+
+/* ---- quantising ---------------------------------------------------------------------------- */
+
+template <typename T> __device__ __forceinline__ EpUnit<T> load_unit(uint32_t address) {
+    EpUnit<T> x;
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++)
+        x.part[i] = ep_load_shared(address + i * 16);
+    return x;
+}
+
+/* Quantise a piece of a row in place. The codes of unit u go where unit u / 2 or u / 4 was, in this
+ * round or an earlier one, so all threads read their units first. */
+template <typename T>
+__device__ __forceinline__ void quantise_piece(EpQuant quant, uint32_t stage, int bytes,
+                                               void *scales, int thread) {
+    int units = bytes / (int)sizeof(EpUnit<T>);
+    for (int base = 0; base < units; base += COMPUTE_THREADS) {
+        int unit = base + thread, valid = unit < units;
+        EpUnit<T> x = {};
+        EpQuantScale scale;
+        if (valid) x = load_unit<T>(stage + unit * (uint32_t)sizeof(x));
+        uint4 codes = ep_quantise_unit(quant, x, valid, &scale);
+        ep_barrier(1, COMPUTE_THREADS);
+        if (!valid) continue;
+        ep_store_shared(stage + unit * (uint32_t)sizeof(codes), codes);
+        ep_store_scale_of(quant, scales, unit, scale);
+    }
+}
+
+/* Quantise the rows of all work items; a piece is whole blocks. By the compute warps. */
+template <typename T>
+__device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
+    int blocks = p->shape.stage_bytes / (int)sizeof(T) / ep_quant_block(a.t.quant); /* of a piece */
+    int scale_bytes = a.t.quant == EP_QUANT_FP8 ? (int)sizeof(float) : 1;
+    for (uint32_t n = 0;; n++) {
+        int j = n % PIPELINE_ENTRIES;
+        pipeline_wait(p->barrier[ITEM_LOADED], n);
+        WorkItem item = p->item[j];
+        if (item.loads == PIPELINE_END) return;
+        char *scales = a.made_scales + p->index[j] * a.scale_stride;
+        quantise_piece<T>(a.t.quant, p->first[j], item.bytes,
+                          scales + p->piece[j] * blocks * scale_bytes, thread);
+        pipeline_computed(p, n);
+    }
+}
+
+__device__ __forceinline__ void quantise(const EpScatterArgs &a, Pipeline *p, int thread) {
+    if (a.t.source_type == EP_TYPE_BF16)
+        quantise_rows<__nv_bfloat16>(a, p, thread);
+    else if (a.t.source_type == EP_TYPE_FP16)
+        quantise_rows<__half>(a, p, thread);
+    else
+        quantise_rows<float>(a, p, thread);
+}
+
+#endif

@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Brings async errors into the group: kernels write them into pinned memory. A failure ends the
+ * group; bad indices and overflows are recorded.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "handles/cuda/handle.h"
+
+static const char *awaited_name(int32_t phase) {
+    static const char *const names[] = {
+        [EP_AWAIT_ARRIVAL] = "its arrival", [EP_AWAIT_ROUTES] = "routes",
+        [EP_AWAIT_RECORD] = "data",         [EP_AWAIT_CREDIT] = "room",
+        [EP_AWAIT_GRID] = "the grid",       [EP_AWAIT_HEAD] = "its head",
+        [EP_AWAIT_LINES] = "its rows"};
+    return phase >= EP_AWAIT_ARRIVAL && phase <= EP_AWAIT_LINES ? names[phase] : "?";
+}
+
+/* Write the row that a wait for a record or a credit is about, or in latency mode the token. Other
+ * waits have none. */
+static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes) {
+    int has_row = f->awaited == EP_AWAIT_RECORD || f->awaited == EP_AWAIT_CREDIT;
+    out[0] = 0;
+    if (has_row || f->awaited == EP_AWAIT_LINES)
+        snprintf(out, bytes, ", %s %d", has_row ? "row" : "token", f->row);
+}
+
+static EpStatus report_timeout(const EpGroup *group, const volatile EpCudaFailure *f,
+                               EpFinding *finding) {
+    char row[24];
+    awaited_row(f, row, sizeof(row));
+    return ep_fail(EP_ERR_TIMEOUT,
+                   "rank %d: %s: rank %d did not arrive within %g s (waiting for %s%s: expected "
+                   "%u, seen %u)",
+                   group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->awaited),
+                   row, f->expected, f->seen);
+}
+
+/* Report the first fact that differs, with the host backend's sentence. */
+static EpStatus report_facts(const EpGroup *group, const volatile EpCudaFailure *f,
+                             EpFinding *finding) {
+    int64_t mine[EP_OP_FACTS], theirs[EP_OP_FACTS];
+    const EpOp *op = EP_DIGEST_OP(f->expected) == ep_op_route.code ? &ep_op_route : &ep_op_prepare;
+    int i = 0;
+    ep_facts_unpack(f->facts, mine);
+    ep_facts_unpack(f->peer_facts, theirs);
+    while (i < EP_OP_FACTS - 1 && mine[i] == theirs[i])
+        i++;
+    finding->expected = mine[i], finding->seen = theirs[i];
+    return ep_fail(i < op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH,
+                   "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", group->rank,
+                   op->name, op->fact[i], group->rank, (long long)mine[i], f->peer,
+                   (long long)theirs[i]);
+}
+
+/* Report that another rank has entered another operation, or the same one with other sizes. */
+static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure *f,
+                             EpFinding *finding) {
+    int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
+    int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    int routes = own == ep_op_prepare.code || own == ep_op_route.code;
+    if (own == other && own_handle == other_handle && routes && f->facts != f->peer_facts)
+        return report_facts(group, f, finding);
+    if (own == other && own_handle == other_handle)
+        return ep_fail(EP_ERR_ORDER,
+                       "rank %d: %s: expected the same sizes on all ranks, rank %d called it on "
+                       "handle %d with others",
+                       group->rank, finding->phase, f->peer, other_handle);
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
+                   "handle %d",
+                   group->rank, ep_op_name(own), own_handle, f->peer, ep_op_name(other),
+                   other_handle);
+}
+
+/* Report that a peer has given up. As on the host, the finding names the rank that it blames. */
+static EpStatus report_peer(const EpGroup *group, const volatile EpCudaFailure *f,
+                            EpFinding *finding) {
+    finding->peer = (int32_t)f->seen, finding->expected = finding->seen = -1;
+    if (finding->peer == f->peer)
+        return ep_fail(EP_ERR_PEER,
+                       "rank %d: %s: rank %d has given up on the group for a reason of its own",
+                       group->rank, finding->phase, f->peer);
+    return ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
+                   group->rank, finding->phase, f->peer, finding->peer);
+}
+
+static EpPlanHeader plan_header(const volatile EpMemoryMark *m) {
+    return (EpPlanHeader){
+        .magic = m->magic, .group = m->group, .bytes = m->bytes, .handle = m->handle};
+}
+
+/* Report memory that does not hold the plan, with the host backend's sentence. */
+static EpStatus report_memory(const EpGroup *group, const volatile EpCudaFailure *f,
+                              EpFinding *finding) {
+    EpCall call = {finding->phase, group->rank};
+    EpPlanHeader expected = plan_header(&f->expected_mark), got = plan_header(&f->mark);
+    return ep_plan_check(&call, &got, f->mark.tail, &expected);
+}
+
+static void poll_failure(EpGroup *group) {
+    static EpStatus (*const report[])(const EpGroup *, const volatile EpCudaFailure *,
+                                      EpFinding *) = {[EP_FAULT_LATE] = report_timeout,
+                                                      [EP_FAULT_ORDER] = report_order,
+                                                      [EP_FAULT_PEER] = report_peer,
+                                                      [EP_FAULT_MEMORY] = report_memory};
+    const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
+    if (!f->fault || group->failed != EP_OK) return;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.rank = group->rank, finding.peer = f->peer;
+    finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
+    strncpy(finding.phase, ep_op_find(f->op)->name, sizeof(finding.phase) - 1);
+    finding.status = report[f->fault](group, f, &finding);
+    ep_group_fail(group, &finding);
+}
+
+static void poll_routing(EpGroup *group) {
+    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
+    unsigned long long count = __atomic_exchange_n(&errors->bad_count, 0, __ATOMIC_ACQ_REL);
+    if (!count) return;
+    unsigned long long entry = errors->bad_entry;
+    int64_t top_k = errors->top_k;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
+    finding.token = (int64_t)entry / top_k, finding.k = (int64_t)entry % top_k;
+    finding.expected = group->config.num_experts, finding.seen = errors->bad_index;
+    finding.count = (int64_t)count;
+    strcpy(finding.phase, "prepare");
+    ep_group_record(&group->routing, &finding);
+}
+
+static void poll_overflow(EpGroup *group) {
+    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
+    unsigned long long lost = __atomic_exchange_n(&errors->lost, 0, __ATOMIC_ACQ_REL);
+    if (!lost) return;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_OVERFLOW, finding.rank = group->rank;
+    finding.expected = errors->capacity, finding.seen = errors->needed;
+    finding.count = (int64_t)lost;
+    strcpy(finding.phase, "prepare");
+    ep_group_record(&group->overflow, &finding);
+}
+
+void ep_cuda_poll(EpGroup *group) {
+    poll_failure(group);
+    poll_routing(group);
+    poll_overflow(group);
+}

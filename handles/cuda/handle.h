@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_HANDLE_H
+#define EP_HANDLES_CUDA_HANDLE_H
+
+/**
+ * The host's side of a handle on the CUDA backend.
+ */
+
+#include "handles/cuda/latency.h"
+#include "handles/handle.h"
+#include "runtime/cuda/cuda.h"
+#include "runtime/op.h"
+
+typedef struct EpCudaHandle {
+    uint64_t *info;  /**< pinned, [ep_info_words]: see EpInfoWord */
+    int32_t *number; /**< [ep_info_words] numbers of the last complete step seen */
+    int64_t step;    /**< that step */
+    int64_t awaited; /**< lowest step that the last prepare outside captures can produce */
+    int issued;      /**< whether a prepare was issued, or captured */
+    int64_t num_rows, top_k, exact; /**< of the last prepare issued */
+} EpCudaHandle;
+
+/** A handle's buffers in latency mode, and what it keeps for receive phases. */
+typedef struct EpCudaLatency {
+    EpCudaWindow window;
+    EpLatency device;
+    EpCudaOrder order;   /**< of the phases of this handle's operations */
+    EpPrepareArgs route; /**< of the last dispatch, for its receive phase */
+} EpCudaLatency;
+
+/** Returns a handle's buffers in latency mode. */
+static inline EpCudaLatency *ep_cuda_latency(const EpHandle *handle) {
+    return handle->buffer;
+}
+
+/** Returns the pointers into a handle's plan, and the mark expected there. */
+static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
+    EpCudaPlan plan;
+    ep_cuda_plan_map(&handle->shape, handle->memory, &plan);
+    plan.mark = (EpMemoryMark){EP_PLAN_MAGIC, handle->group->id, handle->bytes, handle->ordinal,
+                               EP_PLAN_MAGIC};
+    return plan;
+}
+
+/**
+ * Pack the facts of ep_prepare, which must be equal on all ranks, into 48 bits that travel with its
+ * arrival. In the order of ep_op_prepare: K, the alignment, the layout, the capacity (if batched:
+ * rows per expert), the quantisation.
+ */
+static inline uint64_t ep_facts_pack(const int64_t fact[EP_OP_FACTS]) {
+    int log = 0;
+    while ((int64_t)1 << log < fact[1])
+        log++;
+    return (uint64_t)(fact[0] | log << 6 | fact[2] << 11 | fact[4] << 13) | (uint64_t)fact[3] << 16;
+}
+
+/** Unpack what ep_facts_pack has packed. */
+static inline void ep_facts_unpack(uint64_t facts, int64_t fact[EP_OP_FACTS]) {
+    fact[0] = (int64_t)(facts & 63);
+    fact[1] = (int64_t)1 << (facts >> 6 & 31);
+    fact[2] = (int64_t)(facts >> 11 & 3);
+    fact[3] = (int64_t)(facts >> 16);
+    fact[4] = (int64_t)(facts >> 13 & 7);
+}
+
+/** Parts of the backend table; see EpBackendOps. */
+int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
+EpStatus ep_cuda_format_plan(EpHandle *handle);
+EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
+void ep_cuda_retire_plan(EpHandle *handle);
+EpStatus ep_cuda_adopt_plan(EpHandle *handle);
+EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out);
+void ep_cuda_poll(EpGroup *group);
+EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
+int64_t ep_cuda_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
+EpStatus ep_cuda_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
+void ep_cuda_close_buffers(EpHandle *handle);
+
+/** Returns the number of steps that kernels have reported so far. */
+int64_t ep_cuda_steps_seen(const EpHandle *handle);
+
+/** Note that a routing kernel was enqueued, or captured. `before`: steps reported before that. */
+void ep_cuda_routing_issued(const EpHandle *handle, const EpRouting *routing, int captured,
+                            int64_t before);
+
+/* ---- latency mode -------------------------------------------------------------------------- */
+
+#define EP_LATENCY_WARPS 16 /* of a block */
+#define EP_ALL_SEND 100     /* percent: all blocks send, and receive afterwards */
+
+/**
+ * Returns the number of blocks of an operation of latency mode: those with something to send, those
+ * with something to receive, if all ranks have as many tokens as this one, and one that publishes
+ * the routing. `steps`: of each row. `percent` of the blocks send while the others receive. Sets
+ * receives, first_receiver, senders and ranks of `latency`.
+ */
+int ep_latency_blocks(const EpGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
+                      int percent, EpLatency *latency);
+
+/* ---- launching ----------------------------------------------------------------------------- */
+
+/** Set a routing kernel's arguments, all but the digest, from handle and routing. `facts`: values
+ *  that must be equal on all ranks. */
+void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
+                              int64_t facts[EP_OP_FACTS]);
+
+/** Returns a hash of the operation, the handle and values that must be equal on all ranks: see
+ *  EpArrival. */
+uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count);
+
+/** A kernel launch. */
+typedef struct EpCudaLaunch {
+    int (*launch)(const void *args, int blocks, void *stream);
+    const void *args;
+    int blocks;
+    EpStream stream;
+    EpPhase phase;            /**< of an operation of latency mode; else EP_PHASE_BOTH */
+    EpCudaOrder *own;         /**< latency mode: of the phases of this handle; else NULL */
+    const EpRouting *routing; /**< of a kernel that writes a plan; else NULL */
+} EpCudaLaunch;
+
+/** Returns EP_ERR_UNSUPPORTED: shared memory is too small for rows of this size. */
+EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes);
+
+/** Launch a kernel, in stream order after the operations that it must follow. All operations are
+ *  launched here. */
+EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *launch);
+
+#endif

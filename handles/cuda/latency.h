@@ -1,0 +1,150 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_LATENCY_H
+#define EP_HANDLES_CUDA_LATENCY_H
+
+/**
+ * Latency mode on the CUDA backend: a handle's buffers and the partition of work, shared by host
+ * code and kernels.
+ *
+ * Each rank has a buffer, mapped by all ranks of the group, that holds everything that all ranks
+ * may send it: a head, and a record for each token. So a sender stores without asking. The buffer
+ * exists twice, and operations alternate. A rank that begins operation n + 2 has received something
+ * of every rank's operation n + 1, and by then every rank had finished operation n. For this, every
+ * operation sends a head to every rank, and none ends before all heads have arrived.
+ *
+ * The handle's own device memory counts its operations, so graphs may be replayed. The number is
+ * the flag of all lines (lines.cuh).
+ *
+ * There is no circular wait. Send phases never wait for a rank. A receive phase waits for the
+ * peers' send phases, which come earlier in the order that all ranks have in common. In an
+ * operation with both phases the first blocks send. Blocks that send and then receive claim what
+ * they send, one item after another, and wait only when no item is left, so not all of them need to
+ * be resident. Blocks that only send never wait, so blocks behind them get to run; the first item
+ * of each need not be claimed.
+ */
+
+#include "handles/cuda/plan.h"
+
+/** A step: the unit that a warp moves at once; see lines.cuh. */
+#define EP_STEP_BYTES 512
+#define EP_STEP_UNITS 30 /* of 16 bytes */
+
+/** Offsets in a handle's window; equal on all ranks. */
+typedef struct EpBufferLayout {
+    int64_t state;   /**< EpLatencyState: this rank's own */
+    int64_t heads;   /**< [2, R] heads, by parity of the operation and by source */
+    int64_t records; /**< [2, R, max_tokens] records */
+    int64_t sums;    /**< float [max_tokens, sum_bytes]: between the phases of a combine, this
+                          rank's partial sums of its own tokens, unrounded */
+    int64_t bytes;
+    int32_t head_bytes, record_bytes, sum_bytes;
+    int32_t max_tokens;
+} EpBufferLayout;
+
+/** Words of a head. A combine's head has only the first one. */
+enum EpHeadWord {
+    EP_HEAD_DIGEST,     /**< as in an EpArrival */
+    EP_HEAD_FACTS,      /**< two words: see ep_facts_pack */
+    EP_HEAD_TOKENS = 3, /**< of the source */
+    EP_HEAD_ROWS,       /**< from the source to this receiver */
+    EP_HEAD_SENT,       /**< from the source to all ranks but itself */
+    EP_HEAD_COUNTS = 8  /**< [L] entries for each of the receiver's experts */
+};
+
+/** A handle's device memory that no peer touches. */
+typedef struct EpLatencyState {
+    uint64_t done;    /**< completed operations */
+    uint32_t passed;  /**< blocks of the kernel that no longer need this: see latency_pass */
+    uint32_t left;    /**< receiving blocks that have finished */
+    uint64_t number;  /**< lower half of the flag << 32 | number of the operation last sent, among
+                         all operations of the group: see ep_sent */
+    uint32_t claimed; /**< work items of it that blocks have claimed to send */
+} EpLatencyState;
+
+/** Many rows of equal length, divided among many warps: each row into `each` parts, of `steps`
+ *  consecutive steps. */
+typedef struct EpPartition {
+    int32_t rows;
+    int32_t steps;
+    EpDivisor each;
+} EpPartition;
+
+/**
+ * Rows arrive one after another, and many warps should work on the last one. So a part has at most
+ * `most` steps, what a warp moves at once, even if each warp gets several parts. It has fewer where
+ * there are warps enough. It has more only where kernels could not count the parts (see EpDivisor).
+ */
+EP_HOST_DEVICE static inline EpPartition ep_partition(int32_t rows, int32_t steps, int32_t most,
+                                                      int32_t warps) {
+    int32_t least = (steps + most - 1) / most, each = rows > 0 ? warps / rows : warps;
+    each = each < least ? least : each < steps ? each : steps;
+    while (each > 1 && (int64_t)rows * each * each >= 1 << 29)
+        each /= 2;
+    int32_t part = each > 0 ? (steps + each - 1) / each : 1;
+    EpPartition partition = {rows, part, ep_divisor(part > 0 ? (steps + part - 1) / part : 1)};
+    return partition;
+}
+
+/** The arguments that the latency-mode kernels of dispatch and combine share. */
+typedef struct EpLatency {
+    EpBufferLayout layout;
+    EpLatencyState *state;
+    int32_t whole;          /**< whether lines arrive whole */
+    int32_t receives;       /**< whether this launch receives */
+    int32_t senders;        /**< blocks that send: the first ones */
+    int32_t first_receiver; /**< this block and later ones receive; those that also send receive
+                               afterwards */
+    EpPartition received; /**< among the receiving warps, if no rank has more rows than this one */
+    EpDivisor ranks;      /**< of the group */
+    char *window[EP_CUDA_MAX_RANKS];
+    char *own; /**< this rank's window */
+} EpLatency;
+
+/** In latency mode, a plan's begins hold one word for each token of a rank: the row's slot (FLAT),
+ *  0, or one of these. */
+#define EP_ROW_NONE (-1)
+#define EP_ROW_LOST (-2) /* the row arrives, and the capacity has no slot for it */
+
+/** Returns the 16-byte units, and the steps, that hold so many bytes or units. */
+EP_HOST_DEVICE static inline int64_t ep_units(int64_t bytes) {
+    return (bytes + 15) / 16;
+}
+
+EP_HOST_DEVICE static inline int64_t ep_steps(int64_t units) {
+    return (units + EP_STEP_UNITS - 1) / EP_STEP_UNITS;
+}
+
+/* ---- a block's shared memory in a dispatch ------------------------------------------------- */
+
+/** The fixed part of a block's workspace in shared memory. */
+typedef struct EpWorkspace {
+    int tokens; /**< of this rank; only sending blocks set it */
+    int32_t source_tokens[EP_CUDA_MAX_RANKS], source_rows[EP_CUDA_MAX_RANKS];
+    int32_t flat_begin[EP_CUDA_MAX_RANKS];
+    int32_t most_tokens;           /**< of any source */
+    int32_t heads;                 /**< taken so far */
+    int32_t sent;                  /**< rows to other ranks */
+    uint32_t header[EP_MAX_TOP_K]; /**< of the record being sent, without its weights */
+    char *to[EP_CUDA_MAX_RANKS];   /**< where it goes in each rank's window; the ranks that get its
+                                      row come first */
+    int32_t num_to;                /**< how many ranks get its row */
+} EpWorkspace;
+
+/** Offsets of the arrays behind the fixed part of a workspace. */
+typedef struct EpWorkspaceLayout {
+    int32_t experts; /**< i16 [tokens, K]: expert of each of this rank's entries, or a negative
+                          value, see publish.cuh */
+    int32_t counts;  /**< i32. While heads are sent: [E] entries, then [R] rows. While receiving:
+                          [R, L] entries of the sources before, for each local expert */
+    int32_t total;   /**< i32 [L] entries of all sources */
+    int32_t offset;  /**< i32 [L] where slabs begin */
+    int32_t staged;  /**< a quantised row and its scales */
+    int32_t bytes;
+} EpWorkspaceLayout;
+
+/** Returns the workspace for `entries` entries of this rank and `staged_bytes` for a row that the
+ *  block quantises and its scales. */
+EpWorkspaceLayout ep_workspace_layout(const EpPlanShape *shape, int64_t entries,
+                                      int64_t staged_bytes);
+
+#endif

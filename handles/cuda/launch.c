@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Describes and launches kernels: the part common to all operations, and ep_prepare. */
+#include "handles/cuda/handle.h"
+
+/* Hashes with FNV-1a. */
+uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count) {
+    uint32_t hash = 2166136261u;
+    const unsigned char *byte = (const unsigned char *)values;
+    for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
+        hash = (hash ^ byte[i]) * 16777619u;
+    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 20);
+}
+
+static EpCudaVector vector_of(const EpTensor *t) {
+    return t ? (EpCudaVector){t->data, t->type == EP_TYPE_INT64} : (EpCudaVector){NULL, 0};
+}
+
+/* List the facts of ep_prepare. In the batched layout ranks differ in the capacity, which depends
+ * on L, so the rows per expert stand for it. */
+static void list_facts(const EpPlanShape *shape, int64_t top_k, int64_t facts[EP_OP_FACTS]) {
+    facts[0] = top_k, facts[1] = shape->alignment, facts[2] = shape->layout;
+    facts[3] = shape->layout == EP_LAYOUT_BATCHED ? shape->rows_per_expert : shape->capacity;
+    facts[4] = shape->quant;
+}
+
+void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
+                              int64_t facts[EP_OP_FACTS]) {
+    EpCuda *cuda = ep_cuda(handle->group);
+    const EpCudaHandle *state = handle->backend_state;
+    const EpPlanTensors *out = routing->out;
+    int32_t rows = (int32_t)routing->num_rows, partitions = cuda->device.partitions;
+    *args = (EpPrepareArgs){.group = cuda->device,
+                            .plan = ep_cuda_plan(handle),
+                            .shape = handle->shape,
+                            .owners = ep_placement_owners(&handle->group->placement),
+                            .top_k = (int32_t)routing->top_k,
+                            .num_rows = rows,
+                            .partition_tokens = rows / partitions + (rows % partitions != 0),
+                            .topk_idx = routing->topk_idx,
+                            .idx_is_int64 = routing->idx_type == EP_TYPE_INT64,
+                            .num_tokens = {(void *)(uintptr_t)routing->num_tokens,
+                                           routing->num_tokens_type == EP_TYPE_INT64},
+                            .info = state->info,
+                            .errors = cuda->errors};
+    if (out) {
+        args->counts = vector_of(out->expert_counts);
+        args->padded = vector_of(out->expert_padded);
+        args->offsets = vector_of(out->expert_offsets);
+        args->totals = vector_of(out->totals);
+        args->source_counts = vector_of(out->source_counts);
+    }
+    list_facts(&handle->shape, routing->top_k, facts);
+    args->group.facts = ep_facts_pack(facts);
+}
+
+EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes) {
+    return ep_fail(EP_ERR_UNSUPPORTED,
+                   "rank %d: expected shared memory for rows of %lld bytes, got %d bytes",
+                   group->rank, (long long)row_bytes, ep_cuda(group)->shared_bytes);
+}
+
+/* ---- launching ----------------------------------------------------------------------------- */
+
+/* Order the stream after earlier operations. Whole operations and send phases keep the group's
+ * order. Receive phases follow their send phase, and the handle's next operation follows them. */
+static EpStatus enter_order(const EpHandle *handle, const EpCudaLaunch *l,
+                            const EpCudaStream *stream) {
+    const EpGroup *group = handle->group;
+    if (l->phase != EP_PHASE_RECEIVE)
+        EP_TRY(ep_cuda_order_enter(group, &ep_cuda(group)->order, stream));
+    return l->own ? ep_cuda_order_enter(group, l->own, stream) : EP_OK;
+}
+
+/* Order later operations after this launch. */
+static EpStatus leave_order(const EpHandle *handle, const EpCudaLaunch *l,
+                            const EpCudaStream *stream, int launched) {
+    const EpGroup *group = handle->group;
+    if (l->phase != EP_PHASE_RECEIVE)
+        EP_TRY(ep_cuda_order_leave(group, &ep_cuda(group)->order, stream, launched));
+    if (l->own && l->phase != EP_PHASE_BOTH)
+        return ep_cuda_order_leave(group, l->own, stream, launched);
+    if (l->own) ep_cuda_order_forget(l->own, stream); /* the group's order is enough */
+    return EP_OK;
+}
+
+EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
+    EpCudaStream stream;
+    EP_TRY(ep_cuda_stream(handle->group, l->stream, &stream));
+    EP_TRY(enter_order(handle, l, &stream));
+    int64_t seen = l->routing ? ep_cuda_steps_seen(handle) : 0;
+    int launched = l->launch(l->args, l->blocks, stream.stream);
+    EP_TRY(leave_order(handle, l, &stream, launched));
+    if (l->routing) ep_cuda_routing_issued(handle, l->routing, stream.captures, seen);
+    return EP_OK;
+}
+
+/* ---- prepare ------------------------------------------------------------------------------- */
+
+EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing) {
+    EpPrepareArgs args;
+    int64_t facts[EP_OP_FACTS];
+    ep_cuda_describe_routing(handle, routing, &args, facts);
+    args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_OP_FACTS);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_prepare,
+                                                  .args = &args,
+                                                  .blocks = args.group.partitions + 1,
+                                                  .stream = routing->stream,
+                                                  .routing = routing});
+}

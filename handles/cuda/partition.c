@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Launch heuristics of throughput mode. */
+#include "handles/cuda/partition.h"
+
+#define MANY_BLOCKS 64
+
+/* ---- tokens and work items ----------------------------------------------------------------- */
+
+/* At the end, each block finishes alone what it has begun. With many blocks all of that arrives at
+ * about the same time, while receivers wait for it in order. So many blocks claim few tokens at a
+ * time and have few items under way. The scheduler warps of few blocks are short of time, so they
+ * claim as many tokens as they schedule at once. So do those that move small rows, of which more
+ * pass in the same time. */
+static const EpGranularity coarsest = {4, EP_MAX_ACTIVE};
+
+static EpGranularity scale(int32_t blocks, EpGranularity large, int64_t row_bytes) {
+    int64_t fold = ep_max(1, (EP_LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
+    if (blocks < MANY_BLOCKS) return coarsest;
+    return (EpGranularity){(int32_t)ep_min(coarsest.chunk, fold * large.chunk),
+                           (int32_t)ep_min(coarsest.active, fold * large.active)};
+}
+
+EpGranularity ep_copy_granularity(int32_t blocks, int64_t row_bytes) {
+    return scale(blocks, (EpGranularity){2, 4}, row_bytes);
+}
+
+EpGranularity ep_sum_granularity(int32_t blocks, int64_t row_bytes) {
+    return scale(blocks, (EpGranularity){1, 8}, row_bytes);
+}
+
+/* ---- blocks -------------------------------------------------------------------------------- */
+
+EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k) {
+    double ranks = group->size, own = top_k / ranks, missed = 1;
+    for (int32_t k = 0; k < top_k; k++)
+        missed *= 1 - 1 / ranks;
+    return (EpSpread){own, top_k - own, (ranks - 1) * (1 - missed), own / (1 - missed)};
+}
+
+static double clamp(double value, double least, double greatest) {
+    return value < least ? least : value > greatest ? greatest : value;
+}
+
+#define SENDERS_PER_STORE .12 /* fraction of the blocks, per store of a row that leaves */
+#define SMALL_SUM_BYTES 4096  /* summing smaller rows takes longer than the wire */
+
+/* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
+ * blocks divide as the traffic does. Of many blocks that only copy rows, as many send as fill the
+ * wire: the more they store per row that leaves, the more of them. Where rows are summed or
+ * multiplied, at least a quarter of the blocks send, and of large rows at most half. */
+static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
+    double received = traffic.received / (traffic.sent + traffic.received);
+    if (blocks < MANY_BLOCKS || traffic.sent <= 0) return clamp(received, .25, 1);
+    if (traffic.stores > 0) return 1 - clamp(SENDERS_PER_STORE * traffic.stores, .2, .5);
+    return clamp(received, row_bytes < SMALL_SUM_BYTES ? .25 : .5, .75);
+}
+
+int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
+    double fraction = receiving_fraction(blocks, traffic, row_bytes);
+    return (int32_t)ep_min(blocks - 1, (int64_t)(blocks * fraction + .5));
+}
+
+/* ---- shared memory ------------------------------------------------------------------------- */
+
+#define WANTED_STAGES 6 /* to overlap loads with stores */
+
+/* The factor 4 of `active`: a scheduler warp posts up to four rows at once. */
+int ep_shape_pipeline(int32_t shared_bytes, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
+                      EpPipelineShape *shape) {
+    int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_WORK_TABLE_BYTES * needs.width;
+    int64_t wanted = ep_max(needs.held, ep_max(WANTED_STAGES, ep_min(needs.wanted, EP_MAX_STAGES)));
+    int64_t pieces = 1, bytes = row_bytes;
+    while (room / bytes < wanted && bytes > EP_LEAST_PIECE_BYTES)
+        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
+    pieces = (row_bytes + bytes - 1) / bytes;
+    int64_t active = ep_min(EP_MAX_ACTIVE, ep_max(needs.active, 4 * pieces));
+    *shape = (EpPipelineShape){.stages = (int32_t)ep_min(EP_MAX_STAGES, room / bytes),
+                               .stage_bytes = (int32_t)bytes,
+                               .width = (int32_t)needs.width,
+                               .pieces = (int32_t)pieces,
+                               .active = (int32_t)active,
+                               .shrink = shape->shrink};
+    return shape->stages >= needs.held;
+}

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_PLAN_H
+#define EP_HANDLES_CUDA_PLAN_H
+
+/**
+ * The plan on the CUDA backend, and the launch of the kernel that writes it. Pointers are to device
+ * memory unless marked otherwise.
+ */
+
+#include "handles/plan.h"
+#include "runtime/cuda/device.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** One (token, k), on the token's rank. */
+typedef struct EpEntry {
+    int32_t slot;   /**< in the owner's receive buffer; -1: none. FLAT: the leader has the row's */
+    int32_t row;    /**< number of its (token, rank) row among the rows to that rank */
+    int16_t owner;  /**< rank of its expert; -1: no expert */
+    int16_t expert; /**< local number on the owner */
+    int32_t leader; /**< 1 for one entry of each row: the first that has a slot, if any has */
+} EpEntry;
+
+/** The plan in device memory. */
+typedef struct EpCudaPlan {
+    EpMemoryMark mark; /**< expected at both ends of an undamaged plan */
+    EpPlanHeader *header;
+    int32_t *expert_counts;  /**< [L] */
+    int32_t *expert_padded;  /**< [L] */
+    int32_t *expert_offsets; /**< [L + 1] */
+    EpEntry *entries;        /**< [max_tokens, K] */
+    int32_t *own_token;      /**< [max_tokens] token of each row that stays on this rank */
+    int32_t *tokens;         /**< [R] number of tokens of each rank */
+    int32_t *flat_begin;     /**< [R] FLAT: where each rank's rows begin in the receive buffer */
+    int32_t *begins;         /**< [R, max_tokens + 1] rows produced here by the tokens before each
+                                  token of a rank; at the end, by all of them */
+    int32_t *routes;         /**< [R, max_tokens, K] entries of each row: slot, or in the FLAT
+                                  layout local expert; -1: none */
+    uint64_t *tail;          /**< repeats the magic */
+} EpCudaPlan;
+
+/** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
+int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
+
+/**
+ * The numbers that routing kernels report to the host, in pinned memory: step << 32 | number. Each
+ * word is one store, so the words need no order and no fence, which takes microseconds. The step is
+ * complete once all words carry it.
+ */
+enum EpInfoWord {
+    EP_INFO_TOKENS,
+    EP_INFO_ROWS, /**< received, needed, dropped */
+    EP_INFO_NEEDED,
+    EP_INFO_DROPPED,
+    EP_INFO_SENT, /**< rows to other ranks, from them, and rows that stay */
+    EP_INFO_RECEIVED,
+    EP_INFO_LOCAL,
+    EP_INFO_EXPERTS /**< counts [L], padded [L], offsets [L + 1] */
+};
+
+/** Returns the number of words that routing kernels report. */
+static inline int64_t ep_info_words(const EpPlanShape *shape) {
+    return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
+}
+
+/** An optional vector of integers, in device or pinned memory. */
+typedef struct EpCudaVector {
+    void *data;
+    int32_t is_int64;
+} EpCudaVector;
+
+/** The arguments of a routing kernel. */
+typedef struct EpPrepareArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+    EpPlanShape shape;
+    EpOwners owners;
+    int32_t top_k;
+    int32_t num_rows;
+    int32_t partition_tokens; /**< tokens of each partition of ep_prepare, if all rows count */
+    const void *topk_idx;
+    int32_t idx_is_int64;
+    EpCudaVector num_tokens; /**< data NULL: all rows */
+    EpCudaVector counts, padded, offsets, totals, source_counts;
+    uint64_t *info;            /**< pinned [ep_info_words] */
+    EpCudaAsyncErrors *errors; /**< pinned */
+} EpPrepareArgs;
+
+/* Each kernel has two functions of this kind, in its .cu file. The first one is called once per
+ * device, before the first launch: it loads the kernel and lets it have `shared_bytes` of shared
+ * memory. The second one launches `blocks` blocks on a cudaStream_t with its EpPrepareArgs,
+ * EpScatterArgs, ... Both return a cudaError_t, 0 for success. */
+int ep_cuda_open_prepare(int shared_bytes);
+int ep_cuda_launch_prepare(const void *args, int blocks, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_SCHEDULER_CUH
+#define EP_HANDLES_CUDA_SCHEDULER_CUH
+
+/**
+ * How scheduler warps claim work from the plan, in chunks of tokens: this rank's own tokens
+ * (walk_tokens), or the rows produced here by every rank's tokens (walk_rows). Blocks claim chunks
+ * in ascending order; runtime/cuda/device.h explains why. `Args` is EpScatterArgs or EpGatherArgs.
+ *
+ * The next chunk is claimed and looked up while the current one is posted. The caller's post() may
+ * wait for all rows of a batch at once: a chunk has no more tokens than a ring has entries, so none
+ * of them waits for another one's credit.
+ */
+
+#include "handles/cuda/plan.cuh"
+#include "runtime/cuda/pipeline.cuh"
+
+/* ---- claims -------------------------------------------------------------------------------- */
+
+enum Claimer { SENDERS, RECEIVERS };
+
+/** Claim the next chunk, by lane 0 of a scheduler warp. claimed_chunk waits for the result. */
+__device__ __forceinline__ int claim_chunk(const EpCudaGroup &g, int claimer) {
+    return ep_count_up(&g.state->claimed[claimer], threadIdx.x % 32 == 0);
+}
+
+__device__ __forceinline__ int claimed_chunk(int claim) {
+    return __shfl_sync(~0u, claim, 0);
+}
+
+#define CHUNKS_PER_BLOCK 4
+
+/** Returns the tokens of a chunk: at most `most`, at most one for each team, and few enough that
+ *  each block can have several chunks. */
+__device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, int blocks) {
+    return max(1, min(min(most, t.count), tokens / (blocks * CHUNKS_PER_BLOCK)));
+}
+
+/* ---- tokens -------------------------------------------------------------------------------- */
+
+/** Returns entry k of this team's token in the chunk from `first` on, or an empty entry past the
+ *  end. */
+template <typename Args>
+__device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int first, int size) {
+    EpEntry none = {-1, 0, -1, 0, 0};
+    int token = first + t.index;
+    int valid = t.index < size && token < a.plan.header->num_tokens && t.k < a.top_k;
+    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
+}
+
+/**
+ * Claim this rank's tokens and pass them to `post(entry, token, valid, number of the team's first
+ * item)`, one token per team, until post returns 0: a wait has failed. A token makes `pieces`
+ * items. Returns the number of items.
+ */
+template <typename Args, typename Post>
+__device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
+                                                int blocks, int pieces, Post post) {
+    int tokens = (int)a.plan.header->num_tokens, size = chunk_size(t, a.chunk, tokens, blocks);
+    int first = claimed_chunk(claim_chunk(a.group, claimer)) * size,
+        next_claim = claim_chunk(a.group, claimer);
+    EpEntry next_entry = entry_of(a, t, first, size);
+    uint32_t n = 0;
+    while (first < tokens) {
+        EpEntry entry = next_entry;
+        int token = first + t.index, valid = t.index < size && token < tokens;
+        int next_first = claimed_chunk(next_claim) * size;
+        next_entry = entry_of(a, t, next_first, size);
+        next_claim = claim_chunk(a.group, claimer);
+        if (!post(entry, token, valid, n + t.index * pieces)) break;
+        n += min(size, tokens - first) * pieces;
+        first = next_first;
+    }
+    return n;
+}
+
+/* ---- rows ---------------------------------------------------------------------------------- */
+
+/** The rows of a chunk, in shared memory, by source in turn: the next rank comes first, so that not
+ *  all ranks turn to the same one. */
+typedef struct ChunkRows {
+    int32_t begin[EP_CUDA_MAX_RANKS];   /* first row of each source */
+    int32_t through[EP_CUDA_MAX_RANKS]; /* rows of each source and those before it */
+    int32_t tokens[RANK_WORDS * 32];    /* of each source, read by its own lane alone */
+} ChunkRows;
+
+__device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
+    int source = turn + g.rank + 1;
+    return source < g.size ? source : source - g.size;
+}
+
+/** How far a scheduler warp has come with the rows of all sources. */
+typedef struct RowWalk {
+    ChunkRows *rows;
+    int size, most_tokens;                  /* tokens of a chunk; most tokens of any source */
+    int taken, total;                       /* rows of the current chunk */
+    int next_first;                         /* first token of the next chunk */
+    int begin[RANK_WORDS], end[RANK_WORDS]; /* the next chunk's rows, for this lane's sources */
+    int next_claim, claimer;                /* claim of the chunk after it */
+} RowWalk;
+
+/** One row for each team. `slot` is this lane's entry of its team's row, -1: none. */
+typedef struct RowBatch {
+    int count; /* teams that have a row */
+    int valid, source, row, slot;
+} RowBatch;
+
+/* Returns source number w of this lane, -1: none. This rank itself is the last source. */
+__device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w, int takes_own) {
+    int turn = w * 32 + (int)threadIdx.x % 32;
+    return turn < g.size - !takes_own ? source_of(g, turn) : -1;
+}
+
+/* Start to load the next chunk's rows. A lane without a source reads with 0 tokens, so that no load
+ * depends on a condition, and all of them overlap. */
+template <typename Args>
+__device__ __forceinline__ void load_next_chunk(const Args &a, RowWalk *walk, int takes_own) {
+    uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++) {
+        if (w * 32 >= a.group.size) break;
+        int source = max(0, lane_source(a.group, w, takes_own));
+        int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
+        const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
+        walk->begin[w] = begins[min(walk->next_first, tokens)];
+        walk->end[w] = begins[min(walk->next_first + walk->size, tokens)];
+    }
+}
+
+/** Start to walk the rows of all sources. By the scheduler warp. */
+template <typename Args>
+__device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                             int claimer, int blocks, int takes_own) {
+    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0}, {0}, 0, claimer};
+#pragma unroll
+    for (int w = 0; w < RANK_WORDS; w++) {
+        int source = lane_source(a.group, w, takes_own);
+        int tokens = source >= 0 ? a.plan.tokens[source] : 0;
+        rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
+        walk.most_tokens = max(walk.most_tokens, tokens);
+    }
+    walk.most_tokens = __reduce_max_sync(~0u, walk.most_tokens);
+    walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks);
+    walk.next_first = claimed_chunk(claim_chunk(a.group, claimer)) * walk.size;
+    load_next_chunk(a, &walk, takes_own);
+    walk.next_claim = claim_chunk(a.group, claimer);
+    return walk;
+}
+
+/* Move on to the next chunk that has rows. Returns 0 if there is none. */
+template <typename Args>
+__device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int takes_own) {
+    int lane = threadIdx.x % 32;
+    while (walk->taken >= walk->total) {
+        if (walk->next_first >= walk->most_tokens) return 0;
+        int total = 0;
+        __syncwarp();
+#pragma unroll
+        for (int w = 0; w < RANK_WORDS; w++) {
+            if (w * 32 >= a.group.size) break;
+            int turn = w * 32 + lane,
+                through = total + ep_warp_prefix(walk->end[w] - walk->begin[w]);
+            if (turn < a.group.size)
+                walk->rows->begin[turn] = walk->begin[w], walk->rows->through[turn] = through;
+            total = __shfl_sync(~0u, through, 31);
+        }
+        __syncwarp();
+        walk->taken = 0, walk->total = total;
+        walk->next_first = claimed_chunk(walk->next_claim) * walk->size;
+        load_next_chunk(a, walk, takes_own);
+        walk->next_claim = claim_chunk(a.group, walk->claimer);
+    }
+    return 1;
+}
+
+/* Take the next rows, one per team, and start to load their slots. */
+template <typename Args>
+__device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, const Team &t,
+                                               int takes_own) {
+    RowBatch r = {0, 0, 0, 0, -1};
+    if (!next_chunk(a, walk, takes_own)) return r;
+    int at = walk->taken + t.index, low = 0, high = a.group.size - 1;
+    r.count = min(t.count, walk->total - walk->taken);
+    r.valid = t.index < r.count;
+    walk->taken += r.count;
+    while (r.valid && low < high) {
+        int middle = (low + high) / 2;
+        if (walk->rows->through[middle] > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    r.source = source_of(a.group, low);
+    if (r.valid) r.row = walk->rows->begin[low] + at - (low ? walk->rows->through[low - 1] : 0);
+    if (r.valid && t.k < a.top_k)
+        r.slot = ep_slot(a.plan, a.group, a.shape, a.top_k, r.source, r.row, t.k);
+    return r;
+}
+
+/**
+ * Claim the rows from all ranks and pass them to `post(batch, weight, number of the team's first
+ * item)`, one row per team, until post returns 0: a wait has failed. A row makes `pieces` items.
+ * Returns the number of items. `takes_own`: whether rows that stay on this rank are included.
+ */
+template <typename Args, typename Post>
+__device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                              int claimer, int blocks, int pieces, int takes_own,
+                                              Post post) {
+    RowWalk walk = open_rows(a, rows, t, claimer, blocks, takes_own);
+    RowBatch batch = take_batch(a, &walk, t, takes_own);
+    uint32_t n = 0;
+    while (batch.count > 0) {
+        /* The shuffle makes the compiler wait for this slot here. Otherwise it would wait for it
+         * together with the next batch's slot, which is still being loaded. */
+        int slot = __shfl_sync(~0u, batch.slot, threadIdx.x % 32);
+        RowBatch next = take_batch(a, &walk, t, takes_own);
+        float weight = a.t.weighs && slot >= 0 ? a.t.slot_weights[slot] : 1;
+        if (!post(batch, weight, n + t.index * pieces)) break;
+        n += batch.count * pieces;
+        batch = next;
+    }
+    return n;
+}
+
+#endif

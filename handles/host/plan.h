@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_HOST_PLAN_H
+#define EP_HANDLES_HOST_PLAN_H
+
+/**
+ * The host backend's plan. Only ep_plan_map knows its layout: sizes, code and tests call it. The
+ * plan has three parts:
+ *
+ *   for users         counts, padded counts and offsets of the local experts, and totals
+ *   as a source       which of this rank's tokens go to which rank
+ *   as a receiver     which rows arrive from which rank, and which slots each of them fills
+ */
+
+#include "handles/handle.h"
+
+/** Pointers to the plan's arrays. G = R * max_tokens, K = max_top_k. */
+typedef struct EpPlan {
+    EpPlanHeader *header;
+    /* for users */
+    int32_t *expert_counts;  /* [L] */
+    int32_t *expert_padded;  /* [L] */
+    int32_t *expert_offsets; /* [L + 1] */
+    /* as a source */
+    int32_t *send_counts; /* [E] this rank's entries for each expert */
+    int16_t *owner;       /* [max_tokens, K] rank of each entry's expert; -1: none */
+    int32_t *send_begin;  /* [R + 1] this rank's rows for each rank, as ranges of send_token */
+    int32_t *send_token;  /* [max_tokens * min(K, R)] token of each row that this rank sends */
+    /* as a receiver */
+    int32_t *rank_tokens;   /* [R] number of tokens of each rank */
+    int32_t *source_counts; /* [R, L] each rank's entries for each local expert */
+    int32_t *next_slot;     /* [R, L] scratch of prepare: slot of the next of these entries */
+    int32_t *next_row;      /* [R] scratch of prepare: next row of each rank */
+    int32_t *next_entry;    /* [R] scratch of prepare: next entry of each rank */
+    int32_t *recv_begin;    /* [R + 1] rows of each rank, as ranges of the row arrays */
+    int32_t *row_token;     /* [G] the row's token on its source rank */
+    int32_t *row_entry;     /* [G] first entry of each row */
+    uint8_t *row_entries;   /* [G] number of entries that have a slot */
+    int32_t *entry_slot;    /* [entries] the slot that the entry fills */
+    uint8_t *entry_k;       /* [entries]; none if FLAT, where a row's one entry stands for all k */
+    int32_t *row_experts;   /* FLAT: [rows, K] local expert or -1 */
+    uint64_t *tail;         /* repeats the magic */
+} EpPlan;
+
+/** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
+int64_t ep_plan_map(const EpPlanShape *shape, void *memory, EpPlan *plan);
+
+/** Returns the pointers into a handle's plan. */
+static inline EpPlan ep_host_plan(const EpHandle *handle) {
+    EpPlan plan;
+    ep_plan_map(&handle->shape, handle->memory, &plan);
+    return plan;
+}
+
+/** Returns the most entries that a plan of this shape holds. */
+int64_t ep_plan_max_entries(const EpPlanShape *shape);
+
+/**
+ * Lay out the slabs from source_counts: sets expert_counts, expert_padded, expert_offsets,
+ * next_slot and the header's totals. FLAT: sets the totals from recv_begin, and expert_counts to
+ * zero.
+ */
+void ep_plan_lay_slabs(const EpPlanShape *shape, EpPlan *plan);
+
+/** Parts of the backend table; see EpBackendOps. */
+int64_t ep_host_plan_bytes(const EpPlanShape *shape);
+EpStatus ep_host_format_plan(EpHandle *handle);
+EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
+void ep_host_retire_plan(EpHandle *handle);
+EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out);
+EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
+int64_t ep_host_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
+EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
+void ep_host_close_buffers(EpHandle *handle);
+
+#endif

@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What surrounds the library's calls on a GPU: the current device, ranges for profilers, and
+ * whether the GPU reaches the memory that it is given. */
+#include <cuda.h>
+#include <dlfcn.h>
+#include <nvtx3/nvToolsExt.h>
+#include <pthread.h>
+
+#include "runtime/cuda/cuda.h"
+
+/* ---- the driver's own interface ------------------------------------------------------------ */
+
+typedef CUresult (*PrimaryState)(CUdevice device, unsigned *flags, int *active);
+typedef CUresult (*AddressRange)(CUdeviceptr *begin, size_t *bytes, CUdeviceptr address);
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static PrimaryState primary_state;
+static AddressRange address_range;
+
+static void find_driver(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!driver) return;
+    primary_state = (PrimaryState)(uintptr_t)dlsym(driver, "cuDevicePrimaryCtxGetState");
+    address_range = (AddressRange)(uintptr_t)dlsym(driver, "cuMemGetAddressRange_v2");
+}
+
+void *ep_cuda_allocation(const void *memory) {
+    CUdeviceptr begin = 0;
+    size_t bytes = 0;
+    pthread_once(&once, find_driver);
+    if (!address_range) return NULL;
+    CUresult result = address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)memory);
+    return result == CUDA_SUCCESS ? (void *)(uintptr_t)begin : NULL;
+}
+
+/* ---- the current device -------------------------------------------------------------------- */
+
+/* Returns whether a device has a context. Making another one current would create a context there,
+ * which takes hundreds of megabytes. The driver and the runtime count devices alike. */
+static int is_in_use(int device) {
+    unsigned flags = 0;
+    int active = 0;
+    pthread_once(&once, find_driver);
+    return primary_state && primary_state(device, &flags, &active) == CUDA_SUCCESS && active;
+}
+
+int ep_cuda_switch(int device, int before) {
+    int back = before >= 0 && is_in_use(before) ? before : EP_STAY;
+    (void)cudaSetDevice(device);
+    return back;
+}
+
+void ep_cuda_switch_back(int before) {
+    (void)cudaSetDevice(before);
+}
+
+int ep_cuda_enter(const EpGroup *group, const char *call) {
+    (void)nvtxRangePushA(call);
+    return ep_cuda_use(group->choice.device);
+}
+
+void ep_cuda_leave(const EpGroup *group, int before) {
+    (void)group;
+    ep_cuda_restore(before);
+    (void)nvtxRangePop();
+}
+
+/* ---- tensors ------------------------------------------------------------------------------- */
+
+static EpStatus refuse(const EpGroup *group, const EpCall *call, const char *argument,
+                       const char *got, const void *data) {
+    return ep_refuse(call, EP_ERR_ADDRESS, argument,
+                     "expected memory of device %d or pinned host memory, got %s at %p",
+                     ep_cuda(group)->ordinal, got, data);
+}
+
+static EpStatus check_attributes(const EpGroup *group, const EpCall *call, const char *argument,
+                                 const void *data, const struct cudaPointerAttributes *a) {
+    if (a->type == cudaMemoryTypeManaged) return EP_OK;
+    if (a->type == cudaMemoryTypeUnregistered)
+        return refuse(group, call, argument, "plain host memory", data);
+    if (a->type == cudaMemoryTypeHost) {
+        if (a->devicePointer == data) return EP_OK;
+        return refuse(group, call, argument, "host memory that GPUs see at another address", data);
+    }
+    if (a->device == ep_cuda(group)->ordinal) return EP_OK;
+    return ep_refuse(call, EP_ERR_ADDRESS, argument,
+                     "expected memory of device %d or pinned host memory, got memory of device %d "
+                     "at %p",
+                     ep_cuda(group)->ordinal, a->device, data);
+}
+
+/* Returns the cache entry of an address. Tensors lie on multiples of 16 or more, often of large
+ * powers of two: the upper bits of the product depend on all bits of the address. */
+static const void **cache_entry(EpCuda *cuda, const void *data) {
+    uint64_t hash = (uint64_t)(uintptr_t)data * 0x9e3779b97f4a7c15ull;
+    return &cuda->validated[(hash >> 32) % EP_VALIDATED];
+}
+
+static EpStatus validate(const EpGroup *group, const EpCall *call, const char *argument,
+                         const void *data) {
+    struct cudaPointerAttributes attributes;
+    int before = ep_cuda_use(ep_cuda(group)->ordinal);
+    cudaError_t error = cudaPointerGetAttributes(&attributes, data);
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    ep_cuda_restore(before);
+    if (error != cudaSuccess) return refuse(group, call, argument, cudaGetErrorString(error), data);
+    return check_attributes(group, call, argument, data, &attributes);
+}
+
+/* Ask the driver once for each address: that takes as long as half a launch. If other memory
+ * appears later at the same address, an error may go undiagnosed, and nothing else is lost. */
+EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
+                               const void *data) {
+    EpCuda *cuda = ep_cuda(group);
+    if (cuda->pageable) return EP_OK;
+    const void **entry = cache_entry(cuda, data);
+    if (*entry == data) return EP_OK;
+    EP_TRY(validate(group, call, argument, data));
+    *entry = data;
+    return EP_OK;
+}
+
+/* ---- errors and copies --------------------------------------------------------------------- */
+
+EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error) {
+    if (error == cudaSuccess) return EP_OK;
+    (void)cudaGetLastError(); /* reported: do not leave it for the next call */
+    return ep_fail(error == cudaErrorMemoryAllocation ? EP_ERR_NO_MEMORY : EP_ERR_SYSTEM,
+                   "rank %d: %s: %s", group->rank, what, cudaGetErrorString((cudaError_t)error));
+}
+
+EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes) {
+    cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(NULL);
+    return ep_cuda_check(group, "cudaMemcpy", error);
+}
+
+EpStatus ep_cuda_finish(EpGroup *group) {
+    return ep_cuda_check(group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
+}
+
+/* ---- windows ------------------------------------------------------------------------------- */
+
+#ifndef EP_RING_BYTES
+#define EP_RING_BYTES (44 << 20) /* of all rings together, if that makes them deep enough */
+#endif
+#define MIN_RING_DEPTH 32
+
+int32_t ep_cuda_blocks(const EpSettings *settings) {
+    int device = 0, sms = 2;
+    if (cudaGetDevice(&device) == cudaSuccess)
+        (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    (void)cudaGetLastError();
+    if (settings->num_sms != EP_COUNT_AUTO) sms = (int)ep_min(sms, settings->num_sms);
+    return (int32_t)ep_max(2, sms);
+}
+
+/* A ring has room for all rows of an operation, or for as many as its memory allows. */
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
+    EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
+    int64_t ranks = num_ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens;
+    EpArena arena = {.unit = 128};
+    w.record_bytes = ep_round_up(
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
+    int64_t depth = ep_max(MIN_RING_DEPTH, EP_RING_BYTES / (rings * w.record_bytes));
+    while (w.depth * 2 <= depth && w.depth < tokens)
+        w.depth *= 2;
+    w.arrival = ep_arena_offset(&arena, 2 * ranks * (int64_t)sizeof(EpArrival));
+    w.sent = ep_arena_offset(&arena, ranks * EP_SENT_WORDS * 8);
+    w.head = ep_arena_offset(&arena, ranks * w.depth * 8);
+    w.credit = ep_arena_offset(&arena, ranks * w.depth * 8);
+    w.counts = ep_arena_offset(&arena, 2 * ranks * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
+    w.begins = ep_arena_offset(&arena, 2 * ranks * tokens * 8);
+    w.routes = ep_arena_offset(&arena, 2 * ranks * tokens * config->max_top_k * 4);
+    w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * w.depth * w.record_bytes : 0);
+    w.bytes = arena.bytes;
+    return w;
+}
+
+int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int64_t *offset) {
+    for (int i = 0; i < cuda->num_windows; i++) {
+        const EpCudaWindow *w = &cuda->windows[i];
+        uint64_t at = (uint64_t)(uintptr_t)data - (uint64_t)(uintptr_t)w->memory;
+        if (at >= (uint64_t)w->bytes || (uint64_t)bytes > (uint64_t)w->bytes - at) continue;
+        *offset = (int64_t)at;
+        return i;
+    }
+    return -1;
+}

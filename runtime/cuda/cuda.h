@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_CUDA_H
+#define EP_RUNTIME_CUDA_CUDA_H
+
+/**
+ * The CUDA backend's state of a group, on the host, and what surrounds its calls to the CUDA
+ * runtime.
+ */
+
+#include <cuda_runtime_api.h>
+
+#include "runtime/cuda/device.h"
+#include "runtime/cuda/nccl.h"
+#include "runtime/cuda/order.h"
+#include "runtime/group.h"
+
+/** How the ranks reach a window, which decides how it is released. */
+typedef enum EpCudaWindowKind {
+    EP_WINDOW_UNSHARED,  /**< no other rank reaches it */
+    EP_WINDOW_NCCL,      /**< registered with NCCL */
+    EP_WINDOW_ABANDONED, /**< NCCL did not answer and may still use the memory, which stays */
+    EP_WINDOW_IPC        /**< mapped by CUDA IPC */
+} EpCudaWindowKind;
+
+/** Device memory that all ranks of a group map. */
+typedef struct EpCudaWindow {
+    char *memory; /**< NULL: none */
+    int64_t bytes;
+    int owned; /**< allocated with the window, and freed with it */
+    EpCudaWindowKind kind;
+    ncclWindow_t nccl; /**< of EP_WINDOW_NCCL */
+    void **mapped;     /**< [size] of EP_WINDOW_IPC: each rank's mapping, or NULL */
+} EpCudaWindow;
+
+#define EP_VALIDATED 256
+
+typedef struct EpCuda {
+    EpCudaGroup device;        /**< what kernels get */
+    int ordinal;               /**< CUDA device of this rank */
+    int pageable;              /**< whether the GPU reaches all memory of the process */
+    int shared_bytes;          /**< shared memory that a block may have */
+    EpCudaAsyncErrors *errors; /**< pinned */
+    const EpNccl *nccl;        /**< NULL in a group of one rank, and where ranks share GPUs */
+    ncclComm_t comm;
+    int owns_comm;
+    EpCudaWindow own;                     /**< the library's own: rings and flags */
+    EpCudaWindow windows[EP_MAX_WINDOWS]; /**< the caller's, by their number */
+    int num_windows;                      /**< no window has a higher number */
+    EpCudaOrder order;                    /**< of the group's operations */
+    int whole_lines;                      /**< see handles/cuda/lines.cuh */
+    const void *validated[EP_VALIDATED];  /**< cache of validated pointers, by a hash of the
+                                               address: steps of a model bring the same tensors */
+} EpCuda;
+
+static inline EpCuda *ep_cuda(const EpGroup *group) {
+    return group->backend_state;
+}
+
+/** Query a stream's capture status and the capture's id. The runtime's function has changed its
+ *  form. */
+static inline cudaError_t ep_cuda_capture_info(cudaStream_t stream,
+                                               enum cudaStreamCaptureStatus *status,
+                                               unsigned long long *id) {
+#if CUDART_VERSION >= 13000
+    return cudaStreamGetCaptureInfo(stream, status, id, NULL, NULL, NULL, NULL);
+#else
+    return cudaStreamGetCaptureInfo_v2(stream, status, id, NULL, NULL, NULL);
+#endif
+}
+
+/*
+ * Each call to the CUDA runtime is meant for the group's device, whatever device is current on the
+ * caller's thread:
+ *
+ *     int before = ep_cuda_use(cuda->ordinal);
+ *     ...
+ *     ep_cuda_restore(before);
+ *
+ * Operations and calls on handles get this from the layers above them, through the backend's
+ * `enter` and `leave`.
+ */
+/** Make another device current. Returns the device to restore, or EP_STAY. */
+int ep_cuda_switch(int device, int before);
+void ep_cuda_switch_back(int before);
+
+static inline int ep_cuda_use(int device) {
+    int current = -1;
+    if (cudaGetDevice(&current) == cudaSuccess && current == device) return EP_STAY;
+    return ep_cuda_switch(device, current);
+}
+
+static inline void ep_cuda_restore(int before) {
+    if (before != EP_STAY) ep_cuda_switch_back(before);
+}
+
+/** Returns the start of the allocation that contains this device memory, or NULL. */
+void *ep_cuda_allocation(const void *memory);
+
+/** The backend table's parts; see EpBackendOps. */
+int ep_cuda_enter(const EpGroup *group, const char *call);
+void ep_cuda_leave(const EpGroup *group, int before);
+EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
+                               const void *data);
+EpStatus ep_cuda_finish(EpGroup *group);
+
+/** Returns EP_OK, or an error that says what failed and why. */
+EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
+
+/** Copy host memory to a GPU, and wait until it is there. cudaMemcpy alone may return while the end
+ *  of pageable memory is still being copied, and callers' streams do not wait for it. */
+EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);
+
+/** Returns the blocks of the kernels that move rows. Each takes a multiprocessor of its own. */
+int32_t ep_cuda_blocks(const EpSettings *settings);
+
+/** Returns the number of the caller's window that contains all of [data, data + bytes), and its
+ *  offset from the window's start; or -1. Each peer looks up its own tensors. */
+int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int64_t *offset);
+
+#endif

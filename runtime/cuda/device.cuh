@@ -1,0 +1,361 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_DEVICE_CUH
+#define EP_RUNTIME_CUDA_DEVICE_CUH
+
+/**
+ * What all kernels share: addresses in windows, waits with a timeout, how an operation begins and
+ * ends. runtime/cuda/device.h describes the words and their memory order.
+ */
+
+#include "runtime/cuda/device.h"
+#include "runtime/cuda/ptx.cuh"
+#include "runtime/layout.h"
+
+#define RANK_WORDS ((EP_CUDA_MAX_RANKS + 31) / 32) /* ranks per lane of a warp */
+
+/* ---- kernels ------------------------------------------------------------------------------- */
+
+/**
+ * Load a kernel, so that its first launch does not, and let a block of it have `shared_bytes` of
+ * shared memory, what it declares included. Returns a cudaError_t.
+ */
+template <typename Kernel> static int ep_open_kernel(Kernel kernel, int shared_bytes) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    if (attributes.sharedSizeBytes > EP_STATIC_SHARED_BYTES) return cudaErrorInvalidConfiguration;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                shared_bytes - (int)attributes.sharedSizeBytes);
+}
+
+/**
+ * Launch a kernel of one argument on a cudaStream_t. Returns this launch's own cudaError_t,
+ * whatever other calls have left in cudaGetLastError.
+ */
+template <typename Kernel, typename Args>
+static int ep_launch(Kernel *kernel, int blocks, int threads, size_t shared, void *stream,
+                     const Args &args) {
+    void *arguments[] = {(void *)(uintptr_t)&args};
+    return cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments,
+                            shared, (cudaStream_t)stream);
+}
+
+/* ---- warps --------------------------------------------------------------------------------- */
+
+/** Returns the sum of the values of lanes 0 to this one. */
+__device__ __forceinline__ int ep_warp_prefix(int value) {
+    int lane = (int)threadIdx.x % 32;
+    for (int d = 1; d < 32; d *= 2) {
+        int other = __shfl_up_sync(~0u, value, d);
+        value += lane >= d ? other : 0;
+    }
+    return value;
+}
+
+/* ---- addresses ----------------------------------------------------------------------------- */
+
+template <typename T>
+__device__ __forceinline__ T *ep_at(const EpCudaGroup &g, int rank, int64_t offset) {
+    return (T *)(g.window[rank] + offset);
+}
+
+#define EP_WHERE (((uint64_t)1 << 48) - 1) /* the part of EpArrival.where below the epoch */
+
+/** Returns the arrival of `sender` in operation `epoch`, in `receiver`'s window. */
+__device__ __forceinline__ EpArrival *ep_arrival(const EpCudaGroup &g, int receiver, int sender,
+                                                 uint32_t epoch) {
+    return ep_at<EpArrival>(g, receiver, g.layout.arrival) + (epoch & 1) * g.size + sender;
+}
+
+/** Returns the word in `receiver`'s window in which `sender` says which operation its `number`th
+ *  operation of latency mode was. */
+__device__ __forceinline__ uint64_t *ep_sent(const EpCudaGroup &g, int receiver, int sender,
+                                             uint32_t number) {
+    return ep_at<uint64_t>(g, receiver, g.layout.sent) + sender * EP_SENT_WORDS +
+           number % EP_SENT_WORDS;
+}
+
+/** Returns the head of the ring entry of row `row` from `sender`, in `receiver`'s window. */
+__device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
+                                             int row) {
+    int64_t entry = (int64_t)sender * g.layout.depth + (row & (g.layout.depth - 1));
+    return ep_at<uint64_t>(g, receiver, g.layout.head) + entry;
+}
+
+/** Returns the credit for the ring entry of row `row` to `receiver`, in `sender`'s window. */
+__device__ __forceinline__ uint64_t *ep_credit(const EpCudaGroup &g, int sender, int receiver,
+                                               int row) {
+    int64_t entry = (int64_t)receiver * g.layout.depth + (row & (g.layout.depth - 1));
+    return ep_at<uint64_t>(g, sender, g.layout.credit) + entry;
+}
+
+/** Returns the record of row `row` from `sender`, in the window of `receiver`, which is another
+ *  rank. */
+__device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int sender, int row) {
+    int64_t ring = (int64_t)(sender - (sender > receiver)) * g.layout.depth;
+    return ep_at<char>(g, receiver, g.layout.ring) +
+           (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
+}
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+/** Returns the epoch of the operation under way. */
+__device__ __forceinline__ uint32_t ep_epoch(const EpCudaGroup &g) {
+    return *(volatile uint32_t *)&g.state->epoch + 1;
+}
+
+__device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
+    return (uint64_t)epoch << 32 | count;
+}
+
+/** Returns the count in a word, or 0 if the word is not of operation `epoch`. */
+__device__ __forceinline__ int ep_read_counter(uint64_t word, uint32_t epoch) {
+    return (uint32_t)(word >> 32) == epoch ? (int)(uint32_t)word : 0;
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+#define EP_POLLS_PER_CLOCK_READ 256
+
+/** What a wait waits for: the report, if the wait times out. */
+typedef struct EpAwaited {
+    int peer, awaited, row; /* awaited: EpAwait */
+    uint32_t expected, seen;
+} EpAwaited;
+
+typedef struct EpTimeout {
+    uint64_t start; /* 0 until the clock is first read */
+    int polls;
+} EpTimeout;
+
+/* Find the rank to blame for a timeout. The peer that this rank waits for may itself wait for a
+ * third rank that has not entered the operation: then blame that one. A rank whose word is of a
+ * later operation was here, failed and went on: it is not to blame. */
+static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited &awaited) {
+    uint32_t epoch = ep_epoch(g);
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        uint32_t seen =
+            (uint32_t)(ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->what) >> 32);
+        if ((int32_t)(seen - epoch) < 0) return EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, seen};
+    }
+    return awaited;
+}
+
+/* Send all ranks the word that this one has given up, for this operation and for the next one, in
+ * which ranks may be before they see it. The words stay, since operations enqueued after a failure
+ * send nothing: see ep_enter. */
+static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
+    uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++)
+#pragma unroll 1
+        for (uint32_t e = epoch; e != epoch + 2; e++)
+            ep_store_relaxed_sys(&ep_arrival(g, r, g.rank, e)->what, ep_counter(e, gone));
+}
+
+/* Report this rank's first failure to the host, and to all ranks. Ranks that disagree about the
+ * operation (EP_FAULT_ORDER) need no such word: each of them sees that itself. The fence orders the
+ * report's fields before `fault`. */
+static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited,
+                                              uint64_t peer_facts = 0) {
+    if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
+    if (fault == EP_FAULT_LATE && awaited.awaited < EP_AWAIT_HEAD)
+        awaited = ep_find_absent(g, awaited);
+    if (fault != EP_FAULT_ORDER)
+        ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : awaited.peer);
+    volatile EpCudaFailure *out = g.failure;
+    out->op = EP_DIGEST_OP(g.digest);
+    out->peer = awaited.peer, out->awaited = awaited.awaited, out->row = awaited.row;
+    out->expected = awaited.expected, out->seen = awaited.seen;
+    out->facts = g.facts, out->peer_facts = peer_facts;
+    __threadfence_system();
+    out->fault = fault;
+}
+
+/**
+ * Count one more poll of a wait. Returns 0 once the timeout has passed, or once another wait of
+ * this rank has failed. Then all threads leave, and what the kernel wrote is void.
+ */
+__device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *timeout,
+                                               const EpAwaited &awaited) {
+    if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
+    if (*(volatile uint32_t *)&g.state->failed) return 0;
+    uint64_t now = ep_global_timer();
+    timeout->start = timeout->start ? timeout->start : now;
+    if (now - timeout->start < g.timeout_ns) return 1;
+    ep_report(g, EP_FAULT_LATE, awaited);
+    return 0;
+}
+
+/* Returns whether a rank has given up, and reports it. */
+__device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
+    uint32_t epoch = ep_epoch(g);
+    uint64_t what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->what);
+    if ((uint32_t)(what >> 32) != epoch || EP_DIGEST_OP((uint32_t)what) != EP_OP_GONE) return 0;
+    ep_report(g, EP_FAULT_PEER,
+              EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+    return 1;
+}
+
+/* Returns whether the next poll reads the clock, and not for the first time. */
+__device__ __forceinline__ int ep_is_long_wait(const EpTimeout &timeout) {
+    return timeout.start && (timeout.polls + 1) % EP_POLLS_PER_CLOCK_READ == 0;
+}
+
+/* Returns whether `what` says that a rank has entered its `next` operation of the other mode. That
+ * rank may have been in this operation meanwhile, after this rank last looked: it stored that
+ * arrival in an earlier kernel, so a load behind a fence sees it. The caller must load it again. */
+__device__ __forceinline__ int ep_is_in_other_mode(uint64_t what, uint32_t next) {
+    return (uint32_t)(what >> 32) == next && EP_DIGEST_OP((uint32_t)what) != EP_OP_GONE;
+}
+
+/* Returns whether a rank is in latency mode instead of throughput operation `epoch`; `what` becomes
+ * its word. */
+__device__ __forceinline__ int ep_is_in_latency_mode(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                     uint64_t *what) {
+    uint32_t next = *(volatile uint32_t *)&g.state->sent + 1;
+    *what = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, next));
+    if (!ep_is_in_other_mode(*what, next)) return 0;
+    ep_fence_sys();
+    uint64_t here = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->what);
+    return (uint32_t)(here >> 32) != epoch;
+}
+
+/* Wait until a ring entry's word has reached `row` in this operation. `load(word)` loads the word.
+ * Returns 0 on timeout. */
+template <typename Load>
+__device__ __forceinline__ int ep_await_row(const EpCudaGroup &g, const uint64_t *word,
+                                            uint32_t epoch, int row, int peer, int phase,
+                                            Load load) {
+    EpTimeout timeout = {0, 0};
+    int seen;
+    while ((seen = ep_read_counter(load(word), epoch)) < row + 1)
+        if (!ep_keep_waiting(g, &timeout,
+                             EpAwaited{peer, phase, row, (uint32_t)row + 1, (uint32_t)seen}))
+            return 0;
+    return 1;
+}
+
+/** Wait until row `row` of another rank is here: the acquire orders all reads of the record behind
+ *  its head. The proxy fence extends that to bulk copies, which read through the async proxy.
+ *  Returns 0 on timeout. */
+__device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                               int row) {
+    int alive = ep_await_row(g, ep_head(g, g.rank, source, row), epoch, row, source,
+                             EP_AWAIT_RECORD, ep_load_acquire_sys);
+    ep_fence_proxy_global();
+    return alive;
+}
+
+/** Wait until `receiver` has room for row `row`. A relaxed load is enough: the receiver has read
+ *  the row that was there, and this rank reads nothing of it, so no load has to be ordered behind
+ *  this one. Returns 0 on timeout. */
+__device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
+                                             int row) {
+    int previous = row - g.layout.depth;
+    return previous < 0 || ep_await_row(g, ep_credit(g, g.rank, receiver, row), epoch, previous,
+                                        receiver, EP_AWAIT_CREDIT, ep_load_relaxed_sys);
+}
+
+/* ---- begin and end of an operation --------------------------------------------------------- */
+
+/** Send a rank this one's arrival. The words order nothing, so their stores are relaxed. */
+__device__ __forceinline__ void ep_send_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                uint64_t where) {
+    EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
+    ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48 | where);
+    ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, g.digest));
+}
+
+/**
+ * Wait until a rank has entered the operation, and check that it is the same one there. `where` may
+ * be NULL. Returns 0 on timeout, if the rank has given up, or if it is in another operation or
+ * mode.
+ */
+__device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                uint64_t *where) {
+    const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
+    EpTimeout timeout = {0, 0};
+    uint64_t what, at;
+    do {
+        what = ep_load_relaxed_sys(&arrival->what);
+        at = ep_load_relaxed_sys(&arrival->where);
+        if (EP_DIGEST_OP((uint32_t)what) == EP_OP_GONE) {
+            ep_report(g, EP_FAULT_PEER,
+                      EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+            return 0;
+        }
+        if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
+            if (where) *where = at & EP_WHERE;
+            if ((uint32_t)what == g.digest) return 1;
+            ep_report(g, EP_FAULT_ORDER,
+                      EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, g.digest, (uint32_t)what},
+                      at & EP_WHERE);
+            return 0;
+        }
+        if (ep_is_long_wait(timeout) && ep_is_in_latency_mode(g, peer, epoch, &at)) {
+            ep_report(g, EP_FAULT_ORDER,
+                      EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, g.digest, (uint32_t)at});
+            return 0;
+        }
+    } while (ep_keep_waiting(g, &timeout,
+                             EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)(what >> 32)}));
+    return 0;
+}
+
+/** Wait until all ranks have entered the operation: only then may anything be stored there.
+ *  take(rank, where) gets each arrival's `where`, which locates the rank's receive rows. Returns 0
+ *  as ep_await_arrival does. By a warp. */
+template <typename Take>
+__device__ __forceinline__ int ep_await_arrivals(const EpCudaGroup &g, uint32_t epoch, Take take) {
+    int alive = 1;
+    for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
+        uint64_t where = 0;
+        alive = ep_await_arrival(g, r, epoch, &where);
+        if (alive) take(r, where);
+    }
+    return __all_sync(~0u, alive);
+}
+
+/** Returns whether this rank has failed in an earlier operation. */
+__device__ __forceinline__ int ep_failed_before(const EpCudaGroup &g, uint32_t epoch) {
+    uint32_t failed = *(volatile uint32_t *)&g.state->failed;
+    return failed != 0 && failed != epoch;
+}
+
+/** Send this rank's arrival to all ranks. Block 0 does it, before anything else. */
+__device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, uint64_t where) {
+    for (int r = threadIdx.x; r < g.size && blockIdx.x == 0; r += blockDim.x)
+        ep_send_arrival(g, r, epoch, where);
+}
+
+#define EP_FINISHED_BLOCKS \
+    0xffffu /* bits of EpCudaState.finished; above them, blocks that publish */
+
+/** What ep_leave returns. */
+enum EpLast { EP_NOT_LAST, EP_LAST, EP_LAST_PUBLISHES };
+
+/** Leave the operation; the last block to leave completes it. `publishes`: this block has stored
+ *  what the last one must see; its fence orders those stores before its count. Returns EP_NOT_LAST
+ *  except in the last block: there EP_LAST_PUBLISHES if any block publishes, else EP_LAST. By all
+ *  threads of each block, at its end. */
+__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, int publishes) {
+    __shared__ int result;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (publishes) __threadfence();
+        uint32_t finished = atomicAdd(&g.state->finished, publishes ? EP_FINISHED_BLOCKS + 2 : 1u);
+        int is_last = (finished & EP_FINISHED_BLOCKS) == gridDim.x - 1;
+        result = !is_last                                     ? EP_NOT_LAST
+                 : publishes || finished > EP_FINISHED_BLOCKS ? EP_LAST_PUBLISHES
+                                                              : EP_LAST;
+        if (is_last) *(volatile uint32_t *)&g.state->finished = 0;
+        if (is_last) g.state->claimed[0] = g.state->claimed[1] = 0;
+        if (is_last) *(volatile uint32_t *)&g.state->epoch = epoch;
+    }
+    __syncthreads();
+    return result;
+}
+
+#endif

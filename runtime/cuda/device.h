@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_DEVICE_H
+#define EP_RUNTIME_CUDA_DEVICE_H
+
+/**
+ * The CUDA backend's memory and words, shared by host code and kernels.
+ *
+ * Every rank owns one window: memory that all ranks of the group can load and store over NVLink. A
+ * rank stores only into its peers' windows and loads only from its own: pushing beats pulling.
+ *
+ * The group's epoch numbers the operations. Every rank counts it in its own device memory. At the
+ * start of an operation each rank sends each other rank one word, its arrival: which operation it
+ * has entered, and where its rows may be put. The arrival also says that the rank has finished the
+ * operation before, so that all of its window may be written again. No rank ends an operation
+ * before all ranks have arrived in it, so no rank is more than one operation ahead of another.
+ *
+ * A source numbers the rows that go to a receiver, in the order of its tokens. Each source has a
+ * ring of records in each receiver's window: row n takes entry n % depth. Each entry has two words.
+ * `head`, beside the ring, holds the row that has been put there. `credit`, in the sender's window,
+ * holds the row that has been taken out. Both carry the epoch in their upper half, so they need no
+ * reset.
+ *
+ * Each GPU assigns rows to its own blocks. Blocks claim tokens, a few at a time and in ascending
+ * order, from a counter in their own device memory. Receiving blocks claim the rows produced by
+ * every rank's tokens in the same way. So slow blocks do less, ranks may have different numbers of
+ * blocks, and not all blocks need to be resident. There is no circular wait: of all unfinished
+ * tokens of all ranks, take the lowest. All tokens before it are finished, so the rings have room
+ * for it, and the block that claims it does nothing else first.
+ *
+ * Memory order: a sender waits until a record's copies are complete, then stores the head with
+ * release semantics at system scope. A receiver loads the head with acquire semantics before it
+ * reads the record, and stores the credit after its last read.
+ */
+
+#include "runtime/layout.h"
+
+#define EP_MAX_PARTITIONS 64 /* of a rank's tokens, each the work of one block of prepare */
+#define EP_CUDA_MAX_RANKS 72
+
+/** What a rank sends each other rank when it enters an operation. Both words carry the epoch, and
+ *  each is stored at once, so no order between them is needed. */
+typedef struct EpArrival {
+    uint64_t what;  /**< epoch << 32 | digest of operation and sizes */
+    uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the receive rows, where
+                         senders may store into them; window 0: they may not.
+                         Of ep_prepare: epoch << 48 | facts, see ep_facts_pack */
+} EpArrival;
+
+/** Offsets in a window; equal on all ranks. */
+typedef struct EpWindowLayout {
+    int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
+    int64_t sent;    /**< u64 [R, EP_SENT_WORDS]: number n of an operation of latency mode that rank
+                          s has sent << 32 | its digest, at n % EP_SENT_WORDS */
+    int64_t head;    /**< u64 [R, depth]: epoch << 32 | 1 + row that rank s has put there */
+    int64_t credit;  /**< u64 [R, depth]: epoch << 32 | 1 + row that rank d has taken out */
+    int64_t counts; /**< u64 [2, R, E + R + 1]: epoch << 32 | rank s's entries for every expert, its
+                         rows to each rank, its tokens */
+    int64_t begins; /**< u64 [2, R, max_tokens]: epoch << 32 | rows that the tokens before each of
+                         rank s's tokens send here */
+    int64_t routes; /**< u32 [2, R, max_tokens, K]: for each row and k, 2 + its slot here, or 1 for
+                         none. 0 until it arrives; its reader sets it to 0 again */
+    int64_t ring;   /**< [R - 1, depth] records */
+    int64_t bytes;
+    int32_t depth; /**< records of a ring: a power of two */
+    int32_t max_tokens;
+    int64_t record_bytes; /**< of the largest record */
+} EpWindowLayout;
+
+#define EP_SENT_WORDS 64
+
+/** Words of a row of counts, padded to whole sectors. */
+#define EP_COUNT_WORDS(experts, ranks) ((experts) + (ranks) + 1)
+#define EP_COUNT_STRIDE(experts, ranks) ((EP_COUNT_WORDS(experts, ranks) + 3) / 4 * 4)
+
+#define EP_PARTITIONS_BEFORE 0x80000000u /* in a word of partition_counts */
+
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
+
+/** Why a kernel gave up. */
+enum EpCudaFault {
+    EP_FAULT_LATE = 1, /**< a wait has expired */
+    EP_FAULT_ORDER,    /**< another rank has entered another operation, or one of other sizes */
+    EP_FAULT_PEER,     /**< another rank has given up; `seen` is the rank that it blames */
+    EP_FAULT_MEMORY    /**< handle memory does not hold the expected plan */
+};
+
+/** What a wait waits for. */
+enum EpAwait {
+    EP_AWAIT_ARRIVAL = 1,
+    EP_AWAIT_ROUTES,
+    EP_AWAIT_RECORD,
+    EP_AWAIT_CREDIT,
+    EP_AWAIT_GRID,
+    EP_AWAIT_HEAD, /**< from here on: latency mode, where no rank waits before it has sent */
+    EP_AWAIT_LINES
+};
+
+/** The words at both ends of a block of handle memory that identify it; see EpPlanHeader. */
+typedef struct EpMemoryMark {
+    uint64_t magic, group;
+    int64_t bytes;
+    int32_t handle;
+    uint64_t tail;
+} EpMemoryMark;
+
+/** A failure that ends the group. Kernels write it into pinned memory. */
+typedef struct EpCudaFailure {
+    int32_t fault;              /**< EpCudaFault; written last */
+    int32_t op;                 /**< which operation, by its EpOp code */
+    int32_t peer, awaited, row; /**< awaited: EpAwait */
+    uint32_t expected, seen;    /**< counters, or digests */
+    uint64_t facts, peer_facts; /**< what each rank has, where ranks disagree about ep_prepare */
+    EpMemoryMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
+} EpCudaFailure;
+
+/** The digest in an arrival: the operation's code, the handle's ordinal, and a hash of the
+ *  sizes. */
+#define EP_DIGEST(op, handle, sizes) \
+    ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
+#define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
+#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
+#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 12)
+
+/** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
+ *  that it blames. */
+#define EP_OP_GONE 15
+
+/** Asynchronous errors of ep_prepare that are data: the group lives on. In pinned memory. */
+typedef struct EpCudaAsyncErrors {
+    unsigned long long bad_entry; /**< lowest entry with an index >= E */
+    long long bad_index;
+    unsigned long long bad_count;
+    long long top_k;         /**< of the prepare that found them */
+    unsigned long long lost; /**< slots lost to the capacity, under EP_OVERFLOW_ERROR */
+    long long capacity, needed;
+} EpCudaAsyncErrors;
+
+/** Device memory of a group that no peer sees. Zeroed at create. */
+typedef struct EpCudaState {
+    uint32_t epoch;               /**< completed operations of the group */
+    uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
+    uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
+    uint32_t sent;                /**< operations of latency mode that have been sent */
+    int32_t claimed[2];           /**< chunks of tokens claimed by senders, by receivers */
+    unsigned long long bad_count; /**< bad indices found by the prepare under way */
+    unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
+} EpCudaState;
+
+/** What every kernel gets from its group. */
+typedef struct EpCudaGroup {
+    int32_t rank, size;
+    uint32_t digest; /**< of the operation under way */
+    uint64_t facts;  /**< of ep_prepare: see EpArrival */
+    int32_t num_experts;
+    int32_t partitions; /**< of the rank's tokens in prepare, each the work of one block */
+    int32_t blocks;     /**< of the kernels that move rows */
+    EpWindowLayout layout;
+    char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
+    EpCudaState *state;
+    uint64_t *partition_counts; /**< [partitions, EP_COUNT_STRIDE]: first epoch << 32 | count, in
+                                     the order of `counts`; then epoch << 32 | EP_PARTITIONS_BEFORE
+                                     | sum over the partitions before */
+    EpCudaFailure *failure;     /**< pinned */
+    uint64_t timeout_ns;
+    char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered
+                             window of each rank is mapped here */
+} EpCudaGroup;
+
+#define EP_MAX_ACTIVE 20 /* work items of a pipeline under way: see runtime/cuda/pipeline.cuh */
+#define EP_MAX_STAGES 40 /* few items are under way at a time, and one may hold 33 stages */
+
+/** How a block of a kernel divides its shared memory: see runtime/cuda/pipeline.cuh. */
+typedef struct EpPipelineShape {
+    int32_t stages, stage_bytes;
+    int32_t width;  /**< largest number of loads or stores of a work item */
+    int32_t pieces; /**< work items per row, each of at most stage_bytes */
+    int32_t active; /**< largest number of work items under way, up to EP_MAX_ACTIVE */
+    int32_t shrink; /**< a store has 1 / 2^shrink of a load's bytes */
+} EpPipelineShape;
+
+#endif

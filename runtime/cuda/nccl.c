@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/cuda/nccl.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "runtime/wait.h"
+
+#define OLDEST_NCCL 22803 /* has symmetric windows as used here */
+#define NEWEST_NCCL 23099 /* later versions may have changed them */
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static EpNccl api;
+static int loaded;
+static char failure[256];
+
+static int find(void *library, const char *name, void *out) {
+    void *symbol = dlsym(library, name);
+    if (!symbol) snprintf(failure, sizeof(failure), "libnccl.so.2 has no %s", name);
+    memcpy(out, &symbol, sizeof(symbol));
+    return symbol != NULL;
+}
+
+static void load(void) {
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
+    if (!library) {
+        snprintf(failure, sizeof(failure), "expected NCCL, got none: %s", dlerror());
+        return;
+    }
+    int complete = 1;
+#define NCCL_FIND(function) complete = complete && find(library, #function, &api.function);
+    EP_NCCL_MAP(NCCL_FIND)
+#undef NCCL_FIND
+    if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
+    loaded = api.version >= OLDEST_NCCL && api.version <= NEWEST_NCCL;
+    if (!loaded)
+        snprintf(failure, sizeof(failure),
+                 "expected NCCL 2.28.3 .. 2.30 (libnccl.so.2), got %d.%d.%d", api.version / 10000,
+                 api.version / 100 % 100, api.version % 100);
+}
+
+const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
+    pthread_once(&once, load);
+    if (!loaded) snprintf(reason, reason_bytes, "%s", failure);
+    return loaded ? &api : NULL;
+}
+
+/* A call's result does not tell whether it is complete: ncclCommWindowRegister returns ncclSuccess
+ * when it has only started. */
+ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t result,
+                            double seconds) {
+    EpWait wait;
+    if (result != ncclSuccess && result != ncclInProgress) return result;
+    ep_wait_begin(&wait, seconds, 0);
+    do {
+        ncclResult_t queried = nccl->ncclCommGetAsyncError(comm, &result);
+        if (queried != ncclSuccess) return queried;
+    } while (result == ncclInProgress && ep_wait_pause(&wait));
+    return result;
+}

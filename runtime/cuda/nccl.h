@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_NCCL_H
+#define EP_RUNTIME_CUDA_NCCL_H
+
+/**
+ * NCCL, loaded when a group first needs it. libep runs without it, and with any version from 2.28
+ * to 2.30 that the process has already loaded or finds first.
+ */
+
+#include <nccl.h>
+
+#include "runtime/status.h"
+
+#define EP_NCCL_MAP(X)        \
+    X(ncclGetVersion)         \
+    X(ncclGetErrorString)     \
+    X(ncclGetUniqueId)        \
+    X(ncclCommInitRankConfig) \
+    X(ncclCommGetAsyncError)  \
+    X(ncclCommCount)          \
+    X(ncclCommUserRank)       \
+    X(ncclCommCuDevice)       \
+    X(ncclCommAbort)          \
+    X(ncclCommDestroy)        \
+    X(ncclMemAlloc)           \
+    X(ncclMemFree)            \
+    X(ncclCommWindowRegister) \
+    X(ncclCommWindowDeregister)
+
+typedef struct EpNccl {
+#define NCCL_FIELD(function) __typeof__(&function) function;
+    EP_NCCL_MAP(NCCL_FIELD)
+#undef NCCL_FIELD
+    int version;
+} EpNccl;
+
+/** Returns the library, or NULL with a sentence in `reason`. */
+const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes);
+
+/** The least timeout, in seconds, of what NCCL sets up: it examines the whole machine first. */
+#ifndef EP_NCCL_SECONDS
+#define EP_NCCL_SECONDS 60
+#endif
+
+/**
+ * Wait until what a call has started in a non-blocking communicator is complete; `result` is what
+ * the call returned. Returns ncclInProgress if it is not complete within `seconds`.
+ */
+ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t result,
+                            double seconds);
+
+#endif

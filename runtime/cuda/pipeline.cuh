@@ -1,0 +1,501 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_CUDA_PIPELINE_CUH
+#define EP_RUNTIME_CUDA_PIPELINE_CUH
+
+/**
+ * The warp-specialised TMA pipeline in which a block moves rows, in CUTLASS's terms: producer and
+ * consumer warps, stages in shared memory, mbarriers with phases. Each step has warps of its own,
+ * so that none of them waits for another's latency.
+ *
+ *     scheduler warp   produces work items: claims rows, waits for other ranks, fills an entry
+ *     load warp        bulk copies: global memory -> stages
+ *     compute warps    (WORK_CONVERT, WORK_COMPUTE) stages -> stages, in place; all of them on one
+ *                      item, so that its stages are soon free: bytes in flight limit the speed
+ *     store warps      bulk copies: stages -> global memory, here or on a peer; they take turns
+ *     metadata warps   (optional) weights and scales, too small for bulk copies; they take turns
+ *     signal warp      stores heads of written records, or credits for records that were read
+ *
+ * There are two rings. Item n has entry n % PIPELINE_ENTRIES, which describes it. An item of n
+ * loads holds n consecutive stages until they are computed or stored; PipelineWork says which are
+ * stored.
+ *
+ * Order. An entry has an mbarrier for each WorkStep. Its phase n / PIPELINE_ENTRIES completes when
+ * the step is done for item n. Every thread that reads or writes anything of an item arrives
+ * itself, or one lane arrives for its warp after __syncwarp. An arrival releases and a wait
+ * acquires, so each step sees what the steps before it wrote. Between ordinary accesses and bulk
+ * copies lies a proxy fence.
+ *
+ * Reuse. The scheduler writes item n after item n - active is signaled, active <= EP_MAX_ACTIVE <
+ * PIPELINE_ENTRIES. Items are signaled in order, and only after all their readers have arrived. So
+ * no warp still uses item n's entry, which item n - PIPELINE_ENTRIES had before.
+ *
+ * Phases. A wait knows the last completed phase by its parity alone, so it takes the phase two
+ * before its own for its own. So who waits for a step of item n must know that the step is done for
+ * item n - PIPELINE_ENTRIES. The scheduler, load, compute and signal warps handle every item in
+ * order, so they know. Store and metadata warps take at least one of PIPELINE_END_ITEMS consecutive
+ * items. They know that the last one they took was under way, so all items EP_MAX_ACTIVE or more
+ * before it were signaled: hence the static_assert. Nor can the step complete for item n +
+ * PIPELINE_ENTRIES while a warp waits for item n: that warp's own steps have to come first.
+ *
+ * No deadlock. A step of item n waits for earlier steps of item n and for items before n, and no
+ * item needs more stages than there are. Only the scheduler waits for other ranks, before it writes
+ * an item; runtime/cuda/device.h explains why those waits end. A store warp may delay ITEM_STORED
+ * of its last item, to overlap the writes, only while its next item is ready: a later item may
+ * wait, through another rank, for that signal.
+ *
+ * End. After the last item, or a failed wait, the scheduler writes PIPELINE_END_ITEMS entries with
+ * PIPELINE_END, at least one for each warp that takes turns. So all warps leave.
+ *
+ * A store warp is one thread, and each of its cycles between two copies counts. So all that it
+ * reads of an item, except the first stage, is one 16-byte word, and constants stay in registers,
+ * among them the pipeline's address in shared memory (ep_keep_shared).
+ */
+
+#include "runtime/cuda/device.cuh"
+
+#define PIPELINE_ENTRIES 32
+#define PIPELINE_END (-1)
+#define PIPELINE_END_ITEMS 12
+#define COMPUTE_WARPS 15 /* 24 warps in all: each thread has 80 registers */
+#define COMPUTE_THREADS (COMPUTE_WARPS * 32)
+static_assert(EP_MAX_ACTIVE + PIPELINE_END_ITEMS <= PIPELINE_ENTRIES, "see above");
+
+/* A multiprocessor's four warp schedulers take every fourth warp each. Compute warps come last, so
+ * that the load warp's scheduler has one of them less: the load warp is busier than any other
+ * single warp. */
+enum WarpRole {
+    LOAD_WARP,
+    FIRST_STORE_WARP,
+    STORE_WARPS = 4,
+    SIGNAL_WARP = FIRST_STORE_WARP + STORE_WARPS,
+    SCHEDULER_WARP,
+    FIRST_METADATA_WARP,
+    METADATA_WARPS = 2,
+    FIRST_COMPUTE_WARP = FIRST_METADATA_WARP + METADATA_WARPS,
+    ALL_METADATA_WARPS = METADATA_WARPS + 8, /* without compute work, compute warps join */
+};
+
+__device__ __forceinline__ int pipeline_is_store_warp(int warp) {
+    return warp >= FIRST_STORE_WARP && warp < FIRST_STORE_WARP + STORE_WARPS;
+}
+
+/** Steps of an item, in order. The barrier of a step completes a phase when the step is done. */
+enum WorkStep {
+    ITEM_POSTED, /* described in its entry */
+    ITEM_LOADED, /* its rows are in its stages */
+    ITEM_COMPUTED,
+    ITEM_FREED,    /* the stages that it stores are free */
+    ITEM_STORED,   /* the other side may be signaled */
+    ITEM_SIGNALED, /* its signals are taken; the entry is free */
+    ITEM_BARRIERS
+};
+
+/** What happens to an item's stages between its loads and its stores. */
+enum PipelineWork {
+    WORK_COPY,    /* nothing: the one stage goes to each store */
+    WORK_CONVERT, /* likewise, after compute warps have replaced its contents */
+    WORK_COMPUTE  /* compute warps leave a stage for each store, the last ones, and free the others
+                   */
+};
+
+/** A work item as the scheduler warp writes it. */
+struct alignas(16) WorkItem {
+    int16_t loads;  /* stages that it holds, or PIPELINE_END */
+    int16_t loaded; /* how many of them are loaded */
+    int16_t stores;
+    int16_t terms;       /* rows to add, or slots to multiply for */
+    int32_t bytes;       /* of each load; a store has bytes >> shrink (EpPipelineShape) */
+    int8_t run, run_end; /* terms [run, run_end): weighted, summed on their own */
+};
+
+/** An array in shared memory, by its distance from this struct: so compilers know that it lies
+ *  there. */
+template <typename T> struct PipelineTable {
+    ptrdiff_t distance;
+    __device__ __forceinline__ T *begin(void) const {
+        return (T *)((char *)this + distance);
+    }
+    __device__ __forceinline__ T &operator[](int i) const {
+        return begin()[i];
+    }
+    __device__ __forceinline__ char *assign(char *memory, int count) {
+        distance = memory - (char *)this;
+        return memory + count * sizeof(T);
+    }
+};
+
+typedef struct Pipeline {
+    WorkItem item[PIPELINE_ENTRIES];
+    uint32_t first[PIPELINE_ENTRIES]; /* address in shared memory of each item's first stage; by the
+                                         load warp */
+    uint32_t holder[EP_MAX_STAGES];   /* load warp: the last item of each stage, see STAGE_HOLDER */
+    uint64_t barrier[ITEM_BARRIERS][PIPELINE_ENTRIES];
+    int32_t signals[PIPELINE_ENTRIES];                         /* how many to send */
+    int32_t index[PIPELINE_ENTRIES], source[PIPELINE_ENTRIES]; /* token, or row and its source */
+    int32_t piece[PIPELINE_ENTRIES];                           /* of the row */
+    /* [PIPELINE_ENTRIES, width] */
+    PipelineTable<const char *> from; /* NULL: the stage is held but not loaded */
+    PipelineTable<char *> to;
+    PipelineTable<int32_t> peer, row; /* where to signal */
+    PipelineTable<int32_t> slot;
+    PipelineTable<float> weight;
+    uint32_t stages; /* address in shared memory of the first stage */
+    EpPipelineShape shape;
+} Pipeline;
+
+/** Whether a block receives or sends, its number among the blocks that do the same, and their
+ *  count. */
+typedef struct Role {
+    int receives, index, count;
+} Role;
+
+/**
+ * Returns this block's role. Sending and receiving blocks alternate, as far as their numbers allow.
+ * Neighbours share a port to the network: one of them sends and one receives, so that no block has
+ * less of the wire than others.
+ */
+__device__ __forceinline__ Role pipeline_role(int receivers) {
+    int block = (int)blockIdx.x, blocks = (int)gridDim.x;
+    int before = block * receivers / blocks, receives = (block + 1) * receivers / blocks > before;
+    return Role{receives, receives ? before : block - before,
+                receives ? receivers : blocks - receivers};
+}
+
+/** Returns the bytes of dynamic shared memory that a pipeline needs. */
+static __host__ __device__ __forceinline__ size_t pipeline_bytes(const EpPipelineShape &s) {
+    size_t table =
+        (size_t)PIPELINE_ENTRIES * s.width * (2 * sizeof(char *) + 3 * sizeof(int32_t) + 4);
+    return (size_t)s.stages * s.stage_bytes + table;
+}
+
+__device__ __forceinline__ uint32_t pipeline_phase(uint32_t n) {
+    return n / PIPELINE_ENTRIES & 1;
+}
+
+/** Wait for a step of item n. There is no timeout: within a block every step is reached. */
+__device__ __forceinline__ void pipeline_wait(uint64_t *barrier, uint32_t n) {
+    while (!ep_mbarrier_try_wait(&barrier[n % PIPELINE_ENTRIES], pipeline_phase(n))) {
+    }
+}
+
+__device__ __forceinline__ int pipeline_test(uint64_t *barrier, uint32_t n) {
+    return ep_mbarrier_test(&barrier[n % PIPELINE_ENTRIES], pipeline_phase(n));
+}
+
+/** The ring of stages, as addresses in shared memory. */
+typedef struct Stages {
+    uint32_t begin, end, bytes; /* of the ring; of one stage */
+} Stages;
+
+__device__ __forceinline__ Stages pipeline_stages(const Pipeline *p) {
+    uint32_t bytes = (uint32_t)p->shape.stage_bytes;
+    return Stages{p->stages, p->stages + p->shape.stages * bytes, bytes};
+}
+
+/** Returns stage i of an item whose first stage is `first`. */
+__device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, int i) {
+    uint32_t at = first + i * s.bytes;
+    return at >= s.end ? at - (s.end - s.begin) : at;
+}
+
+#define MIN_TEAM_WIDTH 8
+
+/** Returns the lanes that schedule a row together. */
+__device__ __forceinline__ int team_width(int top_k) {
+    int width = MIN_TEAM_WIDTH;
+    while (width < top_k)
+        width *= 2;
+    return width;
+}
+
+/* Place the tables behind the stages in `memory`. By one thread. */
+__device__ __forceinline__ void pipeline_init_tables(Pipeline *p, const EpPipelineShape &shape,
+                                                     char *memory) {
+    int cells = PIPELINE_ENTRIES * shape.width;
+    p->shape = shape, p->stages = ep_smem(memory);
+    memory += (size_t)shape.stages * shape.stage_bytes;
+    memory = p->from.assign(memory, cells);
+    memory = p->to.assign(memory, cells);
+    memory = p->peer.assign(memory, cells);
+    memory = p->row.assign(memory, cells);
+    memory = p->slot.assign(memory, cells);
+    p->weight.assign(memory, cells);
+}
+
+/* Initialise the barriers. One takes 54 cycles, lane by lane, so a single warp would take 6 us for
+ * all of them: each warp has some. By one thread of each warp. */
+__device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int has_metadata, int posters) {
+    const int arrivals[ITEM_BARRIERS] = {posters, 32, COMPUTE_WARPS, 1, 1 + 32 * has_metadata, 1};
+    for (int step = 0; step < ITEM_BARRIERS; step++)
+        for (int j = threadIdx.x / 32; j < PIPELINE_ENTRIES; j += (int)blockDim.x / 32)
+            ep_mbarrier_init(&p->barrier[step][j], arrivals[step]);
+    ep_fence_mbarrier_init();
+    ep_fence_proxy_shared();
+}
+
+/** Initialise the pipeline, which is open after the block's next barrier. `has_metadata`: whether
+ *  metadata warps run. By all threads of the block. */
+__device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape &shape,
+                                              char *memory, int has_metadata, int top_k) {
+    if (threadIdx.x == 0) pipeline_init_tables(p, shape, memory);
+    if (threadIdx.x % 32 == 0) pipeline_init_barriers(p, has_metadata, team_width(top_k));
+}
+
+/* ---- scheduler warp ------------------------------------------------------------------------ */
+
+/** The lanes of the scheduler warp form teams, one lane for each k; a team schedules a row. Where
+ *  rows have many pieces there are fewer teams: (count - 1) * pieces < active, so that no lane
+ *  waits for an entry that another lane of the warp has yet to fill. */
+typedef struct Team {
+    int width, count; /* lanes of a team; number of teams */
+    int index, k;     /* of this lane */
+    unsigned mask;
+} Team;
+
+/** Returns the bytes of a piece of a row. */
+__device__ __forceinline__ int32_t piece_bytes(const EpPipelineShape &s, int64_t row_bytes,
+                                               int piece) {
+    return (int32_t)min((int64_t)s.stage_bytes, row_bytes - (int64_t)piece * s.stage_bytes);
+}
+
+__device__ __forceinline__ Team make_team(int top_k, const EpPipelineShape &s) {
+    Team t;
+    t.width = team_width(top_k);
+    int lane = threadIdx.x % 32;
+    t.count = min(32 / t.width, (s.active - 1) / s.pieces + 1);
+    t.index = lane / t.width, t.k = lane % t.width;
+    t.mask = (t.width == 32 ? ~0u : (1u << t.width) - 1) << (t.index * t.width);
+    return t;
+}
+
+/** Returns for how many lanes of this team before this one `holds` is true; `count`: for how many
+ *  lanes of the team. By the whole warp. */
+__device__ __forceinline__ int team_rank(const Team &t, int holds, int *count) {
+    unsigned lanes = __ballot_sync(~0u, holds) & t.mask;
+    *count = __popc(lanes);
+    return __popc(lanes & ((1u << (threadIdx.x % 32)) - 1));
+}
+
+/** Wait until entry n may be written. A scheduler is at most `active` items ahead: what it has
+ *  claimed no other block can do. */
+__device__ __forceinline__ void pipeline_await_entry(Pipeline *p, uint32_t n) {
+    uint32_t active = (uint32_t)p->shape.active;
+    if (n >= active) pipeline_wait(p->barrier[ITEM_SIGNALED], n - active);
+}
+
+/** End the pipeline after n items. By the scheduler warp. */
+__device__ __forceinline__ void pipeline_end(Pipeline *p, const Team &t, uint32_t n) {
+    __syncwarp();
+    uint32_t end = n + threadIdx.x % 32;
+    if (end >= n + PIPELINE_END_ITEMS) return;
+    if (end >= PIPELINE_ENTRIES) pipeline_wait(p->barrier[ITEM_SIGNALED], end - PIPELINE_ENTRIES);
+    p->item[end % PIPELINE_ENTRIES].loads = PIPELINE_END;
+    ep_mbarrier_arrive_for(&p->barrier[ITEM_POSTED][end % PIPELINE_ENTRIES], t.width);
+}
+
+/* ---- load warp ----------------------------------------------------------------------------- */
+
+/* Complete ITEM_LOADED of the end items, so that all who wait for a loaded item see the end. */
+__device__ __forceinline__ void pipeline_load_end(Pipeline *p, uint32_t n) {
+    uint32_t end = n + threadIdx.x % 32;
+    if (end >= n + PIPELINE_END_ITEMS) return;
+    pipeline_wait(p->barrier[ITEM_POSTED], end);
+    ep_mbarrier_arrive_for(&p->barrier[ITEM_LOADED][end % PIPELINE_ENTRIES], 32);
+}
+
+/** Returns the stages at an item's begin that are free once it is computed; it stores the rest. */
+__device__ __forceinline__ int pipeline_input_stages(const WorkItem &item, PipelineWork work) {
+    return work == WORK_COMPUTE ? item.loads - item.stores : 0;
+}
+
+/** The last item that was given a stage: its number * 2, + 1 if it holds the stage until
+ *  ITEM_FREED, and not only until ITEM_COMPUTED. */
+#define STAGE_HOLDER(item, stored) ((item)*2 + (stored))
+
+/* Wait until the stage's holder is done with it, before item n gets it. A holder `active` or more
+ * items before n is over, since n is posted. Its barriers may be in a later phase, so that a wait
+ * would not end. */
+__device__ __forceinline__ void pipeline_await_stage(Pipeline *p, uint32_t holder, uint32_t n) {
+    uint32_t item = holder / 2;
+    if (n - item < (uint32_t)p->shape.active)
+        pipeline_wait(p->barrier[holder % 2 ? ITEM_FREED : ITEM_COMPUTED], item);
+}
+
+/** Load all items, one lane for each load. Bytes may arrive before the barrier expects them: the
+ *  phase cannot complete before lane 0's arrival, which expects them. By the load warp. */
+__device__ __forceinline__ void pipeline_load(Pipeline *p, PipelineWork work) {
+    const Stages s = pipeline_stages(p);
+    const char *const *from = p->from.begin();
+    uint32_t full = ep_smem(p->barrier[ITEM_LOADED]);
+    int lane = threadIdx.x % 32, width = p->shape.width, stages = p->shape.stages, at = 0;
+    for (int i = lane; i < stages; i += 32)
+        p->holder[i] = STAGE_HOLDER(0u - EP_MAX_ACTIVE, 0);
+    for (uint32_t n = 0;; n++) {
+        int j = n % PIPELINE_ENTRIES;
+        __syncwarp();
+        pipeline_wait(p->barrier[ITEM_POSTED], n);
+        WorkItem item = p->item[j];
+        if (item.loads == PIPELINE_END) return pipeline_load_end(p, n);
+        int inputs = pipeline_input_stages(item, work);
+        for (int i = lane; i < item.loads; i += 32) {
+            int stage = at + i < stages ? at + i : at + i - stages;
+            const char *source = from[j * width + i];
+            pipeline_await_stage(p, p->holder[stage], n);
+            p->holder[stage] = STAGE_HOLDER(n, i >= inputs);
+            if (source)
+                ep_bulk_load(s.begin + stage * s.bytes, source, (uint32_t)item.bytes, full + j * 8);
+        }
+        if (lane == 0) {
+            p->first[j] = s.begin + at * s.bytes;
+            ep_mbarrier_expect(&p->barrier[ITEM_LOADED][j], (uint32_t)(item.loaded * item.bytes));
+        } else {
+            ep_mbarrier_arrive(&p->barrier[ITEM_LOADED][j]);
+        }
+        at += item.loads;
+        if (at >= stages) at -= stages;
+    }
+}
+
+/* ---- compute warps ------------------------------------------------------------------------- */
+
+/** Arrive for a warp that has computed its part of item n. By a compute warp. */
+__device__ __forceinline__ void pipeline_computed(Pipeline *p, uint32_t n) {
+    ep_fence_proxy_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ep_mbarrier_arrive(&p->barrier[ITEM_COMPUTED][n % PIPELINE_ENTRIES]);
+}
+
+/* ---- store warps --------------------------------------------------------------------------- */
+
+/**
+ * Store every STORE_WARPS-th item, from number `warp` on. ITEM_STORED completes when the stores are
+ * written, if the receiver is signaled (`until_written`), or else when they are read from their
+ * stages. By one thread of each store warp.
+ */
+__device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWork work,
+                                               int until_written) {
+    const Stages s = pipeline_stages(p);
+    char *const *to = p->to.begin();
+    int width = p->shape.width, shrink = p->shape.shrink;
+    int computes = work != WORK_COPY, pending = -1; /* last item's entry until it is written */
+    for (uint32_t n = warp;; n += STORE_WARPS) {
+        int j = n % PIPELINE_ENTRIES, cell = j * width;
+        /* Never block while the last item is unsignaled: the next item may wait for its signal. */
+        if (pending >= 0 && !(pipeline_test(p->barrier[ITEM_LOADED], n) &&
+                              (!computes || pipeline_test(p->barrier[ITEM_COMPUTED], n)))) {
+            ep_bulk_wait<0>();
+            ep_mbarrier_arrive(&p->barrier[ITEM_STORED][pending]);
+            pending = -1;
+        }
+        pipeline_wait(p->barrier[ITEM_LOADED], n);
+        WorkItem item = p->item[j];
+        if (item.loads == PIPELINE_END) break;
+        uint32_t at = stage_of(s, p->first[j], pipeline_input_stages(item, work));
+        uint32_t bytes = (uint32_t)item.bytes >> shrink;
+        if (computes) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
+        for (int i = 0; i < item.stores; i++) {
+            ep_bulk_store(to[cell + i], at, bytes);
+            if (work == WORK_COMPUTE) at = stage_of(s, at, 1);
+        }
+        ep_bulk_commit();
+        if (pending >= 0) {
+            ep_bulk_wait<1>();
+            ep_mbarrier_arrive(&p->barrier[ITEM_STORED][pending]);
+        }
+        ep_bulk_wait_read<0>();
+        ep_mbarrier_arrive(&p->barrier[ITEM_FREED][j]);
+        pending = until_written ? j : -1;
+        if (!until_written) ep_mbarrier_arrive(&p->barrier[ITEM_STORED][j]);
+    }
+    ep_bulk_wait<0>();
+    if (pending >= 0) ep_mbarrier_arrive(&p->barrier[ITEM_STORED][pending]);
+}
+
+/* ---- metadata warps ------------------------------------------------------------------------ */
+
+/** Call `move(entry, item)` for every count-th item, from number `warp` on, to move what
+ *  accompanies its row: once per row, with its last piece, when compute warps have produced all its
+ *  metadata. By a metadata warp. */
+template <typename Move>
+__device__ __forceinline__ void pipeline_metadata(Pipeline *p, int warp, int count, Move move) {
+    int last = p->shape.pieces - 1;
+    for (uint32_t n = warp;; n += count) {
+        int j = n % PIPELINE_ENTRIES;
+        pipeline_wait(p->barrier[ITEM_POSTED], n);
+        if (p->item[j].loads == PIPELINE_END) return;
+        if (p->piece[j] == last) move(j, n);
+        ep_mbarrier_arrive(&p->barrier[ITEM_STORED][j]);
+        __syncwarp();
+    }
+}
+
+/* ---- signal warp --------------------------------------------------------------------------- */
+
+/* A lane's signal: the row whose record was written on `peer`, or read from it. */
+typedef struct Signal {
+    int peer, row; /* peer -1: none */
+} Signal;
+
+/* Spread the signals of a batch of items over the lanes, where an item may have several; this
+ * lane's item has `signals`. Returns how many items the lanes suffice for. */
+__device__ __forceinline__ uint32_t spread_signals(Pipeline *p, uint32_t n, uint32_t batch,
+                                                   int signals, Signal *signal) {
+    int lane = threadIdx.x % 32, through = ep_warp_prefix(signals);
+    batch = (uint32_t)__popc(__ballot_sync(~0u, lane < (int)batch && through <= 32));
+    int index = 0; /* in the batch, of the item whose signal this lane sends */
+    for (int step = 16; step > 0; step /= 2)
+        index += __shfl_sync(~0u, through, index + step - 1) <= lane ? step : 0;
+    int signals_before = __shfl_sync(~0u, through, max(0, index - 1));
+    int cell =
+        (n + index) % PIPELINE_ENTRIES * p->shape.width + lane - (index ? signals_before : 0);
+    *signal = Signal{-1, 0};
+    if (index < (int)batch) *signal = Signal{p->peer[cell], p->row[cell]};
+    return batch;
+}
+
+/* Find this lane's signal in the batch of finished items from n on, and return the batch's
+ * length. Item n is finished. Each lane tests, and so acquires, one item; __syncwarp passes that
+ * on, so that any lane may signal any of them. */
+__device__ __forceinline__ uint32_t take_signals(Pipeline *p, uint32_t n, Signal *signal) {
+    uint32_t lane = threadIdx.x % 32, j = (n + lane) % PIPELINE_ENTRIES;
+    unsigned waiting = ~__ballot_sync(~0u, pipeline_test(p->barrier[ITEM_STORED], n + lane));
+    uint32_t batch = waiting ? __ffs((int)waiting) - 1 : 32;
+    __syncwarp();
+    int signals = lane < batch ? p->signals[j] : 0, cell = j * p->shape.width;
+    if (__any_sync(~0u, signals > 1)) return spread_signals(p, n, batch, signals, signal);
+    *signal = signals ? Signal{p->peer[cell], p->row[cell]} : Signal{-1, 0};
+    return batch;
+}
+
+__device__ __forceinline__ void send_signal(const EpCudaGroup &g, uint32_t epoch,
+                                            const Signal &signal, int heads) {
+    uint64_t word = ep_counter(epoch, (uint32_t)signal.row + 1);
+    if (heads)
+        ep_store_release_sys(ep_head(g, signal.peer, g.rank, signal.row), word);
+    else
+        ep_store_relaxed_sys(ep_credit(g, signal.peer, g.rank, signal.row), word);
+}
+
+/**
+ * Send the signals of all items. `heads`: records were written to their receivers, and the release
+ * orders those writes before the head. Otherwise records were read: each load has returned its
+ * value, so nothing is left to order before the credit. A fence instead of releases would empty the
+ * multiprocessor's cache, from which schedulers read. By the signal warp.
+ */
+__device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &g, uint32_t epoch,
+                                                int heads) {
+    uint32_t lane = threadIdx.x % 32;
+    for (uint32_t n = 0, batch;; n += batch) {
+        Signal signal;
+        pipeline_wait(p->barrier[ITEM_POSTED], n);
+        if (p->item[n % PIPELINE_ENTRIES].loads == PIPELINE_END) return;
+        pipeline_wait(p->barrier[ITEM_STORED], n);
+        batch = take_signals(p, n, &signal);
+        __syncwarp();
+        if (lane < batch)
+            ep_mbarrier_arrive(&p->barrier[ITEM_SIGNALED][(n + lane) % PIPELINE_ENTRIES]);
+        if (signal.peer >= 0) send_signal(g, epoch, signal, heads);
+    }
+}
+
+#endif

@@ -1,0 +1,378 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/host/exchange.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/wait.h"
+
+_Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
+
+#define LINE 64
+#define BUFFERS 2 /* of the outbox, and of each inbox: for even and odd rounds */
+
+/** A peer on another node. Arrays: for even and odd rounds. */
+typedef struct Remote {
+    char *inbox[BUFFERS];     /* hold its messages */
+    void *sending[BUFFERS];   /* requests; NULL: none pending */
+    void *receiving[BUFFERS]; /* likewise */
+    int64_t fill;             /* body bytes of this round's message to it */
+} Remote;
+
+struct EpExchange {
+    const EpBootstrap *bootstrap;
+    int32_t rank, size;
+    int32_t tag;
+    double timeout;
+    int64_t spins;
+    int64_t buffer_bytes;    /* of each of the outbox's buffers */
+    int64_t region_bytes[2]; /* by EpRoundMode, header included */
+    EpControl **control;     /* [size]: of each rank on the node, else NULL */
+    char *inboxes;           /* all inboxes, or NULL */
+    Remote *remote;          /* [size] */
+    int32_t peers_on_node;
+    int spans_nodes;
+    /* the open round */
+    uint64_t round;
+    const EpOp *op;
+    EpRoundHeader header; /* what this rank publishes and expects of its peers */
+    EpRoundMode mode;
+    EpExchangeFailure failure;
+};
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+int64_t ep_exchange_control_bytes(int32_t num_ranks) {
+    return (int64_t)sizeof(EpControl) + num_ranks * (int64_t)sizeof(EpCounter);
+}
+
+static int64_t buffer_bytes(int32_t most_remote, int64_t stage_bytes) {
+    return stage_bytes / (most_remote ? 2 * BUFFERS : BUFFERS) / LINE * LINE;
+}
+
+int64_t ep_exchange_least_stage(int32_t num_ranks, int64_t body_bytes) {
+    int64_t region = (LINE + body_bytes + LINE - 1) / LINE * LINE;
+    return 2 * BUFFERS * num_ranks * region;
+}
+
+int64_t ep_exchange_segment_bytes(int32_t num_ranks, int32_t most_remote, int64_t stage_bytes) {
+    return ep_exchange_control_bytes(num_ranks) + BUFFERS * buffer_bytes(most_remote, stage_bytes);
+}
+
+int64_t ep_exchange_private_bytes(int32_t num_ranks) {
+    return (int64_t)sizeof(EpExchange) +
+           num_ranks * (int64_t)(sizeof(EpControl *) + sizeof(Remote));
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
+static void map_control(EpExchange *x, void *const *segments) {
+    for (int32_t r = 0; r < x->size; r++) {
+        x->control[r] = segments[r];
+        x->peers_on_node += r != x->rank && segments[r];
+    }
+}
+
+static void divide_inboxes(EpExchange *x, int64_t bytes) {
+    char *next = x->inboxes;
+    for (int32_t r = 0; r < x->size; r++)
+        for (int parity = 0; parity < BUFFERS && !x->control[r]; parity++, next += bytes)
+            x->remote[r].inbox[parity] = next;
+}
+
+EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
+    const EpBootstrap *b = setup->bootstrap;
+    EpExchange *x = calloc(1, sizeof(*x));
+    if (!x) return NULL;
+    x->bootstrap = b, x->rank = b->rank, x->size = b->size;
+    x->tag = setup->tag, x->timeout = setup->timeout, x->spins = setup->spins;
+    x->buffer_bytes = buffer_bytes(setup->most_remote, setup->stage_bytes);
+    x->spans_nodes = setup->most_remote > 0;
+    x->region_bytes[EP_ROUND_EACH] = x->buffer_bytes / x->size / LINE * LINE;
+    x->region_bytes[EP_ROUND_SHARED] =
+        x->spans_nodes ? x->region_bytes[EP_ROUND_EACH] : x->buffer_bytes;
+    x->control = calloc((size_t)x->size, sizeof(*x->control));
+    x->remote = calloc((size_t)x->size, sizeof(*x->remote));
+    if (x->control && x->remote) map_control(x, setup->segments);
+    int64_t bytes = x->region_bytes[EP_ROUND_EACH] * BUFFERS * (x->size - 1 - x->peers_on_node);
+    if (x->spans_nodes) x->inboxes = aligned_alloc(LINE, (size_t)bytes + LINE);
+    if (!x->control || !x->remote || (x->spans_nodes && !x->inboxes)) {
+        (void)ep_exchange_destroy(x);
+        return NULL;
+    }
+    divide_inboxes(x, x->region_bytes[EP_ROUND_EACH]);
+    return x;
+}
+
+/* Cancel a request. Returns 0 if there was none. */
+static int cancel(const EpExchange *x, void **request) {
+    if (!*request) return 0;
+    x->bootstrap->cancel(x->bootstrap->context, request);
+    return 1;
+}
+
+int ep_exchange_destroy(EpExchange *x) {
+    int sends = 0, receives = 0;
+    if (!x) return 0;
+    for (int32_t r = 0; x->remote && r < x->size; r++)
+        for (int parity = 0; parity < BUFFERS; parity++) {
+            sends += cancel(x, &x->remote[r].sending[parity]);
+            receives += cancel(x, &x->remote[r].receiving[parity]);
+        }
+    if (!receives) free(x->inboxes);
+    free(x->remote);
+    free(x->control);
+    free(x);
+    return sends > 0;
+}
+
+/* ---- failure ------------------------------------------------------------------------------- */
+
+const EpExchangeFailure *ep_exchange_failure(const EpExchange *x) {
+    return &x->failure;
+}
+
+/* Record the failure for good, and publish it to the peers on this node, which then need not wait
+ * for their own timeouts. Returns `status`. */
+static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
+                              int64_t seen) {
+    EpExchangeFailure *failure = &x->failure;
+    failure->status = status, failure->peer = blamed, failure->phase = x->op->name;
+    failure->expected = expected, failure->seen = seen;
+    strcpy(failure->sentence, ep_last_error());
+    atomic_store_explicit(&x->control[x->rank]->failed.value, 1 + (uint64_t)blamed,
+                          memory_order_release);
+    return status;
+}
+
+static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint64_t expected,
+                             uint64_t seen) {
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)", x->rank,
+            x->op->name, peer, what, x->timeout, (unsigned long long)expected,
+            (unsigned long long)seen);
+    return fail_exchange(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen);
+}
+
+static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed) {
+    if (blamed == peer)
+        ep_fail(EP_ERR_PEER,
+                "rank %d: %s: rank %d has given up on the group for a reason of its own", x->rank,
+                x->op->name, peer);
+    else
+        ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
+                x->rank, x->op->name, peer, blamed);
+    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+}
+
+void ep_exchange_give_up(EpExchange *x) {
+    uint64_t none = 0;
+    atomic_compare_exchange_strong_explicit(&x->control[x->rank]->failed.value, &none,
+                                            1 + (uint64_t)x->rank, memory_order_release,
+                                            memory_order_relaxed);
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+static uint64_t load(const EpCounter *counter) {
+    return atomic_load_explicit(&counter->value, memory_order_acquire);
+}
+
+static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
+    int done = 0;
+    if (!*request) return EP_OK;
+    EpStatus status = x->bootstrap->test(x->bootstrap->context, request, &done);
+    if (status != EP_OK) return fail_exchange(x, status, peer, -1, -1);
+    if (done) *request = NULL;
+    return EP_OK;
+}
+
+/* Test all pending messages. They may make progress only in such tests, so every wait calls this,
+ * whatever it waits for. Else two ranks on different nodes could deadlock: each waits for a peer
+ * that in turn waits for the other one's message. */
+static EpStatus test_messages(EpExchange *x) {
+    for (int32_t r = 0; r < x->size && x->spans_nodes; r++)
+        for (int parity = 0; parity < BUFFERS; parity++) {
+            EP_TRY(test_request(x, r, &x->remote[r].sending[parity]));
+            EP_TRY(test_request(x, r, &x->remote[r].receiving[parity]));
+        }
+    return EP_OK;
+}
+
+static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
+                             uint64_t expected, const char *what) {
+    EpWait wait;
+    ep_wait_begin(&wait, x->timeout, x->spins);
+    while (load(counter) < expected) {
+        uint64_t failed = load(&x->control[peer]->failed);
+        if (failed && load(counter) < expected) return fail_peer(x, peer, (int32_t)(failed - 1));
+        EP_TRY(test_messages(x));
+        if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
+    }
+    return EP_OK;
+}
+
+static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const char *what) {
+    EpWait wait;
+    ep_wait_begin(&wait, x->timeout, x->spins);
+    while (*request) {
+        EP_TRY(test_messages(x));
+        if (*request && !ep_wait_pause(&wait))
+            return fail_timeout(x, peer, what, x->round, x->round - 1);
+    }
+    return EP_OK;
+}
+
+/* ---- rounds -------------------------------------------------------------------------------- */
+
+int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode) {
+    return x->region_bytes[mode] - LINE;
+}
+
+int ep_exchange_on_node(const EpExchange *x, int32_t peer) {
+    return x->control[peer] != NULL;
+}
+
+int ep_exchange_has_peers_on_node(const EpExchange *x) {
+    return x->peers_on_node > 0;
+}
+
+/* Returns the region of `reader` in `writer`'s outbox, in the open round. */
+static char *region(const EpExchange *x, int32_t writer, int32_t reader) {
+    char *outbox = (char *)x->control[writer] + ep_exchange_control_bytes(x->size);
+    int64_t index = reader;
+    if (x->mode == EP_ROUND_SHARED && x->control[reader]) index = x->spans_nodes ? writer : 0;
+    return outbox + (int64_t)(x->round % BUFFERS) * x->buffer_bytes +
+           index * x->region_bytes[x->mode];
+}
+
+static EpStatus post_receives(EpExchange *x) {
+    const EpBootstrap *b = x->bootstrap;
+    for (int32_t r = 0; r < x->size; r++) {
+        Remote *remote = &x->remote[r];
+        int parity = (int)(x->round % BUFFERS);
+        if (x->control[r]) continue;
+        EpStatus status = b->irecv(b->context, r, x->tag, remote->inbox[parity],
+                                   (size_t)x->region_bytes[x->mode], &remote->receiving[parity]);
+        if (status != EP_OK) return fail_exchange(x, status, r, -1, -1);
+        remote->fill = 0;
+    }
+    return EP_OK;
+}
+
+static EpStatus wait_until_read(EpExchange *x, int32_t peer) {
+    if (!x->control[peer])
+        return wait_request(x, peer, &x->remote[peer].sending[x->round % BUFFERS], "receive");
+    uint64_t reused = x->round > BUFFERS ? x->round - BUFFERS : 0;
+    return wait_counter(x, peer, &x->control[peer]->released[x->rank], reused, "finish reading");
+}
+
+EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *header,
+                       EpRoundMode mode) {
+    x->round++;
+    x->op = op, x->mode = mode, x->header = *header;
+    x->header.round = x->round, x->header.op = op->code;
+    for (int32_t i = 1; i < x->size; i++)
+        EP_TRY(wait_until_read(x, ep_round_peer(x->rank, x->size, i)));
+    return post_receives(x);
+}
+
+void *ep_round_region(EpExchange *x, int32_t peer) {
+    return region(x, x->rank, peer) + LINE;
+}
+
+void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes) {
+    x->remote[peer].fill = body_bytes;
+}
+
+static EpStatus send_region(EpExchange *x, int32_t peer) {
+    const EpBootstrap *b = x->bootstrap;
+    EpStatus status = b->isend(b->context, peer, x->tag, region(x, x->rank, peer),
+                               (size_t)(LINE + x->remote[peer].fill),
+                               &x->remote[peer].sending[x->round % BUFFERS]);
+    return status == EP_OK ? EP_OK : fail_exchange(x, status, peer, -1, -1);
+}
+
+EpStatus ep_round_publish(EpExchange *x) {
+    x->control[x->rank]->header[x->round % BUFFERS] = x->header;
+    for (int32_t r = 0; r < x->size; r++)
+        if (!x->control[r]) memcpy(region(x, x->rank, r), &x->header, sizeof(x->header));
+    atomic_store_explicit(&x->control[x->rank]->published.value, x->round, memory_order_release);
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        if (!x->control[peer]) EP_TRY(send_region(x, peer));
+    }
+    return EP_OK;
+}
+
+static EpStatus fail_header(EpExchange *x, EpStatus status, int32_t peer, const char *what,
+                            long long mine, long long theirs) {
+    ep_fail(status, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", x->rank,
+            x->op->name, what, x->rank, mine, peer, theirs);
+    return fail_exchange(x, status, peer, mine, theirs);
+}
+
+static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
+    ep_fail(
+        EP_ERR_ORDER,
+        "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on handle %d",
+        x->rank, ep_op_name(x->header.op), x->header.handle, peer, ep_op_name(theirs->op),
+        theirs->handle);
+    return fail_exchange(x, EP_ERR_ORDER, peer, x->header.op, theirs->op);
+}
+
+static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
+    const EpRoundHeader *mine = &x->header;
+    if (theirs->op != mine->op) return fail_other_operation(x, peer, theirs);
+    if (theirs->handle != mine->handle)
+        return fail_header(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle,
+                           theirs->handle);
+    if (theirs->step != mine->step)
+        return fail_header(x, EP_ERR_ORDER, peer, "step of the handle", mine->step, theirs->step);
+    for (int i = 0; i < EP_OP_FACTS; i++)
+        if (theirs->fact[i] != mine->fact[i])
+            return fail_header(x, i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, peer,
+                               x->op->fact[i], mine->fact[i], theirs->fact[i]);
+    if (theirs->round != mine->round)
+        return fail_header(x, EP_ERR_ORDER, peer, "round", (long long)mine->round,
+                           (long long)theirs->round);
+    return EP_OK;
+}
+
+EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
+                          const void **body) {
+    const char *message;
+    const EpRoundHeader *theirs;
+    if (x->control[peer]) {
+        EP_TRY(wait_counter(x, peer, &x->control[peer]->published, x->round, "arrive"));
+        message = region(x, peer, x->rank);
+        theirs = &x->control[peer]->header[x->round % BUFFERS];
+    } else {
+        Remote *remote = &x->remote[peer];
+        EP_TRY(wait_request(x, peer, &remote->receiving[x->round % BUFFERS], "arrive"));
+        message = remote->inbox[x->round % BUFFERS];
+        theirs = (const EpRoundHeader *)message;
+    }
+    EP_TRY(check_header(x, peer, theirs));
+    if (header) *header = theirs;
+    *body = message + LINE;
+    return EP_OK;
+}
+
+void ep_round_release(EpExchange *x, int32_t peer) {
+    atomic_store_explicit(&x->control[x->rank]->released[peer].value, x->round,
+                          memory_order_release);
+}
+
+void ep_round_close(EpExchange *x) {
+    x->op = NULL;
+}
+
+EpStatus ep_exchange_flush(EpExchange *x, const EpOp *op) {
+    x->op = op;
+    for (int32_t r = 0; r < x->size; r++)
+        for (int parity = 0; parity < BUFFERS; parity++)
+            EP_TRY(wait_request(x, r, &x->remote[r].sending[parity], "receive"));
+    x->op = NULL;
+    return EP_OK;
+}

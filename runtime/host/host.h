@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_HOST_HOST_H
+#define EP_RUNTIME_HOST_HOST_H
+
+/**
+ * The host backend's state of a group: its exchange. Operations run on the calling thread and have
+ * finished when they return.
+ */
+
+#include "runtime/group.h"
+#include "runtime/host/exchange.h"
+#include "runtime/host/rowmath.h"
+
+typedef struct EpHost {
+    EpExchange *exchange;
+    const EpRowMath *math;
+    void *memory; /* the shared segments, for share_free */
+} EpHost;
+
+static inline EpHost *ep_host(const EpGroup *group) {
+    return group->backend_state;
+}
+
+/** Returns the words of a token's routing as it travels to one rank: the token, then K local
+ *  experts, -1 for a k whose expert is on another rank. */
+static inline int64_t ep_route_words(int64_t top_k) {
+    return 1 + top_k;
+}
+
+/** Words at the start of a routing message: routes in this round, routes in all rounds. L counts
+ *  follow. */
+#define EP_ROUTE_HEAD_WORDS 2
+
+/** Returns the staging bytes per rank, from configuration and settings alone. */
+int64_t ep_host_stage_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                            const EpSettings *settings);
+
+/** Fail the group with the exchange's failure. Returns its status. */
+EpStatus ep_host_broken(EpGroup *group);
+
+#define EP_TRY_EXCHANGE(group, expression)                       \
+    do {                                                         \
+        if ((expression) != EP_OK) return ep_host_broken(group); \
+    } while (0)
+
+#endif

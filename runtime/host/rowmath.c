@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Compiled once per instruction set; EP_ROWMATH names the table that this build defines. Sums work
+ * on tiles: small enough that a tile's accumulators stay in registers or in the first-level cache,
+ * large enough that rows are read in whole cache lines.
+ */
+#include "runtime/host/rowmath.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "runtime/dtype.h"
+
+#define TILE 128
+#define CHAINS 64
+#define DOT_PART 4096 /* elements, so that a chain adds up 64: errors grow with that number */
+
+static inline float identity(float value) {
+    return value;
+}
+
+/* Add a complete run to the total, which is +0 before the first. */
+static inline void add_run(float *restrict total, const float *restrict part, int n, int first) {
+    for (int i = 0; i < n; i++)
+        total[i] = (first ? 0.0f : total[i]) + part[i];
+}
+
+/* A run starts with the product instead of fmaf(weight, row, +0); they differ only in the sign of a
+ * zero. A sum that starts from +0 has no negative zero, so the final addition of +0 makes zeros
+ * positive. */
+#define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                              \
+    static inline void start_tile_##name(float *restrict part, const element *restrict row,    \
+                                         float weight, int n) {                                \
+        for (int i = 0; i < n; i++)                                                            \
+            part[i] = weight * to_float(row[i]);                                               \
+    }                                                                                          \
+    static inline void add_tile_##name(float *restrict part, const element *restrict row,      \
+                                       float weight, int n) {                                  \
+        for (int i = 0; i < n; i++)                                                            \
+            part[i] = fmaf(weight, to_float(row[i]), part[i]);                                 \
+    }                                                                                          \
+    static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,  \
+                                       int64_t at, int n) {                                    \
+        float total[TILE], part[TILE];                                                         \
+        int runs = 0;                                                                          \
+        for (int j = 0; j < count; j++) {                                                      \
+            const element *row = (const element *)terms[j].row + at;                           \
+            if (!terms[j].first) {                                                             \
+                add_tile_##name(part, row, terms[j].weight, n);                                \
+                continue;                                                                      \
+            }                                                                                  \
+            if (runs++) add_run(total, part, n, runs == 2);                                    \
+            start_tile_##name(part, row, terms[j].weight, n);                                  \
+        }                                                                                      \
+        if (runs > 1) add_run(total, part, n, 0);                                              \
+        const float *sum = runs > 1 ? total : part;                                            \
+        for (int i = 0; i < n; i++)                                                            \
+            out[at + i] = from_float(sum[i] + 0.0f);                                           \
+    }                                                                                          \
+    static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) { \
+        int64_t at = 0;                                                                        \
+        if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                           \
+        if (count == 0) return;                                                                \
+        for (; at + TILE <= n; at += TILE)                                                     \
+            sum_tile_##name(out, terms, count, at, TILE);                                      \
+        if (at < n) sum_tile_##name(out, terms, count, at, (int)(n - at));                     \
+    }                                                                                          \
+    static void scale_##name(element *restrict out, const element *restrict row, float weight, \
+                             int64_t n) {                                                      \
+        for (int64_t i = 0; i < n; i++)                                                        \
+            out[i] = from_float(weight * to_float(row[i]));                                    \
+    }                                                                                          \
+    static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) { \
+        float chain[CHAINS], total[CHAINS] = {0};                                              \
+        for (int64_t at = 0; at < n; at += DOT_PART) {                                         \
+            int64_t end = at + DOT_PART < n ? at + DOT_PART : n, first = at;                   \
+            memset(chain, 0, sizeof(chain));                                                   \
+            for (; first + CHAINS <= end; first += CHAINS)                                     \
+                for (int i = 0; i < CHAINS; i++)                                               \
+                    chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]); \
+            for (int i = 0; first + i < end; i++)                                              \
+                chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]);     \
+            for (int i = 0; i < CHAINS; i++)                                                   \
+                total[i] += chain[i];                                                          \
+        }                                                                                      \
+        for (int width = CHAINS / 2; width > 0; width /= 2)                                    \
+            for (int i = 0; i < width; i++)                                                    \
+                total[i] += total[i + width];                                                  \
+        return total[0];                                                                       \
+    }
+
+DEFINE_ROW_FUNCTIONS(bf16, uint16_t, ep_float_from_bf16, ep_bf16_from_float)
+DEFINE_ROW_FUNCTIONS(fp16, uint16_t, ep_float_from_fp16, ep_fp16_from_float)
+DEFINE_ROW_FUNCTIONS(fp32, float, identity, identity)
+
+static void sum(EpType type, void *out, int64_t n, const EpTerm *terms, int count) {
+    if (type == EP_TYPE_BF16)
+        sum_bf16(out, n, terms, count);
+    else if (type == EP_TYPE_FP16)
+        sum_fp16(out, n, terms, count);
+    else
+        sum_fp32(out, n, terms, count);
+}
+
+static void scale(EpType type, void *out, const void *row, float weight, int64_t n) {
+    if (type == EP_TYPE_BF16)
+        scale_bf16(out, row, weight, n);
+    else if (type == EP_TYPE_FP16)
+        scale_fp16(out, row, weight, n);
+    else
+        scale_fp32(out, row, weight, n);
+}
+
+static float dot(EpType type, const void *a, const void *b, int64_t n) {
+    if (type == EP_TYPE_BF16) return dot_bf16(a, b, n);
+    if (type == EP_TYPE_FP16) return dot_fp16(a, b, n);
+    return dot_fp32(a, b, n);
+}
+
+#define STRING(x) #x
+#define NAME_OF(x) STRING(x)
+
+extern const EpRowMath EP_ROWMATH;
+const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, scale, dot};

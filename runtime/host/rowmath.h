@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_HOST_ROWMATH_H
+#define EP_RUNTIME_HOST_ROWMATH_H
+
+/**
+ * Arithmetic and copying of whole rows: the inner loops of the host backend. rowmath.c is plain C,
+ * compiled once per instruction set; ep_rowmath() picks the best for this CPU. All give the same
+ * bits: every element results from correctly rounded operations in a fixed order, and the dot
+ * product has a fixed number of chains.
+ */
+
+#include <stdint.h>
+
+#include "ep/ep.h"
+
+/**
+ * One term of a sum. Terms come in runs; a run is summed on its own from +0 and then added to the
+ * total, which also starts from +0. `first` marks the first term of a run.
+ */
+typedef struct EpTerm {
+    const void *row;
+    float weight;
+    int32_t first;
+} EpTerm;
+
+typedef struct EpRowMath {
+    const char *name;
+    /** out[i] = round(sum over runs of (fmaf chain over the run's terms)); zeros if count is 0. */
+    void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
+    /** out[i] = round(weight * row[i]) */
+    void (*scale)(EpType type, void *out, const void *row, float weight, int64_t n);
+    /** Returns the sum of a[i] * b[i], in 64 interleaved chains of fmaf. Chains restart every 4096
+     *  elements; each adds its parts up, and the 64 totals are folded pairwise at the end. */
+    float (*dot)(EpType type, const void *a, const void *b, int64_t n);
+} EpRowMath;
+
+/** Returns the functions for the best instruction set of this CPU. */
+const EpRowMath *ep_rowmath(void);
+
+/** Copy a row, past the caches if `stream`: for output too large to be read from cache afterwards.
+ *  Addresses and bytes are multiples of 16. Call ep_stream_fence after the last one. */
+void ep_row_copy(void *out, const void *row, size_t bytes, int stream);
+void ep_row_zero(void *out, size_t bytes, int stream);
+void ep_stream_fence(void);
+
+/** Quantise a row of `n` elements of BF16, FP16 or FP32 (runtime/quant.h) into n bytes of e4m3 and
+ *  ep_quant_scales(quant, n) scales. */
+void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
+                 void *scales);
+
+#endif

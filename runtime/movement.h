@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_MOVEMENT_H
+#define EP_RUNTIME_MOVEMENT_H
+
+/**
+ * What the public calls hand to a backend once their arguments are checked: a routing, or one of
+ * the two movements.
+ *
+ *     scatter   token rows -> slots     ep_dispatch, ep_combine_backward
+ *     gather    slots -> token rows     ep_combine, ep_dispatch_backward
+ *
+ * Kernels take the descriptions of tensors as they are.
+ *
+ * A flag or a size says whether an optional tensor is given: a rank without tokens or slots may
+ * pass tensors whose data is NULL.
+ */
+
+#include "runtime/layout.h"
+
+struct EpOp;
+
+/** Which part of an operation runs. The receive phase gets the description of its send phase with
+ *  the outputs instead of the inputs. */
+typedef enum EpPhase { EP_PHASE_BOTH, EP_PHASE_SEND, EP_PHASE_RECEIVE } EpPhase;
+
+/** A step's routing, checked. */
+typedef struct EpRouting {
+    const void *topk_idx; /**< [num_rows, top_k] */
+    EpType idx_type;
+    int64_t num_rows;
+    int64_t top_k;
+    const void *num_tokens; /**< one integer: number of valid rows; NULL: all */
+    EpType num_tokens_type;
+    const EpPlanTensors *out; /**< may be NULL */
+    EpStream stream;
+    const struct EpOp *op; /**< the operation that ranks announce */
+    const char *call;      /**< the public call, for sentences */
+} EpRouting;
+
+/* ---- scatter ------------------------------------------------------------------------------- */
+
+/** Layout of recv_scales. By row: [rows, count]. By column: slabs of [count, slab_rows]. */
+typedef struct EpScaleMap {
+    int32_t by_column;
+    int32_t element_bytes;
+    int64_t count;     /**< scales of a row */
+    int64_t slab_rows; /**< by column: rows of the tensor; BATCHED: rows_per_expert */
+} EpScaleMap;
+
+/** Returns the byte offset of scale `i` of a receive row. */
+EP_HOST_DEVICE static inline int64_t ep_scale_at(const EpScaleMap *map, int64_t row, int64_t i) {
+    int64_t index = row * map->count + i;
+    if (map->by_column)
+        index = (row / map->slab_rows * map->count + i) * map->slab_rows + row % map->slab_rows;
+    return index * map->element_bytes;
+}
+
+/** Returns the distance in bytes between consecutive scales of a receive row. */
+EP_HOST_DEVICE static inline int64_t ep_scale_step(const EpScaleMap *map) {
+    return (map->by_column ? map->slab_rows : 1) * map->element_bytes;
+}
+
+/**
+ * The tensors of a scatter. Weights, scales and the derivative's parts are optional (NULL). `type`,
+ * `row_bytes` and `scale_bytes` describe rows as they travel and as slots hold them. Input rows
+ * have the same type and size, unless they are quantised (runtime/quant.h) before they leave.
+ */
+typedef struct EpScatterTensors {
+    const char *rows;         /**< [T, source_row_bytes] */
+    int64_t source_row_bytes; /**< of an input row */
+    int64_t row_bytes;
+    int64_t row_elements;
+    int64_t scale_bytes;
+    EpQuant quant;             /**< EP_QUANT_NONE or 0: copy */
+    EpType source_type;        /**< of the input rows */
+    int32_t carries_weights;   /**< whether topk_weights travel; equal on all ranks */
+    EpType type;               /**< of rows on their way */
+    const float *topk_weights; /**< [T, K]: delivered with the rows */
+    const char *scales;        /**< [T, scale_bytes]; none where rows are quantised */
+    char *out_rows;
+    float *out_weights; /**< [rows] ([rows, K] if flat): topk_weights, or the dot products */
+    char *out_scales;
+    EpScaleMap scale_map; /**< layout of out_scales */
+    void *out_idx;        /**< flat: [rows, K] local experts */
+    int64_t out_capacity; /**< rows of the output buffer; zero_tail reaches up to there */
+    EpType idx_type;      /**< of out_idx */
+    EpType scale_type;
+    const float *slot_weights; /**< [rows]: multiply each delivered row */
+    const char *slot_rows;     /**< [rows, row_bytes]: dot product with each delivered row */
+    int32_t weighs;            /**< whether slot_weights multiply */
+    int32_t takes_dots;        /**< whether dot products are computed */
+} EpScatterTensors;
+
+typedef struct EpScatter {
+    const struct EpOp *op;
+    EpPhase phase;
+    EpScatterTensors t;
+    const EpRouting *routing; /**< in latency mode's dispatch: makes the plan first; else NULL */
+    EpStream stream;
+} EpScatter;
+
+/* ---- gather -------------------------------------------------------------------------------- */
+
+/** The tensors of a gather. */
+typedef struct EpGatherTensors {
+    const char *rows; /**< [rows, row_bytes] */
+    EpType type;
+    int64_t row_bytes;
+    int64_t row_elements;
+    int32_t weighs;            /**< whether slot_weights multiply */
+    const float *slot_weights; /**< [rows]: multiply each row before it is added */
+    int32_t carries_values;    /**< whether slot_values travel; equal on all ranks */
+    const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
+    char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
+    int64_t out_num_rows;
+    float *out_values; /**< [T, K] */
+} EpGatherTensors;
+
+typedef struct EpGather {
+    const struct EpOp *op;
+    EpPhase phase;
+    EpGatherTensors t;
+    EpStream stream;
+} EpGather;
+
+#endif

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/op.h"
+
+#include <stddef.h>
+
+const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity", "quant"}, 1};
+/* The dispatch of latency mode, which includes the routing. */
+const EpOp ep_op_route = {6, "dispatch", {"top_k", "alignment", "layout", "capacity", "quant"}, 1};
+const EpOp ep_op_dispatch = {
+    2,
+    "dispatch",
+    {"row bytes", "element type", "bytes of scales", "number of topk_weights", ""},
+    EP_OP_FACTS};
+const EpOp ep_op_combine = {
+    3, "combine", {"row bytes", "element type", "number of slot values", "", ""}, EP_OP_FACTS};
+const EpOp ep_op_dispatch_backward = {
+    4,
+    "dispatch backward",
+    {"row bytes", "element type", "number of slot values", "", ""},
+    EP_OP_FACTS};
+const EpOp ep_op_combine_backward = {
+    5, "combine backward", {"row bytes", "element type", "bytes of scales", "", ""}, EP_OP_FACTS};
+
+const EpOp *ep_op_find(int32_t code) {
+    static const EpOp unknown = {0, "?", {"", "", "", "", ""}, 0};
+    const EpOp *const ops[] = {&ep_op_prepare,           &ep_op_route,
+                               &ep_op_dispatch,          &ep_op_combine,
+                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+    for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
+        if (ops[i]->code == code) return ops[i];
+    return &unknown;
+}
+
+const char *ep_op_name(int32_t code) {
+    return code == ep_op_route.code ? "dispatch in latency mode" : ep_op_find(code)->name;
+}

@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_RUNTIME_OP_H
+#define EP_RUNTIME_OP_H
+
+/**
+ * The operations as ranks announce them to each other: a code that travels, and names for the
+ * sentences of errors.
+ */
+
+#include <stdint.h>
+
+#define EP_OP_FACTS 5
+
+typedef struct EpOp {
+    int32_t code; /**< 1 .. 14; see EP_OP_GONE in runtime/cuda/device.h for 15 */
+    const char *name;
+    const char *fact[EP_OP_FACTS]; /**< names of the values that must be equal on all ranks */
+    int config; /**< index of the first fact that is configuration: a difference there is
+                     EP_ERR_MISMATCH, in facts before it EP_ERR_ORDER */
+} EpOp;
+
+extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
+    ep_op_dispatch_backward, ep_op_combine_backward;
+
+/** Returns the operation with this code, or one named "?" if there is none. */
+const EpOp *ep_op_find(int32_t code);
+
+/** Returns the name of the operation with this code, unique among operations. */
+const char *ep_op_name(int32_t code);
+
+#endif

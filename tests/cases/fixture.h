@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_CASES_FIXTURE_H
+#define TESTS_CASES_FIXTURE_H
+
+/**
+ * A fixture for wrong calls: a group of one rank with a handle, and valid tensors for all five
+ * operations, with poisoned outputs. A test spoils one argument and checks that the call is
+ * refused; fixture_check_wrong does so for a table of wrong calls.
+ */
+
+#include "tests/cases/run.h"
+
+typedef enum Op {
+    OP_PREPARE,
+    OP_DISPATCH,
+    OP_COMBINE,
+    OP_DISPATCH_BACKWARD,
+    OP_COMBINE_BACKWARD,
+    OP_DISPATCH_SEND,
+    OP_DISPATCH_WAIT,
+    OP_COMBINE_SEND,
+    OP_COMBINE_WAIT
+} Op;
+
+/** Every tensor argument: X(constant, name in ep.h, is an output) */
+#define FIXTURE_TENSORS(X)                       \
+    X(TOPK_IDX, "topk_idx", 0)                   \
+    X(NUM_TOKENS, "num_tokens", 0)               \
+    X(EXPERT_COUNTS, "expert_counts", 1)         \
+    X(EXPERT_PADDED, "expert_padded", 1)         \
+    X(EXPERT_OFFSETS, "expert_offsets", 1)       \
+    X(TOTALS, "totals", 1)                       \
+    X(SOURCE_COUNTS, "source_counts", 1)         \
+    X(TOKENS, "tokens", 0)                       \
+    X(TOPK_WEIGHTS, "topk_weights", 0)           \
+    X(SCALES, "scales", 0)                       \
+    X(RECV_TOKENS, "recv_tokens", 1)             \
+    X(RECV_TOPK_WEIGHTS, "recv_topk_weights", 1) \
+    X(RECV_SCALES, "recv_scales", 1)             \
+    X(RECV_TOPK_IDX, "recv_topk_idx", 1)         \
+    X(EXPERT_OUT, "expert_out", 0)               \
+    X(SLOT_WEIGHTS, "slot_weights", 0)           \
+    X(OUT, "out", 1)                             \
+    X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
+    X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
+    X(GRAD_TOKENS, "grad_tokens", 1)             \
+    X(GRAD_TOPK_WEIGHTS, "grad_topk_weights", 1) \
+    X(GRAD_OUT, "grad_out", 0)                   \
+    X(GRAD_EXPERT_OUT, "grad_expert_out", 1)     \
+    X(GRAD_SLOT_WEIGHTS, "grad_slot_weights", 1)
+
+typedef enum Arg {
+#define FIXTURE_ENUM(constant, name, output) constant,
+    FIXTURE_TENSORS(FIXTURE_ENUM)
+#undef FIXTURE_ENUM
+        NUM_ARGS
+} Arg;
+
+typedef struct Fixture {
+    EpBootstrap bootstrap;
+    World *world;
+    EpGroup *group;
+    EpHandle *handle;
+    Step step;
+    Image image[NUM_ARGS];
+    EpTensor tensor[NUM_ARGS];
+    const EpTensor *arg[NUM_ARGS]; /**< the argument passed: &tensor, or NULL */
+} Fixture;
+
+/** A case of 4 experts, K 2 and max_tokens 9, all of them filled; bf16 rows of 24 elements, scales
+ * of 8 bytes. */
+Case fixture_case(EpLayout layout);
+
+void fixture_open(Fixture *fixture, const Case *c);
+/** Open a fixture and prepare one step. */
+void fixture_open_prepared(Fixture *fixture, const Case *c);
+void fixture_close(Fixture *fixture);
+
+/** Reset all arguments of all operations to valid tensors with poisoned outputs. */
+void fixture_reset(Fixture *fixture);
+
+EpStatus fixture_call(Fixture *fixture, Op op);
+
+/** Call a send phase, `send`; before ep_dispatch_send, also prepare. Optional outputs of the plan
+ * are NULL. */
+void fixture_begin(Fixture *fixture, Op send);
+
+/** Check that no call has written an output since the last reset. */
+void fixture_check_untouched(const Fixture *fixture);
+
+typedef enum Spoil {
+    SPOIL_ABSENT, /**< the tensor is NULL */
+    SPOIL_DATA,   /**< its data is NULL */
+    SPOIL_SHIFT,  /**< its data is `value` bytes further */
+    SPOIL_SIZE,   /**< struct_size */
+    SPOIL_TYPE,
+    SPOIL_NDIM,
+    SPOIL_SHAPE0,
+    SPOIL_SHAPE1,
+    SPOIL_SHAPE2
+} Spoil;
+
+/** A wrong call, the status it must return, and words its error must contain. */
+typedef struct Wrong {
+    Op op;
+    Arg arg;
+    Spoil spoil;
+    int64_t value;
+    EpStatus status;
+    const char *parts[3];
+} Wrong;
+
+/** Check that each call of the table is refused as stated and writes nothing, and that a valid step
+ * succeeds afterwards. Calls that the fixture's mode does not have are left out. */
+void fixture_check_wrong(Fixture *fixture, const Wrong *table, int n);
+
+/** Check a table with fixture_check_wrong in each mode, with a new fixture for each. */
+void fixture_check_table(Case c, const Wrong *table, int n);
+
+/** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float
+ * per row, which has room for the capacity only. */
+void fixture_check_shorter_tail(Op op, Arg arg);
+
+#endif

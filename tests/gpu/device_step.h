@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_GPU_DEVICE_STEP_H
+#define TESTS_GPU_DEVICE_STEP_H
+
+/**
+ * A step in device memory: inputs of a world, and poisoned outputs with guards, for the operations
+ * of one handle on one stream, whole or in phases. Operations are only enqueued. device_step_check
+ * waits and compares every byte with the oracle; outputs that were not requested must be untouched.
+ * So many steps can be under way at once, and calls can be captured into a graph.
+ *
+ * After each send phase its inputs are overwritten: the library must have read them by then.
+ *
+ * All addresses and shapes depend on the case alone, whose capacity must be static. Where the world
+ * changes between replays of a graph, the case must be `counted`.
+ */
+
+#include <cuda_runtime_api.h>
+
+#include "tests/cases/step.h"
+#include "tests/gpu/has.h"
+
+typedef enum StepOp {
+    STEP_PREPARE = 1,
+    STEP_DISPATCH = 2,
+    STEP_COMBINE = 4,
+    STEP_COMBINE_BACKWARD = 8,
+    STEP_DISPATCH_BACKWARD = 16,
+    STEP_DISPATCH_SEND = 32,
+    STEP_DISPATCH_WAIT = 64,
+    STEP_COMBINE_SEND = 128,
+    STEP_COMBINE_WAIT = 256
+} StepOp;
+
+#define STEP_FORWARD (STEP_PREPARE | STEP_DISPATCH | STEP_COMBINE)
+#define STEP_BACKWARD (STEP_COMBINE_BACKWARD | STEP_DISPATCH_BACKWARD)
+#define STEP_ALL (STEP_FORWARD | STEP_BACKWARD)
+#define STEP_SENDS (STEP_DISPATCH_SEND | STEP_COMBINE_SEND)
+#define STEP_PHASES (STEP_PREPARE | STEP_SENDS | STEP_DISPATCH_WAIT | STEP_COMBINE_WAIT)
+
+typedef enum StepOutput {
+    OUT_COUNTS,
+    OUT_PADDED,
+    OUT_OFFSETS,
+    OUT_TOTALS,
+    OUT_TOKENS,
+    OUT_WEIGHTS,
+    OUT_SCALES,
+    OUT_INDEX,
+    OUT_SUMS,
+    OUT_GRAD_ROWS,
+    OUT_GRAD_SLOTS,
+    OUT_GRAD_TOKENS,
+    OUT_GRAD_WEIGHTS,
+    STEP_OUTPUTS
+} StepOutput;
+
+typedef struct DeviceStep {
+    Step step; /**< its world is the one loaded last */
+    Case c;
+    cudaStream_t stream;
+    unsigned issued; /**< operations since the outputs were poisoned */
+    int spoilt;      /**< inputs were overwritten */
+    char *device;    /**< inputs, then outputs */
+    int owns_device;
+    char *inputs, *poison, *expected, *got; /**< counterparts on the host, pinned */
+} DeviceStep;
+
+/** Bytes of device memory of a case's device step; equal on all ranks. */
+size_t device_step_bytes(const Case *c);
+
+/** `device`: the caller's memory, device_step_bytes bytes, 128-byte aligned. If NULL, the step
+ * allocates its own with cudaMalloc. */
+void device_step_open(DeviceStep *gpu, EpGroup *group, EpHandle *handle, const Case *c, int rank,
+                      cudaStream_t stream, void *device);
+void device_step_close(DeviceStep *gpu);
+
+/** Returns a new world of a case. Tokens and routing change from step to step; some steps have no
+ * tokens. */
+World *device_step_world(const Case *shape, int step);
+
+/** Load the inputs of a world of the device step's case and poison the outputs. Waits for the
+ * stream. */
+void device_step_load(DeviceStep *gpu, const World *world);
+/** Enqueue: poison the outputs again, and restore inputs that were overwritten. */
+void device_step_poison(DeviceStep *gpu);
+/** Enqueue: copy the inputs loaded last to the device; in a graph, at each replay. */
+void device_step_bring_inputs(DeviceStep *gpu);
+/** Returns all operations of the case's mode, in phases if the case has `phases`. */
+unsigned device_step_all(const Case *c);
+/** Enqueue these operations in the order of StepOp. In latency mode the dispatch writes the outputs
+ * of STEP_PREPARE. */
+void device_step_issue(DeviceStep *gpu, unsigned ops);
+/** Record that a graph has performed these operations. */
+void device_step_replayed(DeviceStep *gpu, unsigned ops);
+/** Make one call and return its status. Its outputs cannot be checked afterwards. */
+EpStatus device_step_try(const DeviceStep *gpu, StepOp op);
+/** Wait for the stream and compare all outputs with those of the issued operations. */
+void device_step_check(DeviceStep *gpu);
+
+/** Returns the bytes of an output as device_step_check saw them, without guards. */
+Image device_step_output(const DeviceStep *gpu, StepOutput output);
+
+/* ---- groups on GPUs ---- */
+
+/** Create a handle of a case with its static capacity. Returns NULL after a failed check.
+ * Collective in latency mode. */
+EpHandle *device_step_handle(EpGroup *group, const Case *c);
+
+#define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
+#define REQUIRE_CUDA(call)             \
+    do {                               \
+        if (!CHECK_CUDA(call)) return; \
+    } while (0)
+bool check_cuda(cudaError_t error, const char *file, int line, const char *call);
+
+/** Returns a new stream that does not synchronize with the default stream. */
+cudaStream_t new_stream(void);
+
+#endif

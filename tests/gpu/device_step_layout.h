@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_GPU_DEVICE_STEP_LAYOUT_H
+#define TESTS_GPU_DEVICE_STEP_LAYOUT_H
+
+/**
+ * Where the arrays of a device step lie. Internal to device_step.c and device_step_calls.c.
+ *
+ * Offsets depend on the case alone and are equal on all ranks. How much of an array is used depends
+ * on the loaded world.
+ */
+
+#include "tests/gpu/device_step.h"
+
+typedef enum StepInput {
+    IN_INDEX,
+    IN_COUNT,
+    IN_TOKENS,
+    IN_WEIGHTS,
+    IN_SCALES,
+    IN_EXPERT_OUT,
+    IN_SLOT_WEIGHTS,
+    IN_GRAD_SLOT_WEIGHTS,
+    IN_GRAD_OUT,
+    INPUTS
+} StepInput;
+
+/** Byte offset from the beginning of the device step's memory. */
+size_t device_step_input_offset(const Case *c, int input);
+size_t device_step_inputs_size(const Case *c);
+
+/** Byte offset from the beginning of the outputs, which follow the inputs. */
+size_t device_step_output_offset(const Case *c, int output);
+size_t device_step_outputs_size(const Case *c);
+
+const RankWorld *device_step_rank(const DeviceStep *gpu);
+size_t device_step_input_bytes(const DeviceStep *gpu, StepInput input);
+
+/** Returns an output of the loaded world in one of the copies on the host. */
+Image device_step_image(const DeviceStep *gpu, char *copy, StepOutput output);
+
+/** Poison all outputs in a copy, each at its largest size. */
+void device_step_poison_copy(const Case *c, char *copy);
+
+#endif

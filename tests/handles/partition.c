@@ -1,0 +1,227 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How kernels divide the work: what must hold for all arguments, and what experiments found to be
+ * fastest. The code under test needs no GPU; builds with emulated GPUs run this. */
+#if EP_WITH_CUDA
+
+#include "combine/cuda/gather.h"
+#include "dispatch/cuda/scatter.h"
+
+#include "runtime/layout.h"
+#include "tests/harness/check.h"
+#include "tests/harness/random.h"
+
+#define H200_SHARED_BYTES 232448
+#define H200_BLOCKS 132
+
+/* ---- invariants ---------------------------------------------------------------------------- */
+
+/* The stages fit in shared memory, suffice for an item that holds `held` of them, and cut a row
+ * into no more pieces than necessary, of multiples of `unit` bytes. */
+static void check_pipeline(const EpPipelineShape *s, int64_t row_bytes, int64_t unit, int held,
+                           int64_t shared_bytes) {
+    int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_WORK_TABLE_BYTES * s->width;
+    CHECK((int64_t)s->stages * s->stage_bytes <= room, "%d stages of %d bytes in %lld", s->stages,
+          s->stage_bytes, (long long)room);
+    CHECK(s->stages >= held, "%d stages, an item holds %d", s->stages, held);
+    CHECK((int64_t)s->pieces * s->stage_bytes >= row_bytes &&
+              (int64_t)(s->pieces - 1) * s->stage_bytes < row_bytes,
+          "%d pieces of %d bytes of %lld", s->pieces, s->stage_bytes, (long long)row_bytes);
+    CHECK(s->pieces == 1 || s->stage_bytes % unit == 0, "pieces of %d bytes, unit %lld",
+          s->stage_bytes, (long long)unit);
+    CHECK(s->active >= 1 && s->active <= EP_MAX_ACTIVE, "%d items under way", s->active);
+}
+
+static void check_division(const EpCudaGroup *group, int32_t receivers, int32_t chunk) {
+    CHECK(receivers >= 1 && receivers < group->blocks, "%d of %d blocks receive", receivers,
+          group->blocks);
+    CHECK(chunk >= 1 && chunk <= 4, "%d tokens at once", chunk);
+}
+
+/* Draw the least shared memory that a group may have, or that of an H200. */
+static int32_t draw_shared_bytes(Random *random, int64_t row_bytes, int32_t top_k) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.max_row_bytes = row_bytes, config.max_top_k = top_k;
+    int64_t least = ep_cuda_least_shared(&config);
+    return (int32_t)(random_percent(random, 50) ? least : ep_max(least, H200_SHARED_BYTES));
+}
+
+static EpCudaGroup draw_group(Random *random) {
+    return (EpCudaGroup){.size = 1 + (int32_t)random_below(random, 72),
+                         .blocks = 2 + (int32_t)random_below(random, 160)};
+}
+
+static void check_scatter(Random *random) {
+    int multiplies = random_percent(random, 50);
+    EpScatterArgs a = {.group = draw_group(random),
+                       .top_k = 1 + (int32_t)random_below(random, 32),
+                       .multiplied = multiplies ? EP_TYPE_BF16 : 0,
+                       .t.takes_dots = multiplies && random_percent(random, 50),
+                       .zero_copy = !multiplies && random_percent(random, 50),
+                       .t.row_bytes = 16 * (1 + random_below(random, 4096))};
+    int held = multiplies ? 1 + a.top_k : 1;
+    a.t.source_row_bytes = a.t.row_bytes;
+    int32_t shared_bytes = draw_shared_bytes(random, a.t.row_bytes, a.top_k);
+    check_note("%d ranks, %d blocks, top-%d, type %d, rows of %lld bytes, %d bytes", a.group.size,
+               a.group.blocks, a.top_k, a.multiplied, (long long)a.t.row_bytes, shared_bytes);
+    CHECK(ep_partition_scatter(&a, shared_bytes, 16), "refused");
+    check_division(&a.group, a.receivers, a.chunk);
+    check_pipeline(&a.send, a.t.row_bytes, 16, 1, shared_bytes);
+    check_pipeline(&a.receive, a.t.row_bytes, 16, held, shared_bytes);
+}
+
+static void check_gather(Random *random) {
+    EpGatherArgs a = {.group = draw_group(random),
+                      .top_k = 1 + (int32_t)random_below(random, 32),
+                      .t.type = EP_TYPE_BF16,
+                      .t.row_bytes = 16 * (1 + random_below(random, 4096))};
+    int32_t shared_bytes = draw_shared_bytes(random, a.t.row_bytes, a.top_k);
+    check_note("%d ranks, %d blocks, top-%d, rows of %lld bytes, %d bytes", a.group.size,
+               a.group.blocks, a.top_k, (long long)a.t.row_bytes, shared_bytes);
+    CHECK(ep_partition_gather(&a, shared_bytes), "refused");
+    check_division(&a.group, a.receivers, a.chunk);
+    check_pipeline(&a.pipeline, a.t.row_bytes, 16, a.top_k, shared_bytes);
+}
+
+SoloTest(handles_partition, whatever_is_asked) {
+    Random random = random_stream(7, 0, 0);
+    for (int i = 0; i < 20000 && !check_failure()[0]; i++) {
+        check_scatter(&random);
+        check_gather(&random);
+    }
+}
+
+/* Tokens that are quantised are cut into pieces of whole quantisation blocks (512 bytes). */
+SoloTest(handles_partition, quantised_in_whole_blocks) {
+    for (int64_t blocks = 1; blocks <= 128; blocks++) {
+        EpScatterArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                           .top_k = 8,
+                           .t.row_bytes = 128 * blocks,
+                           .t.source_row_bytes = 512 * blocks,
+                           .send = {.shrink = 2}};
+        check_note("%lld blocks", (long long)blocks);
+        CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 512), "refused");
+        check_pipeline(&a.send, a.t.source_row_bytes, 512, 1, H200_SHARED_BYTES);
+        CHECK(a.send.shrink == 2 && a.receive.shrink == 0, "%d, %d", a.send.shrink,
+              a.receive.shrink);
+    }
+}
+
+SoloTest(handles_partition, too_little_shared_memory) {
+    EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
+                       .top_k = 8,
+                       .multiplied = EP_TYPE_BF16,
+                       .t.row_bytes = 14336,
+                       .t.source_row_bytes = 14336};
+    EpGatherArgs g = {
+        .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = s.t.row_bytes};
+    CHECK(!ep_partition_scatter(&s, EP_STATIC_SHARED_BYTES + 16000, 16), "it was enough");
+    CHECK(!ep_partition_gather(&g, EP_STATIC_SHARED_BYTES + 16000), "it was enough");
+}
+
+/* ---- measured to be fastest ---------------------------------------------------------------- */
+
+/* Rows of 7168 elements of two bytes, top-8, with weights. */
+typedef struct Measured {
+    int32_t ranks, blocks;
+    int32_t dispatch, combine, combine_backward; /* blocks that receive */
+} Measured;
+
+static const Measured measured[] = {
+    {1, 132, 66, 131, 131}, /* own tokens go directly to their slots, or nothing is sent */
+    {2, 132, 66, 72, 99},   /* the wire decides, and multiplying takes three quarters */
+    {4, 132, 104, 66, 99},  /* more rows of a token travel: fewer blocks fill the wire */
+    {2, 24, 10, 13, 22},    {4, 24, 12, 9, 20},
+};
+
+SoloTest(handles_partition, blocks_that_receive) {
+    for (size_t i = 0; i < sizeof(measured) / sizeof(*measured); i++) {
+        const Measured *m = &measured[i];
+        EpScatterArgs s = {.group = {.size = m->ranks, .blocks = m->blocks},
+                           .top_k = 8,
+                           .zero_copy = m->ranks > 1,
+                           .t.row_bytes = 14336,
+                           .t.source_row_bytes = 14336};
+        EpScatterArgs b = s;
+        EpGatherArgs g = {
+            .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = 14336};
+        b.zero_copy = 0, b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
+        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
+                  ep_partition_scatter(&b, H200_SHARED_BYTES, 16) &&
+                  ep_partition_gather(&g, H200_SHARED_BYTES),
+              "refused");
+        check_note("%d ranks, %d blocks", m->ranks, m->blocks);
+        CHECK(s.receivers == m->dispatch, "dispatch: %d", s.receivers);
+        CHECK(g.receivers == m->combine, "combine: %d", g.receivers);
+        CHECK(b.receivers == m->combine_backward, "combine_backward: %d", b.receivers);
+    }
+}
+
+/* Small rows and quantised rows need as many sending blocks as large rows do. */
+SoloTest(handles_partition, senders_of_smaller_rows) {
+    EpScatterArgs s = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                       .top_k = 8,
+                       .zero_copy = 1,
+                       .t.row_bytes = 2048,
+                       .t.source_row_bytes = 2048};
+    CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
+    CHECK(s.receivers == 104, "rows of 2 KiB: %d", s.receivers);
+    s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.quant = EP_QUANT_FP8;
+    CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
+    CHECK(s.receivers == 104, "quantised: %d", s.receivers);
+}
+
+/* With small rows the sums take the time, not the wire. */
+SoloTest(handles_partition, sums_of_small_rows) {
+    EpGatherArgs g = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                      .top_k = 8,
+                      .t.type = EP_TYPE_BF16,
+                      .t.row_bytes = 4096};
+    CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
+    CHECK(g.receivers == 66, "rows of 4 KiB: %d", g.receivers);
+    g.t.row_bytes = 2048;
+    CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
+    CHECK(g.receivers == 52, "rows of 2 KiB: %d", g.receivers);
+}
+
+/* With one rank each row has all eight slots, so two rows fit only if they are cut into pieces. */
+SoloTest(handles_partition, room_for_two_rows) {
+    for (int32_t ranks = 1; ranks <= 4; ranks++) {
+        EpScatterArgs a = {.group = {.size = ranks, .blocks = H200_BLOCKS},
+                           .top_k = 8,
+                           .multiplied = EP_TYPE_BF16,
+                           .t.takes_dots = 1,
+                           .t.row_bytes = 14336,
+                           .t.source_row_bytes = 14336};
+        CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 16), "refused");
+        CHECK(a.receive.pieces == (ranks == 1 ? 2 : 1), "%d ranks: %d pieces", ranks,
+              a.receive.pieces);
+        CHECK(ranks > 1 || a.receive.stages >= 18, "%d stages", a.receive.stages);
+    }
+}
+
+/* Blocks claim large rows by one or two, small rows by four; few blocks claim by four. */
+SoloTest(handles_partition, tokens_at_once) {
+    static const struct {
+        int64_t row_bytes;
+        int32_t blocks, dispatch, combine;
+    } cases[] = {
+        {14336, 132, 2, 1}, {8192, 132, 4, 2}, {4096, 132, 4, 4},
+        {2048, 132, 4, 4},  {14336, 24, 4, 4},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
+                           .top_k = 8,
+                           .t.row_bytes = cases[i].row_bytes,
+                           .t.source_row_bytes = cases[i].row_bytes};
+        EpGatherArgs g = {
+            .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = s.t.row_bytes};
+        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
+                  ep_partition_gather(&g, H200_SHARED_BYTES),
+              "refused");
+        check_note("rows of %lld bytes, %d blocks", (long long)s.t.row_bytes, cases[i].blocks);
+        CHECK(s.chunk == cases[i].dispatch, "dispatch: %d", s.chunk);
+        CHECK(g.chunk == cases[i].combine, "combine: %d", g.chunk);
+    }
+}
+
+#endif

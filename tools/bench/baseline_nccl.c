@@ -1,0 +1,326 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * The baseline on GPUs: one kernel packs rows per slot, NCCL sends and receives them in one group,
+ * another kernel unpacks them into aligned slabs. Combine goes the other way and sums on the
+ * token's rank.
+ */
+
+#if EP_WITH_CUDA
+
+#include <dlfcn.h>
+#include <nccl.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/baseline.h"
+#include "tools/bench/device.h"
+#include "tools/bench/util.h"
+
+/* ---- NCCL, loaded at run time -------------------------------------------------------------- */
+
+typedef struct Nccl {
+    void *library;
+    __typeof__(&ncclGetErrorString) error_string;
+    __typeof__(&ncclGetUniqueId) unique_id;
+    __typeof__(&ncclCommInitRank) init;
+    __typeof__(&ncclCommDestroy) destroy;
+    __typeof__(&ncclGroupStart) group_start;
+    __typeof__(&ncclGroupEnd) group_end;
+    __typeof__(&ncclSend) send;
+    __typeof__(&ncclRecv) recv;
+    ncclComm_t comm;
+} Nccl;
+
+static bool nccl_ok(const Nccl *nccl, ncclResult_t result, const char *call) {
+    return result == ncclSuccess || bench_fail("%s: %s", call, nccl->error_string(result));
+}
+
+/* Look up a function. memcpy, since ISO C has no cast from void * to a function pointer. */
+static bool find(const Nccl *nccl, const char *name, void *function) {
+    void *address = dlsym(nccl->library, name);
+    memcpy(function, &address, sizeof(address));
+    return address || bench_fail("--baseline: libnccl.so.2 has no %s", name);
+}
+
+static bool nccl_load(Nccl *nccl) {
+    nccl->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!nccl->library) return bench_fail("--baseline: expected NCCL, got: %s", dlerror());
+    return find(nccl, "ncclGetErrorString", &nccl->error_string) &&
+           find(nccl, "ncclGetUniqueId", &nccl->unique_id) &&
+           find(nccl, "ncclCommInitRank", &nccl->init) &&
+           find(nccl, "ncclCommDestroy", &nccl->destroy) &&
+           find(nccl, "ncclGroupStart", &nccl->group_start) &&
+           find(nccl, "ncclGroupEnd", &nccl->group_end) && find(nccl, "ncclSend", &nccl->send) &&
+           find(nccl, "ncclRecv", &nccl->recv);
+}
+
+/* Collective. Call nccl_close even after a failure; *nccl is zero before. Sends and receives do not
+ * use NVLink multicast, so NCCL does not set it up. */
+static bool nccl_open(World *world, Nccl *nccl) {
+    ncclUniqueId id;
+    memset(&id, 0, sizeof(id));
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
+    bool ok = nccl_load(nccl);
+    if (ok && world->rank == 0) ok = nccl_ok(nccl, nccl->unique_id(&id), "ncclGetUniqueId");
+    if (!world_all(world, ok) || !world_broadcast(world, &id, sizeof(id))) return false;
+    ok = nccl_ok(nccl, nccl->init(&nccl->comm, world->size, id, world->rank), "ncclCommInitRank");
+    return world_all(world, ok);
+}
+
+/* libnccl stays loaded, since its threads and exit handlers remain. */
+static void nccl_close(Nccl *nccl) {
+    if (nccl->comm) nccl->destroy(nccl->comm);
+}
+
+/* ---- the baseline's memory ----------------------------------------------------------------- */
+
+typedef struct Baseline {
+    Case *c;
+    Nccl nccl;
+    BaselinePlan plan;
+    int32_t *padding; /* indices of the padding rows, on the host */
+    int64_t num_padding;
+    /* device memory */
+    int32_t *d_send_token, *d_recv_row, *d_entry_at, *d_padding;
+    char *send_rows, *recv_rows, *send_scales, *recv_scales, *send_weights, *recv_weights;
+    bool ok; /* after a failure the rank still takes part: the others are in NCCL */
+} Baseline;
+
+static void *alloc(Baseline *b, size_t count, size_t bytes) {
+    void *memory = NULL;
+    b->ok = b->ok && cuda_ok(cudaMalloc(&memory, count * bytes + 1), "cudaMalloc for --baseline");
+    return memory;
+}
+
+static bool alloc_all(Baseline *b) {
+    const Case *c = b->c;
+    size_t entries = (size_t)(c->tokens * c->routing.top_k), slots = (size_t)c->slots.num_slots;
+    size_t rows = (size_t)c->slots.num_rows, scale_bytes = (size_t)c->options->scale_bytes;
+    b->padding = bench_alloc(rows, sizeof(int32_t), "baseline");
+    b->ok = baseline_plan_alloc(c, &b->plan) && b->padding;
+    b->d_send_token = alloc(b, entries, sizeof(int32_t));
+    b->d_entry_at = alloc(b, entries, sizeof(int32_t));
+    b->d_recv_row = alloc(b, slots, sizeof(int32_t));
+    b->d_padding = alloc(b, rows, sizeof(int32_t));
+    b->send_rows = alloc(b, entries, c->row_bytes);
+    b->recv_rows = alloc(b, slots, c->row_bytes);
+    b->send_scales = alloc(b, entries, scale_bytes);
+    b->recv_scales = alloc(b, slots, scale_bytes);
+    b->send_weights = alloc(b, entries, sizeof(float));
+    b->recv_weights = alloc(b, slots, sizeof(float));
+    return b->ok;
+}
+
+static void free_all(Baseline *b) {
+    void *all[] = {b->d_send_token, b->d_entry_at,  b->d_recv_row,  b->d_padding,
+                   b->send_rows,    b->recv_rows,   b->send_scales, b->recv_scales,
+                   b->send_weights, b->recv_weights};
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+        cudaFree(all[i]);
+    baseline_plan_free(&b->plan);
+    free(b->padding);
+}
+
+/* ---- prepare: on the host ------------------------------------------------------------------ */
+
+static bool copy(Baseline *b, void *to, const void *from, int64_t count, size_t bytes) {
+    return cuda_ok(
+        cudaMemcpyAsync(to, from, (size_t)count * bytes, cudaMemcpyDefault, b->c->stream),
+        "cudaMemcpyAsync");
+}
+
+static void list_padding(Baseline *b) {
+    b->num_padding = 0;
+    for (int l = 0; l < b->c->slots.num_local; l++) {
+        for (int64_t row = b->plan.slab_end[l]; row < b->plan.slab_limit[l]; row++)
+            b->padding[b->num_padding++] = (int32_t)row;
+    }
+}
+
+static bool prepare(Baseline *b) {
+    Case *c = b->c;
+    int64_t entries = c->tokens * c->routing.top_k;
+    size_t word = sizeof(int32_t);
+    bool ok = copy(b, c->buffers.index, c->device->buffers.index, entries,
+                   ep_type_bytes((EpType)c->options->index_type));
+    ok = device_finish(c) && ok;
+    baseline_plan_make(&b->plan);
+    list_padding(b);
+    return ok && copy(b, b->d_send_token, b->plan.send_token, b->plan.sent.total, word) &&
+           copy(b, b->d_entry_at, b->plan.entry_at, entries, word) &&
+           copy(b, b->d_recv_row, b->plan.recv_row, b->plan.received.total, word) &&
+           copy(b, b->d_padding, b->padding, b->num_padding, word) && device_finish(c);
+}
+
+/* ---- dispatch ------------------------------------------------------------------------------ */
+
+typedef struct Packed {
+    char *rows;
+    const Traffic *traffic;
+} Packed;
+
+static bool exchange_with(const Baseline *b, Packed out, Packed in, size_t bytes, int peer) {
+    const Nccl *n = &b->nccl;
+    size_t sends = (size_t)out.traffic->counts[peer] * bytes;
+    size_t receives = (size_t)in.traffic->counts[peer] * bytes;
+    const char *from = out.rows + (size_t)out.traffic->offsets[peer] * bytes;
+    char *to = in.rows + (size_t)in.traffic->offsets[peer] * bytes;
+    cudaStream_t stream = b->c->stream;
+    return (!sends ||
+            nccl_ok(n, n->send(from, sends, ncclUint8, peer, n->comm, stream), "ncclSend")) &&
+           (!receives ||
+            nccl_ok(n, n->recv(to, receives, ncclUint8, peer, n->comm, stream), "ncclRecv"));
+}
+
+static bool exchange(const Baseline *b, Packed out, Packed in, size_t bytes) {
+    const Nccl *n = &b->nccl;
+    bool ok = nccl_ok(n, n->group_start(), "ncclGroupStart");
+    for (int peer = 0; ok && peer < b->c->world->size; peer++)
+        ok = exchange_with(b, out, in, bytes, peer);
+    return nccl_ok(n, n->group_end(), "ncclGroupEnd") && ok;
+}
+
+/* Data that travels with each slot. */
+typedef struct Payload {
+    const void *from;
+    char *packed, *received;
+    void *to;
+    size_t bytes;   /* per slot */
+    bool per_entry; /* one per entry, else one per token */
+} Payload;
+
+enum { MAX_PAYLOADS = 3 };
+
+static int list_payloads(const Baseline *b, Payload *out) {
+    const Case *c = b->c;
+    const Buffers *d = &c->device->buffers;
+    size_t scale_bytes = (size_t)c->options->scale_bytes;
+    int n = 0;
+    out[n++] =
+        (Payload){d->tokens_in, b->send_rows, b->recv_rows, d->slots_out, c->row_bytes, false};
+    if (c->options->weighted)
+        out[n++] = (Payload){d->topk_weights, b->send_weights, b->recv_weights,
+                             d->recv_weights, sizeof(float),   true};
+    if (scale_bytes)
+        out[n++] = (Payload){d->scales,      b->send_scales, b->recv_scales,
+                             d->recv_scales, scale_bytes,    false};
+    return n;
+}
+
+static bool pack(const Baseline *b, const Payload *payload) {
+    const Case *c = b->c;
+    int64_t entries = c->tokens * c->routing.top_k;
+    cudaError_t status = payload->per_entry
+                             ? kernel_scatter_rows(payload->packed, payload->from, b->d_entry_at,
+                                                   entries, payload->bytes, c->stream)
+                             : kernel_gather_rows(payload->packed, payload->from, b->d_send_token,
+                                                  b->plan.sent.total, payload->bytes, c->stream);
+    return cuda_ok(status, "packing rows");
+}
+
+/* Copy received rows to their slots and zero the padding. */
+static bool unpack(const Baseline *b, const Payload *payload) {
+    cudaStream_t stream = b->c->stream;
+    return cuda_ok(kernel_scatter_rows(payload->to, payload->received, b->d_recv_row,
+                                       b->plan.received.total, payload->bytes, stream),
+                   "unpacking rows") &&
+           cuda_ok(kernel_scatter_rows(payload->to, NULL, b->d_padding, b->num_padding,
+                                       payload->bytes, stream),
+                   "zeroing the padding");
+}
+
+/* Groups nest, so one outer group holds all exchanges. */
+static bool dispatch(Baseline *b) {
+    const Nccl *n = &b->nccl;
+    Payload payload[MAX_PAYLOADS];
+    int count = list_payloads(b, payload);
+    bool ok = true;
+    for (int i = 0; i < count; i++)
+        ok = pack(b, &payload[i]) && ok;
+    ok = nccl_ok(n, n->group_start(), "ncclGroupStart") && ok;
+    for (int i = 0; i < count; i++) {
+        Packed out = {payload[i].packed, &b->plan.sent},
+               in = {payload[i].received, &b->plan.received};
+        ok = exchange(b, out, in, payload[i].bytes) && ok;
+    }
+    ok = nccl_ok(n, n->group_end(), "ncclGroupEnd") && ok;
+    for (int i = 0; i < count; i++)
+        ok = unpack(b, &payload[i]) && ok;
+    return ok;
+}
+
+/* ---- combine ------------------------------------------------------------------------------- */
+
+static bool sum_rows(const Baseline *b) {
+    const Case *c = b->c;
+    const Buffers *d = &c->device->buffers;
+    SumArgs args = {.type = (int)c->options->type,
+                    .out = d->tokens_out,
+                    .rows = b->send_rows,
+                    .at = b->d_entry_at,
+                    .weights = c->options->weighted ? d->topk_weights : NULL,
+                    .tokens = c->tokens,
+                    .top_k = c->routing.top_k,
+                    .row_bytes = c->row_bytes};
+    return cuda_ok(kernel_sum_rows(&args, c->stream), "summing rows");
+}
+
+static bool combine(Baseline *b) {
+    const Case *c = b->c;
+    Packed out = {b->recv_rows, &b->plan.received}, in = {b->send_rows, &b->plan.sent};
+    bool ok = cuda_ok(kernel_gather_rows(b->recv_rows, c->device->buffers.slots_in, b->d_recv_row,
+                                         b->plan.received.total, c->row_bytes, c->stream),
+                      "packing slots");
+    return exchange(b, out, in, c->row_bytes) && ok && sum_rows(b);
+}
+
+/* ---- the measurement ----------------------------------------------------------------------- */
+
+/* b->ok keeps a failure until the end. */
+static bool run(void *context, int which) {
+    static bool (*const phases[NUM_BASELINE_PHASES])(Baseline *) = {prepare, dispatch, combine};
+    Baseline *b = context;
+    b->ok = phases[which](b) && b->ok;
+    return true;
+}
+
+/* Run once more on poisoned buffers. */
+static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
+    Case *c = b->c;
+    bool ok = device_poison(c, PHASE_DISPATCH) && device_poison(c, PHASE_COMBINE);
+    int64_t before = check->wrong;
+    for (int which = 0; which < NUM_BASELINE_PHASES; which++)
+        run(b, which);
+    ok = device_fetch(c, PHASE_DISPATCH) && device_fetch(c, PHASE_COMBINE) && ok && b->ok;
+    if (!ok) return false;
+    check_baseline_dispatch(check);
+    out->wrong[BASELINE_DISPATCH] = check->wrong - before;
+    check_baseline_combine(check);
+    out->wrong[BASELINE_COMBINE] = check->wrong - before - out->wrong[BASELINE_DISPATCH];
+    return true;
+}
+
+static bool measure(Baseline *b, Check *check, BaselineResult *out) {
+    Case *c = b->c;
+    const Options *o = c->options;
+    bool ok = device_time_calls(c, o->iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
+    return world_all(c->world, ok && b->ok) &&
+           world_all(c->world, !o->check || check_results(b, check, out)) &&
+           world_sum(c->world, out->wrong, NUM_BASELINE_PHASES);
+}
+
+bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out) {
+    Baseline b = {.c = c};
+    bool ok = world_all(c->world, alloc_all(&b));
+    if (ok) {
+        MPI_Comm_dup(MPI_COMM_WORLD, &b.plan.comm);
+        ok = nccl_open(c->world, &b.nccl) && measure(&b, check, out);
+        nccl_close(&b.nccl);
+        MPI_Comm_free(&b.plan.comm);
+    }
+    free_all(&b);
+    return ok;
+}
+
+#endif

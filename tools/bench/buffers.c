@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/case.h"
+#include "tools/bench/data.h"
+#include "tools/bench/util.h"
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+static bool alloc_tokens(Case *c) {
+    Buffers *b = &c->buffers;
+    size_t tokens = (size_t)c->tokens, entries = tokens * (size_t)c->options->top_k;
+    b->index = bench_alloc(entries, sizeof(int64_t), "topk_idx");
+    b->topk_weights = bench_alloc(entries, sizeof(float), "topk_weights");
+    b->topk_grads = bench_alloc(entries, sizeof(float), "grad_topk_weights");
+    b->tokens_in = bench_alloc(tokens, c->row_bytes, "tokens");
+    b->tokens_out = bench_alloc(tokens, c->row_bytes, "out");
+    b->scales = bench_alloc(tokens, (size_t)c->options->scale_bytes, "scales");
+    return b->index && b->topk_weights && b->topk_grads && b->tokens_in && b->tokens_out &&
+           b->scales;
+}
+
+/* Spare bytes: the floor's copy kernels read whole chunks. */
+enum { ZERO_COPY_SPARE = 65536 };
+
+bool zero_copy_create(Case *c) {
+    size_t bytes = (size_t)c->slots.num_rows * c->row_bytes + ZERO_COPY_SPARE;
+    if (!c->options->zero_copy) return true;
+    bool ok = bench_ok(ep_mem_alloc(c->group, bytes, &c->zero_copy_in), "ep_mem_alloc");
+    if (!world_all(c->world, ok)) return false;
+    ok = bench_ok(ep_mem_alloc(c->group, bytes, &c->zero_copy_out), "ep_mem_alloc");
+    return world_all(c->world, ok);
+}
+
+/* With --zero-copy on the host backend, the library works on peer-accessible host buffers. */
+static bool alloc_rows(Case *c) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows;
+    if (c->zero_copy_in && !c->cuda) {
+        b->slots_in = c->zero_copy_in;
+        b->slots_out = c->zero_copy_out;
+        return true;
+    }
+    b->slots_in = bench_alloc(rows, c->row_bytes, "expert_out");
+    b->slots_out = bench_alloc(rows, c->row_bytes, "recv_tokens");
+    return b->slots_in && b->slots_out;
+}
+
+static bool alloc_slots(Case *c) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows, wide = rows * (size_t)c->weights_width;
+    b->recv_weights = bench_alloc(wide, sizeof(float), "recv_topk_weights");
+    b->recv_scales = bench_alloc(rows, c->recv_scale_bytes, "recv_scales");
+    b->recv_index = bench_alloc(wide, sizeof(int32_t), "recv_topk_idx");
+    b->slot_weights = bench_alloc(rows, sizeof(float), "slot_weights");
+    b->slot_grads_in = bench_alloc(wide, sizeof(float), "grad_slot_weights");
+    b->slot_grads_out = bench_alloc(rows, sizeof(float), "grad_slot_weights");
+    b->plan = bench_alloc((size_t)c->slots.num_local * 3 + 4, sizeof(int64_t), "plan");
+    return alloc_rows(c) && b->recv_weights && b->recv_scales && b->recv_index && b->slot_weights &&
+           b->slot_grads_in && b->slot_grads_out && b->plan;
+}
+
+void buffers_destroy(Case *c) {
+    Buffers *b = &c->buffers;
+    if (b->slots_in == c->zero_copy_in) b->slots_in = NULL;
+    if (b->slots_out == c->zero_copy_out) b->slots_out = NULL;
+    void *all[] = {b->index,         b->topk_weights,   b->topk_grads, b->tokens_in,
+                   b->tokens_out,    b->scales,         b->slots_in,   b->slots_out,
+                   b->recv_weights,  b->recv_scales,    b->recv_index, b->slot_weights,
+                   b->slot_grads_in, b->slot_grads_out, b->plan};
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+        free(all[i]);
+    *b = (Buffers){0};
+}
+
+/* ---- descriptors --------------------------------------------------------------------------- */
+
+/* One value (column) or a row of `width` values per slot; batched tensors have a dimension more. */
+static EpTensor slot_tensor(const Case *c, void *data, EpType type, int64_t width, bool column) {
+    int64_t rows = c->slots.num_rows;
+    if (c->slots.layout != EP_LAYOUT_BATCHED)
+        return column ? ep_tensor_1d(data, type, rows) : ep_tensor_2d(data, type, rows, width);
+    int64_t slabs = c->slots.num_local, slab = c->slots.rows_per_expert;
+    return column ? ep_tensor_2d(data, type, slabs, slab)
+                  : ep_tensor_3d(data, type, slabs, slab, width);
+}
+
+static void describe_tokens(Case *c, const Buffers *b) {
+    Tensors *t = &c->tensors;
+    const Options *o = c->options;
+    t->index = ep_tensor_2d(b->index, (EpType)o->index_type, c->tokens, o->top_k);
+    t->topk_weights = ep_tensor_2d(b->topk_weights, EP_TYPE_FP32, c->tokens, o->top_k);
+    t->topk_grads = ep_tensor_2d(b->topk_grads, EP_TYPE_FP32, c->tokens, o->top_k);
+    t->tokens_in = ep_tensor_2d(b->tokens_in, (EpType)o->type, c->tokens, o->hidden);
+    t->tokens_out = ep_tensor_2d(b->tokens_out, (EpType)o->type, c->tokens, o->hidden);
+    t->scales = ep_tensor_2d(b->scales, EP_TYPE_UINT8, c->tokens, o->scale_bytes);
+}
+
+static void describe_slots(Case *c, const Buffers *b) {
+    Tensors *t = &c->tensors;
+    const Options *o = c->options;
+    bool column = c->slots.layout != EP_LAYOUT_FLAT;
+    t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
+    t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
+    int64_t scales = (int64_t)(c->recv_scale_bytes / ep_type_bytes(c->recv_scale_type));
+    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, o->hidden, false);
+    t->recv_scales = slot_tensor(c, b->recv_scales, c->recv_scale_type, scales, false);
+    t->recv_weights = slot_tensor(c, b->recv_weights, EP_TYPE_FP32, o->top_k, column);
+    t->slot_grads_in = slot_tensor(c, b->slot_grads_in, EP_TYPE_FP32, o->top_k, column);
+    t->recv_index = slot_tensor(c, b->recv_index, EP_TYPE_INT32, o->top_k, column);
+    t->slot_weights = slot_tensor(c, b->slot_weights, EP_TYPE_FP32, 1, true);
+    t->slot_grads_out = slot_tensor(c, b->slot_grads_out, EP_TYPE_FP32, 1, true);
+}
+
+static void describe_plan(Case *c, const Buffers *b) {
+    Tensors *t = &c->tensors;
+    int64_t local = c->slots.num_local, *plan = b->plan;
+    t->plan_counts = ep_tensor_1d(plan, EP_TYPE_INT64, local);
+    t->plan_padded = ep_tensor_1d(plan + local, EP_TYPE_INT64, local);
+    t->plan_offsets = ep_tensor_1d(plan + 2 * local, EP_TYPE_INT64, local + 1);
+    t->plan_totals = ep_tensor_1d(plan + 3 * local + 1, EP_TYPE_INT64, 3);
+}
+
+void buffers_describe(Case *c, const Buffers *b) {
+    describe_tokens(c, b);
+    describe_slots(c, b);
+    describe_plan(c, b);
+}
+
+/* ---- contents ------------------------------------------------------------------------------ */
+
+static void fill_index(Case *c) {
+    int64_t entries = c->tokens * c->options->top_k;
+    const int32_t *from = routing_row(&c->routing, c->world->rank, 0);
+    for (int64_t i = 0; i < entries; i++) {
+        if (c->options->index_type == EP_TYPE_INT64)
+            ((int64_t *)c->buffers.index)[i] = from[i];
+        else
+            ((int32_t *)c->buffers.index)[i] = from[i];
+    }
+}
+
+static void fill_tokens(Case *c) {
+    Buffers *b = &c->buffers;
+    int rank = c->world->rank, top_k = (int)c->options->top_k;
+    size_t scale_bytes = (size_t)c->options->scale_bytes;
+    for (int64_t t = 0; t < c->tokens; t++) {
+        data_row((EpType)c->options->type, case_token_id(c, rank, t),
+                 b->tokens_in + (size_t)t * c->row_bytes, c->row_bytes);
+        data_row(EP_TYPE_UINT8, case_scale_id(c, rank, t), b->scales + (size_t)t * scale_bytes,
+                 scale_bytes);
+        for (int k = 0; k < top_k; k++)
+            b->topk_weights[t * top_k + k] = case_topk_weight(c, rank, t, k);
+    }
+}
+
+/* Whether entry k of a token is a live slot of this rank. */
+static bool is_local_slot(const Case *c, int rank, int64_t token, int k) {
+    int64_t entry = (c->routing.first[rank] + token) * c->routing.top_k + k;
+    return c->slots.row_of[entry] >= 0 &&
+           routing_owner(&c->routing, c->routing.experts[entry]) == c->world->rank;
+}
+
+static void fill_slot(Case *c, int64_t row) {
+    Buffers *b = &c->buffers;
+    const Row *what = &c->slots.rows[row];
+    data_row((EpType)c->options->type,
+             case_slot_id(c, what->rank, what->token, c->world->rank, what->expert, what->k),
+             b->slots_in + (size_t)row * c->row_bytes, c->row_bytes);
+    b->slot_weights[row] = case_slot_weight(c, what->rank, what->token, c->world->rank, what->k);
+    for (int i = 0; i < c->weights_width; i++) {
+        int k = what->k < 0 ? i : what->k;
+        if (is_local_slot(c, what->rank, what->token, k))
+            b->slot_grads_in[row * c->weights_width + i] =
+                case_slot_grad(c, what->rank, what->token, k);
+    }
+}
+
+/* Rows without a slot are NaN, so that an error that adds them to a sum shows. All ones is NaN in
+ * every format. */
+static void fill_slots(Case *c) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows;
+    memset(b->slot_weights, 0xFF, rows * sizeof(float));
+    memset(b->slot_grads_in, 0xFF, rows * (size_t)c->weights_width * sizeof(float));
+    for (int64_t row = 0; row < c->slots.num_rows; row++) {
+        if (c->slots.rows[row].state == ROW_SLOT)
+            fill_slot(c, row);
+        else if (c->slots.rows[row].state != ROW_UNUSED)
+            memset(b->slots_in + (size_t)row * c->row_bytes, 0xFF, c->row_bytes);
+    }
+}
+
+bool buffers_create(Case *c) {
+    if (!alloc_tokens(c) || !alloc_slots(c)) return false;
+    buffers_describe(c, &c->buffers);
+    fill_index(c);
+    fill_tokens(c);
+    fill_slots(c);
+    return true;
+}

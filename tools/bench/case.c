@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/case.h"
+
+#include "tools/bench/data.h"
+#include "tools/bench/device.h"
+#include "tools/bench/util.h"
+
+/* ---- identities ---------------------------------------------------------------------------- */
+
+uint64_t case_token_id(const Case *c, int rank, int64_t token) {
+    return data_id(c->options->seed, DATA_TOKEN, rank, token, 0);
+}
+
+uint64_t case_scale_id(const Case *c, int rank, int64_t token) {
+    return data_id(c->options->seed, DATA_SCALE, rank, token, 0);
+}
+
+uint64_t case_slot_id(const Case *c, int rank, int64_t token, int owner, int expert, int k) {
+    return data_id(c->options->seed, DATA_SLOT, rank, token,
+                   slots_tag(c->slots.layout, owner, expert, k));
+}
+
+float case_topk_weight(const Case *c, int rank, int64_t token, int k) {
+    return data_weight(data_id(c->options->seed, DATA_TOPK_WEIGHT, rank, token, k));
+}
+
+float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k) {
+    if (c->slots.layout != EP_LAYOUT_FLAT) return case_topk_weight(c, rank, token, k);
+    return data_weight(data_id(c->options->seed, DATA_ROW_WEIGHT, rank, token, owner));
+}
+
+float case_slot_grad(const Case *c, int rank, int64_t token, int k) {
+    return data_weight(data_id(c->options->seed, DATA_SLOT_GRAD, rank, token, k));
+}
+
+/* ---- the group ----------------------------------------------------------------------------- */
+
+static EpGroupConfig group_config(const Options *o, int64_t max_tokens) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = (int32_t)o->experts;
+    config.max_tokens = max_tokens > 0 ? (int32_t)max_tokens : 1;
+    config.max_top_k = (int32_t)o->top_k;
+    config.max_row_bytes = o->hidden * (int64_t)ep_type_bytes((EpType)o->type);
+    config.max_scale_bytes = o->scale_bytes;
+    config.alignment = (int32_t)o->alignment;
+    config.max_recv_rows = o->capacity;
+    config.overflow = (EpOverflow)o->overflow;
+    config.backend = (EpBackend)o->backend;
+    config.mode = (EpMode)o->mode;
+    return config;
+}
+
+static bool ask_memory(World *world, const EpGroupConfig *config, EpGroupMemory *out) {
+    *out = (EpGroupMemory)EP_GROUP_MEMORY_INIT;
+    if (!bench_ok(ep_group_memory(config, world->size, out), "ep_group_memory")) return false;
+    return out->feasible || bench_refuse("this configuration is not feasible: %s", out->reason);
+}
+
+static bool refuse_unsupported(const Options *o, EpBackend backend) {
+    if (backend == EP_BACKEND_HOST && o->graphs)
+        return bench_refuse("--graphs: expected a GPU backend, got the host backend, whose calls "
+                            "are synchronous");
+    if (backend == EP_BACKEND_HOST && o->num_sms)
+        return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
+                            "no multiprocessors");
+    if (backend != EP_BACKEND_HOST && !device_built())
+        return bench_refuse("--backend: expected host, got %s, but this ep_bench was built "
+                            "without CUDA",
+                            options_backend_name(backend));
+    return true;
+}
+
+bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out) {
+    EpGroupConfig config = group_config(options, options->tokens_end);
+    if (!device_select(world, options)) return false;
+    bool ok = ask_memory(world, &config, out) && refuse_unsupported(options, out->backend);
+    return world_all(world, ok);
+}
+
+/* Set the default capacity: the need of the rank that receives most. On GPUs exact sizing would
+ * wait on the host in every step, and latency mode does not support it. */
+static bool reserve_rows(Case *c) {
+    int64_t rows = c->slots.needed_rows, alignment = c->options->alignment;
+    if (!world_max(c->world, &rows, 1)) return false;
+    rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
+    c->capacity = rows;
+    return world_all(c->world, slots_reserve(&c->slots, rows));
+}
+
+/* Set the capacity. It is static if the CUDA backend serves every rank. */
+static bool choose_capacity(Case *c) {
+    EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
+    EpGroupMemory memory;
+    c->capacity = c->options->capacity;
+    if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
+    int64_t cuda = memory.backend == EP_BACKEND_CUDA;
+    if (!world_min(c->world, &cuda, 1)) return false;
+    bool needs_static = cuda || c->options->mode != EP_MODE_THROUGHPUT;
+    bool open = !c->capacity && c->slots.layout != EP_LAYOUT_BATCHED;
+    return !needs_static || !open || reserve_rows(c);
+}
+
+static bool create_group(Case *c) {
+    EpGroupConfig config = group_config(c->options, c->routing.max_tokens);
+    EpGroupMemory memory;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    config.max_recv_rows = c->capacity;
+    if (!world_all(c->world, ask_memory(c->world, &config, &memory))) return false;
+    c->promised_bytes = memory.shared_bytes + memory.private_bytes;
+    bool ok = bench_ok(ep_group_create(&c->world->boot, &config, &c->group), "ep_group_create") &&
+              bench_ok(ep_group_query(c->group, &info), "ep_group_query");
+    c->cuda = ok && info.backend == EP_BACKEND_CUDA;
+    return world_all(c->world, ok);
+}
+
+static bool create_handle(Case *c) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    config.layout = c->slots.layout;
+    config.top_k = (int32_t)c->options->top_k;
+    config.quant = c->quant;
+    if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    bool ok =
+        bench_ok(ep_handle_cost(c->group, &config, &cost), "ep_handle_cost") &&
+        bench_ok(ep_handle_create(c->group, &config, NULL, 0, &c->handle), "ep_handle_create");
+    c->latency = cost.mode == EP_MODE_LATENCY;
+    c->promised_bytes += cost.plan_bytes + cost.buffer_bytes;
+    return world_all(c->world, ok);
+}
+
+/* Sizes and types of a row as it is sent and as dispatch delivers it. */
+static void describe_received(Case *c) {
+    const Options *o = c->options;
+    c->row_bytes = c->recv_bytes = (size_t)o->hidden * ep_type_bytes((EpType)o->type);
+    c->recv_type = (EpType)o->type, c->recv_scale_type = EP_TYPE_UINT8;
+    c->recv_scale_bytes = (size_t)o->scale_bytes;
+    c->quant = (EpQuant)o->quant;
+    if (c->quant == EP_QUANT_NONE) return;
+    c->recv_type = EP_TYPE_FP8_E4M3, c->recv_bytes = (size_t)o->hidden;
+    c->recv_scale_type = quant_scale_type(c->quant);
+    c->recv_scale_bytes =
+        (size_t)quant_scales(c->quant, o->hidden) * ep_type_bytes(c->recv_scale_type);
+}
+
+bool case_create(World *world, const Options *options, int64_t size, Case *out) {
+    *out = (Case){.world = world, .options = options};
+    describe_received(out);
+    if (!routing_make(world, options, size, &out->routing)) return false;
+    out->tokens = out->routing.tokens[world->rank];
+    bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
+    out->weights_width = out->slots.layout == EP_LAYOUT_FLAT ? (int)options->top_k : 1;
+    return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
+           create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
+           device_create(out);
+}
+
+/* Destroying the group also releases its peer-accessible memory. */
+void case_destroy(Case *c) {
+    ep_handle_destroy(c->handle);
+    ep_group_destroy(c->group);
+    device_destroy(c);
+    buffers_destroy(c);
+    slots_free(&c->slots);
+    routing_free(&c->routing);
+}

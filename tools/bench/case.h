@@ -1,0 +1,151 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_CASE_H
+#define BENCH_CASE_H
+
+/**
+ * One size of the sweep on one rank: its routing, its slots, the group, and the buffers.
+ *
+ * A buffer serves several tensors. Slot rows: `slots_in` is expert_out and grad_recv_tokens,
+ * `slots_out` is recv_tokens and grad_expert_out. Token rows: `tokens_in` is tokens and grad_out,
+ * `tokens_out` is out and grad_tokens.
+ */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "ep/ep.h"
+#include "tools/bench/options.h"
+#include "tools/bench/routing.h"
+#include "tools/bench/world.h"
+
+typedef enum PhaseId {
+    PHASE_PREPARE,
+    PHASE_DISPATCH,
+    PHASE_COMBINE,
+    PHASE_COMBINE_BACKWARD,
+    PHASE_DISPATCH_BACKWARD,
+    NUM_PHASES
+} PhaseId;
+
+/** The send and wait calls of latency mode's two operations (--split). */
+typedef enum SplitPhaseId {
+    SPLIT_DISPATCH_SEND,
+    SPLIT_DISPATCH_WAIT,
+    SPLIT_COMBINE_SEND,
+    SPLIT_COMBINE_WAIT,
+    NUM_SPLIT_PHASES
+} SplitPhaseId;
+
+/** The buffers: T tokens, K entries each, `rows` slots. */
+typedef struct Buffers {
+    void *index;           /**< [T, K] */
+    float *topk_weights;   /**< [T, K] */
+    float *topk_grads;     /**< [T, K], from dispatch_backward */
+    char *tokens_in;       /**< [T, H] */
+    char *tokens_out;      /**< [T, H] */
+    char *scales;          /**< [T, S] */
+    char *slots_in;        /**< [rows, H] */
+    char *slots_out;       /**< [rows, H] */
+    float *recv_weights;   /**< [rows], flat: [rows, K], from dispatch */
+    char *recv_scales;     /**< [rows, received S] */
+    int32_t *recv_index;   /**< flat: [rows, K] */
+    float *slot_weights;   /**< [rows] for combine */
+    float *slot_grads_in;  /**< [rows], flat: [rows, K], for dispatch_backward */
+    float *slot_grads_out; /**< [rows] from combine_backward */
+    int64_t *plan;         /**< counts[L], padded[L], offsets[L + 1], totals[3] */
+} Buffers;
+
+typedef struct Tensors {
+    EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
+    EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
+    EpTensor slot_weights, slot_grads_in, slot_grads_out;
+    EpTensor plan_counts, plan_padded, plan_offsets, plan_totals;
+} Tensors;
+
+typedef struct Device Device; /* see device.h */
+
+typedef struct Case {
+    World *world;
+    const Options *options;
+    Routing routing;
+    Slots slots;
+    int64_t tokens;   /**< T of this rank */
+    size_t row_bytes; /**< of a token or slot row */
+    EpQuant quant;    /**< of dispatch; if not NONE, received rows differ from sent rows */
+    EpType recv_type, recv_scale_type;
+    size_t recv_bytes, recv_scale_bytes; /**< of a row in slots_out after dispatch, of its scales */
+    bool latency;      /**< the handle is in latency mode: only PHASE_DISPATCH and PHASE_COMBINE */
+    int weights_width; /**< floats per row of recv_topk_weights: 1, flat: K */
+    EpGroup *group;
+    EpHandle *handle;
+    int64_t promised_bytes; /**< from ep_group_memory, before any allocation */
+    bool cuda;              /**< the CUDA backend serves the group */
+    int64_t capacity;       /**< max_recv_rows of the group; 0: exact sizing */
+    Buffers buffers;        /**< on the host; inputs are made and outputs checked here */
+    Device *device;         /**< NULL on the host backend */
+    EpStream stream;        /**< of all calls; NULL on the host backend */
+    void *zero_copy_in;     /**< with --zero-copy: slots_in in the group's peer-accessible memory */
+    void *zero_copy_out;    /**< with --zero-copy: slots_out in such memory */
+    Tensors tensors;        /**< of the host's buffers, or of the device's */
+} Case;
+
+/** Collective: the backend of the largest size, and the reason. Refuses options that the backend
+ *  does not support. */
+bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
+
+/** Collective. False on every rank, with a message, if any rank fails. */
+bool case_create(World *world, const Options *options, int64_t size, Case *out);
+void case_destroy(Case *c);
+
+/** Collective: with --zero-copy, allocate peer-accessible memory for slots_in and slots_out. */
+bool zero_copy_create(Case *c);
+
+/** Allocate the buffers and fill the inputs. Rows without a slot are NaN. */
+bool buffers_create(Case *c);
+void buffers_destroy(Case *c);
+
+/** Point the tensors to the memory of `b`. */
+void buffers_describe(Case *c, const Buffers *b);
+
+/** Whether the mode has this phase. In latency mode dispatch also makes the plan, so there is no
+ *  prepare. */
+bool phase_exists(const Case *c, PhaseId phase);
+
+/** Call once, before any other phase: in latency mode, ep_prepare records the routing's address. */
+bool phase_begin(Case *c);
+
+/** Make the phase's call, if the mode has it. Returns false, with a message, if it fails. */
+bool phase_run(Case *c, PhaseId phase);
+/** All phases, in order. */
+bool phase_run_step(Case *c);
+const char *phase_name(PhaseId phase);
+
+/** One send or wait call, never from a graph; call them in the order of SplitPhaseId. Returns
+ *  false, with a message, if it fails. */
+bool split_phase_run(Case *c, SplitPhaseId phase);
+const char *split_phase_name(SplitPhaseId phase);
+
+/** Fill what a phase writes with POISON_BYTE, so that an unwritten byte shows. */
+bool phase_poison(Case *c, PhaseId phase);
+/** Wait for the phase and copy what it wrote to the host's buffers. */
+bool phase_fetch(Case *c, PhaseId phase);
+
+/**
+ * The bytes that a phase moves for the given numbers of rows and entries: indices in prepare, else
+ * rows. Dispatch also moves the scales of each row and the top-k weight of each entry;
+ * dispatch_backward moves the gradients of these weights.
+ */
+int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
+
+/** Identities of contents, see data_id. `owner` is the rank that holds the slot. */
+uint64_t case_token_id(const Case *c, int rank, int64_t token);
+uint64_t case_scale_id(const Case *c, int rank, int64_t token);
+uint64_t case_slot_id(const Case *c, int rank, int64_t token, int owner, int expert, int k);
+float case_topk_weight(const Case *c, int rank, int64_t token, int k);
+/** The weight that combine gives a slot: its top-k weight; flat: a number per (token, owner). */
+float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k);
+float case_slot_grad(const Case *c, int rank, int64_t token, int k);
+
+enum { POISON_BYTE = 0xAB };
+
+#endif

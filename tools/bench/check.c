@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/check.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/data.h"
+#include "tools/bench/util.h"
+
+bool check_create(const Case *c, Check *out) {
+    size_t hidden = (size_t)c->options->hidden;
+    *out = (Check){.c = c};
+    out->total = bench_alloc(hidden, sizeof(float), "check");
+    out->partial = bench_alloc(hidden, sizeof(float), "check");
+    out->term = bench_alloc(hidden, sizeof(float), "check");
+    out->other = bench_alloc(hidden, sizeof(float), "check");
+    out->row = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
+    out->scales = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
+    out->poison = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
+    if (!out->total || !out->partial || !out->term || !out->other || !out->row || !out->scales ||
+        !out->poison)
+        return false;
+    memset(out->poison, POISON_BYTE, EP_MAX_ROW_BYTES);
+    return true;
+}
+
+void check_destroy(Check *check) {
+    free(check->total);
+    free(check->partial);
+    free(check->term);
+    free(check->other);
+    free(check->row);
+    free(check->scales);
+    free(check->poison);
+}
+
+/* ---- comparing ----------------------------------------------------------------------------- */
+
+/* At most the first 8 bytes of an element, in the machine's byte order. */
+static unsigned long long raw(const char *element, size_t unit) {
+    unsigned long long value = 0;
+    memcpy(&value, element, unit < sizeof(value) ? unit : sizeof(value));
+    return value;
+}
+
+/* Count one wrong element. */
+static void check_mismatch(Check *check, const char *what, int64_t row, size_t column,
+                           unsigned long long want, unsigned long long got) {
+    if (check->wrong++ == 0)
+        snprintf(check->first, sizeof(check->first),
+                 "rank %d, %s: %s row %lld column %zu: expected 0x%llx, got 0x%llx",
+                 check->c->world->rank, check->phase, what, (long long)row, column, want, got);
+}
+
+void check_bytes(Check *check, const char *what, int64_t row, const void *got, const void *want,
+                 size_t bytes, size_t unit) {
+    if (memcmp(got, want, bytes) == 0) return;
+    for (size_t at = 0; at < bytes; at += unit) {
+        const char *g = (const char *)got + at, *w = (const char *)want + at;
+        if (memcmp(g, w, unit) != 0)
+            check_mismatch(check, what, row, at / unit, raw(w, unit), raw(g, unit));
+    }
+}
+
+void check_float(Check *check, const char *what, int64_t row, const float *got, float want) {
+    check_bytes(check, what, row, got, &want, sizeof(want), sizeof(want));
+}
+
+size_t check_unit(const Check *check) {
+    return ep_type_bytes((EpType)check->c->options->type);
+}
+
+/* ---- prepare ------------------------------------------------------------------------------- */
+
+static void check_int(Check *check, const char *what, int64_t row, int64_t got, int64_t want) {
+    check_bytes(check, what, row, &got, &want, sizeof(want), sizeof(want));
+}
+
+static void check_experts(Check *check, const EpHandleInfo *info) {
+    const Slots *s = &check->c->slots;
+    const int64_t *plan = check->c->buffers.plan;
+    int64_t local = s->num_local;
+    for (int64_t l = 0; l < local; l++) {
+        check_int(check, "expert_counts", l, plan[l], s->counts[l]);
+        check_int(check, "expert_padded", l, plan[local + l], s->padded[l]);
+        check_int(check, "info.expert_counts", l, info->expert_counts[l], s->counts[l]);
+        check_int(check, "info.expert_padded", l, info->expert_padded[l], s->padded[l]);
+    }
+    for (int64_t l = 0; l <= local; l++) {
+        check_int(check, "expert_offsets", l, plan[2 * local + l], s->offsets[l]);
+        check_int(check, "info.expert_offsets", l, info->expert_offsets[l], s->offsets[l]);
+    }
+}
+
+static void check_prepare(Check *check) {
+    const Case *c = check->c;
+    const Slots *s = &c->slots;
+    const int64_t *totals = c->buffers.plan + 3 * s->num_local + 1;
+    check_int(check, "totals", 0, totals[0], s->recv_rows);
+    check_int(check, "totals", 1, totals[1], s->needed_rows);
+    check_int(check, "totals", 2, totals[2], s->dropped);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    if (ep_handle_info(c->handle, &info) != EP_OK) {
+        check_mismatch(check, "ep_handle_info", 0, 0, EP_OK, 1);
+        return;
+    }
+    check_int(check, "info.num_tokens", 0, info.num_tokens, c->tokens);
+    check_int(check, "info.top_k", 0, info.top_k, c->options->top_k);
+    check_int(check, "info.recv_rows", 0, info.recv_rows, s->recv_rows);
+    check_int(check, "info.needed_rows", 0, info.needed_rows, s->needed_rows);
+    check_int(check, "info.dropped_slots", 0, info.dropped_slots, s->dropped);
+    check_int(check, "info.num_local_experts", 0, info.num_local_experts, s->num_local);
+    if (info.num_local_experts == s->num_local) check_experts(check, &info);
+}
+
+/* ---- sums: combine and dispatch_backward --------------------------------------------------- */
+
+/* Add the term of one slot to `sum`. */
+static void add_term(Check *check, float *sum, int64_t token, int owner, int k, bool weighted) {
+    const Case *c = check->c;
+    int rank = c->world->rank, expert = routing_row(&c->routing, rank, token)[k];
+    data_row((EpType)c->options->type, case_slot_id(c, rank, token, owner, expert, k), check->row,
+             c->row_bytes);
+    data_to_float((EpType)c->options->type, check->row, check->term, c->options->hidden);
+    if (weighted)
+        data_fma(sum, case_slot_weight(c, rank, token, owner, k), check->term, c->options->hidden);
+    else
+        data_add(sum, check->term, c->options->hidden);
+}
+
+/* Owner of the slot of entry k, or -1 if there is no slot. */
+static int slot_owner(const Case *c, int64_t token, int k) {
+    int rank = c->world->rank;
+    int64_t entry = (c->routing.first[rank] + token) * c->routing.top_k + k;
+    return c->slots.row_of[entry] < 0 ? -1 : routing_owner(&c->routing, c->routing.experts[entry]);
+}
+
+/* Sum one rank's terms in ascending k. In the flat layout one row holds all of them. False if there
+ * is no term. */
+static bool sum_on_rank(Check *check, int64_t token, int owner, bool weighted) {
+    const Case *c = check->c;
+    bool any = false;
+    for (int k = 0; k < c->routing.top_k; k++) {
+        if (slot_owner(c, token, k) != owner || (any && c->slots.layout == EP_LAYOUT_FLAT))
+            continue;
+        if (!any) memset(check->partial, 0, (size_t)c->options->hidden * sizeof(float));
+        add_term(check, check->partial, token, owner, k, weighted);
+        any = true;
+    }
+    return any;
+}
+
+/* The sum that ep_combine defines: per rank, then over ranks. A partial sum that another rank sends
+ * is rounded once. */
+static void expect_sum(Check *check, int64_t token, bool weighted) {
+    const Case *c = check->c;
+    EpType type = (EpType)c->options->type;
+    int64_t hidden = c->options->hidden;
+    memset(check->total, 0, (size_t)hidden * sizeof(float));
+    for (int owner = 0; owner < c->world->size; owner++) {
+        if (!sum_on_rank(check, token, owner, weighted)) continue;
+        if (owner != c->world->rank) {
+            data_from_float(type, check->partial, check->row, hidden);
+            data_to_float(type, check->row, check->partial, hidden);
+        }
+        data_add(check->total, check->partial, hidden);
+    }
+    data_from_float(type, check->total, check->row, hidden);
+}
+
+static void check_sums(Check *check, const char *what, bool weighted) {
+    const Case *c = check->c;
+    for (int64_t t = 0; t < c->tokens; t++) {
+        expect_sum(check, t, weighted);
+        check_bytes(check, what, t, c->buffers.tokens_out + (size_t)t * c->row_bytes, check->row,
+                    c->row_bytes, check_unit(check));
+    }
+}
+
+static void check_combine(Check *check) {
+    check_sums(check, "out", check->c->options->weighted);
+}
+
+static void check_dispatch_backward(Check *check) {
+    const Case *c = check->c;
+    int top_k = c->routing.top_k;
+    check_sums(check, "grad_tokens", false);
+    for (int64_t i = 0; c->options->weighted && i < c->tokens * top_k; i++) {
+        int k = (int)(i % top_k);
+        bool live = slot_owner(c, i / top_k, k) >= 0;
+        check_float(check, "grad_topk_weights", i / top_k, &c->buffers.topk_grads[i],
+                    live ? case_slot_grad(c, c->world->rank, i / top_k, k) : 0.0f);
+    }
+}
+
+/* ---- phases -------------------------------------------------------------------------------- */
+
+void check_phase(Check *check, PhaseId phase) {
+    static void (*const checks[NUM_PHASES])(Check *) = {
+        [PHASE_PREPARE] = check_prepare,
+        [PHASE_DISPATCH] = check_dispatch,
+        [PHASE_COMBINE] = check_combine,
+        [PHASE_COMBINE_BACKWARD] = check_combine_backward,
+        [PHASE_DISPATCH_BACKWARD] = check_dispatch_backward,
+    };
+    check->phase = phase_name(phase);
+    checks[phase](check);
+}
+
+void check_baseline_dispatch(Check *check) {
+    check->phase = "baseline dispatch";
+    check_dispatch(check);
+}
+
+void check_baseline_combine(Check *check) {
+    const Case *c = check->c;
+    check->phase = "baseline combine";
+    for (int64_t t = 0; t < c->tokens; t++) {
+        memset(check->total, 0, (size_t)c->options->hidden * sizeof(float));
+        for (int k = 0; k < c->routing.top_k; k++) {
+            int owner = slot_owner(c, t, k);
+            if (owner >= 0) add_term(check, check->total, t, owner, k, c->options->weighted);
+        }
+        data_from_float((EpType)c->options->type, check->total, check->row, c->options->hidden);
+        check_bytes(check, "out", t, c->buffers.tokens_out + (size_t)t * c->row_bytes, check->row,
+                    c->row_bytes, check_unit(check));
+    }
+}

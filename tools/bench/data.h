@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_DATA_H
+#define BENCH_DATA_H
+
+/**
+ * Contents and number formats. Every row is a function of (seed, kind, rank, token, tag) and the
+ * column, so that the rank that receives it can recompute it cheaply. ep_bench has its own
+ * conversions and quantisation, so that an error in the library's shows.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ep/ep.h"
+
+/* Hot loops are compiled for several instruction sets and dispatched at run time. Sanitizers do
+ * not support that. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define BENCH_CLONES target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")
+#define BENCH_WIDE __attribute__((BENCH_CLONES, optimize("O3")))
+#else
+#define BENCH_WIDE
+#endif
+
+/* ---- hashing ------------------------------------------------------------------------------- */
+
+/** splitmix64's finalizer: a good 64-bit hash of one word. */
+static inline uint64_t hash_word(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+static inline uint64_t hash_add(uint64_t hash, int64_t value) {
+    return hash_word(hash ^ (uint64_t)value);
+}
+
+/** A number in [0, 1). */
+static inline double hash_unit(uint64_t hash) {
+    return (double)(hash >> 11) * 0x1p-53;
+}
+
+/* ---- contents ------------------------------------------------------------------------------ */
+
+typedef enum DataKind {
+    DATA_TOKEN = 1,   /**< tokens[t], also grad_out[t] */
+    DATA_SCALE,       /**< scales[t] */
+    DATA_TOPK_WEIGHT, /**< topk_weights[t, k] */
+    DATA_SLOT,        /**< expert_out[slot], also grad_recv_tokens[slot] */
+    DATA_ROW_WEIGHT,  /**< slot_weights[row] of the flat layout */
+    DATA_SLOT_GRAD    /**< grad_slot_weights[slot] given to dispatch_backward */
+} DataKind;
+
+/** Identity of a row or a number. `tag` holds what `rank` and `token` do not determine. */
+uint64_t data_id(int64_t seed, DataKind kind, int rank, int64_t token, int64_t tag);
+
+/** Fill a row with finite numbers of magnitude 1/8 to 2 and either sign; other types: any bytes. */
+void data_row(EpType type, uint64_t id, void *row, size_t bytes);
+
+/** A weight in (0, 1], a multiple of 2^-24. */
+float data_weight(uint64_t id);
+
+/* ---- arithmetic ---------------------------------------------------------------------------- */
+
+/** Convert between the formats of rows and float; rounding is to nearest even. */
+void data_to_float(EpType type, const void *row, float *out, int64_t count);
+void data_from_float(EpType type, const float *in, void *row, int64_t count);
+
+/** acc += x, and acc = fmaf(w, x, acc), element by element. */
+void data_add(float *acc, const float *x, int64_t count);
+void data_fma(float *acc, float w, const float *x, int64_t count);
+
+/** acc = fmaf(w, x, acc), where x is a row of the given type. */
+void data_fma_row(EpType type, float *acc, float w, const void *row, int64_t count);
+
+/** x *= w, each product rounded. */
+void data_scale(float *x, float w, int64_t count);
+
+/* ---- quantisation, as the contract defines it ---------------------------------------------- */
+
+/** Number of scales of a row, and their type. */
+int64_t quant_scales(EpQuant quant, int64_t elements);
+EpType quant_scale_type(EpQuant quant);
+
+/** Quantise `count` finite numbers: one byte of e4m3 for each, and the scales. */
+void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *scales);
+
+#endif

@@ -1,0 +1,326 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/measure.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/device.h"
+#include "tools/bench/util.h"
+
+/* ---- bytes --------------------------------------------------------------------------------- */
+
+/* The (token, rank) rows that a rank sends, and its routing entries; remote or local by the
+ * expert's rank. */
+typedef struct RowCounts {
+    int64_t remote_rows, local_rows, remote_entries, local_entries;
+} RowCounts;
+
+static void count_token(const Case *c, int rank, int64_t token, int64_t *seen, RowCounts *out) {
+    int64_t number = c->routing.first[rank] + token;
+    for (int k = 0; k < c->routing.top_k; k++) {
+        int64_t entry = number * c->routing.top_k + k;
+        if (c->slots.row_of[entry] < 0) continue;
+        int owner = routing_owner(&c->routing, c->routing.experts[entry]);
+        bool fresh = seen[owner] != number + 1, remote = owner != rank;
+        seen[owner] = number + 1;
+        out->remote_entries += remote;
+        out->local_entries += !remote;
+        out->remote_rows += fresh && remote;
+        out->local_rows += fresh && !remote;
+    }
+}
+
+/* `seen` has one number per rank, all zero. */
+static RowCounts count_rank(const Case *c, int rank, int64_t *seen) {
+    RowCounts counts = {0, 0, 0, 0};
+    for (int64_t t = 0; t < c->tokens; t++)
+        count_token(c, rank, t, seen, &counts);
+    return counts;
+}
+
+static void set_bytes(const Case *c, const RowCounts *sum, int64_t slots, SizeResult *out) {
+    int64_t ranks = c->world->size, entries = sum->remote_entries + sum->local_entries;
+    for (int p = 0; p < NUM_PHASES; p++) {
+        PhaseResult *phase = &out->phases[p];
+        PhaseId id = (PhaseId)p;
+        phase->remote_bytes = phase_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
+        phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
+        phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
+    }
+}
+
+/* The baseline sends every remote slot, in dispatch with its scales and weight. */
+static void set_baseline_bytes(const Case *c, const RowCounts *sum, int64_t slots,
+                               SizeResult *out) {
+    for (int p = NUM_PHASES; p < MAX_RESULTS; p++) {
+        PhaseResult *phase = &out->phases[p];
+        int64_t unit = phase_bytes(c, (PhaseId)(p - NUM_PHASES), 1, 1);
+        if (p == NUM_PHASES) unit = (int64_t)sizeof(int32_t); /* indices travel as int32 */
+        phase->remote_bytes = sum->remote_entries * unit / c->world->size;
+        phase->local_bytes = sum->local_entries * unit / c->world->size;
+        phase->useful_bytes = slots * unit / c->world->size;
+    }
+}
+
+static bool count_bytes(Case *c, SizeResult *out) {
+    World *world = c->world;
+    int64_t *seen = bench_alloc((size_t)world->size, sizeof(int64_t), "row counts");
+    if (!world_all(world, seen != NULL)) return false;
+    RowCounts mine = count_rank(c, world->rank, seen);
+    free(seen);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    if (!world_all(world, bench_ok(ep_group_query(c->group, &info), "ep_group_query")))
+        return false;
+    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.remote_rows, mine.remote_entries),
+                      info.library_bytes,
+                      c->promised_bytes,
+                      c->tokens,
+                      c->slots.num_slots,
+                      c->slots.recv_rows};
+    int64_t least[] = {c->tokens, c->slots.num_slots};
+    int64_t sums[] = {mine.remote_rows, mine.local_rows, mine.remote_entries, mine.local_entries,
+                      c->slots.num_slots};
+    if (!world_max(world, most, 6) || !world_min(world, least, 2) || !world_sum(world, sums, 5))
+        return false;
+    out->travelled_bytes = most[0], out->library_bytes = most[1], out->promised_bytes = most[2];
+    out->tokens = most[3], out->slots_max = most[4], out->rows_max = most[5];
+    out->tokens_min = least[0], out->slots_min = least[1];
+    out->dropped = c->slots.all_dropped;
+    RowCounts sum = {sums[0], sums[1], sums[2], sums[3]};
+    set_bytes(c, &sum, sums[4], out);
+    set_baseline_bytes(c, &sum, sums[2] + sums[3], out);
+    return true;
+}
+
+/* ---- checking ------------------------------------------------------------------------------ */
+
+/* Check the library's own row counts. Not with dropped slots: then the contract does not say which
+ * rows travel. */
+static void check_row_counts(const Case *c, Check *check) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    int64_t *seen = bench_alloc((size_t)c->world->size, sizeof(int64_t), "row counts");
+    if (!seen || c->slots.all_dropped || ep_handle_info(c->handle, &info) != EP_OK) {
+        free(seen);
+        return;
+    }
+    RowCounts mine = count_rank(c, c->world->rank, seen);
+    if (info.remote_rows_sent != mine.remote_rows || info.local_rows != mine.local_rows) {
+        if (check->wrong++ == 0)
+            snprintf(check->first, sizeof(check->first),
+                     "rank %d, prepare: expected %lld remote and %lld local rows, got %lld and "
+                     "%lld",
+                     c->world->rank, (long long)mine.remote_rows, (long long)mine.local_rows,
+                     (long long)info.remote_rows_sent, (long long)info.local_rows);
+    }
+    free(seen);
+}
+
+/* Errors that the group recorded. By default a capacity that is too small is one. */
+static bool check_status(Case *c) {
+    return bench_ok(ep_group_status(c->group, NULL), "ep_group_status");
+}
+
+static bool poison_and_run(Case *c, PhaseId phase, bool plans) {
+    return (!plans || phase_poison(c, PHASE_PREPARE)) && phase_poison(c, phase) &&
+           phase_run(c, phase) && (!plans || phase_fetch(c, PHASE_PREPARE)) &&
+           phase_fetch(c, phase);
+}
+
+/* Run each phase on poisoned outputs and check these before the next phase reuses the buffers. In
+ * latency mode dispatch makes the plan. */
+static bool check_phases(Case *c, Check *check, SizeResult *out) {
+    bool ok = true;
+    for (int p = 0; p < NUM_PHASES; p++) {
+        int64_t before = check->wrong;
+        bool plans = c->latency && p == PHASE_DISPATCH;
+        if (!phase_exists(c, (PhaseId)p)) continue;
+        ok = ok && poison_and_run(c, (PhaseId)p, plans);
+        if (!ok) continue;
+        if (plans) check_phase(check, PHASE_PREPARE);
+        if (plans || p == PHASE_PREPARE) check_row_counts(c, check);
+        check_phase(check, (PhaseId)p);
+        out->phases[p].wrong += check->wrong - before;
+    }
+    return world_all(c->world, ok && check_status(c));
+}
+
+/* Without checks, run each phase once: later calls need a plan. */
+static bool run_unchecked(Case *c) {
+    bool ok = true;
+    for (int p = 0; p < NUM_PHASES; p++)
+        ok = ok && phase_run(c, (PhaseId)p) && phase_fetch(c, (PhaseId)p);
+    return world_all(c->world, ok && check_status(c));
+}
+
+/* ---- times of the calls: plain, split into send and wait, in graphs ------------------------ */
+
+static bool run_phase(void *context, int which) {
+    return phase_run(context, (PhaseId)which);
+}
+
+static bool run_step(void *context, int which) {
+    (void)which;
+    return phase_run_step(context);
+}
+
+static bool run_split(void *context, int which) {
+    return split_phase_run(context, (SplitPhaseId)which);
+}
+
+/* Issued call by call, without graphs. */
+static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
+    double issue_us[NUM_PHASES];
+    int64_t iterations = c->options->iterations;
+    if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].issue_us = issue_us[p];
+    return device_time_calls(c, iterations, run_step, c, 1, &out->step, &out->step_issue_us);
+}
+
+/* Captured and replayed. The times without graphs become plain_us. */
+static bool time_graphs(Case *c, Quantiles *times, SizeResult *out) {
+    double launch_us[NUM_PHASES];
+    int64_t iterations = c->options->iterations, chain = c->options->chain;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].plain_us = times[p].median_us;
+    if (!device_capture(c)) return false;
+    if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, launch_us)) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].launch_us = launch_us[p];
+    if (!device_time_calls(c, iterations, run_step, c, 1, &out->step, NULL)) return false;
+    time_divide(times, NUM_PHASES, chain);
+    time_divide(&out->step, 1, chain);
+    return true;
+}
+
+/* Each send and wait alone. A barrier precedes it, so a wait finds that its data has arrived. */
+static bool time_split(Case *c, SizeResult *out) {
+    const Options *o = c->options;
+    Quantiles times[NUM_SPLIT_PHASES];
+    double issue_us[NUM_SPLIT_PHASES] = {-1, -1, -1, -1};
+    if (!o->split) return true;
+    if (!(c->device
+              ? device_time_calls(c, o->iterations, run_split, c, NUM_SPLIT_PHASES, times, issue_us)
+              : time_calls(c->world, o->warmup, o->iterations, run_split, c, NUM_SPLIT_PHASES,
+                           times)))
+        return false;
+    out->has_split = true;
+    for (int p = 0; p < NUM_SPLIT_PHASES; p++)
+        out->split[p] = (SplitPhaseResult){times[p], issue_us[p]};
+    return true;
+}
+
+static bool measure_times(Case *c, SizeResult *out) {
+    Quantiles times[NUM_PHASES];
+    const Options *o = c->options;
+    if (!(c->device
+              ? time_plain(c, times, out)
+              : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
+        return false;
+    if (!time_split(c, out)) return false;
+    if (o->graphs && !time_graphs(c, times, out)) return false;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].time = times[p];
+    return true;
+}
+
+/* ---- floor and baseline -------------------------------------------------------------------- */
+
+static bool time_floor(Case *c, SizeResult *out) {
+    double floor_us[NUM_PHASES];
+    if (!c->options->floor) return true;
+    if (!(c->device ? floor_measure_device(c, floor_us) : floor_measure_host(c, floor_us)))
+        return false;
+    bool signals = c->device && c->options->mode == EP_MODE_LATENCY;
+    if (signals && !floor_measure_signals(c, &out->empty_node_us, &out->flag_us)) return false;
+    for (int p = 0; p < NUM_PHASES; p++) {
+        /* memcpy copies unquantised rows, so it is no floor for a dispatch that quantises. */
+        bool valid = c->device || p != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
+        if (out->phases[p].useful_bytes > 0 && valid) out->phases[p].floor_us = floor_us[p];
+    }
+    if (c->device) memcpy(out->no_floor, c->device->reason, sizeof(out->no_floor));
+    return true;
+}
+
+static bool time_baseline(Case *c, Check *check, SizeResult *out) {
+    BaselineResult result;
+    if (!c->options->baseline) return true;
+    if (!baseline_measure(c, check, &result)) return false;
+    for (int p = 0; p < NUM_BASELINE_PHASES; p++) {
+        PhaseResult *phase = &out->phases[NUM_PHASES + p];
+        phase->time = result.times[p];
+        phase->wrong = c->options->check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
+    }
+    double ours =
+        out->phases[PHASE_DISPATCH].time.median_us + out->phases[PHASE_COMBINE].time.median_us;
+    out->num_phases = MAX_RESULTS;
+    out->baseline_us =
+        result.times[BASELINE_DISPATCH].median_us + result.times[BASELINE_COMBINE].median_us;
+    out->speedup = ours > 0 ? out->baseline_us / ours : 0;
+    return true;
+}
+
+/* ---- one size ------------------------------------------------------------------------------ */
+
+static void name_phases(const Options *options, SizeResult *out) {
+    out->num_phases = NUM_PHASES;
+    out->empty_node_us = out->flag_us = -1;
+    for (int p = 0; p < MAX_RESULTS; p++) {
+        out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
+                                             : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
+        out->phases[p].floor_us = out->phases[p].issue_us = -1;
+        out->phases[p].plain_us = out->phases[p].launch_us = -1;
+        out->phases[p].wrong = options->check ? 0 : -1;
+    }
+}
+
+/* Sum the wrong elements over the ranks, and take the message of the first rank that has one. */
+static bool gather_wrong(Case *c, const Check *check, SizeResult *out) {
+    World *world = c->world;
+    int64_t wrong[NUM_PHASES];
+    char *all = bench_alloc((size_t)world->size, CHECK_MESSAGE_BYTES, "messages");
+    bool ok = world_all(world, all != NULL) &&
+              world_allgather(world, check->first, all, CHECK_MESSAGE_BYTES);
+    for (int r = world->size - 1; ok && r >= 0; r--) {
+        if (all[(size_t)r * CHECK_MESSAGE_BYTES])
+            memcpy(out->first_wrong, all + (size_t)r * CHECK_MESSAGE_BYTES, CHECK_MESSAGE_BYTES);
+    }
+    free(all);
+    for (int p = 0; p < NUM_PHASES; p++)
+        wrong[p] = out->phases[p].wrong;
+    ok = ok && (!c->options->check || world_sum(world, wrong, NUM_PHASES));
+    for (int p = 0; ok && p < out->num_phases; p++) {
+        if (p < NUM_PHASES) out->phases[p].wrong = wrong[p];
+        if (out->phases[p].wrong > 0) out->wrong += out->phases[p].wrong;
+    }
+    return ok;
+}
+
+static bool save_routing(Case *c) {
+    bool ok = c->world->rank != 0 || !c->options->save_path ||
+              trace_write(c->options->save_path, &c->routing);
+    return world_all(c->world, ok);
+}
+
+static bool measure_case(Case *c, Check *check, SizeResult *out) {
+    bool checks = c->options->check;
+    for (int p = 0; p < NUM_PHASES; p++)
+        out->phases[p].absent = !phase_exists(c, (PhaseId)p);
+    return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&
+           (checks ? check_phases(c, check, out) : run_unchecked(c)) && measure_times(c, out) &&
+           (!checks || check_phases(c, check, out)) && time_floor(c, out) &&
+           time_baseline(c, check, out) && gather_wrong(c, check, out);
+}
+
+bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out) {
+    *out = (SizeResult){0};
+    name_phases(options, out);
+    Case c;
+    Check check = {.c = NULL};
+    bool ok = case_create(world, options, size, &c);
+    if (ok) ok = world_all(world, check_create(&c, &check)) && measure_case(&c, &check, out);
+    check_destroy(&check);
+    case_destroy(&c);
+    return ok;
+}

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_MEASURE_H
+#define BENCH_MEASURE_H
+
+/** The results of a run, the functions that measure them, and those that report them. */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "tools/bench/baseline.h"
+#include "tools/bench/case.h"
+#include "tools/bench/check.h"
+#include "tools/bench/time.h"
+
+/* ---- results ------------------------------------------------------------------------------- */
+
+typedef struct PhaseResult {
+    const char *name;
+    bool absent;    /**< this mode has no such phase */
+    Quantiles time; /**< of one call; with graphs, of one of options->chain calls in a graph */
+    int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
+    double floor_us;                                 /**< negative: not measured */
+    double issue_us;  /**< host's time to issue the call; negative: not measured */
+    double plain_us;  /**< with graphs: median of a call outside graphs; negative: not measured */
+    double launch_us; /**< with graphs: host's time to launch the phase's graph; likewise */
+    int64_t wrong;    /**< on all ranks; negative: not checked */
+} PhaseResult;
+
+typedef struct SplitPhaseResult {
+    Quantiles time;
+    double issue_us; /**< negative: not measured */
+} SplitPhaseResult;
+
+enum { MAX_RESULTS = NUM_PHASES + NUM_BASELINE_PHASES };
+
+typedef struct SizeResult {
+    int64_t tokens, tokens_min;   /**< maximum and minimum over the ranks */
+    int64_t slots_max, slots_min; /**< live slots received, maximum and minimum */
+    int64_t rows_max;             /**< rows received, padding included, maximum */
+    int64_t dropped;              /**< slots lost to the capacity, all ranks */
+    int64_t library_bytes;        /**< ep_group_query, maximum over the ranks */
+    int64_t promised_bytes;       /**< ep_group_memory */
+    int64_t travelled_bytes;      /**< remote rows sent in dispatch, maximum over the ranks */
+    int num_phases;
+    PhaseResult phases[MAX_RESULTS];
+    Quantiles step;       /**< all phases back to back; median 0: not measured */
+    double step_issue_us; /**< host's time to issue the step */
+    bool has_split;
+    SplitPhaseResult split[NUM_SPLIT_PHASES];
+    double empty_node_us; /**< latency mode: an empty kernel in a graph; negative: not measured */
+    double flag_us; /**< latency mode: a word from one GPU to another; negative: not measured */
+    double baseline_us, speedup; /**< 0: not measured */
+    char no_floor[256];          /**< why the floor was not measured, or "" */
+    int64_t wrong;
+    char first_wrong[CHECK_MESSAGE_BYTES];
+} SizeResult;
+
+/* ---- measuring (measure.c, floor.c) -------------------------------------------------------- */
+
+/** Collective: create the case of one size, check it, time it, check it again. */
+bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
+
+/**
+ * Collective: a lower bound for the time of each phase on the host backend. All ranks at once copy
+ * with memcpy the bytes that the phase must move: each its own slots, row by row, from one private
+ * buffer to another; for prepare its own indices. Overwrites slots_out.
+ */
+bool floor_measure_host(Case *c, double floor_us[NUM_PHASES]);
+
+/** Collective: on GPUs, the time of plain copies of the same bytes; negative: not measured. */
+bool floor_measure_device(Case *c, double floor_us[NUM_PHASES]);
+
+/** Collective, in latency mode on GPUs: the time of a graph node that does nothing, and of a word
+ *  from one GPU to another; negative: not measured. */
+bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
+
+/* ---- reporting (report.c, json.c) ---------------------------------------------------------- */
+
+/** Where and when the run took place. */
+typedef struct Machine {
+    char hostname[256];
+    char cpu[128];
+    long cores;
+    int64_t memory; /**< bytes */
+    char date[32];  /**< ISO 8601, UTC */
+} Machine;
+
+void machine_describe(Machine *out);
+
+/** What the head of the report describes. */
+typedef struct Report {
+    const Options *options;
+    const World *world;
+    Machine machine;
+    EpGroupMemory memory; /**< backend and reason */
+    char device[256];     /**< the GPU of rank 0, or "" */
+} Report;
+
+/** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
+void report_header(const Report *report);
+void report_size(const SizeResult *result);
+void report_footer(const Report *report, int64_t wrong);
+
+/** Write the results as JSON. The last size's results are also at the top level. */
+bool json_write(const Report *report, const SizeResult *results, int count);
+
+#endif

@@ -1,0 +1,458 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/options.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/util.h"
+#include "tools/bench/world.h"
+
+typedef struct Spec Spec;
+
+/** Store `text` in the options. False, with a message, if it does not parse. */
+typedef bool (*Parser)(const Spec *spec, const char *text, Options *options);
+
+typedef struct Choice {
+    const char *name;
+    int64_t value;
+} Choice;
+
+struct Spec {
+    char letter; /* 0: none */
+    const char *name;
+    const char *argument; /* NULL: a flag */
+    Parser parse;
+    size_t offset;
+    int64_t low, high;
+    const Choice *choices;
+    const char *doc;
+};
+
+/* Far above the size of any machine. Products of sizes still fit in 64 bits. */
+#define MAX_COUNT (1 << 24)
+
+/* ---- parsers ------------------------------------------------------------------------------- */
+
+static void *field(const Spec *spec, Options *options) {
+    return (char *)options + spec->offset;
+}
+
+static bool parse_flag(const Spec *spec, const char *text, Options *options) {
+    (void)text;
+    *(bool *)field(spec, options) = true;
+    return true;
+}
+
+static bool parse_text(const Spec *spec, const char *text, Options *options) {
+    if (!text[0])
+        return bench_refuse("--%s: expected %s, got an empty string", spec->name, spec->argument);
+    *(const char **)field(spec, options) = text;
+    return true;
+}
+
+static bool parse_int(const Spec *spec, const char *text, Options *options) {
+    char *end;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    if (end == text || *end || errno || value < spec->low || value > spec->high || text[0] == ' ' ||
+        text[0] == '+')
+        return bench_refuse("--%s: expected a whole number from %lld to %lld, got \"%s\"",
+                            spec->name, (long long)spec->low, (long long)spec->high, text);
+    *(int64_t *)field(spec, options) = value;
+    return true;
+}
+
+static bool parse_tokens(const Spec *spec, const char *text, Options *options) {
+    options->tokens_given = true;
+    return parse_int(spec, text, options);
+}
+
+static bool parse_both_tokens(const Spec *spec, const char *text, Options *options) {
+    if (!parse_tokens(spec, text, options)) return false;
+    options->tokens_end = options->tokens_begin;
+    return true;
+}
+
+/* The whole text must be a number from low to high; NaN is outside every range. */
+static bool read_real(const char *text, double low, double high, double *value) {
+    char *end;
+    errno = 0;
+    *value = strtod(text, &end);
+    return end != text && !*end && !errno && *value >= low && *value <= high && text[0] != ' ';
+}
+
+static bool parse_share(const Spec *spec, const char *text, Options *options) {
+    double value;
+    if (!read_real(text, 0, 1, &value))
+        return bench_refuse("--%s: expected a share from 0 to 1, got \"%s\"", spec->name, text);
+    *(double *)field(spec, options) = value;
+    return true;
+}
+
+static bool parse_choice(const Spec *spec, const char *text, Options *options) {
+    for (const Choice *c = spec->choices; c->name; c++) {
+        if (strcmp(c->name, text) == 0) {
+            *(int64_t *)field(spec, options) = c->value;
+            return true;
+        }
+    }
+    return bench_refuse("--%s: expected %s, got \"%s\"", spec->name, spec->argument, text);
+}
+
+static bool parse_zipf(const char *text, Options *options) {
+    options->routing = ROUTING_ZIPF;
+    options->zipf_exponent = 1.0;
+    if (text[4] == 0) return true;
+    if (!read_real(text + 5, 0, 16, &options->zipf_exponent))
+        return bench_refuse("--routing: expected zipf:s with s from 0 to 16, got \"%s\"", text);
+    return true;
+}
+
+static bool parse_routing(const Spec *spec, const char *text, Options *options) {
+    options->routing_path = NULL;
+    if (strcmp(text, "uniform") == 0) {
+        options->routing = ROUTING_UNIFORM;
+        return true;
+    }
+    if (strcmp(text, "one-hot") == 0) {
+        options->routing = ROUTING_ONE_HOT;
+        return true;
+    }
+    if (strcmp(text, "zipf") == 0 || strncmp(text, "zipf:", 5) == 0)
+        return parse_zipf(text, options);
+    if (strncmp(text, "file:", 5) == 0 && text[5]) {
+        options->routing = ROUTING_FILE;
+        options->routing_path = text + 5;
+        return true;
+    }
+    return bench_refuse("--routing: expected %s, got \"%s\"", spec->argument, text);
+}
+
+/* ---- the table ----------------------------------------------------------------------------- */
+
+static const Choice types[] = {
+    {"bf16", EP_TYPE_BF16}, {"fp16", EP_TYPE_FP16}, {"fp32", EP_TYPE_FP32}, {NULL, 0}};
+static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
+static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
+                                 {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
+                                 {"flat", EP_LAYOUT_FLAT},
+                                 {"batched", EP_LAYOUT_BATCHED},
+                                 {NULL, 0}};
+static const Choice overflows[] = {
+    {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
+static const Choice backends[] = {
+    {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
+
+static const Choice modes[] = {{"auto", EP_MODE_AUTO},
+                               {"throughput", EP_MODE_THROUGHPUT},
+                               {"latency", EP_MODE_LATENCY},
+                               {NULL, 0}};
+static const Choice quants[] = {{"none", EP_QUANT_NONE},
+                                {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0},
+                                {"mxfp8", EP_QUANT_MXFP8},
+                                {NULL, 0}};
+
+#define AT(member) offsetof(Options, member)
+
+static const Spec specs[] = {
+    {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
+     "tokens per rank, first size of the sweep (default 512; with --mode latency 128)"},
+    {'e', "end", "N", parse_tokens, AT(tokens_end), 0, MAX_COUNT, NULL,
+     "tokens per rank, last size of the sweep (default: as --begin)"},
+    {'f', "factor", "N", parse_int, AT(tokens_factor), 1, MAX_COUNT, NULL,
+     "each size is N times the one before (default 2; 0 is followed by 1)"},
+    {0, "tokens", "N", parse_both_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
+     "one size: the same as -b N -e N"},
+    {0, "uneven", NULL, parse_flag, AT(uneven), 0, 0, NULL,
+     "rank 0 brings all tokens, the others between half and all (default without -b, -e, "
+     "--tokens, but not with --mode latency)"},
+    {'n', "iterations", "N", parse_int, AT(iterations), 1, 1000000, NULL,
+     "timed iterations (default 20)"},
+    {'w', "warmup", "N", parse_int, AT(warmup), 0, 1000000, NULL,
+     "untimed iterations before them (default 3)"},
+    {'c', "check", "0|1", parse_int, AT(check), 0, 1, NULL,
+     "check every byte, before and after the timing (default 1)"},
+    {'G', "graphs", NULL, parse_flag, AT(graphs), 0, 0, NULL,
+     "capture the calls in a graph (GPU backends)"},
+    {0, "chain", "N", parse_int, AT(chain), 1, 1000, NULL,
+     "repetitions of a call in its graph, whose time is divided by them (default 1; with --mode "
+     "latency 20)"},
+    {'J', "json", "FILE", parse_text, AT(json_path), 0, 0, NULL, "also write the results as JSON"},
+    {0, "hidden", "N", parse_int, AT(hidden), 1, MAX_COUNT, NULL,
+     "elements per row (default 7168); rows are multiples of 16 bytes"},
+    {0, "top-k", "N", parse_int, AT(top_k), 1, EP_MAX_TOP_K, NULL, "experts per token (default 8)"},
+    {0, "experts", "N", parse_int, AT(experts), 1, 1 << 20, NULL,
+     "experts of all ranks together (default 256)"},
+    {0, "align", "N", parse_int, AT(alignment), 1, 1 << 20, NULL,
+     "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
+    {0, "dtype", "bf16|fp16|fp32", parse_choice, AT(type), 0, 0, types,
+     "element type of the rows (default bf16)"},
+    {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
+     "how tokens choose experts (default zipf:1)"},
+    {0, "save-routing", "PATH", parse_text, AT(save_path), 0, 0, NULL,
+     "write the routing as a trace file"},
+    {0, "masked", "SHARE", parse_share, AT(masked), 0, 0, NULL,
+     "share of the entries that name no expert (default 0)"},
+    {0, "capacity", "ROWS", parse_int, AT(capacity), 0, INT32_MAX, NULL,
+     "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
+    {0, "overflow", "error|drop", parse_choice, AT(overflow), 0, 0, overflows,
+     "what happens to rows past the capacity (default error)"},
+    {0, "layout", "expert[-major]|flat|batched", parse_choice, AT(layout), 0, 0, layouts,
+     "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
+    {0, "rows-per-expert", "N", parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
+     "slab size of --layout batched (default: the largest slab of this routing)"},
+    {0, "weighted", "0|1", parse_int, AT(weighted), 0, 1, NULL,
+     "dispatch sends weights and combine uses them (default 1)"},
+    {0, "scales", "BYTES", parse_int, AT(scale_bytes), 0, EP_MAX_ROW_BYTES, NULL,
+     "bytes of scales sent with each row (default 0)"},
+    {0, "idx", "int32|int64", parse_choice, AT(index_type), 0, 0, index_types,
+     "element type of the indices (default int32)"},
+    {0, "backend", "auto|host|cuda", parse_choice, AT(backend), 0, 0, backends,
+     "which backend moves the bytes (default auto)"},
+    {0, "mode", "auto|throughput|latency", parse_choice, AT(mode), 0, 0, modes,
+     "mode of the handle (default throughput); latency: no prepare, no backward"},
+    {0, "split", NULL, parse_flag, AT(split), 0, 0, NULL,
+     "with --mode latency: dispatch and combine as send and wait calls"},
+    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8", parse_choice, AT(quant), 0, 0, quants,
+     "dispatch quantises (default none)"},
+    {0, "baseline", NULL, parse_flag, AT(baseline), 0, 0, NULL,
+     "also measure packing, MPI or NCCL and unpacking without libep"},
+    {0, "floor", "0|1", parse_int, AT(floor), 0, 1, NULL,
+     "also measure plain copies of the same bytes (default 1)"},
+    {0, "seed", "N", parse_int, AT(seed), 0, INT64_MAX, NULL,
+     "seed of routing and contents (default 1)"},
+    {0, "num-sms", "N", parse_int, AT(num_sms), 1, 1024, NULL,
+     "multiprocessors that may be used (GPU backends)"},
+    {0, "zero-copy", NULL, parse_flag, AT(zero_copy), 0, 0, NULL,
+     "receive rows and expert outputs in peer-accessible memory"},
+    {0, "threads", "N", parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
+     "run N ranks as threads of this process, without mpirun"},
+    {'h', "help", NULL, parse_flag, AT(help), 0, 0, NULL, "print this help"},
+    {0, "version", NULL, parse_flag, AT(version), 0, 0, NULL, "print the version"},
+};
+
+enum { NUM_SPECS = sizeof(specs) / sizeof(specs[0]), FIRST_LONG = 256 };
+
+static const char *choice_name(const Choice *choices, int64_t value) {
+    for (; choices->name; choices++) {
+        if (choices->value == value) return choices->name;
+    }
+    return "unknown";
+}
+
+const char *options_type_name(int64_t type) {
+    return choice_name(type >= EP_TYPE_INT32 ? index_types : types, type);
+}
+
+const char *options_layout_name(int64_t layout) {
+    return choice_name(layouts, layout);
+}
+
+const char *options_overflow_name(int64_t overflow) {
+    return choice_name(overflows, overflow);
+}
+
+const char *options_backend_name(int64_t backend) {
+    return choice_name(backends, backend);
+}
+
+const char *options_mode_name(int64_t mode) {
+    return choice_name(modes, mode);
+}
+
+const char *options_quant_name(int64_t quant) {
+    return choice_name(quants, quant);
+}
+
+void options_routing_name(const Options *options, char *out, size_t bytes) {
+    if (options->routing == ROUTING_FILE)
+        snprintf(out, bytes, "file:%s", options->routing_path);
+    else if (options->routing == ROUTING_ZIPF)
+        snprintf(out, bytes, "zipf:%g", options->zipf_exponent);
+    else
+        snprintf(out, bytes, "%s", options->routing == ROUTING_UNIFORM ? "uniform" : "one-hot");
+}
+
+void options_print_help(FILE *out) {
+    fprintf(out, "usage: mpirun -n RANKS ep_bench [options]\n"
+                 "       ep_bench --threads RANKS [options]\n\n"
+                 "Times the calls of libep on the shape of a model and checks every byte.\n\n");
+    for (int i = 0; i < NUM_SPECS; i++) {
+        char left[64];
+        snprintf(left, sizeof(left), "--%s%s%s", specs[i].name, specs[i].argument ? " " : "",
+                 specs[i].argument ? specs[i].argument : "");
+        if (specs[i].letter)
+            fprintf(out, "  -%c, %-26s", specs[i].letter, left);
+        else
+            fprintf(out, "      %-26s", left);
+        fprintf(out, "%s%s\n", strlen(left) > 25 ? "\n                                " : "",
+                specs[i].doc);
+    }
+}
+
+/* ---- the command line ---------------------------------------------------------------------- */
+
+static void set_defaults(Options *o) {
+    *o = (Options){.tokens_begin = -1, .tokens_end = -1, .tokens_factor = 2};
+    o->iterations = 20, o->warmup = 3;
+    o->check = 1, o->floor = 1, o->weighted = 1;
+    o->hidden = 7168, o->top_k = 8, o->experts = 256;
+    o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
+    o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
+    o->overflow = EP_OVERFLOW_ERROR;
+    o->backend = EP_BACKEND_AUTO;
+    o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
+    o->seed = 1;
+}
+
+static const Spec *find_spec(int key) {
+    if (key >= FIRST_LONG) return &specs[key - FIRST_LONG];
+    for (int i = 0; i < NUM_SPECS; i++) {
+        if (specs[i].letter == key) return &specs[i];
+    }
+    return NULL;
+}
+
+static void build_getopt_tables(char *letters, struct option *longs) {
+    *letters++ = '+'; /* stop at the first non-option */
+    *letters++ = ':'; /* distinguish a missing argument from an unknown option */
+    for (int i = 0; i < NUM_SPECS; i++) {
+        bool takes = specs[i].argument != NULL;
+        longs[i] = (struct option){specs[i].name, takes ? required_argument : no_argument, NULL,
+                                   FIRST_LONG + i};
+        if (!specs[i].letter) continue;
+        *letters++ = specs[i].letter;
+        if (takes) *letters++ = ':';
+    }
+    *letters = 0;
+    longs[NUM_SPECS] = (struct option){NULL, 0, NULL, 0};
+}
+
+static bool refuse_option(int key, char **argv, int at) {
+    const char *text = argv[at];
+    if (key == ':') return bench_refuse("%s: expected an argument, got none", text);
+    if (optopt >= FIRST_LONG) return bench_refuse("%s: expected no argument, got one", text);
+    return bench_refuse("%s: expected an option of ep_bench (see --help), got an unknown one",
+                        text);
+}
+
+static bool parse_arguments(Options *options, int argc, char **argv) {
+    char letters[2 * NUM_SPECS + 3];
+    struct option longs[NUM_SPECS + 1];
+    build_getopt_tables(letters, longs);
+    opterr = 0, optind = 1;
+    for (;;) {
+        int at = optind;
+        int key = getopt_long(argc, argv, letters, longs, NULL);
+        if (key == -1) break;
+        if (key == '?' || key == ':') return refuse_option(key, argv, at < argc ? at : argc - 1);
+        const Spec *spec = find_spec(key);
+        if (!spec->parse(spec, optarg, options)) return false;
+    }
+    if (optind < argc)
+        return bench_refuse("%s: expected options alone, got a stray argument", argv[optind]);
+    return true;
+}
+
+/* ---- defaults and validation --------------------------------------------------------------- */
+
+/* Fill in what the command line leaves open. A decoding step has few tokens, the same number on
+ * every rank, in slabs of a fixed shape. A training step has many tokens, packed. */
+static void complete(Options *o) {
+    bool decodes = o->mode == EP_MODE_LATENCY;
+    int64_t tokens = decodes ? 128 : 512;
+    EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
+    if (!o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
+    if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : tokens;
+    if (o->tokens_end < 0) o->tokens_end = o->tokens_begin;
+    if (!o->alignment) o->alignment = decodes ? 1 : 128;
+    if (!o->layout) o->layout = layout;
+    if (!o->chain) o->chain = decodes ? 20 : 1;
+}
+
+static bool validate_sweep(const Options *o) {
+    if (o->tokens_end < o->tokens_begin)
+        return bench_refuse("--end: expected at least --begin (%lld), got %lld",
+                            (long long)o->tokens_begin, (long long)o->tokens_end);
+    if (o->tokens_factor < 2 && o->tokens_begin != o->tokens_end)
+        return bench_refuse("--factor: expected at least 2 to get from %lld to %lld tokens, "
+                            "got %lld",
+                            (long long)o->tokens_begin, (long long)o->tokens_end,
+                            (long long)o->tokens_factor);
+    if (o->save_path && o->tokens_begin != o->tokens_end)
+        return bench_refuse("--save-routing: expected one size (--tokens), got a sweep");
+    if (o->routing == ROUTING_FILE && (o->tokens_given || o->uneven))
+        return bench_refuse("--routing file: expected no -b, -e, --tokens or --uneven (the file "
+                            "says how many tokens there are), got one");
+    if (o->routing == ROUTING_FILE && o->masked > 0)
+        return bench_refuse("--masked: expected 0 with --routing file, got %g", o->masked);
+    return true;
+}
+
+static bool validate_shape(const Options *o) {
+    long long row_bytes = (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type);
+    if (row_bytes % 16 || row_bytes > EP_MAX_ROW_BYTES)
+        return bench_refuse("--hidden: expected rows of a multiple of 16 bytes up to %d, got %lld "
+                            "x %s = %lld bytes",
+                            EP_MAX_ROW_BYTES, (long long)o->hidden, options_type_name(o->type),
+                            row_bytes);
+    if (o->alignment & (o->alignment - 1))
+        return bench_refuse("--align: expected a power of two, got %lld", (long long)o->alignment);
+    if (o->scale_bytes % 4)
+        return bench_refuse("--scales: expected a multiple of 4 bytes, got %lld",
+                            (long long)o->scale_bytes);
+    if (o->top_k > o->experts && (o->routing == ROUTING_UNIFORM || o->routing == ROUTING_ZIPF))
+        return bench_refuse("--top-k: expected at most the %lld experts (a token names different "
+                            "ones), got %lld",
+                            (long long)o->experts, (long long)o->top_k);
+    return true;
+}
+
+static bool validate_together(const Options *o) {
+    bool batched = o->layout == EP_LAYOUT_BATCHED;
+    if (o->rows_per_expert && !batched)
+        return bench_refuse("--rows-per-expert: expected --layout batched, got --layout %s",
+                            options_layout_name(o->layout));
+    if (o->capacity && batched)
+        return bench_refuse("--capacity: expected --layout expert or flat, got --layout batched "
+                            "(use --rows-per-expert)");
+    if (o->baseline && o->threads)
+        return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
+                            (long long)o->threads);
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+        return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
+                            "%s",
+                            options_mode_name(o->mode), options_quant_name(o->quant));
+    if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
+        return bench_refuse("--baseline: expected --layout expert, got --layout %s",
+                            options_layout_name(o->layout));
+    if (o->baseline && o->capacity)
+        return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
+                            (long long)o->capacity);
+    if (o->chain > 1 && o->mode != EP_MODE_LATENCY && !o->graphs)
+        return bench_refuse("--chain: expected --graphs or --mode latency, got neither");
+    if (o->split && o->mode != EP_MODE_LATENCY)
+        return bench_refuse("--split: expected --mode latency, got --mode %s",
+                            options_mode_name(o->mode));
+    if (o->quant != EP_QUANT_NONE && o->scale_bytes)
+        return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
+                            options_quant_name(o->quant), (long long)o->scale_bytes);
+    if (o->quant != EP_QUANT_NONE && o->hidden % 16)
+        return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
+                            options_quant_name(o->quant), (long long)o->hidden);
+    if (o->threads && world_launched())
+        return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
+    return true;
+}
+
+bool options_parse(Options *options, int argc, char **argv) {
+    set_defaults(options);
+    if (!parse_arguments(options, argc, argv)) return false;
+    if (options->help || options->version) return true;
+    complete(options);
+    return validate_sweep(options) && validate_shape(options) && validate_together(options);
+}

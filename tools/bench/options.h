@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_OPTIONS_H
+#define BENCH_OPTIONS_H
+
+/** The command line. One table in options.c feeds the parser and the help. */
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "ep/ep.h"
+
+typedef enum RoutingKind {
+    ROUTING_UNIFORM = 1, /**< K distinct experts, all equally likely */
+    ROUTING_ZIPF,        /**< K distinct experts, likelihood 1 / (popularity rank) ^ s */
+    ROUTING_ONE_HOT,     /**< every token to the same expert */
+    ROUTING_FILE         /**< a trace file */
+} RoutingKind;
+
+typedef struct Options {
+    int64_t tokens_begin, tokens_end, tokens_factor; /**< sweep of tokens per rank */
+    bool tokens_given;                               /**< any of -b, -e, --tokens */
+    bool uneven; /**< a rank brings between half and all of the tokens */
+    int64_t iterations, warmup;
+    int64_t check;
+    bool graphs;
+    int64_t chain; /**< repetitions of a call in a graph; 0 until defaults are filled in */
+    const char *json_path;
+    int64_t hidden, top_k, experts;
+    int64_t alignment; /**< 0 until defaults are filled in */
+    int64_t type;      /**< EpType of the rows */
+    RoutingKind routing;
+    double zipf_exponent;
+    const char *routing_path, *save_path;
+    double masked; /**< share of entries without an expert */
+    int64_t capacity;
+    int64_t overflow; /**< EpOverflow */
+    int64_t layout;   /**< EpLayout; 0 until defaults are filled in */
+    int64_t rows_per_expert;
+    int64_t weighted;
+    int64_t scale_bytes;
+    int64_t index_type; /**< EpType of topk_idx */
+    int64_t backend;    /**< EpBackend */
+    int64_t mode;       /**< EpMode */
+    int64_t quant;      /**< EpQuant */
+    bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
+    bool baseline;
+    int64_t floor;
+    int64_t seed;
+    int64_t num_sms;
+    bool zero_copy;
+    int64_t threads;
+    bool help, version;
+} Options;
+
+/** Apply the defaults, then the command line. False, with a message, if it is invalid. */
+bool options_parse(Options *options, int argc, char **argv);
+
+/** Names of values as the command line spells them, e.g. "bf16", "expert". */
+const char *options_type_name(int64_t type);
+const char *options_layout_name(int64_t layout);
+const char *options_overflow_name(int64_t overflow);
+const char *options_backend_name(int64_t backend);
+const char *options_mode_name(int64_t mode);
+const char *options_quant_name(int64_t quant);
+
+/** "zipf:1.2", "file:trace.txt", ... */
+void options_routing_name(const Options *options, char *out, size_t bytes);
+
+void options_print_help(FILE *out);
+
+#endif

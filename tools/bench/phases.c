@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <string.h>
+
+#include "tools/bench/case.h"
+#include "tools/bench/device.h"
+#include "tools/bench/util.h"
+
+/* An optional tensor, or NULL. */
+static const EpTensor *optional(bool wanted, const EpTensor *tensor) {
+    return wanted ? tensor : NULL;
+}
+
+static EpStatus prepare(Case *c) {
+    Tensors *t = &c->tensors;
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    plan.expert_counts = &t->plan_counts;
+    plan.expert_padded = &t->plan_padded;
+    plan.expert_offsets = &t->plan_offsets;
+    plan.totals = &t->plan_totals;
+    return ep_prepare(c->handle, &t->index, NULL, c->stream, &plan);
+}
+
+/* The outputs of dispatch besides the rows. */
+typedef struct Received {
+    const EpTensor *weights, *scales, *index;
+} Received;
+
+static Received list_received(Case *c) {
+    Tensors *t = &c->tensors;
+    return (Received){optional(c->options->weighted, &t->recv_weights),
+                      optional(c->recv_scale_bytes > 0, &t->recv_scales),
+                      optional(c->slots.layout == EP_LAYOUT_FLAT, &t->recv_index)};
+}
+
+static EpStatus dispatch_send(Case *c) {
+    Tensors *t = &c->tensors;
+    return ep_dispatch_send(c->handle, &t->tokens_in,
+                            optional(c->options->weighted, &t->topk_weights),
+                            optional(c->options->scale_bytes > 0, &t->scales), c->stream);
+}
+
+static EpStatus dispatch_wait(Case *c) {
+    Received to = list_received(c);
+    return ep_dispatch_wait(c->handle, c->stream, &c->tensors.recv_tokens, to.weights, to.scales,
+                            to.index);
+}
+
+static EpStatus dispatch(Case *c) {
+    Tensors *t = &c->tensors;
+    Received to = list_received(c);
+    if (c->options->split) {
+        EpStatus status = dispatch_send(c);
+        return status == EP_OK ? dispatch_wait(c) : status;
+    }
+    return ep_dispatch(c->handle, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
+                       optional(c->options->scale_bytes > 0, &t->scales), c->stream,
+                       &t->recv_tokens, to.weights, to.scales, to.index);
+}
+
+static EpStatus combine_send(Case *c) {
+    Tensors *t = &c->tensors;
+    return ep_combine_send(c->handle, &t->slots_in,
+                           optional(c->options->weighted, &t->slot_weights), c->stream);
+}
+
+static EpStatus combine_wait(Case *c) {
+    return ep_combine_wait(c->handle, c->stream, &c->tensors.tokens_out);
+}
+
+static EpStatus combine(Case *c) {
+    Tensors *t = &c->tensors;
+    if (c->options->split) {
+        EpStatus status = combine_send(c);
+        return status == EP_OK ? combine_wait(c) : status;
+    }
+    return ep_combine(c->handle, &t->slots_in, optional(c->options->weighted, &t->slot_weights),
+                      c->stream, &t->tokens_out);
+}
+
+static EpStatus combine_backward(Case *c) {
+    Tensors *t = &c->tensors;
+    bool weighted = c->options->weighted;
+    return ep_combine_backward(c->handle, &t->tokens_in, optional(weighted, &t->slot_weights),
+                               optional(weighted, &t->slots_in), c->stream, &t->slots_out,
+                               optional(weighted, &t->slot_grads_out));
+}
+
+static EpStatus dispatch_backward(Case *c) {
+    Tensors *t = &c->tensors;
+    bool weighted = c->options->weighted;
+    return ep_dispatch_backward(c->handle, &t->slots_in, optional(weighted, &t->slot_grads_in),
+                                c->stream, &t->tokens_out, optional(weighted, &t->topk_grads));
+}
+
+/* In the order of a training step. */
+static const struct {
+    const char *name;
+    const char *call;
+    EpStatus (*run)(Case *c);
+} phases[NUM_PHASES] = {
+    [PHASE_PREPARE] = {"prepare", "ep_prepare", prepare},
+    [PHASE_DISPATCH] = {"dispatch", "ep_dispatch", dispatch},
+    [PHASE_COMBINE] = {"combine", "ep_combine", combine},
+    [PHASE_COMBINE_BACKWARD] = {"combine_backward", "ep_combine_backward", combine_backward},
+    [PHASE_DISPATCH_BACKWARD] = {"dispatch_backward", "ep_dispatch_backward", dispatch_backward},
+};
+
+static const struct {
+    const char *name;
+    const char *call;
+    EpStatus (*run)(Case *c);
+} split[NUM_SPLIT_PHASES] = {
+    [SPLIT_DISPATCH_SEND] = {"dispatch_send", "ep_dispatch_send", dispatch_send},
+    [SPLIT_DISPATCH_WAIT] = {"dispatch_wait", "ep_dispatch_wait", dispatch_wait},
+    [SPLIT_COMBINE_SEND] = {"combine_send", "ep_combine_send", combine_send},
+    [SPLIT_COMBINE_WAIT] = {"combine_wait", "ep_combine_wait", combine_wait},
+};
+
+const char *phase_name(PhaseId phase) {
+    return phases[phase].name;
+}
+
+const char *split_phase_name(SplitPhaseId phase) {
+    return split[phase].name;
+}
+
+bool split_phase_run(Case *c, SplitPhaseId phase) {
+    return bench_ok(split[phase].run(c), split[phase].call);
+}
+
+bool phase_exists(const Case *c, PhaseId phase) {
+    return !c->latency || phase == PHASE_DISPATCH || phase == PHASE_COMBINE;
+}
+
+bool phase_begin(Case *c) {
+    return !c->latency || bench_ok(prepare(c), "ep_prepare");
+}
+
+bool phase_run(Case *c, PhaseId phase) {
+    if (!phase_exists(c, phase)) return true;
+    if (c->device && c->device->graphs) return device_replay(c, phase);
+    return bench_ok(phases[phase].run(c), phases[phase].call);
+}
+
+bool phase_run_step(Case *c) {
+    if (c->device && c->device->graphs) return device_replay_step(c);
+    for (int p = 0; p < NUM_PHASES; p++) {
+        if (!phase_run(c, (PhaseId)p)) return false;
+    }
+    return true;
+}
+
+int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries) {
+    int64_t row = (int64_t)c->row_bytes, weight = 0;
+    if (phase == PHASE_PREPARE)
+        return entries * (int64_t)ep_type_bytes((EpType)c->options->index_type);
+    if (phase == PHASE_DISPATCH) row = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
+    if (phase == PHASE_DISPATCH || phase == PHASE_DISPATCH_BACKWARD)
+        weight = c->options->weighted ? (int64_t)sizeof(float) : 0;
+    return rows * row + entries * weight;
+}
+
+/* ---- poison -------------------------------------------------------------------------------- */
+
+static void poison(void *data, size_t count, size_t bytes) {
+    memset(data, POISON_BYTE, count * bytes);
+}
+
+/* Skips unused rows, so that their pages stay untouched: batched slabs may be very large. */
+static void poison_slots(Case *c, size_t row_bytes) {
+    for (int64_t row = 0; row < c->slots.num_rows; row++) {
+        if (c->slots.rows[row].state != ROW_UNUSED)
+            poison(c->buffers.slots_out + (size_t)row * row_bytes, 1, row_bytes);
+    }
+}
+
+static void poison_host(Case *c, PhaseId phase) {
+    Buffers *b = &c->buffers;
+    size_t rows = (size_t)c->slots.num_rows, tokens = (size_t)c->tokens;
+    size_t wide = rows * (size_t)c->weights_width;
+    if (phase == PHASE_PREPARE)
+        poison(b->plan, (size_t)c->slots.num_local * 3 + 4, sizeof(int64_t));
+    if (phase == PHASE_DISPATCH) poison_slots(c, c->recv_bytes);
+    if (phase == PHASE_COMBINE_BACKWARD) poison_slots(c, c->row_bytes);
+    if (phase == PHASE_DISPATCH) {
+        poison(b->recv_weights, wide, sizeof(float));
+        poison(b->recv_index, wide, sizeof(int32_t));
+        poison(b->recv_scales, rows, c->recv_scale_bytes);
+    }
+    if (phase == PHASE_COMBINE_BACKWARD) poison(b->slot_grads_out, rows, sizeof(float));
+    if (phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD)
+        poison(b->tokens_out, tokens, c->row_bytes);
+    if (phase == PHASE_DISPATCH_BACKWARD)
+        poison(b->topk_grads, tokens * (size_t)c->options->top_k, sizeof(float));
+}
+
+bool phase_poison(Case *c, PhaseId phase) {
+    if (c->device) return device_poison(c, phase);
+    poison_host(c, phase);
+    return true;
+}
+
+bool phase_fetch(Case *c, PhaseId phase) {
+    return !c->device || device_fetch(c, phase);
+}

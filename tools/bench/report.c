@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/measure.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ---- the machine --------------------------------------------------------------------------- */
+
+/* "model name : ..." on x86. Other processors may have no such line. */
+static void read_cpu(char *out, size_t bytes) {
+    char line[256];
+    snprintf(out, bytes, "unknown");
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    while (file && fgets(line, sizeof(line), file)) {
+        char *colon = strchr(line, ':');
+        if (strncmp(line, "model name", 10) != 0 || !colon) continue;
+        colon[strcspn(colon, "\n")] = 0;
+        snprintf(out, bytes, "%s", colon + 1 + strspn(colon + 1, " "));
+        break;
+    }
+    if (file) fclose(file);
+}
+
+void machine_describe(Machine *out) {
+    time_t now = time(NULL);
+    struct tm utc;
+    if (gethostname(out->hostname, sizeof(out->hostname)) != 0)
+        snprintf(out->hostname, sizeof(out->hostname), "unknown");
+    out->hostname[sizeof(out->hostname) - 1] = 0;
+    read_cpu(out->cpu, sizeof(out->cpu));
+    out->cores = sysconf(_SC_NPROCESSORS_ONLN);
+    out->memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    strftime(out->date, sizeof(out->date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
+}
+
+/* ---- the head of the report ---------------------------------------------------------------- */
+
+static void report_config(const Report *report) {
+    const Options *o = report->options;
+    const World *world = report->world;
+    char routing[512];
+    int version = ep_version();
+    options_routing_name(o, routing, sizeof(routing));
+    printf("# ep_bench: libep %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+    printf(
+        "# config:  %d ranks (%s), hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n",
+        world->size, world->threads ? "threads" : "MPI", (long long)o->hidden,
+        options_type_name(o->type),
+        (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type), (long long)o->top_k,
+        (long long)o->experts);
+    printf("#          alignment %lld, layout %s, routing %s, masked %g, %s tokens, seed %lld\n",
+           (long long)o->alignment, options_layout_name(o->layout), routing, o->masked,
+           o->uneven ? "uneven" : "even", (long long)o->seed);
+    printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
+           o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
+           options_type_name(o->index_type), (long long)o->capacity,
+           o->capacity ? options_overflow_name(o->overflow)
+           : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
+               ? "what the routing needs"
+               : "exact sizing");
+    printf("#          mode %s%s, quant %s\n", options_mode_name(o->mode),
+           o->split ? " as send and wait" : "", options_quant_name(o->quant));
+}
+
+/* The reason may begin with the backend's name, which is then not repeated. */
+static void report_backend(const EpGroupMemory *memory) {
+    const char *name = options_backend_name(memory->backend), *reason = memory->reason;
+    size_t length = strlen(name);
+    if (strncmp(reason, name, length) == 0 && strncmp(reason + length, ": ", 2) == 0)
+        reason += length + 2;
+    printf("# backend: %s: %s\n", name, reason);
+}
+
+static void report_table_head(const Report *report) {
+    bool cuda = report->memory.backend == EP_BACKEND_CUDA;
+    bool stores = report->options->mode == EP_MODE_LATENCY;
+    printf("#\n# bytes are per rank, the mean over ranks; floor is %s%s\n",
+           !cuda                      ? "a memcpy of the same bytes"
+           : report->world->size == 1 ? "a copy of the slots by a plain kernel"
+           : stores                   ? "the remote bytes stored by a plain kernel"
+                                      : "the remote bytes pushed by a plain copy kernel",
+           cuda && stores ? ", in a graph" : "");
+    printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
+           "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
+}
+
+/* How the table's times come from graphs: of one call, or of one among many in a graph. */
+static void describe_graphs(const Options *o, char *out, size_t bytes) {
+    if (!o->graphs)
+        out[0] = 0;
+    else if (o->chain == 1)
+        snprintf(out, bytes, ", graphs of one call each");
+    else
+        snprintf(out, bytes, ", graphs of %lld equal calls, a graph's time divided by %lld",
+                 (long long)o->chain, (long long)o->chain);
+}
+
+void report_header(const Report *report) {
+    const Options *o = report->options;
+    const Machine *machine = &report->machine;
+    char graphs[96];
+    describe_graphs(o, graphs, sizeof(graphs));
+    report_config(report);
+    printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
+           machine->date);
+    if (report->device[0]) printf("# device:  %s\n", report->device);
+    report_backend(&report->memory);
+    if (o->zero_copy) printf("# memory:  zero-copy: slot rows in peer-accessible memory\n");
+    printf("# timing:  %lld iterations after %lld warm-up, slowest rank of each%s%s; check %s\n",
+           (long long)o->iterations, (long long)o->warmup,
+           report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "", graphs,
+           o->check ? "every byte, before and after" : "off");
+    report_table_head(report);
+    fflush(stdout);
+}
+
+/* ---- one size ------------------------------------------------------------------------------ */
+
+static void report_phase(const SizeResult *result, const PhaseResult *phase) {
+    double us = phase->time.median_us;
+    if (phase->absent) return;
+    printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
+           phase->name, us, phase->time.p99_us, (long long)phase->remote_bytes,
+           (long long)phase->local_bytes, us > 0 ? (double)phase->useful_bytes / us * 1e-3 : 0);
+    if (phase->floor_us > 0)
+        printf(" %10.1f %6.2f", phase->floor_us, us / phase->floor_us);
+    else
+        printf(" %10s %6s", "-", "-");
+    if (phase->wrong >= 0)
+        printf(" %7lld\n", (long long)phase->wrong);
+    else
+        printf(" %7s\n", "-");
+}
+
+static void report_facts(const SizeResult *r) {
+    printf("# tokens %lld: %lld to %lld per rank, slots received %lld to %lld, rows with padding "
+           "up to "
+           "%lld, dropped %lld\n",
+           (long long)r->tokens, (long long)r->tokens_min, (long long)r->tokens,
+           (long long)r->slots_min, (long long)r->slots_max, (long long)r->rows_max,
+           (long long)r->dropped);
+    printf("# tokens %lld: library memory %lld bytes per rank (promised %lld), travelled "
+           "%lld bytes\n",
+           (long long)r->tokens, (long long)r->library_bytes, (long long)r->promised_bytes,
+           (long long)r->travelled_bytes);
+}
+
+/* Each send and wait alone. The table has the time of both together. */
+static void report_split(const SizeResult *r) {
+    if (!r->has_split) return;
+    printf("# split:");
+    for (int h = 0; h < NUM_SPLIT_PHASES; h++)
+        printf("%s %s %.1f us", h ? "," : "", split_phase_name((SplitPhaseId)h),
+               r->split[h].time.median_us);
+    printf(", each alone\n");
+}
+
+/* The same calls outside graphs, and the host's time to launch a graph. */
+static void report_plain(const SizeResult *r) {
+    const char *comma = "";
+    if (r->phases[PHASE_DISPATCH].plain_us < 0) return;
+    printf("# plain: ");
+    for (int p = 0; p < NUM_PHASES; p++) {
+        const PhaseResult *phase = &r->phases[p];
+        if (phase->absent) continue;
+        printf("%s %s %.1f us (graph launched in %.1f us)", comma, phase->name, phase->plain_us,
+               phase->launch_us);
+        comma = ",";
+    }
+    printf(", without graphs\n");
+}
+
+static void report_signals(const SizeResult *r) {
+    if (r->empty_node_us < 0) return;
+    printf("# empty graph node: %.2f us, flag one way: ", r->empty_node_us);
+    if (r->flag_us >= 0)
+        printf("%.2f us\n", r->flag_us);
+    else
+        printf("-\n");
+}
+
+static void report_device(const SizeResult *r) {
+    if (r->step.median_us <= 0) return;
+    printf("# tokens %lld: step %.1f us, p99 %.1f us\n", (long long)r->tokens, r->step.median_us,
+           r->step.p99_us);
+    report_plain(r);
+    printf("# issue:");
+    for (int p = 0; p < NUM_PHASES; p++)
+        if (!r->phases[p].absent) printf(" %s %.1f us,", r->phases[p].name, r->phases[p].issue_us);
+    for (int h = 0; r->has_split && h < NUM_SPLIT_PHASES; h++)
+        printf(" %s %.1f us,", split_phase_name((SplitPhaseId)h), r->split[h].issue_us);
+    printf(" step %.1f us of the host's time\n", r->step_issue_us);
+    report_signals(r);
+    if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
+}
+
+void report_size(const SizeResult *result) {
+    for (int p = 0; p < result->num_phases; p++)
+        report_phase(result, &result->phases[p]);
+    report_facts(result);
+    report_split(result);
+    report_device(result);
+    if (result->num_phases > NUM_PHASES)
+        printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
+               (long long)result->tokens, result->baseline_us,
+               result->baseline_us / result->speedup, result->speedup);
+    if (result->first_wrong[0]) printf("# wrong: %s\n", result->first_wrong);
+    fflush(stdout);
+}
+
+void report_footer(const Report *report, int64_t wrong) {
+    if (report->options->check)
+        printf("#wrong %lld\n", (long long)wrong);
+    else
+        printf("#wrong - (not checked)\n");
+    fflush(stdout);
+}

@@ -1,0 +1,281 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/bench/routing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/bench/util.h"
+
+/* State of the walk over all entries: per expert and per rank. */
+typedef struct Walk {
+    const Options *options;
+    const Routing *routing;
+    int64_t *count;    /* [E] entries that name the expert, on all ranks */
+    int64_t *start;    /* [E] first row of its slab if the capacity is unlimited */
+    int64_t *next;     /* [E] row of its next slot */
+    int64_t *flat;     /* [R] flat: next free row of the rank */
+    int64_t *last_row; /* [R] flat: row of the current token, -1: none yet */
+} Walk;
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t round_up(int64_t rows, int64_t alignment) {
+    return (rows + alignment - 1) / alignment * alignment;
+}
+
+int64_t slots_tag(EpLayout layout, int owner, int expert, int k) {
+    return layout == EP_LAYOUT_FLAT ? owner : ((int64_t)expert + 1) * EP_MAX_TOP_K * 64 + k;
+}
+
+/* ---- the row of every entry ---------------------------------------------------------------- */
+
+static void count_entries(Walk *walk) {
+    const Routing *routing = walk->routing;
+    int64_t entries = routing->first[routing->num_ranks] * routing->top_k;
+    for (int64_t i = 0; i < entries; i++) {
+        if (routing->experts[i] >= 0) walk->count[routing->experts[i]]++;
+    }
+}
+
+static int64_t largest_slab(const Walk *walk) {
+    int64_t largest = 1;
+    for (int e = 0; e < walk->routing->num_experts; e++) {
+        if (walk->count[e] > largest) largest = walk->count[e];
+    }
+    return round_up(largest, walk->options->alignment);
+}
+
+static void place_slabs(Walk *walk, const Slots *slots) {
+    for (int r = 0; r < walk->routing->num_ranks; r++) {
+        int64_t row = 0;
+        int first = routing_first_expert(walk->routing, r);
+        int end = routing_first_expert(walk->routing, r + 1);
+        for (int e = first; e < end; e++) {
+            if (slots->layout == EP_LAYOUT_BATCHED) row = (e - first) * slots->rows_per_expert;
+            walk->start[e] = walk->next[e] = row;
+            row += round_up(walk->count[e], walk->options->alignment);
+        }
+    }
+}
+
+/* End of the rows that the expert's slots may take. */
+static int64_t limit_of(const Walk *walk, const Slots *slots, int expert) {
+    if (slots->layout == EP_LAYOUT_BATCHED) return walk->start[expert] + slots->rows_per_expert;
+    return walk->options->capacity ? walk->options->capacity : INT64_MAX;
+}
+
+/* Flat: the first entry that names the rank takes a row; the token's other entries share it. */
+static int64_t next_row(Walk *walk, const Slots *slots, int expert, int owner, bool *fresh) {
+    *fresh = slots->layout != EP_LAYOUT_FLAT || walk->last_row[owner] < 0;
+    if (slots->layout != EP_LAYOUT_FLAT) return walk->next[expert]++;
+    if (*fresh) walk->last_row[owner] = walk->flat[owner]++;
+    return walk->last_row[owner];
+}
+
+static void record_slot(Slots *slots, int64_t row, Row what) {
+    if (slots->layout == EP_LAYOUT_FLAT) what.k = what.expert = -1;
+    slots->rows[row] = what;
+    slots->num_slots++;
+}
+
+static void place_entry(Walk *walk, Slots *slots, int source, int64_t token, int k) {
+    int64_t entry = (walk->routing->first[source] + token) * walk->routing->top_k + k;
+    int expert = walk->routing->experts[entry];
+    slots->row_of[entry] = -1;
+    if (expert < 0) return;
+    int owner = routing_owner(walk->routing, expert);
+    bool fresh, mine = owner == slots->rank;
+    int64_t row = next_row(walk, slots, expert, owner, &fresh);
+    if (row >= limit_of(walk, slots, expert)) {
+        slots->dropped += mine && fresh;
+        slots->all_dropped += fresh;
+        return;
+    }
+    slots->row_of[entry] = (int32_t)row;
+    if (!mine) return;
+    slots->counts[expert - slots->first_expert]++;
+    if (fresh) record_slot(slots, row, (Row){ROW_SLOT, source, (int32_t)token, k, expert});
+}
+
+static void place_entries(Walk *walk, Slots *slots) {
+    const Routing *routing = walk->routing;
+    for (int source = 0; source < routing->num_ranks; source++) {
+        for (int64_t t = 0; t < routing->tokens[source]; t++) {
+            for (int r = 0; r < routing->num_ranks; r++)
+                walk->last_row[r] = -1;
+            for (int k = 0; k < routing->top_k; k++)
+                place_entry(walk, slots, source, t, k);
+        }
+    }
+}
+
+/* ---- the state of this rank's rows --------------------------------------------------------- */
+
+/* Number of tokens that name at least one expert of this rank. */
+static int64_t count_flat_rows(const Routing *routing, int rank) {
+    int64_t rows = 0, tokens = routing->first[routing->num_ranks];
+    for (int64_t t = 0; t < tokens; t++) {
+        bool here = false;
+        for (int k = 0; k < routing->top_k; k++) {
+            int32_t expert = routing->experts[t * routing->top_k + k];
+            here = here || (expert >= 0 && routing_owner(routing, expert) == rank);
+        }
+        rows += here;
+    }
+    return rows;
+}
+
+static void size_rows(const Walk *walk, Slots *slots) {
+    int64_t capacity = walk->options->capacity;
+    for (int e = slots->first_expert; e < slots->first_expert + slots->num_local; e++) {
+        int64_t slab = round_up(walk->count[e], walk->options->alignment);
+        if (slots->layout == EP_LAYOUT_EXPERT_MAJOR)
+            slots->needed_rows += slab;
+        else if (slots->layout == EP_LAYOUT_BATCHED && slab > slots->needed_rows)
+            slots->needed_rows = slab;
+    }
+    if (slots->layout == EP_LAYOUT_FLAT)
+        slots->needed_rows = count_flat_rows(walk->routing, slots->rank);
+    slots->recv_rows = capacity ? least(slots->needed_rows, capacity) : slots->needed_rows;
+    if (slots->layout == EP_LAYOUT_BATCHED)
+        slots->recv_rows = slots->num_rows = slots->num_local * slots->rows_per_expert;
+    else
+        slots->num_rows = (capacity ? capacity : slots->recv_rows) + SLOTS_TAIL;
+}
+
+static void mark_rows(Slots *slots, int64_t from, int64_t to, RowState state) {
+    for (int64_t row = from; row < to && row < slots->num_rows; row++) {
+        if (slots->rows[row].state == 0) slots->rows[row].state = state;
+    }
+}
+
+/* Clamp the ends of the slabs to the capacity; mark padding and tail rows. */
+static void finish_expert_major(const Walk *walk, Slots *slots) {
+    for (int l = 0; l < slots->num_local; l++) {
+        int e = slots->first_expert + l;
+        int64_t end = walk->start[e] + round_up(walk->count[e], walk->options->alignment);
+        slots->offsets[l] = (int32_t)least(walk->start[e], slots->recv_rows);
+        slots->padded[l] = (int32_t)(least(end, slots->recv_rows) - slots->offsets[l]);
+        mark_rows(slots, slots->offsets[l], slots->offsets[l] + slots->padded[l], ROW_PADDING);
+    }
+    slots->offsets[slots->num_local] = (int32_t)slots->recv_rows;
+    mark_rows(slots, slots->recv_rows, slots->recv_rows + SLOTS_TAIL, ROW_TAIL);
+}
+
+static void finish_batched(const Walk *walk, Slots *slots) {
+    for (int l = 0; l < slots->num_local; l++) {
+        int64_t start = l * slots->rows_per_expert;
+        int64_t padded =
+            least(round_up(slots->counts[l], walk->options->alignment), slots->rows_per_expert);
+        int64_t end = start + slots->rows_per_expert;
+        slots->offsets[l] = (int32_t)start;
+        slots->padded[l] = (int32_t)padded;
+        mark_rows(slots, start, start + padded, ROW_PADDING);
+        mark_rows(slots, start + padded, least(start + padded + SLOTS_TAIL, end), ROW_TAIL);
+    }
+    slots->offsets[slots->num_local] = (int32_t)slots->recv_rows;
+}
+
+static void finish_flat(Slots *slots) {
+    for (int l = 0; l < slots->num_local; l++) {
+        slots->padded[l] = slots->counts[l];
+        slots->offsets[l + 1] = slots->offsets[l] + slots->counts[l];
+    }
+    mark_rows(slots, slots->recv_rows, slots->recv_rows + SLOTS_TAIL, ROW_TAIL);
+}
+
+static void finish(const Walk *walk, Slots *slots) {
+    if (slots->layout == EP_LAYOUT_EXPERT_MAJOR)
+        finish_expert_major(walk, slots);
+    else if (slots->layout == EP_LAYOUT_BATCHED)
+        finish_batched(walk, slots);
+    else
+        finish_flat(slots);
+    mark_rows(slots, 0, slots->num_rows, ROW_UNUSED);
+}
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+static bool walk_alloc(Walk *walk) {
+    size_t experts = (size_t)walk->routing->num_experts, ranks = (size_t)walk->routing->num_ranks;
+    walk->count = bench_alloc(experts, sizeof(int64_t), "slot map");
+    walk->start = bench_alloc(experts, sizeof(int64_t), "slot map");
+    walk->next = bench_alloc(experts, sizeof(int64_t), "slot map");
+    walk->flat = bench_alloc(ranks, sizeof(int64_t), "slot map");
+    walk->last_row = bench_alloc(ranks, sizeof(int64_t), "slot map");
+    return walk->count && walk->start && walk->next && walk->flat && walk->last_row;
+}
+
+static void walk_free(Walk *walk) {
+    free(walk->count);
+    free(walk->start);
+    free(walk->next);
+    free(walk->flat);
+    free(walk->last_row);
+}
+
+static bool alloc_rows(const Routing *routing, Slots *slots) {
+    size_t local = (size_t)slots->num_local;
+    int64_t entries = routing->first[routing->num_ranks] * routing->top_k;
+    slots->row_of = bench_alloc((size_t)entries, sizeof(int32_t), "slot map");
+    slots->rows = bench_alloc((size_t)slots->num_rows, sizeof(Row), "slot map");
+    slots->counts = bench_alloc(local, sizeof(int32_t), "slot map");
+    slots->padded = bench_alloc(local, sizeof(int32_t), "slot map");
+    slots->offsets = bench_alloc(local + 1, sizeof(int32_t), "slot map");
+    return slots->row_of && slots->rows && slots->counts && slots->padded && slots->offsets;
+}
+
+bool slots_make(const Options *options, const Routing *routing, int rank, Slots *out) {
+    *out = (Slots){.layout = (EpLayout)options->layout, .rank = rank};
+    out->first_expert = routing_first_expert(routing, rank);
+    out->num_local = routing_first_expert(routing, rank + 1) - out->first_expert;
+    Walk walk = {.options = options, .routing = routing};
+    bool ok = walk_alloc(&walk);
+    if (ok) {
+        count_entries(&walk);
+        out->rows_per_expert = options->rows_per_expert;
+        if (out->layout == EP_LAYOUT_BATCHED && !out->rows_per_expert)
+            out->rows_per_expert = largest_slab(&walk);
+        place_slabs(&walk, out);
+        size_rows(&walk, out);
+        ok = out->num_rows < INT32_MAX ? alloc_rows(routing, out)
+                                       : bench_refuse("the receive buffer of rank %d would need "
+                                                      "%lld rows, expected less than 2^31",
+                                                      rank, (long long)out->num_rows);
+    }
+    if (ok) {
+        place_entries(&walk, out);
+        finish(&walk, out);
+    }
+    walk_free(&walk);
+    return ok;
+}
+
+bool slots_reserve(Slots *slots, int64_t capacity) {
+    int64_t rows = capacity + SLOTS_TAIL;
+    if (rows <= slots->num_rows) return true;
+    if (rows >= INT32_MAX)
+        return bench_refuse("the receive buffer of rank %d would have %lld rows, expected less "
+                            "than 2^31",
+                            slots->rank, (long long)rows);
+    Row *larger = bench_alloc((size_t)rows, sizeof(Row), "slot map");
+    if (!larger) return false;
+    memcpy(larger, slots->rows, (size_t)slots->num_rows * sizeof(Row));
+    free(slots->rows);
+    slots->rows = larger;
+    int64_t from = slots->num_rows;
+    slots->num_rows = rows;
+    mark_rows(slots, from, rows, ROW_UNUSED);
+    return true;
+}
+
+void slots_free(Slots *slots) {
+    free(slots->row_of);
+    free(slots->rows);
+    free(slots->counts);
+    free(slots->padded);
+    free(slots->offsets);
+    *slots = (Slots){0};
+}

@@ -1,0 +1,321 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * Timing by the host's clock; on GPUs by events, also of calls that are captured in graphs.
+ */
+
+#include "tools/bench/time.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+#include "tools/bench/device.h"
+#include "tools/bench/util.h"
+
+/* ---- the host's clock ---------------------------------------------------------------------- */
+
+double time_now_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
+}
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Median and nearest-rank 99th percentile, which is the maximum of fewer than 100 samples. */
+static Quantiles quantiles(double *samples, int64_t count) {
+    qsort(samples, (size_t)count, sizeof(double), compare_doubles);
+    double median = (samples[(count - 1) / 2] + samples[count / 2]) / 2;
+    return (Quantiles){median, samples[(99 * count + 99) / 100 - 1]};
+}
+
+/* samples[call][iteration] are of this rank. */
+static bool sample_host(World *world, int64_t warmup, int64_t iterations, TimedCall call,
+                        void *context, int count, double *samples) {
+    bool ok = true;
+    for (int64_t i = -warmup; i < iterations; i++) {
+        for (int which = 0; which < count; which++) {
+            world_barrier(world);
+            double start = time_now_us();
+            ok = ok && call(context, which);
+            if (i >= 0) samples[which * iterations + i] = time_now_us() - start;
+        }
+    }
+    return ok;
+}
+
+bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
+                   Quantiles *out) {
+    ok = world_all(world, ok) && world_max_double(world, samples, (size_t)(count * iterations));
+    for (int which = 0; ok && which < count; which++)
+        out[which] = quantiles(samples + which * iterations, iterations);
+    return ok;
+}
+
+void time_divide(Quantiles *times, int count, int64_t by) {
+    for (int i = 0; i < count; i++) {
+        times[i].median_us /= (double)by;
+        times[i].p99_us /= (double)by;
+    }
+}
+
+bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
+                int count, Quantiles *out) {
+    double *samples = bench_alloc((size_t)(count * iterations), sizeof(double), "samples");
+    if (!world_all(world, samples != NULL)) {
+        free(samples);
+        return false;
+    }
+    bool ok = sample_host(world, warmup, iterations, call, context, count, samples);
+    ok = time_evaluate(world, ok, samples, iterations, count, out);
+    free(samples);
+    return ok;
+}
+
+#if EP_WITH_CUDA
+
+/* ---- alignment of the ranks' streams ------------------------------------------------------- */
+
+enum { MAX_CALLS = 8 };
+
+/* Longer than the host needs to issue an iteration, so that the GPU never waits for the host. */
+static const double hold_us = 250;
+
+/* Align the streams of all ranks: the work queued next begins at the same time on every rank. */
+static bool align_streams(Case *c) {
+    Device *d = c->device;
+    if (!d->flags) {
+        bool finished = device_finish(c);
+        return world_barrier(c->world) && finished;
+    }
+    BarrierArgs args = {.rank = c->world->rank, .size = c->world->size};
+    args.late = device_words(c, args.rank) + WORD_LATE;
+    args.timeout_ns = (uint64_t)(world_deadline() * 1e9);
+    for (int r = 0; r < args.size; r++)
+        args.flags[r] = device_words(c, r);
+    return cuda_ok(kernel_barrier(&args, ++d->epoch, c->stream), "the device barrier");
+}
+
+/* False, with a message, if a wait of ep_bench's own kernels has timed out. */
+static bool check_timeouts(Case *c) {
+    uint32_t late = 0;
+    if (!c->device->flags) return true;
+    bool ok = cuda_ok(cudaMemcpyAsync(&late, device_words(c, c->world->rank) + WORD_LATE,
+                                      sizeof(late), cudaMemcpyDeviceToHost, c->stream),
+                      "cudaMemcpyAsync");
+    if (!device_finish(c) || !ok) return false;
+    return late == 0 || bench_fail("rank %d, ep_bench's own kernels: expected rank %u within %g s, "
+                                   "it did not arrive",
+                                   c->world->rank, late - 1, world_deadline());
+}
+
+/* ---- the GPU's clock ----------------------------------------------------------------------- */
+
+typedef struct Clock {
+    cudaEvent_t begin[MAX_CALLS], end[MAX_CALLS];
+    TimedCall call;
+    void *context;
+    int count;
+} Clock;
+
+static bool clock_create(Clock *clock) {
+    bool ok = clock->count <= MAX_CALLS || bench_fail("%d calls to time", clock->count);
+    for (int i = 0; ok && i < clock->count; i++)
+        ok = cuda_ok(cudaEventCreate(&clock->begin[i]), "cudaEventCreate") &&
+             cuda_ok(cudaEventCreate(&clock->end[i]), "cudaEventCreate");
+    return ok;
+}
+
+static void clock_destroy(Clock *clock) {
+    for (int i = 0; i < MAX_CALLS; i++) {
+        if (clock->begin[i]) cudaEventDestroy(clock->begin[i]);
+        if (clock->end[i]) cudaEventDestroy(clock->end[i]);
+    }
+}
+
+static bool record(Case *c, cudaEvent_t event) {
+    return cuda_ok(cudaEventRecord(event, c->stream), "cudaEventRecord");
+}
+
+/* Queue one call between its events; `issue_us` is the host's time for the call. */
+static bool enqueue(Case *c, Clock *clock, int which, bool ok, double *issue_us) {
+    bool aligned = align_streams(c); /* even if this rank has failed: the others wait */
+    ok = ok && aligned && record(c, clock->begin[which]);
+    double start = time_now_us();
+    ok = ok && clock->call(clock->context, which);
+    *issue_us = time_now_us() - start;
+    return ok && record(c, clock->end[which]);
+}
+
+/* All calls of an iteration, back to back. The stream is held while the host queues them, so that
+ * none of them begins before all are queued. */
+static bool iterate(Case *c, Clock *clock, bool ok, double *issue_us) {
+    world_barrier(c->world);
+    bool held = !c->device->flags || cuda_ok(kernel_hold(hold_us, c->stream), "holding the stream");
+    for (int i = 0; i < clock->count; i++)
+        ok = enqueue(c, clock, i, ok, &issue_us[i]);
+    bool finished = device_finish(c);
+    return ok && held && finished;
+}
+
+static bool read_clock(const Clock *clock, int which, double *us) {
+    float ms = 0;
+    bool ok = cuda_ok(cudaEventElapsedTime(&ms, clock->begin[which], clock->end[which]),
+                      "cudaEventElapsedTime");
+    *us = (double)ms * 1e3;
+    return ok;
+}
+
+/* times and issues are [call][iteration]. */
+static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *times,
+                          double *issues) {
+    bool ok = world_all(c->world, clock_create(clock));
+    if (!ok) return false;
+    for (int64_t i = -c->options->warmup; i < iterations; i++) {
+        double issue_us[MAX_CALLS];
+        ok = iterate(c, clock, ok, issue_us);
+        for (int which = 0; ok && i >= 0 && which < clock->count; which++) {
+            issues[which * iterations + i] = issue_us[which];
+            ok = read_clock(clock, which, &times[which * iterations + i]);
+        }
+    }
+    return ok && check_timeouts(c);
+}
+
+bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,
+                       Quantiles *out, double *issue_us) {
+    Clock clock = {.call = call, .context = context, .count = count};
+    Quantiles issued[MAX_CALLS];
+    size_t total = (size_t)(count * iterations);
+    double *times = bench_alloc(total, sizeof(double), "samples");
+    double *issues = bench_alloc(total, sizeof(double), "samples");
+    bool ok =
+        world_all(c->world, times && issues) && sample_device(c, &clock, iterations, times, issues);
+    ok = time_evaluate(c->world, ok, times, iterations, count, out) &&
+         time_evaluate(c->world, ok, issues, iterations, count, issued);
+    for (int i = 0; ok && issue_us && i < count; i++)
+        issue_us[i] = issued[i].median_us;
+    clock_destroy(&clock);
+    free(times);
+    free(issues);
+    return ok;
+}
+
+/* ---- graphs -------------------------------------------------------------------------------- */
+
+/* Calls 0 .. count - 1, each captured a number of times in a graph of its own. */
+struct Graphs {
+    Case *c;
+    int count;
+    cudaGraphExec_t *graph; /* [count]; NULL if the call queues nothing */
+};
+
+/* A call that queues nothing, as an absent phase, gives a graph without nodes: *out stays NULL. */
+static bool instantiate(Case *c, cudaGraph_t graph, cudaGraphExec_t *out) {
+    size_t nodes = 0;
+    if (!cuda_ok(cudaGraphGetNodes(graph, NULL, &nodes), "cudaGraphGetNodes")) return false;
+    return nodes == 0 || (cuda_ok(cudaGraphInstantiate(out, graph, 0), "cudaGraphInstantiate") &&
+                          cuda_ok(cudaGraphUpload(*out, c->stream), "cudaGraphUpload"));
+}
+
+/* The capture mode is thread-local, so that other ranks' threads do not affect this capture. */
+static bool capture(Case *c, TimedCall call, void *context, int which, int64_t length,
+                    cudaGraphExec_t *out) {
+    cudaGraph_t graph = NULL;
+    if (!cuda_ok(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal),
+                 "cudaStreamBeginCapture"))
+        return false;
+    bool ok = true;
+    for (int64_t i = 0; ok && i < length; i++)
+        ok = call(context, which);
+    cudaError_t ended = cudaStreamEndCapture(c->stream, &graph);
+    ok = ok && cuda_ok(ended, "cudaStreamEndCapture") && instantiate(c, graph, out);
+    if (graph) cudaGraphDestroy(graph);
+    return ok;
+}
+
+static bool capture_all(Graphs *graphs, TimedCall call, void *context, int64_t length) {
+    Case *c = graphs->c;
+    if (!graphs->graph || !device_finish(c)) return false;
+    for (int i = 0; i < graphs->count; i++) {
+        if (!capture(c, call, context, i, length, &graphs->graph[i])) return false;
+    }
+    return device_finish(c);
+}
+
+/* Collective. On failure NULL with a message, on every rank. */
+static Graphs *graphs_open(Case *c, TimedCall call, void *context, int count, int64_t length) {
+    Graphs *graphs = bench_alloc(1, sizeof(Graphs), "graphs");
+    if (graphs) {
+        *graphs = (Graphs){.c = c, .count = count};
+        graphs->graph = bench_alloc((size_t)count, sizeof(cudaGraphExec_t), "graphs");
+    }
+    if (world_all(c->world, graphs && capture_all(graphs, call, context, length))) return graphs;
+    graphs_close(graphs);
+    return NULL;
+}
+
+static bool graphs_run(const Graphs *graphs, int which) {
+    cudaGraphExec_t graph = graphs->graph[which];
+    return !graph || cuda_ok(cudaGraphLaunch(graph, graphs->c->stream), "cudaGraphLaunch");
+}
+
+void graphs_close(Graphs *graphs) {
+    if (!graphs) return;
+    for (int i = 0; graphs->graph && i < graphs->count; i++) {
+        if (graphs->graph[i]) cudaGraphExecDestroy(graphs->graph[i]);
+    }
+    free(graphs->graph);
+    free(graphs);
+}
+
+static bool replay(void *context, int which) {
+    return graphs_run(context, which);
+}
+
+/* The first launch of a kernel loads it, which must not happen during a capture. */
+static bool run_once(Case *c, TimedCall call, void *context, int count) {
+    bool ok = true;
+    for (int i = 0; ok && i < count; i++)
+        ok = call(context, i);
+    return world_all(c->world, ok);
+}
+
+bool device_time_graphs(Case *c, TimedCall call, void *context, int count, Quantiles *out) {
+    int64_t length = c->options->chain;
+    if (!run_once(c, call, context, count)) return false;
+    Graphs *graphs = graphs_open(c, call, context, count, length);
+    bool ok =
+        graphs && device_time_calls(c, c->options->iterations, replay, graphs, count, out, NULL);
+    graphs_close(graphs);
+    if (ok) time_divide(out, count, length);
+    return ok;
+}
+
+/* ---- the library's calls ------------------------------------------------------------------- */
+
+enum { WHOLE_STEP = NUM_PHASES };
+
+static bool run(void *context, int which) {
+    Case *c = context;
+    return which == WHOLE_STEP ? phase_run_step(c) : phase_run(c, (PhaseId)which);
+}
+
+bool device_capture(Case *c) {
+    Graphs *graphs = graphs_open(c, run, c, WHOLE_STEP + 1, c->options->chain);
+    c->device->graphs = graphs;
+    return graphs != NULL;
+}
+
+bool device_replay(Case *c, PhaseId phase) {
+    return graphs_run(c->device->graphs, phase);
+}
+
+bool device_replay_step(Case *c) {
+    return graphs_run(c->device->graphs, WHOLE_STEP);
+}
+
+#endif

@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BENCH_TIME_H
+#define BENCH_TIME_H
+
+/**
+ * Timing with the host's clock: a barrier precedes each call, an iteration's time is the slowest
+ * rank's, the results are quantiles over the iterations. device.h declares the same with the GPU's
+ * clock.
+ */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "tools/bench/world.h"
+
+typedef struct Quantiles {
+    double median_us, p99_us;
+} Quantiles;
+
+/** Run call number `which`. Returns false if it failed. */
+typedef bool (*TimedCall)(void *context, int which);
+
+/**
+ * Collective. Run calls 0 .. count - 1 in order, `warmup` plus `iterations` times; out[i] is about
+ * call i. After a failure a rank makes no more calls but still takes part in the barriers; the
+ * result is then false on every rank.
+ */
+bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
+                int count, Quantiles *out);
+
+/**
+ * Collective. Quantiles of the slowest rank's times. samples[call][iteration] are this rank's and
+ * are overwritten; `ok` says whether they are valid.
+ */
+bool time_evaluate(World *world, bool ok, double *samples, int64_t iterations, int count,
+                   Quantiles *out);
+
+/** Convert the times of `by` calls to times of one call. */
+void time_divide(Quantiles *times, int count, int64_t by);
+
+/** Now, on a monotonic clock. */
+double time_now_us(void);
+
+#endif
