@@ -19,6 +19,10 @@ void ep_routing_defer(EpDeferredRouting *deferred, const EpRouting *routing) {
     deferred->out.expert_offsets = copy_tensor(out->expert_offsets, &copy[2]);
     deferred->out.totals = copy_tensor(out->totals, &copy[3]);
     deferred->out.source_counts = copy_tensor(out->source_counts, &copy[4]);
+    deferred->out.recv_rows = copy_tensor(out->recv_rows, &copy[5]);
+    deferred->out.needed_rows = copy_tensor(out->needed_rows, &copy[6]);
+    deferred->out.dropped_slots = copy_tensor(out->dropped_slots, &copy[7]);
+    deferred->out.source_rows = copy_tensor(out->source_rows, &copy[8]);
     deferred->routing.out = &deferred->out;
 }
 

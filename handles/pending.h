@@ -11,7 +11,7 @@
 
 #include "runtime/backend.h"
 
-#define EP_PLAN_TENSORS 5
+#define EP_PLAN_TENSORS 9
 
 /** A routing that a dispatch turns into a plan. It holds the caller's data pointers and copies of
  *  the tensor descriptors. */

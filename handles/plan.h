@@ -29,6 +29,8 @@ typedef struct EpPlanShape {
     EpMode mode; /**< THROUGHPUT or LATENCY */
     EpQuant quant;
     EpScaleOrder scale_order;
+    int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
+    int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
 } EpPlanShape;
 
 /** The first bytes of handle memory. */

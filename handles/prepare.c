@@ -63,7 +63,15 @@ static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPla
     out->struct_size = sizeof(*out);
     EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
     EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));
-    EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local + 1));
+    if (!out->expert_offsets || out->expert_offsets->ndim != 1 ||
+        out->expert_offsets->shape[0] != local) /* without its end */
+        EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local + 1));
+    else
+        EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local));
+    EP_TRY(check_vector(call, "out.recv_rows", out->recv_rows, 1));
+    EP_TRY(check_vector(call, "out.needed_rows", out->needed_rows, 1));
+    EP_TRY(check_vector(call, "out.dropped_slots", out->dropped_slots, 1));
+    EP_TRY(check_vector(call, "out.source_rows", out->source_rows, handle->shape.num_ranks));
     EP_TRY(check_vector(call, "out.totals", out->totals, 3));
     return check_source_counts(call, handle, out->source_counts);
 }
@@ -79,6 +87,10 @@ static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTenso
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_counts", out->expert_counts));
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_padded", out->expert_padded));
     EP_TRY(ep_arg_reachable(call, h, all, "out.expert_offsets", out->expert_offsets));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.recv_rows", out->recv_rows));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.needed_rows", out->needed_rows));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.dropped_slots", out->dropped_slots));
+    EP_TRY(ep_arg_reachable(call, h, all, "out.source_rows", out->source_rows));
     return ep_arg_reachable(call, h, all, "out.totals", out->totals);
 }
 

@@ -31,6 +31,11 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.overflow", c->overflow, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP));
     EP_TRY(check_range(call, "config.backend", c->backend, EP_BACKEND_AUTO, EP_BACKEND_CUDA));
     EP_TRY(check_range(call, "config.mode", c->mode, EP_MODE_AUTO, EP_MODE_LATENCY));
+    EP_TRY(check_range(call, "config.duplicates", c->duplicates, EP_DUPLICATES_KEEP,
+                       EP_DUPLICATES_MERGE));
+    if (c->num_sms < 2 && c->num_sms != EP_DEFAULT)
+        return ep_refuse(call, EP_ERR_RANGE, "config.num_sms",
+                         "expected at least 2 multiprocessors or EP_DEFAULT, got %d", c->num_sms);
     double t = c->timeout_seconds;
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",

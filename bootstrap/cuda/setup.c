@@ -13,17 +13,12 @@
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
-/* Returns the number of token partitions of prepare for so many blocks. */
-static int32_t num_partitions(int32_t blocks) {
-    return (int32_t)ep_min(EP_MAX_PARTITIONS, blocks / 2);
-}
-
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes) {
     *shared_bytes = ep_window_layout(config, num_ranks).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
                                sizeof(EpCudaFailure)) +
-                     8LL * num_partitions(ep_cuda_blocks(settings)) *
+                     8LL * ep_cuda_partitions(ep_cuda_blocks(config, settings)) *
                          EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
                      (int64_t)PEERS_BYTES;
 }
@@ -69,7 +64,8 @@ static EpStatus open_device(EpGroup *group) {
     g->rank = group->rank, g->size = group->size;
     g->num_experts = group->config.num_experts;
     g->layout = ep_window_layout(&group->config, group->size);
-    g->blocks = ep_cuda_blocks(&group->settings), g->partitions = num_partitions(g->blocks);
+    g->blocks = ep_cuda_blocks(&group->config, &group->settings);
+    g->partitions = ep_cuda_partitions(g->blocks);
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);
     cuda->own = (EpCudaWindow){.bytes = g->layout.bytes, .owned = 1};
     EP_TRY(read_device(group, cuda));

@@ -23,7 +23,7 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     const EpCuda *cuda = ep_cuda(group);
     const EpCudaHandle *state = handle->backend_state;
     const EpGatherTensors *t = &g->t;
-    EpGatherArgs args = {.group = cuda->device,
+    EpGatherArgs args = {.group = ep_cuda_launch_group(handle),
                          .plan = ep_cuda_plan(handle),
                          .shape = handle->shape,
                          .t = *t,
@@ -35,6 +35,6 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
                                                   .args = &args,
-                                                  .blocks = cuda->device.blocks,
+                                                  .blocks = args.group.blocks,
                                                   .stream = g->stream});
 }

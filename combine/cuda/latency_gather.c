@@ -31,7 +31,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpCudaHandle *state = handle->backend_state;
     EpCudaLatency *latency = ep_cuda_latency(handle);
     int64_t units = ep_units(g->t.row_bytes);
-    EpLatencyGatherArgs args = {.group = ep_cuda(group)->device,
+    EpLatencyGatherArgs args = {.group = ep_cuda_launch_group(handle),
                                 .plan = ep_cuda_plan(handle),
                                 .shape = handle->shape,
                                 .latency = latency->device,
@@ -41,7 +41,7 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
                                 .steps = (int32_t)ep_steps(units)};
     const int64_t agreed[] = {state->top_k, g->t.row_bytes, g->t.type};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    int blocks = ep_latency_blocks(group, g->phase, state->num_rows, args.steps,
+    int blocks = ep_latency_blocks(&args.group, g->phase, state->num_rows, args.steps,
                                    percent_of_senders(group, state->top_k), &args.latency);
     partition(handle, state->num_rows, blocks, &args);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,

@@ -94,6 +94,19 @@ __device__ __forceinline__ void open_workspace(const EpLatencyScatterArgs &a) {
         workspace_counts(a)[i] = 0;
 }
 
+/* Leave each expert to the lowest k of a token that names it. The lowest one never changes, so the
+ * threads need no order among themselves. By all threads of the block, after its first barrier. */
+__device__ __noinline__ void merge_duplicates(const EpLatencyScatterArgs &a) {
+    int k = a.route.top_k, entries = a.route.num_rows * k;
+    volatile int16_t *experts = workspace_experts(a);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < entries; i += LATENCY_THREADS)
+#pragma unroll 1
+        for (int j = i - i % k; j < i && experts[i] >= 0; j++)
+            if (experts[j] == experts[i]) experts[i] = NO_EXPERT;
+    __syncthreads();
+}
+
 __device__ __forceinline__ int owner_of(const EpLatencyScatterArgs &a, int expert) {
     int owner = ep_owner(&a.route.owners, max(0, expert));
     return expert < 0 ? -1 : owner;
@@ -312,6 +325,14 @@ __device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a)
     return min(flat_rows(a), ep_slot_limit(&a.route.shape, 0));
 }
 
+/* Publish the flat rows of each source. By all threads of such a block. */
+__device__ __forceinline__ void publish_kept_by_source(const EpLatencyScatterArgs &a) {
+    publish_flat_source_rows(a.route, flat_rows_kept(a), [&](int source) {
+        return source < a.route.group.size ? (int64_t)workspace()->flat_begin[source]
+                                           : flat_rows(a);
+    });
+}
+
 /* Publish the routing of flat rows if none is lost. By a block that has received the heads. */
 __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a) {
     const EpPrepareArgs &route = a.route;
@@ -322,6 +343,7 @@ __device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a) {
     if (threadIdx.x == 0) publish_totals(route, step, rows, rows, 0);
     __syncthreads();
     publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
+    publish_kept_by_source(a);
     __syncthreads();
     if (threadIdx.x == 0) publish_step(route, step, workspace()->source_tokens[route.group.rank]);
 }
@@ -359,6 +381,7 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a) {
     int64_t step = step_under_way(route), rows = flat_rows(a), kept = flat_rows_kept(a);
     if (threadIdx.x < 32) publish_sizes(a, step);
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);
+    publish_kept_by_source(a);
     count_kept(route);
     if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();

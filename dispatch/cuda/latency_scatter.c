@@ -55,7 +55,7 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
                                  .t = s->t,
                                  .record = shape_record(handle, &s->t, route->top_k)};
     int has_quant = s->t.quant > EP_QUANT_NONE;
-    int blocks = ep_latency_blocks(group, s->phase, route->num_rows, args.record.steps,
+    int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
     partition_receive(handle, blocks, &args);
     int64_t staged = has_quant ? s->t.row_bytes + ep_round_up(s->t.scale_bytes, 16) : 0;

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends) open_workspace(a);
     reset_heads();
     int alive = latency_enter(g, a.route.plan, l, &op);
+    if (alive && role.sends && a.route.shape.merges) merge_duplicates(a);
     if (alive && role.sends) send_all(a, op);
     uint32_t ticket = latency_ticket(l);
     if (alive && role.receives) receive(a, role, op.flag);

@@ -91,7 +91,7 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     const EpCudaHandle *state = handle->backend_state;
     const EpScatterTensors *t = &s->t;
     int64_t weights = t->carries_weights ? state->top_k : 0;
-    EpScatterArgs args = {.group = cuda->device,
+    EpScatterArgs args = {.group = ep_cuda_launch_group(handle),
                           .plan = ep_cuda_plan(handle),
                           .shape = handle->shape,
                           .t = *t,
@@ -108,6 +108,6 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
                                                   .args = &args,
-                                                  .blocks = cuda->device.blocks,
+                                                  .blocks = args.group.blocks,
                                                   .stream = s->stream});
 }

@@ -94,10 +94,14 @@ void ep_cuda_routing_issued(const EpHandle *handle, const EpRouting *routing, in
  * the routing. `steps`: of each row. `percent` of the blocks send while the others receive. Sets
  * receives, first_receiver, senders and ranks of `latency`.
  */
-int ep_latency_blocks(const EpGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
+int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
                       int percent, EpLatency *latency);
 
 /* ---- launching ----------------------------------------------------------------------------- */
+
+/** Returns the group as this handle's kernels get it: with the handle's numbers of blocks and of
+ *  partitions. */
+EpCudaGroup ep_cuda_launch_group(const EpHandle *handle);
 
 /** Set a routing kernel's arguments, all but the digest, from handle and routing. `facts`: values
  *  that must be equal on all ranks. */

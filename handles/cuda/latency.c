@@ -107,9 +107,9 @@ void ep_cuda_close_buffers(EpHandle *handle) {
 
 /* ---- blocks -------------------------------------------------------------------------------- */
 
-int ep_latency_blocks(const EpGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
+int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, int64_t steps,
                       int percent, EpLatency *latency) {
-    int64_t most = ep_cuda(group)->device.blocks, work = tokens * group->size * steps;
+    int64_t most = group->blocks, work = tokens * group->size * steps;
     int64_t blocks = 1 + 2 * ((work + EP_LATENCY_WARPS - 1) / EP_LATENCY_WARPS);
     blocks = ep_min(most, ep_max(3, blocks));
     int divided = phase == EP_PHASE_BOTH && percent != EP_ALL_SEND && group->size > 1;

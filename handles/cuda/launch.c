@@ -23,13 +23,22 @@ static void list_facts(const EpPlanShape *shape, int64_t top_k, int64_t facts[EP
     facts[4] = shape->quant;
 }
 
+EpCudaGroup ep_cuda_launch_group(const EpHandle *handle) {
+    EpCudaGroup group = ep_cuda(handle->group)->device;
+    if (handle->shape.num_sms != EP_DEFAULT)
+        group.blocks = (int32_t)ep_min(group.blocks, handle->shape.num_sms);
+    group.partitions = ep_cuda_partitions(group.blocks);
+    return group;
+}
+
 void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
                               int64_t facts[EP_OP_FACTS]) {
     EpCuda *cuda = ep_cuda(handle->group);
     const EpCudaHandle *state = handle->backend_state;
     const EpPlanTensors *out = routing->out;
-    int32_t rows = (int32_t)routing->num_rows, partitions = cuda->device.partitions;
-    *args = (EpPrepareArgs){.group = cuda->device,
+    EpCudaGroup group = ep_cuda_launch_group(handle);
+    int32_t rows = (int32_t)routing->num_rows, partitions = group.partitions;
+    *args = (EpPrepareArgs){.group = group,
                             .plan = ep_cuda_plan(handle),
                             .shape = handle->shape,
                             .owners = ep_placement_owners(&handle->group->placement),
@@ -48,6 +57,12 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
         args->offsets = vector_of(out->expert_offsets);
         args->totals = vector_of(out->totals);
         args->source_counts = vector_of(out->source_counts);
+        args->recv_rows = vector_of(out->recv_rows);
+        args->needed_rows = vector_of(out->needed_rows);
+        args->dropped_slots = vector_of(out->dropped_slots);
+        args->source_rows = vector_of(out->source_rows);
+        args->has_offset_end =
+            out->expert_offsets && out->expert_offsets->shape[0] > handle->shape.num_local;
     }
     list_facts(&handle->shape, routing->top_k, facts);
     args->group.facts = ep_facts_pack(facts);

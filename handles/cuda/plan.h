@@ -84,6 +84,8 @@ typedef struct EpPrepareArgs {
     int32_t idx_is_int64;
     EpCudaVector num_tokens; /**< data NULL: all rows */
     EpCudaVector counts, padded, offsets, totals, source_counts;
+    EpCudaVector recv_rows, needed_rows, dropped_slots, source_rows;
+    int32_t has_offset_end;    /**< whether offsets has L + 1 elements */
     uint64_t *info;            /**< pinned [ep_info_words] */
     EpCudaAsyncErrors *errors; /**< pinned */
 } EpPrepareArgs;

@@ -86,6 +86,11 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Partition *p, uint32
     if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? own_total(a, p) : NULL);
     __syncthreads();
     if (all_kept) publish_counted_sources(a, p, epoch);
+    publish_flat_source_rows(a, *(volatile int64_t *)&a.plan.header->recv_rows, [&](int source) {
+        int last = a.group.size - 1;
+        return source <= last ? a.plan.flat_begin[source]
+                              : a.plan.flat_begin[last] + p->ranks->incoming[last];
+    });
     __syncthreads();
     if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens);
 }

@@ -56,7 +56,7 @@ __device__ void count_later_chunks(const EpPrepareArgs &a, Partition *p) {
     for (int first = p->begin + p->chunk_tokens; first < p->end; first += p->chunk_tokens) {
         Index index = next;
         next = load_own_index(a, p, first + p->chunk_tokens);
-        Own o = take_entry(a, index);
+        Own o = take_entry(a, p, index);
         check_index(a, p, first, index);
         unsigned rows = first_of_rows(p, o) & o.owners;
         if (o.expert >= 0) atomicAdd(&p->base[o.expert], 1);
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint64_t *partition_counts_of(const EpCudaGroup &g, i
 __device__ __forceinline__ Own count_entries(const EpPrepareArgs &a, Partition *p,
                                              const Index &index, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    Own o = take_entry(a, index);
+    Own o = take_entry(a, p, index);
     mark_entries(a, p, &o);
     check_index(a, p, p->begin, index);
     __syncthreads();

@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_entries(const EpPrepareArgs &a, Partition 
         if (first + p->chunk_tokens >= p->end) return;
         Index index = load_own_index(a, p, first + p->chunk_tokens);
         advance(a, p);
-        o = take_entry(a, index);
+        o = take_entry(a, p, index);
         mark_entries(a, p, &o);
         __syncthreads();
         number_entries(a, p, &o);

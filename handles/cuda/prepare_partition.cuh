@@ -120,9 +120,15 @@ __device__ __forceinline__ Index load_own_index(const EpPrepareArgs &a, const Pa
     return load_index(a, (int64_t)token * a.top_k + k);
 }
 
-__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Index &index) {
+/* Returns this thread's entry, with its expert and owner. By all lanes of the warp. */
+__device__ __forceinline__ Own take_entry(const EpPrepareArgs &a, const Partition *p,
+                                          const Index &index) {
     Own o = {-1, -1, 0, 0, 0, 0};
     int expert = expert_of(a, index);
+    if (a.shape.merges) { /* the token's lowest k keeps the expert */
+        unsigned same = __match_any_sync(~0u, expert) & team_lanes(p);
+        if (same & lanes_below((int)threadIdx.x % 32)) expert = NO_EXPERT;
+    }
     if (expert >= 0) {
         o.expert = expert;
         o.owner = ep_owner(&a.owners, expert);

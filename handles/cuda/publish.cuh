@@ -111,7 +111,7 @@ __device__ __forceinline__ int warp_sum(int value) {
 
 __device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t step, int64_t offset) {
     a.plan.expert_offsets[a.shape.num_local] = (int)offset;
-    store_integer(a.offsets, a.shape.num_local, offset);
+    if (a.has_offset_end) store_integer(a.offsets, a.shape.num_local, offset);
     publish_word(a, step, EP_INFO_EXPERTS + 3 * a.shape.num_local, offset);
 }
 
@@ -135,6 +135,9 @@ __device__ inline void publish_totals(const EpPrepareArgs &a, int64_t step, int6
     store_integer(a.totals, 0, rows);
     store_integer(a.totals, 1, needed);
     store_integer(a.totals, 2, dropped);
+    store_integer(a.recv_rows, 0, rows);
+    store_integer(a.needed_rows, 0, needed);
+    store_integer(a.dropped_slots, 0, dropped);
     if (dropped && a.shape.overflow == EP_OVERFLOW_ERROR) report_overflow(a, needed, dropped);
 }
 
@@ -200,6 +203,21 @@ __device__ __forceinline__ int64_t source_count_at(const EpPrepareArgs &a, int l
     return (int64_t)local * a.group.size + source;
 }
 
+/* Publish the kept slots of each source, of all experts together. As publish_sources. */
+template <typename Count>
+__device__ void publish_source_rows(const EpPrepareArgs &a, Count count_of) {
+    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x) {
+        int64_t rows = 0;
+        for (int e = 0; e < a.shape.num_local; e++) {
+            int64_t left = *(volatile int32_t *)&a.plan.expert_counts[e];
+            for (int before = 0; before < s; before++)
+                left -= (int)count_of(e, before);
+            rows += max((int64_t)0, min(left, (int64_t)(int)count_of(e, s)));
+        }
+        store_integer(a.source_rows, s, rows);
+    }
+}
+
 /* Publish how many kept slots each expert has from each source. An expert's slots are ordered by
  * source and the first ones are kept; count_of(expert, source) entries have arrived. By all threads
  * of a block, once expert_counts is visible to them. */
@@ -212,6 +230,16 @@ template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a
             left -= count;
         }
     }
+    if (a.shape.layout != EP_LAYOUT_FLAT) publish_source_rows(a, count_of);
+}
+
+/* Publish the flat rows of each source, of which the first `kept` of all are kept; begin_of(source)
+ * is where its rows begin, for source R where all end. By all threads of a block. */
+template <typename Begin>
+__device__ void publish_flat_source_rows(const EpPrepareArgs &a, int64_t kept, Begin begin_of) {
+    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x)
+        store_integer(a.source_rows, s,
+                      min(kept, (int64_t)begin_of(s + 1)) - min(kept, (int64_t)begin_of(s)));
 }
 
 /* Clear the counts by source, for flat rows of which some are lost: their entries are counted one

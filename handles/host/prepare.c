@@ -52,6 +52,13 @@ static void record_bad_index(Prepare *p, int64_t entry, int64_t index) {
     ep_group_record(&p->group->routing, &finding);
 }
 
+/* Returns whether the token names the expert at a lower k. */
+static int is_repeated(const Prepare *p, int64_t entry, int64_t expert) {
+    for (int64_t i = entry - entry % p->routing->top_k; i < entry; i++)
+        if (load_integer(p->routing->topk_idx, p->routing->idx_type, i) == expert) return 1;
+    return 0;
+}
+
 /* Set one entry's owner and count it. `last_token`: the last token counted for each rank. */
 static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t entry,
                        int32_t *last_token) {
@@ -60,6 +67,7 @@ static void sort_entry(Prepare *p, EpPlacement placement, int32_t token, int64_t
     plan->owner[entry] = -1;
     if (expert >= placement.num_experts) record_bad_index(p, entry, expert);
     if (expert < 0 || expert >= placement.num_experts) return;
+    if (p->shape->merges && is_repeated(p, entry, expert)) return;
     int32_t owner = ep_placement_owner(&placement, (int32_t)expert);
     plan->owner[entry] = (int16_t)owner;
     plan->send_counts[expert]++;
@@ -337,6 +345,17 @@ static void publish_source_counts(const Prepare *p, const EpTensor *t) {
                           flat ? count_flat_entries(p, e, r) : count_slots(p, e, r));
 }
 
+/* Returns the receive rows that a source's tokens fill. */
+static int64_t count_source_rows(const Prepare *p, int32_t source) {
+    const EpPlan *plan = &p->plan;
+    int64_t kept = plan->header->recv_rows, rows = 0;
+    if (p->shape->layout == EP_LAYOUT_FLAT)
+        return ep_min(kept, plan->recv_begin[source + 1]) - ep_min(kept, plan->recv_begin[source]);
+    for (int32_t e = 0; e < p->shape->num_local; e++)
+        rows += count_slots(p, e, source);
+    return rows;
+}
+
 /* Write the caller's optional outputs. */
 static void publish(const Prepare *p) {
     const EpPlanTensors *out = p->routing->out;
@@ -349,6 +368,11 @@ static void publish(const Prepare *p) {
     publish_vector(out->expert_offsets, p->plan.expert_offsets);
     publish_vector(out->totals, totals);
     publish_source_counts(p, out->source_counts);
+    publish_vector(out->recv_rows, &totals[0]);
+    publish_vector(out->needed_rows, &totals[1]);
+    publish_vector(out->dropped_slots, &totals[2]);
+    for (int32_t r = 0; out->source_rows && r < p->shape->num_ranks; r++)
+        store_integer(out->source_rows, r, count_source_rows(p, r));
 }
 
 static void record_overflow(Prepare *p) {

@@ -325,6 +325,13 @@ typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY 
 /** "Use the default", in fields that allow it. */
 #define EP_DEFAULT (-1)
 
+/** An expert that a token names more than once. */
+typedef enum EpDuplicates {
+    EP_DUPLICATES_KEEP = 1, /**< each entry gets a slot */
+    EP_DUPLICATES_MERGE = 2 /**< one slot: the entry with the lowest k keeps it, the others count as
+                                 "no expert", and their weights are not used */
+} EpDuplicates;
+
 /**
  * Configuration of a group. Fields marked = must have the same value on every rank. ep_group_create
  * compares them; EP_ERR_MISMATCH names the field, the ranks and both values.
@@ -347,6 +354,9 @@ typedef struct EpGroupConfig {
                                   none does */
     int32_t device;          /**< this rank's CUDA device, or EP_DEFAULT: see below */
     EpMode mode;             /**< = mode of handles that do not choose their own */
+    int32_t num_sms;         /**< multiprocessors that operations may use on the CUDA backend, >= 2;
+                                  EP_DEFAULT: setting LIBEP_NUM_SMS. May differ between ranks */
+    EpDuplicates duplicates; /**< = slots of an expert that a token names twice */
 } EpGroupConfig;
 
 #define EP_MAX_TOP_K 32
@@ -369,10 +379,10 @@ typedef struct EpGroupConfig {
  */
 
 /** The caller sets num_experts, max_tokens, max_top_k and max_row_bytes. */
-#define EP_GROUP_CONFIG_INIT                                                            \
-    {                                                                                   \
-        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO, \
-            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT                            \
+#define EP_GROUP_CONFIG_INIT                                                                 \
+    {                                                                                        \
+        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,      \
+            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP \
     }
 
 /**
@@ -578,12 +588,14 @@ typedef struct EpHandleConfig {
     EpQuant quant;           /**< how dispatch quantises */
     EpScaleOrder scale_order;
     int32_t reserved; /**< 0 */
+    int32_t num_sms; /**< multiprocessors that this handle's operations may use on the CUDA backend,
+                          2 .. the group's; EP_DEFAULT: the group's. May differ between ranks */
 } EpHandleConfig;
 
-#define EP_HANDLE_CONFIG_INIT                                                               \
-    {                                                                                       \
-        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT, \
-            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0       \
+#define EP_HANDLE_CONFIG_INIT                                                                     \
+    {                                                                                             \
+        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,       \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0, EP_DEFAULT \
     }
 
 /** Compute the bytes of the plan of a handle with this configuration on this rank: the memory that
@@ -690,15 +702,21 @@ typedef struct EpPlanTensors {
     size_t struct_size;
     const EpTensor *expert_counts;  /**< [L] slots of each local expert, without lost ones */
     const EpTensor *expert_padded;  /**< [L] rows of each slab, padding included */
-    const EpTensor *expert_offsets; /**< [L + 1] first row of each slab */
+    const EpTensor *expert_offsets; /**< [L + 1] first row of each slab, then recv_rows; or [L]: the
+                                         first rows alone */
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
     const EpTensor *source_counts;  /**< [L, R]: slots of each expert from each source rank; row e
                                          adds up to expert_counts[e]. In slot order the slots of one
                                          source are consecutive, sources ascending */
+    const EpTensor *recv_rows;      /**< [1], as in totals */
+    const EpTensor *needed_rows;    /**< [1], as in totals */
+    const EpTensor *dropped_slots;  /**< [1], as in totals */
+    const EpTensor *source_rows;    /**< [R] receive rows that each source rank's tokens fill,
+                                         without padding and lost rows */
 } EpPlanTensors;
 
 #define EP_PLAN_TENSORS_INIT \
-    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL }
+    { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /**
  * Make the handle's plan from a step's routing. The operations that follow do no routing work.
@@ -712,8 +730,8 @@ typedef struct EpPlanTensors {
  *
  * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
  *             negative and reported by the next ep_group_status (EP_ERR_ROUTING). T may differ per
- *             rank, 0 included, up to max_tokens; K must be equal on all ranks. An expert that is
- *             named twice gives two slots.
+ *             rank, 0 included, up to max_tokens; K must be equal on all ranks. See EpDuplicates
+ *             for an expert that is named twice.
  * num_tokens  [1] INT32 or INT64, or NULL: only the first num_tokens of the T rows count, so that
  *             buffers of a fixed shape can hold a varying number of tokens. Rows beyond it are not
  *             read in inputs, and become zero in outputs. In latency mode all token tensors still

@@ -147,13 +147,20 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 #endif
 #define MIN_RING_DEPTH 32
 
-int32_t ep_cuda_blocks(const EpSettings *settings) {
+int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings) {
     int device = 0, sms = 2;
     if (cudaGetDevice(&device) == cudaSuccess)
         (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     (void)cudaGetLastError();
-    if (settings->num_sms != EP_COUNT_AUTO) sms = (int)ep_min(sms, settings->num_sms);
+    if (config->num_sms != EP_DEFAULT)
+        sms = (int)ep_min(sms, config->num_sms);
+    else if (settings->num_sms != EP_COUNT_AUTO)
+        sms = (int)ep_min(sms, settings->num_sms);
     return (int32_t)ep_max(2, sms);
+}
+
+int32_t ep_cuda_partitions(int32_t blocks) {
+    return (int32_t)ep_min(EP_MAX_PARTITIONS, blocks / 2);
 }
 
 /* A ring has room for all rows of an operation, or for as many as its memory allows. */

@@ -110,8 +110,12 @@ EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
  *  of pageable memory is still being copied, and callers' streams do not wait for it. */
 EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);
 
-/** Returns the blocks of the kernels that move rows. Each takes a multiprocessor of its own. */
-int32_t ep_cuda_blocks(const EpSettings *settings);
+/** Number of blocks of the kernels that move rows, for a group of this configuration on the current
+ *  device. Each takes a multiprocessor of its own. */
+int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings);
+
+/** Number of token partitions of prepare, in a launch that may use so many multiprocessors. */
+int32_t ep_cuda_partitions(int32_t blocks);
 
 /** Returns the number of the caller's window that contains all of [data, data + bytes), and its
  *  offset from the window's start; or -1. Each peer looks up its own tensors. */

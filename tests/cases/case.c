@@ -39,18 +39,19 @@ Case case_complete(Case c) {
 
 const char *case_describe(const Case *c) {
     static _Thread_local char text[700];
-    snprintf(text, sizeof(text),
-             "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
-             "masked=%d%% invalid=%d%% duplicates=%d row_type=%d sum_type=%d index_type=%d "
-             "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
-             "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
-             "phases=%d seed=%llu",
-             c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
-             (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates,
-             (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
-             (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
-             c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->quant,
-             (int)c->scale_order, (int)c->mode, c->phases, (unsigned long long)c->seed);
+    snprintf(
+        text, sizeof(text),
+        "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
+        "masked=%d%% invalid=%d%% duplicates=%d merged=%d row_type=%d sum_type=%d index_type=%d "
+        "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
+        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
+        "num_sms=%d phases=%d seed=%llu",
+        c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread, (int)c->routing,
+        c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
+        (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
+        (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
+        c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->quant, (int)c->scale_order,
+        (int)c->mode, c->num_sms, c->phases, (unsigned long long)c->seed);
     return text;
 }
 
@@ -114,6 +115,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.overflow = c->overflow;
     config.backend = TEST_BACKEND;
     config.timeout_seconds = 60;
+    if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;
 }
 
@@ -128,5 +130,6 @@ EpHandleConfig case_handle_config(const Case *c) {
     config.mode = c->mode;
     config.quant = c->quant;
     config.scale_order = c->scale_order;
+    if (c->num_sms) config.num_sms = c->num_sms;
     return config;
 }

@@ -40,6 +40,7 @@ typedef struct Case {
     int masked_percent;      /**< percentage of entries that are masked */
     int invalid_percent;     /**< percentage of entries that name an expert out of range */
     int duplicates;          /**< a token may name an expert twice */
+    int merged;              /**< EP_DUPLICATES_MERGE: an expert named twice gets one slot */
     EpType row_type;         /**< of dispatch; BF16 */
     EpType sum_type;         /**< of combine and gradients; BF16 */
     EpType index_type;       /**< INT32 */
@@ -56,6 +57,7 @@ typedef struct Case {
     EpQuant quant;            /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity */
+    int num_sms;              /**< of the handle; 0: the default */
     int phases; /**< latency mode: call dispatch and combine as send and receive phases */
     uint64_t seed;
 } Case;

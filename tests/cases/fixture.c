@@ -76,6 +76,9 @@ static void set_plan(Fixture *fixture) {
     t[EXPERT_PADDED] = ep_tensor_1d(NULL, EP_TYPE_INT64, me->num_experts);
     t[EXPERT_OFFSETS] = ep_tensor_1d(NULL, EP_TYPE_INT32, me->num_experts + 1);
     t[TOTALS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 3);
+    t[RECV_ROWS] = t[DROPPED_SLOTS] = ep_tensor_1d(NULL, EP_TYPE_INT64, 1);
+    t[NEEDED_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, 1);
+    t[SOURCE_ROWS] = ep_tensor_1d(NULL, EP_TYPE_INT32, c->ranks);
     t[SOURCE_COUNTS] = ep_tensor_2d(NULL, EP_TYPE_INT32, me->num_experts, c->ranks);
 }
 
@@ -130,8 +133,9 @@ void fixture_reset(Fixture *fixture) {
 
 EpStatus fixture_call(Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
-    EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
-                          a[EXPERT_OFFSETS], a[TOTALS],        a[SOURCE_COUNTS]};
+    EpPlanTensors plan = {sizeof(plan),     a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS],
+                          a[TOTALS],        a[SOURCE_COUNTS], a[RECV_ROWS],     a[NEEDED_ROWS],
+                          a[DROPPED_SLOTS], a[SOURCE_ROWS]};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(fixture->handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);

@@ -31,6 +31,10 @@ typedef enum Op {
     X(EXPERT_OFFSETS, "expert_offsets", 1)       \
     X(TOTALS, "totals", 1)                       \
     X(SOURCE_COUNTS, "source_counts", 1)         \
+    X(RECV_ROWS, "recv_rows", 1)                 \
+    X(NEEDED_ROWS, "needed_rows", 1)             \
+    X(DROPPED_SLOTS, "dropped_slots", 1)         \
+    X(SOURCE_ROWS, "source_rows", 1)             \
     X(TOKENS, "tokens", 0)                       \
     X(TOPK_WEIGHTS, "topk_weights", 0)           \
     X(SCALES, "scales", 0)                       \

@@ -41,6 +41,7 @@ typedef struct StepPlanArray {
 /** All arguments of one call of ep_prepare. */
 typedef struct StepRouted {
     StepPlanArray counts, padded, offsets, totals, tokens, sources;
+    StepPlanArray recv_rows, needed_rows, dropped_slots, source_rows;
     Image index;
     EpTensor topk_idx;
 } StepRouted;

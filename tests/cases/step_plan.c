@@ -111,10 +111,15 @@ void step_routed_new(const Step *step, StepRouted *r) {
     EpType type = c->index_type, other = type == EP_TYPE_INT32 ? EP_TYPE_INT64 : EP_TYPE_INT32;
     r->counts = plan_array(type, me->count, me->num_experts);
     r->padded = plan_array(other, me->padded, me->num_experts);
-    r->offsets = plan_array(type, me->offset, me->num_experts + 1);
+    /* every second seed passes offsets without their end */
+    r->offsets = plan_array(type, me->offset, me->num_experts + (c->seed % 2 == 0));
     r->totals = plan_array(other, totals, 3);
     r->sources = plan_array(other, me->from, (int64_t)me->num_experts * c->ranks);
     r->sources.tensor = ep_tensor_2d(r->sources.got.data, other, me->num_experts, c->ranks);
+    r->recv_rows = plan_array(type, &me->recv_rows, 1);
+    r->needed_rows = plan_array(other, &me->needed_rows, 1);
+    r->dropped_slots = plan_array(type, &me->dropped, 1);
+    r->source_rows = plan_array(other, me->from_rows, c->ranks);
     r->tokens = plan_array(type, &count, 1);
     r->tokens.tensor.data = r->tokens.expected.data;
     r->index = index_image(step);
@@ -127,14 +132,19 @@ void step_routed_prepare(const Step *step, StepRouted *r) {
     EpTensor counts = r->counts.tensor, padded = r->padded.tensor, offsets = r->offsets.tensor,
              totals = r->totals.tensor, sources = r->sources.tensor, tokens = r->tokens.tensor,
              topk_idx = r->topk_idx;
+    EpTensor rows = r->recv_rows.tensor, needed = r->needed_rows.tensor,
+             dropped = r->dropped_slots.tensor, by_source = r->source_rows.tensor;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     out.expert_counts = &counts, out.expert_padded = &padded;
     out.expert_offsets = &offsets, out.totals = &totals;
+    out.recv_rows = &rows, out.needed_rows = &needed;
+    out.dropped_slots = &dropped, out.source_rows = &by_source;
     if (TESTS_HAVE_SOURCE_COUNTS) out.source_counts = &sources;
     CHECK_OK(
         ep_prepare(step->handle, &topk_idx, step->world->c.counted ? &tokens : NULL, NULL, &out));
     memset(&out, 0x77, sizeof(out));
     counts = padded = offsets = totals = sources = tokens = topk_idx = (EpTensor){0};
+    rows = needed = dropped = by_source = (EpTensor){0};
 }
 
 /* Check the plan's outputs. Overwrite the indices first: a finished plan must not depend on
@@ -145,6 +155,10 @@ void step_routed_check(const Step *step, StepRouted *r) {
     plan_array_check(&r->padded, "expert_padded");
     plan_array_check(&r->offsets, "expert_offsets");
     plan_array_check(&r->totals, "totals");
+    plan_array_check(&r->recv_rows, "recv_rows");
+    plan_array_check(&r->needed_rows, "needed_rows");
+    plan_array_check(&r->dropped_slots, "dropped_slots");
+    plan_array_check(&r->source_rows, "source_rows");
     if (TESTS_HAVE_SOURCE_COUNTS) {
         plan_array_check(&r->sources, "source_counts");
     } else {

@@ -78,6 +78,24 @@ Test(dispatch_routing, duplicate_entries, .timeout = 120) {
                        .alignment = 8});
 }
 
+/* Merged: the lowest k keeps the slot. All entries of a token may name one expert. */
+Test(dispatch_routing, merged_duplicates, .timeout = 120) {
+    Case c = {.ranks = 4,
+              .experts = 5,
+              .top_k = 6,
+              .masked_percent = 10,
+              .invalid_percent = 5,
+              .duplicates = 1,
+              .merged = 1,
+              .alignment = 8};
+    run_layouts(c);
+    c.index_type = EP_TYPE_INT64;
+    c.seed = 5;
+    run_layouts(c);
+    c.routing = ROUTING_ONE_EXPERT, c.target = 3;
+    run_layouts(c);
+}
+
 Test(dispatch_routing, indices_of_no_expert_are_reported_and_masked, .timeout = 120) {
     Case c = {.ranks = 3, .experts = 10, .top_k = 4, .invalid_percent = 20, .seed = 11};
     run_layouts(c);

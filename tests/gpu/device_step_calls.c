@@ -35,7 +35,9 @@ static EpStatus issue_prepare(const DeviceStep *gpu) {
     EpTensor padded = into(gpu, ep_tensor_1d(NULL, other, me->num_experts), OUT_PADDED);
     EpTensor offsets = into(gpu, ep_tensor_1d(NULL, type, me->num_experts + 1), OUT_OFFSETS);
     EpTensor totals = into(gpu, ep_tensor_1d(NULL, other, 3), OUT_TOTALS);
-    EpPlanTensors plan = {sizeof(plan), &counts, &padded, &offsets, &totals, NULL};
+    EpPlanTensors plan = EP_PLAN_TENSORS_INIT;
+    plan.expert_counts = &counts, plan.expert_padded = &padded;
+    plan.expert_offsets = &offsets, plan.totals = &totals;
     return ep_prepare(gpu->step.handle, &index, c->counted ? &count : NULL, gpu->stream, &plan);
 }
 

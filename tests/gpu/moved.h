@@ -14,9 +14,9 @@
 
 /** The copied tensors of one call. */
 typedef struct Moved {
-    EpTensor tensor[8];
-    void *home[8];
-    int is_output[8];
+    EpTensor tensor[12];
+    void *home[12];
+    int is_output[12];
     int count;
 } Moved;
 

@@ -65,6 +65,10 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor 
         moved.expert_offsets = moved_output(&m, out->expert_offsets);
         moved.totals = moved_output(&m, out->totals);
         moved.source_counts = moved_output(&m, out->source_counts);
+        moved.recv_rows = moved_output(&m, out->recv_rows);
+        moved.needed_rows = moved_output(&m, out->needed_rows);
+        moved.dropped_slots = moved_output(&m, out->dropped_slots);
+        moved.source_rows = moved_output(&m, out->source_rows);
         out = &moved;
     }
     topk_idx = moved_input(&m, topk_idx), num_tokens = moved_input(&m, num_tokens);

@@ -34,6 +34,10 @@ static const struct {
     {OP_PREPARE, EXPERT_PADDED},
     {OP_PREPARE, EXPERT_OFFSETS},
     {OP_PREPARE, TOTALS},
+    {OP_PREPARE, RECV_ROWS},
+    {OP_PREPARE, NEEDED_ROWS},
+    {OP_PREPARE, DROPPED_SLOTS},
+    {OP_PREPARE, SOURCE_ROWS},
     {OP_DISPATCH, TOKENS},
     {OP_DISPATCH, TOPK_WEIGHTS},
     {OP_DISPATCH, SCALES},
@@ -60,8 +64,9 @@ static const struct {
 static EpStatus call(const Fixture *fixture, Op op) {
     const EpTensor *const *a = fixture->arg;
     EpHandle *handle = fixture->handle;
-    EpPlanTensors plan = {sizeof(plan),      a[EXPERT_COUNTS], a[EXPERT_PADDED],
-                          a[EXPERT_OFFSETS], a[TOTALS],        NULL};
+    EpPlanTensors plan = {
+        sizeof(plan), a[EXPERT_COUNTS], a[EXPERT_PADDED], a[EXPERT_OFFSETS], a[TOTALS],
+        NULL,         a[RECV_ROWS],     a[NEEDED_ROWS],   a[DROPPED_SLOTS],  a[SOURCE_ROWS]};
     switch (op) {
     case OP_PREPARE:
         return ep_prepare(handle, a[TOPK_IDX], a[NUM_TOKENS], NULL, &plan);

@@ -30,9 +30,18 @@ static const Wrong wrong_tensors[] = {
     {OP_PREPARE, EXPERT_COUNTS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"4", "3"}},
     {OP_PREPARE, EXPERT_PADDED, SPOIL_NDIM, 2, EP_ERR_NDIM, {"1", "got 2"}},
     {OP_PREPARE, EXPERT_PADDED, SPOIL_SIZE, 1, EP_ERR_STRUCT_SIZE, {"got 1"}},
-    {OP_PREPARE, EXPERT_OFFSETS, SPOIL_SHAPE0, 4, EP_ERR_SHAPE, {"5", "4"}},
+    {OP_PREPARE, EXPERT_OFFSETS, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"5", "3"}},
+    {OP_PREPARE, EXPERT_OFFSETS, SPOIL_SHAPE0, 6, EP_ERR_SHAPE, {"5", "6"}},
     {OP_PREPARE, EXPERT_OFFSETS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
     {OP_PREPARE, TOTALS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"3", "2"}},
+    {OP_PREPARE, RECV_ROWS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"1", "2"}},
+    {OP_PREPARE, RECV_ROWS, SPOIL_DATA, 0, EP_ERR_NULL, {0}},
+    {OP_PREPARE, NEEDED_ROWS, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_PREPARE, NEEDED_ROWS, SPOIL_SHIFT, 2, EP_ERR_ADDRESS, {"multiple of"}},
+    {OP_PREPARE, DROPPED_SLOTS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"1", "got 2"}},
+    {OP_PREPARE, DROPPED_SLOTS, SPOIL_SIZE, 1, EP_ERR_STRUCT_SIZE, {"got 1"}},
+    {OP_PREPARE, SOURCE_ROWS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"1", "2"}},
+    {OP_PREPARE, SOURCE_ROWS, SPOIL_SHIFT, 2, EP_ERR_ADDRESS, {"multiple of"}},
 };
 
 /* Empty tensors are not read, so their addresses do not matter. */
@@ -163,12 +172,13 @@ typedef struct WrongConfig {
     const char *field, *got;
 } WrongConfig;
 
-#define CONFIG(...)                                                                \
-    {                                                                              \
-        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,   \
-        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT, \
-        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT, \
-        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, __VA_ARGS__       \
+#define CONFIG(...)                                                                     \
+    {                                                                                   \
+        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,        \
+        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,      \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT,      \
+        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, .num_sms = EP_DEFAULT, \
+        __VA_ARGS__                                                                     \
     }
 
 #pragma GCC diagnostic push
@@ -203,6 +213,8 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.quant = 5), EP_ERR_RANGE, "quant", "5"},
     {CONFIG(.scale_order = 0), EP_ERR_RANGE, "scale_order", "0"},
     {CONFIG(.scale_order = 3), EP_ERR_RANGE, "scale_order", "3"},
+    {CONFIG(.num_sms = 1), EP_ERR_RANGE, "num_sms", "1"},
+    {CONFIG(.num_sms = -2), EP_ERR_RANGE, "num_sms", "-2"},
 };
 #pragma GCC diagnostic pop
 

@@ -20,7 +20,10 @@ int world_owner(const Case *c, int64_t expert) {
 
 int world_live(const World *world, int rank, int token, int k) {
     const RankWorld *me = &world->rank[rank];
-    int64_t expert = me->index[(int64_t)token * world->c.top_k + k];
+    const int64_t *named = me->index + (int64_t)token * world->c.top_k;
+    int64_t expert = named[k];
+    for (int lower = 0; world->c.merged && lower < k; lower++)
+        if (named[lower] == expert) return 0;
     return token < me->tokens && expert >= 0 && expert < world->c.experts;
 }
 
@@ -48,7 +51,8 @@ static void walk_expert(World *world, int rank, int local, Visit visit, void *co
         const RankWorld *from = &world->rank[source];
         for (int t = 0; t < from->tokens; t++)
             for (int k = 0; k < world->c.top_k; k++)
-                if (from->index[(int64_t)t * world->c.top_k + k] == expert)
+                if (from->index[(int64_t)t * world->c.top_k + k] == expert &&
+                    world_live(world, source, t, k))
                     visit(world, rank, local, source, t, k, context);
     }
 }
@@ -163,6 +167,12 @@ static void plan_rank(World *world, int rank) {
     if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
 }
 
+static void count_sources(const World *world, RankWorld *me) {
+    me->from_rows = calloc((size_t)world->c.ranks, sizeof(int64_t));
+    for (int64_t row = 0; row < me->buffer_rows; row++)
+        if (me->row[row].kind == ROW_FILLED) me->from_rows[me->row[row].source]++;
+}
+
 /* Returns an upper bound of the rows of any plan. */
 static int64_t most_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
@@ -208,6 +218,7 @@ World *world_new(const Case *c) {
         plan_rank(world, r);
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
+        count_sources(world, &world->rank[r]);
         inputs_make_rows(world, r);
     }
     return world;
@@ -219,7 +230,8 @@ void world_free(World *world) {
         void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
                          me->sent,     me->sent_scale, me->count,       me->from,
                          me->padded,   me->offset,     me->row,         me->position,
-                         me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight};
+                         me->grad_out, me->expert_out, me->slot_weight, me->grad_slot_weight,
+                         me->from_rows};
         for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); i++)
             free(owned[i]);
     }

@@ -45,6 +45,7 @@ typedef struct RankWorld {
     int64_t *count, *padded; /**< [num_experts] */
     int64_t *offset;         /**< [num_experts + 1] */
     int64_t *from;           /**< [num_experts][ranks]: `count` by source */
+    int64_t *from_rows;      /**< [ranks]: filled rows by source */
     int64_t recv_rows, needed_rows, dropped;
     int64_t buffer_rows; /**< rows of the receive buffers */
     Row *row;            /**< [buffer_rows] */
@@ -68,7 +69,8 @@ void world_free(World *world);
 /** Returns the rank that owns an expert. */
 int world_owner(const Case *c, int64_t expert);
 
-/** Returns whether entry (token, k) of a rank names an expert of the group. */
+/** Returns whether entry (token, k) of a rank gets a slot: it names an expert of the group, and if
+ * duplicates are merged, no entry of the token at a lower k names it. */
 int world_live(const World *world, int rank, int token, int k);
 
 /** Returns the floats per row of recv_topk_weights: K in FLAT, else 1. */

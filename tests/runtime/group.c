@@ -24,13 +24,15 @@ typedef enum Field {
     BACKEND,
     TIMEOUT,
     DEVICE,
-    MODE
+    MODE,
+    NUM_SMS,
+    DUPLICATES
 } Field;
 
 static const char *const field_names[] = {
     "config",          "num_experts", "max_tokens",    "max_top_k", "max_row_bytes",
     "max_scale_bytes", "alignment",   "max_recv_rows", "overflow",  "backend",
-    "timeout_seconds", "device",      "mode"};
+    "timeout_seconds", "device",      "mode",          "num_sms",   "duplicates"};
 
 static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == STRUCT_SIZE) config->struct_size = (size_t)value;
@@ -46,6 +48,8 @@ static void set_field(EpGroupConfig *config, Field field, double value) {
     if (field == TIMEOUT) config->timeout_seconds = value;
     if (field == DEVICE) config->device = (int32_t)value;
     if (field == MODE) config->mode = (EpMode)(int)value;
+    if (field == NUM_SMS) config->num_sms = (int32_t)value;
+    if (field == DUPLICATES) config->duplicates = (EpDuplicates)(int)value;
 }
 
 typedef struct WrongField {
@@ -87,6 +91,10 @@ static const WrongField wrong_fields[] = {
     {DEVICE, INT32_MIN, EP_ERR_RANGE, "got -2147483648"},
     {MODE, 0, EP_ERR_RANGE, "got 0"},
     {MODE, 4, EP_ERR_RANGE, "got 4"},
+    {NUM_SMS, 1, EP_ERR_RANGE, "got 1"},
+    {NUM_SMS, -7, EP_ERR_RANGE, "got -7"},
+    {DUPLICATES, 0, EP_ERR_RANGE, "got 0"},
+    {DUPLICATES, 3, EP_ERR_RANGE, "got 3"},
 };
 
 static EpGroupConfig plain_config(int ranks) {
@@ -190,6 +198,7 @@ static const Difference differences[] = {
     {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "1", "2"},
     {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "1", "2"},
     {MODE, EP_MODE_AUTO, EP_MODE_LATENCY, "1", "3"},
+    {DUPLICATES, EP_DUPLICATES_KEEP, EP_DUPLICATES_MERGE, "1", "2"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {

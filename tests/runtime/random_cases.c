@@ -21,6 +21,7 @@ static void draw_routing(Case *c, Random *random) {
     c->masked_percent = PICK(random, 0, 0, 10, 60);
     c->invalid_percent = PICK(random, 0, 0, 0, 5);
     c->duplicates = PICK(random, 0, 0, 1);
+    c->merged = PICK(random, 0, 1);
     c->target = c->routing == ROUTING_ONE_EXPERT ? (int)random_below(random, c->experts) : 0;
     c->counted = PICK(random, 0, 0, 1);
 }
@@ -54,6 +55,7 @@ static Case draw_case(uint64_t seed) {
     c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
     if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
     c.phases = PICK(&random, 0, 1);
+    c.num_sms = PICK(&random, 0, 0, 2, 5);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
     return c;
