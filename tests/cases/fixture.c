@@ -163,9 +163,8 @@ EpStatus fixture_call(Fixture *fixture, Op op) {
 }
 
 void fixture_begin(Fixture *fixture, Op send) {
-    static const Arg plan[] = {EXPERT_COUNTS, EXPERT_PADDED, EXPERT_OFFSETS, TOTALS, SOURCE_COUNTS};
-    for (int i = 0; i < 5; i++)
-        fixture->arg[plan[i]] = NULL;
+    for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
+        fixture->arg[output] = NULL;
     fixture->arg[NUM_TOKENS] = NULL;
     if (send == OP_DISPATCH_SEND) CHECK_OK(fixture_call(fixture, OP_PREPARE));
     CHECK_OK(fixture_call(fixture, send));
