@@ -2,8 +2,6 @@
 #include "runtime/config.h"
 
 #include <math.h>
-#include <stddef.h>
-#include <string.h>
 
 static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
                             int64_t high) {
@@ -56,10 +54,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
 EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
                         EpGroupConfig *out) {
     EpGroupConfig full = EP_GROUP_CONFIG_INIT;
-    EP_TRY(ep_check_grown_struct(call, "config", given, offsetof(EpGroupConfig, device),
-                                 sizeof(full)));
-    memcpy(&full, given, given->struct_size);
-    full.struct_size = sizeof(full);
+    EP_TRY(ep_read_struct(call, "config", given, EP_FIRST_SIZE(EpGroupConfig, nccl_comm), &full));
     /* Even a refused configuration sets the timeout: this rank still meets its peers within it. */
     if (isfinite(full.timeout_seconds)) out->timeout_seconds = full.timeout_seconds;
     EP_TRY(check(call, &full, num_ranks));
