@@ -35,6 +35,11 @@ static inline int ep_is_power_of_two(int64_t value) {
     return value > 0 && (value & (value - 1)) == 0;
 }
 
+/** Returns a * b, or INT64_MAX if that is larger. Requires a >= 0 and b >= 0. */
+static inline int64_t ep_saturated_product(int64_t a, int64_t b) {
+    return b > 0 && a > INT64_MAX / b ? INT64_MAX : a * b;
+}
+
 /* ---- division ------------------------------------------------------------------------------ */
 
 /**
@@ -138,17 +143,20 @@ typedef struct EpArena {
     int64_t unit;  /**< every array starts on a multiple of this offset */
 } EpArena;
 
+/** The largest size of an arena. Larger ones are cut off here: no machine can allocate it. */
+#define EP_ARENA_MOST (INT64_MAX / 2)
+
 /** Take `bytes` bytes; returns their offset. */
 static inline int64_t ep_arena_offset(EpArena *arena, int64_t bytes) {
-    int64_t offset = arena->bytes;
-    arena->bytes = ep_round_up(offset + bytes, arena->unit);
+    int64_t offset = arena->bytes, room = EP_ARENA_MOST - offset;
+    arena->bytes = bytes < room ? ep_round_up(offset + bytes, arena->unit) : EP_ARENA_MOST;
     return offset;
 }
 
 /** Take an array of `count` elements; returns its address. */
 static inline void *ep_arena_array(EpArena *arena, int64_t count, size_t element_bytes) {
-    return (void *)(arena->base +
-                    (uintptr_t)ep_arena_offset(arena, count * (int64_t)element_bytes));
+    int64_t bytes = ep_saturated_product(count, (int64_t)element_bytes);
+    return (void *)(arena->base + (uintptr_t)ep_arena_offset(arena, bytes));
 }
 
 /* ---- records ------------------------------------------------------------------------------- */

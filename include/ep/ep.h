@@ -331,7 +331,9 @@ typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY 
  */
 typedef struct EpGroupConfig {
     size_t struct_size;
-    int32_t num_experts;     /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
+    int32_t num_experts;     /**< = E, 1 .. EP_MAX_EXPERTS. Rank r owns a contiguous block: see
+                                  ep_expert_range. A GPU's shared memory limits the CUDA backend to
+                                  about 5,400 experts; with more, AUTO takes HOST       */
     int32_t max_tokens;      /**< = most tokens of a rank in one step, >= 1 */
     int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
     int64_t max_row_bytes;   /**< = bytes of the largest row of any call, gradients included;
@@ -349,6 +351,7 @@ typedef struct EpGroupConfig {
     EpMode mode;             /**< = mode of handles that do not choose their own */
 } EpGroupConfig;
 
+#define EP_MAX_EXPERTS 16777216 /* with it every count fits 32 bits, and every size 64 */
 #define EP_MAX_TOP_K 32
 #define EP_MAX_ROW_BYTES 65536
 #define EP_MAX_RANKS 1024

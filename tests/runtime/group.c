@@ -61,6 +61,8 @@ static const WrongField wrong_fields[] = {
     {STRUCT_SIZE, 5000, EP_ERR_STRUCT_SIZE, "got 5000"},
     {NUM_EXPERTS, 0, EP_ERR_RANGE, "got 0"},
     {NUM_EXPERTS, -3, EP_ERR_RANGE, "got -3"},
+    {NUM_EXPERTS, EP_MAX_EXPERTS + 1, EP_ERR_RANGE, "1 .. 16777216, got 16777217"},
+    {NUM_EXPERTS, INT32_MAX - 1, EP_ERR_RANGE, "1 .. 16777216, got 2147483646"},
     {MAX_TOKENS, 0, EP_ERR_RANGE, "got 0"},
     {MAX_TOKENS, -1, EP_ERR_RANGE, "got -1"},
     {MAX_TOP_K, 0, EP_ERR_TOP_K, "got 0"},
