@@ -190,10 +190,23 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
 #define EP_WORK_TABLE_BYTES 1024    /* of a pipeline's tables, per load or store of a work item */
 #define EP_LEAST_PIECE_BYTES 1024   /* the smallest piece of a row that a stage holds */
 
-/** Shared memory per block that a group needs: a stage for a row, and one for each of its slots. */
-static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config) {
+#define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
+#define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */
+
+/** Returns the shared memory that a block of ep_prepare allocates for the group's E experts and R
+ *  ranks: for each of them a byte for each warp and two integers. */
+static inline int64_t ep_cuda_prepare_shared(int32_t num_experts, int32_t num_ranks) {
+    int64_t each = EP_PREPARE_WARPS + 2 * (int64_t)sizeof(int32_t);
+    return EP_RANK_TABLES_BYTES + each * ((int64_t)num_experts + num_ranks);
+}
+
+/** Returns the shared memory per block that a group needs: to move rows, a stage for a row and one
+ *  for each of its slots; to prepare, tables of experts and ranks. */
+static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t num_ranks) {
     int64_t piece = ep_min(config->max_row_bytes, EP_LEAST_PIECE_BYTES);
-    return EP_STATIC_SHARED_BYTES + (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + piece);
+    int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + piece);
+    return EP_STATIC_SHARED_BYTES +
+           ep_max(stages, ep_cuda_prepare_shared(config->num_experts, num_ranks));
 }
 
 #endif

@@ -184,6 +184,31 @@ ThreadTest(gpu_faults, overwritten_memory_4, 4) {
     overwritten_memory(bootstrap);
 }
 
+/* ep_prepare has tables of experts in shared memory. A group with more experts than fit is refused
+ * before it exists, and where the program leaves the choice, the host backend serves it. */
+ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
+    Case c = case_complete((Case){.experts = 6000});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    config.backend = EP_BACKEND_CUDA;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "shared memory",
+                  "experts", "got 232448 bytes");
+    CHECK(group == NULL, "a group was made");
+    REQUIRE(setenv("LIBEP_BACKEND", "auto", 1) == 0, "setenv");
+    config.backend = EP_BACKEND_AUTO;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.backend == EP_BACKEND_HOST && strstr(info.reason, "experts"), "%s", info.reason);
+    ep_group_destroy(group);
+    /* The most that fit on an H100. */
+    config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpHandle *handle = NULL;
+    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    ep_group_destroy(group);
+}
+
 /* A valid group that needs more memory than the GPU has is refused, and the GPU then serves a
  * smaller group. */
 ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
