@@ -106,41 +106,63 @@ static void poll_failure(EpGroup *group) {
                                                       [EP_FAULT_PEER] = report_peer,
                                                       [EP_FAULT_MEMORY] = report_memory};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
-    if (!f->fault || group->failed != EP_OK) return;
+    int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
+    if (!fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
+/* The acquire orders the failure's fields, which the kernel writes before `fault`, after it. */
     strncpy(finding.phase, ep_op_find(f->op)->name, sizeof(finding.phase) - 1);
-    finding.status = report[f->fault](group, f, &finding);
+    finding.status = report[fault](group, f, &finding);
     ep_group_fail(group, &finding);
 }
 
 static void poll_routing(EpGroup *group) {
-    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
-    unsigned long long count = __atomic_exchange_n(&errors->bad_count, 0, __ATOMIC_ACQ_REL);
-    if (!count) return;
-    unsigned long long entry = errors->bad_entry;
-    int64_t top_k = errors->top_k;
+    EpCuda *cuda = ep_cuda(group);
+    EpCudaBadIndices bad;
+    if (__atomic_load_n(&cuda->errors->bad_reports, __ATOMIC_RELAXED) == cuda->bad_reports) return;
+    unsigned long long number = copy_bad_indices(cuda->errors, &bad);
+    if (!number) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
-    finding.token = (int64_t)entry / top_k, finding.k = (int64_t)entry % top_k;
-    finding.expected = group->config.num_experts, finding.seen = errors->bad_index;
-    finding.count = (int64_t)count;
+    finding.token = (int64_t)bad.entry / bad.top_k, finding.k = (int64_t)bad.entry % bad.top_k;
+    finding.expected = group->config.num_experts, finding.seen = bad.index;
+    finding.count = (int64_t)(bad.total - cuda->bad_total);
+    cuda->bad_reports = number, cuda->bad_total = bad.total;
+/* Copy the latest report of bad indices. Returns its number. A kernel writes report n + 2 where
+ * report n is, so the copy is whole if at most one report has begun since: n + 1 is not complete.
+ * If reports keep coming, a later poll finds them. */
+static unsigned long long copy_bad_indices(const EpCudaAsyncErrors *errors, EpCudaBadIndices *out) {
+    unsigned long long before, number = __atomic_load_n(&errors->bad_reports, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < 1000; i++) {
+        const volatile EpCudaBadIndices *report = &errors->bad[number % 2];
+        before = number;
+        *out = (EpCudaBadIndices){report->total, report->entry, report->index, report->top_k};
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        number = __atomic_load_n(&errors->bad_reports, __ATOMIC_ACQUIRE);
+        if (number == before) return number;
+    }
+    return 0;
+}
+
     strcpy(finding.phase, "prepare");
     ep_group_record(&group->routing, &finding);
 }
 
 static void poll_overflow(EpGroup *group) {
-    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
-    unsigned long long lost = __atomic_exchange_n(&errors->lost, 0, __ATOMIC_ACQ_REL);
-    if (!lost) return;
+    EpCuda *cuda = ep_cuda(group);
+    unsigned long long lost = __atomic_load_n(&cuda->errors->lost, __ATOMIC_ACQUIRE);
+    if (lost <= cuda->lost) return;
+    uint64_t overflow = __atomic_load_n(&cuda->errors->overflow, __ATOMIC_RELAXED);
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_OVERFLOW, finding.rank = group->rank;
-    finding.expected = errors->capacity, finding.seen = errors->needed;
-    finding.count = (int64_t)lost;
+    finding.expected = (uint32_t)overflow, finding.seen = (int64_t)(overflow >> 32);
+    finding.count = (int64_t)(lost - cuda->lost);
+    cuda->lost = lost;
     strcpy(finding.phase, "prepare");
     ep_group_record(&group->overflow, &finding);
 }
+/* The sum may be seen to shrink for a moment: see report_overflow. */
 
 void ep_cuda_poll(EpGroup *group) {
     poll_failure(group);

@@ -40,7 +40,8 @@ typedef struct EpCuda {
     int pageable;              /**< whether the GPU reaches all memory of the process */
     int shared_bytes;          /**< shared memory that a block may have */
     EpCudaAsyncErrors *errors; /**< pinned */
-    const EpNccl *nccl;        /**< NULL in a group of one rank, and where ranks share GPUs */
+    unsigned long long bad_reports, bad_total, lost; /**< what has been reported of `errors` */
+    const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;
     int owns_comm;
     EpCudaWindow own;                     /**< the library's own: rings and flags */

@@ -125,14 +125,24 @@ typedef struct EpCudaFailure {
  *  that it blames. */
 #define EP_OP_GONE 15
 
-/** Asynchronous errors of ep_prepare that are data: the group lives on. In pinned memory. */
+/** A report of a routing with indices >= E. */
+typedef struct EpCudaBadIndices {
+    unsigned long long total; /**< such entries since the group was created */
+    unsigned long long entry; /**< the lowest one of this routing */
+    long long index, top_k;   /**< its index; K of this routing */
+} EpCudaBadIndices;
+
+/**
+ * Asynchronous errors of ep_prepare that are data: the group lives on. In pinned memory. Only
+ * kernels write here, and numbers only grow; the host remembers what it has reported (EpCuda). So
+ * no word needs an atomic operation of a GPU and a CPU together, which not all machines have.
+ */
 typedef struct EpCudaAsyncErrors {
-    unsigned long long bad_entry; /**< lowest entry with an index >= E */
-    long long bad_index;
-    unsigned long long bad_count;
-    long long top_k;         /**< of the prepare that found them */
-    unsigned long long lost; /**< slots lost to the capacity, under EP_OVERFLOW_ERROR */
-    long long capacity, needed;
+    unsigned long long bad_reports; /**< number of reports; written after the last of them */
+    EpCudaBadIndices bad[2];        /**< the last two reports: number n is at n % 2 */
+    unsigned long long lost;        /**< slots lost to the capacity, under EP_OVERFLOW_ERROR, since
+                                         the group was created */
+    unsigned long long overflow;    /**< of a latest loss: rows needed << 32 | capacity */
 } EpCudaAsyncErrors;
 
 /** Device memory of a group that no peer sees. Zeroed at create. */
@@ -149,6 +159,7 @@ typedef struct EpCudaState {
 /** What every kernel gets from its group. */
 typedef struct EpCudaGroup {
     int32_t rank, size;
+    unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
     uint32_t digest; /**< of the operation under way */
     uint64_t facts;  /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
