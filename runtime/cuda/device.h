@@ -113,13 +113,18 @@ typedef struct EpCudaFailure {
     EpMemoryMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
 } EpCudaFailure;
 
-/** The digest in an arrival: the operation's code, the handle's ordinal, and a hash of the
- *  sizes. */
-#define EP_DIGEST(op, handle, sizes) \
-    ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
+/**
+ * The digest in an arrival: 4 bits of the operation's code, the lower 12 bits of the handle's
+ * ordinal, and 16 bits of a hash of the sizes, combined with the ordinal's upper bits. So digests
+ * of two handles with the same sizes always differ.
+ */
+#define EP_DIGEST_HANDLES 4096 /* handles whose ordinals differ in the lower bits */
+#define EP_DIGEST(op, handle, sizes)                                  \
+    ((uint32_t)(op) | ((uint32_t)(handle) % EP_DIGEST_HANDLES) << 4 | \
+     (((uint32_t)(sizes) ^ (uint32_t)(handle) / EP_DIGEST_HANDLES) << 16))
 #define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
-#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
-#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 12)
+#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4) % EP_DIGEST_HANDLES)
+#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 16)
 
 /** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
  *  that it blames. */
@@ -154,12 +159,12 @@ typedef struct EpCudaState {
     int32_t claimed[2];           /**< chunks of tokens claimed by senders, by receivers */
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
+    unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
 } EpCudaState;
 
 /** What every kernel gets from its group. */
 typedef struct EpCudaGroup {
     int32_t rank, size;
-    unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
     uint32_t digest; /**< of the operation under way */
     uint64_t facts;  /**< of ep_prepare: see EpArrival */
     int32_t num_experts;

@@ -124,16 +124,30 @@ ThreadTest(gpu_faults, other_operations_4, 4) {
     other_operations(bootstrap);
 }
 
-/* One rank makes the same call on another handle of equal configuration. */
-static void other_handles(const EpBootstrap *bootstrap) {
+/* One rank makes the same call on another handle of equal configuration. Its number differs by
+ * `difference`. */
+static void other_handle(const EpBootstrap *bootstrap, int difference) {
     FailingGroup failing;
+    check_note("handles 0 and %d", difference);
     REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+    for (int i = 1; i < difference; i++)
+        ep_handle_destroy(device_step_handle(failing.group, &failing.gpu.c));
     DeviceStep second = failing.gpu;
     second.step.handle = device_step_handle(failing.group, &failing.gpu.c);
     double begin = failing_now();
     const DeviceStep *gpu = bootstrap->rank == failing.absent ? &second : &failing.gpu;
     check_order(&failing, device_step_try(gpu, STEP_PREPARE), begin);
+    if (difference == 4096)
+        CHECK(strstr(ep_last_error(), "and handle on all ranks") &&
+                  strstr(ep_last_error(), "handle 0 (modulo 4096)"),
+              "%s", ep_last_error());
     failing_close(&failing);
+}
+
+static void other_handles(const EpBootstrap *bootstrap) {
+    other_handle(bootstrap, 1);
+    other_handle(bootstrap, 256);
+    other_handle(bootstrap, 4096);
 }
 
 ThreadTest(gpu_faults, other_handles_2, 2) {
