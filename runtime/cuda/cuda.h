@@ -103,6 +103,7 @@ void ep_cuda_leave(const EpGroup *group, int before);
 EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
                                const void *data);
 EpStatus ep_cuda_finish(EpGroup *group);
+EpDeviceOf ep_cuda_find_device_of(void);
 
 /** Returns EP_OK, or an error that says what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
