@@ -19,8 +19,8 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, cons
                          const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
     ep_gpus_assign(all, b->size, nodes, devices);
-    if (!ep_gpus_agree(all, b->size, nodes, devices, ep_cuda_least_shared(config), why_not, bytes))
-        return 0;
+    int64_t shared_bytes = ep_cuda_least_shared(config, b->size);
+    if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;

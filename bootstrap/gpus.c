@@ -45,7 +45,7 @@ static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Rea
     if (gpu->shared_bytes < shared_bytes)
         return refuse(reason,
                       "expected a GPU whose blocks have %lld bytes of shared memory, which rows of "
-                      "this size need, got %d bytes (device %d, %s)",
+                      "this size and so many experts need, got %d bytes (device %d, %s)",
                       (long long)shared_bytes, gpu->shared_bytes, device, gpu->name);
     return 1;
 }
@@ -66,7 +66,7 @@ int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *re
                         size_t reason_bytes) {
     EpGpuReport report;
     ep_gpus_find(config, num_ranks, &report);
-    return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config),
+    return check_rank(&report, chosen_device(&report), ep_cuda_least_shared(config, num_ranks),
                       (Reason){reason, reason_bytes});
 }
 

@@ -2,9 +2,6 @@
 /* A handle's life, its plan's numbers for users, and the first checks of every operation. */
 #include "handles/handle.h"
 
-#include <stddef.h>
-#include <string.h>
-
 #include "runtime/log.h"
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -168,13 +165,13 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
     EpCall call = {"ep_handle_info", -1};
     EpStep step;
     EP_TRY(ep_handle_enter_prepared(&call, handle, &step));
-    EP_TRY(ep_check_grown_struct(&call, "out", out, offsetof(EpHandleInfo, mode), sizeof(*out)));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpHandleInfo, expert_offsets),
+                                 sizeof(*out)));
     if (!step.known)
         return ep_refuse(&call, EP_ERR_NOT_PREPARED, "handle",
                          "expected ep_prepare to have finished on its stream, got it under way");
     step.info.mode = handle->shape.mode;
-    step.info.struct_size = out->struct_size;
-    memcpy(out, &step.info, out->struct_size);
+    ep_write_struct(out, &step.info);
     return EP_OK;
 }
 

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_prepare: check the arguments, then call the backend or, in latency mode, defer the routing. */
-#include <stddef.h>
-#include <string.h>
-
 #include "handles/operation.h"
 
 static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
@@ -57,10 +54,7 @@ static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPla
     int64_t local = handle->shape.num_local;
     *out = (EpPlanTensors)EP_PLAN_TENSORS_INIT;
     if (!given) return EP_OK;
-    EP_TRY(ep_check_grown_struct(call, "out", given, offsetof(EpPlanTensors, source_counts),
-                                 sizeof(*given)));
-    memcpy(out, given, given->struct_size);
-    out->struct_size = sizeof(*out);
+    EP_TRY(ep_read_struct(call, "out", given, EP_FIRST_SIZE(EpPlanTensors, totals), out));
     EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
     EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));
     if (!out->expert_offsets || out->expert_offsets->ndim != 1 ||

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Derives a plan's shape and its memory from a handle's configuration. */
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -75,9 +74,7 @@ static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
                             const EpHandleConfig *given, EpHandleConfig *out) {
     *out = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
     if (!given) return EP_OK;
-    EP_TRY(ep_check_grown_struct(call, "config", given, offsetof(EpHandleConfig, mode),
-                                 sizeof(*given)));
-    memcpy(out, given, given->struct_size);
+    EP_TRY(ep_read_struct(call, "config", given, EP_FIRST_SIZE(EpHandleConfig, zero_tail), out));
     return check_config(call, group, out);
 }
 
@@ -184,10 +181,12 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
     EpCall call = {"ep_handle_cost", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
     call.rank = group->rank;
-    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpHandleCost, buffer_bytes),
+                                 sizeof(*out)));
     EpPlanShape shape;
     EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
-    *out = ep_handle_shape_cost(&shape, group->backend, &group->config);
+    EpHandleCost cost = ep_handle_shape_cost(&shape, group->backend, &group->config);
+    ep_write_struct(out, &cost);
     return EP_OK;
 }
 
@@ -237,11 +236,12 @@ EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroup
     EpCall call = {"ep_group_memory", -1};
     EpGroupConfig read;
     EP_TRY(ep_config_read(&call, config, num_ranks, &read));
-    EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpGroupMemory, reason),
+                                 sizeof(*out)));
     EpSettings settings;
     EP_TRY(ep_settings_load(&settings));
     EpGroupMemory m = EP_GROUP_MEMORY_INIT;
     EP_TRY(measure(&call, &read, num_ranks, &settings, &m));
-    *out = m;
+    ep_write_struct(out, &m);
     return EP_OK;
 }

@@ -40,6 +40,9 @@ typedef struct EpStep {
 
 #define EP_STAY (-1) /* keep the current device */
 
+/** Returns the GPU in whose memory an address lies, or -1 if CPUs can load from it. */
+typedef int (*EpDeviceOf)(const void *data);
+
 typedef struct EpBackendOps {
     EpBackend id;
     const char *name;
@@ -90,6 +93,9 @@ typedef struct EpBackendOps {
     /** Optional (NULL: accept all memory): refuse memory that the backend cannot reach. */
     EpStatus (*check_pointer)(const EpGroup *group, const EpCall *call, const char *argument,
                               const void *data);
+    /** Optional (NULL: the backend has no memory that CPUs cannot load from): returns a function
+     * that knows such memory, or NULL if this machine has no driver. */
+    EpDeviceOf (*find_device_of)(void);
     /** Required by EP_OFFERS_LATENCY, for handles in latency mode: buffers that outlive an
      *  operation, possibly in memory that peers reach. open_buffers is collective and sets
      *  handle->buffer. A rank whose handle has already failed (with status `mine`) calls it too,

@@ -2,8 +2,6 @@
 #include "runtime/config.h"
 
 #include <math.h>
-#include <stddef.h>
-#include <string.h>
 
 static EpStatus check_range(const EpCall *call, const char *argument, int64_t value, int64_t low,
                             int64_t high) {
@@ -48,7 +46,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
 
 static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ranks) {
     EP_TRY(check_range(call, "num_ranks", num_ranks, 1, EP_MAX_RANKS));
-    EP_TRY(check_range(call, "config.num_experts", c->num_experts, 1, INT32_MAX));
+    EP_TRY(check_range(call, "config.num_experts", c->num_experts, 1, EP_MAX_EXPERTS));
     EP_TRY(check_range(call, "config.max_tokens", c->max_tokens, 1, INT32_MAX));
     if (c->max_top_k < 1 || c->max_top_k > EP_MAX_TOP_K)
         return ep_refuse(call, EP_ERR_TOP_K, "config.max_top_k", "expected 1 .. %d, got %d",
@@ -61,10 +59,7 @@ static EpStatus check(const EpCall *call, const EpGroupConfig *c, int32_t num_ra
 EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
                         EpGroupConfig *out) {
     EpGroupConfig full = EP_GROUP_CONFIG_INIT;
-    EP_TRY(ep_check_grown_struct(call, "config", given, offsetof(EpGroupConfig, device),
-                                 sizeof(full)));
-    memcpy(&full, given, given->struct_size);
-    full.struct_size = sizeof(full);
+    EP_TRY(ep_read_struct(call, "config", given, EP_FIRST_SIZE(EpGroupConfig, nccl_comm), &full));
     /* Even a refused configuration sets the timeout: this rank still meets its peers within it. */
     if (isfinite(full.timeout_seconds)) out->timeout_seconds = full.timeout_seconds;
     EP_TRY(check(call, &full, num_ranks));
@@ -103,17 +98,11 @@ EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, i
     return EP_OK;
 }
 
-/* Returns a * b, or INT64_MAX if that overflows, as the slots of all experts may. */
-static int64_t saturated_product(int64_t a, int64_t b) {
-    int64_t product;
-    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
-}
-
 /* Returns the largest number of rows of all slabs, padding included, given the most slots of one
  * expert and of the rank. The public header derives it, at ep_max_recv_rows. */
 static int64_t worst_slabs(int64_t per_expert, int64_t per_rank, int64_t local, int64_t align) {
     int64_t touched = ep_min(local, per_rank);
-    int64_t by_expert = saturated_product(local, ep_round_up(per_expert, align));
+    int64_t by_expert = ep_saturated_product(local, ep_round_up(per_expert, align));
     int64_t by_rank = ep_round_up(per_rank + (align - 1) * touched, align);
     return ep_min(by_expert, by_rank);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/group.h"
 
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -27,8 +26,9 @@ void ep_group_record(EpFinding *pending, const EpFinding *finding) {
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
     EpCall call = {"ep_group_query", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    EP_TRY(ep_check_grown_struct(&call, "out", out, offsetof(EpGroupInfo, device), sizeof(*out)));
-    EpGroupInfo info = {.struct_size = out->struct_size,
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpGroupInfo, library_bytes),
+                                 sizeof(*out)));
+    EpGroupInfo info = {.struct_size = sizeof(info),
                         .rank = group->rank,
                         .size = group->size,
                         .num_experts = group->config.num_experts,
@@ -47,7 +47,7 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                                                group->backend->offers)};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
-    memcpy(out, &info, out->struct_size);
+    ep_write_struct(out, &info);
     return EP_OK;
 }
 
@@ -69,7 +69,7 @@ static EpStatus report_overflow(const EpFinding *f) {
 /* Copy a pending async error to `out`, clear it, and return its status. */
 static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(const EpFinding *)) {
     EpStatus status = report(pending);
-    if (out) *out = *pending;
+    if (out) ep_write_struct(out, pending);
     pending->status = EP_OK;
     return status;
 }
@@ -77,14 +77,16 @@ static EpStatus take(EpFinding *pending, EpFinding *out, EpStatus (*report)(cons
 EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
     EpCall call = {"ep_group_status", -1};
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    if (out) EP_TRY(ep_check_struct(&call, "out", out, sizeof(*out)));
+    if (out)
+        EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpFinding, phase),
+                                     sizeof(*out)));
     group->backend->poll(group);
     if (group->failed != EP_OK) {
-        if (out) *out = group->failure;
+        if (out) ep_write_struct(out, &group->failure);
         return ep_group_usable(group);
     }
     if (group->routing.status != EP_OK) return take(&group->routing, out, report_routing);
     if (group->overflow.status != EP_OK) return take(&group->overflow, out, report_overflow);
-    if (out) *out = (EpFinding)EP_FINDING_INIT;
+    if (out) ep_write_struct(out, &(EpFinding)EP_FINDING_INIT);
     return EP_OK;
 }

@@ -35,6 +35,11 @@ static inline int ep_is_power_of_two(int64_t value) {
     return value > 0 && (value & (value - 1)) == 0;
 }
 
+/** Returns a * b, or INT64_MAX if that is larger. Requires a >= 0 and b >= 0. */
+static inline int64_t ep_saturated_product(int64_t a, int64_t b) {
+    return b > 0 && a > INT64_MAX / b ? INT64_MAX : a * b;
+}
+
 /* ---- division ------------------------------------------------------------------------------ */
 
 /**
@@ -138,17 +143,20 @@ typedef struct EpArena {
     int64_t unit;  /**< every array starts on a multiple of this offset */
 } EpArena;
 
+/** The largest size of an arena. Larger ones are cut off here: no machine can allocate it. */
+#define EP_ARENA_MOST (INT64_MAX / 2)
+
 /** Take `bytes` bytes; returns their offset. */
 static inline int64_t ep_arena_offset(EpArena *arena, int64_t bytes) {
-    int64_t offset = arena->bytes;
-    arena->bytes = ep_round_up(offset + bytes, arena->unit);
+    int64_t offset = arena->bytes, room = EP_ARENA_MOST - offset;
+    arena->bytes = bytes < room ? ep_round_up(offset + bytes, arena->unit) : EP_ARENA_MOST;
     return offset;
 }
 
 /** Take an array of `count` elements; returns its address. */
 static inline void *ep_arena_array(EpArena *arena, int64_t count, size_t element_bytes) {
-    return (void *)(arena->base +
-                    (uintptr_t)ep_arena_offset(arena, count * (int64_t)element_bytes));
+    int64_t bytes = ep_saturated_product(count, (int64_t)element_bytes);
+    return (void *)(arena->base + (uintptr_t)ep_arena_offset(arena, bytes));
 }
 
 /* ---- records ------------------------------------------------------------------------------- */
@@ -182,10 +190,23 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
 #define EP_WORK_TABLE_BYTES 1024    /* of a pipeline's tables, per load or store of a work item */
 #define EP_LEAST_PIECE_BYTES 1024   /* the smallest piece of a row that a stage holds */
 
-/** Shared memory per block that a group needs: a stage for a row, and one for each of its slots. */
-static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config) {
+#define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
+#define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */
+
+/** Returns the shared memory that a block of ep_prepare allocates for the group's E experts and R
+ *  ranks: for each of them a byte for each warp and two integers. */
+static inline int64_t ep_cuda_prepare_shared(int32_t num_experts, int32_t num_ranks) {
+    int64_t each = EP_PREPARE_WARPS + 2 * (int64_t)sizeof(int32_t);
+    return EP_RANK_TABLES_BYTES + each * ((int64_t)num_experts + num_ranks);
+}
+
+/** Returns the shared memory per block that a group needs: to move rows, a stage for a row and one
+ *  for each of its slots; to prepare, tables of experts and ranks. */
+static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t num_ranks) {
     int64_t piece = ep_min(config->max_row_bytes, EP_LEAST_PIECE_BYTES);
-    return EP_STATIC_SHARED_BYTES + (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + piece);
+    int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + piece);
+    return EP_STATIC_SHARED_BYTES +
+           ep_max(stages, ep_cuda_prepare_shared(config->num_experts, num_ranks));
 }
 
 #endif

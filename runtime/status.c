@@ -55,21 +55,46 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
     return ep_fail(status, "rank %d: %s: %s: %s", call->rank, call->name, argument, reason);
 }
 
-EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
-                         size_t expected) {
-    if (!object) return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
-    size_t got;
-    memcpy(&got, object, sizeof(got));
-    if (got != expected)
-        return ep_refuse(call, EP_ERR_STRUCT_SIZE, argument,
-                         "expected struct_size %zu, got %zu (initialize it with EP_..._INIT, "
-                         "a tensor with ep_tensor_2d)",
-                         expected, got);
-    return EP_OK;
+/* ---- structs of callers -------------------------------------------------------------------- */
+
+static size_t struct_size(const void *object) {
+    size_t size;
+    memcpy(&size, object, sizeof(size));
+    return size;
 }
 
 EpStatus ep_check_grown_struct(const EpCall *call, const char *argument, const void *object,
-                               size_t first, size_t expected) {
-    if (object && memcmp(object, &first, sizeof(first)) == 0) return EP_OK;
-    return ep_check_struct(call, argument, object, expected);
+                               size_t first, size_t today) {
+    if (!object) return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
+    size_t got = struct_size(object);
+    if (got >= first && got <= today) return EP_OK;
+    char sizes[64];
+    if (first == today)
+        snprintf(sizes, sizeof(sizes), "%zu", today);
+    else
+        snprintf(sizes, sizeof(sizes), "%zu .. %zu", first, today);
+    return ep_refuse(call, EP_ERR_STRUCT_SIZE, argument,
+                     "expected struct_size %s, got %zu (initialize it with EP_..._INIT, a tensor "
+                     "with ep_tensor_2d%s)",
+                     sizes, got, got > today ? "; a newer ep.h has larger structs" : "");
+}
+
+EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
+                         size_t expected) {
+    return ep_check_grown_struct(call, argument, object, expected, expected);
+}
+
+EpStatus ep_read_struct(const EpCall *call, const char *argument, const void *given, size_t first,
+                        void *out) {
+    size_t today = struct_size(out);
+    EP_TRY(ep_check_grown_struct(call, argument, given, first, today));
+    memcpy(out, given, struct_size(given));
+    memcpy(out, &today, sizeof(today));
+    return EP_OK;
+}
+
+void ep_write_struct(void *out, const void *value) {
+    size_t size = struct_size(out);
+    memcpy(out, value, size);
+    memcpy(out, &size, sizeof(size));
 }

@@ -7,6 +7,8 @@
  * ep_fail or ep_refuse; its callers only return the status.
  */
 
+#include <stddef.h>
+
 #include "ep/ep.h"
 
 #define EP_SENTENCE_BYTES 512
@@ -24,13 +26,33 @@ EpStatus ep_fail(EpStatus status, const char *format, ...) __attribute__((format
 EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, const char *format,
                    ...) __attribute__((format(printf, 4, 5)));
 
-/** Check the leading struct_size of a caller's struct. */
+/*
+ * Structs of callers grow only at their end, so a program compiled for any earlier version passes
+ * the start of today's struct. All sizes from the first version's to today's are accepted. No size
+ * cuts a number in two: a struct that starts with a size_t has a multiple of 8 bytes, and numbers
+ * of 8 bytes start on such a multiple.
+ */
+
+/** The size of a struct's first version, given its last field then. This field never changes. */
+#define EP_FIRST_SIZE(type, last_field) \
+    (offsetof(type, last_field) + sizeof(((type *)NULL)->last_field))
+
+/** Check the leading struct_size of a caller's struct that is read in place and has not grown. */
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected);
 
-/** Like ep_check_struct, for a struct that may also have an earlier version's size, `first`. */
+/** Check the leading struct_size of a caller's struct: `first` .. `today`. */
 EpStatus ep_check_grown_struct(const EpCall *call, const char *argument, const void *object,
-                               size_t first, size_t expected);
+                               size_t first, size_t today);
+
+/** Check a caller's struct and copy the fields that it has over those of `out`, which holds today's
+ *  size and the defaults. */
+EpStatus ep_read_struct(const EpCall *call, const char *argument, const void *given, size_t first,
+                        void *out);
+
+/** Copy those fields of `value` that a caller's struct has to it. The caller's struct_size, which
+ *  ep_check_grown_struct has accepted, stays. */
+void ep_write_struct(void *out, const void *value);
 
 #define EP_TRY(expression)                                \
     do {                                                  \

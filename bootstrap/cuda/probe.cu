@@ -5,27 +5,46 @@
 
 #include "bootstrap/cuda/probe.h"
 
+#define THREADS 128
+
+struct FindArgs {
+    ncclWindow_t window;
+    int size;
+    char **out; /* device [size] */
+};
+
 /* Collect a window's address on each rank. NCCL offers these in device code only; they stay valid
  * as long as the window. By one block. */
-__global__ void find_pointers(ncclWindow_t window, int size, char **out) {
-    for (int r = threadIdx.x; r < size; r += blockDim.x)
-        out[r] = (char *)ncclGetLsaPointer(window, 0, r);
+__global__ void find_pointers(const __grid_constant__ FindArgs a) {
+    for (int r = threadIdx.x; r < a.size; r += blockDim.x)
+        a.out[r] = (char *)ncclGetLsaPointer(a.window, 0, r);
 }
 
+/* cudaLaunchKernel returns the launch's own error, whatever other calls have left in
+ * cudaGetLastError. Without it a kernel that did not run would leave garbage in `out`. */
 extern "C" int ep_window_pointers(void *window, int size, char **out) {
     char **device = NULL;
     cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
     if (error != cudaSuccess) return error;
-    find_pointers<<<1, 128>>>((ncclWindow_t)window, size, device);
-    error = cudaMemcpy(out, device, (size_t)size * sizeof(*device), cudaMemcpyDeviceToHost);
+    FindArgs args = {(ncclWindow_t)window, size, device};
+    void *arguments[] = {&args};
+    error = cudaLaunchKernel(find_pointers, dim3(1), dim3(THREADS), arguments, 0, NULL);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(out, device, (size_t)size * sizeof(*device), cudaMemcpyDeviceToHost);
     cudaFree(device);
     return error;
 }
 
+struct ProbeArgs {
+    char **windows; /* device [size] */
+    int rank, size;
+    unsigned value;
+};
+
 /* Store `value` into word [`rank`] of each rank's part. By one block. */
-__global__ void store_probe(char **windows, int rank, int size, unsigned value) {
-    for (int r = threadIdx.x; r < size; r += blockDim.x)
-        ((volatile uint32_t *)windows[r])[rank] = value;
+__global__ void store_probe(const __grid_constant__ ProbeArgs a) {
+    for (int r = threadIdx.x; r < a.size; r += blockDim.x)
+        ((volatile uint32_t *)a.windows[r])[a.rank] = a.value;
 }
 
 extern "C" int ep_window_probe(char *const *windows, int rank, int size, unsigned value) {
@@ -33,7 +52,10 @@ extern "C" int ep_window_probe(char *const *windows, int rank, int size, unsigne
     cudaError_t error = cudaMalloc(&device, (size_t)size * sizeof(*device));
     if (error != cudaSuccess) return error;
     error = cudaMemcpy(device, windows, (size_t)size * sizeof(*device), cudaMemcpyHostToDevice);
-    if (error == cudaSuccess) store_probe<<<1, 128>>>(device, rank, size, value);
+    ProbeArgs args = {device, rank, size, value};
+    void *arguments[] = {&args};
+    if (error == cudaSuccess)
+        error = cudaLaunchKernel(store_probe, dim3(1), dim3(THREADS), arguments, 0, NULL);
     cudaError_t finished = cudaDeviceSynchronize();
     cudaFree(device);
     return error != cudaSuccess ? error : finished;

@@ -103,6 +103,8 @@ EpStatus ep_host_open(EpGroup *group) {
                          group->rank);
     EP_TRY(ep_group_agree(group, &call, status));
     host->math = ep_rowmath();
+    const EpBackendOps *cuda = ep_backend_ops(EP_BACKEND_CUDA);
+    if (cuda) host->device_of = cuda->find_device_of();
     return open_exchange(&call, group, host, segments);
 }
 

@@ -54,24 +54,35 @@ static EpStatus report_facts(const EpGroup *group, const volatile EpCudaFailure 
                    (long long)theirs[i]);
 }
 
+/* Write what a digest says of a handle. Once this rank has more handles than a digest can tell
+ * apart, that is not the whole number. */
+static void handle_name(const EpGroup *group, int32_t handle, char *out, size_t bytes) {
+    int whole = group->handles_created <= EP_DIGEST_HANDLES;
+    snprintf(out, bytes, whole ? "%d" : "%d (modulo %d)", handle, EP_DIGEST_HANDLES);
+}
+
 /* Report that another rank has entered another operation, or the same one with other sizes. */
 static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
     int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
+    char own_name[32], other_name[32];
+    handle_name(group, own_handle, own_name, sizeof(own_name));
+    handle_name(group, other_handle, other_name, sizeof(other_name));
     int routes = own == ep_op_prepare.code || own == ep_op_route.code;
     if (own == other && own_handle == other_handle && routes && f->facts != f->peer_facts)
         return report_facts(group, f, finding);
     if (own == other && own_handle == other_handle)
         return ep_fail(EP_ERR_ORDER,
-                       "rank %d: %s: expected the same sizes on all ranks, rank %d called it on "
-                       "handle %d with others",
-                       group->rank, finding->phase, f->peer, other_handle);
+                       "rank %d: %s: expected the same sizes%s on all ranks, rank %d called it on "
+                       "handle %s with others",
+                       group->rank, finding->phase,
+                       group->handles_created > EP_DIGEST_HANDLES ? " and handle" : "", f->peer,
+                       other_name);
     return ep_fail(EP_ERR_ORDER,
-                   "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on "
-                   "handle %d",
-                   group->rank, ep_op_name(own), own_handle, f->peer, ep_op_name(other),
-                   other_handle);
+                   "rank %d: %s: expected all ranks to call it on handle %s, rank %d called %s on "
+                   "handle %s",
+                   group->rank, ep_op_name(own), own_name, f->peer, ep_op_name(other), other_name);
 }
 
 /* Report that a peer has given up. As on the host, the finding names the rank that it blames. */
@@ -99,6 +110,7 @@ static EpStatus report_memory(const EpGroup *group, const volatile EpCudaFailure
     return ep_plan_check(&call, &got, f->mark.tail, &expected);
 }
 
+/* The acquire orders the failure's fields, which the kernel writes before `fault`, after it. */
 static void poll_failure(EpGroup *group) {
     static EpStatus (*const report[])(const EpGroup *, const volatile EpCudaFailure *,
                                       EpFinding *) = {[EP_FAULT_LATE] = report_timeout,
@@ -106,38 +118,59 @@ static void poll_failure(EpGroup *group) {
                                                       [EP_FAULT_PEER] = report_peer,
                                                       [EP_FAULT_MEMORY] = report_memory};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
-    if (!f->fault || group->failed != EP_OK) return;
+    int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
+    if (!fault || group->failed != EP_OK) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;
     strncpy(finding.phase, ep_op_find(f->op)->name, sizeof(finding.phase) - 1);
-    finding.status = report[f->fault](group, f, &finding);
+    finding.status = report[fault](group, f, &finding);
     ep_group_fail(group, &finding);
 }
 
+/* Copy the latest report of bad indices. Returns its number. A kernel writes report n + 2 where
+ * report n is, so the copy is whole if at most one report has begun since: n + 1 is not complete.
+ * If reports keep coming, a later poll finds them. */
+static unsigned long long copy_bad_indices(const EpCudaAsyncErrors *errors, EpCudaBadIndices *out) {
+    unsigned long long before, number = __atomic_load_n(&errors->bad_reports, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < 1000; i++) {
+        const volatile EpCudaBadIndices *report = &errors->bad[number % 2];
+        before = number;
+        *out = (EpCudaBadIndices){report->total, report->entry, report->index, report->top_k};
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        number = __atomic_load_n(&errors->bad_reports, __ATOMIC_ACQUIRE);
+        if (number == before) return number;
+    }
+    return 0;
+}
+
 static void poll_routing(EpGroup *group) {
-    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
-    unsigned long long count = __atomic_exchange_n(&errors->bad_count, 0, __ATOMIC_ACQ_REL);
-    if (!count) return;
-    unsigned long long entry = errors->bad_entry;
-    int64_t top_k = errors->top_k;
+    EpCuda *cuda = ep_cuda(group);
+    EpCudaBadIndices bad;
+    if (__atomic_load_n(&cuda->errors->bad_reports, __ATOMIC_RELAXED) == cuda->bad_reports) return;
+    unsigned long long number = copy_bad_indices(cuda->errors, &bad);
+    if (!number) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_ROUTING, finding.rank = group->rank;
-    finding.token = (int64_t)entry / top_k, finding.k = (int64_t)entry % top_k;
-    finding.expected = group->config.num_experts, finding.seen = errors->bad_index;
-    finding.count = (int64_t)count;
+    finding.token = (int64_t)bad.entry / bad.top_k, finding.k = (int64_t)bad.entry % bad.top_k;
+    finding.expected = group->config.num_experts, finding.seen = bad.index;
+    finding.count = (int64_t)(bad.total - cuda->bad_total);
+    cuda->bad_reports = number, cuda->bad_total = bad.total;
     strcpy(finding.phase, "prepare");
     ep_group_record(&group->routing, &finding);
 }
 
+/* The sum may be seen to shrink for a moment: see report_overflow. */
 static void poll_overflow(EpGroup *group) {
-    EpCudaAsyncErrors *errors = ep_cuda(group)->errors;
-    unsigned long long lost = __atomic_exchange_n(&errors->lost, 0, __ATOMIC_ACQ_REL);
-    if (!lost) return;
+    EpCuda *cuda = ep_cuda(group);
+    unsigned long long lost = __atomic_load_n(&cuda->errors->lost, __ATOMIC_ACQUIRE);
+    if (lost <= cuda->lost) return;
+    uint64_t overflow = __atomic_load_n(&cuda->errors->overflow, __ATOMIC_RELAXED);
     EpFinding finding = EP_FINDING_INIT;
     finding.status = EP_ERR_OVERFLOW, finding.rank = group->rank;
-    finding.expected = errors->capacity, finding.seen = errors->needed;
-    finding.count = (int64_t)lost;
+    finding.expected = (uint32_t)overflow, finding.seen = (int64_t)(overflow >> 32);
+    finding.count = (int64_t)(lost - cuda->lost);
+    cuda->lost = lost;
     strcpy(finding.phase, "prepare");
     ep_group_record(&group->overflow, &finding);
 }

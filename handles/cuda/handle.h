@@ -13,6 +13,7 @@
 
 typedef struct EpCudaHandle {
     uint64_t *info;  /**< pinned, [ep_info_words]: see EpInfoWord */
+    uint64_t *copy;  /**< [ep_info_words] of `info`, while it is checked */
     int32_t *number; /**< [ep_info_words] numbers of the last complete step seen */
     int64_t step;    /**< that step */
     int64_t awaited; /**< lowest step that the last prepare outside captures can produce */

@@ -53,6 +53,11 @@ EpWorkspaceLayout ep_workspace_layout(const EpPlanShape *s, int64_t entries, int
 static EpStatus check_entries(const EpHandle *handle, const EpCall *call) {
     const EpPlanShape *s = &handle->shape;
     const EpGroupConfig *config = &handle->group->config;
+    if (s->num_experts > INT16_MAX)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
+                         "expected at most %d experts in latency mode, where an entry's expert has "
+                         "two bytes, got %d",
+                         INT16_MAX, s->num_experts);
     int64_t entries = (int64_t)s->max_tokens * s->max_top_k;
     int64_t room = ep_cuda(handle->group)->shared_bytes - EP_STATIC_SHARED_BYTES;
     int64_t staged = config->max_row_bytes + ep_round_up(config->max_scale_bytes, 16);
@@ -60,8 +65,9 @@ static EpStatus check_entries(const EpHandle *handle, const EpCall *call) {
     int64_t most = (room - ep_workspace_layout(s, 0, staged).bytes) / (int64_t)sizeof(int16_t);
     if (entries <= most) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config",
-                     "expected max_tokens * max_top_k of at most %lld in latency mode, got %d * %d",
-                     (long long)most, s->max_tokens, s->max_top_k);
+                     "expected max_tokens * max_top_k of at most %lld in latency mode with %d "
+                     "experts, got %d * %d",
+                     (long long)ep_max(0, most), s->num_experts, s->max_tokens, s->max_top_k);
 }
 
 /* Allocate and describe a handle's buffers, all but the window. */

@@ -8,7 +8,7 @@ uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *v
     const unsigned char *byte = (const unsigned char *)values;
     for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
         hash = (hash ^ byte[i]) * 16777619u;
-    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 20);
+    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 16);
 }
 
 static EpCudaVector vector_of(const EpTensor *t) {

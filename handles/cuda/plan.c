@@ -40,7 +40,8 @@ EpStatus ep_cuda_format_plan(EpHandle *handle) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
     handle->backend_state = state;
     state->number = calloc(words, sizeof(*state->number));
-    if (!state->number)
+    state->copy = calloc(words, sizeof(*state->copy));
+    if (!state->number || !state->copy)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
                          cudaHostAlloc((void **)&state->info, words * sizeof(*state->info), 0)));
@@ -82,6 +83,7 @@ void ep_cuda_retire_plan(EpHandle *handle) {
     (void)cudaFreeHost(state->info);
     (void)cudaGetLastError();
     free(state->number);
+    free(state->copy);
     free(state);
     handle->backend_state = NULL;
 }
@@ -89,16 +91,20 @@ void ep_cuda_retire_plan(EpHandle *handle) {
 /* ---- numbers ------------------------------------------------------------------------------- */
 
 /* Copy the numbers of a step from pinned memory. `step`: its lower 32 bits. Returns 0 if some
- * numbers are not of this step. */
+ * numbers are not of this step. A graph that is replayed now may overwrite any word at any time, so
+ * each word is read once, and what is checked is what is used. Numbers of the step before stay
+ * until all of this step's are here. */
 static int copy_numbers(const EpHandle *handle, uint32_t step) {
     EpCudaHandle *state = handle->backend_state;
     const volatile uint64_t *word = state->info;
     int64_t words = ep_info_words(&handle->shape), reported = 0;
-    for (int64_t i = 0; i < words; i++)
-        reported += (uint32_t)(word[i] >> 32) == step;
+    for (int64_t i = 0; i < words; i++) {
+        state->copy[i] = word[i];
+        reported += (uint32_t)(state->copy[i] >> 32) == step;
+    }
     if (reported < words) return 0;
     for (int64_t i = 0; i < words; i++)
-        state->number[i] = (int32_t)(uint32_t)word[i];
+        state->number[i] = (int32_t)(uint32_t)state->copy[i];
     return 1;
 }
 

@@ -186,8 +186,9 @@ extern "C" int ep_cuda_open_prepare(int shared_bytes) {
 
 extern "C" int ep_cuda_launch_prepare(const void *args, int blocks, void *stream) {
     const EpPrepareArgs *a = (const EpPrepareArgs *)args;
-    size_t columns = (size_t)a->group.num_experts + (size_t)a->group.size;
-    size_t shared = sizeof(RankTables) + (PREPARE_WARPS + 2 * sizeof(int32_t)) * columns;
+    static_assert(sizeof(RankTables) <= EP_RANK_TABLES_BYTES, "groups are created by this size");
+    static_assert(PREPARE_WARPS == EP_PREPARE_WARPS, "groups are created by this number");
+    size_t shared = (size_t)ep_cuda_prepare_shared(a->group.num_experts, a->group.size);
     auto kernel = a->shape.layout == EP_LAYOUT_FLAT ? prepare_flat : prepare_slabs;
     return ep_launch(kernel, blocks, PREPARE_THREADS, shared, stream, *a);
 }

@@ -53,18 +53,19 @@ __device__ __forceinline__ int expert_of(const EpPrepareArgs &a, const Index &in
     return high < 0 ? NO_EXPERT : is_valid ? index.low : BAD_EXPERT;
 }
 
-/* Report bad indices to the host: their count, and the first one unless an earlier prepare's report
- * is still there, which the host may be reading. The fence orders that report before the count. By
- * one thread. */
+/* Report bad indices to the host: their count, and the first one. The host may be reading the
+ * report before, so this one goes beside it. The fence orders it before the number of reports. By
+ * one thread; routings of a group follow each other, so there is one writer at a time. */
 __device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long long count,
                                           unsigned long long entry) {
     volatile EpCudaAsyncErrors *errors = a.errors;
-    if (!errors->bad_count) {
-        errors->bad_index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
-        errors->bad_entry = entry, errors->top_k = a.top_k;
-        __threadfence_system();
-    }
-    atomicAdd_system(&a.errors->bad_count, count);
+    unsigned long long number = errors->bad_reports + 1;
+    volatile EpCudaBadIndices *report = &errors->bad[number % 2];
+    report->total = errors->bad[(number - 1) % 2].total + count;
+    report->entry = entry, report->top_k = a.top_k;
+    report->index = load_integer(a.topk_idx, a.idx_is_int64, (int64_t)entry);
+    __threadfence_system();
+    errors->bad_reports = number;
 }
 
 /* ---- results for the host ------------------------------------------------------------------ */
@@ -115,14 +116,26 @@ __device__ inline void publish_offset_end(const EpPrepareArgs &a, int64_t step, 
     publish_word(a, step, EP_INFO_EXPERTS + 3 * a.shape.num_local, offset);
 }
 
-/* Add to the lost slots that the host finds, under EP_OVERFLOW_ERROR. The fence orders the capacity
- * and the need before the count. */
+/* Add to the lost slots that the host finds, under EP_OVERFLOW_ERROR. The first fence orders the
+ * need and the capacity, which share a word, before the count.
+ *
+ * Receive phases of different handles may run at the same time, so this GPU's memory holds the sum.
+ * Each of them writes it to the host until it has written the latest sum: a kernel that overwrites
+ * a later sum with its own finds the later one after the fence, and writes that. By one thread. */
 __device__ inline void report_overflow(const EpPrepareArgs &a, int64_t needed, int64_t dropped) {
-    a.errors->capacity =
+    volatile EpCudaAsyncErrors *errors = a.errors;
+    int64_t capacity =
         a.shape.layout == EP_LAYOUT_BATCHED ? a.shape.rows_per_expert : a.shape.capacity;
-    a.errors->needed = needed;
-    __threadfence_system();
-    atomicAdd_system(&a.errors->lost, (unsigned long long)dropped);
+    unsigned long long *sum = &a.group.state->lost, written;
+    errors->overflow = (unsigned long long)needed << 32 | (uint32_t)capacity;
+    unsigned long long latest = atomicAdd(sum, (unsigned long long)dropped) + dropped;
+    do {
+        written = latest;
+        __threadfence_system();
+        errors->lost = written;
+        __threadfence_system();
+        latest = *(volatile unsigned long long *)sum;
+    } while (latest != written);
 }
 
 __device__ inline void publish_totals(const EpPrepareArgs &a, int64_t step, int64_t rows,

@@ -159,10 +159,10 @@ typedef enum EpType {
  * library does not check this. A call may be given the same memory more than once if it only reads
  * it.
  *
- * Memory: on the host backend `data` is plain memory. On the CUDA backend it is memory of the
- * group's device, managed memory or pinned host memory, or plain memory if the GPU can read it
+ * Memory: on the host backend `data` is memory that CPUs reach. On the CUDA backend it is memory of
+ * the group's device, managed memory or pinned host memory, or plain memory if the GPU can read it
  * directly. Other memory is refused with EP_ERR_ADDRESS, for the tensors that the setting
- * LIBEP_CHECK selects.
+ * LIBEP_CHECK selects. (A build without the CUDA backend cannot tell a GPU's memory.)
  */
 typedef struct EpTensor {
     size_t struct_size;
@@ -338,7 +338,9 @@ typedef enum EpDuplicates {
  */
 typedef struct EpGroupConfig {
     size_t struct_size;
-    int32_t num_experts;     /**< = E >= 1. Rank r owns a contiguous block: see ep_expert_range */
+    int32_t num_experts;     /**< = E, 1 .. EP_MAX_EXPERTS. Rank r owns a contiguous block: see
+                                  ep_expert_range. A GPU's shared memory limits the CUDA backend to
+                                  about 5,400 experts; with more, AUTO takes HOST */
     int32_t max_tokens;      /**< = most tokens of a rank in one step, >= 1 */
     int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
     int64_t max_row_bytes;   /**< = bytes of the largest row of any call, gradients included;
@@ -359,6 +361,7 @@ typedef struct EpGroupConfig {
     EpDuplicates duplicates; /**< = slots of an expert that a token names twice */
 } EpGroupConfig;
 
+#define EP_MAX_EXPERTS 16777216 /* with it every count fits 32 bits, and every size 64 */
 #define EP_MAX_TOP_K 32
 #define EP_MAX_ROW_BYTES 65536
 #define EP_MAX_RANKS 1024

@@ -57,6 +57,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,
+                                      .find_device_of = ep_cuda_find_device_of,
                                       .buffer_bytes = ep_cuda_buffer_bytes,
                                       .open_buffers = ep_cuda_open_buffers,
                                       .close_buffers = ep_cuda_close_buffers};

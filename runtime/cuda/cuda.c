@@ -12,16 +12,19 @@
 
 typedef CUresult (*PrimaryState)(CUdevice device, unsigned *flags, int *active);
 typedef CUresult (*AddressRange)(CUdeviceptr *begin, size_t *bytes, CUdeviceptr address);
+typedef CUresult (*PointerAttribute)(void *out, CUpointer_attribute what, CUdeviceptr address);
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static PrimaryState primary_state;
 static AddressRange address_range;
+static PointerAttribute pointer_attribute;
 
 static void find_driver(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!driver) return;
     primary_state = (PrimaryState)(uintptr_t)dlsym(driver, "cuDevicePrimaryCtxGetState");
     address_range = (AddressRange)(uintptr_t)dlsym(driver, "cuMemGetAddressRange_v2");
+    pointer_attribute = (PointerAttribute)(uintptr_t)dlsym(driver, "cuPointerGetAttribute");
 }
 
 void *ep_cuda_allocation(const void *memory) {
@@ -31,6 +34,28 @@ void *ep_cuda_allocation(const void *memory) {
     if (!address_range) return NULL;
     CUresult result = address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)memory);
     return result == CUDA_SUCCESS ? (void *)(uintptr_t)begin : NULL;
+}
+
+/* Asks the driver, since the runtime would create a context for that, which takes hundreds of
+ * megabytes. The driver refuses plain memory, and all memory in a process that has not used CUDA.
+ */
+static int device_of(const void *data) {
+    CUdeviceptr address = (CUdeviceptr)(uintptr_t)data;
+    unsigned type = 0;
+    int managed = 0, device = 0;
+    if (pointer_attribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != CUDA_SUCCESS ||
+        type != CU_MEMORYTYPE_DEVICE)
+        return -1;
+    if (pointer_attribute(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, address) != CUDA_SUCCESS ||
+        managed)
+        return -1;
+    (void)pointer_attribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address);
+    return device;
+}
+
+EpDeviceOf ep_cuda_find_device_of(void) {
+    pthread_once(&once, find_driver);
+    return pointer_attribute ? device_of : NULL;
 }
 
 /* ---- the current device -------------------------------------------------------------------- */

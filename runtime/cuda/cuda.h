@@ -40,7 +40,8 @@ typedef struct EpCuda {
     int pageable;              /**< whether the GPU reaches all memory of the process */
     int shared_bytes;          /**< shared memory that a block may have */
     EpCudaAsyncErrors *errors; /**< pinned */
-    const EpNccl *nccl;        /**< NULL in a group of one rank, and where ranks share GPUs */
+    unsigned long long bad_reports, bad_total, lost; /**< what has been reported of `errors` */
+    const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;
     int owns_comm;
     EpCudaWindow own;                     /**< the library's own: rings and flags */
@@ -102,6 +103,7 @@ void ep_cuda_leave(const EpGroup *group, int before);
 EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
                                const void *data);
 EpStatus ep_cuda_finish(EpGroup *group);
+EpDeviceOf ep_cuda_find_device_of(void);
 
 /** Returns EP_OK, or an error that says what failed and why. */
 EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);

@@ -113,26 +113,41 @@ typedef struct EpCudaFailure {
     EpMemoryMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
 } EpCudaFailure;
 
-/** The digest in an arrival: the operation's code, the handle's ordinal, and a hash of the
- *  sizes. */
-#define EP_DIGEST(op, handle, sizes) \
-    ((uint32_t)(op) | ((uint32_t)(handle)&0xff) << 4 | (uint32_t)(sizes) << 12)
+/**
+ * The digest in an arrival: 4 bits of the operation's code, the lower 12 bits of the handle's
+ * ordinal, and 16 bits of a hash of the sizes, combined with the ordinal's upper bits. So digests
+ * of two handles with the same sizes always differ.
+ */
+#define EP_DIGEST_HANDLES 4096 /* handles whose ordinals differ in the lower bits */
+#define EP_DIGEST(op, handle, sizes)                                  \
+    ((uint32_t)(op) | ((uint32_t)(handle) % EP_DIGEST_HANDLES) << 4 | \
+     (((uint32_t)(sizes) ^ (uint32_t)(handle) / EP_DIGEST_HANDLES) << 16))
 #define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
-#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & 0xff))
-#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 12)
+#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4) % EP_DIGEST_HANDLES)
+#define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 16)
 
 /** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
  *  that it blames. */
 #define EP_OP_GONE 15
 
-/** Asynchronous errors of ep_prepare that are data: the group lives on. In pinned memory. */
+/** A report of a routing with indices >= E. */
+typedef struct EpCudaBadIndices {
+    unsigned long long total; /**< such entries since the group was created */
+    unsigned long long entry; /**< the lowest one of this routing */
+    long long index, top_k;   /**< its index; K of this routing */
+} EpCudaBadIndices;
+
+/**
+ * Asynchronous errors of ep_prepare that are data: the group lives on. In pinned memory. Only
+ * kernels write here, and numbers only grow; the host remembers what it has reported (EpCuda). So
+ * no word needs an atomic operation of a GPU and a CPU together, which not all machines have.
+ */
 typedef struct EpCudaAsyncErrors {
-    unsigned long long bad_entry; /**< lowest entry with an index >= E */
-    long long bad_index;
-    unsigned long long bad_count;
-    long long top_k;         /**< of the prepare that found them */
-    unsigned long long lost; /**< slots lost to the capacity, under EP_OVERFLOW_ERROR */
-    long long capacity, needed;
+    unsigned long long bad_reports; /**< number of reports; written after the last of them */
+    EpCudaBadIndices bad[2];        /**< the last two reports: number n is at n % 2 */
+    unsigned long long lost;        /**< slots lost to the capacity, under EP_OVERFLOW_ERROR, since
+                                         the group was created */
+    unsigned long long overflow;    /**< of a latest loss: rows needed << 32 | capacity */
 } EpCudaAsyncErrors;
 
 /** Device memory of a group that no peer sees. Zeroed at create. */
@@ -144,6 +159,7 @@ typedef struct EpCudaState {
     int32_t claimed[2];           /**< chunks of tokens claimed by senders, by receivers */
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
+    unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */
 } EpCudaState;
 
 /** What every kernel gets from its group. */

@@ -6,10 +6,11 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/log.h"
 #include "runtime/wait.h"
 
 #define OLDEST_NCCL 22803 /* has symmetric windows as used here */
-#define NEWEST_NCCL 23099 /* later versions may have changed them */
+#define NEWEST_NCCL 23099 /* of those that libep was tested with: later ones are tried */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static EpNccl api;
@@ -34,11 +35,15 @@ static void load(void) {
     EP_NCCL_MAP(NCCL_FIND)
 #undef NCCL_FIND
     if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
-    loaded = api.version >= OLDEST_NCCL && api.version <= NEWEST_NCCL;
+    loaded = api.version >= OLDEST_NCCL;
     if (!loaded)
         snprintf(failure, sizeof(failure),
-                 "expected NCCL 2.28.3 .. 2.30 (libnccl.so.2), got %d.%d.%d", api.version / 10000,
+                 "expected NCCL 2.28.3 or newer (libnccl.so.2), got %d.%d.%d", api.version / 10000,
                  api.version / 100 % 100, api.version % 100);
+    /* Every window is probed before its first use, whatever the version. */
+    if (api.version > NEWEST_NCCL)
+        EP_WARN("NCCL %d.%d.%d is newer than 2.30, the newest that libep was tested with",
+                api.version / 10000, api.version / 100 % 100, api.version % 100);
 }
 
 const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {

@@ -3,8 +3,9 @@
 #define EP_RUNTIME_CUDA_NCCL_H
 
 /**
- * NCCL, loaded when a group first needs it. libep runs without it, and with any version from 2.28
- * to 2.30 that the process has already loaded or finds first.
+ * NCCL, loaded when a group first needs it. libep runs without it, and with any version from
+ * 2.28.3 on that the process has already loaded or finds first. It warns once of versions after
+ * 2.30, which it was not tested with.
  */
 
 #include <nccl.h>

@@ -38,6 +38,18 @@ static EpStatus finish(EpGroup *group) {
     return EP_OK;
 }
 
+/* A program whose tensors are on GPUs may have got this backend by AUTO. */
+static EpStatus check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
+                              const void *data) {
+    EpDeviceOf device_of = ep_host(group)->device_of;
+    int device = device_of ? device_of(data) : -1;
+    if (device < 0) return EP_OK;
+    return ep_refuse(call, EP_ERR_ADDRESS, argument,
+                     "expected memory that CPUs reach, since the group has the host backend, got "
+                     "memory of device %d at %p",
+                     device, data);
+}
+
 const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .name = "host",
                                       .offers = EP_OFFERS_LATENCY | EP_OFFERS_QUANT |
@@ -61,6 +73,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,
                                       .gather = ep_host_gather,
+                                      .check_pointer = check_pointer,
                                       .buffer_bytes = ep_host_buffer_bytes,
                                       .open_buffers = ep_host_open_buffers,
                                       .close_buffers = ep_host_close_buffers};

@@ -14,7 +14,8 @@
 typedef struct EpHost {
     EpExchange *exchange;
     const EpRowMath *math;
-    void *memory; /* the shared segments, for share_free */
+    void *memory;         /* the shared segments, for share_free */
+    EpDeviceOf device_of; /* NULL where no driver is, and so no memory that CPUs cannot load from */
 } EpHost;
 
 static inline EpHost *ep_host(const EpGroup *group) {

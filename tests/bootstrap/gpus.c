@@ -166,8 +166,22 @@ SoloTest(bootstrap_gpus, rows_too_large_for_shared_memory) {
     SAID(m, "rank 0", "60000 bytes of shared memory", "got 59999 bytes");
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 14336, config.max_top_k = 8, config.max_scale_bytes = 224;
-    CHECK(ep_cuda_least_shared(&config) == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes",
-          (long long)ep_cuda_least_shared(&config));
+    int64_t needs = ep_cuda_least_shared(&config, 2);
+    CHECK(needs == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes", (long long)needs);
+}
+
+/* ep_prepare has tables of experts in shared memory. */
+SoloTest(bootstrap_gpus, experts_too_many_for_shared_memory) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.max_row_bytes = 14336, config.max_top_k = 8, config.num_experts = 256;
+    int64_t few = ep_cuda_least_shared(&config, 8), h200 = make_gpu(0).shared_bytes;
+    CHECK(few == EP_STATIC_SHARED_BYTES + 9 * (1024 + 1024), "%lld bytes", (long long)few);
+    config.num_experts = 5000;
+    CHECK(ep_cuda_least_shared(&config, 72) <= h200, "5000 experts do not fit");
+    config.num_experts = 5720;
+    CHECK(ep_cuda_least_shared(&config, 8) > h200, "5720 experts fit");
+    config.num_experts = EP_MAX_EXPERTS;
+    CHECK(ep_cuda_least_shared(&config, 72) > INT64_C(600) << 20, "it overflowed");
 }
 
 SoloTest(bootstrap_gpus, several_kinds) {

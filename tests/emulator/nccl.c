@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Communicators and windows of ranks that are threads of this process. */
+#include <cuda.h>
 #include <nccl.h>
 #include <nccl_device.h>
 
 #include <pthread.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +18,7 @@
 #undef dlopen
 #undef dlsym
 
-enum { MAX_RANKS = EMULATED_MAX_GPUS, VERSION = 22803 };
+enum { MAX_RANKS = EMULATED_MAX_GPUS, VERSION = 22803 }; /* or EMULATED_NCCL */
 
 /* The state of a communicator that its ranks share. Collective calls are rounds: a round is over
  * when all ranks have arrived. */
@@ -97,7 +99,8 @@ static Shared *find_shared(const ncclUniqueId *id, int size) {
 }
 
 ncclResult_t ncclGetVersion(int *version) {
-    *version = VERSION;
+    const char *other = getenv("EMULATED_NCCL");
+    *version = other ? atoi(other) : VERSION;
     return ncclSuccess;
 }
 
@@ -206,6 +209,18 @@ static int primary_state(int device, unsigned *flags, int *active) {
     return 0;
 }
 
+static int pointer_attribute(void *out, int what, unsigned long long address) {
+    struct cudaPointerAttributes a;
+    if (cudaPointerGetAttributes(&a, (const void *)(uintptr_t)address) != cudaSuccess ||
+        a.type == cudaMemoryTypeUnregistered)
+        return CUDA_ERROR_INVALID_VALUE;
+    int type = a.type == cudaMemoryTypeDevice ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
+    *(int *)out = what == CU_POINTER_ATTRIBUTE_MEMORY_TYPE  ? type
+                  : what == CU_POINTER_ATTRIBUTE_IS_MANAGED ? 0
+                                                            : a.device;
+    return 0;
+}
+
 static const struct {
     const char *name;
     void *function;
@@ -226,7 +241,8 @@ static const struct {
     FUNCTION(ncclMemFree),
     FUNCTION(ncclCommWindowRegister),
     FUNCTION(ncclCommWindowDeregister),
-    {"cuDevicePrimaryCtxGetState", (void *)primary_state}};
+    {"cuDevicePrimaryCtxGetState", (void *)primary_state},
+    {"cuPointerGetAttribute", (void *)pointer_attribute}};
 
 static char library;
 

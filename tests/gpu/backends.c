@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The host backend and the CUDA backend give the same bytes for the same step. Each backend sums
  * dot products in an order of its own; both agree with the oracle within 1e-5. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
@@ -138,4 +142,56 @@ ThreadTest(gpu_backends, equal_in_latency_mode_2, 2) {
 ThreadTest(gpu_backends, equal_in_latency_mode_4, 4) {
     GPU_NEEDS_LATENCY();
     both_backends(bootstrap, EP_MODE_LATENCY);
+}
+
+/* ---- versions of NCCL ---- */
+
+/* Returns NCCL's version as a program finds it; 0: none. */
+static int nccl_version(void) {
+    int (*get_version)(int *version) = NULL;
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    void *symbol = library ? dlsym(library, "ncclGetVersion") : NULL;
+    int version = 0;
+    memcpy(&get_version, &symbol, sizeof(symbol));
+    return get_version && get_version(&version) == 0 ? version : 0;
+}
+
+/* Count the lines of the log that have `part`. */
+static int count_lines(const char *path, const char *part) {
+    char line[1024];
+    int count = 0;
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof(line), file))
+        count += strstr(line, part) != NULL;
+    if (file) fclose(file);
+    return count;
+}
+
+/* A version of NCCL after those that libep was tested with is used, with one warning. Emulated GPUs
+ * take the version from the environment. */
+ThreadTest(gpu_backends, newer_nccl_2, 2) {
+    static char path[] = "/tmp/libep-nccl-XXXXXX";
+    if (bootstrap->rank == 0) {
+        int file = mkstemp(path);
+        REQUIRE(file >= 0, "no log file");
+        close(file);
+        setenv("EMULATED_NCCL", "23105", 1);
+        setenv("LIBEP_LOG_FILE", path, 1);
+    }
+    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+    if (nccl_version() <= 23099) {
+        check_left_out("this NCCL is not newer");
+    } else {
+        for (int i = 0; i < 2; i++) {
+            EpGroup *group = group_on(bootstrap, EP_BACKEND_AUTO);
+            EpGroupInfo info = EP_GROUP_INFO_INIT;
+            CHECK_OK(ep_group_query(group, &info));
+            CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);
+            ep_group_destroy(group);
+        }
+        int lines = count_lines(path, "NCCL 2.31.5 is newer than 2.30");
+        CHECK(lines == 1, "%d warnings", lines);
+    }
+    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+    if (bootstrap->rank == 0) unlink(path);
 }

@@ -124,16 +124,30 @@ ThreadTest(gpu_faults, other_operations_4, 4) {
     other_operations(bootstrap);
 }
 
-/* One rank makes the same call on another handle of equal configuration. */
-static void other_handles(const EpBootstrap *bootstrap) {
+/* One rank makes the same call on another handle of equal configuration. Its number differs by
+ * `difference`. */
+static void other_handle(const EpBootstrap *bootstrap, int difference) {
     FailingGroup failing;
+    check_note("handles 0 and %d", difference);
     REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+    for (int i = 1; i < difference; i++)
+        ep_handle_destroy(device_step_handle(failing.group, &failing.gpu.c));
     DeviceStep second = failing.gpu;
     second.step.handle = device_step_handle(failing.group, &failing.gpu.c);
     double begin = failing_now();
     const DeviceStep *gpu = bootstrap->rank == failing.absent ? &second : &failing.gpu;
     check_order(&failing, device_step_try(gpu, STEP_PREPARE), begin);
+    if (difference == 4096)
+        CHECK(strstr(ep_last_error(), "and handle on all ranks") &&
+                  strstr(ep_last_error(), "handle 0 (modulo 4096)"),
+              "%s", ep_last_error());
     failing_close(&failing);
+}
+
+static void other_handles(const EpBootstrap *bootstrap) {
+    other_handle(bootstrap, 1);
+    other_handle(bootstrap, 256);
+    other_handle(bootstrap, 4096);
 }
 
 ThreadTest(gpu_faults, other_handles_2, 2) {
@@ -184,10 +198,35 @@ ThreadTest(gpu_faults, overwritten_memory_4, 4) {
     overwritten_memory(bootstrap);
 }
 
+/* ep_prepare has tables of experts in shared memory. A group with more experts than fit is refused
+ * before it exists, and where the program leaves the choice, the host backend serves it. */
+ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
+    Case c = case_complete((Case){.experts = 6000});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    config.backend = EP_BACKEND_CUDA;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "shared memory",
+                  "experts", "got 232448 bytes");
+    CHECK(group == NULL, "a group was made");
+    REQUIRE(setenv("LIBEP_BACKEND", "auto", 1) == 0, "setenv");
+    config.backend = EP_BACKEND_AUTO;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.backend == EP_BACKEND_HOST && strstr(info.reason, "experts"), "%s", info.reason);
+    ep_group_destroy(group);
+    /* The most that fit on an H100. */
+    config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpHandle *handle = NULL;
+    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    ep_group_destroy(group);
+}
+
 /* A valid group that needs more memory than the GPU has is refused, and the GPU then serves a
  * smaller group. */
 ThreadTest(gpu_faults, more_memory_than_there_is, 1) {
-    Case c = case_complete((Case){.experts = 1 << 30, .top_k = EP_MAX_TOP_K});
+    Case c = case_complete((Case){.experts = 64, .top_k = EP_MAX_TOP_K, .max_tokens = 1 << 30});
     EpGroupConfig config = case_group_config(&c);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     EpGroup *group = NULL;

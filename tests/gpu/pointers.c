@@ -136,3 +136,46 @@ SoloTest(gpu_pointers, memory_of_another_gpu_is_refused) {
     check_layout(EP_LAYOUT_FLAT, memory, kind);
     CHECK_CUDA(cudaFree(memory));
 }
+
+/* A program whose tensors are on GPUs gets the host backend: by mistake, or because AUTO cannot use
+ * the GPUs. Its calls are refused before a CPU loads from that memory. */
+SoloTest(gpu_pointers, device_memory_on_the_host_backend) {
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    EpGroupConfig config = case_group_config(&c);
+    EpBootstrap bootstrap;
+    EpGroup *group = NULL;
+    EpHandle *handle = NULL;
+    config.backend = EP_BACKEND_HOST;
+    REQUIRE_OK(ep_bootstrap_local(1, &bootstrap));
+    REQUIRE_OK(ep_group_create(&bootstrap, &config, &group));
+    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    Fixture host = fixture;
+    host.handle = handle;
+    char kind[48];
+    int device = 0;
+    void *memory = NULL;
+    REQUIRE_CUDA(cudaGetDevice(&device));
+    REQUIRE_CUDA(cudaMalloc(&memory, 1 << 20));
+    snprintf(kind, sizeof(kind), "memory of device %d", device);
+    /* The fixture's tensors are pinned or plain memory, which CPUs reach. */
+    CHECK_OK(call(&host, OP_PREPARE));
+    CHECK_OK(call(&host, OP_DISPATCH));
+    for (int i = 0; i < (int)(sizeof(uses) / sizeof(uses[0])); i++) {
+        if (uses[i].op > OP_DISPATCH || !host.arg[uses[i].arg]) continue;
+        EpTensor *tensor = &fixture.tensor[uses[i].arg];
+        EpTensor kept = *tensor;
+        tensor->data = memory;
+        check_note("%s", names[uses[i].arg]);
+        CHECK_REFUSED(call(&host, uses[i].op), EP_ERR_ADDRESS, "host backend", kind,
+                      names[uses[i].arg]);
+        *tensor = kept;
+    }
+    CHECK_REFUSED(ep_handle_bind(handle, memory, 1 << 20), EP_ERR_ADDRESS, "host backend", kind);
+    CHECK_OK(call(&host, OP_DISPATCH));
+    ep_group_destroy(group);
+    ep_bootstrap_destroy(&bootstrap);
+    CHECK_CUDA(cudaFree(memory));
+    fixture_close(&fixture);
+}

@@ -90,6 +90,36 @@ SoloTest(handles_arguments, plan_of_an_earlier_version) {
     fixture_close(&fixture);
 }
 
+/* Every size from the first version's to today's is accepted; fields past it are neither read nor
+ * written. */
+SoloTest(handles_arguments, structs_of_all_versions) {
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    fixture_open(&fixture, &c);
+    for (size_t size = offsetof(EpHandleConfig, mode); size < sizeof(EpHandleConfig); size += 4) {
+        EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+        size_t bytes = 0;
+        config.struct_size = size;
+        memset((char *)&config + size, 0x77, sizeof(config) - size);
+        check_note("config of %zu bytes", size);
+        CHECK_OK(ep_handle_memory(fixture.group, &config, &bytes));
+    }
+    step_prepare(&fixture.step);
+    for (size_t size = offsetof(EpHandleInfo, mode); size <= sizeof(EpHandleInfo); size++) {
+        union {
+            EpHandleInfo info;
+            unsigned char byte[sizeof(EpHandleInfo)];
+        } out;
+        memset(&out, 0x77, sizeof(out));
+        out.info.struct_size = size;
+        CHECK_OK(ep_handle_info(fixture.handle, &out.info));
+        CHECK(out.info.struct_size == size && out.info.num_tokens == 9, "%zu: not filled in", size);
+        for (size_t i = size; i < sizeof(out); i++)
+            CHECK(out.byte[i] == 0x77, "size %zu: byte %zu was written", size, i);
+    }
+    fixture_close(&fixture);
+}
+
 SoloTest(handles_arguments, wrong_tensors) {
     fixture_check_table(fixture_case(EP_LAYOUT_EXPERT_MAJOR), wrong_tensors, LENGTH(wrong_tensors));
 }

@@ -176,11 +176,12 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
 /* The largest allowed numbers do not overflow. */
 SoloTest(runtime_bounds, huge_configurations) {
     Case c = case_complete((Case){.ranks = 1024,
-                                  .experts = INT32_MAX,
+                                  .experts = EP_MAX_EXPERTS,
                                   .top_k = 32,
                                   .max_tokens = INT32_MAX,
                                   .alignment = 1 << 20});
-    __int128 g = (__int128)c.ranks * c.max_tokens, m = g * 32, local = 2097152, a = c.alignment;
+    __int128 g = (__int128)c.ranks * c.max_tokens, m = g * 32, local = EP_MAX_EXPERTS / 1024,
+             a = c.alignment;
     __int128 by_expert = local * ((g + a - 1) / a) * a;
     __int128 by_slots = (m + (a - 1) * local + a - 1) / a * a;
     __int128 expected = by_expert < by_slots ? by_expert : by_slots;
@@ -203,6 +204,10 @@ SoloTest(runtime_bounds, bound_refuses) {
                   "9");
     CHECK_REFUSED(ep_max_recv_rows(&config, 2, 0, EP_LAYOUT_FLAT, 6, &rows), EP_ERR_RANGE, "flags",
                   "6");
+    config.num_experts = INT32_MAX - 1;
+    CHECK_REFUSED(ep_max_recv_rows(&config, 2, 0, EP_LAYOUT_FLAT, 0, &rows), EP_ERR_RANGE,
+                  "num_experts", "16777216", "got 2147483646");
+    config = case_group_config(&c);
     config.alignment = 24;
     CHECK_REFUSED(ep_max_recv_rows(&config, 2, 0, EP_LAYOUT_FLAT, 0, &rows), EP_ERR_ALIGNMENT,
                   "alignment", "24");

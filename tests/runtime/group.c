@@ -65,6 +65,8 @@ static const WrongField wrong_fields[] = {
     {STRUCT_SIZE, 5000, EP_ERR_STRUCT_SIZE, "got 5000"},
     {NUM_EXPERTS, 0, EP_ERR_RANGE, "got 0"},
     {NUM_EXPERTS, -3, EP_ERR_RANGE, "got -3"},
+    {NUM_EXPERTS, EP_MAX_EXPERTS + 1, EP_ERR_RANGE, "1 .. 16777216, got 16777217"},
+    {NUM_EXPERTS, INT32_MAX - 1, EP_ERR_RANGE, "1 .. 16777216, got 2147483646"},
     {MAX_TOKENS, 0, EP_ERR_RANGE, "got 0"},
     {MAX_TOKENS, -1, EP_ERR_RANGE, "got -1"},
     {MAX_TOP_K, 0, EP_ERR_TOP_K, "got 0"},
@@ -157,6 +159,51 @@ ThreadTest(runtime_group, structs_of_an_earlier_version, 1) {
     config.struct_size = sizeof(config);
     CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_RANGE, "config.device",
                   "got -77");
+}
+
+/* Structs may have grown more than once: every size between the first version's and today's is that
+ * of some version. */
+ThreadTest(runtime_group, structs_of_all_versions, 1) {
+    EpGroupConfig config = plain_config(1);
+    EpGroup *group = NULL;
+    config.struct_size = offsetof(EpGroupConfig, mode);
+    config.mode = (EpMode)-77;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    for (size_t size = offsetof(EpGroupInfo, device); size <= sizeof(EpGroupInfo); size++) {
+        union {
+            EpGroupInfo info;
+            unsigned char byte[sizeof(EpGroupInfo)];
+        } out;
+        memset(&out, 0x77, sizeof(out));
+        out.info.struct_size = size;
+        CHECK_OK(ep_group_query(group, &out.info));
+        CHECK(out.info.struct_size == size && out.info.size == 1, "size %zu: not filled in", size);
+        for (size_t i = size; i < sizeof(out); i++)
+            CHECK(out.byte[i] == 0x77, "size %zu: byte %zu was written", size, i);
+    }
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.mode == EP_MODE_THROUGHPUT, "mode %d", (int)info.mode);
+    ep_group_destroy(group);
+}
+
+/* A newer program's struct is refused: what its new fields ask for would be ignored. */
+SoloTest(runtime_group, structs_of_a_later_version) {
+    char today[64], got[64];
+    struct {
+        EpGroupConfig config;
+        int64_t more;
+    } newer = {.config = plain_config(1), .more = 1};
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    newer.config.struct_size = sizeof(newer);
+    snprintf(today, sizeof(today), "%zu .. %zu", offsetof(EpGroupConfig, device),
+             sizeof(EpGroupConfig));
+    snprintf(got, sizeof(got), "got %zu", sizeof(newer));
+    CHECK_REFUSED(ep_group_memory(&newer.config, 1, &memory), EP_ERR_STRUCT_SIZE, "config", today,
+                  got, "newer");
+    newer.config.struct_size = offsetof(EpGroupConfig, device) - 1;
+    CHECK_REFUSED(ep_group_memory(&newer.config, 1, &memory), EP_ERR_STRUCT_SIZE, "config", today);
+    CHECK(!memory.feasible, "outputs were written");
 }
 
 ThreadTest(runtime_group, missing_arguments, 1) {

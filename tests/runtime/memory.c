@@ -81,6 +81,28 @@ SoloTest(runtime_memory, infeasible_configurations_are_named) {
           "not feasible: %s", memory.reason);
 }
 
+/* Sizes of the largest numbers do not overflow: each is at least its largest part. */
+SoloTest(runtime_memory, sizes_of_the_largest_configurations) {
+    static const int ranks[] = {1, 72, EP_MAX_RANKS};
+    for (int i = 0; i < 3 * 2; i++) {
+        EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+        EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+        config.num_experts = EP_MAX_EXPERTS, config.max_tokens = i % 2 ? INT32_MAX : 1;
+        config.max_top_k = EP_MAX_TOP_K, config.alignment = i % 2 ? 1 << 30 : 1;
+        config.max_row_bytes = config.max_scale_bytes = EP_MAX_ROW_BYTES;
+        config.backend = EP_BACKEND_HOST;
+        check_note("%d ranks, %d tokens", ranks[i / 2], config.max_tokens);
+        CHECK_OK(ep_group_memory(&config, ranks[i / 2], &memory));
+        int64_t local = EP_MAX_EXPERTS / ranks[i / 2];
+        CHECK(memory.shared_bytes > 4 * local && memory.private_bytes > 0, "%lld, %lld bytes",
+              (long long)memory.shared_bytes, (long long)memory.private_bytes);
+        CHECK(memory.feasible == !(i % 2), "feasible %d: %s", memory.feasible, memory.reason);
+        if (memory.feasible)
+            CHECK(memory.handle_bytes > INT64_C(4) * EP_MAX_EXPERTS, "%lld bytes",
+                  (long long)memory.handle_bytes);
+    }
+}
+
 SoloTest(runtime_memory, ranks_out_of_range) {
     Case c = case_complete((Case){.ranks = 1});
     EpGroupConfig config = case_group_config(&c);
