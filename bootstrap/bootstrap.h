@@ -71,6 +71,14 @@ EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);
 /* After a step that may fail on one rank alone, ranks gather their statuses before any rank goes
  * on. So all ranks come to the same result, and no rank waits for one that has given up. */
 
+/**
+ * Gather `bytes` bytes of every rank into all[size] through the bootstrap's allgather. Returns
+ * EP_ERR_BOOTSTRAP if this rank's own bytes are not in their place afterwards. Bytes of other ranks
+ * may be anything: terminate their strings and check their values before use.
+ */
+EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
+                             size_t bytes, double timeout);
+
 /** A rank's status, with the reason if it failed. Every descriptor that ranks gather begins with
  *  it. */
 typedef struct EpRankStatus {

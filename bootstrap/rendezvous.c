@@ -3,6 +3,18 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+
+EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
+                             size_t bytes, double timeout) {
+    memset(all, 0, bytes * (size_t)bootstrap->size);
+    EP_TRY(bootstrap->allgather(bootstrap->context, mine, all, bytes, timeout));
+    if (!memcmp((const char *)all + bytes * (size_t)bootstrap->rank, mine, bytes)) return EP_OK;
+    return ep_fail(EP_ERR_BOOTSTRAP,
+                   "rank %d: bootstrap.allgather: expected this rank's own %zu bytes in its place, "
+                   "got others",
+                   bootstrap->rank, bytes);
+}
 
 EpRankStatus ep_rank_status(EpStatus status) {
     EpRankStatus mine = {.status = status};
