@@ -29,13 +29,14 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
  * different machines.
  */
 typedef struct EpLocation {
-    char machine[64];  /**< host name and boot id: equal on all ranks of one machine */
+    char machine[104]; /**< host name and boot id: equal on all ranks of one machine */
     int32_t pretended; /**< node by LIBEP_TOPOLOGY, else 0 */
     int32_t numa;      /**< NUMA node; -1 if its CPUs span several */
     int32_t cpus;      /**< number of CPUs that it may run on */
 } EpLocation;
 
-/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed. */
+/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed, EP_ERR_SYSTEM if the machine
+ *  does not say its name. */
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out);
 

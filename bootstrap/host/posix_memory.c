@@ -16,16 +16,22 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
+
+/* Signals wait while a part of a segment is allocated. */
+#define PART_BYTES ((size_t)64 << 20)
 
 /* What the ranks gather in step 1: random numbers. */
 typedef struct Offer {
@@ -85,10 +91,40 @@ static void *map_file(int fd, size_t bytes) {
     return address == MAP_FAILED ? NULL : address;
 }
 
+/* Take back the SIGXFSZ that a file beyond RLIMIT_FSIZE has caused: unblocked, it would end the
+ * process. */
+static void consume_sigxfsz(void) {
+    const struct timespec at_once = {0, 0};
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGXFSZ);
+    while (sigtimedwait(&set, NULL, &at_once) < 0 && errno == EINTR)
+        ;
+}
+
+/* Allocate a part of a file, with the thread's signals blocked: a signal would undo the part, so a
+ * frequent one (of a profiler) would stop all progress. Returns 0 or errno. */
+static int allocate_part(int fd, size_t offset, size_t bytes) {
+    sigset_t all, before, pending;
+    int error;
+    sigfillset(&all);
+    sigemptyset(&pending);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigpending(&pending);
+    do /* signals that libc uses itself stay unblocked */
+        error = posix_fallocate(fd, (off_t)offset, (off_t)bytes);
+    while (error == EINTR);
+    if (error == EFBIG && !sigismember(&pending, SIGXFSZ)) consume_sigxfsz();
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
 /* Allocate and map the bytes of a new file. Returns NULL, with errno, on failure. */
 static void *fill_file(int fd, size_t bytes) {
+    int error = 0;
     /* posix_fallocate fails at once if /dev/shm is full; ftruncate would cause SIGBUS later. */
-    int error = posix_fallocate(fd, 0, (off_t)bytes);
+    for (size_t at = 0; at < bytes && !error; at += PART_BYTES)
+        error = allocate_part(fd, at, bytes - at < PART_BYTES ? bytes - at : PART_BYTES);
     errno = error;
     return error ? NULL : map_file(fd, bytes);
 }
@@ -194,6 +230,11 @@ static EpStatus gather_offers(Sharing *s) {
     return ep_bootstrap_gather(b, &mine, s->offers, sizeof(mine), s->timeout);
 }
 
+static const char *reason(int error) {
+    return error == EFBIG ? "more than the limit on the size of files, RLIMIT_FSIZE"
+                          : strerror(error);
+}
+
 static EpStatus create_and_gather(Sharing *s) {
     const EpBootstrap *b = s->bootstrap;
     Creation mine = create_segment(s);
@@ -202,7 +243,7 @@ static EpStatus create_and_gather(Sharing *s) {
         if (s->creations[r].error)
             return ep_fail(EP_ERR_NO_MEMORY,
                            "rank %d: ep_group_create: %zu bytes of shared memory on rank %d: %s",
-                           b->rank, s->bytes, r, strerror(s->creations[r].error));
+                           b->rank, s->bytes, r, reason(s->creations[r].error));
     return EP_OK;
 }
 
