@@ -61,6 +61,9 @@ typedef struct EpHello {
 /** Fill in the fields that must be equal. */
 void ep_hello_describe(EpHello *mine, const EpGroupConfig *config, const EpSettings *settings);
 
+/** Terminate the strings of hellos that came from other ranks. */
+void ep_hello_terminate(EpHello *all, int32_t size);
+
 /** Number the nodes in the order of their first rank. Fills nodes[size], returns their number. */
 int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
 

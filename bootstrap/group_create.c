@@ -189,6 +189,7 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
                                    const EpGroupConfig *config, const EpSettings *settings,
                                    Agreement *agreed) {
     EpGroup *group = agreed->group;
+    ep_hello_terminate(agreed->all, bootstrap->size);
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
     group->num_nodes = ep_hello_nodes(agreed->all, bootstrap->size, group->nodes);
     return ep_backend_agree(call, bootstrap, config, settings, group->nodes, agreed->gpus,

@@ -43,8 +43,8 @@ EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride
     for (int32_t r = 0; r < size; r++) {
         const EpRankStatus *other = status_of(all, stride, r);
         if (other->status != EP_OK)
-            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
-                             other->sentence);
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %.*s", r,
+                             (int)sizeof(other->sentence) - 1, other->sentence);
     }
     return EP_OK;
 }

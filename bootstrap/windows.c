@@ -33,7 +33,12 @@ static EpStatus enter(EpCall *call, EpGroup *group) {
 /* ---- rendezvous ---------------------------------------------------------------------------- */
 
 static EpStatus compare(const EpCall *call, const Descriptor *all, int32_t size) {
-    for (int32_t r = 1; r < size; r++) {
+    for (int32_t r = 0; r < size; r++) {
+        if (all[r].code < 0 || all[r].code >= NUM_CODES || all[r].bytes > MOST_BYTES)
+            return ep_refuse(call, EP_ERR_BOOTSTRAP, "bootstrap.allgather",
+                             "expected what rank %d has contributed, got call number %d of %llu "
+                             "bytes",
+                             r, all[r].code, (unsigned long long)all[r].bytes);
         if (all[r].code != all[0].code)
             return ep_refuse(call, EP_ERR_ORDER, "group",
                              "expected the same call on all ranks, got %s on rank 0 and %s on "
