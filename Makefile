@@ -163,7 +163,7 @@ $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 # backend, plus the tests that need a GPU. watch.c counts the library's own allocations and must see
 # the real ones, so it is compiled without on_gpu.h.
 host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
-                $(addprefix tests/bootstrap/,bind.c gpus.c windows.c) \
+                $(addprefix tests/bootstrap/,bind.c gpus.c killed.c lying.c memory.c segments.c system.c windows.c) \
                 $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \
                 $(wildcard tests/tools/*.c)
 gpu_tests := $B/tests/ep_gpu_tests

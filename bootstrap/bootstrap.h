@@ -29,13 +29,14 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
  * different machines.
  */
 typedef struct EpLocation {
-    char machine[64];  /**< host name and boot id: equal on all ranks of one machine */
+    char machine[104]; /**< host name and boot id: equal on all ranks of one machine */
     int32_t pretended; /**< node by LIBEP_TOPOLOGY, else 0 */
     int32_t numa;      /**< NUMA node; -1 if its CPUs span several */
     int32_t cpus;      /**< number of CPUs that it may run on */
 } EpLocation;
 
-/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed. */
+/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed, EP_ERR_SYSTEM if the machine
+ *  does not say its name. */
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out);
 
@@ -60,6 +61,9 @@ typedef struct EpHello {
 /** Fill in the fields that must be equal. */
 void ep_hello_describe(EpHello *mine, const EpGroupConfig *config, const EpSettings *settings);
 
+/** Terminate the strings of hellos that came from other ranks. */
+void ep_hello_terminate(EpHello *all, int32_t size);
+
 /** Number the nodes in the order of their first rank. Fills nodes[size], returns their number. */
 int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
 
@@ -70,6 +74,14 @@ EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);
 
 /* After a step that may fail on one rank alone, ranks gather their statuses before any rank goes
  * on. So all ranks come to the same result, and no rank waits for one that has given up. */
+
+/**
+ * Gather `bytes` bytes of every rank into all[size] through the bootstrap's allgather. Returns
+ * EP_ERR_BOOTSTRAP if this rank's own bytes are not in their place afterwards. Bytes of other ranks
+ * may be anything: terminate their strings and check their values before use.
+ */
+EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
+                             size_t bytes, double timeout);
 
 /** A rank's status, with the reason if it failed. Every descriptor that ranks gather begins with
  *  it. */

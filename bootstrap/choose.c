@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "bootstrap/bootstrap.h"
 #include "bootstrap/gpus.h"
 
 /* Returns 1 if no other rank of the group is in this rank's process. */
@@ -31,6 +32,24 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, cons
     return 1;
 }
 
+/* Gather the ranks' reports. Their strings are terminated, their counts are checked. */
+static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const EpGpuReport *mine,
+                               EpGpuReport *all, double timeout) {
+    EP_TRY(ep_bootstrap_gather(b, mine, all, sizeof(*mine), timeout));
+    for (int32_t r = 0; r < b->size; r++) {
+        if (all[r].count < 0 || all[r].count > EP_GPUS_LISTED)
+            return ep_refuse(call, EP_ERR_BOOTSTRAP, "bootstrap.allgather",
+                             "expected 0 .. %d GPUs of rank %d, got %d", EP_GPUS_LISTED, r,
+                             all[r].count);
+        all[r].reason[sizeof(all[r].reason) - 1] = 0;
+        for (int32_t d = 0; d < all[r].count; d++) {
+            EpGpu *gpu = &all[r].gpu[d];
+            gpu->bus[sizeof(gpu->bus) - 1] = 0, gpu->name[sizeof(gpu->name) - 1] = 0;
+        }
+    }
+    return EP_OK;
+}
+
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
                           const EpGroupConfig *config, const EpSettings *settings,
                           const int32_t *nodes, EpGpuReport *reports, EpChoice *out) {
@@ -42,8 +61,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
         mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
-        EP_TRY(bootstrap->allgather(bootstrap->context, &mine, reports, sizeof(mine),
-                                    ep_config_timeout(config, settings)));
+        EP_TRY(
+            gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
         usable =
             agree_on_gpus(bootstrap, config, nodes, reports, &choice, why_not, sizeof(why_not));
     }

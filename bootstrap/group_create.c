@@ -57,26 +57,49 @@ static void describe_self(const EpCall *call, const EpBootstrap *bootstrap,
 
 /** What the ranks have told each other, and agreed on, before the group exists. */
 typedef struct Agreement {
+    EpGroup *group;    /* with memory, but not yet filled in */
     EpHello *all;      /* [size] */
     EpGpuReport *gpus; /* [size] */
-    int32_t *nodes;    /* [size] */
-    int32_t num_nodes;
     EpChoice choice;
 } Agreement;
+
+static void free_owned(EpGroup *group) {
+    free(group->nodes);
+    free(group->gathered);
+    group->nodes = NULL, group->gathered = NULL;
+}
 
 static void agreement_free(Agreement *agreed) {
     free(agreed->all);
     free(agreed->gpus);
-    free(agreed->nodes);
+    if (agreed->group) free_owned(agreed->group);
+    free(agreed->group);
 }
 
+/* Allocate all that the rendezvous of creation need. Returns 0 when out of memory. */
 static int agreement_allocate(Agreement *agreed, size_t size) {
+    EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
+    agreed->group = group;
     agreed->all = calloc(size, sizeof(*agreed->all));
     agreed->gpus = calloc(size, sizeof(*agreed->gpus));
-    agreed->nodes = calloc(size, sizeof(*agreed->nodes));
-    if (agreed->all && agreed->gpus && agreed->nodes) return 1;
-    agreement_free(agreed);
-    return 0;
+    if (!group || !agreed->all || !agreed->gpus) return 0;
+    group->nodes = calloc(size, sizeof(*group->nodes));
+    group->gathered = calloc(size, EP_RENDEZVOUS_BYTES);
+    return group->nodes && group->gathered;
+}
+
+/* Gather, on the stack, whether each rank has the memory for the rendezvous that follow: one that
+ * has not could not take part in them, and its peers would wait for it. */
+static EpStatus agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap, int has_memory,
+                                double timeout) {
+    int32_t mine = has_memory ? EP_OK : EP_ERR_NO_MEMORY, all[EP_MAX_RANKS];
+    EpStatus status = ep_bootstrap_gather(bootstrap, &mine, all, sizeof(mine), timeout);
+    if (!has_memory) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    for (int32_t r = 0; r < bootstrap->size && status == EP_OK; r++)
+        if (all[r] != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: out of memory",
+                             r);
+    return status;
 }
 
 /* Bind this rank to the CPUs near its GPU, if LIBEP_BIND=gpu. This precedes all pinned and shared
@@ -96,9 +119,8 @@ static void bind_near_gpu(EpGroup *group) {
     group->numa = location.numa, group->cpus = location.cpus;
 }
 
-/* Fill in the group. It takes over the list of nodes. */
 static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGroupConfig *config,
-                       const EpSettings *settings, Agreement *agreed) {
+                       const EpSettings *settings, const Agreement *agreed) {
     int32_t size = bootstrap->size, rank = bootstrap->rank;
     group->bootstrap = *bootstrap;
     group->config = *config;
@@ -111,8 +133,6 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->numa = agreed->all[rank].location.numa, group->cpus = agreed->all[rank].location.cpus;
-    group->nodes = agreed->nodes, group->num_nodes = agreed->num_nodes;
-    agreed->nodes = NULL;
     group->choice = agreed->choice;
     group->backend = ep_backend_ops(group->choice.backend);
     bind_near_gpu(group);
@@ -133,15 +153,14 @@ static void free_group(EpGroup *group, int together) {
             group->backend->close_window(group, &group->windows[i], together);
     group->backend->close(group, together);
     ep_group_leave(group, before);
-    free(group->nodes);
-    group->nodes = NULL;
+    free_owned(group);
     ep_object_retire(&group->object);
 }
 
 static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const EpGroupConfig *config,
                       const EpSettings *settings, Agreement *agreed, EpGroup **out) {
-    EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
-    if (!group) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
+    EpGroup *group = agreed->group;
+    agreed->group = NULL;
     fill_group(group, bootstrap, config, settings, agreed);
     EP_INFO("backend: %s%s%s", group->choice.reason, group->choice.gpu[0] ? "; GPU: " : "",
             group->choice.gpu);
@@ -169,9 +188,11 @@ static void configure_log(const EpSettings *settings, int32_t rank) {
 static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootstrap,
                                    const EpGroupConfig *config, const EpSettings *settings,
                                    Agreement *agreed) {
+    EpGroup *group = agreed->group;
+    ep_hello_terminate(agreed->all, bootstrap->size);
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
-    agreed->num_nodes = ep_hello_nodes(agreed->all, bootstrap->size, agreed->nodes);
-    return ep_backend_agree(call, bootstrap, config, settings, agreed->nodes, agreed->gpus,
+    group->num_nodes = ep_hello_nodes(agreed->all, bootstrap->size, group->nodes);
+    return ep_backend_agree(call, bootstrap, config, settings, group->nodes, agreed->gpus,
                             &agreed->choice);
 }
 
@@ -182,13 +203,14 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *give
     EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     EpHello mine;
-    Agreement agreed;
-    if (!agreement_allocate(&agreed, (size_t)bootstrap->size))
-        return ep_refuse(&call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    Agreement agreed = {.group = NULL};
     describe_self(&call, bootstrap, given, out, &config, &settings, &mine);
     if (mine.status == EP_OK) configure_log(&settings, bootstrap->rank);
-    EpStatus status = bootstrap->allgather(bootstrap->context, &mine, agreed.all, sizeof(mine),
-                                           ep_config_timeout(&config, &settings));
+    double timeout = ep_config_timeout(&config, &settings);
+    int has_memory = agreement_allocate(&agreed, (size_t)bootstrap->size);
+    EpStatus status = agree_on_memory(&call, bootstrap, has_memory, timeout);
+    if (status == EP_OK)
+        status = ep_bootstrap_gather(bootstrap, &mine, agreed.all, sizeof(mine), timeout);
     /* This rank's own error takes precedence over a missing peer. */
     if (status != EP_OK && mine.status != EP_OK) status = ep_fail(mine.status, "%s", mine.sentence);
     if (status == EP_OK) status = compare_and_choose(&call, bootstrap, &config, &settings, &agreed);

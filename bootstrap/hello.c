@@ -51,6 +51,13 @@ EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size) 
     return EP_OK;
 }
 
+void ep_hello_terminate(EpHello *all, int32_t size) {
+    for (int32_t r = 0; r < size; r++) {
+        all[r].sentence[sizeof(all[r].sentence) - 1] = 0;
+        all[r].location.machine[sizeof(all[r].location.machine) - 1] = 0;
+    }
+}
+
 int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
     int32_t count = 0;
     for (int32_t r = 0; r < size; r++) {

@@ -102,6 +102,7 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
         if (error == ETIMEDOUT && state->turn == turn) {
             EpStatus status = fail_missing(self, seconds);
             state->presence[self->rank] = GAVE_UP;
+            state->offered[self->rank] = NULL;
             state->arrived--;
             return status;
         }
@@ -113,15 +114,29 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
                    self->rank);
 }
 
-/* Two rendezvous: the second keeps every rank's `in` alive until all ranks have copied it. */
+/* Copy the bytes of every rank. A rank that waited too long for this one to copy has withdrawn its
+ * bytes, or is in another call already. */
+static EpStatus copy_offers(const Local *self, void *out, size_t bytes) {
+    const SharedState *state = self->state;
+    for (int32_t r = 0; r < state->size; r++) {
+        int is_same_call = state->kind[r] == GATHER + bytes || state->kind[r] == LEAVE;
+        if (!state->offered[r] || !is_same_call)
+            return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d has given up waiting",
+                           self->rank, r);
+        memcpy((char *)out + (size_t)r * bytes, state->offered[r], bytes);
+    }
+    return EP_OK;
+}
+
+/* Two rendezvous: the second keeps every rank's `in` alive until all ranks have copied it. It
+ * completes on all ranks or on none, so an allgather succeeds on all ranks or on none. */
 static EpStatus local_allgather(void *context, const void *in, void *out, size_t bytes,
                                 double seconds) {
     const Local *self = context;
     SharedState *state = self->state;
     pthread_mutex_lock(&state->mutex);
     EpStatus status = rendezvous(self, in, GATHER + bytes, seconds);
-    for (int32_t r = 0; r < state->size && status == EP_OK; r++)
-        memcpy((char *)out + (size_t)r * bytes, state->offered[r], bytes);
+    if (status == EP_OK) status = copy_offers(self, out, bytes);
     if (status == EP_OK) status = rendezvous(self, NULL, LEAVE, seconds);
     pthread_mutex_unlock(&state->mutex);
     return status;
@@ -159,18 +174,25 @@ static Block *block_create(size_t bytes, int32_t users) {
     return block;
 }
 
+static void block_free(Block *block) {
+    if (block) free(block->base);
+    free(block);
+}
+
 static EpStatus local_share(void *context, int32_t node, size_t bytes, double seconds,
                             void **segments, void **memory) {
     const Local *self = context;
     int32_t size = self->state->size;
     size_t stride = (bytes + 63) / 64 * 64;
-    BlockOffer mine = {.node = node};
-    BlockOffer *all = calloc((size_t)size, sizeof(*all));
-    if (!all) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+    BlockOffer mine = {.node = node}, all[EP_MAX_RANKS];
     if (self->rank == 0) mine.block = block_create(stride * (size_t)size, size);
     EpStatus status = local_allgather(context, &mine, all, sizeof(mine), seconds);
+    if (status != EP_OK) {
+        block_free(mine.block); /* it failed on all ranks: none uses the block */
+        return status;
+    }
     Block *block = all[0].block;
-    if (status == EP_OK && !block)
+    if (!block)
         status = ep_fail(EP_ERR_NO_MEMORY,
                          "rank %d: bootstrap: expected %zu bytes of memory for "
                          "each of %d ranks, got none",
@@ -182,7 +204,6 @@ static EpStatus local_share(void *context, int32_t node, size_t bytes, double se
         *memory = block;
         status = local_barrier(context, seconds);
     }
-    free(all);
     return status;
 }
 
@@ -193,10 +214,7 @@ static void local_share_free(void *context, void *memory, int together) {
     pthread_mutex_lock(&state->mutex);
     int last = --block->users == 0;
     pthread_mutex_unlock(&state->mutex);
-    if (last) {
-        free(block->base);
-        free(block);
-    }
+    if (last) block_free(block);
 }
 
 /* ---- messages ------------------------------------------------------------------------------ */

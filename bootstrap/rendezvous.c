@@ -2,7 +2,18 @@
 #include "bootstrap/bootstrap.h"
 
 #include <stdio.h>
-#include <stdlib.h>
+#include <string.h>
+
+EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
+                             size_t bytes, double timeout) {
+    memset(all, 0, bytes * (size_t)bootstrap->size);
+    EP_TRY(bootstrap->allgather(bootstrap->context, mine, all, bytes, timeout));
+    if (!memcmp((const char *)all + bytes * (size_t)bootstrap->rank, mine, bytes)) return EP_OK;
+    return ep_fail(EP_ERR_BOOTSTRAP,
+                   "rank %d: bootstrap.allgather: expected this rank's own %zu bytes in its place, "
+                   "got others",
+                   bootstrap->rank, bytes);
+}
 
 EpRankStatus ep_rank_status(EpStatus status) {
     EpRankStatus mine = {.status = status};
@@ -13,7 +24,7 @@ EpRankStatus ep_rank_status(EpStatus status) {
 static EpStatus gather_within(EpGroup *group, const void *mine, void *all, size_t bytes,
                               double seconds) {
     const EpBootstrap *b = &group->bootstrap;
-    EpStatus status = b->allgather(b->context, mine, all, bytes, seconds);
+    EpStatus status = ep_bootstrap_gather(b, mine, all, bytes, seconds);
     if (status != EP_OK) group->lost = 1;
     return status;
 }
@@ -32,8 +43,8 @@ EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride
     for (int32_t r = 0; r < size; r++) {
         const EpRankStatus *other = status_of(all, stride, r);
         if (other->status != EP_OK)
-            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %s", r,
-                             other->sentence);
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %.*s", r,
+                             (int)sizeof(other->sentence) - 1, other->sentence);
     }
     return EP_OK;
 }
@@ -44,15 +55,13 @@ EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
 
 EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds) {
     if (group->lost && mine != EP_OK) return mine;
-    EpRankStatus own = ep_rank_status(mine), *all = calloc((size_t)group->size, sizeof(*all));
-    if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    EpRankStatus own = ep_rank_status(mine), *all = group->gathered;
+    _Static_assert(sizeof(own) <= EP_RENDEZVOUS_BYTES, "the group has memory for it");
     EpStatus status = gather_within(group, &own, all, sizeof(own), seconds);
-    if (status == EP_OK) status = ep_rank_status_check(call, all, sizeof(own), group->size);
+    if (status == EP_OK) return ep_rank_status_check(call, all, sizeof(own), group->size);
     /* A rank that failed by itself reports its own error, even if no peer arrived. After a timeout
      * of its own, within NCCL for example, it reports the rendezvous' error: that names the peer.
      */
-    else if (mine != EP_OK && mine != EP_ERR_TIMEOUT)
-        status = ep_fail(mine, "%s", own.sentence);
-    free(all);
+    if (mine != EP_OK && mine != EP_ERR_TIMEOUT) return ep_fail(mine, "%s", own.sentence);
     return status;
 }

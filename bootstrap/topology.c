@@ -2,6 +2,7 @@
 #include "bootstrap/bootstrap.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <hwloc.h>
 #include <sched.h>
 #include <stdio.h>
@@ -119,22 +120,45 @@ static int find_synthetic(const char *description, int32_t index, int32_t ranks,
 
 /* ---- locations ----------------------------------------------------------------------------- */
 
-static void name_machine(EpLocation *location) {
-    char boot[37] = "";
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (file) {
-        if (!fgets(boot, sizeof(boot), file)) boot[0] = 0;
-        fclose(file);
-    }
-    char host[26] = "";
-    gethostname(host, sizeof(host) - 1);
+#define BOOT_ID "/proc/sys/kernel/random/boot_id"
+#define HOST_BYTES 65 /* Linux allows 64 characters */
+
+/* Read the boot id, or leave `boot` empty where the kernel has none, which is so on every rank of
+ * the machine. A rank that cannot read it for another reason must not go on: without it, it would
+ * count as a machine of its own. Returns 0 or errno. */
+static int read_boot_id(char *boot, size_t boot_bytes) {
+    ssize_t got;
+    boot[0] = 0;
+    int fd = open(BOOT_ID, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return errno == ENOENT ? 0 : errno;
+    do
+        got = read(fd, boot, boot_bytes - 1);
+    while (got < 0 && errno == EINTR);
+    int error = got < 0 ? errno : 0;
+    close(fd);
+    boot[got < 0 ? 0 : got] = 0;
+    boot[strcspn(boot, "\n")] = 0;
+    return error;
+}
+
+static EpStatus name_machine(EpLocation *location, int32_t rank) {
+    char boot[37], host[HOST_BYTES] = "";
+    _Static_assert(sizeof(location->machine) >= sizeof(host) + sizeof(boot), "both fit, in full");
+    int error = read_boot_id(boot, sizeof(boot));
+    if (error)
+        return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: cannot read " BOOT_ID ": %s", rank,
+                       strerror(error));
+    if (gethostname(host, sizeof(host)))
+        return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: cannot get the host's name: %s",
+                       rank, strerror(errno));
     snprintf(location->machine, sizeof(location->machine), "%s %s", host, boot);
+    return EP_OK;
 }
 
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out) {
     memset(out, 0, sizeof(*out));
-    name_machine(out);
+    EP_TRY(name_machine(out, rank));
     if (!topology->nodes) {
         find_real(out);
         return EP_OK;

@@ -4,8 +4,6 @@
  * call the ranks gather their arguments, or the errors that refused them. Then the backend opens or
  * closes the window on all ranks or on none. So a window has the same number on every rank.
  */
-#include <stdlib.h>
-
 #include "bootstrap/bootstrap.h"
 
 #define PAGE_BYTES 4096
@@ -35,7 +33,12 @@ static EpStatus enter(EpCall *call, EpGroup *group) {
 /* ---- rendezvous ---------------------------------------------------------------------------- */
 
 static EpStatus compare(const EpCall *call, const Descriptor *all, int32_t size) {
-    for (int32_t r = 1; r < size; r++) {
+    for (int32_t r = 0; r < size; r++) {
+        if (all[r].code < 0 || all[r].code >= NUM_CODES || all[r].bytes > MOST_BYTES)
+            return ep_refuse(call, EP_ERR_BOOTSTRAP, "bootstrap.allgather",
+                             "expected what rank %d has contributed, got call number %d of %llu "
+                             "bytes",
+                             r, all[r].code, (unsigned long long)all[r].bytes);
         if (all[r].code != all[0].code)
             return ep_refuse(call, EP_ERR_ORDER, "group",
                              "expected the same call on all ranks, got %s on rank 0 and %s on "
@@ -77,11 +80,8 @@ static EpStatus rendezvous(EpGroup *group, const EpCall *call, Code code, EpStat
                            EpWindow *window) {
     if (status == EP_OK) status = finish(group);
     Descriptor mine = {ep_rank_status(status), (int32_t)code, window->number, window->bytes};
-    Descriptor *all = calloc((size_t)group->size, sizeof(*all));
-    if (!all) return ep_refuse(call, EP_ERR_NO_MEMORY, "group", "out of memory");
-    status = gather_descriptors(group, call, &mine, all, window);
-    free(all);
-    return status;
+    _Static_assert(sizeof(mine) <= EP_RENDEZVOUS_BYTES, "the group has memory for it");
+    return gather_descriptors(group, call, &mine, group->gathered, window);
 }
 
 /* Returns `status`. Fails the group if a rendezvous failed: its ranks may be out of step. */

@@ -11,6 +11,9 @@
 #include "runtime/config.h"
 #include "runtime/object.h"
 
+/** Most bytes that a rank contributes to a rendezvous of an existing group. */
+#define EP_RENDEZVOUS_BYTES 256
+
 /** What the ranks agreed on about the backend. */
 typedef struct EpChoice {
     EpBackend backend;
@@ -32,6 +35,7 @@ struct EpGroup {
     EpPlacement placement;
     int32_t first_expert, num_local;
     int32_t *nodes; /* [size] node of each rank */
+    void *gathered; /* [size] of EP_RENDEZVOUS_BYTES; so a rendezvous allocates nothing */
     int32_t num_nodes, numa, cpus;
     EpChoice choice;
     int32_t bound; /* 1 if bound to the CPUs near its GPU */
@@ -53,7 +57,7 @@ struct EpGroup {
 
 /** Returns a group's private bytes without its backend's. */
 static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
-    return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)sizeof(int32_t);
+    return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)(sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
 }
 
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */

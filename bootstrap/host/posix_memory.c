@@ -1,145 +1,296 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Shared memory for bootstraps without `share`. Each rank creates a POSIX shared memory object or,
- * if /dev/shm is too small, a nameless file. Each rank maps the segments of its node. Names are
- * removed before any rank returns, so nothing stays behind however the processes end.
+ * if /dev/shm is too small, a nameless file. Each rank maps the segments of its node. Since a rank
+ * may be killed at any moment, its peers remove its name too:
+ *
+ *   1. The ranks gather names. No object exists yet.
+ *   2. Each rank creates its object. The ranks gather the results.
+ *   3. Each rank opens, verifies and maps the segments of its node. The ranks meet in a barrier.
+ *   4. Each rank removes all names of its node, also if step 2 or 3 fails.
+ *
+ * Names exist in steps 2 and 3 alone, and every rank that has got so far knows all of them. A name
+ * stays in /dev/shm only if all ranks of the node that know it are killed before their step 4, or
+ * if a rank creates its object so late that its peers have given up waiting for it, and is killed
+ * before its own step 4. After step 4 nothing stays, however the processes end.
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
 
-typedef struct MemoryName {
-    char name[48]; /* of a shared memory object, or a path */
-    int32_t error; /* errno of its creator, 0 if it exists */
-} MemoryName;
+/* Signals wait while a part of a segment is allocated. */
+#define PART_BYTES ((size_t)64 << 20)
+
+/* What the ranks gather in step 1: random numbers. */
+typedef struct Offer {
+    uint64_t name;  /* names the object */
+    uint64_t proof; /* last word of the segment, by which peers recognise it */
+} Offer;
+
+/* What the ranks gather in step 2. */
+typedef struct Creation {
+    int32_t error;   /* errno, 0 if the segment exists */
+    int32_t pid, fd; /* of a nameless file; fd is -1 for an object with a name */
+} Creation;
 
 typedef struct PosixMemory {
-    size_t bytes;
+    size_t bytes; /* of each segment */
     int32_t size;
     void *mapped[];
 } PosixMemory;
 
-/* Map `bytes` bytes of a file, which is allocated first if this rank `creates` it. Closes the file,
- * or leaves it open in *kept if `kept` is given. Returns NULL, with errno, on failure. */
-static void *map_file(int fd, int creates, size_t bytes, int *kept) {
-    if (fd < 0) return NULL;
+/* One call of ep_posix_share. It is on the stack, so a rank without memory can tell its peers. */
+typedef struct Sharing {
+    const EpBootstrap *bootstrap;
+    const int32_t *nodes;
+    double timeout;
+    size_t bytes;       /* of each segment, with the proof */
+    PosixMemory *posix; /* NULL: out of memory */
+    int nameless;       /* this rank's nameless file, or -1 */
+    Offer offers[EP_MAX_RANKS];
+    Creation creations[EP_MAX_RANKS];
+    char why_not[128]; /* why a peer's segment cannot be mapped */
+} Sharing;
+
+typedef struct ObjectName {
+    char text[48];
+} ObjectName;
+
+static ObjectName name_of(const Sharing *s, int32_t rank) {
+    ObjectName name;
+    snprintf(name.text, sizeof(name.text), "/libep-%016llx-%d",
+             (unsigned long long)s->offers[rank].name, (int)rank);
+    return name;
+}
+
+static int is_here(const Sharing *s, int32_t rank) {
+    return s->nodes[rank] == s->nodes[s->bootstrap->rank];
+}
+
+static char *proof_in(const Sharing *s, void *segment) {
+    return (char *)segment + s->bytes - sizeof(uint64_t);
+}
+
+/* ---- this rank's segment ------------------------------------------------------------------- */
+
+/* Returns NULL, with errno, on failure. */
+static void *map_file(int fd, size_t bytes) {
+    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return address == MAP_FAILED ? NULL : address;
+}
+
+/* Take back the SIGXFSZ that a file beyond RLIMIT_FSIZE has caused: unblocked, it would end the
+ * process. */
+static void consume_sigxfsz(void) {
+    const struct timespec at_once = {0, 0};
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGXFSZ);
+    while (sigtimedwait(&set, NULL, &at_once) < 0 && errno == EINTR)
+        ;
+}
+
+/* Allocate a part of a file, with the thread's signals blocked: a signal would undo the part, so a
+ * frequent one (of a profiler) would stop all progress. Returns 0 or errno. */
+static int allocate_part(int fd, size_t offset, size_t bytes) {
+    sigset_t all, before, pending;
+    int error;
+    sigfillset(&all);
+    sigemptyset(&pending);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigpending(&pending);
+    do /* signals that libc uses itself stay unblocked */
+        error = posix_fallocate(fd, (off_t)offset, (off_t)bytes);
+    while (error == EINTR);
+    if (error == EFBIG && !sigismember(&pending, SIGXFSZ)) consume_sigxfsz();
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Allocate and map the bytes of a new file. Returns NULL, with errno, on failure. */
+static void *fill_file(int fd, size_t bytes) {
+    int error = 0;
     /* posix_fallocate fails at once if /dev/shm is full; ftruncate would cause SIGBUS later. */
-    int error = creates ? posix_fallocate(fd, 0, (off_t)bytes) : 0;
-    void *address = MAP_FAILED;
-    if (!error) address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (!error && address == MAP_FAILED) error = errno;
-    if (kept && !error)
-        *kept = fd;
-    else
-        close(fd);
+    for (size_t at = 0; at < bytes && !error; at += PART_BYTES)
+        error = allocate_part(fd, at, bytes - at < PART_BYTES ? bytes - at : PART_BYTES);
     errno = error;
-    return error ? NULL : address;
+    return error ? NULL : map_file(fd, bytes);
 }
 
-static void *open_segment(const char *name, size_t bytes) {
-    int is_path = strncmp(name, "/proc/", 6) == 0;
-    return map_file(is_path ? open(name, O_RDWR | O_CLOEXEC) : shm_open(name, O_RDWR, 0600), 0,
-                    bytes, NULL);
-}
-
-static void *create_object(MemoryName *mine, int32_t rank, size_t bytes) {
-    uint64_t nonce = 0;
-    if (getrandom(&nonce, sizeof(nonce), 0) != sizeof(nonce))
-        nonce = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)mine;
-    snprintf(mine->name, sizeof(mine->name), "/libep-%016llx-%d", (unsigned long long)nonce, rank);
-    void *memory = map_file(shm_open(mine->name, O_RDWR | O_CREAT | O_EXCL, 0600), 1, bytes, NULL);
+static void *create_object(const Sharing *s) {
+    ObjectName name = name_of(s, s->bootstrap->rank);
+    int fd = shm_open(name.text, O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (fd < 0) return NULL;
+    void *memory = fill_file(fd, s->bytes);
     int error = errno;
-    if (!memory) shm_unlink(mine->name);
+    if (!memory) shm_unlink(name.text);
+    close(fd);
     errno = error;
     return memory;
 }
 
 /* Create a nameless file, for containers whose /dev/shm is small: only memory limits it. Peers open
  * it through /proc/PID/fd, until this process closes it. */
-static void *create_nameless(MemoryName *mine, size_t bytes, int *fd) {
-    void *memory = map_file(memfd_create("libep", MFD_CLOEXEC), 1, bytes, fd);
-    if (memory) snprintf(mine->name, sizeof(mine->name), "/proc/%d/fd/%d", (int)getpid(), *fd);
-    return memory;
-}
-
-static void *create_segment(MemoryName *mine, int32_t rank, size_t bytes, int *fd) {
-    *mine = (MemoryName){.error = 0};
-    void *memory = create_object(mine, rank, bytes);
-    if (!memory) memory = create_nameless(mine, bytes, fd);
-    if (!memory) mine->error = errno ? errno : ENOMEM;
-    return memory;
-}
-
-static void forget_name(const MemoryName *mine, int fd) {
-    if (fd >= 0)
-        close(fd);
+static void *create_nameless(Sharing *s) {
+    int fd = memfd_create("libep", MFD_CLOEXEC);
+    if (fd < 0) return NULL;
+    void *memory = fill_file(fd, s->bytes);
+    int error = errno;
+    if (memory)
+        s->nameless = fd;
     else
-        shm_unlink(mine->name);
+        close(fd);
+    errno = error;
+    return memory;
 }
 
-/* Map every segment of this node. Returns 0, or 1 + the rank whose segment cannot be mapped. */
-static int32_t map_peers(const EpBootstrap *b, const int32_t *nodes, const MemoryName *names,
-                         PosixMemory *posix) {
-    for (int32_t r = 0; r < b->size; r++) {
-        if (nodes[r] != nodes[b->rank] || posix->mapped[r]) continue;
-        posix->mapped[r] = open_segment(names[r].name, posix->bytes);
-        if (!posix->mapped[r]) return r + 1;
+static Creation create_segment(Sharing *s) {
+    int32_t rank = s->bootstrap->rank;
+    if (!s->posix) return (Creation){.error = ENOMEM, .fd = -1};
+    void *memory = create_object(s);
+    if (!memory) memory = create_nameless(s);
+    if (!memory) return (Creation){.error = errno ? errno : ENOMEM, .fd = -1};
+    memcpy(proof_in(s, memory), &s->offers[rank].proof, sizeof(uint64_t));
+    s->posix->mapped[rank] = memory;
+    return (Creation){.pid = (int32_t)getpid(), .fd = s->nameless};
+}
+
+/* ---- the peers' segments ------------------------------------------------------------------- */
+
+static int open_segment(const Sharing *s, int32_t rank) {
+    const Creation *creation = &s->creations[rank];
+    char path[48];
+    if (creation->fd < 0) return shm_open(name_of(s, rank).text, O_RDWR, 0600);
+    snprintf(path, sizeof(path), "/proc/%d/fd/%d", (int)creation->pid, (int)creation->fd);
+    return open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+}
+
+static void *refuse_file(Sharing *s, int error) {
+    snprintf(s->why_not, sizeof(s->why_not), "%s", strerror(error));
+    return NULL;
+}
+
+/* Map the file if it has a segment's size: beyond the end of a shorter one, a load is a SIGBUS. */
+static void *map_checked(Sharing *s, int fd) {
+    struct stat file;
+    if (fstat(fd, &file)) return refuse_file(s, errno);
+    if (!S_ISREG(file.st_mode) || file.st_size != (off_t)s->bytes) {
+        snprintf(s->why_not, sizeof(s->why_not), "expected a file of %zu bytes, got one of %lld",
+                 s->bytes, (long long)file.st_size);
+        return NULL;
     }
+    void *memory = map_file(fd, s->bytes);
+    return memory ? memory : refuse_file(s, errno);
+}
+
+/* Map a rank's segment, and verify that it is this rank's: another PID namespace has other
+ * processes under the same numbers, and another /dev/shm has other objects. Returns 0, with
+ * `why_not` and *error (0 or errno of the opening), on failure. */
+static int map_segment(Sharing *s, int32_t rank, int *error) {
+    int fd = open_segment(s, rank);
+    *error = fd < 0 ? errno : 0;
+    void *memory = fd < 0 ? refuse_file(s, *error) : map_checked(s, fd);
+    if (fd >= 0) close(fd);
+    s->posix->mapped[rank] = memory;
+    if (!memory) return 0;
+    if (!memcmp(proof_in(s, memory), &s->offers[rank].proof, sizeof(uint64_t))) return 1;
+    snprintf(s->why_not, sizeof(s->why_not), "%s",
+             "expected the number that this rank has drawn at its end, got another file");
     return 0;
 }
 
-static EpStatus exchange_and_map(const EpBootstrap *b, const int32_t *nodes, double timeout,
-                                 MemoryName *names, PosixMemory *posix) {
-    MemoryName mine;
-    int fd = -1;
-    posix->mapped[b->rank] = create_segment(&mine, b->rank, posix->bytes, &fd);
-    EpStatus status = b->allgather(b->context, &mine, names, sizeof(mine), timeout);
-    int32_t unmapped = 0;
-    for (int32_t r = 0; r < b->size && status == EP_OK; r++)
-        if (names[r].error)
-            status = ep_fail(EP_ERR_NO_MEMORY,
-                             "rank %d: ep_group_create: %zu bytes of shared "
-                             "memory on rank %d: %s",
-                             b->rank, posix->bytes, r, strerror(names[r].error));
-    if (status == EP_OK) unmapped = map_peers(b, nodes, names, posix);
-    int error = errno;
-    /* No rank may remove its name before all ranks have opened it. */
-    EpStatus arrived = status == EP_OK ? b->barrier(b->context, timeout) : status;
-    forget_name(&mine, fd);
-    if (unmapped)
+/* Map every segment of this node. Returns 0, or 1 + the rank whose segment cannot be mapped. */
+static int32_t map_peers(Sharing *s, int *error) {
+    for (int32_t r = 0; r < s->bootstrap->size; r++)
+        if (is_here(s, r) && r != s->bootstrap->rank && !map_segment(s, r, error)) return r + 1;
+    return 0;
+}
+
+/* ---- sharing ------------------------------------------------------------------------------- */
+
+static EpStatus gather_offers(Sharing *s) {
+    const EpBootstrap *b = s->bootstrap;
+    Offer mine = {0, 0};
+    if (getrandom(&mine, sizeof(mine), 0) != sizeof(mine)) {
+        mine.name = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)s;
+        mine.proof = ~mine.name;
+    }
+    return ep_bootstrap_gather(b, &mine, s->offers, sizeof(mine), s->timeout);
+}
+
+static const char *reason(int error) {
+    return error == EFBIG ? "more than the limit on the size of files, RLIMIT_FSIZE"
+                          : strerror(error);
+}
+
+static EpStatus create_and_gather(Sharing *s) {
+    const EpBootstrap *b = s->bootstrap;
+    Creation mine = create_segment(s);
+    EP_TRY(ep_bootstrap_gather(b, &mine, s->creations, sizeof(mine), s->timeout));
+    for (int32_t r = 0; r < b->size; r++)
+        if (s->creations[r].error)
+            return ep_fail(EP_ERR_NO_MEMORY,
+                           "rank %d: ep_group_create: %zu bytes of shared memory on rank %d: %s",
+                           b->rank, s->bytes, r, reason(s->creations[r].error));
+    return EP_OK;
+}
+
+static EpStatus map_and_meet(Sharing *s) {
+    const EpBootstrap *b = s->bootstrap;
+    int error = 0;
+    int32_t unmapped = map_peers(s, &error);
+    /* No rank may remove a name before all ranks have opened it. */
+    EpStatus arrived = b->barrier(b->context, s->timeout);
+    /* A rank that gives up removes the names of all. Then the barrier's error, which names the
+     * missing rank, is the cause. */
+    if (unmapped && (error != ENOENT || arrived == EP_OK))
         return ep_fail(EP_ERR_SYSTEM,
-                       "rank %d: ep_group_create: cannot map the shared memory of "
-                       "rank %d, said to be on the same node: %s",
-                       b->rank, unmapped - 1, strerror(error));
+                       "rank %d: ep_group_create: cannot map the shared memory of rank %d, said to "
+                       "be on the same node: %s",
+                       b->rank, unmapped - 1, s->why_not);
     return arrived;
+}
+
+static void remove_names(const Sharing *s) {
+    for (int32_t r = 0; r < s->bootstrap->size; r++)
+        if (is_here(s, r)) shm_unlink(name_of(s, r).text);
+}
+
+static EpStatus create_and_map(Sharing *s) {
+    EP_TRY(gather_offers(s));
+    EpStatus status = create_and_gather(s);
+    if (status == EP_OK) status = map_and_meet(s);
+    remove_names(s);
+    if (s->nameless >= 0) close(s->nameless);
+    return status;
 }
 
 EpStatus ep_posix_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes, double timeout,
                         void **segments, void **memory) {
     size_t size = (size_t)b->size;
-    PosixMemory *posix = calloc(1, sizeof(*posix) + size * sizeof(void *));
-    MemoryName *names = calloc(size, sizeof(*names));
-    EpStatus status;
-    if (posix && names) {
-        posix->bytes = bytes, posix->size = b->size;
-        status = exchange_and_map(b, nodes, timeout, names, posix);
-    } else {
-        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", b->rank);
-    }
-    free(names);
+    Sharing s = {.bootstrap = b, .nodes = nodes, .timeout = timeout, .nameless = -1};
+    s.bytes = (bytes + 63) / 64 * 64 + sizeof(uint64_t);
+    s.posix = calloc(1, sizeof(*s.posix) + size * sizeof(void *));
+    if (s.posix) s.posix->bytes = s.bytes, s.posix->size = b->size;
+    EpStatus status = create_and_map(&s);
     if (status != EP_OK) {
-        ep_posix_share_free(posix);
+        ep_posix_share_free(s.posix);
         return status;
     }
-    memcpy(segments, posix->mapped, size * sizeof(void *));
-    *memory = posix;
+    memcpy(segments, s.posix->mapped, size * sizeof(void *));
+    *memory = s.posix;
     return EP_OK;
 }
 

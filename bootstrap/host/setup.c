@@ -86,19 +86,21 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     return EP_OK;
 }
 
+static EpStatus check_messages(const EpGroup *group) {
+    if (group->num_nodes == 1 || group->bootstrap.isend) return EP_OK;
+    return ep_fail(EP_ERR_UNSUPPORTED,
+                   "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
+                   "for ranks on %d nodes, got none",
+                   group->rank, group->num_nodes);
+}
+
 EpStatus ep_host_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
-    if (group->num_nodes > 1 && !group->bootstrap.isend)
-        return ep_fail(
-            EP_ERR_UNSUPPORTED,
-            "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
-            "for ranks on %d nodes, got none",
-            group->rank, group->num_nodes);
     void *segments[EP_MAX_RANKS];
     EpHost *host = calloc(1, sizeof(*host));
     group->backend_state = host;
-    EpStatus status = EP_OK;
-    if (!host)
+    EpStatus status = check_messages(group);
+    if (status == EP_OK && !host)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
                          group->rank);
     EP_TRY(ep_group_agree(group, &call, status));

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
 #include <dirent.h>
+#include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -55,6 +56,22 @@ ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
     CHECK(other[0] == (b->rank ^ 1) + 1 && other[BYTES - 1] == other[0], "%d", other[0]);
     CHECK_OK(b->barrier(b->context, 60));
     b->share_free(b->context, memory, 1);
+}
+
+/* A rank that is alone in `share` gives up and frees the block of all. The block is too large for
+ * the heap, so libc counts it as mapped. */
+SoloTest(bootstrap_local, block_of_a_share_that_fails) {
+    enum { BYTES = 64 << 20 };
+    EpBootstrap b[2];
+    void *segments[2] = {NULL, NULL}, *memory = NULL;
+    REQUIRE_OK(ep_bootstrap_local(2, b));
+    size_t before = mallinfo2().hblkhd;
+    CHECK_REFUSED(b[0].share(b[0].context, 0, BYTES, 0.05, segments, &memory), EP_ERR_TIMEOUT,
+                  "rank 1 did not");
+    size_t after = mallinfo2().hblkhd;
+    CHECK(after == before && !memory && !segments[0], "%zu bytes, %zu before", after, before);
+    for (int r = 0; r < 2; r++)
+        ep_bootstrap_destroy(&b[r]);
 }
 
 /* Each rank arrives after the previous one has given up. */

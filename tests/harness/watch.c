@@ -5,8 +5,16 @@
 
 static _Thread_local Watch watch;
 
+static _Thread_local int failing; /* allocations until the one that fails; 0: none */
+
 Watch watch_now(void) {
     return watch;
+}
+
+int watch_fail(int allocation) {
+    int left = failing;
+    failing = allocation;
+    return left;
 }
 
 #if !TESTS_SANITIZED
@@ -22,29 +30,32 @@ void *__libc_calloc(size_t n, size_t bytes);
 void *__libc_realloc(void *memory, size_t bytes);
 void *__libc_memalign(size_t alignment, size_t bytes);
 
-void *malloc(size_t bytes) {
+/* Counts an allocation. Returns 1 if it fails. */
+static int allocate(void) {
     watch.allocations++;
-    return __libc_malloc(bytes);
+    if (!failing || --failing) return 0;
+    errno = ENOMEM;
+    return 1;
+}
+
+void *malloc(size_t bytes) {
+    return allocate() ? NULL : __libc_malloc(bytes);
 }
 
 void *calloc(size_t n, size_t bytes) {
-    watch.allocations++;
-    return __libc_calloc(n, bytes);
+    return allocate() ? NULL : __libc_calloc(n, bytes);
 }
 
 void *realloc(void *memory, size_t bytes) {
-    watch.allocations++;
-    return __libc_realloc(memory, bytes);
+    return allocate() ? NULL : __libc_realloc(memory, bytes);
 }
 
 void *aligned_alloc(size_t alignment, size_t bytes) {
-    watch.allocations++;
-    return __libc_memalign(alignment, bytes);
+    return allocate() ? NULL : __libc_memalign(alignment, bytes);
 }
 
 int posix_memalign(void **out, size_t alignment, size_t bytes) {
-    watch.allocations++;
-    *out = __libc_memalign(alignment, bytes);
+    *out = allocate() ? NULL : __libc_memalign(alignment, bytes);
     return *out ? 0 : ENOMEM;
 }
 

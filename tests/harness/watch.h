@@ -15,4 +15,8 @@ typedef struct Watch {
 /** Returns this thread's counts so far. */
 Watch watch_now(void);
 
+/** Let one allocation of this thread return NULL: the next for 1, the one after it for 2. With 0 no
+ *  allocation fails. Returns what was left of the last such count: 0 if that allocation failed. */
+int watch_fail(int allocation);
+
 #endif

@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* An allgather that returns EP_OK and wrong bytes: an error, and no memory is touched by mistake.
+ */
+#include <string.h>
+
+#include "bootstrap/bootstrap.h"
+#include "tests/cases/run.h"
+
+enum { RANKS = 2, MOST_COLLECTIVES = 40 };
+#define DEADLINE 0.2
+
+/* A bootstrap that lies to its rank, once, about what rank `about` has contributed. */
+typedef struct Liar {
+    EpBootstrap whole;
+    int about, byte, countdown; /* it lies when this reaches 0 */
+    size_t offset;              /* the bytes before it are true */
+} Liar;
+
+static EpStatus lying_allgather(void *context, const void *in, void *out, size_t bytes,
+                                double timeout) {
+    Liar *liar = context;
+    EpStatus status = liar->whole.allgather(liar->whole.context, in, out, bytes, timeout);
+    if (--liar->countdown == 0 && bytes > liar->offset)
+        memset((char *)out + (size_t)liar->about * bytes + liar->offset, liar->byte,
+               bytes - liar->offset);
+    return status;
+}
+
+static EpStatus lying_barrier(void *context, double timeout) {
+    Liar *liar = context;
+    return liar->whole.barrier(liar->whole.context, timeout);
+}
+
+/* The bootstraps of one round: ranks of the last round may be out of step. */
+static EpBootstrap all[RANKS];
+
+static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
+    if (bootstrap->rank == 0) CHECK_OK(ep_bootstrap_local(RANKS, all));
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    return all[bootstrap->rank];
+}
+
+static void end_round(const EpBootstrap *bootstrap) {
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    for (int r = 0; r < RANKS && bootstrap->rank == 0; r++)
+        ep_bootstrap_destroy(&all[r]);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+}
+
+/* Let rank 0 use a lying bootstrap without `share`, which lives in *liar. */
+static EpBootstrap lie(EpBootstrap b, Liar *liar) {
+    liar->whole = b;
+    b.share = NULL, b.share_free = NULL;
+    b.isend = NULL, b.irecv = NULL, b.test = NULL, b.cancel = NULL;
+    if (b.rank == 0) b.context = liar, b.allgather = lying_allgather, b.barrier = lying_barrier;
+    return b;
+}
+
+/* Create a group. Returns 0 if it took fewer collectives than the lie needs. */
+static int create(const EpBootstrap *bootstrap, Liar liar, int out_is_null) {
+    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = DEADLINE;
+    config.backend = EP_BACKEND_AUTO; /* reports of GPUs are gathered too */
+    EpGroup *group = NULL;
+    EpStatus status = ep_group_create(&own, &config, out_is_null ? NULL : &group);
+    int lied = liar.countdown <= 0, as = 0;
+    for (const char *at = ep_last_error(); status != EP_OK && *at; at++)
+        as += *at == 'A';
+    if (own.rank == 0 && lied && liar.about == 0)
+        CHECK(out_is_null ? status == EP_ERR_NULL || status == EP_ERR_BOOTSTRAP
+                          : status == EP_ERR_BOOTSTRAP && strstr(ep_last_error(), "own"),
+              "status %d: %s", status, status == EP_OK ? "" : ep_last_error());
+    CHECK(as < 200, "%d characters of a sentence of 199", as);
+    CHECK((status == EP_OK) == (group != NULL), "status %d, group %p", status, (void *)group);
+    ep_group_destroy(group);
+    int each[RANKS];
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &lied, each, sizeof(lied), 60));
+    end_round(bootstrap);
+    return each[0];
+}
+
+static void create_with_lies(const EpBootstrap *bootstrap, Liar liar, int out_is_null) {
+    int n = 1;
+    for (; n < MOST_COLLECTIVES; n++) {
+        liar.countdown = n;
+        check_note("a lie in allgather %d", n);
+        if (!create(bootstrap, liar, out_is_null)) break;
+    }
+    CHECK(n > (out_is_null ? 1 : 5) && n < MOST_COLLECTIVES, "%d allgathers", n);
+}
+
+ThreadTest(bootstrap_lying, letters_of_a_peer, RANKS) {
+    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A'}, 0);
+}
+ThreadTest(bootstrap_lying, letters_after_the_status_of_a_peer, RANKS) {
+    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A', .offset = sizeof(EpStatus)}, 0);
+}
+ThreadTest(bootstrap_lying, minus_ones_of_a_peer, RANKS) {
+    create_with_lies(bootstrap, (Liar){.about = 1, .byte = 0xff}, 0);
+}
+ThreadTest(bootstrap_lying, this_rank, RANKS) {
+    create_with_lies(bootstrap, (Liar){.about = 0, .byte = 'A'}, 0);
+}
+
+/* A refused rank stays refused, even if its own status does not come back. */
+ThreadTest(bootstrap_lying, refused_rank, RANKS) {
+    create_with_lies(bootstrap, (Liar){.about = 0, .byte = 0}, 1);
+}
+
+/* Calls and sizes of windows are checked before they are used. */
+ThreadTest(bootstrap_lying, windows, RANKS) {
+    Liar liar = {.about = 1, .byte = 'A', .offset = sizeof(EpRankStatus)};
+    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = DEADLINE;
+    EpGroup *group = NULL;
+    void *out = &group;
+    REQUIRE_OK(ep_group_create(&own, &config, &group));
+    liar.countdown = 1;
+    EpStatus status = ep_mem_alloc(group, 64, &out);
+    if (own.rank == 0)
+        CHECK_REFUSED(status, EP_ERR_BOOTSTRAP, "ep_mem_alloc", "bootstrap.allgather", "rank 1",
+                      "call number 1094795585");
+    else
+        CHECK(status != EP_OK, "no error"); /* it depends on when rank 0 leaves */
+    CHECK(out == &group, "an output was written");
+    ep_group_destroy(group);
+    end_round(bootstrap);
+}
