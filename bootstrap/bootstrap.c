@@ -29,3 +29,16 @@ void ep_bootstrap_destroy(EpBootstrap *bootstrap) {
     if (bootstrap->destroy) bootstrap->destroy(bootstrap->context);
     *bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
 }
+
+#if !EP_WITH_CUDA
+/* The declaration of ep_nccl.h, whose nccl.h a build without CUDA may not have. */
+struct ncclComm;
+EpStatus ep_bootstrap_nccl(struct ncclComm *comm, EpBootstrap *out);
+
+EpStatus ep_bootstrap_nccl(struct ncclComm *comm, EpBootstrap *out) {
+    EpCall call = {"ep_bootstrap_nccl", -1};
+    (void)comm, (void)out;
+    return ep_refuse(&call, EP_ERR_UNSUPPORTED, "comm",
+                     "expected a build of libep with CUDA, got one without");
+}
+#endif

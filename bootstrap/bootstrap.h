@@ -5,7 +5,8 @@
 /**
  * How ranks find each other and become a group.
  *
- *     local.c, mpi.c     make bootstraps: threads of one process; MPI (in libep_mpi)
+ *     local.c, mpi.c     make bootstraps: threads of one process; MPI (in libep_mpi); see also
+ *                        cuda/nccl_bootstrap.c
  *     topology.c         where this rank runs; ranks that share a node
  *     hello.c            what each rank says first, and the comparison of all hellos
  *     choose.c, gpus.c   which backend serves the group, and which GPU each rank uses (gpus.h)

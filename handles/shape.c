@@ -36,9 +36,7 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
     if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
-    if (c->reserved)
-        return ep_refuse(call, EP_ERR_RANGE, "config.reserved", "expected 0, got %d", c->reserved);
-    if (c->num_sms < 2 && c->num_sms != EP_DEFAULT)
+    if (c->num_sms < 2 && c->num_sms != 0 && c->num_sms != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.num_sms",
                          "expected at least 2 multiprocessors or EP_DEFAULT, got %d", c->num_sms);
     return EP_OK;
@@ -129,7 +127,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
     s.zero_tail = c->zero_tail;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
-    s.num_sms = c->num_sms;
+    s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
     if (c->layout == EP_LAYOUT_BATCHED) {
         s.rows_per_expert = c->rows_per_expert;
         s.capacity = s.num_local * s.rows_per_expert;

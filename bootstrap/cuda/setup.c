@@ -89,6 +89,11 @@ EpStatus ep_cuda_open(EpGroup *group) {
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
+    if (ep_nccl_bootstrap_is_pending(&group->bootstrap)) {
+        EP_WARN("a gather of the bootstrap is still on the device: the group's memory stays");
+        group->backend_state = NULL;
+        return;
+    }
     (void)cudaDeviceSynchronize();
     ep_cuda_window_close(group, &cuda->own, together);
     ep_cuda_comm_close(group, together);

@@ -5,13 +5,14 @@
 /**
  * What the CUDA backend sets up with the peers.
  *
- *     gpus.c     this process's GPUs, before any is used
- *     comm.c     an NCCL communicator, the group's own or a borrowed one
- *     windows.c  windows: device memory that all ranks map
- *     ipc.c      windows where ranks share GPUs, which NCCL does not support
- *     probe.cu   kernels that find a window's addresses and probe whether peers reach it
- *     links.c    what connects the GPUs
- *     setup.c    the group's device memory; opening and closing all of these
+ *     gpus.c             this process's GPUs, before any is used
+ *     comm.c             an NCCL communicator, the group's own or a borrowed one
+ *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
+ *     windows.c          windows: device memory that all ranks map
+ *     ipc.c              windows where ranks share GPUs, which NCCL does not support
+ *     probe.cu           kernels that find a window's addresses and probe whether peers reach it
+ *     links.c            what connects the GPUs
+ *     setup.c            the group's device memory; opening and closing all of these
  */
 
 #include "bootstrap/gpus.h"
@@ -45,6 +46,13 @@ EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
 
 /** Wait until the group's communicator has finished `call`, which returned `result`. */
 EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result);
+
+/**
+ * Returns 1 if the bootstrap is one of ep_bootstrap_nccl and a failed gather of it may still be on
+ * the device. Until the caller aborts its communicator, what waits for the device (cudaFree, for
+ * example) would not return: leave the memory allocated instead.
+ */
+int ep_nccl_bootstrap_is_pending(const EpBootstrap *bootstrap);
 
 /* ---- windows ------------------------------------------------------------------------------- */
 

@@ -145,6 +145,7 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     EpCudaWindow w = *window;
     *window = (EpCudaWindow){.memory = NULL};
     if (w.kind == EP_WINDOW_ABANDONED || (w.kind != EP_WINDOW_UNSHARED && !together)) return;
+    if (!together && ep_nccl_bootstrap_is_pending(&group->bootstrap)) return;
     if (w.kind == EP_WINDOW_IPC && !ep_cuda_ipc_unmap(group, &w)) return;
     if (w.kind == EP_WINDOW_NCCL)
         (void)ep_cuda_comm_settle(group, "ncclCommWindowDeregister",

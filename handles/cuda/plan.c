@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bootstrap/cuda/setup.h"
 #include "handles/cuda/handle.h"
 
 int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
@@ -74,6 +75,10 @@ EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memo
 void ep_cuda_retire_plan(EpHandle *handle) {
     EpCudaHandle *state = handle->backend_state;
     if (!state) return;
+    if (ep_nccl_bootstrap_is_pending(&handle->group->bootstrap)) {
+        handle->backend_state = NULL; /* stays allocated */
+        return;
+    }
     (void)cudaDeviceSynchronize(); /* operations under way may still write there */
     /* The caller may have reused its memory: write there only if it still holds this plan. */
     EpPlanHeader dead = ep_plan_header(handle);

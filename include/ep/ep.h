@@ -590,15 +590,15 @@ typedef struct EpHandleConfig {
     int32_t mode;            /**< an EpMode; EP_DEFAULT: the group's */
     EpQuant quant;           /**< how dispatch quantises */
     EpScaleOrder scale_order;
-    int32_t reserved; /**< 0 */
-    int32_t num_sms; /**< multiprocessors that this handle's operations may use on the CUDA backend,
-                          2 .. the group's; EP_DEFAULT: the group's. May differ between ranks */
+    int32_t
+        num_sms; /**< multiprocessors that this handle's operations may use on the CUDA backend,
+                      2 .. the group's; EP_DEFAULT or 0: the group's. May differ between ranks */
 } EpHandleConfig;
 
-#define EP_HANDLE_CONFIG_INIT                                                                     \
-    {                                                                                             \
-        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,       \
-            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, 0, EP_DEFAULT \
+#define EP_HANDLE_CONFIG_INIT                                                                  \
+    {                                                                                          \
+        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,    \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT \
     }
 
 /** Compute the bytes of the plan of a handle with this configuration on this rank: the memory that

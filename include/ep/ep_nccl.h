@@ -3,12 +3,57 @@
 #define EP_EP_NCCL_H
 
 /**
- * Interoperation with NCCL: lend a framework's communicator to a group on the CUDA backend.
+ * Interoperation with NCCL: make a bootstrap from a framework's communicator, and lend the
+ * communicator to a group on the CUDA backend.
  */
 
 #include <nccl.h>
 
 #include "ep/ep.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/**
+ * Make a bootstrap whose ranks are the ranks of `comm`, in the same order. Local: the ranks need
+ * not call it together. *out must be initialized (EP_BOOTSTRAP_INIT) and is written only on
+ * success.
+ *
+ * The communicator stays the caller's and must outlive the bootstrap's last use. It may be blocking
+ * or nonblocking, and a nonblocking one may still be initializing; then this call waits for it, for
+ * LIBEP_TIMEOUT or a minute, whichever is longer. NCCL must be libnccl.so.2, the one that the
+ * process has loaded.
+ *
+ * allgather and barrier are ncclAllGather on `comm`, on a stream and in buffers of the bootstrap's
+ * own, on the communicator's device: 4 KiB for each rank on the device, and as much pinned host
+ * memory. Therefore:
+ *
+ * - One thread at a time uses a communicator, and all ranks use it in the same order. Calls that
+ *   use the bootstrap (creating and destroying groups and windows, and handles in latency mode)
+ *   count as uses, like the caller's own collectives.
+ * - If a rank stays away, the others get EP_ERR_TIMEOUT at the deadline. NCCL does not tell which
+ *   rank is missing, unless there are only two. Prefer a nonblocking communicator: the first gather
+ *   over a blocking one connects the ranks, and NCCL sets no deadline for that.
+ * - libep never aborts the communicator. After a timeout its gather still waits on the device, and
+ *   every later gather over the communicator is refused with the same status. Abort the communicator
+ *   (ncclCommAbort) before you destroy other groups, handles or bootstraps on that device: CUDA
+ *   frees memory only when the device is idle. What libep cannot free without waiting stays
+ *   allocated.
+ *
+ * The bootstrap has no share and no messages. It serves the CUDA backend, and the host backend if
+ * all ranks share a node; ranks on several nodes are refused with EP_ERR_UNSUPPORTED. A group's
+ * device does not follow from its bootstrap: call ep_group_config_set_nccl too, or set
+ * config.device.
+ *
+ * Destroy the groups first, then the bootstrap, then the communicator. Several bootstraps may use
+ * one communicator, and several groups one bootstrap.
+ *
+ * EP_ERR_UNSUPPORTED: this build has no CUDA, or the process has no NCCL that libep can use.
+ * EP_ERR_BOOTSTRAP: NCCL reports an error. EP_ERR_TIMEOUT: the communicator is not initialized in
+ * time. EP_ERR_NO_MEMORY.
+ */
+EpStatus ep_bootstrap_nccl(ncclComm_t comm, EpBootstrap *out);
 
 /**
  * Let the group use `comm` instead of creating its own communicator. Its ranks are the bootstrap's
@@ -19,5 +64,9 @@
 static inline void ep_group_config_set_nccl(EpGroupConfig *config, ncclComm_t comm) {
     config->nccl_comm = (void *)comm;
 }
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -27,8 +27,7 @@ static void *allocate(const EpGroup *group, size_t bytes) {
 }
 
 static void release(const EpGroup *group, void *memory) {
-    (void)group;
-    (void)cudaFree(memory);
+    if (!ep_nccl_bootstrap_is_pending(&group->bootstrap)) (void)cudaFree(memory);
 }
 
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,

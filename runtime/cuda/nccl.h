@@ -21,6 +21,7 @@
     X(ncclCommCount)          \
     X(ncclCommUserRank)       \
     X(ncclCommCuDevice)       \
+    X(ncclAllGather)          \
     X(ncclCommAbort)          \
     X(ncclCommDestroy)        \
     X(ncclMemAlloc)           \

@@ -22,6 +22,10 @@ typedef struct EmulatedGrid {
 void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                              const void *arguments, size_t bytes);
 
+/** Enqueue a call of run(arguments) on a stream, with a copy of the arguments. */
+void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments), const void *arguments,
+                      size_t bytes);
+
 /** Run all blocks of a grid, each in its own OS thread, and wait for the last. */
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments);

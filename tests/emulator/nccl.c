@@ -30,7 +30,25 @@ typedef struct Shared {
     int members; /* ranks that have not destroyed it */
     unsigned rounds;
     void *values[2][MAX_RANKS]; /* of the current and the previous round, which may still be read */
+    /* Collectives on streams. */
+    int running;                  /* tasks on streams that use this struct */
+    int present, leaving;         /* ranks in the current collective; of these, who has copied */
+    unsigned collectives;         /* completed */
+    const void *given[MAX_RANKS]; /* each rank's data in the current collective */
+    size_t bytes[MAX_RANKS];
+    int aborted[MAX_RANKS], any_aborted; /* then no collective completes */
 } Shared;
+
+/* One rank's part in a collective on a stream. */
+typedef struct Collective {
+    Shared *shared;
+    int rank, is_sum;
+    unsigned number; /* of the collective; equal on all ranks */
+    const void *from;
+    void *to;
+    size_t bytes;
+    cudaStream_t stream;
+} Collective;
 
 struct ncclComm {
     Shared *shared;
@@ -38,6 +56,9 @@ struct ncclComm {
     int pending; /* has arrived in a round that was not over at the last check */
     unsigned round;
     ncclWindow_t *window; /* output for the window of that round, or NULL */
+    unsigned collectives; /* number of collectives called */
+    int starting;         /* the ncclCommGetAsyncError that makes it 0 enqueues `collective` */
+    Collective collective;
 };
 
 struct ncclWindow_vidmem {
@@ -98,6 +119,99 @@ static Shared *find_shared(const ncclUniqueId *id, int size) {
     return c;
 }
 
+/* ---- collectives on streams ---- */
+
+static int waits(const Collective *c, int condition) {
+    if (c->shared->aborted[c->rank]) return 0;
+    if (condition) pthread_cond_wait(&round_over, &mutex);
+    return condition;
+}
+
+static void gather(const Collective *c) {
+    const Shared *s = c->shared;
+    for (int r = 0; r < s->size; r++) {
+        char *to = (char *)c->to + (size_t)r * c->bytes;
+        if (s->bytes[r] != c->bytes)
+            emulated_die("ncclAllGather: %zu bytes on rank %d, %zu on rank %d", c->bytes, c->rank,
+                         s->bytes[r], r);
+        if (to != s->given[r]) memcpy(to, s->given[r], c->bytes);
+    }
+}
+
+/* The sum of ncclInt32, computed before it is stored, since it may be in place. */
+static void add(const Collective *c, int *sum) {
+    for (size_t i = 0; i < c->bytes / sizeof(int); i++)
+        for (int r = 0; r < c->shared->size; r++)
+            sum[i] += ((const int *)c->shared->given[r])[i];
+}
+
+/* Runs on the stream's thread. Collectives of a communicator take turns, on all streams. A rank
+ * stays until all ranks have read its data. */
+static void run_collective(void *arguments) {
+    const Collective *c = arguments;
+    Shared *s = c->shared;
+    int *sum = c->is_sum ? calloc(1, c->bytes) : NULL;
+    pthread_mutex_lock(&mutex);
+    while (waits(c, s->collectives != c->number))
+        ;
+    s->given[c->rank] = c->from, s->bytes[c->rank] = c->bytes;
+    s->present++;
+    pthread_cond_broadcast(&round_over);
+    while (waits(c, s->present < s->size || s->any_aborted))
+        ;
+    if (!s->aborted[c->rank]) {
+        if (sum)
+            add(c, sum);
+        else
+            gather(c);
+        if (++s->leaving == s->size) s->present = s->leaving = 0, s->collectives++;
+        pthread_cond_broadcast(&round_over);
+    }
+    while (waits(c, s->collectives == c->number))
+        ;
+    if (sum && !s->aborted[c->rank]) memcpy(c->to, sum, c->bytes);
+    s->running--;
+    pthread_cond_broadcast(&round_over);
+    pthread_mutex_unlock(&mutex);
+    free(sum);
+}
+
+/* Enqueue a collective. On a nonblocking communicator ncclCommGetAsyncError does so later, and
+ * until then no other call may use the communicator. */
+static ncclResult_t collective(ncclComm_t comm, const Collective *c) {
+    pthread_mutex_lock(&mutex);
+    if (comm->starting || !has_finished(comm)) {
+        pthread_mutex_unlock(&mutex);
+        return ncclInvalidArgument;
+    }
+    Collective mine = *c;
+    mine.shared = comm->shared, mine.rank = comm->rank, mine.number = comm->collectives++;
+    comm->shared->running++;
+    if (!comm->blocking) comm->collective = mine, comm->starting = 2;
+    pthread_mutex_unlock(&mutex);
+    if (!comm->blocking) return ncclInProgress;
+    emulated_enqueue(mine.stream, run_collective, &mine, sizeof(mine));
+    return ncclSuccess;
+}
+
+ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type,
+                           ncclComm_t comm, cudaStream_t stream) {
+    if (type != ncclUint8) return ncclInvalidArgument;
+    return collective(comm,
+                      &(Collective){.from = from, .to = to, .bytes = count, .stream = stream});
+}
+
+ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type,
+                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+    if (type != ncclInt32 || op != ncclSum) return ncclInvalidArgument;
+    return collective(
+        comm,
+        &(Collective){
+            .is_sum = 1, .from = from, .to = to, .bytes = count * sizeof(int), .stream = stream});
+}
+
+/* ---- communicators ---- */
+
 ncclResult_t ncclGetVersion(int *version) {
     const char *other = getenv("EMULATED_NCCL");
     *version = other ? atoi(other) : VERSION;
@@ -133,29 +247,46 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
     pthread_mutex_lock(&mutex);
     *out = has_finished(comm) ? take_window(comm) : ncclInProgress;
+    int starts = comm->starting == 1;
+    if (comm->starting && --comm->starting) *out = ncclInProgress;
+    Collective c = comm->collective;
     pthread_mutex_unlock(&mutex);
+    if (starts) emulated_enqueue(c.stream, run_collective, &c, sizeof(c));
     return ncclSuccess;
+}
+
+/* Refuse a communicator that is still at work, as NCCL does. */
+static ncclResult_t check_ready(ncclComm_t comm) {
+    pthread_mutex_lock(&mutex);
+    int ready = has_finished(comm) && !comm->starting;
+    pthread_mutex_unlock(&mutex);
+    return ready ? ncclSuccess : ncclInvalidArgument;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *out) {
     *out = comm->shared->size;
-    return ncclSuccess;
+    return check_ready(comm);
 }
 
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out) {
     *out = comm->rank;
-    return ncclSuccess;
+    return check_ready(comm);
 }
 
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out) {
     *out = comm->device;
-    return ncclSuccess;
+    return check_ready(comm);
 }
 
-ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+static ncclResult_t destroy(ncclComm_t comm, int abort) {
     pthread_mutex_lock(&mutex);
     Shared *c = comm->shared, **at = &all_shared;
+    if (comm->starting) c->running--; /* nothing will enqueue it now */
+    c->aborted[comm->rank] = abort, c->any_aborted |= abort;
+    pthread_cond_broadcast(&round_over);
     if (--c->members == 0) {
+        while (c->running)
+            pthread_cond_wait(&round_over, &mutex);
         while (*at != c)
             at = &(*at)->next;
         *at = c->next;
@@ -166,8 +297,13 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     return ncclSuccess;
 }
 
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    return destroy(comm, 0);
+}
+
+/* Ends the rank's collectives on streams, too. */
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-    return ncclCommDestroy(comm);
+    return destroy(comm, 1);
 }
 
 ncclResult_t ncclMemAlloc(void **out, size_t bytes) {
@@ -235,6 +371,8 @@ static const struct {
     FUNCTION(ncclCommCount),
     FUNCTION(ncclCommUserRank),
     FUNCTION(ncclCommCuDevice),
+    FUNCTION(ncclAllGather),
+    FUNCTION(ncclAllReduce),
     FUNCTION(ncclCommAbort),
     FUNCTION(ncclCommDestroy),
     FUNCTION(ncclMemAlloc),

@@ -300,6 +300,11 @@ void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void
     submit(grid->stream, run_kernel, &launch, sizeof(launch), 0);
 }
 
+void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments), const void *arguments,
+                      size_t bytes) {
+    submit(stream, run, arguments, bytes, 0);
+}
+
 /* ---- captures: they make no graphs ---- */
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {

@@ -238,7 +238,6 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.mode = 0), EP_ERR_RANGE, "mode", "0"},
     {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
     {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},
-    {CONFIG(.reserved = 7), EP_ERR_RANGE, "reserved", "7"},
     {CONFIG(.quant = 0), EP_ERR_RANGE, "quant", "0"},
     {CONFIG(.quant = 5), EP_ERR_RANGE, "quant", "5"},
     {CONFIG(.scale_order = 0), EP_ERR_RANGE, "scale_order", "0"},

@@ -85,7 +85,7 @@ SoloTest(runtime_exports, defaults_of_initializers) {
     CHECK(handle.layout == EP_LAYOUT_EXPERT_MAJOR && handle.zero_tail == 0, "layout");
     CHECK(handle.top_k == EP_DEFAULT && handle.alignment == EP_DEFAULT, "inherited");
     CHECK(handle.max_recv_rows == EP_DEFAULT && handle.overflow == EP_DEFAULT, "inherited");
-    CHECK(handle.mode == EP_DEFAULT && handle.reserved == 0, "mode");
+    CHECK(handle.mode == EP_DEFAULT && handle.num_sms == EP_DEFAULT, "mode");
     CHECK(handle.quant == EP_QUANT_NONE && handle.scale_order == EP_SCALES_BY_ROW, "scales");
     CHECK(handle.rows_per_expert == EP_DEFAULT, "rows_per_expert");
 }

@@ -19,7 +19,7 @@ typedef enum {
     ncclInvalidArgument = 4,
     ncclInProgress = 7
 } ncclResult_t;
-typedef enum { ncclInt32 = 2 } ncclDataType_t;
+typedef enum { ncclUint8 = 1, ncclInt32 = 2 } ncclDataType_t;
 typedef enum { ncclSum = 0 } ncclRedOp_t;
 typedef struct ncclComm *ncclComm_t;
 typedef struct ncclWindow_vidmem *ncclWindow_t;
@@ -49,6 +49,8 @@ ncclResult_t ncclMemFree(void *memory);
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t bytes, ncclWindow_t *out,
                                     int flags);
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
+ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type,
+                           ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type,
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
 

@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_GPU_COMMUNICATOR_H
+#define TESTS_GPU_COMMUNICATOR_H
+
+/**
+ * NCCL and a communicator, as a framework brings them.
+ */
+
+#include "ep/ep_nccl.h"
+#include "tests/gpu/device_step.h"
+
+/** Functions of NCCL, loaded at run time. */
+typedef struct Nccl {
+    ncclResult_t (*get_unique_id)(ncclUniqueId *id);
+    ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
+                              ncclConfig_t *config);
+    ncclResult_t (*async_error)(ncclComm_t comm, ncclResult_t *result);
+    ncclResult_t (*all_reduce)(const void *from, void *to, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+    ncclResult_t (*abort)(ncclComm_t comm);
+    ncclResult_t (*destroy)(ncclComm_t comm);
+} Nccl;
+
+/** Load NCCL. Returns false and skips the test if NCCL cannot serve so many ranks here. */
+bool nccl_serves(Nccl *nccl, int ranks);
+
+/** Create a communicator of the bootstrap's ranks on their current devices. A nonblocking one may
+ *  still be initializing when this returns. */
+ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking);
+
+/** Run all operations of a case on a new handle of the group, and compare every byte. */
+void nccl_check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream);
+
+/** Check that the communicator still works: sum 1 + rank over all ranks. */
+void nccl_check_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *bootstrap,
+                      cudaStream_t stream);
+
+#endif
