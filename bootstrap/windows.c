@@ -185,7 +185,7 @@ static EpStatus find_window(const EpCall *call, const EpGroup *group, const void
 }
 
 static EpStatus destroy(EpGroup *group, const EpCall *call, Code code, Code creator, void *memory) {
-    EpWindow window;
+    EpWindow window = {.memory = NULL};
     EpStatus status = find_window(call, group, memory, creator, &window);
     int before = ep_group_enter(group, call->name);
     status = rendezvous(group, call, code, status, &window);

@@ -4,6 +4,7 @@
 #include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "tests/cases/run.h"
 
@@ -147,6 +148,25 @@ ThreadTest(bootstrap_local, callers_bootstrap_cannot_span_nodes, 4) {
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     CHECK_REFUSED(ep_group_create(&own, &config, &group), EP_ERR_UNSUPPORTED, "node", "isend");
+    CHECK(group == NULL, "a group was made");
+}
+
+/* Only one rank has no messages: the others do not wait for it. */
+ThreadTest(bootstrap_local, one_rank_cannot_send_to_nodes, 4) {
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    EpBootstrap own = bootstrap->rank == 3 ? bare(bootstrap) : *bootstrap;
+    own.share = bootstrap->share, own.share_free = bootstrap->share_free;
+    Case c = case_complete((Case){.ranks = 4});
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = 40;
+    EpGroup *group = NULL;
+    struct timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    CHECK_REFUSED(ep_group_create(&own, &config, &group),
+                  bootstrap->rank == 3 ? EP_ERR_UNSUPPORTED : EP_ERR_PEER, "rank 3", "isend");
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    CHECK(end.tv_sec - start.tv_sec < 20, "it took %ld s", (long)(end.tv_sec - start.tv_sec));
     CHECK(group == NULL, "a group was made");
 }
 
