@@ -877,7 +877,7 @@ typedef struct EpFinding {
     EpStatus status;  /**< EP_OK: nothing to report */
     int32_t rank;     /**< rank that found the error */
     int32_t peer;     /**< rank that the error concerns */
-    int64_t token, k; /**< EP_ERR_ROUTING: the first such entry */
+    int64_t token, k; /**< EP_ERR_ROUTING: the first such entry of one step */
     int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: capacity. Waits: expected round */
     int64_t seen;     /**< EP_ERR_ROUTING: index. EP_ERR_OVERFLOW: rows needed. Waits: round seen */
     int64_t count;    /**< number of such entries or slots */
