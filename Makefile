@@ -90,7 +90,8 @@ tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
-libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $B/ep.pc $B/ep-mpi.pc
+package_files := $B/ep.pc $B/ep-mpi.pc $B/epConfig.cmake $B/epConfigVersion.cmake
+libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(package_files)
 
 .PHONY: all help libs demo check check-gpu check-emulated run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
@@ -236,9 +237,116 @@ Requires: ep
 Libs: -L$${libdir} -lep_mpi $(mpi_libs)
 Cflags: $(mpi_cflags)
 endef
+
+# CMake's package files find everything relative to their own folder, so an installed tree may be
+# moved. Before 1.0.0 a minor version may change the interface.
+include_from_cmake = $(shell realpath -ms --relative-to='$(LIBDIR)/cmake/ep' '$(INCLUDEDIR)')
+version_part = $(word $1,$(subst ., ,$(VERSION)))
+ifeq ($(CUDA),1)
+define ep_cmake_cuda
+find_package(CUDAToolkit QUIET)
+if(TARGET CUDA::cudart_static)
+  list(APPEND _ep_private CUDA::cudart_static)
+else()
+  list(APPEND _ep_private "-L$(CUDA_HOME)/lib64" cudart_static dl rt)
+endif()
+
+endef
+endif
+define epConfig_cmake
+# Targets: ep::ep (shared) and ep::ep_static; with COMPONENTS mpi also ep::mpi (shared) and
+# ep::mpi_static, which bring these.
+if(CMAKE_VERSION VERSION_LESS 3.12)
+  set(ep_FOUND FALSE)
+  set(ep_NOT_FOUND_MESSAGE "libep expects CMake 3.12 or newer, got $${CMAKE_VERSION}")
+  return()
+endif()
+cmake_policy(VERSION 3.12...3.28)
+
+get_filename_component(_ep_here "$${CMAKE_CURRENT_LIST_DIR}" REALPATH)
+get_filename_component(_ep_lib "$${_ep_here}/../.." ABSOLUTE)
+get_filename_component(_ep_include "$${_ep_here}/$(include_from_cmake)" ABSOLUTE)
+
+macro(_ep_add target kind file)
+  if(NOT TARGET ep::$${target})
+    add_library(ep::$${target} $${kind} IMPORTED)
+    set_target_properties(ep::$${target} PROPERTIES
+      IMPORTED_LOCATION "$${_ep_lib}/$${file}"
+      INTERFACE_INCLUDE_DIRECTORIES "$${_ep_include}"
+      INTERFACE_LINK_LIBRARIES "$${ARGN}")
+    if("$${kind}" STREQUAL "SHARED")
+      set_target_properties(ep::$${target} PROPERTIES IMPORTED_SONAME "$${file}")
+    endif()
+  endif()
+endmacro()
+
+find_library(EP_HWLOC_LIBRARY hwloc)
+mark_as_advanced(EP_HWLOC_LIBRARY)
+if(EP_HWLOC_LIBRARY)
+  set(_ep_private "$${EP_HWLOC_LIBRARY}")
+else()
+  set(_ep_private hwloc)
+endif()
+$(ep_cmake_cuda)list(APPEND _ep_private -pthread m)
+_ep_add(ep SHARED libep.so.$(SOVERSION))
+_ep_add(ep_static STATIC libep.a $${_ep_private})
+
+if("mpi" IN_LIST ep_FIND_COMPONENTS)
+  get_property(_ep_languages GLOBAL PROPERTY ENABLED_LANGUAGES)
+  set(_ep_language CXX)
+  if("C" IN_LIST _ep_languages)
+    set(_ep_language C)
+  endif()
+  find_package(MPI QUIET COMPONENTS $${_ep_language})
+  set(ep_mpi_FOUND $${MPI_$${_ep_language}_FOUND})
+  if(ep_mpi_FOUND)
+    _ep_add(mpi SHARED libep_mpi.so.$(SOVERSION) ep::ep MPI::MPI_$${_ep_language})
+    _ep_add(mpi_static STATIC libep_mpi.a ep::ep_static MPI::MPI_$${_ep_language})
+  endif()
+endif()
+
+foreach(_ep_component IN LISTS ep_FIND_COMPONENTS)
+  if(ep_FIND_REQUIRED_$${_ep_component} AND NOT ep_$${_ep_component}_FOUND)
+    set(ep_FOUND FALSE)
+    if(_ep_component STREQUAL "mpi")
+      set(ep_NOT_FOUND_MESSAGE "the component mpi of libep expects MPI, got none")
+    else()
+      set(ep_NOT_FOUND_MESSAGE "libep has the component mpi alone, got $${_ep_component}")
+    endif()
+  endif()
+endforeach()
+endef
+define epConfigVersion_cmake
+set(PACKAGE_VERSION "$(VERSION)")
+set(PACKAGE_VERSION_COMPATIBLE FALSE)
+if(PACKAGE_FIND_VERSION_RANGE)
+  if(PACKAGE_VERSION VERSION_GREATER_EQUAL PACKAGE_FIND_VERSION_MIN AND
+     (PACKAGE_VERSION VERSION_LESS PACKAGE_FIND_VERSION_MAX OR
+      (PACKAGE_FIND_VERSION_RANGE_MAX STREQUAL "INCLUDE" AND
+       PACKAGE_VERSION VERSION_EQUAL PACKAGE_FIND_VERSION_MAX)))
+    set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  endif()
+elseif(NOT PACKAGE_FIND_VERSION)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+elseif(PACKAGE_FIND_VERSION_MAJOR EQUAL $(call version_part,1) AND
+       ($(call version_part,1) GREATER 0 OR PACKAGE_FIND_VERSION_COUNT EQUAL 1 OR
+        PACKAGE_FIND_VERSION_MINOR EQUAL $(call version_part,2)) AND
+       PACKAGE_VERSION VERSION_GREATER_EQUAL PACKAGE_FIND_VERSION)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  if(PACKAGE_VERSION VERSION_EQUAL PACKAGE_FIND_VERSION)
+    set(PACKAGE_VERSION_EXACT TRUE)
+  endif()
+endif()
+if(CMAKE_SIZEOF_VOID_P AND NOT CMAKE_SIZEOF_VOID_P EQUAL 8)
+  set(PACKAGE_VERSION_UNSUITABLE TRUE)
+endif()
+endef
+
 # Written at each run, since PREFIX may differ from the last run's.
 $B/ep.pc $B/ep-mpi.pc: $B/%.pc: again
 	$(file >$@,$($*_pc))
+$B/epConfig.cmake $B/epConfigVersion.cmake: $B/%.cmake: again
+	$(file >$@,$($*_cmake))
 
 -include $(shell find $B -name '*.d' 2>/dev/null)
 
@@ -300,13 +408,15 @@ deps:
 	@sh tools/deps.sh
 
 install: libs $(tools)
-	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR)/ep $(DESTDIR)$(BINDIR)
+	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(LIBDIR)/cmake/ep \
+	    $(DESTDIR)$(INCLUDEDIR)/ep $(DESTDIR)$(BINDIR)
 	install -m 644 include/ep/*.h $(DESTDIR)$(INCLUDEDIR)/ep
 	install -m 644 $B/libep.a $B/libep_mpi.a $(DESTDIR)$(LIBDIR)
 	install -m 755 $B/libep.so.$(SOVERSION) $B/libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)
 	ln -sf libep.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep.so
 	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
-	install -m 644 $B/ep.pc $B/ep-mpi.pc $(DESTDIR)$(LIBDIR)/pkgconfig
+	install -m 644 $(filter %.pc,$(package_files)) $(DESTDIR)$(LIBDIR)/pkgconfig
+	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
 
 clean:

@@ -36,7 +36,7 @@ extern "C" {
  *   rank is missing, unless there are only two. Prefer a nonblocking communicator: the first gather
  *   over a blocking one connects the ranks, and NCCL sets no deadline for that.
  * - libep never aborts the communicator. After a timeout its gather still waits on the device, and
- *   every later gather over the communicator is refused with the same status. Abort the communicator
+ *   later gathers over the communicator are refused with the same status. Abort the communicator
  *   (ncclCommAbort) before you destroy other groups, handles or bootstraps on that device: CUDA
  *   frees memory only when the device is idle. What libep cannot free without waiting stays
  *   allocated.
