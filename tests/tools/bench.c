@@ -203,11 +203,15 @@ static void read_file(const char *path, char *text, size_t size) {
     fclose(file);
 }
 
-static void write_file(const char *path, const char *text) {
+static void write_bytes(const char *path, const char *text, size_t bytes) {
     FILE *file = fopen(path, "w");
     REQUIRE(file, "cannot write %s", path);
-    fputs(text, file);
+    fwrite(text, 1, bytes, file);
     fclose(file);
+}
+
+static void write_file(const char *path, const char *text) {
+    write_bytes(path, text, strlen(text));
 }
 
 SoloTest(tools_bench, json_has_the_documented_keys) {
@@ -354,7 +358,25 @@ static const BadTrace bad_traces[] = {
     {HEAD "tokens 1\n0 1 two\n", 4, "two"},
     {HEAD "tokens 1\n0 1 2\n", 5, "end of the file"},
     {HEAD "tokens 0\ntokens 0\ntokens 0\n", 5, "more"},
+    {HEAD "tokens +1\n", 3, "+1"},
+    {HEAD "tokens 1\n0 +1 2\n", 4, "+1"},
+    {HEAD "tokens 1\n0 - 2\n", 4, "- 2"},
+    {HEAD "tokens 1\n0 -+1 2\n", 4, "-+1"},
 };
+
+/* Bytes behind a zero byte would otherwise be ignored. */
+SoloTest(tools_trace, zero_bytes_are_refused) {
+    static const char behind[] = HEAD "tokens 1\n0 1 2\0 3 4 5\ntokens 0\n";
+    static const char last[] = HEAD "tokens 1\n0 1 2\ntokens 0\0\n";
+    char where[128];
+    write_bytes(trace_path, behind, sizeof(behind) - 1);
+    snprintf(where, sizeof(where), "%s:4: ", trace_path);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, "zero byte");
+    write_bytes(trace_path, last, sizeof(last) - 1);
+    snprintf(where, sizeof(where), "%s:5: ", trace_path);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
+}
 
 SoloTest(tools_trace, bad_traces_are_refused) {
     for (int i = 0; i < LENGTH(bad_traces); i++) {
