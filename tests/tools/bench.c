@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tests/harness/check.h"
@@ -112,6 +113,20 @@ SoloTest(tools_bench, bad_options_are_refused) {
 SoloTest(tools_bench, help_and_version) {
     check_run("--help", 0, "--save-routing", NULL);
     check_run("--version", 0, "0.1.0", NULL);
+}
+
+/* A malformed setting is a bad request, under any number of ranks. */
+SoloTest(tools_bench, malformed_settings_are_refused) {
+    static const char *const settings[][2] = {{"LIBEP_TIMEOUT", "soon"},
+                                              {"LIBEP_BACKEND", "gpu"},
+                                              {"LIBEP_STAGE_BYTES", "12Q"},
+                                              {"LIBEP_TOPOLOGY", "2/gibberish"}};
+    for (int i = 0; i < LENGTH(settings); i++) {
+        setenv(settings[i][0], settings[i][1], 1);
+        check_run("--threads 1 --tokens 4", 2, NULL, settings[i][0]);
+        check_run("--threads 2 --tokens 4", 2, NULL, settings[i][0]);
+        unsetenv(settings[i][0]);
+    }
 }
 
 /* Options of every run below: small and quick. The check is on by default. */
@@ -434,4 +449,34 @@ SoloTest(mpi_bench, correct_with_and_without_baseline) {
 SoloTest(mpi_bench, bad_options_are_refused) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     check_mpirun(2, "--tokens", "many", 2, "\"many\"");
+}
+
+/* A rank is killed behind mpirun's back. The others name it, and wait for it once. */
+SoloTest(mpi_bench, a_killed_rank_is_named_in_time) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    char script[4600];
+    snprintf(script, sizeof(script),
+             "%s -n 1000000 --hidden 64 --tokens 16 & p=$!; "
+             "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 1; kill -9 $p; exec sleep 50; fi; "
+             "wait $p",
+             build_path("ep_bench"));
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    setenv("LIBEP_TIMEOUT", "6", 1);
+    const char *argv[] = {"mpirun",    "--oversubscribe",
+                          "--bind-to", "none",
+                          "--timeout", "60",
+                          "-n",        "3",
+                          "sh",        "-c",
+                          script,      NULL};
+    time_t begin = time(NULL);
+    ProcessResult result = process_run(argv, 1);
+    double seconds = difftime(time(NULL), begin);
+    unsetenv("LIBEP_TIMEOUT");
+    /* One second of work, 6 for the library's wait, 5 for the ranks to agree. */
+    CHECK(seconds < 16, "took %g s: %s", seconds, result.out);
+    const char *said = strstr(result.out, "ep_bench: rank ");
+    CHECK(said && strstr(said, ": rank 1 did not arrive within 6 s"), "%s", result.out);
+    CHECK(!strstr(result.out, "within 11 s"), "waited twice: %s", result.out);
+    process_result_free(&result);
 }

@@ -321,6 +321,7 @@ bool measure_size(World *world, const Options *options, int64_t size, SizeResult
     bool ok = case_create(world, options, size, &c);
     if (ok) ok = world_all(world, check_create(&c, &check)) && measure_case(&c, &check, out);
     check_destroy(&check);
-    case_destroy(&c);
+    /* Destroying may wait for the rank that is lost. The process ends now. */
+    if (!world->broken) case_destroy(&c);
     return ok;
 }
