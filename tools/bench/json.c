@@ -148,9 +148,12 @@ static void put_phase(Json *j, const PhaseResult *phase) {
     put_int(j, "remote_bytes", phase->remote_bytes);
     put_int(j, "local_bytes", phase->local_bytes);
     put_int(j, "useful_bytes", phase->useful_bytes);
-    if (phase->floor_us > 0) {
-        put_real(j, "floor_us", phase->floor_us);
-        put_real(j, "floor_ratio", phase->time.median_us / phase->floor_us);
+    if (phase->memory_bytes > 0) put_int(j, "memory_bytes", phase->memory_bytes);
+    if (phase->wire_us > 0) put_real(j, "wire_us", phase->wire_us);
+    if (phase->mem_us > 0) put_real(j, "mem_us", phase->mem_us);
+    if (phase_floor_us(phase) > 0) {
+        put_real(j, "floor_us", phase_floor_us(phase));
+        put_real(j, "floor_ratio", phase->time.median_us / phase_floor_us(phase));
     }
     if (phase->issue_us >= 0) put_real(j, "issue_us", phase->issue_us);
     if (phase->plain_us >= 0) put_real(j, "plain_us", phase->plain_us);

@@ -76,14 +76,16 @@ static void report_backend(const EpGroupMemory *memory) {
 static void report_table_head(const Report *report) {
     bool cuda = report->memory.backend == EP_BACKEND_CUDA;
     bool stores = report->options->mode == EP_MODE_LATENCY;
-    printf("#\n# bytes are per rank, the mean over ranks; floor is %s%s\n",
-           !cuda                      ? "a memcpy of the same bytes"
-           : report->world->size == 1 ? "a copy of the slots by a plain kernel"
-           : stores                   ? "the remote bytes stored by a plain kernel"
-                                      : "the remote bytes pushed by a plain copy kernel",
-           cuda && stores ? ", in a graph" : "");
-    printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
-           "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
+    printf("#\n# bytes are per rank, the mean over ranks; ratio is to the larger floor\n");
+    if (cuda)
+        printf("# floors: wire, the remote bytes %s; mem, the GPU memory's bytes copied by one%s\n",
+               stores ? "stored by a plain kernel" : "pushed by a plain copy kernel",
+               stores ? "; in graphs" : "");
+    else
+        printf("# floors: mem, a memcpy of the same bytes\n");
+    printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %10s %6s %7s\n", "tokens", "phase",
+           "median_us", "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "wire_us", "mem_us",
+           "ratio", "#wrong");
 }
 
 /* How the table's times come from graphs: of one call, or of one among many in a graph. */
@@ -118,16 +120,22 @@ void report_header(const Report *report) {
 
 /* ---- one size ------------------------------------------------------------------------------ */
 
+static void report_floor(double value, int width, int digits) {
+    if (value > 0)
+        printf(" %*.*f", width, digits, value);
+    else
+        printf(" %*s", width, "-");
+}
+
 static void report_phase(const SizeResult *result, const PhaseResult *phase) {
     double us = phase->time.median_us;
     if (phase->absent) return;
     printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
            phase->name, us, phase->time.p99_us, (long long)phase->remote_bytes,
            (long long)phase->local_bytes, us > 0 ? (double)phase->useful_bytes / us * 1e-3 : 0);
-    if (phase->floor_us > 0)
-        printf(" %10.1f %6.2f", phase->floor_us, us / phase->floor_us);
-    else
-        printf(" %10s %6s", "-", "-");
+    report_floor(phase->wire_us, 10, 1);
+    report_floor(phase->mem_us, 10, 1);
+    report_floor(phase_floor_us(phase) > 0 ? us / phase_floor_us(phase) : -1, 6, 2);
     if (phase->wrong >= 0)
         printf(" %7lld\n", (long long)phase->wrong);
     else
