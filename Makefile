@@ -20,6 +20,8 @@ PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 BINDIR ?= $(PREFIX)/bin
+# ep_bench looks for its models in ../share/libep, as seen from its own folder.
+SHAREDIR ?= $(BINDIR)/../share
 
 ifdef ASAN
 variant := -asan
@@ -308,6 +310,8 @@ install: libs $(tools)
 	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
 	install -m 644 $B/ep.pc $B/ep-mpi.pc $(DESTDIR)$(LIBDIR)/pkgconfig
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
+	install -d $(DESTDIR)$(SHAREDIR)/libep
+	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
 
 clean:
 	rm -rf build build-asan build-tsan

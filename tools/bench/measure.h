@@ -109,12 +109,27 @@ typedef struct Report {
     char device[256];     /**< the GPU of rank 0, or "" */
 } Report;
 
-/** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
-void report_header(const Report *report);
-void report_size(const SizeResult *result);
-void report_footer(const Report *report, int64_t wrong);
+/** The sizes of one shape in one mode: the whole run, or with --models a part of it. */
+typedef struct Run {
+    char model[64]; /**< "" without --models */
+    Options options;
+    Report report;
+    SizeResult *results; /**< [count] */
+    int count;
+} Run;
 
-/** Write the results as JSON. The last size's results are also at the top level. */
-bool json_write(const Report *report, const SizeResult *results, int count);
+typedef struct RunList {
+    ModelList models; /**< of no count without --models */
+    Run *runs;
+    int count;
+} RunList;
+
+/** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
+void report_header(const RunList *list);
+void report_size(const Run *run, const SizeResult *result);
+void report_footer(const RunList *list, int64_t wrong);
+
+/** Write the results as JSON to `path`. Of a single run, the last size's are at the top level. */
+bool json_write(const RunList *list, const char *path);
 
 #endif
