@@ -20,6 +20,8 @@ PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 BINDIR ?= $(PREFIX)/bin
+# ep_bench looks for its models in ../share/libep, as seen from its own folder.
+SHAREDIR ?= $(BINDIR)/../share
 
 ifdef ASAN
 variant := -asan
@@ -418,6 +420,8 @@ install: libs $(tools)
 	install -m 644 $(filter %.pc,$(package_files)) $(DESTDIR)$(LIBDIR)/pkgconfig
 	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
+	install -d $(DESTDIR)$(SHAREDIR)/libep
+	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
 
 clean:
 	rm -rf build build-asan build-tsan

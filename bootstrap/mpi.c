@@ -105,8 +105,11 @@ static EpStatus fail_missing(const Gathering *g) {
         if (g->requests[r] != MPI_REQUEST_NULL)
             return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not arrive within %g s",
                         self->rank, r, g->seconds);
-    return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: a message was not received within %g s",
-                self->rank, g->seconds);
+    int unsent = self->size; /* all have arrived, but one has not received */
+    while (unsent + 1 < 2 * self->size && g->requests[unsent] == MPI_REQUEST_NULL)
+        unsent++;
+    return fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d did not receive a message within %g s",
+                self->rank, unsent - self->size, g->seconds);
 }
 
 static EpStatus finish_gathering(Gathering *g) {

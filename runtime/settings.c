@@ -54,6 +54,32 @@ static EpStatus parse_EpSettingText(const char *name, const char *kind, const ch
     return EP_OK;
 }
 
+enum { MAX_SYNTHETIC_PUS = 4096 };
+
+/* Processing units of a description: the product of its levels' counts, as in "numa:2 core:4 pu:1"
+ * or "2 4 1". Attributes in parentheses and memory in brackets have no part in it. Stops above the
+ * limit, so the product cannot overflow. What is no description is left to hwloc. */
+static uint64_t count_synthetic_pus(const char *at) {
+    uint64_t pus = 1;
+    while (*at && pus <= MAX_SYNTHETIC_PUS) {
+        if (*at == '(' || *at == '[') {
+            at += strcspn(at, *at == '(' ? ")" : "]");
+        } else if (*at >= '0' && *at <= '9') {
+            char *end;
+            unsigned long long count = strtoull(at, &end, 0); /* as hwloc: also 0x and 0 */
+            if (count > MAX_SYNTHETIC_PUS) count = MAX_SYNTHETIC_PUS + 1ull;
+            pus *= count > 0 ? count : 1;
+            at = end;
+            continue;
+        } else if (*at != ' ') { /* the name of a level, which may contain digits */
+            at += strcspn(at, ": ([");
+            if (*at != ':') continue;
+        }
+        at += *at != 0;
+    }
+    return pus;
+}
+
 static int is_synthetic(const char *description) {
     hwloc_topology_t topology;
     if (hwloc_topology_init(&topology)) return 0;
@@ -69,7 +95,11 @@ static EpStatus parse_EpSettingTopology(const char *name, const char *kind, cons
     long nodes = text[0] ? strtol(text, &end, 10) : 0;
     const char *hwloc = *end == '/' ? end + 1 : end;
     int bad = text[0] && (nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'));
-    if (bad || strlen(hwloc) >= sizeof(out->hwloc) || (hwloc[0] && !is_synthetic(hwloc)))
+    bad = bad || strlen(hwloc) >= sizeof(out->hwloc);
+    /* hwloc would work on it for minutes. */
+    if (!bad && count_synthetic_pus(hwloc) > MAX_SYNTHETIC_PUS)
+        return malformed(name, "a machine of at most 4096 processing units (pu)", text);
+    if (bad || (hwloc[0] && !is_synthetic(hwloc)))
         return malformed(name, "NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1", text);
     out->nodes = (int32_t)nodes;
     snprintf(out->hwloc, sizeof(out->hwloc), "%s", hwloc);

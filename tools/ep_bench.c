@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tools/bench/device.h"
 #include "tools/bench/measure.h"
@@ -37,18 +38,56 @@ static int list_sizes(const Options *o, int64_t *sizes) {
 
 enum { MAX_SIZES = 64 };
 
+/* ---- progress ------------------------------------------------------------------------------ */
+
+/* With --models a terminal shows which of `total` sizes is being measured, on a line that the next
+ * output replaces. */
+static void show_progress(const World *world, const Run *run, int64_t size, int number, int total) {
+    if (world->rank != 0 || !run->model[0] || !isatty(STDERR_FILENO)) return;
+    fprintf(stderr, "\r\033[K%d of %d: %s, %s, %lld tokens", number, total, run->model,
+            options_mode_name(run->options.mode), (long long)size);
+    fflush(stderr);
+}
+
+static void clear_progress(const World *world, const Run *run) {
+    if (world->rank == 0 && run->model[0] && isatty(STDERR_FILENO)) fputs("\r\033[K", stderr);
+}
+
+/* ---- runs ---------------------------------------------------------------------------------- */
+
+/* Say which model a failure is about. */
+static bool fail_model(const Run *run, int64_t size) {
+    char message[BENCH_MESSAGE_BYTES], text[2 * BENCH_MESSAGE_BYTES];
+    if (!run->model[0]) return false;
+    snprintf(message, sizeof(message), "%s", bench_error_message());
+    snprintf(text, sizeof(text), "%s, %s, %lld tokens: %s", run->model,
+             options_mode_name(run->options.mode), (long long)size, message);
+    bench_error_set(bench_error_exit_status(), text);
+    return false;
+}
+
 /* False after a failure. *wrong counts wrong elements, which are no failure. */
-static bool sweep(World *world, const Report *report, SizeResult *results, int64_t *wrong) {
-    const Options *o = report->options;
+static bool sweep(World *world, Run *run, int number, int total, int64_t *wrong) {
     int64_t sizes[MAX_SIZES];
-    int count = list_sizes(o, sizes);
+    int count = list_sizes(&run->options, sizes);
     for (int i = 0; i < count; i++) {
-        if (!measure_size(world, o, sizes[i], &results[i])) return false;
-        *wrong += results[i].wrong;
-        if (world->rank == 0) report_size(&results[i]);
+        show_progress(world, run, sizes[i], number + i + 1, total);
+        bool ok = measure_size(world, &run->options, sizes[i], &run->results[i]);
+        clear_progress(world, run);
+        if (!ok) return fail_model(run, sizes[i]);
+        *wrong += run->results[i].wrong;
+        run->count = i + 1;
+        if (world->rank == 0) report_size(run, &run->results[i]);
     }
-    bool ok = world->rank != 0 || !o->json_path || json_write(report, results, count);
-    return world_all(world, ok);
+    return true;
+}
+
+static bool sweep_all(World *world, const RunList *list, const char *json_path, int64_t *wrong) {
+    int64_t sizes[MAX_SIZES];
+    const int each = list_sizes(&list->runs[0].options, sizes);
+    for (int i = 0; i < list->count; i++)
+        if (!sweep(world, &list->runs[i], i * each, list->count * each, wrong)) return false;
+    return world_all(world, world->rank != 0 || !json_path || json_write(list, json_path));
 }
 
 /* Rank 0 prints the message, which all ranks share; if the ranks cannot communicate, each rank
@@ -108,20 +147,54 @@ static bool start_report(World *world, const Options *options, Report *report) {
            world_all(world, probe_files(world, options));
 }
 
-static bool run(World *world, const Options *options, SizeResult *results) {
-    Report report;
+/* A run for each model and mode, or one. */
+static bool list_runs(World *world, const Options *options, RunList *list) {
+    int64_t modes[2];
+    const int num_modes = options->models ? options_list_modes(options, modes) : 1;
+    if (options->models && !models_load(world, options->models_path, &list->models)) return false;
+    list->count = options->models ? (int)list->models.count * num_modes : 1;
+    list->runs = bench_alloc((size_t)list->count, sizeof(Run), "runs");
+    bool ok = list->runs != NULL;
+    for (int i = 0; ok && i < list->count; i++) {
+        Run *run = &list->runs[i];
+        const Model *model = options->models ? &list->models.models[i / num_modes] : NULL;
+        run->options = *options;
+        if (model) {
+            memcpy(run->model, model->name, sizeof(run->model));
+            ok = options_for_model(options, list->models.path, model, modes[i % num_modes],
+                                   &run->options);
+        }
+        run->results = bench_alloc(MAX_SIZES, sizeof(SizeResult), "results");
+        ok = ok && run->results;
+    }
+    return world_all(world, ok);
+}
+
+static void free_runs(RunList *list) {
+    for (int i = 0; list->runs && i < list->count; i++)
+        free(list->runs[i].results);
+    free(list->runs);
+    models_free(&list->models);
+}
+
+static bool run_all(World *world, const Options *options, RunList *list) {
     int64_t wrong = 0;
-    if (!start_report(world, options, &report)) return false;
-    if (world->rank == 0) report_header(&report);
-    if (!sweep(world, &report, results, &wrong)) return false;
-    if (world->rank == 0) report_footer(&report, wrong);
+    if (!list_runs(world, options, list)) return false;
+    for (int i = 0; i < list->count; i++) {
+        Run *run = &list->runs[i];
+        if (!start_report(world, &run->options, &run->report))
+            return fail_model(run, run->options.tokens_end);
+    }
+    if (world->rank == 0) report_header(list);
+    if (!sweep_all(world, list, options->json_path, &wrong)) return false;
+    if (world->rank == 0) report_footer(list, wrong);
     return wrong == 0 || bench_fail("%lld elements are wrong", (long long)wrong);
 }
 
 static int bench(World *world, const Options *options) {
-    SizeResult *results = bench_alloc(MAX_SIZES, sizeof(SizeResult), "results");
-    bool ok = world_all(world, results != NULL) && run(world, options, results);
-    free(results);
+    RunList list = {.count = 0};
+    bool ok = run_all(world, options, &list);
+    free_runs(&list);
     return ok ? BENCH_EXIT_OK : print_error(world);
 }
 

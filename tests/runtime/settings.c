@@ -89,6 +89,12 @@ static const Malformed malformed[] = {
     {"LIBEP_TOPOLOGY", "-2"},
     {"LIBEP_TOPOLOGY", "0"},
     {"LIBEP_TOPOLOGY", "2/gibberish"},
+    {"LIBEP_TOPOLOGY", "2/numa:999999 pu:9999"},
+    {"LIBEP_TOPOLOGY", "2/numa:2(memory=1GB) l2cache:1024 core:1024 pu:1"},
+    {"LIBEP_TOPOLOGY", "2/1024 1025"},
+    {"LIBEP_TOPOLOGY", "2/pu:0xffffffff"},
+    {"LIBEP_TOPOLOGY", "2/pu:-1"},
+    {"LIBEP_TOPOLOGY", "2/pu:99999999999999999999999"},
 };
 
 /* An error names the values that the setting accepts. */
@@ -99,6 +105,22 @@ SoloTest(runtime_settings, sentences_of_counts_and_sizes) {
     setenv("LIBEP_STAGE_BYTES", "many", 1);
     CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_STAGE_BYTES", "512K");
     unsetenv("LIBEP_STAGE_BYTES");
+}
+
+/* hwloc is not asked about a machine that is too large: it would take minutes. */
+SoloTest(runtime_settings, machines_that_are_too_large) {
+    setenv("LIBEP_TOPOLOGY", "2/numa:999999 pu:9999", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY",
+                  "at most 4096 processing units", "2/numa:999999 pu:9999");
+    static const char *const valid[] = {"2/numa:2 core:4 pu:1", "2/numa:64 pu:64",
+                                        "2/[numa(memory=1GB)] group2:2 l3:2(size=1MB) pu:4",
+                                        "2/2 4 0x10"};
+    for (size_t i = 0; i < sizeof(valid) / sizeof(valid[0]); i++) {
+        setenv("LIBEP_TOPOLOGY", valid[i], 1);
+        check_note("%s", valid[i]);
+        CHECK_OK(ep_settings(NULL, NULL));
+    }
+    unsetenv("LIBEP_TOPOLOGY");
 }
 
 SoloTest(runtime_settings, malformed_values_refuse_the_group) {

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench as users run it: invalid options give exit status 2 and a message, valid runs are
  * correct, trace files survive a round trip, invalid trace files are refused. */
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tests/harness/check.h"
@@ -102,6 +105,20 @@ static const BadOptions bad_options[] = {
     {"--threads 2 --baseline", "--baseline"},
     {"--threads 2 -J /nonexistent/folder/x.json", "/nonexistent/folder/x.json"},
     {"--threads 2 --save-routing /nonexistent/folder/x --tokens 4", "/nonexistent/folder/x"},
+    {"--models --hidden 64", "--hidden"},
+    {"--models --top-k 2", "--top-k"},
+    {"--models --experts 8", "--experts"},
+    {"--models --routing file:x", "--routing"},
+    {"--models --save-routing x", "--save-routing"},
+    {"--models --baseline", "--baseline"},
+    {"--models --rows-per-expert 4", "--layout batched"},
+    {"--models --mode throughput --split", "--mode latency"},
+    {"--models -b 64 -e 32", "--end"},
+    {"--threads 1 --models /nonexistent/models", "/nonexistent/models"},
+    {"--threads 1 --models=/nonexistent/models", "/nonexistent/models"},
+    {"--threads 1 --models=", "--models"},
+    {"--threads 1 --models /dev/null", "at least one model"},
+    {"--threads 1 --models /tmp", "/tmp"},
 };
 
 SoloTest(tools_bench, bad_options_are_refused) {
@@ -112,6 +129,20 @@ SoloTest(tools_bench, bad_options_are_refused) {
 SoloTest(tools_bench, help_and_version) {
     check_run("--help", 0, "--save-routing", NULL);
     check_run("--version", 0, "0.1.0", NULL);
+}
+
+/* A malformed setting is a bad request, under any number of ranks. */
+SoloTest(tools_bench, malformed_settings_are_refused) {
+    static const char *const settings[][2] = {{"LIBEP_TIMEOUT", "soon"},
+                                              {"LIBEP_BACKEND", "gpu"},
+                                              {"LIBEP_STAGE_BYTES", "12Q"},
+                                              {"LIBEP_TOPOLOGY", "2/gibberish"}};
+    for (int i = 0; i < LENGTH(settings); i++) {
+        setenv(settings[i][0], settings[i][1], 1);
+        check_run("--threads 1 --tokens 4", 2, NULL, settings[i][0]);
+        check_run("--threads 2 --tokens 4", 2, NULL, settings[i][0]);
+        unsetenv(settings[i][0]);
+    }
 }
 
 /* Options of every run below: small and quick. The check is on by default. */
@@ -203,19 +234,24 @@ static void read_file(const char *path, char *text, size_t size) {
     fclose(file);
 }
 
-static void write_file(const char *path, const char *text) {
+static void write_bytes(const char *path, const char *text, size_t bytes) {
     FILE *file = fopen(path, "w");
     REQUIRE(file, "cannot write %s", path);
-    fputs(text, file);
+    fwrite(text, 1, bytes, file);
     fclose(file);
 }
 
+static void write_file(const char *path, const char *text) {
+    write_bytes(path, text, strlen(text));
+}
+
 SoloTest(tools_bench, json_has_the_documented_keys) {
-    static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",       "\"config\"",
-                                       "\"machine\"",      "\"library_bytes\"",  "\"phases\"",
-                                       "\"median_us\"",    "\"p99_us\"",         "\"name\"",
-                                       "\"remote_bytes\"", "\"prepare\"",        "\"local_bytes\"",
-                                       "\"floor_ratio\"",  "\"zero_copy\": true"};
+    static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",        "\"config\"",
+                                       "\"machine\"",      "\"library_bytes\"",   "\"phases\"",
+                                       "\"median_us\"",    "\"p99_us\"",          "\"name\"",
+                                       "\"remote_bytes\"", "\"prepare\"",         "\"local_bytes\"",
+                                       "\"floor_ratio\"",  "\"zero_copy\": true", "\"floor_us\"",
+                                       "\"mem_us\"",       "\"memory_bytes\""};
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_json_XXXXXX";
     close(mkstemp(path));
@@ -225,6 +261,7 @@ SoloTest(tools_bench, json_has_the_documented_keys) {
     unlink(path);
     for (int i = 0; i < LENGTH(keys); i++)
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+    CHECK(!strstr(text, "\"wire_us\""), "the host has no wire: %s", text);
 }
 
 /* With --split each send and wait call is also timed alone. */
@@ -282,6 +319,242 @@ SoloTest(tools_bench, weights_and_scales_are_counted) {
         long long bytes = dispatch_bytes(line);
         CHECK(bytes == cases[i].bytes, "'%s': %lld bytes", line, bytes);
     }
+}
+
+/* Rows of 128 bytes, 16 tokens on each of two ranks, half of each token's slots on either. */
+typedef struct MemoryCase {
+    const char *options;
+    long long dispatch, combine, combine_backward, dispatch_backward; /* 0: no such phase */
+} MemoryCase;
+
+static const MemoryCase memory_cases[] = {
+    /* One slot a rank: 16 rows read, 32 written; 32 read, 16 sums written and read, 16 written. */
+    {"--experts 2 --top-k 2 --weighted 0 --align 1", 48 * 128, 80 * 128, 48 * 128, 80 * 128},
+    /* Two slots a rank: the other rank's 16 rows are read again for their second slots. */
+    {"--experts 4 --top-k 4 --weighted 0 --align 1", 96 * 128, 112 * 128, 96 * 128, 112 * 128},
+    /* Flat: two entries share a slot, which has four local expert ids. */
+    {"--experts 4 --top-k 4 --weighted 0 --layout flat", 48 * 128 + 32 * 16, 80 * 128, 48 * 128,
+     80 * 128},
+    /* Slabs of 128 rows have 96 of padding. */
+    {"--experts 2 --top-k 2 --weighted 0 --align 128", 144 * 128, 80 * 128, 144 * 128, 80 * 128},
+    /* Scales are part of a row. */
+    {"--experts 2 --top-k 2 --weighted 0 --align 1 --scales 12", 48 * 140, 80 * 128, 48 * 128,
+     80 * 128},
+    /* Weights: 32 sent, 32 received; 32 of slots; gradients also on their way, and 32 written. Rows
+     * that arrive are read and written once more, and 32 slots are read for the dot products. */
+    {"--experts 2 --top-k 2 --align 1", 48 * 128 + 64 * 4, 80 * 128 + 32 * 4, 112 * 128 + 64 * 4,
+     80 * 128 + (32 + 2 * 16 + 32) * 4},
+    /* Latency mode also reads the 32 indices. */
+    {"--experts 2 --top-k 2 --weighted 0 --mode latency", 48 * 128 + 32 * 4, 80 * 128, 0, 0},
+    {"--experts 2 --top-k 2 --weighted 0 --mode latency --quant mxfp8",
+     16 * 128 + 32 * (64 + 2) + 32 * 4, 80 * 128, 0, 0},
+};
+
+static void check_memory_bytes(const char *text, const char *phase, long long expected) {
+    char name[64];
+    long long bytes = 0;
+    snprintf(name, sizeof(name), "\"name\": \"%s\"", phase);
+    const char *at = strstr(text, name);
+    const char *end = at ? strchr(at, '}') : NULL;
+    if (at) at = strstr(at, "\"memory_bytes\"");
+    if (at && at < end) sscanf(at, "\"memory_bytes\": %lld", &bytes);
+    CHECK(bytes == expected, "%s: %lld bytes, not %lld", phase, bytes, expected);
+}
+
+/* What each phase reads from and writes to a GPU's memory follows from the routing. */
+SoloTest(tools_bench, memory_bytes_are_counted) {
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    close(mkstemp(path));
+    for (int i = 0; i < LENGTH(memory_cases); i++) {
+        const MemoryCase *m = &memory_cases[i];
+        snprintf(line, sizeof(line), QUICK "--routing uniform --threads 2 --tokens 16 %s -J %s",
+                 m->options, path);
+        check_run(line, 0, "#wrong 0", NULL);
+        read_file(path, text, sizeof(text));
+        check_note("%s", m->options);
+        check_memory_bytes(text, "prepare", 0);
+        check_memory_bytes(text, "dispatch", m->dispatch);
+        check_memory_bytes(text, "combine", m->combine);
+        check_memory_bytes(text, "combine_backward", m->combine_backward);
+        check_memory_bytes(text, "dispatch_backward", m->dispatch_backward);
+    }
+    unlink(path);
+}
+
+/* ---- models ---- */
+
+static char models_path[] = "/tmp/ep_tests_models_XXXXXX";
+
+static void make_models_file(void) {
+    close(mkstemp(models_path));
+}
+
+static void remove_models_file(void) {
+    unlink(models_path);
+}
+
+TestSuite(tools_models, .init = make_models_file, .fini = remove_models_file);
+
+#define TWO_MODELS "# two\n\n tiny\t64  2 4\r\nother 128 1 3 # at the end"
+
+/* Options of every run below. */
+#define MODELS "-n 1 -w 0 --floor 0 --threads 2 "
+
+static const char *with_models(const char *options) {
+    static char line[512];
+    snprintf(line, sizeof(line), MODELS "%s --models %s", options, models_path);
+    return line;
+}
+
+/* One table with a row for each model, mode, size and phase; one JSON file with a list. */
+SoloTest(tools_models, both_modes_of_each) {
+    static char text[262144], line[512];
+    static const char *const rows[] = {
+        "\ntiny                 throughput        16  dispatch ",
+        "\ntiny                 throughput        32  combine_backward ",
+        "\ntiny                 latency           32  combine ",
+        "\nother                throughput        16  prepare ",
+        "\nother                latency           16  dispatch ",
+    };
+    static const char *const keys[] = {
+        "\"models\": [",         "\"model\": \"tiny\"", "\"model\": \"other\"", "\"hidden\": 128",
+        "\"mode\": \"latency\"", "\"sweep\": [",        "\"wrong\": 0",         "\"models_file\""};
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    close(mkstemp(path));
+    write_file(models_path, TWO_MODELS);
+    snprintf(line, sizeof(line), MODELS "-b 16 -e 32 -J %s --models=%s", path, models_path);
+    ProcessResult result = run_bench(line);
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
+    CHECK(!strstr(result.out, "latency           16  prepare"), "%s", result.out);
+    CHECK(result.err[0] == 0, "progress on what is no terminal: %s", result.err);
+    for (int i = 0; i < LENGTH(rows); i++)
+        CHECK(strstr(result.out, rows[i]), "no '%s' in: %s", rows[i], result.out);
+    process_result_free(&result);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    for (int i = 0; i < LENGTH(keys); i++)
+        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+SoloTest(tools_models, from_128_to_8192_tokens) {
+    write_file(models_path, "tiny 8 1 2\n");
+    ProcessResult result = run_bench(with_models("-c 0"));
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    for (int tokens = 128; tokens <= 8192; tokens *= 2) {
+        char row[96];
+        snprintf(row, sizeof(row), "\ntiny                 throughput %9d  dispatch ", tokens);
+        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
+        snprintf(row, sizeof(row), "\ntiny                 latency    %9d  dispatch ", tokens);
+        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
+    }
+    CHECK(!strstr(result.out, " 16384  ") && !strstr(result.out, " 64  "), "%s", result.out);
+    process_result_free(&result);
+}
+
+SoloTest(tools_models, one_mode_on_request) {
+    write_file(models_path, TWO_MODELS);
+    ProcessResult result = run_bench(with_models("--mode latency --split -b 8 -e 8"));
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    CHECK(strstr(result.out, "\ntiny                 latency "), "%s", result.out);
+    CHECK(!strstr(result.out, "\ntiny                 throughput "), "%s", result.out);
+    process_result_free(&result);
+}
+
+/* The file of this tree has the ten models, and is found without a name. */
+SoloTest(tools_models, the_file_that_comes_along) {
+    static const char *const names[] = {
+        "deepseek-v3", "kimi-k2",         "qwen3-235b",   "gpt-oss-120b",   "glm-4.5",
+        "minimax-m2",  "llama4-maverick", "mixtral-8x7b", "qwen3-next-80b", "latent-top-22"};
+    ProcessResult result = run_bench("--models -b 1 -e 1 -n 1 -w 0 --floor 0 --threads 1");
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    for (int i = 0; i < LENGTH(names); i++)
+        CHECK(strstr(result.out, names[i]), "no %s in: %s", names[i], result.out);
+    process_result_free(&result);
+}
+
+/* A program in another folder says where it looked. */
+SoloTest(tools_models, a_missing_file) {
+    char folder[] = "/tmp/ep_tests_folder_XXXXXX", command[16384];
+    REQUIRE(mkdtemp(folder), "no folder");
+    char program[8192];
+    snprintf(program, sizeof(program), "%s", build_path("ep_bench"));
+    snprintf(command, sizeof(command),
+             "cp %s %s/ep_bench && LD_LIBRARY_PATH=%.*s %s/ep_bench --threads 1 --models; s=$?; "
+             "rm -r %s; exit $s",
+             program, folder, (int)(strrchr(program, '/') - program), program, folder, folder);
+    const char *argv[] = {"sh", "-c", command, NULL};
+    ProcessResult result = process_run(argv, 0);
+    CHECK(result.exit_status == 2, "exits with %d: %s", result.exit_status, result.err);
+    CHECK(strstr(result.err, folder) && strstr(result.err, "../share/libep/models.txt") &&
+              strstr(result.err, "../tools/models.txt"),
+          "%s", result.err);
+    process_result_free(&result);
+}
+
+typedef struct BadModels {
+    const char *text;
+    int line;
+    const char *expected, *got;
+} BadModels;
+
+static const BadModels bad_models[] = {
+    {"x 64 1\n", 1, "a number of experts from 1 to", "the end of the line"},
+    {"x\n", 1, "a hidden size from 1 to", "the end of the line"},
+    {"# x\nx 64 1 4 5\n", 2, "the end of the line", "\"5\""},
+    {"x 64k 1 4\n", 1, "a hidden size", "\"64k\""},
+    {"x 0 1 4\n", 1, "a hidden size", "\"0\""},
+    {"x 64 +1 4\n", 1, "a top-k from 1 to 32", "\"+1\""},
+    {"x 64 33 40\n", 1, "a top-k from 1 to 32", "\"33\""},
+    {"x 64 -1 4\n", 1, "a top-k", "\"-1\""},
+    {"x 64 1 99999999999999999999\n", 1, "a number of experts", "\"99999999999999999999\""},
+    {"x 64 5 4\n", 1, "at most the 4 experts", "got 5"},
+    {"x 64 1 4\n\nx 128 1 4\n", 3, "a name that no other line has", "\"x\""},
+    {"x 7 1 4\n", 1, "a multiple of 16 bytes", "14 bytes"},
+    {"x 65536 1 4\n", 1, "65536", "131072 bytes"},
+    {"x\033 64 1 4\n", 1, "printable", "\"x?\""},
+    {"a23456789b123456789c123456789d123456789e123456789f123456789g1234 64 1 4\n", 1,
+     "at most 63 letters", "\"a2345"},
+};
+
+SoloTest(tools_models, bad_lines_are_refused) {
+    for (int i = 0; i < LENGTH(bad_models); i++) {
+        const BadModels *bad = &bad_models[i];
+        char where[128];
+        write_file(models_path, bad->text);
+        snprintf(where, sizeof(where), "%s:%d: ", models_path, bad->line);
+        check_note("file %d", i);
+        check_run(with_models(""), 2, NULL, where);
+        check_run(with_models(""), 2, NULL, bad->expected);
+        check_run(with_models(""), 2, NULL, bad->got);
+    }
+    static const char zero[] = "x 64 1 4\0 5\n";
+    write_bytes(models_path, zero, sizeof(zero) - 1);
+    check_run(with_models(""), 2, NULL, "zero byte");
+}
+
+/* Where stderr is a terminal, a line says what is being measured. */
+SoloTest(tools_models, progress_on_a_terminal) {
+    char command[16384], text[4096];
+    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
+    REQUIRE(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0, "no terminal");
+    int other = open(ptsname(terminal), O_RDWR | O_NOCTTY);
+    write_file(models_path, TWO_MODELS);
+    snprintf(command, sizeof(command), "%s %s 2>%s", build_path("ep_bench"),
+             with_models("-b 4 -e 8"), ptsname(terminal));
+    const char *argv[] = {"sh", "-c", command, NULL};
+    ProcessResult result = process_run(argv, 0);
+    fcntl(terminal, F_SETFL, O_NONBLOCK);
+    ssize_t bytes = read(terminal, text, sizeof(text) - 1);
+    text[bytes > 0 ? bytes : 0] = 0;
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, text);
+    CHECK(strstr(text, "1 of 8: tiny, throughput, 4 tokens"), "%s", text);
+    CHECK(strstr(text, "8 of 8: other, latency, 8 tokens"), "%s", text);
+    CHECK(!strstr(result.out, " of 8: "), "%s", result.out);
+    process_result_free(&result);
+    close(other);
+    close(terminal);
 }
 
 /* ---- trace files ---- */
@@ -354,7 +627,25 @@ static const BadTrace bad_traces[] = {
     {HEAD "tokens 1\n0 1 two\n", 4, "two"},
     {HEAD "tokens 1\n0 1 2\n", 5, "end of the file"},
     {HEAD "tokens 0\ntokens 0\ntokens 0\n", 5, "more"},
+    {HEAD "tokens +1\n", 3, "+1"},
+    {HEAD "tokens 1\n0 +1 2\n", 4, "+1"},
+    {HEAD "tokens 1\n0 - 2\n", 4, "- 2"},
+    {HEAD "tokens 1\n0 -+1 2\n", 4, "-+1"},
 };
+
+/* Bytes behind a zero byte would otherwise be ignored. */
+SoloTest(tools_trace, zero_bytes_are_refused) {
+    static const char behind[] = HEAD "tokens 1\n0 1 2\0 3 4 5\ntokens 0\n";
+    static const char last[] = HEAD "tokens 1\n0 1 2\ntokens 0\0\n";
+    char where[128];
+    write_bytes(trace_path, behind, sizeof(behind) - 1);
+    snprintf(where, sizeof(where), "%s:4: ", trace_path);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, "zero byte");
+    write_bytes(trace_path, last, sizeof(last) - 1);
+    snprintf(where, sizeof(where), "%s:5: ", trace_path);
+    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
+}
 
 SoloTest(tools_trace, bad_traces_are_refused) {
     for (int i = 0; i < LENGTH(bad_traces); i++) {
@@ -412,4 +703,39 @@ SoloTest(mpi_bench, correct_with_and_without_baseline) {
 SoloTest(mpi_bench, bad_options_are_refused) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
     check_mpirun(2, "--tokens", "many", 2, "\"many\"");
+}
+
+/* A rank is killed behind mpirun's back. The others name it, and do not wait for it again: from the
+ * library's warning on, they meet for 5 more seconds. */
+SoloTest(mpi_bench, a_killed_rank_is_named_in_time) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    char script[4600], log[] = "/tmp/ep_tests_log_XXXXXX";
+    struct stat warned;
+    close(mkstemp(log));
+    snprintf(script, sizeof(script),
+             "%s -n 1000000 --hidden 64 --tokens 16 & p=$!; "
+             "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 2; kill -9 $p; exec sleep 60; fi; "
+             "wait $p",
+             build_path("ep_bench"));
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    setenv("LIBEP_TIMEOUT", "9", 1);
+    setenv("LIBEP_LOG_FILE", log, 1);
+    const char *argv[] = {"mpirun",    "--oversubscribe",
+                          "--bind-to", "none",
+                          "--timeout", "60",
+                          "-n",        "3",
+                          "sh",        "-c",
+                          script,      NULL};
+    ProcessResult result = process_run(argv, 1);
+    CHECK(stat(log, &warned) == 0, "no file %s", log);
+    double seconds = difftime(time(NULL), warned.st_mtime);
+    unlink(log);
+    unsetenv("LIBEP_LOG_FILE");
+    unsetenv("LIBEP_TIMEOUT");
+    CHECK(warned.st_size > 0 && seconds < 12, "took %g s: %s", seconds, result.out);
+    const char *said = strstr(result.out, "ep_bench: rank ");
+    CHECK(said && strstr(said, ": rank 1 did not arrive within 9 s"), "%s", result.out);
+    CHECK(!strstr(result.out, "within 14 s"), "waited twice: %s", result.out);
+    process_result_free(&result);
 }

@@ -322,9 +322,9 @@ bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us) {
     return without_cuda();
 }
 
-bool floor_measure_device(Case *c, double floor_us[NUM_PHASES]) {
+bool floor_measure_device(Case *c, Floor *out) {
     (void)c;
-    (void)floor_us;
+    (void)out;
     return without_cuda();
 }
 

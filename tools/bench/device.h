@@ -88,7 +88,7 @@ Peers *peers_open(World *world, size_t bytes);
 void peers_close(Peers *peers);
 
 /** Indices into device_words. The words before WORD_LATE are the barrier's flags. */
-enum { WORD_LATE = 96, WORD_PING = 128, NUM_WORDS = 256 };
+enum { WORD_LATE = 96, WORD_PING = 128, WORD_PASSED = 160, NUM_WORDS = 256 };
 _Static_assert((int)WORD_LATE >= KERNEL_MAX_PEERS, "the barrier has a word for each rank");
 
 /** A rank's words, which all ranks can access. NULL if they could not be allocated. */

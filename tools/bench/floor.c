@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/** Lower bounds for the times of the phases: plain copies of the same bytes, without libep. */
+/** Lower bounds for the times of the phases: plain copies without libep. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,17 +14,17 @@
 
 enum { COPY_INDEX, COPY_ROWS, NUM_COPIES };
 
-typedef struct Floor {
+typedef struct HostCopy {
     Case *c;
     void *index; /* destination of the indices */
-} Floor;
+} HostCopy;
 
 static bool copy(void *context, int which) {
-    Floor *floor = context;
-    Case *c = floor->c;
+    HostCopy *host = context;
+    Case *c = host->c;
     if (which == COPY_INDEX) {
         size_t entries = (size_t)(c->tokens * c->options->top_k);
-        memcpy(floor->index, c->buffers.index,
+        memcpy(host->index, c->buffers.index,
                entries * ep_type_bytes((EpType)c->options->index_type));
         return true;
     }
@@ -34,15 +34,15 @@ static bool copy(void *context, int which) {
     return true;
 }
 
-bool floor_measure_host(Case *c, double floor_us[NUM_PHASES]) {
+bool floor_measure_host(Case *c, Floor *out) {
     Quantiles copies[NUM_COPIES];
-    Floor floor = {c,
-                   bench_alloc((size_t)(c->tokens * c->options->top_k), sizeof(int64_t), "floor")};
-    bool ok = world_all(c->world, floor.index != NULL) &&
-              time_calls(c->world, 1, c->options->iterations, copy, &floor, NUM_COPIES, copies);
+    HostCopy host = {
+        c, bench_alloc((size_t)(c->tokens * c->options->top_k), sizeof(int64_t), "floor")};
+    bool ok = world_all(c->world, host.index != NULL) &&
+              time_calls(c->world, 1, c->options->iterations, copy, &host, NUM_COPIES, copies);
     for (int p = 0; ok && p < NUM_PHASES; p++)
-        floor_us[p] = copies[p == PHASE_PREPARE ? COPY_INDEX : COPY_ROWS].median_us;
-    free(floor.index);
+        out->mem_us[p] = copies[p == PHASE_PREPARE ? COPY_INDEX : COPY_ROWS].median_us;
+    free(host.index);
     return ok;
 }
 
@@ -51,9 +51,10 @@ bool floor_measure_host(Case *c, double floor_us[NUM_PHASES]) {
 /* ---- GPUs: copy kernels -------------------------------------------------------------------- */
 
 /*
- * A kernel that only copies pushes the remote bytes of a phase between the same GPUs, on all ranks
- * at once. A single rank copies its slots. In latency mode the kernel uses plain stores and is in a
- * graph.
+ * The wire: a kernel that only copies pushes the remote bytes of a phase between the same GPUs, on
+ * all ranks at once. In latency mode it uses plain stores and is in a graph. The memory: the same
+ * kernels copy within each GPU, reading half of the memory's bytes of a phase and writing the other
+ * half.
  */
 
 /* Launch shapes to try; the best one depends on the number of GPUs and of bytes. blocks 0: one per
@@ -65,17 +66,26 @@ static const struct {
 /* The same for plain stores, which have no stages. */
 static const int store_blocks[] = {8, 16, 32, 64, 0};
 
+/* Within a GPU: bulk copies, and plain stores (stages 0), which are faster for few bytes. */
+static const struct {
+    int blocks, stages;
+} local_shapes[] = {{32, 15}, {64, 15}, {0, 8}, {0, 15}, {32, 0}, {64, 0}, {0, 0}};
+
 enum {
     NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]),
     NUM_STORES = sizeof(store_blocks) / sizeof(store_blocks[0]),
-    MAX_TRIES = NUM_SHAPES > NUM_STORES ? NUM_SHAPES : NUM_STORES
+    NUM_LOCAL = sizeof(local_shapes) / sizeof(local_shapes[0]),
+    MAX_TRIES = 8
 };
+_Static_assert((int)NUM_SHAPES <= MAX_TRIES && (int)NUM_STORES <= MAX_TRIES &&
+                   (int)NUM_LOCAL <= MAX_TRIES,
+               "tries are timed together");
 
-typedef struct Wire {
+typedef struct Copies {
     Case *c;
     PushArgs push;
     int multiprocessors;
-} Wire;
+} Copies;
 
 /* Bytes that travel for the tokens of `source` with slots on `owner`, each token once. */
 static int64_t count_between(const Case *c, PhaseId phase, int source, int owner) {
@@ -95,9 +105,7 @@ static int64_t count_bytes(const Case *c, int peer, PhaseId phase) {
     int rank = c->world->rank;
     bool to_experts = phase == PHASE_DISPATCH || phase == PHASE_COMBINE_BACKWARD;
     int64_t bytes = 0;
-    if (c->world->size == 1)
-        bytes = phase_bytes(c, phase, c->slots.num_slots, c->slots.num_slots);
-    else if (peer != rank)
+    if (peer != rank)
         bytes =
             to_experts ? count_between(c, phase, rank, peer) : count_between(c, phase, peer, rank);
     return (bytes + 15) / 16 * 16;
@@ -108,47 +116,57 @@ static int peer_at(const Case *c, int i) {
     return (c->world->rank + 1 + i) % c->world->size;
 }
 
-static void count_push(Wire *wire, PhaseId phase) {
-    const Case *c = wire->c;
+static void count_push(Copies *copies, PhaseId phase) {
+    const Case *c = copies->c;
     int64_t chunks = c->slots.num_rows * (int64_t)c->row_bytes / PUSH_CHUNK;
-    wire->push = (PushArgs){.count = c->world->size > 1 ? c->world->size - 1 : 1};
-    wire->push.source = c->device->buffers.slots_in;
-    wire->push.source_chunks = chunks > 0 ? (int32_t)chunks : 1;
-    for (int i = 0; i < wire->push.count; i++)
-        wire->push.bytes[i] = count_bytes(c, peer_at(c, i), phase);
+    copies->push = (PushArgs){.count = c->world->size - 1};
+    copies->push.source = c->device->buffers.slots_in;
+    copies->push.source_chunks = chunks > 0 ? (int32_t)chunks : 1;
+    for (int i = 0; i < copies->push.count; i++)
+        copies->push.bytes[i] = count_bytes(c, peer_at(c, i), phase);
 }
 
 #define INBOX_ALIGNMENT 4096 /* memory writes partial lines more slowly */
 
 /* Bytes of one source rank's part of an inbox, equal on all ranks. */
-static bool inbox_part_bytes(const Wire *wire, int64_t *out) {
+static bool inbox_part_bytes(const Copies *copies, int64_t *out) {
     *out = 0;
-    for (int i = 0; i < wire->push.count; i++)
-        *out = wire->push.bytes[i] > *out ? wire->push.bytes[i] : *out;
+    for (int i = 0; i < copies->push.count; i++)
+        *out = copies->push.bytes[i] > *out ? copies->push.bytes[i] : *out;
     *out = (*out + INBOX_ALIGNMENT - 1) / INBOX_ALIGNMENT * INBOX_ALIGNMENT;
-    return world_max(wire->c->world, out, 1);
+    return world_max(copies->c->world, out, 1);
 }
 
 static bool push(void *context, int which) {
-    const Wire *wire = context;
-    int blocks = shapes[which].blocks ? shapes[which].blocks : wire->multiprocessors;
-    return cuda_ok(kernel_push(&wire->push, blocks, shapes[which].stages, wire->c->stream),
+    const Copies *copies = context;
+    int blocks = shapes[which].blocks ? shapes[which].blocks : copies->multiprocessors;
+    return cuda_ok(kernel_push(&copies->push, blocks, shapes[which].stages, copies->c->stream),
                    "the push kernel");
 }
 
 static bool store(void *context, int which) {
-    const Wire *wire = context;
-    int blocks = store_blocks[which] ? store_blocks[which] : wire->multiprocessors;
-    return cuda_ok(kernel_store(&wire->push, blocks, wire->c->stream), "the store kernel");
+    const Copies *copies = context;
+    int blocks = store_blocks[which] ? store_blocks[which] : copies->multiprocessors;
+    return cuda_ok(kernel_store(&copies->push, blocks, copies->c->stream), "the store kernel");
 }
 
-static bool time_push(Wire *wire, double *best_us) {
-    Case *c = wire->c;
+static bool copy_locally(void *context, int which) {
+    const Copies *copies = context;
+    const int stages = local_shapes[which].stages;
+    int blocks = local_shapes[which].blocks;
+    if (!blocks) blocks = copies->multiprocessors;
+    return cuda_ok(stages ? kernel_push(&copies->push, blocks, stages, copies->c->stream)
+                          : kernel_store(&copies->push, blocks, copies->c->stream),
+                   "the local copy kernel");
+}
+
+/* The fastest of calls 0 .. tries - 1. In latency mode they are in graphs, as the phases may be. */
+static bool time_fastest(Copies *copies, TimedCall call, int tries, double *best_us) {
+    Case *c = copies->c;
     Quantiles times[MAX_TRIES];
-    bool stores = c->options->mode == EP_MODE_LATENCY;
-    int tries = stores ? NUM_STORES : NUM_SHAPES;
-    if (!(stores ? device_time_graphs(c, store, wire, tries, times)
-                 : device_time_calls(c, c->options->iterations, push, wire, tries, times, NULL)))
+    bool graphs = c->options->mode == EP_MODE_LATENCY;
+    if (!(graphs ? device_time_graphs(c, call, copies, tries, times)
+                 : device_time_calls(c, c->options->iterations, call, copies, tries, times, NULL)))
         return false;
     *best_us = times[0].median_us;
     for (int i = 1; i < tries; i++)
@@ -156,22 +174,47 @@ static bool time_push(Wire *wire, double *best_us) {
     return true;
 }
 
+/* There is no memory for the floor: the run goes on without it. */
+static bool skip(Case *c) {
+    snprintf(c->device->reason, sizeof(c->device->reason), "%s", bench_error_message());
+    return !c->world->broken;
+}
+
 /* *us stays unchanged if no bytes travel or if there is no memory for them. */
-static bool measure(Wire *wire, PhaseId phase, double *us) {
-    Case *c = wire->c;
+static bool measure_wire(Copies *copies, PhaseId phase, double *us) {
+    Case *c = copies->c;
+    const bool stores = c->options->mode == EP_MODE_LATENCY;
     int64_t part;
-    count_push(wire, phase);
-    if (!inbox_part_bytes(wire, &part)) return false;
+    count_push(copies, phase);
+    if (!inbox_part_bytes(copies, &part)) return false;
     if (part == 0) return true;
     Peers *inbox = peers_open(c->world, (size_t)(part * c->world->size));
-    if (!inbox) {
-        snprintf(c->device->reason, sizeof(c->device->reason), "%s", bench_error_message());
-        return !c->world->broken;
-    }
-    for (int i = 0; i < wire->push.count; i++)
-        wire->push.to[i] = (char *)inbox->at[peer_at(c, i)] + part * c->world->rank;
-    bool ok = time_push(wire, us);
+    if (!inbox) return skip(c);
+    for (int i = 0; i < copies->push.count; i++)
+        copies->push.to[i] = (char *)inbox->at[peer_at(c, i)] + part * c->world->rank;
+    bool ok = time_fastest(copies, stores ? store : push, stores ? NUM_STORES : NUM_SHAPES, us);
     peers_close(inbox);
+    return ok;
+}
+
+/* Copy half of `bytes` from one half of an allocation to the other. */
+static bool measure_memory(Copies *copies, int64_t bytes, double *us) {
+    Case *c = copies->c;
+    const int64_t half = (bytes / 2 + 15) / 16 * 16, chunks = half / PUSH_CHUNK + 1;
+    char *memory = NULL;
+    cudaError_t status = cudaMalloc((void **)&memory, (size_t)(2 * chunks * PUSH_CHUNK));
+    if (!world_all(c->world, cuda_ok(status, "the floor's memory: cudaMalloc"))) {
+        cudaGetLastError();
+        cudaFree(memory);
+        return skip(c);
+    }
+    copies->push = (PushArgs){.count = 1, .source = memory, .source_chunks = (int32_t)chunks};
+    copies->push.to[0] = memory + chunks * PUSH_CHUNK;
+    copies->push.bytes[0] = half;
+    bool ok = cuda_ok(cudaMemsetAsync(memory, 0, (size_t)(2 * chunks * PUSH_CHUNK), c->stream),
+                      "cudaMemsetAsync");
+    ok = world_all(c->world, ok) && time_fastest(copies, copy_locally, NUM_LOCAL, us);
+    cudaFree(memory);
     return ok;
 }
 
@@ -182,14 +225,18 @@ static bool count_multiprocessors(int *out) {
                    "cudaDeviceGetAttribute");
 }
 
-bool floor_measure_device(Case *c, double floor_us[NUM_PHASES]) {
-    Wire wire = {.c = c};
-    for (int p = 0; p < NUM_PHASES; p++)
-        floor_us[p] = -1;
+bool floor_measure_device(Case *c, Floor *out) {
+    Copies copies = {.c = c};
+    int64_t bytes[NUM_PHASES];
     if (!c->device->flags) return true;
-    if (!world_all(c->world, count_multiprocessors(&wire.multiprocessors))) return false;
-    for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++)
-        if (phase_exists(c, (PhaseId)p) && !measure(&wire, (PhaseId)p, &floor_us[p])) return false;
+    if (!world_all(c->world, count_multiprocessors(&copies.multiprocessors))) return false;
+    memory_count(c, bytes);
+    for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++) {
+        if (!phase_exists(c, (PhaseId)p)) continue;
+        if (!measure_wire(&copies, (PhaseId)p, &out->wire_us[p]) ||
+            !measure_memory(&copies, bytes[p], &out->mem_us[p]))
+            return false;
+    }
     return true;
 }
 

@@ -148,9 +148,12 @@ static void put_phase(Json *j, const PhaseResult *phase) {
     put_int(j, "remote_bytes", phase->remote_bytes);
     put_int(j, "local_bytes", phase->local_bytes);
     put_int(j, "useful_bytes", phase->useful_bytes);
-    if (phase->floor_us > 0) {
-        put_real(j, "floor_us", phase->floor_us);
-        put_real(j, "floor_ratio", phase->time.median_us / phase->floor_us);
+    if (phase->memory_bytes > 0) put_int(j, "memory_bytes", phase->memory_bytes);
+    if (phase->wire_us > 0) put_real(j, "wire_us", phase->wire_us);
+    if (phase->mem_us > 0) put_real(j, "mem_us", phase->mem_us);
+    if (phase_floor_us(phase) > 0) {
+        put_real(j, "floor_us", phase_floor_us(phase));
+        put_real(j, "floor_ratio", phase->time.median_us / phase_floor_us(phase));
     }
     if (phase->issue_us >= 0) put_real(j, "issue_us", phase->issue_us);
     if (phase->plain_us >= 0) put_real(j, "plain_us", phase->plain_us);
@@ -226,28 +229,57 @@ static void put_sweep(Json *j, const Options *o, const SizeResult *results, int 
     end(j, ']');
 }
 
-static SizeResult top_level(const SizeResult *results, int count) {
-    SizeResult last = results[count - 1];
-    last.wrong = 0; /* of the whole run */
-    for (int i = 0; i < count; i++)
-        last.wrong += results[i].wrong;
+/* The last size's results, with the wrong elements of all sizes. */
+static SizeResult top_level(const Run *run) {
+    SizeResult last = run->results[run->count - 1];
+    last.wrong = 0;
+    for (int i = 0; i < run->count; i++)
+        last.wrong += run->results[i].wrong;
     return last;
 }
 
-bool json_write(const Report *report, const SizeResult *results, int count) {
+static void put_run(Json *j, const Run *run) {
+    SizeResult last = top_level(run);
+    put_size(j, &run->options, &last);
+    put_config(j, &run->report, &last);
+    put_machine(j, &run->report.machine);
+    if (run->count > 1) put_sweep(j, &run->options, run->results, run->count);
+}
+
+/* A list with an element for each model and mode. */
+static void put_models(Json *j, const RunList *list) {
+    int64_t wrong = 0;
+    for (int i = 0; i < list->count; i++)
+        wrong += top_level(&list->runs[i]).wrong;
+    put_count(j, "wrong", list->runs[0].options.check ? wrong : -1);
+    put_machine(j, &list->runs[0].report.machine);
+    put_text(j, "models_file", list->models.path);
+    begin(j, "models", '[');
+    for (int i = 0; i < list->count; i++) {
+        const Run *run = &list->runs[i];
+        SizeResult last = top_level(run);
+        begin(j, NULL, '{');
+        put_text(j, "model", run->model);
+        put_config(j, &run->report, &last);
+        put_sweep(j, &run->options, run->results, run->count);
+        end(j, '}');
+    }
+    end(j, ']');
+}
+
+bool json_write(const RunList *list, const char *path) {
     OutputFile file;
-    SizeResult last = top_level(results, count);
     int version = ep_version();
     char text[32];
-    if (!output_open(&file, report->options->json_path)) return false;
+    if (!output_open(&file, path)) return false;
     snprintf(text, sizeof(text), "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
     Json j = {file.stream, false};
     fputc('{', j.out);
     put_text(&j, "version", text);
-    put_size(&j, report->options, &last);
-    put_config(&j, report, &last);
-    put_machine(&j, &report->machine);
-    if (count > 1) put_sweep(&j, report->options, results, count);
+    if (list->models.count)
+        put_models(&j, list);
+    else
+        put_run(&j, &list->runs[0]);
     fputs("\n}\n", j.out);
     return output_commit(&file);
 }

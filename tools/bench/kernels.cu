@@ -109,18 +109,21 @@ cudaError_t kernel_hold(double us, cudaStream_t stream) {
 /*
  * Thread p signals rank p, by a release store into rank p's flags, that this rank's stream has
  * arrived, and waits with acquire loads for rank p's word in its own flags. After a timeout no
- * later barrier waits.
+ * later barrier waits. Only this stream's barriers access *passed; all threads read it before the
+ * block's barrier, after which one writes it.
  */
 static __global__ void barrier(const __grid_constant__ BarrierArgs args, uint32_t epoch) {
-    uint64_t begin = global_timer();
+    uint64_t begin = args.first ? global_timer() : *args.passed;
     store_release(args.flags[threadIdx.x] + args.rank, epoch);
     const uint32_t *flag = args.flags[args.rank] + threadIdx.x;
-    if (load_relaxed(args.late)) return;
-    while ((int32_t)(load_acquire(flag) - epoch) < 0) {
+    bool waits = !load_relaxed(args.late);
+    while (waits && (int32_t)(load_acquire(flag) - epoch) < 0) {
         if (global_timer() - begin < args.timeout_ns) continue;
         store_relaxed(args.late, threadIdx.x + 1);
-        return;
+        waits = false;
     }
+    __syncthreads();
+    if (threadIdx.x == 0) *args.passed = global_timer();
 }
 
 cudaError_t kernel_barrier(const BarrierArgs *args, uint32_t epoch, cudaStream_t stream) {

@@ -29,8 +29,10 @@ cudaError_t kernel_hold(double us, cudaStream_t stream);
 typedef struct BarrierArgs {
     uint32_t *flags[KERNEL_MAX_PEERS];
     uint32_t *late;
+    uint64_t *passed; /**< this rank's: when it passed the barrier before */
     uint64_t timeout_ns;
     int rank, size;
+    int first; /**< 1: the timeout counts from now; 0: from *passed */
 } BarrierArgs;
 
 /** Ends when every rank's stream has reached the barrier of this epoch, or on timeout. Epochs

@@ -90,7 +90,12 @@ static bool count_bytes(Case *c, SizeResult *out) {
     RowCounts sum = {sums[0], sums[1], sums[2], sums[3]};
     set_bytes(c, &sum, sums[4], out);
     set_baseline_bytes(c, &sum, sums[2] + sums[3], out);
-    return true;
+    int64_t memory[NUM_PHASES];
+    memory_count(c, memory);
+    bool ok = world_sum(world, memory, NUM_PHASES);
+    for (int p = 0; ok && p < NUM_PHASES; p++)
+        out->phases[p].memory_bytes = memory[p] / world->size;
+    return ok;
 }
 
 /* ---- checking ------------------------------------------------------------------------------ */
@@ -227,17 +232,25 @@ static bool measure_times(Case *c, SizeResult *out) {
 
 /* ---- floor and baseline -------------------------------------------------------------------- */
 
+double phase_floor_us(const PhaseResult *phase) {
+    return phase->wire_us > phase->mem_us ? phase->wire_us : phase->mem_us;
+}
+
 static bool time_floor(Case *c, SizeResult *out) {
-    double floor_us[NUM_PHASES];
+    Floor floor;
     if (!c->options->floor) return true;
-    if (!(c->device ? floor_measure_device(c, floor_us) : floor_measure_host(c, floor_us)))
+    for (int p = 0; p < NUM_PHASES; p++)
+        floor.wire_us[p] = floor.mem_us[p] = -1;
+    if (!(c->device ? floor_measure_device(c, &floor) : floor_measure_host(c, &floor)))
         return false;
     bool signals = c->device && c->options->mode == EP_MODE_LATENCY;
     if (signals && !floor_measure_signals(c, &out->empty_node_us, &out->flag_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++) {
         /* memcpy copies unquantised rows, so it is no floor for a dispatch that quantises. */
         bool valid = c->device || p != PHASE_DISPATCH || c->quant == EP_QUANT_NONE;
-        if (out->phases[p].useful_bytes > 0 && valid) out->phases[p].floor_us = floor_us[p];
+        if (out->phases[p].useful_bytes == 0 || !valid) continue;
+        out->phases[p].wire_us = floor.wire_us[p];
+        out->phases[p].mem_us = floor.mem_us[p];
     }
     if (c->device) memcpy(out->no_floor, c->device->reason, sizeof(out->no_floor));
     return true;
@@ -269,7 +282,7 @@ static void name_phases(const Options *options, SizeResult *out) {
     for (int p = 0; p < MAX_RESULTS; p++) {
         out->phases[p].name = p < NUM_PHASES ? phase_name((PhaseId)p)
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
-        out->phases[p].floor_us = out->phases[p].issue_us = -1;
+        out->phases[p].wire_us = out->phases[p].mem_us = out->phases[p].issue_us = -1;
         out->phases[p].plain_us = out->phases[p].launch_us = -1;
         out->phases[p].wrong = options->check ? 0 : -1;
     }
@@ -321,6 +334,7 @@ bool measure_size(World *world, const Options *options, int64_t size, SizeResult
     bool ok = case_create(world, options, size, &c);
     if (ok) ok = world_all(world, check_create(&c, &check)) && measure_case(&c, &check, out);
     check_destroy(&check);
-    case_destroy(&c);
+    /* Destroying may wait for the rank that is lost. The process ends now. */
+    if (!world->broken) case_destroy(&c);
     return ok;
 }

@@ -19,12 +19,16 @@ typedef struct PhaseResult {
     bool absent;    /**< this mode has no such phase */
     Quantiles time; /**< of one call; with graphs, of one of options->chain calls in a graph */
     int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
-    double floor_us;                                 /**< negative: not measured */
-    double issue_us;  /**< host's time to issue the call; negative: not measured */
+    int64_t memory_bytes;   /**< in the memory of a rank's GPU, mean; 0: not counted */
+    double wire_us, mem_us; /**< two lower bounds, see Floor; negative: not measured */
+    double issue_us;        /**< host's time to issue the call; negative: not measured */
     double plain_us;  /**< with graphs: median of a call outside graphs; negative: not measured */
     double launch_us; /**< with graphs: host's time to launch the phase's graph; likewise */
     int64_t wrong;    /**< on all ranks; negative: not checked */
 } PhaseResult;
+
+/** The larger of the phase's lower bounds; negative: none was measured. */
+double phase_floor_us(const PhaseResult *phase);
 
 typedef struct SplitPhaseResult {
     Quantiles time;
@@ -50,25 +54,34 @@ typedef struct SizeResult {
     double empty_node_us; /**< latency mode: an empty kernel in a graph; negative: not measured */
     double flag_us; /**< latency mode: a word from one GPU to another; negative: not measured */
     double baseline_us, speedup; /**< 0: not measured */
-    char no_floor[256];          /**< why the floor was not measured, or "" */
+    char no_floor[256];          /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;
 
-/* ---- measuring (measure.c, floor.c) -------------------------------------------------------- */
+/* ---- measuring (measure.c, memory.c, floor.c) ---------------------------------------------- */
 
 /** Collective: create the case of one size, check it, time it, check it again. */
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
 
+/** Bytes that each phase reads from and writes to the memory of this rank's GPU; 0 for prepare. */
+void memory_count(const Case *c, int64_t bytes[NUM_PHASES]);
+
+/** Two lower bounds for the time of each phase; negative: not measured. */
+typedef struct Floor {
+    double wire_us[NUM_PHASES]; /**< the remote bytes, stored into the peers' memory */
+    double mem_us[NUM_PHASES];  /**< the memory's bytes, copied within this rank's memory */
+} Floor;
+
 /**
- * Collective: a lower bound for the time of each phase on the host backend. All ranks at once copy
+ * Collective: mem_us on the host backend. All ranks at once copy
  * with memcpy the bytes that the phase must move: each its own slots, row by row, from one private
  * buffer to another; for prepare its own indices. Overwrites slots_out.
  */
-bool floor_measure_host(Case *c, double floor_us[NUM_PHASES]);
+bool floor_measure_host(Case *c, Floor *out);
 
-/** Collective: on GPUs, the time of plain copies of the same bytes; negative: not measured. */
-bool floor_measure_device(Case *c, double floor_us[NUM_PHASES]);
+/** Collective: on GPUs, the times of plain copies to the peers and within each GPU. */
+bool floor_measure_device(Case *c, Floor *out);
 
 /** Collective, in latency mode on GPUs: the time of a graph node that does nothing, and of a word
  *  from one GPU to another; negative: not measured. */
@@ -96,12 +109,27 @@ typedef struct Report {
     char device[256];     /**< the GPU of rank 0, or "" */
 } Report;
 
-/** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
-void report_header(const Report *report);
-void report_size(const SizeResult *result);
-void report_footer(const Report *report, int64_t wrong);
+/** The sizes of one shape in one mode: the whole run, or with --models a part of it. */
+typedef struct Run {
+    char model[64]; /**< "" without --models */
+    Options options;
+    Report report;
+    SizeResult *results; /**< [count] */
+    int count;
+} Run;
 
-/** Write the results as JSON. The last size's results are also at the top level. */
-bool json_write(const Report *report, const SizeResult *results, int count);
+typedef struct RunList {
+    ModelList models; /**< of no count without --models */
+    Run *runs;
+    int count;
+} RunList;
+
+/** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
+void report_header(const RunList *list);
+void report_size(const Run *run, const SizeResult *result);
+void report_footer(const RunList *list, int64_t wrong);
+
+/** Write the results as JSON to `path`. Of a single run, the last size's are at the top level. */
+bool json_write(const RunList *list, const char *path);
 
 #endif

@@ -65,6 +65,17 @@ static bool parse_int(const Spec *spec, const char *text, Options *options) {
     return true;
 }
 
+static bool parse_shape(const Spec *spec, const char *text, Options *options) {
+    options->shape_given = spec->name;
+    return parse_int(spec, text, options);
+}
+
+/* The file is optional. */
+static bool parse_models(const Spec *spec, const char *text, Options *options) {
+    options->models = true;
+    return !text || parse_text(spec, text, options);
+}
+
 static bool parse_tokens(const Spec *spec, const char *text, Options *options) {
     options->tokens_given = true;
     return parse_int(spec, text, options);
@@ -102,6 +113,11 @@ static bool parse_choice(const Spec *spec, const char *text, Options *options) {
     return bench_refuse("--%s: expected %s, got \"%s\"", spec->name, spec->argument, text);
 }
 
+static bool parse_mode(const Spec *spec, const char *text, Options *options) {
+    options->mode_given = true;
+    return parse_choice(spec, text, options);
+}
+
 static bool parse_zipf(const char *text, Options *options) {
     options->routing = ROUTING_ZIPF;
     options->zipf_exponent = 1.0;
@@ -113,6 +129,7 @@ static bool parse_zipf(const char *text, Options *options) {
 
 static bool parse_routing(const Spec *spec, const char *text, Options *options) {
     options->routing_path = NULL;
+    options->routing_given = true;
     if (strcmp(text, "uniform") == 0) {
         options->routing = ROUTING_UNIFORM;
         return true;
@@ -182,11 +199,15 @@ static const Spec specs[] = {
      "repetitions of a call in its graph, whose time is divided by them (default 1; with --mode "
      "latency 20)"},
     {'J', "json", "FILE", parse_text, AT(json_path), 0, 0, NULL, "also write the results as JSON"},
-    {0, "hidden", "N", parse_int, AT(hidden), 1, MAX_COUNT, NULL,
+    {0, "hidden", "N", parse_shape, AT(hidden), 1, MAX_COUNT, NULL,
      "elements per row (default 7168); rows are multiples of 16 bytes"},
-    {0, "top-k", "N", parse_int, AT(top_k), 1, EP_MAX_TOP_K, NULL, "experts per token (default 8)"},
-    {0, "experts", "N", parse_int, AT(experts), 1, 1 << 20, NULL,
+    {0, "top-k", "N", parse_shape, AT(top_k), 1, EP_MAX_TOP_K, NULL,
+     "experts per token (default 8)"},
+    {0, "experts", "N", parse_shape, AT(experts), 1, 1 << 20, NULL,
      "experts of all ranks together (default 256)"},
+    {0, "models", "[FILE]", parse_models, AT(models_path), 0, 0, NULL,
+     "the shapes of a file instead, in both modes, 128 to 8192 tokens, uniform routing (default: "
+     "the installed models.txt)"},
     {0, "align", "N", parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
     {0, "dtype", "bf16|fp16|fp32", parse_choice, AT(type), 0, 0, types,
@@ -213,7 +234,7 @@ static const Spec specs[] = {
      "element type of the indices (default int32)"},
     {0, "backend", "auto|host|cuda", parse_choice, AT(backend), 0, 0, backends,
      "which backend moves the bytes (default auto)"},
-    {0, "mode", "auto|throughput|latency", parse_choice, AT(mode), 0, 0, modes,
+    {0, "mode", "auto|throughput|latency", parse_mode, AT(mode), 0, 0, modes,
      "mode of the handle (default throughput); latency: no prepare, no backward"},
     {0, "split", NULL, parse_flag, AT(split), 0, 0, NULL,
      "with --mode latency: dispatch and combine as send and wait calls"},
@@ -322,8 +343,10 @@ static void build_getopt_tables(char *letters, struct option *longs) {
     *letters++ = ':'; /* distinguish a missing argument from an unknown option */
     for (int i = 0; i < NUM_SPECS; i++) {
         bool takes = specs[i].argument != NULL;
-        longs[i] = (struct option){specs[i].name, takes ? required_argument : no_argument, NULL,
-                                   FIRST_LONG + i};
+        int argument = !takes                        ? no_argument
+                       : specs[i].argument[0] == '[' ? optional_argument
+                                                     : required_argument;
+        longs[i] = (struct option){specs[i].name, argument, NULL, FIRST_LONG + i};
         if (!specs[i].letter) continue;
         *letters++ = specs[i].letter;
         if (takes) *letters++ = ':';
@@ -351,6 +374,8 @@ static bool parse_arguments(Options *options, int argc, char **argv) {
         if (key == -1) break;
         if (key == '?' || key == ':') return refuse_option(key, argv, at < argc ? at : argc - 1);
         const Spec *spec = find_spec(key);
+        bool optional = spec->argument && spec->argument[0] == '[';
+        if (optional && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
         if (!spec->parse(spec, optarg, options)) return false;
     }
     if (optind < argc)
@@ -372,6 +397,15 @@ static void complete(Options *o) {
     if (!o->alignment) o->alignment = decodes ? 1 : 128;
     if (!o->layout) o->layout = layout;
     if (!o->chain) o->chain = decodes ? 20 : 1;
+}
+
+/* The sweep of --models, whose defaults are of no single mode. */
+static void complete_models(Options *o) {
+    if (o->tokens_begin < 0)
+        o->tokens_begin = o->tokens_end >= 0 && o->tokens_end < 128 ? o->tokens_end : 128;
+    if (o->tokens_end < 0) o->tokens_end = o->tokens_begin > 8192 ? o->tokens_begin : 8192;
+    o->tokens_given = true;
+    if (!o->routing_given) o->routing = ROUTING_UNIFORM;
 }
 
 static bool validate_sweep(const Options *o) {
@@ -449,10 +483,60 @@ static bool validate_together(const Options *o) {
     return true;
 }
 
+/* ---- models -------------------------------------------------------------------------------- */
+
+int options_list_modes(const Options *options, int64_t *out) {
+    out[0] = options->mode_given ? options->mode : EP_MODE_THROUGHPUT;
+    out[1] = EP_MODE_LATENCY;
+    return options->mode_given ? 1 : 2;
+}
+
+/* --split and --chain are for latency mode and for graphs; the other runs do without them. */
+static bool set_mode(const Options *options, int64_t mode, Options *out) {
+    *out = *options;
+    out->mode = mode;
+    if (mode != EP_MODE_LATENCY && !options->mode_given) {
+        out->split = false;
+        if (!out->graphs) out->chain = 0;
+    }
+    complete(out);
+    return validate_shape(out) && validate_together(out);
+}
+
+bool options_for_model(const Options *options, const char *path, const Model *model, int64_t mode,
+                       Options *out) {
+    char message[BENCH_MESSAGE_BYTES];
+    Options shaped = *options;
+    shaped.hidden = model->hidden, shaped.top_k = model->top_k, shaped.experts = model->experts;
+    if (set_mode(&shaped, mode, out)) return true;
+    snprintf(message, sizeof(message), "%s", bench_error_message());
+    return bench_refuse("%s:%lld: %s: %s", path, (long long)model->line, model->name, message);
+}
+
+static bool validate_models(const Options *o) {
+    int64_t list[2];
+    if (o->shape_given)
+        return bench_refuse("--%s: expected none with --models, whose file has the shapes, got one",
+                            o->shape_given);
+    if (o->routing == ROUTING_FILE)
+        return bench_refuse("--routing: expected uniform, zipf or one-hot with --models, got file");
+    if (o->save_path) return bench_refuse("--save-routing: expected no --models, got it");
+    if (o->baseline) return bench_refuse("--baseline: expected no --models, got it");
+    for (int i = 0; i < options_list_modes(o, list); i++) {
+        Options any;
+        if (!set_mode(o, list[i], &any)) return false;
+    }
+    return true;
+}
+
 bool options_parse(Options *options, int argc, char **argv) {
     set_defaults(options);
     if (!parse_arguments(options, argc, argv)) return false;
     if (options->help || options->version) return true;
+    if (options->models) {
+        complete_models(options);
+        return validate_sweep(options) && validate_models(options);
+    }
     complete(options);
     return validate_sweep(options) && validate_shape(options) && validate_together(options);
 }

@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "ep/ep.h"
+#include "tools/bench/models.h"
 
 typedef enum RoutingKind {
     ROUTING_UNIFORM = 1, /**< K distinct experts, all equally likely */
@@ -50,11 +51,23 @@ typedef struct Options {
     int64_t num_sms;
     bool zero_copy;
     int64_t threads;
+    bool models;             /**< the shapes are those of a file (--models) */
+    const char *models_path; /**< that file; NULL: the installed one */
+    bool mode_given, routing_given;
+    const char *shape_given; /**< the last of --hidden, --top-k, --experts, or NULL */
     bool help, version;
 } Options;
 
 /** Apply the defaults, then the command line. False, with a message, if it is invalid. */
 bool options_parse(Options *options, int argc, char **argv);
+
+/** The modes that --models runs: `out` has room for two. Returns their number. */
+int options_list_modes(const Options *options, int64_t *out);
+
+/** The options of one model and mode. False, with a message that names the model's line in `path`,
+ *  if they are invalid. */
+bool options_for_model(const Options *options, const char *path, const Model *model, int64_t mode,
+                       Options *out);
 
 /** Names of values as the command line spells them, e.g. "bf16", "expert". */
 const char *options_type_name(int64_t type);

@@ -37,13 +37,37 @@ void machine_describe(Machine *out) {
 
 /* ---- the head of the report ---------------------------------------------------------------- */
 
+static void report_version(void) {
+    int version = ep_version();
+    printf("# ep_bench: libep %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+}
+
+/* What all models share, and what each mode has. */
+static void report_models(const RunList *list) {
+    const Options *o = &list->runs[0].options;
+    const World *world = list->runs[0].report.world;
+    char routing[512];
+    options_routing_name(o, routing, sizeof(routing));
+    printf("# models:  %lld of %s\n", (long long)list->models.count, list->models.path);
+    printf("# config:  %d ranks (%s), %s, routing %s, masked %g, %s tokens, seed %lld\n",
+           world->size, world->threads ? "threads" : "MPI", options_type_name(o->type), routing,
+           o->masked, o->uneven ? "uneven" : "even", (long long)o->seed);
+    printf("#          %s, scales %lld bytes, indices %s, quant %s\n",
+           o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
+           options_type_name(o->index_type), options_quant_name(o->quant));
+    for (int i = 0; i < list->count && strcmp(list->runs[i].model, list->runs[0].model) == 0; i++) {
+        o = &list->runs[i].options;
+        printf("#          mode %s%s: alignment %lld, layout %s\n", options_mode_name(o->mode),
+               o->split ? " as send and wait" : "", (long long)o->alignment,
+               options_layout_name(o->layout));
+    }
+}
+
 static void report_config(const Report *report) {
     const Options *o = report->options;
     const World *world = report->world;
     char routing[512];
-    int version = ep_version();
     options_routing_name(o, routing, sizeof(routing));
-    printf("# ep_bench: libep %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
     printf(
         "# config:  %d ranks (%s), hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n",
         world->size, world->threads ? "threads" : "MPI", (long long)o->hidden,
@@ -73,17 +97,26 @@ static void report_backend(const EpGroupMemory *memory) {
     printf("# backend: %s: %s\n", name, reason);
 }
 
-static void report_table_head(const Report *report) {
+static void report_table_head(const RunList *list) {
+    const Report *report = &list->runs[0].report;
+    bool models = list->models.count > 0;
     bool cuda = report->memory.backend == EP_BACKEND_CUDA;
     bool stores = report->options->mode == EP_MODE_LATENCY;
-    printf("#\n# bytes are per rank, the mean over ranks; floor is %s%s\n",
-           !cuda                      ? "a memcpy of the same bytes"
-           : report->world->size == 1 ? "a copy of the slots by a plain kernel"
-           : stores                   ? "the remote bytes stored by a plain kernel"
-                                      : "the remote bytes pushed by a plain copy kernel",
-           cuda && stores ? ", in a graph" : "");
-    printf("#%8s  %-18s %11s %11s %13s %13s %12s %10s %6s %7s\n", "tokens", "phase", "median_us",
-           "p99_us", "remote_bytes", "local_bytes", "useful_GB/s", "floor_us", "ratio", "#wrong");
+    printf("#\n# bytes are per rank, the mean over ranks; ratio is to the larger floor\n");
+    if (cuda)
+        printf("# floors: wire, the remote bytes %s; mem, the GPU memory's bytes copied by one%s\n",
+               models   ? "copied to the peers by a plain kernel"
+               : stores ? "stored by a plain kernel"
+                        : "pushed by a plain copy kernel",
+               models   ? "; in latency mode in graphs"
+               : stores ? "; in graphs"
+                        : "");
+    else
+        printf("# floors: mem, a memcpy of the same bytes\n");
+    if (models) printf("#%-19s %-10s ", "model", "mode");
+    printf("%s%8s  %-18s %11s %11s %13s %13s %12s %10s %10s %6s %7s\n", models ? " " : "#",
+           "tokens", "phase", "median_us", "p99_us", "remote_bytes", "local_bytes", "useful_GB/s",
+           "wire_us", "mem_us", "ratio", "#wrong");
 }
 
 /* How the table's times come from graphs: of one call, or of one among many in a graph. */
@@ -97,12 +130,17 @@ static void describe_graphs(const Options *o, char *out, size_t bytes) {
                  (long long)o->chain, (long long)o->chain);
 }
 
-void report_header(const Report *report) {
+void report_header(const RunList *list) {
+    const Report *report = &list->runs[0].report;
     const Options *o = report->options;
     const Machine *machine = &report->machine;
     char graphs[96];
     describe_graphs(o, graphs, sizeof(graphs));
-    report_config(report);
+    report_version();
+    if (list->models.count)
+        report_models(list);
+    else
+        report_config(report);
     printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
            machine->date);
     if (report->device[0]) printf("# device:  %s\n", report->device);
@@ -112,22 +150,29 @@ void report_header(const Report *report) {
            (long long)o->iterations, (long long)o->warmup,
            report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "", graphs,
            o->check ? "every byte, before and after" : "off");
-    report_table_head(report);
+    report_table_head(list);
     fflush(stdout);
 }
 
 /* ---- one size ------------------------------------------------------------------------------ */
 
-static void report_phase(const SizeResult *result, const PhaseResult *phase) {
+static void report_floor(double value, int width, int digits) {
+    if (value > 0)
+        printf(" %*.*f", width, digits, value);
+    else
+        printf(" %*s", width, "-");
+}
+
+static void report_phase(const Run *run, const SizeResult *result, const PhaseResult *phase) {
     double us = phase->time.median_us;
     if (phase->absent) return;
+    if (run->model[0]) printf("%-20s %-10s ", run->model, options_mode_name(run->options.mode));
     printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
            phase->name, us, phase->time.p99_us, (long long)phase->remote_bytes,
            (long long)phase->local_bytes, us > 0 ? (double)phase->useful_bytes / us * 1e-3 : 0);
-    if (phase->floor_us > 0)
-        printf(" %10.1f %6.2f", phase->floor_us, us / phase->floor_us);
-    else
-        printf(" %10s %6s", "-", "-");
+    report_floor(phase->wire_us, 10, 1);
+    report_floor(phase->mem_us, 10, 1);
+    report_floor(phase_floor_us(phase) > 0 ? us / phase_floor_us(phase) : -1, 6, 2);
     if (phase->wrong >= 0)
         printf(" %7lld\n", (long long)phase->wrong);
     else
@@ -196,9 +241,7 @@ static void report_device(const SizeResult *r) {
     if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
 }
 
-void report_size(const SizeResult *result) {
-    for (int p = 0; p < result->num_phases; p++)
-        report_phase(result, &result->phases[p]);
+static void report_rest(const SizeResult *result) {
     report_facts(result);
     report_split(result);
     report_device(result);
@@ -206,12 +249,19 @@ void report_size(const SizeResult *result) {
         printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
                (long long)result->tokens, result->baseline_us,
                result->baseline_us / result->speedup, result->speedup);
+}
+
+/* With --models the table is all; the JSON has the rest. */
+void report_size(const Run *run, const SizeResult *result) {
+    for (int p = 0; p < result->num_phases; p++)
+        report_phase(run, result, &result->phases[p]);
+    if (!run->model[0]) report_rest(result);
     if (result->first_wrong[0]) printf("# wrong: %s\n", result->first_wrong);
     fflush(stdout);
 }
 
-void report_footer(const Report *report, int64_t wrong) {
-    if (report->options->check)
+void report_footer(const RunList *list, int64_t wrong) {
+    if (list->runs[0].options.check)
         printf("#wrong %lld\n", (long long)wrong);
     else
         printf("#wrong - (not checked)\n");

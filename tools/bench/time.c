@@ -84,22 +84,26 @@ enum { MAX_CALLS = 8 };
 /* Longer than the host needs to issue an iteration, so that the GPU never waits for the host. */
 static const double hold_us = 250;
 
-/* Align the streams of all ranks: the work queued next begins at the same time on every rank. */
-static bool align_streams(Case *c) {
+/* Align the streams of all ranks: the work queued next begins at the same time on every rank. The
+ * first barrier of an iteration waits from when it starts, the next ones from when the one before
+ * was passed: if the call between has already waited for a lost rank, the barrier waits seconds. */
+static bool align_streams(Case *c, bool first) {
     Device *d = c->device;
     if (!d->flags) {
         bool finished = device_finish(c);
         return world_barrier(c->world) && finished;
     }
-    BarrierArgs args = {.rank = c->world->rank, .size = c->world->size};
+    BarrierArgs args = {.rank = c->world->rank, .size = c->world->size, .first = first};
     args.late = device_words(c, args.rank) + WORD_LATE;
+    args.passed = (uint64_t *)(device_words(c, args.rank) + WORD_PASSED);
     args.timeout_ns = (uint64_t)(world_deadline() * 1e9);
     for (int r = 0; r < args.size; r++)
         args.flags[r] = device_words(c, r);
     return cuda_ok(kernel_barrier(&args, ++d->epoch, c->stream), "the device barrier");
 }
 
-/* False, with a message, if a wait of ep_bench's own kernels has timed out. */
+/* False, with a message, if a wait of ep_bench's own kernels has timed out. The library's message,
+ * if it has one, says more. */
 static bool check_timeouts(Case *c) {
     uint32_t late = 0;
     if (!c->device->flags) return true;
@@ -107,9 +111,12 @@ static bool check_timeouts(Case *c) {
                                       sizeof(late), cudaMemcpyDeviceToHost, c->stream),
                       "cudaMemcpyAsync");
     if (!device_finish(c) || !ok) return false;
-    return late == 0 || bench_fail("rank %d, ep_bench's own kernels: expected rank %u within %g s, "
-                                   "it did not arrive",
-                                   c->world->rank, late - 1, world_deadline());
+    if (late == 0) return true;
+    bench_lose_peer();
+    if (!bench_ok(ep_group_status(c->group, NULL), "ep_group_status")) return false;
+    return bench_fail("rank %d, ep_bench's own kernels: expected rank %u within %g s, it did not "
+                      "arrive",
+                      c->world->rank, late - 1, world_deadline());
 }
 
 /* ---- the GPU's clock ----------------------------------------------------------------------- */
@@ -142,7 +149,7 @@ static bool record(Case *c, cudaEvent_t event) {
 
 /* Queue one call between its events; `issue_us` is the host's time for the call. */
 static bool enqueue(Case *c, Clock *clock, int which, bool ok, double *issue_us) {
-    bool aligned = align_streams(c); /* even if this rank has failed: the others wait */
+    bool aligned = align_streams(c, which == 0); /* even if this rank failed: the others wait */
     ok = ok && aligned && record(c, clock->begin[which]);
     double start = time_now_us();
     ok = ok && clock->call(clock->context, which);
@@ -151,13 +158,13 @@ static bool enqueue(Case *c, Clock *clock, int which, bool ok, double *issue_us)
 }
 
 /* All calls of an iteration, back to back. The stream is held while the host queues them, so that
- * none of them begins before all are queued. */
+ * none of them begins before all are queued. Without the other ranks, nothing is queued. */
 static bool iterate(Case *c, Clock *clock, bool ok, double *issue_us) {
-    world_barrier(c->world);
+    if (!world_barrier(c->world)) return false;
     bool held = !c->device->flags || cuda_ok(kernel_hold(hold_us, c->stream), "holding the stream");
     for (int i = 0; i < clock->count; i++)
         ok = enqueue(c, clock, i, ok, &issue_us[i]);
-    bool finished = device_finish(c);
+    bool finished = device_finish(c) && check_timeouts(c);
     return ok && held && finished;
 }
 
@@ -182,7 +189,7 @@ static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *tim
             ok = read_clock(clock, which, &times[which * iterations + i]);
         }
     }
-    return ok && check_timeouts(c);
+    return ok;
 }
 
 bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,

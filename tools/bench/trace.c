@@ -49,6 +49,9 @@ static bool next_line(Reader *in, const char *expected) {
                             in->path, (long long)in->number);
     in->line[length - 1] = 0;
     in->at = in->line;
+    if (strlen(in->line) + 1 < (size_t)length)
+        return bench_refuse("%s:%lld: expected %s, got a line with a zero byte", in->path,
+                            (long long)in->number, expected);
     return true;
 }
 
@@ -71,7 +74,8 @@ static bool read_number(Reader *in, const char *what, int64_t low, int64_t high,
     char *end;
     errno = 0;
     long long number = strtoll(in->at, &end, 10);
-    bool whole = end != in->at && (!*end || *end == ' ' || *end == '\t' || *end == '\r');
+    bool digits = in->at[*in->at == '-'] >= '0' && in->at[*in->at == '-'] <= '9'; /* no + */
+    bool whole = digits && (!*end || *end == ' ' || *end == '\t' || *end == '\r');
     if (!whole || errno || number < low || number > high) {
         char expected[128];
         snprintf(expected, sizeof(expected), "%s from %lld to %lld", what, (long long)low,

@@ -14,6 +14,7 @@
 
 static _Thread_local char message[BENCH_MESSAGE_BYTES];
 static _Thread_local int exit_status;
+static _Thread_local bool peer_lost;
 
 bool bench_fail(const char *format, ...) {
     va_list args;
@@ -36,8 +37,21 @@ bool bench_refuse(const char *format, ...) {
 bool bench_ok(EpStatus status, const char *call) {
     if (status == EP_OK) return true;
     const char *detail = ep_last_error(); /* it names rank and call */
-    if (detail[0]) return bench_fail("%s", detail);
-    return bench_fail("%s: %s", call, ep_status_string(status));
+    peer_lost = peer_lost || status == EP_ERR_TIMEOUT || status == EP_ERR_PEER;
+    if (detail[0])
+        bench_fail("%s", detail);
+    else
+        bench_fail("%s: %s", call, ep_status_string(status));
+    if (status == EP_ERR_SETTING) exit_status = BENCH_EXIT_USAGE;
+    return false;
+}
+
+void bench_lose_peer(void) {
+    peer_lost = true;
+}
+
+bool bench_peer_lost(void) {
+    return peer_lost;
 }
 
 void bench_error_set(int status, const char *text) {

@@ -27,8 +27,14 @@ bool bench_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /** An invalid request of the user: exit status 2. Returns false. */
 bool bench_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/** True for EP_OK. Else copies the library's error message and returns false. */
+/** True for EP_OK. Else copies the library's error message and returns false. The exit status is
+ *  that of an invalid request for a malformed setting. */
 bool bench_ok(EpStatus status, const char *call);
+
+/** Whether this rank has waited in vain for another rank, or another has given up. bench_ok sees
+ *  that in the library's status; ep_bench's own waits call bench_lose_peer. */
+bool bench_peer_lost(void);
+void bench_lose_peer(void);
 
 /** Set or read this thread's message and exit status. */
 void bench_error_set(int exit_status, const char *message);

@@ -26,21 +26,32 @@ double world_deadline(void) {
 
 /* ---- collectives --------------------------------------------------------------------------- */
 
+/* After a rank is lost, the others still meet, so that a rank which failed for a reason of its own
+ * can say it. They come within seconds, since the library's waits for the lost rank end together.
+ */
+static double wait_seconds(void) {
+    const double grace = 5;
+    return bench_peer_lost() && deadline > grace ? grace : deadline;
+}
+
+/* If a rank was lost before, the message already names it. */
 static bool check_collective(World *world, EpStatus status, const char *call) {
-    if (!bench_ok(status, call)) world->broken = true;
-    return !world->broken;
+    if (status == EP_OK) return true;
+    if (!bench_peer_lost()) bench_ok(status, call);
+    world->broken = true;
+    return false;
 }
 
 bool world_allgather(World *world, const void *in, void *out, size_t bytes) {
     if (world->broken) return false;
-    return check_collective(world,
-                            world->boot.allgather(world->boot.context, in, out, bytes, deadline),
-                            "gathering from all ranks");
+    return check_collective(
+        world, world->boot.allgather(world->boot.context, in, out, bytes, wait_seconds()),
+        "gathering from all ranks");
 }
 
 bool world_barrier(World *world) {
     if (world->broken) return false;
-    return check_collective(world, world->boot.barrier(world->boot.context, deadline),
+    return check_collective(world, world->boot.barrier(world->boot.context, wait_seconds()),
                             "waiting for all ranks");
 }
 
@@ -73,6 +84,7 @@ bool world_all(World *world, bool ok) {
         return bench_fail("no memory for the statuses of %d ranks", world->size);
     }
     bool agreed = world_allgather(world, &mine, all, sizeof(mine));
+    if (!agreed && !ok) bench_error_set(mine.exit_status, mine.message);
     for (int r = 0; agreed && r < world->size; r++) {
         if (!all[r].ok) {
             bench_error_set(all[r].exit_status, all[r].message);
@@ -206,7 +218,9 @@ static int run_mpi(WorldBody body, void *argument) {
         MPI_Abort(MPI_COMM_WORLD, BENCH_EXIT_WRONG);
     }
     int status = body(&world, argument);
-    if (world.broken) /* a peer is lost: MPI_Finalize would wait for it */
+    if (!world.broken && !world_barrier(&world))
+        fprintf(stderr, "ep_bench: %s\n", bench_error_message());
+    if (world.broken) /* a peer is lost: MPI_Finalize would wait for it without a timeout */
         MPI_Abort(MPI_COMM_WORLD, BENCH_EXIT_WRONG);
     ep_bootstrap_destroy(&world.boot);
     MPI_Finalize();
