@@ -40,6 +40,10 @@ extern "C" {
  *   (ncclCommAbort) before you destroy other groups, handles or bootstraps on that device: CUDA
  *   frees memory only when the device is idle. What libep cannot free without waiting stays
  *   allocated.
+ * - Give each rank a process of its own. In a process with several GPUs, CUDA calls that free or
+ *   allocate memory may wait for kernels of all of them, so also for the gather of a rank that has
+ *   gone ahead and waits for this one. Where ranks are threads, they meet on the host after they
+ *   create or destroy a group or a handle in latency mode.
  *
  * The bootstrap has no share and no messages. It serves the CUDA backend, and the host backend if
  * all ranks share a node; ranks on several nodes are refused with EP_ERR_UNSUPPORTED. A group's

@@ -143,13 +143,21 @@ static Case group_case(int ranks) {
                                 .capacity = 1700});
 }
 
+/* Ranks are threads here, so they meet on the host after each call that allocates or frees memory:
+ * the one that has gone ahead would wait on its GPU, and CUDA would wait for that GPU. */
 static EpGroup *create(const Framework *f, const EpBootstrap *bootstrap, const Case *c,
                        int borrows) {
     EpGroup *group = NULL;
     EpGroupConfig config = case_group_config(c);
     if (borrows) ep_group_config_set_nccl(&config, f->comm);
     CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    meet(f);
     return group;
+}
+
+static void destroy(const Framework *f, EpGroup *group) {
+    ep_group_destroy(group);
+    meet(f);
 }
 
 /* Two groups of one bootstrap, one of which borrows the communicator and one of which has its own,
@@ -167,10 +175,10 @@ static void groups(const EpBootstrap *harness, int blocking) {
         REQUIRE(made[i], "group %d", i);
     for (int i = 0; i < 6; i++)
         nccl_check_step(made[i % 3], &c, harness->rank, stream);
-    ep_group_destroy(made[1]);
-    ep_group_destroy(made[0]);
+    destroy(&f, made[1]);
+    destroy(&f, made[0]);
     nccl_check_step(made[2], &c, harness->rank, stream);
-    ep_group_destroy(made[2]);
+    destroy(&f, made[2]);
     ep_bootstrap_destroy(&second);
     CHECK_CUDA(cudaStreamDestroy(stream));
     framework_close(&f);
@@ -204,7 +212,8 @@ ThreadTest(gpu_nccl_bootstrap, latency_and_windows, 2) {
     device_step_issue(&gpu, STEP_FORWARD);
     device_step_check(&gpu);
     CHECK_OK(ep_mem_free(group, memory));
-    ep_group_destroy(group);
+    meet(&f);
+    destroy(&f, group);
     device_step_close(&gpu);
     world_free(world);
     CHECK_CUDA(cudaStreamDestroy(stream));
