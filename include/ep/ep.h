@@ -211,8 +211,9 @@ typedef void *EpStream;
  * A bootstrap gives libep what it needs to set up a group: this rank's number, the number of ranks,
  * an allgather of a few bytes, and a barrier. ep_bootstrap_mpi (ep_mpi.h) makes one from a
  * communicator, ep_bootstrap_nccl (ep_nccl.h) from an NCCL communicator. ep_bootstrap_local makes R
- * of them for R threads of one process. A framework that already knows its ranks fills in the struct itself: rank, size, allgather and barrier are enough
- * if the ranks share a node or use a GPU backend.
+ * of them for R threads of one process. A framework that already knows its ranks fills in the
+ * struct itself: rank, size, allgather and barrier are enough if the ranks share a node or use a
+ * GPU backend.
  *
  * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence). libep calls them when
  * groups are created and destroyed. It also calls allgather when memory that peers reach (section
