@@ -377,7 +377,7 @@ run-check: all $(if $(variant),,$(emulated_tests))
 # The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
 # and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
 # work more finely but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|gpu_pointers|gpu_shared|gpu_order)/*|gpu_backends/equal_4|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1|bootstrap_nccl/*|gpu_nccl/borrowed_2|gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc))
+emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|gpu_pointers|gpu_shared|gpu_order)/*|gpu_backends/@(equal_4|num_sms)|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1|bootstrap_nccl/*|gpu_nccl/borrowed_2|gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc))
 emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|bootstrap_departed|bootstrap_nccl|gpu_nccl*|runtime_random|gpu_backends|gpu_pointers|gpu_shared|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.

@@ -57,11 +57,9 @@ static EpStatus read_out(const EpCall *call, const EpHandle *handle, const EpPla
     EP_TRY(ep_read_struct(call, "out", given, EP_FIRST_SIZE(EpPlanTensors, totals), out));
     EP_TRY(check_vector(call, "out.expert_counts", out->expert_counts, local));
     EP_TRY(check_vector(call, "out.expert_padded", out->expert_padded, local));
-    if (!out->expert_offsets || out->expert_offsets->ndim != 1 ||
-        out->expert_offsets->shape[0] != local) /* without its end */
-        EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local + 1));
-    else
-        EP_TRY(check_vector(call, "out.expert_offsets", out->expert_offsets, local));
+    const EpTensor *offsets = out->expert_offsets;
+    int lacks_end = offsets && offsets->ndim == 1 && offsets->shape[0] == local;
+    EP_TRY(check_vector(call, "out.expert_offsets", offsets, local + !lacks_end));
     EP_TRY(check_vector(call, "out.recv_rows", out->recv_rows, 1));
     EP_TRY(check_vector(call, "out.needed_rows", out->needed_rows, 1));
     EP_TRY(check_vector(call, "out.dropped_slots", out->dropped_slots, 1));

@@ -36,10 +36,7 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
     if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
-    if (c->num_sms < 2 && c->num_sms != 0 && c->num_sms != EP_DEFAULT)
-        return ep_refuse(call, EP_ERR_RANGE, "config.num_sms",
-                         "expected at least 2 multiprocessors or EP_DEFAULT, got %d", c->num_sms);
-    return EP_OK;
+    return c->num_sms ? ep_config_check_sms(call, c->num_sms) : EP_OK;
 }
 
 static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,

@@ -22,6 +22,12 @@ static EpStatus check_rows(const EpCall *call, const EpGroupConfig *c) {
     return EP_OK;
 }
 
+EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms) {
+    if (num_sms >= 2 || num_sms == EP_DEFAULT) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.num_sms",
+                     "expected at least 2 multiprocessors or EP_DEFAULT, got %d", num_sms);
+}
+
 static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     if (!ep_is_power_of_two(c->alignment))
         return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
@@ -31,9 +37,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.mode", c->mode, EP_MODE_AUTO, EP_MODE_LATENCY));
     EP_TRY(check_range(call, "config.duplicates", c->duplicates, EP_DUPLICATES_KEEP,
                        EP_DUPLICATES_MERGE));
-    if (c->num_sms < 2 && c->num_sms != EP_DEFAULT)
-        return ep_refuse(call, EP_ERR_RANGE, "config.num_sms",
-                         "expected at least 2 multiprocessors or EP_DEFAULT, got %d", c->num_sms);
+    EP_TRY(ep_config_check_sms(call, c->num_sms));
     double t = c->timeout_seconds;
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",

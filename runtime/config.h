@@ -15,6 +15,9 @@
 EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
                         EpGroupConfig *out);
 
+/** Check config.num_sms of a group or a handle: EP_DEFAULT or at least 2. */
+EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms);
+
 EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 
 /** Features that a backend may lack: bits of EpBackendOps.offers. */

@@ -94,16 +94,18 @@ __device__ __forceinline__ void open_workspace(const EpLatencyScatterArgs &a) {
         workspace_counts(a)[i] = 0;
 }
 
-/* Leave each expert to the lowest k of a token that names it. The lowest one never changes, so the
- * threads need no order among themselves. By all threads of the block, after its first barrier. */
+/* Leave each expert to the lowest k of a token that names it. Each thread has tokens of its own. By
+ * all threads of the block, after its first barrier. */
 __device__ __noinline__ void merge_duplicates(const EpLatencyScatterArgs &a) {
-    int k = a.route.top_k, entries = a.route.num_rows * k;
-    volatile int16_t *experts = workspace_experts(a);
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < entries; i += LATENCY_THREADS)
+    for (int row = (int)threadIdx.x; row < a.route.num_rows; row += LATENCY_THREADS) {
+        int16_t *experts = workspace_experts(a) + row * a.route.top_k;
 #pragma unroll 1
-        for (int j = i - i % k; j < i && experts[i] >= 0; j++)
-            if (experts[j] == experts[i]) experts[i] = NO_EXPERT;
+        for (int k = 1; k < a.route.top_k; k++)
+#pragma unroll 1
+            for (int lower = 0; lower < k && experts[k] >= 0; lower++)
+                if (experts[lower] == experts[k]) experts[k] = NO_EXPERT;
+    }
     __syncthreads();
 }
 

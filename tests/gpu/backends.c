@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "handles/cuda/handle.h"
 #include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
 #include "tests/gpu/devices.h"
@@ -142,6 +143,32 @@ ThreadTest(gpu_backends, equal_in_latency_mode_2, 2) {
 ThreadTest(gpu_backends, equal_in_latency_mode_4, 4) {
     GPU_NEEDS_LATENCY();
     both_backends(bootstrap, EP_MODE_LATENCY);
+}
+
+/* ---- numbers of multiprocessors ---- */
+
+/* Bytes do not show how many blocks a launch has, so this asks for what all launches are made
+ * from. */
+ThreadTest(gpu_backends, num_sms, 1) {
+    static const struct {
+        int group, handle, expected;
+    } limits[] = {{5, EP_DEFAULT, 5}, {5, 3, 3}, {3, 5, 3}, {EP_DEFAULT, 2, 2}, {4, 0, 4}};
+    setenv("EMULATED_SMS", "8", 1);
+    for (size_t i = 0; i < sizeof(limits) / sizeof(limits[0]); i++) {
+        Case c = draw_case(1, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_BF16, 1);
+        EpGroupConfig config = case_group_config(&c);
+        EpHandleConfig handle_config = case_handle_config(&c);
+        EpGroup *group = NULL;
+        EpHandle *handle = NULL;
+        config.num_sms = limits[i].group, handle_config.num_sms = limits[i].handle;
+        REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+        REQUIRE_OK(ep_handle_create(group, &handle_config, NULL, 0, &handle));
+        int blocks = ep_cuda_launch_group(handle).blocks;
+        CHECK(blocks == limits[i].expected, "case %zu: %d blocks instead of %d", i, blocks,
+              limits[i].expected);
+        ep_handle_destroy(handle);
+        ep_group_destroy(group);
+    }
 }
 
 /* ---- versions of NCCL ---- */
