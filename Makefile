@@ -4,6 +4,12 @@
 #   make check    the same, then run the tests
 #   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=8 at a time
 #   make check-emulated  run the tests of kernels on CPUs; EMULATED_SEED=N: in another order
+#   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded
+#   make python   lay the Python package out in build/python, for PYTHONPATH
+#   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
+#   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
+#   make check-python  install the wheel into virtual environments, one with JAX, and run its tests
+#   make check-jax  the tests of libep.jax alone
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #   make clean, make format
@@ -85,17 +91,29 @@ row_sets := base $(if $(findstring x86_64,$(machine)),v3 v4)
 row_flags_v3 := -march=x86-64-v3
 row_flags_v4 := -march=x86-64-v4 -mprefer-vector-width=512
 lib_o := $(lib_c:%.c=$B/%.o) $(row_sets:%=$B/runtime/host/rowmath_%.o) $(cuda_o)
+# The drop-in library has a folder of its own, laid out as NCCL_EP_HOME is, so that nobody loads it by
+# accident.
+nccl_ep_c := $(wildcard bindings/nccl_ep/*.c)
+nccl_ep_o := $(nccl_ep_c:%.c=$B/%.o)
+nccl_ep_home := libep/nccl_ep
+# The handlers of XLA programs are built against jaxlib's headers, which "make wheel" downloads.
+jax_c := $(wildcard bindings/jax/*.c)
+jax_o := $(jax_c:%.c=$B/%.o)
+jax_so := $B/libep_jax.so
+JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
-info_c := tools/ep_info.c
+info_c := tools/ep_info.c $(wildcard tools/info/*.c)
 tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
 package_files := $B/ep.pc $B/ep-mpi.pc $B/epConfig.cmake $B/epConfigVersion.cmake
-libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(package_files)
+nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
+libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
 
-.PHONY: all help libs demo check check-gpu check-emulated run-demo run-check deps install clean format
+.PHONY: all help libs demo check check-gpu check-emulated check-nccl-ep \
+        python wheel check-python jax-handlers check-jax run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -110,7 +128,7 @@ $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/f
 	$(file >$@,$(flags))
 .PHONY: again
 again:
-$(lib_o) $B/bootstrap/mpi.o $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
 
 $B/%.o: %.c
 	@mkdir -p $(@D)
@@ -139,6 +157,23 @@ $B/libep_mpi.so.$(SOVERSION): $B/bootstrap/mpi.o libep_mpi.map $B/libep.so
 	$Q$(CC) -shared -Wl,-soname,$(@F) -Wl,--version-script=libep_mpi.map -o $@ $< \
 	    $(ldflags) -L$B -lep $(mpi_libs)
 
+# It finds libep.so three folders up, here and once installed. NVIDIA's has the same name and number.
+$(nccl_ep_so).0: $(nccl_ep_o) bindings/nccl_ep/libnccl_ep.map $B/libep.so
+	@mkdir -p $(@D)
+	$(call say,LD,$@)
+	$Q$(CC) -shared -Wl,-soname,$(@F) -Wl,--version-script=bindings/nccl_ep/libnccl_ep.map \
+	    -Wl,-rpath,'$$ORIGIN/../../..' -o $@ $(nccl_ep_o) $(ldflags) -L$B -lep -ldl
+$(nccl_ep_so): $(nccl_ep_so).0
+	$Qln -sf $(<F) $@
+
+# It lies beside libep.so, here and in the package, whose libep.so is loaded first.
+$(jax_o): private cflags += $(if $(JAXLIB_INCLUDE),-isystem $(JAXLIB_INCLUDE),\
+    $(error expected JAXLIB_INCLUDE, the folder that jax.ffi.include_dir() returns, got none))
+$(jax_so): $(jax_o) bindings/jax/libep_jax.map $B/libep.so
+	$(call say,LD,$@)
+	$Q$(CC) -shared -Wl,--version-script=bindings/jax/libep_jax.map -Wl,-rpath,'$$ORIGIN' \
+	    -o $@ $(jax_o) $(ldflags) -L$B -lep -lm
+
 $B/%.so: $B/%.so.$(SOVERSION)
 	$Qln -sf $(<F) $@
 
@@ -157,7 +192,7 @@ $(tools): $B/libep.so $B/libep_mpi.so
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(cuda_libs) -lm
 
 # Tests link statically, since some use functions that the shared library hides.
-$(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
+$(tests): $(tests_c:%.c=$B/%.o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
@@ -166,9 +201,10 @@ $(tests): $(tests_c:%.c=$B/%.o) $B/libep.a $B/libep_mpi.a
 # backend, plus the tests that need a GPU. watch.c counts the library's own allocations and must see
 # the real ones, so it is compiled without on_gpu.h.
 host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
-                $(addprefix tests/bootstrap/,bind.c gpus.c killed.c lying.c memory.c segments.c system.c windows.c) \
+                $(addprefix tests/bootstrap/,adopt.c bind.c gpus.c killed.c memory.c mesh.c \
+                  mesh_groups.c segments.c sharding.c system.c windows.c) \
                 $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \
-                $(wildcard tests/tools/*.c)
+                $(wildcard tests/tools/*.c tests/bindings/*.c)
 gpu_tests := $B/tests/ep_gpu_tests
 gpu_tests_c := $(filter-out $(host_tests_c),$(tests_c)) $(wildcard tests/gpu/*.c)
 gpu_o := $(gpu_tests_c:%.c=$B/gpu/%.o)
@@ -178,7 +214,7 @@ $B/gpu/%.o: %.c $B/flags
 	@mkdir -p $(@D)
 	$(call say,CC,"$< [gpu]")
 	$Q$(CC) $(cflags) -c $< -o $@
-$(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
+$(gpu_tests): $(gpu_o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) \
 	    $(hwloc_libs) $(criterion_libs) $(cuda_libs) -lm
@@ -187,7 +223,7 @@ $(gpu_tests): $(gpu_o) $B/libep.a $B/libep_mpi.a
 # and NCCL (see tests/emulator/), without an installation of either. Rings are short, so that they
 # wrap, and so is the wait for NCCL.
 emulated_tests := $B/tests/ep_emulated_tests
-emulated_c := $(all_lib_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
+emulated_c := $(all_lib_c) $(nccl_ep_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
               $(row_sets:%=$B/emulated/runtime/host/rowmath_%.o)
 emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
@@ -213,6 +249,15 @@ $B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
 $(emulated_tests): $(emulated_o) $B/bootstrap/mpi.o
 	$(call say,LD,$@)
 	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) $(criterion_libs) -lm
+
+# The drop-in library with emulated GPUs inside, for clients in Python: see tests/bindings/nccl_ep.
+emulated_nccl_ep := $B/emulated/libnccl_ep.so
+emulated_nccl_ep_o := $(filter-out $B/emulated/tests/%,$(emulated_o)) \
+                      $(patsubst %.c,$B/emulated/%.o,$(wildcard tests/emulator/*.c))
+$(emulated_nccl_ep): $(emulated_nccl_ep_o) tests/emulator/client.map
+	$(call say,LD,$@)
+	$Q$(CXX) -shared -Wl,--version-script=tests/emulator/client.map -o $@ $(filter %.o,$^) \
+	    $(ldflags) $(hwloc_libs) -lm
 
 define pc
 prefix=$(PREFIX)
@@ -377,8 +422,8 @@ run-check: all $(if $(variant),,$(emulated_tests))
 # The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
 # and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
 # work more finely but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|gpu_pointers|gpu_shared|gpu_order)/*|gpu_backends/@(equal_4|num_sms)|gpu_zero_copy/as_staged_[12]|gpu_streams/pipeline_1|bootstrap_nccl/*|gpu_nccl/borrowed_2|gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc))
-emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|bootstrap_cuda_windows|bootstrap_departed|bootstrap_nccl|gpu_nccl*|runtime_random|gpu_backends|gpu_pointers|gpu_shared|gpu_order|gpu_streams|gpu_zero_copy|gpu_faults|gpu_late*|runtime_deadline)/*)
+emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_abort|bootstrap_cuda_windows|bootstrap_lying|gpu_abort|gpu_routes|gpu_pointers|gpu_shared|gpu_order)/*|gpu_backends/@(equal_4|num_sms)|gpu_zero_copy/as_staged_[12]|gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised)|gpu_adopt_old/wrong_arguments_2|gpu_resident/two_blocks_2|gpu_streams/pipeline_1|gpu_plans/*_2|bootstrap_nccl/*|gpu_nccl/borrowed_2|gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc)|gpu_nccl_ep/@(train_2|flat_global*|dropped*|overflow*|decode_*_2|quantised*|two_in_flight|rows_in_windows|wrong*|group_goes*))
+emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_abort|bootstrap_cuda_windows|bootstrap_departed|bootstrap_lying|bootstrap_nccl|gpu_nccl|gpu_nccl_bootstrap|gpu_nccl_ep|runtime_random|gpu_backends|gpu_abort|gpu_routes|gpu_pointers|gpu_shared|gpu_order|gpu_streams|gpu_plans|gpu_zero_copy|gpu_adopt|gpu_adopt_old|gpu_resident|gpu_faults|gpu_late*|runtime_deadline)/*)
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
@@ -387,6 +432,41 @@ check-emulated: $(emulated_tests)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
+
+# Times any library with NCCL EP's interface, on GPUs: see the head of its source.
+nccl_ep_bench := $B/nccl_ep_bench
+$B/tests/bindings/nccl_ep/%.o: private cflags += $(mpi_cflags)
+$(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $^ $(ldflags) $(mpi_libs) $(cuda_libs)
+
+check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
+	tests/bindings/nccl_ep/check $B
+
+jax-handlers: $(jax_so)
+
+# The Python package where its parts meet: links to its sources and libraries, and its version.
+python: $B/libep.so $(nccl_ep_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
+	$Qrm -rf $B/python && mkdir -p $B/python/libep/lib $B/python/libep/nccl_ep/lib
+	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
+	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
+	$Qln -s '$(CURDIR)/$B/libep.so.$(SOVERSION)' $B/python/libep/lib
+	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
+	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
+	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
+
+# The second make sees the headers that the first has downloaded.
+wheel:
+	bindings/jax/environment $B
+	@$(MAKE) --no-print-directory python
+	bindings/python/wheel $B
+
+check-python: wheel $(tools)
+	tests/bindings/python/check $B
+	tests/bindings/jax/check $B
+
+check-jax: wheel
+	tests/bindings/jax/check $B $(CHECK_ARGS)
 
 # GPU_JOBS tests at a time share the GPUs. Tests of thousands of short steps run alone, since they
 # would spend their time waiting for a turn. Without a GPU the program says so and exits with 0.
@@ -417,6 +497,9 @@ install: libs $(tools)
 	install -m 755 $B/libep.so.$(SOVERSION) $B/libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)
 	ln -sf libep.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep.so
 	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
+	install -d $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib
+	install -m 755 $(nccl_ep_so).0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib
+	ln -sf libnccl_ep.so.0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib/libnccl_ep.so
 	install -m 644 $(filter %.pc,$(package_files)) $(DESTDIR)$(LIBDIR)/pkgconfig
 	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)

@@ -14,6 +14,8 @@
  *     rendezvous.c       how the ranks of a group agree later
  *     group_create.c     creates a group from all of these, and destroys it
  *     windows.c          ep_mem_alloc, ep_window_register
+ *     mesh*.c            meshes, and bootstraps of the groups of a mesh (mesh.h)
+ *     sharding.c         shards of tensors over a mesh
  *     host/, cuda/       what each backend sets up with the peers
  */
 
@@ -36,8 +38,8 @@ typedef struct EpLocation {
     int32_t cpus;      /**< number of CPUs that it may run on */
 } EpLocation;
 
-/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed, EP_ERR_SYSTEM if the machine
- *  does not say its name. */
+/** Describe this rank. EP_ERR_SETTING if LIBEP_TOPOLOGY is malformed or lists another number of
+ *  ranks, EP_ERR_SYSTEM if the machine does not say its name. */
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out);
 
@@ -45,7 +47,7 @@ int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 
 /* ---- hello --------------------------------------------------------------------------------- */
 
-#define EP_HELLO_FIELDS 15
+#define EP_HELLO_FIELDS 16
 
 /**
  * What each rank sends to all others when a group is created. Every rank compares all hellos by the
@@ -56,6 +58,7 @@ typedef struct EpHello {
     int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
     uint64_t id;                    /**< rank 0's becomes the group's */
     EpLocation location;
+    char topology[256]; /**< LIBEP_TOPOLOGY, which must be equal too */
     char sentence[200]; /**< of a failed check */
 } EpHello;
 
@@ -84,6 +87,14 @@ EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);
 EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
                              size_t bytes, double timeout);
 
+/**
+ * Gather, on the stack, whether each rank has the memory for the rendezvous that follow: one that
+ * has not could not take part in them, and its peers would wait for it. EP_ERR_NO_MEMORY on a rank
+ * that has not, EP_ERR_PEER on the others.
+ */
+EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap,
+                                      int has_memory, double timeout);
+
 /** A rank's status, with the reason if it failed. Every descriptor that ranks gather begins with
  *  it. */
 typedef struct EpRankStatus {
@@ -98,6 +109,9 @@ EpRankStatus ep_rank_status(EpStatus status);
  *  may be out of step from then on. */
 EpStatus ep_group_gather(EpGroup *group, const void *mine, void *all, size_t bytes);
 
+/** Meet all ranks in the bootstrap's barrier. A failure marks the group as lost. */
+EpStatus ep_group_meet(EpGroup *group);
+
 /**
  * Check what was gathered: `stride` bytes for each rank, beginning with its EpRankStatus. Returns
  * this rank's own error with its sentence, EP_ERR_PEER with the sentence of another rank that
@@ -111,6 +125,18 @@ EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine);
 
 /** ep_group_agree with a timeout of its own. */
 EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine, double seconds);
+
+/** Fail the group in a call that is no operation; `status` is the call's, with its sentence.
+ * Returns `status`. */
+EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status);
+
+/* ---- windows ------------------------------------------------------------------------------- */
+
+/** Begin a call about windows: check that the group can be used, and set the call's rank. */
+EpStatus ep_window_enter(EpCall *call, EpGroup *group);
+
+/** Check that memory does not overlap the group's other windows. */
+EpStatus ep_window_apart(const EpCall *call, const EpGroup *group, const EpWindow *window);
 
 /* ---- binding ------------------------------------------------------------------------------- */
 

@@ -88,20 +88,6 @@ static int agreement_allocate(Agreement *agreed, size_t size) {
     return group->nodes && group->gathered;
 }
 
-/* Gather, on the stack, whether each rank has the memory for the rendezvous that follow: one that
- * has not could not take part in them, and its peers would wait for it. */
-static EpStatus agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap, int has_memory,
-                                double timeout) {
-    int32_t mine = has_memory ? EP_OK : EP_ERR_NO_MEMORY, all[EP_MAX_RANKS];
-    EpStatus status = ep_bootstrap_gather(bootstrap, &mine, all, sizeof(mine), timeout);
-    if (!has_memory) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
-    for (int32_t r = 0; r < bootstrap->size && status == EP_OK; r++)
-        if (all[r] != EP_OK)
-            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: out of memory",
-                             r);
-    return status;
-}
-
 /* Bind this rank to the CPUs near its GPU, if LIBEP_BIND=gpu. This precedes all pinned and shared
  * allocations, so that their memory lies near those CPUs. */
 static void bind_near_gpu(EpGroup *group) {
@@ -122,6 +108,8 @@ static void bind_near_gpu(EpGroup *group) {
 static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGroupConfig *config,
                        const EpSettings *settings, const Agreement *agreed) {
     int32_t size = bootstrap->size, rank = bootstrap->rank;
+    ep_abort_open(&group->abort);
+    group->aborted_peer = -1;
     group->bootstrap = *bootstrap;
     group->config = *config;
     group->settings = *settings;
@@ -130,6 +118,7 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
     group->timeout = ep_config_timeout(config, settings);
+    group->latency_sets = ep_config_latency_sets(config);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->numa = agreed->all[rank].location.numa, group->cpus = agreed->all[rank].location.cpus;
@@ -172,6 +161,7 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const Ep
     int64_t shared, private;
     group->backend->measure(config, group->size, settings, &shared, &private);
     group->library_bytes = shared + private + ep_group_own_bytes(group->size);
+    ep_abort_set_phase(&group->abort, EP_ABORT_OPEN);
     *out = group;
     return EP_OK;
 }
@@ -208,7 +198,7 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *give
     if (mine.status == EP_OK) configure_log(&settings, bootstrap->rank);
     double timeout = ep_config_timeout(&config, &settings);
     int has_memory = agreement_allocate(&agreed, (size_t)bootstrap->size);
-    EpStatus status = agree_on_memory(&call, bootstrap, has_memory, timeout);
+    EpStatus status = ep_bootstrap_agree_on_memory(&call, bootstrap, has_memory, timeout);
     if (status == EP_OK)
         status = ep_bootstrap_gather(bootstrap, &mine, agreed.all, sizeof(mine), timeout);
     /* This rank's own error takes precedence over a missing peer. */
@@ -219,17 +209,26 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *give
     return status;
 }
 
+static int is_usable(EpGroup *group) {
+    return group->failed == EP_OK && ep_group_usable(group) == EP_OK;
+}
+
+/* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
+ * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
+ * not know it yet. Returns 1 if all ranks are there. */
+static int meet_to_destroy(EpGroup *group) {
+    int finished = is_usable(group) && group->backend->finish(group) == EP_OK;
+    group->backend->poll(group);
+    ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);
+    return finished && is_usable(group) && ep_group_meet(group) == EP_OK;
+}
+
 void ep_group_destroy(EpGroup *group) {
     EpCall call = {"ep_group_destroy", -1};
     if (!group || ep_object_check(&call, "group", group, EP_OBJECT_GROUP) != EP_OK) return;
     while (group->handles)
         ep_handle_destroy(group->handles);
-    /* Peers may store into this rank's memory until they have finished too, so meet them in a
-     * barrier. A rank that knows that the group has failed skips the barrier; poll first, since
-     * this rank may not know it yet. */
-    int together = group->failed == EP_OK && group->backend->finish(group) == EP_OK;
-    group->backend->poll(group);
-    together = together && group->failed == EP_OK &&
-               group->bootstrap.barrier(group->bootstrap.context, group->timeout) == EP_OK;
+    int together = meet_to_destroy(group);
+    ep_abort_set_phase(&group->abort, EP_ABORT_CLOSED);
     free_group(group, together);
 }

@@ -17,7 +17,8 @@ static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
                                                    "LIBEP_STAGE_BYTES",
                                                    "config.nccl_comm being given",
                                                    "config.mode",
-                                                   "config.duplicates"};
+                                                   "config.duplicates",
+                                                   "config.latency_sets"};
 
 void ep_hello_describe(EpHello *mine, const EpGroupConfig *c, const EpSettings *settings) {
     const int64_t fields[EP_HELLO_FIELDS] = {
@@ -25,8 +26,22 @@ void ep_hello_describe(EpHello *mine, const EpGroupConfig *c, const EpSettings *
         c->max_top_k,         c->max_row_bytes,  c->max_scale_bytes,
         c->alignment,         c->max_recv_rows,  c->overflow,
         c->backend,           settings->backend, settings->stage_bytes,
-        c->nccl_comm != NULL, c->mode,           c->duplicates};
+        c->nccl_comm != NULL, c->mode,           c->duplicates,
+        c->latency_sets};
     memcpy(mine->field, fields, sizeof(fields));
+    memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
+}
+
+/* The order of summation follows from the nodes: if one rank lacked the setting, all ranks would
+ * compute other sums, without a word. */
+static EpStatus compare_topologies(const EpCall *call, const EpHello *all, int32_t size) {
+    for (int32_t r = 1; r < size; r++)
+        if (strcmp(all[r].topology, all[0].topology) != 0)
+            return ep_refuse(call, EP_ERR_MISMATCH, "LIBEP_TOPOLOGY",
+                             "expected one value on all ranks, got '%.64s' on rank 0 and '%.64s' "
+                             "on rank %d",
+                             all[0].topology, all[r].topology, r);
+    return EP_OK;
 }
 
 static EpStatus check_peers(const EpCall *call, const EpHello *all, int32_t size) {
@@ -48,12 +63,13 @@ EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size) 
                                  "expected one value on all ranks, got %lld on rank 0 and %lld on "
                                  "rank %d",
                                  (long long)all[0].field[i], (long long)all[r].field[i], r);
-    return EP_OK;
+    return compare_topologies(call, all, size);
 }
 
 void ep_hello_terminate(EpHello *all, int32_t size) {
     for (int32_t r = 0; r < size; r++) {
         all[r].sentence[sizeof(all[r].sentence) - 1] = 0;
+        all[r].topology[sizeof(all[r].topology) - 1] = 0;
         all[r].location.machine[sizeof(all[r].location.machine) - 1] = 0;
     }
 }

@@ -2,8 +2,8 @@
 /*
  * Bootstrap for ranks that are threads of one process. All calls share one state under one mutex.
  * In a rendezvous each rank stores a pointer to its bytes, and the last to arrive completes the
- * turn. Shared memory is plain memory. Messages, which only pretended nodes (LIBEP_TOPOLOGY) need,
- * wait in a list.
+ * turn. A rank that waits wakes now and then, to see whether its group was aborted. Shared memory
+ * is plain memory. Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a list.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -59,6 +59,22 @@ static void deadline_after(double seconds, struct timespec *out) {
     if (out->tv_nsec >= 1000000000L) out->tv_sec++, out->tv_nsec -= 1000000000L;
 }
 
+#define SECONDS_PER_LOOK 2e-3 /* of a waiting rank, at its group */
+
+static int is_before(const struct timespec *a, const struct timespec *b) {
+    return a->tv_sec < b->tv_sec || (a->tv_sec == b->tv_sec && a->tv_nsec < b->tv_nsec);
+}
+
+/* Wait until a turn may be complete, or it is time for a look. Returns 1 after the deadline. */
+static int wait_for_turn(SharedState *state, const struct timespec *deadline) {
+    struct timespec look;
+    deadline_after(SECONDS_PER_LOOK, &look);
+    int is_last = !is_before(&look, deadline);
+    return pthread_cond_timedwait(&state->turned, &state->mutex, is_last ? deadline : &look) ==
+               ETIMEDOUT &&
+           is_last;
+}
+
 static EpStatus fail_missing(const Local *self, double seconds) {
     const SharedState *state = self->state;
     int32_t missing = 0;
@@ -80,7 +96,7 @@ static int all_agree(const SharedState *state) {
 enum { BARRIER, LEAVE, GATHER };
 
 /* Arrive, and wait until every rank has. The caller holds the mutex. `offer` stays readable until
- * the rank's next one, since slower ranks may still copy it. A rank that times out withdraws its
+ * the rank's next one, since slower ranks may still copy it. A rank that gives up withdraws its
  * arrival, so that a later rendezvous starts clean. */
 static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, double seconds) {
     SharedState *state = self->state;
@@ -98,14 +114,15 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
         pthread_cond_broadcast(&state->turned);
     }
     while (state->turn == turn) {
-        int error = pthread_cond_timedwait(&state->turned, &state->mutex, &deadline);
-        if (error == ETIMEDOUT && state->turn == turn) {
-            EpStatus status = fail_missing(self, seconds);
-            state->presence[self->rank] = GAVE_UP;
-            state->offered[self->rank] = NULL;
-            state->arrived--;
-            return status;
-        }
+        int late = wait_for_turn(state, &deadline);
+        if (state->turn != turn) break;
+        EpStatus status = ep_poll_abort();
+        if (status == EP_OK && late) status = fail_missing(self, seconds);
+        if (status == EP_OK) continue;
+        state->presence[self->rank] = GAVE_UP;
+        state->offered[self->rank] = NULL;
+        state->arrived--;
+        return status;
     }
     if (state->agreed) return EP_OK;
     return ep_fail(EP_ERR_ORDER,

@@ -118,6 +118,7 @@ static EpStatus finish_gathering(Gathering *g) {
         int left;
         EpStatus status = poll_gathering(g, &left);
         if (status != EP_OK || !left) return status;
+        if ((status = ep_poll_abort()) != EP_OK) return status;
         if (MPI_Wtime() - start > g->seconds) return fail_missing(g);
     }
 }

@@ -15,6 +15,18 @@ EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, voi
                    bootstrap->rank, bytes);
 }
 
+EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap,
+                                      int has_memory, double timeout) {
+    int32_t mine = has_memory ? EP_OK : EP_ERR_NO_MEMORY, all[EP_MAX_RANKS];
+    EpStatus status = ep_bootstrap_gather(bootstrap, &mine, all, sizeof(mine), timeout);
+    if (!has_memory) return ep_refuse(call, EP_ERR_NO_MEMORY, "bootstrap", "out of memory");
+    for (int32_t r = 0; r < bootstrap->size && status == EP_OK; r++)
+        if (all[r] != EP_OK)
+            return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: out of memory",
+                             r);
+    return status;
+}
+
 EpRankStatus ep_rank_status(EpStatus status) {
     EpRankStatus mine = {.status = status};
     if (status != EP_OK) snprintf(mine.sentence, sizeof(mine.sentence), "%s", ep_last_error());
@@ -23,8 +35,18 @@ EpRankStatus ep_rank_status(EpStatus status) {
 
 static EpStatus gather_within(EpGroup *group, const void *mine, void *all, size_t bytes,
                               double seconds) {
+    EpStatus status = ep_group_await(group);
+    if (status == EP_OK) status = ep_bootstrap_gather(&group->bootstrap, mine, all, bytes, seconds);
+    (void)ep_group_await(NULL);
+    if (status != EP_OK) group->lost = 1;
+    return status;
+}
+
+EpStatus ep_group_meet(EpGroup *group) {
     const EpBootstrap *b = &group->bootstrap;
-    EpStatus status = ep_bootstrap_gather(b, mine, all, bytes, seconds);
+    EpStatus status = ep_group_await(group);
+    if (status == EP_OK) status = b->barrier(b->context, group->timeout);
+    (void)ep_group_await(NULL);
     if (status != EP_OK) group->lost = 1;
     return status;
 }
@@ -61,7 +83,8 @@ EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine
     if (status == EP_OK) return ep_rank_status_check(call, all, sizeof(own), group->size);
     /* A rank that failed by itself reports its own error, even if no peer arrived. After a timeout
      * of its own, within NCCL for example, it reports the rendezvous' error: that names the peer.
-     */
-    if (mine != EP_OK && mine != EP_ERR_TIMEOUT) return ep_fail(mine, "%s", own.sentence);
+     * It also does if the same abort ended both. */
+    if (mine != EP_OK && mine != EP_ERR_TIMEOUT && mine != status)
+        return ep_fail(mine, "%s", own.sentence);
     return status;
 }

@@ -155,23 +155,36 @@ static EpStatus name_machine(EpLocation *location, int32_t rank) {
     return EP_OK;
 }
 
+/* Returns the pretended node of a rank. Unless they are listed, each node gets consecutive ranks,
+ * as evenly as possible; with more nodes than ranks, some nodes are empty. */
+static int32_t pretended_node(const EpSettingTopology *topology, int32_t rank, int32_t size) {
+    return topology->listed ? topology->node[rank]
+                            : (int32_t)((int64_t)rank * topology->nodes / size);
+}
+
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out) {
     memset(out, 0, sizeof(*out));
     EP_TRY(name_machine(out, rank));
-    if (!topology->nodes) {
+    if (!topology->nodes && !topology->listed) {
         find_real(out);
         return EP_OK;
     }
-    /* Each node gets consecutive ranks, as evenly as possible. With more nodes than ranks, some
-     * nodes are empty. */
-    int64_t nodes = topology->nodes, node = rank * nodes / size;
-    int32_t first = (int32_t)((node * size + nodes - 1) / nodes);
-    int32_t next = (int32_t)(((node + 1) * size + nodes - 1) / nodes);
-    out->pretended = (int32_t)node;
+    if (topology->listed && topology->listed != size)
+        return ep_fail(EP_ERR_SETTING,
+                       "setting LIBEP_TOPOLOGY: expected the node of each of the group's %d ranks, "
+                       "got %d in '%s'",
+                       size, topology->listed, topology->text);
+    out->pretended = pretended_node(topology, rank, size);
+    int32_t before = 0, ranks = 0; /* of this node */
+    for (int32_t r = 0; r < size; r++) {
+        int same = pretended_node(topology, r, size) == out->pretended;
+        before += same && r < rank;
+        ranks += same;
+    }
     if (!topology->hwloc[0])
         find_real(out);
-    else if (find_synthetic(topology->hwloc, rank - first, next - first, out))
+    else if (find_synthetic(topology->hwloc, before, ranks, out))
         return ep_fail(
             EP_ERR_SETTING,
             "setting LIBEP_TOPOLOGY: expected a synthetic topology of hwloc after the /, as "

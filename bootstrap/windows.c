@@ -3,6 +3,7 @@
  * Memory that peers reach: ep_mem_alloc, ep_window_register, and the calls that undo them. In each
  * call the ranks gather their arguments, or the errors that refused them. Then the backend opens or
  * closes the window on all ranks or on none. So a window has the same number on every rank.
+ * Windows that ranks adopt each on their own are in adopt.c.
  */
 #include "bootstrap/bootstrap.h"
 
@@ -23,7 +24,7 @@ typedef struct Descriptor {
 
 /* Check that the group can be used. A rank that is refused here skips the rendezvous, so its peers
  * wait for it until their timeout. */
-static EpStatus enter(EpCall *call, EpGroup *group) {
+EpStatus ep_window_enter(EpCall *call, EpGroup *group) {
     EP_TRY(ep_object_check(call, "group", group, EP_OBJECT_GROUP));
     call->rank = group->rank;
     group->backend->poll(group);
@@ -84,16 +85,20 @@ static EpStatus rendezvous(EpGroup *group, const EpCall *call, Code code, EpStat
     return gather_descriptors(group, call, &mine, group->gathered, window);
 }
 
-/* Returns `status`. Fails the group if a rendezvous failed: its ranks may be out of step. */
-static EpStatus leave(EpGroup *group, const EpCall *call, EpStatus status) {
-    if (status == EP_OK || !group->lost) return status;
+EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status) {
     EpFinding finding = EP_FINDING_INIT;
     finding.status = status, finding.rank = group->rank, finding.count = 1;
+    finding.peer = group->aborted_peer;
     /* without the prefix "ep_", like the phases of operations */
     for (size_t i = 0; call->name[3 + i] && i < sizeof(finding.phase) - 1; i++)
         finding.phase[i] = call->name[3 + i];
     if (group->backend->give_up) group->backend->give_up(group);
     return ep_group_fail(group, &finding);
+}
+
+/* Returns `status`. Fails the group if a rendezvous failed: its ranks may be out of step. */
+static EpStatus leave(EpGroup *group, const EpCall *call, EpStatus status) {
+    return status == EP_OK || !group->lost ? status : ep_group_break(group, call, status);
 }
 
 /* ---- creating ------------------------------------------------------------------------------ */
@@ -130,7 +135,7 @@ static EpStatus check_alloc(const EpCall *call, const EpGroup *group, EpWindow *
 
 EpStatus ep_mem_alloc(EpGroup *group, size_t bytes, void **out) {
     EpCall call = {names[MEM_ALLOC], -1};
-    EP_TRY(enter(&call, group));
+    EP_TRY(ep_window_enter(&call, group));
     EpWindow window = {.bytes = bytes, .owned = 1};
     EpStatus status = check_alloc(&call, group, &window, out);
     EP_TRY(create(group, &call, MEM_ALLOC, status, &window));
@@ -138,9 +143,9 @@ EpStatus ep_mem_alloc(EpGroup *group, size_t bytes, void **out) {
     return EP_OK;
 }
 
-static EpStatus check_apart(const EpCall *call, const EpGroup *group, const EpWindow *window) {
+EpStatus ep_window_apart(const EpCall *call, const EpGroup *group, const EpWindow *window) {
     uintptr_t begin = (uintptr_t)window->memory;
-    for (int i = 0; i < EP_MAX_WINDOWS; i++) {
+    for (int i = 0; i < EP_WINDOW_NUMBERS; i++) {
         const EpWindow *other = &group->windows[i];
         uintptr_t there = (uintptr_t)other->memory;
         if (!there || begin >= there + other->bytes || there >= begin + window->bytes) continue;
@@ -158,13 +163,13 @@ static EpStatus check_register(const EpCall *call, const EpGroup *group, EpWindo
         return ep_refuse(call, EP_ERR_ADDRESS, "memory", "expected a multiple of %d, got %p",
                          PAGE_BYTES, window->memory);
     EP_TRY(check_bytes(call, window->bytes, PAGE_BYTES));
-    EP_TRY(check_apart(call, group, window));
+    EP_TRY(ep_window_apart(call, group, window));
     return choose_number(call, group, window);
 }
 
 EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes) {
     EpCall call = {names[WINDOW_REGISTER], -1};
-    EP_TRY(enter(&call, group));
+    EP_TRY(ep_window_enter(&call, group));
     EpWindow window = {.memory = memory, .bytes = bytes};
     EpStatus status = check_register(&call, group, &window);
     return create(group, &call, WINDOW_REGISTER, status, &window);
@@ -199,12 +204,12 @@ static EpStatus destroy(EpGroup *group, const EpCall *call, Code code, Code crea
 
 EpStatus ep_mem_free(EpGroup *group, void *memory) {
     EpCall call = {names[MEM_FREE], -1};
-    EP_TRY(enter(&call, group));
+    EP_TRY(ep_window_enter(&call, group));
     return memory ? destroy(group, &call, MEM_FREE, MEM_ALLOC, memory) : EP_OK;
 }
 
 EpStatus ep_window_deregister(EpGroup *group, void *memory) {
     EpCall call = {names[WINDOW_DEREGISTER], -1};
-    EP_TRY(enter(&call, group));
+    EP_TRY(ep_window_enter(&call, group));
     return destroy(group, &call, WINDOW_DEREGISTER, WINDOW_REGISTER, memory);
 }

@@ -7,46 +7,77 @@
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
-/* Describe the inputs, which have been checked. slot_weights may be NULL. */
-static EpGatherTensors describe_inputs(const EpTensor *expert_out, const EpTensor *slot_weights) {
+/* Describe the inputs, which have been checked. Both weights may be NULL. */
+static EpGatherTensors describe_inputs(const EpHandle *handle, const EpTensor *expert_out,
+                                       const EpTensor *slot_weights, const EpTensor *topk_weights) {
+    int64_t slots = ep_slot_capacity(handle, expert_out);
+    if (slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, slot_weights));
     return (EpGatherTensors){.rows = expert_out->data,
+                             .num_slots = slots,
                              .type = expert_out->type,
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
-                             .weighs = slot_weights != NULL,
-                             .slot_weights = slot_weights ? slot_weights->data : NULL};
+                             .weighs = slot_weights || topk_weights,
+                             .weighs_entries = topk_weights != NULL,
+                             .slot_weights = slot_weights ? slot_weights->data : NULL,
+                             .topk_weights = topk_weights ? topk_weights->data : NULL};
 }
 
-EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
-                    EpStream stream, const EpTensor *out) {
+/* Check the weights at the token's rank. A row of the flat or rank-major layout stands for several
+ * k, which its expert side has weighted and added before. */
+static EpStatus check_topk_weights(EpOperation *o, const EpTensor *slot_weights,
+                                   const EpTensor *topk_weights) {
+    if (!ep_handle_is_latency(o->handle))
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
+                         "expected NULL in throughput mode, where dispatch takes them, got a "
+                         "tensor");
+    if (ep_layout_has_rows(o->handle->shape.layout))
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "topk_weights",
+                         "expected NULL in the flat and rank-major layouts, where a row stands for "
+                         "several experts, got a tensor");
+    if (slot_weights)
+        return ep_refuse(&o->call, EP_ERR_NULL, "topk_weights",
+                         "expected NULL since slot_weights is given, got a tensor");
+    EP_TRY(ep_arg_token_rows(o, "topk_weights", topk_weights, o->step.info.top_k, "K"));
+    return ep_arg_float(&o->call, "topk_weights", topk_weights);
+}
+
+/* Check both kinds of weights; either may be NULL. */
+static EpStatus check_weights(EpOperation *o, const EpTensor *slot_weights,
+                              const EpTensor *topk_weights) {
+    if (slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
+    return topk_weights ? check_topk_weights(o, slot_weights, topk_weights) : EP_OK;
+}
+
+EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                    const EpTensor *out) {
     EpOperation o;
-    EP_TRY(ep_operation_begin(&o, "ep_combine", handle));
+    EP_TRY(ep_operation_begin(&o, "ep_combine", handle, plan));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
-    if (slot_weights) EP_TRY(ep_arg_slot_values(&o, "slot_weights", slot_weights));
+    EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .stream = stream};
-    gather.t = describe_inputs(expert_out, slot_weights);
+    gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
     gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
-    return ep_run_gather(&o.call, handle, &gather);
+    return ep_run_gather(&o, &gather);
 }
 
-EpStatus ep_combine_send(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+/* A named plan does not say to the host how many rows `out` will have: the kernel finds it. */
+EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
                          EpStream stream) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_combine_send(&o, "ep_combine_send", handle));
+    EP_TRY(ep_operation_begin_plan(&o, "ep_combine_send", handle, plan));
+    EP_TRY(ep_handle_check_phases(&o.call, handle));
+    EP_TRY(ep_handle_read(&o.call, handle, o.plan, &o.step));
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
     EP_TRY(ep_arg_token_bytes(&o, "expert_out", expert_out));
-    if (slot_weights) EP_TRY(ep_arg_slot_values(&o, "slot_weights", slot_weights));
+    EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .phase = EP_PHASE_SEND, .stream = stream};
-    gather.t = describe_inputs(expert_out, slot_weights);
+    gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
-    EP_TRY(ep_run_gather(&o.call, handle, &gather));
-    EpPending *pending = &handle->pending;
-    pending->kind = EP_PENDING_COMBINE;
-    pending->step = o.step;
-    pending->gather = gather;
-    pending->gather.t.rows = NULL, pending->gather.t.slot_weights = NULL;
-    return EP_OK;
+    return ep_run_gather(&o, &gather);
 }
 
 EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {
@@ -57,18 +88,17 @@ EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out)
     EP_TRY(ep_arg_type(&o.call, "out", out, gather.t.type));
     EP_TRY(ep_arg_token_bytes(&o, "out", out));
     gather.phase = EP_PHASE_RECEIVE;
-    gather.t.out_rows = out->data;
+    gather.t.out_rows = out->data, gather.t.out_num_rows = out->shape[0];
+    gather.num_rows = out->shape[0];
     gather.stream = stream;
-    EP_TRY(ep_run_gather(&o.call, handle, &gather));
-    handle->pending.kind = EP_PENDING_NONE;
-    return EP_OK;
+    return ep_run_gather(&o, &gather);
 }
 
 /* ---- backward ------------------------------------------------------------------------------ */
 
-static EpStatus check_weights(const EpOperation *o, const EpTensor *slot_weights,
-                              const EpTensor *expert_out, const EpTensor *grad_out,
-                              const EpTensor *grad_slot_weights) {
+static EpStatus check_gradients(const EpOperation *o, const EpTensor *slot_weights,
+                                const EpTensor *expert_out, const EpTensor *grad_out,
+                                const EpTensor *grad_slot_weights) {
     if (slot_weights) EP_TRY(ep_arg_slot_values(o, "slot_weights", slot_weights));
     EP_TRY(ep_arg_pair(o, "expert_out", expert_out, "grad_slot_weights", grad_slot_weights));
     if (!expert_out) return EP_OK;
@@ -78,17 +108,20 @@ static EpStatus check_weights(const EpOperation *o, const EpTensor *slot_weights
     return ep_arg_slot_values(o, "grad_slot_weights", grad_slot_weights);
 }
 
-EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_backward(&o, "ep_combine_backward", handle));
+    EP_TRY(ep_operation_begin_backward(&o, "ep_combine_backward", handle, plan));
     EP_TRY(ep_arg_summed_rows(&o, "grad_expert_out", grad_expert_out, "grad_out", grad_out));
-    EP_TRY(check_weights(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
+    EP_TRY(check_gradients(&o, slot_weights, expert_out, grad_out, grad_slot_weights));
     /* The shorter tensor limits zero_tail. */
     int64_t capacity = ep_slot_capacity(handle, grad_expert_out);
     if (grad_slot_weights) capacity = ep_min(capacity, ep_slot_capacity(handle, grad_slot_weights));
+    int64_t slots = capacity;
+    if (slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, slot_weights));
+    if (expert_out) slots = ep_min(slots, ep_slot_capacity(handle, expert_out));
     EpScatterTensors tensors = {.rows = grad_out->data,
                                 .type = grad_out->type,
                                 .source_row_bytes = ep_tensor_row_bytes(grad_out),
@@ -100,7 +133,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
                                 .slot_rows = expert_out ? expert_out->data : NULL,
                                 .out_rows = grad_expert_out->data,
                                 .out_weights = grad_slot_weights ? grad_slot_weights->data : NULL,
-                                .out_capacity = capacity};
+                                .out_capacity = capacity,
+                                .num_slots = slots};
     EpScatter scatter = {.op = &ep_op_combine_backward, .t = tensors, .stream = stream};
-    return ep_run_scatter(&o.call, handle, &scatter);
+    return ep_run_scatter(&o, &scatter);
 }

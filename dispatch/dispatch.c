@@ -21,7 +21,7 @@ static int has_quant(const EpOperation *o) {
 }
 
 /* Check and describe rows of any type that travel unchanged. */
-static EpStatus describe_tokens(const EpOperation *o, const EpTensor *tokens, EpScatterTensors *s) {
+static EpStatus describe_tokens(EpOperation *o, const EpTensor *tokens, EpScatterTensors *s) {
     EP_TRY(ep_arg_token_rows(o, "tokens", tokens, -1, NULL));
     EP_TRY(ep_arg_token_bytes(o, "tokens", tokens));
     s->rows = tokens->data;
@@ -48,8 +48,7 @@ static EpStatus describe_quantised(const EpOperation *o, const EpTensor *tokens,
     return EP_OK;
 }
 
-static EpStatus describe_weights(const EpOperation *o, const EpTensor *weights,
-                                 EpScatterTensors *s) {
+static EpStatus describe_weights(EpOperation *o, const EpTensor *weights, EpScatterTensors *s) {
     if (!weights) return EP_OK;
     EP_TRY(ep_arg_token_rows(o, "topk_weights", weights, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_float(&o->call, "topk_weights", weights));
@@ -58,7 +57,7 @@ static EpStatus describe_weights(const EpOperation *o, const EpTensor *weights,
     return EP_OK;
 }
 
-static EpStatus describe_scales(const EpOperation *o, const EpTensor *scales, EpScatterTensors *s) {
+static EpStatus describe_scales(EpOperation *o, const EpTensor *scales, EpScatterTensors *s) {
     if (!scales) return EP_OK;
     if (has_quant(o))
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "scales",
@@ -75,7 +74,7 @@ static EpStatus describe_scales(const EpOperation *o, const EpTensor *scales, Ep
     return EP_OK;
 }
 
-static EpStatus describe_inputs(const EpOperation *o, const Inputs *in, EpScatter *scatter) {
+static EpStatus describe_inputs(EpOperation *o, const Inputs *in, EpScatter *scatter) {
     *scatter = (EpScatter){.op = &ep_op_dispatch, .t = {.quant = EP_QUANT_NONE}};
     EpScatterTensors *s = &scatter->t;
     EP_TRY(describe_tokens(o, in->tokens, s));
@@ -126,13 +125,16 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
 
 static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     if (!t) return EP_OK;
-    if (o->handle->shape.layout != EP_LAYOUT_FLAT)
+    const EpHandle *handle = o->handle;
+    if (!ep_layout_has_rows(handle->shape.layout))
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "recv_topk_idx",
-                         "expected NULL outside the flat layout, got a tensor");
+                         "expected NULL outside the flat and rank-major layouts, got a tensor");
     EP_TRY(ep_arg_slot_rows(o, "recv_topk_idx", t, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_index_type(&o->call, "recv_topk_idx", t));
     s->out_idx = t->data, s->idx_type = t->type;
-    s->out_capacity = ep_min(s->out_capacity, ep_slot_capacity(o->handle, t));
+    if (handle->shape.expert_ids == EP_IDS_GLOBAL)
+        s->first_id = ep_placement_first(&handle->group->placement, handle->group->rank);
+    s->out_capacity = ep_min(s->out_capacity, ep_slot_capacity(handle, t));
     return EP_OK;
 }
 
@@ -141,53 +143,100 @@ static EpStatus describe_outputs(const EpOperation *o, const Outputs *out, EpSca
     EP_TRY(describe_recv_tokens(o, out->tokens, s));
     EP_TRY(describe_recv_weights(o, out->topk_weights, s));
     EP_TRY(describe_recv_scales(o, out->scales, s));
-    return describe_recv_idx(o, out->topk_idx, s);
+    EP_TRY(describe_recv_idx(o, out->topk_idx, s));
+    s->num_slots = s->out_capacity;
+    return EP_OK;
 }
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
-EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
-                     const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+/** The routing of a dispatch in latency mode, and space for what it refers to. */
+typedef struct Route {
+    EpPlanTensors tensors;
+    EpRouting routing;
+} Route;
+
+static EpStatus refuse_routing(const EpOperation *o) {
+    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "prepare",
+                     "expected NULL in throughput mode, where ep_prepare makes the plan, got a "
+                     "routing");
+}
+
+/* Find the routing: the call's own, or that of the handle's last ep_prepare. */
+static EpStatus find_routing(EpOperation *o, const EpPrepare *given, Route *route) {
+    const EpDeferredRouting *deferred = &o->handle->deferred;
+    EpPrepare prepare = EP_PREPARE_INIT;
+    if (given) {
+        EP_TRY(ep_read_struct(&o->call, "prepare", given, EP_FIRST_SIZE(EpPrepare, out), &prepare));
+        return ep_routing_describe(o, &prepare, &route->tensors, &route->routing);
+    }
+    if (!deferred->given)
+        return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, "handle",
+                         "expected a prepared handle, got one without a routing");
+    if (o->plan.is_named && deferred->routing.top_k != ep_handle_top_k(o->handle))
+        return ep_refuse(
+            &o->call, EP_ERR_SHAPE, "plan",
+            "expected NULL, since K of a named plan is %d (the handle's top_k, or the "
+            "group's max_top_k) and ep_prepare was given %lld experts per token, got a "
+            "tensor",
+            ep_handle_top_k(o->handle), (long long)deferred->routing.top_k);
+    route->routing = deferred->routing;
+    route->routing.plan = o->plan;
+    route->routing.call = o->call.name;
+    return EP_OK;
+}
+
+/* Begin a dispatch: in latency mode it makes its plan, in throughput mode it reads one. */
+static EpStatus begin_dispatch(EpOperation *o, const char *name, EpHandle *handle,
+                               const EpTensor *plan, const EpPrepare *prepare, Route *route) {
+    EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
+    if (!ep_handle_is_latency(handle)) {
+        if (prepare) return refuse_routing(o);
+        return ep_handle_read(&o->call, handle, o->plan, &o->step);
+    }
+    EP_TRY(find_routing(o, prepare, route));
+    o->step = ep_routing_step(&route->routing);
+    return EP_OK;
+}
+
+/* Give the movement its stream and, in latency mode, its routing. */
+static void set_routing(const EpOperation *o, Route *route, EpStream stream, EpScatter *scatter) {
+    scatter->stream = route->routing.stream = stream;
+    scatter->routing = ep_handle_is_latency(o->handle) ? &route->routing : NULL;
+}
+
+EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                     const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                     EpStream stream, const EpTensor *recv_tokens,
                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                      const EpTensor *recv_topk_idx) {
     const Inputs in = {tokens, topk_weights, scales};
     const Outputs out = {recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx};
     EpOperation o;
     EpScatter scatter;
-    EpRouting routing;
-    EP_TRY(ep_operation_begin_dispatch(&o, "ep_dispatch", handle));
+    Route route;
+    EP_TRY(begin_dispatch(&o, "ep_dispatch", handle, plan, prepare, &route));
     EP_TRY(describe_inputs(&o, &in, &scatter));
     EP_TRY(describe_outputs(&o, &out, &scatter.t));
-    scatter.stream = stream;
-    scatter.routing = ep_operation_routing(&o, stream, &routing);
-    return ep_run_scatter(&o.call, handle, &scatter);
+    set_routing(&o, &route, stream, &scatter);
+    return ep_run_scatter(&o, &scatter);
 }
 
-/* Keep the description of a send phase for its receive phase, without the inputs. */
-static void set_pending(const EpOperation *o, EpHandle *handle, const EpScatter *scatter) {
-    EpPending *pending = &handle->pending;
-    pending->kind = EP_PENDING_DISPATCH;
-    pending->step = o->step;
-    pending->scatter = *scatter;
-    pending->scatter.t.rows = pending->scatter.t.scales = NULL;
-    pending->scatter.t.topk_weights = NULL;
-    pending->scatter.routing = NULL;
-}
-
-EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                          const EpTensor *tokens, const EpTensor *topk_weights,
                           const EpTensor *scales, EpStream stream) {
     const Inputs in = {tokens, topk_weights, scales};
     EpOperation o;
     EpScatter scatter;
-    EpRouting routing;
-    EP_TRY(ep_operation_begin_dispatch_send(&o, "ep_dispatch_send", handle));
+    Route route;
+    EP_TRY(ep_operation_begin_plan(&o, "ep_dispatch_send", handle, plan));
+    EP_TRY(ep_handle_check_phases(&o.call, handle));
+    EP_TRY(find_routing(&o, prepare, &route));
+    o.step = ep_routing_step(&route.routing);
     EP_TRY(describe_inputs(&o, &in, &scatter));
     scatter.phase = EP_PHASE_SEND;
-    scatter.stream = stream;
-    scatter.routing = ep_operation_routing(&o, stream, &routing);
-    EP_TRY(ep_run_scatter(&o.call, handle, &scatter));
-    set_pending(&o, handle, &scatter);
-    return EP_OK;
+    set_routing(&o, &route, stream, &scatter);
+    return ep_run_scatter(&o, &scatter);
 }
 
 EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
@@ -200,14 +249,12 @@ EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *rec
     EP_TRY(describe_outputs(&o, &out, &scatter.t));
     scatter.phase = EP_PHASE_RECEIVE;
     scatter.stream = stream;
-    EP_TRY(ep_run_scatter(&o.call, handle, &scatter));
-    handle->pending.kind = EP_PENDING_NONE;
-    return EP_OK;
+    return ep_run_scatter(&o, &scatter);
 }
 
 /* ---- backward ------------------------------------------------------------------------------ */
 
-static EpStatus check_weights(const EpOperation *o, const EpTensor *grad_slot_weights,
+static EpStatus check_weights(EpOperation *o, const EpTensor *grad_slot_weights,
                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
     EP_TRY(ep_arg_pair(o, "grad_topk_weights", grad_topk_weights, "grad_slot_weights",
                        grad_slot_weights));
@@ -219,15 +266,19 @@ static EpStatus check_weights(const EpOperation *o, const EpTensor *grad_slot_we
     return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
 }
 
-EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
-                              const EpTensor *grad_slot_weights, EpStream stream,
-                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                              EpStream stream, const EpTensor *grad_tokens,
+                              const EpTensor *grad_topk_weights) {
     EpOperation o;
-    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle));
+    EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle, plan));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));
+    int64_t slots = ep_slot_capacity(handle, grad_recv_tokens);
+    if (grad_slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, grad_slot_weights));
     EpGatherTensors tensors = {.rows = grad_recv_tokens->data,
+                               .num_slots = slots,
                                .type = grad_recv_tokens->type,
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
@@ -237,5 +288,5 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens
                                .out_num_rows = grad_tokens->shape[0],
                                .out_values = grad_topk_weights ? grad_topk_weights->data : NULL};
     EpGather gather = {.op = &ep_op_dispatch_backward, .t = tensors, .stream = stream};
-    return ep_run_gather(&o.call, handle, &gather);
+    return ep_run_gather(&o, &gather);
 }

@@ -113,7 +113,7 @@ static Layer layer_new(const EpBootstrap *bootstrap) {
     }
     config.max_recv_rows = layer.rows; /* equal on all ranks */
     check(ep_group_create(bootstrap, &config, &layer.group));
-    check(ep_handle_create(layer.group, NULL, NULL, 0, &layer.handle));
+    check(ep_handle_create(layer.group, NULL, &layer.handle));
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     check(ep_group_query(layer.group, &info));
     layer.first_expert = info.first_expert, layer.num_experts = info.num_local_experts;
@@ -167,17 +167,17 @@ static int play(const EpBootstrap *bootstrap) {
     plan.expert_counts = &t_counts, plan.expert_offsets = &t_offsets;
 
     /* Forward. On a GPU all calls are on one stream, and none waits for the host. */
-    check(ep_prepare(layer.handle, &t_idx, NULL, NULL, &plan));
-    check(ep_dispatch(layer.handle, &t_x, &t_weight, NULL, NULL, &t_recv, &t_recv_weight, NULL,
-                      NULL));
+    check(ep_prepare(layer.handle, NULL, &t_idx, NULL, NULL, &plan));
+    check(ep_dispatch(layer.handle, NULL, NULL, &t_x, &t_weight, NULL, NULL, &t_recv,
+                      &t_recv_weight, NULL, NULL));
     run_experts(&layer, recv, done);
-    check(ep_combine(layer.handle, &t_done, &t_recv_weight, NULL, &t_y));
+    check(ep_combine(layer.handle, NULL, &t_done, &t_recv_weight, NULL, NULL, &t_y));
 
     /* Backward, on the same handle: it still holds the plan of the forward pass. */
-    check(ep_combine_backward(layer.handle, &t_grad_y, &t_recv_weight, &t_done, NULL, &t_grad,
+    check(ep_combine_backward(layer.handle, NULL, &t_grad_y, &t_recv_weight, &t_done, NULL, &t_grad,
                               &t_grad_slot));
     run_experts(&layer, grad, grad_recv);
-    check(ep_dispatch_backward(layer.handle, &t_grad_recv, &t_grad_slot, NULL, &t_grad_x,
+    check(ep_dispatch_backward(layer.handle, NULL, &t_grad_recv, &t_grad_slot, NULL, &t_grad_x,
                                &t_grad_weight));
 
     int wrong = 0;

@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
     EpGroup *group = NULL;
     EpHandle *layer = NULL;
     check(ep_group_create(&bootstrap, &config, &group));
-    check(ep_handle_create(group, NULL, NULL, 0, &layer));
+    check(ep_handle_create(group, NULL, &layer));
 
     /* Rows must start on 16 bytes. */
     float *x = (float *)aligned_alloc(64, TOKENS * HIDDEN * sizeof(float));
@@ -49,7 +49,7 @@ int main(int argc, char **argv) {
         idx[i] = (3 * i + bootstrap.rank) % EXPERTS, weights[i] = 0.5f;
 
     EpTensor topk_idx = ep_tensor_2d(idx, EP_TYPE_INT32, TOKENS, TOP_K);
-    check(ep_prepare(layer, &topk_idx, NULL, NULL, NULL));
+    check(ep_prepare(layer, NULL, &topk_idx, NULL, NULL, NULL));
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     check(ep_handle_info(layer, &info)); /* exact sizing: read the number of rows */
     int64_t rows = info.recv_rows;
@@ -60,12 +60,12 @@ int main(int argc, char **argv) {
     EpTensor recv_tokens = ep_tensor_2d(recv, EP_TYPE_FP32, rows, HIDDEN);
     EpTensor recv_weights = ep_tensor_1d(recv_w, EP_TYPE_FP32, rows);
     EpTensor out = ep_tensor_2d(y, EP_TYPE_FP32, TOKENS, HIDDEN);
-    check(ep_dispatch(layer, &tokens, &topk_weights, NULL, NULL, &recv_tokens, &recv_weights, NULL,
-                      NULL));
+    check(ep_dispatch(layer, NULL, NULL, &tokens, &topk_weights, NULL, NULL, &recv_tokens,
+                      &recv_weights, NULL, NULL));
     EpGroupInfo me = EP_GROUP_INFO_INIT;
     check(ep_group_query(group, &me));
     run_experts(&info, me.first_expert, recv);
-    check(ep_combine(layer, &recv_tokens, &recv_weights, NULL, &out));
+    check(ep_combine(layer, NULL, &recv_tokens, &recv_weights, NULL, NULL, &out));
 
     int wrong = 0;
     for (int t = 0; t < TOKENS; t++) {

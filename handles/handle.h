@@ -3,9 +3,9 @@
 #define EP_HANDLES_HANDLE_H
 
 /**
- * EpHandle: a layer's configuration and the address of its memory. A step's state is in the plan
- * (plan.h), which backends fill and read. In latency mode the handle also holds a deferred routing
- * and a pending operation (pending.h).
+ * EpHandle: a configuration, checked. A step's state is in a plan (plan.h), which backends fill and
+ * read: the handle's own, or one that the call names. In latency mode the handle also holds a
+ * deferred routing and a pending operation (pending.h).
  */
 
 #include "handles/pending.h"
@@ -17,47 +17,39 @@ struct EpHandle {
     EpGroup *group;
     EpHandle *previous, *next; /* the group's live handles */
     EpPlanShape shape;
-    int32_t top_k;   /* K of every step; EP_DEFAULT: any */
-    int32_t ordinal; /* number of the handle in its group */
-    void *memory;    /* of the plan */
-    int64_t bytes;
-    int owns_memory;
-    void *backend_state; /* the backend's state outside the plan; NULL on the host backend */
-    void *workspace;     /* owned by the library; NULL: the backend needs none */
-    int64_t workspace_bytes;
+    int32_t top_k;   /* K of every step; EP_DEFAULT: any, or with named plans max_top_k */
+    int32_t id;      /* the caller's; 0: none */
+    uint64_t config; /* of its named plans: see ep_plan_config */
+    int64_t bytes;   /* of a plan */
+    EpPlanRef own;   /* the handle's own plan; memory NULL: none */
+    void *own_state; /* the backend's state of it outside its memory; NULL on the host backend */
     /* latency mode */
     EpDeferredRouting deferred;
     EpPending pending;
-    void *buffer; /* owned by the backend */
-    int64_t buffer_bytes;
 };
 
-/** Check the configuration (NULL: defaults) and derive the plan's shape from it. `offers`: the
- *  backend's features (EP_OFFERS_...). */
+/** Check the configuration (NULL: defaults) and derive the plan's shape from it. `read` becomes the
+ *  configuration with all fields. `offers`: the backend's features (EP_OFFERS_...). */
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                          int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
-                         EpPlanShape *shape);
+                         EpHandleConfig *read, EpPlanShape *shape);
 
 /** Call ep_handle_shape with a group's configuration, backend and rank. */
 EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
-                               const EpHandleConfig *config, EpPlanShape *shape);
-
-/** Returns the bytes of a handle's private workspace; 0: none. */
-int64_t ep_workspace_bytes(const EpBackendOps *backend, const EpPlanShape *shape,
-                           const EpGroupConfig *config);
-
-/** Returns the mode and the memory of a handle with this shape. */
-EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
-                                  const EpGroupConfig *config);
+                               const EpHandleConfig *config, EpHandleConfig *read,
+                               EpPlanShape *shape);
 
 static inline int ep_handle_is_latency(const EpHandle *handle) {
     return handle->shape.mode == EP_MODE_LATENCY;
 }
 
-/**
- * Make the first checks of every operation: the handle is live, the group has not failed, the
- * memory holds this handle's plan, no operation is pending. Sets call->rank.
- */
+/** Returns K of a step with a named plan. */
+static inline int32_t ep_handle_top_k(const EpHandle *handle) {
+    return handle->top_k == EP_DEFAULT ? handle->shape.max_top_k : handle->top_k;
+}
+
+/** Make the first checks of every operation: the handle is live, the group has not failed, no
+ *  operation is pending. Sets call->rank. */
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle);
 
 /** Make the first checks of a receive phase: as ep_handle_enter, but in latency mode and with an
@@ -67,17 +59,26 @@ EpStatus ep_handle_enter_receive(EpCall *call, const EpHandle *handle, EpPending
 /** Refuse a handle in throughput mode, whose operations have no phases. */
 EpStatus ep_handle_check_phases(const EpCall *call, const EpHandle *handle);
 
-/** Call ep_handle_enter, then ep_handle_read. */
-EpStatus ep_handle_enter_prepared(EpCall *call, const EpHandle *handle, EpStep *step);
+/** Find the plan that a call names: `plan`, or the handle's own where that is NULL. Refuses memory
+ *  that cannot hold a plan. */
+EpStatus ep_handle_find_plan(const EpCall *call, const EpHandle *handle, const EpTensor *plan,
+                             EpPlanRef *out);
 
-/** Refuse a handle without a plan. Sets `step`, which argument checks use. */
-EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpStep *step);
-
-/** Returns the header of a handle's empty plan. */
-EpPlanHeader ep_plan_header(const EpHandle *handle);
+/** Refuse memory without a plan. Sets `step`, which argument checks use. The CUDA backend's kernels
+ *  look into named plans; here they count as known to be right. */
+EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpPlanRef plan, EpStep *step);
 
 /** Refuse a plan whose header differs from `expected` or whose last word is not the magic. */
 EpStatus ep_plan_check(const EpCall *call, const EpPlanHeader *got, uint64_t tail,
                        const EpPlanHeader *expected);
+
+/** Returns the words of a header that ep_plan_check compares, of a plan that this handle made with
+ *  this K. */
+static inline EpPlanHeader ep_plan_mark(const EpHandle *handle, int64_t top_k) {
+    EpPlanHeader mark = {.magic = EP_PLAN_MAGIC,
+                         .group = handle->group->id,
+                         .config = ep_plan_config(&handle->shape, (int32_t)top_k)};
+    return mark;
+}
 
 #endif

@@ -1,63 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "handles/operation.h"
 
-EpStatus ep_operation_begin(EpOperation *o, const char *name, const EpHandle *handle) {
-    o->call = (EpCall){name, -1};
-    o->handle = handle;
-    return ep_handle_enter_prepared(&o->call, handle, &o->step);
+/* ---- beginning ----------------------------------------------------------------------------- */
+
+EpStatus ep_operation_begin_plan(EpOperation *o, const char *name, EpHandle *handle,
+                                 const EpTensor *plan) {
+    *o = (EpOperation){.call = {name, -1}, .handle = handle};
+    EP_TRY(ep_handle_enter(&o->call, handle));
+    return ep_handle_find_plan(&o->call, handle, plan, &o->plan);
 }
 
-/* Begin an operation without reading its plan. */
-static EpStatus begin(EpOperation *o, const char *name, const EpHandle *handle) {
-    o->call = (EpCall){name, -1};
-    o->handle = handle;
-    return ep_handle_enter(&o->call, handle);
+EpStatus ep_operation_begin(EpOperation *o, const char *name, EpHandle *handle,
+                            const EpTensor *plan) {
+    EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
+    return ep_handle_read(&o->call, handle, o->plan, &o->step);
 }
 
-EpStatus ep_operation_begin_dispatch(EpOperation *o, const char *name, const EpHandle *handle) {
-    EP_TRY(begin(o, name, handle));
-    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
-    o->step = ep_deferred_step(&handle->deferred);
-    if (o->step.prepared) return EP_OK;
-    return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, "handle",
-                     "expected a prepared handle, got one without a routing");
-}
-
-EpStatus ep_operation_begin_dispatch_send(EpOperation *o, const char *name,
-                                          const EpHandle *handle) {
-    EP_TRY(begin(o, name, handle));
-    EP_TRY(ep_handle_check_phases(&o->call, handle));
-    return ep_operation_begin_dispatch(o, name, handle);
-}
-
-EpStatus ep_operation_begin_combine_send(EpOperation *o, const char *name, const EpHandle *handle) {
-    EP_TRY(begin(o, name, handle));
-    EP_TRY(ep_handle_check_phases(&o->call, handle));
-    return ep_handle_read(&o->call, handle, &o->step);
-}
-
-EpStatus ep_operation_begin_receive(EpOperation *o, const char *name, const EpHandle *handle,
+EpStatus ep_operation_begin_receive(EpOperation *o, const char *name, EpHandle *handle,
                                     EpPendingKind kind) {
-    o->call = (EpCall){name, -1};
-    o->handle = handle;
+    *o = (EpOperation){.call = {name, -1}, .handle = handle};
     EP_TRY(ep_handle_enter_receive(&o->call, handle, kind));
     o->step = handle->pending.step;
     return EP_OK;
 }
 
-const EpRouting *ep_operation_routing(const EpOperation *o, EpStream stream, EpRouting *out) {
-    if (!ep_handle_is_latency(o->handle)) return NULL;
-    *out = o->handle->deferred.routing;
-    out->stream = stream, out->call = o->call.name;
-    return out;
-}
-
-EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, const EpHandle *handle) {
-    EP_TRY(begin(o, name, handle));
-    if (!ep_handle_is_latency(handle)) return ep_handle_read(&o->call, handle, &o->step);
-    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
-                     "expected one in throughput mode, since latency mode has no backward, got one "
-                     "in latency mode");
+EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, EpHandle *handle,
+                                     const EpTensor *plan) {
+    EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
+    if (ep_handle_is_latency(handle))
+        return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
+                         "expected one in throughput mode, since latency mode has no backward, got "
+                         "one in latency mode");
+    return ep_handle_read(&o->call, handle, o->plan, &o->step);
 }
 
 /* ---- arguments ----------------------------------------------------------------------------- */
@@ -74,9 +48,22 @@ static EpStatus check_all(const EpOperation *o, const char *argument, const EpTe
     return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, argument, t);
 }
 
-EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpTensor *t,
-                           int64_t columns, const char *what) {
+/* With a plan that only a kernel reads, the first tensor of tokens gives T. */
+static EpStatus take_rows(EpOperation *o, const char *argument, const EpTensor *t) {
+    int32_t most = o->handle->group->config.max_tokens;
+    if (o->step.num_rows >= 0) return EP_OK;
+    if (t->shape[0] > most)
+        return ep_refuse(&o->call, EP_ERR_TOKENS, argument,
+                         "expected at most max_tokens = %d tokens, got %lld", most,
+                         (long long)t->shape[0]);
+    o->step.num_rows = t->shape[0];
+    return EP_OK;
+}
+
+EpStatus ep_arg_token_rows(EpOperation *o, const char *argument, const EpTensor *t, int64_t columns,
+                           const char *what) {
     EP_TRY(ep_arg_tensor(&o->call, argument, t, 2));
+    EP_TRY(take_rows(o, argument, t));
     if (o->step.exact)
         EP_TRY(ep_arg_dim(&o->call, argument, t, 0, o->step.num_rows, "T"));
     else if (t->shape[0] < o->step.info.num_tokens)
@@ -87,15 +74,31 @@ EpStatus ep_arg_token_rows(const EpOperation *o, const char *argument, const EpT
     return check_all(o, argument, t);
 }
 
+/* Receive tensors as blocks of a fixed number of rows. */
+typedef struct RecvBlocks {
+    int64_t count, rows;                /* rows: of a block */
+    const char *count_name, *rows_name; /* NULL: no blocks, one dimension has all rows */
+} RecvBlocks;
+
+static RecvBlocks recv_blocks(const EpPlanShape *s) {
+    if (s->layout == EP_LAYOUT_BATCHED)
+        return (RecvBlocks){s->num_local, s->rows_per_expert, "local experts", "rows_per_expert"};
+    if (s->layout == EP_LAYOUT_RANK_MAJOR)
+        return (RecvBlocks){s->num_ranks, s->max_tokens, "ranks", "max_tokens"};
+    return (RecvBlocks){0, 0, NULL, NULL};
+}
+
 /* Check dimension `dim`, the rows of a receive buffer. With a static capacity it must hold all of
  * it, since a step captured in a graph may fill it. With exact sizing it must hold this step. */
 static EpStatus check_rows_in(const EpOperation *o, const char *argument, const EpTensor *t,
                               int dim) {
     const EpPlanShape *s = &o->handle->shape;
-    if (s->layout == EP_LAYOUT_BATCHED) {
-        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, s->num_local, "local experts"));
-        return ep_arg_dim(&o->call, argument, t, dim, s->rows_per_expert, "rows_per_expert");
+    RecvBlocks blocks = recv_blocks(s);
+    if (blocks.rows_name) {
+        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, blocks.count, blocks.count_name));
+        return ep_arg_dim(&o->call, argument, t, dim, blocks.rows, blocks.rows_name);
     }
+    if (!s->capacity && o->step.checked_later) return EP_OK;
     if (!s->capacity && !o->step.known)
         return ep_refuse(&o->call, EP_ERR_NOT_PREPARED, argument,
                          "expected ep_prepare to have finished, since rows are sized exactly, got "
@@ -109,7 +112,7 @@ static EpStatus check_rows_in(const EpOperation *o, const char *argument, const 
 
 /* Returns the number of dimensions up to that of the rows, this one included. */
 static int32_t slot_dims(const EpOperation *o) {
-    return o->handle->shape.layout == EP_LAYOUT_BATCHED ? 2 : 1;
+    return recv_blocks(&o->handle->shape).rows_name ? 2 : 1;
 }
 
 /* Check the rows of a tensor whose rows are contiguous. */
@@ -145,7 +148,7 @@ EpStatus ep_arg_slot_values(const EpOperation *o, const char *argument, const Ep
 }
 
 EpStatus ep_arg_slot_weights(const EpOperation *o, const char *argument, const EpTensor *t) {
-    if (o->handle->shape.layout != EP_LAYOUT_FLAT) return ep_arg_slot_values(o, argument, t);
+    if (!ep_layout_has_rows(o->handle->shape.layout)) return ep_arg_slot_values(o, argument, t);
     EP_TRY(ep_arg_slot_rows(o, argument, t, o->step.info.top_k, "K"));
     return ep_arg_float(&o->call, argument, t);
 }
@@ -156,7 +159,7 @@ EpStatus ep_arg_token_bytes(const EpOperation *o, const char *argument, const Ep
     return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ROWS, argument, t);
 }
 
-EpStatus ep_arg_summed_rows(const EpOperation *o, const char *slots_argument, const EpTensor *slots,
+EpStatus ep_arg_summed_rows(EpOperation *o, const char *slots_argument, const EpTensor *slots,
                             const char *tokens_argument, const EpTensor *tokens) {
     EP_TRY(ep_arg_token_rows(o, tokens_argument, tokens, -1, NULL));
     EP_TRY(ep_arg_summable(&o->call, tokens_argument, tokens));
@@ -175,29 +178,78 @@ EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, 
 }
 
 int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
-    return handle->shape.layout == EP_LAYOUT_BATCHED ? t->shape[0] * t->shape[1] : t->shape[0];
+    return recv_blocks(&handle->shape).rows_name ? t->shape[0] * t->shape[1] : t->shape[0];
 }
 
 /* ---- running ------------------------------------------------------------------------------- */
 
-EpStatus ep_run_prepare(const EpCall *call, EpHandle *handle, const EpRouting *routing) {
-    int before = ep_group_enter(handle->group, call->name);
+EpStatus ep_run_prepare(const EpOperation *o, const EpRouting *routing) {
+    EpHandle *handle = o->handle;
+    int before = ep_group_enter(handle->group, o->call.name);
     EpStatus status = handle->group->backend->prepare(handle, routing);
     ep_group_leave(handle->group, before);
     return status;
 }
 
-EpStatus ep_run_scatter(const EpCall *call, EpHandle *handle, const EpScatter *scatter) {
-    int before = ep_group_enter(handle->group, call->name);
-    EpStatus status = handle->group->backend->scatter(handle, scatter);
-    ep_group_leave(handle->group, before);
-    if (status == EP_OK && scatter->routing) handle->deferred.pending = 0;
-    return status;
+/* Find the operation's place among the sets of latency mode. */
+static EpStatus find_place(const EpOperation *o, EpPhase phase, EpStream stream,
+                           EpInFlight *place) {
+    if (!ep_handle_is_latency(o->handle)) return EP_OK;
+    *place = o->handle->pending.place;
+    return phase == EP_PHASE_RECEIVE ? EP_OK : ep_flight_find(&o->call, o->handle, stream, place);
 }
 
-EpStatus ep_run_gather(const EpCall *call, EpHandle *handle, const EpGather *gather) {
-    int before = ep_group_enter(handle->group, call->name);
+/* Note what an issued phase means for the handle. */
+static void note_phase(const EpOperation *o, EpPhase phase, EpPendingKind kind, EpInFlight place) {
+    if (phase == EP_PHASE_SEND) {
+        o->handle->pending.step = o->step;
+        ep_flight_begin(o->handle, kind, place);
+    }
+    if (phase == EP_PHASE_RECEIVE) ep_flight_end(o->handle);
+}
+
+/* Keep a send phase's description without its inputs, which may be gone when rows are received. */
+static void keep_scatter(EpPending *pending, const EpScatter *scatter) {
+    pending->scatter = *scatter;
+    pending->scatter.t.rows = pending->scatter.t.scales = NULL;
+    pending->scatter.t.topk_weights = NULL;
+    ep_routing_defer(&pending->routing, scatter->routing);
+    pending->scatter.routing = &pending->routing.routing;
+}
+
+EpStatus ep_run_scatter(const EpOperation *o, EpScatter *scatter) {
+    EpHandle *handle = o->handle;
+    if (scatter->phase != EP_PHASE_RECEIVE) {
+        scatter->plan = o->plan;
+        scatter->top_k = o->step.info.top_k, scatter->num_rows = o->step.num_rows;
+    }
+    EP_TRY(find_place(o, scatter->phase, scatter->stream, &scatter->place));
+    int before = ep_group_enter(handle->group, o->call.name);
+    EpStatus status = handle->group->backend->scatter(handle, scatter);
+    ep_group_leave(handle->group, before);
+    if (status != EP_OK) return status;
+    if (scatter->routing && !scatter->plan.is_named) handle->deferred.pending = 0;
+    if (scatter->phase == EP_PHASE_SEND) keep_scatter(&handle->pending, scatter);
+    note_phase(o, scatter->phase, EP_PENDING_DISPATCH, scatter->place);
+    return EP_OK;
+}
+
+EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
+    EpHandle *handle = o->handle;
+    if (gather->phase != EP_PHASE_RECEIVE) {
+        gather->plan = o->plan;
+        gather->top_k = o->step.info.top_k, gather->num_rows = o->step.num_rows;
+    }
+    EP_TRY(find_place(o, gather->phase, gather->stream, &gather->place));
+    int before = ep_group_enter(handle->group, o->call.name);
     EpStatus status = handle->group->backend->gather(handle, gather);
     ep_group_leave(handle->group, before);
-    return status;
+    if (status != EP_OK) return status;
+    if (gather->phase == EP_PHASE_SEND) {
+        handle->pending.gather = *gather;
+        handle->pending.gather.t.rows = NULL, handle->pending.gather.t.slot_weights = NULL;
+        handle->pending.gather.t.topk_weights = NULL;
+    }
+    note_phase(o, gather->phase, EP_PENDING_COMBINE, gather->place);
+    return EP_OK;
 }

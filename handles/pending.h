@@ -3,10 +3,15 @@
 #define EP_HANDLES_PENDING_H
 
 /**
- * Latency mode: what a handle keeps from one call to the next. Rows wait in the backend's buffers.
+ * Latency mode: what a handle keeps from one call to the next, and which operations of the group
+ * are in flight. Rows wait in the group's sets of buffers.
  *
  *     deferred routing     the arguments of ep_prepare, for the dispatches that follow
  *     pending operation    the arguments of the send phase, for the receive phase
+ *
+ * Send phases take the sets in turn. All ranks call them in the same order, so all use the same
+ * set, whatever the order of receive phases is. A whole operation uses the set whose turn is next
+ * and leaves it free.
  */
 
 #include "runtime/backend.h"
@@ -17,7 +22,7 @@
  *  the tensor descriptors. */
 typedef struct EpDeferredRouting {
     int given;   /**< whether there is a routing */
-    int pending; /**< whether no dispatch has made its plan yet */
+    int pending; /**< whether no dispatch has made the handle's own plan from it yet */
     EpRouting routing;
     EpPlanTensors out;
     EpTensor tensor[EP_PLAN_TENSORS]; /**< copies of the tensors of `out` */
@@ -27,7 +32,7 @@ typedef struct EpDeferredRouting {
 void ep_routing_defer(EpDeferredRouting *deferred, const EpRouting *routing);
 
 /** Returns what argument checks need for a step whose plan does not exist yet. */
-EpStep ep_deferred_step(const EpDeferredRouting *deferred);
+EpStep ep_routing_step(const EpRouting *routing);
 
 typedef enum EpPendingKind {
     EP_PENDING_NONE,
@@ -37,12 +42,23 @@ typedef enum EpPendingKind {
 
 typedef struct EpPending {
     EpPendingKind kind;
-    EpStep step;       /**< the receive phase's arguments are checked against it */
-    EpScatter scatter; /**< EP_PENDING_DISPATCH: without the inputs, which may be gone */
-    EpGather gather;   /**< EP_PENDING_COMBINE: likewise */
+    EpStep step;               /**< the receive phase's arguments are checked against it */
+    EpScatter scatter;         /**< EP_PENDING_DISPATCH: without the inputs, which may be gone */
+    EpGather gather;           /**< EP_PENDING_COMBINE: likewise */
+    EpDeferredRouting routing; /**< EP_PENDING_DISPATCH: for the plan's outputs */
+    EpInFlight place;
 } EpPending;
 
 /** Returns EP_ERR_ORDER unless the pending operation is of the `expected` kind. */
 EpStatus ep_pending_check(const EpCall *call, const EpPending *pending, EpPendingKind expected);
+
+/** Find the turn of an operation on `stream`. Returns EP_ERR_ORDER if the operation that has it is
+ *  still pending. */
+EpStatus ep_flight_find(const EpCall *call, EpHandle *handle, EpStream stream, EpInFlight *place);
+
+/** Note that the handle's send phase has been issued at a place, or that its receive phase has or
+ *  never will be. */
+void ep_flight_begin(EpHandle *handle, EpPendingKind kind, EpInFlight place);
+void ep_flight_end(EpHandle *handle);
 
 #endif

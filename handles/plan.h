@@ -3,7 +3,7 @@
 #define EP_HANDLES_PLAN_H
 
 /**
- * The plan: ep_prepare writes it from a step's routing, into one flat block of handle memory. This
+ * The plan: ep_prepare writes it from a step's routing, into one flat block of memory. This
  * file has the common part of both backends' plans: the shape that sizes follow from, the header,
  * and the arithmetic of slabs. Each backend has arrays of its own (host/plan.h, cuda/plan.h).
  *
@@ -22,25 +22,27 @@ typedef struct EpPlanShape {
     int32_t max_tokens, max_top_k;
     EpLayout layout;
     int32_t alignment;
-    int64_t capacity;        /**< receive rows; 0: exact sizing. BATCHED: L * rows_per_expert */
+    int64_t capacity;        /**< receive rows; 0: exact sizing. BATCHED: L * rows_per_expert.
+                                  RANK_MAJOR: R * max_tokens */
     int64_t rows_per_expert; /**< BATCHED, else 0 */
     EpOverflow overflow;
-    int32_t zero_tail;
+    EpTail tail;
     EpMode mode; /**< THROUGHPUT or LATENCY */
     EpQuant quant;
     EpScaleOrder scale_order;
+    EpExpertIds expert_ids;
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
     int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
 } EpPlanShape;
 
-/** The first bytes of handle memory. */
+/** The first bytes of a plan. The first four fields, and the tail that repeats the magic, say
+ *  whose it is: see ep_plan_check. */
 typedef struct EpPlanHeader {
-    uint64_t magic;   /**< EP_PLAN_MAGIC; EP_PLAN_DEAD after destroy */
-    uint64_t group;   /**< id of the group */
-    int32_t handle;   /**< ordinal of the handle in its group */
-    int32_t prepared; /**< 0 until a prepare has completed */
-    int64_t bytes;    /**< of the block; the last eight repeat the magic */
-    int64_t step;     /**< generation: completed prepares */
+    uint64_t magic;      /**< EP_PLAN_MAGIC once a prepare has completed */
+    uint64_t group;      /**< id of the group */
+    uint64_t config;     /**< see ep_plan_config */
+    uint64_t generation; /**< number of the group's operation that wrote it, equal on all ranks */
+    int64_t step;        /**< number of plans written here, of a handle's own plan */
     int64_t num_tokens, top_k;
     int64_t num_rows;   /**< rows of topk_idx; may exceed num_tokens where that was given */
     int64_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
@@ -50,8 +52,11 @@ typedef struct EpPlanHeader {
     int32_t rows_sent, rows_received, rows_kept, reserved;
 } EpPlanHeader;
 
-#define EP_PLAN_MAGIC 0x6e616c702d706531ull
-#define EP_PLAN_DEAD 0x646165642d706531ull
+#define EP_PLAN_MAGIC 0x6e616c702d706532ull
+
+/** Returns a hash of all that a plan's contents depend on besides the routing. `top_k`: K of its
+ *  steps. Differs between ranks. */
+uint64_t ep_plan_config(const EpPlanShape *shape, int32_t top_k);
 
 /** Returns the largest index or slot number of this shape. It must fit an int32_t. */
 int64_t ep_plan_largest_index(const EpPlanShape *shape);
@@ -59,6 +64,14 @@ int64_t ep_plan_largest_index(const EpPlanShape *shape);
 /** Returns the most rows that can arrive: G = R * max_tokens, or 0 on a rank without experts. */
 static inline int64_t ep_plan_max_rows(const EpPlanShape *s) {
     return s->num_local ? (int64_t)s->num_ranks * s->max_tokens : 0;
+}
+
+/* ---- layouts ------------------------------------------------------------------------------- */
+
+/** Returns whether a row has one slot, which holds all its entries (FLAT, RANK_MAJOR). In other
+ *  layouts each entry has a slot of its own. */
+EP_HOST_DEVICE static inline int ep_layout_has_rows(EpLayout layout) {
+    return layout == EP_LAYOUT_FLAT || layout == EP_LAYOUT_RANK_MAJOR;
 }
 
 /* ---- slabs --------------------------------------------------------------------------------- */
@@ -99,12 +112,12 @@ EP_HOST_DEVICE static inline EpSlab ep_slab(const EpPlanShape *s, int32_t expert
 
 /**
  * Returns the end of the rows behind a slab's entries that must be zero: the slab's padding, or,
- * in the batched layout with zero_tail, the rest of the expert's rows. `offsets` [L + 1] and
+ * in the batched layout with EP_TAIL_ZERO, the rest of the expert's rows. `offsets` [L + 1] and
  * `padded` [L] are the plan's.
  */
 EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const int32_t *offsets,
                                                     const int32_t *padded, int32_t expert) {
-    if (s->layout == EP_LAYOUT_BATCHED && s->zero_tail) return offsets[expert + 1];
+    if (s->layout == EP_LAYOUT_BATCHED && s->tail == EP_TAIL_ZERO) return offsets[expert + 1];
     return (int64_t)offsets[expert] + padded[expert];
 }
 

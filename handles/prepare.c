@@ -2,7 +2,10 @@
 /* ep_prepare: check the arguments, then call the backend or, in latency mode, defer the routing. */
 #include "handles/operation.h"
 
-static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const EpTensor *t) {
+/* K of a named plan is the handle's, since calls that only read the plan must know it. */
+static EpStatus check_topk_idx(const EpOperation *o, const EpTensor *t) {
+    const EpCall *call = &o->call;
+    const EpHandle *handle = o->handle;
     const EpGroupConfig *config = &handle->group->config;
     EP_TRY(ep_arg_tensor(call, "topk_idx", t, 2));
     EP_TRY(ep_arg_index_type(call, "topk_idx", t));
@@ -16,6 +19,9 @@ static EpStatus check_topk_idx(const EpCall *call, const EpHandle *handle, const
                          (long long)t->shape[1]);
     if (handle->top_k != EP_DEFAULT)
         EP_TRY(ep_arg_dim(call, "topk_idx", t, 1, handle->top_k, "the handle's top_k"));
+    else if (o->plan.is_named)
+        EP_TRY(ep_arg_dim(call, "topk_idx", t, 1, handle->shape.max_top_k,
+                          "the group's max_top_k, since the handle has no top_k"));
     return EP_OK;
 }
 
@@ -86,27 +92,38 @@ static EpStatus check_reach(const EpCall *call, const EpHandle *h, const EpTenso
     return ep_arg_reachable(call, h, all, "out.totals", out->totals);
 }
 
-EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
-                    EpStream stream, const EpPlanTensors *given) {
-    EpCall call = {"ep_prepare", -1};
-    EpPlanTensors out;
-    EP_TRY(ep_handle_enter(&call, handle));
-    EP_TRY(check_topk_idx(&call, handle, topk_idx));
-    EP_TRY(check_num_tokens(&call, num_tokens));
-    EP_TRY(read_out(&call, handle, given, &out));
-    EP_TRY(check_reach(&call, handle, topk_idx, num_tokens, &out));
-    EpRouting routing = {.topk_idx = topk_idx->data,
-                         .idx_type = topk_idx->type,
-                         .num_rows = topk_idx->shape[0],
-                         .top_k = topk_idx->shape[1],
-                         .num_tokens = num_tokens ? num_tokens->data : NULL,
-                         .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
-                         .out = &out,
-                         .stream = stream,
-                         .op = &ep_op_prepare,
-                         .call = call.name};
-    if (!ep_handle_is_latency(handle)) return ep_run_prepare(&call, handle, &routing);
-    routing.op = &ep_op_route;
+EpStatus ep_routing_describe(const EpOperation *o, const EpPrepare *given, EpPlanTensors *tensors,
+                             EpRouting *routing) {
+    const EpCall *call = &o->call;
+    const EpHandle *handle = o->handle;
+    const EpTensor *topk_idx = given->topk_idx, *num_tokens = given->num_tokens;
+    EP_TRY(check_topk_idx(o, topk_idx));
+    EP_TRY(check_num_tokens(call, num_tokens));
+    EP_TRY(read_out(call, handle, given->out, tensors));
+    EP_TRY(check_reach(call, handle, topk_idx, num_tokens, tensors));
+    *routing = (EpRouting){.plan = o->plan,
+                           .topk_idx = topk_idx->data,
+                           .idx_type = topk_idx->type,
+                           .num_rows = topk_idx->shape[0],
+                           .top_k = topk_idx->shape[1],
+                           .num_tokens = num_tokens ? num_tokens->data : NULL,
+                           .num_tokens_type = num_tokens ? num_tokens->type : EP_TYPE_INT64,
+                           .out = tensors,
+                           .op = ep_handle_is_latency(handle) ? &ep_op_route : &ep_op_prepare,
+                           .call = call->name};
+    return EP_OK;
+}
+
+EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                    const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
+    const EpPrepare given = {sizeof(given), topk_idx, num_tokens, out};
+    EpOperation o;
+    EpPlanTensors tensors;
+    EpRouting routing;
+    EP_TRY(ep_operation_begin_plan(&o, "ep_prepare", handle, plan));
+    EP_TRY(ep_routing_describe(&o, &given, &tensors, &routing));
+    routing.stream = stream;
+    if (!ep_handle_is_latency(handle)) return ep_run_prepare(&o, &routing);
     ep_routing_defer(&handle->deferred, &routing);
     return EP_OK;
 }

@@ -12,9 +12,10 @@ static int64_t inherit(int64_t value, int64_t of_group) {
 }
 
 static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
-    if ((int)c->layout < EP_LAYOUT_EXPERT_MAJOR || (int)c->layout > EP_LAYOUT_BATCHED)
+    if ((int)c->layout < EP_LAYOUT_EXPERT_MAJOR || (int)c->layout > EP_LAYOUT_RANK_MAJOR)
         return ep_refuse(call, EP_ERR_RANGE, "config.layout",
-                         "expected 1 (expert-major), 2 (flat) or 3 (batched), got %d",
+                         "expected 1 (expert-major), 2 (flat), 3 (batched) or 4 (rank-major), "
+                         "got %d",
                          (int)c->layout);
     int batched = c->layout == EP_LAYOUT_BATCHED;
     if (batched ? c->rows_per_expert < 1 || c->rows_per_expert > INT32_MAX
@@ -26,22 +27,49 @@ static EpStatus check_layout(const EpCall *call, const EpHandleConfig *c) {
     return EP_OK;
 }
 
+static EpStatus check_tail(const EpCall *call, const EpHandleConfig *c) {
+    if (c->zero_tail < EP_TAIL_KEEP || c->zero_tail > EP_TAIL_IDS)
+        return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected an EpTail, got %d",
+                         c->zero_tail);
+    if (c->zero_tail != EP_TAIL_IDS || ep_layout_has_rows(c->layout)) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.zero_tail",
+                     "expected EP_TAIL_KEEP or EP_TAIL_ZERO outside the flat and rank-major "
+                     "layouts, which alone deliver expert ids, got EP_TAIL_IDS");
+}
+
+static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
+    if (c->expert_ids != EP_IDS_LOCAL && c->expert_ids != EP_IDS_GLOBAL)
+        return ep_refuse(call, EP_ERR_RANGE, "config.expert_ids", "expected an EpExpertIds, got %d",
+                         (int)c->expert_ids);
+    if (c->expert_ids == EP_IDS_LOCAL || ep_layout_has_rows(c->layout)) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.expert_ids",
+                     "expected EP_IDS_LOCAL outside the flat and rank-major layouts, which alone "
+                     "deliver expert ids, got EP_IDS_GLOBAL");
+}
+
 static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *c) {
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
-    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_MXFP8)
+    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_FP8_POW2)
         return ep_refuse(call, EP_ERR_RANGE, "config.quant", "expected an EpQuant, got %d",
                          (int)c->quant);
     if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
+    if ((int)c->plans < EP_PLANS_OWNED || (int)c->plans > EP_PLANS_NAMED)
+        return ep_refuse(call, EP_ERR_RANGE, "config.plans", "expected an EpPlans, got %d",
+                         (int)c->plans);
+    if (c->id < 0 || c->id > EP_MAX_HANDLE_ID)
+        return ep_refuse(call, EP_ERR_RANGE, "config.id", "expected 0 .. %d, got %d",
+                         EP_MAX_HANDLE_ID, c->id);
     return c->num_sms ? ep_config_check_sms(call, c->num_sms) : EP_OK;
 }
 
 static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
                              const EpHandleConfig *c) {
     EP_TRY(check_layout(call, c));
+    EP_TRY(check_expert_ids(call, c));
     if (c->top_k != EP_DEFAULT && (c->top_k < 1 || c->top_k > group->max_top_k))
         return ep_refuse(call, EP_ERR_TOP_K, "config.top_k",
                          "expected 1 .. %d (the group's max_top_k) or EP_DEFAULT, got %d",
@@ -57,9 +85,7 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
         (c->overflow < EP_OVERFLOW_ERROR || c->overflow > EP_OVERFLOW_DROP))
         return ep_refuse(call, EP_ERR_RANGE, "config.overflow",
                          "expected an EpOverflow or EP_DEFAULT, got %d", c->overflow);
-    if (c->zero_tail != 0 && c->zero_tail != 1)
-        return ep_refuse(call, EP_ERR_RANGE, "config.zero_tail", "expected 0 or 1, got %d",
-                         c->zero_tail);
+    EP_TRY(check_tail(call, c));
     return check_mode_and_scales(call, c);
 }
 
@@ -76,20 +102,32 @@ static EpStatus read_config(const EpCall *call, const EpGroupConfig *group,
 /* Choose the mode from values that are equal on all ranks, so that all choose the same. */
 static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                             const EpHandleConfig *c, EpPlanShape *s) {
-    int static_size = s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
+    int rank_major = s->layout == EP_LAYOUT_RANK_MAJOR;
+    int static_size = rank_major || s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
     EpMode wish = (EpMode)inherit(c->mode, group->mode);
+    if (wish == EP_MODE_AUTO && !ep_config_latency_sets(group)) wish = EP_MODE_THROUGHPUT;
     s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
+    if (s->mode == EP_MODE_THROUGHPUT && rank_major)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
+                         "expected latency mode in the rank-major layout (EP_MODE_AUTO selects it "
+                         "for max_tokens up to %d in a group with buffers for it), got throughput "
+                         "mode",
+                         EP_LATENCY_TOKENS);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))
         return ep_refuse(
             call, EP_ERR_UNSUPPORTED, "config.mode",
             "expected throughput mode or AUTO, since this backend has no latency mode, "
             "got EP_MODE_LATENCY");
-    if (static_size) return EP_OK;
-    return ep_refuse(
-        call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
-        "expected a capacity, or the batched layout, in latency mode, where no size is "
-        "known before rows arrive, got 0 (exact sizing)");
+    if (!static_size)
+        return ep_refuse(
+            call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
+            "expected a capacity, or the batched or rank-major layout, in latency mode, where no "
+            "size is known before rows arrive, got 0 (exact sizing)");
+    if (ep_config_latency_sets(group)) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
+                     "expected throughput mode, since the group has no buffers for latency mode "
+                     "(EpGroupConfig.latency_sets), got EP_MODE_LATENCY");
 }
 
 /* Set how rows are quantised and how scales lie; refuse what the backend lacks. */
@@ -110,9 +148,8 @@ static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandl
 
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
                          int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
-                         EpPlanShape *shape) {
-    EpHandleConfig read, *c = &read;
-    EP_TRY(read_config(call, group, config, &read));
+                         EpHandleConfig *c, EpPlanShape *shape) {
+    EP_TRY(read_config(call, group, config, c));
     EpPlacement placement = ep_config_placement(group, num_ranks);
     EpPlanShape s = {.num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts};
     s.num_local = ep_placement_count(&placement, rank);
@@ -122,13 +159,15 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.alignment = (int32_t)inherit(c->alignment, group->alignment);
     s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
     s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
-    s.zero_tail = c->zero_tail;
+    s.tail = (EpTail)c->zero_tail;
+    s.expert_ids = c->expert_ids;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
     if (c->layout == EP_LAYOUT_BATCHED) {
         s.rows_per_expert = c->rows_per_expert;
         s.capacity = s.num_local * s.rows_per_expert;
     }
+    if (c->layout == EP_LAYOUT_RANK_MAJOR) s.capacity = (int64_t)num_ranks * s.max_tokens;
     EP_TRY(choose_mode(call, group, offers, c, &s));
     EP_TRY(choose_scales(call, offers, c, &s));
     if (ep_plan_largest_index(&s) > INT32_MAX)
@@ -140,47 +179,42 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     return EP_OK;
 }
 
+EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
+                               const EpHandleConfig *config, EpHandleConfig *read,
+                               EpPlanShape *shape) {
+    EP_TRY(ep_handle_shape(call, &group->config, group->backend->offers, group->size, group->rank,
+                           config, read, shape));
+    return group->backend->check_shape ? group->backend->check_shape(group, call, shape) : EP_OK;
+}
+
+/* Check the group and derive the shape, for a call that only asks. */
+static EpStatus find_shape(EpCall *call, const EpGroup *group, const EpHandleConfig *config,
+                           EpPlanShape *shape) {
+    EpHandleConfig read;
+    call->rank = group->rank;
+    return ep_group_handle_shape(call, group, config, &read, shape);
+}
+
 EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes) {
     EpCall call = {"ep_handle_memory", -1};
-    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    call.rank = group->rank;
-    if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
     EpPlanShape shape;
-    EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    if (!bytes) return ep_refuse(&call, EP_ERR_NULL, "bytes", "expected a pointer, got NULL");
+    EP_TRY(find_shape(&call, group, config, &shape));
     *bytes = (size_t)group->backend->plan_bytes(&shape);
     return EP_OK;
 }
 
-EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
-                               const EpHandleConfig *config, EpPlanShape *shape) {
-    return ep_handle_shape(call, &group->config, group->backend->offers, group->size, group->rank,
-                           config, shape);
-}
-
-int64_t ep_workspace_bytes(const EpBackendOps *backend, const EpPlanShape *shape,
-                           const EpGroupConfig *config) {
-    return backend->workspace_bytes ? backend->workspace_bytes(shape, config) : 0;
-}
-
-EpHandleCost ep_handle_shape_cost(const EpPlanShape *shape, const EpBackendOps *backend,
-                                  const EpGroupConfig *config) {
-    EpHandleCost cost = EP_HANDLE_COST_INIT;
-    cost.mode = shape->mode;
-    cost.plan_bytes = backend->plan_bytes(shape);
-    cost.buffer_bytes = ep_workspace_bytes(backend, shape, config);
-    if (shape->mode == EP_MODE_LATENCY) cost.buffer_bytes += backend->buffer_bytes(shape, config);
-    return cost;
-}
-
 EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out) {
     EpCall call = {"ep_handle_cost", -1};
+    EpPlanShape shape;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
     EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
-    call.rank = group->rank;
     EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpHandleCost, buffer_bytes),
                                  sizeof(*out)));
-    EpPlanShape shape;
-    EP_TRY(ep_group_handle_shape(&call, group, config, &shape));
-    EpHandleCost cost = ep_handle_shape_cost(&shape, group->backend, &group->config);
+    EP_TRY(find_shape(&call, group, config, &shape));
+    cost.mode = shape.mode;
+    cost.plan_bytes = group->backend->plan_bytes(&shape);
     ep_write_struct(out, &cost);
     return EP_OK;
 }
@@ -203,7 +237,7 @@ static const EpBackendOps *choose_backend(const EpGroupConfig *config, int32_t n
     return ep_backend_ops(ep_backend_decide(wish, usable, why_not, m->reason, sizeof(m->reason)));
 }
 
-/* Compute the memory of a group and of a handle with the group's defaults. */
+/* Compute the memory of a group and of a plan with the group's defaults. */
 static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t num_ranks,
                         const EpSettings *settings, EpGroupMemory *m) {
     const EpBackendOps *backend = choose_backend(config, num_ranks, settings, m);
@@ -216,14 +250,15 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     /* Here every handle must set a size or a layout, so there is no default to measure. */
     if (config->mode == EP_MODE_LATENCY && config->max_recv_rows == 0) return EP_OK;
     /* Rank 0 has the most experts. */
-    EpStatus status = ep_handle_shape(call, config, backend->offers, num_ranks, 0, NULL, &shape);
+    EpHandleConfig defaults;
+    EpStatus status =
+        ep_handle_shape(call, config, backend->offers, num_ranks, 0, NULL, &defaults, &shape);
     if (status != EP_OK) {
         snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
         m->feasible = 0;
         return EP_OK;
     }
-    EpHandleCost cost = ep_handle_shape_cost(&shape, backend, config);
-    m->handle_bytes = cost.plan_bytes + cost.buffer_bytes;
+    m->handle_bytes = backend->plan_bytes(&shape);
     return EP_OK;
 }
 

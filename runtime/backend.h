@@ -10,6 +10,7 @@
  * all folders. All other files of a layer use only layers below it.
  */
 
+#include "runtime/abort.h"
 #include "runtime/movement.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
@@ -19,13 +20,20 @@ struct EpPlanShape;
 
 typedef struct EpHandle EpHandle;
 
+/** Numbers of windows: those below EP_MAX_WINDOWS are made together by all ranks, EP_MAX_WINDOWS +
+ * id is adopted. */
+#define EP_WINDOW_NUMBERS (EP_MAX_WINDOWS + EP_MAX_ADOPTED_WINDOWS)
+
 /** Memory that the peers of a group reach. */
 typedef struct EpWindow {
-    void *memory;   /**< NULL: no window */
-    size_t bytes;   /**< bytes that this rank asked for */
-    size_t most;    /**< the most bytes that any rank asked for */
-    int owned;      /**< from ep_mem_alloc: allocated and freed with the window */
-    int32_t number; /**< below EP_MAX_WINDOWS; the same on all ranks */
+    void *memory; /**< NULL: no window */
+    size_t bytes; /**< bytes that this rank asked for */
+    size_t most;  /**< the most bytes that any rank asked for */
+    int owned;    /**< from ep_mem_alloc: allocated and freed with the window */
+    int32_t
+        number; /**< below EP_WINDOW_NUMBERS; the same on all ranks, unless the window is paired */
+    int32_t paired; /**< see EP_WINDOW_PAIRED */
+    void *adopted;  /**< of ep_window_adopt: the caller's ncclWindow_t */
 } EpWindow;
 
 /** What calls check their arguments against: the user's view of the plan, and the shape of the
@@ -34,8 +42,9 @@ typedef struct EpStep {
     int prepared; /**< whether a prepare was issued */
     int known;    /**< whether the prepare has finished; until then `info` has no numbers */
     EpHandleInfo info;
-    int64_t num_rows; /**< rows of topk_idx */
-    int64_t exact;    /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
+    int64_t num_rows;  /**< rows of topk_idx; -1: not known, the first token tensor sets it */
+    int64_t exact;     /**< 1: token tensors have num_rows rows; 0: at least info.num_tokens */
+    int checked_later; /**< whether a kernel compares the plan with the tensors' numbers of rows */
 } EpStep;
 
 #define EP_STAY (-1) /* keep the current device */
@@ -57,31 +66,49 @@ typedef struct EpBackendOps {
     void (*close)(EpGroup *group, int together);
     /** Bring asynchronous errors into the group. */
     void (*poll)(EpGroup *group);
-    /** Optional (NULL: no peer can wait): the group has failed in a rendezvous; let peers know that
-     *  wait for this rank in an operation. */
+    /** Optional (NULL: no peer can wait): the group has failed outside of operations; let peers
+     *  know that wait for this rank in an operation. */
     void (*give_up)(EpGroup *group);
+    /**
+     * The group is aborted: let peers know, and this rank's operations that wait. Any thread calls
+     * it, once, while another thread may use the group, and it waits for nothing. `sentence` has
+     * EP_ABORT_BYTES bytes. `leaving`: peers may be freeing what this rank reaches. Returns 0 and
+     * does nothing if the group has failed already.
+     */
+    int (*abort)(EpGroup *group, const char *sentence, int leaving);
+    /** Returns a rank that has aborted the group and could let this one know, with its sentence, or
+     *  -1. */
+    int32_t (*find_aborted)(EpGroup *group, char sentence[EP_ABORT_BYTES]);
     /** Wait until this rank's operations have finished. */
     EpStatus (*finish)(EpGroup *group);
     /** Collective, after all ranks have finished: make a window and, if it is `owned`, its zeroed
      *  memory. On failure no rank has a window. */
     EpStatus (*open_window)(EpGroup *group, const struct EpCall *call, EpWindow *window);
     void (*close_window)(EpGroup *group, EpWindow *window, int together);
-    /** Allocate and free memory for handles whose caller gives none; bytes of a plan. */
-    void *(*allocate)(const EpGroup *group, size_t bytes);
-    void (*release)(const EpGroup *group, void *memory);
+    /** Optional (NULL: nothing to do). Local, while operations may be running: let senders use an
+     *  adopted window by its number, or no longer. After EP_ERR_TIMEOUT they may do either. */
+    EpStatus (*adopt_window)(EpGroup *group, const struct EpCall *call, const EpWindow *window);
+    EpStatus (*release_window)(EpGroup *group, const struct EpCall *call, const EpWindow *window);
+    /** Optional (NULL: there are none): find an NCCL window's memory; see ep_window_locate. */
+    EpStatus (*locate_window)(EpGroup *group, const struct EpCall *call, void *window,
+                              void **memory, size_t *bytes);
     int64_t (*plan_bytes)(const struct EpPlanShape *shape);
-    /** Optional (NULL: none): private memory that the operations of a handle need beside its plan.
-     *  It is allocated with the handle, freed with it, and nothing in it outlives an operation. */
-    int64_t (*workspace_bytes)(const struct EpPlanShape *shape, const EpGroupConfig *config);
-    /** Write an empty plan into a handle's memory; check that memory holds this handle's plan; mark
-     *  the plan as dead. */
-    EpStatus (*format_plan)(EpHandle *handle);
-    EpStatus (*check_plan)(const EpHandle *handle, const char *call, void *memory);
-    void (*retire_plan)(EpHandle *handle);
-    /** Read the plan in the memory to which the handle is now bound. */
-    EpStatus (*adopt_plan)(EpHandle *handle);
-    /** Read the plan's numbers to the host. */
-    EpStatus (*read_plan)(const EpHandle *handle, EpStep *out);
+    /** Make a handle's own plan, empty, and give it back. close_plan waits for nobody; it also
+     *  accepts a handle whose open_plan failed. */
+    EpStatus (*open_plan)(EpHandle *handle, const struct EpCall *call);
+    void (*close_plan)(EpHandle *handle);
+    /** Read the numbers of a plan to the host. Leaves out->prepared 0 if the handle's own memory
+     *  holds none; refuses a named one that is none of this handle's. */
+    EpStatus (*read_plan)(const EpHandle *handle, const struct EpCall *call, EpPlanRef plan,
+                          EpStep *out);
+    /** Optional (NULL: no limit of its own): refuse shapes that this rank cannot serve. */
+    EpStatus (*check_shape)(const EpGroup *group, const struct EpCall *call,
+                            const struct EpPlanShape *shape);
+    /** Optional (NULL: nothing to do): the handle's pending operation, which was not captured, will
+     *  never be received. Waits for nobody. */
+    void (*drop)(EpHandle *handle);
+    /** Optional (NULL: nothing is captured): set *captured to whether a stream is under capture. */
+    EpStatus (*captures)(const EpGroup *group, EpStream stream, int32_t *captured);
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
@@ -96,13 +123,6 @@ typedef struct EpBackendOps {
     /** Optional (NULL: the backend has no memory that CPUs cannot load from): returns a function
      * that knows such memory, or NULL if this machine has no driver. */
     EpDeviceOf (*find_device_of)(void);
-    /** Required by EP_OFFERS_LATENCY, for handles in latency mode: buffers that outlive an
-     *  operation, possibly in memory that peers reach. open_buffers is collective and sets
-     *  handle->buffer. A rank whose handle has already failed (with status `mine`) calls it too,
-     * and gets `mine` back. close_buffers also accepts a handle whose open_buffers failed. */
-    int64_t (*buffer_bytes)(const struct EpPlanShape *shape, const EpGroupConfig *config);
-    EpStatus (*open_buffers)(EpHandle *handle, const struct EpCall *call, EpStatus mine);
-    void (*close_buffers)(EpHandle *handle);
 } EpBackendOps;
 
 extern const EpBackendOps ep_backend_host, ep_backend_cuda;

@@ -37,6 +37,8 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     EP_TRY(check_range(call, "config.mode", c->mode, EP_MODE_AUTO, EP_MODE_LATENCY));
     EP_TRY(check_range(call, "config.duplicates", c->duplicates, EP_DUPLICATES_KEEP,
                        EP_DUPLICATES_MERGE));
+    if (c->latency_sets != EP_DEFAULT)
+        EP_TRY(check_range(call, "config.latency_sets", c->latency_sets, 0, EP_MAX_LATENCY_SETS));
     EP_TRY(ep_config_check_sms(call, c->num_sms));
     double t = c->timeout_seconds;
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
@@ -85,6 +87,14 @@ EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned
     return fits ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
 }
 
+/* By default a group has sets if a handle without a mode of its own may be in latency mode. */
+int32_t ep_config_latency_sets(const EpGroupConfig *config) {
+    enum { USUAL_SETS = 4 };
+    if (config->latency_sets != EP_DEFAULT) return config->latency_sets;
+    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_LATENCY);
+    return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
+}
+
 /* ---- public -------------------------------------------------------------------------------- */
 
 EpStatus ep_expert_range(int32_t num_experts, int32_t num_ranks, int32_t rank, int32_t *first,
@@ -118,7 +128,7 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     EP_TRY(ep_config_read(&call, given, num_ranks, &read));
     const EpGroupConfig *config = &read;
     EP_TRY(check_range(&call, "rank", rank, 0, num_ranks - 1));
-    EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_BATCHED));
+    EP_TRY(check_range(&call, "layout", layout, EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_RANK_MAJOR));
     EP_TRY(check_range(&call, "flags", flags, 0, EP_ROWS_DUPLICATES));
     if (!rows) return ep_refuse(&call, EP_ERR_NULL, "rows", "expected a pointer, got NULL");
     EpPlacement placement = ep_config_placement(config, num_ranks);
@@ -127,7 +137,9 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     int duplicates = (flags & EP_ROWS_DUPLICATES) != 0;
     int64_t per_expert = duplicates ? tokens * k : tokens;
     int64_t per_rank = duplicates ? tokens * k : tokens * ep_min(k, local);
-    if (local == 0)
+    if (layout == EP_LAYOUT_RANK_MAJOR)
+        *rows = tokens;
+    else if (local == 0)
         *rows = 0;
     else if (layout == EP_LAYOUT_FLAT)
         *rows = tokens;

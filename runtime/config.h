@@ -30,6 +30,9 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
  *  routing. */
 EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);
 
+/** Returns the sets of buffers of latency mode that a group has. */
+int32_t ep_config_latency_sets(const EpGroupConfig *config);
+
 /** Returns the timeout in seconds: the configuration's, else the setting's. */
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings);
 

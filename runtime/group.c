@@ -4,17 +4,34 @@
 #include <stdio.h>
 #include <string.h>
 
-EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
-    group->failed = finding->status;
-    group->failure = *finding;
-    snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
-    EP_WARN("group failed: %s", group->failure_sentence);
-    return finding->status;
+EpStatus ep_group_fail_aborted(const EpGroup *group, const char *phase) {
+    return ep_fail(EP_ERR_ABORTED, "rank %d: %s%sthe group was aborted: %s", group->rank, phase,
+                   phase[0] ? ": " : "", group->abort.sentence);
 }
 
-EpStatus ep_group_usable(const EpGroup *group) {
-    if (group->failed == EP_OK) return EP_OK;
-    return ep_fail(group->failed, "%s", group->failure_sentence);
+EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
+    group->failure = *finding;
+    if (ep_abort_fail(&group->abort)) {
+        group->failure.peer = -1, group->failure.expected = group->failure.seen = -1;
+        group->failure.status = ep_group_fail_aborted(group, finding->phase);
+    }
+    group->failed = group->failure.status;
+    snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
+    EP_WARN("group failed: %s", group->failure_sentence);
+    return group->failed;
+}
+
+/* Another thread has aborted the group, and no wait has noticed. */
+static EpStatus fail_aborted(EpGroup *group) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = EP_ERR_ABORTED, finding.rank = group->rank, finding.count = 1;
+    if (group->backend->give_up) group->backend->give_up(group);
+    return ep_group_fail(group, &finding);
+}
+
+EpStatus ep_group_usable(EpGroup *group) {
+    if (group->failed != EP_OK) return ep_fail(group->failed, "%s", group->failure_sentence);
+    return ep_abort_requested(&group->abort) ? fail_aborted(group) : EP_OK;
 }
 
 void ep_group_record(EpFinding *pending, const EpFinding *finding) {
@@ -81,9 +98,10 @@ EpStatus ep_group_status(EpGroup *group, EpFinding *out) {
         EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpFinding, phase),
                                      sizeof(*out)));
     group->backend->poll(group);
-    if (group->failed != EP_OK) {
+    EpStatus status = ep_group_usable(group);
+    if (status != EP_OK) {
         if (out) ep_write_struct(out, &group->failure);
-        return ep_group_usable(group);
+        return status;
     }
     if (group->routing.status != EP_OK) return take(&group->routing, out, report_routing);
     if (group->overflow.status != EP_OK) return take(&group->overflow, out, report_overflow);

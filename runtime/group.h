@@ -7,12 +7,19 @@
  * bootstrap/group_create.c creates and destroys groups.
  */
 
+#include "runtime/abort.h"
 #include "runtime/backend.h"
 #include "runtime/config.h"
 #include "runtime/object.h"
 
 /** Most bytes that a rank contributes to a rendezvous of an existing group. */
 #define EP_RENDEZVOUS_BYTES 256
+
+/** Whose turn it is to use the sets of buffers of latency mode: see handles/pending.h. */
+typedef struct EpTurns {
+    uint32_t sent;                                       /* send phases so far */
+    const struct EpHandle *pending[EP_MAX_LATENCY_SETS]; /* NULL: none; at most the group's sets */
+} EpTurns;
 
 /** What the ranks agreed on about the backend. */
 typedef struct EpChoice {
@@ -40,17 +47,20 @@ struct EpGroup {
     EpChoice choice;
     int32_t bound; /* 1 if bound to the CPUs near its GPU */
     double timeout;
-    uint64_t id; /* identifies this group's handle memory */
-    int32_t tag; /* of this group's messages; the low bits of the id */
-    int32_t handles_created;
+    uint64_t id;              /* identifies this group's handle memory */
+    int32_t tag;              /* of this group's messages; the low bits of the id */
     struct EpHandle *handles; /* live ones */
+    int32_t latency_sets;     /* sets of buffers; 0: no latency mode */
+    EpTurns turns[2];         /* of plain calls, of captured ones */
     int64_t library_bytes;
     const EpBackendOps *backend;
     void *backend_state;
-    EpWindow windows[EP_MAX_WINDOWS]; /* memory that peers reach; equal indices on all ranks */
-    EpFinding routing, overflow;      /* pending async errors; status EP_OK: none */
-    int lost;                         /* 1 if a rendezvous failed: ranks may be out of step */
-    EpStatus failed;                  /* EP_OK, or why every call is refused */
+    EpWindow windows[EP_WINDOW_NUMBERS]; /* memory that peers reach, by number */
+    EpFinding routing, overflow;         /* pending async errors; status EP_OK: none */
+    int lost;                            /* 1 if a rendezvous failed: ranks may be out of step */
+    EpAbort abort;                       /* for any thread; all else is for one at a time */
+    int32_t aborted_peer; /* of an abort that a wait in the bootstrap has found, or -1 */
+    EpStatus failed;      /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
 };
@@ -70,11 +80,21 @@ static inline void ep_group_leave(const EpGroup *group, int before) {
 }
 
 /** Mark the group as failed for good. Keeps the finding and this thread's last sentence; returns
- *  the finding's status. */
+ *  the finding's status. If the group was aborted before, that is the failure. */
 EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding);
 
+/** Set the sentence of an aborted group, and return EP_ERR_ABORTED. `phase`: what waited, or "". */
+EpStatus ep_group_fail_aborted(const EpGroup *group, const char *phase);
+
 /** Returns EP_OK, or the status of the failure that ended the group, and sets its sentence. */
-EpStatus ep_group_usable(const EpGroup *group);
+EpStatus ep_group_usable(EpGroup *group);
+
+/**
+ * Surround a call of the bootstrap that waits for peers: with the group before it, with NULL after
+ * it. In between, ep_poll_abort on this thread speaks of that group. Returns what it returns at
+ * once; the call is left out unless that is EP_OK.
+ */
+EpStatus ep_group_await(EpGroup *group);
 
 /** Record an async error that does not fail the group. The first of a kind stays until it is read;
  *  counts add up. */

@@ -19,12 +19,32 @@
 
 struct EpOp;
 
+/**
+ * Latency mode: where an operation in flight lies. `slot` is its turn among the group's sets of
+ * buffers, `token` the name by which its receive phase finds the set. Calls that are captured have
+ * turns of their own, since a graph runs later, and other names.
+ */
+/** Tokens of captured operations. */
+#define EP_CAPTURED_TOKENS 4096
+
+typedef struct EpInFlight {
+    int32_t slot, token;
+    int32_t is_captured;
+} EpInFlight;
+
 /** Which part of an operation runs. The receive phase gets the description of its send phase with
  *  the outputs instead of the inputs. */
 typedef enum EpPhase { EP_PHASE_BOTH, EP_PHASE_SEND, EP_PHASE_RECEIVE } EpPhase;
 
+/** The block of memory that a call names for its plan, or that its handle owns. */
+typedef struct EpPlanRef {
+    void *memory;
+    int32_t is_named; /**< whether the memory is the caller's */
+} EpPlanRef;
+
 /** A step's routing, checked. */
 typedef struct EpRouting {
+    EpPlanRef plan;       /**< to write */
     const void *topk_idx; /**< [num_rows, top_k] */
     EpType idx_type;
     int64_t num_rows;
@@ -44,7 +64,8 @@ typedef struct EpScaleMap {
     int32_t by_column;
     int32_t element_bytes;
     int64_t count;     /**< scales of a row */
-    int64_t slab_rows; /**< by column: rows of the tensor; BATCHED: rows_per_expert */
+    int64_t slab_rows; /**< by column: rows of the tensor; BATCHED: rows_per_expert; RANK_MAJOR:
+                            max_tokens */
 } EpScaleMap;
 
 /** Returns the byte offset of scale `i` of a receive row. */
@@ -78,12 +99,15 @@ typedef struct EpScatterTensors {
     const float *topk_weights; /**< [T, K]: delivered with the rows */
     const char *scales;        /**< [T, scale_bytes]; none where rows are quantised */
     char *out_rows;
-    float *out_weights; /**< [rows] ([rows, K] if flat): topk_weights, or the dot products */
+    float *out_weights; /**< [rows] ([rows, K] if flat or rank-major): topk_weights, or the dot
+                             products */
     char *out_scales;
     EpScaleMap scale_map; /**< layout of out_scales */
-    void *out_idx;        /**< flat: [rows, K] local experts */
-    int64_t out_capacity; /**< rows of the output buffer; zero_tail reaches up to there */
+    void *out_idx;        /**< flat and rank-major: [rows, K] experts of this rank, or -1 */
+    int64_t out_capacity; /**< rows of the shortest output; zero_tail reaches up to there */
+    int64_t num_slots;    /**< rows of the shortest tensor of slots, inputs included */
     EpType idx_type;      /**< of out_idx */
+    int32_t first_id;     /**< number that out_idx has for this rank's first expert */
     EpType scale_type;
     const float *slot_weights; /**< [rows]: multiply each delivered row */
     const char *slot_rows;     /**< [rows, row_bytes]: dot product with each delivered row */
@@ -94,8 +118,12 @@ typedef struct EpScatterTensors {
 typedef struct EpScatter {
     const struct EpOp *op;
     EpPhase phase;
+    EpPlanRef plan;
+    int64_t top_k;
+    int64_t num_rows; /**< T: rows of the token tensors */
+    EpInFlight place; /**< latency mode */
     EpScatterTensors t;
-    const EpRouting *routing; /**< in latency mode's dispatch: makes the plan first; else NULL */
+    const EpRouting *routing; /**< latency mode's dispatch: makes the plan; else NULL */
     EpStream stream;
 } EpScatter;
 
@@ -103,12 +131,16 @@ typedef struct EpScatter {
 
 /** The tensors of a gather. */
 typedef struct EpGatherTensors {
-    const char *rows; /**< [rows, row_bytes] */
+    const char *rows;  /**< [rows, row_bytes] */
+    int64_t num_slots; /**< rows of the shortest tensor of slots */
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
-    int32_t weighs;            /**< whether slot_weights multiply */
-    const float *slot_weights; /**< [rows]: multiply each row before it is added */
+    int32_t weighs;            /**< whether weights multiply each row before it is added */
+    int32_t weighs_entries;    /**< whether these are topk_weights, at the token's rank; equal on
+                                    all ranks. Else slot_weights */
+    const float *slot_weights; /**< [rows] */
+    const float *topk_weights; /**< [T, K] */
     int32_t carries_values;    /**< whether slot_values travel; equal on all ranks */
     const float *slot_values;  /**< [rows] ([rows, K] if flat): carried back to [T, K] */
     char *out_rows;            /**< [out_num_rows, row_bytes]; zero past the step's tokens */
@@ -119,6 +151,10 @@ typedef struct EpGatherTensors {
 typedef struct EpGather {
     const struct EpOp *op;
     EpPhase phase;
+    EpPlanRef plan;
+    int64_t top_k;
+    int64_t num_rows; /**< T: rows of the token tensors */
+    EpInFlight place; /**< latency mode */
     EpGatherTensors t;
     EpStream stream;
 } EpGather;

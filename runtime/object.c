@@ -19,7 +19,8 @@ void *ep_object_create(EpObjectKind kind, size_t bytes) {
 void ep_object_retire(EpObject *object) {
     EpObject *evicted = NULL;
     pthread_mutex_lock(&quarantine_mutex);
-    object->kind = EP_OBJECT_DEAD;
+    /* atomic, like its load: ep_group_abort may look at the object meanwhile */
+    __atomic_store_n(&object->kind, EP_OBJECT_DEAD, __ATOMIC_RELAXED);
     object->next_dead = NULL;
     if (newest_dead)
         newest_dead->next_dead = object;
@@ -38,7 +39,7 @@ void ep_object_retire(EpObject *object) {
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind) {
     if (!object) return ep_refuse(call, EP_ERR_NULL, argument, "expected a pointer, got NULL");
-    EpObjectKind got = ((const EpObject *)object)->kind;
+    EpObjectKind got = __atomic_load_n(&((const EpObject *)object)->kind, __ATOMIC_RELAXED);
     if (got == kind) return EP_OK;
     if (got == EP_OBJECT_DEAD)
         return ep_refuse(call, EP_ERR_DESTROYED, argument,

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/op.h"
 
+#include <stdio.h>
+
 #include <stddef.h>
 
 const EpOp ep_op_prepare = {1, "prepare", {"top_k", "alignment", "layout", "capacity", "quant"}, 1};
@@ -12,7 +14,10 @@ const EpOp ep_op_dispatch = {
     {"row bytes", "element type", "bytes of scales", "number of topk_weights", ""},
     EP_OP_FACTS};
 const EpOp ep_op_combine = {
-    3, "combine", {"row bytes", "element type", "number of slot values", "", ""}, EP_OP_FACTS};
+    3,
+    "combine",
+    {"row bytes", "element type", "number of slot values", "number of topk_weights", ""},
+    EP_OP_FACTS};
 const EpOp ep_op_dispatch_backward = {
     4,
     "dispatch backward",
@@ -33,4 +38,10 @@ const EpOp *ep_op_find(int32_t code) {
 
 const char *ep_op_name(int32_t code) {
     return code == ep_op_route.code ? "dispatch in latency mode" : ep_op_find(code)->name;
+}
+
+const char *ep_op_place(int32_t id, char out[EP_OP_PLACE_BYTES]) {
+    out[0] = 0;
+    if (id) snprintf(out, EP_OP_PLACE_BYTES, " on handle %d", id);
+    return out;
 }

@@ -16,9 +16,9 @@
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
  *                  but for the sign of a NaN's code: see dispatch/cuda/quantise.cuh
  *
- * UE8M0 needs only the first division; the rest is arithmetic on exponents. The only subnormal
- * values are products x * inverse, which e4m3 rounds to zero in any case, so flushing them changes
- * nothing.
+ * Powers of two need only the first division; the rest is arithmetic on exponents. The only
+ * subnormal values are products x * inverse, which e4m3 rounds to zero in any case, so flushing
+ * them changes nothing.
  */
 
 #include <stdint.h>
@@ -43,7 +43,7 @@ EP_HOST_DEVICE static inline int64_t ep_quant_scales(EpQuant quant, int64_t elem
 }
 
 EP_HOST_DEVICE static inline EpType ep_quant_scale_type(EpQuant quant) {
-    return quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
 }
 
 EP_HOST_DEVICE static inline uint32_t ep_quant_bits(float value) {
@@ -80,8 +80,9 @@ EP_HOST_DEVICE static inline EpQuantScale ep_quant_scale(EpQuant quant, uint32_t
         return scale;
     }
     /* The exponent, rounded up: 18 .. 247, so its inverse is normal, too. */
-    scale.stored = (bits + 0x7fffffu) >> 23;
-    scale.inverse = ep_quant_float((254u - scale.stored) << 23);
+    uint32_t exponent = (bits + 0x7fffffu) >> 23;
+    scale.stored = quant == EP_QUANT_FP8_POW2 ? exponent << 23 : exponent;
+    scale.inverse = ep_quant_float((254u - exponent) << 23);
     return scale;
 }
 

@@ -88,21 +88,42 @@ static int is_synthetic(const char *description) {
     return valid;
 }
 
+/* Parse a number of nodes, or the node of each rank, as in 0,1,0,1. Returns what follows, or NULL
+ * if it is neither. */
+static const char *parse_nodes(const char *text, EpSettingTopology *out) {
+    int32_t count = 0;
+    for (const char *at = text;; at++) {
+        char *end;
+        long node = strtol(at, &end, 10);
+        if (end == at || node < 0 || node > EP_MAX_RANKS || count == EP_TOPOLOGY_LISTED)
+            return NULL;
+        out->node[count++] = (int16_t)node;
+        at = end;
+        if (*at == ',') continue;
+        out->nodes = count == 1 ? out->node[0] : 0;
+        out->listed = count == 1 ? 0 : count;
+        return out->nodes || out->listed ? at : NULL;
+    }
+}
+
 static EpStatus parse_EpSettingTopology(const char *name, const char *kind, const char *text,
                                         EpSettingTopology *out) {
     (void)kind;
-    char *end = (char *)text;
-    long nodes = text[0] ? strtol(text, &end, 10) : 0;
-    const char *hwloc = *end == '/' ? end + 1 : end;
-    int bad = text[0] && (nodes < 1 || nodes > EP_MAX_RANKS || (*end && *end != '/'));
-    bad = bad || strlen(hwloc) >= sizeof(out->hwloc);
+    memset(out, 0, sizeof(*out));
+    if (!text[0]) return EP_OK;
+    if (strlen(text) >= sizeof(out->text)) return malformed(name, "at most 255 characters", text);
+    const char *end = parse_nodes(text, out), *hwloc = end && *end == '/' ? end + 1 : "";
+    int bad = !end || (*end && *end != '/');
     /* hwloc would work on it for minutes. */
     if (!bad && count_synthetic_pus(hwloc) > MAX_SYNTHETIC_PUS)
         return malformed(name, "a machine of at most 4096 processing units (pu)", text);
     if (bad || (hwloc[0] && !is_synthetic(hwloc)))
-        return malformed(name, "NODES or NODES/HWLOC as in 2/numa:2 core:4 pu:1", text);
-    out->nodes = (int32_t)nodes;
+        return malformed(name,
+                         "a number of nodes, or each rank's node as in 0,1,0,1, then perhaps a "
+                         "machine as in /numa:2 core:4 pu:1",
+                         text);
     snprintf(out->hwloc, sizeof(out->hwloc), "%s", hwloc);
+    snprintf(out->text, sizeof(out->text), "%s", text);
     return EP_OK;
 }
 

@@ -32,7 +32,8 @@
     X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                            \
       "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")        \
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                              \
-      "pretend: NODES, or NODES/HWLOC as in 2/numa:2 core:4 pu:1 (hwloc synthetic, per node)") \
+      "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "    \
+      "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine (hwloc)") \
     X(log_level, EpLogLevel, "LIBEP_LOG", "choice: warn|info|debug|trace", "warn",             \
       "how much to log")                                                                       \
     X(log_file, EpSettingText, "LIBEP_LOG_FILE", "text", "", "where to log; empty: stderr")
@@ -50,9 +51,15 @@ typedef struct EpSettingText {
     char text[256];
 } EpSettingText;
 
+/** Most ranks whose nodes the text of a setting can list. */
+#define EP_TOPOLOGY_LISTED 128
+
 typedef struct EpSettingTopology {
-    int32_t nodes;   /**< pretended nodes; 0: the real machine */
-    char hwloc[252]; /**< synthetic topology of each node; "": the machine's own CPUs */
+    int32_t nodes;  /**< pretended nodes that divide the ranks; 0: a list, or the real machine */
+    int32_t listed; /**< ranks in the list; 0: none */
+    int16_t node[EP_TOPOLOGY_LISTED]; /**< of each rank in the list */
+    char hwloc[256]; /**< synthetic topology of each node; "": the machine's own CPUs */
+    char text[256];  /**< the value itself; "": the real machine */
 } EpSettingTopology;
 
 typedef struct EpSettings {

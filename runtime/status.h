@@ -37,7 +37,8 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
 #define EP_FIRST_SIZE(type, last_field) \
     (offsetof(type, last_field) + sizeof(((type *)NULL)->last_field))
 
-/** Check the leading struct_size of a caller's struct that is read in place and has not grown. */
+/** Check the leading struct_size of a caller's struct that never grows, and is read in place:
+ *  EpTensor and EpBootstrap, of which callers have arrays. */
 EpStatus ep_check_struct(const EpCall *call, const char *argument, const void *object,
                          size_t expected);
 

@@ -13,6 +13,7 @@
 
 #include "tools/bench/device.h"
 #include "tools/bench/measure.h"
+#include "tools/bench/models.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
 #include "tools/bench/util.h"
@@ -150,7 +151,7 @@ static bool start_report(World *world, const Options *options, Report *report) {
 /* A run for each model and mode, or one. */
 static bool list_runs(World *world, const Options *options, RunList *list) {
     int64_t modes[2];
-    const int num_modes = options->models ? options_list_modes(options, modes) : 1;
+    const int num_modes = options->models ? models_list_modes(options, modes) : 1;
     if (options->models && !models_load(world, options->models_path, &list->models)) return false;
     list->count = options->models ? (int)list->models.count * num_modes : 1;
     list->runs = bench_alloc((size_t)list->count, sizeof(Run), "runs");
@@ -161,8 +162,8 @@ static bool list_runs(World *world, const Options *options, RunList *list) {
         run->options = *options;
         if (model) {
             memcpy(run->model, model->name, sizeof(run->model));
-            ok = options_for_model(options, list->models.path, model, modes[i % num_modes],
-                                   &run->options);
+            ok = models_options(options, list->models.path, model, modes[i % num_modes],
+                                &run->options);
         }
         run->results = bench_alloc(MAX_SIZES, sizeof(SizeResult), "results");
         ok = ok && run->results;

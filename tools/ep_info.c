@@ -3,7 +3,8 @@
 /**
  * ep_info prints the version of libep, the settings, the topology of the ranks, the backend of a
  * configuration with the reason, and its memory. It creates a group of all MPI ranks, or of one
- * rank without mpirun.
+ * rank without mpirun. With --mesh it describes a mesh instead (tools/info/mesh.h), and starts
+ * nothing.
  */
 
 #include <errno.h>
@@ -17,6 +18,7 @@
 
 #include "ep/ep.h"
 #include "ep/ep_mpi.h"
+#include "tools/info/mesh.h"
 
 enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
 
@@ -25,6 +27,7 @@ enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
 typedef struct Options {
     int64_t ranks, hidden, top_k, experts, tokens, alignment, capacity;
     bool markdown, help, version;
+    MeshOptions mesh;
 } Options;
 
 typedef struct Number {
@@ -34,7 +37,12 @@ typedef struct Number {
     const char *doc;
 } Number;
 
-enum { NUM_NUMBERS = 7, KEY_MARKDOWN = 100, KEY_VERSION };
+enum { NUM_NUMBERS = 7, NUM_TEXTS = 5, KEY_TEXTS = 50, KEY_MARKDOWN = 100, KEY_VERSION };
+
+/** An option about a mesh, and where its text goes. */
+typedef struct Text {
+    const char *name, **value, *doc;
+} Text;
 
 static void list_numbers(Options *o, Number *out) {
     const Number numbers[NUM_NUMBERS] = {
@@ -47,6 +55,18 @@ static void list_numbers(Options *o, Number *out) {
         {"capacity", &o->capacity, 0, INT32_MAX, "static receive rows (0: exact sizing)"},
     };
     memcpy(out, numbers, sizeof(numbers));
+}
+
+static void list_texts(Options *o, Text *out) {
+    MeshOptions *m = &o->mesh;
+    const Text texts[NUM_TEXTS] = {
+        {"mesh", &m->mesh, "axes, outermost first, as in data=2,fsdp=2,expert=4"},
+        {"spec", &m->spec, "axes that shard each dimension of a tensor, as in (fsdp,expert),_"},
+        {"kind", &m->kind, "the tensor: weight, expert-weight or activation (weight)"},
+        {"shape", &m->shape, "of the whole tensor, as in 256,7168,2048 (small shards)"},
+        {"rank", &m->rank, "whose groups are printed (0)"},
+    };
+    memcpy(out, texts, sizeof(texts));
 }
 
 static bool refuse(char *message, size_t bytes, const char *option, const char *expected,
@@ -68,20 +88,24 @@ static bool read_number(const Number *number, const char *text, char *message, s
     return refuse(message, bytes, option, expected, text);
 }
 
-static void list_long_options(const Number *numbers, struct option *longs) {
+static void list_long_options(const Number *numbers, const Text *texts, struct option *longs) {
     for (int i = 0; i < NUM_NUMBERS; i++)
-        longs[i] = (struct option){numbers[i].name, required_argument, NULL, i};
-    longs[NUM_NUMBERS] = (struct option){"settings-markdown", no_argument, NULL, KEY_MARKDOWN};
-    longs[NUM_NUMBERS + 1] = (struct option){"help", no_argument, NULL, 'h'};
-    longs[NUM_NUMBERS + 2] = (struct option){"version", no_argument, NULL, KEY_VERSION};
-    longs[NUM_NUMBERS + 3] = (struct option){NULL, 0, NULL, 0};
+        *longs++ = (struct option){numbers[i].name, required_argument, NULL, i};
+    for (int i = 0; i < NUM_TEXTS; i++)
+        *longs++ = (struct option){texts[i].name, required_argument, NULL, KEY_TEXTS + i};
+    *longs++ = (struct option){"settings-markdown", no_argument, NULL, KEY_MARKDOWN};
+    *longs++ = (struct option){"help", no_argument, NULL, 'h'};
+    *longs++ = (struct option){"version", no_argument, NULL, KEY_VERSION};
+    *longs = (struct option){NULL, 0, NULL, 0};
 }
 
 static bool parse(Options *o, int argc, char **argv, char *message, size_t bytes) {
     Number numbers[NUM_NUMBERS];
-    struct option longs[NUM_NUMBERS + 4];
+    Text texts[NUM_TEXTS];
+    struct option longs[NUM_NUMBERS + NUM_TEXTS + 4];
     list_numbers(o, numbers);
-    list_long_options(numbers, longs);
+    list_texts(o, texts);
+    list_long_options(numbers, texts, longs);
     opterr = 0;
     for (;;) {
         int at = optind, key = getopt_long(argc, argv, "+:h", longs, NULL);
@@ -91,6 +115,7 @@ static bool parse(Options *o, int argc, char **argv, char *message, size_t bytes
             return refuse(message, bytes, "arguments", "an option of ep_info (see --help)",
                           argv[at]);
         if (key < NUM_NUMBERS && !read_number(&numbers[key], optarg, message, bytes)) return false;
+        if (key >= KEY_TEXTS && key < KEY_TEXTS + NUM_TEXTS) *texts[key - KEY_TEXTS].value = optarg;
         o->markdown = o->markdown || key == KEY_MARKDOWN;
         o->version = o->version || key == KEY_VERSION;
         o->help = o->help || key == 'h';
@@ -101,12 +126,17 @@ static bool parse(Options *o, int argc, char **argv, char *message, size_t bytes
 
 static void print_help(Options *o) {
     Number numbers[NUM_NUMBERS];
+    Text texts[NUM_TEXTS];
     list_numbers(o, numbers);
+    list_texts(o, texts);
     printf("usage: [mpirun -n RANKS] ep_info [options]\n\n"
            "Version, settings, topology, backend, and the memory of a configuration:\n\n");
     for (int i = 0; i < NUM_NUMBERS; i++)
         printf("      --%-18s %s\n", numbers[i].name, numbers[i].doc);
-    printf("      --settings-markdown  print only the table of settings, for a README\n"
+    printf("\nA mesh, and what happens to a tensor there; no ranks are started:\n\n");
+    for (int i = 0; i < NUM_TEXTS; i++)
+        printf("      --%-18s %s\n", texts[i].name, texts[i].doc);
+    printf("\n      --settings-markdown  print only the table of settings, for a README\n"
            "      --version            print only the version\n"
            "  -h, --help               print this help\n");
 }
@@ -304,6 +334,7 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     print_rows(&config, ranks, EP_LAYOUT_EXPERT_MAJOR, "expert-major");
     print_rows(&config, ranks, EP_LAYOUT_FLAT, "flat");
     print_rows(&config, ranks, EP_LAYOUT_BATCHED, "batched, per expert");
+    print_rows(&config, ranks, EP_LAYOUT_RANK_MAJOR, "rank-major");
     return true;
 }
 
@@ -344,6 +375,10 @@ static int run(const Options *o) {
     return result;
 }
 
+static bool has_mesh(const MeshOptions *m) {
+    return m->mesh || m->spec || m->kind || m->shape || m->rank;
+}
+
 static int run_command(Options *o) {
     if (o->help)
         print_help(o);
@@ -351,13 +386,15 @@ static int run_command(Options *o) {
         print_version();
     else if (o->markdown)
         return print_settings_markdown();
+    else if (has_mesh(&o->mesh))
+        return print_mesh(&o->mesh);
     else
         return run(o);
     return EXIT_SUCCESS;
 }
 
 int main(int argc, char **argv) {
-    Options o = {0, 7168, 8, 256, 2048, 128, 0, false, false, false};
+    Options o = {.hidden = 7168, .top_k = 8, .experts = 256, .tokens = 2048, .alignment = 128};
     char message[256];
     if (!parse(&o, argc, argv, message, sizeof(message))) {
         fprintf(stderr, "ep_info: %s\n", message);

@@ -18,11 +18,14 @@ EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
     return ep_group_agree_within(group, call, mine, nccl_timeout(group) + group->timeout);
 }
 
-EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result) {
+EpStatus ep_cuda_comm_settle(EpGroup *group, const char *call, ncclResult_t result) {
     const EpCuda *cuda = ep_cuda(group);
     double seconds = nccl_timeout(group);
+    (void)ep_group_await(group);
     result = ep_nccl_settle(cuda->nccl, cuda->comm, result, seconds);
-    if (result != ncclInProgress) return check(group, call, result);
+    EpStatus status = result == ncclInProgress ? ep_poll_abort() : check(group, call, result);
+    (void)ep_group_await(NULL);
+    if (status != EP_OK || result != ncclInProgress) return status;
     EP_INFO("%s: no answer within %g s", call, seconds);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: expected all %d ranks to come within %g s, got no answer",

@@ -57,11 +57,10 @@ EpStatus ep_cuda_ipc_map(EpGroup *group, const EpCall *call, EpCudaWindow *windo
 }
 
 int ep_cuda_ipc_unmap(EpGroup *group, EpCudaWindow *window) {
-    const EpBootstrap *b = &group->bootstrap;
     for (int32_t r = 0; window->mapped && r < group->size; r++)
         if (window->mapped[r]) (void)cudaIpcCloseMemHandle(window->mapped[r]);
     free(window->mapped);
     window->mapped = NULL;
-    if (b->barrier(b->context, group->timeout) != EP_OK) group->lost = 1;
+    (void)ep_group_meet(group);
     return !group->lost;
 }

@@ -84,15 +84,28 @@ static int has_links(const EpGroup *group) {
     return linked || links_of(group->choice.bus).active > 0;
 }
 
+/* What a rank contributes: its GPU's bus id. */
+typedef struct Bus {
+    char id[sizeof(((EpGroup *)NULL)->choice.bus)];
+} Bus;
+
+static EpStatus check_buses(const EpGroup *group, const Bus *all) {
+    EpCall call = {"ep_group_create", group->rank};
+    for (int32_t r = 0; r < group->size; r++)
+        if (!memchr(all[r].id, 0, sizeof(all[r].id)))
+            return ep_refuse(&call, EP_ERR_BOOTSTRAP, "bootstrap.allgather",
+                             "expected the bus id of rank %d's GPU, got %d bytes without an end", r,
+                             (int)sizeof(all[r].id));
+    return EP_OK;
+}
+
 /* Collective: *linked becomes 1 if NVLink connects this rank's GPU with every other rank's. Ranks
  * that share a GPU have no link. */
 static EpStatus check_links(EpGroup *group, int *linked) {
-    typedef struct Bus {
-        char id[sizeof(group->choice.bus)];
-    } Bus;
     Bus mine, all[EP_CUDA_MAX_RANKS];
     memcpy(mine.id, group->choice.bus, sizeof(mine.id));
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
+    EP_TRY(check_buses(group, all));
     *linked = !group->choice.shared && (group->size > 1 || has_links(group));
     for (int32_t r = 0; r < group->size && *linked; r++)
         *linked = r == group->rank || is_linked_to(group, all[r].id);

@@ -71,8 +71,10 @@ typedef struct Deadline {
     double seconds, end;
 } Deadline;
 
-/* NCCL does not tell who is missing; with two ranks it can only be the other one. */
+/* A wait has ended: at its deadline, or since the group was aborted. NCCL does not tell who is
+ * missing; with two ranks it can only be the other one. */
 static EpStatus fail_missing(const NcclContext *self, const char *what, const Deadline *deadline) {
+    EP_TRY(ep_poll_abort());
     if (self->size == 2)
         return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: %s: rank %d did not arrive within %g s",
                        self->rank, what, 1 - self->rank, deadline->seconds);
@@ -100,7 +102,7 @@ static EpStatus start_gather(NcclContext *self, const Deadline *deadline) {
         self->nccl->ncclAllGather(&self->chunks[self->rank], self->chunks, sizeof(Chunk), ncclUint8,
                                   self->comm, self->stream);
     EpStatus status = settle(self, "ncclAllGather", result, deadline);
-    self->starting = status == EP_ERR_TIMEOUT;
+    self->starting = status != EP_OK && status != EP_ERR_BOOTSTRAP;
     return status;
 }
 
@@ -114,7 +116,8 @@ static EpStatus wait_for_stream(const NcclContext *self, const Deadline *deadlin
         ncclResult_t queried = self->nccl->ncclCommGetAsyncError(self->comm, &result);
         if (queried == ncclSuccess && result != ncclInProgress) queried = result;
         EP_TRY(check_nccl(self, "ncclAllGather", queried));
-        if (!ep_wait_pause(&wait)) return fail_missing(self, "ncclAllGather", deadline);
+        if (ep_poll_abort() != EP_OK || !ep_wait_pause(&wait))
+            return fail_missing(self, "ncclAllGather", deadline);
     }
     return check_cuda(self, "ncclAllGather", error);
 }

@@ -9,7 +9,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
 
-#define PEERS_BYTES (sizeof(char *) * EP_MAX_WINDOWS * EP_CUDA_MAX_RANKS)
+#define PEERS_BYTES (sizeof(char *) * EP_WINDOW_NUMBERS * EP_CUDA_MAX_RANKS)
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
@@ -17,10 +17,10 @@ void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      int64_t *shared_bytes, int64_t *private_bytes) {
     *shared_bytes = ep_window_layout(config, num_ranks).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
-                               sizeof(EpCudaFailure)) +
+                               sizeof(EpCudaFailure) + 2 * sizeof(EpCudaNote)) +
                      8LL * ep_cuda_partitions(ep_cuda_blocks(config, settings)) *
                          EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
-                     (int64_t)PEERS_BYTES;
+                     (int64_t)PEERS_BYTES + ep_cuda_adopting_bytes(config, num_ranks);
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
@@ -39,7 +39,11 @@ static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     memset(g->failure, 0, sizeof(*g->failure));
     memset(cuda->errors, 0, sizeof(*cuda->errors));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->state, 0, sizeof(*g->state))));
+    EP_TRY(ep_cuda_check(group, "cudaMemset",
+                         cudaMemset((void *)(uintptr_t)g->peers, 0, PEERS_BYTES)));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(g->partition_counts, 0, counts)));
+    EP_TRY(ep_cuda_notes_open(group, &cuda->notes));
+    EP_TRY(ep_cuda_adopting_open(group));
     return ep_cuda_order_open(group, &cuda->order);
 }
 
@@ -89,12 +93,6 @@ EpStatus ep_cuda_open(EpGroup *group) {
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
-    if (ep_nccl_bootstrap_is_pending(&group->bootstrap)) {
-        EP_WARN("a gather of the bootstrap is still on the device: the group's memory stays");
-        group->backend_state = NULL;
-        return;
-    }
-    (void)cudaDeviceSynchronize();
     ep_cuda_window_close(group, &cuda->own, together);
     ep_cuda_comm_close(group, together);
     (void)cudaFree(cuda->device.state);
@@ -102,6 +100,8 @@ void ep_cuda_close(EpGroup *group, int together) {
     (void)cudaFree((void *)(uintptr_t)cuda->device.peers);
     (void)cudaFreeHost(cuda->device.failure);
     (void)cudaFreeHost(cuda->errors);
+    ep_cuda_notes_close(&cuda->notes);
+    ep_cuda_adopting_close(group);
     ep_cuda_order_close(&cuda->order);
     (void)cudaGetLastError();
     free(cuda);

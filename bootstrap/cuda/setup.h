@@ -9,6 +9,7 @@
  *     comm.c             an NCCL communicator, the group's own or a borrowed one
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
  *     windows.c          windows: device memory that all ranks map
+ *     adopt.c            windows of the borrowed communicator that the caller made
  *     ipc.c              windows where ranks share GPUs, which NCCL does not support
  *     probe.cu           kernels that find a window's addresses and probe whether peers reach it
  *     links.c            what connects the GPUs
@@ -23,9 +24,14 @@ void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepo
 void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                      int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);
+/** Frees memory: the device is idle. */
 void ep_cuda_close(EpGroup *group, int together);
 EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
 void ep_cuda_close_window(EpGroup *group, EpWindow *window, int together);
+EpStatus ep_cuda_adopt_window(EpGroup *group, const EpCall *call, const EpWindow *window);
+EpStatus ep_cuda_release_window(EpGroup *group, const EpCall *call, const EpWindow *window);
+EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window, void **memory,
+                               size_t *bytes);
 
 /* ---- the communicator ---------------------------------------------------------------------- */
 
@@ -44,8 +50,10 @@ void ep_cuda_comm_close(EpGroup *group, int together);
  *  waiting where this rank failed at once. */
 EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
 
-/** Wait until the group's communicator has finished `call`, which returned `result`. */
-EpStatus ep_cuda_comm_settle(const EpGroup *group, const char *call, ncclResult_t result);
+/** Wait until the group's communicator has finished `call`, which returned `result`. Returns
+ *  EP_ERR_SYSTEM if NCCL failed, another error if it has not answered: at the deadline, or because
+ *  the group was aborted. */
+EpStatus ep_cuda_comm_settle(EpGroup *group, const char *call, ncclResult_t result);
 
 /**
  * Returns 1 if the bootstrap is one of ep_bootstrap_nccl and a failed gather of it may still be on
@@ -75,6 +83,12 @@ EpStatus ep_cuda_ipc_map(EpGroup *group, const EpCall *call, EpCudaWindow *windo
 /** Collective: unmap the peers' parts. Returns 0 if some rank did not: then this rank's part must
  *  stay allocated, and the group is lost. */
 int ep_cuda_ipc_unmap(EpGroup *group, EpCudaWindow *window);
+
+/** What adopting windows needs later: its private bytes, opening and closing it. Nothing, unless
+ * the group borrows a communicator. */
+int64_t ep_cuda_adopting_bytes(const EpGroupConfig *config, int32_t num_ranks);
+EpStatus ep_cuda_adopting_open(EpGroup *group);
+void ep_cuda_adopting_close(EpGroup *group);
 
 /* ---- links --------------------------------------------------------------------------------- */
 

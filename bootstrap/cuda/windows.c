@@ -53,9 +53,9 @@ static EpStatus take_memory(Opening *o) {
     return ep_cuda_check(o->group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
 }
 
-/* Register the memory with NCCL, which makes this collective. After a timeout NCCL may still write
- * its answer, so the answer has memory of its own that is then never freed. NCCL may return success
- * without a window. */
+/* Register the memory with NCCL, which makes this collective. If the wait for NCCL's answer ends
+ * early, NCCL may still write the answer later, so it has memory of its own that is then never
+ * freed. NCCL may return success without a window. */
 static EpStatus register_memory(Opening *o) {
     EpCudaWindow *w = o->window;
     const EpCuda *cuda = ep_cuda(o->group);
@@ -65,7 +65,7 @@ static EpStatus register_memory(Opening *o) {
     EpStatus status = ep_cuda_comm_settle(
         o->group, "ncclCommWindowRegister",
         cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, answer, 0));
-    if (status == EP_ERR_TIMEOUT) {
+    if (status != EP_OK && status != EP_ERR_SYSTEM) {
         w->kind = EP_WINDOW_ABANDONED;
         return status;
     }

@@ -68,6 +68,7 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     int32_t least, here;
     count_nodes(group, &least, &here);
     EpExchangeSetup setup = {.bootstrap = b,
+                             .abort = &group->abort,
                              .segments = segments,
                              .most_remote = group->size - least,
                              .tag = group->tag,

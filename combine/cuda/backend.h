@@ -4,6 +4,10 @@
 
 #include "runtime/backend.h"
 
+/** Receive a dropped operation's heads and nothing else, in a stream of the library's; see
+ *  EpBackendOps. */
+void ep_cuda_drop(EpHandle *handle);
+
 /** The CUDA backend's gather, in either mode; see EpBackendOps. */
 EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *gather);
 

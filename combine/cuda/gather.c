@@ -21,17 +21,16 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
     if (ep_handle_is_latency(handle)) return ep_cuda_latency_gather(handle, g);
     const EpGroup *group = handle->group;
     const EpCuda *cuda = ep_cuda(group);
-    const EpCudaHandle *state = handle->backend_state;
     const EpGatherTensors *t = &g->t;
     EpGatherArgs args = {.group = ep_cuda_launch_group(handle),
-                         .plan = ep_cuda_plan(handle),
+                         .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots),
                          .shape = handle->shape,
                          .t = *t,
-                         .record = ep_record(t->row_bytes, t->carries_values ? state->top_k : 0, 0),
-                         .top_k = (int32_t)state->top_k};
+                         .record = ep_record(t->row_bytes, t->carries_values ? g->top_k : 0, 0),
+                         .top_k = (int32_t)g->top_k};
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    const int64_t agreed[] = {state->top_k, t->row_bytes, t->type, t->carries_values};
+    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values};
     args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
                                                   .args = &args,

@@ -50,14 +50,15 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
     int arrived = 0;
-    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
+    auto await = [&](const RowBatch &r) {
         if (!arrived && !(arrived = await_targets(g, epoch))) return 0;
         int waits = r.valid && t.k == 0;
-        if (!__all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row))) return 0;
-        post_batch(a, p, t, number, r, weight);
-        return 1;
+        return __all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row));
     };
-    pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, post));
+    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
+        post_batch(a, p, t, number, r, weight);
+    };
+    pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
     if (!arrived) await_targets(g, epoch);
 }
 
@@ -138,7 +139,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epo
 /* Returns the value of an entry: from its slot here, or from the record of its owner's sum. */
 __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpEntry &e, int k) {
     const EpCudaGroup &g = a.group;
-    if (e.owner < 0) return 0;
+    if (e.owner < 0 || e.owner >= g.size) return 0;
     if (e.owner == g.rank) return value_of(a, g.rank, e.row, k);
     const char *record = ep_ring(g, g.rank, e.owner, e.row);
     return __ldcg((const float *)(record + a.record.weights) + k);
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
         ep_leave(a.group, epoch, 0);
         return;
     }
-    ep_arrive(a.group, epoch, 0);
+    ep_arrive(a.group, epoch, 0, 0);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives) zero_extra_rows(a, role, thread);
     if (thread >= 0)

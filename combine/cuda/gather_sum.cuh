@@ -156,10 +156,11 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
 /* Returns the value for entry k of a row with slots here; 0 if the entry's slot is elsewhere or
  * lost. */
 __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int row, int k) {
-    int entry = ep_route(a.plan, a.group, a.top_k, source, row, k);
-    if (a.shape.layout != EP_LAYOUT_FLAT) return entry >= 0 ? a.t.slot_values[entry] : 0;
-    int64_t slot = ep_slot(a.plan, a.group, a.shape, a.top_k, source, row, 0);
-    return entry >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
+    int is_flat = a.shape.layout == EP_LAYOUT_FLAT;
+    int64_t slot = ep_slot(a.plan, a.group, a.top_k, source, row, is_flat ? 0 : k);
+    if (!is_flat) return slot >= 0 ? a.t.slot_values[slot] : 0;
+    int expert = ep_flat_expert(a.plan, a.top_k, source, row, k);
+    return expert >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
 }
 
 #endif

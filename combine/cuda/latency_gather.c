@@ -4,6 +4,7 @@
 
 #include "combine/cuda/backend.h"
 #include "handles/cuda/handle.h"
+#include "runtime/log.h"
 
 /* Percent of the blocks that send while the others receive; found by experiment. Each row sent is
  * the sum of some slots: where these are few, fewer blocks keep up. */
@@ -28,26 +29,51 @@ static void partition(const EpHandle *handle, int64_t num_rows, int blocks,
 
 EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
-    const EpCudaHandle *state = handle->backend_state;
-    EpCudaLatency *latency = ep_cuda_latency(handle);
+    EpCudaLatency *latency = ep_cuda(group)->latency;
+    int64_t tokens = g->num_rows >= 0 ? g->num_rows : handle->shape.max_tokens;
     int64_t units = ep_units(g->t.row_bytes);
-    EpLatencyGatherArgs args = {.group = ep_cuda_launch_group(handle),
-                                .plan = ep_cuda_plan(handle),
-                                .shape = handle->shape,
-                                .latency = latency->device,
-                                .t = g->t,
-                                .top_k = (int32_t)state->top_k,
-                                .row_units = (int32_t)units,
-                                .steps = (int32_t)ep_steps(units)};
-    const int64_t agreed[] = {state->top_k, g->t.row_bytes, g->t.type};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 3);
-    int blocks = ep_latency_blocks(&args.group, g->phase, state->num_rows, args.steps,
-                                   percent_of_senders(group, state->top_k), &args.latency);
-    partition(handle, state->num_rows, blocks, &args);
+    EpLatencyGatherArgs args = {
+        .group = ep_cuda_launch_group(handle),
+        .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, g->t.num_slots),
+        .shape = handle->shape,
+        .latency = latency->device,
+        .t = g->t,
+        .top_k = (int32_t)g->top_k,
+        .row_units = (int32_t)units,
+        .steps = (int32_t)ep_steps(units)};
+    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
+    args.latency.awaits_weights = g->t.weighs_entries;
+    int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
+                                   percent_of_senders(group, g->top_k), &args.latency);
+    args.latency.token = g->place.token;
+    partition(handle, tokens, blocks, &args);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,
                                                   .args = &args,
                                                   .blocks = blocks,
                                                   .stream = g->stream,
                                                   .phase = g->phase,
-                                                  .own = &latency->order});
+                                                  .own = &latency->order[g->place.slot]});
+}
+
+/* A rank may send the set's next operation only once it has received something of this one from
+ * every rank: see handles/cuda/latency.h. The caller's plan and tensors may be gone. */
+void ep_cuda_drop(EpHandle *handle) {
+    EpCuda *cuda = ep_cuda(handle->group);
+    EpInFlight place = handle->pending.place;
+    EpLatencyGatherArgs args = {.group = ep_cuda_launch_group(handle),
+                                .shape = handle->shape,
+                                .latency = cuda->latency->device,
+                                .t = {.type = EP_TYPE_FP32}};
+    int blocks = ep_latency_blocks(&args.group, EP_PHASE_RECEIVE, 0, 1, 0, &args.latency);
+    args.latency.token = place.token;
+    args.latency.received = ep_partition(0, 1, EP_REDUCED_AT_ONCE, blocks * EP_LATENCY_WARPS);
+    EpStatus status =
+        ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_gather,
+                                               .args = &args,
+                                               .blocks = blocks,
+                                               .stream = cuda->stream,
+                                               .phase = EP_PHASE_RECEIVE,
+                                               .own = &cuda->latency->order[place.slot]});
+    if (status != EP_OK) EP_WARN("dropping an operation: %s", ep_last_error());
 }

@@ -7,12 +7,26 @@
  * a record that belongs to that token alone (handles/cuda/latency.h). A receiving block takes this
  * rank's tokens, adds up the sums of all ranks that each token went to, and writes the rows.
  *
- * Who waits on whom: sending blocks wait for no rank; receiving blocks wait for the sums and heads
- * of other ranks. Memory order: every line carries a flag that shows its own arrival; only where
- * lines do not arrive whole, flags follow behind a fence (handles/cuda/lines.cuh). The first blocks
- * send; see EpLatency for those that receive.
+ * Weights come with the slots, or are given at the tokens' ranks. Then sending blocks first push
+ * them to the ranks that have the tokens' slots, and sums await them (latency_weights.cuh).
+ *
+ * Who waits on whom: sending blocks wait for no rank, or only for the weights of other ranks, which
+ * every rank sends before it waits; receiving blocks wait for the sums and heads of
+ * other ranks. handles/cuda/latency.h says why no wait is circular. Memory order: every line
+ * carries a flag that shows its own arrival; only where lines do not arrive whole, flags follow
+ * behind a fence (handles/cuda/lines.cuh). The first blocks send; see EpLatency for those that
+ * receive.
+ *
+ * Without a plan to read, a launch that receives takes the heads of an operation that was dropped.
  */
 #include "combine/cuda/latency_receive.cuh"
+
+/* Returns a source's number of tokens. A damaged plan must not lead past this rank's weights. */
+__device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a, int source) {
+    int count = a.plan.use.is_read ? ep_check_count(a.group, __ldg(a.plan.tokens + source)) : 0;
+    if (awaits_weights(a) && source == a.group.rank) count = min(count, (int)a.plan.use.num_rows);
+    return max(0, count);
+}
 
 template <typename T>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
@@ -21,13 +35,13 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     LatencyOp op;
     LatencyRole role = latency_role(a.latency);
     SumPart first = load_first_sum(a);
-    if (role.sends && is_all_claimed(a.latency)) claims_begin(a.latency);
+    if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
-        tokens[r] = __ldg(a.plan.tokens + r);
+        tokens[r] = count_source_tokens(a, r);
     int alive = latency_enter(a.group, a.plan, a.latency, &op);
     if (alive && role.sends) send_sums<T>(a, tokens, first, op);
-    uint32_t ticket = latency_ticket(a.latency);
+    uint32_t ticket = latency_ticket(a.latency, op);
     if (alive && role.receives) receive_sums<T>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }

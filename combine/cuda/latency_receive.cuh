@@ -63,12 +63,12 @@ __device__ __forceinline__ int next_rank(int owner, int last) {
 /* Load this rank's own sum as the send phase has stored it. */
 template <typename T>
 __device__ __forceinline__ void load_own_sum(const EpLatencyGatherArgs &a, int token,
-                                             const int unit[STEPS_AT_ONCE],
+                                             const int unit[STEPS_AT_ONCE], uint64_t flag,
                                              EpVector<T> own[STEPS_AT_ONCE]) {
 #pragma unroll
     for (int u = 0; u < STEPS_AT_ONCE; u++) {
         if (unit[u] < 0) continue;
-        const uint4 *stored = own_sum_unit<T>(a, token, unit[u]);
+        const uint4 *stored = own_sum_unit<T>(a, token, unit[u], flag);
 #pragma unroll
         for (int i = 0; i < EpVector<T>::SIZE; i += 4) {
             EpVector<float> x = ep_unpack<float>(__ldg(stored + i / 4));
@@ -219,14 +219,14 @@ template <typename T>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
     EpVector<T> own[STEPS_AT_ONCE] = {};
-    Terms t = find_terms(a, slot);
+    Terms t = find_terms(a, slot, s.token);
     Incoming c;
     int unit[STEPS_AT_ONCE], last = -1, has_own = s.has_own;
 #pragma unroll
     for (int i = 0; i < STEPS_AT_ONCE; i++)
         unit[i] = s.step + i < s.end ? own_unit(a, s.step + i) : -1;
     find_incoming(a, s, last, flag, &c);
-    if (s.has_own && !a.latency.senders) load_own_sum(a, s.token, unit, own);
+    if (s.has_own && !a.latency.senders) load_own_sum(a, s.token, unit, flag, own);
     unsigned missing = receive_incoming(
         a, &c, flag, [&]() { sum_slots<T, STEPS_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
@@ -270,9 +270,10 @@ __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPar
 template <typename T>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
-    int has_own = __any_sync(~0u, w.owner == a.group.rank);
+    int owner = w.owner < a.group.size ? w.owner : -1;
+    int has_own = __any_sync(~0u, owner == a.group.rank);
     int end = min(step + a.latency.received.steps, a.steps);
-    TokenPart s = {token, step, end, w.owner == a.group.rank ? -1 : w.owner, has_own};
+    TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
 #pragma unroll 1
     while (s.step < s.end) {
         Missing missing = receive_steps<T>(a, s, w.slot, flag);
@@ -291,7 +292,9 @@ __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int to
 __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 #pragma unroll 1
     for (int r = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32); r < a.group.size; r += LATENCY_WARPS)
-        if (!take_head(a.group, a.latency, r, 1, flag, [](int, const uint4 &) {})) return;
+        if (!take_head(a.group, a.latency, r, 1, flag, a.plan.use.is_read,
+                       [](int, const uint4 &) {}))
+            return;
 }
 
 /* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part

@@ -7,8 +7,7 @@
  * slots here, rounded to the rows' type, sent back to that rank.
  */
 
-#include "combine/cuda/latency_gather.h"
-#include "handles/cuda/latency.cuh"
+#include "combine/cuda/latency_weights.cuh"
 #include "runtime/cuda/rows.cuh"
 
 #define SUMMED_AT_ONCE 2 /* steps of a warp at a time */
@@ -23,10 +22,10 @@ __device__ __forceinline__ int load_row(const EpLatencyGatherArgs &a, int source
     return __ldg(a.plan.begins + (source * (a.group.layout.max_tokens + 1) + token));
 }
 
-/* Load the slot of entry k in lane k. FLAT rows have one slot, in lane 0. By a warp. */
+/* Load the slot of entry k in lane k. Where rows have one slot, lane 0 has it. By a warp. */
 __device__ __forceinline__ int load_slot(const EpLatencyGatherArgs &a, int source, int token) {
     int lane = threadIdx.x % 32, index = source * a.group.layout.max_tokens + token;
-    int flat = a.shape.layout == EP_LAYOUT_FLAT;
+    int flat = ep_layout_has_rows(a.shape.layout);
     const int *at =
         flat ? a.plan.begins + (index + source) : a.plan.routes + (index * a.top_k + lane);
     return lane < (flat ? 1 : a.top_k) ? __ldg(at) : -1;
@@ -39,9 +38,15 @@ typedef struct Terms {
     unsigned slot_lanes; /* lanes that have a slot */
 } Terms;
 
-__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot) {
-    int has_weight = a.t.weighs && slot >= 0;
-    const float *weight = has_weight ? a.t.slot_weights + slot : (const float *)a.plan.begins;
+/* Find the terms of a row. `own_token`: the token, if it is one of this rank's, else -1: then
+ * weights that were given at its rank are still to come. */
+__device__ __forceinline__ Terms find_terms(const EpLatencyGatherArgs &a, int slot, int own_token) {
+    slot = ep_check_slot(a.plan, slot);
+    int has_weight = a.t.weighs && slot >= 0, lane = threadIdx.x % 32;
+    const float *weight = (const float *)a.plan.begins;
+    if (has_weight && !awaits_weights(a)) weight = a.t.slot_weights + slot;
+    if (has_weight && awaits_weights(a) && own_token >= 0)
+        weight = a.t.topk_weights + (own_token * a.top_k + lane);
     return Terms{slot, __ldg(weight), __ballot_sync(~0u, slot >= 0)};
 }
 
@@ -96,13 +101,20 @@ typedef struct SumPart {
     int row, slot;
 } SumPart;
 
+/* Send a part of a sum. Returns 0 if the row's weights do not come. */
 template <typename T>
-__device__ void send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
-                         uint64_t flag) {
+__device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
-    Terms t = find_terms(a, s.slot);
-    if (s.row == EP_ROW_NONE) return;
+    FetchedWeights f;
+    if (awaits_weights(a)) f = fetch_weights(a, s.source, s.token, flag);
+    Terms t = find_terms(a, s.slot, -1);
+    if (s.row == EP_ROW_NONE) return 1;
+    if (awaits_weights(a)) {
+        AwaitedWeights w = await_weights(a, s.source, s.token, flag, f);
+        if (!w.alive) return 0;
+        t.weight = w.weight;
+    }
     char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += SUMMED_AT_ONCE * stride) {
@@ -125,29 +137,33 @@ __device__ void send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int str
             if (step + i * stride < a.steps)
                 step_store_flag(to + (step + i * stride) * EP_STEP_BYTES, flag);
     }
+    return 1;
 }
 
 /* ---- own rows ------------------------------------------------------------------------------ */
 
 /* Returns the address of a unit of this rank's own sum for one of its tokens. */
 template <typename T>
-__device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int token, int unit) {
+__device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int token, int unit,
+                                               uint64_t flag) {
     const EpLatency &l = a.latency;
-    char *stored = l.own + l.layout.sums + (int64_t)token * l.layout.sum_bytes;
+    int row = EP_FLAG_SET(flag) * l.layout.max_tokens + token;
+    char *stored = l.own + l.layout.sums + (int64_t)row * l.layout.sum_bytes;
     return (uint4 *)(stored + unit * (int)sizeof(EpVector<T>));
 }
 
 /* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. */
 template <typename T>
-__device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride) {
-    Terms t = find_terms(a, s.slot);
+__device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
+                              uint64_t flag) {
+    Terms t = find_terms(a, s.slot, s.token);
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[1] = {};
         int unit[1] = {own_unit(a, step)};
         sum_slots<T, 1, 2>(a, t, unit, sum);
         if (unit[0] < 0) continue;
-        uint4 *to = own_sum_unit<T>(a, s.token, unit[0]);
+        uint4 *to = own_sum_unit<T>(a, s.token, unit[0], flag);
 #pragma unroll
         for (int i = 0; i < EpVector<T>::SIZE; i += 4)
             to[i / 4] = ep_pack(EpVector<float>{
@@ -158,13 +174,15 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
 /* ---- all ----------------------------------------------------------------------------------- */
 
 /* Send the heads. They are the last work item, since no sum waits for them: a block without other
- * work sends them, or else the block that finishes first. Its warps that receive last begin. */
+ * work sends them, or else the block that finishes first. Its warps that receive last begin. Where
+ * sums await weights, the heads come before them: ranks that disagree find that while they wait. */
 __device__ void send_heads(const EpLatencyGatherArgs &a, const LatencyOp &op) {
     int warp = LATENCY_WARPS - 1 - (int)(threadIdx.x / 32);
+    const EpOwnOperation own = *ep_own_operation();
 #pragma unroll 1
     for (int r = warp; r < a.group.size; r += LATENCY_WARPS)
         send_head(a.group, a.latency, r, 1, op.flag,
-                  [&](int) { return make_uint4(a.group.digest, 0, 0, 0); });
+                  [&](int) { return make_uint4(own.digest, own.generation, 0, 0); });
     if (warp == LATENCY_WARPS - 1) store_operation_number(a.group, a.latency, op);
 }
 
@@ -184,10 +202,11 @@ __device__ __forceinline__ void load_sum(const EpLatencyGatherArgs &a, SumPart *
     s->slot = load_slot(a, s->source, s->token);
 }
 
-/* Whether all items are claimed: where blocks receive after they have sent, so that not all of them
- * need to be resident. */
-__device__ __forceinline__ int is_all_claimed(const EpLatency &l) {
-    return l.receives && l.first_receiver < l.senders;
+/* Whether all items are claimed: where blocks wait after they have sent something, so that not all
+ * of them need to be resident. */
+__device__ __forceinline__ int is_all_claimed(const EpLatencyGatherArgs &a) {
+    const EpLatency &l = a.latency;
+    return (l.receives && l.first_receiver < l.senders) || awaits_weights(a);
 }
 
 /* Load the words of this block's first item, before anything else is known. Only if items are not
@@ -195,8 +214,7 @@ __device__ __forceinline__ int is_all_claimed(const EpLatency &l) {
 __device__ __forceinline__ SumPart load_first_sum(const EpLatencyGatherArgs &a) {
     SumPart s = find_sum(a, (int)blockIdx.x, a.sent.each);
     int sends = (int)blockIdx.x < a.latency.senders;
-    if (sends && !is_all_claimed(a.latency) && s.token * a.targets.by < a.sent.rows)
-        load_sum(a, &s);
+    if (sends && !is_all_claimed(a) && s.token * a.targets.by < a.sent.rows) load_sum(a, &s);
     return s;
 }
 
@@ -211,6 +229,20 @@ __device__ __forceinline__ int count_sums(const EpLatencyGatherArgs &a, const in
     return __reduce_max_sync(~0u, most) * (g.size - a.latency.receives);
 }
 
+/* Returns the number of items before the sums, if these await weights: one for the weights of as
+ * many tokens as a block has warps, and one for the heads. */
+__device__ __forceinline__ int count_pushes(const EpLatencyGatherArgs &a, const int *tokens) {
+    if (!awaits_weights(a)) return 0;
+    return (tokens[a.group.rank] + LATENCY_WARPS - 1) / LATENCY_WARPS + 1;
+}
+
+/* Push the weights of an item's tokens: one for each warp of the block. */
+__device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const int *tokens, int item,
+                                          uint64_t flag) {
+    int token = item * LATENCY_WARPS + (int)(threadIdx.x / 32);
+    if (token < tokens[a.group.rank]) push_weights(a, token, flag);
+}
+
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
 template <typename T>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
@@ -220,20 +252,21 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
     EpPartition partition = expected ? a.sent : ep_partition(rows, a.steps, EP_SENT_STEPS, warps);
     int items = (rows * partition.each.by + LATENCY_WARPS - 1) / LATENCY_WARPS,
         stride = partition.each.by;
-    int all_claimed = is_all_claimed(a.latency),
-        begin = all_claimed ? claimed_items()[0] : (int)blockIdx.x;
+    int all_claimed = is_all_claimed(a), begin = all_claimed ? claimed_items()[0] : (int)blockIdx.x;
     int claimed = all_claimed ? 0 : a.latency.senders;
     int known = all_claimed || !expected ? -1 : begin; /* item that `first` belongs to */
-    claims_work_from(a.latency, begin, claimed, items + 1, [&](int item) {
-        if (item == items) return send_heads(a, op);
+    int pushes = count_pushes(a, tokens), heads = pushes ? pushes - 1 : items, alive = 1;
+    claims_work_from(a.latency, begin, claimed, items + max(1, pushes), [&](int item) {
+        if (item == heads) return send_heads(a, op);
+        if (item < pushes) return push_item(a, tokens, item, op.flag);
         SumPart s = first;
-        if (item != known) s = find_sum(a, item, partition.each);
-        if (s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
+        if (item != known) s = find_sum(a, item - pushes, partition.each);
+        if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
         if (item != known) load_sum(a, &s);
         if (s.source != a.group.rank)
-            send_sum<T>(a, s, stride, op.flag);
+            alive = send_sum<T>(a, s, stride, op.flag);
         else
-            store_own_sum<T>(a, s, stride);
+            store_own_sum<T>(a, s, stride, op.flag);
     });
 }
 

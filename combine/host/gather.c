@@ -7,6 +7,15 @@
  * order of token. Then it reads the peers' sums for its own tokens and adds them in ascending rank.
  * Its own slots take their turn unrounded.
  *
+ * The sums from the ranks of another node are added up and rounded first, and take their turn
+ * together, where the node's lowest rank stands in the group. That is what a relay on that node
+ * would do, so results are those of backends that have relays.
+ *
+ * Where a combine is weighted at the tokens' ranks, two rounds alternate: in the first each rank
+ * sends the weights of the rows that a peer has from it in that chunk of tokens, packed in the same
+ * order, and in the second the peer sums with them. It reads them in place, and releases both
+ * rounds together.
+ *
  * Bytes per rank: every slot read once; R * T * (fraction received) rows written to and read from
  * staging, which stays in cache; T rows written.
  */
@@ -17,32 +26,44 @@
 #include "runtime/host/host.h"
 
 typedef struct Gather {
+    const EpHandle *handle;
     const EpGather *call;
     const EpGatherTensors *g;
     EpPlan plan;
     EpExchange *exchange;
     const EpRowMath *math;
-    int flat;
+    int has_rows; /* whether a row has one slot for all its entries */
     int32_t rank, size;
+    const int32_t *nodes;        /* [size] node of each rank */
+    int32_t order[EP_MAX_RANKS]; /* the ranks in the order of summation */
     int64_t top_k;
     EpRecord record;
-    int64_t chunk;                  /* tokens of each source in one round */
-    int32_t summed[EP_MAX_RANKS];   /* rows of each source already summed */
-    int32_t returned[EP_MAX_RANKS]; /* this rank's rows whose sums each rank has returned */
-    const char *back[EP_MAX_RANKS]; /* next record of this round from each rank */
+    int64_t chunk;                      /* tokens of each source in one round */
+    int32_t summed[EP_MAX_RANKS];       /* rows of each source already summed */
+    int32_t returned[EP_MAX_RANKS];     /* this rank's rows whose sums each rank has returned */
+    int32_t weighed[EP_MAX_RANKS];      /* this rank's rows whose weights each rank has got */
+    const char *back[EP_MAX_RANKS];     /* next record of this round from each rank */
+    const float *weights[EP_MAX_RANKS]; /* [rows of this round, K] topk_weights of each rank */
 } Gather;
 
 /* Partial sums of other ranks and this rank's own slots: at most K of each. */
 #define MAX_TERMS (2 * EP_MAX_TOP_K)
 
+/* Returns the weight of an entry. `weights` [K]: topk_weights of its token; NULL if not given. */
+static float entry_weight(const Gather *x, int32_t entry, const float *weights) {
+    if (weights) return weights[x->plan.entry_k[entry]];
+    return x->g->weighs ? x->g->slot_weights[x->plan.entry_slot[entry]] : 1;
+}
+
 /* Store the slots of a row as terms of a sum. Returns their number. */
-static int list_slots(const Gather *x, int32_t row, EpTerm *terms) {
-    const EpGatherTensors *g = x->g;
-    const int32_t *slot = x->plan.entry_slot + x->plan.row_entry[row];
+static int list_slots(const Gather *x, int32_t row, const float *weights, EpTerm *terms) {
     int count = x->plan.row_entries[row];
-    for (int i = 0; i < count; i++)
-        terms[i] = (EpTerm){g->rows + slot[i] * g->row_bytes,
-                            g->weighs ? g->slot_weights[slot[i]] : 1, i == 0};
+    for (int i = 0; i < count; i++) {
+        int32_t entry = x->plan.row_entry[row] + i;
+        terms[i] =
+            (EpTerm){x->g->rows + x->plan.entry_slot[entry] * x->g->row_bytes,
+                     entry_weight(x, entry, weights), i == 0 ? EP_RUN_BEGINS : EP_RUN_GOES_ON};
+    }
     return count;
 }
 
@@ -53,12 +74,12 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
     memset(values, 0, (size_t)x->top_k * sizeof(float));
     for (int32_t i = plan->row_entry[row]; i < plan->row_entry[row] + plan->row_entries[row]; i++) {
         int64_t slot = plan->entry_slot[i];
-        if (!x->flat) {
+        if (!x->has_rows) {
             values[plan->entry_k[i]] = g->slot_values[slot];
             continue;
         }
         for (int64_t k = 0; k < x->top_k; k++)
-            if (plan->row_experts[slot * x->top_k + k] >= 0)
+            if (plan->entry_experts[i * x->top_k + k] >= 0)
                 values[k] = g->slot_values[slot * x->top_k + k];
     }
 }
@@ -68,11 +89,13 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
 /* Store the sums of one source's rows, up to token `end`, in its region. */
 static void sum_rows(Gather *x, int32_t source, int64_t end) {
     const EpGatherTensors *g = x->g;
+    const float *weights = x->weights[source];
     char *region = ep_round_region(x->exchange, source), *record = region;
     int32_t row = x->summed[source], last = x->plan.recv_begin[source + 1];
     for (; row < last && x->plan.row_token[row] < end; row++, record += x->record.bytes) {
         EpTerm terms[MAX_TERMS];
-        int count = list_slots(x, row, terms);
+        int count = list_slots(x, row, weights, terms);
+        if (weights) weights += x->top_k;
         x->math->sum(g->type, record, g->row_elements, terms, count);
         if (g->carries_values) collect_values(x, row, (float *)(record + x->record.weights));
     }
@@ -102,44 +125,100 @@ static int take_own(Gather *x, int64_t token, EpTerm *terms) {
         collect_values(x, row, values);
         take_values(x, x->rank, token, values);
     }
-    return list_slots(x, row, terms);
+    const float *weights = x->g->weighs_entries ? x->g->topk_weights + token * x->top_k : NULL;
+    return list_slots(x, row, weights, terms);
 }
 
 /* Take a token's partial sum from another rank: one term. */
-static void take_record(Gather *x, int32_t rank, int64_t token, EpTerm *term) {
+static void take_record(Gather *x, int32_t rank, int64_t token, EpRun run, EpTerm *term) {
     const char *record = x->back[rank];
     x->back[rank] += x->record.bytes;
     x->returned[rank]++;
     if (x->g->carries_values)
         take_values(x, rank, token, (const float *)(record + x->record.weights));
-    *term = (EpTerm){record, 1, 1};
+    *term = (EpTerm){record, 1, run};
+}
+
+/* Put the ranks into the order of summation: ascending, but all ranks of another node where its
+ * lowest rank stands. Nodes are numbered in the order of their lowest ranks. */
+static void order_ranks(Gather *x) {
+    int32_t n = 0, nodes_seen = 0;
+    for (int32_t r = 0; r < x->size; r++) {
+        int is_lowest = x->nodes[r] == nodes_seen;
+        nodes_seen += is_lowest;
+        if (x->nodes[r] == x->nodes[x->rank])
+            x->order[n++] = r;
+        else if (is_lowest)
+            for (int32_t s = r; s < x->size; s++)
+                if (x->nodes[s] == x->nodes[r]) x->order[n++] = s;
+    }
 }
 
 /* Write one token's sum, and its values. */
 static void finish_token(Gather *x, int64_t token) {
     const EpGatherTensors *g = x->g;
     EpTerm terms[MAX_TERMS];
+    int32_t own_node = x->nodes[x->rank], last_node = own_node;
     int count = 0;
     if (g->carries_values)
         memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
-    for (int32_t r = 0; r < x->size; r++) {
+    for (int32_t i = 0; i < x->size; i++) {
+        int32_t r = x->order[i], node = x->nodes[r];
         if (!is_next_row(x, r, token)) continue;
         if (r == x->rank)
             count += take_own(x, token, terms + count);
+        else if (node == own_node)
+            take_record(x, r, token, EP_RUN_BEGINS, terms + count++);
+        else if (node != last_node)
+            take_record(x, r, token, EP_RUN_BEGINS_ROUNDED, terms + count++);
         else
-            take_record(x, r, token, terms + count++);
+            take_record(x, r, token, EP_RUN_GOES_ON, terms + count++);
+        last_node = node;
     }
     x->math->sum(g->type, g->out_rows + token * g->row_bytes, g->row_elements, terms, count);
+}
+
+/* ---- weights of the tokens' rank ----------------------------------------------------------- */
+
+/* Store the weights of the rows that `peer` has from this rank, up to token `end`, in its region.
+ */
+static void send_weights(Gather *x, int32_t peer, int64_t end) {
+    float *region = ep_round_region(x->exchange, peer), *weights = region;
+    int32_t at = x->weighed[peer], last = x->plan.send_begin[peer + 1];
+    for (; at < last && x->plan.send_token[at] < end; at++, weights += x->top_k)
+        memcpy(weights, x->g->topk_weights + x->plan.send_token[at] * x->top_k,
+               (size_t)x->top_k * sizeof(float));
+    x->weighed[peer] = at;
+    ep_round_fill(x->exchange, peer, (char *)weights - (char *)region);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
 
 static EpRoundHeader expected_header(const Gather *x) {
     const EpGatherTensors *g = x->g;
-    return (EpRoundHeader){.handle = x->plan.header->handle,
-                           .step = (uint32_t)x->plan.header->step,
-                           .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0},
+    return (EpRoundHeader){.handle = x->handle->id,
+                           .plan = (uint32_t)x->plan.header->generation,
+                           .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0,
+                                    g->weighs_entries ? x->top_k : 0},
                            .tokens = (int32_t)x->plan.header->num_tokens};
+}
+
+/* Exchange the weights of the tokens up to `end`. They stay with their writers, and the next round
+ * releases them: the writers reuse their memory in the round after that. */
+static EpStatus run_weights_round(Gather *x, int64_t end) {
+    EpRoundHeader expected = expected_header(x);
+    EP_TRY(ep_round_open(x->exchange, x->call->op, &expected, EP_ROUND_EACH));
+    for (int32_t i = 1; i < x->size; i++)
+        send_weights(x, ep_round_peer(x->rank, x->size, i), end);
+    EP_TRY(ep_round_publish(x->exchange));
+    for (int32_t i = 1; i < x->size; i++) {
+        int32_t peer = ep_round_peer(x->rank, x->size, i);
+        const void *weights;
+        EP_TRY(ep_round_receive(x->exchange, peer, NULL, &weights));
+        x->weights[peer] = weights;
+    }
+    ep_round_close(x->exchange);
+    return EP_OK;
 }
 
 static EpStatus run_round(Gather *x, int64_t begin) {
@@ -175,30 +254,37 @@ static void zero_unused_rows(const Gather *x) {
 
 static EpStatus run_rounds(Gather *x) {
     zero_unused_rows(x);
-    for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk)
+    for (int64_t begin = 0; begin < x->plan.header->most_tokens; begin += x->chunk) {
+        if (x->g->weighs_entries) EP_TRY(run_weights_round(x, begin + x->chunk));
         EP_TRY(run_round(x, begin));
+    }
     return ep_exchange_flush(x->exchange, x->call->op);
 }
 
 /* Copy the sums that the send phase stored in the handle's buffer. */
-static EpStatus copy_sums(const EpHandle *handle, const EpGatherTensors *g) {
-    size_t bytes = (size_t)(g->out_num_rows * g->row_bytes);
-    if (bytes) memcpy(g->out_rows, handle->buffer, bytes);
+static EpStatus copy_sums(const EpGroup *group, const EpGather *gather) {
+    size_t bytes = (size_t)(gather->t.out_num_rows * gather->t.row_bytes);
+    if (bytes) memcpy(gather->t.out_rows, ep_host_set(group, gather->place.slot), bytes);
     return EP_OK;
 }
 
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
-    if (gather->phase == EP_PHASE_RECEIVE) return copy_sums(handle, &gather->t);
+    if (gather->phase == EP_PHASE_RECEIVE) return copy_sums(handle->group, gather);
     EpGatherTensors g = gather->t;
-    if (gather->phase == EP_PHASE_SEND) g.out_rows = handle->buffer;
+    if (gather->phase == EP_PHASE_SEND) g.out_rows = ep_host_set(handle->group, gather->place.slot);
     EpHost *host = ep_host(handle->group);
-    Gather x = {.call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
-    x.plan = ep_host_plan(handle);
-    x.flat = handle->shape.layout == EP_LAYOUT_FLAT;
+    Gather x = {
+        .handle = handle, .call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
+    x.plan = ep_host_plan(handle, gather->plan);
+    x.has_rows = ep_layout_has_rows(handle->shape.layout);
     x.rank = handle->group->rank, x.size = handle->group->size;
+    x.nodes = handle->group->nodes;
+    order_ranks(&x);
     x.top_k = x.plan.header->top_k;
     x.record = ep_record(g.row_bytes, g.carries_values ? x.top_k : 0, 0);
-    x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_EACH) / x.record.bytes;
+    int64_t weights = g.weighs_entries ? x.top_k * (int64_t)sizeof(float) : 0;
+    x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_EACH) / ep_max(x.record.bytes, weights);
+    memcpy(x.weighed, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.summed, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.returned, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     EP_TRY_EXCHANGE(handle->group, run_rounds(&x));

@@ -7,8 +7,8 @@
 /** The CUDA backend's scatter, in either mode; see EpBackendOps. */
 EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *scatter);
 
-/** The bytes of a handle's workspace; see EpBackendOps. */
-int64_t ep_cuda_workspace_bytes(const struct EpPlanShape *shape, const EpGroupConfig *config);
+/** Returns the bytes of a group's workspace: see EpCuda. */
+int64_t ep_cuda_workspace_bytes(const EpGroupConfig *config);
 
 /** The CUDA backend's scatter in latency mode. */
 EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *scatter);

@@ -12,10 +12,10 @@
 /* Entry k of a record, in lane k. */
 typedef struct Entry {
     int local; /* expert among this rank's, -1: none or another rank's */
-    int slot;  /* FLAT: the row's, in each lane with an expert; -1: none */
+    int slot;  /* if rows have one slot: the row's, in each lane with an expert; -1: none */
     float weight;
     char *scales;          /* the first scale of its slot */
-    unsigned slot_lanes;   /* lanes whose slots receive the row; FLAT: one of them */
+    unsigned slot_lanes;   /* lanes whose slots receive the row; one if rows have one slot */
     unsigned expert_lanes; /* lanes with an expert of this rank */
 } Entry;
 
@@ -36,12 +36,12 @@ __device__ __forceinline__ HeaderWords header_words(const uint4 &unit, int has_w
 }
 
 /* Returns the slot of an entry, or -1 beyond the capacity. `before` is the number of the source's
- * earlier entries for the expert (FLAT: of its earlier rows). */
+ * earlier entries for the expert (if rows have one slot: of its earlier rows). */
 __device__ __forceinline__ int find_slot(const EpLatencyScatterArgs &a, int source, int local,
                                          int before) {
     int num_local = a.route.shape.num_local;
     int64_t slot = (int64_t)before + workspace()->flat_begin[source];
-    if (a.route.shape.layout != EP_LAYOUT_FLAT)
+    if (!ep_layout_has_rows(a.route.shape.layout))
         slot = (int64_t)before + workspace_offset(a)[local] +
                workspace_counts(a)[source * num_local + local];
     return slot < ep_slot_limit(&a.route.shape, local) ? (int)slot : -1;
@@ -61,7 +61,7 @@ __device__ __forceinline__ Entry read_header(const EpLatencyScatterArgs &a, int 
         e.scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, e.slot, 0);
     e.expert_lanes = __ballot_sync(~0u, e.local >= 0);
     e.slot_lanes = __ballot_sync(~0u, e.slot >= 0);
-    if (a.route.shape.layout == EP_LAYOUT_FLAT)
+    if (ep_layout_has_rows(a.route.shape.layout))
         e.slot_lanes &= 0u - e.slot_lanes; /* the lowest lane */
     return e;
 }
@@ -76,28 +76,29 @@ __device__ __forceinline__ int flat_slot(const Entry &e) {
 __device__ __forceinline__ void store_plan_row(const EpLatencyScatterArgs &a, const Entry &e,
                                                int source, int token) {
     const EpPrepareArgs &route = a.route;
-    int lane = threadIdx.x % 32, flat = route.shape.layout == EP_LAYOUT_FLAT, slot = flat_slot(e);
+    int lane = threadIdx.x % 32, flat = ep_layout_has_rows(route.shape.layout), slot = flat_slot(e);
     int64_t index = (int64_t)source * route.group.layout.max_tokens + token;
     if (lane < route.top_k) route.plan.routes[index * route.top_k + lane] = flat ? e.local : e.slot;
     int row = !e.expert_lanes ? EP_ROW_NONE : !flat ? 0 : e.slot_lanes ? slot : EP_ROW_LOST;
     if (lane == 0) route.plan.begins[index + source] = row;
 }
 
-/* Returns where flat rows' local experts go; data is NULL if the caller does not ask for them. */
-__device__ __forceinline__ EpCudaVector local_experts(const EpLatencyScatterArgs &a) {
+/* Returns where the experts of rows with one slot go; data is NULL if the caller does not ask for
+ * them. */
+__device__ __forceinline__ EpCudaVector row_experts(const EpLatencyScatterArgs &a) {
     return EpCudaVector{a.t.out_idx, a.t.idx_type == EP_TYPE_INT64};
 }
 
 __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, const Entry &e) {
     int lane = threadIdx.x % 32, k = a.route.top_k;
-    if (a.route.shape.layout != EP_LAYOUT_FLAT) {
+    if (!ep_layout_has_rows(a.route.shape.layout)) {
         if (a.t.carries_weights && e.slot >= 0) a.t.out_weights[e.slot] = e.weight;
         return;
     }
     int64_t at = (int64_t)flat_slot(e) * k + lane;
     if (!e.slot_lanes || lane >= k) return;
     if (a.t.carries_weights) a.t.out_weights[at] = e.local >= 0 ? e.weight : 0;
-    store_integer(local_experts(a), at, e.local);
+    store_integer(row_experts(a), at, e.local >= 0 ? e.local + a.t.first_id : -1);
 }
 
 /* ---- units --------------------------------------------------------------------------------- */
@@ -319,13 +320,14 @@ __device__ __forceinline__ int receive_records(const EpLatencyScatterArgs &a, Re
 
 /* Zero a slot. By a warp. */
 __device__ __noinline__ void zero_slot(const EpLatencyScatterArgs &a, int64_t slot) {
-    int lane = threadIdx.x % 32, k = a.route.top_k, flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+    int lane = threadIdx.x % 32, k = a.route.top_k, flat = ep_layout_has_rows(a.route.shape.layout);
     int values = flat ? k : 1, unit_bytes = scale_unit(a);
+    if (lane < k) store_integer(row_experts(a), slot * k + lane, -1);
+    if (a.route.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
 #pragma unroll 1
     for (int at = lane; at < a.record.row_units; at += 32)
         *((uint4 *)(a.t.out_rows + slot * row_bytes_of(a)) + at) = make_uint4(0, 0, 0, 0);
     if (a.t.carries_weights && lane < values) a.t.out_weights[slot * values + lane] = 0;
-    if (lane < k) store_integer(local_experts(a), slot * k + lane, -1);
     if (!scale_bytes_of(a)) return;
     char *scales = a.t.out_scales + ep_scale_at(&a.t.scale_map, slot, 0);
 #pragma unroll 1
@@ -348,22 +350,36 @@ __device__ __forceinline__ void zero_slots(const EpLatencyScatterArgs &a, int64_
     }
 }
 
+/* Zero the slots behind each source's rows in the rank-major layout. */
+__device__ __forceinline__ void zero_rank_tails(const EpLatencyScatterArgs &a, int warp,
+                                                int warps) {
+    int size = a.route.group.size, lane = threadIdx.x % 32, most = a.route.shape.max_tokens;
+#pragma unroll 1
+    for (int at = 0; at < size; at += 32) {
+        int source = min(at + lane, size - 1);
+        int64_t begin = workspace()->flat_begin[source], end = at + lane < size ? begin + most : 0;
+        zero_slots(a, begin + workspace()->source_rows[source], end, warp, warps);
+    }
+}
+
 /* Zero the slots of slabs that receive nothing and, on request, the rows behind the slabs. */
 __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int warp, int warps) {
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
     int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, lane = threadIdx.x % 32;
-    int has_slabs = s.layout != EP_LAYOUT_FLAT && (s.alignment > 1 || (batched && s.zero_tail));
+    int has_slabs =
+        !ep_layout_has_rows(s.layout) && (s.alignment > 1 || (batched && s.tail == EP_TAIL_ZERO));
     int64_t end = 0;
 #pragma unroll 1
     for (int at = 0; at < local && has_slabs; at += 32) {
         int e = min(at + lane, local - 1), total = workspace_total(a)[e];
         int64_t limit = ep_slot_limit(&route.shape, e), begin = workspace_offset(a)[e];
         int64_t last = min(limit, begin + ep_slab_rows(&s, total));
-        if (batched && s.zero_tail) last = limit;
+        if (batched && s.tail == EP_TAIL_ZERO) last = limit;
         zero_slots(a, begin + total, at + lane < local ? last : 0, warp, warps);
     }
-    if (batched || !s.zero_tail) return;
+    if (batched || s.tail == EP_TAIL_KEEP) return;
+    if (s.layout == EP_LAYOUT_RANK_MAJOR) return zero_rank_tails(a, warp, warps);
     if (s.layout == EP_LAYOUT_FLAT)
         end = workspace()->flat_begin[route.group.size - 1] +
               (int64_t)workspace()->source_rows[route.group.size - 1];

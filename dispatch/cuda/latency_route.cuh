@@ -235,12 +235,15 @@ __device__ __forceinline__ void lay_workspace_slabs(const EpLatencyScatterArgs &
     }
 }
 
-/* Compute where each source's flat rows begin. By a warp. */
+/* Compute where each source's rows begin, where rows have one slot: in the flat layout one after
+ * another, in the rank-major layout max_tokens apart. By a warp. */
 __device__ __forceinline__ void lay_workspace_rows(const EpLatencyScatterArgs &a) {
     int lane = threadIdx.x % 32, begin = 0, size = a.route.group.size;
+    int is_flat = a.route.shape.layout == EP_LAYOUT_FLAT;
 #pragma unroll 1
     for (int at = 0; at < size; at += 32) {
-        int rows = at + lane < size ? workspace()->source_rows[at + lane] : 0;
+        int rows = is_flat ? 0 : a.route.shape.max_tokens;
+        if (is_flat && at + lane < size) rows = workspace()->source_rows[at + lane];
         int through = ep_warp_prefix(rows);
         if (at + lane < size) workspace()->flat_begin[at + lane] = begin + through - rows;
         begin += __shfl_sync(~0u, through, 31);
@@ -263,7 +266,7 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
     int alive = 1, words = EP_HEAD_COUNTS + route.shape.num_local;
 #pragma unroll 1
     for (int r = (int)(threadIdx.x / 32); r < g.size && alive; r += LATENCY_WARPS) {
-        alive = take_head(g, a.latency, r, words, flag,
+        alive = take_head(g, a.latency, r, words, flag, 1,
                           [&](int unit, const uint4 &x) { take_unit(a, r, unit, x); });
         if (threadIdx.x % 32 == 0) atomicAdd(&workspace()->heads, alive ? 1 : EP_CUDA_MAX_RANKS);
     }
@@ -274,7 +277,7 @@ __device__ __forceinline__ int take_heads(const EpLatencyScatterArgs &a, uint64_
     __syncthreads();
     if (route.shape.layout == EP_LAYOUT_BATCHED) return 1;
     if (threadIdx.x < 32)
-        route.shape.layout == EP_LAYOUT_FLAT ? lay_workspace_rows(a) : lay_workspace_slabs(a);
+        ep_layout_has_rows(route.shape.layout) ? lay_workspace_rows(a) : lay_workspace_slabs(a);
     __syncthreads();
     return 1;
 }
@@ -304,8 +307,10 @@ __device__ __forceinline__ void publish_sizes(const EpLatencyScatterArgs &a, int
                            workspace()->source_rows[g.rank]);
 }
 
-/* Publish the routing of layouts other than FLAT. By a block that has received the heads. */
-__device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
+/* Publish the routing of layouts whose entries have slots of their own. By a block that has
+ * received the heads. */
+__device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a,
+                                                const LatencyOp &op) {
     int64_t step = step_under_way(a.route);
     int warp = (int)(threadIdx.x / 32);
     if (warp == 0) publish_slabs(a.route, step, workspace_total(a));
@@ -313,11 +318,11 @@ __device__ __forceinline__ void publish_routing(const EpLatencyScatterArgs &a) {
     __syncthreads();
     publish_sources(a.route, [&](int e, int source) { return count_of(a, e, source); });
     if (threadIdx.x == 0)
-        publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank]);
+        publish_step(a.route, step, workspace()->source_tokens[a.route.group.rank], op.number);
 }
 
-/* Returns the number of flat rows that arrive, and flat_rows_kept of those that are kept. In a
- * block that has received the heads. */
+/* Returns the end of the slots of the rows that arrive, and flat_rows_kept of those that are kept:
+ * in the flat layout also their number. In a block that has received the heads. */
 __device__ __forceinline__ int64_t flat_rows(const EpLatencyScatterArgs &a) {
     int last = a.route.group.size - 1;
     return workspace()->flat_begin[last] + (int64_t)workspace()->source_rows[last];
@@ -327,27 +332,42 @@ __device__ __forceinline__ int64_t flat_rows_kept(const EpLatencyScatterArgs &a)
     return min(flat_rows(a), ep_slot_limit(&a.route.shape, 0));
 }
 
-/* Publish the flat rows of each source. By all threads of such a block. */
+/* Publish the rows of each source that are kept. By all threads of such a block. */
 __device__ __forceinline__ void publish_kept_by_source(const EpLatencyScatterArgs &a) {
-    publish_flat_source_rows(a.route, flat_rows_kept(a), [&](int source) {
-        return source < a.route.group.size ? (int64_t)workspace()->flat_begin[source]
-                                           : flat_rows(a);
-    });
+    publish_flat_source_rows(
+        a.route, flat_rows_kept(a), [&](int source) { return workspace()->flat_begin[source]; },
+        [&](int source) { return workspace()->source_rows[source]; });
 }
 
-/* Publish the routing of flat rows if none is lost. By a block that has received the heads. */
-__device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a) {
+/* Publish the totals of rows of which none is lost. By a warp of such a block. */
+__device__ __forceinline__ void publish_flat_totals(const EpLatencyScatterArgs &a, int64_t step) {
+    const EpPlanShape &s = a.route.shape;
+    int64_t rows = flat_rows(a), needed = rows;
+    if (s.layout == EP_LAYOUT_RANK_MAJOR) {
+        int most = 0;
+#pragma unroll 1
+        for (int r = (int)(threadIdx.x % 32); r < a.route.group.size; r += 32)
+            most = max(most, workspace()->source_rows[r]);
+        rows = s.capacity, needed = __reduce_max_sync(~0u, most);
+    }
+    if (threadIdx.x % 32 == 0) publish_totals(a.route, step, rows, needed, 0);
+}
+
+/* Publish the routing where rows have one slot and none is lost. By a block that has received the
+ * heads. */
+__device__ __forceinline__ void publish_flat(const EpLatencyScatterArgs &a, const LatencyOp &op) {
     const EpPrepareArgs &route = a.route;
-    int64_t step = step_under_way(route), rows = flat_rows(a);
+    int64_t step = step_under_way(route);
     int warp = (int)(threadIdx.x / 32);
     if (warp == 0) publish_flat_experts(route, step, workspace_total(a));
     if (warp == 1) publish_sizes(a, step);
-    if (threadIdx.x == 0) publish_totals(route, step, rows, rows, 0);
+    if (warp == 0) publish_flat_totals(a, step);
     __syncthreads();
     publish_sources(route, [&](int e, int source) { return count_of(a, e, source); });
     publish_kept_by_source(a);
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(route, step, workspace()->source_tokens[route.group.rank]);
+    if (threadIdx.x == 0)
+        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
 }
 
 /* Count the entries of the flat rows that are kept, from the plan that all blocks have written. */
@@ -376,7 +396,7 @@ __device__ void count_kept(const EpPrepareArgs &a) {
 
 /* Publish the routing of flat rows if some are lost. By the last block: only then the entries of
  * the rows that are kept are known. */
-__device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a) {
+__device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, LatencyOp op) {
     const EpPrepareArgs &route = a.route;
     __threadfence();
     if (*(volatile uint32_t *)&route.group.state->failed) return;
@@ -387,7 +407,8 @@ __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a) {
     count_kept(route);
     if (threadIdx.x < 32) publish_flat_experts(route, step, NULL);
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(route, step, workspace()->source_tokens[route.group.rank]);
+    if (threadIdx.x == 0)
+        publish_step(route, step, workspace()->source_tokens[route.group.rank], op.number);
 }
 
 #endif

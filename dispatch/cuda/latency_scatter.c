@@ -25,17 +25,13 @@ static EpRecordShape shape_record(const EpHandle *handle, const EpScatterTensors
     return r;
 }
 
-/* Set the routing arguments of this dispatch. They stay with the handle for the receive phase,
- * which has no routing of its own. */
-static const EpPrepareArgs *describe_route(EpHandle *handle, const EpScatter *s) {
-    EpPrepareArgs *route = &ep_cuda_latency(handle)->route;
+/* Describe the routing. The receive phase describes that of its send phase again. */
+static void describe_route(EpHandle *handle, const EpScatter *s, EpPrepareArgs *route) {
     int64_t agreed[2 * EP_OP_FACTS];
-    if (!s->routing) return route;
     ep_cuda_describe_routing(handle, s->routing, route, agreed);
     const int64_t row[] = {s->t.row_bytes, s->t.type, s->t.scale_bytes, s->t.carries_weights, 0};
     memcpy(agreed + EP_OP_FACTS, row, sizeof(row));
     route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_OP_FACTS);
-    return route;
 }
 
 /* Divide the records among the receiving warps. */
@@ -48,12 +44,12 @@ static void partition_receive(const EpHandle *handle, int blocks, EpLatencyScatt
 
 EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     const EpGroup *group = handle->group;
-    EpCudaLatency *latency = ep_cuda_latency(handle);
-    const EpPrepareArgs *route = describe_route(handle, s);
-    EpLatencyScatterArgs args = {.route = *route,
-                                 .latency = latency->device,
-                                 .t = s->t,
-                                 .record = shape_record(handle, &s->t, route->top_k)};
+    EpCudaLatency *latency = ep_cuda(group)->latency;
+    EpLatencyScatterArgs args = {
+        .latency = latency->device, .t = s->t, .record = shape_record(handle, &s->t, s->top_k)};
+    const EpPrepareArgs *route = &args.route;
+    describe_route(handle, s, &args.route);
+    args.latency.token = s->place.token;
     int has_quant = s->t.quant > EP_QUANT_NONE;
     int blocks = ep_latency_blocks(&route->group, s->phase, route->num_rows, args.record.steps,
                                    has_quant ? EP_ALL_SEND : SENDERS_PERCENT, &args.latency);
@@ -64,11 +60,12 @@ EpStatus ep_cuda_latency_scatter(EpHandle *handle, const EpScatter *s) {
     args.first_expert = ep_owner_first(&args.route.owners, group->rank);
     while (1 << args.team_shift < route->top_k)
         args.team_shift++;
+    const EpRouting *completed = s->phase == EP_PHASE_RECEIVE ? NULL : s->routing;
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_latency_scatter,
                                                   .args = &args,
                                                   .blocks = blocks,
                                                   .stream = s->stream,
                                                   .phase = s->phase,
-                                                  .own = &latency->order,
-                                                  .routing = s->routing});
+                                                  .own = &latency->order[s->place.slot],
+                                                  .routing = completed});
 }

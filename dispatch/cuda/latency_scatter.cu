@@ -30,8 +30,9 @@ __device__ __forceinline__ char *workspace_memory(void) {
 /* Receive this rank's rows. By all threads of a block. The last block publishes the routing. If
  * flat rows are lost, the block that finishes last does so at the end. */
 __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const LatencyRole &role,
-                                        uint64_t flag) {
-    int blocks = max(1, role.blocks - 1), flat = a.route.shape.layout == EP_LAYOUT_FLAT;
+                                        const LatencyOp &op) {
+    uint64_t flag = op.flag;
+    int blocks = max(1, role.blocks - 1), flat = ep_layout_has_rows(a.route.shape.layout);
     ReceiveState state = begin_receiving(a, role.block, blocks, flag);
     if (!take_heads(a, flag, [&] { refetch_part(a, &state, flag); })) return;
     if (role.block < blocks) {
@@ -40,9 +41,9 @@ __device__ __forceinline__ void receive(const EpLatencyScatterArgs &a, const Lat
     }
     int publishes = role.block == role.blocks - 1,
         has_lost_rows = flat && flat_rows_kept(a) < flat_rows(a);
-    if (publishes && !flat) publish_routing(a);
-    if (publishes && flat && !has_lost_rows) publish_flat(a);
-    if (has_lost_rows && latency_is_last(a.latency, role)) publish_flat_kept(a);
+    if (publishes && !flat) publish_routing(a, op);
+    if (publishes && flat && !has_lost_rows) publish_flat(a, op);
+    if (has_lost_rows && latency_is_last(a.latency, role, op.flag)) publish_flat_kept(a, op);
 }
 
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     int alive = latency_enter(g, a.route.plan, l, &op);
     if (alive && role.sends && a.route.shape.merges) merge_duplicates(a);
     if (alive && role.sends) send_all(a, op);
-    uint32_t ticket = latency_ticket(l);
-    if (alive && role.receives) receive(a, role, op.flag);
+    uint32_t ticket = latency_ticket(l, op);
+    if (alive && role.receives) receive(a, role, op);
     latency_pass(g, l, op, ticket);
 }
 

@@ -13,8 +13,8 @@
  * A token's record on its way to the ranks of its experts, in units of 16 bytes: the header, the
  * row, its scales. The header has a word for each k, the same for all ranks. Its lower bits hold
  * the expert plus 1. The bits above hold the number of the source's earlier entries for that
- * expert, or, in the flat layout, of its earlier rows to that rank. If weights travel, each follows
- * its word.
+ * expert, or, where rows have one slot, of its earlier rows to that rank. If weights travel, each
+ * follows its word.
  */
 typedef struct EpRecordShape {
     int32_t header_units, row_units, scale_units;

@@ -92,7 +92,7 @@ __device__ __forceinline__ uint4 ep_unit_nan(const EpUnit<T> &x, const uint4 &co
 
 __device__ __forceinline__ void ep_store_scale(EpQuant quant, void *scales, int block,
                                                const EpQuantScale &scale) {
-    if (quant == EP_QUANT_FP8)
+    if (ep_quant_scale_type(quant) == EP_TYPE_FP32)
         ((uint32_t *)scales)[block] = scale.stored;
     else
         ((uint8_t *)scales)[block] = (uint8_t)scale.stored;

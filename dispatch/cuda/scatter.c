@@ -55,7 +55,9 @@ static void choose_receive(const EpGroup *group, EpScatterArgs *args) {
     int window =
         ep_cuda_window_find(ep_cuda(group), t->out_rows, t->out_capacity * t->row_bytes, &offset);
     args->zero_copy = !args->multiplied && window >= 0 && group->size > 1;
-    if (args->zero_copy) args->where = (uint64_t)(window + 1) << 40 | (uint64_t)(offset / 16);
+    args->paired = window >= 0 && ep_cuda(group)->windows[window].paired ? window : -1;
+    uint64_t name = args->paired >= 0 ? EP_PAIRED : (uint64_t)(window + 1);
+    if (args->zero_copy) args->where = name << 40 | (uint64_t)(offset / 16);
 }
 
 /* Returns the bytes of a quantised token's scales in the workspace, where compute warps store them
@@ -65,10 +67,12 @@ static int64_t made_scale_bytes(EpQuant quant, int64_t elements) {
     return ep_round_up(ep_quant_scales(quant, elements) * unit, 16);
 }
 
-/* A step's scales, for the narrowest type, which has the most elements per row. */
-int64_t ep_cuda_workspace_bytes(const EpPlanShape *shape, const EpGroupConfig *config) {
-    if (shape->quant == EP_QUANT_NONE || shape->mode == EP_MODE_LATENCY) return 0;
-    return shape->max_tokens * made_scale_bytes(shape->quant, config->max_row_bytes / 2);
+/* A step's scales, for the narrowest type, which has the most elements per row. Scales for 128
+ * elements have four bytes, those for 32 one, so both take as many bytes but for rounding. */
+int64_t ep_cuda_workspace_bytes(const EpGroupConfig *config) {
+    int64_t elements = config->max_row_bytes / 2;
+    return config->max_tokens * ep_max(made_scale_bytes(EP_QUANT_FP8, elements),
+                                       made_scale_bytes(EP_QUANT_MXFP8, elements));
 }
 
 /* Rows are quantised in shared memory, in whole blocks of elements. Returns the number of bytes
@@ -77,7 +81,7 @@ static int64_t describe_quantising(const EpHandle *handle, EpScatterArgs *args) 
     EpScatterTensors *t = &args->t;
     int64_t size = (int64_t)ep_type_bytes(t->source_type);
     if (t->quant <= EP_QUANT_NONE) return 16;
-    args->made_scales = handle->workspace;
+    args->made_scales = ep_cuda(handle->group)->workspace;
     args->scale_stride = made_scale_bytes(t->quant, t->row_elements);
     args->send.shrink = size == 4 ? 2 : 1;
     t->scales = args->made_scales;
@@ -88,23 +92,22 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     if (ep_handle_is_latency(handle)) return ep_cuda_latency_scatter(handle, s);
     const EpGroup *group = handle->group;
     const EpCuda *cuda = ep_cuda(group);
-    const EpCudaHandle *state = handle->backend_state;
     const EpScatterTensors *t = &s->t;
-    int64_t weights = t->carries_weights ? state->top_k : 0;
+    int64_t weights = t->carries_weights ? s->top_k : 0;
     EpScatterArgs args = {.group = ep_cuda_launch_group(handle),
-                          .plan = ep_cuda_plan(handle),
+                          .plan =
+                              ep_cuda_plan(handle, s->plan, s->top_k, s->num_rows, t->num_slots),
                           .shape = handle->shape,
                           .t = *t,
                           .record = ep_record(t->row_bytes, weights, t->scale_bytes),
-                          .top_k = (int32_t)state->top_k,
+                          .top_k = (int32_t)s->top_k,
                           .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
                           .scale_stride = t->scale_bytes};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
     if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    const int64_t agreed[] = {state->top_k, t->row_bytes, t->type, t->scale_bytes,
-                              t->carries_weights};
+    const int64_t agreed[] = {s->top_k, t->row_bytes, t->type, t->scale_bytes, t->carries_weights};
     args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
                                                   .args = &args,

@@ -61,20 +61,26 @@ __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, 
         zero_bytes(out + i * step, rows * map.element_bytes, z);
 }
 
-__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
-    if (begin >= end) return;
-    for (int64_t at = begin * a.t.row_bytes + z.index * 16; at < end * a.t.row_bytes;
-         at += z.count * 16)
-        *(uint4 *)(a.t.out_rows + at) = make_uint4(0, 0, 0, 0);
-    int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.t.carries_weights ? a.top_k : 1;
-    if (a.t.out_weights)
-        zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
+__device__ void set_no_experts(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     for (int64_t i = begin * a.top_k + z.index; a.t.out_idx && i < end * a.top_k; i += z.count) {
         if (a.t.idx_type == EP_TYPE_INT64)
             ((int64_t *)a.t.out_idx)[i] = -1;
         else
             ((int32_t *)a.t.out_idx)[i] = -1;
     }
+}
+
+__device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
+    begin = max(begin, (int64_t)0), end = min(end, a.t.out_capacity);
+    if (begin >= end) return;
+    set_no_experts(a, begin, end, z);
+    if (a.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
+    for (int64_t at = begin * a.t.row_bytes + z.index * 16; at < end * a.t.row_bytes;
+         at += z.count * 16)
+        *(uint4 *)(a.t.out_rows + at) = make_uint4(0, 0, 0, 0);
+    int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.t.carries_weights ? a.top_k : 1;
+    if (a.t.out_weights)
+        zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
     if (a.t.scale_bytes) zero_scales(a, begin, end, z);
 }
 
@@ -88,7 +94,7 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
         zero_slots(a, offset + a.plan.expert_counts[e], end, z);
     }
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
-    if (batched || !s.zero_tail || rows <= 0) return;
+    if (batched || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;
     int64_t begin = tail + role.index * rows;
     zero_slots(a, begin, min(begin + rows, a.t.out_capacity), z);
@@ -159,7 +165,7 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
         ep_leave(a.group, epoch, 0);
         return;
     }
-    ep_arrive(a.group, epoch, a.where);
+    ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
     if (role.receives)
         receive(a, shared, epoch, role);
     else

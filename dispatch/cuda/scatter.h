@@ -24,6 +24,7 @@ typedef struct EpScatterArgs {
     char *made_scales;    /**< workspace for the scales of quantised rows */
     int32_t zero_copy;    /**< whether senders store rows into t.out_rows directly */
     uint64_t where;       /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
+    int32_t paired;       /**< number of the paired window that t.out_rows are in; -1: in none */
 } EpScatterArgs;
 
 #ifdef __cplusplus

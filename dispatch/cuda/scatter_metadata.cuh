@@ -15,16 +15,17 @@ __device__ __forceinline__ int has_metadata(const EpScatterArgs &a) {
     return a.t.carries_weights || a.t.scale_bytes || a.t.out_idx;
 }
 
-/* Store the local experts and weights of a flat row. By a warp. */
+/* Store the experts and weights of a flat row. By a warp. */
 __device__ __forceinline__ void store_flat_metadata(const EpScatterArgs &a, int64_t row, int expert,
                                                     float weight, int lane) {
     int64_t at = row * a.top_k + lane;
     if (row < 0 || lane >= a.top_k) return;
     if (a.t.carries_weights) a.t.out_weights[at] = expert >= 0 ? weight : 0;
+    int id = expert >= 0 ? expert + a.t.first_id : -1;
     if (a.t.out_idx && a.t.idx_type == EP_TYPE_INT64)
-        ((int64_t *)a.t.out_idx)[at] = expert;
+        ((int64_t *)a.t.out_idx)[at] = id;
     else if (a.t.out_idx)
-        ((int32_t *)a.t.out_idx)[at] = expert;
+        ((int32_t *)a.t.out_idx)[at] = id;
 }
 
 /* Copy a row of scales, in words, to the target `to` of each lane where that is not NULL. Word i

@@ -14,7 +14,11 @@
 __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int source, int row,
                                                 int leader_slot) {
     const EpCudaGroup &g = a.group;
-    if (source == g.rank) return a.t.rows + a.plan.own_token[row] * a.t.row_bytes;
+    if (source == g.rank) {
+        int64_t token = a.plan.own_token[row];
+        return (uint64_t)token < (uint64_t)a.plan.use.num_rows ? a.t.rows + token * a.t.row_bytes
+                                                               : NULL;
+    }
     if (a.zero_copy) return a.t.out_rows + leader_slot * a.t.row_bytes;
     return ep_ring(g, g.rank, source, row);
 }
@@ -75,15 +79,17 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
                               int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
-    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
+    auto await = [&](const RowBatch &r) {
         int waits = r.valid && t.k == 0 && r.source != g.rank;
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
-        if (!__all_sync(~0u, alive)) return 0;
+        return __all_sync(~0u, alive);
+    };
+    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
         post_row(a, p, t, number, r, weight);
-        return 1;
     };
     pipeline_end(
-        p, t, walk_rows(a, rows, t, RECEIVERS, blocks, a.receive.pieces, a.multiplied != 0, post));
+        p, t,
+        walk_rows(a, rows, t, RECEIVERS, blocks, a.receive.pieces, a.multiplied != 0, await, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
@@ -94,10 +100,9 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     int lane = threadIdx.x % 32;
     const char *record = ep_ring(g, g.rank, source, row);
     MetadataEntry metadata = {-1, -1, 0, NULL};
-    if (lane < a.top_k) {
-        metadata.slot = ep_slot(a.plan, g, a.shape, a.top_k, source, row, lane);
-        metadata.expert = ep_route(a.plan, g, a.top_k, source, row, lane);
-    }
+    if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
+    if (lane < a.top_k && a.shape.layout == EP_LAYOUT_FLAT)
+        metadata.expert = ep_flat_expert(a.plan, a.top_k, source, row, lane);
     if (lane < a.top_k && a.t.carries_weights)
         metadata.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     spread_metadata(a, metadata, record + a.record.scales);

@@ -12,18 +12,33 @@
 
 /** Where rows go on each rank. */
 typedef struct ReceiveRows {
-    char *rows[EP_CUDA_MAX_RANKS]; /* of each rank, as mapped here; NULL: into the ring */
+    char *rows[EP_CUDA_MAX_RANKS];    /* of each rank, as mapped here; NULL: into the ring */
+    int64_t count[EP_CUDA_MAX_RANKS]; /* of rows there, which no slot may exceed */
 } ReceiveRows;
 
-/* Wait for all ranks' arrivals, which say where their rows go. By a warp. Returns 0 on failure. */
-__device__ __forceinline__ int await_receivers(const EpCudaGroup &g, ReceiveRows *receivers,
+/* Wait for all ranks' arrivals, which say where their rows go. By a warp. Returns 0 on failure,
+ * also if rows go to a window that this rank has not adopted or, where it is paired, receives not
+ * in. Its address may be stored meanwhile
+ * (bootstrap/cuda/adopt.c), so the load is not one of constants. */
+__device__ __forceinline__ int await_receivers(const EpScatterArgs &a, ReceiveRows *receivers,
                                                uint32_t epoch) {
-    return ep_await_arrivals(g, epoch, [&](int r, uint64_t where) {
-        int window = (int)(where >> 40) - 1;
-        uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16;
-        receivers->rows[r] =
-            window >= 0 ? g.peers[window * EP_CUDA_MAX_RANKS + r] + offset : (char *)NULL;
+    const EpCudaGroup &g = a.group;
+    int known = 1;
+    int alive = ep_await_arrivals(g, epoch, [&](int r, uint64_t where) {
+        int window = (int)(where >> 40) - 1, named = window;
+        if (named == EP_PAIRED - 1) window = a.paired;
+        uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16, part = 0;
+        if (window >= 0)
+            part = ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
+        receivers->rows[r] = part ? (char *)(part + offset) : (char *)NULL;
+        receivers->count[r] = part ? ep_await_rows(g, r, epoch) : 0;
+        known &= receivers->count[r] >= 0;
+        if (named < 0 || part) return;
+        int id = named == EP_PAIRED - 1 ? -1 : named - EP_MAX_WINDOWS;
+        ep_report(g, EP_FAULT_WINDOW, EpAwaited{g.rank, 0, id, 0, (uint32_t)r});
+        known = 0;
     });
+    return __all_sync(~0u, known) && alive;
 }
 
 /* Whether rows are not multiplied. Own rows then go from here straight to their slots; otherwise
@@ -47,7 +62,7 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
     char *rows = receivers->rows[e.owner];
     if (!rows)
         *to = ep_ring(g, e.owner, g.rank, e.row);
-    else if (e.slot >= 0)
+    else if (e.slot >= 0 && e.slot < receivers->count[e.owner])
         *to = rows + e.slot * a.t.row_bytes;
     return 1;
 }
@@ -85,13 +100,13 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         char *to;
         int peer;
-        if (!arrived && !(arrived = await_receivers(a.group, receivers, epoch))) return 0;
+        if (!arrived && !(arrived = await_receivers(a, receivers, epoch))) return 0;
         if (!__all_sync(~0u, choose_target(a, receivers, epoch, e, &to, &peer))) return 0;
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
     pipeline_end(p, t, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
-    if (!arrived) await_receivers(a.group, receivers, epoch);
+    if (!arrived) await_receivers(a, receivers, epoch);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
@@ -106,9 +121,10 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
     EpEntry e = {-1, 0, -1, 0, 0};
     MetadataEntry metadata = {-1, -1, 0, NULL};
     if (has_entry) e = a.plan.entries[token * a.top_k + lane];
+    if (e.owner >= g.size) e.owner = -1;
     if (has_entry && a.t.carries_weights)
         metadata.weight = a.t.topk_weights[token * a.top_k + lane];
-    if (e.owner == g.rank && is_copy_only(a)) metadata.slot = e.slot;
+    if (e.owner == g.rank && is_copy_only(a)) metadata.slot = ep_check_slot(a.plan, e.slot);
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
@@ -159,7 +175,7 @@ __device__ __forceinline__ void quantise_piece(EpQuant quant, uint32_t stage, in
 template <typename T>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
     int blocks = p->shape.stage_bytes / (int)sizeof(T) / ep_quant_block(a.t.quant); /* of a piece */
-    int scale_bytes = a.t.quant == EP_QUANT_FP8 ? (int)sizeof(float) : 1;
+    int scale_bytes = ep_quant_scale_type(a.t.quant) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
         pipeline_wait(p->barrier[ITEM_LOADED], n);

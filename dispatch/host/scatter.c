@@ -23,9 +23,11 @@
 #define STREAM_BYTES (4 << 20)
 
 typedef struct Scatter {
+    const EpHandle *handle;
     const EpScatter *call;
     const EpScatterTensors *s;
     const EpPlanShape *shape;
+    int has_rows; /* whether a row has one slot for all its entries */
     EpPlan plan;
     EpExchange *exchange;
     const EpRowMath *math;
@@ -155,7 +157,7 @@ static void fill_slot(const Scatter *x, int64_t slot, int64_t k, const Token *t)
     if (s->takes_dots)
         s->out_weights[slot] =
             x->math->dot(s->type, s->slot_rows + slot * s->row_bytes, t->row, s->row_elements);
-    else if (s->carries_weights && x->shape->layout != EP_LAYOUT_FLAT)
+    else if (s->carries_weights && !x->has_rows)
         s->out_weights[slot] = t->weights[k];
     if (s->scale_bytes) fill_scales(x, slot, t->scales);
 }
@@ -167,14 +169,15 @@ static void write_index(void *out, EpType type, int64_t i, int32_t value) {
         ((int32_t *)out)[i] = value;
 }
 
-/* Write the local experts of a flat row and their weights. */
-static void describe_flat_row(const Scatter *x, int64_t row, const Token *t) {
+/* Write the experts of a row with one slot, and their weights. */
+static void describe_row(const Scatter *x, int32_t entry, const Token *t) {
     const EpScatterTensors *s = x->s;
-    const int32_t *experts = x->plan.row_experts + row * x->top_k;
-    for (int64_t k = 0; k < x->top_k; k++) {
-        if (s->out_idx) write_index(s->out_idx, s->idx_type, row * x->top_k + k, experts[k]);
-        if (s->carries_weights)
-            s->out_weights[row * x->top_k + k] = experts[k] >= 0 ? t->weights[k] : 0;
+    const int32_t *experts = x->plan.entry_experts + entry * x->top_k;
+    for (int64_t k = 0, at = x->plan.entry_slot[entry] * x->top_k; k < x->top_k; k++, at++) {
+        int here = experts[k] >= 0;
+        if (s->out_idx)
+            write_index(s->out_idx, s->idx_type, at, here ? experts[k] + s->first_id : -1);
+        if (s->carries_weights) s->out_weights[at] = here ? t->weights[k] : 0;
     }
 }
 
@@ -182,10 +185,9 @@ static void describe_flat_row(const Scatter *x, int64_t row, const Token *t) {
 static void fill_row(const Scatter *x, int32_t row, const Token *t) {
     const EpPlan *plan = &x->plan;
     int32_t first = plan->row_entry[row], count = plan->row_entries[row];
-    int flat = x->shape->layout == EP_LAYOUT_FLAT;
     for (int32_t i = first; i < first + count; i++) {
-        fill_slot(x, plan->entry_slot[i], flat ? 0 : plan->entry_k[i], t);
-        if (flat) describe_flat_row(x, plan->entry_slot[i], t);
+        fill_slot(x, plan->entry_slot[i], x->has_rows ? 0 : plan->entry_k[i], t);
+        if (x->has_rows) describe_row(x, i, t);
     }
 }
 
@@ -239,27 +241,41 @@ static void take_rows(Scatter *x, int32_t peer, const char *records, int64_t beg
 static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
     const EpScatterTensors *s = x->s;
     if (begin >= end) return;
-    int64_t values = x->shape->layout == EP_LAYOUT_FLAT && s->carries_weights ? x->top_k : 1;
+    int64_t values = x->has_rows && s->carries_weights ? x->top_k : 1;
     size_t count = (size_t)(end - begin);
+    for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
+        write_index(s->out_idx, s->idx_type, i, -1);
+    if (x->shape->tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
     ep_row_zero(s->out_rows + begin * s->row_bytes, count * (size_t)s->row_bytes, x->stream);
     if (s->out_weights)
         memset(s->out_weights + begin * values, 0, count * (size_t)values * sizeof(float));
     for (int64_t slot = begin; s->scale_bytes && slot < end; slot++)
         fill_scales(x, slot, NULL);
-    for (int64_t i = begin * x->top_k; s->out_idx && i < end * x->top_k; i++)
-        write_index(s->out_idx, s->idx_type, i, -1);
+}
+
+/* Zero the slots behind each source's rows in the rank-major layout. */
+static void zero_rank_tails(const Scatter *x) {
+    for (int32_t r = 0; r < x->size; r++) {
+        int64_t rows = x->plan.recv_begin[r + 1] - x->plan.recv_begin[r];
+        int64_t begin = (int64_t)r * x->shape->max_tokens;
+        zero_slots(x, begin + rows, begin + x->shape->max_tokens);
+    }
 }
 
 static void zero_padding(const Scatter *x) {
     const EpPlanShape *shape = x->shape;
     const EpPlan *plan = &x->plan;
     int batched = shape->layout == EP_LAYOUT_BATCHED;
-    for (int32_t e = 0; e < shape->num_local && shape->layout != EP_LAYOUT_FLAT; e++) {
+    if (shape->layout == EP_LAYOUT_RANK_MAJOR) {
+        if (shape->tail) zero_rank_tails(x);
+        return;
+    }
+    for (int32_t e = 0; e < shape->num_local && !x->has_rows; e++) {
         int64_t filled = plan->expert_offsets[e] + (int64_t)plan->expert_counts[e];
         int64_t end = ep_padding_end(shape, plan->expert_offsets, plan->expert_padded, e);
         zero_slots(x, filled, end);
     }
-    if (!batched && shape->zero_tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
+    if (!batched && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
@@ -267,8 +283,8 @@ static void zero_padding(const Scatter *x) {
 static EpRoundHeader expected_header(const Scatter *x) {
     const EpScatterTensors *s = x->s;
     return (EpRoundHeader){
-        .handle = x->plan.header->handle,
-        .step = (uint32_t)x->plan.header->step,
+        .handle = x->handle->id,
+        .plan = (uint32_t)x->plan.header->generation,
         .fact = {s->row_bytes, s->type, s->scale_bytes, s->carries_weights ? x->top_k : 0},
         .tokens = (int32_t)x->plan.header->num_tokens};
 }
@@ -306,11 +322,17 @@ static EpStatus run_rounds(Scatter *x) {
 
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
-    if (scatter->routing) EP_TRY(ep_host_prepare(handle, scatter->routing));
+    if (scatter->routing && scatter->phase != EP_PHASE_RECEIVE)
+        EP_TRY(ep_host_prepare(handle, scatter->routing));
     EpHost *host = ep_host(handle->group);
     const EpScatterTensors *s = &scatter->t;
-    Scatter x = {.call = scatter, .s = s, .shape = &handle->shape, .exchange = host->exchange};
-    x.plan = ep_host_plan(handle);
+    Scatter x = {.handle = handle,
+                 .call = scatter,
+                 .s = s,
+                 .shape = &handle->shape,
+                 .exchange = host->exchange};
+    x.has_rows = ep_layout_has_rows(handle->shape.layout);
+    x.plan = ep_host_plan(handle, scatter->plan);
     x.math = host->math;
     x.quantised = quantised;
     x.rank = handle->group->rank, x.size = handle->group->size;
@@ -320,7 +342,8 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     x.stream = x.plan.header->recv_rows * s->row_bytes > STREAM_BYTES;
     memcpy(x.sent, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));
     memcpy(x.received, x.plan.recv_begin, (size_t)x.size * sizeof(int32_t));
-    if (scatter->phase != EP_PHASE_BOTH) x.staging = handle->buffer;
+    if (scatter->phase != EP_PHASE_BOTH)
+        x.staging = ep_host_set(handle->group, scatter->place.slot);
     EpStatus status = EP_OK;
     if (scatter->phase != EP_PHASE_RECEIVE) {
         status = run_rounds(&x);

@@ -13,8 +13,8 @@ static const char *awaited_name(int32_t phase) {
         [EP_AWAIT_ARRIVAL] = "its arrival", [EP_AWAIT_ROUTES] = "routes",
         [EP_AWAIT_RECORD] = "data",         [EP_AWAIT_CREDIT] = "room",
         [EP_AWAIT_GRID] = "the grid",       [EP_AWAIT_HEAD] = "its head",
-        [EP_AWAIT_LINES] = "its rows"};
-    return phase >= EP_AWAIT_ARRIVAL && phase <= EP_AWAIT_LINES ? names[phase] : "?";
+        [EP_AWAIT_LINES] = "its rows",      [EP_AWAIT_WEIGHTS] = "its weights"};
+    return phase >= EP_AWAIT_ARRIVAL && phase <= EP_AWAIT_WEIGHTS ? names[phase] : "?";
 }
 
 /* Write the row that a wait for a record or a credit is about, or in latency mode the token. Other
@@ -22,7 +22,7 @@ static const char *awaited_name(int32_t phase) {
 static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes) {
     int has_row = f->awaited == EP_AWAIT_RECORD || f->awaited == EP_AWAIT_CREDIT;
     out[0] = 0;
-    if (has_row || f->awaited == EP_AWAIT_LINES)
+    if (has_row || f->awaited == EP_AWAIT_LINES || f->awaited == EP_AWAIT_WEIGHTS)
         snprintf(out, bytes, ", %s %d", has_row ? "row" : "token", f->row);
 }
 
@@ -54,69 +54,104 @@ static EpStatus report_facts(const EpGroup *group, const volatile EpCudaFailure 
                    (long long)theirs[i]);
 }
 
-/* Write what a digest says of a handle. Once this rank has more handles than a digest can tell
- * apart, that is not the whole number. */
-static void handle_name(const EpGroup *group, int32_t handle, char *out, size_t bytes) {
-    int whole = group->handles_created <= EP_DIGEST_HANDLES;
-    snprintf(out, bytes, whole ? "%d" : "%d (modulo %d)", handle, EP_DIGEST_HANDLES);
-}
-
 /* Report that another rank has entered another operation, or the same one with other sizes. */
 static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
-    int32_t own_handle = EP_DIGEST_HANDLE(f->expected), other_handle = EP_DIGEST_HANDLE(f->seen);
-    char own_name[32], other_name[32];
-    handle_name(group, own_handle, own_name, sizeof(own_name));
-    handle_name(group, other_handle, other_name, sizeof(other_name));
-    int routes = own == ep_op_prepare.code || own == ep_op_route.code;
-    if (own == other && own_handle == other_handle && routes && f->facts != f->peer_facts)
-        return report_facts(group, f, finding);
-    if (own == other && own_handle == other_handle)
+    int32_t id = EP_DIGEST_HANDLE(f->expected), other_id = EP_DIGEST_HANDLE(f->seen);
+    char place[EP_OP_PLACE_BYTES], other_place[EP_OP_PLACE_BYTES];
+    int routes = own == ep_op_prepare.code || own == ep_op_route.code, differs = 0;
+    const char *what = "";
+    if (own != other)
         return ep_fail(EP_ERR_ORDER,
-                       "rank %d: %s: expected the same sizes%s on all ranks, rank %d called it on "
-                       "handle %s with others",
-                       group->rank, finding->phase,
-                       group->handles_created > EP_DIGEST_HANDLES ? " and handle" : "", f->peer,
-                       other_name);
+                       "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s",
+                       group->rank, ep_op_name(own), ep_op_place(id, place), f->peer,
+                       ep_op_name(other), ep_op_place(other_id, other_place));
+    if (id != other_id && id && other_id) {
+        finding->expected = id, finding->seen = other_id;
+        what = "the handle's id", differs = 1;
+    } else if (routes && f->facts != f->peer_facts) {
+        return report_facts(group, f, finding);
+    } else if (!routes && f->facts != f->peer_facts && f->facts && f->peer_facts) {
+        finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
+        what = "the operation that wrote the plan", differs = 1;
+    }
+    if (differs)
+        return ep_fail(EP_ERR_ORDER, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld",
+                       group->rank, finding->phase, what, group->rank, (long long)finding->expected,
+                       f->peer, (long long)finding->seen);
     return ep_fail(EP_ERR_ORDER,
-                   "rank %d: %s: expected all ranks to call it on handle %s, rank %d called %s on "
-                   "handle %s",
-                   group->rank, ep_op_name(own), own_name, f->peer, ep_op_name(other), other_name);
+                   "rank %d: %s: expected the same sizes on all ranks, rank %d called it%s with "
+                   "others",
+                   group->rank, finding->phase, f->peer, ep_op_place(other_id, other_place));
 }
 
 /* Report that a peer has given up. As on the host, the finding names the rank that it blames. */
 static EpStatus report_peer(const EpGroup *group, const volatile EpCudaFailure *f,
                             EpFinding *finding) {
+    uint64_t why[EP_ABORT_WORDS];
+    for (int i = 0; i < EP_ABORT_WORDS; i++)
+        why[i] = f->why[i];
     finding->peer = (int32_t)f->seen, finding->expected = finding->seen = -1;
-    if (finding->peer == f->peer)
-        return ep_fail(EP_ERR_PEER,
-                       "rank %d: %s: rank %d has given up on the group for a reason of its own",
-                       group->rank, finding->phase, f->peer);
-    return ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
-                   group->rank, finding->phase, f->peer, finding->peer);
+    return ep_fail_peer(group->rank, finding->phase, f->peer, finding->peer, (const char *)why);
 }
 
-static EpPlanHeader plan_header(const volatile EpMemoryMark *m) {
-    return (EpPlanHeader){
-        .magic = m->magic, .group = m->group, .bytes = m->bytes, .handle = m->handle};
-}
-
-/* Report memory that does not hold the plan, with the host backend's sentence. */
-static EpStatus report_memory(const EpGroup *group, const volatile EpCudaFailure *f,
+/* Report rows that would go to a window which this rank has not adopted. */
+static EpStatus report_window(const EpGroup *group, const volatile EpCudaFailure *f,
                               EpFinding *finding) {
+    finding->peer = (int32_t)f->seen, finding->expected = f->row, finding->seen = -1;
+    if (f->row < 0)
+        return ep_fail(
+            EP_ERR_ORDER,
+            "rank %d: %s: expected receive rows in an adopted window (EP_WINDOW_PAIRED), "
+            "as rank %d has them, got other memory",
+            group->rank, finding->phase, finding->peer);
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: %s: expected the adopted window %d, in which rank %d receives rows, "
+                   "got none: this rank must call ep_window_adopt with id %d before the operation",
+                   group->rank, finding->phase, f->row, finding->peer, f->row);
+}
+
+/* Report a plan that is not the expected one, with the host backend's sentences. */
+static EpStatus report_plan(const EpGroup *group, const volatile EpCudaFailure *f,
+                            EpFinding *finding) {
     EpCall call = {finding->phase, group->rank};
-    EpPlanHeader expected = plan_header(&f->expected_mark), got = plan_header(&f->mark);
+    finding->peer = -1;
+    if (f->awaited == EP_PLAN_TOKENS)
+        return ep_refuse(&call, EP_ERR_SHAPE, "plan",
+                         "expected tensors of T = %d tokens, as ep_prepare had, got %d",
+                         (int)f->expected, (int)f->seen);
+    if (f->awaited == EP_PLAN_ROWS)
+        return ep_refuse(&call, EP_ERR_BUFFER_SIZE, "plan",
+                         "expected tensors of at least %d receive rows, got %d", (int)f->expected,
+                         (int)f->seen);
+    if (f->awaited == EP_PLAN_TOP_K)
+        return ep_refuse(&call, EP_ERR_HANDLE_MEMORY, "plan",
+                         "expected untouched bytes, got damaged numbers");
+    finding->expected = finding->seen = -1;
+    EpPlanHeader expected = {
+        .magic = EP_PLAN_MAGIC, .group = group->id, .config = f->expected_config};
+    EpPlanHeader got = {.magic = f->mark.magic, .group = f->mark.group, .config = f->mark.config};
     return ep_plan_check(&call, &got, f->mark.tail, &expected);
+}
+
+static EpStatus report_flight(const EpGroup *group, const volatile EpCudaFailure *f,
+                              EpFinding *finding) {
+    finding->peer = -1;
+    return ep_fail(EP_ERR_ORDER,
+                   "rank %d: %s: expected a free set of buffers, or the send phase before its "
+                   "receive phase, got more operations in flight than the group's %d sets "
+                   "(latency_sets), or a graph that was replayed out of order",
+                   group->rank, finding->phase, (int)f->expected);
 }
 
 /* The acquire orders the failure's fields, which the kernel writes before `fault`, after it. */
 static void poll_failure(EpGroup *group) {
     static EpStatus (*const report[])(const EpGroup *, const volatile EpCudaFailure *,
-                                      EpFinding *) = {[EP_FAULT_LATE] = report_timeout,
-                                                      [EP_FAULT_ORDER] = report_order,
-                                                      [EP_FAULT_PEER] = report_peer,
-                                                      [EP_FAULT_MEMORY] = report_memory};
+                                      EpFinding *) = {
+        [EP_FAULT_LATE] = report_timeout,  [EP_FAULT_ORDER] = report_order,
+        [EP_FAULT_PEER] = report_peer,     [EP_FAULT_PLAN] = report_plan,
+        [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (!fault || group->failed != EP_OK) return;

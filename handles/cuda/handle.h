@@ -11,80 +11,94 @@
 #include "runtime/cuda/cuda.h"
 #include "runtime/op.h"
 
-typedef struct EpCudaHandle {
+/** A handle's own plan: what the host knows of it. It outlives the handle, as its memory does: work
+ *  under way may still write there. Another handle takes both. */
+typedef struct EpCudaOwn {
+    struct EpCudaOwn *next; /**< in EpCuda.spare */
+    void *memory;
+    int64_t bytes, words;
     uint64_t *info;  /**< pinned, [ep_info_words]: see EpInfoWord */
     uint64_t *copy;  /**< [ep_info_words] of `info`, while it is checked */
     int32_t *number; /**< [ep_info_words] numbers of the last complete step seen */
     int64_t step;    /**< that step */
+    int64_t first;   /**< steps of earlier handles */
     int64_t awaited; /**< lowest step that the last prepare outside captures can produce */
     int issued;      /**< whether a prepare was issued, or captured */
     int64_t num_rows, top_k, exact; /**< of the last prepare issued */
-} EpCudaHandle;
+} EpCudaOwn;
 
-/** A handle's buffers in latency mode, and what it keeps for receive phases. */
+/** The group's buffers of latency mode. */
 typedef struct EpCudaLatency {
     EpCudaWindow window;
     EpLatency device;
-    EpCudaOrder order;   /**< of the phases of this handle's operations */
-    EpPrepareArgs route; /**< of the last dispatch, for its receive phase */
+    EpCudaOrder order[EP_MAX_LATENCY_SETS]; /**< of the phases of the operations that take a turn */
 } EpCudaLatency;
 
-/** Returns a handle's buffers in latency mode. */
-static inline EpCudaLatency *ep_cuda_latency(const EpHandle *handle) {
-    return handle->buffer;
-}
-
-/** Returns the pointers into a handle's plan, and the mark expected there. */
-static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle) {
+/** Returns the pointers into a plan, and what a kernel that reads it expects. `num_rows`: -1 if no
+ *  tensor of tokens is given. */
+static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle, EpPlanRef ref, int64_t top_k,
+                                      int64_t num_rows, int64_t num_slots) {
     EpCudaPlan plan;
-    ep_cuda_plan_map(&handle->shape, handle->memory, &plan);
-    plan.mark = (EpMemoryMark){EP_PLAN_MAGIC, handle->group->id, handle->bytes, handle->ordinal,
-                               EP_PLAN_MAGIC};
+    ep_cuda_plan_map(&handle->shape, ref.memory, &plan);
+    EpPlanHeader mark = ep_plan_mark(handle, top_k);
+    plan.use = (EpPlanUse){.mark = {mark.magic, mark.group, mark.config, EP_PLAN_MAGIC},
+                           .is_read = 1,
+                           .top_k = (int32_t)top_k,
+                           .num_rows = num_rows,
+                           .num_slots = num_slots};
     return plan;
 }
 
 /**
  * Pack the facts of ep_prepare, which must be equal on all ranks, into 48 bits that travel with its
- * arrival. In the order of ep_op_prepare: K, the alignment, the layout, the capacity (if batched:
- * rows per expert), the quantisation.
+ * arrival. In the order of ep_op_prepare: K, the alignment, the layout (1 .. 4 in two bits), the
+ * capacity (if batched: rows per expert), the quantisation.
  */
 static inline uint64_t ep_facts_pack(const int64_t fact[EP_OP_FACTS]) {
     int log = 0;
     while ((int64_t)1 << log < fact[1])
         log++;
-    return (uint64_t)(fact[0] | log << 6 | fact[2] << 11 | fact[4] << 13) | (uint64_t)fact[3] << 16;
+    return (uint64_t)(fact[0] | log << 6 | (fact[2] - 1) << 11 | fact[4] << 13) | (uint64_t)fact[3]
+                                                                                      << 16;
 }
 
 /** Unpack what ep_facts_pack has packed. */
 static inline void ep_facts_unpack(uint64_t facts, int64_t fact[EP_OP_FACTS]) {
     fact[0] = (int64_t)(facts & 63);
     fact[1] = (int64_t)1 << (facts >> 6 & 31);
-    fact[2] = (int64_t)(facts >> 11 & 3);
+    fact[2] = (int64_t)(facts >> 11 & 3) + 1;
     fact[3] = (int64_t)(facts >> 16);
     fact[4] = (int64_t)(facts >> 13 & 7);
 }
 
 /** Parts of the backend table; see EpBackendOps. */
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape);
-EpStatus ep_cuda_format_plan(EpHandle *handle);
-EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *call, void *memory);
-void ep_cuda_retire_plan(EpHandle *handle);
-EpStatus ep_cuda_adopt_plan(EpHandle *handle);
-EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out);
+EpStatus ep_cuda_open_plan(EpHandle *handle, const EpCall *call);
+void ep_cuda_close_plan(EpHandle *handle);
+EpStatus ep_cuda_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
+EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpPlanShape *shape);
 void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
-int64_t ep_cuda_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
-EpStatus ep_cuda_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
-void ep_cuda_close_buffers(EpHandle *handle);
+
+/** Free the plans whose handles are gone. Waits for the device. */
+void ep_cuda_free_plans(EpGroup *group);
 
 /** Returns the number of steps that kernels have reported so far. */
-int64_t ep_cuda_steps_seen(const EpHandle *handle);
+int64_t ep_cuda_steps_seen(EpCudaOwn *own);
 
-/** Note that a routing kernel was enqueued, or captured. `before`: steps reported before that. */
-void ep_cuda_routing_issued(const EpHandle *handle, const EpRouting *routing, int captured,
-                            int64_t before);
+/** Note that a routing kernel was enqueued, or captured, that writes the handle's own plan.
+ *  `before`: steps reported before that. */
+void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captured, int64_t before);
 
 /* ---- latency mode -------------------------------------------------------------------------- */
+
+/** Returns the bytes of the buffers of latency mode; 0: the group has none. */
+int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks);
+
+/** Collective, where the group has sets: open the buffers. Close them; `together`: whether all
+ * ranks do so now. */
+EpStatus ep_cuda_open_latency(EpGroup *group, const EpCall *call);
+void ep_cuda_close_latency(EpGroup *group, int together);
 
 #define EP_LATENCY_WARPS 16 /* of a block */
 #define EP_ALL_SEND 100     /* percent: all blocks send, and receive afterwards */
@@ -105,11 +119,11 @@ int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, i
 EpCudaGroup ep_cuda_launch_group(const EpHandle *handle);
 
 /** Set a routing kernel's arguments, all but the digest, from handle and routing. `facts`: values
- *  that must be equal on all ranks. */
+ *  that must be equal on all ranks. Only the kernel that completes the plan reports to the host. */
 void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
                               int64_t facts[EP_OP_FACTS]);
 
-/** Returns a hash of the operation, the handle and values that must be equal on all ranks: see
+/** Returns a hash of the operation, the handle's id and values that must be equal on all ranks: see
  *  EpArrival. */
 uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count);
 
@@ -120,8 +134,8 @@ typedef struct EpCudaLaunch {
     int blocks;
     EpStream stream;
     EpPhase phase;            /**< of an operation of latency mode; else EP_PHASE_BOTH */
-    EpCudaOrder *own;         /**< latency mode: of the phases of this handle; else NULL */
-    const EpRouting *routing; /**< of a kernel that writes a plan; else NULL */
+    EpCudaOrder *own;         /**< latency mode: of the operations of this turn; else NULL */
+    const EpRouting *routing; /**< of the first kernel that writes a plan; else NULL */
 } EpCudaLaunch;
 
 /** Returns EP_ERR_UNSUPPORTED: shared memory is too small for rows of this size. */

@@ -18,21 +18,28 @@
 /* Returns where the head of `source` for this operation lies in a rank's `window`. */
 __device__ __forceinline__ char *latency_head(const EpLatency &l, char *window, int source,
                                               int size, uint64_t flag) {
-    int index = (int)(flag & 1) * size + source;
+    int index = EP_FLAG_BUFFER(flag) * size + source;
     return window + l.layout.heads + (int64_t)index * l.layout.head_bytes;
 }
 
 __device__ __forceinline__ char *latency_record(const EpLatency &l, char *window, int source,
                                                 int size, int token, uint64_t flag) {
-    uint32_t index = ((uint32_t)(flag & 1) * size + source) * l.layout.max_tokens + token;
+    uint32_t index = (uint32_t)(EP_FLAG_BUFFER(flag) * size + source) * l.layout.max_tokens + token;
     return window + l.layout.records + (uint64_t)index * (uint32_t)l.layout.record_bytes;
+}
+
+/* Returns where the weights of a token of `source` lie in a rank's `window`. */
+__device__ __forceinline__ char *latency_weights(const EpLatency &l, char *window, int source,
+                                                 int size, int token, uint64_t flag) {
+    uint32_t index = (uint32_t)(EP_FLAG_BUFFER(flag) * size + source) * l.layout.max_tokens + token;
+    return window + l.layout.weights + (uint64_t)index * (uint32_t)l.layout.weight_bytes;
 }
 
 /* ---- begin and end ------------------------------------------------------------------------- */
 
 /* What a kernel loads at its start is loaded by threads of different warps, so that the loads
  * overlap. Thread 0 runs ep_enter. */
-#define OP_THREAD 32
+#define OP_WARP 1
 #define CLAIM_THREAD 64
 
 /** The operation under way. */
@@ -41,17 +48,41 @@ typedef struct LatencyOp {
     uint32_t number; /**< its number among the group's operations of latency mode: see ep_sent */
 } LatencyOp;
 
+/* Find the operation under way: its set, and its number there. Returns whether the set is as it
+ * must be: free for a kernel that sends, in flight for one that only receives. All words are loaded
+ * together, a set's in a lane of its own. By a warp; the result is lane 0's. */
+__device__ __forceinline__ int latency_find(const EpCudaGroup &g, const EpLatency &l,
+                                            LatencyOp *op) {
+    const volatile EpLatencyState *state = l.state;
+    const volatile EpLatencySet *own = &state->set[threadIdx.x % 32 % EP_MAX_LATENCY_SETS];
+    unsigned long long sent = own->sent, done = own->done, last = own->number;
+    uint32_t set = l.senders ? state->turn : state->set_of[l.token];
+    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
+    set %= EP_MAX_LATENCY_SETS;
+    sent = __shfl_sync(~0u, sent, set), done = __shfl_sync(~0u, done, set);
+    last = __shfl_sync(~0u, last, set);
+    if (!l.senders) number = (uint32_t)last;
+    *op = LatencyOp{EP_FLAG(done + 1, set), number};
+    return l.senders ? sent == done : sent == done + 1;
+}
+
 /** Enter an operation, as ep_enter does, and give it to all threads. Epoch 0 stands for none: in
  *  latency mode a rank that has failed once does nothing more. */
 __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
                                              const EpLatency &l, LatencyOp *op) {
     __shared__ LatencyOp shared;
-    if (threadIdx.x == OP_THREAD)
-        shared = LatencyOp{*(volatile uint64_t *)&l.state->done + 1,
-                           *(volatile uint32_t *)&g.state->sent + 1};
+    __shared__ int is_right;
+    if (threadIdx.x / 32 == OP_WARP) {
+        LatencyOp found;
+        int right = latency_find(g, l, &found);
+        if (threadIdx.x % 32 == 0) shared = found, is_right = right;
+    }
     int alive = ep_enter(g, plan, 0);
     *op = shared;
-    return alive;
+    if (__builtin_expect(!alive || is_right, 1)) return alive;
+    if (threadIdx.x == 0)
+        ep_report(g, EP_FAULT_FLIGHT, EpAwaited{g.rank, 0, 0, (uint32_t)l.sets, 0});
+    return 0;
 }
 
 /**
@@ -60,17 +91,28 @@ __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaP
  * at it at the end (latency_pass), so that no thread waits for the atomic. In other threads it
  * means nothing.
  */
-__device__ __forceinline__ uint32_t latency_ticket(const EpLatency &l) {
-    return threadIdx.x == 0 ? atomicAdd(&l.state->passed, 1u) : 0;
+__device__ __forceinline__ uint32_t *latency_tickets(const EpLatency &l, const LatencyOp &op) {
+    return l.senders ? &l.state->passed : &l.state->set[EP_FLAG_SET(op.flag)].passed;
+}
+
+__device__ __forceinline__ uint32_t latency_ticket(const EpLatency &l, const LatencyOp &op) {
+    return threadIdx.x == 0 ? atomicAdd(latency_tickets(l, op), 1u) : 0;
 }
 
 __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLatency &l,
                                              const LatencyOp &op, uint32_t ticket) {
     volatile EpLatencyState *state = l.state;
+    int set = EP_FLAG_SET(op.flag);
     if (threadIdx.x || ticket != gridDim.x - 1) return;
-    state->passed = state->claimed = 0;
-    if (l.receives) state->done = op.flag;
-    if (l.senders) *(volatile uint32_t *)&g.state->sent = op.number;
+    *(volatile uint32_t *)latency_tickets(l, op) = 0;
+    if (l.receives) state->set[set].done = EP_FLAG_NUMBER(op.flag);
+    if (!l.senders) return;
+    state->claimed = 0;
+    state->set[set].sent = EP_FLAG_NUMBER(op.flag);
+    *(volatile uint32_t *)&g.state->sent = op.number;
+    if (l.receives) return;
+    state->turn = set + 1 < l.sets ? set + 1 : 0;
+    state->set_of[l.token] = set;
 }
 
 /** Whether a block sends and receives, and its number among the receiving blocks. */
@@ -87,13 +129,15 @@ __device__ __forceinline__ LatencyRole latency_role(const EpLatency &l) {
 
 /** Returns 1 in the last receiving block, which sees what the others have stored: the fence orders
  *  that before their count. By all threads of each receiving block, at its end. */
-__device__ __forceinline__ int latency_is_last(const EpLatency &l, const LatencyRole &role) {
+__device__ __forceinline__ int latency_is_last(const EpLatency &l, const LatencyRole &role,
+                                               uint64_t flag) {
     __shared__ int is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
+        uint32_t *left = &l.state->set[EP_FLAG_SET(flag)].left;
         __threadfence();
-        is_last = atomicAdd(&l.state->left, 1u) == (unsigned)role.blocks - 1;
-        if (is_last) *(volatile uint32_t *)&l.state->left = 0;
+        is_last = atomicAdd(left, 1u) == (unsigned)role.blocks - 1;
+        if (is_last) *(volatile uint32_t *)left = 0;
     }
     __syncthreads();
     return is_last;
@@ -146,9 +190,11 @@ __device__ __forceinline__ void store_operation_number(const EpCudaGroup &g, con
     int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int r = lane; r < g.size; r += 32)
-        ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number), ep_counter(op.number, g.digest));
+        ep_store_relaxed_sys(ep_sent(g, r, g.rank, op.number),
+                             ep_counter(op.number, ep_own_operation()->digest));
     if (lane == 0)
-        *(volatile uint64_t *)&l.state->number = ep_counter((uint32_t)op.flag, op.number);
+        *(volatile uint64_t *)latency_number(l, (uint32_t)op.flag) =
+            ep_counter((uint32_t)op.flag, op.number);
 }
 
 /* Report that rank r is in another operation. Wait before that until this rank has sent all ranks
@@ -159,9 +205,11 @@ __device__ __forceinline__ void report_other_operation(const EpCudaGroup &g, con
                                                        uint64_t flag) {
     EpTimeout timeout = {0, 0};
     const EpAwaited own = {g.rank, EP_AWAIT_HEAD, 0, (uint32_t)flag, 0};
-    while ((uint32_t)(*(volatile uint64_t *)&l.state->number >> 32) != (uint32_t)flag)
+    const volatile uint64_t *number = latency_number(l, (uint32_t)flag);
+    while ((uint32_t)(*number >> 32) != (uint32_t)flag)
         if (!ep_keep_waiting(g, &timeout, own)) return;
-    ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_AWAIT_HEAD, 0, g.digest, seen}, facts);
+    ep_report(g, EP_FAULT_ORDER, EpAwaited{r, EP_AWAIT_HEAD, 0, ep_own_operation()->digest, seen},
+              facts);
 }
 
 /** Send this rank's head to rank r: unit_of(u) returns unit u, which is words 4 * u to 4 * u + 3.
@@ -183,11 +231,11 @@ __device__ __forceinline__ void send_head(const EpCudaGroup &g, const EpLatency 
         step_store_flag(to + step * EP_STEP_BYTES, flag);
 }
 
-/** Receive the head of rank r: take(u, unit u). Returns 0 if it does not come or is of another
- *  operation. By a warp. */
+/** Receive the head of rank r: take(u, unit u). Returns 0 if it does not come or, where that is to
+ *  be compared, is of another operation. By a warp. */
 template <typename Take>
 __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &l, int r, int words,
-                                         uint64_t flag, Take take) {
+                                         uint64_t flag, int compares, Take take) {
     const char *from = latency_head(l, l.own, r, g.size, flag);
     int steps = (int)ep_steps(ep_units(4 * words)), same = 1;
 #pragma unroll 1
@@ -196,7 +244,8 @@ __device__ __forceinline__ int take_head(const EpCudaGroup &g, const EpLatency &
         const StepOrigin origin = {r, EP_AWAIT_HEAD, 0};
         if (!step_await(g, l, from + step * EP_STEP_BYTES, flag, &x, origin)) return 0;
         uint4 unit = step_unpack(x);
-        if (step == 0 && threadIdx.x % 32 == 0 && unit.x != g.digest) {
+        if (step == 0 && threadIdx.x % 32 == 0 && compares &&
+            !ep_same_operation(ep_own_operation()->digest, unit.x)) {
             report_other_operation(g, l, r, unit.x, unit.y | (uint64_t)unit.z << 32, flag);
             same = 0;
         }

@@ -8,7 +8,7 @@ uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *v
     const unsigned char *byte = (const unsigned char *)values;
     for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
         hash = (hash ^ byte[i]) * 16777619u;
-    return EP_DIGEST(op->code, handle->ordinal, hash ^ hash >> 16);
+    return EP_DIGEST(op->code, handle->id, (hash ^ hash >> 16) & 0xffff);
 }
 
 static EpCudaVector vector_of(const EpTensor *t) {
@@ -34,12 +34,12 @@ EpCudaGroup ep_cuda_launch_group(const EpHandle *handle) {
 void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, EpPrepareArgs *args,
                               int64_t facts[EP_OP_FACTS]) {
     EpCuda *cuda = ep_cuda(handle->group);
-    const EpCudaHandle *state = handle->backend_state;
+    const EpCudaOwn *own = routing->plan.is_named ? NULL : handle->own_state;
     const EpPlanTensors *out = routing->out;
     EpCudaGroup group = ep_cuda_launch_group(handle);
     int32_t rows = (int32_t)routing->num_rows, partitions = group.partitions;
     *args = (EpPrepareArgs){.group = group,
-                            .plan = ep_cuda_plan(handle),
+                            .plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, 0),
                             .shape = handle->shape,
                             .owners = ep_placement_owners(&handle->group->placement),
                             .top_k = (int32_t)routing->top_k,
@@ -49,8 +49,9 @@ void ep_cuda_describe_routing(const EpHandle *handle, const EpRouting *routing, 
                             .idx_is_int64 = routing->idx_type == EP_TYPE_INT64,
                             .num_tokens = {(void *)(uintptr_t)routing->num_tokens,
                                            routing->num_tokens_type == EP_TYPE_INT64},
-                            .info = state->info,
+                            .info = own ? own->info : NULL,
                             .errors = cuda->errors};
+    args->plan.use.is_read = 0;
     if (out) {
         args->counts = vector_of(out->expert_counts);
         args->padded = vector_of(out->expert_padded);
@@ -77,7 +78,8 @@ EpStatus ep_cuda_refuse_rows(const EpGroup *group, int64_t row_bytes) {
 /* ---- launching ----------------------------------------------------------------------------- */
 
 /* Order the stream after earlier operations. Whole operations and send phases keep the group's
- * order. Receive phases follow their send phase, and the handle's next operation follows them. */
+ * order. Receive phases follow their send phase, and the next operation of this turn follows
+ * them. */
 static EpStatus enter_order(const EpHandle *handle, const EpCudaLaunch *l,
                             const EpCudaStream *stream) {
     const EpGroup *group = handle->group;
@@ -102,10 +104,11 @@ EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
     EpCudaStream stream;
     EP_TRY(ep_cuda_stream(handle->group, l->stream, &stream));
     EP_TRY(enter_order(handle, l, &stream));
-    int64_t seen = l->routing ? ep_cuda_steps_seen(handle) : 0;
+    EpCudaOwn *own = l->routing && !l->routing->plan.is_named ? handle->own_state : NULL;
+    int64_t seen = own ? ep_cuda_steps_seen(own) : 0;
     int launched = l->launch(l->args, l->blocks, stream.stream);
     EP_TRY(leave_order(handle, l, &stream, launched));
-    if (l->routing) ep_cuda_routing_issued(handle, l->routing, stream.captures, seen);
+    if (own) ep_cuda_routing_issued(own, l->routing, stream.captures, seen);
     return EP_OK;
 }
 

@@ -17,7 +17,9 @@
  *
  * Memory order. Between GPUs connected by NVLink, the 128 bytes that a warp stores to one line with
  * one instruction arrive together (NCCL's LL128 protocol relies on this): lines are `whole`, and a
- * line whose flag is here is here. Elsewhere a sender stores the data, then a fence, then the
+ * line whose flag is here is here. That it is one instruction of all lanes does not depend on the
+ * compiler: ep_store_warp_sys is one block of PTX, in which the warp converges and then stores a
+ * scalar of 16 bytes for each lane. Elsewhere a sender stores the data, then a fence, then the
  * flags; a receiver sees the flag, then a fence, then loads the data again: the same format,
  * slower.
  *
@@ -62,10 +64,18 @@ __device__ __forceinline__ uint4 step_unpack(const ulonglong2 &x) {
     return make_uint4((uint32_t)x.x, (uint32_t)(x.x >> 32), (uint32_t)high, (uint32_t)(high >> 32));
 }
 
-/** Store this lane's 16 bytes of a step at `to`, without its flag unless lines are whole. */
+static_assert(32 * sizeof(ulonglong2) == EP_STEP_BYTES, "a warp stores a step at once");
+
+/** Store this lane's 16 bytes of a step at `to`, without its flag unless lines are whole. By a
+ * warp, with the same `whole` in all lanes. */
 __device__ __forceinline__ void step_store(char *to, const ulonglong2 &x, int whole) {
     char *at = to + threadIdx.x % 32 * 16;
-    if (whole || !has_flag())
+    if (whole) {
+        ep_store_warp_sys(at, x);
+        return;
+    }
+    __syncwarp(); /* a store by some lanes alone, which whole lines forbid, fails here, too */
+    if (!has_flag())
         ep_store_relaxed_sys_pair(at, x);
     else
         ep_store_relaxed_sys((uint64_t *)at, x.x);
@@ -91,16 +101,22 @@ __device__ __forceinline__ int step_is_here(const ulonglong2 &x, uint64_t flag) 
     return __all_sync(~0u, !has_flag() || x.y == flag);
 }
 
+/** Returns the word that says which operation of the group this rank has sent last in the set of a
+ *  flag, whose lower half is given. */
+__device__ __forceinline__ uint64_t *latency_number(const EpLatency &l, uint32_t flag) {
+    return &l.state->set[EP_FLAG_SET(flag)].number;
+}
+
 /* ---- waiting ------------------------------------------------------------------------------- */
 
 /* Returns whether a rank is in throughput mode instead of its `number`th operation of latency mode;
- * `what` becomes its word. Only an operation that sends and receives can tell, since the next
+ * `what` becomes its word. Only an operation or a phase that sends can tell, since the next
  * operation waits for it. A throughput operation may run beside receive phases. */
 __device__ __forceinline__ int ep_is_in_throughput_mode(const EpCudaGroup &g,
                                                         const EpLatency &latency, int peer,
                                                         uint32_t number, uint64_t *what) {
     uint32_t next = ep_epoch(g);
-    if (!latency.senders || !latency.receives) return 0;
+    if (!latency.senders) return 0;
     *what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, next)->what);
     if (!ep_is_in_other_mode(*what, next)) return 0;
     ep_fence_sys();
@@ -108,22 +124,53 @@ __device__ __forceinline__ int ep_is_in_throughput_mode(const EpCudaGroup &g,
     return (int32_t)((uint32_t)(sent >> 32) - number) < 0;
 }
 
-/* Returns whether a peer has given up, or has entered another operation than this rank's current
- * one of latency mode; reports either. A peer may be some operations ahead. This rank reports only
- * once it has sent its own operation's number to all ranks, since it leaves afterwards. */
-static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
-                                                   int peer, uint32_t flag, int is_long) {
-    uint64_t own = *(volatile uint64_t *)&latency.state->number;
+/* Returns whether a peer has entered another operation than this rank's current one of latency
+ * mode; reports it. A peer may be some operations ahead. This rank reports only once it has sent
+ * its own operation's number to all ranks, since it leaves afterwards. */
+__device__ __forceinline__ int ep_peer_differs(const EpCudaGroup &g, const EpLatency &latency,
+                                               int peer, uint32_t flag, int is_long) {
+    uint64_t own = *(volatile uint64_t *)latency_number(latency, flag);
+    uint32_t digest = ep_own_operation()->digest;
     uint32_t number = (uint32_t)own;
     uint64_t word = ep_load_relaxed_sys(ep_sent(g, g.rank, peer, number));
-    int is_known = (uint32_t)(own >> 32) == flag, has_sent = (uint32_t)(word >> 32) == number;
-    int differs = has_sent ? (uint32_t)word != g.digest
+    /* An operation that was dropped is received without its digest. */
+    int is_known = (uint32_t)(own >> 32) == flag && EP_DIGEST_OP(digest);
+    int has_sent = (uint32_t)(word >> 32) == number;
+    int differs = has_sent ? !ep_same_operation(digest, (uint32_t)word)
                            : is_long && ep_is_in_throughput_mode(g, latency, peer, number, &word);
     if (is_known && differs) {
-        ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_AWAIT_HEAD, 0, g.digest, (uint32_t)word});
+        ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_AWAIT_HEAD, 0, digest, (uint32_t)word});
         return 1;
     }
+    return 0;
+}
+
+/* Returns whether the peer that this rank waits for has given up, or has entered another operation;
+ * reports either. In a combine that awaits weights that peer may have stopped because a third rank
+ * has entered another operation. So in a long wait this rank looks for it, too. */
+static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
+                                                   int peer, uint32_t flag, int is_long) {
+    int all = latency.awaits_weights && is_long, end = all ? g.size : peer + 1;
+#pragma unroll 1
+    for (int r = all ? 0 : peer; r < end; r++)
+        if (ep_peer_differs(g, latency, r, flag, is_long)) return 1;
     return ep_has_given_up(g, peer);
+}
+
+/* Find the rank to blame for a timeout in a combine that awaits weights. The peer that this rank
+ * waits for may itself wait for a third rank. Ranks send their number before they wait, so a rank
+ * whose number is not here has not entered the operation: then blame that one. */
+static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency &latency,
+                                           const EpAwaited &awaited) {
+    uint64_t own = *(volatile uint64_t *)latency_number(latency, awaited.expected);
+    uint32_t number = (uint32_t)own;
+    if ((uint32_t)(own >> 32) != awaited.expected) return awaited;
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        uint32_t seen = (uint32_t)(ep_load_relaxed_sys(ep_sent(g, g.rank, r, number)) >> 32);
+        if ((int32_t)(seen - number) < 0) return EpAwaited{r, EP_AWAIT_HEAD, 0, number, seen};
+    }
+    return awaited;
 }
 
 /** Which step a wait waits for: the report, if it times out. */
@@ -144,8 +191,10 @@ static __device__ __noinline__ WaitState ep_check_wait(const EpCudaGroup *g,
                                                        uint32_t expected, uint32_t seen,
                                                        uint64_t start) {
     EpTimeout timeout = {start, EP_POLLS_PER_CLOCK_READ - 1};
-    int alive = ep_keep_waiting(
-        *g, &timeout, EpAwaited{origin.source, origin.awaited, origin.row, expected, seen});
+    EpAwaited awaited = {origin.source, origin.awaited, origin.row, expected, seen};
+    if (latency->awaits_weights && start && ep_global_timer() - start >= g->timeout_ns)
+        awaited = ep_find_unsent(*g, *latency, awaited);
+    int alive = ep_keep_waiting(*g, &timeout, awaited);
     return WaitState{timeout.start,
                      alive && !ep_is_elsewhere(*g, *latency, origin.source, expected, start != 0)};
 }

@@ -11,7 +11,9 @@
  * time and have few items under way. The scheduler warps of few blocks are short of time, so they
  * claim as many tokens as they schedule at once. So do those that move small rows, of which more
  * pass in the same time. */
-static const EpGranularity coarsest = {4, EP_MAX_ACTIVE};
+#define MOST_CHUNK 4
+_Static_assert(MOST_CHUNK <= EP_MIN_RING_DEPTH, "a claim's rows fit into a ring: see device.h");
+static const EpGranularity coarsest = {MOST_CHUNK, EP_MAX_ACTIVE};
 
 static EpGranularity scale(int32_t blocks, EpGranularity large, int64_t row_bytes) {
     int64_t fold = ep_max(1, (EP_LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Plans in device memory, and the host's knowledge of them: it takes shapes from the calls that it
- * issued, and numbers from pinned memory that routing kernels write.
+ * Plans in device memory, and the host's knowledge of handles' own plans: it takes shapes from the
+ * calls that it issued, and numbers from pinned memory that routing kernels write.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -9,9 +9,23 @@
 #include "bootstrap/cuda/setup.h"
 #include "handles/cuda/handle.h"
 
+EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
+    int64_t rows = (int64_t)s->num_ranks * s->max_tokens, capacity = s->capacity;
+    if (s->mode == EP_MODE_LATENCY) return (EpRouteSizes){EP_ROUTES_DENSE, 0};
+    if (s->layout == EP_LAYOUT_FLAT)
+        return (EpRouteSizes){EP_ROUTES_FLAT, (int32_t)(capacity ? ep_min(rows, capacity) : rows)};
+    int64_t dense = rows * s->max_top_k * (int64_t)sizeof(int32_t);
+    int64_t chained = rows * (int64_t)sizeof(EpChain) + capacity * (int64_t)sizeof(int32_t);
+    if (!capacity || 2 * chained > dense) return (EpRouteSizes){EP_ROUTES_DENSE, 0};
+    return (EpRouteSizes){EP_ROUTES_CHAINED, (int32_t)capacity};
+}
+
 int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     EpArena arena = {.base = (uintptr_t)memory, .unit = 128};
+    EpRouteSizes sizes = ep_route_sizes(s);
     int64_t ranks = s->num_ranks, local = s->num_local, tokens = s->max_tokens, k = s->max_top_k;
+    int64_t rows = ranks * tokens, slots = sizes.slots;
+    int is_dense = sizes.form == EP_ROUTES_DENSE, is_chained = sizes.form == EP_ROUTES_CHAINED;
 #define TAKE(field, count) plan->field = ep_arena_array(&arena, count, sizeof(*plan->field))
     TAKE(header, 1);
     TAKE(expert_counts, local);
@@ -22,9 +36,12 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
     TAKE(tokens, ranks);
     TAKE(flat_begin, ranks);
     TAKE(begins, ranks * (tokens + 1));
-    TAKE(routes, ranks * tokens * k);
+    TAKE(routes, (is_dense ? rows : is_chained ? 0 : slots) * k);
+    TAKE(chains, is_chained ? rows : 0);
+    TAKE(next, is_chained ? slots : 0);
     TAKE(tail, 1);
 #undef TAKE
+    plan->sizes = sizes;
     return arena.bytes;
 }
 
@@ -33,64 +50,103 @@ int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
     return ep_cuda_plan_map(shape, NULL, &plan);
 }
 
-EpStatus ep_cuda_format_plan(EpHandle *handle) {
-    const EpGroup *group = handle->group;
-    size_t words = (size_t)ep_info_words(&handle->shape);
-    EpCudaHandle *state = calloc(1, sizeof(*state));
-    if (!state)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
-    handle->backend_state = state;
-    state->number = calloc(words, sizeof(*state->number));
-    state->copy = calloc(words, sizeof(*state->copy));
-    if (!state->number || !state->copy)
-        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_handle_create: out of memory", group->rank);
-    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
-                         cudaHostAlloc((void **)&state->info, words * sizeof(*state->info), 0)));
-    memset(state->info, 0, words * sizeof(*state->info));
-    EpPlanHeader header = ep_plan_header(handle);
-    EpCudaPlan plan = ep_cuda_plan(handle);
-    EP_TRY(ep_cuda_put(group, plan.header, &header, sizeof(header)));
-    return ep_cuda_put(group, plan.tail, &header.magic, sizeof(*plan.tail));
-}
+/* ---- a handle's own plan ------------------------------------------------------------------- */
 
-/* Copy both ends of the plan at `memory` to the host and check them. */
-static EpStatus check_plan_at(const EpHandle *handle, const char *name, void *memory) {
-    EpCall call = {name, handle->group->rank};
-    EpPlanHeader header, expected = ep_plan_header(handle);
-    EpCudaPlan plan;
-    uint64_t tail;
-    ep_cuda_plan_map(&handle->shape, memory, &plan);
-    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
-                         cudaMemcpy(&header, plan.header, sizeof(header), cudaMemcpyDefault)));
-    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy",
-                         cudaMemcpy(&tail, plan.tail, sizeof(tail), cudaMemcpyDefault)));
-    return ep_plan_check(&call, &header, tail, &expected);
-}
-
-/* In an operation, kernels check the handle's memory: see ep_enter. */
-EpStatus ep_cuda_check_plan(const EpHandle *handle, const char *name, void *memory) {
-    return memory == handle->memory ? EP_OK : check_plan_at(handle, name, memory);
-}
-
-void ep_cuda_retire_plan(EpHandle *handle) {
-    EpCudaHandle *state = handle->backend_state;
-    if (!state) return;
-    if (ep_nccl_bootstrap_is_pending(&handle->group->bootstrap)) {
-        handle->backend_state = NULL; /* stays allocated */
-        return;
-    }
-    (void)cudaDeviceSynchronize(); /* operations under way may still write there */
-    /* The caller may have reused its memory: write there only if it still holds this plan. */
-    EpPlanHeader dead = ep_plan_header(handle);
-    dead.magic = EP_PLAN_DEAD;
-    if (handle->owns_memory || check_plan_at(handle, "ep_handle_destroy", handle->memory) == EP_OK)
-        (void)ep_cuda_put(handle->group, handle->memory, &dead, sizeof(dead));
-    (void)cudaFreeHost(state->info);
+static void free_own(EpCudaOwn *own) {
+    (void)cudaFree(own->memory);
+    (void)cudaFreeHost(own->info);
     (void)cudaGetLastError();
-    free(state->number);
-    free(state->copy);
-    free(state);
-    handle->backend_state = NULL;
+    free(own->number);
+    free(own->copy);
+    free(own);
+}
+
+void ep_cuda_free_plans(EpGroup *group) {
+    EpCuda *cuda = ep_cuda(group);
+    while (cuda->spare) {
+        EpCudaOwn *own = cuda->spare;
+        cuda->spare = own->next;
+        group->library_bytes -= own->bytes;
+        free_own(own);
+    }
+}
+
+/* Returns the plan of a handle that is gone, if one is as large and less than twice as large. All
+ * plans of a group have as many numbers. */
+static EpCudaOwn *take_spare(EpCuda *cuda, int64_t bytes) {
+    for (EpCudaOwn **at = &cuda->spare; *at; at = &(*at)->next) {
+        EpCudaOwn *own = *at;
+        if (own->bytes < bytes || own->bytes >= 2 * bytes) continue;
+        *at = own->next;
+        return own;
+    }
+    return NULL;
+}
+
+/* Handles of several sizes may come and go at each step, so spare plans of other sizes are kept:
+ * freeing them would wait for the device. But handles that are gone must not fill it. */
+static void bound_spares(EpGroup *group) {
+    enum { MOST_SPARES = 8 };
+    int spares = 0;
+    for (const EpCudaOwn *own = ep_cuda(group)->spare; own; own = own->next)
+        spares++;
+    if (spares >= MOST_SPARES) ep_cuda_free_plans(group);
+}
+
+static EpStatus allocate_own(EpGroup *group, const EpCall *call, EpCudaOwn *own) {
+    size_t words = (size_t)own->words;
+    own->number = calloc(words, sizeof(*own->number));
+    own->copy = calloc(words, sizeof(*own->copy));
+    if (!own->number || !own->copy)
+        return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "out of memory");
+    if (cudaMalloc(&own->memory, (size_t)own->bytes) != cudaSuccess) ep_cuda_free_plans(group);
+    if (!own->memory && cudaMalloc(&own->memory, (size_t)own->bytes) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "expected %lld bytes, got none",
+                         (long long)own->bytes);
+    }
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&own->info, words * sizeof(*own->info), 0)));
+    memset(own->info, 0, words * sizeof(*own->info));
+    const EpPlanHeader none = {.magic = 0};
+    return ep_cuda_put(group, own->memory, &none, sizeof(none));
+}
+
+EpStatus ep_cuda_open_plan(EpHandle *handle, const EpCall *call) {
+    EpGroup *group = handle->group;
+    EpCudaOwn *own = take_spare(ep_cuda(group), handle->bytes);
+    if (!own) {
+        bound_spares(group);
+        own = calloc(1, sizeof(*own));
+        if (!own) return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "out of memory");
+        own->bytes = handle->bytes, own->words = ep_info_words(&handle->shape);
+        EpStatus status = allocate_own(group, call, own);
+        if (status != EP_OK) {
+            free_own(own);
+            return status;
+        }
+        group->library_bytes += own->bytes;
+    }
+    own->first = own->awaited = ep_max(own->awaited, ep_cuda_steps_seen(own));
+    own->issued = 0;
+    handle->own_state = own;
+    handle->own.memory = own->memory;
+    return EP_OK;
+}
+
+/* Work under way may still write there, and waiting for it is not for this call: the next handle of
+ * this size takes the memory. Its prepare follows that work in the group's order. */
+void ep_cuda_close_plan(EpHandle *handle) {
+    EpCudaOwn *own = handle->own_state;
+    EpCuda *cuda = ep_cuda(handle->group);
+    const EpPending *pending = &handle->pending;
+    if (!own) return;
+    if (pending->kind == EP_PENDING_DISPATCH && !pending->place.is_captured &&
+        !pending->scatter.plan.is_named)
+        own->awaited--; /* this step will never be complete */
+    own->next = cuda->spare;
+    cuda->spare = own;
+    handle->own_state = NULL, handle->own.memory = NULL;
 }
 
 /* ---- numbers ------------------------------------------------------------------------------- */
@@ -99,10 +155,9 @@ void ep_cuda_retire_plan(EpHandle *handle) {
  * numbers are not of this step. A graph that is replayed now may overwrite any word at any time, so
  * each word is read once, and what is checked is what is used. Numbers of the step before stay
  * until all of this step's are here. */
-static int copy_numbers(const EpHandle *handle, uint32_t step) {
-    EpCudaHandle *state = handle->backend_state;
+static int copy_numbers(EpCudaOwn *state, uint32_t step) {
     const volatile uint64_t *word = state->info;
-    int64_t words = ep_info_words(&handle->shape), reported = 0;
+    int64_t words = state->words, reported = 0;
     for (int64_t i = 0; i < words; i++) {
         state->copy[i] = word[i];
         reported += (uint32_t)(state->copy[i] >> 32) == step;
@@ -115,80 +170,40 @@ static int copy_numbers(const EpHandle *handle, uint32_t step) {
 
 /* Returns how many steps kernels have reported since the last complete step seen. Includes steps of
  * replayed graphs, which the host did not issue. */
-static int32_t count_new_steps(const EpCudaHandle *state) {
+static int32_t count_new_steps(const EpCudaOwn *state) {
     uint32_t step = (uint32_t)(*(const volatile uint64_t *)state->info >> 32);
     return (int32_t)(step - (uint32_t)state->step);
 }
 
 /* Update the last complete step seen. */
-static void update_step(const EpHandle *handle) {
-    EpCudaHandle *state = handle->backend_state;
+static void update_step(EpCudaOwn *state) {
     int32_t more = count_new_steps(state);
-    if (more && copy_numbers(handle, (uint32_t)state->step + (uint32_t)more)) state->step += more;
+    if (more && copy_numbers(state, (uint32_t)state->step + (uint32_t)more)) state->step += more;
 }
 
-int64_t ep_cuda_steps_seen(const EpHandle *handle) {
-    const EpCudaHandle *state = handle->backend_state;
-    return state->step + count_new_steps(state);
+int64_t ep_cuda_steps_seen(EpCudaOwn *own) {
+    return own->step + count_new_steps(own);
 }
 
 /* A captured kernel produces a step at each replay, so a capture sets no step to wait for. */
-void ep_cuda_routing_issued(const EpHandle *handle, const EpRouting *routing, int captured,
+void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captured,
                             int64_t before) {
-    EpCudaHandle *state = handle->backend_state;
-    if (!captured) state->awaited = 1 + ep_max(state->awaited, before);
-    state->issued = 1;
-    state->num_rows = routing->num_rows, state->top_k = routing->top_k;
-    state->exact = routing->num_tokens == NULL;
+    if (!captured) own->awaited = 1 + ep_max(own->awaited, before);
+    own->issued = 1;
+    own->num_rows = routing->num_rows, own->top_k = routing->top_k;
+    own->exact = routing->num_tokens == NULL;
 }
 
-/* The memory may hold the plan of an earlier step, which the caller has saved. Read the step and
- * its numbers from there. */
-EpStatus ep_cuda_adopt_plan(EpHandle *handle) {
-    EP_TRY(check_plan_at(handle, "ep_handle_bind", handle->memory));
-    EpCudaHandle *state = handle->backend_state;
-    EpCudaPlan plan = ep_cuda_plan(handle);
-    EpPlanHeader header;
-    int32_t *experts = state->number + EP_INFO_EXPERTS, local = handle->shape.num_local;
-    size_t bytes = (size_t)local * sizeof(int32_t);
-    cudaError_t error = cudaMemcpy(&header, plan.header, sizeof(header), cudaMemcpyDefault);
-    if (error == cudaSuccess)
-        error = cudaMemcpy(experts, plan.expert_counts, bytes, cudaMemcpyDefault);
-    if (error == cudaSuccess)
-        error = cudaMemcpy(experts + local, plan.expert_padded, bytes, cudaMemcpyDefault);
-    if (error == cudaSuccess)
-        error = cudaMemcpy(experts + 2 * local, plan.expert_offsets, bytes + sizeof(int32_t),
-                           cudaMemcpyDefault);
-    EP_TRY(ep_cuda_check(handle->group, "cudaMemcpy", error));
-    state->number[EP_INFO_TOKENS] = (int32_t)header.num_tokens;
-    state->number[EP_INFO_ROWS] = (int32_t)header.recv_rows;
-    state->number[EP_INFO_NEEDED] = (int32_t)header.needed_rows;
-    state->number[EP_INFO_DROPPED] = (int32_t)header.dropped_slots;
-    state->number[EP_INFO_SENT] = header.rows_sent;
-    state->number[EP_INFO_RECEIVED] = header.rows_received;
-    state->number[EP_INFO_LOCAL] = header.rows_kept;
-    for (int64_t i = 0; i < ep_info_words(&handle->shape); i++)
-        state->info[i] = (uint64_t)(uint32_t)header.step << 32 | (uint32_t)state->number[i];
-    state->step = state->awaited = header.step;
-    state->issued = header.step > 0;
-    state->num_rows = header.num_rows, state->top_k = header.top_k;
-    state->exact = header.exact_rows;
-    return EP_OK;
-}
-
-EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
-    const EpCudaHandle *state = handle->backend_state;
+static void read_own(EpCudaOwn *state, int32_t local, EpStep *out) {
     const int32_t *number = state->number;
-    if (!state->issued) return EP_OK;
-    update_step(handle);
     EpHandleInfo *info = &out->info;
-    int32_t local = handle->shape.num_local;
+    update_step(state);
     out->prepared = 1;
-    out->known = state->step > 0 && state->step >= state->awaited;
+    out->known = state->step > state->first && state->step >= state->awaited;
     out->num_rows = state->num_rows, out->exact = state->exact;
     info->top_k = state->top_k;
     info->num_local_experts = local;
-    info->step = state->step;
+    info->step = state->step - state->first;
     info->num_tokens = out->known ? number[EP_INFO_TOKENS] : 0;
     info->recv_rows = number[EP_INFO_ROWS];
     info->needed_rows = number[EP_INFO_NEEDED];
@@ -199,5 +214,18 @@ EpStatus ep_cuda_read_plan(const EpHandle *handle, EpStep *out) {
     info->expert_counts = number + EP_INFO_EXPERTS;
     info->expert_padded = number + EP_INFO_EXPERTS + local;
     info->expert_offsets = number + EP_INFO_EXPERTS + 2 * local;
+}
+
+/* Of a named plan the host reads nothing: kernels check it. */
+EpStatus ep_cuda_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out) {
+    EpCudaOwn *own = handle->own_state;
+    (void)call;
+    if (!ref.is_named) {
+        if (own->issued) read_own(own, handle->shape.num_local, out);
+        return EP_OK;
+    }
+    out->prepared = out->checked_later = out->exact = 1;
+    out->num_rows = -1;
+    out->info.top_k = ep_handle_top_k(handle);
     return EP_OK;
 }

@@ -9,41 +9,80 @@
 #include "handles/cuda/plan.h"
 #include "runtime/cuda/device.cuh"
 
-#define EP_EPOCH_THREAD 32 /* in another warp than thread 0, which checks the mark */
+#define EP_EPOCH_THREAD 32 /* in another warp than thread 0, which checks the plan */
 
-/* Read the mark from handle memory. The loads overlap. */
-__device__ __forceinline__ EpMemoryMark ep_read_mark(const EpCudaPlan &plan) {
+/* What is found in a plan. */
+typedef struct FoundPlan {
+    EpPlanMark mark;
+    uint32_t generation;
+    int64_t top_k, num_rows, num_tokens, recv_rows;
+} FoundPlan;
+
+/* Load what is checked. The loads overlap. In latency mode token tensors have all rows. */
+__device__ __forceinline__ FoundPlan ep_load_plan(const EpCudaPlan &plan) {
     const volatile EpPlanHeader *h = plan.header;
-    EpMemoryMark mark = {h->magic, h->group, h->bytes, h->handle, *(volatile uint64_t *)plan.tail};
-    return mark;
+    FoundPlan found = {{h->magic, h->group, h->config, *(volatile uint64_t *)plan.tail},
+                       (uint32_t)h->generation,
+                       h->top_k,
+                       h->num_rows,
+                       h->num_tokens,
+                       h->recv_rows};
+    return found;
 }
 
-__device__ __forceinline__ int ep_same_mark(const EpMemoryMark &a, const EpMemoryMark &b) {
-    return a.magic == b.magic && a.group == b.group && a.bytes == b.bytes && a.handle == b.handle &&
-           a.tail == b.tail;
+__device__ __forceinline__ int ep_same_mark(const EpPlanMark &a, const EpPlanMark &b) {
+    return a.magic == b.magic && a.group == b.group && a.config == b.config && a.tail == b.tail;
+}
+
+/* Returns what is wrong with a plan (EpPlanFault). Rows behind num_tokens are optional where it was
+ * given, so T may be anything from there on. */
+__device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPlan &found,
+                                             int64_t exact) {
+    if (!ep_same_mark(found.mark, use.mark)) return EP_PLAN_MARK;
+    if (found.top_k != use.top_k) return EP_PLAN_TOP_K;
+    int64_t least = exact ? found.num_rows : found.num_tokens;
+    int has_rows = exact ? use.num_rows == least : use.num_rows >= least;
+    if (found.num_tokens < 0 || (use.num_rows >= 0 && !has_rows)) return EP_PLAN_TOKENS;
+    if (found.recv_rows < 0 || found.recv_rows > use.num_slots) return EP_PLAN_ROWS;
+    return EP_PLAN_RIGHT;
+}
+
+/* Report a plan that is not the expected one. All blocks find the same. */
+static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                   int fault) {
+    const FoundPlan found = ep_load_plan(plan);
+    int64_t expected = plan.use.top_k, seen = found.top_k;
+    if (fault == EP_PLAN_TOKENS)
+        expected = plan.header->exact_rows ? found.num_rows : found.num_tokens,
+        seen = plan.use.num_rows;
+    if (fault == EP_PLAN_ROWS) expected = found.recv_rows, seen = plan.use.num_slots;
+    g.failure->mark = found.mark, g.failure->expected_config = plan.use.mark.config;
+    ep_report(g, EP_FAULT_PLAN, EpAwaited{g.rank, fault, 0, (uint32_t)expected, (uint32_t)seen});
 }
 
 /**
  * Check that the operation may run. The caller's inputs may be read before. Returns 0 if nothing
  * may be read, written or sent: this rank has failed in an earlier operation, which left plan and
- * rings void; or the handle's memory does not hold the expected plan, which fails this operation.
- * By all threads of every block, before anything else.
+ * rings void; or the plan is not the expected one, which fails this operation. By all threads of
+ * every block, before anything else.
  */
 template <typename Epoch>
 __device__ __forceinline__ int ep_enter_with(const EpCudaGroup &g, const EpCudaPlan &plan,
                                              Epoch epoch_of) {
-    int same = 1, failed = 0;
-    EpMemoryMark mark = plan.mark;
+    int fault = EP_PLAN_RIGHT, failed = 0;
     if (threadIdx.x == 0) {
-        mark = ep_read_mark(plan);
+        uint32_t generation = 0;
+        if (plan.use.is_read) {
+            FoundPlan found = ep_load_plan(plan);
+            int64_t exact = *(volatile int64_t *)&plan.header->exact_rows;
+            fault = ep_find_fault(plan.use, found, exact);
+            generation = found.generation;
+        }
         failed = ep_failed_before(g, epoch_of());
-        same = ep_same_mark(mark, plan.mark);
+        ep_set_operation(g, generation);
     }
-    if (__syncthreads_and(same && !failed)) return 1;
-    if (failed || same) return 0;
-    /* All blocks find the same; the first one reports it. */
-    g.failure->expected_mark = plan.mark, g.failure->mark = mark;
-    ep_report(g, EP_FAULT_MEMORY, EpAwaited{g.rank, 0, 0, 0, 0});
+    if (__syncthreads_and(!fault && !failed)) return 1;
+    if (fault && !failed) ep_report_plan(g, plan, fault);
     return 0;
 }
 
@@ -65,20 +104,63 @@ __device__ __forceinline__ int ep_enter_next(const EpCudaGroup &g, const EpCudaP
 
 /* ---- the plan's words ---------------------------------------------------------------------- */
 
-/** Returns entry k of a row, as its source sent it. */
-__device__ __forceinline__ int32_t ep_route(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
-                                            int source, int row, int k) {
-    return plan.routes[((int64_t)source * g.layout.max_tokens + row) * top_k + k];
+/*
+ * The words may be damaged: those that would lead outside the plan or the tensors count as none.
+ */
+
+/** Returns a slot, or -1 if the tensors have no such slot. */
+__device__ __forceinline__ int32_t ep_check_slot(const EpCudaPlan &plan, int32_t slot) {
+    return (uint64_t)(uint32_t)slot < (uint64_t)plan.use.num_slots ? slot : -1;
 }
 
-/** Returns the slot of entry k of a row, -1 for none. A flat row fills one slot, returned for k =
- *  0. */
-__device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
-                                           const EpPlanShape &shape, int top_k, int source, int row,
-                                           int k) {
-    if (shape.layout != EP_LAYOUT_FLAT) return ep_route(plan, g, top_k, source, row, k);
-    int slot = plan.flat_begin[source] + row;
-    return k == 0 && slot < plan.header->recv_rows ? slot : -1;
+/** Returns a number of tokens or of rows of one source, at most max_tokens. */
+__device__ __forceinline__ int32_t ep_check_count(const EpCudaGroup &g, int32_t count) {
+    return min(max(count, 0), g.layout.max_tokens);
+}
+
+/** Returns the local expert of entry k of a flat row, -1 for none: also where the row is lost. */
+__device__ __forceinline__ int32_t ep_flat_expert(const EpCudaPlan &plan, int top_k, int source,
+                                                  int row, int k) {
+    uint32_t slot = (uint32_t)plan.flat_begin[source] + (uint32_t)row;
+    return slot < (uint32_t)plan.sizes.slots ? plan.routes[(int64_t)slot * top_k + k] : -1;
+}
+
+/** Begin to load the slot of entry k of a row; ep_follow_chain completes it. A flat row fills one
+ *  slot, which belongs to k = 0. */
+__device__ __forceinline__ EpChain ep_load_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
+                                                int top_k, int source, int row, int k) {
+    EpChain chain = {-1, 0};
+    if (plan.sizes.form == EP_ROUTES_FLAT) {
+        int slot = plan.flat_begin[source] + row;
+        if (k == 0 && slot < plan.header->recv_rows) chain.slot = slot;
+        return chain;
+    }
+    if ((uint32_t)row >= (uint32_t)g.layout.max_tokens) return chain;
+    int64_t at = (int64_t)source * g.layout.max_tokens + row;
+    if (plan.sizes.form == EP_ROUTES_CHAINED) return plan.chains[at];
+    chain.slot = plan.routes[at * top_k + k];
+    return chain;
+}
+
+/** Returns the slot of entry k, -1 for none. Only begins to load it, so ep_check_slot is still to
+ *  come. A damaged chain goes on at the last slot. */
+__device__ __forceinline__ int32_t ep_follow_chain(const EpCudaPlan &plan, const EpChain &chain,
+                                                   int k) {
+    if (plan.sizes.form != EP_ROUTES_CHAINED) return chain.slot;
+    uint32_t last = (uint32_t)plan.sizes.slots - 1;
+    int32_t slot = chain.slot, left = __popc(chain.mask & ((1u << k) - 1));
+    if (!(chain.mask >> k & 1)) slot = -1, left = 0;
+#pragma unroll 1
+    for (; left > 0; left--)
+        slot = plan.next[min((uint32_t)slot, last)];
+    return slot;
+}
+
+/** Returns the slot of entry k of a row, -1 for none; of a flat row only for k = 0. */
+__device__ __forceinline__ int32_t ep_slot(const EpCudaPlan &plan, const EpCudaGroup &g, int top_k,
+                                           int source, int row, int k) {
+    EpChain chain = ep_load_slot(plan, g, top_k, source, row, k);
+    return ep_check_slot(plan, ep_follow_chain(plan, chain, k));
 }
 
 #endif

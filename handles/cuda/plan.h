@@ -23,9 +23,40 @@ typedef struct EpEntry {
     int32_t leader; /**< 1 for one entry of each row: the first that has a slot, if any has */
 } EpEntry;
 
+/** What a kernel that reads a plan expects of it. Nothing beyond these numbers is read or written
+ *  through a plan, whatever its memory holds. */
+typedef struct EpPlanUse {
+    EpPlanMark mark;
+    int32_t is_read; /**< 0: the kernel writes the plan, whose memory may hold anything */
+    int32_t top_k;
+    int64_t num_rows;  /**< rows of the token tensors; -1: none is given */
+    int64_t num_slots; /**< rows of the shortest tensor of slots */
+} EpPlanUse;
+
+/** How a plan stores the entries of the rows that arrive. */
+typedef enum EpRouteForm {
+    EP_ROUTES_DENSE,  /**< [R, max_tokens, K]: the slot of each entry of each row; where rows have
+                           one slot (latency mode), its local expert */
+    EP_ROUTES_FLAT,   /**< [slots, K]: the local experts of each row that has a slot */
+    EP_ROUTES_CHAINED /**< for each row its first slot, for each slot the row's next one */
+} EpRouteForm;
+
+/** The form of a plan's routes, which follows from its shape alone. */
+typedef struct EpRouteSizes {
+    EpRouteForm form;
+    int32_t slots; /**< FLAT: that have routes; CHAINED: that have a next one; else 0 */
+} EpRouteSizes;
+
+/** A row's slots as a chain, by ascending k. */
+typedef struct __attribute__((aligned(8))) EpChain {
+    int32_t slot;  /**< the first one, which leads to the others */
+    uint32_t mask; /**< bit k: entry k has a slot */
+} EpChain;
+
 /** The plan in device memory. */
 typedef struct EpCudaPlan {
-    EpMemoryMark mark; /**< expected at both ends of an undamaged plan */
+    EpPlanUse use;
+    EpRouteSizes sizes;
     EpPlanHeader *header;
     int32_t *expert_counts;  /**< [L] */
     int32_t *expert_padded;  /**< [L] */
@@ -36,10 +67,18 @@ typedef struct EpCudaPlan {
     int32_t *flat_begin;     /**< [R] FLAT: where each rank's rows begin in the receive buffer */
     int32_t *begins;         /**< [R, max_tokens + 1] rows produced here by the tokens before each
                                   token of a rank; at the end, by all of them */
-    int32_t *routes;         /**< [R, max_tokens, K] entries of each row: slot, or in the FLAT
-                                  layout local expert; -1: none */
+    int32_t *routes;         /**< DENSE, FLAT: see EpRouteForm; -1: none */
+    EpChain *chains;         /**< CHAINED: [R, max_tokens] */
+    int32_t *next;           /**< CHAINED: [slots] of each slot but the last of its row */
     uint64_t *tail;          /**< repeats the magic */
 } EpCudaPlan;
+
+/**
+ * Returns the form of a plan's routes. A capacity bounds them: FLAT rows without a slot have none,
+ * and chains take 8 bytes for each row and 4 for each slot. Who reads a chain waits for each slot
+ * in turn, so there are chains only where they take half of what dense routes do, or less.
+ */
+EpRouteSizes ep_route_sizes(const EpPlanShape *shape);
 
 /** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
 int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
@@ -86,7 +125,7 @@ typedef struct EpPrepareArgs {
     EpCudaVector counts, padded, offsets, totals, source_counts;
     EpCudaVector recv_rows, needed_rows, dropped_slots, source_rows;
     int32_t has_offset_end;    /**< whether offsets has L + 1 elements */
-    uint64_t *info;            /**< pinned [ep_info_words] */
+    uint64_t *info;            /**< pinned [ep_info_words] of a handle's own plan; else NULL */
     EpCudaAsyncErrors *errors; /**< pinned */
 } EpPrepareArgs;
 

@@ -56,8 +56,9 @@ __device__ void count_kept_entries(const EpPrepareArgs &a, const Partition *p) {
     clear_sources(a);
     __syncthreads();
     for (int r = 0; r < a.group.size; r++) {
-        int64_t rows = min((int64_t)p->ranks->incoming[r], kept - a.plan.flat_begin[r]);
-        const int32_t *routes = a.plan.routes + (int64_t)r * a.group.layout.max_tokens * k;
+        int64_t begin = a.plan.flat_begin[r];
+        int64_t rows = min((int64_t)p->ranks->incoming[r], kept - begin);
+        const int32_t *routes = a.plan.routes + begin * k;
         for (int i = threadIdx.x; i < rows * k; i += PREPARE_THREADS) {
             int local = __ldcg(routes + i);
             if (local < 0) continue;
@@ -86,20 +87,20 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Partition *p, uint32
     if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? own_total(a, p) : NULL);
     __syncthreads();
     if (all_kept) publish_counted_sources(a, p, epoch);
-    publish_flat_source_rows(a, *(volatile int64_t *)&a.plan.header->recv_rows, [&](int source) {
-        int last = a.group.size - 1;
-        return source <= last ? a.plan.flat_begin[source]
-                              : a.plan.flat_begin[last] + p->ranks->incoming[last];
-    });
+    publish_flat_source_rows(
+        a, *(volatile int64_t *)&a.plan.header->recv_rows,
+        [&](int source) { return a.plan.flat_begin[source]; },
+        [&](int source) { return p->ranks->incoming[source]; });
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens);
+    if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens, epoch);
 }
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-template <int FLAT>
+template <int FORM>
 __device__ __forceinline__ void prepare_partition(const EpPrepareArgs &a, Partition *p,
                                                   const Index &index, uint32_t epoch) {
+    constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     Own o = count_entries(a, p, index, epoch);
     int alive = exchange_counts(a, p, epoch);
     number_entries(a, p, &o);
@@ -110,8 +111,8 @@ __device__ __forceinline__ void prepare_partition(const EpPrepareArgs &a, Partit
     for (int r = threadIdx.x / 32; r < a.group.size && !FLAT; r += PREPARE_WARPS)
         lay_slabs(a, p, r);
     if (!FLAT) __syncthreads();
-    store_entries<FLAT>(a, p, o, epoch);
-    receive_plan(a, p, epoch);
+    store_entries<FORM>(a, p, o, epoch);
+    receive_plan<FORM>(a, p, epoch);
 }
 
 template <int FLAT>
@@ -127,7 +128,7 @@ __device__ __forceinline__ void publish_partitions(const EpPrepareArgs &a, Parti
     __syncthreads();
     publish_counted_sources(a, p, epoch);
     __syncthreads();
-    if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens);
+    if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens, epoch);
 }
 
 __device__ __forceinline__ Partition open_partition(const EpPrepareArgs &a, uint4 *memory) {
@@ -149,7 +150,8 @@ __device__ __forceinline__ Partition open_partition(const EpPrepareArgs &a, uint
 }
 
 /* Load the first indices before ep_enter, so that its loads and these overlap. */
-template <int FLAT> __device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
+template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
+    constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     Partition p = open_partition(a, memory);
     Index index = load_own_index(a, &p, p.begin);
     uint32_t epoch;
@@ -161,7 +163,7 @@ template <int FLAT> __device__ __forceinline__ void prepare(const EpPrepareArgs 
     if (is_publisher(a, &p))
         publish_partitions<FLAT>(a, &p, epoch);
     else
-        prepare_partition<FLAT>(a, &p, index, epoch);
+        prepare_partition<FORM>(a, &p, index, epoch);
     if (ep_leave(a.group, epoch, FLAT || p.ranks->has_bad) != EP_LAST_PUBLISHES) return;
     if (threadIdx.x == 0) report_all_bad_indices(a);
     if (FLAT) complete_flat(a, &p, epoch);
@@ -170,17 +172,24 @@ template <int FLAT> __device__ __forceinline__ void prepare(const EpPrepareArgs 
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_slabs(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<0>(a, ep_keep_shared(memory));
+    prepare<EP_ROUTES_DENSE>(a, ep_keep_shared(memory));
+}
+
+__global__ void __launch_bounds__(PREPARE_THREADS)
+    prepare_chained(const __grid_constant__ EpPrepareArgs a) {
+    extern __shared__ uint4 memory[];
+    prepare<EP_ROUTES_CHAINED>(a, ep_keep_shared(memory));
 }
 
 __global__ void __launch_bounds__(PREPARE_THREADS)
     prepare_flat(const __grid_constant__ EpPrepareArgs a) {
     extern __shared__ uint4 memory[];
-    prepare<1>(a, ep_keep_shared(memory));
+    prepare<EP_ROUTES_FLAT>(a, ep_keep_shared(memory));
 }
 
 extern "C" int ep_cuda_open_prepare(int shared_bytes) {
     int error = ep_open_kernel(prepare_slabs, shared_bytes);
+    if (!error) error = ep_open_kernel(prepare_chained, shared_bytes);
     return error ? error : ep_open_kernel(prepare_flat, shared_bytes);
 }
 
@@ -189,6 +198,9 @@ extern "C" int ep_cuda_launch_prepare(const void *args, int blocks, void *stream
     static_assert(sizeof(RankTables) <= EP_RANK_TABLES_BYTES, "groups are created by this size");
     static_assert(PREPARE_WARPS == EP_PREPARE_WARPS, "groups are created by this number");
     size_t shared = (size_t)ep_cuda_prepare_shared(a->group.num_experts, a->group.size);
-    auto kernel = a->shape.layout == EP_LAYOUT_FLAT ? prepare_flat : prepare_slabs;
+    EpRouteForm form = a->plan.sizes.form;
+    auto kernel = form == EP_ROUTES_FLAT      ? prepare_flat
+                  : form == EP_ROUTES_CHAINED ? prepare_chained
+                                              : prepare_slabs;
     return ep_launch(kernel, blocks, PREPARE_THREADS, shared, stream, *a);
 }

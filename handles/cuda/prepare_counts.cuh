@@ -110,7 +110,7 @@ __device__ __forceinline__ int keep_waiting_for_grid(const EpCudaGroup &g, EpTim
 /* Send this rank's arrival and facts to all ranks, a thread for each. Orders no other store. */
 __device__ __forceinline__ void send_arrivals(const EpCudaGroup &g, uint32_t epoch) {
     int r = PREPARE_THREADS - 1 - threadIdx.x;
-    if (r < g.size) ep_send_arrival(g, r, epoch, g.facts);
+    if (r < g.size) ep_send_arrival(g, r, epoch, g.facts, 0);
 }
 
 /* Four columns of two partitions. */

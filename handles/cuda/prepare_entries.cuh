@@ -123,9 +123,10 @@ __device__ __forceinline__ void store_entry(const EpPrepareArgs &a, int64_t i, c
 }
 
 /* Store the entries of a chunk into the plan and send their routes to their owners. */
-template <int FLAT>
+template <int FORM>
 __device__ __forceinline__ void store_chunk(const EpPrepareArgs &a, const Partition *p,
                                             const Own &o, int first, uint32_t epoch) {
+    constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     const EpCudaGroup &g = a.group;
     int token = own_token(p, first), k = own_k(p), row = 0, slot = -1, expert = -1;
     const uint32_t *to = NULL;
@@ -148,12 +149,12 @@ __device__ __forceinline__ void store_chunk(const EpPrepareArgs &a, const Partit
 
 /* Store and send all entries of the partition. Those of the first chunk are numbered, and its
  * begins sent, already. */
-template <int FLAT>
+template <int FORM>
 __device__ __forceinline__ void store_entries(const EpPrepareArgs &a, Partition *p, Own o,
                                               uint32_t epoch) {
 #pragma unroll 1
     for (int first = p->begin; first < p->end; first += p->chunk_tokens) {
-        store_chunk<FLAT>(a, p, o, first, epoch);
+        store_chunk<FORM>(a, p, o, first, epoch);
         if (first != p->begin) send_begins(a, p, o, first, epoch);
         if (first + p->chunk_tokens >= p->end) return;
         Index index = load_own_index(a, p, first + p->chunk_tokens);
@@ -200,29 +201,81 @@ __device__ __forceinline__ int await_routes(const EpPrepareArgs &a, int from,
     return late < 0;
 }
 
+/* Set end[j] to the words of the routes of source from + j. Returns the most of them. */
+__device__ __forceinline__ int count_words(const EpPrepareArgs &a, const Partition *p, int from,
+                                           int end[SOURCES_AT_ONCE]) {
+    int most = 0;
+#pragma unroll
+    for (int j = 0; j < SOURCES_AT_ONCE; j++) {
+        end[j] = from + j < a.group.size ? p->ranks->incoming[from + j] * a.top_k : 0;
+        most = max(most, end[j]);
+    }
+    return most;
+}
+
 /* Copy this block's part of some sources' routes from the window into the plan, and reset the
- * window's words to 0. Returns 0 on timeout. */
+ * window's words to 0. Flat routes of all sources lie behind each other, these from word *begin on,
+ * which moves past them; rows without a slot have none. Returns 0 on timeout. */
+template <int FLAT>
 __device__ __forceinline__ int receive_routes(const EpPrepareArgs &a, const Partition *p, int from,
-                                              uint32_t epoch) {
+                                              uint32_t epoch, int *begin) {
     const EpCudaGroup &g = a.group;
     int64_t stride = (int64_t)g.layout.max_tokens * a.top_k;
     uint32_t *routes = routes_of(a, g.rank, from, epoch);
-    int32_t *stored = a.plan.routes + from * stride;
-    int end[SOURCES_AT_ONCE], most = 0;
-#pragma unroll
-    for (int j = 0; j < SOURCES_AT_ONCE; j++) {
-        end[j] = from + j < g.size ? p->ranks->incoming[from + j] * a.top_k : 0;
-        most = max(most, end[j]);
-    }
+    int32_t *stored = a.plan.routes + (FLAT ? 0 : from * stride);
+    int end[SOURCES_AT_ONCE], most = count_words(a, p, from, end);
+    int room = a.plan.sizes.slots * a.top_k;
 #pragma unroll 1
     for (int i = first_word(a, p); i < most; i += word_stride(a)) {
         uint32_t words[SOURCES_AT_ONCE];
+        int at = *begin + i;
         if (!await_routes(a, from, routes, i, end, words)) return 0;
 #pragma unroll
-        for (int j = 0; j < SOURCES_AT_ONCE; j++) {
+        for (int j = 0; j < SOURCES_AT_ONCE; at += end[j++]) {
             if (i >= end[j]) continue;
-            stored[j * stride + i] = (int32_t)(words[j] - 2);
+            if (!FLAT) stored[j * stride + i] = (int32_t)(words[j] - 2);
+            if (FLAT && at < room) stored[at] = (int32_t)(words[j] - 2);
             routes[j * stride + i] = 0;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SOURCES_AT_ONCE; j++)
+        *begin += end[j];
+    return 1;
+}
+
+/* Store the chain of a team's row into the plan. Lane k of the team has the slot of entry k, -1:
+ * none. By a warp. */
+__device__ __forceinline__ void store_chain(const EpPrepareArgs &a, const Partition *p, int64_t row,
+                                            int has_row, int slot) {
+    unsigned slots = __ballot_sync(~0u, slot >= 0) & team_lanes(p);
+    unsigned later = slots & ~1u << threadIdx.x % 32;
+    int first = __shfl_sync(~0u, slot, max(0, first_lane(slots)));
+    int next = __shfl_sync(~0u, slot, max(0, first_lane(later)));
+    if (slot >= 0 && later) a.plan.next[slot] = next;
+    if (has_row && own_k(p) == 0)
+        a.plan.chains[row] = EpChain{slots ? first : -1, slots >> team_begin(p)};
+}
+
+/* As receive_routes, for a plan with chains. A row is a team of lanes of one warp. */
+__device__ __forceinline__ int receive_chains(const EpPrepareArgs &a, const Partition *p, int from,
+                                              uint32_t epoch) {
+    const EpCudaGroup &g = a.group;
+    int64_t tokens = g.layout.max_tokens, stride = tokens * a.top_k;
+    uint32_t *routes = routes_of(a, g.rank, from, epoch);
+    int end[SOURCES_AT_ONCE], most = count_words(a, p, from, end), k = own_k(p);
+#pragma unroll 1
+    for (int at = first_word(a, p); ((at & ~31) >> p->team_shift) * a.top_k < most;
+         at += word_stride(a)) {
+        uint32_t words[SOURCES_AT_ONCE];
+        int row = at >> p->team_shift, i = k < a.top_k ? row * a.top_k + k : INT32_MAX;
+        if (!__all_sync(~0u, await_routes(a, from, routes, i, end, words))) return 0;
+#pragma unroll
+        for (int j = 0; j < SOURCES_AT_ONCE; j++) {
+            int slot = i < end[j] ? (int)(words[j] - 2) : -1;
+            if ((uint32_t)slot >= (uint32_t)a.plan.sizes.slots) slot = -1;
+            store_chain(a, p, (from + j) * tokens + row, i < end[j], slot);
+            if (i < end[j]) routes[j * stride + i] = 0;
         }
     }
     return 1;
@@ -280,11 +333,18 @@ __device__ __forceinline__ int receive_begins(const EpPrepareArgs &a, const Part
 
 /* Copy this block's part of all begins and routes into the plan: begins first, since ranks send
  * them first. */
+template <int FORM>
 __device__ __forceinline__ void receive_plan(const EpPrepareArgs &a, const Partition *p,
                                              uint32_t epoch) {
+    int begin = 0;
 #pragma unroll 1
-    for (int from = 0; from < a.group.size; from += SOURCES_AT_ONCE)
-        if (!receive_begins(a, p, from, epoch) || !receive_routes(a, p, from, epoch)) return;
+    for (int from = 0; from < a.group.size; from += SOURCES_AT_ONCE) {
+        if (!receive_begins(a, p, from, epoch)) return;
+        int alive = FORM == EP_ROUTES_CHAINED
+                        ? receive_chains(a, p, from, epoch)
+                        : receive_routes<FORM == EP_ROUTES_FLAT>(a, p, from, epoch, &begin);
+        if (!alive) return;
+    }
 }
 
 #endif

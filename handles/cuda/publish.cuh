@@ -70,14 +70,16 @@ __device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long 
 
 /* ---- results for the host ------------------------------------------------------------------ */
 
-/* Returns the number of the step under way. Call it before publish_step. */
+/* Returns the number of the step under way, among those of a handle's own plan; 0 for a named plan,
+ * whose memory may hold anything, and whose numbers go to the caller alone. Call it before
+ * publish_step. */
 __device__ __forceinline__ int64_t step_under_way(const EpPrepareArgs &a) {
-    return *(volatile int64_t *)&a.plan.header->step + 1;
+    return a.info ? *(volatile int64_t *)&a.plan.header->step + 1 : 0;
 }
 
 __device__ __forceinline__ void publish_word(const EpPrepareArgs &a, int64_t step, int word,
                                              int64_t value) {
-    ((volatile uint64_t *)a.info)[word] = (uint64_t)step << 32 | (uint32_t)value;
+    if (a.info) ((volatile uint64_t *)a.info)[word] = (uint64_t)step << 32 | (uint32_t)value;
 }
 
 /* Publish the rows sent to other ranks, received from them, and kept on this rank. */
@@ -195,8 +197,9 @@ __device__ inline void publish_slabs(const EpPrepareArgs &a, int64_t step, const
     publish_offset_end(a, step, rows);
 }
 
-/* Publish the entries of each expert in flat rows: total[L], or the plan's counts where it is NULL;
- * and the offsets that a permutation by expert would have. By a warp. */
+/* Publish the entries of each expert in rows with one slot (FLAT, RANK_MAJOR): total[L], or the
+ * plan's counts where it is NULL; and the offsets that a permutation by expert would have. By a
+ * warp. */
 __device__ inline void publish_flat_experts(const EpPrepareArgs &a, int64_t step,
                                             const int32_t *total) {
     int local = a.shape.num_local, lane = threadIdx.x, offset = 0;
@@ -243,16 +246,18 @@ template <typename Count> __device__ void publish_sources(const EpPrepareArgs &a
             left -= count;
         }
     }
-    if (a.shape.layout != EP_LAYOUT_FLAT) publish_source_rows(a, count_of);
+    if (!ep_layout_has_rows(a.shape.layout)) publish_source_rows(a, count_of);
 }
 
-/* Publish the flat rows of each source, of which the first `kept` of all are kept; begin_of(source)
- * is where its rows begin, for source R where all end. By all threads of a block. */
-template <typename Begin>
-__device__ void publish_flat_source_rows(const EpPrepareArgs &a, int64_t kept, Begin begin_of) {
-    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x)
-        store_integer(a.source_rows, s,
-                      min(kept, (int64_t)begin_of(s + 1)) - min(kept, (int64_t)begin_of(s)));
+/* Publish the rows of each source, where rows have one slot: rows_of(source) from slot
+ * begin_of(source) on. Slots from `kept` on are lost. By all threads of a block. */
+template <typename Begin, typename Rows>
+__device__ void publish_flat_source_rows(const EpPrepareArgs &a, int64_t kept, Begin begin_of,
+                                         Rows rows_of) {
+    for (int s = threadIdx.x; a.source_rows.data && s < a.group.size; s += (int)blockDim.x) {
+        int64_t left = max((int64_t)0, kept - (int64_t)begin_of(s));
+        store_integer(a.source_rows, s, min(left, (int64_t)rows_of(s)));
+    }
 }
 
 /* Clear the counts by source, for flat rows of which some are lost: their entries are counted one
@@ -274,15 +279,20 @@ __device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, 
 
 /* ---- end ----------------------------------------------------------------------------------- */
 
-/* Mark the plan as complete. By one thread, after every call of step_under_way. */
-__device__ inline void publish_step(const EpPrepareArgs &a, int64_t step, int tokens) {
+/* Mark the plan as complete. `generation`: the number of this operation. By one thread, after every
+ * call of step_under_way. */
+__device__ inline void publish_step(const EpPrepareArgs &a, int64_t step, int tokens,
+                                    uint32_t generation) {
+    const EpPlanMark &mark = a.plan.use.mark;
     volatile EpPlanHeader *h = a.plan.header;
+    h->magic = mark.magic, h->group = mark.group, h->config = mark.config;
+    h->generation = generation;
+    *a.plan.tail = mark.tail;
     h->num_tokens = tokens;
     h->num_rows = a.num_rows;
     h->top_k = a.top_k;
     h->exact_rows = a.num_tokens.data == NULL;
     h->step = step;
-    h->prepared = 1;
     publish_word(a, step, EP_INFO_TOKENS, tokens);
 }
 

@@ -45,7 +45,11 @@ __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int fi
     EpEntry none = {-1, 0, -1, 0, 0};
     int token = first + t.index;
     int valid = t.index < size && token < a.plan.header->num_tokens && t.k < a.top_k;
-    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
+    if (!valid) return none;
+    EpEntry e = a.plan.entries[(int64_t)token * a.top_k + t.k];
+    if (e.owner >= a.group.size) return none;
+    if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
+    return e;
 }
 
 /**
@@ -99,10 +103,13 @@ typedef struct RowWalk {
     int next_claim, claimer;                /* claim of the chunk after it */
 } RowWalk;
 
-/** One row for each team. `slot` is this lane's entry of its team's row, -1: none. */
+/** One row for each team. */
 typedef struct RowBatch {
     int count; /* teams that have a row */
-    int valid, source, row, slot;
+    int valid; /* whether this team has one; set last, since registers are few */
+    int source, row;
+    int slot;       /* of this lane's entry of its team's row, -1: none */
+    uint32_t chain; /* see ep_follow_chain */
 } RowBatch;
 
 /* Returns source number w of this lane, -1: none. This rank itself is the last source. */
@@ -122,8 +129,10 @@ __device__ __forceinline__ void load_next_chunk(const Args &a, RowWalk *walk, in
         int source = max(0, lane_source(a.group, w, takes_own));
         int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
         const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
-        walk->begin[w] = begins[min(walk->next_first, tokens)];
-        walk->end[w] = begins[min(walk->next_first + walk->size, tokens)];
+        int begin = begins[min(walk->next_first, tokens)];
+        int end = begins[min(walk->next_first + walk->size, tokens)];
+        walk->begin[w] = ep_check_count(a.group, begin);
+        walk->end[w] = max(walk->begin[w], ep_check_count(a.group, end));
     }
 }
 
@@ -135,7 +144,7 @@ __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, con
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
         int source = lane_source(a.group, w, takes_own);
-        int tokens = source >= 0 ? a.plan.tokens[source] : 0;
+        int tokens = source >= 0 ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
         rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
         walk.most_tokens = max(walk.most_tokens, tokens);
     }
@@ -173,17 +182,17 @@ __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int take
     return 1;
 }
 
-/* Take the next rows, one per team, and start to load their slots. */
+/* Take the next rows, one per team, and start to load their slots, or the first of them. */
 template <typename Args>
 __device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, const Team &t,
                                                int takes_own) {
-    RowBatch r = {0, 0, 0, 0, -1};
+    RowBatch r = {0, 0, 0, 0, -1, 0};
     if (!next_chunk(a, walk, takes_own)) return r;
     int at = walk->taken + t.index, low = 0, high = a.group.size - 1;
     r.count = min(t.count, walk->total - walk->taken);
-    r.valid = t.index < r.count;
+    int valid = t.index < r.count;
     walk->taken += r.count;
-    while (r.valid && low < high) {
+    while (valid && low < high) {
         int middle = (low + high) / 2;
         if (walk->rows->through[middle] > at)
             high = middle;
@@ -191,31 +200,49 @@ __device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, con
             low = middle + 1;
     }
     r.source = source_of(a.group, low);
-    if (r.valid) r.row = walk->rows->begin[low] + at - (low ? walk->rows->through[low - 1] : 0);
-    if (r.valid && t.k < a.top_k)
-        r.slot = ep_slot(a.plan, a.group, a.shape, a.top_k, r.source, r.row, t.k);
+    if (valid) r.row = walk->rows->begin[low] + at - (low ? walk->rows->through[low - 1] : 0);
+    if (valid && t.k < a.top_k) {
+        EpChain chain = ep_load_slot(a.plan, a.group, a.top_k, r.source, r.row, t.k);
+        r.slot = chain.slot, r.chain = chain.mask;
+    }
     return r;
 }
 
+/* Go on to this lane's slot where the batch has the first one of its row. */
+template <typename Args>
+__device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowBatch *r) {
+    if (a.plan.sizes.form == EP_ROUTES_CHAINED)
+        r->slot = ep_follow_chain(a.plan, EpChain{r->slot, r->chain}, t.k);
+}
+
 /**
- * Claim the rows from all ranks and pass them to `post(batch, weight, number of the team's first
- * item)`, one row per team, until post returns 0: a wait has failed. A row makes `pieces` items.
- * Returns the number of items. `takes_own`: whether rows that stay on this rank are included.
+ * Claim the rows from all ranks, one per team at a time, until a wait fails: `await(batch)` returns
+ * 0. Pass them to `post(batch, weight, number of the team's first item)`. A row makes `pieces`
+ * items. Returns the number of items. `takes_own`: whether rows that stay on this rank are
+ * included.
+ *
+ * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
+ * during `await`, and the others of chains during `post`.
  */
-template <typename Args, typename Post>
+template <typename Args, typename Await, typename Post>
 __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
                                               int claimer, int blocks, int pieces, int takes_own,
-                                              Post post) {
+                                              Await await, Post post) {
     RowWalk walk = open_rows(a, rows, t, claimer, blocks, takes_own);
     RowBatch batch = take_batch(a, &walk, t, takes_own);
+    follow_chains(a, t, &batch);
     uint32_t n = 0;
     while (batch.count > 0) {
         /* The shuffle makes the compiler wait for this slot here. Otherwise it would wait for it
          * together with the next batch's slot, which is still being loaded. */
         int slot = __shfl_sync(~0u, batch.slot, threadIdx.x % 32);
         RowBatch next = take_batch(a, &walk, t, takes_own);
+        batch.slot = slot = ep_check_slot(a.plan, slot);
+        batch.valid = t.index < batch.count;
         float weight = a.t.weighs && slot >= 0 ? a.t.slot_weights[slot] : 1;
-        if (!post(batch, weight, n + t.index * pieces)) break;
+        if (!await(batch)) break;
+        follow_chains(a, t, &next);
+        post(batch, weight, n + t.index * pieces);
         n += batch.count * pieces;
         batch = next;
     }

@@ -7,10 +7,10 @@
 
 #define LINE 64 /* each array starts on a cache line */
 
-/* FLAT has one entry per row. In other layouts each entry has a slot of its own, and the plan has
- * no entries past the capacity. */
+/* A row with one slot has one entry. In other layouts each entry has a slot of its own. The plan
+ * has no entries past the capacity. */
 int64_t ep_plan_max_entries(const EpPlanShape *s) {
-    int64_t entries = ep_plan_max_rows(s) * (s->layout == EP_LAYOUT_FLAT ? 1 : s->max_top_k);
+    int64_t entries = ep_plan_max_rows(s) * (ep_layout_has_rows(s->layout) ? 1 : s->max_top_k);
     return s->capacity ? ep_min(entries, s->capacity) : entries;
 }
 
@@ -18,7 +18,7 @@ int64_t ep_plan_map(const EpPlanShape *s, void *memory, EpPlan *plan) {
     EpArena arena = {(uintptr_t)memory, 0, LINE};
     int64_t ranks = s->num_ranks, local = s->num_local, tokens = s->max_tokens, k = s->max_top_k;
     int64_t rows = ep_plan_max_rows(s), entries = ep_plan_max_entries(s);
-    int flat = s->layout == EP_LAYOUT_FLAT;
+    int has_rows = ep_layout_has_rows(s->layout);
     plan->header = ep_arena_array(&arena, 1, sizeof(EpPlanHeader));
     plan->expert_counts = ep_arena_array(&arena, local, sizeof(int32_t));
     plan->expert_padded = ep_arena_array(&arena, local, sizeof(int32_t));
@@ -37,8 +37,8 @@ int64_t ep_plan_map(const EpPlanShape *s, void *memory, EpPlan *plan) {
     plan->row_entry = ep_arena_array(&arena, rows, sizeof(int32_t));
     plan->row_entries = ep_arena_array(&arena, rows, sizeof(uint8_t));
     plan->entry_slot = ep_arena_array(&arena, entries, sizeof(int32_t));
-    plan->entry_k = ep_arena_array(&arena, flat ? 0 : entries, sizeof(uint8_t));
-    plan->row_experts = ep_arena_array(&arena, flat ? entries * k : 0, sizeof(int32_t));
+    plan->entry_k = ep_arena_array(&arena, has_rows ? 0 : entries, sizeof(uint8_t));
+    plan->entry_experts = ep_arena_array(&arena, has_rows ? entries * k : 0, sizeof(int32_t));
     plan->tail = ep_arena_array(&arena, 1, sizeof(uint64_t));
     return arena.bytes;
 }
@@ -84,18 +84,28 @@ static void lay_slabs(const EpPlanShape *s, EpPlan *plan) {
 
 static void lay_flat(const EpPlanShape *s, EpPlan *plan) {
     EpPlanHeader *header = plan->header;
-    memset(plan->expert_counts, 0, (size_t)s->num_local * sizeof(int32_t));
     header->needed_rows = plan->recv_begin[s->num_ranks];
     header->recv_rows = ep_min(header->needed_rows, ep_slot_limit(s, 0));
     header->dropped_slots = header->needed_rows - header->recv_rows;
 }
 
+/* Each source has room for all its tokens, so nothing is lost. */
+static void lay_rank_major(const EpPlanShape *s, EpPlan *plan) {
+    EpPlanHeader *header = plan->header;
+    header->recv_rows = s->capacity;
+    for (int32_t r = 0; r < s->num_ranks; r++)
+        header->needed_rows =
+            ep_max(header->needed_rows, plan->recv_begin[r + 1] - plan->recv_begin[r]);
+}
+
 void ep_plan_lay_slabs(const EpPlanShape *s, EpPlan *plan) {
     plan->header->dropped_slots = plan->header->needed_rows = 0;
-    if (s->layout == EP_LAYOUT_FLAT)
-        lay_flat(s, plan);
-    else
+    if (!ep_layout_has_rows(s->layout)) {
         lay_slabs(s, plan);
+        return;
+    }
+    memset(plan->expert_counts, 0, (size_t)s->num_local * sizeof(int32_t));
+    s->layout == EP_LAYOUT_FLAT ? lay_flat(s, plan) : lay_rank_major(s, plan);
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -105,33 +115,122 @@ int64_t ep_host_plan_bytes(const EpPlanShape *shape) {
     return ep_plan_map(shape, NULL, &plan);
 }
 
-EpStatus ep_host_format_plan(EpHandle *handle) {
-    EpPlan plan = ep_host_plan(handle);
-    *plan.header = ep_plan_header(handle);
-    *plan.tail = EP_PLAN_MAGIC;
+EpStatus ep_host_open_plan(EpHandle *handle, const EpCall *call) {
+    handle->own.memory = aligned_alloc(LINE, (size_t)ep_round_up(handle->bytes, LINE));
+    if (!handle->own.memory)
+        return ep_refuse(call, EP_ERR_NO_MEMORY, "config", "expected %lld bytes, got none",
+                         (long long)handle->bytes);
+    memset(ep_host_plan(handle, handle->own).header, 0, sizeof(EpPlanHeader));
+    handle->group->library_bytes += handle->bytes;
     return EP_OK;
 }
 
-EpStatus ep_host_check_plan(const EpHandle *handle, const char *name, void *memory) {
-    EpCall call = {name, handle->group->rank};
-    EpPlanHeader expected = ep_plan_header(handle);
-    EpPlan plan;
-    ep_plan_map(&handle->shape, memory, &plan);
-    return ep_plan_check(&call, plan.header, *plan.tail, &expected);
+void ep_host_close_plan(EpHandle *handle) {
+    if (handle->own.memory) handle->group->library_bytes -= handle->bytes;
+    free(handle->own.memory);
+    handle->own.memory = NULL;
 }
 
-void ep_host_retire_plan(EpHandle *handle) {
-    /* The caller may have reused its memory: write there only if it still holds this plan. */
-    if (handle->owns_memory ||
-        ep_host_check_plan(handle, "ep_handle_destroy", handle->memory) == EP_OK)
-        ep_host_plan(handle).header->magic = EP_PLAN_DEAD;
+/* ---- named plans --------------------------------------------------------------------------- */
+
+/*
+ * The numbers in a named plan bound what operations read and write, and its memory may have been
+ * damaged. What follows refuses numbers that would lead outside the tensors or the messages; other
+ * damage gives wrong rows.
+ */
+
+static int is_within(int64_t value, int64_t least, int64_t most) {
+    return value >= least && value <= most;
 }
 
-EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
-    const EpPlan plan = ep_host_plan(handle);
+/* Returns whether begin[R + 1] are ranges of at most `most` numbers. */
+static int are_ranges(const int32_t *begin, int32_t ranks, int64_t most) {
+    int sound = begin[0] == 0 && begin[ranks] <= most;
+    for (int32_t r = 0; r < ranks; r++)
+        sound &= begin[r] <= begin[r + 1];
+    return sound;
+}
+
+/* Returns whether each range lists tokens in ascending order; those of range r are below
+ * tokens[r], or below tokens[0] if there is one number for all. */
+static int are_tokens(const int32_t *token, const int32_t *begin, int32_t ranks,
+                      const int32_t *tokens, int is_each) {
+    int sound = 1;
+    for (int32_t r = 0; r < ranks; r++) {
+        int32_t last = -1, end = tokens[is_each ? r : 0];
+        for (int32_t i = begin[r]; i < begin[r + 1]; i++) {
+            sound &= token[i] > last && token[i] < end;
+            last = token[i];
+        }
+    }
+    return sound;
+}
+
+static int is_header_sound(const EpPlanShape *s, const EpPlanHeader *h, int64_t top_k) {
+    int64_t most_rows = s->capacity ? s->capacity : ep_plan_largest_index(s);
+    return h->top_k == top_k && is_within(h->num_rows, 0, s->max_tokens) &&
+           is_within(h->num_tokens, 0, h->num_rows) && is_within(h->recv_rows, 0, most_rows) &&
+           is_within(h->most_tokens, h->num_tokens, s->max_tokens);
+}
+
+/* Returns whether the slabs, with their padding, are within the receive rows. */
+static int are_slabs_sound(const EpPlanShape *s, const EpPlan *plan) {
+    int sound = 1;
+    for (int32_t e = 0; e < s->num_local && !ep_layout_has_rows(s->layout); e++)
+        sound &= is_within(plan->expert_offsets[e], 0, plan->header->recv_rows) &&
+                 is_within(plan->expert_counts[e], 0, plan->expert_padded[e]) &&
+                 is_within(plan->expert_padded[e], 0,
+                           plan->header->recv_rows - plan->expert_offsets[e]) &&
+                 is_within(plan->expert_offsets[e + 1], plan->expert_offsets[e],
+                           plan->header->recv_rows);
+    return sound;
+}
+
+static int are_entries_sound(const EpPlanShape *s, const EpPlan *plan) {
+    int64_t entries = ep_plan_max_entries(s), rows = plan->recv_begin[s->num_ranks];
+    int has_rows = ep_layout_has_rows(s->layout), sound = 1;
+    for (int64_t row = 0; row < rows && sound; row++) {
+        int64_t first = plan->row_entry[row], count = plan->row_entries[row];
+        sound =
+            first >= 0 && count <= (has_rows ? 1 : plan->header->top_k) && first + count <= entries;
+        for (int64_t i = first; sound && i < first + count; i++)
+            sound &= is_within(plan->entry_slot[i], 0, plan->header->recv_rows - 1) &&
+                     (has_rows || plan->entry_k[i] < plan->header->top_k);
+    }
+    return sound;
+}
+
+static int is_sound(const EpPlanShape *s, const EpPlan *plan, int64_t top_k) {
+    int32_t ranks = s->num_ranks, tokens = (int32_t)plan->header->num_tokens, sound = 1;
+    if (!is_header_sound(s, plan->header, top_k) || !are_slabs_sound(s, plan)) return 0;
+    for (int32_t r = 0; r < ranks; r++)
+        sound &= is_within(plan->rank_tokens[r], 0, s->max_tokens);
+    for (int64_t i = 0; i < tokens * top_k; i++)
+        sound &= is_within(plan->owner[i], -1, ranks - 1);
+    return sound && are_ranges(plan->send_begin, ranks, tokens * ep_min(top_k, ranks)) &&
+           are_ranges(plan->recv_begin, ranks, ep_plan_max_rows(s)) &&
+           are_tokens(plan->send_token, plan->send_begin, ranks, &tokens, 0) &&
+           are_tokens(plan->row_token, plan->recv_begin, ranks, plan->rank_tokens, 1) &&
+           plan->rank_tokens[s->rank] == tokens && are_entries_sound(s, plan);
+}
+
+static EpStatus check_named(const EpHandle *handle, const EpCall *call, const EpPlan *plan) {
+    int64_t top_k = ep_handle_top_k(handle);
+    EpPlanHeader expected = ep_plan_mark(handle, top_k);
+    EP_TRY(ep_plan_check(call, plan->header, *plan->tail, &expected));
+    if (is_sound(&handle->shape, plan, top_k)) return EP_OK;
+    return ep_refuse(call, EP_ERR_HANDLE_MEMORY, "plan",
+                     "expected untouched bytes, got damaged numbers");
+}
+
+/* ---- numbers ------------------------------------------------------------------------------- */
+
+EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out) {
+    const EpPlan plan = ep_host_plan(handle, ref);
     const EpPlanHeader *header = plan.header;
     int32_t rank = handle->group->rank, size = handle->group->size;
-    if (!header->prepared) return EP_OK;
+    if (ref.is_named) EP_TRY(check_named(handle, call, &plan));
+    if (header->magic != EP_PLAN_MAGIC) return EP_OK;
     out->prepared = out->known = 1;
     EpHandleInfo *info = &out->info;
     info->num_local_experts = handle->shape.num_local;
@@ -154,24 +253,9 @@ EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out) {
 
 /* ---- buffers of latency mode --------------------------------------------------------------- */
 
-/* Between the two phases the buffer holds the rows that a dispatch has received, or a combine's
- * sums for this rank's tokens. */
-int64_t ep_host_buffer_bytes(const EpPlanShape *s, const EpGroupConfig *config) {
-    int64_t rows = s->num_local ? (int64_t)s->num_ranks * s->max_tokens : 0;
-    int64_t record = ep_record(config->max_row_bytes, s->max_top_k, config->max_scale_bytes).bytes;
-    return ep_max(rows * record, s->max_tokens * config->max_row_bytes);
-}
-
-EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine) {
-    if (mine != EP_OK) return mine;
-    int64_t bytes = ep_host_buffer_bytes(&handle->shape, &handle->group->config);
-    handle->buffer = aligned_alloc(64, (size_t)ep_round_up(bytes, 64));
-    if (handle->buffer) return EP_OK;
-    return ep_refuse(call, EP_ERR_NO_MEMORY, "buffers", "expected %lld bytes, got none",
-                     (long long)bytes);
-}
-
-void ep_host_close_buffers(EpHandle *handle) {
-    free(handle->buffer);
-    handle->buffer = NULL;
+int64_t ep_host_set_bytes(const EpGroupConfig *config, int32_t num_ranks) {
+    int64_t record =
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
+    int64_t rows = (int64_t)num_ranks * config->max_tokens;
+    return ep_round_up(ep_max(rows * record, config->max_tokens * config->max_row_bytes), LINE);
 }

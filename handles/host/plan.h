@@ -36,18 +36,18 @@ typedef struct EpPlan {
     int32_t *row_entry;     /* [G] first entry of each row */
     uint8_t *row_entries;   /* [G] number of entries that have a slot */
     int32_t *entry_slot;    /* [entries] the slot that the entry fills */
-    uint8_t *entry_k;       /* [entries]; none if FLAT, where a row's one entry stands for all k */
-    int32_t *row_experts;   /* FLAT: [rows, K] local expert or -1 */
-    uint64_t *tail;         /* repeats the magic */
+    uint8_t *entry_k;       /* [entries]; none if rows have one slot: its entry stands for all k */
+    int32_t *entry_experts; /* if rows have one slot: [entries, K] local expert or -1 */
+    uint64_t *tail;         /* repeats the magic; the last array, one unit of 64 bytes */
 } EpPlan;
 
 /** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
 int64_t ep_plan_map(const EpPlanShape *shape, void *memory, EpPlan *plan);
 
-/** Returns the pointers into a handle's plan. */
-static inline EpPlan ep_host_plan(const EpHandle *handle) {
+/** Returns the pointers into a handle's plan at `ref`. */
+static inline EpPlan ep_host_plan(const EpHandle *handle, EpPlanRef ref) {
     EpPlan plan;
-    ep_plan_map(&handle->shape, handle->memory, &plan);
+    ep_plan_map(&handle->shape, ref.memory, &plan);
     return plan;
 }
 
@@ -56,20 +56,20 @@ int64_t ep_plan_max_entries(const EpPlanShape *shape);
 
 /**
  * Lay out the slabs from source_counts: sets expert_counts, expert_padded, expert_offsets,
- * next_slot and the header's totals. FLAT: sets the totals from recv_begin, and expert_counts to
- * zero.
+ * next_slot and the header's totals. FLAT and RANK_MAJOR: sets the totals from recv_begin, and
+ * expert_counts to zero.
  */
 void ep_plan_lay_slabs(const EpPlanShape *shape, EpPlan *plan);
 
 /** Parts of the backend table; see EpBackendOps. */
 int64_t ep_host_plan_bytes(const EpPlanShape *shape);
-EpStatus ep_host_format_plan(EpHandle *handle);
-EpStatus ep_host_check_plan(const EpHandle *handle, const char *call, void *memory);
-void ep_host_retire_plan(EpHandle *handle);
-EpStatus ep_host_read_plan(const EpHandle *handle, EpStep *out);
+EpStatus ep_host_open_plan(EpHandle *handle, const EpCall *call);
+void ep_host_close_plan(EpHandle *handle);
+EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
-int64_t ep_host_buffer_bytes(const EpPlanShape *shape, const EpGroupConfig *config);
-EpStatus ep_host_open_buffers(EpHandle *handle, const EpCall *call, EpStatus mine);
-void ep_host_close_buffers(EpHandle *handle);
+
+/** Returns the bytes of a set of buffers of latency mode: between the phases they hold the rows
+ *  that a dispatch has received, or a combine's sums for this rank's tokens. */
+int64_t ep_host_set_bytes(const EpGroupConfig *config, int32_t num_ranks);
 
 #endif

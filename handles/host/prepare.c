@@ -11,6 +11,7 @@
 #include "runtime/host/host.h"
 
 typedef struct Prepare {
+    const EpHandle *handle;
     EpGroup *group;
     const EpPlanShape *shape;
     const EpRouting *routing;
@@ -18,6 +19,7 @@ typedef struct Prepare {
     EpExchange *exchange;
     int64_t num_tokens;
     int64_t chunk;              /* tokens of each source in one round */
+    uint64_t generation;        /* number of the first round, which is equal on all ranks */
     int64_t rounds;             /* 1 until all messages of the first have arrived */
     int32_t sent[EP_MAX_RANKS]; /* rows already sent to each rank */
 } Prepare;
@@ -152,12 +154,12 @@ static void number_rows(Prepare *p) {
     const EpPlanShape *shape = p->shape;
     EpPlan *plan = &p->plan;
     int64_t entries = 0, local = shape->num_local;
+    int has_rows = ep_layout_has_rows(shape->layout);
     for (int32_t r = 0; r < shape->num_ranks; r++) {
         plan->next_row[r] = plan->recv_begin[r];
-        if (shape->layout == EP_LAYOUT_FLAT)
-            entries = ep_min(plan->recv_begin[r], plan->header->recv_rows);
+        if (has_rows) entries = ep_min(plan->recv_begin[r], plan->header->recv_rows);
         plan->next_entry[r] = (int32_t)entries;
-        for (int32_t e = 0; e < local && shape->layout != EP_LAYOUT_FLAT; e++) {
+        for (int32_t e = 0; e < local && !has_rows; e++) {
             int64_t room = ep_slot_limit(shape, e) - plan->next_slot[r * local + e];
             entries += ep_max(0, ep_min(room, plan->source_counts[r * local + e]));
         }
@@ -196,13 +198,17 @@ static void fill_slots(Prepare *p, int32_t source, const int32_t *experts) {
     }
 }
 
-/* Add the one entry of a flat row, whose slot is the row itself. */
-static void fill_flat(Prepare *p, int32_t source, int32_t row, const int32_t *experts) {
+/* Add the one entry of a row that has one slot. A flat row's slot is the row itself. */
+static void fill_row(Prepare *p, int32_t source, int32_t row, const int32_t *experts) {
     EpPlan *plan = &p->plan;
     int64_t k = p->routing->top_k;
+    int32_t slot = row;
     if (row >= plan->header->recv_rows) return;
-    plan->entry_slot[plan->next_entry[source]++] = row;
-    memcpy(plan->row_experts + row * k, experts, (size_t)k * sizeof(int32_t));
+    if (p->shape->layout == EP_LAYOUT_RANK_MAJOR)
+        slot = source * p->shape->max_tokens + row - plan->recv_begin[source];
+    int32_t entry = plan->next_entry[source]++;
+    plan->entry_slot[entry] = slot;
+    memcpy(plan->entry_experts + entry * k, experts, (size_t)k * sizeof(int32_t));
     for (int64_t j = 0; j < k; j++)
         if (experts[j] >= 0) plan->expert_counts[experts[j]]++;
 }
@@ -215,8 +221,8 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
         int32_t row = plan->next_row[source]++;
         plan->row_token[row] = route[0];
         plan->row_entry[row] = plan->next_entry[source];
-        if (p->shape->layout == EP_LAYOUT_FLAT)
-            fill_flat(p, source, row, route + 1);
+        if (ep_layout_has_rows(p->shape->layout))
+            fill_row(p, source, row, route + 1);
         else
             fill_slots(p, source, route + 1);
         plan->row_entries[row] = (uint8_t)(plan->next_entry[source] - plan->row_entry[row]);
@@ -228,8 +234,7 @@ static void read_routes(Prepare *p, int32_t source, const int32_t *words) {
 static EpRoundHeader expected_header(const Prepare *p) {
     const EpPlanShape *s = p->shape;
     EpRoundHeader expected = {
-        .handle = p->plan.header->handle,
-        .step = (uint32_t)p->plan.header->step + 1,
+        .handle = p->handle->id,
         .fact = {p->routing->top_k, s->alignment, s->layout, s->capacity, s->quant},
         .tokens = (int32_t)p->num_tokens};
     if (s->layout == EP_LAYOUT_BATCHED) /* here ranks differ in the capacity, which depends on L */
@@ -294,8 +299,9 @@ static EpStatus run_rounds(Prepare *p) {
 
 /* ---- results ------------------------------------------------------------------------------- */
 
-/* Flat rows are ordered by source. Set the offsets that they would have if ordered by expert. */
-static void describe_flat_experts(Prepare *p) {
+/* Rows with one slot are ordered by source. Set the offsets that their entries would have if
+ * ordered by expert. */
+static void describe_row_experts(Prepare *p) {
     EpPlan *plan = &p->plan;
     int32_t offset = 0;
     for (int32_t e = 0; e < p->shape->num_local; e++) {
@@ -326,30 +332,31 @@ static int64_t count_slots(const Prepare *p, int32_t expert, int32_t source) {
     return ep_max(0, ep_min(end, ep_slot_limit(p->shape, expert)) - begin);
 }
 
-/* FLAT: returns how many kept entries of one source name an expert. A row has several entries. */
-static int64_t count_flat_entries(const Prepare *p, int32_t expert, int32_t source) {
+/* Returns how many kept entries of one source name an expert, where a row has one slot and several
+ * entries. */
+static int64_t count_row_entries(const Prepare *p, int32_t expert, int32_t source) {
     const EpPlan *plan = &p->plan;
     int64_t k = p->routing->top_k, count = 0;
     int64_t end = ep_min(plan->recv_begin[source + 1], plan->header->recv_rows);
     for (int64_t i = plan->recv_begin[source] * k; i < end * k; i++)
-        count += plan->row_experts[i] == expert;
+        count += plan->entry_experts[i] == expert;
     return count;
 }
 
 static void publish_source_counts(const Prepare *p, const EpTensor *t) {
     int32_t ranks = p->shape->num_ranks;
-    int flat = p->shape->layout == EP_LAYOUT_FLAT;
+    int has_rows = ep_layout_has_rows(p->shape->layout);
     for (int32_t e = 0; t && e < p->shape->num_local; e++)
         for (int32_t r = 0; r < ranks; r++)
             store_integer(t, (int64_t)e * ranks + r,
-                          flat ? count_flat_entries(p, e, r) : count_slots(p, e, r));
+                          has_rows ? count_row_entries(p, e, r) : count_slots(p, e, r));
 }
 
 /* Returns the receive rows that a source's tokens fill. */
 static int64_t count_source_rows(const Prepare *p, int32_t source) {
     const EpPlan *plan = &p->plan;
     int64_t kept = plan->header->recv_rows, rows = 0;
-    if (p->shape->layout == EP_LAYOUT_FLAT)
+    if (ep_layout_has_rows(p->shape->layout))
         return ep_min(kept, plan->recv_begin[source + 1]) - ep_min(kept, plan->recv_begin[source]);
     for (int32_t e = 0; e < p->shape->num_local; e++)
         rows += count_slots(p, e, source);
@@ -391,23 +398,29 @@ static void record_overflow(Prepare *p) {
 
 static void complete_plan(Prepare *p) {
     EpPlanHeader *header = p->plan.header;
-    if (p->shape->layout == EP_LAYOUT_FLAT) describe_flat_experts(p);
+    if (ep_layout_has_rows(p->shape->layout)) describe_row_experts(p);
     header->num_tokens = p->num_tokens;
     header->num_rows = p->routing->num_rows;
     header->exact_rows = p->routing->num_tokens == NULL;
     header->top_k = p->routing->top_k;
-    header->step++;
-    header->prepared = 1;
+    header->step = p->routing->plan.is_named ? 0 : header->step + 1;
+    header->group = p->group->id;
+    header->config = ep_plan_config(p->shape, (int32_t)header->top_k);
+    header->generation = p->generation;
+    *p->plan.tail = EP_PLAN_MAGIC;
+    header->magic = EP_PLAN_MAGIC;
     record_overflow(p);
     publish(p);
 }
 
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
-    Prepare p = {.group = handle->group, .shape = &handle->shape, .routing = routing};
-    p.plan = ep_host_plan(handle);
+    Prepare p = {
+        .handle = handle, .group = handle->group, .shape = &handle->shape, .routing = routing};
+    p.plan = ep_host_plan(handle, routing->plan);
     p.exchange = ep_host(handle->group)->exchange;
     EP_TRY(count_tokens(&p));
-    p.plan.header->prepared = 0;
+    p.plan.header->magic = 0;
+    p.generation = ep_exchange_round(p.exchange) + 1;
     sort_entries(&p);
     list_rows(&p);
     memcpy(p.sent, p.plan.send_begin, (size_t)p.group->size * sizeof(int32_t));

@@ -20,7 +20,7 @@
  *
  * Contents
  *     1. Version, status, errors          5. Memory that peers reach
- *     2. Tensors                          6. Handles: one per layer
+ *     2. Tensors                          6. Handles and plans
  *     3. Bootstrap: how ranks meet        7. The five operations
  *     4. Groups                           8. Status of a group, settings
  *
@@ -33,28 +33,30 @@
  *     config.num_experts = 256, config.max_tokens = 2048, config.max_top_k = 8;
  *     config.max_row_bytes = 7168 * 2;
  *     EpGroup *group;    ep_group_create(&bootstrap, &config, &group);
- *     EpHandle *layer;   ep_handle_create(group, NULL, NULL, 0, &layer);
+ *     EpHandle *layer;   ep_handle_create(group, NULL, &layer);
  *
- *     ep_prepare(layer, &topk_idx, NULL, stream, NULL);
- *     ep_dispatch(layer, &tokens, &topk_weights, NULL, stream,
+ *     ep_prepare(layer, NULL, &topk_idx, NULL, stream, NULL);
+ *     ep_dispatch(layer, NULL, NULL, &tokens, &topk_weights, NULL, stream,
  *                 &recv_tokens, &recv_weights, NULL, NULL);
  *     ... experts ...
- *     ep_combine(layer, &expert_out, &recv_weights, stream, &out);
+ *     ep_combine(layer, NULL, &expert_out, &recv_weights, NULL, stream, &out);
  *
  * Rules that hold everywhere
- *   - Every operation is collective over its group, in the same order on every rank. The handles of
- *     a group are also created in the same order on every rank. If ranks disagree, the library
- *     reports EP_ERR_ORDER instead of exchanging wrong data.
+ *   - Every operation is collective over its group, in the same order on every rank. If ranks
+ *     disagree, the library reports EP_ERR_ORDER instead of exchanging wrong data. Handles are
+ *     local: ranks create and destroy them in any order, at any time.
  *   - Every call returns an EpStatus; ep_last_error() returns the sentence. A refused call did not
  *     take part and left its outputs unchanged. Correct the argument and call again; the peers
  *     wait.
  *   - The library never exits, aborts, traps or writes to stdout. Every wait has a deadline.
  *   - The same inputs give the same bytes, on every run and on every backend.
  *   - Calls are asynchronous on the caller's stream. On the host backend a call has finished when
- *     it returns, and the stream is ignored (pass NULL). Nothing is allocated after create.
- *   - One thread at a time calls into one group of one rank. Different groups are independent.
+ *     it returns, and the stream is ignored (pass NULL). Operations allocate nothing.
+ *   - One thread at a time calls into one group of one rank; ep_group_abort alone may be called by
+ *     any thread. Different groups are independent.
  *   - Every struct begins with its size, which EP_..._INIT sets. Structs grow only at the end.
- *     Programs compiled before a struct grew keep working: new fields have their defaults.
+ *     Programs compiled before a struct grew keep working: new fields have their defaults. EpTensor
+ *     and EpBootstrap never grow.
  */
 
 #include <stddef.h>
@@ -67,7 +69,7 @@ extern "C" {
 /* ---- 1. Version, status, errors ------------------------------------------------------------ */
 
 #define EP_VERSION_MAJOR 0
-#define EP_VERSION_MINOR 1
+#define EP_VERSION_MINOR 2
 #define EP_VERSION_PATCH 0
 
 /** The version of the library at run time: major * 10000 + minor * 100 + patch. */
@@ -96,10 +98,10 @@ int ep_version(void);
     X(EP_ERR_BUFFER_SIZE, 12, "a buffer is too small")                                          \
     X(EP_ERR_ROUTING, 13, "a routing index names no expert of the group")                       \
     X(EP_ERR_OVERFLOW, 14, "more rows arrived than the receive capacity holds")                 \
-    X(EP_ERR_NOT_PREPARED, 15, "the handle holds no plan: ep_prepare comes first")              \
+    X(EP_ERR_NOT_PREPARED, 15, "there is no plan: ep_prepare comes first")                      \
     X(EP_ERR_DESTROYED, 16, "the object was destroyed")                                         \
-    X(EP_ERR_HANDLE_MEMORY, 17, "the handle's memory was overwritten")                          \
-    X(EP_ERR_FOREIGN, 18, "the memory or handle belongs to another group or handle")            \
+    X(EP_ERR_HANDLE_MEMORY, 17, "the plan's memory was overwritten")                            \
+    X(EP_ERR_FOREIGN, 18, "the memory or plan belongs to another group or configuration")       \
     X(EP_ERR_MISMATCH, 19, "ranks were configured differently")                                 \
     X(EP_ERR_ORDER, 20, "ranks called operations in a different order or with different sizes") \
     X(EP_ERR_TIMEOUT, 21, "a rank did not arrive before the deadline")                          \
@@ -108,7 +110,8 @@ int ep_version(void);
     X(EP_ERR_SETTING, 24, "a LIBEP_ environment setting is unknown or malformed")               \
     X(EP_ERR_UNSUPPORTED, 25, "not supported by this build, machine or backend")                \
     X(EP_ERR_BOOTSTRAP, 26, "the bootstrap reported a failure")                                 \
-    X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")
+    X(EP_ERR_SYSTEM, 27, "a call to the operating system failed")                               \
+    X(EP_ERR_ABORTED, 28, "the group was aborted")
 
 typedef enum EpStatus {
 #define EP_STATUS_ENUM(name, number, text) name = number,
@@ -163,6 +166,8 @@ typedef enum EpType {
  * the group's device, managed memory or pinned host memory, or plain memory if the GPU can read it
  * directly. Other memory is refused with EP_ERR_ADDRESS, for the tensors that the setting
  * LIBEP_CHECK selects. (A build without the CUDA backend cannot tell a GPU's memory.)
+ *
+ * EpTensor never grows, since programs may have arrays of it, whose stride is its size.
  */
 typedef struct EpTensor {
     size_t struct_size;
@@ -217,9 +222,12 @@ typedef void *EpStream;
  *
  * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence). libep calls them when
  * groups are created and destroyed. It also calls allgather when memory that peers reach (section
- * 5) and handles in latency mode (section 6) are created and destroyed. Only isend, irecv and test
- * are called during operations. ep_group_create copies the struct; what `context` points to must
- * outlive the groups made from it. Timeouts are in seconds.
+ * 5) is made and released. Only isend, irecv and test are called during operations. ep_group_create
+ * copies the struct; what `context` points to must outlive the groups made from it. Timeouts are in
+ * seconds. A callback that waits calls ep_poll_abort now and then, so that ep_group_abort can end
+ * its wait; without that it waits up to its timeout.
+ *
+ * EpBootstrap never grows, since ep_bootstrap_local fills an array of it.
  */
 typedef struct EpBootstrap {
     size_t struct_size;
@@ -263,6 +271,14 @@ typedef struct EpBootstrap {
 
 #define EP_BOOTSTRAP_INIT \
     { sizeof(EpBootstrap), 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/**
+ * For callbacks of a bootstrap that wait. Returns EP_OK while the wait may go on. Returns
+ * EP_ERR_ABORTED or EP_ERR_PEER, with the sentence, once this rank or another one has aborted the
+ * group for which the calling thread waits; the callback then gives up and returns that status. Is
+ * cheap, and returns EP_OK outside of callbacks.
+ */
+EpStatus ep_poll_abort(void);
 
 /**
  * Make bootstraps for `size` ranks (1 .. EP_MAX_RANKS) that are threads of this process: out[size].
@@ -312,8 +328,9 @@ typedef enum EpOverflow {
  *
  * LATENCY, for the few tokens of a decoding step: ep_prepare records the addresses of the routing,
  * and ep_dispatch does everything in one launch. ep_dispatch and ep_combine can be split into a
- * send and a receive phase, with computation in between. Sizes are static (a capacity, or BATCHED),
- * there is no backward, and each handle has its own buffers that peers reach: see ep_handle_cost.
+ * send and a receive phase, with computation in between. Sizes are static (a capacity, BATCHED or
+ * RANK_MAJOR), and there is no backward. Rows on their way lie in buffers of the group: see
+ * latency_sets.
  *
  * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS and sizes are static, otherwise
  * THROUGHPUT. A program that asks for AUTO uses only what both modes support.
@@ -346,7 +363,8 @@ typedef struct EpGroupConfig {
     int32_t max_top_k;       /**< = most experts per token, 1 .. EP_MAX_TOP_K */
     int64_t max_row_bytes;   /**< = bytes of the largest row of any call, gradients included;
                                   multiple of 16, at most EP_MAX_ROW_BYTES */
-    int64_t max_scale_bytes; /**< = bytes of the largest row of scales, 0 for none; multiple of 4 */
+    int64_t max_scale_bytes; /**< = bytes of the largest row of scales, 0 for none; multiple of 4,
+                                at most EP_MAX_ROW_BYTES */
     int32_t alignment;       /**< = slabs are padded to multiples of this many rows, a power of 2 */
     int64_t max_recv_rows;   /**< = receive capacity in rows, or 0 for exact sizing: after
                                   ep_prepare read the total, then allocate (see ep_handle_info) */
@@ -360,7 +378,14 @@ typedef struct EpGroupConfig {
     int32_t num_sms;         /**< multiprocessors that operations may use on the CUDA backend, >= 2;
                                   EP_DEFAULT: setting LIBEP_NUM_SMS. May differ between ranks */
     EpDuplicates duplicates; /**< = slots of an expert that a token names twice */
+    int32_t latency_sets;    /**< = sets of buffers for latency mode, 0 .. EP_MAX_LATENCY_SETS: as
+                                  many operations may be between their phases. 0: no handle can be
+                                  in latency mode. EP_DEFAULT: 4 if `mode` lets handles be in
+                                  latency mode, else 0 */
+    int32_t reserved;        /**< 0 */
 } EpGroupConfig;
+
+#define EP_MAX_LATENCY_SETS 16
 
 #define EP_MAX_EXPERTS 16777216 /* with it every count fits 32 bits, and every size 64 */
 #define EP_MAX_TOP_K 32
@@ -383,10 +408,11 @@ typedef struct EpGroupConfig {
  */
 
 /** The caller sets num_experts, max_tokens, max_top_k and max_row_bytes. */
-#define EP_GROUP_CONFIG_INIT                                                                 \
-    {                                                                                        \
-        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,      \
-            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP \
+#define EP_GROUP_CONFIG_INIT                                                                  \
+    {                                                                                         \
+        sizeof(EpGroupConfig), 0, 0, 0, 0, 0, 1, 0, EP_OVERFLOW_ERROR, EP_BACKEND_AUTO,       \
+            EP_DEFAULT, NULL, EP_DEFAULT, EP_MODE_THROUGHPUT, EP_DEFAULT, EP_DUPLICATES_KEEP, \
+            EP_DEFAULT, 0                                                                     \
     }
 
 /**
@@ -400,16 +426,38 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *conf
  *  finished their last call; in this sense it is collective. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
+/**
+ * Abort a group: end all waits of this rank, now and later. Any thread may call it while the group
+ * lives, also while another thread is in a call on the group or in ep_group_destroy: a watchdog, or
+ * a thread that handles Ctrl-C. It takes a lock, so do not call it in a signal handler itself. It
+ * does not wait for anything.
+ *
+ * From then on the group has failed on this rank: a call that waits ends, and calls are refused
+ * with EP_ERR_ABORTED and `sentence`. Destroy the group. Operations that are enqueued on streams
+ * and need not wait still complete. Other ranks that wait for this one, or for any rank in a wait
+ * that has become long, get EP_ERR_PEER, soon and not at their deadline: "rank 1: dispatch: rank 0
+ * has given up on the group: <sentence>". docs/semantics.md says how they learn of it.
+ *
+ * A waiting callback of the caller's bootstrap ends by itself, or at its timeout: see
+ * ep_poll_abort. A group that is still being created cannot be aborted.
+ *
+ * sentence  why: UTF-8, copied. What exceeds 255 bytes is cut off.
+ *
+ * The first abort counts. If the group has been aborted or has failed before, returns EP_OK and
+ * changes nothing.
+ */
+EpStatus ep_group_abort(EpGroup *group, const char *sentence);
+
 /** The memory that a configuration takes, and whether it is feasible. */
 typedef struct EpGroupMemory {
     size_t struct_size;
     int32_t feasible;      /**< 1, or 0: `reason` says why not */
     EpBackend backend;     /**< the backend that would be chosen (HOST or CUDA) */
-    int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags) */
-    int64_t private_bytes; /**< per rank: all other memory, without handles */
-    int64_t handle_bytes;  /**< per handle of default EpHandleConfig, on the rank with most experts,
-                                latency mode's buffers included; 0 if no default handle exists
-                                (latency mode with exact sizing) */
+    int64_t shared_bytes;  /**< per rank: memory that peers reach (staging, flags, latency mode's
+                                buffers) */
+    int64_t private_bytes; /**< per rank: all other memory, without plans */
+    int64_t handle_bytes;  /**< a plan of default EpHandleConfig, on the rank with most experts; 0
+                                if no default handle exists (latency mode with exact sizing) */
     char reason[256];      /**< why it is not feasible, or why this backend was chosen */
 } EpGroupMemory;
 
@@ -432,11 +480,12 @@ typedef struct EpGroupInfo {
     int32_t first_expert;      /**< this rank owns first_expert .. + num_local_experts - 1 */
     int32_t num_local_experts; /**< L */
     EpBackend backend;         /**< HOST or CUDA */
-    int32_t node, num_nodes;   /**< this rank's node, and how many nodes the group spans */
+    int32_t node, num_nodes;   /**< this rank's node, and how many nodes the group spans: machines,
+                                    or what LIBEP_TOPOLOGY makes of them. Sums depend on them */
     int32_t numa_node;         /**< NUMA node of this rank's CPUs, -1 if it spans several */
     int32_t num_cpus;          /**< CPUs this rank may run on */
-    int64_t library_bytes;     /**< memory that libep holds for this rank: the group and its own
-                                    handles; memory of section 5 is the caller's */
+    int64_t library_bytes;     /**< memory that libep holds for this rank: the group and the plans
+                                    of its handles; memory of section 5 is the caller's */
     int32_t device;            /**< CUDA device of this rank, -1 on the host backend */
     int32_t bound;             /**< 1 if LIBEP_BIND has bound this rank to the CPUs near its GPU */
     char gpu[64];              /**< "NVIDIA H200, 0000:17:00.0"; "" on the host backend */
@@ -471,7 +520,12 @@ typedef enum EpLayout {
      *  expert ids and weights are [rows, K], with -1 and 0 for experts of other ranks. */
     EP_LAYOUT_FLAT = 2,
     /** [L, rows_per_expert, H]: one slab of fixed size per local expert, filled from its start. */
-    EP_LAYOUT_BATCHED = 3
+    EP_LAYOUT_BATCHED = 3,
+    /** [R, max_tokens, H]: one row per (token, rank), as in FLAT, in one block for each source
+     *  rank. Row (s, i) is the i-th token of rank s, in ascending order, that has an expert here.
+     *  EpPlanTensors.source_rows has the number of rows of each block. max_tokens is the group's,
+     *  so no row is ever lost and the handle needs no capacity. Latency mode only. */
+    EP_LAYOUT_RANK_MAJOR = 4
 } EpLayout;
 
 /** Flags of ep_max_recv_rows. */
@@ -485,7 +539,8 @@ typedef enum EpLayout {
  * n = min(L, M), EXPERT_MAJOR gives min(L * ceil(G / A) * A, ceil((M + (A - 1) * n) / A) * A).
  * With EP_ROWS_DUPLICATES one expert may get G * K slots and the rank M = G * K, so both terms
  * grow: min(L * ceil(GK / A) * A, ceil((M + (A - 1) * n) / A) * A). FLAT gives G, or 0 for a rank
- * without experts. BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates).
+ * without experts. BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates). RANK_MAJOR
+ * gives G, the rows of its receive tensors.
  *
  * EP_ERR_RANGE (rank, layout, flags), and the errors of an invalid configuration.
  */
@@ -501,7 +556,7 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_
  * Tensors in other memory also work and give the same bytes. The host backend uses all memory in
  * place; it has these calls so that one program works on both backends.
  *
- * All four calls are collective over the group, in the same order on every rank, relative to
+ * The first four calls are collective over the group, in the same order on every rank, relative to
  * operations as well. They wait until this rank's operations have finished, and rendezvous with the
  * other ranks over the bootstrap: do not call them while a stream is being captured. If one rank
  * refuses its call, the call fails on all ranks: the others get EP_ERR_PEER with that rank's
@@ -547,16 +602,98 @@ EpStatus ep_window_register(EpGroup *group, void *memory, size_t bytes);
  *  `memory` is the registered address. EP_ERR_FOREIGN and EP_ERR_ORDER as for ep_mem_free. */
 EpStatus ep_window_deregister(EpGroup *group, void *memory);
 
-/* ---- 6. Handles: one per layer ------------------------------------------------------------- */
+/** Ids of adopted windows are 0 .. EP_MAX_ADOPTED_WINDOWS - 1, beside EP_MAX_WINDOWS. */
+#define EP_MAX_ADOPTED_WINDOWS 64
+
+/** In place of an id, for windows in which ranks receive together: see ep_window_adopt. */
+#define EP_WINDOW_PAIRED (-1)
 
 /**
- * A handle is one layer, or one micro-batch, of a group. It owns the plan: ep_prepare makes it from
- * a step's routing, the four data operations read it. Any number of handles may be live, prepared
- * and used in any order (the pipeline F0 F1 B0 F2 B1 B2 needs two). Opaque.
+ * Use a window that the lent communicator already has (EpGroupConfig.nccl_comm). Local: no rank
+ * waits for another, and it may be called at any time, also while operations run and while a stream
+ * is being captured. Afterwards peers write receive rows in [memory, memory + bytes) directly.
  *
- * All state of a step is in the handle's memory: one flat block that the library allocates or the
- * caller provides. The caller may save, move and restore its bytes while no operation is running,
- * and then calls ep_handle_bind with their address, even if the address has not changed.
+ * window  the ncclWindow_t, from ncclCommWindowRegister on the lent communicator. The host backend
+ *         uses all memory in place and ignores it.
+ * id      0 .. EP_MAX_ADOPTED_WINDOWS - 1, not in use: the window's name, the same on all ranks.
+ *         libep cannot see whether ranks mean the same window by it; if not, rows go astray.
+ *         Or EP_WINDOW_PAIRED.
+ * memory  this rank's memory in the window, a multiple of 16. Ranks may adopt different parts of
+ *         the window, of different sizes. NCCL before 2.29 does not tell where a window begins;
+ *         with it, `memory` is the window's own start.
+ * bytes   >= 1, up to the window's end. libep sees only the end of the allocation.
+ *
+ * A window with EP_WINDOW_PAIRED has no name. In an operation in which one rank receives in such a
+ * window, every rank does, each in its own part of the same window, perhaps at another offset. So
+ * each sender knows the window by its own receive tensor, and ranks need not number windows alike.
+ * A sender without such a tensor fails the group with EP_ERR_ORDER.
+ *
+ * Peers must know the id before they send: every rank adopts the window, and the call has returned,
+ * before that rank enqueues or replays an operation in which any rank receives there. Where a rank
+ * has not, its kernel finds that before it stores rows, and fails the group with EP_ERR_ORDER,
+ * which names the id and the rank that receives there; the others get EP_ERR_PEER. A graph that was
+ * captured before the call keeps working: rows that it stages it goes on to stage. A graph that
+ * stores rows in the window is replayed only while all ranks have it.
+ *
+ * The call waits for this GPU alone, until it has run two tiny kernels. They need a free
+ * multiprocessor: while operations occupy all of them, the call waits for the first that ends, up
+ * to the deadline, which then fails the group. So no rank may wait for the end of this call on
+ * another rank before it enters operations that the other has enqueued.
+ *
+ * EP_ERR_UNSUPPORTED: no communicator was lent, or the window does not reach all ranks.
+ * EP_ERR_RANGE: `id` is out of range or in use, all ids are in use, `bytes` is 0, or the memory
+ * overlaps another window of the group. EP_ERR_ADDRESS: `memory` is not a multiple of 16, is no
+ * memory of the device, or is not in the window. EP_ERR_FOREIGN: NCCL does not know the window.
+ * EP_ERR_TIMEOUT.
+ */
+EpStatus ep_window_adopt(EpGroup *group, void *window, int32_t id, void *memory, size_t bytes);
+
+/**
+ * Give an adopted window up, after the operations of all ranks that use it have finished, on all
+ * ranks and before ncclCommWindowDeregister. Local, like ep_window_adopt. `memory` is the adopted
+ * address; its id is free again. Destroying the group also gives it up. EP_ERR_FOREIGN for any
+ * other memory. EP_ERR_TIMEOUT.
+ */
+EpStatus ep_window_release(EpGroup *group, void *memory);
+
+/**
+ * Find where a window of the lent communicator lies on this rank: *memory is its start, and *bytes
+ * (`bytes` may be NULL, which is quicker) reach to the end of the allocation that *memory is in, so
+ * perhaps beyond the window's end. Local; adopts nothing. For callers that have an ncclWindow_t and
+ * an offset in place of an address.
+ *
+ * EP_ERR_UNSUPPORTED: the host backend, no communicator was lent, or NCCL before 2.29, which does
+ * not tell. EP_ERR_FOREIGN: NCCL does not know the window. EP_ERR_ADDRESS: its memory comes neither
+ * from ncclMemAlloc nor from the driver's virtual memory management.
+ */
+EpStatus ep_window_locate(EpGroup *group, void *window, void **memory, size_t *bytes);
+
+/* ---- 6. Handles and plans ------------------------------------------------------------------ */
+
+/**
+ * A handle is a configuration: of a layer, or of a micro-batch. Any number may be live. A plan is
+ * what ep_prepare makes from a step's routing and the four data operations read: all state of a
+ * step, in one flat block of memory. Every operation names the plan that it uses, in one of two
+ * ways:
+ *
+ *   a tensor   The memory is the caller's: [bytes] UINT8 on a multiple of 64, of at least
+ *              ep_handle_memory bytes, with any contents before ep_prepare (latency mode: before
+ *              ep_dispatch). One handle may have any number of plans; another handle of the same
+ *              group with an equal configuration may use them. The bytes may be saved, moved and
+ *              restored while no operation uses them. Operations alone touch this memory: it may be
+ *              freed before the handle and the group are destroyed.
+ *   NULL       The handle's own plan, in memory of the library (EP_PLANS_OWNED). The pipeline F0 F1
+ *              B0 F2 B1 B2 then needs two handles.
+ *
+ * An operation uses its plan until it has run; one in two phases, until its receive phase has run.
+ * A captured operation uses it in each replay, at the address that it was captured with.
+ *
+ * Ranks name plans of the same ep_prepare (latency mode: ep_dispatch); if they do not, the library
+ * reports EP_ERR_ORDER. A named block that holds no plan is EP_ERR_NOT_PREPARED, a plan of another
+ * group or configuration EP_ERR_FOREIGN, a damaged one EP_ERR_HANDLE_MEMORY. The host backend
+ * refuses the call. On the CUDA backend nothing is read or waited for on the host, so all calls can
+ * be captured in a graph; the kernel finds the error before it sends anything, and fails the group.
+ * Captured work refers to the group and the plan alone: the handle may go before a replay.
  */
 typedef struct EpHandle EpHandle;
 
@@ -565,56 +702,90 @@ typedef enum EpQuant {
     EP_QUANT_NONE = 1,      /**< not at all: rows and scales are copied as they are */
     EP_QUANT_FP8 = 2,       /**< FP8_E4M3, one FP32 scale per 128 elements */
     EP_QUANT_FP8_UE8M0 = 3, /**< FP8_E4M3, one power of two per 128 elements, UE8M0 in a UINT8 */
-    EP_QUANT_MXFP8 = 4      /**< FP8_E4M3, one power of two per 32 elements, UE8M0 in a UINT8 */
+    EP_QUANT_MXFP8 = 4,     /**< FP8_E4M3, one power of two per 32 elements, UE8M0 in a UINT8 */
+    EP_QUANT_FP8_POW2 = 5   /**< FP8_E4M3, one power of two per 128 elements, FP32 */
 } EpQuant;
 
 /** The memory order of recv_scales. */
 typedef enum EpScaleOrder {
-    EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S] */
+    EP_SCALES_BY_ROW = 1,   /**< [rows, S]; BATCHED: [L, rows_per_expert, S]; RANK_MAJOR:
+                                 [R, max_tokens, S] */
     EP_SCALES_BY_COLUMN = 2 /**< [S, rows]; BATCHED: [L, S, rows_per_expert], as grouped GEMMs need
-                                 them. The stride of columns is the tensor's own number of rows */
+                                 them; RANK_MAJOR: [R, S, max_tokens]. The stride of columns is the
+                                 tensor's own number of rows */
 } EpScaleOrder;
 
-/** Configuration of a handle, equal on every rank except overflow, zero_tail and scale_order, which
- *  each rank may choose. ep_prepare (latency mode: ep_dispatch) compares it with the peers. */
+/** The numbers of experts in recv_topk_idx. -1 stands for an expert of another rank, or none. */
+typedef enum EpExpertIds {
+    EP_IDS_LOCAL = 1, /**< 0 .. L - 1 */
+    EP_IDS_GLOBAL = 2 /**< 0 .. E - 1, as in topk_idx. FLAT and RANK_MAJOR only */
+} EpExpertIds;
+
+/** What becomes of the rows past the last slab. */
+typedef enum EpTail {
+    EP_TAIL_KEEP = 0, /**< they are not written */
+    EP_TAIL_ZERO = 1, /**< they become zero, their expert ids -1 */
+    EP_TAIL_IDS = 2   /**< FLAT and RANK_MAJOR only: of them recv_topk_idx alone becomes -1, which
+                           tells rows from tail without the counts */
+} EpTail;
+
+/** Which plans the calls on a handle use. */
+typedef enum EpPlans {
+    EP_PLANS_OWNED = 1, /**< the handle's own, which the library allocates; a call may still name
+                             one */
+    EP_PLANS_NAMED = 2  /**< every call names one. Such a handle costs nothing: it is made and
+                             destroyed in less than 5 us, also while a stream is being captured */
+} EpPlans;
+
+/** Configuration of a handle, equal on every rank except overflow, zero_tail, scale_order, num_sms,
+ *  plans and expert_ids, which each rank may choose. ep_prepare (latency mode: ep_dispatch)
+ *  compares it with the peers; every operation compares `id`. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
     int32_t top_k;           /**< K of every step; EP_DEFAULT: any, up to the group's max_top_k */
     int32_t alignment;       /**< rows, a power of two; EP_DEFAULT: the group's */
-    int64_t max_recv_rows;   /**< capacity in rows, 0 for exact sizing; EP_DEFAULT: the group's */
+    int64_t max_recv_rows;   /**< capacity in rows, 0 for exact sizing; EP_DEFAULT: the group's. Not
+                                  used by BATCHED and RANK_MAJOR */
     int64_t rows_per_expert; /**< BATCHED: rows of each slab, > 0; other layouts: EP_DEFAULT */
     int32_t overflow;        /**< an EpOverflow; EP_DEFAULT: the group's */
-    int32_t zero_tail;       /**< 1: dispatch and combine_backward also zero the rows past the last
-                                  slab (BATCHED: past each slab), up to the end of the shortest of
-                                  their outputs; 0: they do not write these rows */
-    int32_t mode;            /**< an EpMode; EP_DEFAULT: the group's */
-    EpQuant quant;           /**< how dispatch quantises */
+    int32_t zero_tail; /**< an EpTail: whether dispatch and combine_backward also write the rows
+                            past the last slab (BATCHED: past each slab; RANK_MAJOR: past each
+                            source's rows), up to the end of the shortest of their outputs */
+    int32_t mode;      /**< an EpMode; EP_DEFAULT: the group's */
+    EpQuant quant;     /**< how dispatch quantises */
     EpScaleOrder scale_order;
-    int32_t
-        num_sms; /**< multiprocessors that this handle's operations may use on the CUDA backend,
-                      2 .. the group's; EP_DEFAULT or 0: the group's. May differ between ranks */
+    int32_t num_sms;        /**< multiprocessors that operations of this handle may use on the
+                                 CUDA backend, >= 2, but no more than the group's; EP_DEFAULT or 0:
+                                 the group's. May differ between ranks */
+    EpPlans plans;          /**< whether the handle has a plan of its own */
+    int32_t id;             /**< a number of the caller's, up to EP_MAX_HANDLE_ID, that operations
+                                 compare with the peers and that sentences name; 0: none, not
+                                 compared */
+    EpExpertIds expert_ids; /**< numbers of experts in recv_topk_idx */
+    int32_t reserved;       /**< 0 */
 } EpHandleConfig;
 
-#define EP_HANDLE_CONFIG_INIT                                                                  \
-    {                                                                                          \
-        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,    \
-            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT \
+#define EP_MAX_HANDLE_ID 4095
+
+#define EP_HANDLE_CONFIG_INIT                                                                   \
+    {                                                                                           \
+        sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,     \
+            EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT, \
+            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0                                                  \
     }
 
-/** Compute the bytes of the plan of a handle with this configuration on this rank: the memory that
- *  a caller may provide. Local. config NULL: defaults. */
+/** Compute the bytes of a plan of handles with this configuration on this rank. They depend on its
+ *  layout, its K and its capacity. Local. config NULL: defaults. */
 EpStatus ep_handle_memory(const EpGroup *group, const EpHandleConfig *config, size_t *bytes);
 
-/** All memory that a handle takes on this rank. */
+/** The memory of a handle on this rank. */
 typedef struct EpHandleCost {
     size_t struct_size;
     EpMode mode;          /**< THROUGHPUT or LATENCY: what AUTO selects */
     int32_t reserved;     /**< 0 */
-    int64_t plan_bytes;   /**< as ep_handle_memory computes: the caller's memory or the library's */
-    int64_t buffer_bytes; /**< other memory, always the library's. LATENCY: buffers for rows on
-                               their way. THROUGHPUT: 0, except for handles that quantise on the
-                             CUDA backend: a step's scales */
+    int64_t plan_bytes;   /**< of a plan, as ep_handle_memory computes */
+    int64_t buffer_bytes; /**< 0: all other memory is the group's */
 } EpHandleCost;
 
 #define EP_HANDLE_COST_INIT \
@@ -624,55 +795,55 @@ typedef struct EpHandleCost {
 EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHandleCost *out);
 
 /**
- * Create a handle. config NULL: defaults. `memory` is the caller's, 64-byte aligned, of at least
- * ep_handle_memory bytes (device or pinned memory on a GPU backend), and must outlive its use.
- * NULL: the library allocates it. *out is written only on success.
+ * Create a handle. Local, in both modes, and ranks need not agree on an order. config NULL:
+ * defaults. *out is written only on success. With EP_PLANS_OWNED the library allocates the plan: on
+ * the CUDA backend no stream may then be under capture, and the call may wait for the device.
  *
- * In throughput mode the call is local, but in the same order on every rank. In latency mode
- * creating and destroying are collective, since peers reach the handle's buffers: other ranks may
- * wait for this one. On the CUDA backend creating, binding and destroying a handle copies and
- * waits, in both modes: no stream may be under capture.
- *
- * EP_ERR_ADDRESS, EP_ERR_BUFFER_SIZE: memory. EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config.
- * EP_ERR_UNSUPPORTED: latency mode without a static size. On the CUDA backend also latency mode if
- * max_tokens * max_top_k entries of two bytes do not fit into a multiprocessor's shared memory: the
- * limit is about 100,000 entries.
+ * EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config. EP_ERR_UNSUPPORTED: latency mode without a
+ * static size, or in a group without buffers for it (latency_sets); RANK_MAJOR in throughput mode;
+ * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR. On the CUDA backend also latency mode if the group's
+ * max_tokens times the handle's top_k, entries of two bytes, do not fit into a multiprocessor's
+ * shared memory: the limit is about 100,000 entries. EP_ERR_NO_MEMORY.
  */
-EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, void *memory, size_t bytes,
-                          EpHandle **out);
+EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, EpHandle **out);
 
-/**
- * Use the plan at `memory`: the caller has moved the handle's bytes there, or has restored saved
- * bytes at the address in use. The caller owns `memory`. If the bytes are not this handle's, the
- * call is refused (EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY) and the old address stays in use. On
- * success, memory that the library had allocated is freed.
- */
-EpStatus ep_handle_bind(EpHandle *handle, void *memory, size_t bytes);
-
-/** Destroy a handle. The caller keeps its own memory; the library marks it as holding no plan. NULL
- *  is allowed. */
+/** Destroy a handle. Waits for nobody; operations under way and captured ones still run. A pending
+ *  operation (see ep_dispatch_send) is dropped. The handle's own plan is gone, named plans stay.
+ *  NULL is allowed. */
 void ep_handle_destroy(EpHandle *handle);
 
-/** The numbers of a handle's last plan, on the host. */
+/**
+ * Get the handle's own plan as a tensor, which operations may name on other handles of the group
+ * with an equal configuration (quant, scale_order, zero_tail, overflow, expert_ids and num_sms may
+ * differ). *plan is written only on success; its memory is valid until the handle is destroyed.
+ * EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ */
+EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
+
+/** The numbers of a handle's own plan, on the host. */
 typedef struct EpHandleInfo {
     size_t struct_size;
-    int64_t step;                 /**< number of plans made so far: by ep_prepare, or in latency
-                                       mode by ep_dispatch */
-    int64_t num_tokens;           /**< T of this rank */
+    int64_t step;                 /**< number of times that this plan was made: by ep_prepare, or
+                                       in latency mode by ep_dispatch */
+    int64_t num_tokens;           /**< tokens of this rank that count: T, or num_tokens' value */
     int64_t top_k;                /**< K */
-    int64_t recv_rows;            /**< rows that dispatch fills: the end of the last slab */
+    int64_t recv_rows;            /**< rows that dispatch fills: the end of the last slab; BATCHED:
+                                       L * rows_per_expert; RANK_MAJOR: R * max_tokens */
     int64_t needed_rows;          /**< rows that it would fill without a capacity; BATCHED: the
-                                       rows_per_expert that would have been enough */
+                                       rows_per_expert that would have been enough, a multiple of
+                                       the alignment; RANK_MAJOR: the most rows of one source */
     int64_t dropped_slots;        /**< slots lost to the capacity */
-    int64_t remote_rows_sent;     /**< (token, rank) rows that leave this rank */
+    int64_t remote_rows_sent;     /**< (token, rank) rows that leave this rank; these three include
+                                       rows whose slots were all lost */
     int64_t remote_rows_received; /**< (token, rank) rows that arrive from other ranks */
     int64_t local_rows;           /**< (token, rank) rows that stay here */
     int32_t num_local_experts;    /**< L */
-    /** Arrays owned by the handle. FLAT rows are ordered by source; there the three arrays describe
-     *  how a permutation by expert would order their entries. */
+    /** Arrays owned by the handle. FLAT and RANK_MAJOR rows are ordered by source; there the three
+     *  arrays describe how a permutation by expert would order their entries. */
     const int32_t *expert_counts;  /**< [L] slots of each local expert, without lost ones */
-    const int32_t *expert_padded;  /**< [L] rows of each slab, padding included */
-    const int32_t *expert_offsets; /**< [L + 1] first row of each slab */
+    const int32_t *expert_padded;  /**< [L] rows of each slab, padding included, as far as they are
+                                        below the capacity */
+    const int32_t *expert_offsets; /**< [L + 1] first row of each slab, at most the capacity */
     EpMode mode;                   /**< THROUGHPUT or LATENCY */
     int32_t reserved;              /**< 0 */
 } EpHandleInfo;
@@ -681,10 +852,11 @@ typedef struct EpHandleInfo {
     { sizeof(EpHandleInfo), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, EP_MODE_AUTO, 0 }
 
 /**
- * Read the plan's numbers on the host, after ep_prepare has finished on its stream; in latency
- * mode, after ep_dispatch or ep_dispatch_wait has. With exact sizing, recv_rows is read this way.
- * The arrays are valid until the handle's next prepare or bind; in latency mode, until its next
- * dispatch. EP_ERR_NOT_PREPARED if there is no plan or it is not finished.
+ * Read the numbers of the handle's own plan on the host, after ep_prepare has finished on its
+ * stream; in latency mode, after ep_dispatch or ep_dispatch_wait has. With exact sizing, recv_rows
+ * is read this way. The arrays are valid until the handle's next prepare; in latency mode, until
+ * its next dispatch. EP_ERR_NOT_PREPARED if there is no plan or it is not finished.
+ * EP_ERR_UNSUPPORTED with EP_PLANS_NAMED: the numbers of named plans are outputs of ep_prepare.
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
@@ -692,12 +864,17 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
 /**
  * A step is one plan and the operations that use it. ep_prepare makes the plan from the routing,
- * ep_dispatch and ep_combine run forward, the other two compute their derivatives. `rows` in shapes
- * is the receive tensor's own number of rows: at least the capacity, or with exact sizing at least
- * recv_rows. Argument errors are refused with the status that names them (EP_ERR_NDIM, TYPE, SHAPE,
- * ROW_BYTES, ADDRESS, TOKENS, TOP_K, BUFFER_SIZE, RANGE). Operations without a plan are refused
- * with EP_ERR_NOT_PREPARED. Backward in latency mode is refused with EP_ERR_UNSUPPORTED. A
- * failed group refuses all operations with the status of its failure.
+ * ep_dispatch and ep_combine run forward, the other two compute their derivatives. `plan` is what
+ * section 6 says: a block of the caller's, or NULL for the handle's own. With a named plan K is the
+ * handle's top_k (by default the group's max_top_k), and T the number of rows of the token tensors.
+ * `rows` in shapes is the receive tensor's own number of rows: at least the capacity, or with exact
+ * sizing at least recv_rows.
+ *
+ * Argument errors are refused with the status that names them (EP_ERR_NDIM, TYPE, SHAPE, ROW_BYTES,
+ * ADDRESS, TOKENS, TOP_K, BUFFER_SIZE, RANGE). On the CUDA backend the kernel compares T and `rows`
+ * with a named plan; a difference fails the group (EP_ERR_SHAPE, EP_ERR_BUFFER_SIZE). Operations
+ * without a plan are refused with EP_ERR_NOT_PREPARED. Backward in latency mode is refused with
+ * EP_ERR_UNSUPPORTED. A failed group refuses all operations with the status of its failure.
  */
 
 /** Optional outputs of ep_prepare; any may be NULL. Types INT32 or INT64. Memory as for the
@@ -705,7 +882,9 @@ EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 typedef struct EpPlanTensors {
     size_t struct_size;
     const EpTensor *expert_counts;  /**< [L] slots of each local expert, without lost ones */
-    const EpTensor *expert_padded;  /**< [L] rows of each slab, padding included */
+    const EpTensor *expert_padded;  /**< [L] rows of each slab, padding included: a multiple of the
+                                         alignment, unless the capacity cuts the slab. Of a cut slab
+                                         the rows below the capacity, of later ones 0 */
     const EpTensor *expert_offsets; /**< [L + 1] first row of each slab, then recv_rows; or [L]: the
                                          first rows alone */
     const EpTensor *totals;         /**< [3]: recv_rows, needed_rows, dropped_slots */
@@ -716,21 +895,22 @@ typedef struct EpPlanTensors {
     const EpTensor *needed_rows;    /**< [1], as in totals */
     const EpTensor *dropped_slots;  /**< [1], as in totals */
     const EpTensor *source_rows;    /**< [R] receive rows that each source rank's tokens fill,
-                                         without padding and lost rows */
+                                         without padding and lost rows. RANK_MAJOR: rows of each
+                                         block */
 } EpPlanTensors;
 
 #define EP_PLAN_TENSORS_INIT \
     { sizeof(EpPlanTensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /**
- * Make the handle's plan from a step's routing. The operations that follow do no routing work.
+ * Make a plan from a step's routing. The operations that follow do no routing work.
  *
  * In latency mode ep_prepare only checks the arguments and records their addresses. The ep_dispatch
  * (or ep_dispatch_send) that follows reads topk_idx and num_tokens and makes the plan; `out` is
  * complete when that dispatch (or ep_dispatch_wait) is. Until then their memory stays valid and the
  * inputs stay unchanged; the EpTensor structs may go. A dispatch without a new prepare routes
  * again, by what that memory holds at that time. This is how graphs are replayed with new
- * routing.
+ * routing. `plan` is checked and not kept: each dispatch names the plan that it writes.
  *
  * topk_idx    [T, K] INT32 or INT64: expert of each entry. Negative: no expert. >= E: treated as
  *             negative and reported by the next ep_group_status (EP_ERR_ROUTING). T may differ per
@@ -742,23 +922,37 @@ typedef struct EpPlanTensors {
  *             have T rows.
  * out         see EpPlanTensors; may be NULL.
  */
-EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
-                    EpStream stream, const EpPlanTensors *out);
+EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                    const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out);
+
+/** The arguments of ep_prepare, for a dispatch in latency mode that needs no ep_prepare. */
+typedef struct EpPrepare {
+    size_t struct_size;
+    const EpTensor *topk_idx;
+    const EpTensor *num_tokens; /**< may be NULL */
+    const EpPlanTensors *out;   /**< may be NULL */
+} EpPrepare;
+
+#define EP_PREPARE_INIT \
+    { sizeof(EpPrepare), NULL, NULL, NULL }
 
 /**
  * Send token rows, their weights and their scales to the slots of their experts.
  *
+ * prepare            latency mode: the routing of this dispatch, or NULL for that of the handle's
+ *                    last ep_prepare. Throughput mode: NULL.
  * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. If
  *                    ep_prepare took num_tokens, T is at least that number.
  * topk_weights       [T, K] FP32, or NULL
  * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
- *                    recv_rows. BATCHED: [L, rows_per_expert, H].
- * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]. Required with
- *                    topk_weights, otherwise NULL.
- * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]). Required with scales, otherwise
- *                    NULL, unless the handle quantises.
- * recv_topk_idx      FLAT only, optional: [rows, K] INT32 or INT64, local expert or -1
+ *                    recv_rows. BATCHED: [L, rows_per_expert, H]. RANK_MAJOR: [R, max_tokens, H].
+ * recv_topk_weights  [rows] FP32; FLAT: [rows, K]; BATCHED: [L, rows_per_expert]; RANK_MAJOR: [R,
+ *                    max_tokens, K]. Required with topk_weights, otherwise NULL.
+ * recv_scales        [rows, S] (BATCHED: [L, rows_per_expert, S]; RANK_MAJOR: [R, max_tokens, S]).
+ *                    Required with scales, otherwise NULL, unless the handle quantises.
+ * recv_topk_idx      FLAT and RANK_MAJOR only, optional: [rows, K] or [R, max_tokens, K] INT32 or
+ *                    INT64, local expert or -1; with EP_IDS_GLOBAL its number in the group or -1
  *
  * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
  *
@@ -772,26 +966,34 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *
  *
  *     amax    = max(2^-100, largest |x| of the block's finite elements)
  *     scale   = amax / 448                       FP32
- *             = 2^ceil(log2(fl(amax / 448)))     UE8M0: the byte is the exponent + 127
+ *             = 2^ceil(log2(fl(amax / 448)))     powers of two; UE8M0: the byte is the exponent
+ *                                                + 127
  *     inverse = 448 / amax                       FP32
- *             = 1 / scale                        UE8M0
+ *             = 1 / scale                        powers of two
  *     q       = e4m3(x * inverse)                beyond +-448, infinities included: +-448;
  *                                                NaN: 0x7f
  *
  * So x is about scale * q. docs/semantics.md has the details.
  */
-EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
-                     const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                     const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                     EpStream stream, const EpTensor *recv_tokens,
                      const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                      const EpTensor *recv_topk_idx);
 
 /**
  * Return the experts' outputs and sum them: out[t] = sum over k of w * expert_out[slot(t, k)].
  *
- * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]) BF16, FP16 or FP32. Padding and rows
- *               past the last slab are never read.
+ * expert_out    [rows, H] (BATCHED: [L, rows_per_expert, H]; RANK_MAJOR: [R, max_tokens, H]) BF16,
+ *               FP16 or FP32. Padding and rows past the last slab are never read.
  * slot_weights  [rows] FP32 (BATCHED: [L, rows_per_expert]), as dispatch delivered them, or NULL
- *               for w = 1. FLAT: one weight per row.
+ *               for w = 1. FLAT and RANK_MAJOR ([R, max_tokens]): one weight per row.
+ * topk_weights  latency mode, expert-major or batched, instead of slot_weights: [T, K] FP32, the
+ *               weights at the token's rank, for a dispatch that carried none; or NULL. All ranks
+ *               give them or none does (EP_ERR_ORDER). Weights of entries without a slot are not
+ *               used. The bytes are those of a combine with the same weights as slot_weights. No
+ *               derivative. In throughput mode, FLAT and RANK_MAJOR: EP_ERR_UNSUPPORTED; with
+ *               slot_weights: EP_ERR_NULL.
  * out           [T, H] of the same type. Every one of the T rows is written: exact zero for a
  *               token without live slots.
  *
@@ -800,9 +1002,16 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *t
  * another rank is rounded once to the rows' type. The token's rank adds the partial sums in
  * ascending rank from +0, its own unrounded, and rounds once to the type of out. Rounding is to
  * nearest even.
+ *
+ * In a group on several nodes (EpGroupInfo.num_nodes), the partial sums of each node other than the
+ * token's are first added to one: in ascending rank from +0, all of them rounded, and the result
+ * rounded once more to the rows' type. The token's rank adds it in the place of the node's lowest
+ * rank: the lowest of all ranks there, with a slot of the token or not. So sums depend on routing,
+ * placement of experts and nodes.
  */
-EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
-                    EpStream stream, const EpTensor *out);
+EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                    const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                    const EpTensor *out);
 
 /**
  * Compute the derivative of ep_dispatch.
@@ -813,9 +1022,10 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor
  * grad_topk_weights  [T, K] FP32: gradient of topk_weights; 0 for dead entries. Required with
  *                    grad_slot_weights, otherwise NULL.
  */
-EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
-                              const EpTensor *grad_slot_weights, EpStream stream,
-                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights);
+EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                              const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                              EpStream stream, const EpTensor *grad_tokens,
+                              const EpTensor *grad_topk_weights);
 
 /**
  * Compute the derivative of ep_combine.
@@ -823,11 +1033,12 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens
  * grad_out           [T, H] BF16, FP16 or FP32
  * slot_weights       as in the combine, or NULL if it was unweighted
  * expert_out         as in the combine; required with grad_slot_weights, otherwise NULL
- * grad_expert_out    like expert_out: w * grad_out[t], rounded once; padding rows zero
- * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero;
- *                    or NULL. Deterministic, summed in FP32.
+ * grad_expert_out    like expert_out: w * grad_out[t], rounded to FP32 and then to the rows' type,
+ *                    or grad_out[t] itself if unweighted; padding rows zero
+ * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero; or
+ *                    NULL. Deterministic, summed in FP32.
  */
-EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,
                              EpStream stream, const EpTensor *grad_expert_out,
                              const EpTensor *grad_slot_weights);
@@ -848,19 +1059,28 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *grad_out,
  * phases are collective, in the same order on every rank, like all operations. Receive phases may
  * come in any order, which may differ between ranks. On the host backend the send phase may wait
  * for the peers' send phases, and the receive phase never waits. On the CUDA backend the send phase
- * never waits, and the receive phase waits in its kernel.
+ * never waits, except that ep_combine_send with topk_weights waits in its kernel for the peers'
+ * send phases, whose weights it needs. The receive phase waits in its kernel.
  *
  * Between the phases the operation is pending, and the handle accepts nothing but its receive
- * phase. Any other operation on the handle, a second send, ep_handle_bind and ep_handle_info are
- * refused with EP_ERR_ORDER, and so is a wait without its send. Other handles of the group are not
- * affected. Destroying a handle with a pending operation drops that operation.
+ * phase, which uses the plan of the send phase. Any other operation on the handle, a second send
+ * and ep_handle_info are refused with EP_ERR_ORDER, and so is a wait without its send. Other
+ * handles of the group are not affected. Destroying a handle with a pending operation drops that
+ * operation.
+ *
+ * Operations in flight lie in the group's sets of buffers, in turn: a send phase, or a whole
+ * operation, is refused with EP_ERR_ORDER while the operation that was sent latency_sets send
+ * phases before it is still pending. Where graphs are replayed between the phases, the kernel finds
+ * that, and fails the group.
  */
-EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                          const EpTensor *tokens, const EpTensor *topk_weights,
                           const EpTensor *scales, EpStream stream);
 EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
                           const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                           const EpTensor *recv_topk_idx);
-EpStatus ep_combine_send(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
+EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                         const EpTensor *slot_weights, const EpTensor *topk_weights,
                          EpStream stream);
 EpStatus ep_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
 
@@ -879,8 +1099,10 @@ typedef struct EpFinding {
     int32_t rank;     /**< rank that found the error */
     int32_t peer;     /**< rank that the error concerns */
     int64_t token, k; /**< EP_ERR_ROUTING: the first such entry of one step */
-    int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: capacity. Waits: expected round */
-    int64_t seen;     /**< EP_ERR_ROUTING: index. EP_ERR_OVERFLOW: rows needed. Waits: round seen */
+    int64_t expected; /**< EP_ERR_ROUTING: E. EP_ERR_OVERFLOW: capacity. Waits: expected round.
+                           EP_ERR_ORDER: this rank's value, or the id of the window that it lacks */
+    int64_t seen;     /**< EP_ERR_ROUTING: index. EP_ERR_OVERFLOW: rows needed. Waits: round seen.
+                           EP_ERR_ORDER: the other rank's value */
     int64_t count;    /**< number of such entries or slots */
     char phase[24];   /**< operation: "prepare", "dispatch", ... */
 } EpFinding;
@@ -891,8 +1113,8 @@ typedef struct EpFinding {
 /**
  * Return what went wrong in a group since the last query, without waiting. Routing errors and
  * overflows are about data: they are reported once, then cleared. A failed group (a deadline
- * passed, a peer failed, ranks disagreed) stays failed, and every operation on it returns the same
- * status. `out` may be NULL; ep_last_error() returns the sentence.
+ * passed, a peer failed, ranks disagreed, it was aborted) stays failed, and every operation on it
+ * returns the same status. `out` may be NULL; ep_last_error() returns the sentence.
  */
 EpStatus ep_group_status(EpGroup *group, EpFinding *out);
 

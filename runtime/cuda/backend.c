@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's table, which joins its parts from all folders. */
 #include "combine/cuda/backend.h"
+
+#include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
 #include "combine/cuda/gather.h"
 #include "combine/cuda/latency_gather.h"
@@ -9,10 +11,15 @@
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
 
-/* Open a group, and load its kernels with their shared memory, so that no later call has to do
- * it. */
-static EpStatus open(EpGroup *group) {
-    EP_TRY(ep_cuda_open(group));
+static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                    int64_t *shared_bytes, int64_t *private_bytes) {
+    ep_cuda_measure(config, num_ranks, settings, shared_bytes, private_bytes);
+    *shared_bytes += ep_cuda_latency_bytes(config, num_ranks);
+    *private_bytes += ep_cuda_workspace_bytes(config);
+}
+
+/* Load the kernels with their shared memory, so that no later call has to do it. */
+static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
@@ -21,42 +28,67 @@ static EpStatus open(EpGroup *group) {
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
 
-static void *allocate(const EpGroup *group, size_t bytes) {
-    void *memory = NULL;
-    return ep_cuda_check(group, "cudaMalloc", cudaMalloc(&memory, bytes)) == EP_OK ? memory : NULL;
+static EpStatus open_own(EpGroup *group) {
+    size_t bytes = (size_t)ep_cuda_workspace_bytes(&group->config);
+    EpCuda *cuda = ep_cuda(group);
+    EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&cuda->workspace, bytes)));
+    EP_TRY(ep_cuda_check(group, "cudaStreamCreate",
+                         cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking)));
+    return load_kernels(group);
 }
 
-static void release(const EpGroup *group, void *memory) {
-    if (!ep_nccl_bootstrap_is_pending(&group->bootstrap)) (void)cudaFree(memory);
+static EpStatus open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    EP_TRY(ep_cuda_open(group));
+    EP_TRY(ep_group_agree(group, &call, open_own(group)));
+    return ep_cuda_open_latency(group, &call);
+}
+
+/* A gather of the bootstrap that is still on the device would make the calls wait that free memory:
+ * then all of it stays. */
+static void close(EpGroup *group, int together) {
+    EpCuda *cuda = ep_cuda(group);
+    if (!cuda) return;
+    if (ep_nccl_bootstrap_is_pending(&group->bootstrap)) {
+        EP_WARN("a gather of the bootstrap is still on the device: the group's memory stays");
+        group->backend_state = NULL;
+        return;
+    }
+    (void)cudaDeviceSynchronize();
+    ep_cuda_close_latency(group, together);
+    ep_cuda_free_plans(group);
+    (void)cudaFree(cuda->workspace);
+    if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);
+    ep_cuda_close(group, together);
 }
 
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .name = "cuda",
                                       .offers = EP_CUDA_OFFERS,
                                       .find_gpus = ep_cuda_find_gpus,
-                                      .measure = ep_cuda_measure,
+                                      .measure = measure,
                                       .open = open,
-                                      .close = ep_cuda_close,
+                                      .close = close,
                                       .poll = ep_cuda_poll,
+                                      .abort = ep_cuda_abort,
+                                      .find_aborted = ep_cuda_find_aborted,
                                       .finish = ep_cuda_finish,
                                       .open_window = ep_cuda_open_window,
                                       .close_window = ep_cuda_close_window,
-                                      .allocate = allocate,
-                                      .release = release,
-                                      .workspace_bytes = ep_cuda_workspace_bytes,
+                                      .adopt_window = ep_cuda_adopt_window,
+                                      .release_window = ep_cuda_release_window,
+                                      .locate_window = ep_cuda_locate_window,
                                       .plan_bytes = ep_cuda_plan_bytes,
-                                      .format_plan = ep_cuda_format_plan,
-                                      .check_plan = ep_cuda_check_plan,
-                                      .retire_plan = ep_cuda_retire_plan,
-                                      .adopt_plan = ep_cuda_adopt_plan,
+                                      .open_plan = ep_cuda_open_plan,
+                                      .close_plan = ep_cuda_close_plan,
                                       .read_plan = ep_cuda_read_plan,
+                                      .check_shape = ep_cuda_check_shape,
+                                      .captures = ep_cuda_captures,
+                                      .drop = ep_cuda_drop,
                                       .prepare = ep_cuda_prepare,
                                       .scatter = ep_cuda_scatter,
                                       .gather = ep_cuda_gather,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,
-                                      .find_device_of = ep_cuda_find_device_of,
-                                      .buffer_bytes = ep_cuda_buffer_bytes,
-                                      .open_buffers = ep_cuda_open_buffers,
-                                      .close_buffers = ep_cuda_close_buffers};
+                                      .find_device_of = ep_cuda_find_device_of};

@@ -13,11 +13,15 @@
 typedef CUresult (*PrimaryState)(CUdevice device, unsigned *flags, int *active);
 typedef CUresult (*AddressRange)(CUdeviceptr *begin, size_t *bytes, CUdeviceptr address);
 typedef CUresult (*PointerAttribute)(void *out, CUpointer_attribute what, CUdeviceptr address);
+typedef CUresult (*RetainHandle)(CUmemGenericAllocationHandle *out, void *address);
+typedef CUresult (*ReleaseHandle)(CUmemGenericAllocationHandle handle);
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static PrimaryState primary_state;
 static AddressRange address_range;
 static PointerAttribute pointer_attribute;
+static RetainHandle retain_handle;
+static ReleaseHandle release_handle;
 
 static void find_driver(void) {
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -25,6 +29,8 @@ static void find_driver(void) {
     primary_state = (PrimaryState)(uintptr_t)dlsym(driver, "cuDevicePrimaryCtxGetState");
     address_range = (AddressRange)(uintptr_t)dlsym(driver, "cuMemGetAddressRange_v2");
     pointer_attribute = (PointerAttribute)(uintptr_t)dlsym(driver, "cuPointerGetAttribute");
+    retain_handle = (RetainHandle)(uintptr_t)dlsym(driver, "cuMemRetainAllocationHandle");
+    release_handle = (ReleaseHandle)(uintptr_t)dlsym(driver, "cuMemRelease");
 }
 
 void *ep_cuda_allocation(const void *memory) {
@@ -34,6 +40,21 @@ void *ep_cuda_allocation(const void *memory) {
     if (!address_range) return NULL;
     CUresult result = address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)memory);
     return result == CUDA_SUCCESS ? (void *)(uintptr_t)begin : NULL;
+}
+
+/* The driver returns the handle with which the memory was mapped, so all mappings have the same. It
+ * stays valid while it is compared: the mapping holds the allocation. */
+EpCudaBacking ep_cuda_backing(const void *memory) {
+    CUmemGenericAllocationHandle handle = 0;
+    CUdeviceptr begin = 0, address = (CUdeviceptr)(uintptr_t)memory;
+    size_t bytes = 0;
+    pthread_once(&once, find_driver);
+    if (!address_range || !retain_handle || !release_handle ||
+        address_range(&begin, &bytes, address) != CUDA_SUCCESS ||
+        retain_handle(&handle, (void *)(uintptr_t)memory) != CUDA_SUCCESS)
+        return (EpCudaBacking){0, 0, 0};
+    (void)release_handle(handle);
+    return (EpCudaBacking){handle, (int64_t)(address - begin), (int64_t)(begin + bytes - address)};
 }
 
 /* Asks the driver, since the runtime would create a context for that, which takes hundreds of
@@ -161,6 +182,13 @@ EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t by
     return ep_cuda_check(group, "cudaMemcpy", error);
 }
 
+EpStatus ep_cuda_captures(const EpGroup *group, EpStream stream, int32_t *captured) {
+    EpCudaStream now;
+    EP_TRY(ep_cuda_stream(group, stream, &now));
+    *captured = now.captures;
+    return EP_OK;
+}
+
 EpStatus ep_cuda_finish(EpGroup *group) {
     return ep_cuda_check(group, "cudaDeviceSynchronize", cudaDeviceSynchronize());
 }
@@ -170,7 +198,6 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 #ifndef EP_RING_BYTES
 #define EP_RING_BYTES (44 << 20) /* of all rings together, if that makes them deep enough */
 #endif
-#define MIN_RING_DEPTH 32
 
 int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings) {
     int device = 0, sms = 2;
@@ -195,7 +222,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) 
     EpArena arena = {.unit = 128};
     w.record_bytes = ep_round_up(
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
-    int64_t depth = ep_max(MIN_RING_DEPTH, EP_RING_BYTES / (rings * w.record_bytes));
+    int64_t depth = ep_max(EP_MIN_RING_DEPTH, EP_RING_BYTES / (rings * w.record_bytes));
     while (w.depth * 2 <= depth && w.depth < tokens)
         w.depth *= 2;
     w.arrival = ep_arena_offset(&arena, 2 * ranks * (int64_t)sizeof(EpArrival));
@@ -205,6 +232,7 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) 
     w.counts = ep_arena_offset(&arena, 2 * ranks * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
     w.begins = ep_arena_offset(&arena, 2 * ranks * tokens * 8);
     w.routes = ep_arena_offset(&arena, 2 * ranks * tokens * config->max_top_k * 4);
+    w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES);
     w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * w.depth * w.record_bytes : 0);
     w.bytes = arena.bytes;
     return w;
@@ -215,7 +243,7 @@ int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int
         const EpCudaWindow *w = &cuda->windows[i];
         uint64_t at = (uint64_t)(uintptr_t)data - (uint64_t)(uintptr_t)w->memory;
         if (at >= (uint64_t)w->bytes || (uint64_t)bytes > (uint64_t)w->bytes - at) continue;
-        *offset = (int64_t)at;
+        *offset = (int64_t)at + w->offset;
         return i;
     }
     return -1;

@@ -11,6 +11,7 @@
 
 #include "runtime/cuda/device.h"
 #include "runtime/cuda/nccl.h"
+#include "runtime/cuda/notes.h"
 #include "runtime/cuda/order.h"
 #include "runtime/group.h"
 
@@ -19,14 +20,17 @@ typedef enum EpCudaWindowKind {
     EP_WINDOW_UNSHARED,  /**< no other rank reaches it */
     EP_WINDOW_NCCL,      /**< registered with NCCL */
     EP_WINDOW_ABANDONED, /**< NCCL did not answer and may still use the memory, which stays */
-    EP_WINDOW_IPC        /**< mapped by CUDA IPC */
+    EP_WINDOW_IPC,       /**< mapped by CUDA IPC */
+    EP_WINDOW_ADOPTED    /**< part of the caller's own window */
 } EpCudaWindowKind;
 
 /** Device memory that all ranks of a group map. */
 typedef struct EpCudaWindow {
     char *memory; /**< NULL: none */
     int64_t bytes;
-    int owned; /**< allocated with the window, and freed with it */
+    int64_t offset; /**< of `memory` from the start of the window that peers see */
+    int owned;      /**< allocated with the window, and freed with it */
+    int paired;     /**< see EP_WINDOW_PAIRED */
     EpCudaWindowKind kind;
     ncclWindow_t nccl; /**< of EP_WINDOW_NCCL */
     void **mapped;     /**< [size] of EP_WINDOW_IPC: each rank's mapping, or NULL */
@@ -44,13 +48,21 @@ typedef struct EpCuda {
     const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;
     int owns_comm;
-    EpCudaWindow own;                     /**< the library's own: rings and flags */
-    EpCudaWindow windows[EP_MAX_WINDOWS]; /**< the caller's, by their number */
-    int num_windows;                      /**< no window has a higher number */
-    EpCudaOrder order;                    /**< of the group's operations */
-    int whole_lines;                      /**< see handles/cuda/lines.cuh */
-    const void *validated[EP_VALIDATED];  /**< cache of validated pointers, by a hash of the
-                                               address: steps of a model bring the same tensors */
+    EpCudaWindow own;                        /**< the library's own: rings and flags */
+    EpCudaWindow windows[EP_WINDOW_NUMBERS]; /**< the caller's, by their number */
+    int num_windows;                         /**< no window has a higher number */
+    cudaStream_t adopting;   /**< for adopted windows, if a communicator was lent; else NULL */
+    char **found;            /**< pinned, [size]: where its kernel finds a window's parts */
+    EpCudaOrder order;       /**< of the group's operations */
+    EpCudaNotes notes;       /**< of aborts */
+    int whole_lines;         /**< see handles/cuda/lines.cuh */
+    cudaStream_t stream;     /**< of the library's, which follows no other */
+    char *workspace;         /**< of quantising dispatches in throughput mode: a
+                                  step's scales. They follow each other */
+    struct EpCudaOwn *spare; /**< plans whose handles are gone: handles/cuda/plan.c */
+    struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
+    const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
+                                              address: steps of a model bring the same tensors */
 } EpCuda;
 
 static inline EpCuda *ep_cuda(const EpGroup *group) {
@@ -97,7 +109,18 @@ static inline void ep_cuda_restore(int before) {
 /** Returns the start of the allocation that contains this device memory, or NULL. */
 void *ep_cuda_allocation(const void *memory);
 
+/** What lies behind mapped memory: the driver's handle of the allocation, 0 if none is mapped
+ * there, and the place in it, both equal for two mappings of the same byte; and the bytes from
+ * there on. */
+typedef struct EpCudaBacking {
+    unsigned long long handle;
+    int64_t at, left;
+} EpCudaBacking;
+
+EpCudaBacking ep_cuda_backing(const void *memory);
+
 /** The backend table's parts; see EpBackendOps. */
+EpStatus ep_cuda_captures(const EpGroup *group, EpStream stream, int32_t *captured);
 int ep_cuda_enter(const EpGroup *group, const char *call);
 void ep_cuda_leave(const EpGroup *group, int before);
 EpStatus ep_cuda_check_pointer(const EpGroup *group, const EpCall *call, const char *argument,
@@ -120,7 +143,8 @@ int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings);
 int32_t ep_cuda_partitions(int32_t blocks);
 
 /** Returns the number of the caller's window that contains all of [data, data + bytes), and its
- *  offset from the window's start; or -1. Each peer looks up its own tensors. */
+ *  offset from the start of the window as peers see it; or -1. Each peer looks up its own
+ *  tensors. */
 int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int64_t *offset);
 
 #endif

@@ -75,6 +75,11 @@ __device__ __forceinline__ uint64_t *ep_sent(const EpCudaGroup &g, int receiver,
            number % EP_SENT_WORDS;
 }
 
+/** Returns the word in this rank's window that names a rank which is aborted. */
+__device__ __forceinline__ uint64_t *ep_aborted(const EpCudaGroup &g) {
+    return ep_at<uint64_t>(g, g.rank, g.layout.aborted);
+}
+
 /** Returns the head of the ring entry of row `row` from `sender`, in `receiver`'s window. */
 __device__ __forceinline__ uint64_t *ep_head(const EpCudaGroup &g, int receiver, int sender,
                                              int row) {
@@ -111,6 +116,31 @@ __device__ __forceinline__ uint64_t ep_counter(uint32_t epoch, uint32_t count) {
 /** Returns the count in a word, or 0 if the word is not of operation `epoch`. */
 __device__ __forceinline__ int ep_read_counter(uint64_t word, uint32_t epoch) {
     return (uint32_t)(word >> 32) == epoch ? (int)(uint32_t)word : 0;
+}
+
+/* ---- the operation under way --------------------------------------------------------------- */
+
+/** What a block knows of its operation once it has looked at the plan. */
+typedef struct EpOwnOperation {
+    uint32_t digest;     /**< the group's, with the generation */
+    uint32_t generation; /**< of the plan that is read; 0: none is */
+} EpOwnOperation;
+
+/** Returns the block's operation. Thread 0 sets it before the barrier of ep_enter. */
+__device__ __forceinline__ EpOwnOperation *ep_own_operation(void) {
+    __shared__ EpOwnOperation own;
+    return &own;
+}
+
+__device__ __forceinline__ void ep_set_operation(const EpCudaGroup &g, uint32_t generation) {
+    *ep_own_operation() = EpOwnOperation{g.digest + (generation << 16), generation};
+}
+
+/** Returns whether two ranks' digests are of the same operation. A handle without an id matches any
+ *  handle. */
+__device__ __forceinline__ int ep_same_operation(uint32_t a, uint32_t b) {
+    const uint32_t id = EP_MAX_HANDLE_ID << 4;
+    return a == b || (((a ^ b) & ~id) == 0 && (!(a & id) || !(b & id)));
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */
@@ -150,16 +180,35 @@ static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
 #pragma unroll 1
     for (int r = 0; r < g.size; r++)
 #pragma unroll 1
-        for (uint32_t e = epoch; e != epoch + 2; e++)
-            ep_store_relaxed_sys(&ep_arrival(g, r, g.rank, e)->what, ep_counter(e, gone));
+        for (uint32_t e = epoch; e != epoch + 2; e++) {
+            EpArrival *arrival = ep_arrival(g, r, g.rank, e);
+            ep_store_relaxed_sys(&arrival->gone, ep_counter(e, 1 + (uint32_t)blamed));
+            ep_store_relaxed_sys(&arrival->what, ep_counter(e, gone));
+        }
 }
 
-/* Report this rank's first failure to the host, and to all ranks. Ranks that disagree about the
- * operation (EP_FAULT_ORDER) need no such word: each of them sees that itself. The fence orders the
- * report's fields before `fault`. */
+/* Copy the sentence with which a rank was aborted, if it was. Its words were complete before the
+ * word that named the rank, and before all that the rank's peers stored because of it. */
+static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t rank, volatile uint64_t *out) {
+    const uint64_t *why = ep_aborted(g) + (1 + rank) * EP_ABORT_WORDS;
+    ep_fence_sys();
+#pragma unroll 1
+    for (int i = 0; i < EP_ABORT_WORDS && rank < (uint32_t)g.size; i++)
+        out[i] = ep_load_relaxed_sys(why + i);
+}
+
+/* Report this rank's first failure to the host, and to all ranks. A wait that ends since a rank is
+ * aborted is reported as that rank's giving up; the caller says EP_FAULT_LATE. Ranks that disagree
+ * about the operation (EP_FAULT_ORDER) need no such word: each of them sees that itself. The fence
+ * orders the report's fields before `fault`. */
 static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, EpAwaited awaited,
                                               uint64_t peer_facts = 0) {
     if (atomicCAS(&g.state->failed, 0u, ep_epoch(g))) return;
+    uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
+    if (fault == EP_FAULT_LATE && aborted) {
+        fault = EP_FAULT_PEER;
+        awaited.peer = (int)aborted - 1, awaited.seen = aborted - 1;
+    }
     if (fault == EP_FAULT_LATE && awaited.awaited < EP_AWAIT_HEAD)
         awaited = ep_find_absent(g, awaited);
     if (fault != EP_FAULT_ORDER)
@@ -168,22 +217,25 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     out->op = EP_DIGEST_OP(g.digest);
     out->peer = awaited.peer, out->awaited = awaited.awaited, out->row = awaited.row;
     out->expected = awaited.expected, out->seen = awaited.seen;
-    out->facts = g.facts, out->peer_facts = peer_facts;
+    out->facts = g.facts ? g.facts : ep_own_operation()->generation;
+    out->peer_facts = peer_facts;
+    if (fault == EP_FAULT_PEER) ep_copy_why(g, awaited.seen, out->why);
     __threadfence_system();
     out->fault = fault;
 }
 
 /**
- * Count one more poll of a wait. Returns 0 once the timeout has passed, or once another wait of
- * this rank has failed. Then all threads leave, and what the kernel wrote is void.
+ * Count one more poll of a wait. Returns 0 once the timeout has passed, a rank is aborted, or
+ * another wait of this rank has failed. Then all threads leave, and what the kernel wrote is void.
  */
 __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *timeout,
                                                const EpAwaited &awaited) {
     if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
     if (*(volatile uint32_t *)&g.state->failed) return 0;
+    int aborted = ep_load_relaxed_sys(ep_aborted(g)) != 0;
     uint64_t now = ep_global_timer();
     timeout->start = timeout->start ? timeout->start : now;
-    if (now - timeout->start < g.timeout_ns) return 1;
+    if (now - timeout->start < g.timeout_ns && !aborted) return 1;
     ep_report(g, EP_FAULT_LATE, awaited);
     return 0;
 }
@@ -191,11 +243,25 @@ __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *
 /* Returns whether a rank has given up, and reports it. */
 __device__ __forceinline__ int ep_has_given_up(const EpCudaGroup &g, int peer) {
     uint32_t epoch = ep_epoch(g);
-    uint64_t what = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->what);
-    if ((uint32_t)(what >> 32) != epoch || EP_DIGEST_OP((uint32_t)what) != EP_OP_GONE) return 0;
-    ep_report(g, EP_FAULT_PEER,
-              EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
+    uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, peer, epoch)->gone);
+    if ((uint32_t)(gone >> 32) != epoch) return 0;
+    ep_report(g, EP_FAULT_PEER, EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)gone - 1});
     return 1;
+}
+
+/* Returns whether some rank has given up for a reason of its own, and reports it: it sends no more
+ * rows. A rank that has given up because of a third one is not looked for: this rank waits for the
+ * third one, too, and names it at its own timeout. Not inlined, which keeps the waits short. */
+static __device__ __noinline__ int ep_finds_failure(const EpCudaGroup &g) {
+    uint32_t epoch = ep_epoch(g);
+#pragma unroll 1
+    for (int r = 0; r < g.size; r++) {
+        uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
+        if (gone != ep_counter(epoch, 1 + (uint32_t)r)) continue;
+        ep_report(g, EP_FAULT_PEER, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)r});
+        return 1;
+    }
+    return 0;
 }
 
 /* Returns whether the next poll reads the clock, and not for the first time. */
@@ -223,17 +289,19 @@ __device__ __forceinline__ int ep_is_in_latency_mode(const EpCudaGroup &g, int p
 }
 
 /* Wait until a ring entry's word has reached `row` in this operation. `load(word)` loads the word.
- * Returns 0 on timeout. */
+ * Returns 0 on timeout, or if a rank has given up. */
 template <typename Load>
 __device__ __forceinline__ int ep_await_row(const EpCudaGroup &g, const uint64_t *word,
                                             uint32_t epoch, int row, int peer, int phase,
                                             Load load) {
     EpTimeout timeout = {0, 0};
     int seen;
-    while ((seen = ep_read_counter(load(word), epoch)) < row + 1)
+    while ((seen = ep_read_counter(load(word), epoch)) < row + 1) {
+        if (ep_is_long_wait(timeout) && ep_finds_failure(g)) return 0;
         if (!ep_keep_waiting(g, &timeout,
                              EpAwaited{peer, phase, row, (uint32_t)row + 1, (uint32_t)seen}))
             return 0;
+    }
     return 1;
 }
 
@@ -262,10 +330,25 @@ __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoc
 
 /** Send a rank this one's arrival. The words order nothing, so their stores are relaxed. */
 __device__ __forceinline__ void ep_send_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
-                                                uint64_t where) {
+                                                uint64_t where, uint32_t rows) {
     EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
+    const EpOwnOperation own = *ep_own_operation();
     ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48 | where);
-    ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, g.digest));
+    ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, own.digest));
+    if (rows) ep_store_relaxed_sys(&arrival->rows, ep_counter(epoch, rows));
+    if (own.generation) ep_store_relaxed_sys(&arrival->plan, ep_counter(epoch, own.generation));
+}
+
+/* Report that a rank has entered another operation. Its plan's generation follows its digest. */
+static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                    uint32_t what, uint64_t where) {
+    const uint64_t *plan = &ep_arrival(g, g.rank, peer, epoch)->plan;
+    uint64_t word = 0;
+    for (int i = 0; i < EP_POLLS_PER_CLOCK_READ && (uint32_t)(word >> 32) != epoch; i++)
+        word = ep_load_relaxed_sys(plan);
+    uint64_t facts = g.facts ? where & EP_WHERE : (uint32_t)word;
+    ep_report(g, EP_FAULT_ORDER,
+              EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, ep_own_operation()->digest, what}, facts);
 }
 
 /**
@@ -288,15 +371,14 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
         }
         if ((uint32_t)(what >> 32) == epoch && at >> 48 == (epoch & 0xffff)) {
             if (where) *where = at & EP_WHERE;
-            if ((uint32_t)what == g.digest) return 1;
-            ep_report(g, EP_FAULT_ORDER,
-                      EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, g.digest, (uint32_t)what},
-                      at & EP_WHERE);
+            if (ep_same_operation(ep_own_operation()->digest, (uint32_t)what)) return 1;
+            ep_report_other(g, peer, epoch, (uint32_t)what, at);
             return 0;
         }
         if (ep_is_long_wait(timeout) && ep_is_in_latency_mode(g, peer, epoch, &at)) {
-            ep_report(g, EP_FAULT_ORDER,
-                      EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, g.digest, (uint32_t)at});
+            ep_report(
+                g, EP_FAULT_ORDER,
+                EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, ep_own_operation()->digest, (uint32_t)at});
             return 0;
         }
     } while (ep_keep_waiting(g, &timeout,
@@ -325,9 +407,23 @@ __device__ __forceinline__ int ep_failed_before(const EpCudaGroup &g, uint32_t e
 }
 
 /** Send this rank's arrival to all ranks. Block 0 does it, before anything else. */
-__device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, uint64_t where) {
+__device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, uint64_t where,
+                                          uint32_t rows) {
     for (int r = threadIdx.x; r < g.size && blockIdx.x == 0; r += blockDim.x)
-        ep_send_arrival(g, r, epoch, where);
+        ep_send_arrival(g, r, epoch, where, rows);
+}
+
+/** Wait for the number of rows at the `where` of a rank that has arrived with one. Returns -1 on
+ *  timeout. */
+__device__ __forceinline__ int64_t ep_await_rows(const EpCudaGroup &g, int peer, uint32_t epoch) {
+    const uint64_t *rows = &ep_arrival(g, g.rank, peer, epoch)->rows;
+    EpTimeout timeout = {0, 0};
+    uint64_t word;
+    while ((uint32_t)((word = ep_load_relaxed_sys(rows)) >> 32) != epoch)
+        if (!ep_keep_waiting(g, &timeout,
+                             EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)(word >> 32)}))
+            return -1;
+    return (int64_t)(uint32_t)word;
 }
 
 #define EP_FINISHED_BLOCKS \

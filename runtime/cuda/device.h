@@ -20,12 +20,31 @@
  * holds the row that has been taken out. Both carry the epoch in their upper half, so they need no
  * reset.
  *
- * Each GPU assigns rows to its own blocks. Blocks claim tokens, a few at a time and in ascending
- * order, from a counter in their own device memory. Receiving blocks claim the rows produced by
- * every rank's tokens in the same way. So slow blocks do less, ranks may have different numbers of
- * blocks, and not all blocks need to be resident. There is no circular wait: of all unfinished
- * tokens of all ranks, take the lowest. All tokens before it are finished, so the rings have room
- * for it, and the block that claims it does nothing else first.
+ * Each GPU assigns rows to its own blocks. Sending blocks claim tokens, a few at a time and in
+ * ascending order, from a counter in their own device memory. Receiving blocks claim the rows
+ * produced by every rank's tokens in the same way. (In gather the two change sides: sending blocks
+ * claim rows, receiving blocks tokens.) So slow blocks do less, ranks may have different numbers of
+ * blocks, and not all blocks need to be resident.
+ *
+ * There is no circular wait if on each rank a sending and a receiving block are resident until
+ * nothing of their kind is left to claim. Blocks 0 and 1 are that pair (ep_receivers_before): GPUs
+ * start blocks in the order of their numbers, and a block stays until it can claim no more. Block 0
+ * sends the rank's arrival, without waiting. Now take the lowest unfinished token t of all ranks:
+ *
+ *   - Each ring has room for the rows of tokens t to t + depth - 1, since a token has at most one
+ *     row in it and all before t have left it. No claim has more tokens than that.
+ *   - At t's source, and at each of its receivers, a block of either kind has claimed t or will
+ *     claim it: one is resident, and it waits only for tokens before those that it claims next.
+ *   - That block does nothing before t but tokens of the same claim, for which there is room as
+ *     well. So t is sent, and where it is waited for it arrives.
+ *
+ * Blocks that are not resident have claimed nothing. Where fewer than two blocks can be resident,
+ * or a GPU starts blocks in another order, senders may fill the rings of receivers that do not run:
+ * the operation then ends at its deadline. (ep_prepare needs all its blocks: half of num_sms and
+ * one.)
+ *
+ * A rank that is aborted stores its sentence, and then a word that names it, into all windows, from
+ * a stream of its own. A wait that has become long looks at the word in its rank's own window.
  *
  * Memory order: a sender waits until a record's copies are complete, then stores the head with
  * release semantics at system scope. A receiver loads the head with acquire semantics before it
@@ -34,17 +53,28 @@
 
 #include "runtime/layout.h"
 
+#define EP_ABORT_WORDS 32 /* of 8 bytes, of an abort's sentence */
+
 #define EP_MAX_PARTITIONS 64 /* of a rank's tokens, each the work of one block of prepare */
 #define EP_CUDA_MAX_RANKS 72
 
-/** What a rank sends each other rank when it enters an operation. Both words carry the epoch, and
+/** What a rank sends each other rank when it enters an operation. All words carry the epoch, and
  *  each is stored at once, so no order between them is needed. */
 typedef struct EpArrival {
     uint64_t what;  /**< epoch << 32 | digest of operation and sizes */
     uint64_t where; /**< epoch << 48 | window + 1 << 40 | offset / 16 of the receive rows, where
-                         senders may store into them; window 0: they may not.
+                         senders may store into them; 0 in place of window + 1: they may not;
+                         EP_PAIRED: the window of the sender's own receive rows.
                          Of ep_prepare: epoch << 48 | facts, see ep_facts_pack */
+    uint64_t rows;  /**< epoch << 32 | rows there, where senders may store into them */
+    uint64_t plan;  /**< epoch << 32 | generation of the plan that is read. The digest covers it;
+                         this word serves the sentence */
+    uint64_t gone; /**< epoch << 32 | 1 + rank to blame, once the rank has given up. `what` says so,
+                        too, but block 0 may store its arrival over that: another block may fail
+                        before block 0 has sent all arrivals */
 } EpArrival;
+
+#define EP_PAIRED 255 /* above all window + 1 */
 
 /** Offsets in a window; equal on all ranks. */
 typedef struct EpWindowLayout {
@@ -59,7 +89,9 @@ typedef struct EpWindowLayout {
                          rank s's tokens send here */
     int64_t routes; /**< u32 [2, R, max_tokens, K]: for each row and k, 2 + its slot here, or 1 for
                          none. 0 until it arrives; its reader sets it to 0 again */
-    int64_t ring;   /**< [R - 1, depth] records */
+    int64_t aborted; /**< u64: 1 + a rank that is aborted; 0: none. Then, EP_ABORT_BYTES further,
+                          the sentences [R, EP_ABORT_BYTES] */
+    int64_t ring;    /**< [R - 1, depth] records */
     int64_t bytes;
     int32_t depth; /**< records of a ring: a power of two */
     int32_t max_tokens;
@@ -67,6 +99,10 @@ typedef struct EpWindowLayout {
 } EpWindowLayout;
 
 #define EP_SENT_WORDS 64
+
+/** A ring has at least as many records, or one for each of max_tokens: no claim may have more
+ *  tokens. */
+#define EP_MIN_RING_DEPTH 32
 
 /** Words of a row of counts, padded to whole sectors. */
 #define EP_COUNT_WORDS(experts, ranks) ((experts) + (ranks) + 1)
@@ -81,7 +117,10 @@ enum EpCudaFault {
     EP_FAULT_LATE = 1, /**< a wait has expired */
     EP_FAULT_ORDER,    /**< another rank has entered another operation, or one of other sizes */
     EP_FAULT_PEER,     /**< another rank has given up; `seen` is the rank that it blames */
-    EP_FAULT_MEMORY    /**< handle memory does not hold the expected plan */
+    EP_FAULT_PLAN,     /**< the named memory does not hold the expected plan: see EpPlanFault */
+    EP_FAULT_FLIGHT,   /**< latency mode: the set of buffers is in other use */
+    EP_FAULT_WINDOW    /**< rank `seen` receives in the adopted window `row`, unknown here; -1: in a
+                            paired one */
 };
 
 /** What a wait waits for. */
@@ -91,17 +130,24 @@ enum EpAwait {
     EP_AWAIT_RECORD,
     EP_AWAIT_CREDIT,
     EP_AWAIT_GRID,
-    EP_AWAIT_HEAD, /**< from here on: latency mode, where no rank waits before it has sent */
-    EP_AWAIT_LINES
+    EP_AWAIT_HEAD, /**< from here on: latency mode; see ep_find_unsent for the rank to blame */
+    EP_AWAIT_LINES,
+    EP_AWAIT_WEIGHTS
 };
 
-/** The words at both ends of a block of handle memory that identify it; see EpPlanHeader. */
-typedef struct EpMemoryMark {
-    uint64_t magic, group;
-    int64_t bytes;
-    int32_t handle;
-    uint64_t tail;
-} EpMemoryMark;
+/** What is wrong with a plan. */
+enum EpPlanFault {
+    EP_PLAN_RIGHT,
+    EP_PLAN_MARK,   /**< it is none, or another one's */
+    EP_PLAN_TOP_K,  /**< it has another K than the handle: it is damaged */
+    EP_PLAN_TOKENS, /**< it has another T than the token tensors */
+    EP_PLAN_ROWS    /**< it has more receive rows than the tensors */
+};
+
+/** The words of a plan that identify it; see EpPlanHeader. */
+typedef struct EpPlanMark {
+    uint64_t magic, group, config, tail;
+} EpPlanMark;
 
 /** A failure that ends the group. Kernels write it into pinned memory. */
 typedef struct EpCudaFailure {
@@ -109,21 +155,22 @@ typedef struct EpCudaFailure {
     int32_t op;                 /**< which operation, by its EpOp code */
     int32_t peer, awaited, row; /**< awaited: EpAwait */
     uint32_t expected, seen;    /**< counters, or digests */
-    uint64_t facts, peer_facts; /**< what each rank has, where ranks disagree about ep_prepare */
-    EpMemoryMark expected_mark, mark; /**< of EP_FAULT_MEMORY */
+    uint64_t facts, peer_facts; /**< what each rank has, where ranks disagree: of ep_prepare the
+                                     facts, else the plan's generation */
+    EpPlanMark mark;            /**< of EP_FAULT_PLAN: as found */
+    uint64_t expected_config;
+    uint64_t why[EP_ABORT_WORDS]; /**< of EP_FAULT_PEER: the blamed rank's sentence; 0: none */
 } EpCudaFailure;
 
 /**
- * The digest in an arrival: 4 bits of the operation's code, the lower 12 bits of the handle's
- * ordinal, and 16 bits of a hash of the sizes, combined with the ordinal's upper bits. So digests
- * of two handles with the same sizes always differ.
+ * The digest in an arrival: 4 bits of the operation's code, 12 bits of the handle's id, and 16 bits
+ * of a hash of the sizes, to which the kernel adds the generation of the plan that it reads. So two
+ * plans differ unless 65,536 operations lie between them.
  */
-#define EP_DIGEST_HANDLES 4096 /* handles whose ordinals differ in the lower bits */
-#define EP_DIGEST(op, handle, sizes)                                  \
-    ((uint32_t)(op) | ((uint32_t)(handle) % EP_DIGEST_HANDLES) << 4 | \
-     (((uint32_t)(sizes) ^ (uint32_t)(handle) / EP_DIGEST_HANDLES) << 16))
+#define EP_DIGEST(op, handle, sizes) \
+    ((uint32_t)(op) | (uint32_t)(handle) << 4 | (uint32_t)(sizes) << 16)
 #define EP_DIGEST_OP(digest) ((int32_t)((digest)&15))
-#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4) % EP_DIGEST_HANDLES)
+#define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & EP_MAX_HANDLE_ID))
 #define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 16)
 
 /** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
@@ -178,12 +225,23 @@ typedef struct EpCudaGroup {
                                      | sum over the partitions before */
     EpCudaFailure *failure;     /**< pinned */
     uint64_t timeout_ns;
-    char *const *peers; /**< device [EP_MAX_WINDOWS, EP_CUDA_MAX_RANKS]: where each registered
-                             window of each rank is mapped here */
+    char *const *peers; /**< device [EP_WINDOW_NUMBERS, EP_CUDA_MAX_RANKS]: where each window of
+                             each rank is mapped here; NULL where none was adopted */
 } EpCudaGroup;
 
 #define EP_MAX_ACTIVE 20 /* work items of a pipeline under way: see runtime/cuda/pipeline.cuh */
 #define EP_MAX_STAGES 40 /* few items are under way at a time, and one may hold 33 stages */
+
+/**
+ * Returns how many of the blocks before `block` receive, where `receivers` of all `blocks` do, 1 ..
+ * blocks - 1. The two kinds alternate, as far as their numbers allow. Block 0 sends, block 1
+ * receives.
+ */
+EP_HOST_DEVICE static inline int32_t ep_receivers_before(int32_t block, int32_t blocks,
+                                                         int32_t receivers) {
+    int32_t ahead = blocks - 2 * receivers; /* else the first of few receivers came late */
+    return (block * receivers + (ahead > 0 ? ahead : 0)) / blocks;
+}
 
 /** How a block of a kernel divides its shared memory: see runtime/cuda/pipeline.cuh. */
 typedef struct EpPipelineShape {

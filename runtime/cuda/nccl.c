@@ -35,6 +35,7 @@ static void load(void) {
     EP_NCCL_MAP(NCCL_FIND)
 #undef NCCL_FIND
     if (!complete || api.ncclGetVersion(&api.version) != ncclSuccess) return;
+    (void)find(library, "ncclWinGetUserPtr", &api.ncclWinGetUserPtr);
     loaded = api.version >= OLDEST_NCCL;
     if (!loaded)
         snprintf(failure, sizeof(failure),
@@ -53,7 +54,7 @@ const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes) {
 }
 
 /* A call's result does not tell whether it is complete: ncclCommWindowRegister returns ncclSuccess
- * when it has only started. */
+ * when it has only started. The caller asks ep_poll_abort why the wait has ended. */
 ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t result,
                             double seconds) {
     EpWait wait;
@@ -62,6 +63,6 @@ ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t re
     do {
         ncclResult_t queried = nccl->ncclCommGetAsyncError(comm, &result);
         if (queried != ncclSuccess) return queried;
-    } while (result == ncclInProgress && ep_wait_pause(&wait));
+    } while (result == ncclInProgress && ep_poll_abort() == EP_OK && ep_wait_pause(&wait));
     return result;
 }

@@ -33,6 +33,8 @@ typedef struct EpNccl {
 #define NCCL_FIELD(function) __typeof__(&function) function;
     EP_NCCL_MAP(NCCL_FIELD)
 #undef NCCL_FIELD
+    /** Where a window begins in this rank's memory. NULL before NCCL 2.29. */
+    ncclResult_t (*ncclWinGetUserPtr)(ncclComm_t comm, ncclWindow_t window, void **out);
     int version;
 } EpNccl;
 

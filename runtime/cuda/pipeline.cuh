@@ -74,6 +74,10 @@ enum WarpRole {
     FIRST_COMPUTE_WARP = FIRST_METADATA_WARP + METADATA_WARPS,
     ALL_METADATA_WARPS = METADATA_WARPS + 8, /* without compute work, compute warps join */
 };
+static_assert(STORE_WARPS <= PIPELINE_END_ITEMS && ALL_METADATA_WARPS <= PIPELINE_END_ITEMS,
+              "a warp that takes turns takes one of so many consecutive items");
+static_assert(ALL_METADATA_WARPS <= METADATA_WARPS + COMPUTE_WARPS, "a block has them");
+static_assert(PIPELINE_END_ITEMS <= 32, "a lane of the scheduler warp writes each end item");
 
 __device__ __forceinline__ int pipeline_is_store_warp(int warp) {
     return warp >= FIRST_STORE_WARP && warp < FIRST_STORE_WARP + STORE_WARPS;
@@ -150,13 +154,14 @@ typedef struct Role {
 } Role;
 
 /**
- * Returns this block's role. Sending and receiving blocks alternate, as far as their numbers allow.
- * Neighbours share a port to the network: one of them sends and one receives, so that no block has
- * less of the wire than others.
+ * Returns this block's role. Sending and receiving blocks alternate, as far as their numbers allow,
+ * from the first two blocks on: no more than these may be resident. Neighbours share a port to the
+ * network: one of them sends and one receives, so that no block has less of the wire than others.
  */
 __device__ __forceinline__ Role pipeline_role(int receivers) {
     int block = (int)blockIdx.x, blocks = (int)gridDim.x;
-    int before = block * receivers / blocks, receives = (block + 1) * receivers / blocks > before;
+    int before = ep_receivers_before(block, blocks, receivers);
+    int receives = ep_receivers_before(block + 1, blocks, receivers) > before;
     return Role{receives, receives ? before : block - before,
                 receives ? receivers : blocks - receivers};
 }

@@ -116,6 +116,21 @@ __device__ __forceinline__ ulonglong2 ep_load_relaxed_sys_pair(const void *addre
     return x;
 }
 
+/** Store 16 bytes for each lane, with one instruction of the whole warp: the type is one scalar,
+ *  which cannot be split as a vector can, and the barrier before it makes the lanes converge, with
+ *  nothing in between. By all lanes of a warp. */
+__device__ __forceinline__ void ep_store_warp_sys(void *address, const ulonglong2 &x) {
+    asm volatile("{\n"
+                 ".reg .b128 both;\n"
+                 "mov.b128 both, {%1, %2};\n"
+                 "bar.warp.sync 0xffffffff;\n"
+                 "st.relaxed.sys.global.b128 [%0], both;\n"
+                 "}" ::"l"(address),
+                 "l"(x.x), "l"(x.y)
+                 : "memory");
+}
+
+/** Store 16 bytes, in one or more pieces. */
 __device__ __forceinline__ void ep_store_relaxed_sys_pair(void *address, const ulonglong2 &x) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(x.x), "l"(x.y)
                  : "memory");

@@ -8,20 +8,30 @@
 #include "handles/host/plan.h"
 #include "runtime/host/host.h"
 
-static void *allocate(const EpGroup *group, size_t bytes) {
-    (void)group;
-    return aligned_alloc(64, (size_t)ep_round_up((int64_t)bytes, 64));
+static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
+                    int64_t *shared_bytes, int64_t *private_bytes) {
+    ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
+    *private_bytes += ep_config_latency_sets(config) * ep_host_set_bytes(config, num_ranks);
 }
 
-static void release(const EpGroup *group, void *memory) {
-    (void)group;
-    free(memory);
+static EpStatus open(EpGroup *group) {
+    EP_TRY(ep_host_open(group));
+    EpHost *host = ep_host(group);
+    if (!group->latency_sets) return EP_OK;
+    host->set_bytes = ep_host_set_bytes(&group->config, group->size);
+    int64_t bytes = group->latency_sets * host->set_bytes;
+    host->sets = aligned_alloc(64, (size_t)bytes);
+    if (host->sets) return EP_OK;
+    return ep_fail(
+        EP_ERR_NO_MEMORY,
+        "rank %d: ep_group_create: memory: expected %lld bytes for latency mode, got none",
+        group->rank, (long long)bytes);
 }
 
-/* The backend keeps no state of a plan outside the plan's memory. */
-static EpStatus adopt_plan(EpHandle *handle) {
-    (void)handle;
-    return EP_OK;
+static void close(EpGroup *group, int together) {
+    EpHost *host = ep_host(group);
+    if (host) free(host->sets);
+    ep_host_close(group, together);
 }
 
 /* Operations have finished when they return, and report errors themselves. */
@@ -31,6 +41,15 @@ static void poll(EpGroup *group) {
 
 static void give_up(EpGroup *group) {
     ep_exchange_give_up(ep_host(group)->exchange);
+}
+
+static int abort_group(EpGroup *group, const char *sentence, int leaving) {
+    (void)leaving; /* a rank's own mapping of the shared memory lives as long as its group */
+    return ep_exchange_abort(ep_host(group)->exchange, sentence);
+}
+
+static int32_t find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+    return ep_exchange_find_aborted(ep_host(group)->exchange, sentence);
 }
 
 static EpStatus finish(EpGroup *group) {
@@ -54,26 +73,21 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .name = "host",
                                       .offers = EP_OFFERS_LATENCY | EP_OFFERS_QUANT |
                                                 EP_OFFERS_SCALE_COLUMNS | EP_OFFERS_SOURCE_COUNTS,
-                                      .measure = ep_host_measure,
-                                      .open = ep_host_open,
-                                      .close = ep_host_close,
+                                      .measure = measure,
+                                      .open = open,
+                                      .close = close,
                                       .poll = poll,
                                       .give_up = give_up,
+                                      .abort = abort_group,
+                                      .find_aborted = find_aborted,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,
-                                      .allocate = allocate,
-                                      .release = release,
                                       .plan_bytes = ep_host_plan_bytes,
-                                      .format_plan = ep_host_format_plan,
-                                      .check_plan = ep_host_check_plan,
-                                      .retire_plan = ep_host_retire_plan,
-                                      .adopt_plan = adopt_plan,
+                                      .open_plan = ep_host_open_plan,
+                                      .close_plan = ep_host_close_plan,
                                       .read_plan = ep_host_read_plan,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,
                                       .gather = ep_host_gather,
-                                      .check_pointer = check_pointer,
-                                      .buffer_bytes = ep_host_buffer_bytes,
-                                      .open_buffers = ep_host_open_buffers,
-                                      .close_buffers = ep_host_close_buffers};
+                                      .check_pointer = check_pointer};

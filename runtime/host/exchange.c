@@ -4,12 +4,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/kept.h"
 #include "runtime/wait.h"
 
 _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
 
 #define LINE 64
 #define BUFFERS 2 /* of the outbox, and of each inbox: for even and odd rounds */
+#define NOTE (-1) /* in place of an operation's code: the writer is aborted */
+#define PAUSES_PER_LOOK 1024
 
 /** A peer on another node. Arrays: for even and odd rounds. */
 typedef struct Remote {
@@ -17,10 +20,12 @@ typedef struct Remote {
     void *sending[BUFFERS];   /* requests; NULL: none pending */
     void *receiving[BUFFERS]; /* likewise */
     int64_t fill;             /* body bytes of this round's message to it */
+    void *sending_note;
 } Remote;
 
 struct EpExchange {
     const EpBootstrap *bootstrap;
+    const EpAbort *abort;
     int32_t rank, size;
     int32_t tag;
     double timeout;
@@ -30,6 +35,8 @@ struct EpExchange {
     EpControl **control;     /* [size]: of each rank on the node, else NULL */
     char *inboxes;           /* all inboxes, or NULL */
     Remote *remote;          /* [size] */
+    char *note;              /* in a group that spans nodes */
+    int noted;               /* 1 once the note was sent */
     int32_t peers_on_node;
     int spans_nodes;
     /* the open round */
@@ -85,6 +92,7 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     EpExchange *x = calloc(1, sizeof(*x));
     if (!x) return NULL;
     x->bootstrap = b, x->rank = b->rank, x->size = b->size;
+    x->abort = setup->abort;
     x->tag = setup->tag, x->timeout = setup->timeout, x->spins = setup->spins;
     x->buffer_bytes = buffer_bytes(setup->most_remote, setup->stage_bytes);
     x->spans_nodes = setup->most_remote > 0;
@@ -96,7 +104,8 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     if (x->control && x->remote) map_control(x, setup->segments);
     int64_t bytes = x->region_bytes[EP_ROUND_EACH] * BUFFERS * (x->size - 1 - x->peers_on_node);
     if (x->spans_nodes) x->inboxes = aligned_alloc(LINE, (size_t)bytes + LINE);
-    if (!x->control || !x->remote || (x->spans_nodes && !x->inboxes)) {
+    if (x->spans_nodes) x->note = calloc(1, LINE + EP_ABORT_BYTES);
+    if (!x->control || !x->remote || (x->spans_nodes && (!x->inboxes || !x->note))) {
         (void)ep_exchange_destroy(x);
         return NULL;
     }
@@ -111,15 +120,23 @@ static int cancel(const EpExchange *x, void **request) {
     return 1;
 }
 
+/* A canceled message may still use its memory. */
+static void free_or_keep(void *memory, int messages) {
+    (messages ? ep_keep_memory : free)(memory);
+}
+
 int ep_exchange_destroy(EpExchange *x) {
-    int sends = 0, receives = 0;
+    int sends = 0, receives = 0, notes = 0;
     if (!x) return 0;
+    for (int32_t r = 0; x->remote && r < x->size; r++)
+        notes += cancel(x, &x->remote[r].sending_note);
     for (int32_t r = 0; x->remote && r < x->size; r++)
         for (int parity = 0; parity < BUFFERS; parity++) {
             sends += cancel(x, &x->remote[r].sending[parity]);
             receives += cancel(x, &x->remote[r].receiving[parity]);
         }
-    if (!receives) free(x->inboxes);
+    free_or_keep(x->inboxes, receives);
+    free_or_keep(x->note, notes);
     free(x->remote);
     free(x->control);
     free(x);
@@ -132,16 +149,23 @@ const EpExchangeFailure *ep_exchange_failure(const EpExchange *x) {
     return &x->failure;
 }
 
-/* Record the failure for good, and publish it to the peers on this node, which then need not wait
- * for their own timeouts. Returns `status`. */
+/* Publish to the peers on this node that this rank has failed, unless that is published. They then
+ * need not wait for their own timeouts. */
+static int publish_failure(EpExchange *x, uint64_t failed) {
+    uint64_t none = 0;
+    return atomic_compare_exchange_strong_explicit(&x->control[x->rank]->failed.value, &none,
+                                                   failed, memory_order_release,
+                                                   memory_order_relaxed);
+}
+
+/* Record the failure for good, and publish it. Returns `status`. */
 static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
                               int64_t seen) {
     EpExchangeFailure *failure = &x->failure;
     failure->status = status, failure->peer = blamed, failure->phase = x->op->name;
     failure->expected = expected, failure->seen = seen;
     strcpy(failure->sentence, ep_last_error());
-    atomic_store_explicit(&x->control[x->rank]->failed.value, 1 + (uint64_t)blamed,
-                          memory_order_release);
+    (void)publish_failure(x, 1 + (uint64_t)blamed);
     return status;
 }
 
@@ -154,29 +178,77 @@ static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint
     return fail_exchange(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen);
 }
 
-static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed) {
-    if (blamed == peer)
-        ep_fail(EP_ERR_PEER,
-                "rank %d: %s: rank %d has given up on the group for a reason of its own", x->rank,
-                x->op->name, peer);
-    else
-        ep_fail(EP_ERR_PEER, "rank %d: %s: rank %d has given up on the group because of rank %d",
-                x->rank, x->op->name, peer, blamed);
-    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
-}
-
-void ep_exchange_give_up(EpExchange *x) {
-    uint64_t none = 0;
-    atomic_compare_exchange_strong_explicit(&x->control[x->rank]->failed.value, &none,
-                                            1 + (uint64_t)x->rank, memory_order_release,
-                                            memory_order_relaxed);
-}
-
-/* ---- waiting ------------------------------------------------------------------------------- */
-
 static uint64_t load(const EpCounter *counter) {
     return atomic_load_explicit(&counter->value, memory_order_acquire);
 }
+
+static int is_aborted(const EpExchange *x, int32_t rank) {
+    return x->control[rank] && (load(&x->control[rank]->failed) & EP_ABORTED);
+}
+
+static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed) {
+    const char *why = is_aborted(x, blamed) ? x->control[blamed]->why : "";
+    ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
+    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+}
+
+/* ---- aborts -------------------------------------------------------------------------------- */
+
+int ep_exchange_abort(EpExchange *x, const char *why) {
+    memcpy(x->control[x->rank]->why, why, EP_ABORT_BYTES);
+    return publish_failure(x, EP_ABORTED | (1 + (uint64_t)x->rank));
+}
+
+int32_t ep_exchange_find_aborted(const EpExchange *x, char why[EP_ABORT_BYTES]) {
+    int32_t r = 0;
+    while (r < x->size && (r == x->rank || !is_aborted(x, r)))
+        r++;
+    if (r == x->size) return -1;
+    if (why) memcpy(why, x->control[r]->why, EP_ABORT_BYTES);
+    return r;
+}
+
+/* Send the note to peers on other nodes. Whether it arrives is not waited for: this group is at its
+ * end. */
+static void send_notes(EpExchange *x) {
+    const EpBootstrap *b = x->bootstrap;
+    EpRoundHeader header = {.round = x->round + 1, .op = NOTE};
+    int64_t room = x->region_bytes[EP_ROUND_EACH] - LINE;
+    int64_t bytes = room < EP_ABORT_BYTES ? room : EP_ABORT_BYTES;
+    if (!x->spans_nodes || x->noted) return;
+    x->noted = 1;
+    memcpy(x->note, &header, sizeof(header));
+    memcpy(x->note + LINE, x->abort->sentence, (size_t)bytes - 1);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!x->control[r])
+            (void)b->isend(b->context, r, x->tag, x->note, (size_t)(LINE + bytes),
+                           &x->remote[r].sending_note);
+}
+
+void ep_exchange_give_up(EpExchange *x) {
+    (void)publish_failure(x, 1 + (uint64_t)x->rank);
+    if (ep_abort_requested(x->abort)) send_notes(x);
+}
+
+static EpStatus fail_note(EpExchange *x, int32_t peer, const EpRoundHeader *note) {
+    ep_fail_peer(x->rank, x->op->name, peer, peer, (const char *)note + LINE);
+    return fail_exchange(x, EP_ERR_PEER, peer, -1, -1);
+}
+
+/* Look for aborts, in a wait: this rank's at every poll, since the flag is its own; now and then
+ * those of all ranks on the node, since without them the group will not go on. */
+static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
+    if (ep_abort_requested(x->abort)) {
+        send_notes(x);
+        ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
+        return fail_exchange(x, EP_ERR_ABORTED, x->rank, -1, -1);
+    }
+    if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
+    int32_t r = ep_exchange_find_aborted(x, NULL);
+    return r < 0 ? EP_OK : fail_peer(x, r, r);
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
 
 static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     int done = 0;
@@ -205,7 +277,9 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (load(counter) < expected) {
         uint64_t failed = load(&x->control[peer]->failed);
-        if (failed && load(counter) < expected) return fail_peer(x, peer, (int32_t)(failed - 1));
+        if (failed && load(counter) < expected)
+            return fail_peer(x, peer, (int32_t)((failed & ~EP_ABORTED) - 1));
+        EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_messages(x));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
     }
@@ -216,6 +290,7 @@ static EpStatus wait_request(EpExchange *x, int32_t peer, void **request, const 
     EpWait wait;
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (*request) {
+        EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_messages(x));
         if (*request && !ep_wait_pause(&wait))
             return fail_timeout(x, peer, what, x->round, x->round - 1);
@@ -277,6 +352,10 @@ EpStatus ep_round_open(EpExchange *x, const EpOp *op, const EpRoundHeader *heade
     return post_receives(x);
 }
 
+uint64_t ep_exchange_round(const EpExchange *x) {
+    return x->round;
+}
+
 void *ep_round_region(EpExchange *x, int32_t peer) {
     return region(x, x->rank, peer) + LINE;
 }
@@ -313,22 +392,22 @@ static EpStatus fail_header(EpExchange *x, EpStatus status, int32_t peer, const 
 }
 
 static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
-    ep_fail(
-        EP_ERR_ORDER,
-        "rank %d: %s: expected all ranks to call it on handle %d, rank %d called %s on handle %d",
-        x->rank, ep_op_name(x->header.op), x->header.handle, peer, ep_op_name(theirs->op),
-        theirs->handle);
+    char mine[EP_OP_PLACE_BYTES], other[EP_OP_PLACE_BYTES];
+    ep_fail(EP_ERR_ORDER, "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s",
+            x->rank, ep_op_name(x->header.op), ep_op_place(x->header.handle, mine), peer,
+            ep_op_name(theirs->op), ep_op_place(theirs->handle, other));
     return fail_exchange(x, EP_ERR_ORDER, peer, x->header.op, theirs->op);
 }
 
 static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->header;
+    if (theirs->op == NOTE) return fail_note(x, peer, theirs);
     if (theirs->op != mine->op) return fail_other_operation(x, peer, theirs);
-    if (theirs->handle != mine->handle)
-        return fail_header(x, EP_ERR_ORDER, peer, "handle, in order of creation,", mine->handle,
-                           theirs->handle);
-    if (theirs->step != mine->step)
-        return fail_header(x, EP_ERR_ORDER, peer, "step of the handle", mine->step, theirs->step);
+    if (theirs->handle != mine->handle && theirs->handle && mine->handle)
+        return fail_header(x, EP_ERR_ORDER, peer, "the handle's id", mine->handle, theirs->handle);
+    if (theirs->plan != mine->plan)
+        return fail_header(x, EP_ERR_ORDER, peer, "the operation that wrote the plan", mine->plan,
+                           theirs->plan);
     for (int i = 0; i < EP_OP_FACTS; i++)
         if (theirs->fact[i] != mine->fact[i])
             return fail_header(x, i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, peer,

@@ -40,6 +40,12 @@
  *     failure  A rank stores `failed` with release. A waiting peer loads it with acquire, then
  *              loads the awaited counter once more. So it still takes a round that the rank
  *              published before it failed.
+ *     abort    Any thread of the rank writes `why`, once, then stores `failed`, unless it is
+ *              stored already. The peers' acquire orders `why` behind it.
+ *
+ * A rank that is aborted sends peers on other nodes a note in place of its next round's message:
+ * a header with no operation's code, then the sentence. Its own thread does that, as soon as it is
+ * in the library: bootstraps may not support other threads.
  *
  * Between nodes, a rank fills a region again only after the send from it has completed, and posts a
  * receive into an inbox only after it has read the message there. Messages of a pair of ranks
@@ -48,6 +54,7 @@
 
 #include <stdatomic.h>
 
+#include "runtime/abort.h"
 #include "runtime/op.h"
 #include "runtime/status.h"
 
@@ -58,8 +65,8 @@ typedef enum EpRoundMode { EP_ROUND_EACH, EP_ROUND_SHARED } EpRoundMode;
 typedef struct EpRoundHeader {
     uint64_t round;
     int32_t op;
-    int32_t handle;
-    uint32_t step;  /**< its lower 32 bits */
+    int32_t handle; /**< id of the handle; 0: none, not compared */
+    uint32_t plan;  /**< lower half of the generation of the plan that is read; 0: none */
     int32_t tokens; /**< T of the writer */
     int64_t fact[EP_OP_FACTS];
 } EpRoundHeader;
@@ -71,11 +78,15 @@ typedef struct EpCounter {
 
 /** Start of every shared segment. */
 typedef struct EpControl {
-    EpCounter published;     /**< last round whose regions are filled */
-    EpCounter failed;        /**< 0, or 1 + the rank blamed for this rank's failure */
-    EpRoundHeader header[2]; /**< of even and odd rounds; not in the regions, which move by mode */
-    EpCounter released[];    /**< [size]: last round of each peer that this rank has read */
+    EpCounter published;      /**< last round whose regions are filled */
+    EpCounter failed;         /**< 0, or 1 + the rank blamed for this rank's failure; EP_ABORTED |
+                                   1 + this rank: aborted */
+    char why[EP_ABORT_BYTES]; /**< of an abort */
+    EpRoundHeader header[2];  /**< of even and odd rounds; not in the regions, which move by mode */
+    EpCounter released[];     /**< [size]: last round of each peer that this rank has read */
 } EpControl;
+
+#define EP_ABORTED ((uint64_t)1 << 32)
 
 typedef struct EpExchange EpExchange;
 
@@ -94,6 +105,7 @@ int64_t ep_exchange_private_bytes(int32_t num_ranks);
 
 typedef struct EpExchangeSetup {
     const EpBootstrap *bootstrap;
+    const EpAbort *abort;  /**< of the group */
     void *const *segments; /**< rank r's segment, NULL where r is on another node */
     int64_t stage_bytes;   /**< of outbox and inboxes */
     int32_t most_remote;
@@ -108,6 +120,9 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup);
  * rank's segment, which must then stay mapped. Inboxes that may still receive messages stay
  * allocated. */
 int ep_exchange_destroy(EpExchange *x);
+
+/** Returns the number of the last round. */
+uint64_t ep_exchange_round(const EpExchange *x);
 
 /** Returns the body bytes that a region of this mode holds; equal on all ranks. */
 int64_t ep_exchange_body_bytes(const EpExchange *x, EpRoundMode mode);
@@ -124,7 +139,8 @@ void *ep_round_region(EpExchange *x, int32_t peer);
 void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes);
 EpStatus ep_round_publish(EpExchange *x);
 /** Wait for a peer's message and check its header. `header` (may be NULL) and `body` become
- *  pointers into the peer's outbox or an inbox, valid until ep_round_release. */
+ *  pointers into the peer's outbox or an inbox, valid until ep_round_release. A release marks the
+ *  messages of earlier rounds, too: a reader may keep a message until it releases the next one. */
 EpStatus ep_round_receive(EpExchange *x, int32_t peer, const EpRoundHeader **header,
                           const void **body);
 void ep_round_release(EpExchange *x, int32_t peer);
@@ -139,8 +155,15 @@ static inline int32_t ep_round_peer(int32_t rank, int32_t size, int32_t i) {
     return (rank + i) % size;
 }
 
-/** Let peers on this node that wait for this rank know that it has given up outside of rounds. */
+/** Let peers that wait for this rank know that it has given up outside of rounds: those on this
+ *  node and, if the group was aborted, the others. */
 void ep_exchange_give_up(EpExchange *x);
+
+/** Let peers on this node know that this rank is aborted. By any thread, once. Returns 0 if the
+ *  rank has failed before. */
+int ep_exchange_abort(EpExchange *x, const char *why);
+/** Returns a rank on this node that is aborted, or -1. `why` (may be NULL) becomes its sentence. */
+int32_t ep_exchange_find_aborted(const EpExchange *x, char why[EP_ABORT_BYTES]);
 
 /** Why the exchange failed: status (EP_OK: it has not), sentence and the peer concerned. */
 typedef struct EpExchangeFailure {

@@ -14,12 +14,19 @@
 typedef struct EpHost {
     EpExchange *exchange;
     const EpRowMath *math;
-    void *memory;         /* the shared segments, for share_free */
+    void *memory; /* the shared segments, for share_free */
+    char *sets;   /* buffers of latency mode; NULL: none */
+    int64_t set_bytes;
     EpDeviceOf device_of; /* NULL where no driver is, and so no memory that CPUs cannot load from */
 } EpHost;
 
 static inline EpHost *ep_host(const EpGroup *group) {
     return group->backend_state;
+}
+
+/** Returns a set of buffers of latency mode. */
+static inline char *ep_host_set(const EpGroup *group, int32_t slot) {
+    return ep_host(group)->sets + slot * ep_host(group)->set_bytes;
 }
 
 /** Returns the words of a token's routing as it travels to one rank: the token, then K local

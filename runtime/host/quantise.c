@@ -36,7 +36,7 @@ void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t
         EpQuantScale scale = ep_quant_scale(quant, find_amax(x, count));
         for (int64_t i = 0; i < count; i++)
             out[first + i] = ep_e4m3_from_float(x[i] * scale.inverse);
-        if (quant == EP_QUANT_FP8)
+        if (ep_quant_scale_type(quant) == EP_TYPE_FP32)
             ((uint32_t *)scales)[b] = scale.stored;
         else
             ((uint8_t *)scales)[b] = (uint8_t)scale.stored;

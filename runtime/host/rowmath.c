@@ -25,10 +25,22 @@ static inline void add_run(float *restrict total, const float *restrict part, in
         total[i] = (first ? 0.0f : total[i]) + part[i];
 }
 
+/* Returns whether the sum of some run is rounded. On one node none is, and whole tiles are compiled
+ * without that. */
+static inline int rounds_a_run(const EpTerm *terms, int count) {
+    for (int j = 0; j < count; j++)
+        if (terms[j].run == EP_RUN_BEGINS_ROUNDED) return 1;
+    return 0;
+}
+
 /* A run starts with the product instead of fmaf(weight, row, +0); they differ only in the sign of a
  * zero. A sum that starts from +0 has no negative zero, so the final addition of +0 makes zeros
  * positive. */
 #define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                              \
+    static inline void round_tile_##name(float *restrict part, int n) {                        \
+        for (int i = 0; i < n; i++)                                                            \
+            part[i] = to_float(from_float(part[i]));                                           \
+    }                                                                                          \
     static inline void start_tile_##name(float *restrict part, const element *restrict row,    \
                                          float weight, int n) {                                \
         for (int i = 0; i < n; i++)                                                            \
@@ -40,18 +52,22 @@ static inline void add_run(float *restrict total, const float *restrict part, in
             part[i] = fmaf(weight, to_float(row[i]), part[i]);                                 \
     }                                                                                          \
     static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,  \
-                                       int64_t at, int n) {                                    \
+                                       int64_t at, int n, int rounds) {                        \
         float total[TILE], part[TILE];                                                         \
+        EpRun run = EP_RUN_BEGINS;                                                             \
         int runs = 0;                                                                          \
         for (int j = 0; j < count; j++) {                                                      \
             const element *row = (const element *)terms[j].row + at;                           \
-            if (!terms[j].first) {                                                             \
+            if (terms[j].run == EP_RUN_GOES_ON) {                                              \
                 add_tile_##name(part, row, terms[j].weight, n);                                \
                 continue;                                                                      \
             }                                                                                  \
+            if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);            \
             if (runs++) add_run(total, part, n, runs == 2);                                    \
+            run = terms[j].run;                                                                \
             start_tile_##name(part, row, terms[j].weight, n);                                  \
         }                                                                                      \
+        if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                \
         if (runs > 1) add_run(total, part, n, 0);                                              \
         const float *sum = runs > 1 ? total : part;                                            \
         for (int i = 0; i < n; i++)                                                            \
@@ -59,11 +75,15 @@ static inline void add_run(float *restrict total, const float *restrict part, in
     }                                                                                          \
     static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) { \
         int64_t at = 0;                                                                        \
+        int rounds = rounds_a_run(terms, count);                                               \
         if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                           \
         if (count == 0) return;                                                                \
-        for (; at + TILE <= n; at += TILE)                                                     \
-            sum_tile_##name(out, terms, count, at, TILE);                                      \
-        if (at < n) sum_tile_##name(out, terms, count, at, (int)(n - at));                     \
+        for (; !rounds && at + TILE <= n; at += TILE)                                          \
+            sum_tile_##name(out, terms, count, at, TILE, 0);                                   \
+        for (; at < n; at += TILE) {                                                           \
+            int left = (int)(n - at < TILE ? n - at : TILE);                                   \
+            sum_tile_##name(out, terms, count, at, left, rounds);                              \
+        }                                                                                      \
     }                                                                                          \
     static void scale_##name(element *restrict out, const element *restrict row, float weight, \
                              int64_t n) {                                                      \

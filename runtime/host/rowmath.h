@@ -15,17 +15,21 @@
 
 /**
  * One term of a sum. Terms come in runs; a run is summed on its own from +0 and then added to the
- * total, which also starts from +0. `first` marks the first term of a run.
+ * total, which also starts from +0. `run` says which terms begin a run, and whether that run's sum
+ * is rounded to the rows' type before it is added.
  */
+typedef enum EpRun { EP_RUN_GOES_ON, EP_RUN_BEGINS, EP_RUN_BEGINS_ROUNDED } EpRun;
+
 typedef struct EpTerm {
     const void *row;
     float weight;
-    int32_t first;
+    EpRun run;
 } EpTerm;
 
 typedef struct EpRowMath {
     const char *name;
-    /** out[i] = round(sum over runs of (fmaf chain over the run's terms)); zeros if count is 0. */
+    /** out[i] = round(sum over runs of (fmaf chain over the run's terms)), where some runs are
+     *  rounded too; zeros if count is 0. */
     void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
     /** out[i] = round(weight * row[i]) */
     void (*scale)(EpType type, void *out, const void *row, float weight, int64_t n);

@@ -16,7 +16,8 @@ static EpCudaWindow window_at(size_t offset, int64_t bytes) {
 static int find(const EpCuda *cuda, size_t at, int64_t bytes) {
     int64_t offset = -7;
     int which = ep_cuda_window_find(cuda, room + at, bytes, &offset);
-    int64_t expected = which < 0 ? -7 : (int64_t)(room + at - cuda->windows[which].memory);
+    const EpCudaWindow *w = &cuda->windows[which < 0 ? 0 : which];
+    int64_t expected = which < 0 ? -7 : w->offset + (int64_t)(room + at - w->memory);
     CHECK(offset == expected, "offset %lld instead of %lld", (long long)offset,
           (long long)expected);
     return which;
@@ -43,6 +44,18 @@ SoloTest(bootstrap_cuda_windows, tensor_in_a_window) {
     CHECK(ep_cuda_window_find(&cuda, NULL, 0, &offset) == -1 && offset == -7, "NULL is in one");
     cuda.num_windows = 3;
     CHECK(find(&cuda, 41000, 500) == -1, "beyond the last window");
+}
+
+/* Part of a larger window: peers count from that window's start. */
+SoloTest(bootstrap_cuda_windows, tensor_in_an_adopted_window) {
+    EpCuda cuda = {.num_windows = EP_WINDOW_NUMBERS};
+    int last = EP_WINDOW_NUMBERS - 1;
+    cuda.windows[1] = window_at(0, 4096);
+    cuda.windows[last] = window_at(50000, 3000);
+    cuda.windows[last].offset = (int64_t)1 << 35;
+    CHECK(find(&cuda, 50016, 2984) == last, "inside");
+    CHECK(find(&cuda, 50016, 2985) == -1, "across the end");
+    CHECK(find(&cuda, 100, 200) == 1, "in a window made by all ranks");
 }
 
 #endif

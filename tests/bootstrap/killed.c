@@ -1,31 +1,54 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks are processes, and one of them is killed before and after each collective call of
- * ep_group_create and ep_group_destroy: the others leave no name in /dev/shm. */
+/* Ranks are processes, and one of them is killed: before and after each collective call of
+ * ep_group_create and ep_group_destroy, and at random moments of a group's life. The others leave
+ * no name in /dev/shm, and name the rank that was killed. LIBEP_TEST_SEED=N draws other moments;
+ * LIBEP_TEST_CASES=M makes M kills. */
 #include <dirent.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "tests/cases/calls.h"
 #include "tests/cases/run.h"
+#include "tests/harness/random.h"
 
 enum { RANKS = 3, KILLED = 1, ROOM = 4096, MOST_COLLECTIVES = 40 };
 #define DEADLINE 0.3
 
 /* ---- a bootstrap for processes that share memory ---- */
 
+/* The parts of a group's life. */
+typedef enum Part { CREATE, STEPS, DESTROY, OVER, NUM_PARTS } Part;
+
+/* What a rank tells the test. */
+typedef struct Report {
+    double begin[NUM_PARTS];
+    int calls;       /* operations entered */
+    EpStatus status; /* of the call that failed, else EP_OK */
+    double longest;  /* seconds of a call */
+    char sentence[512];
+} Report;
+
 /* Contributions of two collectives: no rank is more than one ahead of another. */
 typedef struct Board {
     int entered[RANKS]; /* collectives that each rank has entered */
     char bytes[2][RANKS][ROOM];
+    Report report[RANKS];
 } Board;
 
 typedef struct Rank {
     Board *board;
     int rank, collectives;
     int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
+    double timeout;
+    int part;     /* in which it is killed; -1: none */
+    double delay; /* seconds after that part's begin */
 } Rank;
 
 static double seconds_now(void) {
@@ -45,7 +68,9 @@ static EpStatus board_gather(void *context, const void *in, void *out, size_t by
     __atomic_store_n(&self->board->entered[self->rank], now, __ATOMIC_RELEASE);
     for (int r = 0; r < RANKS; r++) {
         while (__atomic_load_n(&self->board->entered[r], __ATOMIC_ACQUIRE) < now) {
-            if (seconds_now() > end) return ep_set_last_error(EP_ERR_TIMEOUT, "a rank is missing");
+            char missing[32];
+            snprintf(missing, sizeof(missing), "rank %d is missing", r);
+            if (seconds_now() > end) return ep_set_last_error(EP_ERR_TIMEOUT, missing);
             usleep(200);
         }
         memcpy((char *)out + (size_t)r * bytes, self->board->bytes[now % 2][r], bytes);
@@ -61,10 +86,15 @@ static EpStatus board_barrier(void *context, double timeout) {
 
 /* ---- processes ---- */
 
-static void rank_main(Rank *self) {
+static EpBootstrap board_bootstrap(Rank *self) {
     EpBootstrap b = EP_BOOTSTRAP_INIT;
     b.rank = self->rank, b.size = RANKS, b.context = self;
     b.allgather = board_gather, b.barrier = board_barrier;
+    return b;
+}
+
+static void rank_main(Rank *self) {
+    EpBootstrap b = board_bootstrap(self);
     Case c = case_complete((Case){.ranks = RANKS});
     EpGroupConfig config = case_group_config(&c);
     config.timeout_seconds = DEADLINE;
@@ -75,10 +105,13 @@ static void rank_main(Rank *self) {
     _exit(!consistent);
 }
 
+static Board *board_open(void) {
+    return mmap(NULL, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
+
 /* Run all ranks. Returns 1 if a rank was killed. */
 static int run_processes(int kill_before, int kill_after) {
-    Board *board =
-        mmap(NULL, sizeof(*board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    Board *board = board_open();
     pid_t children[RANKS];
     int killed = 0;
     for (int r = 0; r < RANKS; r++) {
@@ -131,4 +164,158 @@ SoloTest(bootstrap_killed, after_each_collective) {
     for (; n < MOST_COLLECTIVES && run_processes(0, n); n++)
         check_no_names(before, "after", n);
     CHECK(n > 5 && n < MOST_COLLECTIVES, "%d collectives", n);
+}
+
+/* ---- random moments ---- */
+
+enum { CALLS = 8 * NUM_CALLS, AT_A_TIME = 4 };
+#define LIFE_DEADLINE 1.0
+#define LATE 3.0 /* more than a deadline: other programs of the machine need time, too */
+
+static void *killer_main(void *context) {
+    const Rank *self = context;
+    usleep((useconds_t)(1e6 * self->delay));
+    kill(getpid(), SIGKILL);
+    return NULL;
+}
+
+static void begin_part(Rank *self, Part part) {
+    pthread_t killer;
+    self->board->report[self->rank].begin[part] = seconds_now();
+    if (self->part == (int)part) pthread_create(&killer, NULL, killer_main, self);
+}
+
+/* Note how long a call took that began at `begin`, and whether it failed. */
+static EpStatus report_call(Rank *self, double begin, EpStatus status) {
+    Report *report = &self->board->report[self->rank];
+    double seconds = seconds_now() - begin;
+    if (seconds > report->longest) report->longest = seconds;
+    if (status == EP_OK) return EP_OK;
+    report->status = status;
+    snprintf(report->sentence, sizeof(report->sentence), "%s", ep_last_error());
+    return status;
+}
+
+static void run_steps(Rank *self, const Step *step) {
+    Report *report = &self->board->report[self->rank];
+    EpStatus status = EP_OK;
+    while (status == EP_OK && report->calls < CALLS) {
+        double begin = seconds_now();
+        status = report_call(self, begin, calls[report->calls++ % NUM_CALLS](step));
+    }
+}
+
+/* Live a group's life. A rank that shall be killed waits for that at its end. */
+static void live(Rank *self) {
+    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
+    World *world = world_new(&c);
+    EpBootstrap b = board_bootstrap(self);
+    EpGroupConfig config = case_group_config(&world->c);
+    EpGroup *group = NULL;
+    config.timeout_seconds = self->timeout;
+    begin_part(self, CREATE);
+    double begin = seconds_now();
+    if (report_call(self, begin, ep_group_create(&b, &config, &group)) == EP_OK) {
+        Step step = {group, open_handle(group, &world->c), world, self->rank, NULL};
+        begin_part(self, STEPS);
+        run_steps(self, &step);
+    }
+    begin_part(self, DESTROY);
+    begin = seconds_now();
+    ep_group_destroy(group);
+    (void)report_call(self, begin, EP_OK);
+    begin_part(self, OVER);
+    while (self->part >= 0)
+        pause();
+    _exit(0);
+}
+
+/* One group's life, in which one rank is killed, or none. */
+typedef struct Life {
+    Board *board;
+    int victim, part; /* -1: none */
+    double delay;
+    pid_t children[RANKS];
+} Life;
+
+static void life_begin(Life *life, double timeout) {
+    life->board = board_open();
+    for (int r = 0; r < RANKS; r++) {
+        Rank self = {.board = life->board, .rank = r, .timeout = timeout, .part = -1};
+        if (r == life->victim) self.part = life->part, self.delay = life->delay;
+        life->children[r] = fork();
+        if (life->children[r] == 0) live(&self);
+    }
+}
+
+/* A survivor may complete everything only if the victim had entered its last operation. */
+static void check_survivor(const Life *life, int rank) {
+    char victim[16];
+    const Report *report = &life->board->report[rank];
+    snprintf(victim, sizeof(victim), "rank %d", life->victim);
+    CHECK(report->longest < LIFE_DEADLINE + LATE, "a call of rank %d took %.2f s", rank,
+          report->longest);
+    if (report->status != EP_OK)
+        CHECK(strstr(report->sentence, victim), "%s is not named: %s", victim, report->sentence);
+    else
+        CHECK(life->board->report[life->victim].calls == CALLS, "rank %d noticed nothing", rank);
+}
+
+/* Wait for a life's processes, and check what they have left. */
+static void life_end(Life *life) {
+    for (int r = 0; r < RANKS; r++) {
+        int status = 0;
+        waitpid(life->children[r], &status, 0);
+        if (r == life->victim)
+            CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", status);
+        else
+            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank %d ended with status %#x", r,
+                  (unsigned)status);
+    }
+    for (int r = 0; r < RANKS && life->victim >= 0; r++)
+        if (r != life->victim) check_survivor(life, r);
+}
+
+static uint64_t number_from(const char *name, uint64_t standard) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : standard;
+}
+
+/* Draw a victim, a part of its life and a moment. Some moments lie in the next part. */
+static Life draw_life(uint64_t seed, uint64_t number, const Report *usual) {
+    Random random = random_stream(seed, number, 0);
+    Life life = {.victim = (int)random_below(&random, RANKS)};
+    life.part = (int)random_below(&random, OVER);
+    double seconds = usual->begin[life.part + 1] - usual->begin[life.part];
+    life.delay = 1.2 * seconds * (double)random_below(&random, 1000000) * 1e-6;
+    return life;
+}
+
+/* Several groups live at a time, since survivors mostly wait for their deadlines. */
+SoloTest(bootstrap_killed, at_random_moments) {
+    uint64_t seed = number_from("LIBEP_TEST_SEED", 1);
+    uint64_t kills = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 12 : 40);
+    int before = names_left();
+    Life usual = {.victim = -1}, lives[AT_A_TIME];
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    life_begin(&usual, 60);
+    life_end(&usual);
+    CHECK(usual.board->report[0].status == EP_OK, "%s", usual.board->report[0].sentence);
+    for (uint64_t first = 0; first < kills && !check_failure()[0]; first += AT_A_TIME) {
+        int count = kills - first < AT_A_TIME ? (int)(kills - first) : AT_A_TIME;
+        for (int i = 0; i < count; i++) {
+            lives[i] = draw_life(seed, first + (uint64_t)i, &usual.board->report[0]);
+            life_begin(&lives[i], LIFE_DEADLINE);
+        }
+        for (int i = 0; i < count; i++) {
+            check_note("seed %d, kill %d: rank %d in part %d after %.0f us", (int)seed,
+                       (int)first + i, lives[i].victim, lives[i].part, 1e6 * lives[i].delay);
+            life_end(&lives[i]);
+            munmap(lives[i].board, sizeof(Board));
+        }
+        for (int i = 0; i < 200 && names_left() > before; i++)
+            usleep(10000);
+        CHECK(names_left() <= before, "%d names in /dev/shm, %d before", names_left(), before);
+    }
+    munmap(usual.board, sizeof(Board));
 }

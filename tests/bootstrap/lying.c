@@ -8,18 +8,21 @@
 
 enum { RANKS = 2, MOST_COLLECTIVES = 40 };
 #define DEADLINE 0.2
+#define SLOW "ranks that have lost each other wait for NCCL, a minute each time"
 
 /* A bootstrap that lies to its rank, once, about what rank `about` has contributed. */
 typedef struct Liar {
     EpBootstrap whole;
     int about, byte, countdown; /* it lies when this reaches 0 */
     size_t offset;              /* the bytes before it are true */
+    size_t bytes;               /* of the gathers that count; 0: all */
 } Liar;
 
 static EpStatus lying_allgather(void *context, const void *in, void *out, size_t bytes,
                                 double timeout) {
     Liar *liar = context;
     EpStatus status = liar->whole.allgather(liar->whole.context, in, out, bytes, timeout);
+    if (liar->bytes && liar->bytes != bytes) return status;
     if (--liar->countdown == 0 && bytes > liar->offset)
         memset((char *)out + (size_t)liar->about * bytes + liar->offset, liar->byte,
                bytes - liar->offset);
@@ -92,25 +95,53 @@ static void create_with_lies(const EpBootstrap *bootstrap, Liar liar, int out_is
 }
 
 ThreadTest(bootstrap_lying, letters_of_a_peer, RANKS) {
+    HOST_ONLY(SLOW);
     create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A'}, 0);
 }
 ThreadTest(bootstrap_lying, letters_after_the_status_of_a_peer, RANKS) {
+    HOST_ONLY(SLOW);
     create_with_lies(bootstrap, (Liar){.about = 1, .byte = 'A', .offset = sizeof(EpStatus)}, 0);
 }
 ThreadTest(bootstrap_lying, minus_ones_of_a_peer, RANKS) {
+    HOST_ONLY(SLOW);
     create_with_lies(bootstrap, (Liar){.about = 1, .byte = 0xff}, 0);
 }
 ThreadTest(bootstrap_lying, this_rank, RANKS) {
+    HOST_ONLY(SLOW);
     create_with_lies(bootstrap, (Liar){.about = 0, .byte = 'A'}, 0);
 }
 
 /* A refused rank stays refused, even if its own status does not come back. */
 ThreadTest(bootstrap_lying, refused_rank, RANKS) {
+    HOST_ONLY(SLOW);
     create_with_lies(bootstrap, (Liar){.about = 0, .byte = 0}, 1);
+}
+
+/* The CUDA backend looks up each rank's GPU by its bus id. */
+ThreadTest(bootstrap_lying, bus_id_of_a_peer, RANKS) {
+    Liar liar = {.about = 1, .byte = '1', .countdown = 1};
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    if (!TESTS_ON_GPU) {
+        check_left_out("the host backend has no bus ids");
+        return;
+    }
+    EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
+    liar.bytes = sizeof(group->choice.bus);
+    EpStatus status = ep_group_create(&own, &config, &group);
+    if (own.rank == 0)
+        CHECK_REFUSED(status, EP_ERR_BOOTSTRAP, "rank 0", "bootstrap.allgather", "bus id of rank 1",
+                      "without an end");
+    else
+        CHECK(status != EP_OK, "no error");
+    CHECK(group == NULL, "an output was written");
+    end_round(bootstrap);
 }
 
 /* Calls and sizes of windows are checked before they are used. */
 ThreadTest(bootstrap_lying, windows, RANKS) {
+    HOST_ONLY(SLOW);
     Liar liar = {.about = 1, .byte = 'A', .offset = sizeof(EpRankStatus)};
     EpBootstrap own = lie(next_bootstrap(bootstrap), &liar);
     Case c = case_complete((Case){.ranks = RANKS});

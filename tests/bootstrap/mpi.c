@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as MPI processes: the cases run over shared memory and over messages. */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +11,7 @@
 #include "tests/harness/ranked.h"
 
 /* Run each layout with different types and options. */
-static void run_layouts(const EpBootstrap *bootstrap) {
+static void run_layouts(const EpBootstrap *bootstrap, const char *nodes) {
     static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
     for (int i = 0; i < 6; i++) {
         Case c = {.ranks = bootstrap->size,
@@ -29,6 +30,7 @@ static void run_layouts(const EpBootstrap *bootstrap) {
                   .capacity = i == 3 ? 20 : 0,
                   .overflow = EP_OVERFLOW_DROP,
                   .seed = (uint64_t)i};
+        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
         run_case(bootstrap, &c);
         if (!TESTS_HAVE_LATENCY) continue;
         c.mode = EP_MODE_LATENCY, c.phases = i % 2;
@@ -40,41 +42,47 @@ static void run_layouts(const EpBootstrap *bootstrap) {
 }
 
 RankedTest(mpi_layouts, one_rank, 1, 90) {
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 RankedTest(mpi_layouts, two_ranks, 2, 90) {
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 RankedTest(mpi_layouts, three_ranks, 3, 90) {
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 RankedTest(mpi_layouts, four_ranks, 4, 90) {
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 RankedTest(mpi_layouts, eight_ranks, 8, 60) {
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 
 HostRankedTest(mpi_layouts, tiny_stage, 3, 60, "no LIBEP_STAGE_BYTES on GPUs") {
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "");
 }
 
 /* Processes on simulated nodes communicate through MPI_Isend and MPI_Irecv. */
 HostRankedTest(mpi_nodes, two_nodes, 4, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "2", 1);
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "0011");
+}
+
+HostRankedTest(mpi_nodes, listed_nodes, 5, 60, "GPUs of a group share a node") {
+    setenv("LIBEP_TOPOLOGY", "0,1,1,0,1", 1);
+    run_layouts(bootstrap, "01101");
 }
 
 HostRankedTest(mpi_nodes, every_rank_a_node, 3, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "3", 1);
     setenv("LIBEP_STAGE_BYTES", "5000", 1);
-    run_layouts(bootstrap);
+    run_layouts(bootstrap, "012");
 }
 
 HostRankedTest(mpi_nodes, synthetic_machines, 8, 60, "GPUs of a group share a node") {
     setenv("LIBEP_TOPOLOGY", "2/numa:2 core:4 pu:1", 1);
-    Case c = {.ranks = 8, .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
+    Case c = {
+        .ranks = 8, .nodes = "00001111", .experts = 24, .top_k = 5, .weighted = 1, .alignment = 16};
     run_case(bootstrap, &c);
 }
 
@@ -95,7 +103,7 @@ RankedTest(mpi_communicators, groups_of_split_communicators, 4, 60) {
     REQUIRE(groups[0] && groups[1], "no group");
     for (int i = 0; i < 2; i++) {
         int rank = i ? bootstrap->rank : inner.rank;
-        Step step = {groups[i], open_handle(groups[i], &worlds[i]->c), worlds[i], rank};
+        Step step = {groups[i], open_handle(groups[i], &worlds[i]->c), worlds[i], rank, NULL};
         step_all(&step);
     }
     for (int i = 0; i < 2; i++)
@@ -112,7 +120,7 @@ HostRankedTest(mpi_communicators, messages_of_the_caller_are_left_alone, 2, 30,
     int peer = 1 - bootstrap->rank, sent = 1000 + bootstrap->rank, received = 0;
     MPI_Request requests[2];
     MPI_Irecv(&received, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &requests[0]);
-    run_case(bootstrap, &(Case){.ranks = 2, .weighted = 1});
+    run_case(bootstrap, &(Case){.ranks = 2, .nodes = "01", .weighted = 1});
     MPI_Isend(&sent, 1, MPI_INT, peer, 7, MPI_COMM_WORLD, &requests[1]);
     MPI_Waitall(2, requests, MPI_STATUSES_IGNORE);
     CHECK(received == 1000 + peer, "received %d", received);
@@ -145,7 +153,7 @@ RankedTest(mpi_callbacks, posix_shared_memory_between_processes, 3, 60) {
     own.size = bootstrap->size;
     own.allgather = own_allgather;
     own.barrier = own_barrier;
-    run_layouts(&own);
+    run_layouts(&own, "");
 }
 
 /* ---- failures between processes ---- */
@@ -172,6 +180,22 @@ HostRankedTest(mpi_failures, stages_that_disagree, 2, 30, "no LIBEP_STAGE_BYTES 
     CHECK(group == NULL, "a group was made");
 }
 
+HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group share a node") {
+    static const char *const given[] = {"0,1,0", "2", "0,1,0/numa:2 pu:4", ""};
+    Case c = case_complete((Case){.ranks = 3});
+    EpGroupConfig config = case_group_config(&c);
+    for (int i = 1; i < 4; i++) {
+        EpGroup *group = NULL;
+        char first[40], second[40];
+        snprintf(first, sizeof(first), "'%s' on rank 0", given[0]);
+        snprintf(second, sizeof(second), "'%s' on rank 2", given[i]);
+        setenv("LIBEP_TOPOLOGY", given[bootstrap->rank == 2 ? i : 0], 1);
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH,
+                      "LIBEP_TOPOLOGY", first, second);
+        CHECK(group == NULL, "a group was made");
+    }
+}
+
 /* The last rank does not call; all other ranks name it. */
 static void absent_rank(const EpBootstrap *bootstrap) {
     int ranks = bootstrap->size, absent = ranks - 1;
@@ -182,10 +206,10 @@ static void absent_rank(const EpBootstrap *bootstrap) {
     char named[48];
     config.timeout_seconds = 0.4;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
     if (bootstrap->rank != absent) {
-        EpStatus status = ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
+        EpStatus status = ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
         int by_peer = ranks > 2 &&
                       status == EP_ERR_PEER; /* reported by a rank that gave up a little earlier */
         snprintf(named, sizeof(named), by_peer ? "because of rank %d" : "rank %d did not arrive",
@@ -194,6 +218,53 @@ static void absent_rank(const EpBootstrap *bootstrap) {
     }
     MPI_Barrier(MPI_COMM_WORLD);
     ep_group_destroy(group);
+}
+
+#define WHY "the scheduler wants its nodes back"
+
+static void *abort_later(void *group) {
+    usleep(100000);
+    CHECK_OK(ep_group_abort(group, WHY));
+    return NULL;
+}
+
+/* Rank 0 is aborted while it waits for the last rank to allocate memory, or (`early`) before the
+ * others call an operation. */
+static void aborted_rank(const EpBootstrap *bootstrap, int early) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    EpHandle *handle = NULL;
+    void *out = &group;
+    pthread_t thread;
+    double begin = MPI_Wtime();
+    EpStatus status = EP_OK, expected = bootstrap->rank ? EP_ERR_PEER : EP_ERR_ABORTED;
+    config.timeout_seconds = 60;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
+    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 3}, EP_TYPE_INT32, 1, 2);
+    int aborts = bootstrap->rank == 0, calls = early || bootstrap->rank < bootstrap->size - 1;
+    if (aborts && early) CHECK_OK(ep_group_abort(group, WHY));
+    if (aborts && !early) REQUIRE(!pthread_create(&thread, NULL, abort_later, group), "thread");
+    if (calls)
+        status = early ? ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL)
+                       : ep_mem_alloc(group, 64, &out);
+    if (aborts && !early) pthread_join(thread, NULL);
+    if (calls) CHECK_REFUSED(status, expected, "rank 0", WHY);
+    CHECK(out == &group, "an output was written");
+    MPI_Barrier(MPI_COMM_WORLD);
+    ep_group_destroy(group);
+    CHECK(MPI_Wtime() - begin < 20, "it took %.1f s", MPI_Wtime() - begin);
+}
+
+HostRankedTest(mpi_failures, aborted_while_it_allocates, 3, 60, "see runtime_abort") {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    aborted_rank(bootstrap, 0);
+}
+HostRankedTest(mpi_failures, aborted_on_three_nodes, 3, 60, "GPUs of a group share a node") {
+    setenv("LIBEP_TOPOLOGY", "3", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    aborted_rank(bootstrap, 1);
 }
 
 HostRankedTest(mpi_failures, absent_rank_on_the_node, 2, 30, "see gpu_faults") {
@@ -298,13 +369,13 @@ static EpStatus plan_rows(EpHandle *handle, int rank, int to) {
         index[i] = to;
     memset(tokens, 1 + rank, sizeof(tokens));
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, to < 0 ? 0 : MANY, 1);
-    return ep_prepare(handle, &topk_idx, NULL, NULL, NULL);
+    return ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL);
 }
 
 static EpStatus send_rows(EpHandle *handle, const Case *c, int to) {
     EpTensor in = ep_tensor_2d(tokens, EP_TYPE_BF16, to < 0 ? 0 : MANY, c->hidden);
     EpTensor out = ep_tensor_2d(rows, EP_TYPE_BF16, 2 * MANY, c->hidden);
-    return ep_dispatch(handle, &in, NULL, NULL, NULL, &out, NULL, NULL, NULL);
+    return ep_dispatch(handle, NULL, NULL, &in, NULL, NULL, NULL, &out, NULL, NULL, NULL);
 }
 
 /* Nodes are {0, 1} and {2, 3}. Ranks 0 and 2 send to ranks 3 and 1, which then wait for the other
@@ -317,7 +388,7 @@ static void wait_on_the_node(const EpBootstrap *bootstrap) {
     static const int to[] = {3, -1, 1, -1}, from[] = {-1, 2, -1, 0};
     int rank = bootstrap->rank, sender = from[rank];
     EpHandle *handle = NULL;
-    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
     for (int i = 0; i < 40; i++) {
         CHECK_OK(plan_rows(handle, rank, to[rank]));
         CHECK_OK(send_rows(handle, &c, to[rank]));
@@ -343,7 +414,7 @@ static void give_up(const EpBootstrap *bootstrap) {
     int rank = bootstrap->rank, to = rank ? -1 : 2;
     config.timeout_seconds = 0.5;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
     CHECK_OK(plan_rows(handle, rank, to));
     if (rank == 2) usleep(1000000);
     if (rank != 1) CHECK_STATUS(send_rows(handle, &c, to), EP_ERR_TIMEOUT);

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Simulated nodes: rows between nodes go by messages instead of shared memory; results are the
- * same. */
+/* Pretended nodes: rows between nodes go by messages instead of shared memory. */
 #include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "tests/cases/run.h"
 
-static void run_topology(const char *topology, int ranks) {
+/* `nodes` is what the topology means. */
+static void run_topology(const char *topology, int ranks, const char *nodes) {
     setenv("LIBEP_TOPOLOGY", topology, 1);
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         Case c = {.ranks = ranks,
                   .experts = 11,
                   .top_k = 4,
@@ -19,27 +20,34 @@ static void run_topology(const char *topology, int ranks) {
                   .masked_percent = 10,
                   .max_tokens = 30,
                   .seed = (uint64_t)ranks};
+        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
         run_case_on_threads(&c);
     }
 }
 
 Test(bootstrap_topology, two_nodes, .timeout = 120) {
-    run_topology("2", 4);
+    run_topology("2", 4, "0011");
 }
 Test(bootstrap_topology, two_uneven_nodes, .timeout = 120) {
-    run_topology("2", 5);
+    run_topology("2", 5, "00011");
 }
 Test(bootstrap_topology, every_rank_a_node, .timeout = 120) {
-    run_topology("6", 6);
+    run_topology("6", 6, "012345");
 }
 Test(bootstrap_topology, three_nodes_of_three, .timeout = 120) {
-    run_topology("3", 9);
+    run_topology("3", 9, "000111222");
+}
+Test(bootstrap_topology, listed_nodes, .timeout = 120) {
+    run_topology("5,0,5,3,0", 5, "50530");
+}
+Test(bootstrap_topology, listed_nodes_with_machines, .timeout = 120) {
+    run_topology("0,1,0,1,1/numa:2 core:4 pu:1", 5, "01011");
 }
 Test(bootstrap_topology, one_node, .timeout = 120) {
-    run_topology("1", 3);
+    run_topology("1", 3, "000");
 }
 Test(bootstrap_topology, synthetic_machine, .timeout = 120) {
-    run_topology("2/numa:2 core:4 pu:1", 8);
+    run_topology("2/numa:2 core:4 pu:1", 8, "00001111");
 }
 
 static void check_nodes(const EpBootstrap *bootstrap, int nodes, int numa_nodes, int cpus) {
@@ -70,6 +78,22 @@ ThreadTest(bootstrap_topology, nodes_are_blocks_of_ranks, 4) {
     pretend(bootstrap, "4");
     check_nodes(bootstrap, 4, 0, 0);
     pretend(bootstrap, "1");
+    check_nodes(bootstrap, 1, 0, 0);
+}
+
+/* A list must have the node of every rank. */
+ThreadTest(bootstrap_topology, lists_of_another_size, 4) {
+    static const char *const lists[] = {"0,1,0", "0,1,0,1,0"};
+    for (int i = 0; i < 2; i++) {
+        Case c = case_complete((Case){.ranks = 4});
+        EpGroupConfig config = case_group_config(&c);
+        EpGroup *group = NULL;
+        pretend(bootstrap, lists[i]);
+        CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_SETTING, "LIBEP_TOPOLOGY",
+                      "each of the group's 4 ranks", i ? "got 5" : "got 3", lists[i]);
+        CHECK(group == NULL, "a group was made");
+    }
+    pretend(bootstrap, "7,7,7,7");
     check_nodes(bootstrap, 1, 0, 0);
 }
 
@@ -107,5 +131,5 @@ SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
 
 /* With more nodes than ranks some nodes are empty. */
 Test(bootstrap_topology, more_nodes_than_ranks, .timeout = 120) {
-    run_topology("7", 3);
+    run_topology("7", 3, "024");
 }

@@ -69,7 +69,7 @@ ThreadTest(bootstrap_windows, sizes_may_differ, RANKS) {
 /* Run a whole step between two changes of the windows. */
 static void step_with(EpGroup *group, const World *world, int rank) {
     EpHandle *handle = open_handle(group, &world->c);
-    Step step = {group, handle, world, rank};
+    Step step = {group, handle, world, rank, NULL};
     step_all(&step);
     ep_handle_destroy(handle);
 }
@@ -191,10 +191,10 @@ static void check_sums(const Step *step, const Rows *r) {
     Image got = image_new(bytes, 16), expected = image_new(bytes, 16), none = image_new(4096, 4);
     EpTensor out = ep_tensor_2d(got.data, c->sum_type, rows, c->hidden);
     EpTensor weights = step_slot_weights(step);
-    CHECK_OK(ep_combine(step->handle, &r->expert_out, &weights, NULL, &out));
+    CHECK_OK(ep_combine(step->handle, NULL, &r->expert_out, &weights, NULL, NULL, &out));
     expect_combine(step->world, step->rank, &expected);
     image_check_equal(&got, &expected, case_sum_bytes(c), "out");
-    CHECK_OK(ep_dispatch_backward(step->handle, &r->expert_out, NULL, NULL, &out, NULL));
+    CHECK_OK(ep_dispatch_backward(step->handle, NULL, &r->expert_out, NULL, NULL, &out, NULL));
     expect_dispatch_backward(step->world, step->rank, &expected, &none);
     image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
     image_free(&got);
@@ -209,14 +209,15 @@ ThreadTest(bootstrap_windows, rows_of_a_step, RANKS) {
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
     REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, bootstrap->rank};
+    Step step = {group, handle, world, bootstrap->rank, NULL};
     Rows rows = take_rows(&step);
     EpTensor tokens = step_tokens(&step), weights = step_weights(&step);
     EpTensor grad_out = step_grad_out(&step), slot_weights = step_slot_weights(&step);
     step_prepare(&step);
+    CHECK_OK(ep_dispatch(handle, NULL, NULL, &tokens, &weights, NULL, NULL, &rows.recv,
+                         &rows.weights, NULL, NULL));
     CHECK_OK(
-        ep_dispatch(handle, &tokens, &weights, NULL, NULL, &rows.recv, &rows.weights, NULL, NULL));
-    CHECK_OK(ep_combine_backward(handle, &grad_out, &slot_weights, NULL, NULL, &rows.grad, NULL));
+        ep_combine_backward(handle, NULL, &grad_out, &slot_weights, NULL, NULL, &rows.grad, NULL));
     check_rows(&step, &rows);
     check_sums(&step, &rows);
     CHECK_OK(ep_mem_free(group, rows.recv.data));
@@ -413,11 +414,11 @@ ThreadTest(bootstrap_windows, late_rank_learns_of_the_failure, RANKS) {
     EpHandle *handle = NULL;
     void *out = &group;
     EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 1}, EP_TYPE_INT32, 1, 2);
-    REQUIRE_OK(ep_handle_create(group, NULL, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(group, NULL, &handle));
     if (bootstrap->rank == 2) {
         while (__atomic_load_n(&gave_up, __ATOMIC_SEQ_CST) < 2)
             usleep(1000);
-        CHECK_REFUSED(ep_prepare(handle, &topk_idx, NULL, NULL, NULL), EP_ERR_PEER,
+        CHECK_REFUSED(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL), EP_ERR_PEER,
                       "for a reason of its own");
     } else {
         CHECK_STATUS(ep_mem_alloc(group, 64, &out), EP_ERR_TIMEOUT);

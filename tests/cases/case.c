@@ -30,9 +30,14 @@ Case case_complete(Case c) {
         c.hidden = (int)round_up(c.hidden, 16), c.scale_bytes = 0;
         if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
     }
-    if (!c.mode) c.mode = EP_MODE_THROUGHPUT;
+    int rank_major = c.layout == EP_LAYOUT_RANK_MAJOR;
+    if (!c.mode) c.mode = rank_major ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
+    if (c.mode != EP_MODE_LATENCY || c.layout == EP_LAYOUT_FLAT || rank_major)
+        c.weights_at_combine = 0;
+    if (c.weights_at_combine) c.weighted = 0;
+    if (c.zero_tail == EP_TAIL_IDS && !case_has_rows(&c)) c.zero_tail = EP_TAIL_KEEP;
     int64_t tokens = (int64_t)c.ranks * c.max_tokens, slots = tokens * c.top_k;
-    if (c.mode == EP_MODE_LATENCY && !c.capacity)
+    if (c.mode == EP_MODE_LATENCY && !c.capacity && !rank_major)
         c.capacity = c.layout == EP_LAYOUT_FLAT ? tokens : slots + c.experts * c.alignment;
     return c;
 }
@@ -41,18 +46,28 @@ const char *case_describe(const Case *c) {
     static _Thread_local char text[700];
     snprintf(
         text, sizeof(text),
-        "ranks=%d experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d target=%d "
+        "ranks=%d nodes=%s experts=%d top_k=%d hidden=%d max_tokens=%d spread=%d routing=%d "
+        "target=%d "
         "masked=%d%% invalid=%d%% duplicates=%d merged=%d row_type=%d sum_type=%d index_type=%d "
         "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
+        "weights_at_combine=%d "
         "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
-        "num_sms=%d phases=%d seed=%llu",
-        c->ranks, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread, (int)c->routing,
-        c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
+        "num_sms=%d phases=%d global_ids=%d seed=%llu",
+        c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
+        (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
         (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
         (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
-        c->scale_bytes, c->counted, c->spare_rows, c->zero_tail, (int)c->quant, (int)c->scale_order,
-        (int)c->mode, c->num_sms, c->phases, (unsigned long long)c->seed);
+        c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
+        (int)c->quant, (int)c->scale_order, (int)c->mode, c->num_sms, c->phases, c->global_ids,
+        (unsigned long long)c->seed);
     return text;
+}
+
+int case_node(const Case *c, int rank) {
+    int lowest = 0;
+    while (c->nodes[0] && c->nodes[lowest] != c->nodes[rank])
+        lowest++;
+    return lowest;
 }
 
 static size_t type_bytes(EpType type) {
@@ -74,6 +89,10 @@ size_t case_row_bytes(const Case *c) {
     return (size_t)c->hidden * type_bytes(c->row_type);
 }
 
+int case_has_rows(const Case *c) {
+    return c->layout == EP_LAYOUT_FLAT || c->layout == EP_LAYOUT_RANK_MAJOR;
+}
+
 static int quantises(const Case *c) {
     return c->quant > EP_QUANT_NONE;
 }
@@ -83,7 +102,7 @@ EpType case_recv_type(const Case *c) {
 }
 
 EpType case_scale_type(const Case *c) {
-    return c->quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    return quant_scale_bytes(c->quant) == 4 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
 }
 
 int case_scales(const Case *c) {
@@ -115,6 +134,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.overflow = c->overflow;
     config.backend = TEST_BACKEND;
     config.timeout_seconds = 60;
+    if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;
 }
@@ -128,8 +148,11 @@ EpHandleConfig case_handle_config(const Case *c) {
         config.max_recv_rows = c->capacity;
     config.zero_tail = c->zero_tail;
     config.mode = c->mode;
+    config.id = c->id;
+    if (c->named) config.plans = EP_PLANS_NAMED;
     config.quant = c->quant;
     config.scale_order = c->scale_order;
     if (c->num_sms) config.num_sms = c->num_sms;
+    if (c->global_ids && case_has_rows(c)) config.expert_ids = EP_IDS_GLOBAL;
     return config;
 }

@@ -30,6 +30,7 @@ typedef enum Routing {
 
 typedef struct Case {
     int ranks;      /**< 1 */
+    char nodes[24]; /**< a digit for each rank, as in "0110": its node; "": all ranks on one */
     int experts;    /**< 2 per rank */
     int top_k;      /**< 2 */
     int hidden;     /**< 24: bf16 rows of 48 bytes, not a multiple of a cache line */
@@ -50,15 +51,22 @@ typedef struct Case {
     int64_t rows_per_expert; /**< BATCHED: enough for any routing */
     EpOverflow overflow;     /**< ERROR */
     int weighted;            /**< dispatch sends topk_weights, and combine is weighted */
+    int weights_at_combine;  /**< latency mode, unless case_has_rows: combine gets topk_weights, and
+                                  the case is not `weighted` */
     int scale_bytes;         /**< per row; 0: no scales */
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond those needed */
-    int zero_tail;
-    EpQuant quant;            /**< NONE; others round `hidden` up and produce their own scales */
+    int zero_tail;           /**< an EpTail; IDS where the layout has no ids: KEEP */
+    EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
-    EpMode mode;              /**< THROUGHPUT; latency mode always gets a capacity */
+    EpMode mode;              /**< THROUGHPUT, but LATENCY where the layout is RANK_MAJOR; latency
+                                   mode always gets a capacity, except in RANK_MAJOR */
     int num_sms;              /**< of the handle; 0: the default */
-    int phases; /**< latency mode: call dispatch and combine as send and receive phases */
+    int sets;                 /**< of buffers of latency mode; 0: 4 */
+    int id;                   /**< of the handle */
+    int named;                /**< the handle has no plan of its own */
+    int phases;     /**< latency mode: call dispatch and combine as send and receive phases */
+    int global_ids; /**< recv_topk_idx has global expert ids; ignored where a layout has none */
     uint64_t seed;
 } Case;
 
@@ -67,6 +75,12 @@ Case case_complete(Case c);
 
 /** Returns all fields in one line, in static memory of the thread. */
 const char *case_describe(const Case *c);
+
+/** Returns the lowest rank on the node of a rank. */
+int case_node(const Case *c, int rank);
+
+/** Returns whether a row has one slot for all its entries: FLAT and RANK_MAJOR. */
+int case_has_rows(const Case *c);
 
 /** Return the configuration of the group and of the handle of a complete case. */
 EpGroupConfig case_group_config(const Case *c);

@@ -44,6 +44,7 @@ typedef enum Op {
     X(RECV_TOPK_IDX, "recv_topk_idx", 1)         \
     X(EXPERT_OUT, "expert_out", 0)               \
     X(SLOT_WEIGHTS, "slot_weights", 0)           \
+    X(COMBINE_WEIGHTS, "topk_weights", 0)        \
     X(OUT, "out", 1)                             \
     X(GRAD_RECV_TOKENS, "grad_recv_tokens", 0)   \
     X(GRAD_RECV_WEIGHTS, "grad_slot_weights", 0) \
@@ -65,6 +66,7 @@ typedef struct Fixture {
     World *world;
     EpGroup *group;
     EpHandle *handle;
+    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
     Step step;
     Image image[NUM_ARGS];
     EpTensor tensor[NUM_ARGS];
@@ -80,7 +82,8 @@ void fixture_open(Fixture *fixture, const Case *c);
 void fixture_open_prepared(Fixture *fixture, const Case *c);
 void fixture_close(Fixture *fixture);
 
-/** Reset all arguments of all operations to valid tensors with poisoned outputs. */
+/** Reset all arguments of all operations to valid tensors with poisoned outputs. Combine gets
+ * slot_weights, or topk_weights if the case has weights_at_combine. */
 void fixture_reset(Fixture *fixture);
 
 EpStatus fixture_call(Fixture *fixture, Op op);
@@ -118,7 +121,8 @@ typedef struct Wrong {
  * succeeds afterwards. Calls that the fixture's mode does not have are left out. */
 void fixture_check_wrong(Fixture *fixture, const Wrong *table, int n);
 
-/** Check a table with fixture_check_wrong in each mode, with a new fixture for each. */
+/** Check a table with fixture_check_wrong in each mode that the layout has, with a new fixture for
+ * each. */
 void fixture_check_table(Case c, const Wrong *table, int n);
 
 /** Check that zero_tail writes no further than the end of the shortest output: `arg`, of one float

@@ -16,11 +16,16 @@ void run_world(const EpBootstrap *bootstrap, const World *world);
 void run_case(const EpBootstrap *bootstrap, const Case *c);
 
 /** Run all ranks of a case as threads and assert that the results equal the oracle's. Runs the
- * case's mode, or both modes where it names none. */
+ * case's mode, or those that its layout has where it names none. Pretends the case's nodes;
+ * elsewhere the test sets LIBEP_TOPOLOGY itself. */
 void run_case_on_threads(const Case *c);
 
 /** Create the case's group or handle; fail a check and return NULL if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
 EpHandle *open_handle(EpGroup *group, const Case *c);
+
+/** Allocate a block for a plan of handles of this case, filled with garbage. The caller frees
+ *  plan->data. */
+void open_plan(EpGroup *group, const Case *c, EpTensor *plan);
 
 #endif

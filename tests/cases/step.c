@@ -24,9 +24,12 @@ EpTensor step_scales(const Step *step) {
 
 EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t columns) {
     const RankWorld *me = step_mine(step);
-    if (step->world->c.layout != EP_LAYOUT_BATCHED)
-        return ep_tensor_2d(data, type, me->buffer_rows, columns);
-    return ep_tensor_3d(data, type, me->num_experts, step->world->c.rows_per_expert, columns);
+    const Case *c = &step->world->c;
+    if (c->layout == EP_LAYOUT_BATCHED)
+        return ep_tensor_3d(data, type, me->num_experts, c->rows_per_expert, columns);
+    if (c->layout == EP_LAYOUT_RANK_MAJOR)
+        return ep_tensor_3d(data, type, c->ranks, c->max_tokens, columns);
+    return ep_tensor_2d(data, type, me->buffer_rows, columns);
 }
 
 EpTensor step_recv_tokens(const Step *step, const void *data) {
@@ -51,7 +54,7 @@ EpTensor step_per_slot(const Step *step, const void *data) {
 }
 
 EpTensor step_per_weight(const Step *step, const void *data) {
-    if (step->world->c.layout != EP_LAYOUT_FLAT) return step_per_slot(step, data);
+    if (!case_has_rows(&step->world->c)) return step_per_slot(step, data);
     return step_rows(step, data, EP_TYPE_FP32, step->world->c.top_k);
 }
 

@@ -15,6 +15,7 @@ typedef struct Step {
     EpHandle *handle;
     const World *world;
     int rank;
+    const EpTensor *plan; /**< that calls name; NULL: the handle's own */
 } Step;
 
 /** Prepare. Does nothing in latency mode, where step_dispatch prepares too. */

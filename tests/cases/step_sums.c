@@ -33,20 +33,25 @@ static void summed_check(const Step *step, Summed *s) {
 }
 
 static void combine_whole(const Step *step) {
+    const Case *c = &step->world->c;
     Summed s = summed_new(step);
-    EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
-    CHECK_OK(ep_combine(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL, NULL,
-                        &s.out));
+    EpTensor expert_out = step_expert_out(step), slots = step_slot_weights(step);
+    EpTensor weights = step_weights(step);
+    CHECK_OK(ep_combine(step->handle, step->plan, &expert_out, c->weighted ? &slots : NULL,
+                        c->weights_at_combine ? &weights : NULL, NULL, &s.out));
     summed_check(step, &s);
 }
 
 void step_combine_send(const Step *step) {
-    EpTensor expert_out = step_expert_out(step), weights = step_slot_weights(step);
-    Image images[] = {step_copy_input(&expert_out), step_copy_input(&weights)};
-    CHECK_OK(ep_combine_send(step->handle, &expert_out, step->world->c.weighted ? &weights : NULL,
-                             NULL));
-    step_overwrite_input(&images[0]);
-    step_overwrite_input(&images[1]);
+    const Case *c = &step->world->c;
+    EpTensor expert_out = step_expert_out(step), slots = step_slot_weights(step);
+    EpTensor weights = step_weights(step);
+    Image images[] = {step_copy_input(&expert_out), step_copy_input(&slots),
+                      step_copy_input(&weights)};
+    CHECK_OK(ep_combine_send(step->handle, step->plan, &expert_out, c->weighted ? &slots : NULL,
+                             c->weights_at_combine ? &weights : NULL, NULL));
+    for (int i = 0; i < 3; i++)
+        step_overwrite_input(&images[i]);
 }
 
 void step_combine_wait(const Step *step) {
@@ -75,8 +80,8 @@ void step_dispatch_backward(const Step *step) {
     EpTensor rows = step_expert_out(step), slots = step_per_weight(step, me->grad_slot_weight);
     EpTensor tokens = ep_tensor_2d(got.data, c->sum_type, me->rows, c->hidden);
     EpTensor weights = ep_tensor_2d(got_weights.data, EP_TYPE_FP32, me->rows, c->top_k);
-    CHECK_OK(ep_dispatch_backward(step->handle, &rows, c->weighted ? &slots : NULL, NULL, &tokens,
-                                  c->weighted ? &weights : NULL));
+    CHECK_OK(ep_dispatch_backward(step->handle, step->plan, &rows, c->weighted ? &slots : NULL,
+                                  NULL, &tokens, c->weighted ? &weights : NULL));
     expect_dispatch_backward(step->world, step->rank, &expected, &expected_weights);
     image_check_equal(&got, &expected, case_sum_bytes(c), "grad_tokens");
     if (c->weighted)
@@ -97,7 +102,7 @@ static void check_slot_gradients(const Step *step, const Image *got) {
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         float value;
         memcpy(&value, got->data + row * 4, 4);
-        if (me->row[row].kind == ROW_TAIL && !step->world->c.zero_tail) continue;
+        if (me->row[row].kind == ROW_TAIL && step->world->c.zero_tail != EP_TAIL_ZERO) continue;
         double magnitude, exact = expect_slot_gradient(step->world, step->rank, row, &magnitude);
         CHECK(fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",
               (long long)row, (double)value, exact);
@@ -115,7 +120,7 @@ void step_combine_backward(const Step *step) {
     EpTensor grad_out = step_grad_out(step), weights = step_slot_weights(step);
     EpTensor expert_out = step_expert_out(step), grad_slots = step_per_slot(step, slots.data);
     EpTensor grad_rows = step_rows(step, got.data, c->sum_type, c->hidden);
-    CHECK_OK(ep_combine_backward(step->handle, &grad_out, c->weighted ? &weights : NULL,
+    CHECK_OK(ep_combine_backward(step->handle, step->plan, &grad_out, c->weighted ? &weights : NULL,
                                  c->weighted ? &expert_out : NULL, NULL, &grad_rows,
                                  c->weighted ? &grad_slots : NULL));
     expect_combine_backward(step->world, step->rank, &expected);

@@ -49,7 +49,7 @@ static void apply(int64_t expert, int transposed, float factor, const float *x, 
 }
 
 static Step step_of(const Model *m) {
-    return (Step){NULL, m->handle, m->world, m->bootstrap->rank};
+    return (Step){NULL, m->handle, m->world, m->bootstrap->rank, NULL};
 }
 
 static EpTensor rows_tensor(const Model *m, const float *data, int columns) {
@@ -109,11 +109,11 @@ static void model_forward(Model *m) {
     EpTensor recv = rows_tensor(m, m->recv, H), y = rows_tensor(m, m->y, H);
     EpTensor slots = rows_tensor(m, m->slot_weight, is_flat(m) ? K : 1);
     EpTensor out = tokens_tensor(m, m->out, H);
-    CHECK_OK(ep_dispatch(m->handle, &x, m->weighted ? &w : NULL, NULL, NULL, &recv,
+    CHECK_OK(ep_dispatch(m->handle, NULL, NULL, &x, m->weighted ? &w : NULL, NULL, NULL, &recv,
                          m->weighted ? &slots : NULL, NULL, NULL));
     experts_forward(m);
     int weigh = m->weighted && !is_flat(m);
-    CHECK_OK(ep_combine(m->handle, &y, weigh ? &slots : NULL, NULL, &out));
+    CHECK_OK(ep_combine(m->handle, NULL, &y, weigh ? &slots : NULL, NULL, NULL, &out));
 }
 
 static void model_backward(Model *m) {
@@ -123,11 +123,11 @@ static void model_backward(Model *m) {
     EpTensor y_grad = rows_tensor(m, m->y_grad, H), recv_grad = rows_tensor(m, m->recv_grad, H);
     EpTensor x_grad = tokens_tensor(m, m->x_grad, H), w_grad = tokens_tensor(m, m->weight_grad, K);
     int weigh = m->weighted && !is_flat(m);
-    CHECK_OK(ep_combine_backward(m->handle, &grad, weigh ? &slots : NULL, weigh ? &y : NULL, NULL,
-                                 &y_grad, weigh ? &slots_grad : NULL));
+    CHECK_OK(ep_combine_backward(m->handle, NULL, &grad, weigh ? &slots : NULL, weigh ? &y : NULL,
+                                 NULL, &y_grad, weigh ? &slots_grad : NULL));
     experts_backward(m);
-    CHECK_OK(ep_dispatch_backward(m->handle, &recv_grad, m->weighted ? &slots_grad : NULL, NULL,
-                                  &x_grad, m->weighted ? &w_grad : NULL));
+    CHECK_OK(ep_dispatch_backward(m->handle, NULL, &recv_grad, m->weighted ? &slots_grad : NULL,
+                                  NULL, &x_grad, m->weighted ? &w_grad : NULL));
 }
 
 /* Returns the sum over all ranks of <out, out_grad>. */

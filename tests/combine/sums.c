@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Combine adds in a defined order and rounds where the header says so, bit for bit. */
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "tests/cases/run.h"
+#include "tests/oracle/expect.h"
 #include "tests/oracle/number.h"
 
 static const EpType sum_types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
@@ -49,8 +51,9 @@ static void combine_alone(const void *rows, EpType type, int64_t tokens, int64_t
     EpTensor expert_out = ep_tensor_2d(rows, type, tokens, hidden);
     EpTensor slot_weights = ep_tensor_1d(weights, EP_TYPE_FP32, tokens);
     EpTensor sums = ep_tensor_2d(out, type, tokens, hidden);
-    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_combine(handle, &expert_out, weights ? &slot_weights : NULL, NULL, &sums));
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(
+        ep_combine(handle, NULL, &expert_out, weights ? &slot_weights : NULL, NULL, NULL, &sums));
     ep_group_destroy(group);
     ep_bootstrap_destroy(&bootstrap);
 }
@@ -128,12 +131,131 @@ ThreadTest(combine_sums, ranks_ascending, 3) {
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 3);
     EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 3, 4);
     EpTensor sums = ep_tensor_2d(out, EP_TYPE_FP32, 1, 4);
-    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_combine(handle, &expert_out, NULL, NULL, &sums));
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &sums));
     for (int h = 0; h < 4; h++)
         CHECK(out[h] == 0.0f, "%g", (double)out[h]);
     ep_group_destroy(group);
 }
+
+/* ---- several nodes ------------------------------------------------------------------------ */
+
+static const Case on_nodes = {.ranks = 6,
+                              .nodes = "120210",
+                              .experts = 23,
+                              .top_k = 9,
+                              .max_tokens = 25,
+                              .masked_percent = 20,
+                              .hidden = 312};
+
+/* Returns how many bytes of a rank's sums would differ if all ranks were on one node. */
+static int64_t count_differences(Case c, int rank) {
+    World *nodes = world_new(&c);
+    memset(c.nodes, 0, sizeof(c.nodes));
+    World *one = world_new(&c);
+    size_t bytes = (size_t)nodes->rank[rank].rows * case_sum_bytes(&nodes->c);
+    Image a = image_new(bytes, 16), b = image_new(bytes, 16);
+    expect_combine(nodes, rank, &a);
+    expect_combine(one, rank, &b);
+    int64_t differ = 0;
+    for (size_t i = 0; i < bytes; i++)
+        differ += a.data[i] != b.data[i];
+    image_free(&a), image_free(&b);
+    world_free(nodes), world_free(one);
+    return differ;
+}
+
+/* In each type, with weights and without, the sums depend on the nodes: of the oracle, and so of
+ * the library. */
+static void run_nodes(EpLayout layout) {
+    HOST_ONLY("GPUs of a group share a node");
+    Case c = on_nodes;
+    c.layout = layout;
+    for (int i = 0; i < 6; i++) {
+        c.row_type = c.sum_type = sum_types[i / 2], c.weighted = i % 2;
+        c.spread = SPREAD_FULL, c.seed = (uint64_t)i;
+        for (int rank = 0; rank < c.ranks; rank++)
+            CHECK(count_differences(c, rank) > 100, "rank %d, type %d", rank, (int)c.sum_type);
+        run_case_on_threads(&c);
+    }
+}
+
+Test(combine_sums, nodes_expert_major, .timeout = 120) {
+    run_nodes(EP_LAYOUT_EXPERT_MAJOR);
+}
+Test(combine_sums, nodes_flat, .timeout = 120) {
+    run_nodes(EP_LAYOUT_FLAT);
+}
+Test(combine_sums, nodes_batched, .timeout = 120) {
+    run_nodes(EP_LAYOUT_BATCHED);
+}
+
+/* A token of one rank on two nodes: the partial sum of each rank, NAN where it has no slot, and
+ * what the order of summation makes of them. */
+typedef struct ByHand {
+    EpType type;
+    float part[4], sum[4]; /* sum[r]: of a token of rank r */
+} ByHand;
+
+/* Nodes are {0, 2} and {1, 3}. */
+static const ByHand by_hand[] = {
+    /* for rank 0: (1 + 1) at rank 1's place, 2^24 + 2 - 2^24. For rank 1: rank 0's node first:
+     * 2^24 - 2^24 = 0, and its own node's ranks one by one. */
+    {EP_TYPE_FP32, {0x1p24f, 1, -0x1p24f, 1}, {2, 2, 2, 2}},
+    /* for rank 0: 2^24 absorbs 1/2 + 1/2. For rank 1: 0 + 1/2 + 1/2 */
+    {EP_TYPE_FP32, {0x1p24f, 0.5f, -0x1p24f, 0.5f}, {0, 1, 0, 1}},
+    /* node {1, 3} stands at rank 1 though only rank 3 has a slot: 2^24 absorbs the 1. For ranks 1
+     * and 3 it comes last. */
+    {EP_TYPE_FP32, {0x1p24f, NAN, -0x1p24f, 1}, {0, 1, 0, 1}},
+    /* 256 + 1 is rounded to 256 between 257's neighbours, then again with the other node's 1. For
+     * ranks 1 and 3: 1 + 256 + 1 = 258, rounded once. */
+    {EP_TYPE_BF16, {1, 256, NAN, 1}, {256, 258, 256, 258}},
+    {EP_TYPE_FP16, {1, 2048, NAN, 1}, {2048, 2050, 2048, 2050}},
+    /* The node's sum overflows though the total would not. */
+    {EP_TYPE_FP16, {-65504, 65504, NAN, 65504}, {INFINITY, 65504, INFINITY, 65504}},
+};
+
+static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
+    Case c = case_complete((Case){.ranks = 4,
+                                  .experts = 4,
+                                  .top_k = 4,
+                                  .hidden = 8,
+                                  .row_type = hand->type,
+                                  .sum_type = hand->type});
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    REQUIRE(handle, "no handle");
+    int32_t index[4] = {3, 1, 0, 2};
+    _Alignas(16) float rows[32], out[8];
+    for (int k = 0; k < 4; k++)
+        if (isnan(hand->part[index[k]])) index[k] = -1;
+    for (int i = 0; i < 32; i++)
+        number_set(rows, hand->type, i, hand->part[bootstrap->rank]);
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 4);
+    EpTensor expert_out = ep_tensor_2d(rows, hand->type, 4, 8);
+    EpTensor sums = ep_tensor_2d(out, hand->type, 1, 8);
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    for (int backward = 0; backward < 2; backward++) {
+        memset(out, 0xff, sizeof(out));
+        CHECK_OK(backward ? ep_dispatch_backward(handle, NULL, &expert_out, NULL, NULL, &sums, NULL)
+                          : ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &sums));
+        for (int h = 0; h < 8; h++)
+            CHECK(number_get(out, hand->type, h) == hand->sum[bootstrap->rank],
+                  "sum %d, rank %d: %g", (int)(hand - by_hand), bootstrap->rank,
+                  (double)number_get(out, hand->type, h));
+    }
+    ep_group_destroy(group);
+}
+
+ThreadTest(combine_sums, nodes_by_hand, 4) {
+    HOST_ONLY("GPUs of a group share a node");
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    for (size_t i = 0; i < sizeof(by_hand) / sizeof(by_hand[0]); i++)
+        check_by_hand(bootstrap, &by_hand[i]);
+}
+
+/* ---- on one rank --------------------------------------------------------------------------- */
 
 /* The experts of one rank are added in ascending k, not in the order of their slots. The weighted
  * term is fused: the 2^-24 of x * x is lost if the product is rounded first. */
@@ -155,8 +277,8 @@ SoloTest(combine_sums, k_ascending_and_fused) {
     EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 3, 4);
     EpTensor slot_weights = ep_tensor_1d(weights, EP_TYPE_FP32, 3);
     EpTensor sums = ep_tensor_2d(out, EP_TYPE_FP32, 1, 4);
-    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
-    CHECK_OK(ep_combine(handle, &expert_out, &slot_weights, NULL, &sums));
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_combine(handle, NULL, &expert_out, &slot_weights, NULL, NULL, &sums));
     for (int h = 0; h < 4; h++)
         CHECK(out[h] == 0x1p-24f, "%a", (double)out[h]);
     ep_group_destroy(group);

@@ -97,12 +97,45 @@ SoloTest(dispatch_arguments, wrong_tensors_of_batched) {
     check_table(EP_LAYOUT_BATCHED, wrong_batched, LENGTH(wrong_batched));
 }
 
-/* recv_topk_idx exists in FLAT only. */
+static const Wrong wrong_rank_major[] = {
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"ranks = 1", "got 2"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"max_tokens = 9", "got 8"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE1, 10, EP_ERR_SHAPE, {"max_tokens = 9", "got 10"}},
+    {OP_DISPATCH, RECV_TOKENS, SPOIL_SHAPE2, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_ABSENT, 0, EP_ERR_NULL, {"topk_weights"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_SHAPE1, 3, EP_ERR_SHAPE, {"max_tokens = 9", "got 3"}},
+    {OP_DISPATCH, RECV_TOPK_WEIGHTS, SPOIL_SHAPE2, 3, EP_ERR_SHAPE, {"K = 2", "got 3"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE0, 3, EP_ERR_SHAPE, {"ranks = 1", "got 3"}},
+    {OP_DISPATCH, RECV_SCALES, SPOIL_SHAPE2, 4, EP_ERR_SHAPE, {"S = 8", "got 4"}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_TYPE, EP_TYPE_FP32, EP_ERR_TYPE, {0}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_SHAPE1, 1, EP_ERR_SHAPE, {"max_tokens = 9", "got 1"}},
+    {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_SHAPE2, 1, EP_ERR_SHAPE, {"K = 2", "got 1"}},
+    {OP_DISPATCH_WAIT, RECV_TOKENS, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"max_tokens = 9", "got 8"}},
+    {OP_DISPATCH_WAIT, RECV_TOPK_IDX, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"ranks = 1", "got 2"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_NDIM, 2, EP_ERR_NDIM, {"3", "2"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"max_tokens = 9", "got 8"}},
+    {OP_COMBINE, EXPERT_OUT, SPOIL_SHAPE2, 16, EP_ERR_SHAPE, {"24", "16"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_NDIM, 1, EP_ERR_NDIM, {"2", "1"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_SHAPE0, 2, EP_ERR_SHAPE, {"ranks = 1", "got 2"}},
+    {OP_COMBINE, SLOT_WEIGHTS, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"max_tokens = 9", "got 8"}},
+    {OP_COMBINE_SEND, EXPERT_OUT, SPOIL_SHAPE1, 8, EP_ERR_SHAPE, {"max_tokens = 9", "got 8"}},
+};
+
+SoloTest(dispatch_arguments, wrong_tensors_of_rank_major) {
+    check_table(EP_LAYOUT_RANK_MAJOR, wrong_rank_major, LENGTH(wrong_rank_major));
+}
+
+/* recv_topk_idx exists in FLAT and RANK_MAJOR only. */
 SoloTest(dispatch_arguments, expert_ids_in_another_layout) {
     static const Wrong wrong[] = {
-        {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"flat"}},
+        {OP_DISPATCH, RECV_TOPK_IDX, SPOIL_NDIM, 2, EP_ERR_UNSUPPORTED, {"flat", "rank-major"}},
     };
     check_table(EP_LAYOUT_EXPERT_MAJOR, wrong, LENGTH(wrong));
+    check_table(EP_LAYOUT_BATCHED, wrong, LENGTH(wrong));
 }
 
 /* The message says how many rows are needed, and that many are enough. */
@@ -143,12 +176,13 @@ ThreadTest(dispatch_arguments, refused_call_is_repeated, 3) {
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
     if (handle) {
-        Step step = {group, handle, world, bootstrap->rank};
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         EpTensor tokens = step_tokens(&step);
         tokens.ndim = 1;
         step_prepare(&step);
         for (int i = 0; bootstrap->rank == 1 && i < 3; i++)
-            CHECK_REFUSED(ep_dispatch(handle, &tokens, NULL, NULL, NULL, &tokens, NULL, NULL, NULL),
+            CHECK_REFUSED(ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &tokens, NULL,
+                                      NULL, NULL),
                           EP_ERR_NDIM, "rank 1", "tokens");
         step_move(&step);
     }

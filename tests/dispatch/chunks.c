@@ -2,13 +2,14 @@
 /* Rows travel through staging memory in rounds. A tiny stage leads to many rounds of few rows, and
  * to sizes that are not a multiple of it. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "tests/cases/run.h"
 
 static void run_with_stage(const char *bytes, Case c) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs: beyond_the_default_stage exceeds the rings");
     setenv("LIBEP_STAGE_BYTES", bytes, 1);
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         c.layout = (EpLayout)layout;
         run_case_on_threads(&c);
     }
@@ -47,9 +48,9 @@ Test(dispatch_chunks, uneven_senders, .timeout = 120) {
 }
 
 Test(dispatch_chunks, between_nodes, .timeout = 120) {
-    setenv("LIBEP_TOPOLOGY", "2", 1);
     Case c = base_case;
     c.ranks = 4;
+    memcpy(c.nodes, "0101", 4);
     run_with_stage("2K", c);
 }
 
@@ -59,7 +60,7 @@ static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
     if (handle) {
-        Step step = {group, handle, world, bootstrap->rank};
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         step_prepare(&step);
         step_dispatch(&step);
     }

@@ -23,6 +23,7 @@ static void run_alignments(EpLayout layout, int ranks, int top_k) {
                   .scale_bytes = top_k == 2 ? 12 : 0,
                   .masked_percent = 10,
                   .spare_rows = 3,
+                  .global_ids = a % 2,
                   .seed = (uint64_t)(ranks * 1000 + top_k * 10 + a)};
         run_case_on_threads(&c);
     }
@@ -54,10 +55,15 @@ GRID(batched, EP_LAYOUT_BATCHED, 2)
 GRID(batched, EP_LAYOUT_BATCHED, 3)
 GRID(batched, EP_LAYOUT_BATCHED, 4)
 GRID(batched, EP_LAYOUT_BATCHED, 8)
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR, 1)
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR, 2)
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR, 3)
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR, 4)
+GRID(rank_major, EP_LAYOUT_RANK_MAJOR, 8)
 
 /* Run a case in every layout. */
 static void run_layouts(Case c) {
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         c.layout = (EpLayout)layout;
         run_case_on_threads(&c);
     }

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* More rows than the capacity: rows past it are dropped and counted, all others are right. */
+#include <stdlib.h>
+#include <string.h>
+
 #include "tests/cases/run.h"
 
 static void run_capacities(EpLayout layout, EpOverflow overflow, int alignment) {
@@ -41,8 +44,13 @@ Test(dispatch_overflow, batched, .timeout = 120) {
     run_policies(EP_LAYOUT_BATCHED);
 }
 
+/* The rank-major layout cannot overflow, whatever the capacity. */
+Test(dispatch_overflow, rank_major, .timeout = 120) {
+    run_policies(EP_LAYOUT_RANK_MAJOR);
+}
+
 Test(dispatch_overflow, duplicates, .timeout = 120) {
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         Case c = {.ranks = 2,
                   .experts = 3,
                   .top_k = 5,
@@ -55,6 +63,45 @@ Test(dispatch_overflow, duplicates, .timeout = 120) {
                   .weighted = 1};
         run_case_on_threads(&c);
     }
+}
+
+/* The capacity cuts the second of three slabs of one rank. `padded`: what is below the capacity. */
+static void check_cut(EpGroup *group, int64_t capacity, const int32_t expected[10],
+                      const char *what) {
+    static const int32_t experts[] = {0, 0, 0, 1, 1, 1, 1, 1, 2}; /* slabs of 4, 8 and 4 rows */
+    enum { TOKENS = 9, EXPERTS = 3, NUMBERS = 10 };
+    int32_t *index = malloc(sizeof(experts)), *out = calloc(NUMBERS, sizeof(*out));
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandle *handle = NULL;
+    config.max_recv_rows = capacity, config.alignment = 4, config.overflow = EP_OVERFLOW_DROP;
+    REQUIRE_OK(ep_handle_create(group, &config, &handle));
+    memcpy(index, experts, sizeof(experts));
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, TOKENS, 1);
+    EpTensor counts = ep_tensor_1d(out, EP_TYPE_INT32, EXPERTS);
+    EpTensor padded = ep_tensor_1d(out + 3, EP_TYPE_INT32, EXPERTS);
+    EpTensor offsets = ep_tensor_1d(out + 6, EP_TYPE_INT32, EXPERTS + 1);
+    EpPlanTensors tensors = EP_PLAN_TENSORS_INIT;
+    tensors.expert_counts = &counts, tensors.expert_padded = &padded;
+    tensors.expert_offsets = &offsets;
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, &tensors));
+    for (int i = 0; i < NUMBERS; i++)
+        CHECK(out[i] == expected[i], "%s: number %d is %d instead of %d", what, i, out[i],
+              expected[i]);
+    ep_handle_destroy(handle);
+    free(index), free(out);
+}
+
+ThreadTest(dispatch_overflow, capacity_that_cuts_a_slab, 1) {
+    Case c = case_complete((Case){.ranks = 1, .experts = 3, .top_k = 1, .max_tokens = 9});
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    /* counts, padded, offsets */
+    check_cut(group, 16, (const int32_t[]){3, 5, 1, 4, 8, 4, 0, 4, 12, 16}, "enough");
+    check_cut(group, 10, (const int32_t[]){3, 5, 0, 4, 6, 0, 0, 4, 10, 10}, "in the padding");
+    check_cut(group, 7, (const int32_t[]){3, 3, 0, 4, 3, 0, 0, 4, 7, 7}, "in the slots");
+    check_cut(group, 4, (const int32_t[]){3, 0, 0, 4, 0, 0, 0, 4, 4, 4}, "between slabs");
+    check_cut(group, 3, (const int32_t[]){3, 0, 0, 3, 0, 0, 0, 3, 3, 3}, "no padding");
+    ep_group_destroy(group);
 }
 
 /* Both errors of one step are reported, one after the other. */
@@ -73,8 +120,8 @@ ThreadTest(dispatch_overflow, policy_of_the_handle, 2) {
     config.overflow = EP_OVERFLOW_DROP;
     EpHandle *handle = NULL;
     World *world = world_new(&c);
-    if (CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle))) {
-        Step step = {group, handle, world, bootstrap->rank};
+    if (CHECK_OK(ep_handle_create(group, &config, &handle))) {
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         step_all(&step);
     }
     ep_group_destroy(group);
@@ -95,8 +142,8 @@ ThreadTest(dispatch_overflow, capacity_of_the_handle, 2) {
     config.top_k = c.top_k;
     EpHandle *handle = NULL;
     World *world = world_new(&c);
-    if (CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle))) {
-        Step step = {group, handle, world, bootstrap->rank};
+    if (CHECK_OK(ep_handle_create(group, &config, &handle))) {
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         step_all(&step);
     }
     ep_group_destroy(group);

@@ -4,7 +4,7 @@
 #include "tests/cases/run.h"
 
 static void run_layouts(Case c) {
-    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         c.layout = (EpLayout)layout;
         c.weighted = 1;
         c.scale_bytes = 8;

@@ -40,7 +40,7 @@ static void largest_row_body(const EpBootstrap *bootstrap, void *arg) {
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
     if (handle) {
-        Step step = {group, handle, world, bootstrap->rank};
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         step_prepare(&step);
         step_dispatch(&step);
     }
@@ -58,7 +58,7 @@ Test(dispatch_rows, largest_row, .timeout = 120) {
 Test(dispatch_rows, scales, .timeout = 120) {
     static const int bytes[] = {4, 12, 16, 60, 224, 1028};
     for (int i = 0; i < LENGTH(bytes); i++)
-        for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
             Case c = {.ranks = 2, .scale_bytes = bytes[i], .layout = (EpLayout)layout};
             c.weighted = i % 2;
             c.alignment = 8;
@@ -68,7 +68,7 @@ Test(dispatch_rows, scales, .timeout = 120) {
 
 Test(dispatch_rows, weights_or_none, .timeout = 120) {
     for (int weighted = 0; weighted < 2; weighted++)
-        for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+        for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
             Case c = {.ranks = 3, .top_k = 4, .layout = (EpLayout)layout, .weighted = weighted};
             run_case_on_threads(&c);
         }

@@ -36,6 +36,9 @@ void emulated_die(const char *format, ...) __attribute__((format(printf, 1, 2), 
 /** Returns whether all of the memory is in one allocation, of an emulated GPU or pinned. */
 int emulated_reaches(const void *memory, size_t bytes);
 
+/** Find the allocation of an emulated GPU that has this address. Returns 0 if there is none. */
+int emulated_allocation(const void *memory, void **begin, size_t *bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -181,6 +181,15 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
     return cudaSuccess;
 }
 
+int emulated_allocation(const void *memory, void **begin, size_t *bytes) {
+    pthread_rwlock_rdlock(&lock);
+    const Allocation *a = find_holder(memory);
+    int found = a && a->device >= 0;
+    if (found) *begin = a->memory, *bytes = a->bytes;
+    pthread_rwlock_unlock(&lock);
+    return found;
+}
+
 int emulated_reaches(const void *memory, size_t bytes) {
     pthread_rwlock_rdlock(&lock);
     const Allocation *a = find_holder(memory);

@@ -61,8 +61,9 @@ struct ncclComm {
     Collective collective;
 };
 
+/* In memory of the rank's device, as NCCL's. */
 struct ncclWindow_vidmem {
-    int size;
+    int size, rank;
     char *memory[MAX_RANKS];
 };
 
@@ -87,11 +88,12 @@ static int has_finished(const struct ncclComm *comm) {
 }
 
 static ncclResult_t take_window(ncclComm_t comm) {
-    ncclWindow_t *out = comm->window, window = out ? calloc(1, sizeof(*window)) : NULL;
+    ncclWindow_t *out = comm->window, window = NULL;
     comm->pending = 0, comm->window = NULL;
     if (!out) return ncclSuccess;
-    if (!window) return ncclSystemError;
-    window->size = comm->shared->size;
+    if (cudaMalloc((void **)&window, sizeof(*window)) != cudaSuccess) return ncclSystemError;
+    memset(window, 0, sizeof(*window));
+    window->size = comm->shared->size, window->rank = comm->rank;
     memcpy(window->memory, comm->shared->values[comm->round % 2],
            (size_t)window->size * sizeof(void *));
     *out = window;
@@ -330,8 +332,24 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     pthread_mutex_lock(&mutex);
     ncclResult_t result = synchronise(comm, NULL, NULL, 1);
     pthread_mutex_unlock(&mutex);
-    free(window);
-    return result;
+    return cudaFree(window) == cudaSuccess ? result : ncclUnhandledCudaError;
+}
+
+/* NCCL has this from 2.29 on. */
+static ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void **out) {
+    if (!emulated_reaches(window, sizeof(*window)) || window->size != comm->shared->size)
+        return ncclInvalidArgument;
+    *out = window->memory[window->rank];
+    return ncclSuccess;
+}
+
+/* NCCL has this from 2.30 on. */
+static ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer,
+                                             void **out) {
+    if (!emulated_reaches(window, sizeof(*window)) || peer >= window->size)
+        return ncclInvalidArgument;
+    *out = window->memory[peer] + offset;
+    return ncclSuccess;
 }
 
 void *ncclGetLsaPointer(ncclWindow_t window, size_t offset, int peer) {
@@ -357,6 +375,36 @@ static int pointer_attribute(void *out, int what, unsigned long long address) {
     return 0;
 }
 
+static int address_range(unsigned long long *begin, size_t *bytes, unsigned long long address) {
+    void *start = NULL;
+    if (!emulated_allocation((const void *)(uintptr_t)address, &start, bytes))
+        return CUDA_ERROR_INVALID_VALUE;
+    *begin = (unsigned long long)(uintptr_t)start;
+    return 0;
+}
+
+/* The start of an allocation serves as its handle. */
+static int retain_handle(unsigned long long *out, void *address) {
+    size_t bytes;
+    return address_range(out, &bytes, (unsigned long long)(uintptr_t)address);
+}
+
+static int release_handle(unsigned long long handle) {
+    (void)handle;
+    return 0;
+}
+
+/* Not in stream order: the stream's work ends first. */
+static int set_words(unsigned long long address, unsigned value, size_t words,
+                     cudaStream_t stream) {
+    unsigned *word = (unsigned *)(uintptr_t)address;
+    if (cudaStreamSynchronize(stream) != cudaSuccess || !emulated_reaches(word, words * 4))
+        return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < words; i++)
+        word[i] = value;
+    return 0;
+}
+
 static const struct {
     const char *name;
     void *function;
@@ -379,7 +427,13 @@ static const struct {
     FUNCTION(ncclMemFree),
     FUNCTION(ncclCommWindowRegister),
     FUNCTION(ncclCommWindowDeregister),
+    FUNCTION(ncclWinGetUserPtr),
+    FUNCTION(ncclGetPeerDevicePointer),
     {"cuDevicePrimaryCtxGetState", (void *)primary_state},
+    {"cuMemGetAddressRange_v2", (void *)address_range},
+    {"cuMemRetainAllocationHandle", (void *)retain_handle},
+    {"cuMemRelease", (void *)release_handle},
+    {"cuMemsetD32Async", (void *)set_words},
     {"cuPointerGetAttribute", (void *)pointer_attribute}};
 
 static char library;
@@ -391,7 +445,11 @@ void *emulated_dlopen(const char *name, int flags) {
 }
 
 void *emulated_dlsym(void *handle, const char *name) {
+    int version = VERSION;
     if (handle != &library) return dlsym(handle, name);
+    ncclGetVersion(&version);
+    if (version < 22900 && strcmp(name, "ncclWinGetUserPtr") == 0) return NULL;
+    if (version < 23000 && strcmp(name, "ncclGetPeerDevicePointer") == 0) return NULL;
     for (size_t i = 0; i < sizeof(functions) / sizeof(*functions); i++)
         if (strcmp(functions[i].name, name) == 0) return functions[i].function;
     return NULL;

@@ -115,6 +115,16 @@ cudaError_t cudaStreamCreate(cudaStream_t *out) {
     return cudaStreamCreateWithFlags(out, 0);
 }
 
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = *greatest = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
+    (void)priority;
+    return cudaStreamCreateWithFlags(out, flags);
+}
+
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (!stream) return emulated_error(cudaErrorInvalidValue);
     pthread_mutex_lock(&mutex);
@@ -330,6 +340,13 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
     pthread_mutex_lock(&mutex);
     resolve(stream)->capture = ++captures;
     pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    static __thread enum cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+    enum cudaStreamCaptureMode before = current;
+    current = *mode, *mode = before;
     return cudaSuccess;
 }
 

@@ -13,7 +13,7 @@ typedef struct GridRun {
     void (*kernel)(const void *arguments);
     const void *arguments;
     uint64_t seed;
-    unsigned left;
+    unsigned next, left; /* block to start next; blocks that have not ended */
 } GridRun;
 
 typedef struct Worker {
@@ -49,8 +49,11 @@ static void *work(void *context) {
         emulated_run_block(run->grid, me->index, run->seed + me->index, run->kernel,
                            run->arguments);
         pthread_mutex_lock(&mutex);
-        me->run = NULL, me->next = idle, idle = me;
         if (--run->left == 0) pthread_cond_broadcast(&ended);
+        if (run->left && run->next < run->grid->blocks)
+            me->index = run->next++;
+        else
+            me->run = NULL, me->next = idle, idle = me;
     }
     return NULL;
 }
@@ -81,13 +84,20 @@ static uint64_t next_seed(void) {
     return seed * 1000003 + ++launches * 1009;
 }
 
+/* Blocks of a grid that run at a time; the others follow, in order, as these end. */
+static unsigned most_resident(void) {
+    const char *text = getenv("EMULATED_RESIDENT");
+    return text ? (unsigned)atoi(text) : ~0u;
+}
+
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments) {
-    GridRun run = {grid, kernel, arguments, 0, grid->blocks};
+    GridRun run = {grid, kernel, arguments, 0, 0, grid->blocks};
+    unsigned resident = most_resident();
     pthread_mutex_lock(&mutex);
     run.seed = next_seed();
-    for (unsigned i = 0; i < grid->blocks; i++)
-        call(&run, i);
+    while (run.next < grid->blocks && run.next < resident)
+        call(&run, run.next++);
     while (run.left)
         pthread_cond_wait(&ended, &mutex);
     pthread_mutex_unlock(&mutex);

@@ -13,10 +13,12 @@
 #include "tests/gpu/devices.h"
 
 static void reserve(void) {
-    gpu_reserve((size_t)640 << 20);
+    gpu_reserve((size_t)800 << 20);
 }
 
 TestSuite(gpu_backends, .init = reserve);
+
+enum { LATENCY_TOKENS = 61 };
 
 static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
 
@@ -52,16 +54,20 @@ static Case draw_quantised(int ranks, EpQuant quant) {
 
 /* Latency mode with fewer tokens, whole or in phases. Some cases quantise if both backends do. */
 static Case draw_latency_case(int ranks, int i) {
-    Case c = draw_case(ranks, (EpLayout)(1 + i % 3), types[i / 3 % 3], i % 2);
-    c.mode = EP_MODE_LATENCY, c.phases = i / 9 % 2;
-    c.max_tokens = 61, c.capacity = 240, c.rows_per_expert = 64;
-    if (i % 4 == 3 && gpu_has_quant())
-        c.quant = (EpQuant)(EP_QUANT_FP8 + i / 4 % 3), c.hidden = 256;
+    Case c = draw_case(ranks, (EpLayout)(1 + i % 4), types[i / 4 % 3], i % 2);
+    c.mode = EP_MODE_LATENCY, c.phases = i / 12 % 2, c.global_ids = i % 3;
+    c.max_tokens = LATENCY_TOKENS, c.capacity = 240, c.rows_per_expert = 64;
+    if (i % 5 == 3 && gpu_has_quant())
+        c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
     return case_complete(c);
 }
 
-static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend) {
+/* Rank-major tensors have the group's max_tokens rows for each rank, so it is small in latency
+ * mode: the pinned buffer has no room for more. */
+static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend, EpMode mode) {
     Case widest = draw_case(bootstrap->size, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_FP32, 1);
+    widest.mode = mode;
+    if (mode == EP_MODE_LATENCY) widest.max_tokens = LATENCY_TOKENS;
     EpGroupConfig config = case_group_config(&widest);
     EpGroup *group = NULL;
     config.backend = backend;
@@ -107,8 +113,8 @@ static Case draw_any(int ranks, int i, EpMode mode) {
 }
 
 static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
-    EpGroup *groups[] = {group_on(bootstrap, EP_BACKEND_CUDA),
-                         group_on(bootstrap, EP_BACKEND_HOST)};
+    EpGroup *groups[] = {group_on(bootstrap, EP_BACKEND_CUDA, mode),
+                         group_on(bootstrap, EP_BACKEND_HOST, mode)};
     REQUIRE(groups[0] && groups[1], "no group");
     cudaStream_t stream = new_stream();
     for (int i = 0; i < 21; i++) {
@@ -162,13 +168,36 @@ ThreadTest(gpu_backends, num_sms, 1) {
         EpHandle *handle = NULL;
         config.num_sms = limits[i].group, handle_config.num_sms = limits[i].handle;
         REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-        REQUIRE_OK(ep_handle_create(group, &handle_config, NULL, 0, &handle));
+        REQUIRE_OK(ep_handle_create(group, &handle_config, &handle));
         int blocks = ep_cuda_launch_group(handle).blocks;
         CHECK(blocks == limits[i].expected, "case %zu: %d blocks instead of %d", i, blocks,
               limits[i].expected);
         ep_handle_destroy(handle);
         ep_group_destroy(group);
     }
+}
+
+/* ---- several nodes ---- */
+
+/* Pretended nodes are nodes: the CUDA backend refuses them, and AUTO takes the host backend. */
+ThreadTest(gpu_backends, several_nodes_2, 2) {
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "0,1", 1);
+    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+    Case c = draw_case(2, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_BF16, 1);
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.backend = EP_BACKEND_CUDA;
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "config.backend",
+                  "expected all ranks on one node, got rank 0 and rank 1 on two");
+    CHECK(group == NULL, "a group was made");
+    config.backend = EP_BACKEND_AUTO;
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.backend == EP_BACKEND_HOST && info.num_nodes == 2 && info.node == bootstrap->rank,
+          "backend %d, node %d of %d", (int)info.backend, info.node, info.num_nodes);
+    CHECK(strstr(info.reason, "on one node"), "%s", info.reason);
+    ep_group_destroy(group);
 }
 
 /* ---- versions of NCCL ---- */
@@ -210,7 +239,7 @@ ThreadTest(gpu_backends, newer_nccl_2, 2) {
         check_left_out("this NCCL is not newer");
     } else {
         for (int i = 0; i < 2; i++) {
-            EpGroup *group = group_on(bootstrap, EP_BACKEND_AUTO);
+            EpGroup *group = group_on(bootstrap, EP_BACKEND_AUTO, EP_MODE_THROUGHPUT);
             EpGroupInfo info = EP_GROUP_INFO_INIT;
             CHECK_OK(ep_group_query(group, &info));
             CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);

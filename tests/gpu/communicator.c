@@ -15,10 +15,15 @@ static bool find(void *library, const char *name, void *function) {
 
 static bool load(Nccl *nccl) {
     void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    return find(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
+    return find(library, "ncclGetVersion", &nccl->get_version) &&
+           find(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
            find(library, "ncclCommInitRankConfig", &nccl->init_rank) &&
            find(library, "ncclCommGetAsyncError", &nccl->async_error) &&
            find(library, "ncclAllReduce", &nccl->all_reduce) &&
+           find(library, "ncclMemAlloc", &nccl->mem_alloc) &&
+           find(library, "ncclMemFree", &nccl->mem_free) &&
+           find(library, "ncclCommWindowRegister", &nccl->window_register) &&
+           find(library, "ncclCommWindowDeregister", &nccl->window_deregister) &&
            find(library, "ncclCommAbort", &nccl->abort) &&
            find(library, "ncclCommDestroy", &nccl->destroy);
 }
@@ -51,6 +56,30 @@ ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int
     }
     free(all);
     return comm;
+}
+
+/* Wait until the communicator has finished a call that returned `result`, which does not tell. */
+static bool is_settled(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
+    bool started = result == ncclSuccess || result == ncclInProgress;
+    return started && nccl->async_error(comm, &result) == ncclSuccess &&
+           is_done(nccl, comm, result);
+}
+
+NcclWindow nccl_window_open(const Nccl *nccl, ncclComm_t comm, size_t bytes) {
+    NcclWindow w = {.bytes = bytes};
+    void *memory = NULL;
+    CHECK(nccl->mem_alloc(&memory, bytes) == ncclSuccess, "ncclMemAlloc");
+    w.memory = memory;
+    ncclResult_t result = nccl->window_register(comm, memory, bytes, &w.window, 0);
+    CHECK(is_settled(nccl, comm, result) && w.window, "ncclCommWindowRegister: %d", (int)result);
+    return w;
+}
+
+void nccl_window_close(const Nccl *nccl, ncclComm_t comm, NcclWindow *window) {
+    CHECK(is_settled(nccl, comm, nccl->window_deregister(comm, window->window)),
+          "ncclCommWindowDeregister");
+    CHECK(nccl->mem_free(window->memory) == ncclSuccess, "ncclMemFree");
+    *window = (NcclWindow){.memory = NULL};
 }
 
 void nccl_check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream) {

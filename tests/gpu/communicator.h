@@ -11,12 +11,18 @@
 
 /** Functions of NCCL, loaded at run time. */
 typedef struct Nccl {
+    ncclResult_t (*get_version)(int *version);
     ncclResult_t (*get_unique_id)(ncclUniqueId *id);
     ncclResult_t (*init_rank)(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
                               ncclConfig_t *config);
     ncclResult_t (*async_error)(ncclComm_t comm, ncclResult_t *result);
     ncclResult_t (*all_reduce)(const void *from, void *to, size_t count, ncclDataType_t type,
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+    ncclResult_t (*mem_alloc)(void **out, size_t bytes);
+    ncclResult_t (*mem_free)(void *memory);
+    ncclResult_t (*window_register)(ncclComm_t comm, void *memory, size_t bytes, ncclWindow_t *out,
+                                    int flags);
+    ncclResult_t (*window_deregister)(ncclComm_t comm, ncclWindow_t window);
     ncclResult_t (*abort)(ncclComm_t comm);
     ncclResult_t (*destroy)(ncclComm_t comm);
 } Nccl;
@@ -27,6 +33,17 @@ bool nccl_serves(Nccl *nccl, int ranks);
 /** Create a communicator of the bootstrap's ranks on their current devices. A nonblocking one may
  *  still be initializing when this returns. */
 ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking);
+
+/** A window that the framework has made, and its memory on this rank. */
+typedef struct NcclWindow {
+    char *memory;
+    size_t bytes;
+    ncclWindow_t window;
+} NcclWindow;
+
+/** Collective: allocate memory and register it with the communicator. */
+NcclWindow nccl_window_open(const Nccl *nccl, ncclComm_t comm, size_t bytes);
+void nccl_window_close(const Nccl *nccl, ncclComm_t comm, NcclWindow *window);
 
 /** Run all operations of a case on a new handle of the group, and compare every byte. */
 void nccl_check_step(EpGroup *group, const Case *c, int rank, cudaStream_t stream);

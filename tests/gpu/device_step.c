@@ -20,13 +20,18 @@ cudaStream_t new_stream(void) {
     return stream;
 }
 
-EpHandle *device_step_handle(EpGroup *group, const Case *c) {
+EpHandleConfig device_step_config(const Case *c) {
     EpHandleConfig config = case_handle_config(c);
-    EpHandle *handle = NULL;
     if (c->layout != EP_LAYOUT_BATCHED) config.max_recv_rows = c->capacity;
     config.alignment = c->alignment;
     config.overflow = (int32_t)c->overflow;
-    CHECK_OK(ep_handle_create(group, &config, NULL, 0, &handle));
+    return config;
+}
+
+EpHandle *device_step_handle(EpGroup *group, const Case *c) {
+    EpHandleConfig config = device_step_config(c);
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_handle_create(group, &config, &handle));
     return handle;
 }
 
@@ -81,9 +86,14 @@ static void put_integers(char *to, EpType type, const int64_t *values, int64_t n
 
 static void fill_inputs(DeviceStep *gpu) {
     const RankWorld *me = device_step_rank(gpu);
-    const void *from[INPUTS] = {NULL,        NULL,           me->token,       me->weight,
-                                me->scale,   me->expert_out, me->slot_weight, me->grad_slot_weight,
-                                me->grad_out};
+    const void *from[INPUTS] = {[IN_TOKENS] = me->token,
+                                [IN_WEIGHTS] = me->weight,
+                                [IN_SCALES] = me->scale,
+                                [IN_EXPERT_OUT] = me->expert_out,
+                                [IN_SLOT_WEIGHTS] = me->slot_weight,
+                                [IN_COMBINE_WEIGHTS] = me->weight,
+                                [IN_GRAD_SLOT_WEIGHTS] = me->grad_slot_weight,
+                                [IN_GRAD_OUT] = me->grad_out};
     int64_t count = me->tokens;
     put_integers(gpu->inputs + device_step_input_offset(&gpu->c, IN_INDEX), gpu->c.index_type,
                  me->index, (int64_t)me->rows * gpu->c.top_k);
@@ -178,12 +188,13 @@ Image device_step_output(const DeviceStep *gpu, StepOutput output) {
 
 static int asked_for(const DeviceStep *gpu, StepOutput output) {
     const Case *c = &gpu->c;
+    if (gpu->without_plan && output <= OUT_TOTALS) return 0;
     int dispatches = output <= OUT_TOTALS && c->mode == EP_MODE_LATENCY;
     if (!(gpu->issued & (dispatches ? DISPATCHED : outputs[output].op))) return 0;
     if (output == OUT_WEIGHTS || output == OUT_GRAD_SLOTS || output == OUT_GRAD_WEIGHTS)
         return c->weighted;
     if (output == OUT_SCALES) return case_scales(c) > 0;
-    return output != OUT_INDEX || c->layout == EP_LAYOUT_FLAT;
+    return output != OUT_INDEX || case_has_rows(c);
 }
 
 /* Check dot products within 1e-5 of the sum of their terms' magnitudes, and copy those received
@@ -194,7 +205,8 @@ static void accept_dots(DeviceStep *gpu) {
     for (int64_t row = 0; row < device_step_rank(gpu)->buffer_rows; row++) {
         float value;
         double magnitude, exact;
-        if (device_step_rank(gpu)->row[row].kind == ROW_TAIL && !gpu->c.zero_tail) continue;
+        if (device_step_rank(gpu)->row[row].kind == ROW_TAIL && gpu->c.zero_tail != EP_TAIL_ZERO)
+            continue;
         memcpy(&value, got.data + row * 4, 4);
         exact = expect_slot_gradient(gpu->step.world, gpu->step.rank, row, &magnitude);
         CHECK(fabs(value - exact) <= 1e-5 * magnitude, "row %lld: %.9g instead of %.9g",

@@ -62,6 +62,7 @@ typedef struct DeviceStep {
     int spoilt;      /**< inputs were overwritten */
     char *device;    /**< inputs, then outputs */
     int owns_device;
+    int without_plan;                       /**< the outputs of prepare are not asked for */
     char *inputs, *poison, *expected, *got; /**< counterparts on the host, pinned */
 } DeviceStep;
 
@@ -102,9 +103,10 @@ Image device_step_output(const DeviceStep *gpu, StepOutput output);
 
 /* ---- groups on GPUs ---- */
 
-/** Create a handle of a case with its static capacity. Returns NULL after a failed check.
- * Collective in latency mode. */
+/** Create a handle of a case with its static capacity. Returns NULL after a failed check. */
 EpHandle *device_step_handle(EpGroup *group, const Case *c);
+/** Returns that handle's configuration. */
+EpHandleConfig device_step_config(const Case *c);
 
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
 #define REQUIRE_CUDA(call)             \

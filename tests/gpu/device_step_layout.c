@@ -11,6 +11,7 @@ static Extents most(const Case *c) {
     size_t experts = (size_t)(c->experts + c->ranks - 1) / (size_t)c->ranks;
     size_t slots = c->layout == EP_LAYOUT_BATCHED ? experts * (size_t)c->rows_per_expert
                                                   : (size_t)(c->capacity + c->spare_rows);
+    if (c->layout == EP_LAYOUT_RANK_MAJOR) slots = (size_t)c->ranks * (size_t)c->max_tokens;
     return (Extents){experts, (size_t)c->max_tokens, slots};
 }
 
@@ -39,6 +40,8 @@ static size_t input_bytes(const Case *c, StepInput input, Extents n) {
         return n.slots * case_sum_bytes(c);
     case IN_SLOT_WEIGHTS:
         return n.slots * 4;
+    case IN_COMBINE_WEIGHTS:
+        return c->weights_at_combine ? n.tokens * k * 4 : 0;
     case IN_GRAD_SLOT_WEIGHTS:
         return n.slots * (size_t)world_row_weights(c) * 4;
     default:
@@ -64,7 +67,7 @@ static size_t output_bytes(const Case *c, StepOutput output, Extents n) {
     case OUT_SCALES:
         return n.slots * case_recv_scale_bytes(c);
     case OUT_INDEX:
-        return c->layout == EP_LAYOUT_FLAT ? n.slots * k * narrow : 0;
+        return case_has_rows(c) ? n.slots * k * narrow : 0;
     case OUT_GRAD_ROWS:
         return n.slots * case_sum_bytes(c);
     case OUT_GRAD_SLOTS:

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/failing.h"
 
+#include "handles/handle.h"
+
 #include <time.h>
 
 double failing_now(void) {
@@ -56,11 +58,10 @@ void failing_close(FailingGroup *failing) {
 char *failing_overwrite(FailingGroup *failing) {
     EpHandleConfig config = case_handle_config(&failing->gpu.c);
     size_t bytes = 0;
-    char *memory = NULL;
     config.max_recv_rows = failing->gpu.c.capacity;
     CHECK_OK(ep_handle_memory(failing->group, &config, &bytes));
-    CHECK_CUDA(cudaMalloc((void **)&memory, bytes));
-    CHECK_OK(ep_handle_create(failing->group, &config, memory, bytes, &failing->gpu.step.handle));
+    CHECK_OK(ep_handle_create(failing->group, &config, &failing->gpu.step.handle));
+    char *memory = failing->gpu.step.handle->own.memory;
     make_plan(&failing->gpu);
     device_step_poison(&failing->gpu);
     CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));

@@ -19,9 +19,19 @@ static void silence_log(void) {
 TestSuite(gpu_latency_faults, .init = silence_log);
 TestSuite(gpu_late_dispatch, .init = silence_log);
 TestSuite(gpu_late_combine, .init = silence_log);
+TestSuite(gpu_late_weights, .init = silence_log);
 
 static bool open_failing(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds) {
     Case c = failing_case(bootstrap->size, EP_MODE_LATENCY);
+    return failing_open(failing, bootstrap, &c, seconds);
+}
+
+/* Open a group whose combines get topk_weights. */
+static bool open_weighing(FailingGroup *failing, const EpBootstrap *bootstrap, double seconds,
+                          Routing routing) {
+    Case c = failing_case(bootstrap->size, EP_MODE_LATENCY);
+    c.weights_at_combine = 1, c.routing = routing, c.target = 1;
+    c = case_complete(c);
     return failing_open(failing, bootstrap, &c, seconds);
 }
 
@@ -134,6 +144,61 @@ ThreadTest(gpu_late_combine, left_out_receive_phase_4, 4) {
     left_out_receive_phase(bootstrap);
 }
 
+/* ---- weights that do not come -------------------------------------------------------------- */
+
+/* The send phase waits for weights, and names the rank that does not send them. */
+static void stopped_send_phase(const EpBootstrap *bootstrap) {
+    FailingGroup failing;
+    REQUIRE(open_weighing(&failing, bootstrap, FAILING_TIMEOUT, ROUTING_UNIFORM), "no group");
+    if (!is_absent(&failing)) check_times_out(&failing, STEP_COMBINE_SEND, "combine");
+    bootstrap->barrier(bootstrap->context, 60);
+    if (is_absent(&failing)) check_latecomer(&failing, COMBINE_PHASES);
+    failing_close(&failing);
+    failing_check_next(bootstrap, EP_MODE_LATENCY);
+}
+
+ThreadTest(gpu_late_weights, send_phase_2, 2) {
+    GPU_NEEDS_LATENCY();
+    stopped_send_phase(bootstrap);
+}
+
+/* Whoever times out first, all blame the absent rank. */
+static void check_blames_absent(const FailingGroup *failing) {
+    EpFinding found = EP_FINDING_INIT;
+    double begin = failing_now();
+    CHECK_OK(device_step_try(&failing->gpu, STEP_COMBINE));
+    CHECK_CUDA(cudaStreamSynchronize(failing->gpu.stream));
+    CHECK(failing_now() - begin < FAILING_LIMIT, "gave up after %.2f s", failing_now() - begin);
+    EpStatus status = ep_group_status(failing->group, &found);
+    CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+          ep_last_error());
+    CHECK(found.peer == failing->absent, "peer %d: %s", found.peer, ep_last_error());
+    failing_check_refuses(failing, status, "rank");
+}
+
+/* Rank 1 comes later than the others. If all tokens go to it, rank 0 waits for its sums and times
+ * out first, while rank 1 waits for the weights of the absent rank. */
+static void stopped_weights(const EpBootstrap *bootstrap, Routing routing) {
+    const struct timespec later = {.tv_sec = 2};
+    FailingGroup failing;
+    REQUIRE(open_weighing(&failing, bootstrap, FAILING_TIMEOUT, routing), "no group");
+    if (bootstrap->rank == 1) nanosleep(&later, NULL);
+    if (!is_absent(&failing)) check_blames_absent(&failing);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (is_absent(&failing)) check_latecomer(&failing, STEP_COMBINE);
+    failing_close(&failing);
+    failing_check_next(bootstrap, EP_MODE_LATENCY);
+}
+
+ThreadTest(gpu_late_weights, whole_4, 4) {
+    GPU_NEEDS_LATENCY();
+    stopped_weights(bootstrap, ROUTING_UNIFORM);
+}
+ThreadTest(gpu_late_weights, third_rank_is_absent_3, 3) {
+    GPU_NEEDS_LATENCY();
+    stopped_weights(bootstrap, ROUTING_ONE_RANK);
+}
+
 /* ---- other calls --------------------------------------------------------------------------- */
 
 /* Every rank gets the error long before the timeout. */
@@ -176,14 +241,42 @@ ThreadTest(gpu_latency_faults, other_operations_4, 4) {
     other_operations(bootstrap);
 }
 
+/* Sums wait for the weights of a rank that has called something else. If all tokens go to rank 1,
+ * others wait for its sums, and their send phases alone wait for nothing. */
+static void others_than_weights(const EpBootstrap *bootstrap, Routing routing) {
+    static const unsigned calls[][2] = {{STEP_COMBINE, STEP_DISPATCH},
+                                        {STEP_DISPATCH, STEP_COMBINE},
+                                        {COMBINE_PHASES, DISPATCH_PHASES},
+                                        {STEP_COMBINE_SEND, STEP_DISPATCH}};
+    for (int i = 0; i < LENGTH(calls) - (routing == ROUTING_ONE_RANK); i++) {
+        FailingGroup failing;
+        check_note("pair %d", i);
+        REQUIRE(open_weighing(&failing, bootstrap, 2 * FAILING_LIMIT, routing), "no group");
+        check_disagree(&failing, &failing.gpu, calls[i][is_absent(&failing)]);
+        bootstrap->barrier(bootstrap->context, 60);
+        failing_close(&failing);
+    }
+    failing_check_next(bootstrap, EP_MODE_LATENCY);
+}
+
+ThreadTest(gpu_latency_faults, others_than_weights_2, 2) {
+    GPU_NEEDS_LATENCY();
+    others_than_weights(bootstrap, ROUTING_UNIFORM);
+}
+ThreadTest(gpu_latency_faults, others_than_weights_4, 4) {
+    GPU_NEEDS_LATENCY();
+    others_than_weights(bootstrap, ROUTING_ONE_RANK);
+}
+
 /* One rank makes the same calls on another handle of equal configuration. */
 static void other_handles(const EpBootstrap *bootstrap) {
     FailingGroup failing;
     REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
-    DeviceStep second = failing.gpu;
-    second.step.handle = device_step_handle(failing.group, &failing.gpu.c);
-    check_disagree(&failing, is_absent(&failing) ? &second : &failing.gpu,
-                   STEP_PREPARE | STEP_DISPATCH);
+    DeviceStep gpu = failing.gpu;
+    Case c = gpu.c;
+    c.id = 1 + is_absent(&failing);
+    gpu.step.handle = device_step_handle(failing.group, &c);
+    check_disagree(&failing, &gpu, STEP_PREPARE | STEP_DISPATCH);
     bootstrap->barrier(bootstrap->context, 60);
     failing_close(&failing);
 }
@@ -200,7 +293,7 @@ ThreadTest(gpu_latency_faults, other_handles_4, 4) {
 /* Open a device step of a handle in throughput mode, with a plan, in the same group. */
 static void open_other_mode(const FailingGroup *failing, DeviceStep *gpu) {
     Case c = failing->gpu.c;
-    c.mode = EP_MODE_THROUGHPUT;
+    c.mode = EP_MODE_THROUGHPUT, c = case_complete(c);
     World *world = world_new(&c);
     device_step_open(gpu, failing->group, device_step_handle(failing->group, &c), &c,
                      failing->gpu.step.rank, failing->gpu.stream, NULL);
@@ -239,6 +332,31 @@ ThreadTest(gpu_latency_faults, other_modes_2, 2) {
 ThreadTest(gpu_latency_faults, other_modes_4, 4) {
     GPU_NEEDS_LATENCY();
     other_modes(bootstrap);
+}
+
+/* As other_modes, where combines wait for weights. Send phases find the disagreement, too. */
+static void weights_in_other_modes(const EpBootstrap *bootstrap) {
+    static const unsigned calls[][2] = {{STEP_COMBINE, STEP_PREPARE},
+                                        {STEP_COMBINE, STEP_COMBINE},
+                                        {STEP_COMBINE_SEND, STEP_PREPARE}};
+    for (int i = 0; i < 2 * LENGTH(calls); i++) {
+        FailingGroup failing;
+        DeviceStep other;
+        check_note("pair %d", i);
+        REQUIRE(open_weighing(&failing, bootstrap, 2 * FAILING_LIMIT, ROUTING_UNIFORM), "no group");
+        open_other_mode(&failing, &other);
+        bootstrap->barrier(bootstrap->context, 60);
+        int deviates = is_absent(&failing) == i % 2;
+        check_disagree(&failing, deviates ? &other : &failing.gpu, calls[i / 2][deviates]);
+        bootstrap->barrier(bootstrap->context, 60);
+        failing_close(&failing);
+        device_step_close(&other);
+    }
+}
+
+ThreadTest(gpu_latency_faults, weights_in_other_modes_2, 2) {
+    GPU_NEEDS_LATENCY();
+    weights_in_other_modes(bootstrap);
 }
 
 /* Both modes by turns, while each rank in turn keeps the others waiting. No rank is blamed. */
@@ -329,13 +447,40 @@ ThreadTest(gpu_latency_faults, other_sizes_4, 4) {
     other_sizes(bootstrap);
 }
 
+/* Either the absent rank or all other ranks give topk_weights, the others slot_weights. */
+static void other_weights(const EpBootstrap *bootstrap) {
+    static const unsigned ops[] = {STEP_COMBINE, COMBINE_PHASES};
+    for (int i = 0; i < 2 * LENGTH(ops); i++) {
+        FailingGroup failing;
+        check_note("weights %d", i);
+        REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
+        Case c = failing.gpu.c;
+        c.weights_at_combine = 1, c = case_complete(c);
+        if (is_absent(&failing) == i % 2)
+            call_odd(&failing, &c, ops[i / 2]);
+        else
+            check_disagree(&failing, &failing.gpu, ops[i / 2]);
+        bootstrap->barrier(bootstrap->context, 60);
+        failing_close(&failing);
+    }
+}
+
+ThreadTest(gpu_latency_faults, other_weights_2, 2) {
+    GPU_NEEDS_LATENCY();
+    other_weights(bootstrap);
+}
+ThreadTest(gpu_latency_faults, other_weights_4, 4) {
+    GPU_NEEDS_LATENCY();
+    other_weights(bootstrap);
+}
+
 /* ---- memory -------------------------------------------------------------------------------- */
 
 /* The rank whose memory was overwritten gets the reason and writes nothing; the others do not wait
  * for it. */
 static void check_overwritten(FailingGroup *failing, unsigned ops) {
     char blamed[48];
-    EpStatus expected = is_absent(failing) ? EP_ERR_HANDLE_MEMORY : EP_ERR_PEER;
+    EpStatus expected = is_absent(failing) ? EP_ERR_NOT_PREPARED : EP_ERR_PEER;
     double begin = failing_now();
     snprintf(blamed, sizeof(blamed), "rank %d", failing->absent);
     failing_call(&failing->gpu, ops, expected);
@@ -346,17 +491,16 @@ static void check_overwritten(FailingGroup *failing, unsigned ops) {
 }
 
 static void overwritten_memory(const EpBootstrap *bootstrap) {
-    static const unsigned ops[] = {STEP_DISPATCH, STEP_COMBINE, DISPATCH_PHASES, COMBINE_PHASES};
+    static const unsigned ops[] = {STEP_COMBINE, COMBINE_PHASES};
     for (int i = 0; i < LENGTH(ops); i++) {
         FailingGroup failing;
         check_note("operations %u", ops[i]);
         REQUIRE(open_failing(&failing, bootstrap, 2 * FAILING_LIMIT), "no group");
-        char *memory = failing_overwrite(&failing);
+        (void)failing_overwrite(&failing);
         bootstrap->barrier(bootstrap->context, 60);
         check_overwritten(&failing, ops[i]);
         bootstrap->barrier(bootstrap->context, 60);
         failing_close(&failing);
-        CHECK_CUDA(cudaFree(memory));
     }
     failing_check_next(bootstrap, EP_MODE_LATENCY);
 }

@@ -14,7 +14,8 @@ static void reserve(void) {
 
 TestSuite(gpu_replays, .init = reserve);
 
-/* Small, since the oracle computes every replay. The capacity is too small for some of them. */
+/* Small, since the oracle computes every replay. The capacity is too small for some of them.
+ * Combines in phases get topk_weights. */
 static Case replay_case(int ranks, EpLayout layout, int phases) {
     return case_complete((Case){.ranks = ranks,
                                 .experts = 2 * ranks + 1,
@@ -23,6 +24,7 @@ static Case replay_case(int ranks, EpLayout layout, int phases) {
                                 .max_tokens = 9,
                                 .counted = 1,
                                 .weighted = 1,
+                                .weights_at_combine = phases,
                                 .scale_bytes = 12,
                                 .masked_percent = 10,
                                 .alignment = 4,
@@ -122,10 +124,13 @@ REPLAY(expert_major_4, 4, EXPERT_MAJOR, 0)
 REPLAY(batched_phases_1, 1, BATCHED, 1)
 REPLAY(batched_phases_2, 2, BATCHED, 1)
 REPLAY(batched_phases_4, 4, BATCHED, 1)
+REPLAY(rank_major_1, 1, RANK_MAJOR, 0)
+REPLAY(rank_major_4, 4, RANK_MAJOR, 0)
+REPLAY(rank_major_phases_2, 2, RANK_MAJOR, 1)
 
 /* ---- several graphs by turns --------------------------------------------------------------- */
 
-enum { GRAPHS = 6 };
+enum { GRAPHS = 8 };
 
 /* Replay one graph up to three times without waiting, so that ranks are not in step; every fifth
  * turn makes the calls without the graph. */
@@ -145,7 +150,7 @@ static void by_turns(const EpBootstrap *bootstrap) {
     EpGroup *group = open_group(bootstrap, &widest);
     REQUIRE(group, "no group");
     for (int i = 0; i < GRAPHS; i++) {
-        Case c = replay_case(bootstrap->size, (EpLayout)(1 + i % 3), i >= 3);
+        Case c = replay_case(bootstrap->size, (EpLayout)(1 + i % 4), i >= 4);
         REQUIRE(graph_step_open(&graphs[i], group, &c, bootstrap->rank), "no handle");
     }
     for (int i = 0; i < GRAPHS; i++) {

@@ -12,25 +12,29 @@
 #include "tests/gpu/devices.h"
 #include "tests/harness/random.h"
 
-enum { HANDLES = 8, ROUNDS = 60, DELAY_BYTES = 2 << 20 };
+enum { HANDLES = 9, ROUNDS = 60, DELAY_BYTES = 2 << 20 };
 
-/* Handles 0 to 2: latency mode, each layout. 3 and 4: latency mode with quantised rows. 5 to 7:
- * throughput mode, each layout. */
+/* Handles 0 to 2 and 8: latency mode, each layout. 3 and 4: latency mode with quantised rows. 5 to
+ * 7: throughput mode, each layout that it has. The combines of 2 and 3 get topk_weights. */
 static Case handle_case(int ranks, int handle) {
-    int throughput = handle >= 5, quantised = !throughput && handle >= 3;
+    int throughput = handle >= 5 && handle < 8, quantised = handle == 3 || handle == 4;
+    /* A round has at most 12 send phases. */
     Case c = {.ranks = ranks,
+              .sets = EP_MAX_LATENCY_SETS,
               .experts = 2 * ranks + 1,
               .top_k = 3,
               .hidden = 64,
               .max_tokens = 14,
               .counted = 1,
-              .weighted = handle % 2,
+              .weighted = handle % 2 || handle == 8,
+              .global_ids = handle % 2,
+              .weights_at_combine = handle == 2 || handle == 3,
               .masked_percent = 8,
               .alignment = 4,
               .capacity = handle == 5 ? 30 : 100,
               .rows_per_expert = 24,
               .overflow = EP_OVERFLOW_DROP,
-              .layout = (EpLayout)(1 + handle % 3),
+              .layout = handle == 8 ? EP_LAYOUT_RANK_MAJOR : (EpLayout)(1 + handle % 3),
               .mode = throughput ? EP_MODE_THROUGHPUT : EP_MODE_LATENCY};
     if (quantised && gpu_has_quant()) c.quant = handle == 3 ? EP_QUANT_FP8 : EP_QUANT_MXFP8;
     return case_complete(c);

@@ -54,10 +54,11 @@ void gpu_group_destroy(EpGroup *group) {
 
 /* ---- whole operations ---------------------------------------------------------------------- */
 
-EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
-                     EpStream stream, const EpPlanTensors *out) {
+EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                     const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.count = 0};
     EpPlanTensors moved;
+    plan = moved_output(&m, plan);
     if (out && out->struct_size == sizeof(*out)) {
         moved = *out;
         moved.expert_counts = moved_output(&m, out->expert_counts);
@@ -72,17 +73,19 @@ EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor 
         out = &moved;
     }
     topk_idx = moved_input(&m, topk_idx), num_tokens = moved_input(&m, num_tokens);
-    EpStatus status = ep_prepare(handle, topk_idx, num_tokens, stream, out);
+    EpStatus status = ep_prepare(handle, plan, topk_idx, num_tokens, stream, out);
     if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
     moved_keep(handle, &m);
     return status;
 }
 
-EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
-                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                      EpStream stream, const EpTensor *recv_tokens,
                       const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                       const EpTensor *recv_topk_idx) {
     Moved m = {.count = 0};
+    plan = moved_output(&m, plan);
     tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights),
     scales = moved_input(&m, scales);
     recv_tokens = moved_output(&m, recv_tokens),
@@ -90,53 +93,62 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *
     recv_scales = moved_output(&m, recv_scales), recv_topk_idx = moved_output(&m, recv_topk_idx);
     moved_refresh(handle);
     EpStatus status =
-        settle(&m, ep_dispatch(handle, tokens, topk_weights, scales, stream, recv_tokens,
-                               recv_topk_weights, recv_scales, recv_topk_idx));
+        settle(&m, ep_dispatch(handle, plan, prepare, tokens, topk_weights, scales, stream,
+                               recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx));
     if (status == EP_OK) moved_deliver(handle);
     return status;
 }
 
-EpStatus gpu_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
-                     EpStream stream, const EpTensor *out) {
+EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                     const EpTensor *out) {
     Moved m = {.count = 0};
-    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights),
-    out = moved_output(&m, out);
-    return settle(&m, ep_combine(handle, expert_out, slot_weights, stream, out));
+    plan = moved_output(&m, plan);
+    expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
+    topk_weights = moved_input(&m, topk_weights), out = moved_output(&m, out);
+    return settle(&m,
+                  ep_combine(handle, plan, expert_out, slot_weights, topk_weights, stream, out));
 }
 
-EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
-                               const EpTensor *grad_slot_weights, EpStream stream,
-                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
+EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                               const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                               EpStream stream, const EpTensor *grad_tokens,
+                               const EpTensor *grad_topk_weights) {
     Moved m = {.count = 0};
+    plan = moved_output(&m, plan);
     grad_recv_tokens = moved_input(&m, grad_recv_tokens);
     grad_slot_weights = moved_input(&m, grad_slot_weights);
     grad_tokens = moved_output(&m, grad_tokens),
     grad_topk_weights = moved_output(&m, grad_topk_weights);
-    return settle(&m, ep_dispatch_backward(handle, grad_recv_tokens, grad_slot_weights, stream,
-                                           grad_tokens, grad_topk_weights));
+    return settle(&m, ep_dispatch_backward(handle, plan, grad_recv_tokens, grad_slot_weights,
+                                           stream, grad_tokens, grad_topk_weights));
 }
 
-EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                               const EpTensor *slot_weights, const EpTensor *expert_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights) {
     Moved m = {.count = 0};
+    plan = moved_output(&m, plan);
     grad_out = moved_input(&m, grad_out), slot_weights = moved_input(&m, slot_weights);
     expert_out = moved_input(&m, expert_out), grad_expert_out = moved_output(&m, grad_expert_out);
     grad_slot_weights = moved_output(&m, grad_slot_weights);
-    return settle(&m, ep_combine_backward(handle, grad_out, slot_weights, expert_out, stream,
+    return settle(&m, ep_combine_backward(handle, plan, grad_out, slot_weights, expert_out, stream,
                                           grad_expert_out, grad_slot_weights));
 }
 
 /* ---- phases -------------------------------------------------------------------------------- */
 
-EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
                            const EpTensor *scales, EpStream stream) {
     Moved m = {.count = 0};
+    plan = moved_output(&m, plan);
     tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights);
     scales = moved_input(&m, scales);
     moved_refresh(handle);
-    return settle(&m, ep_dispatch_send(handle, tokens, topk_weights, scales, stream));
+    return settle(&m,
+                  ep_dispatch_send(handle, plan, prepare, tokens, topk_weights, scales, stream));
 }
 
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
@@ -152,11 +164,15 @@ EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *re
     return status;
 }
 
-EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, EpStream stream) {
+EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream) {
     Moved m = {.count = 0};
+    plan = moved_output(&m, plan);
     expert_out = moved_input(&m, expert_out), slot_weights = moved_input(&m, slot_weights);
-    return settle(&m, ep_combine_send(handle, expert_out, slot_weights, stream));
+    topk_weights = moved_input(&m, topk_weights);
+    return settle(&m,
+                  ep_combine_send(handle, plan, expert_out, slot_weights, topk_weights, stream));
 }
 
 EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out) {

@@ -23,28 +23,33 @@
 
 /** The operations; tensors that GPUs cannot reach are copied to the pinned buffer and back. In
  *  latency mode the copies of ep_prepare stay until the handle or its group is destroyed. */
-EpStatus gpu_prepare(EpHandle *handle, const EpTensor *topk_idx, const EpTensor *num_tokens,
-                     EpStream stream, const EpPlanTensors *out);
-EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
-                      const EpTensor *scales, EpStream stream, const EpTensor *recv_tokens,
+EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
+                     const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out);
+EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                      const EpTensor *tokens, const EpTensor *topk_weights, const EpTensor *scales,
+                      EpStream stream, const EpTensor *recv_tokens,
                       const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                       const EpTensor *recv_topk_idx);
-EpStatus gpu_combine(EpHandle *handle, const EpTensor *expert_out, const EpTensor *slot_weights,
-                     EpStream stream, const EpTensor *out);
-EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *grad_recv_tokens,
-                               const EpTensor *grad_slot_weights, EpStream stream,
-                               const EpTensor *grad_tokens, const EpTensor *grad_topk_weights);
-EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *grad_out,
+EpStatus gpu_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
+                     const EpTensor *out);
+EpStatus gpu_dispatch_backward(EpHandle *handle, const EpTensor *plan,
+                               const EpTensor *grad_recv_tokens, const EpTensor *grad_slot_weights,
+                               EpStream stream, const EpTensor *grad_tokens,
+                               const EpTensor *grad_topk_weights);
+EpStatus gpu_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                               const EpTensor *slot_weights, const EpTensor *expert_out,
                               EpStream stream, const EpTensor *grad_expert_out,
                               const EpTensor *grad_slot_weights);
-EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *tokens, const EpTensor *topk_weights,
+EpStatus gpu_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,
+                           const EpTensor *tokens, const EpTensor *topk_weights,
                            const EpTensor *scales, EpStream stream);
 EpStatus gpu_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *recv_tokens,
                            const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                            const EpTensor *recv_topk_idx);
-EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *expert_out,
-                          const EpTensor *slot_weights, EpStream stream);
+EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
+                          const EpTensor *slot_weights, const EpTensor *topk_weights,
+                          EpStream stream);
 EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
 void gpu_handle_destroy(EpHandle *handle);
 void gpu_group_destroy(EpGroup *group);

@@ -58,6 +58,7 @@ static void check_group(EpGroup *group) {
 
 static void steps(const EpBootstrap *bootstrap) {
     Case widest = shared_case(bootstrap->size, 0);
+    widest.sets = 4;
     EpGroup *group = open_group(bootstrap, &widest);
     REQUIRE(group, "no group");
     for (int i = 0; i < STEPS && !check_failure()[0]; i++) {

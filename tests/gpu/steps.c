@@ -59,6 +59,7 @@ typedef struct RandomRun {
 
 static void run_open(RandomRun *run, const EpBootstrap *bootstrap) {
     Case widest = handle_case(bootstrap->size, 1);
+    widest.sets = 4;
     memset(run, 0, sizeof(*run));
     run->seed = number_from("LIBEP_TEST_SEED", 1);
     run->random = random_stream(run->seed, 7, 7);

@@ -84,7 +84,7 @@ SoloTest(handles_arguments, plan_of_an_earlier_version) {
     plan.struct_size = offsetof(EpPlanTensors, source_counts);
     plan.totals = fixture.arg[TOTALS];
     memset(&plan.source_counts, 0x77, sizeof(plan.source_counts));
-    CHECK_OK(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, &plan));
+    CHECK_OK(ep_prepare(fixture.handle, NULL, fixture.arg[TOPK_IDX], NULL, NULL, &plan));
     const int64_t *totals = fixture.tensor[TOTALS].data;
     CHECK(totals[0] == fixture.world->rank->recv_rows, "%lld rows", (long long)totals[0]);
     fixture_close(&fixture);
@@ -173,26 +173,27 @@ SoloTest(handles_arguments, plan_of_unknown_size) {
     static const size_t sizes[] = {0, 3, 100000};
     for (int i = 0; i < LENGTH(sizes); i++) {
         plan.struct_size = sizes[i];
-        CHECK_REFUSED(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, &plan),
+        CHECK_REFUSED(ep_prepare(fixture.handle, NULL, fixture.arg[TOPK_IDX], NULL, NULL, &plan),
                       EP_ERR_STRUCT_SIZE, "out");
     }
-    CHECK_OK(ep_prepare(fixture.handle, fixture.arg[TOPK_IDX], NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(fixture.handle, NULL, fixture.arg[TOPK_IDX], NULL, NULL, NULL));
     fixture_close(&fixture);
 }
 
 SoloTest(handles_arguments, no_handle) {
     EpTensor tensor = ep_tensor_2d(NULL, EP_TYPE_INT32, 0, 2);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_REFUSED(ep_prepare(NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
-    CHECK_REFUSED(ep_dispatch(NULL, &tensor, NULL, NULL, NULL, &tensor, NULL, NULL, NULL),
+    CHECK_REFUSED(ep_prepare(NULL, NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(
+        ep_dispatch(NULL, NULL, NULL, &tensor, NULL, NULL, NULL, &tensor, NULL, NULL, NULL),
+        EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_combine(NULL, NULL, &tensor, NULL, NULL, NULL, &tensor), EP_ERR_NULL,
+                  "handle");
+    CHECK_REFUSED(ep_dispatch_backward(NULL, NULL, &tensor, NULL, NULL, &tensor, NULL), EP_ERR_NULL,
+                  "handle");
+    CHECK_REFUSED(ep_combine_backward(NULL, NULL, &tensor, NULL, NULL, NULL, &tensor, NULL),
                   EP_ERR_NULL, "handle");
-    CHECK_REFUSED(ep_combine(NULL, &tensor, NULL, NULL, &tensor), EP_ERR_NULL, "handle");
-    CHECK_REFUSED(ep_dispatch_backward(NULL, &tensor, NULL, NULL, &tensor, NULL), EP_ERR_NULL,
-                  "handle");
-    CHECK_REFUSED(ep_combine_backward(NULL, &tensor, NULL, NULL, NULL, &tensor, NULL), EP_ERR_NULL,
-                  "handle");
     CHECK_REFUSED(ep_handle_info(NULL, &info), EP_ERR_NULL, "handle");
-    CHECK_REFUSED(ep_handle_bind(NULL, &info, 1), EP_ERR_NULL, "handle");
 }
 
 /* EpHandleConfig with one wrong field each. */
@@ -208,7 +209,7 @@ typedef struct WrongConfig {
         .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,      \
         .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT,      \
         .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, .num_sms = EP_DEFAULT, \
-        __VA_ARGS__                                                                     \
+        .plans = EP_PLANS_OWNED, .expert_ids = EP_IDS_LOCAL, __VA_ARGS__                \
     }
 
 #pragma GCC diagnostic push
@@ -217,7 +218,20 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.struct_size = 0), EP_ERR_STRUCT_SIZE, "config", "0"},
     {CONFIG(.struct_size = 9999), EP_ERR_STRUCT_SIZE, "config", "9999"},
     {CONFIG(.layout = 0), EP_ERR_RANGE, "layout", "0"},
-    {CONFIG(.layout = 4), EP_ERR_RANGE, "layout", "4"},
+    {CONFIG(.layout = 5), EP_ERR_RANGE, "layout", "5"},
+    {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR), EP_ERR_UNSUPPORTED, "config.mode",
+     "rank-major layout (EP_MODE_AUTO selects it for max_tokens up to 256 in a group with buffers "
+     "for it), got throughput mode"},
+    {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR, .mode = EP_MODE_THROUGHPUT), EP_ERR_UNSUPPORTED,
+     "config.mode", "got throughput mode"},
+    {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR, .mode = EP_MODE_LATENCY, .rows_per_expert = 8),
+     EP_ERR_RANGE, "rows_per_expert", "8"},
+    {CONFIG(.expert_ids = 0), EP_ERR_RANGE, "expert_ids", "got 0"},
+    {CONFIG(.layout = EP_LAYOUT_FLAT, .expert_ids = 3), EP_ERR_RANGE, "expert_ids", "got 3"},
+    {CONFIG(.expert_ids = EP_IDS_GLOBAL), EP_ERR_UNSUPPORTED, "config.expert_ids",
+     "outside the flat and rank-major layouts"},
+    {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = 8, .expert_ids = EP_IDS_GLOBAL),
+     EP_ERR_UNSUPPORTED, "config.expert_ids", "got EP_IDS_GLOBAL"},
     {CONFIG(.top_k = 0), EP_ERR_TOP_K, "top_k", "0"},
     {CONFIG(.top_k = 3), EP_ERR_TOP_K, "top_k", "3"},
     {CONFIG(.alignment = 0), EP_ERR_ALIGNMENT, "alignment", "0"},
@@ -226,7 +240,8 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.max_recv_rows = -2), EP_ERR_RANGE, "max_recv_rows", "-2"},
     {CONFIG(.overflow = 0), EP_ERR_RANGE, "overflow", "0"},
     {CONFIG(.overflow = 3), EP_ERR_RANGE, "overflow", "3"},
-    {CONFIG(.zero_tail = 2), EP_ERR_RANGE, "zero_tail", "2"},
+    {CONFIG(.zero_tail = 3), EP_ERR_RANGE, "zero_tail", "3"},
+    {CONFIG(.zero_tail = EP_TAIL_IDS), EP_ERR_UNSUPPORTED, "zero_tail", "EP_TAIL_IDS"},
     {CONFIG(.layout = EP_LAYOUT_BATCHED), EP_ERR_RANGE, "rows_per_expert", ""},
     {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = 0), EP_ERR_RANGE, "rows_per_expert",
      "0"},
@@ -239,11 +254,15 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.mode = 4), EP_ERR_RANGE, "mode", "4"},
     {CONFIG(.mode = -2), EP_ERR_RANGE, "mode", "-2"},
     {CONFIG(.quant = 0), EP_ERR_RANGE, "quant", "0"},
-    {CONFIG(.quant = 5), EP_ERR_RANGE, "quant", "5"},
+    {CONFIG(.quant = 6), EP_ERR_RANGE, "quant", "6"},
     {CONFIG(.scale_order = 0), EP_ERR_RANGE, "scale_order", "0"},
     {CONFIG(.scale_order = 3), EP_ERR_RANGE, "scale_order", "3"},
     {CONFIG(.num_sms = 1), EP_ERR_RANGE, "num_sms", "1"},
     {CONFIG(.num_sms = -2), EP_ERR_RANGE, "num_sms", "-2"},
+    {CONFIG(.plans = 0), EP_ERR_RANGE, "plans", "0"},
+    {CONFIG(.plans = 3), EP_ERR_RANGE, "plans", "3"},
+    {CONFIG(.id = -1), EP_ERR_RANGE, "id", "-1"},
+    {CONFIG(.id = EP_MAX_HANDLE_ID + 1), EP_ERR_RANGE, "id", "4096"},
 };
 #pragma GCC diagnostic pop
 
@@ -256,8 +275,8 @@ SoloTest(handles_arguments, wrong_configs) {
         EpHandle *handle = NULL;
         size_t bytes = 123;
         check_note("config %d: %s", i, wrong->field);
-        CHECK_REFUSED(ep_handle_create(fixture.group, &wrong->config, NULL, 0, &handle),
-                      wrong->status, "ep_handle_create", wrong->field, wrong->got);
+        CHECK_REFUSED(ep_handle_create(fixture.group, &wrong->config, &handle), wrong->status,
+                      "ep_handle_create", wrong->field, wrong->got);
         CHECK_REFUSED(ep_handle_memory(fixture.group, &wrong->config, &bytes), wrong->status,
                       "ep_handle_memory", wrong->field, wrong->got);
         CHECK(handle == NULL && bytes == 123, "outputs were written");
@@ -271,8 +290,8 @@ SoloTest(handles_arguments, no_group_or_no_output) {
     fixture_open(&fixture, &c);
     EpHandle *handle = NULL;
     size_t bytes = 123;
-    CHECK_REFUSED(ep_handle_create(NULL, NULL, NULL, 0, &handle), EP_ERR_NULL, "group");
-    CHECK_REFUSED(ep_handle_create(fixture.group, NULL, NULL, 0, NULL), EP_ERR_NULL, "out");
+    CHECK_REFUSED(ep_handle_create(NULL, NULL, &handle), EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_handle_create(fixture.group, NULL, NULL), EP_ERR_NULL, "out");
     CHECK_REFUSED(ep_handle_memory(NULL, NULL, &bytes), EP_ERR_NULL, "group");
     CHECK_REFUSED(ep_handle_memory(fixture.group, NULL, NULL), EP_ERR_NULL, "bytes");
     CHECK(handle == NULL && bytes == 123, "outputs were written");
@@ -301,8 +320,8 @@ SoloTest(handles_arguments, other_k_than_the_handle) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.top_k = 2;
     EpHandle *handle = NULL;
-    CHECK_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
-    CHECK_REFUSED(ep_prepare(handle, fixture.arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
+    CHECK_OK(ep_handle_create(fixture.group, &config, &handle));
+    CHECK_REFUSED(ep_prepare(handle, NULL, fixture.arg[TOPK_IDX], NULL, NULL, NULL), EP_ERR_SHAPE,
                   "topk_idx", "2", "got 1");
     fixture_close(&fixture);
 }
@@ -314,7 +333,7 @@ SoloTest(handles_arguments, index_beyond_32_bits) {
     fixture_open(&fixture, &c);
     int64_t index[2] = {(INT64_C(1) << 32) + 1, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT64, 1, 2);
-    CHECK_OK(ep_prepare(fixture.handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(fixture.handle, NULL, &topk_idx, NULL, NULL, NULL));
     EpFinding found = EP_FINDING_INIT;
     CHECK_REFUSED(ep_group_status(fixture.group, &found), EP_ERR_ROUTING, "token 0", "k 0",
                   "4294967297");

@@ -40,12 +40,17 @@ static const Choice choices[] = {
     {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
     {EP_MODE_THROUGHPUT, EP_MODE_LATENCY, 600, 100, EP_LAYOUT_FLAT, EP_MODE_LATENCY},
     {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_BATCHED, EP_MODE_LATENCY},
+    {EP_MODE_AUTO, EP_DEFAULT, EP_LATENCY_TOKENS, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
+    {EP_MODE_THROUGHPUT, EP_MODE_AUTO, 1, 100, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
+    {EP_MODE_LATENCY, EP_DEFAULT, 600, 0, EP_LAYOUT_RANK_MAJOR, EP_MODE_LATENCY},
 };
 
 static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int available) {
     Case c = case_complete((Case){.max_tokens = choice->max_tokens});
     EpGroupConfig config = case_group_config(&c);
     config.mode = choice->group, config.max_recv_rows = choice->capacity;
+    if (choice->handle == EP_MODE_AUTO || choice->handle == EP_MODE_LATENCY)
+        config.latency_sets = 1;
     EpGroup *group = NULL;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     EpHandleConfig handle = EP_HANDLE_CONFIG_INIT;
@@ -58,11 +63,10 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
     EpMode expected = available ? choice->expected : EP_MODE_THROUGHPUT;
     CHECK(cost.mode == expected, "mode %d", (int)cost.mode);
     CHECK(cost.plan_bytes == (int64_t)bytes, "%lld bytes", (long long)cost.plan_bytes);
-    CHECK((cost.buffer_bytes > 0) == (expected == EP_MODE_LATENCY), "%lld bytes of buffers",
-          (long long)cost.buffer_bytes);
+    CHECK(cost.buffer_bytes == 0, "%lld bytes of buffers", (long long)cost.buffer_bytes);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     CHECK_OK(ep_group_query(group, &info));
-    if (choice->handle == EP_DEFAULT && choice->layout != EP_LAYOUT_BATCHED)
+    if (choice->handle == EP_DEFAULT && choice->layout < EP_LAYOUT_BATCHED)
         CHECK(info.mode == expected, "the group says %d", (int)info.mode);
     ep_group_destroy(group);
 }
@@ -70,10 +74,48 @@ static void check_choice(const EpBootstrap *bootstrap, const Choice *choice, int
 ThreadTest(handles_latency, who_gets_it, 1) {
     for (int i = 0; i < LENGTH(choices); i++) {
         const Choice *c = &choices[i];
-        int named = c->group == EP_MODE_LATENCY || c->handle == EP_MODE_LATENCY;
+        int named = c->group == EP_MODE_LATENCY || c->handle == EP_MODE_LATENCY ||
+                    c->layout == EP_LAYOUT_RANK_MAJOR;
         check_note("choice %d", i);
         if (TESTS_HAVE_LATENCY || !named) check_choice(bootstrap, c, TESTS_HAVE_LATENCY);
     }
+}
+
+/* The rank-major layout is refused where AUTO means throughput mode, and needs no capacity. */
+SoloTest(handles_latency, rank_major_needs_latency_mode) {
+    NEEDS_LATENCY();
+    Fixture fixture;
+    Case c = case_complete((Case){.max_tokens = EP_LATENCY_TOKENS + 1, .sets = 1});
+    fixture_open(&fixture, &c);
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    EpHandle *handle = NULL;
+    config.layout = EP_LAYOUT_RANK_MAJOR, config.mode = EP_MODE_AUTO;
+    CHECK_REFUSED(ep_handle_create(fixture.group, &config, &handle), EP_ERR_UNSUPPORTED,
+                  "ep_handle_create", "config.mode", "rank-major", "up to 256", "got throughput");
+    CHECK_REFUSED(ep_handle_cost(fixture.group, &config, &cost), EP_ERR_UNSUPPORTED,
+                  "ep_handle_cost", "config.mode", "rank-major");
+    CHECK(!handle && cost.mode == EP_MODE_AUTO, "outputs were written");
+    config.mode = EP_MODE_LATENCY;
+    CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
+    CHECK(cost.mode == EP_MODE_LATENCY, "mode %d", (int)cost.mode);
+    fixture_close(&fixture);
+}
+
+/* A program compiled before `expert_ids` was added gets local ones. */
+SoloTest(handles_latency, configurations_without_expert_ids) {
+    Case c = fixture_case(EP_LAYOUT_FLAT);
+    Fixture fixture;
+    fixture_open(&fixture, &c);
+    EpHandleConfig config = case_handle_config(&c);
+    config.struct_size = offsetof(EpHandleConfig, expert_ids);
+    config.expert_ids = (EpExpertIds)-77;
+    EpHandle *handle = NULL;
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
+    Step step = fixture.step;
+    step.handle = handle;
+    step_all(&step);
+    fixture_close(&fixture);
 }
 
 /* A backend without latency mode refuses it. */
@@ -85,7 +127,7 @@ SoloTest(handles_latency, refused_where_it_is_not) {
     EpHandleConfig config = case_handle_config(&c);
     EpHandle *handle = NULL;
     config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(fixture.group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
+    CHECK_REFUSED(ep_handle_create(fixture.group, &config, &handle), EP_ERR_UNSUPPORTED,
                   "config.mode", "EP_MODE_LATENCY", "throughput");
     CHECK(handle == NULL, "a handle was made");
     fixture_close(&fixture);
@@ -97,8 +139,8 @@ static void refuse_exact(EpGroup *group, EpLayout layout) {
     EpHandle *handle = NULL;
     size_t bytes = 123;
     config.layout = layout, config.mode = EP_MODE_LATENCY;
-    CHECK_REFUSED(ep_handle_create(group, &config, NULL, 0, &handle), EP_ERR_UNSUPPORTED,
-                  "ep_handle_create", "config.max_recv_rows", "capacity", "batched", "got 0");
+    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "ep_handle_create",
+                  "config.max_recv_rows", "capacity", "batched", "got 0");
     CHECK_REFUSED(ep_handle_memory(group, &config, &bytes), EP_ERR_UNSUPPORTED, "ep_handle_memory",
                   "config.max_recv_rows", "got 0");
     CHECK_REFUSED(ep_handle_cost(group, &config, &cost), EP_ERR_UNSUPPORTED, "ep_handle_cost",
@@ -148,22 +190,18 @@ SoloTest(handles_latency, costs_what_it_says) {
     EpHandle *handle = NULL;
     CHECK_OK(ep_handle_cost(fixture.group, &config, &cost));
     CHECK_OK(ep_group_query(fixture.group, &before));
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
     CHECK_OK(ep_group_query(fixture.group, &during));
     ep_handle_destroy(handle);
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
+    config.plans = EP_PLANS_NAMED;
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
     CHECK_OK(ep_group_query(fixture.group, &after));
-    CHECK(during.library_bytes - before.library_bytes == cost.plan_bytes + cost.buffer_bytes,
-          "%lld bytes more", (long long)(during.library_bytes - before.library_bytes));
-    CHECK(after.library_bytes == before.library_bytes, "%lld bytes are left",
-          (long long)(after.library_bytes - before.library_bytes));
-    /* If the caller owns the plan's memory, the library still owns the buffers. */
-    void *memory = aligned_alloc(64, (size_t)cost.plan_bytes);
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, memory, (size_t)cost.plan_bytes, &handle));
-    CHECK_OK(ep_group_query(fixture.group, &during));
-    CHECK(during.library_bytes - before.library_bytes == cost.buffer_bytes, "%lld bytes more",
+    CHECK(during.library_bytes - before.library_bytes == cost.plan_bytes, "%lld bytes more",
           (long long)(during.library_bytes - before.library_bytes));
+    CHECK(after.library_bytes == during.library_bytes, "%lld bytes more",
+          (long long)(after.library_bytes - during.library_bytes));
     fixture_close(&fixture);
-    free(memory);
 }
 
 /* A program compiled before `mode` was added gets throughput mode. */
@@ -175,7 +213,7 @@ SoloTest(handles_latency, structs_of_an_earlier_version) {
     EpHandle *handle = NULL;
     config.struct_size = offsetof(EpHandleConfig, mode);
     config.mode = -77;
-    REQUIRE_OK(ep_handle_create(fixture.group, &config, NULL, 0, &handle));
+    REQUIRE_OK(ep_handle_create(fixture.group, &config, &handle));
     Step step = fixture.step;
     step.handle = handle;
     step_all(&step);
@@ -298,7 +336,7 @@ static void defer_routing(EpHandle *handle, Fixed *fixed, const Case *c) {
     EpTensor totals = ep_tensor_1d(fixed->totals, EP_TYPE_INT32, 3);
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
     out.totals = &totals;
-    CHECK_OK(ep_prepare(handle, &topk_idx, &num_tokens, NULL, &out));
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, &num_tokens, NULL, &out));
 }
 
 static void replay(const Step *step, Fixed *fixed) {
@@ -325,7 +363,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
         c.seed = (uint64_t)i, c.spread = (Spread)(i % 5), c.masked_percent = i % 30;
         World *world = world_new(&c);
         check_note("case: %s", case_describe(&c));
-        Step step = {group, handle, world, bootstrap->rank};
+        Step step = {group, handle, world, bootstrap->rank, NULL};
         replay(&step, &fixed);
         world_free(world);
     }
@@ -335,7 +373,7 @@ static void replays(const EpBootstrap *bootstrap, EpLayout layout, int phases) {
 
 ThreadTest(handles_latency, routes_again_without_prepare, RANKS) {
     NEEDS_LATENCY();
-    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++) {
+    for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
         replays(bootstrap, layout, 0);
         replays(bootstrap, layout, 1);
     }
@@ -357,7 +395,7 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
     /* Equal draws on all ranks, and this rank's delays. */
     Random shared = random_stream(seed, 1, 0), own = random_stream(seed, 2, bootstrap->rank);
     for (int i = 0; i < HANDLES; i++) {
-        c.layout = (EpLayout)(1 + i % 3);
+        c.layout = (EpLayout)(1 + i % 4);
         Case full = case_complete(c);
         if (!group) group = open_group(bootstrap, &full);
         handles[i] = group ? open_handle(group, &full) : NULL;
@@ -365,10 +403,10 @@ static void stress(const EpBootstrap *bootstrap, uint64_t seed) {
     }
     for (int i = 0; i < STEPS; i++) {
         int which = (int)random_below(&shared, HANDLES);
-        c.layout = (EpLayout)(1 + which % 3), c.seed = seed * 1000 + (uint64_t)i;
+        c.layout = (EpLayout)(1 + which % 4), c.seed = seed * 1000 + (uint64_t)i;
         World *world = world_new(&c);
         check_note("stress seed %llu, step %d: %s", (unsigned long long)seed, i, case_describe(&c));
-        Step step = {group, handles[which], world, bootstrap->rank};
+        Step step = {group, handles[which], world, bootstrap->rank, NULL};
         delay(&own);
         step_dispatch(&step);
         delay(&own);

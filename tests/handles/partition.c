@@ -82,6 +82,27 @@ static void check_gather(Random *random) {
     check_pipeline(&a.pipeline, a.t.row_bytes, 16, a.top_k, shared_bytes);
 }
 
+/* The first two blocks are one of each kind, as many receive as shall, and the two kinds alternate:
+ * no stretch of blocks has one more or less of a kind than its share, rounded. */
+SoloTest(handles_partition, roles_alternate) {
+    for (int32_t blocks = 2; blocks <= 160; blocks++)
+        for (int32_t receivers = 1; receivers < blocks; receivers++) {
+            check_note("%d of %d blocks", receivers, blocks);
+            CHECK(ep_receivers_before(0, blocks, receivers) == 0, "before the first");
+            CHECK(ep_receivers_before(1, blocks, receivers) == 0, "the first receives");
+            CHECK(ep_receivers_before(2, blocks, receivers) == 1, "the second sends");
+            CHECK(ep_receivers_before(blocks, blocks, receivers) == receivers, "%d in all",
+                  ep_receivers_before(blocks, blocks, receivers));
+            for (int32_t b = 2; b <= blocks; b++) {
+                int32_t two = ep_receivers_before(b, blocks, receivers) -
+                              ep_receivers_before(b - 2, blocks, receivers);
+                int32_t share = 2 * receivers / blocks;
+                CHECK(two == share || two == share + 1, "%d of blocks %d and %d", two, b - 2,
+                      b - 1);
+            }
+        }
+}
+
 SoloTest(handles_partition, whatever_is_asked) {
     Random random = random_stream(7, 0, 0);
     for (int i = 0; i < 20000 && !check_failure()[0]; i++) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch and combine in send and receive phases: which calls may come between them, and several
  * pending operations at once. run_case_on_threads tests what the phases write. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -63,9 +64,6 @@ static void refuse_while_pending(Fixture *fixture, Op pending, const char *wait,
                       send);
     CHECK_REFUSED(fixture_call(fixture, other_wait), EP_ERR_ORDER, "rank 0", "handle", wait, send);
     CHECK_REFUSED(ep_handle_info(fixture->handle, &info), EP_ERR_ORDER, "ep_handle_info", wait);
-    _Alignas(64) char memory[64];
-    CHECK_REFUSED(ep_handle_bind(fixture->handle, memory, 64), EP_ERR_ORDER, "ep_handle_bind",
-                  wait);
     CHECK(info.step == 0, "outputs were written");
     fixture_check_untouched(fixture);
 }
@@ -90,9 +88,10 @@ SoloTest(handles_phases, other_calls_in_between) {
 
 SoloTest(handles_phases, no_handle) {
     EpTensor tensor = ep_tensor_2d(NULL, EP_TYPE_BF16, 0, 16);
-    CHECK_REFUSED(ep_dispatch_send(NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_dispatch_send(NULL, NULL, NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL,
+                  "handle");
     CHECK_REFUSED(ep_dispatch_wait(NULL, NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
-    CHECK_REFUSED(ep_combine_send(NULL, &tensor, NULL, NULL), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_combine_send(NULL, NULL, &tensor, NULL, NULL, NULL), EP_ERR_NULL, "handle");
     CHECK_REFUSED(ep_combine_wait(NULL, NULL, &tensor), EP_ERR_NULL, "handle");
 }
 
@@ -193,8 +192,13 @@ static void delay(Random *random) {
 }
 
 static Case set_case(int which) {
-    Case c = {.ranks = RANKS, .experts = 9, .top_k = 3, .weighted = 1, .mode = EP_MODE_LATENCY};
-    c.layout = (EpLayout)(1 + which % 3), c.masked_percent = 10;
+    Case c = {.ranks = RANKS,
+              .experts = 9,
+              .top_k = 3,
+              .weighted = 1,
+              .mode = EP_MODE_LATENCY,
+              .sets = HANDLES};
+    c.layout = (EpLayout)(1 + which % 4), c.masked_percent = 10, c.global_ids = which % 2;
     if (which > 2 && TESTS_HAVE_QUANT) c.quant = (EpQuant)(which - 1);
     return case_complete(c);
 }
@@ -260,17 +264,19 @@ static void overlap_some(StepSet *set) {
     }
 }
 
-static void run_overlapping(const EpBootstrap *bootstrap, uint64_t seed) {
+static void run_overlapping(const EpBootstrap *bootstrap, uint64_t seed, const char *nodes) {
     StepSet set;
     REQUIRE(set_open(&set, bootstrap, seed), "no handles");
     for (int round = 0; round < ROUNDS; round++) {
         check_note("seed %llu, round %d", (unsigned long long)seed, round);
         for (int i = 0; i < HANDLES; i++) {
             Case c = set_case(i);
+            snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
             c.hidden = 48, c.seed = seed * 1000 + (uint64_t)(round * HANDLES + i);
             PendingStep *pending = &set.pending[i];
             pending->world = world_new(&c);
-            pending->step = (Step){set.group, set.handle[i], pending->world, (int)bootstrap->rank};
+            pending->step =
+                (Step){set.group, set.handle[i], pending->world, (int)bootstrap->rank, NULL};
         }
         round % 2 ? overlap_some(&set) : overlap_all(&set);
         for (int i = 0; i < HANDLES; i++)
@@ -286,16 +292,16 @@ static uint64_t test_seed(void) {
 
 ThreadTest(handles_phases, many_pending, RANKS) {
     NEEDS_LATENCY();
-    run_overlapping(bootstrap, test_seed());
+    run_overlapping(bootstrap, test_seed(), "");
 }
 
 /* Two nodes, and a stage so small that rows travel in many rounds. */
 ThreadTest(handles_phases, many_pending_on_two_nodes, RANKS) {
     HOST_ONLY("GPUs of a group share a node");
     if (bootstrap->rank == 0) {
-        setenv("LIBEP_TOPOLOGY", "2", 1);
+        setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
         setenv("LIBEP_STAGE_BYTES", "3000", 1);
     }
     bootstrap->barrier(bootstrap->context, 60);
-    run_overlapping(bootstrap, test_seed() + 1);
+    run_overlapping(bootstrap, test_seed() + 1, "0101");
 }

@@ -33,7 +33,7 @@ static Layers layers_open(const EpBootstrap *bootstrap, int count, int mixed) {
         World *world = layer_world(i, layout);
         if (i == 0) layers.group = open_group(bootstrap, &world->c);
         EpHandle *handle = layers.group ? open_handle(layers.group, &world->c) : NULL;
-        layers.step[i] = (Step){layers.group, handle, world, bootstrap->rank};
+        layers.step[i] = (Step){layers.group, handle, world, bootstrap->rank, NULL};
     }
     return layers;
 }
@@ -136,8 +136,8 @@ static void slot_gradients(const Step *step, float *out) {
         image_new((size_t)step->world->rank[step->rank].buffer_rows * case_sum_bytes(c), 16);
     EpTensor grad_rows = step_rows(step, rows.data, c->sum_type, c->hidden);
     slots.data = out;
-    CHECK_OK(ep_combine_backward(step->handle, &grad_out, &weights, &expert_out, NULL, &grad_rows,
-                                 &slots));
+    CHECK_OK(ep_combine_backward(step->handle, NULL, &grad_out, &weights, &expert_out, NULL,
+                                 &grad_rows, &slots));
     image_free(&rows);
 }
 
@@ -184,7 +184,7 @@ ThreadTest(handles_pipeline, tokens_vary_from_step_to_step, RANKS) {
         c.spread = spreads[i];
         c.seed = (uint64_t)i;
         World *world = world_new(&c);
-        Step step = {layers.group, layers.step[0].handle, world, bootstrap->rank};
+        Step step = {layers.group, layers.step[0].handle, world, bootstrap->rank, NULL};
         step_all(&step);
         world_free(world);
     }

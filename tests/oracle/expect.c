@@ -7,7 +7,7 @@
 #include "tests/oracle/number.h"
 
 static int written(const World *world, const Row *row) {
-    return row->kind != ROW_TAIL || world->c.zero_tail;
+    return row->kind != ROW_TAIL || world->c.zero_tail == EP_TAIL_ZERO;
 }
 
 static void set_index(const World *world, Image *image, int64_t i, int64_t expert) {
@@ -18,7 +18,7 @@ static void set_index(const World *world, Image *image, int64_t i, int64_t exper
         memcpy(image->data + i * 4, &narrow, 4);
 }
 
-/* Write the weight and the local expert of entry k of a FLAT row. */
+/* Write the weight and the expert of entry k of a row that serves several k. */
 static void expect_flat_entry(const World *world, int rank, int64_t row, int k, ExpectedRows *out) {
     const RankWorld *me = &world->rank[rank];
     const Row *what = &me->row[row];
@@ -31,12 +31,13 @@ static void expect_flat_entry(const World *world, int rank, int64_t row, int k, 
     int64_t entry = (int64_t)what->token * world->c.top_k + k;
     if (world_owner(&world->c, from->index[entry]) != rank) return;
     *weight = from->weight[entry];
-    set_index(world, &out->index, cell, from->index[entry] - me->first_expert);
+    int64_t first = world->c.global_ids ? 0 : me->first_expert;
+    set_index(world, &out->index, cell, from->index[entry] - first);
 }
 
 static void expect_weights(const World *world, int rank, int64_t row, ExpectedRows *out) {
     const Row *what = &world->rank[rank].row[row];
-    if (world->c.layout == EP_LAYOUT_FLAT) {
+    if (case_has_rows(&world->c)) {
         for (int k = 0; k < world->c.top_k; k++)
             expect_flat_entry(world, rank, row, k, out);
         return;
@@ -60,9 +61,10 @@ static void expect_row(Image *image, int64_t row, size_t bytes, const Row *what,
 static int64_t scale_cell(const Case *c, int64_t buffer_rows, int64_t row, int64_t i) {
     int64_t scales = case_scales(c);
     if (c->scale_order == EP_SCALES_BY_ROW) return row * scales + i;
-    if (c->layout != EP_LAYOUT_BATCHED) return i * buffer_rows + row;
-    int64_t expert = row / c->rows_per_expert, within = row % c->rows_per_expert;
-    return expert * scales * c->rows_per_expert + i * c->rows_per_expert + within;
+    int64_t block = buffer_rows;
+    if (c->layout == EP_LAYOUT_BATCHED) block = c->rows_per_expert;
+    if (c->layout == EP_LAYOUT_RANK_MAJOR) block = c->max_tokens;
+    return row / block * scales * block + i * block + row % block;
 }
 
 static void expect_scales(const World *world, int rank, int64_t row, Image *image) {
@@ -85,6 +87,9 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         const Row *what = &me->row[row];
         const RankWorld *from = &world->rank[what->source];
+        int no_ids = what->kind == ROW_TAIL && world->c.zero_tail == EP_TAIL_IDS;
+        for (int k = 0; no_ids && k < world->c.top_k; k++)
+            set_index(world, &out->index, row * world->c.top_k + k, -1);
         if (!written(world, what)) continue;
         expect_row(&out->tokens, row, case_recv_bytes(&world->c), what, from->sent);
         expect_scales(world, rank, row, &out->scales);
@@ -92,18 +97,24 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
     }
 }
 
-/* A token's terms on one rank, in ascending k. In FLAT one row is one term for any number of k. */
+/* A token's terms on one rank, in ascending k. In FLAT and RANK_MAJOR one row is one term for any
+ * number of k. */
 typedef struct Terms {
     int count;
     int64_t row[EP_MAX_TOP_K];
+    float weight[EP_MAX_TOP_K];
 } Terms;
 
 static Terms terms_of(const World *world, int rank, int token, int peer) {
-    Terms terms = {0, {0}};
+    Terms terms = {0, {0}, {0}};
     for (int k = 0; k < world->c.top_k; k++) {
-        Position position = world->rank[rank].position[(int64_t)token * world->c.top_k + k];
+        int64_t entry = (int64_t)token * world->c.top_k + k;
+        Position position = world->rank[rank].position[entry];
         if (position.row < 0 || position.rank != peer) continue;
-        if (world->c.layout == EP_LAYOUT_FLAT && terms.count) continue;
+        if (case_has_rows(&world->c) && terms.count) continue;
+        terms.weight[terms.count] = world->c.weights_at_combine
+                                        ? world->rank[rank].weight[entry]
+                                        : world->rank[peer].slot_weight[position.row];
         terms.row[terms.count++] = position.row;
     }
     return terms;
@@ -115,31 +126,58 @@ static float partial_sum(const World *world, int peer, const Terms *terms, int h
     for (int i = 0; i < terms->count; i++) {
         int64_t element = terms->row[i] * world->c.hidden + h;
         float x = number_get(there->expert_out, world->c.sum_type, element);
-        sum = weighted ? fmaf(there->slot_weight[terms->row[i]], x, sum) : sum + x;
+        sum = weighted ? fmaf(terms->weight[i], x, sum) : sum + x;
     }
     return sum;
 }
 
+/** One token's sum, element by element. */
+typedef struct Sum {
+    const World *world;
+    int rank, token, weighted;
+    float total[EP_MAX_ROW_BYTES / 2];
+    float node[EP_MAX_ROW_BYTES / 2]; /**< of the ranks of another node */
+} Sum;
+
+/* Add the terms on `peer` to `to`, rounded if they travel. */
+static void add_rank(const Sum *sum, int peer, int travels, float *to) {
+    const Case *c = &sum->world->c;
+    Terms terms = terms_of(sum->world, sum->rank, sum->token, peer);
+    for (int h = 0; terms.count && h < c->hidden; h++) {
+        float part = partial_sum(sum->world, peer, &terms, h, sum->weighted);
+        to[h] += travels ? number_round(c->sum_type, part) : part;
+    }
+}
+
+/* Add what another node's ranks have to the total, in the place of its lowest rank. */
+static void add_node(Sum *sum, int lowest) {
+    const Case *c = &sum->world->c;
+    memset(sum->node, 0, (size_t)c->hidden * sizeof(float));
+    for (int peer = lowest; peer < c->ranks; peer++)
+        if (case_node(c, peer) == lowest) add_rank(sum, peer, 1, sum->node);
+    for (int h = 0; h < c->hidden; h++)
+        sum->total[h] += number_round(c->sum_type, sum->node[h]);
+}
+
 static void expect_sums(const World *world, int rank, int weighted, Image *out) {
     const Case *c = &world->c;
+    Sum sum = {.world = world, .rank = rank, .weighted = weighted};
     memset(out->data, 0, out->bytes);
-    for (int t = 0; t < world->rank[rank].tokens; t++) {
-        float total[EP_MAX_ROW_BYTES / 2];
-        memset(total, 0, (size_t)c->hidden * sizeof(float));
+    for (; sum.token < world->rank[rank].tokens; sum.token++) {
+        memset(sum.total, 0, (size_t)c->hidden * sizeof(float));
         for (int peer = 0; peer < c->ranks; peer++) {
-            Terms terms = terms_of(world, rank, t, peer);
-            for (int h = 0; terms.count && h < c->hidden; h++) {
-                float sum = partial_sum(world, peer, &terms, h, weighted);
-                total[h] += peer == rank ? sum : number_round(c->sum_type, sum);
-            }
+            if (case_node(c, peer) == case_node(c, rank))
+                add_rank(&sum, peer, peer != rank, sum.total);
+            else if (case_node(c, peer) == peer)
+                add_node(&sum, peer);
         }
         for (int h = 0; h < c->hidden; h++)
-            number_set(out->data, c->sum_type, (int64_t)t * c->hidden + h, total[h]);
+            number_set(out->data, c->sum_type, (int64_t)sum.token * c->hidden + h, sum.total[h]);
     }
 }
 
 void expect_combine(const World *world, int rank, Image *out) {
-    expect_sums(world, rank, world->c.weighted, out);
+    expect_sums(world, rank, world->c.weighted || world->c.weights_at_combine, out);
 }
 
 void expect_dispatch_backward(const World *world, int rank, Image *tokens, Image *weights) {

@@ -15,7 +15,8 @@ typedef struct ExpectedRows {
 
 void expect_dispatch(const World *world, int rank, ExpectedRows *out);
 
-/** Writes out[rows, H] of a combine, with slot weights where the case is weighted. */
+/** Writes out[rows, H] of a combine, with slot weights where the case is weighted, or with the
+ * weights of the tokens' ranks. */
 void expect_combine(const World *world, int rank, Image *out);
 
 /** Writes grad_tokens[rows, H] and grad_topk_weights[rows, K]. */

@@ -190,6 +190,12 @@ void inputs_make_tokens(World *world, int rank) {
     fill_numbers(me->grad_out, c->sum_type, (int64_t)me->rows * c->hidden, &random);
 }
 
+void inputs_spoil_weights(World *world, int rank) {
+    RankWorld *me = &world->rank[rank];
+    for (int64_t i = 0; i < (int64_t)me->rows * world->c.top_k; i++)
+        if (world->c.weights_at_combine && me->position[i].row < 0) me->weight[i] = NAN;
+}
+
 void inputs_make_rows(World *world, int rank) {
     const Case *c = &world->c;
     RankWorld *me = &world->rank[rank];

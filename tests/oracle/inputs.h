@@ -11,6 +11,9 @@
 /** Make tokens, indices, weights, scales and grad_out of one rank. */
 void inputs_make_tokens(World *world, int rank);
 
+/** Make the weights of entries without a slot NaN, where combine gets topk_weights. */
+void inputs_spoil_weights(World *world, int rank);
+
 /** Make expert_out and weights of the rows that the plan assigned to the rank. */
 void inputs_make_rows(World *world, int rank);
 

@@ -18,7 +18,7 @@ int quant_scales(EpQuant quant, int elements) {
 }
 
 int quant_scale_bytes(EpQuant quant) {
-    return quant == EP_QUANT_FP8 ? 4 : 1;
+    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? 4 : 1;
 }
 
 double quant_decode(uint8_t code) {
@@ -63,7 +63,11 @@ static void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint
         memcpy(scale, &quotient, 4);
     } else {
         int power = least_power(quotient);
-        *scale = (uint8_t)(power + 127);
+        float power_of_two = (float)ldexp(1, power);
+        if (quant == EP_QUANT_FP8_POW2)
+            memcpy(scale, &power_of_two, 4);
+        else
+            *scale = (uint8_t)(power + 127);
         inverse = (float)ldexp(1, -power);
     }
     for (int i = 0; i < n; i++)

@@ -28,7 +28,7 @@ int world_live(const World *world, int rank, int token, int k) {
 }
 
 int world_row_weights(const Case *c) {
-    return c->layout == EP_LAYOUT_FLAT ? c->top_k : 1;
+    return case_has_rows(c) ? c->top_k : 1;
 }
 
 static void find_experts(World *world, int rank) {
@@ -128,10 +128,11 @@ static void plan_batched(World *world, int rank) {
     me->offset[me->num_experts] = me->recv_rows;
 }
 
-/* Assign a row to a token's entries on a rank. Returns whether it has any there. */
-static int assign_flat_row(World *world, int rank, int source, int token, int64_t row) {
+/* Assign a row to a token's entries on a rank; a row from `limit` on is dropped. Returns whether
+ * the token has any entries there. */
+static int assign_flat_row(World *world, int rank, int source, int token, int64_t row,
+                           int64_t limit) {
     RankWorld *me = &world->rank[rank];
-    int64_t limit = world->c.capacity ? world->c.capacity : INT64_MAX;
     int entries = 0;
     for (int k = 0; k < world->c.top_k; k++) {
         int64_t i = (int64_t)token * world->c.top_k + k, expert = world->rank[source].index[i];
@@ -148,23 +149,43 @@ static int assign_flat_row(World *world, int rank, int source, int token, int64_
     return entries > 0;
 }
 
-static void plan_flat(World *world, int rank) {
-    const Case *c = &world->c;
-    RankWorld *me = &world->rank[rank];
-    for (int source = 0; source < c->ranks; source++)
-        for (int t = 0; t < world->rank[source].tokens; t++)
-            me->needed_rows += assign_flat_row(world, rank, source, t, me->needed_rows);
-    me->recv_rows = c->capacity ? least(me->needed_rows, c->capacity) : me->needed_rows;
+/* Set the offsets that entries would have if they were ordered by expert. */
+static void order_entries(RankWorld *me) {
     for (int e = 0; e < me->num_experts; e++) {
         me->padded[e] = me->count[e];
         me->offset[e + 1] = me->offset[e] + me->count[e];
     }
 }
 
+static void plan_flat(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    int64_t limit = c->capacity ? c->capacity : INT64_MAX;
+    for (int source = 0; source < c->ranks; source++)
+        for (int t = 0; t < world->rank[source].tokens; t++)
+            me->needed_rows += assign_flat_row(world, rank, source, t, me->needed_rows, limit);
+    me->recv_rows = least(me->needed_rows, limit);
+    order_entries(me);
+}
+
+static void plan_rank_major(World *world, int rank) {
+    const Case *c = &world->c;
+    RankWorld *me = &world->rank[rank];
+    me->recv_rows = (int64_t)c->ranks * c->max_tokens;
+    for (int source = 0; source < c->ranks; source++) {
+        int64_t begin = (int64_t)source * c->max_tokens, row = begin;
+        for (int t = 0; t < world->rank[source].tokens; t++)
+            row += assign_flat_row(world, rank, source, t, row, INT64_MAX);
+        if (row - begin > me->needed_rows) me->needed_rows = row - begin;
+    }
+    order_entries(me);
+}
+
 static void plan_rank(World *world, int rank) {
     if (world->c.layout == EP_LAYOUT_EXPERT_MAJOR) plan_expert_major(world, rank);
     if (world->c.layout == EP_LAYOUT_BATCHED) plan_batched(world, rank);
     if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
+    if (world->c.layout == EP_LAYOUT_RANK_MAJOR) plan_rank_major(world, rank);
 }
 
 static void count_sources(const World *world, RankWorld *me) {
@@ -177,6 +198,7 @@ static void count_sources(const World *world, RankWorld *me) {
 static int64_t most_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
     if (c->layout == EP_LAYOUT_BATCHED) return me->num_experts * c->rows_per_expert;
+    if (c->layout == EP_LAYOUT_RANK_MAJOR) return (int64_t)c->ranks * c->max_tokens;
     int64_t entries = 0;
     for (int r = 0; r < c->ranks; r++)
         entries += (int64_t)world->rank[r].rows * c->top_k;
@@ -185,7 +207,7 @@ static int64_t most_rows(const World *world, const RankWorld *me) {
 
 static int64_t buffer_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (c->layout == EP_LAYOUT_BATCHED) return me->recv_rows;
+    if (c->layout == EP_LAYOUT_BATCHED || c->layout == EP_LAYOUT_RANK_MAJOR) return me->recv_rows;
     return (c->capacity ? c->capacity : me->recv_rows) + c->spare_rows;
 }
 
@@ -219,6 +241,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
         count_sources(world, &world->rank[r]);
+        inputs_spoil_weights(world, r);
         inputs_make_rows(world, r);
     }
     return world;

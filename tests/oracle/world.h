@@ -22,7 +22,8 @@ typedef enum RowKind {
     ROW_FILLED
 } RowKind;
 
-/** The contents of a row of a receive buffer. In FLAT one row serves several k: then k is -1. */
+/** The contents of a row of a receive buffer. In FLAT and RANK_MAJOR one row serves several k: then
+ * k is -1. */
 typedef struct Row {
     RowKind kind;
     int source, token, k;
@@ -36,7 +37,7 @@ typedef struct RankWorld {
     int64_t *index;      /**< [rows][K] */
     uint8_t *token;      /**< [rows][row bytes] */
     uint8_t *scale;      /**< [rows][scale bytes] */
-    float *weight;       /**< [rows][K] */
+    float *weight;       /**< [rows][K] of dispatch or combine */
     uint8_t *sent;       /**< [rows][received row bytes]: tokens as they are delivered */
     uint8_t *sent_scale; /**< [rows][received scale bytes] */
 
@@ -54,7 +55,7 @@ typedef struct RankWorld {
     /* inputs of the other three operations; NaN in rows that hold no slot */
     uint8_t *expert_out;     /**< [buffer_rows][sum bytes], also grad_recv_tokens */
     float *slot_weight;      /**< [buffer_rows] */
-    float *grad_slot_weight; /**< [buffer_rows], FLAT: [buffer_rows][K] */
+    float *grad_slot_weight; /**< [buffer_rows], FLAT and RANK_MAJOR: [buffer_rows][K] */
     uint8_t *grad_out;       /**< [rows][sum bytes] */
 } RankWorld;
 
@@ -73,7 +74,7 @@ int world_owner(const Case *c, int64_t expert);
  * duplicates are merged, no entry of the token at a lower k names it. */
 int world_live(const World *world, int rank, int token, int k);
 
-/** Returns the floats per row of recv_topk_weights: K in FLAT, else 1. */
+/** Returns the floats per row of recv_topk_weights: K in FLAT and RANK_MAJOR, else 1. */
 int world_row_weights(const Case *c);
 
 #endif

@@ -63,6 +63,7 @@ static int64_t formula(const Case *c, int64_t local) {
     int64_t g = (int64_t)c->ranks * c->max_tokens, a = c->alignment, k = c->top_k;
     int64_t per_expert = c->duplicates ? g * k : g;
     int64_t slots = g * (c->duplicates || k < local ? k : local);
+    if (c->layout == EP_LAYOUT_RANK_MAJOR) return g;
     if (local == 0) return 0;
     if (c->layout == EP_LAYOUT_FLAT) return g;
     if (c->layout == EP_LAYOUT_BATCHED) return (per_expert + a - 1) / a * a;
@@ -78,7 +79,7 @@ static Case random_shape(Random *random) {
               .top_k = 1 + (int)random_below(random, 5),
               .max_tokens = 1 + (int)random_below(random, 6),
               .alignment = 1 << random_below(random, 5),
-              .layout = (EpLayout)(1 + random_below(random, 3)),
+              .layout = (EpLayout)(1 + random_below(random, 4)),
               .duplicates = (int)random_below(random, 2),
               .spread = (Spread)random_below(random, 2),
               .routing = (Routing)random_below(random, 4)};
@@ -165,7 +166,7 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
     int32_t index[8] = {0, 0, 0, 0, 0, 1, 2, 3};
     EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 8, 1);
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    CHECK_OK(ep_prepare(handle, &topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
     CHECK_OK(ep_handle_info(handle, &info));
     int64_t bound = rows_bound(&c, 0);
     CHECK(info.needed_rows == bound && bound == 20, "%lld rows, bound %lld",

@@ -37,16 +37,16 @@ static void call_all(const Calls *c) {
     EpHandle *handle = c->step->handle;
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
     int latency = c->step->world->c.mode == EP_MODE_LATENCY;
-    CHECK_OK(ep_prepare(handle, &c->topk_idx, NULL, NULL, NULL));
+    CHECK_OK(ep_prepare(handle, NULL, &c->topk_idx, NULL, NULL, NULL));
     if (!latency) CHECK_OK(ep_handle_info(handle, &info));
-    CHECK_OK(
-        ep_dispatch(handle, &c->tokens, &c->weights, NULL, NULL, &c->rows, &c->slots, NULL, NULL));
+    CHECK_OK(ep_dispatch(handle, NULL, NULL, &c->tokens, &c->weights, NULL, NULL, &c->rows,
+                         &c->slots, NULL, NULL));
     CHECK_OK(ep_handle_info(handle, &info));
-    CHECK_OK(ep_combine(handle, &out, &weights, NULL, &c->sums));
+    CHECK_OK(ep_combine(handle, NULL, &out, &weights, NULL, NULL, &c->sums));
     CHECK_OK(ep_group_status(c->step->group, NULL));
     if (latency) return;
-    CHECK_OK(ep_combine_backward(handle, &grad, &weights, &out, NULL, &c->rows, &c->slots));
-    CHECK_OK(ep_dispatch_backward(handle, &out, &weights, NULL, &c->sums, &c->entries));
+    CHECK_OK(ep_combine_backward(handle, NULL, &grad, &weights, &out, NULL, &c->rows, &c->slots));
+    CHECK_OK(ep_dispatch_backward(handle, NULL, &out, &weights, NULL, &c->sums, &c->entries));
     CHECK_OK(ep_group_status(c->step->group, NULL));
 }
 
@@ -56,7 +56,7 @@ static void check_calls(const EpBootstrap *bootstrap, EpMode mode) {
     EpGroup *group = open_group(bootstrap, &world->c);
     EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
     REQUIRE(handle, "no handle");
-    Step step = {group, handle, world, bootstrap->rank};
+    Step step = {group, handle, world, bootstrap->rank, NULL};
     Calls calls = calls_new(&step);
     Watch before = watch_now();
     for (int i = 0; i < 3; i++)

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/ranked.h"
 
@@ -39,13 +40,14 @@ typedef struct TimedRank {
 } TimedRank;
 
 static TimedRank timed_open_in(const EpBootstrap *bootstrap, double seconds, EpMode mode) {
-    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode};
+    Case c = {
+        .ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode, .id = 1};
     TimedRank h = {.world = world_new(&c)};
     EpGroupConfig config = case_group_config(&h.world->c);
     config.timeout_seconds = seconds;
     CHECK_OK(ep_group_create(bootstrap, &config, &h.group));
     h.handle = h.group ? open_handle(h.group, &h.world->c) : NULL;
-    h.step = (Step){h.group, h.handle, h.world, bootstrap->rank};
+    h.step = (Step){h.group, h.handle, h.world, bootstrap->rank, NULL};
     return h;
 }
 
@@ -60,72 +62,23 @@ static void timed_close(TimedRank *h) {
     world_free(h->world);
 }
 
-static EpStatus call_prepare(const Step *step) {
-    const RankWorld *me = &step->world->rank[step->rank];
-    EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, step->world->c.top_k);
-    return ep_prepare(step->handle, &topk_idx, NULL, NULL, NULL);
-}
-
-/* The calls below have outputs that live as long as the test: a failed operation may have begun to
- * write. */
-static EpStatus call_dispatch(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor tokens = step_tokens(step);
-    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
-    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
-}
-
-static EpStatus call_combine(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
-    out.data = room;
-    return ep_combine(step->handle, &rows, NULL, NULL, &out);
-}
-
-static EpStatus call_combine_backward(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor grad = step_grad_out(step);
-    EpTensor rows = step_rows(step, room, EP_TYPE_BF16, step->world->c.hidden);
-    return ep_combine_backward(step->handle, &grad, NULL, NULL, NULL, &rows, NULL);
-}
-
-static EpStatus call_dispatch_backward(const Step *step) {
-    static _Thread_local _Alignas(16) char room[1 << 16];
-    EpTensor rows = step_expert_out(step), out = step_grad_out(step);
-    out.data = room;
-    return ep_dispatch_backward(step->handle, &rows, NULL, NULL, &out, NULL);
-}
-
-typedef EpStatus (*Call)(const Step *step);
-
-static const Call calls[] = {call_prepare, call_dispatch, call_combine, call_combine_backward,
-                             call_dispatch_backward};
-static const char *const phases[] = {"prepare", "dispatch", "combine", "combine backward",
-                                     "dispatch backward"};
-
-/* Returns a call's final status. On GPUs a call returns while it is running, and ep_group_status
- * reports errors. */
-static EpStatus outcome(Call call, const Step *step) {
-    EpStatus status = call(step);
-    return status == EP_OK && TESTS_ON_GPU ? ep_group_status(step->group, NULL) : status;
-}
-
 static void check_group_failed(const Step *step, EpStatus status) {
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < NUM_CALLS; i++)
         CHECK_STATUS(calls[i](step), status);
     CHECK_STATUS(ep_group_status(step->group, NULL), status);
 }
 
 static void check_timeout(const Step *step, int call) {
     double begin = now();
-    CHECK_REFUSED(outcome(calls[call], step), EP_ERR_TIMEOUT, "rank 2", phases[call]);
+    CHECK_REFUSED(call_outcome(calls[call], step), EP_ERR_TIMEOUT, "rank 2", call_phases[call]);
     CHECK(now() - begin > 0.8 * SOON, "gave up after %.2f s", now() - begin);
     CHECK(now() - begin < LATE, "gave up after %.2f s", now() - begin);
     EpFinding found = EP_FINDING_INIT;
-    CHECK_REFUSED(ep_group_status(step->group, &found), EP_ERR_TIMEOUT, "rank 2", phases[call]);
+    CHECK_REFUSED(ep_group_status(step->group, &found), EP_ERR_TIMEOUT, "rank 2",
+                  call_phases[call]);
     CHECK(found.status == EP_ERR_TIMEOUT && found.peer == ABSENT, "peer %d", (int)found.peer);
     CHECK(found.rank == step->rank, "rank %d", (int)found.rank);
-    CHECK(strcmp(found.phase, phases[call]) == 0, "phase %s", found.phase);
+    CHECK(strcmp(found.phase, call_phases[call]) == 0, "phase %s", found.phase);
     check_group_failed(step, EP_ERR_TIMEOUT);
 }
 
@@ -163,8 +116,8 @@ ThreadTest(runtime_deadline, absent_from_dispatch_backward, RANKS) {
 /* Check that a late rank gets an error. The other ranks may have sent enough for its first call,
  * but not for a second. */
 static void check_learns_of_failure(const Step *step) {
-    EpStatus status = outcome(call_prepare, step);
-    if (status == EP_OK) status = outcome(call_dispatch, step);
+    EpStatus status = call_outcome(call_prepare, step);
+    if (status == EP_OK) status = call_outcome(call_dispatch, step);
     CHECK(status == EP_ERR_PEER || status == EP_ERR_TIMEOUT, "%d: %s", (int)status,
           status == EP_OK ? "" : ep_last_error());
     check_group_failed(step, status);
@@ -175,7 +128,8 @@ static void check_learns_of_failure(const Step *step) {
 ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
     TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
-    if (bootstrap->rank != ABSENT) CHECK_STATUS(outcome(call_prepare, &h.step), EP_ERR_TIMEOUT);
+    if (bootstrap->rank != ABSENT)
+        CHECK_STATUS(call_outcome(call_prepare, &h.step), EP_ERR_TIMEOUT);
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == ABSENT) check_learns_of_failure(&h.step);
     timed_close(&h);
@@ -248,7 +202,7 @@ ThreadTest(runtime_deadline, group_destroyed_by_one_rank, RANKS) {
     TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) {
-        EpStatus status = outcome(call_prepare, &h.step);
+        EpStatus status = call_outcome(call_prepare, &h.step);
         CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
               ep_last_error());
         CHECK(strstr(ep_last_error(), "rank 2"), "%s", ep_last_error());
@@ -263,7 +217,7 @@ static void check_order(const EpBootstrap *bootstrap, Call usual, Call odd, EpSt
     REQUIRE(h.handle, "no handle");
     CHECK_OK(call_prepare(&h.step));
     Call call = bootstrap->rank == ABSENT ? odd : usual;
-    CHECK_STATUS(outcome(call, &h.step), status);
+    CHECK_STATUS(call_outcome(call, &h.step), status);
     CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
     check_group_failed(&h.step, status);
     timed_close(&h);
@@ -283,7 +237,7 @@ static void check_different_calls(const EpBootstrap *bootstrap, Call usual, cons
         CHECK_OK(call_prepare(&h.step));
         snprintf(own, sizeof(own), ": %s: expected", is_odd ? odd_name : usual_name);
         snprintf(other, sizeof(other), "called %s on handle", is_odd ? usual_name : odd_name);
-        CHECK_STATUS(outcome(is_odd ? odd : usual, &h.step), EP_ERR_ORDER);
+        CHECK_STATUS(call_outcome(is_odd ? odd : usual, &h.step), EP_ERR_ORDER);
         CHECK(strstr(ep_last_error(), own) && strstr(ep_last_error(), other), "%s",
               ep_last_error());
         check_group_failed(&h.step, EP_ERR_ORDER);
@@ -313,7 +267,8 @@ static EpStatus call_narrow_dispatch(const Step *step) {
     EpTensor tokens = step_tokens(step);
     EpTensor rows = step_rows(step, room, EP_TYPE_BF16, 16);
     tokens.shape[1] = 16;
-    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
+    return ep_dispatch(step->handle, NULL, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL,
+                       NULL);
 }
 
 ThreadTest(runtime_deadline, rows_of_other_sizes, RANKS) {
@@ -326,7 +281,8 @@ static EpStatus call_retyped_dispatch(const Step *step) {
     EpTensor tokens = step_tokens(step);
     tokens.type = EP_TYPE_FP16;
     EpTensor rows = step_rows(step, room, EP_TYPE_FP16, step->world->c.hidden);
-    return ep_dispatch(step->handle, &tokens, NULL, NULL, NULL, &rows, NULL, NULL, NULL);
+    return ep_dispatch(step->handle, NULL, NULL, &tokens, NULL, NULL, NULL, &rows, NULL, NULL,
+                       NULL);
 }
 
 ThreadTest(runtime_deadline, rows_of_another_type, RANKS) {
@@ -336,22 +292,28 @@ ThreadTest(runtime_deadline, rows_of_another_type, RANKS) {
 static EpStatus call_narrow_prepare(const Step *step) {
     const RankWorld *me = &step->world->rank[step->rank];
     EpTensor topk_idx = ep_tensor_2d(me->index, EP_TYPE_INT64, me->rows, 2);
-    return ep_prepare(step->handle, &topk_idx, NULL, NULL, NULL);
+    return ep_prepare(step->handle, NULL, &topk_idx, NULL, NULL, NULL);
 }
 
 ThreadTest(runtime_deadline, prepare_with_another_k, RANKS) {
     check_order(bootstrap, call_prepare, call_narrow_prepare, EP_ERR_ORDER);
 }
 
-/* Equal handles of a group, called in different order. */
+/* Equal handles of a group with different ids. A handle without an id matches any. */
 ThreadTest(runtime_deadline, handles_in_another_order, RANKS) {
     TimedRank h = timed_open(bootstrap, 30);
     REQUIRE(h.handle, "no handle");
     Step second = h.step;
-    second.handle = open_handle(h.group, &h.world->c);
-    CHECK_STATUS(outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h.step),
+    Case c = h.world->c;
+    for (c.id = 0; c.id < 4; c.id += 3) {
+        second.handle = open_handle(h.group, &c);
+        if (!c.id)
+            CHECK_OK(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h.step));
+    }
+    CHECK_STATUS(call_outcome(call_prepare, bootstrap->rank == ABSENT ? &second : &h.step),
                  EP_ERR_ORDER);
-    CHECK(strstr(ep_last_error(), "rank"), "%s", ep_last_error());
+    CHECK(strstr(ep_last_error(), "id differs") && strstr(ep_last_error(), "has 3"), "%s",
+          ep_last_error());
     timed_close(&h);
 }
 
@@ -376,7 +338,7 @@ ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
     if (bootstrap->rank != ABSENT) {
         static _Thread_local _Alignas(16) char room[1 << 16];
         EpTensor tokens = step_tokens(&h.step), rows = step_recv_tokens(&h.step, room);
-        EpStatus status = ep_dispatch_send(h.handle, &tokens, NULL, NULL, NULL);
+        EpStatus status = ep_dispatch_send(h.handle, NULL, NULL, &tokens, NULL, NULL, NULL);
         if (status == EP_OK) status = ep_dispatch_wait(h.handle, NULL, &rows, NULL, NULL, NULL);
         if (status == EP_OK) status = ep_group_status(h.group, NULL);
         CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2", "dispatch");
@@ -386,17 +348,77 @@ ThreadTest(runtime_deadline, absent_from_a_send_phase, RANKS) {
     timed_close(&h);
 }
 
+/* Combine in latency mode with topk_weights, whole or its send phase alone. */
+static EpStatus call_weighing_combine(const Step *step) {
+    static _Thread_local _Alignas(16) char room[1 << 16];
+    EpTensor rows = step_expert_out(step), out = step_grad_out(step), weights = step_weights(step);
+    out.data = room;
+    return ep_combine(step->handle, NULL, &rows, NULL, &weights, NULL, &out);
+}
+
+static EpStatus call_weighing_combine_send(const Step *step) {
+    EpTensor rows = step_expert_out(step), weights = step_weights(step);
+    return ep_combine_send(step->handle, NULL, &rows, NULL, &weights, NULL);
+}
+
+static TimedRank open_dispatched(const EpBootstrap *bootstrap, double seconds) {
+    TimedRank h = timed_open_in(bootstrap, seconds, EP_MODE_LATENCY);
+    if (!h.handle) return h;
+    CHECK_OK(call_prepare(&h.step));
+    CHECK_OK(call_dispatch(&h.step));
+    return h;
+}
+
+/* The send phase itself waits for the weights of a rank that is absent. */
+ThreadTest(runtime_deadline, absent_from_a_send_phase_with_weights, RANKS) {
+    NEEDS_LATENCY();
+    TimedRank h = open_dispatched(bootstrap, SOON);
+    REQUIRE(h.handle, "no handle");
+    if (bootstrap->rank != ABSENT) {
+        double begin = now();
+        CHECK_REFUSED(call_outcome(call_weighing_combine_send, &h.step), EP_ERR_TIMEOUT, "rank 2",
+                      "combine");
+        CHECK(now() - begin > 0.8 * SOON && now() - begin < LATE, "gave up after %.2f s",
+              now() - begin);
+        check_group_failed(&h.step, EP_ERR_TIMEOUT);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    timed_close(&h);
+}
+
+/* Ranks disagree whether topk_weights are given. */
+static void weights_of_some_ranks(const EpBootstrap *bootstrap, int odd_weighs) {
+    TimedRank h = open_dispatched(bootstrap, 30);
+    REQUIRE(h.handle, "no handle");
+    int weighs = (bootstrap->rank == ABSENT) == odd_weighs;
+    CHECK_STATUS(call_outcome(weighs ? call_weighing_combine : call_combine, &h.step),
+                 EP_ERR_ORDER);
+    CHECK(strstr(ep_last_error(), TESTS_ON_GPU ? "sizes" : "number of topk_weights"), "%s",
+          ep_last_error());
+    check_group_failed(&h.step, EP_ERR_ORDER);
+    timed_close(&h);
+}
+
+ThreadTest(runtime_deadline, weights_of_one_rank, RANKS) {
+    NEEDS_LATENCY();
+    weights_of_some_ranks(bootstrap, 1);
+}
+
+ThreadTest(runtime_deadline, weights_of_all_ranks_but_one, RANKS) {
+    NEEDS_LATENCY();
+    weights_of_some_ranks(bootstrap, 0);
+}
+
 /* One rank has a handle of another mode: its prepare arrives where the others dispatch. */
 ThreadTest(runtime_deadline, handles_of_different_modes, RANKS) {
     NEEDS_LATENCY();
-    if (TESTS_ON_GPU) HOST_ONLY("on GPUs creating a handle in latency mode is collective");
     TimedRank h = timed_open_in(bootstrap, 30, EP_MODE_LATENCY);
     Case c = h.world->c;
     if (bootstrap->rank == ABSENT) c.mode = EP_MODE_THROUGHPUT;
     h.step.handle = h.group ? open_handle(h.group, &c) : NULL;
     REQUIRE(h.step.handle, "no handle");
     EpStatus status = call_prepare(&h.step);
-    if (status == EP_OK) status = outcome(call_dispatch, &h.step);
+    if (status == EP_OK) status = call_outcome(call_dispatch, &h.step);
     CHECK(status == EP_ERR_ORDER, "%d", (int)status);
     CHECK(strstr(ep_last_error(), "dispatch in latency mode") &&
               strstr(ep_last_error(), "prepare") && strstr(ep_last_error(), "on handle 1"),

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "ep/ep_mesh.h"
 #include "tests/harness/check.h"
 #include "tests/harness/process.h"
 
@@ -70,6 +71,9 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpHandleCost, EP_HANDLE_COST_INIT);
     CHECK_STRUCT(EpPlanTensors, EP_PLAN_TENSORS_INIT);
     CHECK_STRUCT(EpFinding, EP_FINDING_INIT);
+    CHECK_STRUCT(EpMesh, EP_MESH_INIT);
+    CHECK_STRUCT(EpSpec, EP_SPEC_INIT);
+    CHECK_STRUCT(EpSharding, EP_SHARDING_INIT);
     CHECK_STRUCT(EpTensor, ep_tensor_3d(NULL, EP_TYPE_BF16, 1, 2, 3));
     CHECK_STRUCT(EpTensor, ep_tensor_1d(NULL, EP_TYPE_BF16, 1));
 }
@@ -88,4 +92,5 @@ SoloTest(runtime_exports, defaults_of_initializers) {
     CHECK(handle.mode == EP_DEFAULT && handle.num_sms == EP_DEFAULT, "mode");
     CHECK(handle.quant == EP_QUANT_NONE && handle.scale_order == EP_SCALES_BY_ROW, "scales");
     CHECK(handle.rows_per_expert == EP_DEFAULT, "rows_per_expert");
+    CHECK(handle.expert_ids == EP_IDS_LOCAL && handle.reserved == 0, "expert ids");
 }

@@ -28,7 +28,7 @@ static void huge_body(const EpBootstrap *bootstrap, __attribute__((unused)) void
     EpHandle *handle = NULL;
     EpStatus status = ep_group_create(bootstrap, &config, &group);
     /* A group may be small and leave the large allocations to its handles. */
-    if (status == EP_OK) status = ep_handle_create(group, NULL, NULL, 0, &handle);
+    if (status == EP_OK) status = ep_handle_create(group, NULL, &handle);
     CHECK(status == EP_ERR_NO_MEMORY, "status %d: %s", (int)status,
           status == EP_OK ? "" : ep_last_error());
     CHECK(handle == NULL, "a handle was made");

@@ -85,7 +85,7 @@ SoloTest(runtime_quant, random_rows) {
         for (int i = 0; seed % 2 && type == EP_TYPE_FP32 && i < MOST; i++)
             row[i] = (row[i] & 0x807fffffu) | (centre + row[i] % 5) << 23;
         check_note("seed %llu", (unsigned long long)seed);
-        for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_MXFP8; quant++)
+        for (EpQuant quant = EP_QUANT_FP8; quant <= EP_QUANT_FP8_POW2; quant++)
             check_row(quant, type, row, n);
     }
 }
@@ -97,7 +97,7 @@ static void check_first(EpQuant quant, float first, float second, double scale, 
     ep_quantise(quant, EP_TYPE_FP32, row, 16, out, stored);
     float fp32;
     memcpy(&fp32, stored, 4);
-    double got = quant == EP_QUANT_FP8 ? (double)fp32 : ldexp(1, stored[0] - 127);
+    double got = quant_scale_bytes(quant) == 4 ? (double)fp32 : ldexp(1, stored[0] - 127);
     CHECK(got == scale, "%a, %a: scale %a instead of %a", (double)first, (double)second, got,
           scale);
     CHECK(out[0] == code, "%a, %a: 0x%02x instead of 0x%02x", (double)first, (double)second, out[0],
@@ -111,6 +111,8 @@ SoloTest(runtime_quant, by_hand) {
     check_first(EP_QUANT_FP8, -896, 0, 2, 0xfe);
     check_first(EP_QUANT_FP8_UE8M0, 448, 0, 1, 0x7e);
     check_first(EP_QUANT_FP8_UE8M0, 449, 0, 2, 0x76);
+    check_first(EP_QUANT_FP8_POW2, 448, 0, 1, 0x7e);
+    check_first(EP_QUANT_FP8_POW2, 449, 0, 2, 0x76);
     check_first(EP_QUANT_MXFP8, 224, 0, 0.5, 0x7e);
     check_first(EP_QUANT_MXFP8, 225, 0, 1, 0x76);
     /* Infinities and NaN do not affect the scale. */

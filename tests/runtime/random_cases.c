@@ -33,7 +33,7 @@ static void draw_rows(Case *c, Random *random) {
     c->weighted = PICK(random, 0, 1);
     c->scale_bytes = PICK(random, 0, 4, 20);
     if (!TESTS_HAVE_QUANT) return;
-    c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4);
+    c->quant = (EpQuant)PICK(random, 1, 1, 2, 3, 4, 5);
     c->scale_order = (EpScaleOrder)PICK(random, EP_SCALES_BY_ROW, EP_SCALES_BY_COLUMN);
 }
 
@@ -51,14 +51,27 @@ static Case draw_case(uint64_t seed) {
     c.rows_per_expert = PICK(&random, 0, 0, 5, 32);
     c.overflow = (EpOverflow)PICK(&random, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP);
     c.spare_rows = PICK(&random, 0, 1, 5);
-    c.zero_tail = PICK(&random, 0, 1);
+    c.zero_tail = PICK(&random, 0, 1, 2);
     c.mode = (EpMode)PICK(&random, EP_MODE_THROUGHPUT, EP_MODE_LATENCY);
     if (!TESTS_HAVE_LATENCY) c.mode = EP_MODE_THROUGHPUT;
     c.phases = PICK(&random, 0, 1);
     c.num_sms = PICK(&random, 0, 0, 2, 5);
+    c.named = PICK(&random, 0, 1);
     draw_routing(&c, &random);
     draw_rows(&c, &random);
+    if (c.mode == EP_MODE_LATENCY && random_percent(&random, 25)) c.layout = EP_LAYOUT_RANK_MAJOR;
+    c.global_ids = PICK(&random, 0, 1);
+    c.weights_at_combine = PICK(&random, 0, 0, 1);
     return c;
+}
+
+/* Put the ranks on 2 to 4 nodes, of unequal sizes, and not in order of rank. */
+static void draw_nodes(Case *c) {
+    Random random = random_stream(c->seed, 1, 2);
+    int nodes = PICK(&random, 2, 3, 4);
+    if (c->ranks < 3) c->ranks = 3 + (int)random_below(&random, 4);
+    for (int r = 0; r < c->ranks; r++)
+        c->nodes[r] = (char)('0' + random_below(&random, nodes));
 }
 
 static uint64_t number_from(const char *name, uint64_t standard) {
@@ -67,27 +80,33 @@ static uint64_t number_from(const char *name, uint64_t standard) {
 }
 
 /* Each case creates a group, and on GPUs a communicator, which is slow: hence few cases there. */
-static void run_cases(uint64_t salt) {
+static void run_cases(uint64_t salt, int several_nodes) {
     uint64_t first = number_from("LIBEP_TEST_SEED", salt);
     uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 200);
     for (uint64_t seed = first; seed < first + count; seed++) {
         Case c = draw_case(seed);
+        if (several_nodes) draw_nodes(&c);
         run_case_on_threads(&c);
     }
 }
 
 Test(runtime_random, default_stage, .timeout = 300) {
-    run_cases(1);
+    run_cases(1, 0);
 }
 
 Test(runtime_random, tiny_stage, .timeout = 300) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
     setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    run_cases(1001);
+    run_cases(1001, 0);
 }
 
-Test(runtime_random, two_nodes, .timeout = 300) {
+Test(runtime_random, several_nodes, .timeout = 300) {
     HOST_ONLY("GPUs of a group share a node");
-    setenv("LIBEP_TOPOLOGY", "2", 1);
-    run_cases(2001);
+    run_cases(2001, 1);
+}
+
+Test(runtime_random, several_nodes_and_a_tiny_stage, .timeout = 300) {
+    HOST_ONLY("GPUs of a group share a node");
+    setenv("LIBEP_STAGE_BYTES", "3000", 1);
+    run_cases(3001, 1);
 }

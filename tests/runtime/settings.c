@@ -88,6 +88,14 @@ static const Malformed malformed[] = {
     {"LIBEP_TOPOLOGY", "x"},
     {"LIBEP_TOPOLOGY", "-2"},
     {"LIBEP_TOPOLOGY", "0"},
+    {"LIBEP_TOPOLOGY", "1025"},
+    {"LIBEP_TOPOLOGY", "0,"},
+    {"LIBEP_TOPOLOGY", ",0"},
+    {"LIBEP_TOPOLOGY", "0,,1"},
+    {"LIBEP_TOPOLOGY", "0,-1"},
+    {"LIBEP_TOPOLOGY", "0,1;0"},
+    {"LIBEP_TOPOLOGY", "0,99999999999999999999"},
+    {"LIBEP_TOPOLOGY", "0,1,0/gibberish"},
     {"LIBEP_TOPOLOGY", "2/gibberish"},
     {"LIBEP_TOPOLOGY", "2/numa:999999 pu:9999"},
     {"LIBEP_TOPOLOGY", "2/numa:2(memory=1GB) l2cache:1024 core:1024 pu:1"},
@@ -120,6 +128,24 @@ SoloTest(runtime_settings, machines_that_are_too_large) {
         check_note("%s", valid[i]);
         CHECK_OK(ep_settings(NULL, NULL));
     }
+    unsetenv("LIBEP_TOPOLOGY");
+}
+
+/* A list has the node of at most 128 ranks. */
+SoloTest(runtime_settings, lists_of_nodes) {
+    char list[300];
+    memset(list, 0, sizeof(list));
+    for (int r = 0; r < 128; r++)
+        list[2 * r] = (char)('0' + r % 10), list[2 * r + 1] = ',';
+    list[255] = 0;
+    setenv("LIBEP_TOPOLOGY", list, 1);
+    CHECK_OK(ep_settings(NULL, NULL));
+    list[255] = ',', list[256] = '1';
+    setenv("LIBEP_TOPOLOGY", list, 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY", "255 characters");
+    setenv("LIBEP_TOPOLOGY", "0,x", 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY", "each rank's node",
+                  "0,1,0,1", "'0,x'");
     unsetenv("LIBEP_TOPOLOGY");
 }
 

@@ -36,7 +36,7 @@ SoloTest(runtime_status, every_status_has_its_name_and_text) {
 SoloTest(runtime_status, numbers_are_pinned) {
     CHECK(EP_OK == 0 && EP_ERR_NULL == 1 && EP_ERR_TYPE == 5 && EP_ERR_TOKENS == 9, "moved");
     CHECK(EP_ERR_ROUTING == 13 && EP_ERR_FOREIGN == 18 && EP_ERR_TIMEOUT == 21, "moved");
-    CHECK(EP_ERR_NO_MEMORY == 23 && EP_ERR_SYSTEM == 27, "moved");
+    CHECK(EP_ERR_NO_MEMORY == 23 && EP_ERR_SYSTEM == 27 && EP_ERR_ABORTED == 28, "moved");
 }
 
 SoloTest(runtime_status, a_number_that_is_no_status) {

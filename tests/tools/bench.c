@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_bench as users run it: invalid options give exit status 2 and a message, valid runs are
- * correct, trace files survive a round trip, invalid trace files are refused. */
-#include <fcntl.h>
+ * correct, alone and under mpirun. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,34 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "tests/harness/check.h"
-#include "tests/harness/process.h"
-
-#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-
-enum { MOST_WORDS = 40 };
-
-/* `line` has words separated by blanks. */
-static ProcessResult run_bench(const char *line) {
-    static char words[2048];
-    const char *argv[MOST_WORDS + 2] = {build_path("ep_bench")};
-    snprintf(words, sizeof(words), "%s", line);
-    int count = 1;
-    for (char *w = strtok(words, " "); w && count <= MOST_WORDS; w = strtok(NULL, " "))
-        argv[count++] = w;
-    return process_run(argv, 0);
-}
-
-static void check_run(const char *line, int exit_status, const char *in_out, const char *in_err) {
-    ProcessResult result = run_bench(line);
-    CHECK(result.exit_status == exit_status, "'%s' exits with %d, not %d: %s", line,
-          result.exit_status, exit_status, result.err);
-    if (in_out) CHECK(strstr(result.out, in_out), "'%s': no '%s' in: %s", line, in_out, result.out);
-    if (in_err) CHECK(strstr(result.err, in_err), "'%s': no '%s' in: %s", line, in_err, result.err);
-    if (exit_status == 2)
-        CHECK(!strstr(result.out, "#wrong 0"), "'%s' claims success: %s", line, result.out);
-    process_result_free(&result);
-}
+#include "tests/tools/run_bench.h"
 
 typedef struct BadOptions {
     const char *line, *message;
@@ -88,6 +60,9 @@ static const BadOptions bad_options[] = {
     {"--mode latency --layout flat --rows-per-expert 9", "--layout batched"},
     {"--rows-per-expert 4", "--layout batched"},
     {"--layout batched --capacity 9", "--rows-per-expert"},
+    {"--mode latency --layout rank-major --capacity 9", "rank-major, whose size is fixed"},
+    {"--mode throughput --layout rank-major", "expected --mode latency or auto"},
+    {"--mode latency --layout rank-major --rows-per-expert 9", "got --layout rank-major"},
     {"--weighted yes", "\"yes\""},
     {"--scales 6", "multiple of 4"},
     {"--idx int16", "\"int16\""},
@@ -128,7 +103,7 @@ SoloTest(tools_bench, bad_options_are_refused) {
 
 SoloTest(tools_bench, help_and_version) {
     check_run("--help", 0, "--save-routing", NULL);
-    check_run("--version", 0, "0.1.0", NULL);
+    check_run("--version", 0, "0.2.0", NULL);
 }
 
 /* A malformed setting is a bad request, under any number of ranks. */
@@ -145,9 +120,6 @@ SoloTest(tools_bench, malformed_settings_are_refused) {
     }
 }
 
-/* Options of every run below: small and quick. The check is on by default. */
-#define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
-
 SoloTest(tools_bench, small_runs_are_correct) {
     static const char *const lines[] = {
         QUICK "--threads 3 --tokens 20",
@@ -161,6 +133,9 @@ SoloTest(tools_bench, small_runs_are_correct) {
         QUICK "--threads 4 -b 1 -e 8 -f 2 --mode latency",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout expert-major --align 8",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --layout flat --masked 0.3",
+        QUICK "--threads 3 -b 0 -e 16 -f 4 --mode latency --layout rank-major --masked 0.3",
+        QUICK "--threads 3 --tokens 20 --mode latency --layout rank-major --uneven --split",
+        QUICK "--threads 2 --tokens 20 --mode auto --layout rank-major --quant fp8 --scales 0",
         QUICK "--threads 3 -b 1 -e 16 -f 4 --mode latency --quant fp8 --split",
         QUICK "--threads 2 --tokens 20 --mode latency --rows-per-expert 2 --overflow drop",
         QUICK "--threads 3 -b 0 -e 20 -f 5 --mode latency --uneven --split",
@@ -174,6 +149,16 @@ SoloTest(tools_bench, small_runs_are_correct) {
         check_run(lines[i], 0, "#wrong 0", NULL);
 }
 
+/* Sums depend on nodes, and the check knows them. */
+SoloTest(tools_bench, several_nodes) {
+    setenv("LIBEP_TOPOLOGY", "0,1,1,0,1", 1);
+    check_run(QUICK "--threads 5 --tokens 40", 0, "#wrong 0", NULL);
+    check_run(QUICK "--threads 5 --tokens 40 --dtype fp16 --layout flat", 0, "#wrong 0", NULL);
+    check_run(QUICK "--threads 5 --tokens 40 --mode latency --split", 0, "#wrong 0", NULL);
+    check_run("--threads 4 --tokens 4", 2, NULL, "each of the group's 4 ranks");
+    unsetenv("LIBEP_TOPOLOGY");
+}
+
 /* The default is the shape of a decoding step, and drops no slot. */
 SoloTest(tools_bench, defaults_of_latency_mode) {
     static const struct {
@@ -184,6 +169,7 @@ SoloTest(tools_bench, defaults_of_latency_mode) {
         {"--mode latency", ", dropped 0\n"},
         {"--mode latency --align 4 --layout flat", "alignment 4, layout flat"},
         {"--mode latency --layout expert-major", "alignment 1, layout expert,"},
+        {"--mode latency --layout rank-major", "alignment 1, layout rank-major,"},
         {"--mode latency --capacity 3000", "alignment 1, layout expert,"},
         {"--mode latency --tokens 3 --uneven", "uneven tokens"},
         {"--mode throughput --tokens 3", "alignment 128, layout expert,"},
@@ -224,442 +210,6 @@ SoloTest(tools_bench, phases_of_latency_mode) {
 /* A capacity that is too small ends the run, unless the overflow policy is drop. */
 SoloTest(tools_bench, overflow_ends_the_run) {
     check_run(QUICK "--threads 2 --tokens 20 --capacity 3", 1, NULL, "at most 3 receive rows");
-}
-
-static void read_file(const char *path, char *text, size_t size) {
-    FILE *file = fopen(path, "r");
-    text[0] = 0;
-    REQUIRE(file, "no file %s", path);
-    text[fread(text, 1, size - 1, file)] = 0;
-    fclose(file);
-}
-
-static void write_bytes(const char *path, const char *text, size_t bytes) {
-    FILE *file = fopen(path, "w");
-    REQUIRE(file, "cannot write %s", path);
-    fwrite(text, 1, bytes, file);
-    fclose(file);
-}
-
-static void write_file(const char *path, const char *text) {
-    write_bytes(path, text, strlen(text));
-}
-
-SoloTest(tools_bench, json_has_the_documented_keys) {
-    static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",        "\"config\"",
-                                       "\"machine\"",      "\"library_bytes\"",   "\"phases\"",
-                                       "\"median_us\"",    "\"p99_us\"",          "\"name\"",
-                                       "\"remote_bytes\"", "\"prepare\"",         "\"local_bytes\"",
-                                       "\"floor_ratio\"",  "\"zero_copy\": true", "\"floor_us\"",
-                                       "\"mem_us\"",       "\"memory_bytes\""};
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--floor 1 --threads 2 --tokens 10 --zero-copy -J %s", path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    for (int i = 0; i < LENGTH(keys); i++)
-        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
-    CHECK(!strstr(text, "\"wire_us\""), "the host has no wire: %s", text);
-}
-
-/* With --split each send and wait call is also timed alone. */
-SoloTest(tools_bench, send_and_wait_are_reported) {
-    static const char *const calls[] = {"dispatch_send", "dispatch_wait", "combine_send",
-                                        "combine_wait"};
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency --split -J %s", path);
-    check_run(line, 0, "# split: dispatch_send ", NULL);
-    read_file(path, text, sizeof(text));
-    CHECK(strstr(text, "\"chain\": 20"), "no chain: %s", text);
-    for (int i = 0; i < LENGTH(calls); i++) {
-        snprintf(line, sizeof(line), "\"name\": \"%s\"", calls[i]);
-        CHECK(strstr(text, line), "no %s: %s", line, text);
-    }
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 4 --mode latency -J %s", path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
-    CHECK(!strstr(text, "split_phases\": [") && !strstr(text, "dispatch_send"),
-          "unexpected phases: %s", text);
-    unlink(path);
-}
-
-/* The remote bytes of dispatch. */
-static long long dispatch_bytes(const char *options) {
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    long long bytes = -1;
-    close(mkstemp(path));
-    snprintf(line, sizeof(line), QUICK "--threads 2 --tokens 16 %s -J %s", options, path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    const char *at = strstr(text, "\"dispatch\"");
-    if (at) at = strstr(at, "\"remote_bytes\"");
-    CHECK(at && sscanf(at, "\"remote_bytes\": %lld", &bytes) == 1, "no bytes: %s", text);
-    return bytes;
-}
-
-/* Every token goes to the other rank once. The bytes include its weight and scales. */
-SoloTest(tools_bench, weights_and_scales_are_counted) {
-    static const char all[] = "--experts 2 --top-k 2 --hidden 64 --routing uniform";
-    char line[160];
-    static const struct {
-        const char *options;
-        long long bytes;
-    } cases[] = {{"--weighted 0", 16 * 128},
-                 {"--weighted 1", 16 * (128 + 4)},
-                 {"--weighted 0 --scales 12", 16 * (128 + 12)},
-                 {"--weighted 1 --scales 12", 16 * (128 + 12 + 4)}};
-    for (int i = 0; i < LENGTH(cases); i++) {
-        snprintf(line, sizeof(line), "%s %s", all, cases[i].options);
-        long long bytes = dispatch_bytes(line);
-        CHECK(bytes == cases[i].bytes, "'%s': %lld bytes", line, bytes);
-    }
-}
-
-/* Rows of 128 bytes, 16 tokens on each of two ranks, half of each token's slots on either. */
-typedef struct MemoryCase {
-    const char *options;
-    long long dispatch, combine, combine_backward, dispatch_backward; /* 0: no such phase */
-} MemoryCase;
-
-static const MemoryCase memory_cases[] = {
-    /* One slot a rank: 16 rows read, 32 written; 32 read, 16 sums written and read, 16 written. */
-    {"--experts 2 --top-k 2 --weighted 0 --align 1", 48 * 128, 80 * 128, 48 * 128, 80 * 128},
-    /* Two slots a rank: the other rank's 16 rows are read again for their second slots. */
-    {"--experts 4 --top-k 4 --weighted 0 --align 1", 96 * 128, 112 * 128, 96 * 128, 112 * 128},
-    /* Flat: two entries share a slot, which has four local expert ids. */
-    {"--experts 4 --top-k 4 --weighted 0 --layout flat", 48 * 128 + 32 * 16, 80 * 128, 48 * 128,
-     80 * 128},
-    /* Slabs of 128 rows have 96 of padding. */
-    {"--experts 2 --top-k 2 --weighted 0 --align 128", 144 * 128, 80 * 128, 144 * 128, 80 * 128},
-    /* Scales are part of a row. */
-    {"--experts 2 --top-k 2 --weighted 0 --align 1 --scales 12", 48 * 140, 80 * 128, 48 * 128,
-     80 * 128},
-    /* Weights: 32 sent, 32 received; 32 of slots; gradients also on their way, and 32 written. Rows
-     * that arrive are read and written once more, and 32 slots are read for the dot products. */
-    {"--experts 2 --top-k 2 --align 1", 48 * 128 + 64 * 4, 80 * 128 + 32 * 4, 112 * 128 + 64 * 4,
-     80 * 128 + (32 + 2 * 16 + 32) * 4},
-    /* Latency mode also reads the 32 indices. */
-    {"--experts 2 --top-k 2 --weighted 0 --mode latency", 48 * 128 + 32 * 4, 80 * 128, 0, 0},
-    {"--experts 2 --top-k 2 --weighted 0 --mode latency --quant mxfp8",
-     16 * 128 + 32 * (64 + 2) + 32 * 4, 80 * 128, 0, 0},
-};
-
-static void check_memory_bytes(const char *text, const char *phase, long long expected) {
-    char name[64];
-    long long bytes = 0;
-    snprintf(name, sizeof(name), "\"name\": \"%s\"", phase);
-    const char *at = strstr(text, name);
-    const char *end = at ? strchr(at, '}') : NULL;
-    if (at) at = strstr(at, "\"memory_bytes\"");
-    if (at && at < end) sscanf(at, "\"memory_bytes\": %lld", &bytes);
-    CHECK(bytes == expected, "%s: %lld bytes, not %lld", phase, bytes, expected);
-}
-
-/* What each phase reads from and writes to a GPU's memory follows from the routing. */
-SoloTest(tools_bench, memory_bytes_are_counted) {
-    static char text[65536], line[256];
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    for (int i = 0; i < LENGTH(memory_cases); i++) {
-        const MemoryCase *m = &memory_cases[i];
-        snprintf(line, sizeof(line), QUICK "--routing uniform --threads 2 --tokens 16 %s -J %s",
-                 m->options, path);
-        check_run(line, 0, "#wrong 0", NULL);
-        read_file(path, text, sizeof(text));
-        check_note("%s", m->options);
-        check_memory_bytes(text, "prepare", 0);
-        check_memory_bytes(text, "dispatch", m->dispatch);
-        check_memory_bytes(text, "combine", m->combine);
-        check_memory_bytes(text, "combine_backward", m->combine_backward);
-        check_memory_bytes(text, "dispatch_backward", m->dispatch_backward);
-    }
-    unlink(path);
-}
-
-/* ---- models ---- */
-
-static char models_path[] = "/tmp/ep_tests_models_XXXXXX";
-
-static void make_models_file(void) {
-    close(mkstemp(models_path));
-}
-
-static void remove_models_file(void) {
-    unlink(models_path);
-}
-
-TestSuite(tools_models, .init = make_models_file, .fini = remove_models_file);
-
-#define TWO_MODELS "# two\n\n tiny\t64  2 4\r\nother 128 1 3 # at the end"
-
-/* Options of every run below. */
-#define MODELS "-n 1 -w 0 --floor 0 --threads 2 "
-
-static const char *with_models(const char *options) {
-    static char line[512];
-    snprintf(line, sizeof(line), MODELS "%s --models %s", options, models_path);
-    return line;
-}
-
-/* One table with a row for each model, mode, size and phase; one JSON file with a list. */
-SoloTest(tools_models, both_modes_of_each) {
-    static char text[262144], line[512];
-    static const char *const rows[] = {
-        "\ntiny                 throughput        16  dispatch ",
-        "\ntiny                 throughput        32  combine_backward ",
-        "\ntiny                 latency           32  combine ",
-        "\nother                throughput        16  prepare ",
-        "\nother                latency           16  dispatch ",
-    };
-    static const char *const keys[] = {
-        "\"models\": [",         "\"model\": \"tiny\"", "\"model\": \"other\"", "\"hidden\": 128",
-        "\"mode\": \"latency\"", "\"sweep\": [",        "\"wrong\": 0",         "\"models_file\""};
-    char path[] = "/tmp/ep_tests_json_XXXXXX";
-    close(mkstemp(path));
-    write_file(models_path, TWO_MODELS);
-    snprintf(line, sizeof(line), MODELS "-b 16 -e 32 -J %s --models=%s", path, models_path);
-    ProcessResult result = run_bench(line);
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
-    CHECK(!strstr(result.out, "latency           16  prepare"), "%s", result.out);
-    CHECK(result.err[0] == 0, "progress on what is no terminal: %s", result.err);
-    for (int i = 0; i < LENGTH(rows); i++)
-        CHECK(strstr(result.out, rows[i]), "no '%s' in: %s", rows[i], result.out);
-    process_result_free(&result);
-    read_file(path, text, sizeof(text));
-    unlink(path);
-    for (int i = 0; i < LENGTH(keys); i++)
-        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
-}
-
-SoloTest(tools_models, from_128_to_8192_tokens) {
-    write_file(models_path, "tiny 8 1 2\n");
-    ProcessResult result = run_bench(with_models("-c 0"));
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    for (int tokens = 128; tokens <= 8192; tokens *= 2) {
-        char row[96];
-        snprintf(row, sizeof(row), "\ntiny                 throughput %9d  dispatch ", tokens);
-        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
-        snprintf(row, sizeof(row), "\ntiny                 latency    %9d  dispatch ", tokens);
-        CHECK(strstr(result.out, row), "no '%s' in: %s", row, result.out);
-    }
-    CHECK(!strstr(result.out, " 16384  ") && !strstr(result.out, " 64  "), "%s", result.out);
-    process_result_free(&result);
-}
-
-SoloTest(tools_models, one_mode_on_request) {
-    write_file(models_path, TWO_MODELS);
-    ProcessResult result = run_bench(with_models("--mode latency --split -b 8 -e 8"));
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    CHECK(strstr(result.out, "\ntiny                 latency "), "%s", result.out);
-    CHECK(!strstr(result.out, "\ntiny                 throughput "), "%s", result.out);
-    process_result_free(&result);
-}
-
-/* The file of this tree has the ten models, and is found without a name. */
-SoloTest(tools_models, the_file_that_comes_along) {
-    static const char *const names[] = {
-        "deepseek-v3", "kimi-k2",         "qwen3-235b",   "gpt-oss-120b",   "glm-4.5",
-        "minimax-m2",  "llama4-maverick", "mixtral-8x7b", "qwen3-next-80b", "latent-top-22"};
-    ProcessResult result = run_bench("--models -b 1 -e 1 -n 1 -w 0 --floor 0 --threads 1");
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
-    for (int i = 0; i < LENGTH(names); i++)
-        CHECK(strstr(result.out, names[i]), "no %s in: %s", names[i], result.out);
-    process_result_free(&result);
-}
-
-/* A program in another folder says where it looked. */
-SoloTest(tools_models, a_missing_file) {
-    char folder[] = "/tmp/ep_tests_folder_XXXXXX", command[16384];
-    REQUIRE(mkdtemp(folder), "no folder");
-    char program[8192];
-    snprintf(program, sizeof(program), "%s", build_path("ep_bench"));
-    snprintf(command, sizeof(command),
-             "cp %s %s/ep_bench && LD_LIBRARY_PATH=%.*s %s/ep_bench --threads 1 --models; s=$?; "
-             "rm -r %s; exit $s",
-             program, folder, (int)(strrchr(program, '/') - program), program, folder, folder);
-    const char *argv[] = {"sh", "-c", command, NULL};
-    ProcessResult result = process_run(argv, 0);
-    CHECK(result.exit_status == 2, "exits with %d: %s", result.exit_status, result.err);
-    CHECK(strstr(result.err, folder) && strstr(result.err, "../share/libep/models.txt") &&
-              strstr(result.err, "../tools/models.txt"),
-          "%s", result.err);
-    process_result_free(&result);
-}
-
-typedef struct BadModels {
-    const char *text;
-    int line;
-    const char *expected, *got;
-} BadModels;
-
-static const BadModels bad_models[] = {
-    {"x 64 1\n", 1, "a number of experts from 1 to", "the end of the line"},
-    {"x\n", 1, "a hidden size from 1 to", "the end of the line"},
-    {"# x\nx 64 1 4 5\n", 2, "the end of the line", "\"5\""},
-    {"x 64k 1 4\n", 1, "a hidden size", "\"64k\""},
-    {"x 0 1 4\n", 1, "a hidden size", "\"0\""},
-    {"x 64 +1 4\n", 1, "a top-k from 1 to 32", "\"+1\""},
-    {"x 64 33 40\n", 1, "a top-k from 1 to 32", "\"33\""},
-    {"x 64 -1 4\n", 1, "a top-k", "\"-1\""},
-    {"x 64 1 99999999999999999999\n", 1, "a number of experts", "\"99999999999999999999\""},
-    {"x 64 5 4\n", 1, "at most the 4 experts", "got 5"},
-    {"x 64 1 4\n\nx 128 1 4\n", 3, "a name that no other line has", "\"x\""},
-    {"x 7 1 4\n", 1, "a multiple of 16 bytes", "14 bytes"},
-    {"x 65536 1 4\n", 1, "65536", "131072 bytes"},
-    {"x\033 64 1 4\n", 1, "printable", "\"x?\""},
-    {"a23456789b123456789c123456789d123456789e123456789f123456789g1234 64 1 4\n", 1,
-     "at most 63 letters", "\"a2345"},
-};
-
-SoloTest(tools_models, bad_lines_are_refused) {
-    for (int i = 0; i < LENGTH(bad_models); i++) {
-        const BadModels *bad = &bad_models[i];
-        char where[128];
-        write_file(models_path, bad->text);
-        snprintf(where, sizeof(where), "%s:%d: ", models_path, bad->line);
-        check_note("file %d", i);
-        check_run(with_models(""), 2, NULL, where);
-        check_run(with_models(""), 2, NULL, bad->expected);
-        check_run(with_models(""), 2, NULL, bad->got);
-    }
-    static const char zero[] = "x 64 1 4\0 5\n";
-    write_bytes(models_path, zero, sizeof(zero) - 1);
-    check_run(with_models(""), 2, NULL, "zero byte");
-}
-
-/* Where stderr is a terminal, a line says what is being measured. */
-SoloTest(tools_models, progress_on_a_terminal) {
-    char command[16384], text[4096];
-    int terminal = posix_openpt(O_RDWR | O_NOCTTY);
-    REQUIRE(terminal >= 0 && grantpt(terminal) == 0 && unlockpt(terminal) == 0, "no terminal");
-    int other = open(ptsname(terminal), O_RDWR | O_NOCTTY);
-    write_file(models_path, TWO_MODELS);
-    snprintf(command, sizeof(command), "%s %s 2>%s", build_path("ep_bench"),
-             with_models("-b 4 -e 8"), ptsname(terminal));
-    const char *argv[] = {"sh", "-c", command, NULL};
-    ProcessResult result = process_run(argv, 0);
-    fcntl(terminal, F_SETFL, O_NONBLOCK);
-    ssize_t bytes = read(terminal, text, sizeof(text) - 1);
-    text[bytes > 0 ? bytes : 0] = 0;
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, text);
-    CHECK(strstr(text, "1 of 8: tiny, throughput, 4 tokens"), "%s", text);
-    CHECK(strstr(text, "8 of 8: other, latency, 8 tokens"), "%s", text);
-    CHECK(!strstr(result.out, " of 8: "), "%s", result.out);
-    process_result_free(&result);
-    close(other);
-    close(terminal);
-}
-
-/* ---- trace files ---- */
-
-static char trace_path[] = "/tmp/ep_tests_trace_XXXXXX";
-
-static void make_trace_file(void) {
-    close(mkstemp(trace_path));
-}
-
-static void remove_trace_file(void) {
-    unlink(trace_path);
-}
-
-TestSuite(tools_trace, .init = make_trace_file, .fini = remove_trace_file);
-
-static const char *with_trace(const char *options) {
-    static char line[512];
-    snprintf(line, sizeof(line), QUICK "%s%s", options, trace_path);
-    return line;
-}
-
-/* A trace that is saved, used and saved again is the same file. */
-SoloTest(tools_trace, round_trip) {
-    static char first[65536], again[65536], line[512];
-    check_run(with_trace("--threads 2 --tokens 25 --uneven --masked 0.2 --save-routing "), 0,
-              "#wrong 0", NULL);
-    read_file(trace_path, first, sizeof(first));
-    CHECK(strncmp(first, "ep-routing 1\nexperts 12 top_k 3 ranks 2\ntokens 25\n", 48) == 0, "%.80s",
-          first);
-    snprintf(line, sizeof(line), QUICK "--threads 2 --routing file:%s --save-routing %s",
-             trace_path, trace_path);
-    check_run(line, 0, "#wrong 0", NULL);
-    read_file(trace_path, again, sizeof(again));
-    CHECK(strcmp(first, again) == 0, "changed to: %.200s", again);
-}
-
-/* A trace written by hand, with a duplicate and masked entries. */
-SoloTest(tools_trace, written_by_hand) {
-    write_file(trace_path, "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
-                           "tokens 2\n0 11 -1\n5 5 5\ntokens 0\n");
-    check_run(with_trace("--threads 2 --routing file:"), 0, "#wrong 0", NULL);
-}
-
-typedef struct BadTrace {
-    const char *text;
-    int line;
-    const char *message;
-} BadTrace;
-
-#define HEAD "ep-routing 1\nexperts 12 top_k 3 ranks 2\n"
-
-static const BadTrace bad_traces[] = {
-    {"", 1, "end of the file"},
-    {"something else\n", 1, "something else"},
-    {"ep-routing 2\n", 1, "2"},
-    {"ep-routing 1\n", 2, "end of the file"},
-    {"ep-routing 1\nexperts 13 top_k 3 ranks 2\n", 2, "13"},
-    {"ep-routing 1\nexperts 12 top_k 4 ranks 2\n", 2, "4"},
-    {"ep-routing 1\nexperts 12 top_k 3 ranks 5\n", 2, "5"},
-    {HEAD, 3, "end of the file"},
-    {HEAD "tokens -1\n", 3, "-1"},
-    {HEAD "tokens x\n", 3, "x"},
-    {HEAD "tokens 99999999999\n", 3, "99999999999"},
-    {HEAD "tokens 2\n0 1 2\n", 5, "end of the file"},
-    {HEAD "tokens 1\n0 1 2", 4, "end of the file"},
-    {HEAD "tokens 1\n0 1\n", 4, ""},
-    {HEAD "tokens 1\n0 1 2 3\n", 4, "3"},
-    {HEAD "tokens 1\n0 1 12\n", 4, "12"},
-    {HEAD "tokens 1\n0 1 two\n", 4, "two"},
-    {HEAD "tokens 1\n0 1 2\n", 5, "end of the file"},
-    {HEAD "tokens 0\ntokens 0\ntokens 0\n", 5, "more"},
-    {HEAD "tokens +1\n", 3, "+1"},
-    {HEAD "tokens 1\n0 +1 2\n", 4, "+1"},
-    {HEAD "tokens 1\n0 - 2\n", 4, "- 2"},
-    {HEAD "tokens 1\n0 -+1 2\n", 4, "-+1"},
-};
-
-/* Bytes behind a zero byte would otherwise be ignored. */
-SoloTest(tools_trace, zero_bytes_are_refused) {
-    static const char behind[] = HEAD "tokens 1\n0 1 2\0 3 4 5\ntokens 0\n";
-    static const char last[] = HEAD "tokens 1\n0 1 2\ntokens 0\0\n";
-    char where[128];
-    write_bytes(trace_path, behind, sizeof(behind) - 1);
-    snprintf(where, sizeof(where), "%s:4: ", trace_path);
-    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
-    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, "zero byte");
-    write_bytes(trace_path, last, sizeof(last) - 1);
-    snprintf(where, sizeof(where), "%s:5: ", trace_path);
-    check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
-}
-
-SoloTest(tools_trace, bad_traces_are_refused) {
-    for (int i = 0; i < LENGTH(bad_traces); i++) {
-        char where[128];
-        write_file(trace_path, bad_traces[i].text);
-        snprintf(where, sizeof(where), "%s:%d: ", trace_path, bad_traces[i].line);
-        check_note("trace %d", i);
-        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, where);
-        check_run(with_trace("--threads 2 --routing file:"), 2, NULL, bad_traces[i].message);
-    }
-}
-
-SoloTest(tools_trace, a_folder_is_refused) {
-    check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp");
 }
 
 /* ---- under mpirun ---- */

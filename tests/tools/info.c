@@ -9,7 +9,7 @@
 
 static void check_info(const char *const *options, int exit_status, const char *in_out,
                        const char *in_err) {
-    const char *argv[8] = {build_path("ep_info")};
+    const char *argv[16] = {build_path("ep_info")};
     for (int i = 0; options[i]; i++)
         argv[i + 1] = options[i];
     ProcessResult result = process_run(argv, 0);
@@ -23,10 +23,13 @@ static void check_info(const char *const *options, int exit_status, const char *
 
 SoloTest(tools_info, prints_all_parts) {
     static const char *const none[] = {NULL};
-    static const char *const parts[] = {"libep 0.1.0", "LIBEP_TIMEOUT", "LIBEP_STAGE_BYTES",
-                                        "topology",    "backend: host", "bytes"};
+    static const char *const parts[] = {"libep 0.2.0", "LIBEP_TIMEOUT", "LIBEP_STAGE_BYTES",
+                                        "topology",    "\nbackend: ",   "bytes"};
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
         check_info(none, 0, parts[i], NULL);
+    setenv("LIBEP_BACKEND", "host", 1);
+    check_info(none, 0, "\nbackend: host", NULL);
+    unsetenv("LIBEP_BACKEND");
 }
 
 SoloTest(tools_info, settings_for_a_readme) {
@@ -39,6 +42,31 @@ SoloTest(tools_info, bad_options_are_refused) {
     check_info(WITH("--ranks", "0"), 2, NULL, "\"0\"");
     check_info(WITH("--ranks"), 2, NULL, "--ranks");
     check_info(WITH("stray"), 2, NULL, "stray");
+}
+
+SoloTest(tools_info, mesh_and_tensor) {
+    const char *mesh = "data=2,fsdp=2,expert=4";
+    check_info(WITH("--mesh", mesh, "--rank", "13"), 0,
+               "the EP group             1 of 4: 12 13 14 15", NULL);
+    check_info(WITH("--mesh", mesh, "--spec", "(fsdp,expert),_,_"), 0,
+               "gathered over (fsdp,expert) (8)", NULL);
+    check_info(WITH("--mesh", mesh, "--spec", "expert,fsdp,_", "--kind", "expert-weight"), 0,
+               "expert,fsdp,_ as a weight of the experts, [512, 256, 128]", NULL);
+    check_info(WITH("--mesh", mesh, "--spec", "fsdp,_", "--shape", "64,7"), 0, "[32, 7]", NULL);
+    check_info(WITH("--mesh", "data=1000,expert=1000"), 0, "mesh: 1000000 ranks", NULL);
+}
+
+SoloTest(tools_info, bad_meshes_are_refused) {
+    check_info(WITH("--mesh", "data=2,expert"), 2, NULL, "'=' and a size");
+    check_info(WITH("--mesh", "data=2", "--rank", "2"), 2, NULL, "expected 0 .. 1, got 2");
+    check_info(WITH("--mesh", "data=2", "--rank", "x"), 2, NULL, "--rank: expected a rank");
+    check_info(WITH("--mesh", "data=2", "--spec", "dat"), 2, NULL, "got \"dat\"");
+    check_info(WITH("--mesh", "fsdp=2", "--spec", "fsdp", "--kind", "w"), 2, NULL, "got \"w\"");
+    check_info(WITH("--mesh", "fsdp=2", "--spec", "fsdp", "--shape", "3"), 2, NULL, "got 3");
+    check_info(WITH("--mesh", "fsdp=2", "--spec", "fsdp", "--shape", "4,4"), 2, NULL,
+               "each of the 1 dimensions");
+    check_info(WITH("--mesh", "fsdp=2", "--shape", "4"), 2, NULL, "with --spec");
+    check_info(WITH("--spec", "fsdp"), 2, NULL, "with --mesh");
 }
 
 SoloTest(tools_info, infeasible_configuration) {

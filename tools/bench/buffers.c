@@ -57,8 +57,9 @@ static bool alloc_slots(Case *c) {
     b->slot_grads_in = bench_alloc(wide, sizeof(float), "grad_slot_weights");
     b->slot_grads_out = bench_alloc(rows, sizeof(float), "grad_slot_weights");
     b->plan = bench_alloc((size_t)c->slots.num_local * 3 + 4, sizeof(int64_t), "plan");
-    return alloc_rows(c) && b->recv_weights && b->recv_scales && b->recv_index && b->slot_weights &&
-           b->slot_grads_in && b->slot_grads_out && b->plan;
+    b->plan_memory = bench_alloc((size_t)c->plan_bytes, 1, "a plan's memory");
+    return alloc_rows(c) && b->plan_memory && b->recv_weights && b->recv_scales && b->recv_index &&
+           b->slot_weights && b->slot_grads_in && b->slot_grads_out && b->plan;
 }
 
 void buffers_destroy(Case *c) {
@@ -68,7 +69,7 @@ void buffers_destroy(Case *c) {
     void *all[] = {b->index,         b->topk_weights,   b->topk_grads, b->tokens_in,
                    b->tokens_out,    b->scales,         b->slots_in,   b->slots_out,
                    b->recv_weights,  b->recv_scales,    b->recv_index, b->slot_weights,
-                   b->slot_grads_in, b->slot_grads_out, b->plan};
+                   b->slot_grads_in, b->slot_grads_out, b->plan,       b->plan_memory};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
         free(all[i]);
     *b = (Buffers){0};
@@ -76,12 +77,15 @@ void buffers_destroy(Case *c) {
 
 /* ---- descriptors --------------------------------------------------------------------------- */
 
-/* One value (column) or a row of `width` values per slot; batched tensors have a dimension more. */
+/* One value (column) or a row of `width` values per slot; batched and rank-major tensors have a
+ * dimension more. */
 static EpTensor slot_tensor(const Case *c, void *data, EpType type, int64_t width, bool column) {
     int64_t rows = c->slots.num_rows;
-    if (c->slots.layout != EP_LAYOUT_BATCHED)
-        return column ? ep_tensor_1d(data, type, rows) : ep_tensor_2d(data, type, rows, width);
     int64_t slabs = c->slots.num_local, slab = c->slots.rows_per_expert;
+    if (c->slots.layout == EP_LAYOUT_RANK_MAJOR)
+        slabs = c->routing.num_ranks, slab = c->slots.rows_per_source;
+    else if (c->slots.layout != EP_LAYOUT_BATCHED)
+        return column ? ep_tensor_1d(data, type, rows) : ep_tensor_2d(data, type, rows, width);
     return column ? ep_tensor_2d(data, type, slabs, slab)
                   : ep_tensor_3d(data, type, slabs, slab, width);
 }
@@ -100,7 +104,7 @@ static void describe_tokens(Case *c, const Buffers *b) {
 static void describe_slots(Case *c, const Buffers *b) {
     Tensors *t = &c->tensors;
     const Options *o = c->options;
-    bool column = c->slots.layout != EP_LAYOUT_FLAT;
+    bool column = !slots_has_rows(c->slots.layout);
     t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
     t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
     int64_t scales = (int64_t)(c->recv_scale_bytes / ep_type_bytes(c->recv_scale_type));
@@ -120,6 +124,7 @@ static void describe_plan(Case *c, const Buffers *b) {
     t->plan_padded = ep_tensor_1d(plan + local, EP_TYPE_INT64, local);
     t->plan_offsets = ep_tensor_1d(plan + 2 * local, EP_TYPE_INT64, local + 1);
     t->plan_totals = ep_tensor_1d(plan + 3 * local + 1, EP_TYPE_INT64, 3);
+    t->plan_memory = ep_tensor_1d(b->plan_memory, EP_TYPE_UINT8, c->plan_bytes);
 }
 
 void buffers_describe(Case *c, const Buffers *b) {

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/bench/case.h"
 
+#include <stdlib.h>
+
 #include "tools/bench/data.h"
 #include "tools/bench/device.h"
 #include "tools/bench/util.h"
@@ -25,7 +27,7 @@ float case_topk_weight(const Case *c, int rank, int64_t token, int k) {
 }
 
 float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k) {
-    if (c->slots.layout != EP_LAYOUT_FLAT) return case_topk_weight(c, rank, token, k);
+    if (!slots_has_rows(c->slots.layout)) return case_topk_weight(c, rank, token, k);
     return data_weight(data_id(c->options->seed, DATA_ROW_WEIGHT, rank, token, owner));
 }
 
@@ -96,7 +98,9 @@ static bool choose_capacity(Case *c) {
     int64_t cuda = memory.backend == EP_BACKEND_CUDA;
     if (!world_min(c->world, &cuda, 1)) return false;
     bool needs_static = cuda || c->options->mode != EP_MODE_THROUGHPUT;
-    bool open = !c->capacity && c->slots.layout != EP_LAYOUT_BATCHED;
+    EpLayout layout = c->slots.layout;
+    bool fixed = layout == EP_LAYOUT_BATCHED || layout == EP_LAYOUT_RANK_MAJOR;
+    bool open = !c->capacity && !fixed;
     return !needs_static || !open || reserve_rows(c);
 }
 
@@ -110,20 +114,27 @@ static bool create_group(Case *c) {
     bool ok = bench_ok(ep_group_create(&c->world->boot, &config, &c->group), "ep_group_create") &&
               bench_ok(ep_group_query(c->group, &info), "ep_group_query");
     c->cuda = ok && info.backend == EP_BACKEND_CUDA;
-    return world_all(c->world, ok);
+    c->nodes = bench_alloc((size_t)c->world->size, sizeof(*c->nodes), "nodes");
+    return world_all(c->world, ok && c->nodes) &&
+           world_allgather(c->world, &info.node, c->nodes, sizeof(info.node));
 }
 
-static bool create_handle(Case *c) {
+EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->slots.layout;
     config.top_k = (int32_t)c->options->top_k;
     config.quant = c->quant;
     if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
+    return config;
+}
+
+static bool create_handle(Case *c) {
+    EpHandleConfig config = case_handle_config(c);
     EpHandleCost cost = EP_HANDLE_COST_INIT;
-    bool ok =
-        bench_ok(ep_handle_cost(c->group, &config, &cost), "ep_handle_cost") &&
-        bench_ok(ep_handle_create(c->group, &config, NULL, 0, &c->handle), "ep_handle_create");
+    bool ok = bench_ok(ep_handle_cost(c->group, &config, &cost), "ep_handle_cost") &&
+              bench_ok(ep_handle_create(c->group, &config, &c->handle), "ep_handle_create");
     c->latency = cost.mode == EP_MODE_LATENCY;
+    c->plan_bytes = cost.plan_bytes;
     c->promised_bytes += cost.plan_bytes + cost.buffer_bytes;
     return world_all(c->world, ok);
 }
@@ -148,7 +159,7 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     if (!routing_make(world, options, size, &out->routing)) return false;
     out->tokens = out->routing.tokens[world->rank];
     bool ok = slots_make(options, &out->routing, world->rank, &out->slots);
-    out->weights_width = out->slots.layout == EP_LAYOUT_FLAT ? (int)options->top_k : 1;
+    out->weights_width = slots_has_rows(out->slots.layout) ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
            create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
            device_create(out);
@@ -158,6 +169,7 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
 void case_destroy(Case *c) {
     ep_handle_destroy(c->handle);
     ep_group_destroy(c->group);
+    free(c->nodes);
     device_destroy(c);
     buffers_destroy(c);
     slots_free(&c->slots);

@@ -53,13 +53,14 @@ typedef struct Buffers {
     float *slot_grads_in;  /**< [rows], flat: [rows, K], for dispatch_backward */
     float *slot_grads_out; /**< [rows] from combine_backward */
     int64_t *plan;         /**< counts[L], padded[L], offsets[L + 1], totals[3] */
+    char *plan_memory;     /**< [plan_bytes] of a plan that calls name */
 } Buffers;
 
 typedef struct Tensors {
     EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
     EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
     EpTensor slot_weights, slot_grads_in, slot_grads_out;
-    EpTensor plan_counts, plan_padded, plan_offsets, plan_totals;
+    EpTensor plan_counts, plan_padded, plan_offsets, plan_totals, plan_memory;
 } Tensors;
 
 typedef struct Device Device; /* see device.h */
@@ -77,7 +78,10 @@ typedef struct Case {
     bool latency;      /**< the handle is in latency mode: only PHASE_DISPATCH and PHASE_COMBINE */
     int weights_width; /**< floats per row of recv_topk_weights: 1, flat: K */
     EpGroup *group;
+    int32_t *nodes; /**< [size] node of each rank */
     EpHandle *handle;
+    const EpTensor *plan;   /**< that calls name; NULL: the handle's own */
+    int64_t plan_bytes;     /**< of one plan */
     int64_t promised_bytes; /**< from ep_group_memory, before any allocation */
     bool cuda;              /**< the CUDA backend serves the group */
     int64_t capacity;       /**< max_recv_rows of the group; 0: exact sizing */
@@ -96,6 +100,9 @@ bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
 /** Collective. False on every rank, with a message, if any rank fails. */
 bool case_create(World *world, const Options *options, int64_t size, Case *out);
 void case_destroy(Case *c);
+
+/** Returns the configuration of the case's handle. */
+EpHandleConfig case_handle_config(const Case *c);
 
 /** Collective: with --zero-copy, allocate peer-accessible memory for slots_in and slots_out. */
 bool zero_copy_create(Case *c);

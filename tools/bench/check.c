@@ -12,14 +12,15 @@ bool check_create(const Case *c, Check *out) {
     size_t hidden = (size_t)c->options->hidden;
     *out = (Check){.c = c};
     out->total = bench_alloc(hidden, sizeof(float), "check");
+    out->of_node = bench_alloc(hidden, sizeof(float), "check");
     out->partial = bench_alloc(hidden, sizeof(float), "check");
     out->term = bench_alloc(hidden, sizeof(float), "check");
     out->other = bench_alloc(hidden, sizeof(float), "check");
     out->row = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
     out->scales = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
     out->poison = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
-    if (!out->total || !out->partial || !out->term || !out->other || !out->row || !out->scales ||
-        !out->poison)
+    if (!out->total || !out->of_node || !out->partial || !out->term || !out->other || !out->row ||
+        !out->scales || !out->poison)
         return false;
     memset(out->poison, POISON_BYTE, EP_MAX_ROW_BYTES);
     return true;
@@ -27,6 +28,7 @@ bool check_create(const Case *c, Check *out) {
 
 void check_destroy(Check *check) {
     free(check->total);
+    free(check->of_node);
     free(check->partial);
     free(check->term);
     free(check->other);
@@ -136,14 +138,13 @@ static int slot_owner(const Case *c, int64_t token, int k) {
     return c->slots.row_of[entry] < 0 ? -1 : routing_owner(&c->routing, c->routing.experts[entry]);
 }
 
-/* Sum one rank's terms in ascending k. In the flat layout one row holds all of them. False if there
+/* Sum one rank's terms in ascending k. In some layouts one row holds all of them. False if there
  * is no term. */
 static bool sum_on_rank(Check *check, int64_t token, int owner, bool weighted) {
     const Case *c = check->c;
     bool any = false;
     for (int k = 0; k < c->routing.top_k; k++) {
-        if (slot_owner(c, token, k) != owner || (any && c->slots.layout == EP_LAYOUT_FLAT))
-            continue;
+        if (slot_owner(c, token, k) != owner || (any && slots_has_rows(c->slots.layout))) continue;
         if (!any) memset(check->partial, 0, (size_t)c->options->hidden * sizeof(float));
         add_term(check, check->partial, token, owner, k, weighted);
         any = true;
@@ -151,22 +152,51 @@ static bool sum_on_rank(Check *check, int64_t token, int owner, bool weighted) {
     return any;
 }
 
-/* The sum that ep_combine defines: per rank, then over ranks. A partial sum that another rank sends
- * is rounded once. */
+/* Round a sum to the rows' type, as it travels. check->row then holds it in that type. */
+static void round_sum(Check *check, float *sum) {
+    EpType type = (EpType)check->c->options->type;
+    data_from_float(type, sum, check->row, check->c->options->hidden);
+    data_to_float(type, check->row, sum, check->c->options->hidden);
+}
+
+/* Add one rank's partial sum, rounded if another rank sends it. */
+static void add_rank(Check *check, float *sum, int64_t token, int owner, bool weighted) {
+    if (!sum_on_rank(check, token, owner, weighted)) return;
+    if (owner != check->c->world->rank) round_sum(check, check->partial);
+    data_add(sum, check->partial, check->c->options->hidden);
+}
+
+/* Returns the lowest rank on the node of a rank. */
+static int lowest_on_node(const Case *c, int rank) {
+    int lowest = 0;
+    while (c->nodes[lowest] != c->nodes[rank])
+        lowest++;
+    return lowest;
+}
+
+/* Add the sum of another node's ranks, rounded again. */
+static void add_node(Check *check, int lowest, int64_t token, bool weighted) {
+    const Case *c = check->c;
+    memset(check->of_node, 0, (size_t)c->options->hidden * sizeof(float));
+    for (int owner = lowest; owner < c->world->size; owner++)
+        if (c->nodes[owner] == c->nodes[lowest])
+            add_rank(check, check->of_node, token, owner, weighted);
+    round_sum(check, check->of_node);
+    data_add(check->total, check->of_node, c->options->hidden);
+}
+
+/* The sum that ep_combine defines: per rank; over the ranks of each other node, which stands where
+ * its lowest rank does; then over this node's ranks and the other nodes. */
 static void expect_sum(Check *check, int64_t token, bool weighted) {
     const Case *c = check->c;
-    EpType type = (EpType)c->options->type;
-    int64_t hidden = c->options->hidden;
-    memset(check->total, 0, (size_t)hidden * sizeof(float));
+    memset(check->total, 0, (size_t)c->options->hidden * sizeof(float));
     for (int owner = 0; owner < c->world->size; owner++) {
-        if (!sum_on_rank(check, token, owner, weighted)) continue;
-        if (owner != c->world->rank) {
-            data_from_float(type, check->partial, check->row, hidden);
-            data_to_float(type, check->row, check->partial, hidden);
-        }
-        data_add(check->total, check->partial, hidden);
+        if (c->nodes[owner] == c->nodes[c->world->rank])
+            add_rank(check, check->total, token, owner, weighted);
+        else if (lowest_on_node(c, owner) == owner)
+            add_node(check, owner, token, weighted);
     }
-    data_from_float(type, check->total, check->row, hidden);
+    data_from_float((EpType)c->options->type, check->total, check->row, c->options->hidden);
 }
 
 static void check_sums(Check *check, const char *what, bool weighted) {

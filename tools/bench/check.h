@@ -17,7 +17,7 @@ typedef struct Check {
     int64_t wrong;                   /**< wrong elements so far */
     char first[CHECK_MESSAGE_BYTES]; /**< about the first wrong element, or "" */
     /* scratch rows */
-    float *total, *partial, *term, *other;
+    float *total, *of_node, *partial, *term, *other;
     char *row, *scales, *poison;
 } Check;
 

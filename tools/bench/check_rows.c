@@ -139,7 +139,7 @@ void check_dispatch(Check *check) {
     check_rows(check, "recv_tokens", expect_delivered, check->c->recv_bytes,
                ep_type_bytes(check->c->recv_type));
     check_scales(check);
-    if (check->c->slots.layout == EP_LAYOUT_FLAT)
+    if (slots_has_rows(check->c->slots.layout))
         check_flat_entries(check);
     else
         check_weights(check);

@@ -168,7 +168,7 @@ int64_t quant_scales(EpQuant quant, int64_t elements) {
 }
 
 EpType quant_scale_type(EpQuant quant) {
-    return quant == EP_QUANT_FP8 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    return quant == EP_QUANT_FP8 || quant == EP_QUANT_FP8_POW2 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
 }
 
 /* 2^e as a double. <math.h> functions here and in exponent_of would take most of the run time. */
@@ -208,7 +208,12 @@ static float scale_block(EpQuant quant, double amax, void *scale) {
     }
     int exponent;
     if (frexp((double)stored, &exponent) == 0.5) exponent--;
-    *(uint8_t *)scale = (uint8_t)(exponent + 127);
+    if (quant == EP_QUANT_FP8_POW2) {
+        stored = (float)ldexp(1, exponent);
+        memcpy(scale, &stored, sizeof(stored));
+    } else {
+        *(uint8_t *)scale = (uint8_t)(exponent + 127);
+    }
     return (float)ldexp(1, -exponent);
 }
 

@@ -49,7 +49,7 @@ typedef enum DataKind {
     DATA_SCALE,       /**< scales[t] */
     DATA_TOPK_WEIGHT, /**< topk_weights[t, k] */
     DATA_SLOT,        /**< expert_out[slot], also grad_recv_tokens[slot] */
-    DATA_ROW_WEIGHT,  /**< slot_weights[row] of the flat layout */
+    DATA_ROW_WEIGHT,  /**< slot_weights[row] of the flat and rank-major layouts */
     DATA_SLOT_GRAD    /**< grad_slot_weights[slot] given to dispatch_backward */
 } DataKind;
 

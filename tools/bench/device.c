@@ -98,6 +98,7 @@ static void lay_out(const Case *c, Suballocator *allocator, Buffers *b) {
     b->slot_grads_in = suballocate(allocator, wide, sizeof(float));
     b->slot_grads_out = suballocate(allocator, rows, sizeof(float));
     b->plan = suballocate(allocator, (size_t)c->slots.num_local * 3 + 4, sizeof(int64_t));
+    b->plan_memory = suballocate(allocator, (size_t)c->plan_bytes, 1);
 }
 
 static bool alloc_device_buffers(Case *c) {

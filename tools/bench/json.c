@@ -171,6 +171,13 @@ static void put_step(Json *j, const SizeResult *r) {
     end(j, '}');
 }
 
+static void put_new_handle(Json *j, const SizeResult *r) {
+    begin(j, "new_handle", '{');
+    put_real(j, "median_us", r->new_handle_us);
+    put_real(j, "destroy_us", r->destroy_us);
+    end(j, '}');
+}
+
 static void put_split(Json *j, const SizeResult *r) {
     if (!r->has_split) return;
     begin(j, "split_phases", '[');
@@ -213,6 +220,7 @@ static void put_size(Json *j, const Options *o, const SizeResult *r) {
         put_phase(j, &r->phases[p]);
     end(j, ']');
     put_split(j, r);
+    put_new_handle(j, r);
     put_step(j, r);
     if (r->empty_node_us >= 0) put_real(j, "empty_node_us", r->empty_node_us);
     if (r->flag_us >= 0) put_real(j, "flag_us", r->flag_us);

@@ -224,6 +224,7 @@ static bool measure_times(Case *c, SizeResult *out) {
               : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
         return false;
     if (!time_split(c, out)) return false;
+    if (!measure_new_handle(c, &out->new_handle_us, &out->destroy_us)) return false;
     if (o->graphs && !time_graphs(c, times, out)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].time = times[p];

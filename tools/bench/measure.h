@@ -10,6 +10,7 @@
 #include "tools/bench/baseline.h"
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
+#include "tools/bench/models.h"
 #include "tools/bench/time.h"
 
 /* ---- results ------------------------------------------------------------------------------- */
@@ -51,6 +52,8 @@ typedef struct SizeResult {
     double step_issue_us; /**< host's time to issue the step */
     bool has_split;
     SplitPhaseResult split[NUM_SPLIT_PHASES];
+    double new_handle_us; /**< host's time of a step's beginning with a handle of its own */
+    double destroy_us;    /**< host's time to destroy that handle */
     double empty_node_us; /**< latency mode: an empty kernel in a graph; negative: not measured */
     double flag_us; /**< latency mode: a word from one GPU to another; negative: not measured */
     double baseline_us, speedup; /**< 0: not measured */
@@ -59,10 +62,14 @@ typedef struct SizeResult {
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;
 
-/* ---- measuring (measure.c, memory.c, floor.c) ---------------------------------------------- */
+/* ---- measuring (measure.c, handles.c, memory.c, floor.c) ------------------------------------ */
 
 /** Collective: create the case of one size, check it, time it, check it again. */
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
+
+/** Collective, before graphs are captured: the median time that the host takes to create a handle,
+ *  prepare and dispatch with a plan that the calls name, and then to destroy the handle. */
+bool measure_new_handle(Case *c, double *new_us, double *destroy_us);
 
 /** Bytes that each phase reads from and writes to the memory of this rank's GPU; 0 for prepare. */
 void memory_count(const Case *c, int64_t bytes[NUM_PHASES]);

@@ -46,7 +46,7 @@ static void count_received(const Case *c, int source, int64_t token, MemoryCount
     out->slot_entries += entries;
     if (source == rank) return;
     out->rows_in += entries > 0;
-    out->shared_in += entries > 1 && c->slots.layout != EP_LAYOUT_FLAT;
+    out->shared_in += entries > 1 && !slots_has_rows(c->slots.layout);
 }
 
 static MemoryCounts count(const Case *c) {
@@ -70,7 +70,7 @@ static int64_t dispatch_bytes(const Case *c, const MemoryCounts *n) {
     int64_t bytes = n->sent_tokens * ((int64_t)c->row_bytes + o->scale_bytes);
     bytes += (written + n->shared_in) * recv;
     if (o->weighted) bytes += (n->entries + written * c->weights_width) * number;
-    if (c->slots.layout == EP_LAYOUT_FLAT) bytes += written * c->weights_width * number;
+    if (slots_has_rows(c->slots.layout)) bytes += written * c->weights_width * number;
     if (c->latency) bytes += n->tokens * o->top_k * (int64_t)ep_type_bytes((EpType)o->index_type);
     return bytes;
 }

@@ -9,6 +9,65 @@
 
 #include "tools/bench/util.h"
 
+/* ---- the command line ---------------------------------------------------------------------- */
+
+int models_list_modes(const Options *options, int64_t *out) {
+    out[0] = options->mode_given ? options->mode : EP_MODE_THROUGHPUT;
+    out[1] = EP_MODE_LATENCY;
+    return options->mode_given ? 1 : 2;
+}
+
+/* --split and --chain are for latency mode and for graphs; the other runs do without them. */
+static bool set_mode(const Options *options, int64_t mode, Options *out) {
+    *out = *options;
+    out->mode = mode;
+    if (mode != EP_MODE_LATENCY && !options->mode_given) {
+        out->split = false;
+        if (!out->graphs) out->chain = 0;
+    }
+    return options_complete(out);
+}
+
+bool models_options(const Options *options, const char *path, const Model *model, int64_t mode,
+                    Options *out) {
+    char message[BENCH_MESSAGE_BYTES];
+    Options shaped = *options;
+    shaped.hidden = model->hidden, shaped.top_k = model->top_k, shaped.experts = model->experts;
+    if (set_mode(&shaped, mode, out)) return true;
+    snprintf(message, sizeof(message), "%s", bench_error_message());
+    return bench_refuse("%s:%lld: %s: %s", path, (long long)model->line, model->name, message);
+}
+
+/* The sweep of --models, whose defaults are of no single mode. */
+static void complete_sweep(Options *o) {
+    if (o->tokens_begin < 0)
+        o->tokens_begin = o->tokens_end >= 0 && o->tokens_end < 128 ? o->tokens_end : 128;
+    if (o->tokens_end < 0) o->tokens_end = o->tokens_begin > 8192 ? o->tokens_begin : 8192;
+    o->tokens_given = true;
+    if (!o->routing_given) o->routing = ROUTING_UNIFORM;
+}
+
+static bool check_rules(const Options *o) {
+    int64_t list[2];
+    if (o->shape_given)
+        return bench_refuse("--%s: expected none with --models, whose file has the shapes, got one",
+                            o->shape_given);
+    if (o->routing == ROUTING_FILE)
+        return bench_refuse("--routing: expected uniform, zipf or one-hot with --models, got file");
+    if (o->save_path) return bench_refuse("--save-routing: expected no --models, got it");
+    if (o->baseline) return bench_refuse("--baseline: expected no --models, got it");
+    for (int i = 0; i < models_list_modes(o, list); i++) {
+        Options any;
+        if (!set_mode(o, list[i], &any)) return false;
+    }
+    return true;
+}
+
+bool models_complete(Options *options) {
+    complete_sweep(options);
+    return options_check_sweep(options) && check_rules(options);
+}
+
 /* ---- which file ---------------------------------------------------------------------------- */
 
 /* Relative to the program's folder: as installed, and in the source tree's build folder. */

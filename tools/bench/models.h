@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "tools/bench/options.h"
 #include "tools/bench/world.h"
 
 typedef struct Model {
@@ -23,6 +24,18 @@ typedef struct ModelList {
     Model *models;
     int64_t count;
 } ModelList;
+
+/** Complete the options of a run with --models: its sweep, and the rules for each mode. False, with
+ * a message, if they are invalid. */
+bool models_complete(Options *options);
+
+/** The modes that --models runs: `out` has room for two. Returns their number. */
+int models_list_modes(const Options *options, int64_t *out);
+
+/** The options of one model and mode. False, with a message that names the model's line in `path`,
+ *  if they are invalid. */
+bool models_options(const Options *options, const char *path, const Model *model, int64_t mode,
+                    Options *out);
 
 /**
  * Collective: rank 0 reads `path` and every rank gets the models. With `path` NULL it is the file

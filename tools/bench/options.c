@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tools/bench/models.h"
 #include "tools/bench/util.h"
 #include "tools/bench/world.h"
 
@@ -157,6 +158,7 @@ static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
                                  {"flat", EP_LAYOUT_FLAT},
                                  {"batched", EP_LAYOUT_BATCHED},
+                                 {"rank-major", EP_LAYOUT_RANK_MAJOR},
                                  {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
@@ -167,11 +169,9 @@ static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {"throughput", EP_MODE_THROUGHPUT},
                                {"latency", EP_MODE_LATENCY},
                                {NULL, 0}};
-static const Choice quants[] = {{"none", EP_QUANT_NONE},
-                                {"fp8", EP_QUANT_FP8},
-                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0},
-                                {"mxfp8", EP_QUANT_MXFP8},
-                                {NULL, 0}};
+static const Choice quants[] = {{"none", EP_QUANT_NONE},           {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0}, {"mxfp8", EP_QUANT_MXFP8},
+                                {"fp8-pow2", EP_QUANT_FP8_POW2},   {NULL, 0}};
 
 #define AT(member) offsetof(Options, member)
 
@@ -222,7 +222,7 @@ static const Spec specs[] = {
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
     {0, "overflow", "error|drop", parse_choice, AT(overflow), 0, 0, overflows,
      "what happens to rows past the capacity (default error)"},
-    {0, "layout", "expert[-major]|flat|batched", parse_choice, AT(layout), 0, 0, layouts,
+    {0, "layout", "expert[-major]|flat|batched|rank-major", parse_choice, AT(layout), 0, 0, layouts,
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
     {0, "rows-per-expert", "N", parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
      "slab size of --layout batched (default: the largest slab of this routing)"},
@@ -238,7 +238,7 @@ static const Spec specs[] = {
      "mode of the handle (default throughput); latency: no prepare, no backward"},
     {0, "split", NULL, parse_flag, AT(split), 0, 0, NULL,
      "with --mode latency: dispatch and combine as send and wait calls"},
-    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8", parse_choice, AT(quant), 0, 0, quants,
+    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", parse_choice, AT(quant), 0, 0, quants,
      "dispatch quantises (default none)"},
     {0, "baseline", NULL, parse_flag, AT(baseline), 0, 0, NULL,
      "also measure packing, MPI or NCCL and unpacking without libep"},
@@ -387,7 +387,7 @@ static bool parse_arguments(Options *options, int argc, char **argv) {
 
 /* Fill in what the command line leaves open. A decoding step has few tokens, the same number on
  * every rank, in slabs of a fixed shape. A training step has many tokens, packed. */
-static void complete(Options *o) {
+static void fill_in(Options *o) {
     bool decodes = o->mode == EP_MODE_LATENCY;
     int64_t tokens = decodes ? 128 : 512;
     EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
@@ -399,16 +399,7 @@ static void complete(Options *o) {
     if (!o->chain) o->chain = decodes ? 20 : 1;
 }
 
-/* The sweep of --models, whose defaults are of no single mode. */
-static void complete_models(Options *o) {
-    if (o->tokens_begin < 0)
-        o->tokens_begin = o->tokens_end >= 0 && o->tokens_end < 128 ? o->tokens_end : 128;
-    if (o->tokens_end < 0) o->tokens_end = o->tokens_begin > 8192 ? o->tokens_begin : 8192;
-    o->tokens_given = true;
-    if (!o->routing_given) o->routing = ROUTING_UNIFORM;
-}
-
-static bool validate_sweep(const Options *o) {
+bool options_check_sweep(const Options *o) {
     if (o->tokens_end < o->tokens_begin)
         return bench_refuse("--end: expected at least --begin (%lld), got %lld",
                             (long long)o->tokens_begin, (long long)o->tokens_end);
@@ -454,6 +445,13 @@ static bool validate_together(const Options *o) {
     if (o->capacity && batched)
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout batched "
                             "(use --rows-per-expert)");
+    bool rank_major = o->layout == EP_LAYOUT_RANK_MAJOR;
+    if (o->capacity && rank_major)
+        return bench_refuse("--capacity: expected --layout expert or flat, got --layout "
+                            "rank-major, whose size is fixed");
+    if (rank_major && o->mode == EP_MODE_THROUGHPUT)
+        return bench_refuse("--layout rank-major: expected --mode latency or auto, got --mode "
+                            "throughput");
     if (o->baseline && o->threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->threads);
@@ -483,60 +481,14 @@ static bool validate_together(const Options *o) {
     return true;
 }
 
-/* ---- models -------------------------------------------------------------------------------- */
-
-int options_list_modes(const Options *options, int64_t *out) {
-    out[0] = options->mode_given ? options->mode : EP_MODE_THROUGHPUT;
-    out[1] = EP_MODE_LATENCY;
-    return options->mode_given ? 1 : 2;
-}
-
-/* --split and --chain are for latency mode and for graphs; the other runs do without them. */
-static bool set_mode(const Options *options, int64_t mode, Options *out) {
-    *out = *options;
-    out->mode = mode;
-    if (mode != EP_MODE_LATENCY && !options->mode_given) {
-        out->split = false;
-        if (!out->graphs) out->chain = 0;
-    }
-    complete(out);
-    return validate_shape(out) && validate_together(out);
-}
-
-bool options_for_model(const Options *options, const char *path, const Model *model, int64_t mode,
-                       Options *out) {
-    char message[BENCH_MESSAGE_BYTES];
-    Options shaped = *options;
-    shaped.hidden = model->hidden, shaped.top_k = model->top_k, shaped.experts = model->experts;
-    if (set_mode(&shaped, mode, out)) return true;
-    snprintf(message, sizeof(message), "%s", bench_error_message());
-    return bench_refuse("%s:%lld: %s: %s", path, (long long)model->line, model->name, message);
-}
-
-static bool validate_models(const Options *o) {
-    int64_t list[2];
-    if (o->shape_given)
-        return bench_refuse("--%s: expected none with --models, whose file has the shapes, got one",
-                            o->shape_given);
-    if (o->routing == ROUTING_FILE)
-        return bench_refuse("--routing: expected uniform, zipf or one-hot with --models, got file");
-    if (o->save_path) return bench_refuse("--save-routing: expected no --models, got it");
-    if (o->baseline) return bench_refuse("--baseline: expected no --models, got it");
-    for (int i = 0; i < options_list_modes(o, list); i++) {
-        Options any;
-        if (!set_mode(o, list[i], &any)) return false;
-    }
-    return true;
+bool options_complete(Options *options) {
+    fill_in(options);
+    return options_check_sweep(options) && validate_shape(options) && validate_together(options);
 }
 
 bool options_parse(Options *options, int argc, char **argv) {
     set_defaults(options);
     if (!parse_arguments(options, argc, argv)) return false;
     if (options->help || options->version) return true;
-    if (options->models) {
-        complete_models(options);
-        return validate_sweep(options) && validate_models(options);
-    }
-    complete(options);
-    return validate_sweep(options) && validate_shape(options) && validate_together(options);
+    return options->models ? models_complete(options) : options_complete(options);
 }

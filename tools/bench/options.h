@@ -9,7 +9,6 @@
 #include <stdio.h>
 
 #include "ep/ep.h"
-#include "tools/bench/models.h"
 
 typedef enum RoutingKind {
     ROUTING_UNIFORM = 1, /**< K distinct experts, all equally likely */
@@ -61,13 +60,12 @@ typedef struct Options {
 /** Apply the defaults, then the command line. False, with a message, if it is invalid. */
 bool options_parse(Options *options, int argc, char **argv);
 
-/** The modes that --models runs: `out` has room for two. Returns their number. */
-int options_list_modes(const Options *options, int64_t *out);
+/** Fill in what the command line leaves open, and check the options together. False, with a
+ *  message, if they are invalid. */
+bool options_complete(Options *options);
 
-/** The options of one model and mode. False, with a message that names the model's line in `path`,
- *  if they are invalid. */
-bool options_for_model(const Options *options, const char *path, const Model *model, int64_t mode,
-                       Options *out);
+/** The part of this check that concerns the numbers of tokens. */
+bool options_check_sweep(const Options *options);
 
 /** Names of values as the command line spells them, e.g. "bf16", "expert". */
 const char *options_type_name(int64_t type);

@@ -17,7 +17,7 @@ static EpStatus prepare(Case *c) {
     plan.expert_padded = &t->plan_padded;
     plan.expert_offsets = &t->plan_offsets;
     plan.totals = &t->plan_totals;
-    return ep_prepare(c->handle, &t->index, NULL, c->stream, &plan);
+    return ep_prepare(c->handle, c->plan, &t->index, NULL, c->stream, &plan);
 }
 
 /* The outputs of dispatch besides the rows. */
@@ -29,12 +29,12 @@ static Received list_received(Case *c) {
     Tensors *t = &c->tensors;
     return (Received){optional(c->options->weighted, &t->recv_weights),
                       optional(c->recv_scale_bytes > 0, &t->recv_scales),
-                      optional(c->slots.layout == EP_LAYOUT_FLAT, &t->recv_index)};
+                      optional(slots_has_rows(c->slots.layout), &t->recv_index)};
 }
 
 static EpStatus dispatch_send(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_dispatch_send(c->handle, &t->tokens_in,
+    return ep_dispatch_send(c->handle, c->plan, NULL, &t->tokens_in,
                             optional(c->options->weighted, &t->topk_weights),
                             optional(c->options->scale_bytes > 0, &t->scales), c->stream);
 }
@@ -52,15 +52,16 @@ static EpStatus dispatch(Case *c) {
         EpStatus status = dispatch_send(c);
         return status == EP_OK ? dispatch_wait(c) : status;
     }
-    return ep_dispatch(c->handle, &t->tokens_in, optional(c->options->weighted, &t->topk_weights),
+    return ep_dispatch(c->handle, c->plan, NULL, &t->tokens_in,
+                       optional(c->options->weighted, &t->topk_weights),
                        optional(c->options->scale_bytes > 0, &t->scales), c->stream,
                        &t->recv_tokens, to.weights, to.scales, to.index);
 }
 
 static EpStatus combine_send(Case *c) {
     Tensors *t = &c->tensors;
-    return ep_combine_send(c->handle, &t->slots_in,
-                           optional(c->options->weighted, &t->slot_weights), c->stream);
+    return ep_combine_send(c->handle, c->plan, &t->slots_in,
+                           optional(c->options->weighted, &t->slot_weights), NULL, c->stream);
 }
 
 static EpStatus combine_wait(Case *c) {
@@ -73,14 +74,16 @@ static EpStatus combine(Case *c) {
         EpStatus status = combine_send(c);
         return status == EP_OK ? combine_wait(c) : status;
     }
-    return ep_combine(c->handle, &t->slots_in, optional(c->options->weighted, &t->slot_weights),
-                      c->stream, &t->tokens_out);
+    return ep_combine(c->handle, c->plan, &t->slots_in,
+                      optional(c->options->weighted, &t->slot_weights), NULL, c->stream,
+                      &t->tokens_out);
 }
 
 static EpStatus combine_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_combine_backward(c->handle, &t->tokens_in, optional(weighted, &t->slot_weights),
+    return ep_combine_backward(c->handle, c->plan, &t->tokens_in,
+                               optional(weighted, &t->slot_weights),
                                optional(weighted, &t->slots_in), c->stream, &t->slots_out,
                                optional(weighted, &t->slot_grads_out));
 }
@@ -88,8 +91,9 @@ static EpStatus combine_backward(Case *c) {
 static EpStatus dispatch_backward(Case *c) {
     Tensors *t = &c->tensors;
     bool weighted = c->options->weighted;
-    return ep_dispatch_backward(c->handle, &t->slots_in, optional(weighted, &t->slot_grads_in),
-                                c->stream, &t->tokens_out, optional(weighted, &t->topk_grads));
+    return ep_dispatch_backward(c->handle, c->plan, &t->slots_in,
+                                optional(weighted, &t->slot_grads_in), c->stream, &t->tokens_out,
+                                optional(weighted, &t->topk_grads));
 }
 
 /* In the order of a training step. */

@@ -241,9 +241,17 @@ static void report_device(const SizeResult *r) {
     if (r->no_floor[0]) printf("# floor:   not measured: %s\n", r->no_floor);
 }
 
+/* On the host backend the calls return when their work is done. */
+static void report_new_handle(const SizeResult *r) {
+    printf("# tokens %lld: new handle, prepare and dispatch %.1f us, destroying the handle %.1f us "
+           "of the host's time\n",
+           (long long)r->tokens, r->new_handle_us, r->destroy_us);
+}
+
 static void report_rest(const SizeResult *result) {
     report_facts(result);
     report_split(result);
+    report_new_handle(result);
     report_device(result);
     if (result->num_phases > NUM_PHASES)
         printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",

@@ -79,7 +79,8 @@ bool trace_write(const char *path, const Routing *routing);
  * this rank's receive buffer.
  */
 
-/** Number of rows after the end of each slab (flat: of the last slab) that must stay unchanged. */
+/** Number of rows after the end of each slab (flat: of the last slab; rank-major: of each source's
+ *  rows) that must stay unchanged. */
 enum { SLOTS_TAIL = 4 };
 
 typedef enum RowState {
@@ -93,8 +94,8 @@ typedef struct Row {
     RowState state;
     int32_t rank; /**< source rank of the token */
     int32_t token;
-    int32_t k;      /**< flat: -1 */
-    int32_t expert; /**< flat: -1 */
+    int32_t k;      /**< -1 if one row holds all of the token's entries */
+    int32_t expert; /**< likewise */
 } Row;
 
 typedef struct Slots {
@@ -106,6 +107,7 @@ typedef struct Slots {
     int64_t num_rows; /**< rows of this rank's receive buffer, the tail included */
     Row *rows;        /**< [num_rows] */
     int64_t rows_per_expert; /**< batched */
+    int64_t rows_per_source; /**< rank-major */
     int64_t recv_rows;       /**< end of the last slab within the capacity */
     int64_t needed_rows;     /**< end of the last slab without a capacity */
     int64_t num_slots;       /**< rows of state ROW_SLOT */
@@ -119,6 +121,9 @@ void slots_free(Slots *slots);
 
 /** Extend the rows to `capacity`, at least what is needed, without moving a slot. */
 bool slots_reserve(Slots *slots, int64_t capacity);
+
+/** Whether one row holds all entries of a (token, rank): flat and rank-major. */
+bool slots_has_rows(EpLayout layout);
 
 /** Tag of a slot's contents, known to the rank that makes them and to the token's rank. */
 int64_t slots_tag(EpLayout layout, int owner, int expert, int k);

@@ -13,8 +13,8 @@ typedef struct Walk {
     int64_t *count;    /* [E] entries that name the expert, on all ranks */
     int64_t *start;    /* [E] first row of its slab if the capacity is unlimited */
     int64_t *next;     /* [E] row of its next slot */
-    int64_t *flat;     /* [R] flat: next free row of the rank */
-    int64_t *last_row; /* [R] flat: row of the current token, -1: none yet */
+    int64_t *flat;     /* [R] flat, rank-major: next free row of the rank */
+    int64_t *last_row; /* [R] flat, rank-major: row of the current token, -1: none yet */
 } Walk;
 
 static int64_t least(int64_t a, int64_t b) {
@@ -25,8 +25,12 @@ static int64_t round_up(int64_t rows, int64_t alignment) {
     return (rows + alignment - 1) / alignment * alignment;
 }
 
+bool slots_has_rows(EpLayout layout) {
+    return layout == EP_LAYOUT_FLAT || layout == EP_LAYOUT_RANK_MAJOR;
+}
+
 int64_t slots_tag(EpLayout layout, int owner, int expert, int k) {
-    return layout == EP_LAYOUT_FLAT ? owner : ((int64_t)expert + 1) * EP_MAX_TOP_K * 64 + k;
+    return slots_has_rows(layout) ? owner : ((int64_t)expert + 1) * EP_MAX_TOP_K * 64 + k;
 }
 
 /* ---- the row of every entry ---------------------------------------------------------------- */
@@ -66,16 +70,17 @@ static int64_t limit_of(const Walk *walk, const Slots *slots, int expert) {
     return walk->options->capacity ? walk->options->capacity : INT64_MAX;
 }
 
-/* Flat: the first entry that names the rank takes a row; the token's other entries share it. */
+/* Flat, rank-major: the first entry that names the rank takes a row; the token's other entries
+ * share it. */
 static int64_t next_row(Walk *walk, const Slots *slots, int expert, int owner, bool *fresh) {
-    *fresh = slots->layout != EP_LAYOUT_FLAT || walk->last_row[owner] < 0;
-    if (slots->layout != EP_LAYOUT_FLAT) return walk->next[expert]++;
+    *fresh = !slots_has_rows(slots->layout) || walk->last_row[owner] < 0;
+    if (!slots_has_rows(slots->layout)) return walk->next[expert]++;
     if (*fresh) walk->last_row[owner] = walk->flat[owner]++;
     return walk->last_row[owner];
 }
 
 static void record_slot(Slots *slots, int64_t row, Row what) {
-    if (slots->layout == EP_LAYOUT_FLAT) what.k = what.expert = -1;
+    if (slots_has_rows(slots->layout)) what.k = what.expert = -1;
     slots->rows[row] = what;
     slots->num_slots++;
 }
@@ -102,6 +107,8 @@ static void place_entry(Walk *walk, Slots *slots, int source, int64_t token, int
 static void place_entries(Walk *walk, Slots *slots) {
     const Routing *routing = walk->routing;
     for (int source = 0; source < routing->num_ranks; source++) {
+        for (int r = 0; slots->layout == EP_LAYOUT_RANK_MAJOR && r < routing->num_ranks; r++)
+            walk->flat[r] = source * slots->rows_per_source;
         for (int64_t t = 0; t < routing->tokens[source]; t++) {
             for (int r = 0; r < routing->num_ranks; r++)
                 walk->last_row[r] = -1;
@@ -113,10 +120,10 @@ static void place_entries(Walk *walk, Slots *slots) {
 
 /* ---- the state of this rank's rows --------------------------------------------------------- */
 
-/* Number of tokens that name at least one expert of this rank. */
-static int64_t count_flat_rows(const Routing *routing, int rank) {
-    int64_t rows = 0, tokens = routing->first[routing->num_ranks];
-    for (int64_t t = 0; t < tokens; t++) {
+/* Number of a source's tokens that name at least one expert of this rank. */
+static int64_t count_source_rows(const Routing *routing, int rank, int source) {
+    int64_t rows = 0;
+    for (int64_t t = routing->first[source]; t < routing->first[source + 1]; t++) {
         bool here = false;
         for (int k = 0; k < routing->top_k; k++) {
             int32_t expert = routing->experts[t * routing->top_k + k];
@@ -136,11 +143,18 @@ static void size_rows(const Walk *walk, Slots *slots) {
         else if (slots->layout == EP_LAYOUT_BATCHED && slab > slots->needed_rows)
             slots->needed_rows = slab;
     }
-    if (slots->layout == EP_LAYOUT_FLAT)
-        slots->needed_rows = count_flat_rows(walk->routing, slots->rank);
+    for (int s = 0; slots_has_rows(slots->layout) && s < walk->routing->num_ranks; s++) {
+        int64_t rows = count_source_rows(walk->routing, slots->rank, s);
+        if (slots->layout == EP_LAYOUT_FLAT)
+            slots->needed_rows += rows;
+        else if (rows > slots->needed_rows)
+            slots->needed_rows = rows;
+    }
     slots->recv_rows = capacity ? least(slots->needed_rows, capacity) : slots->needed_rows;
     if (slots->layout == EP_LAYOUT_BATCHED)
         slots->recv_rows = slots->num_rows = slots->num_local * slots->rows_per_expert;
+    else if (slots->layout == EP_LAYOUT_RANK_MAJOR)
+        slots->recv_rows = slots->num_rows = walk->routing->num_ranks * slots->rows_per_source;
     else
         slots->num_rows = (capacity ? capacity : slots->recv_rows) + SLOTS_TAIL;
 }
@@ -178,12 +192,27 @@ static void finish_batched(const Walk *walk, Slots *slots) {
     slots->offsets[slots->num_local] = (int32_t)slots->recv_rows;
 }
 
-static void finish_flat(Slots *slots) {
+/* Set the offsets that entries would have if they were ordered by expert. */
+static void order_entries(Slots *slots) {
     for (int l = 0; l < slots->num_local; l++) {
         slots->padded[l] = slots->counts[l];
         slots->offsets[l + 1] = slots->offsets[l] + slots->counts[l];
     }
+}
+
+static void finish_flat(Slots *slots) {
+    order_entries(slots);
     mark_rows(slots, slots->recv_rows, slots->recv_rows + SLOTS_TAIL, ROW_TAIL);
+}
+
+static void finish_rank_major(Slots *slots) {
+    order_entries(slots);
+    for (int64_t begin = 0; begin < slots->num_rows; begin += slots->rows_per_source) {
+        int64_t row = begin, end = begin + slots->rows_per_source;
+        while (row < end && slots->rows[row].state == ROW_SLOT)
+            row++;
+        mark_rows(slots, row, least(row + SLOTS_TAIL, end), ROW_TAIL);
+    }
 }
 
 static void finish(const Walk *walk, Slots *slots) {
@@ -191,6 +220,8 @@ static void finish(const Walk *walk, Slots *slots) {
         finish_expert_major(walk, slots);
     else if (slots->layout == EP_LAYOUT_BATCHED)
         finish_batched(walk, slots);
+    else if (slots->layout == EP_LAYOUT_RANK_MAJOR)
+        finish_rank_major(slots);
     else
         finish_flat(slots);
     mark_rows(slots, 0, slots->num_rows, ROW_UNUSED);
@@ -236,6 +267,7 @@ bool slots_make(const Options *options, const Routing *routing, int rank, Slots 
     if (ok) {
         count_entries(&walk);
         out->rows_per_expert = options->rows_per_expert;
+        out->rows_per_source = routing->max_tokens > 0 ? routing->max_tokens : 1;
         if (out->layout == EP_LAYOUT_BATCHED && !out->rows_per_expert)
             out->rows_per_expert = largest_slab(&walk);
         place_slabs(&walk, out);

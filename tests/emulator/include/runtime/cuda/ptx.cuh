@@ -131,6 +131,12 @@ static inline void ep_store_relaxed_sys_pair(void *address, const ulonglong2 &x)
     emulated_store((uint64_t *)address + 1, (uint64_t)x.y, __ATOMIC_RELAXED);
 }
 
+/* The lanes meet here: the emulator stops where some do not come. */
+static inline void ep_store_warp_sys(void *address, const ulonglong2 &x) {
+    __syncwarp();
+    ep_store_relaxed_sys_pair(address, x);
+}
+
 static inline void ep_store_relaxed_gpu(uint64_t *address, uint64_t value) {
     emulated_store(address, value, __ATOMIC_RELAXED);
 }

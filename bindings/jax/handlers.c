@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The operations as handlers. Above each one are its operands and results, in their order. */
+#include "bindings/jax/handlers.h"
+
+/** XLA looks these up by name. */
+XLA_FFI_Handler ep_jax_prepare, ep_jax_dispatch, ep_jax_combine, ep_jax_dispatch_backward,
+    ep_jax_combine_backward;
+
+/* order, topk_idx -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
+XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
+    JaxCall call;
+    XLA_FFI_Error *result;
+    if (!jax_begin(&call, frame, "prepare", 1, &result)) return result;
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    out.expert_counts = jax_result(&call, 2);
+    out.expert_padded = jax_result(&call, 3);
+    out.expert_offsets = jax_result(&call, 4);
+    out.totals = jax_result(&call, 5);
+    return jax_end(&call, ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1), NULL,
+                                     call.stream, &out));
+}
+
+/* order, plan, tokens[, topk_weights] -> order, recv_tokens[, recv_topk_weights] */
+XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
+    JaxCall call;
+    XLA_FFI_Error *result;
+    if (!jax_begin(&call, frame, "dispatch", 1, &result)) return result;
+    return jax_end(&call,
+                   ep_dispatch(call.handle, jax_operand(&call, 1), NULL, jax_operand(&call, 2),
+                               jax_operand(&call, 3), NULL, call.stream, jax_result(&call, 1),
+                               jax_result(&call, 2), NULL, NULL));
+}
+
+/* order, plan, expert_out[, slot_weights] -> order, out */
+XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
+    JaxCall call;
+    XLA_FFI_Error *result;
+    if (!jax_begin(&call, frame, "combine", 1, &result)) return result;
+    return jax_end(&call,
+                   ep_combine(call.handle, jax_operand(&call, 1), jax_operand(&call, 2),
+                              jax_operand(&call, 3), NULL, call.stream, jax_result(&call, 1)));
+}
+
+/* order, order, plan, grad_recv_tokens[, grad_slot_weights]
+ *     -> order, grad_tokens[, grad_topk_weights] */
+XLA_FFI_Error *ep_jax_dispatch_backward(XLA_FFI_CallFrame *frame) {
+    JaxCall call;
+    XLA_FFI_Error *result;
+    if (!jax_begin(&call, frame, "dispatch_backward", 2, &result)) return result;
+    return jax_end(&call,
+                   ep_dispatch_backward(call.handle, jax_operand(&call, 2), jax_operand(&call, 3),
+                                        jax_operand(&call, 4), call.stream, jax_result(&call, 1),
+                                        jax_result(&call, 2)));
+}
+
+/* order, order, plan, grad_out[, slot_weights, expert_out]
+ *     -> order, grad_expert_out[, grad_slot_weights] */
+XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
+    JaxCall call;
+    XLA_FFI_Error *result;
+    if (!jax_begin(&call, frame, "combine_backward", 2, &result)) return result;
+    return jax_end(&call,
+                   ep_combine_backward(call.handle, jax_operand(&call, 2), jax_operand(&call, 3),
+                                       jax_operand(&call, 4), jax_operand(&call, 5), call.stream,
+                                       jax_result(&call, 1), jax_result(&call, 2)));
+}

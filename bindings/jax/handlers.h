@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef BINDINGS_JAX_HANDLERS_H
+#define BINDINGS_JAX_HANDLERS_H
+
+/**
+ * libep_jax.so: libep's operations as custom calls of XLA programs (XLA FFI handlers).
+ *
+ *     ranks.c      the ranks of this process: libep/jax.py adds them, calls find them
+ *     call.c       one call: attributes, buffers as tensors, the order of calls, errors
+ *     handlers.c   the five operations
+ *
+ * A program knows its group by an integer, the attribute "key". The rank follows from the device on
+ * which the program runs.
+ *
+ * Order. XLA runs independent calls of a program in any order, which may differ between devices. So
+ * each call takes an array of one FP32 number, `order`, and returns another. On the host backend
+ * this number counts the rank's calls, and a call is refused unless it takes the number that the
+ * rank's last call returned. A program's first call may take 0. Thus the calls of a rank form one
+ * chain. docs/jax.md explains why that suffices.
+ */
+
+#include <pthread.h>
+
+#include "ep/ep.h"
+#include "xla/ffi/api/c_api.h"
+
+/* ---- ranks: ranks.c ------------------------------------------------------------------------ */
+
+/** A rank of a group, on a device of this process. Lives until the process ends. */
+typedef struct JaxRank {
+    struct JaxRank *next;
+    int64_t key;
+    int32_t ordinal; /**< XLA's number of the device */
+    int32_t number;  /**< of the rank in its group */
+    int32_t on_host; /**< 1: host backend, 0: CUDA backend */
+    EpGroup *group;
+    EpHandle *handle;
+    int is_closed;         /**< group and handle are gone */
+    int64_t calls;         /**< how many calls this rank has made; returned as the order */
+    int64_t run;           /**< run of the last call */
+    pthread_mutex_t mutex; /**< held during a call on the group */
+} JaxRank;
+
+/** Find a rank. Returns NULL if the process has no such rank. */
+JaxRank *jax_rank_find(int64_t key, int32_t ordinal);
+
+/** Add a rank. The group and the handle stay the caller's. Returns 0 if there is no memory. */
+int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_host, EpGroup *group,
+                    EpHandle *handle);
+
+/** Refuse calls from now on, and return once none is under way. A call that is still waiting for
+ *  peers after `seconds` is aborted. The caller may then destroy group and handle. */
+void ep_jax_rank_close(int64_t key, int32_t ordinal, double seconds);
+
+/** ep_group_status, between the calls of running programs. */
+EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out);
+
+/* ---- a call: call.c ------------------------------------------------------------------------ */
+
+/** Buffers of a call: at most 7 operands or results. */
+#define JAX_BUFFERS 8
+
+typedef struct JaxCall {
+    XLA_FFI_CallFrame *frame;
+    const char *name;
+    JaxRank *rank; /**< locked between jax_begin and jax_end */
+    EpHandle *handle;
+    EpStream stream;
+    int64_t run;
+    EpTensor operands[JAX_BUFFERS], results[JAX_BUFFERS];
+} JaxCall;
+
+/**
+ * Begin a call whose first `num_orders` operands, and first result, are orders. Returns 1 if the
+ * operation may run; jax_end must follow. Otherwise *result is what the handler returns.
+ */
+int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, int num_orders,
+              XLA_FFI_Error **result);
+
+/** End a call with the status of its operation, and return what the handler returns. A failed call
+ *  aborts the group: the program has failed, and its peers need not wait for the deadline. */
+XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
+
+/** An operand or a result as a tensor; NULL if the call has fewer. */
+const EpTensor *jax_operand(const JaxCall *call, int64_t index);
+const EpTensor *jax_result(const JaxCall *call, int64_t index);
+
+#endif

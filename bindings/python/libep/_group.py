@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: the ranks that share experts, and the memory that they reach."""
+
+from __future__ import annotations
+
+from _thread import allocate_lock, get_ident
+from ctypes import byref, c_size_t, c_void_p
+from time import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import _abi, _process
+from ._abi import Backend, Mode, Status
+from ._bootstrap import Bootstrap
+from ._config import group_config
+from ._library import EpError, check, library
+
+if TYPE_CHECKING:
+    from typing import Callable, Optional
+
+    from typing_extensions import Unpack
+
+    from ._config import GroupFields
+
+
+class GroupInfo(NamedTuple):
+    """Facts about a group. See EpGroupInfo in ep.h."""
+
+    rank: int
+    size: int
+    num_experts: int
+    first_expert: int
+    num_local_experts: int
+    backend: Backend
+    node: int
+    num_nodes: int
+    numa_node: int
+    num_cpus: int
+    library_bytes: int
+    device: int
+    bound: bool
+    gpu: str
+    reason: str
+    mode: Mode
+
+
+class GroupMemory(NamedTuple):
+    """The memory that a configuration takes, in bytes per rank, and whether it is feasible."""
+
+    feasible: bool
+    backend: Backend
+    shared_bytes: int
+    private_bytes: int
+    handle_bytes: int
+    reason: str
+
+
+class Finding(NamedTuple):
+    """What Group.status found; numbers that do not apply are -1. See EpFinding in ep.h."""
+
+    status: Status
+    sentence: str
+    rank: int
+    peer: int
+    token: int
+    k: int
+    expected: int
+    seen: int
+    count: int  # type: ignore[assignment]
+    phase: str
+
+
+class Located(NamedTuple):
+    """Where a window lies: its start, and the bytes from there to the end of its allocation."""
+
+    memory: int
+    bytes: int
+
+
+class Group:
+    """A set of ranks that share experts. Creating and closing it are collective.
+
+    bootstrap  how the ranks meet; the group keeps it alive
+    fields     the configuration: see GroupFields
+
+    Waits for the other ranks, up to the deadline. A failure on any rank is an EpError on all. One
+    thread at a time uses a group; abort alone may be called by any thread.
+
+    A group stays open until close(), or the end of the `with` block: it is not closed when the last
+    reference goes, since ranks close it together. If the block ends by an exception, the group is
+    aborted first, and the peers get the exception's text.
+    """
+
+    is_thread: bool
+    """Whether the group's ranks are threads of this process."""
+
+    caller: int = 0
+    """The thread that is in a call on the group, or 0."""
+
+    began: float = 0.0
+    """When that call began, by time.time()."""
+
+    def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
+        config, out = group_config(fields), c_void_p()
+        bootstrap.require_open()
+        self.bootstrap = bootstrap
+        self.rank, self.size = bootstrap.rank, bootstrap.size
+        self.is_thread = bootstrap.is_thread
+        self.orphans: list[int] = []
+        """Handles that were dropped without close(). See Handle.__del__."""
+        self._lock = allocate_lock()
+        self._lost = "is closed"
+        self.pointer: Optional[int] = None
+        bootstrap.check(library.ep_group_create(byref(bootstrap.struct), byref(config), byref(out)))
+        self.pointer = out.value
+        _process.add(self)
+
+    # ---- calls --------------------------------------------------------------------------------
+
+    def require(self) -> int:
+        """The EpGroup's address. EpError if the group is closed."""
+        if self.pointer is None:
+            raise EpError(Status.DESTROYED, f"rank {self.rank}: the group {self._lost}")
+        return self.pointer
+
+    def run(self, function: Callable[..., int], *arguments: object) -> int:
+        """Call a function of the library on this group, alone, and return its status."""
+        if not self._lock.acquire(False):
+            raise RuntimeError(
+                f"rank {self.rank}: expected one thread at a time in the group's calls, got a "
+                f"{function.__name__} while another thread is in a call"
+            )
+        self.began = time()
+        self.caller = get_ident()
+        try:
+            return function(*arguments)
+        finally:
+            self.caller = 0
+            self._lock.release()
+
+    def _collective(self, function: Callable[..., int], *arguments: object) -> None:
+        status = self.run(function, self.require(), *arguments)
+        self.bootstrap.check(status)
+
+    def call(self, function: Callable[..., int], *arguments: object) -> None:
+        """Call a function of the library on this group. EpError if it fails."""
+        check(self.run(function, *arguments))
+
+    # ---- facts --------------------------------------------------------------------------------
+
+    def query(self) -> GroupInfo:
+        """Read the facts about the group. Local."""
+        info = _abi.initialized(_abi.EpGroupInfo)
+        self.call(library.ep_group_query, self.require(), byref(info))
+        values = {name: getattr(info, name) for name in GroupInfo._fields}
+        values.update(
+            backend=Backend(info.backend),
+            bound=bool(info.bound),
+            mode=Mode(info.mode),
+            gpu=info.gpu.decode(),
+            reason=info.reason.decode(),
+        )
+        return GroupInfo(**values)
+
+    def status(self) -> Finding:
+        """Find what went wrong since the last query, without waiting. Status.OK: nothing.
+
+        Routing errors and overflows are reported once. A failed group stays failed. Call it once a
+        step, or where the loss is read.
+        """
+        finding = _abi.initialized(_abi.EpFinding)
+        status = self.run(library.ep_group_status, self.require(), byref(finding))
+        sentence = library.ep_last_error().decode() if status else ""
+        values = {name: getattr(finding, name) for name in Finding._fields if name != "sentence"}
+        values.update(status=Status(status), phase=finding.phase.decode())
+        return Finding(sentence=sentence, **values)
+
+    @staticmethod
+    def memory(num_ranks: int, **fields: Unpack[GroupFields]) -> GroupMemory:
+        """Compute the memory of a group of `num_ranks` ranks. Local; allocates nothing."""
+        config, memory = group_config(fields), _abi.initialized(_abi.EpGroupMemory)
+        check(library.ep_group_memory(byref(config), num_ranks, byref(memory)))
+        values = {name: getattr(memory, name) for name in GroupMemory._fields}
+        values.update(
+            feasible=bool(memory.feasible),
+            backend=Backend(memory.backend),
+            reason=memory.reason.decode(),
+        )
+        return GroupMemory(**values)
+
+    # ---- memory that peers reach --------------------------------------------------------------
+
+    def mem_alloc(self, bytes: int) -> int:
+        """Allocate zeroed memory that all ranks reach, aligned to 128; return its address.
+
+        Collective. Free it with mem_free; closing the group frees it, too.
+        """
+        out = c_void_p()
+        self._collective(library.ep_mem_alloc, bytes, byref(out))
+        assert out.value is not None
+        return out.value
+
+    def mem_free(self, memory: int) -> None:
+        """Free memory from mem_alloc. Collective."""
+        self._collective(library.ep_mem_free, memory)
+
+    def window_register(self, memory: int, bytes: int) -> None:
+        """Let peers reach memory of the caller, in place. Collective; see ep.h for which memory."""
+        self._collective(library.ep_window_register, memory, bytes)
+
+    def window_deregister(self, memory: int) -> None:
+        """End a registration. Collective."""
+        self._collective(library.ep_window_deregister, memory)
+
+    def window_adopt(self, window: int, id: int, memory: int, bytes: int) -> None:
+        """Use a window (ncclWindow_t) of the lent communicator, under a name `id`. Local."""
+        self.call(library.ep_window_adopt, self.require(), window, id, memory, bytes)
+
+    def window_release(self, memory: int) -> None:
+        """Give an adopted window up. Local."""
+        self.call(library.ep_window_release, self.require(), memory)
+
+    def window_locate(self, window: int) -> Located:
+        """Find where a window (ncclWindow_t) of the lent communicator lies. Local."""
+        memory, size = c_void_p(), c_size_t()
+        self.call(library.ep_window_locate, self.require(), window, byref(memory), byref(size))
+        return Located(memory.value or 0, size.value)
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def abort(self, sentence: str) -> None:
+        """End all waits of this rank, now and later; peers get the sentence.
+
+        Any thread may call it. Does not wait. The first abort counts. Does nothing if the group is
+        closed.
+        """
+        pointer = self.pointer
+        if pointer is not None:
+            library.ep_group_abort(pointer, sentence.encode())
+
+    def close(self) -> None:
+        """Destroy the group and its handles. A second call does nothing.
+
+        Each rank waits, up to the deadline, until its peers close the group, too. A failed or
+        aborted group is closed at once.
+        """
+        if self.pointer is not None:
+            self.run(self._destroy)
+            self.bootstrap.check(Status.OK)
+
+    def _destroy(self) -> int:
+        try:
+            library.ep_group_destroy(self.pointer)
+        finally:
+            self.lose("is closed")
+            _process.open_groups.discard(self)
+        return Status.OK
+
+    def leave(self) -> None:
+        """Close the group at the end of the process, unless a thread is still in a call on it."""
+        if not self.caller:
+            self.close()
+
+    def lose(self, why: str) -> None:
+        """Forget the EpGroup, without destroying it. Later calls raise EpError with this reason."""
+        self.pointer = None
+        self._lost = why
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: object, error: Optional[BaseException], _: object) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()

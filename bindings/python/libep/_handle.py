@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles: the configuration of a layer, and the operations of a step."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, byref, c_void_p, sizeof
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import _abi
+from ._abi import Mode, Status, Type
+from ._config import handle_config
+from ._group import Group
+from ._library import EpError, last_error, library
+from ._tensor import Tensor, read, written
+
+if TYPE_CHECKING:
+    from typing import Any, Callable, Optional
+
+    from typing_extensions import Unpack
+
+    from ._config import HandleFields
+    from ._tensor import TensorLike
+
+
+class HandleInfo(NamedTuple):
+    """The numbers of a handle's own plan. See EpHandleInfo in ep.h."""
+
+    step: int
+    num_tokens: int
+    top_k: int
+    recv_rows: int
+    needed_rows: int
+    dropped_slots: int
+    remote_rows_sent: int
+    remote_rows_received: int
+    local_rows: int
+    num_local_experts: int
+    expert_counts: tuple[int, ...]
+    expert_padded: tuple[int, ...]
+    expert_offsets: tuple[int, ...]
+    mode: Mode
+
+
+_tensor_at = POINTER(_abi.EpTensor)
+_plan_tensors_at = POINTER(_abi.EpPlanTensors)
+
+
+def _at(tensor: Optional[Tensor]) -> Any:
+    """The tensor's address, as a field of a struct. It keeps the tensor alive."""
+    return None if tensor is None else _tensor_at(tensor)
+
+
+class PlanTensors(_abi.EpPlanTensors):
+    """Outputs of prepare; each is INT32 or INT64, and may be left out.
+
+    expert_counts   [L] slots of each local expert, without lost ones
+    expert_padded   [L] rows of each slab, padding included
+    expert_offsets  [L + 1] first row of each slab, then recv_rows; or [L]: the first rows alone
+    totals          [3]: recv_rows, needed_rows, dropped_slots
+    source_counts   [L, R] slots of each expert from each source rank
+    recv_rows, needed_rows, dropped_slots   [1] each, as in totals
+    source_rows     [R] receive rows that each source rank's tokens fill
+
+    May be made once and used in many calls. Keeps the tensors alive.
+    """
+
+    def __init__(
+        self,
+        *,
+        expert_counts: Optional[TensorLike] = None,
+        expert_padded: Optional[TensorLike] = None,
+        expert_offsets: Optional[TensorLike] = None,
+        totals: Optional[TensorLike] = None,
+        source_counts: Optional[TensorLike] = None,
+        recv_rows: Optional[TensorLike] = None,
+        needed_rows: Optional[TensorLike] = None,
+        dropped_slots: Optional[TensorLike] = None,
+        source_rows: Optional[TensorLike] = None,
+    ) -> None:
+        outputs = {
+            "expert_counts": expert_counts,
+            "expert_padded": expert_padded,
+            "expert_offsets": expert_offsets,
+            "totals": totals,
+            "source_counts": source_counts,
+            "recv_rows": recv_rows,
+            "needed_rows": needed_rows,
+            "dropped_slots": dropped_slots,
+            "source_rows": source_rows,
+        }
+        super().__init__(struct_size=sizeof(_abi.EpPlanTensors))
+        for name, value in outputs.items():
+            setattr(self, name, _at(written(value, name)))
+
+
+class Prepare(_abi.EpPrepare):
+    """The routing of a dispatch in latency mode that needs no prepare; arguments as of prepare.
+
+    May be made once and used in many calls. Keeps the tensors alive.
+    """
+
+    def __init__(
+        self,
+        topk_idx: TensorLike,
+        num_tokens: Optional[TensorLike] = None,
+        out: Optional[PlanTensors] = None,
+    ) -> None:
+        super().__init__(struct_size=sizeof(_abi.EpPrepare))
+        self.topk_idx = _at(read(topk_idx, "topk_idx"))
+        self.num_tokens = _at(read(num_tokens, "num_tokens"))
+        if out is not None:
+            self.out = _plan_tensors_at(out)
+
+
+class Handle:
+    """A configuration of a layer or micro-batch, and the operations of its steps. Local.
+
+    group   the handle keeps it alive; closing the group ends its handles
+    fields  the configuration: see HandleFields
+
+    Tensors of the operations are Tensor objects, objects of a registered type, or arrays with
+    __array_interface__ or __cuda_array_interface__. They are C-contiguous. ep.h gives their shapes;
+    the letters: T tokens, K experts per token, H elements per row, S scales per row, L local
+    experts, R ranks.
+
+    Operations are collective, in the same order on every rank. On the host backend they have
+    finished when they return. On the CUDA backend they are enqueued on `stream`, a cudaStream_t as
+    an int, and the memory of their tensors must stay valid until they have run.
+
+    plan    the plan that a call uses: [plan_bytes] UINT8 on a multiple of 64, of the caller; None
+            is the handle's own (Plans.OWNED)
+
+    A refused call raises EpError, took no part and left its outputs unchanged: correct the argument
+    and call again. TypeError: an object is no tensor that libep can use.
+    """
+
+    def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
+        config, out = handle_config(fields), c_void_p()
+        cost = _abi.initialized(_abi.EpHandleCost)
+        self._group = group
+        self._pointer: Optional[int] = None
+        parent = group.require()
+        while group.orphans:
+            group.run(library.ep_handle_destroy, group.orphans.pop())
+        group.call(library.ep_handle_cost, parent, byref(config), byref(cost))
+        group.call(library.ep_handle_create, parent, byref(config), byref(out))
+        self._pointer = out.value
+        self.mode = Mode(cost.mode)
+        """THROUGHPUT or LATENCY."""
+        self.plan_bytes: int = cost.plan_bytes
+        """Bytes of a plan of this handle, on this rank."""
+        self._recorded: object = None  # what prepare and send phases refer to afterwards
+
+    # ---- facts --------------------------------------------------------------------------------
+
+    def _require(self) -> int:
+        self._group.require()
+        if self._pointer is None:
+            raise EpError(Status.DESTROYED, f"rank {self._group.rank}: the handle is closed")
+        return self._pointer
+
+    def _call(self, function: Callable[..., int], *arguments: object) -> None:
+        if self._pointer is None or self._group.pointer is None:
+            self._require()
+        status = self._group.run(function, self._pointer, *arguments)
+        if status:
+            raise last_error(status)
+
+    def plan(self) -> Tensor:
+        """The handle's own plan, which other handles of an equal configuration may use.
+
+        Its memory is the library's and is valid until this handle is closed.
+        """
+        plan = Tensor(0, Type.UINT8, (0,), owner=self)
+        self._call(library.ep_handle_plan, byref(plan))
+        return plan
+
+    def info(self) -> HandleInfo:
+        """Read the numbers of the handle's own plan, after prepare has finished on its stream.
+
+        In latency mode, after dispatch or dispatch_wait has.
+        """
+        info = _abi.initialized(_abi.EpHandleInfo)
+        self._call(library.ep_handle_info, byref(info))
+        experts = info.num_local_experts
+        values = {name: getattr(info, name) for name in HandleInfo._fields}
+        values.update(
+            mode=Mode(info.mode),
+            expert_counts=tuple(info.expert_counts[:experts]),
+            expert_padded=tuple(info.expert_padded[:experts]),
+            expert_offsets=tuple(info.expert_offsets[: experts + 1]),
+        )
+        return HandleInfo(**values)
+
+    # ---- the five operations ------------------------------------------------------------------
+
+    def prepare(
+        self,
+        topk_idx: TensorLike,
+        num_tokens: Optional[TensorLike] = None,
+        *,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+        out: Optional[PlanTensors] = None,
+    ) -> None:
+        """Make a plan from a step's routing.
+
+        topk_idx    [T, K] INT32 or INT64: the expert of each entry; negative: none
+        num_tokens  [1] INT32 or INT64: only the first num_tokens rows count; None: all
+        out         outputs: see PlanTensors
+
+        In latency mode this records the tensors, and the dispatch that follows reads them and
+        writes `out`. The handle keeps the objects alive until then.
+        """
+        idx, tokens = read(topk_idx, "topk_idx"), read(num_tokens, "num_tokens")
+        self._call(library.ep_prepare, written(plan, "plan"), idx, tokens, stream, out)
+        if self.mode is Mode.LATENCY:
+            self._recorded = (topk_idx, num_tokens, idx, tokens, out)
+
+    def dispatch(
+        self,
+        tokens: TensorLike,
+        topk_weights: Optional[TensorLike] = None,
+        scales: Optional[TensorLike] = None,
+        *,
+        recv_tokens: TensorLike,
+        recv_topk_weights: Optional[TensorLike] = None,
+        recv_scales: Optional[TensorLike] = None,
+        recv_topk_idx: Optional[TensorLike] = None,
+        plan: Optional[TensorLike] = None,
+        prepare: Optional[Prepare] = None,
+        stream: int = 0,
+    ) -> None:
+        """Send token rows, their weights and scales to the slots of their experts.
+
+        tokens             [T, H] of any type; rows of a multiple of 16 bytes
+        topk_weights       [T, K] FP32, or None
+        scales             [T, S] of any type, or None
+        recv_tokens        output [rows, H]; BATCHED [L, rows, H]; RANK_MAJOR [R, max_tokens, H]
+        recv_topk_weights  output [rows] FP32; FLAT [rows, K]; required with topk_weights
+        recv_scales        output [rows, S]; required with scales, and if the handle quantises
+        recv_topk_idx      output, FLAT and RANK_MAJOR: [rows, K] INT32 or INT64, or None
+        prepare            latency mode: the routing, or None for that of the last prepare
+        """
+        self._call(
+            library.ep_dispatch,
+            written(plan, "plan"),
+            prepare,
+            read(tokens, "tokens"),
+            read(topk_weights, "topk_weights"),
+            read(scales, "scales"),
+            stream,
+            written(recv_tokens, "recv_tokens"),
+            written(recv_topk_weights, "recv_topk_weights"),
+            written(recv_scales, "recv_scales"),
+            written(recv_topk_idx, "recv_topk_idx"),
+        )
+
+    def combine(
+        self,
+        expert_out: TensorLike,
+        slot_weights: Optional[TensorLike] = None,
+        topk_weights: Optional[TensorLike] = None,
+        *,
+        out: TensorLike,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Return the experts' outputs to the ranks of their tokens, and sum them.
+
+        expert_out    [rows, H] BF16, FP16 or FP32, shaped like recv_tokens
+        slot_weights  [rows] FP32, as dispatch delivered them, or None for 1
+        topk_weights  latency mode, in place of slot_weights: [T, K] FP32 at the token's rank
+        out           output [T, H] of the same type: sum of weight times row over the token's slots
+        """
+        self._call(
+            library.ep_combine,
+            read(plan, "plan"),
+            read(expert_out, "expert_out"),
+            read(slot_weights, "slot_weights"),
+            read(topk_weights, "topk_weights"),
+            stream,
+            written(out, "out"),
+        )
+
+    def dispatch_backward(
+        self,
+        grad_recv_tokens: TensorLike,
+        grad_slot_weights: Optional[TensorLike] = None,
+        *,
+        grad_tokens: TensorLike,
+        grad_topk_weights: Optional[TensorLike] = None,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Compute the derivative of dispatch.
+
+        grad_recv_tokens   [rows, H] BF16, FP16 or FP32, shaped like recv_tokens
+        grad_slot_weights  gradient of recv_topk_weights, of its shape, FP32, or None
+        grad_tokens        output [T, H]
+        grad_topk_weights  output [T, K] FP32; required with grad_slot_weights, otherwise None
+        """
+        self._call(
+            library.ep_dispatch_backward,
+            read(plan, "plan"),
+            read(grad_recv_tokens, "grad_recv_tokens"),
+            read(grad_slot_weights, "grad_slot_weights"),
+            stream,
+            written(grad_tokens, "grad_tokens"),
+            written(grad_topk_weights, "grad_topk_weights"),
+        )
+
+    def combine_backward(
+        self,
+        grad_out: TensorLike,
+        slot_weights: Optional[TensorLike] = None,
+        expert_out: Optional[TensorLike] = None,
+        *,
+        grad_expert_out: TensorLike,
+        grad_slot_weights: Optional[TensorLike] = None,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Compute the derivative of combine.
+
+        grad_out           [T, H] BF16, FP16 or FP32
+        slot_weights       as in combine, or None if it was unweighted
+        expert_out         as in combine; required with grad_slot_weights, otherwise None
+        grad_expert_out    output shaped like expert_out
+        grad_slot_weights  output shaped like slot_weights, FP32, or None
+        """
+        self._call(
+            library.ep_combine_backward,
+            read(plan, "plan"),
+            read(grad_out, "grad_out"),
+            read(slot_weights, "slot_weights"),
+            read(expert_out, "expert_out"),
+            stream,
+            written(grad_expert_out, "grad_expert_out"),
+            written(grad_slot_weights, "grad_slot_weights"),
+        )
+
+    # ---- send and receive phases, in latency mode ---------------------------------------------
+
+    def dispatch_send(
+        self,
+        tokens: TensorLike,
+        topk_weights: Optional[TensorLike] = None,
+        scales: Optional[TensorLike] = None,
+        *,
+        plan: Optional[TensorLike] = None,
+        prepare: Optional[Prepare] = None,
+        stream: int = 0,
+    ) -> None:
+        """The send phase of dispatch. Inputs may be overwritten once it has run."""
+        self._call(
+            library.ep_dispatch_send,
+            written(plan, "plan"),
+            prepare,
+            read(tokens, "tokens"),
+            read(topk_weights, "topk_weights"),
+            read(scales, "scales"),
+            stream,
+        )
+        if prepare is not None:
+            self._recorded = (self._recorded, prepare)
+
+    def dispatch_wait(
+        self,
+        *,
+        recv_tokens: TensorLike,
+        recv_topk_weights: Optional[TensorLike] = None,
+        recv_scales: Optional[TensorLike] = None,
+        recv_topk_idx: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """The receive phase of dispatch, with the plan of the send phase."""
+        self._call(
+            library.ep_dispatch_wait,
+            stream,
+            written(recv_tokens, "recv_tokens"),
+            written(recv_topk_weights, "recv_topk_weights"),
+            written(recv_scales, "recv_scales"),
+            written(recv_topk_idx, "recv_topk_idx"),
+        )
+
+    def combine_send(
+        self,
+        expert_out: TensorLike,
+        slot_weights: Optional[TensorLike] = None,
+        topk_weights: Optional[TensorLike] = None,
+        *,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """The send phase of combine. Inputs may be overwritten once it has run."""
+        self._call(
+            library.ep_combine_send,
+            read(plan, "plan"),
+            read(expert_out, "expert_out"),
+            read(slot_weights, "slot_weights"),
+            read(topk_weights, "topk_weights"),
+            stream,
+        )
+
+    def combine_wait(self, *, out: TensorLike, stream: int = 0) -> None:
+        """The receive phase of combine."""
+        self._call(library.ep_combine_wait, stream, written(out, "out"))
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Destroy the handle. Waits for nobody. A second call does nothing.
+
+        Operations under way still run. The handle's own plan is gone; named plans stay.
+        """
+        handle, self._pointer = self._pointer, None
+        self._recorded = None
+        if handle is not None and self._group.pointer is not None:
+            self._group.run(library.ep_handle_destroy, handle)
+
+    def __del__(self) -> None:
+        # The collector may run on any thread, while another one is in a call on the group. So leave
+        # the work to the next handle's creation, or to the group's end.
+        handle = getattr(self, "_pointer", None)
+        if handle is not None:
+            self._group.orphans.append(handle)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

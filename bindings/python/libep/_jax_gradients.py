@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of the calls.
+
+A call's derivative is a linear call, such as ep_dispatch_tangent. It never runs: JAX transposes it,
+and its transpose is libep's backward call. The order is differentiated like the rows. So the
+gradient of an order is an order, and the backward calls form a chain, too, from last to first.
+
+A backward call takes two orders: the one that its forward call returned, and the gradient of that,
+which the backward call before it returned. The latter is zero for the first backward call.
+
+This is not jax.custom_vjp, since jax.checkpoint would not find the rule of _jax_calls inside a
+custom_vjp that is not differentiated.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from . import _jax_calls as calls
+from ._abi import Status
+from ._library import EpError
+
+
+def _is_zero(tangent) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _zero(output):
+    return ad.Zero(jax.typeof(output).to_tangent_aval())
+
+
+def _types(arrays) -> tuple:
+    """The types of arrays, or of the unknowns of a transpose."""
+    avals = [array.aval if ad.is_undefined_primal(array) else array for array in arrays]
+    return tuple((aval.shape, aval.dtype.name) for aval in avals)
+
+
+def _make_tangent(name: str, backward: Primitive) -> Primitive:
+    """The derivative of a call. Operands: order and plan, others that are kept, the linear ones."""
+
+    def refuse(*_, **__):
+        raise EpError(
+            Status.UNSUPPORTED,
+            f"{name}: expected reverse mode (jax.grad, jax.vjp), got forward mode",
+        )
+
+    def transpose(gradients, *operands, key, num_kept, **_):
+        (order, plan, *others), linear = operands[:num_kept], operands[num_kept:]
+        grad_order, *grads = map(ad.instantiate_zeros, gradients)
+        results = backward.bind(
+            order,
+            grad_order,
+            plan,
+            *grads,
+            *others,
+            key=key,
+            num_orders=2,
+            outputs=_types(linear[1:]),
+        )
+        pairs = zip(linear, results)
+        return [None] * num_kept + [g if ad.is_undefined_primal(x) else None for x, g in pairs]
+
+    tangent = Primitive(f"ep_{name}_tangent")
+    tangent.multiple_results = True
+    tangent.def_impl(refuse)
+    tangent.def_abstract_eval(calls.type_outputs)
+    mlir.register_lowering(tangent, refuse)
+    ad.primitive_transposes[tangent] = transpose
+    return tangent
+
+
+_dispatch_tangent = _make_tangent("dispatch", calls.dispatch_backward)
+_combine_tangent = _make_tangent("combine", calls.combine_backward)
+
+
+def _bind_tangent(tangent, kept, linear, key, outputs):
+    return tangent.bind(
+        *kept,
+        *map(ad.instantiate_zeros, linear),
+        key=key,
+        num_orders=1,
+        num_kept=len(kept),
+        outputs=outputs,
+    )
+
+
+def _differentiate_prepare(primals, tangents, **params):
+    order, *numbers = calls.prepare.bind(*primals, **params)
+    return [order, *numbers], [tangents[0], *map(_zero, numbers)]
+
+
+def _differentiate_dispatch(primals, tangents, key, outputs, **params):
+    results = calls.dispatch.bind(*primals, key=key, outputs=outputs, **params)
+    t_order, _, t_tokens, *t_weights = tangents
+    linear = [t_order, t_tokens, *[t for t in t_weights if not _is_zero(t)]]
+    kept = [results[0], primals[1]]
+    found = _bind_tangent(_dispatch_tangent, kept, linear, key, outputs[: len(linear) - 1])
+    return results, found + [_zero(result) for result in results[len(found) :]]
+
+
+def _differentiate_combine(primals, tangents, key, outputs, **params):
+    results = calls.combine.bind(*primals, key=key, outputs=outputs, **params)
+    _, plan, expert_out, *weights = primals
+    t_order, _, t_expert_out, *t_weights = tangents
+    t_weights = [t for t in t_weights if not _is_zero(t)]
+    kept = [results[0], plan, *weights, *([expert_out] if t_weights else [])]
+    linear = [t_order, t_expert_out, *t_weights]
+    found = _bind_tangent(_combine_tangent, kept, linear, key, outputs)
+    return results, found
+
+
+ad.primitive_jvps[calls.prepare] = _differentiate_prepare
+ad.primitive_jvps[calls.dispatch] = _differentiate_dispatch
+ad.primitive_jvps[calls.combine] = _differentiate_combine

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a mesh: one group for each line of devices along the axis, one rank per device."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from . import _abi, _jax_calls
+from ._abi import Backend, Plans, Status, Tail
+from ._bootstrap import Bootstrap
+from ._group import Group
+from ._handle import Handle
+from ._library import EpError, last_error
+
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterable, Mapping, Sequence
+
+CLOSE_SECONDS = 1.0
+"""How long closing waits for a program that is using the group."""
+
+_keys = itertools.count(1)
+_open: dict[int, Ranks] = {}
+
+
+class _Rank(NamedTuple):
+    group: Group
+    handle: Handle
+    ordinal: int  # XLA's number of the device
+
+
+class Ranks:
+    """The ranks of this process. Programs name them by `key`."""
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axes: Sequence[str],
+        top_k: int,
+        fields: Mapping[str, Any],
+    ) -> None:
+        self.key = next(_keys)
+        self.bootstraps: list[Bootstrap] = []
+        self.ranks: list[_Rank] = []
+        makers = []
+        for number, devices in enumerate(_lines(mesh, axes)):
+            for bootstrap in _bootstraps(f"libep/jax/{self.key}/{number}", devices):
+                device = devices[bootstrap.rank]
+                self.bootstraps.append(bootstrap)
+                makers.append(lambda b=bootstrap, d=device: _make_rank(b, d, top_k, fields))
+        try:
+            self.ranks = _run_threads(makers)
+        except BaseException:
+            self._close_groups()
+            raise
+        self.plan_bytes: int = self.ranks[0].handle.plan_bytes
+        for rank in self.ranks:
+            _add(self.key, rank)
+        _open[self.key] = self
+
+    def check(self) -> None:
+        """Raise what ep_group_status reports on the ranks of this process."""
+        for rank in self.ranks:
+            finding = _abi.initialized(_abi.EpFinding)
+            status = _jax_calls.library.ep_jax_rank_status(
+                self.key, rank.ordinal, ctypes.byref(finding)
+            )
+            if status:
+                raise last_error(status)
+
+    def release(self) -> None:
+        """Let programs use the groups no more."""
+        _run_threads(
+            [
+                lambda r=rank: _jax_calls.library.ep_jax_rank_close(
+                    self.key, r.ordinal, CLOSE_SECONDS
+                )
+                for rank in self.ranks
+            ]
+        )
+
+    def close(self) -> None:
+        """Destroy the groups. A second call does nothing."""
+        if _open.pop(self.key, None) is not None:
+            self.release()
+            self._close_groups()
+
+    def _close_groups(self) -> None:
+        _run_threads([rank.group.close for rank in self.ranks])
+        for bootstrap in self.bootstraps:
+            bootstrap.close()
+
+
+def _lines(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> np.ndarray:
+    """The devices as [groups, ranks]: along the last dimension only `axes` vary."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    others = [place for place in range(mesh.devices.ndim) if place not in places]
+    size = int(np.prod([mesh.devices.shape[place] for place in places]))
+    return mesh.devices.transpose(others + places).reshape(-1, size)
+
+
+def _bootstraps(prefix: str, devices: Sequence[Any]) -> Iterable[Bootstrap]:
+    """Bootstraps for those of the devices that are this process's."""
+    here = [r for r, d in enumerate(devices) if d.process_index == jax.process_index()]
+    if len(here) == len(devices):
+        return Bootstrap.local(len(devices))
+    return [_store_bootstrap(prefix, rank, len(devices)) for rank in here]
+
+
+def _store_bootstrap(prefix: str, rank: int, size: int) -> Bootstrap:
+    # JAX has no public name for the store that its processes share.
+    from jax._src.distributed import global_state
+
+    client = global_state.client
+
+    def get(key: str, seconds: float) -> bytes:
+        try:
+            return client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError from None
+            raise
+
+    return Bootstrap.from_store(
+        rank, size, client.key_value_set_bytes, get, client.key_value_delete, prefix
+    )
+
+
+def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[str, Any]) -> _Rank:
+    on_host = device.platform == "cpu"
+    ordinal = device.id if on_host else device.local_hardware_id
+    place = {"backend": Backend.HOST} if on_host else {"backend": Backend.CUDA, "device": ordinal}
+    group = Group(bootstrap, **place, **fields)
+    try:
+        # Experts may read every row, and XLA's buffers are not cleared.
+        handle = Handle(group, top_k=top_k, plans=Plans.NAMED, zero_tail=Tail.ZERO)
+    except BaseException as error:
+        group.abort(str(error))
+        group.close()
+        raise
+    return _Rank(group, handle, ordinal)
+
+
+def _add(key: int, rank: _Rank) -> None:
+    on_host = rank.group.query().backend is Backend.HOST
+    added = _jax_calls.library.ep_jax_rank_add(
+        key, rank.ordinal, rank.group.rank, on_host, rank.group.require(), rank.handle._require()
+    )
+    if not added:
+        raise MemoryError("libep.jax: no memory for a rank")
+
+
+def _run_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run functions side by side, return what they return, and raise the first error.
+
+    The error of a rank whose peer has failed comes last.
+    """
+    results: list[Any] = [None] * len(bodies)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = bodies[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _close_local() -> None:
+    """At the end of the process: close the groups that have no ranks elsewhere."""
+    for ranks in list(_open.values()):
+        if all(bootstrap.is_thread for bootstrap in ranks.bootstraps):
+            ranks.close()
+
+
+def _leave() -> None:
+    """At the end of the process: keep programs out of the other groups. _process closes them."""
+    for ranks in _open.values():
+        for rank in ranks.ranks:
+            _jax_calls.library.ep_jax_rank_close(ranks.key, rank.ordinal, CLOSE_SECONDS)
+
+
+# Functions of atexit come too late to start threads. concurrent.futures uses this one for the same
+# reason.
+threading._register_atexit(_close_local)  # type: ignore[attr-defined]
+atexit.register(_leave)

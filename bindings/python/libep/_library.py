@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared library of the package, and its errors as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from . import _abi
+from ._abi import Status
+from ._version import __version__
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+PATH = os.path.join(FOLDER, "lib", "libep.so.0")
+
+
+class EpError(RuntimeError):
+    """A call of libep failed. str(error) is the library's sentence: rank, call, expected and got.
+
+    `status` is the Status that the call returned.
+    """
+
+    status: Status
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(status, sentence)  # both, so that the exception can be pickled
+        self.status = Status(status)
+
+    def __str__(self) -> str:
+        return self.args[1] or self.status.name
+
+
+def _load() -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(PATH)
+    except OSError as error:
+        raise ImportError(f"libep: its shared library cannot be loaded: {error}") from None
+    _abi.declare(loaded)
+    return loaded
+
+
+def version() -> str:
+    """The version of the shared library, such as "0.2.0"."""
+    number = library.ep_version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _check_version() -> None:
+    if version() != __version__:
+        raise ImportError(
+            f"libep: expected the shared library of version {__version__}, as the package, "
+            f"got {version()} in {PATH}: install the package again"
+        )
+
+
+def last_error(status: int) -> EpError:
+    """The exception for a call of this thread that has just returned `status`."""
+    return EpError(status, library.ep_last_error().decode("utf-8", "replace"))
+
+
+def check(status: int) -> None:
+    """Raise EpError unless `status` is OK."""
+    if status:
+        raise last_error(status)
+
+
+library = _load()
+_check_version()

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep in JAX: dispatch and combine as differentiable functions, inside shard_map.
+
+    ep = libep.jax.bootstrap(mesh, "ep", num_experts=64, max_tokens=512, hidden=1024, top_k=4)
+
+    def layer(x, experts, order):                  # inside shard_map over the axis "ep"
+        weights, idx = router(x)
+        rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+        rows = apply(experts, rows, plan.expert_padded)
+        y, order = ep.combine(order, rows, plan, row_weights)
+        return y, order
+
+Works under jit, grad, scan and checkpoint. docs/jax.md of the source tree is the manual.
+
+Order. All ranks of a group make the same calls in the same order. XLA runs independent calls in any
+order, so the calls of a program form a chain: each takes an `order`, an array that the call before
+returned, and returns another. ep.order() begins the chain. Backward continues it by itself: the
+gradient of an order is an order. On CPUs a call that takes anything but the last call's order is an
+error (EP_ERR_ORDER), on every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _jax_calls as calls
+from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
+from ._abi import Status
+from ._config import max_recv_rows as worst_case_rows
+from ._jax_ranks import Ranks
+from ._library import EpError
+
+if TYPE_CHECKING:
+    from typing import Any, Optional, Union
+
+_ROW_TYPES = ("float32", "bfloat16", "float16")
+_PLAN_ALIGNMENT = 256  # a plan in an array of plans is aligned like a buffer of XLA
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step's routing, made by dispatch: an ordinary value, which may be saved and passed on.
+
+    bytes           uint8, what libep reads
+    expert_counts   [L] int32: rows of each local expert, without padding and lost rows
+    expert_padded   [L] int32: rows of each local expert, padding included. Expert after expert they
+                    fill recv_tokens from its start: the group sizes of jax.lax.ragged_dot
+    expert_offsets  [L + 1] int32: first row of each expert, then the number of rows filled
+    totals          [3] int32: rows filled, rows needed, slots lost to the capacity
+    num_tokens      T, a Python int
+    """
+
+    bytes: jax.Array
+    expert_counts: jax.Array
+    expert_padded: jax.Array
+    expert_offsets: jax.Array
+    totals: jax.Array
+    num_tokens: int = dataclasses.field(metadata=dict(static=True))
+
+
+def bootstrap(
+    mesh: jax.sharding.Mesh,
+    axis: Union[str, tuple[str, ...]],
+    *,
+    num_experts: int,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    max_recv_rows: Optional[int] = None,
+    dtype: Any = jnp.float32,
+    **fields: Any,
+) -> Ep:
+    """Create the groups of a mesh: the devices along `axis` share the experts. Collective.
+
+    axis           the name of a mesh axis, or several names, outermost first. Devices that differ
+                   in another axis belong to different groups.
+    num_experts    experts of a group, a multiple of its devices; device r owns the r-th block
+    max_tokens     most tokens of a device in one call
+    hidden, dtype  the largest row, and its type
+    top_k          experts per token, in every call
+    max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost
+    fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
+                   timeout_seconds, ...
+
+    With several processes (jax.distributed) each of them calls this, in the same order relative to
+    other calls of bootstrap. EpError if the configuration is refused.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    size = _count(mesh, axes)
+    if num_experts % size:
+        raise EpError(
+            Status.RANGE,
+            f"bootstrap: num_experts: expected a multiple of the {size} "
+            f"devices along {axis!r}, got {num_experts}",
+        )
+    config = dict(
+        fields,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        max_top_k=top_k,
+        max_row_bytes=hidden * np.dtype(dtype).itemsize,
+    )
+    if max_recv_rows is None:
+        max_recv_rows = worst_case_rows(size, 0, **config)
+    config["max_recv_rows"] = max_recv_rows
+    return Ep(Ranks(mesh, axes, top_k, config), axes, size, config)
+
+
+def _count(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+    for name in axes:
+        if name not in mesh.axis_names:
+            raise EpError(
+                Status.RANGE,
+                f"bootstrap: axis: expected one of the mesh's axes {mesh.axis_names}, got {name!r}",
+            )
+    return int(np.prod([mesh.shape[name] for name in axes]))
+
+
+class Ep:
+    """The groups of a mesh axis, and the operations. Made by bootstrap.
+
+    The methods order, dispatch and combine are called inside shard_map over the axis. Their shapes
+    are those of one device: T tokens, K = top_k, H elements per row, L local experts, and `rows` =
+    max_recv_rows.
+    """
+
+    def __init__(self, ranks: Ranks, axes: tuple[str, ...], size: int, config: dict) -> None:
+        self._ranks = ranks
+        self._axes = axes
+        self.num_ranks = size
+        self.num_experts: int = config["num_experts"]
+        self.num_local_experts = self.num_experts // size
+        self.max_tokens: int = config["max_tokens"]
+        self.top_k: int = config["max_top_k"]
+        self.max_recv_rows: int = config["max_recv_rows"]
+        self.max_row_bytes: int = config["max_row_bytes"]
+        self.plan_bytes = -(-ranks.plan_bytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
+
+    # ---- operations ---------------------------------------------------------------------------
+
+    def order(self) -> jax.Array:
+        """Begin the chain of a program's calls. Once in each program, before its first call."""
+        self._require_axes("order")
+        return _vary(jnp.zeros(1, jnp.float32), self._axes)
+
+    def dispatch(
+        self,
+        order: jax.Array,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array] = None,
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
+        """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan, order).
+
+        order         what the last call returned
+        tokens        [T, H] float32, bfloat16 or float16
+        topk_idx      [T, K] int32 or int64: the expert of each entry; negative: none
+        topk_weights  [T, K] float32, or None
+        recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
+        recv_weights  [rows] float32, the weight of each row; None without topk_weights
+
+        Differentiable in tokens and topk_weights.
+        """
+        self._require_axes("dispatch")
+        self._check_routing(tokens, topk_idx, topk_weights)
+        tokens, topk_idx, *weights = _vary_alike(self._axes, tokens, topk_idx, topk_weights)
+        order, *numbers = self._bind(calls.prepare, order, topk_idx, outputs=self._plan_types())
+        plan = Plan(*numbers, num_tokens=tokens.shape[0])
+        rows = self.max_recv_rows
+        received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
+        order, recv_tokens, *recv_weights = self._bind(
+            calls.dispatch,
+            order,
+            plan.bytes,
+            tokens,
+            *weights,
+            outputs=received[: 1 + len(weights)],
+        )
+        return recv_tokens, recv_weights[0] if recv_weights else None, plan, order
+
+    def combine(
+        self,
+        order: jax.Array,
+        expert_out: jax.Array,
+        plan: Plan,
+        recv_weights: Optional[jax.Array] = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return each expert's rows to their tokens and add them up. Return (out, order).
+
+        order         what the last call returned
+        expert_out    [rows, H], where recv_tokens had the experts' inputs
+        plan          of the dispatch
+        recv_weights  [rows] float32: each row's factor, or None for 1
+        out           [T, H]
+
+        Differentiable in expert_out and recv_weights.
+        """
+        self._require_axes("combine")
+        self._check_rows(expert_out, recv_weights)
+        operands = _vary_alike(self._axes, plan.bytes, expert_out, recv_weights)
+        outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
+        order, out = self._bind(calls.combine, order, *operands, outputs=outputs)
+        return out, order
+
+    def join(self, order: jax.Array, value: jax.Array) -> jax.Array:
+        """Return `value`, whose gradient waits for the call that returned `order`.
+
+        Backward begins with the last call that the loss depends on. If calls follow that one, such
+        as those of a layer without gradient, join the loss to the order of the last call of all.
+        """
+        return _join(order, value)
+
+    def _bind(self, call, order, *operands, outputs):
+        return call.bind(
+            order, *operands, key=self._ranks.key, num_orders=1, outputs=tuple(outputs)
+        )
+
+    def _plan_types(self):
+        experts = self.num_local_experts
+        return [
+            ((self.plan_bytes,), "uint8"),
+            ((experts,), "int32"),
+            ((experts,), "int32"),
+            ((experts + 1,), "int32"),
+            ((3,), "int32"),
+        ]
+
+    # ---- the group ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise EpError for what went wrong on the devices of this process since the last check.
+
+        Indices out of range and lost rows are reported here alone. Call it where the loss is read.
+        """
+        self._ranks.check()
+
+    def close(self) -> None:
+        """Destroy the groups. A second call does nothing. All processes close together.
+
+        Wait for the programs that use the group first (jax.block_until_ready). Programs that call
+        afterwards get an error. Arrays stay valid.
+        """
+        self._ranks.close()
+
+    def __enter__(self) -> Ep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- arguments ----------------------------------------------------------------------------
+
+    def _require_axes(self, name: str) -> None:
+        try:
+            size = jax.lax.axis_size(self._axes)
+        except NameError:
+            raise EpError(
+                Status.RANGE,
+                f"{name}: expected a call inside shard_map over the axis "
+                f"{self._axes}, which is not bound here",
+            ) from None
+        if size != self.num_ranks:
+            raise EpError(
+                Status.RANGE,
+                f"{name}: expected {self.num_ranks} devices along {self._axes}, got {size}",
+            )
+
+    def _check_routing(self, tokens, topk_idx, topk_weights) -> None:
+        _check("dispatch: tokens", tokens, _ROW_TYPES, (None, None))
+        self._check_row("dispatch: tokens", tokens)
+        count = tokens.shape[0]
+        if count > self.max_tokens:
+            raise EpError(
+                Status.TOKENS,
+                f"dispatch: tokens: expected at most {self.max_tokens} "
+                f"tokens (max_tokens), got {count}",
+            )
+        _check("dispatch: topk_idx", topk_idx, ("int32", "int64"), (count, self.top_k))
+        if topk_weights is not None:
+            _check("dispatch: topk_weights", topk_weights, ("float32",), (count, self.top_k))
+
+    def _check_rows(self, expert_out, recv_weights) -> None:
+        _check("combine: expert_out", expert_out, _ROW_TYPES, (self.max_recv_rows, None))
+        self._check_row("combine: expert_out", expert_out)
+        if recv_weights is not None:
+            _check("combine: recv_weights", recv_weights, ("float32",), (self.max_recv_rows,))
+
+    def _check_row(self, name: str, array) -> None:
+        size = array.shape[1] * array.dtype.itemsize
+        if size % 16 or not 16 <= size <= self.max_row_bytes:
+            raise EpError(
+                Status.ROW_BYTES,
+                f"{name}: expected rows of a multiple of 16 bytes up to "
+                f"{self.max_row_bytes}, got {size}",
+            )
+
+
+def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple) -> None:
+    if array.dtype.name not in types:
+        raise EpError(Status.TYPE, f"{name}: expected {' or '.join(types)}, got {array.dtype.name}")
+    given = array.shape
+    if len(given) != len(shape) or any(w not in (None, g) for g, w in zip(given, shape)):
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise EpError(Status.SHAPE, f"{name}: expected shape [{wanted}], got {list(given)}")
+
+
+@jax.custom_vjp
+def _join(order, value):
+    return value
+
+
+# The first backward call takes the gradient of an order: here it is the last forward call's order.
+_join.defvjp(lambda order, value: (value, order), lambda order, gradient: (order, gradient))
+
+
+# ---- varying axes --------------------------------------------------------------------------------
+
+# shard_map knows over which mesh axes a value may vary. What a call returns varies over the axis of
+# the group, and over those over which any operand varies. So operands are first made to vary alike,
+# which also gives their gradients the sums that they need.
+
+
+def _axes_of(array: jax.Array) -> frozenset:
+    kind = jax.typeof(array)
+    # Older versions of JAX call it vma.
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def _vary(array: jax.Array, axes) -> jax.Array:
+    missing = tuple(axis for axis in axes if axis not in _axes_of(array))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _vary_alike(axes: tuple[str, ...], *arrays: Optional[jax.Array]) -> list[jax.Array]:
+    """The arrays without None, varying over the same axes."""
+    given = [array for array in arrays if array is not None]
+    union = sorted(frozenset(axes).union(*map(_axes_of, given)))
+    return [_vary(array, union) for array in given]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of ep_bench (--json), read and checked. docs/benchmarking.md describes the format."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, NamedTuple, Optional
+
+from .._version import __version__
+from ._json import Node, decoded
+
+OPERATION, SPLIT, BASELINE, STEP = "operation", "split phase", "without libep", "step"
+
+
+class Timing(NamedTuple):
+    """The time of one call, or of a whole step, in one size of a run."""
+
+    name: str
+    kind: str  # OPERATION, SPLIT, BASELINE or STEP
+    median_us: float
+    p99_us: float
+    remote_bytes: Optional[int]  # per rank
+    useful_bytes: Optional[int]
+    wire_us: Optional[float]
+    mem_us: Optional[float]
+    issue_us: Optional[float]
+    wrong: Optional[int]
+
+    @property
+    def floor_us(self) -> Optional[float]:
+        """The larger bound, or None where none was measured."""
+        return max(self.wire_us or 0.0, self.mem_us or 0.0) or None
+
+    @property
+    def bound(self) -> str:
+        """Which bound is the floor: wire, memory, or none."""
+        if self.floor_us is None:
+            return ""
+        return "wire" if self.floor_us == self.wire_us else "memory"
+
+    @property
+    def floor_ratio(self) -> Optional[float]:
+        return self.median_us / self.floor_us if self.floor_us else None
+
+    @property
+    def telling_ratio(self) -> Optional[float]:
+        """floor_ratio but for prepare, whose floor on the host only copies indices: it takes
+        hundreds of times as long, and a scale that shows this shows nothing else."""
+        return None if self.name == "prepare" else self.floor_ratio
+
+
+class Size(NamedTuple):
+    """What was measured with one number of tokens per rank."""
+
+    tokens: int
+    timings: tuple[Timing, ...]
+    facts: dict[str, Optional[float]]  # numbers of the size as a whole, by their key in the JSON
+
+    def timing(self, name: str) -> Optional[Timing]:
+        return next((t for t in self.timings if t.name == name), None)
+
+
+class Run(NamedTuple):
+    """One configuration and its sizes, in ascending order of tokens."""
+
+    model: str  # "" but for --models
+    config: dict[str, Any]
+    sizes: tuple[Size, ...]
+
+    @property
+    def mode(self) -> str:
+        return str(self.config.get("mode", ""))
+
+    def size(self, tokens: int) -> Optional[Size]:
+        return next((s for s in self.sizes if s.tokens == tokens), None)
+
+
+class Result(NamedTuple):
+    """One file."""
+
+    path: str
+    label: str  # how the page calls the file
+    version: str
+    wrong: Optional[int]  # None: not checked
+    machine: dict[str, Any]
+    runs: tuple[Run, ...]  # one, or with --models one for each model and mode
+
+
+def operations(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(t.name for run in runs for size in run.sizes for t in size.timings
+                              if t.kind == OPERATION))
+
+
+def all_tokens(runs: Iterable[Run]) -> list[int]:
+    return sorted({size.tokens for run in runs for size in run.sizes})
+
+
+# ---- reading ----------------------------------------------------------------------------------
+
+_FACTS = ("tokens_min", "slots_max", "slots_min", "receive_rows", "dropped_slots", "library_bytes",
+         "promised_bytes", "travelled_bytes", "empty_node_us", "flag_us")
+
+
+def _timing(node: Node, kind: str, name: str = "") -> Timing:
+    return Timing(
+        name or node["name"].text(), kind, node["median_us"].number(), node["p99_us"].number(),
+        node.optional_count("remote_bytes"), node.optional_count("useful_bytes"),
+        node.optional_number("wire_us"), node.optional_number("mem_us"),
+        node.optional_number("issue_us"), node.optional_count("wrong"))
+
+
+def _timings(node: Node) -> tuple[Timing, ...]:
+    found = [_timing(phase, OPERATION) for phase in node["phases"].items()]
+    if "split_phases" in node:
+        found += [_timing(phase, SPLIT) for phase in node["split_phases"].items()]
+    if "baseline" in node:
+        found += [_timing(phase, BASELINE) for phase in node["baseline"]["phases"].items()]
+    if "step" in node:
+        found.append(_timing(node["step"], STEP, "step"))
+    return tuple(found)
+
+
+def _size(node: Node) -> Size:
+    facts = {key: node.optional_number(key) for key in _FACTS}
+    if "new_handle" in node:
+        facts["new_handle_us"] = node["new_handle"].optional_number("median_us")
+    if "baseline" in node:
+        facts["speedup"] = node["baseline"].optional_number("speedup")
+    facts["wrong"] = node.optional_count("wrong")
+    return Size(node["tokens"].count(), _timings(node), facts)
+
+
+def _scalars(node: Node) -> dict[str, Any]:
+    """The members of an object that are a number, a text or a truth, texts made printable."""
+    if not isinstance(node.value, dict):
+        raise node.refuse("an object")
+    return {decoded(key): node[key].text() if isinstance(value, str) else value
+            for key, value in node.value.items() if isinstance(value, (str, int, float))}
+
+
+def _run(node: Node, model: str = "") -> Run:
+    sizes = node["sweep"].items() if "sweep" in node else [node]
+    read = sorted((_size(size) for size in sizes), key=lambda size: size.tokens)
+    return Run(model, _scalars(node["config"]), tuple(read))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def read_result(path: str, label: str, node: Node) -> Result:
+    """The result in a JSON file. ReportError unless ep_bench wrote it."""
+    value = node.value
+    known = isinstance(value, dict) and "version" in value and ("phases" in value
+                                                                or "models" in value)
+    if not known:
+        raise node.refuse("a result of ep_bench (an object with version and phases or models)")
+    version = node["version"].text()
+    if _numbers(version) > _numbers(__version__):
+        node = node.with_hint(f"; libep {version} wrote the file, and this is {__version__}, which "
+                              f"is older")
+    if "models" in node:
+        runs = tuple(_run(m, m["model"].text() or "?") for m in node["models"].items())
+    else:
+        runs = (_run(node),)
+    return Result(path, label, version, node.optional_count("wrong"), _scalars(node["machine"]),
+                  runs)

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "runtime/cuda/notes.h"
+
+#include <string.h>
+
+#include "runtime/cuda/cuda.h"
+#include "runtime/log.h"
+#include "runtime/wait.h"
+
+#define SECONDS_TO_READ 0.01
+
+_Static_assert(EP_ABORT_BYTES == 8 * EP_ABORT_WORDS, "host and kernels agree on the sentence");
+
+/* The stream has the highest priority, and so, with few hardware queues, one of its own: its copies
+ * must not queue up behind work that waits for a kernel which the abort is to end. */
+static EpStatus create_stream(const EpGroup *group, cudaStream_t *stream) {
+    int least = 0, greatest = 0;
+    EP_TRY(ep_cuda_check(group, "cudaDeviceGetStreamPriorityRange",
+                         cudaDeviceGetStreamPriorityRange(&least, &greatest)));
+    return ep_cuda_check(group, "cudaStreamCreateWithPriority",
+                         cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
+}
+
+EpStatus ep_cuda_notes_open(const EpGroup *group, EpCudaNotes *notes) {
+    EP_TRY(create_stream(group, &notes->stream));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&notes->out, 2 * sizeof(*notes->out), 0)));
+    memset(notes->out, 0, 2 * sizeof(*notes->out));
+    notes->in = notes->out + 1;
+    return EP_OK;
+}
+
+void ep_cuda_notes_close(EpCudaNotes *notes) {
+    if (notes->stream) (void)cudaStreamDestroy(notes->stream);
+    (void)cudaFreeHost(notes->out);
+    *notes = (EpCudaNotes){.stream = NULL};
+}
+
+/* Other threads may be capturing: their captures forbid calls that could depend on them, which
+ * copies on this stream do not. Returns what the second call takes. */
+static enum cudaStreamCaptureMode allow_calls(void) {
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return mode;
+}
+
+static void restore_calls(enum cudaStreamCaptureMode mode) {
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+static cudaError_t copy(const EpCudaNotes *notes, void *to, const void *from, size_t bytes) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, notes->stream);
+}
+
+/* ---- aborting ------------------------------------------------------------------------------ */
+
+/* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
+ * seen its word, has the sentence too. This rank's own kernels are told last: they send their peers
+ * the word that this rank has given up. */
+static cudaError_t tell_all(const EpCudaGroup *g, const EpCudaNotes *notes) {
+    cudaError_t error = cudaSuccess;
+    int64_t why = g->layout.aborted + (1 + g->rank) * (int64_t)EP_ABORT_BYTES;
+    for (int r = 0; r < g->size && error == cudaSuccess; r++)
+        error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
+    for (int i = 1; i <= g->size && error == cudaSuccess; i++) {
+        char *window = g->window[(g->rank + i) % g->size];
+        error = copy(notes, window + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
+    }
+    return error;
+}
+
+int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
+    EpCuda *cuda = ep_cuda(group);
+    EpCudaNotes *notes = &cuda->notes;
+    if (__atomic_load_n(&cuda->device.failure->fault, __ATOMIC_ACQUIRE)) return 0;
+    if (leaving) return 1; /* this rank's kernels have ended, and peers may free their windows */
+    notes->out->word = 1 + (uint64_t)group->rank;
+    memcpy(notes->out->why, sentence, EP_ABORT_BYTES);
+    enum cudaStreamCaptureMode mode = allow_calls();
+    cudaError_t error = tell_all(&cuda->device, notes);
+    restore_calls(mode);
+    if (error == cudaSuccess) return 1;
+    (void)cudaGetLastError();
+    EP_WARN("ep_group_abort: kernels that wait end at their deadline: %s",
+            cudaGetErrorString(error));
+    return 1;
+}
+
+/* ---- looking ------------------------------------------------------------------------------- */
+
+/* Read from this rank's own window, if the stream does it soon. Returns 0 if not. */
+static int read_window(const EpCudaNotes *notes, void *to, const char *from, size_t bytes) {
+    EpWait wait;
+    cudaError_t error = copy(notes, to, from, bytes);
+    ep_wait_begin(&wait, SECONDS_TO_READ, 0);
+    while (error == cudaSuccess && (error = cudaStreamQuery(notes->stream)) == cudaErrorNotReady &&
+           ep_wait_pause(&wait))
+        error = cudaSuccess;
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    return error == cudaSuccess;
+}
+
+static int32_t look(const EpCudaGroup *g, const EpCudaNotes *notes, char *sentence) {
+    EpCudaNote *in = notes->in;
+    const char *aborted = g->window[g->rank] + g->layout.aborted;
+    if (!read_window(notes, &in->word, aborted, sizeof(in->word))) return -1;
+    int32_t rank = (int32_t)in->word - 1;
+    if (rank < 0 || rank >= g->size || rank == g->rank) return -1;
+    aborted += (1 + rank) * (int64_t)EP_ABORT_BYTES;
+    if (!read_window(notes, in->why, aborted, sizeof(in->why))) return -1;
+    memcpy(sentence, in->why, EP_ABORT_BYTES);
+    return rank;
+}
+
+int32_t ep_cuda_find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+    const EpCuda *cuda = ep_cuda(group);
+    int before = ep_cuda_use(cuda->ordinal);
+    enum cudaStreamCaptureMode mode = allow_calls();
+    int32_t rank = look(&cuda->device, &cuda->notes, sentence);
+    restore_calls(mode);
+    ep_cuda_restore(before);
+    return rank;
+}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: devices, worlds, and a dense layer to compare with."""
+
+from __future__ import annotations
+
+import os
+
+DEVICES = 4
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import libep.jax  # noqa: E402
+
+SECONDS = 20  # deadline of waits
+EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
+
+
+def make_mesh(*sizes, names=("ep",)):
+    """A mesh of the first devices."""
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    return Mesh(devices.reshape(sizes), names)
+
+
+@pytest.fixture
+def bootstrap():
+    """libep.jax.bootstrap with the sizes above; what it returns is closed after the test."""
+    made = []
+
+    def make(mesh, axis="ep", **fields):
+        given = dict(
+            num_experts=EXPERTS,
+            max_tokens=TOKENS,
+            hidden=HIDDEN,
+            top_k=TOP_K,
+            timeout_seconds=SECONDS,
+        )
+        made.append(libep.jax.bootstrap(mesh, axis, **{**given, **fields}))
+        return made[-1]
+
+    yield make
+    for ep in made:
+        ep.close()
+
+
+def parameters(seed, layers=None, dtype=jnp.float32):
+    """A router and experts; with `layers` so many of each, stacked."""
+    generator = np.random.default_rng(seed)
+    lead = () if layers is None else (layers,)
+
+    def make(*shape, scale):
+        return jnp.asarray(generator.standard_normal(lead + shape) * scale, dtype)
+
+    return {
+        "router": make(HIDDEN, EXPERTS, scale=1.0),
+        "up": make(EXPERTS, HIDDEN, INNER, scale=HIDDEN**-0.5),
+        "down": make(EXPERTS, INNER, HIDDEN, scale=INNER**-0.5),
+    }
+
+
+def specs(layers=None):
+    """How shard_map splits parameters: experts along "ep"."""
+    lead = () if layers is None else (None,)
+    return {"router": P(), "up": P(*lead, "ep"), "down": P(*lead, "ep")}
+
+
+def tokens(seed, devices, dtype=jnp.float32):
+    generator = np.random.default_rng(seed + 1000)
+    return jnp.asarray(generator.standard_normal((devices * TOKENS, HIDDEN)), dtype)
+
+
+def route(params, x):
+    logits = x.astype(jnp.float32) @ params["router"].astype(jnp.float32)
+    weights, idx = jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
+    return idx, weights
+
+
+def moe(ep, params, x, order):
+    """A Mixture-of-Experts layer with a residual connection, inside shard_map."""
+    idx, weights = route(params, x)
+    rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+    hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], plan.expert_padded))
+    rows = jax.lax.ragged_dot(hidden, params["down"], plan.expert_padded)
+    y, order = ep.combine(order, rows, plan, row_weights)
+    return x + y, order
+
+
+def dense(params, x):
+    """The same layer on one device: every expert sees every token."""
+    idx, weights = route(params, x)
+    gates = jnp.zeros((x.shape[0], EXPERTS), jnp.float32)
+    gates = gates.at[jnp.arange(x.shape[0])[:, None], idx].add(weights)
+    hidden = jax.nn.gelu(jnp.einsum("th,ehi->tei", x, params["up"]))
+    rows = jnp.einsum("tei,eih->teh", hidden, params["down"])
+    y = jnp.einsum("teh,te->th", rows.astype(jnp.float32), gates)
+    return x + y.astype(x.dtype)
+
+
+def assert_close(got, expected, tolerance):
+    """Compare two trees of arrays, relative to the largest element of each array."""
+    for path, wanted in jax.tree_util.tree_leaves_with_path(expected):
+        have = got
+        for key in path:
+            have = have[key.key if hasattr(key, "key") else key.idx]
+        have, wanted = np.asarray(have, np.float64), np.asarray(wanted, np.float64)
+        np.testing.assert_allclose(
+            have, wanted, rtol=0, atol=tolerance * np.abs(wanted).max(), err_msg=str(path)
+        )

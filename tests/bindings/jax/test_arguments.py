@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments, closed groups, and what is not supported: an exception with a sentence."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import EXPERTS, HIDDEN, TOKENS, TOP_K, make_mesh, moe, parameters, specs, tokens
+from jax._src.dispatch import runtime_tokens
+from jax.errors import JaxRuntimeError
+from jax.sharding import PartitionSpec as P
+
+import libep.jax
+from libep import EpError, Status
+
+
+def indices(devices):
+    return jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (devices * TOKENS, 1))
+
+
+def round_trip(ep, mesh):
+    """A program: every token goes to experts 0, 1, 2 and comes back."""
+
+    def body(x, idx):
+        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+        return ep.combine(order, rows, plan)[0]
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+
+# ---- bootstrap ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, status, sentence",
+    [
+        ({"axis": "expert"}, "RANGE", r"expected one of the mesh's axes \('ep',\), got 'expert'"),
+        ({"num_experts": 7}, "RANGE", "expected a multiple of the 2 devices along 'ep', got 7"),
+        ({"top_k": 33}, "TOP_K", "max_top_k"),
+        ({"hidden": 3}, "ROW_BYTES", "max_row_bytes"),
+        ({"alignment": 3}, "ALIGNMENT", "alignment"),
+    ],
+)
+def test_bootstrap(bootstrap, fields, status, sentence):
+    with pytest.raises(EpError, match=sentence) as caught:
+        bootstrap(make_mesh(2), **fields)
+    assert caught.value.status is Status[status]
+    bootstrap(make_mesh(2))  # nothing was left behind
+
+
+def test_unknown_field(bootstrap):
+    with pytest.raises(TypeError, match="max_tokenz"):
+        bootstrap(make_mesh(2), max_tokenz=3)
+
+
+# ---- operations --------------------------------------------------------------------------------
+
+GOOD = {
+    "x": ((TOKENS, HIDDEN), "float32"),
+    "idx": ((TOKENS, TOP_K), "int32"),
+    "weights": ((TOKENS, TOP_K), "float32"),
+}
+BAD = [
+    ("x", ((TOKENS, HIDDEN), "int32"), "TYPE", "tokens: expected float32 or bfloat16"),
+    ("x", ((TOKENS,), "float32"), "SHAPE", r"tokens: expected shape \[any, any\], got \[12\]"),
+    ("x", ((TOKENS, 2 * HIDDEN), "float32"), "ROW_BYTES", "up to 64, got 128"),
+    ("x", ((TOKENS, 6), "bfloat16"), "ROW_BYTES", "multiple of 16 bytes up to 64, got 12"),
+    ("x", ((TOKENS + 1, HIDDEN), "float32"), "TOKENS", "at most 12 tokens .*, got 13"),
+    ("idx", ((TOKENS, TOP_K), "float32"), "TYPE", "topk_idx: expected int32 or int64, got float32"),
+    ("idx", ((TOKENS, TOP_K + 1), "int32"), "SHAPE", r"expected shape \[12, 3\], got \[12, 4\]"),
+    ("idx", ((TOKENS - 1, TOP_K), "int32"), "SHAPE", r"expected shape \[12, 3\], got \[11, 3\]"),
+    ("weights", ((TOKENS, TOP_K), "bfloat16"), "TYPE", "topk_weights: expected float32"),
+    ("weights", ((TOKENS,), "float32"), "SHAPE", r"expected shape \[12, 3\], got \[12\]"),
+]
+
+
+@pytest.mark.parametrize("name, kind, status, sentence", BAD)
+def test_dispatch(bootstrap, name, kind, status, sentence):
+    """Refused while JAX traces, so that no device has begun; the group goes on."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+
+    def body():
+        x, idx, weights = (jnp.zeros(*k) for k in {**GOOD, name: kind}.values())
+        return ep.dispatch(ep.order(), x, idx, weights)[0]
+
+    with pytest.raises(EpError, match=sentence) as caught:
+        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P("ep")))()
+    assert caught.value.status is Status[status]
+    x = tokens(1, 2)
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
+
+
+@pytest.mark.parametrize(
+    "rows, weights, sentence",
+    [
+        (((5, HIDDEN), "float32"), None, r"expert_out: expected shape \[72, any\], got \[5, 16\]"),
+        (((72, HIDDEN), "int32"), None, "expert_out: expected float32"),
+        (((72, HIDDEN), "float32"), ((5,), "float32"), r"recv_weights: expected shape \[72\]"),
+        (((72, HIDDEN), "float32"), ((72,), "float16"), "recv_weights: expected float32"),
+    ],
+)
+def test_combine(bootstrap, rows, weights, sentence):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    assert ep.max_recv_rows == 72
+
+    def body(x, idx):
+        _, _, plan, order = ep.dispatch(ep.order(), x, idx)
+        given = None if weights is None else jnp.zeros(*weights)
+        return ep.combine(order, jnp.zeros(*rows), plan, given)[0]
+
+    with pytest.raises(EpError, match=sentence):
+        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(
+            tokens(1, 2), indices(2)
+        )
+
+
+def test_outside_shard_map(bootstrap):
+    ep = bootstrap(make_mesh(2))
+    with pytest.raises(EpError, match="inside shard_map over the axis .'ep',., which is not bound"):
+        ep.order()
+    other = make_mesh(2, names=("other",))
+    with pytest.raises(EpError, match="not bound"):
+        jax.shard_map(ep.order, mesh=other, in_specs=(), out_specs=P("other"))()
+    with pytest.raises(EpError, match="expected 2 devices along .*, got 4"):
+        jax.shard_map(ep.order, mesh=make_mesh(4), in_specs=(), out_specs=P("ep"))()
+
+
+def test_another_mesh(bootstrap):
+    ep = bootstrap(make_mesh(2))
+    others = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("ep",))
+    with pytest.raises(JaxRuntimeError, match="expected a device of group .*EP_ERR_FOREIGN"):
+        jax.block_until_ready(round_trip(ep, others)(tokens(1, 2), indices(2)))
+
+
+def test_a_plan_that_is_none(bootstrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+
+    def body(x, idx):
+        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+        plan = jax.tree.map(jnp.zeros_like, plan)
+        return ep.combine(order, rows, plan)[0]
+
+    with pytest.raises(JaxRuntimeError, match="EP_ERR_NOT_PREPARED|given up"):
+        jax.block_until_ready(
+            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(
+                tokens(1, 2), indices(2)
+            )
+        )
+
+
+def test_routing_errors(bootstrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    idx = indices(2).at[5, 1].set(EXPERTS)
+    y = round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
+    np.testing.assert_array_equal(y[5], 2 * tokens(1, 2)[5])  # the entry counts as "no expert"
+    with pytest.raises(EpError, match="token 5") as caught:
+        ep.check()
+    assert caught.value.status is Status.ROUTING
+    ep.check()
+
+
+def test_what_is_not_supported(bootstrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    params, x = parameters(1), tokens(1, 2)
+
+    def layer(x):
+        return moe(ep, params, x, ep.order())[0]
+
+    def forward_mode(x):
+        return jax.jvp(layer, (x,), (x,))[1]
+
+    def mapped(x):
+        return jax.vmap(layer)(jnp.stack([x, x]))[0]
+
+    params = jax.tree.map(lambda a, spec: a[: a.shape[0] // 2] if spec else a, params, specs())
+    for body, error, sentence in [
+        (forward_mode, EpError, "expected reverse mode"),
+        (mapped, NotImplementedError, "Batching rule for 'ep_prepare' not implemented"),
+    ]:
+        with pytest.raises(error, match=sentence):
+            jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x)
+
+
+# ---- the end of a group ------------------------------------------------------------------------
+
+
+def test_closed(bootstrap):
+    """Arrays outlive the group; programs that call it get an error."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    program, x = round_trip(ep, mesh), tokens(1, 2)
+    y = program(x, indices(2)).block_until_ready()
+    ep.close()
+    ep.close()
+    np.testing.assert_array_equal(y, TOP_K * x)
+    with pytest.raises(JaxRuntimeError, match=r"rank \d: prepare: the group is closed"):
+        program(x, indices(2)).block_until_ready()
+    with pytest.raises(EpError, match="closed"):
+        ep.check()
+
+
+def test_closed_while_a_program_runs(bootstrap):
+    """One rank is late, the other waits for it in libep: close ends the wait."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(rank, order):
+        begun.set()
+        if rank == 0:
+            go.wait(15)
+        return order
+
+    def body(x, idx):
+        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+        order = jax.pure_callback(hold, order, jax.lax.axis_index("ep"), order)
+        return ep.combine(order, rows, plan)[0]
+
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    )
+    y = program(tokens(1, 2), indices(2))
+    assert begun.wait(15)
+    time.sleep(0.5)
+    start = time.monotonic()
+    threading.Timer(3, go.set).start()
+    ep.close()
+    assert time.monotonic() - start < 10
+    with pytest.raises(JaxRuntimeError, match="closed"):
+        y.block_until_ready()
+    runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
+
+
+def test_fresh_after_a_failure(bootstrap):
+    """A program that failed takes its group with it, and no other."""
+    mesh = make_mesh(2)
+    ep, other = bootstrap(mesh), bootstrap(mesh)
+    with pytest.raises(JaxRuntimeError):
+        jax.block_until_ready(
+            jax.jit(
+                jax.shard_map(
+                    lambda x, idx: ep.dispatch(ep.order() + 1, x, idx)[0],
+                    mesh=mesh,
+                    in_specs=P("ep"),
+                    out_specs=P("ep"),
+                )
+            )(tokens(1, 2), indices(2))
+        )
+    x = tokens(1, 2)
+    np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
+    with pytest.raises(EpError, match="abort"):
+        ep.check()
+
+
+def test_import_alone():
+    """`import libep` brings no JAX."""
+    import subprocess
+    import sys
+
+    code = "import sys, libep; assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert libep.jax.bootstrap

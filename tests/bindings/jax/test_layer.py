@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers against a dense reference: values and gradients, scan, checkpoint, several layers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import (
+    EXPERTS,
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    assert_close,
+    dense,
+    make_mesh,
+    moe,
+    parameters,
+    specs,
+    tokens,
+)
+from jax.sharding import PartitionSpec as P
+
+SINGLE = 1e-5
+
+
+def loss_of(apply):
+    """A loss whose gradient differs in every element, and the gradient."""
+
+    def loss(params, x):
+        y = apply(params, x).astype(jnp.float32)
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def sharded(mesh, body, layers=None, **options):
+    """body(params, x) on each device."""
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(specs(layers), P("ep")), out_specs=P("ep"), **options
+    )
+
+
+def one_layer(ep, params, x):
+    return moe(ep, params, x, ep.order())[0]
+
+
+def stack(ep, params, x, wrap=lambda layer: layer):
+    """All layers of stacked parameters, one after the other, as a scan."""
+
+    @wrap
+    def layer(x, order, params):
+        return moe(ep, params, x, order)
+
+    def step(carry, params):
+        return layer(*carry, params), None
+
+    (x, _), _ = jax.lax.scan(step, (x, ep.order()), params)
+    return x
+
+
+def dense_stack(params, x):
+    return jax.lax.scan(lambda x, params: (dense(params, x), None), x, params)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_single_precision(bootstrap, size):
+    mesh = make_mesh(size)
+    ep = bootstrap(mesh)
+    params, x = parameters(size), tokens(size, size)
+    apply = sharded(mesh, functools.partial(one_layer, ep))
+    assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
+    assert_close(loss_of(apply)(params, x), loss_of(dense)(params, x), SINGLE)
+    ep.check()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(bootstrap, dtype):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh, dtype=dtype)
+    params, x = parameters(5, dtype=dtype), tokens(5, 2, dtype=dtype)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    got = loss_of(sharded(mesh, functools.partial(one_layer, ep)))(params, x)
+    assert got[1][1].dtype == dtype
+    # Rows are rounded in about four places; the tokens' gradients pass through the router, too.
+    assert_close(got[1], loss_of(dense)(*wide)[1], 8 * float(jnp.finfo(dtype).eps))
+
+
+def test_without_check_vma(bootstrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    params, x = parameters(6), tokens(6, 2)
+    apply = sharded(mesh, functools.partial(one_layer, ep), check_vma=False)
+    assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
+    got, expected = loss_of(apply)(params, x), loss_of(dense)(params, x)
+    assert_close(got[1][1], expected[1][1], SINGLE)
+
+
+def test_experts_in_a_loop(bootstrap):
+    """Experts by expert_offsets in place of ragged_dot, aligned slabs, no weights in combine."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh, alignment=4)
+    x = tokens(7, 2)
+    idx = jnp.asarray(
+        np.random.default_rng(7)
+        .permuted(np.tile(np.arange(EXPERTS), (2 * TOKENS, 1)), axis=1)[:, :TOP_K]
+        .astype(np.int32)
+    )
+
+    def body(x, idx):
+        rows, none, plan, order = ep.dispatch(ep.order(), x, idx)
+        assert none is None
+        first = jax.lax.axis_index("ep") * ep.num_local_experts
+        number = jnp.arange(ep.max_recv_rows)
+        factor = jnp.zeros(ep.max_recv_rows)
+        for e in range(ep.num_local_experts):
+            inside = (plan.expert_offsets[e] <= number) & (number < plan.expert_offsets[e + 1])
+            factor = jnp.where(inside, 1.0 + first + e, factor)
+        y, _ = ep.combine(order, rows * factor[:, None], plan)
+        return y, plan.expert_counts, plan.expert_padded, plan.totals[None]
+
+    y, counts, padded, totals = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    )(x, idx)
+    assert_close(y, x * (1.0 + idx).sum(1, keepdims=True), SINGLE)
+    assert list(counts) == list(np.bincount(np.ravel(idx), minlength=EXPERTS))
+    assert list(padded) == [-(-c // 4) * 4 for c in counts]
+    assert list(totals[:, 0]) == [sum(padded[:4]), sum(padded[4:])]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("wrap", ["plain", "checkpoint", "prevent_cse", "dots"])
+def test_scan(bootstrap, size, wrap):
+    """Layers under scan: each keeps its own plan for backward, and checkpoint keeps the order."""
+    wrappers = {
+        "plain": lambda layer: layer,
+        "checkpoint": functools.partial(jax.checkpoint, prevent_cse=False),
+        "prevent_cse": jax.checkpoint,
+        "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+    }
+    mesh, layers = make_mesh(size), 3
+    ep = bootstrap(mesh)
+    params, x = parameters(size, layers), tokens(size, size)
+    apply = sharded(mesh, functools.partial(stack, ep, wrap=wrappers[wrap]), layers)
+    expected = loss_of(dense_stack)(params, x)
+    step = loss_of(apply)
+    for _ in range(3):
+        assert_close(step(params, x), expected, SINGLE)
+
+
+def test_unrolled_checkpoint(bootstrap):
+    """Without scan nothing but the order keeps the layers' calls apart."""
+    mesh, layers = make_mesh(4), 4
+    ep = bootstrap(mesh)
+    params, x = parameters(8, layers), tokens(8, 4)
+
+    def body(params, x):
+        order = ep.order()
+        for i in range(layers):
+            layer = jax.checkpoint(functools.partial(moe, ep))
+            x, order = layer(jax.tree.map(lambda a: a[i], params), x, order)
+        return x
+
+    step = loss_of(sharded(mesh, body, layers))
+    expected = loss_of(dense_stack)(params, x)
+    for _ in range(5):
+        assert_close(step(params, x), expected, SINGLE)
+
+
+def test_independent_layers(bootstrap):
+    """Two layers of one program that need nothing of each other: the order alone joins them."""
+    mesh = make_mesh(4)
+    ep = bootstrap(mesh)
+    first, second, x = parameters(9), parameters(10), tokens(9, 4)
+
+    def body(params, x):
+        y, order = moe(ep, params[0], x, ep.order())
+        z, _ = moe(ep, params[1], x, order)
+        return y * z
+
+    apply = jax.shard_map(
+        body, mesh=mesh, in_specs=((specs(), specs()), P("ep")), out_specs=P("ep")
+    )
+    reference = lambda params, x: dense(params[0], x) * dense(params[1], x)  # noqa: E731
+    step, expected = loss_of(apply), loss_of(reference)((first, second), x)
+    for _ in range(20):
+        assert_close(step((first, second), x), expected, SINGLE)
+
+
+def test_pullbacks_of_two_micro_batches(bootstrap):
+    """F0 F1 B0 B1 by hand: the order goes into a pullback as a gradient, and comes out of it."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    params, x, grads = parameters(11), tokens(11, 4), tokens(12, 4)
+
+    def body(params, x, grads):
+        parts, cotangents = jnp.split(x, 2), jnp.split(grads, 2)
+        layer = functools.partial(moe, ep, params)
+        (_, order), pull_0 = jax.vjp(layer, parts[0], ep.order())
+        (_, order), pull_1 = jax.vjp(layer, parts[1], order)
+        grad_0, order = pull_0((cotangents[0], order))
+        grad_1, order = pull_1((cotangents[1], order))
+        return jnp.concatenate([grad_0, grad_1])
+
+    got = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(specs(), P("ep"), P("ep")), out_specs=P("ep"))
+    )(params, x, grads)
+    expected = jax.vjp(functools.partial(dense, params), x)[1](grads)[0]
+    assert_close(got, expected, SINGLE)
+
+
+def test_order_passes_from_program_to_program(bootstrap):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    params, x = parameters(13), tokens(13, 2)
+    begin = jax.jit(jax.shard_map(ep.order, mesh=mesh, in_specs=(), out_specs=P("ep")))
+    layer = jax.jit(
+        jax.shard_map(
+            functools.partial(moe, ep),
+            mesh=mesh,
+            in_specs=(specs(), P("ep"), P("ep")),
+            out_specs=P("ep"),
+        )
+    )
+    y, order = x, begin()
+    expected = x
+    for _ in range(3):
+        y, order = layer(params, y, order)
+        expected = dense(params, expected)
+    assert_close(y, expected, SINGLE)
+
+
+def test_two_axes(bootstrap):
+    """Data-parallel groups: devices that differ along "data" share no experts."""
+    mesh = make_mesh(2, 2, names=("data", "ep"))
+    ep = bootstrap(mesh)
+    assert ep.num_ranks == 2
+    params, x = parameters(14), tokens(14, 4)
+    apply = jax.shard_map(
+        functools.partial(one_layer, ep),
+        mesh=mesh,
+        in_specs=(specs(), P(("data", "ep"))),
+        out_specs=P(("data", "ep")),
+    )
+    assert_close(loss_of(apply)(params, x), loss_of(dense)(params, x), SINGLE)
+
+
+def test_axis_of_two_names(bootstrap):
+    mesh = make_mesh(2, 2, names=("a", "b"))
+    ep = bootstrap(mesh, ("a", "b"))
+    assert ep.num_ranks == 4
+    params, x = parameters(15), tokens(15, 4)
+    split = {"router": P(), "up": P(("a", "b")), "down": P(("a", "b"))}
+    apply = jax.shard_map(
+        functools.partial(one_layer, ep),
+        mesh=mesh,
+        in_specs=(split, P(("a", "b"))),
+        out_specs=P(("a", "b")),
+    )
+    assert_close(loss_of(apply)(params, x), loss_of(dense)(params, x), SINGLE)
+
+
+def test_capacity(bootstrap):
+    """With a small capacity rows are lost, counted, and reported by check."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh, max_recv_rows=4)
+    x = jnp.ones((2 * TOKENS, HIDDEN))
+    idx = jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (2 * TOKENS, 1))
+
+    def body(x, idx):
+        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+        return ep.combine(order, rows, plan)[0], plan.totals[None]
+
+    y, totals = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, idx)
+    needed = 2 * TOKENS * TOP_K
+    assert totals.tolist() == [[4, needed, needed - 4], [0, 0, 0]]
+    assert float(y.sum()) == 4 * HIDDEN
+    with pytest.raises(Exception, match=f"{needed}") as caught:
+        ep.check()
+    assert caught.value.status.name == "OVERFLOW"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups over several processes, the example, and the programs of docs/jax.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TREE = os.path.join(HERE, "..", "..", "..")
+SECONDS = 300
+
+
+def clean_environment():
+    return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+
+
+def run(*arguments):
+    """Run Python, and return the lines that it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0 and "libep" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
+def test_processes(processes, devices):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:%d" % free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                os.path.join(HERE, "process.py"),
+                address,
+                *map(str, (processes, number, devices)),
+            ],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(processes)
+    ]
+    try:
+        printed = [process.communicate(timeout=SECONDS)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * processes
+    assert printed == [
+        f"process {n}: {devices} of {processes * devices} devices\n" for n in range(processes)
+    ]
+
+
+def test_example():
+    lines = run(os.path.join(TREE, "bindings/python/examples/moe_jax.py"), "2")
+    losses = [float(line.split()[-1]) for line in lines]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+
+
+def test_docs():
+    with open(os.path.join(TREE, "docs/jax.md")) as page:
+        programs = re.findall(r"```python\n(import .*?)```", page.read(), re.S)
+    assert programs
+    for program in programs:
+        assert run("-c", program)[-1] == "every token came back"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes that share only a key-value store: here files in a folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+sys.path.insert(0, {here!r})
+import numpy as np
+import libep
+from libep import Bootstrap, EpError, Group, Handle, Status
+from processes import Store
+rank, size = {rank}, {size}
+store = Store({folder!r})
+def bootstrap(**options):
+    return Bootstrap.from_store(rank, size, store.set, store.get, **options)
+def group(boot=None, **fields):
+    given = dict(num_experts=4, max_tokens=4, max_top_k=1, max_row_bytes=16,
+                 backend=libep.Backend.HOST, timeout_seconds=60)
+    return Group(boot or bootstrap(), **dict(given, **fields))
+idx = np.array([[0], [1], [2], [3]], np.int32)
+def say(*words):
+    print(*words, flush=True)
+"""
+
+
+class Store:
+    """set and blocking get, as frameworks have it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def path(self, key):
+        return os.path.join(self.folder, key.replace("/", "."))
+
+    def set(self, key, value):
+        with open(self.path(key) + ".new", "wb") as file:
+            file.write(value)
+        os.rename(self.path(key) + ".new", self.path(key))
+
+    def get(self, key, seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                with open(self.path(key), "rb") as file:
+                    return file.read()
+            except FileNotFoundError:
+                time.sleep(0.002)
+        return None
+
+    def delete(self, key):
+        os.unlink(self.path(key))
+
+
+def start(folder, rank, size, source):
+    """Start a rank: `source` runs after PREAMBLE. Its stdout and stderr are pipes."""
+    text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder)) + source
+    return subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def finish(process, seconds=30):
+    """Wait for a rank. Return (exit status, stdout, stderr). A rank that hangs is killed."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"a rank did not end within {seconds} s: {out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def run(folder, *sources, seconds=30):
+    """Run one rank for each source and return their results, each (status, stdout, stderr)."""
+    processes = [start(folder, r, len(sources), source) for r, source in enumerate(sources)]
+    return [finish(process, seconds) for process in processes]

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results and traces to make reports of, and a reader of the page that shares no code with it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from html.parser import HTMLParser
+
+OPERATIONS = ("prepare", "dispatch", "combine", "combine_backward", "dispatch_backward")
+
+
+# ---- made-up results, in the format of ep_bench ------------------------------------------------
+
+
+def make_phase(numbers, name, floors):
+    phase = {"name": name, "median_us": round(numbers.uniform(50, 5000), 3),
+             "remote_bytes": numbers.randrange(1, 10**9), "local_bytes": 1,
+             "useful_bytes": numbers.randrange(1, 10**9), "wrong": 0}
+    phase["p99_us"] = round(phase["median_us"] * numbers.uniform(1, 1.5), 3)
+    for bound in floors:
+        phase[bound] = round(phase["median_us"] * numbers.uniform(0.2, 1.2), 3)
+    return phase
+
+
+def make_size(numbers, tokens, names=OPERATIONS, floors=("wire_us", "mem_us")):
+    """A size with all that a size can have."""
+    halves = [f"{name}_{half}" for name in ("dispatch", "combine") for half in ("send", "wait")]
+    others = ["baseline_prepare", "baseline_dispatch", "baseline_combine"]
+    return {
+        "tokens": tokens, "tokens_min": tokens, "wrong": 0, "slots_max": 9 * tokens,
+        "slots_min": 7 * tokens, "receive_rows": 10 * tokens, "dropped_slots": 0,
+        "library_bytes": 4325360, "promised_bytes": 4325360, "travelled_bytes": 2923848,
+        "phases": [make_phase(numbers, name, floors if name != "prepare" else ())
+                   for name in names],
+        "split_phases": [make_phase(numbers, name, ()) for name in halves],
+        "new_handle": {"median_us": 20.5, "destroy_us": 1.5},
+        "step": {"median_us": 7000.5, "p99_us": 7100.25, "issue_us": 40.75},
+        "baseline": {"median_us": 9000.5, "speedup": 2.25,
+                     "phases": [make_phase(numbers, name, ()) for name in others]},
+    }
+
+
+def make_config(tokens, mode="throughput", **changes):
+    return {"ranks": 4, "ranks_are": "mpi", "backend": "cuda", "backend_reason": "cuda: 4 GPUs",
+            "device": "a GPU", "zero_copy": False, "tokens": tokens, "routing": "uniform",
+            "hidden": 7168, "dtype": "bf16", "row_bytes": 14336, "top_k": 8, "experts": 256,
+            "alignment": 128, "layout": "expert", "mode": mode, "iterations": 20, "warmup": 3,
+            "check": True, "seed": 1, **changes}
+
+
+MACHINE = {"hostname": "node-1", "cpu": "a CPU", "cores": 64, "memory_bytes": 2**38,
+           "date": "2026-11-22T12:00:00Z"}
+
+
+def make_result(seed, sizes=(128, 512, 2048), **changes):
+    """A result of one run, with a sweep if there are several sizes."""
+    numbers = random.Random(seed)
+    made = [make_size(numbers, tokens) for tokens in sizes]
+    result = {"version": "0.2.0", **made[-1], "config": make_config(sizes[-1], **changes),
+              "machine": MACHINE}
+    if len(sizes) > 1:
+        result["sweep"] = made
+    return result
+
+
+def make_models(seed, models=("small", "large"), sizes=(128, 256)):
+    """A result of --models: both modes of each."""
+    numbers = random.Random(seed)
+    runs = [{"model": model, "config": make_config(sizes[-1], mode),
+             "sweep": [make_size(numbers, tokens, names) for tokens in sizes]}
+            for model in models
+            for mode, names in (("throughput", OPERATIONS), ("latency", OPERATIONS[1:3]))]
+    return {"version": "0.2.0", "wrong": None, "machine": MACHINE, "models_file": "m.txt",
+            "models": runs}
+
+
+def write_json(folder, name, value):
+    path = folder / name
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def timings(size):
+    """All timed things of a size, as in the JSON."""
+    return [*size["phases"], *size["split_phases"], *size["baseline"]["phases"],
+            {"name": "step", **size["step"]}]
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def make_trace(seed, ranks=3, experts=7, top_k=4, tokens=(5, 0, 9)):
+    """[rank][token][k]: random experts, some of them -1."""
+    numbers = random.Random(seed)
+    return [[[numbers.choice([-1, *range(experts), 0, 0]) for _ in range(top_k)]
+             for _ in range(tokens[rank])] for rank in range(ranks)]
+
+
+def trace_text(trace, experts=7, top_k=4):
+    lines = ["ep-routing 1", f"experts {experts} top_k {top_k} ranks {len(trace)}"]
+    for rows in trace:
+        lines += [f"tokens {len(rows)}", *(" ".join(map(str, row)) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """tables: by section and caption, a list of rows, each by the names of the columns."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tables, self.ids, self.attributes, self.texts = {}, [], [], {}
+        self._section, self._rows, self._text = "", [], None
+        with open(path, encoding="utf-8") as stream:
+            self.source = stream.read()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.attributes += [(tag, name, value or "") for name, value in attributes]
+        if "id" in given:
+            self.ids.append(given["id"])
+        if tag == "section":
+            self._section = given["id"]
+        if tag == "table":
+            self._rows = []
+        if tag == "tr":
+            self._rows.append([])
+        if tag in ("th", "td", "caption", "p", "dd"):
+            self._text = ""
+
+    def handle_data(self, data):
+        if self._text is not None:
+            self._text += data
+        self.texts[self._section] = self.texts.get(self._section, "") + data
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td"):
+            self._rows[-1].append(self._text)
+        if tag == "caption":
+            self._caption = self._text
+        if tag in ("th", "td", "caption", "p", "dd"):
+            self._text = None
+        if tag == "table":
+            head, *body = self._rows
+            self.tables[self._section, self._caption] = [dict(zip(head, row)) for row in body]
+
+    def table(self, section, caption):
+        """The rows of a table; its caption begins with `caption`."""
+        found = [rows for (where, what), rows in self.tables.items()
+                 if where == section and what.startswith(caption)]
+        assert len(found) == 1, (section, caption, list(self.tables))
+        return found[0]
+
+    def path(self, identifier):
+        """The points of the first path of an element of a picture."""
+        start = self.source.index(f'id="{identifier}"')
+        line = re.search(r' d="([^"]*)"', self.source[start:]).group(1)
+        return [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", line)]

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports: the figures of tables and pictures against the files that they come from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from report_files import (
+    OPERATIONS,
+    Page,
+    make_models,
+    make_result,
+    make_trace,
+    timings,
+    trace_text,
+    write_json,
+)
+
+pytest.importorskip("matplotlib", reason="reports need matplotlib")
+
+from libep.report import write_report  # noqa: E402
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Make a page of files, and read it."""
+
+    def make(*paths, **options):
+        output = str(tmp_path / "page.html")
+        write_report(paths, output, **options)
+        return Page(output)
+
+    return make
+
+
+def text(value, digits=1):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def floor(timing):
+    bounds = [timing[key] for key in ("wire_us", "mem_us") if key in timing]
+    return max(bounds) if bounds else None
+
+
+def check_timing(row, timing):
+    assert row["median (µs)"] == text(timing["median_us"])
+    assert row["p99 (µs)"] == text(timing["p99_us"])
+    assert row["wire (µs)"] == text(timing.get("wire_us"))
+    assert row["memory (µs)"] == text(timing.get("mem_us"))
+    assert row["floor (µs)"] == text(floor(timing))
+    bound = floor(timing)
+    assert row["time / floor"] == (text(timing["median_us"] / bound, 2) if bound else "")
+    for column, key in (("remote GB/s", "remote_bytes"), ("useful GB/s", "useful_bytes")):
+        rate = timing[key] / (timing["median_us"] * 1e-6) / 1e9 if key in timing else None
+        assert row[column] == text(rate, 2)
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
+def test_times_table(report, tmp_path, seed):
+    result = make_result(seed)
+    page = report(write_json(tmp_path, "a.json", result))
+    rows = page.table("result1", "Times")
+    expected = [(size["tokens"], timing) for size in result["sweep"] for timing in timings(size)]
+    assert len(rows) == len(expected)
+    for row, (tokens, timing) in zip(rows, expected):
+        assert (row["tokens"], row["operation"]) == (str(tokens), timing["name"])
+        check_timing(row, timing)
+
+
+def test_facts(report, tmp_path, seed):
+    result = make_result(seed, routing="zipf:0.5", num_sms=24)
+    page = report(write_json(tmp_path, "a.json", result))
+    for fact in ("node-1", "64 cores", "256.0 GiB", "2026-11-22T12:00:00Z", "libep 0.2.0",
+                 "cuda: 4 GPUs", "top-8 of 256 experts", "zipf:0.5", "2.25 times as fast"):
+        assert fact in page.texts["result1"], fact
+    options = {row["option"]: row["value"] for row in page.table("result1", "Configuration")}
+    assert options["num_sms"] == "24" and options["zero_copy"] == "no"
+    sizes = page.table("result1", "Sizes")
+    assert [row["tokens"] for row in sizes] == ["128", "512", "2048"]
+    assert sizes[0]["most slots"] == str(9 * 128)
+    assert sizes[2]["library memory (bytes)"] == "4325360"
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"wrong": 3}, "3 elements were wrong"),
+    ({"wrong": None}, "were not checked"),
+    ({"dropped_slots": 17}, "2048 tokens per rank (17 slots)"),
+    ({}, None),
+])
+def test_warnings(report, tmp_path, seed, change, sentence):
+    page = report(write_json(tmp_path, "a.json", {**make_result(seed, (2048,)), **change}))
+    assert ("class=warning" in page.source) == (sentence is not None)
+    assert sentence is None or sentence in page.texts["result1"]
+
+
+# The bars are as long as the medians, from one common zero.
+def test_lengths_of_bars(report, tmp_path, seed):
+    result = make_result(seed, (2048,))
+    page = report(write_json(tmp_path, "a.json", result))
+    scales = []
+    for timing in timings(result):
+        name = timing["name"].replace("_", "-")
+        xs = [x for x, _ in page.path(f"result1-times-bar-{name}-0")]
+        scales.append((min(xs), (max(xs) - min(xs)) / timing["median_us"]))
+    assert max(zero for zero, _ in scales) - min(zero for zero, _ in scales) < 0.01
+    assert max(scale for _, scale in scales) == pytest.approx(min(s for _, s in scales), rel=1e-3)
+
+
+# On logarithmic axes, ratios of times and of tokens are distances.
+def test_points_of_sweeps(report, tmp_path, seed):
+    result = make_result(seed, (16, 64, 128, 4096))
+    page = report(write_json(tmp_path, "a.json", result))
+    for name in OPERATIONS:
+        check_points(page, result, name)
+
+
+def check_points(page, result, name):
+    medians = [next(p["median_us"] for p in size["phases"] if p["name"] == name)
+               for size in result["sweep"]]
+    points = page.path(f"result1-sweep-median-{name.replace('_', '-')}-0")
+    assert len(points) == 4
+    (x0, y0), (x1, y1) = points[0], points[3]
+    for (x, y), size, median in zip(points, result["sweep"], medians):
+        along = math.log(size["tokens"] / 16) / math.log(4096 / 16)
+        assert x - x0 == pytest.approx(along * (x1 - x0), abs=0.01)
+        up = math.log(median / medians[0]) / math.log(medians[3] / medians[0])
+        assert y - y0 == pytest.approx(up * (y1 - y0), abs=0.01)
+
+
+def test_ratios_are_written_at_the_bars(report, tmp_path, seed):
+    result = make_result(seed, (2048,))
+    page = report(write_json(tmp_path, "a.json", result))
+    for timing in timings(result):
+        if floor(timing):
+            assert f"{timing['median_us'] / floor(timing):.2f}× floor" in page.texts["result1"]
+
+
+def test_models(report, tmp_path, seed):
+    result = make_models(seed)
+    page = report(write_json(tmp_path, "m.json", result))
+    assert {"result1-throughput", "result1-latency"} <= set(page.ids)
+    for mode in ("throughput", "latency"):
+        rows = page.table("result1", f"Times of models, {mode}")
+        expected = [(run["model"], size["tokens"], timing) for run in result["models"]
+                    if run["config"]["mode"] == mode for size in run["sweep"]
+                    for timing in timings(size)]
+        assert len(rows) == len(expected)
+        for row, (model, tokens, timing) in zip(rows, expected):
+            assert (row["model"], row["tokens"]) == (model, str(tokens))
+            check_timing(row, timing)
+
+
+# ---- comparisons -------------------------------------------------------------------------------
+
+
+def test_comparison(report, tmp_path, seed):
+    old = make_result(seed, (128, 512, 2048))
+    new = make_result(seed + 1, (64, 512, 2048), zero_copy=True)
+    del new["sweep"][2]["step"]
+    page = report(write_json(tmp_path, "old.json", old), write_json(tmp_path, "new.json", new))
+    rows = page.table("compare", "Medians compared")
+    expected = []
+    for size, other in zip(old["sweep"][1:], new["sweep"][1:]):
+        theirs = {t["name"]: t["median_us"] for t in [*other["phases"], *other["split_phases"],
+                                                      *other["baseline"]["phases"]]}
+        theirs.update({"step": other["step"]["median_us"]} if "step" in other else {})
+        expected += [(size["tokens"], t["name"], t["median_us"], theirs[t["name"]])
+                     for t in timings(size) if t["name"] in theirs]
+    assert len(rows) == len(expected)
+    for row, (tokens, name, before, after) in zip(rows, expected):
+        assert list(row.values()) == [str(tokens), name, text(before), text(after),
+                                      text(after / before, 2)]
+    assert page.table("compare", "What differs") == [
+        {"option": "zero_copy", "old.json": "no", "new.json": "yes"}]
+
+
+def test_comparison_without_common_sizes(report, tmp_path, seed):
+    files = [write_json(tmp_path, f"{name}.json", make_result(seed + i, sizes))
+             for i, (name, sizes) in enumerate((("old", (128, 512)), ("other", (256,)),
+                                                ("new", (128, 1024))))]
+    page = report(*files)
+    sentence = "other.json is not compared: it has no number of tokens in common with old.json, new"
+    assert sentence in page.texts["compare"]
+    rows = page.table("compare", "Medians compared")
+    assert {row["tokens"] for row in rows} == {"128"} and "new.json / old.json" in rows[0]
+    page = report(*files[:2])
+    assert "other.json is not compared" in page.texts["compare"]
+    assert "compare-times" not in page.ids
+
+
+def test_comparison_of_models(report, tmp_path, seed):
+    old, new = make_models(seed), make_models(seed + 1, ("large", "other"))
+    page = report(write_json(tmp_path, "old.json", old), write_json(tmp_path, "new.json", new))
+    rows = page.table("models1", "Medians compared")
+    runs = [[run for run in result["models"] if run["model"] == "large"] for result in (old, new)]
+    expected = [(run["config"]["mode"], size["tokens"], t["name"], t["median_us"], u["median_us"])
+                for run, other in zip(*runs) for size, same in zip(run["sweep"], other["sweep"])
+                for t, u in zip(timings(size), timings(same))]
+    assert [list(row.values()) for row in rows] == [
+        ["large", mode, str(tokens), name, text(before), text(after), text(after / before, 2)]
+        for mode, tokens, name, before, after in expected]
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def owner_of(expert, experts, ranks):
+    """Equally many experts for each rank, and one more for the first ranks."""
+    each, more = divmod(experts, ranks)
+    sizes = [each + (rank < more) for rank in range(ranks)]
+    return next(rank for rank in range(ranks) if expert < sum(sizes[: rank + 1]))
+
+
+def test_trace(report, tmp_path, seed):
+    trace, path = make_trace(seed), tmp_path / "t.trace"
+    path.write_text(trace_text(trace))
+    page = report(str(path))
+    experts, ranks = [0] * 7, range(3)
+    slots, rows = ([[0] * 3 for _ in ranks] for _ in "12")
+    fan_out = [0] * 4
+    for source, tokens in enumerate(trace):
+        for token in tokens:
+            owners = [owner_of(e, 7, 3) for e in token if e >= 0]
+            for expert in token:
+                if expert >= 0:
+                    experts[expert] += 1
+            for owner in owners:
+                slots[source][owner] += 1
+            for owner in set(owners):
+                rows[source][owner] += 1
+            fan_out[len(set(owners))] += 1
+
+    table = {int(row["expert"]): row for row in page.table("trace1", "Experts")}
+    for expert, count in enumerate(experts):
+        assert table[expert]["slots"] == str(count)
+        assert table[expert]["rank"] == str(owner_of(expert, 7, 3))
+        assert table[expert]["over mean"] == text(count / (sum(experts) / 7), 2)
+    matrix = page.table("trace1", "Rows from")
+    assert [[row[str(r)] for r in ranks] for row in matrix] == [[*map(str, r)] for r in rows]
+    fans = page.table("trace1", "Ranks of a token")
+    assert [int(row["tokens"]) for row in fans] == fan_out
+    received = [sum(slots[s][r] for s in ranks) for r in ranks]
+    for r, row in enumerate(page.table("trace1", "Load of ranks")):
+        assert row["slots received"] == str(received[r])
+        assert row["slots of its own tokens"] == str(slots[r][r])
+        assert row["rows sent"] == str(sum(rows[r]) - rows[r][r])
+        assert row["rows received"] == str(sum(rows[s][r] for s in ranks) - rows[r][r])
+    numbers = {row["figure"]: row["value"] for row in page.table("trace1", "The trace")}
+    assert numbers["imbalance of experts (max / mean)"] == text(7 * max(experts) / sum(experts), 2)
+    assert numbers["imbalance of ranks (max / mean)"] == text(3 * max(received) / sum(received), 2)
+    assert numbers["masked entries"].startswith(f"{14 * 4 - sum(experts)} ")
+
+
+def test_series_of_traces(report, tmp_path, seed):
+    paths, traces = [], [make_trace(seed + i) for i in range(3)]
+    for i, trace in enumerate(traces):
+        paths.append(tmp_path / f"layer{i}.trace")
+        paths[-1].write_text(trace_text(trace))
+    page = report(*map(str, paths))
+    for row, trace in zip(page.table("series1", "Traces in order"), traces):
+        live = [e for tokens in trace for token in tokens for e in token if e >= 0]
+        most = max(live.count(e) for e in range(7))
+        assert row["slots"] == str(len(live))
+        assert row["experts: max / mean"] == text(7 * most / len(live), 2)
+        assert row["experts without a token"] == str(7 - len(set(live)))
+
+
+def test_trace_without_experts(report, tmp_path):
+    path = tmp_path / "t.trace"
+    path.write_text("ep-routing 1\nexperts 4 top_k 2 ranks 2\ntokens 1\n-1 -1\ntokens 0\n")
+    page = report(str(path))
+    assert "No token of this trace has an expert" in page.texts["trace1"]
+    assert page.table("trace1", "Ranks of a token")[0]["tokens"] == "1"
+
+
+# ---- the page as a whole -----------------------------------------------------------------------
+
+
+def everything(tmp_path, seed):
+    """A page with every kind of section."""
+    trace = tmp_path / "t.trace"
+    trace.write_text(trace_text(make_trace(seed)))
+    again = tmp_path / "u.trace"
+    again.write_text(trace_text(make_trace(seed + 1)))
+    return [write_json(tmp_path, "old.json", make_result(seed)),
+            write_json(tmp_path, "new.json", make_result(seed + 1, (1, 128, 512))),
+            write_json(tmp_path, "zero.json", make_result(seed + 2, (0, 1, 128))),
+            write_json(tmp_path, "m.json", make_models(seed, ("small",))),
+            write_json(tmp_path, "n.json", make_models(seed + 1, ("small",))),
+            str(trace), str(again)]
+
+
+# Every reference is to a part of the page, and every part has a name of its own.
+def test_page_refers_to_nothing_outside(report, tmp_path, seed):
+    page = report(*everything(tmp_path, seed))
+    assert len(page.ids) == len(set(page.ids))
+    references = [value for _, name, value in page.attributes
+                  if name in ("href", "xlink:href", "src", "action", "data")]
+    assert references
+    for reference in references:
+        inside = reference.startswith("#") and reference[1:] in page.ids
+        assert inside or reference.startswith("data:image/png;base64,"), reference
+    assert "@import" not in page.source and "<script" not in page.source
+    urls = [part.split(")")[0] for part in page.source.split("url(")[1:]]
+    assert urls and all(url[0] == "#" and url[1:] in page.ids for url in urls)
+
+
+def test_same_files_make_the_same_page(report, tmp_path, seed):
+    paths = [write_json(tmp_path, "m.json", make_models(seed, ("small",), (128,)))]
+    paths.append(str(tmp_path / "t.trace"))
+    (tmp_path / "t.trace").write_text(trace_text(make_trace(seed)))
+    assert report(*paths).source == report(*paths).source
+
+
+def test_texts_of_files_are_escaped(report, tmp_path, seed):
+    result = make_result(seed, device="<b>&amp; $x^$", backend_reason="caf\u00c3\u00a9",
+                         routing="\ud800\x00.")
+    result["phases"][0]["name"] = '<i id="x">'
+    del result["sweep"]
+    page = report(write_json(tmp_path, "<u>.json", result))
+    for tag in ("<b>", "<i ", "<u>"):
+        assert tag not in page.source
+    assert "<b>&amp; $x^$" in page.texts["result1"] and "café" in page.texts["result1"]
+    assert "??." in page.texts["result1"]
+
+
+def test_pictures_as_files(report, tmp_path, seed):
+    folder = tmp_path / "pictures"
+    report(write_json(tmp_path, "a.json", make_result(seed)), pictures=str(folder))
+    assert sorted(os.listdir(folder)) == ["result1-sweep.svg", "result1-times.svg"]
+    for name in os.listdir(folder):
+        content = (folder / name).read_text(encoding="utf-8")
+        assert content.startswith("<?xml") and "var(--" not in content
+
+
+# What ep_bench of this build writes is what the report reads.
+@pytest.mark.skipif(not os.environ.get("EP_BENCH"), reason="EP_BENCH does not name ep_bench")
+def test_true_results(report, tmp_path):
+    small = ["--threads", "2", "--hidden", "64", "-n", "2", "-w", "0"]
+    runs = {"a": ["-b", "0", "-e", "8"], "b": ["--mode", "latency", "--split", "--tokens", "4"],
+            "m": ["--models", "-b", "8", "-e", "8"]}
+    paths = []
+    for name, options in runs.items():
+        paths.append(str(tmp_path / f"{name}.json"))
+        shape = small if name != "m" else [small[0], small[1], *small[4:]]
+        more = ["--save-routing", str(tmp_path / "b.trace")] if name == "b" else []
+        subprocess.run([os.environ["EP_BENCH"], *shape, *options, *more, "--json", paths[-1]],
+                       check=True, stdout=subprocess.DEVNULL, timeout=120)
+    page = report(*paths, str(tmp_path / "b.trace"))
+    with open(paths[0]) as stream:
+        result = json.load(stream)
+    rows = page.table("result1", "Times")
+    assert len(rows) == sum(len(size["phases"]) for size in result["sweep"])
+    for row, phase in zip(rows, (p for size in result["sweep"] for p in size["phases"])):
+        assert row["median (µs)"] == text(phase["median_us"])
+        assert (row["time / floor"] == "") == ("floor_ratio" not in phase)
+        if "floor_ratio" in phase:  # of rounded times, and rounded for the table
+            ratio = float(row["time / floor"])
+            assert ratio == pytest.approx(phase["floor_ratio"], rel=1e-4, abs=0.006)
+    assert "class=warning" not in page.source
+    slots = sum(int(row["slots received"]) for row in page.table("trace1", "Load of ranks"))
+    assert slots == 2 * 4 * 8
+
+
+def test_import_of_libep_is_without_matplotlib():
+    code = ("import sys, libep; "
+            "sys.exit(any(name.split('.')[0] in ('matplotlib', 'numpy') for name in sys.modules))")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

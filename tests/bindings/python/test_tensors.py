@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that become tensors, and what the package tells about itself."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import libep
+import numpy as np
+import pytest
+from libep import Tensor, Type
+
+HERE = os.path.dirname(libep.__file__)
+
+
+def parts(tensor):
+    return tensor.data, Type(tensor.type), tuple(tensor.shape[: tensor.ndim])
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        (np.float32, Type.FP32),
+        (np.float16, Type.FP16),
+        (np.int32, Type.INT32),
+        (np.int64, Type.INT64),
+        (np.uint8, Type.UINT8),
+    ],
+)
+@pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 3, 4), (0, 4), (1, 1, 1)])
+def test_arrays(kind, expected, shape):
+    array = np.zeros(shape, kind)
+    assert parts(libep.tensor(array)) == (array.ctypes.data, expected, shape)
+
+
+def test_contiguous_parts_of_arrays():
+    array = np.zeros((6, 4), np.float32)
+    assert parts(libep.tensor(array[2:4])) == (array.ctypes.data + 32, Type.FP32, (2, 4))
+    assert parts(libep.tensor(array[:, :0]))[2] == (6, 0)
+    assert parts(libep.tensor(array[:1, :2]))[2] == (1, 2)  # one row has no stride of rows
+
+
+def test_another_element_type():
+    array = np.zeros((3, 4), np.uint16)
+    assert parts(libep.tensor(array, Type.BF16)) == (array.ctypes.data, Type.BF16, (3, 4))
+    again = libep.tensor(libep.tensor(array, Type.BF16), Type.FP16)
+    assert parts(again) == (array.ctypes.data, Type.FP16, (3, 4))
+    with pytest.raises(TypeError, match="as large as FP32, got <u2"):
+        libep.tensor(array, Type.FP32)
+    with pytest.raises(TypeError, match="got uint16"):
+        libep.tensor(array)
+
+
+class Named:
+    """An array whose type only its name tells, as those of ml_dtypes."""
+
+    class dtype:
+        name = "bfloat16"
+
+    def __init__(self):
+        self.memory = np.zeros((2, 8), np.uint16)
+        self.__array_interface__ = dict(self.memory.__array_interface__, typestr="<V2")
+
+
+def test_types_by_name():
+    assert parts(libep.tensor(Named()))[1] is Type.BF16
+
+
+class OnDevice:
+    __cuda_array_interface__ = dict(
+        data=(4096, True), shape=(2, 4), typestr="<f4", strides=None, version=3
+    )
+
+
+def test_cuda_array_interface():
+    tensor = libep.tensor(OnDevice())
+    assert parts(tensor) == (4096, Type.FP32, (2, 4)) and not tensor.writable
+
+
+def test_tensor_keeps_its_array():
+    array = np.zeros(3, np.int32)
+    tensor, gone = libep.tensor(array), weakref.ref(array)
+    plan = libep.PlanTensors(totals=tensor)
+    del array, tensor
+    gc.collect()
+    assert gone() is not None
+    del plan
+    gc.collect()
+    assert gone() is None
+
+
+class Matrix:
+    def __init__(self, array):
+        self.array = array
+
+
+class SquareMatrix(Matrix):
+    pass
+
+
+def test_converters():
+    array = np.zeros((2, 2), np.float32)
+    with pytest.raises(TypeError, match="expected a tensor, got .*Matrix"):
+        libep.tensor(Matrix(array))
+    libep.register_converter(Matrix, lambda m: libep.tensor(m.array))
+    for kind in Matrix, SquareMatrix:
+        assert parts(libep.tensor(kind(array)))[0] == array.ctypes.data
+    with pytest.raises(TypeError, match="C-contiguous"):
+        libep.tensor(Matrix(np.zeros((2, 3), np.float32).T))
+
+
+def test_tensor_has_no_bad_shape():
+    for shape in (), (1, 1, 1, 1):
+        with pytest.raises(TypeError, match=f"1 to 3 dimensions, got {len(shape)}"):
+            Tensor(0, Type.FP32, shape)
+    assert repr(Tensor(255, Type.INT64, (2, 3))) == "Tensor(0xff, INT64, (2, 3))"
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def test_functions_without_a_group():
+    assert libep.expert_range(7, 3, 0) == (0, 3)
+    assert libep.expert_range(7, 3, 2).first == 5
+    fields = dict(num_experts=8, max_tokens=4, max_top_k=2, max_row_bytes=64, alignment=4)
+    # min(L * ceil(G / A) * A, ceil((M + (A - 1) * n) / A) * A), with G = 8, L = 4, M = 16, n = 4
+    assert libep.max_recv_rows(2, 0, **fields) == 28
+    assert libep.max_recv_rows(2, 0, libep.Layout.FLAT, **fields) == 8
+    memory = libep.Group.memory(2, **fields)
+    assert memory.feasible and memory.shared_bytes > 0 and memory.reason
+
+
+def test_info():
+    facts = libep.info()
+    assert facts["version"] == libep.__version__
+    assert facts["backend"] in (libep.Backend.HOST, libep.Backend.CUDA) and facts["reason"]
+    assert facts["settings"]["LIBEP_TIMEOUT"].default == "100"
+    assert os.path.exists(facts["library"])
+    assert os.path.exists(os.path.join(facts["nccl_ep_home"], "lib/libnccl_ep.so.0"))
+
+
+def test_unknown_setting():
+    source = (
+        "import libep\ntry: libep.settings()\nexcept libep.EpError as e: print(e.status.name, e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, LIBEP_NONSENSE="1"),
+        check=True,
+    )
+    assert done.stdout.startswith("SETTING") and "LIBEP_NONSENSE" in done.stdout
+
+
+# What takes time to import, beside the frameworks. (libep itself takes about 13 ms.)
+SLOW = {
+    "numpy",
+    "torch",
+    "jax",
+    "asyncio",
+    "dataclasses",
+    "importlib.metadata",
+    "inspect",
+    "logging",
+    "multiprocessing",
+    "subprocess",
+    "socket",
+}
+
+
+def test_import_brings_little():
+    source = (
+        "import sys; before = set(sys.modules); import libep; print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", source],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=os.path.dirname(HERE)),
+        check=True,
+    )
+    assert not SLOW & set(done.stdout.split())
+
+
+def test_library_of_another_version(tmp_path):
+    os.mkdir(tmp_path / "libep")
+    for name in os.listdir(HERE):
+        if name not in ("_version.py", "__pycache__"):
+            os.symlink(os.path.join(HERE, name), tmp_path / "libep" / name)
+    (tmp_path / "libep" / "_version.py").write_text('__version__ = "9.8.7"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", "import libep"],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+    )
+    assert done.returncode == 1
+    assert "ImportError: libep: expected the shared library of version 9.8.7" in done.stderr
+    os.unlink(tmp_path / "libep" / "lib")
+    done = subprocess.run(
+        [sys.executable, "-c", "import libep"],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+    )
+    assert "ImportError: libep: its shared library cannot be loaded" in done.stderr

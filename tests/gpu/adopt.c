@@ -1,0 +1,468 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Windows of a lent communicator that the caller has made: rows are stored in them as the oracle
+ * says, a sender that does not know a window fails the group, and wrong arguments are refused. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/gpu/communicator.h"
+#include "tests/gpu/device_step_layout.h"
+#include "tests/gpu/devices.h"
+#include "tests/gpu/failing.h"
+
+enum { PAGE = 4096 };
+
+/* Failed groups log a warning. NCCL tells where a window begins from 2.29 on; the emulated one
+ * takes its version from the environment. */
+static void set_up(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    setenv("EMULATED_NCCL", "22900", 1);
+    gpu_reserve((size_t)320 << 20);
+}
+
+static void set_up_old(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    gpu_reserve((size_t)320 << 20);
+}
+
+TestSuite(gpu_adopt, .init = set_up);
+TestSuite(gpu_adopt_old, .init = set_up_old);
+
+static Case adopt_case(int ranks, int i) {
+    return case_complete((Case){.ranks = ranks,
+                                .experts = 4 * ranks + 3,
+                                .top_k = 5,
+                                .hidden = 264,
+                                .max_tokens = 293,
+                                .masked_percent = 5,
+                                .weighted = i % 2,
+                                .alignment = 8,
+                                .capacity = i == 3 ? 700 : 2500,
+                                .rows_per_expert = 320,
+                                .overflow = EP_OVERFLOW_DROP,
+                                .layout = (EpLayout)(1 + i % 3),
+                                .counted = 1,
+                                .seed = (uint64_t)i + 50});
+}
+
+/* One rank's communicator, group and windows. */
+typedef struct Lender {
+    Nccl nccl;
+    ncclComm_t comm;
+    EpGroup *group;
+    cudaStream_t stream;
+    NcclWindow window[2];
+    size_t bytes;    /* of a device step */
+    char *memory[2]; /* this rank's part of each window */
+} Lender;
+
+static size_t most_bytes(int ranks) {
+    size_t most = 0;
+    for (int i = 0; i < 4; i++) {
+        Case c = adopt_case(ranks, i);
+        if (device_step_bytes(&c) > most) most = device_step_bytes(&c);
+    }
+    return most;
+}
+
+/* Where NCCL tells where a window begins, ranks adopt different parts of it. */
+static bool lender_open(Lender *l, const EpBootstrap *bootstrap, int lends, double seconds) {
+    int version = 0, size = bootstrap->size;
+    *l = (Lender){.bytes = most_bytes(size)};
+    if (!nccl_serves(&l->nccl, size)) return false;
+    l->comm = nccl_communicator(&l->nccl, bootstrap, 1);
+    if (!CHECK(l->comm, "no communicator")) return false;
+    l->nccl.get_version(&version);
+    Case c = adopt_case(size, 1);
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = seconds;
+    if (lends) ep_group_config_set_nccl(&config, l->comm);
+    if (!CHECK_OK(ep_group_create(bootstrap, &config, &l->group))) return false;
+    size_t skipped = version >= 22900 ? (size_t)(1 + bootstrap->rank) * 128 : 0;
+    for (int i = 0; i < 2; i++) {
+        size_t bytes = (l->bytes + (size_t)(1 + size) * 128 + PAGE - 1) / PAGE * PAGE;
+        l->window[i] = nccl_window_open(&l->nccl, l->comm, bytes);
+        l->memory[i] = l->window[i].memory + skipped;
+    }
+    l->stream = new_stream();
+    return !check_failure()[0];
+}
+
+static void lender_close(Lender *l) {
+    ep_group_destroy(l->group);
+    for (int i = 0; i < 2; i++)
+        nccl_window_close(&l->nccl, l->comm, &l->window[i]);
+    CHECK_CUDA(cudaStreamDestroy(l->stream));
+    CHECK(l->nccl.destroy(l->comm) == ncclSuccess, "ncclCommDestroy");
+}
+
+static EpStatus adopt(const Lender *l, int which, int32_t id) {
+    return ep_window_adopt(l->group, l->window[which].window, id, l->memory[which], l->bytes);
+}
+
+/* ---- rows ---------------------------------------------------------------------------------- */
+
+/* Run a whole step in `memory`, NULL: in plain memory, and compare every byte with the oracle. */
+static void check_step(const Lender *l, const EpBootstrap *bootstrap, int i, void *memory) {
+    DeviceStep gpu;
+    Case c = adopt_case(bootstrap->size, i);
+    World *world = world_new(&c);
+    check_note("case %d: %s", i, case_describe(&c));
+    EpHandle *handle = device_step_handle(l->group, &c);
+    device_step_open(&gpu, l->group, handle, &c, bootstrap->rank, l->stream, memory);
+    device_step_load(&gpu, world);
+    device_step_issue(&gpu, STEP_ALL);
+    device_step_check(&gpu);
+    CHECK_OK(ep_group_status(l->group, NULL));
+    ep_handle_destroy(handle);
+    device_step_close(&gpu);
+    world_free(world);
+}
+
+/* NCCL tells where a window begins from 2.29 on. */
+static void check_locating(const Lender *l) {
+    int version = 0;
+    void *found = NULL;
+    size_t bytes = 0;
+    l->nccl.get_version(&version);
+    CHECK_REFUSED(ep_window_locate(l->group, NULL, &found, &bytes), EP_ERR_NULL, "window");
+    CHECK_REFUSED(ep_window_locate(l->group, l->window[0].window, NULL, &bytes), EP_ERR_NULL,
+                  "memory");
+    for (int i = 0; i < 2; i++) {
+        EpStatus status = ep_window_locate(l->group, l->window[i].window, &found, &bytes);
+        if (version < 22900) {
+            CHECK_REFUSED(status, EP_ERR_UNSUPPORTED, "window", "NCCL 2.29");
+            CHECK(!found && !bytes, "%p, %zu", found, bytes);
+        } else if (CHECK_OK(status)) {
+            CHECK(found == l->window[i].memory, "%p instead of %p", found,
+                  (void *)l->window[i].memory);
+            CHECK(bytes >= l->window[i].bytes, "%zu of %zu bytes", bytes, l->window[i].bytes);
+            found = NULL;
+            CHECK_OK(ep_window_locate(l->group, l->window[i].window, &found, NULL));
+            CHECK(found == l->window[i].memory, "%p without the size", found);
+        }
+    }
+}
+
+/* Two windows, adopted in another order and with other ids in use on each rank; on odd ranks rows
+ * may lie elsewhere. Then the ids change their windows. */
+static void rows_in_windows(const EpBootstrap *bootstrap) {
+    Lender l;
+    void *shared = NULL;
+    int rank = bootstrap->rank;
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    REQUIRE_OK(ep_mem_alloc(l.group, l.bytes, &shared));
+    check_locating(&l);
+    for (int i = 0; i < 2; i++)
+        CHECK_OK(adopt(&l, rank % 2 ? 1 - i : i, rank % 2 ? 63 - 63 * i : 63 * i));
+    bootstrap->barrier(bootstrap->context, 60);
+    for (int i = 0; i < 4; i++) {
+        check_step(&l, bootstrap, i, l.memory[i % 2]);
+        check_step(&l, bootstrap, i, rank % 2 ? NULL : l.memory[1]);
+        check_step(&l, bootstrap, i, rank % 2 ? shared : l.memory[0]);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    CHECK_OK(ep_window_release(l.group, l.memory[0]));
+    CHECK_OK(ep_window_release(l.group, l.memory[1]));
+    check_step(&l, bootstrap, 1, l.memory[1]); /* no window any more, and still memory */
+    CHECK_OK(adopt(&l, 1, 0));
+    CHECK_OK(ep_mem_free(l.group, shared));
+    check_step(&l, bootstrap, 2, l.memory[1]);
+    lender_close(&l);
+}
+
+ThreadTest(gpu_adopt, rows_1, 1) {
+    rows_in_windows(bootstrap);
+}
+ThreadTest(gpu_adopt, rows_2, 2) {
+    rows_in_windows(bootstrap);
+}
+ThreadTest(gpu_adopt, rows_4, 4) {
+    rows_in_windows(bootstrap);
+}
+ThreadTest(gpu_adopt_old, rows_2, 2) {
+    rows_in_windows(bootstrap);
+}
+
+/* Windows without ids: ranks adopt them in different orders, and receive at different offsets. */
+static void rows_in_paired_windows(const EpBootstrap *bootstrap) {
+    Lender l;
+    int rank = bootstrap->rank;
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    if (rank == 1) CHECK_OK(adopt(&l, 1, EP_WINDOW_PAIRED));
+    CHECK_OK(adopt(&l, 0, EP_WINDOW_PAIRED));
+    if (rank != 1) CHECK_OK(adopt(&l, 1, EP_WINDOW_PAIRED));
+    bootstrap->barrier(bootstrap->context, 60);
+    for (int i = 0; i < 4; i++)
+        check_step(&l, bootstrap, i, l.memory[i % 2]);
+    check_step(&l, bootstrap, 1, NULL); /* in no window on any rank */
+    bootstrap->barrier(bootstrap->context, 60);
+    CHECK_OK(ep_window_release(l.group, l.memory[0]));
+    check_step(&l, bootstrap, 2, l.memory[1]);
+    for (int i = 1; i < EP_MAX_ADOPTED_WINDOWS; i++) /* all others are taken by name */
+        if (ep_window_adopt(l.group, l.window[0].window, i, l.memory[0] + i * 16, 16) != EP_OK)
+            CHECK_OK(ep_window_adopt(l.group, l.window[0].window, 0, l.memory[0] + i * 16, 16));
+    CHECK_REFUSED(adopt(&l, 0, EP_WINDOW_PAIRED), EP_ERR_RANGE, "ep_window_adopt: id",
+                  "at most 64");
+    bootstrap->barrier(bootstrap->context, 60);
+    lender_close(&l);
+}
+
+ThreadTest(gpu_adopt, paired_rows_1, 1) {
+    rows_in_paired_windows(bootstrap);
+}
+ThreadTest(gpu_adopt, paired_rows_2, 2) {
+    rows_in_paired_windows(bootstrap);
+}
+ThreadTest(gpu_adopt, paired_rows_4, 4) {
+    rows_in_paired_windows(bootstrap);
+}
+
+/* Rank 0's operation runs, and waits for rank 1, while rank 0 adopts a window and another stream is
+ * under capture. The operation's own window is not disturbed, and the next step uses the new one.
+ */
+static void while_operations_run(const EpBootstrap *bootstrap) {
+    Lender l;
+    DeviceStep gpu;
+    cudaGraph_t graph = NULL;
+    cudaStream_t captured = new_stream();
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    Case c = adopt_case(bootstrap->size, 1);
+    World *world = world_new(&c);
+    CHECK_OK(adopt(&l, 0, 7));
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, l.stream,
+                     l.memory[0]);
+    device_step_load(&gpu, world);
+    bootstrap->barrier(bootstrap->context, 60);
+    CHECK_CUDA(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+    if (bootstrap->rank == 0) device_step_issue(&gpu, STEP_ALL);
+    if (bootstrap->rank != 0) usleep(100000);
+    if (bootstrap->rank != 0) device_step_issue(&gpu, STEP_ALL);
+    CHECK_OK(adopt(&l, 1, 8));
+    CHECK_CUDA(cudaStreamEndCapture(captured, &graph));
+    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+    bootstrap->barrier(bootstrap->context, 60); /* waiting would end another rank's capture */
+    device_step_check(&gpu);
+    bootstrap->barrier(bootstrap->context, 60);
+    for (int i = 0; i < 4; i++)
+        check_step(&l, bootstrap, i, l.memory[1]);
+    device_step_close(&gpu);
+    CHECK_CUDA(cudaStreamDestroy(captured));
+    world_free(world);
+    lender_close(&l);
+}
+
+ThreadTest(gpu_adopt, while_operations_run_2, 2) {
+    while_operations_run(bootstrap);
+}
+ThreadTest(gpu_adopt, while_operations_run_4, 4) {
+    while_operations_run(bootstrap);
+}
+
+/* ---- a sender without the window ----------------------------------------------------------- */
+
+/* Check that no receive row that rank 0 fills was written. */
+static void check_nothing_from_rank_0(const DeviceStep *gpu) {
+    CHECK_CUDA(cudaMemcpy(gpu->got, gpu->device + device_step_inputs_size(&gpu->c),
+                          device_step_outputs_size(&gpu->c), cudaMemcpyDefault));
+    Image got = device_step_image(gpu, gpu->got, OUT_TOKENS);
+    Image before = device_step_image(gpu, gpu->poison, OUT_TOKENS);
+    const RankWorld *me = device_step_rank(gpu);
+    size_t bytes = case_row_bytes(&gpu->c);
+    int rows = 0;
+    for (int64_t row = 0; row < me->buffer_rows; row++) {
+        size_t at = (size_t)row * bytes;
+        if (me->row[row].kind != ROW_FILLED || me->row[row].source != 0) continue;
+        CHECK(memcmp(got.data + at, before.data + at, bytes) == 0, "row %lld was written",
+              (long long)row);
+        rows++;
+    }
+    CHECK(rows > 20, "%d rows of rank 0", rows);
+}
+
+/* Why rank 0 cannot store rows into the others' window: it never adopted it, or has released it; or
+ * the window is paired, and its own rows lie elsewhere. */
+typedef enum Unknown { UNKNOWN, RELEASED, PAIRED } Unknown;
+
+/* Rank 0 cannot store rows into the window of id 9, or the paired one. Every rank ends
+ * long before the deadline, and rank 0 has stored no rows on the others. */
+static void unknown_to_rank_0(const EpBootstrap *bootstrap, Unknown how) {
+    Lender l;
+    DeviceStep gpu;
+    EpFinding found = EP_FINDING_INIT;
+    int rank = bootstrap->rank;
+    if (!lender_open(&l, bootstrap, 1, 2 * FAILING_LIMIT)) return;
+    Case c = adopt_case(bootstrap->size, 1);
+    World *world = world_new(&c);
+    int id = how == PAIRED ? EP_WINDOW_PAIRED : 9;
+    if (rank || how != UNKNOWN) CHECK_OK(adopt(&l, 1, id));
+    if (!rank && how == RELEASED) CHECK_OK(ep_window_release(l.group, l.memory[1]));
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, rank, l.stream,
+                     rank ? l.memory[1] : NULL);
+    device_step_load(&gpu, world);
+    device_step_issue(&gpu, STEP_PREPARE);
+    device_step_check(&gpu);
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = failing_now();
+    CHECK_OK(device_step_try(&gpu, STEP_DISPATCH));
+    CHECK_CUDA(cudaStreamSynchronize(l.stream));
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    if (rank) {
+        /* A third rank may have learnt of it first, and have given up in its turn. */
+        CHECK_REFUSED(ep_group_status(l.group, &found), EP_ERR_PEER, "dispatch", "given up",
+                      "rank 0");
+        CHECK(found.peer == 0, "peer %d", found.peer);
+        check_nothing_from_rank_0(&gpu);
+    } else {
+        CHECK_REFUSED(ep_group_status(l.group, &found), EP_ERR_ORDER, "rank 0: dispatch",
+                      how == PAIRED ? "EP_WINDOW_PAIRED" : "ep_window_adopt with id 9",
+                      how == PAIRED ? "has them, got other"
+                                    : "the adopted window 9, in which rank");
+        CHECK(found.rank == 0 && found.peer > 0 && found.expected == id && found.seen == -1,
+              "rank %d, peer %d, expected %lld", found.rank, found.peer, (long long)found.expected);
+    }
+    CHECK_REFUSED(adopt(&l, 0, 1), rank ? EP_ERR_PEER : EP_ERR_ORDER, "rank 0");
+    bootstrap->barrier(bootstrap->context, 60);
+    device_step_close(&gpu);
+    lender_close(&l);
+    world_free(world);
+    failing_check_next(bootstrap, EP_MODE_THROUGHPUT);
+}
+
+ThreadTest(gpu_adopt, unknown_2, 2) {
+    unknown_to_rank_0(bootstrap, UNKNOWN);
+}
+ThreadTest(gpu_adopt, unknown_4, 4) {
+    unknown_to_rank_0(bootstrap, UNKNOWN);
+}
+ThreadTest(gpu_adopt, released_2, 2) {
+    unknown_to_rank_0(bootstrap, RELEASED);
+}
+ThreadTest(gpu_adopt, received_elsewhere_2, 2) {
+    unknown_to_rank_0(bootstrap, PAIRED);
+}
+
+/* ---- wrong arguments ----------------------------------------------------------------------- */
+
+static void wrong_arguments(const EpBootstrap *bootstrap, int tells_begin) {
+    Lender l;
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    void *window = l.window[0].window, *plain = NULL;
+    char *begin = l.window[0].memory, host[32] = "";
+    size_t bytes = l.window[0].bytes;
+    REQUIRE_CUDA(cudaMalloc(&plain, PAGE));
+    CHECK_REFUSED(ep_window_adopt(l.group, NULL, 0, begin, bytes), EP_ERR_NULL, "ep_window_adopt",
+                  "window", "NULL");
+    CHECK_REFUSED(ep_window_adopt(l.group, host, 0, begin, bytes), EP_ERR_ADDRESS, "window");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 64, begin, bytes), EP_ERR_RANGE, "id");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin + 8, 64), EP_ERR_ADDRESS, "memory",
+                  "multiple of 16");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, 0), EP_ERR_RANGE, "bytes");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, plain, PAGE), EP_ERR_ADDRESS, "memory");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, l.window[1].memory, 64), EP_ERR_ADDRESS,
+                  "memory");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, (size_t)1 << 40), EP_ERR_ADDRESS,
+                  "not in it");
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, SIZE_MAX), EP_ERR_RANGE, "bytes");
+    if (tells_begin) {
+        CHECK_REFUSED(ep_window_adopt(l.group, plain, 0, begin, bytes), EP_ERR_FOREIGN, "window",
+                      "borrowed communicator");
+        CHECK_OK(ep_window_adopt(l.group, window, 0, begin + 64, bytes - 64));
+    } else {
+        CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin + 64, 64), EP_ERR_ADDRESS, "memory",
+                      "from its start on");
+        CHECK_OK(ep_window_adopt(l.group, window, 0, begin, bytes));
+    }
+    CHECK_REFUSED(ep_window_adopt(l.group, window, 1, begin, bytes), EP_ERR_RANGE, "overlaps");
+    CHECK_REFUSED(ep_window_adopt(l.group, l.window[1].window, 0, l.window[1].memory, bytes),
+                  EP_ERR_RANGE, "id", "not in use");
+    CHECK_REFUSED(ep_window_release(l.group, plain), EP_ERR_FOREIGN, "ep_window_release", "memory");
+    /* Nothing has changed: the id that was refused is free. */
+    CHECK_OK(ep_window_adopt(l.group, l.window[1].window, 1, l.window[1].memory, bytes));
+    bootstrap->barrier(bootstrap->context, 60);
+    check_step(&l, bootstrap, 1, l.window[1].memory);
+    CHECK_CUDA(cudaFree(plain));
+    lender_close(&l);
+}
+
+ThreadTest(gpu_adopt, wrong_arguments_2, 2) {
+    Nccl nccl;
+    int version = 0;
+    if (!nccl_serves(&nccl, 2)) return;
+    nccl.get_version(&version);
+    wrong_arguments(bootstrap, version >= 22900);
+}
+ThreadTest(gpu_adopt_old, wrong_arguments_2, 2) {
+    Nccl nccl;
+    int version = 0;
+    if (!nccl_serves(&nccl, 2)) return;
+    nccl.get_version(&version);
+    wrong_arguments(bootstrap, version >= 22900);
+}
+
+/* The group has made its own communicator. */
+ThreadTest(gpu_adopt, nothing_lent, 2) {
+    Lender l;
+    if (!lender_open(&l, bootstrap, 0, 60)) return;
+    CHECK_REFUSED(adopt(&l, 0, 0), EP_ERR_UNSUPPORTED, "ep_window_adopt", "group",
+                  "EpGroupConfig.nccl_comm");
+    check_step(&l, bootstrap, 1, l.memory[0]);
+    lender_close(&l);
+}
+
+/* The memory of a group that borrows a communicator is what was promised. */
+ThreadTest(gpu_adopt, memory_as_promised, 2) {
+    Lender l;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    Case c = adopt_case(2, 1);
+    EpGroupConfig config = case_group_config(&c);
+    ep_group_config_set_nccl(&config, l.comm);
+    CHECK_OK(adopt(&l, 0, 0));
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK_OK(ep_group_query(l.group, &info));
+    CHECK(info.library_bytes == memory.shared_bytes + memory.private_bytes, "%lld bytes",
+          (long long)info.library_bytes);
+    lender_close(&l);
+}
+
+/* ---- graphs -------------------------------------------------------------------------------- */
+
+/* A graph of a step that was captured before its memory was adopted gives the same bytes after. */
+static void captured_before(const EpBootstrap *bootstrap) {
+    Lender l;
+    DeviceStep gpu;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    if (!lender_open(&l, bootstrap, 1, 60)) return;
+    Case c = adopt_case(bootstrap->size, 1);
+    device_step_open(&gpu, l.group, device_step_handle(l.group, &c), &c, bootstrap->rank, l.stream,
+                     l.memory[0]);
+    World *world = device_step_world(&c, 1);
+    device_step_load(&gpu, world);
+    CHECK_CUDA(cudaStreamBeginCapture(l.stream, cudaStreamCaptureModeThreadLocal));
+    device_step_issue(&gpu, STEP_ALL);
+    CHECK_CUDA(cudaStreamEndCapture(l.stream, &graph));
+    REQUIRE_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 6; i++) {
+        if (i == 2) CHECK_OK(adopt(&l, 0, 3));
+        if (i == 4) CHECK_OK(ep_window_release(l.group, l.memory[0]));
+        device_step_load(&gpu, world);
+        CHECK_CUDA(cudaGraphLaunch(exec, l.stream));
+        device_step_replayed(&gpu, STEP_ALL);
+        device_step_check(&gpu);
+    }
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_OK(ep_group_status(l.group, NULL));
+    device_step_close(&gpu);
+    world_free(world);
+    lender_close(&l);
+}
+
+TestSuite(gpu_adopt_graphs, .init = set_up_old);
+
+ThreadTest(gpu_adopt_graphs, captured_before_2, 2) {
+    captured_before(bootstrap);
+}

@@ -1,0 +1,489 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_group_abort: it ends the waits of its rank, whatever waits, and the peers learn of it soon,
+ * with its sentence. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "tests/cases/calls.h"
+#include "tests/cases/run.h"
+#include "tests/harness/random.h"
+
+enum { RANKS = 3, ABORTED = 0, ABSENT = 2 };
+
+#define DEADLINE 100.0 /* no wait of these tests ends by itself */
+#define SOON (TESTS_ON_GPU ? 30.0 : 10.0)
+#define WHY "the store at 10.0.0.7 is gone"
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int arrived;
+
+/* Wait for other threads, while calls of the library may use the bootstrap. */
+static void wait_for(int ranks) {
+    __atomic_add_fetch(&arrived, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&arrived, __ATOMIC_SEQ_CST) < ranks)
+        usleep(1000);
+}
+
+/* Failed groups log a warning. */
+static void set_up(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    arrived = 0;
+}
+
+TestSuite(runtime_abort, .init = set_up);
+
+/* A test whose ranks are always threads. */
+#define OnThreads(name)                                               \
+    static void name##_body(const EpBootstrap *bootstrap, void *arg); \
+    Test(runtime_abort, name, .timeout = 120) {                       \
+        run_on_threads(RANKS, name##_body, NULL);                     \
+    }                                                                 \
+    static void name##_body(const EpBootstrap *bootstrap, __attribute__((unused)) void *arg)
+
+/* ---- a rank, and a thread that aborts it ---- */
+
+typedef struct Rank {
+    EpGroup *group;
+    World *world;
+    Step step;
+} Rank;
+
+static Rank rank_open(const EpBootstrap *bootstrap, EpMode mode) {
+    Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3, .mode = mode};
+    Rank rank = {.world = world_new(&c)};
+    EpGroupConfig config = case_group_config(&rank.world->c);
+    config.timeout_seconds = DEADLINE;
+    CHECK_OK(ep_group_create(bootstrap, &config, &rank.group));
+    EpHandle *handle = rank.group ? open_handle(rank.group, &rank.world->c) : NULL;
+    rank.step = (Step){rank.group, handle, rank.world, bootstrap->rank, NULL};
+    return rank;
+}
+
+static void rank_close(Rank *rank) {
+    double begin = now();
+    ep_group_destroy(rank->group);
+    CHECK(now() - begin < SOON, "destroying an aborted group took %.1f s", now() - begin);
+    world_free(rank->world);
+}
+
+typedef struct Aborter {
+    EpGroup *group;
+    const char *why;
+    useconds_t later; /* microseconds */
+    EpStatus status;
+    pthread_t thread;
+} Aborter;
+
+static void *aborter_main(void *context) {
+    Aborter *aborter = context;
+    usleep(aborter->later);
+    aborter->status = ep_group_abort(aborter->group, aborter->why);
+    return NULL;
+}
+
+static void aborter_start(Aborter *aborter, EpGroup *group, useconds_t later) {
+    *aborter = (Aborter){.group = group, .why = WHY, .later = later};
+    CHECK(pthread_create(&aborter->thread, NULL, aborter_main, aborter) == 0, "no thread");
+}
+
+static void aborter_end(Aborter *aborter) {
+    pthread_join(aborter->thread, NULL);
+    CHECK_OK(aborter->status);
+}
+
+/* Check that all calls on the group are refused, with `part` in their sentence. */
+static void check_refuses(const Rank *rank, EpStatus status, const char *part) {
+    EpFinding found = EP_FINDING_INIT;
+    void *memory = &found;
+    for (int i = 0; i < NUM_CALLS; i++)
+        CHECK_REFUSED(calls[i](&rank->step), status, part, WHY);
+    CHECK_REFUSED(ep_mem_alloc(rank->group, 64, &memory), status, part, WHY);
+    CHECK(memory == &found, "an output was written");
+    CHECK_REFUSED(ep_group_status(rank->group, &found), status, part, WHY);
+    CHECK(found.status == status && found.rank == rank->step.rank, "%d on rank %d",
+          (int)found.status, (int)found.rank);
+    CHECK(found.peer == (status == EP_ERR_PEER ? ABORTED : -1), "peer %d", (int)found.peer);
+}
+
+static void check_aborted(const Rank *rank, EpStatus status) {
+    CHECK_REFUSED(status, EP_ERR_ABORTED, "rank 0: ", "the group was aborted: " WHY);
+    check_refuses(rank, EP_ERR_ABORTED, "the group was aborted: ");
+}
+
+/* Check what a peer is told. It may have learnt it from another rank that has. */
+static void check_told(const Rank *rank, EpStatus status, const char *phase) {
+    char self[16];
+    snprintf(self, sizeof(self), "rank %d: ", rank->step.rank);
+    CHECK_REFUSED(status, EP_ERR_PEER, self, phase, "rank 0", "given up on the group", WHY);
+    check_refuses(rank, EP_ERR_PEER, "given up on the group");
+}
+
+/* ---- a wait in an operation ---- */
+
+/* Ranks 0 and 1 wait for rank 2, which never comes, until rank 0 is aborted. Then rank 2 calls. */
+static void while_waiting_in(const EpBootstrap *bootstrap, int call, EpMode mode) {
+    Rank rank = rank_open(bootstrap, mode);
+    Aborter aborter;
+    REQUIRE(rank.step.handle, "no handle");
+    if (call > 0) CHECK_OK(call_prepare(&rank.step));
+    if (call > 1 && mode == EP_MODE_LATENCY) CHECK_OK(call_dispatch(&rank.step));
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = now();
+    if (bootstrap->rank == ABORTED) {
+        aborter_start(&aborter, rank.group, 100000);
+        EpStatus status = call_outcome(calls[call], &rank.step);
+        CHECK(now() - begin > 0.05, "it did not wait");
+        aborter_end(&aborter);
+        check_aborted(&rank, status);
+        CHECK(strstr(ep_last_error(), call_phases[call]), "%s", ep_last_error());
+    } else if (bootstrap->rank != ABSENT) {
+        check_told(&rank, call_outcome(calls[call], &rank.step), call_phases[call]);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    /* Ranks 0 and 1 may have sent enough for a first operation, but not for a second. */
+    if (bootstrap->rank == ABSENT) {
+        EpStatus status = call_outcome(calls[call], &rank.step);
+        if (status == EP_OK) status = call_outcome(calls[call], &rank.step);
+        check_told(&rank, status, call_phases[call]);
+    }
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    rank_close(&rank);
+}
+
+ThreadTest(runtime_abort, while_waiting_in_prepare, RANKS) {
+    while_waiting_in(bootstrap, 0, EP_MODE_THROUGHPUT);
+}
+ThreadTest(runtime_abort, while_waiting_in_dispatch, RANKS) {
+    while_waiting_in(bootstrap, 1, EP_MODE_THROUGHPUT);
+}
+ThreadTest(runtime_abort, while_waiting_in_combine, RANKS) {
+    while_waiting_in(bootstrap, 2, EP_MODE_THROUGHPUT);
+}
+ThreadTest(runtime_abort, while_waiting_in_combine_backward, RANKS) {
+    while_waiting_in(bootstrap, 3, EP_MODE_THROUGHPUT);
+}
+ThreadTest(runtime_abort, while_waiting_in_dispatch_backward, RANKS) {
+    while_waiting_in(bootstrap, 4, EP_MODE_THROUGHPUT);
+}
+ThreadTest(runtime_abort, while_waiting_in_dispatch_in_latency_mode, RANKS) {
+    NEEDS_LATENCY();
+    while_waiting_in(bootstrap, 1, EP_MODE_LATENCY);
+}
+ThreadTest(runtime_abort, while_waiting_in_combine_in_latency_mode, RANKS) {
+    NEEDS_LATENCY();
+    while_waiting_in(bootstrap, 2, EP_MODE_LATENCY);
+}
+
+/* All ranks run steps, and rank 0 is aborted at some moment. */
+static void while_running(const EpBootstrap *bootstrap, uint64_t seed) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Random random = random_stream(seed, 0, 0);
+    Aborter aborter;
+    EpStatus status = EP_OK;
+    REQUIRE(rank.step.handle, "no handle");
+    check_note("seed %d", (int)seed);
+    double begin = now();
+    if (bootstrap->rank == ABORTED)
+        aborter_start(&aborter, rank.group, (useconds_t)random_below(&random, 20000));
+    for (int i = 0; status == EP_OK; i++)
+        status = call_outcome(calls[i % NUM_CALLS], &rank.step);
+    if (bootstrap->rank == ABORTED) aborter_end(&aborter);
+    if (bootstrap->rank == ABORTED)
+        check_aborted(&rank, status);
+    else
+        check_told(&rank, status, "");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    rank_close(&rank);
+}
+
+static EpBootstrap all[RANKS];
+
+/* Returns a new bootstrap: after an abort ranks may be out of step. */
+static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
+    if (bootstrap->rank == 0) CHECK_OK(ep_bootstrap_local(RANKS, all));
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    return all[bootstrap->rank];
+}
+
+OnThreads(while_running) {
+    for (uint64_t seed = 0; seed < (TESTS_ON_GPU ? 3 : 20) && !check_failure()[0]; seed++) {
+        EpBootstrap next = next_bootstrap(bootstrap);
+        while_running(&next, seed);
+        CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+        ep_bootstrap_destroy(&next);
+    }
+}
+
+/* ---- no wait ---- */
+
+/* Rank 0 is aborted by its own thread while nobody waits; the others call later. */
+ThreadTest(runtime_abort, while_nobody_waits, RANKS) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.step.handle, "no handle");
+    step_all(&rank.step);
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = now();
+    if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank.group, WHY));
+    bootstrap->barrier(bootstrap->context, 60);
+    EpStatus status = call_outcome(call_dispatch, &rank.step);
+    if (bootstrap->rank == ABORTED)
+        check_aborted(&rank, status);
+    else
+        check_told(&rank, status, "dispatch");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    rank_close(&rank);
+}
+
+/* The first abort counts, and one by each rank is none of the others'. */
+ThreadTest(runtime_abort, twice, RANKS) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.step.handle, "no handle");
+    CHECK_OK(ep_group_abort(rank.group, WHY));
+    CHECK_OK(ep_group_abort(rank.group, "too late"));
+    check_refuses(&rank, EP_ERR_ABORTED, "the group was aborted: ");
+    CHECK_OK(ep_group_abort(rank.group, "too late"));
+    check_refuses(&rank, EP_ERR_ABORTED, "the group was aborted: ");
+    rank_close(&rank);
+}
+
+/* A group that has failed keeps its failure. */
+ThreadTest(runtime_abort, of_a_failed_group, RANKS) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    REQUIRE(rank.step.handle, "no handle");
+    CHECK_OK(call_prepare(&rank.step));
+    Call call = bootstrap->rank == ABSENT ? call_combine : call_dispatch;
+    CHECK_STATUS(call_outcome(call, &rank.step), EP_ERR_ORDER);
+    CHECK_OK(ep_group_abort(rank.group, WHY));
+    CHECK_STATUS(call_dispatch(&rank.step), EP_ERR_ORDER);
+    CHECK(!strstr(ep_last_error(), WHY), "%s", ep_last_error());
+    CHECK_STATUS(ep_group_status(rank.group, NULL), EP_ERR_ORDER);
+    rank_close(&rank);
+}
+
+/* Threads abort a rank at the same time. One of them comes first. */
+ThreadTest(runtime_abort, by_many_threads, 1) {
+    enum { THREADS = 8 };
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroup *group = open_group(bootstrap, &c);
+    Aborter aborters[THREADS];
+    char why[THREADS][64], first[512];
+    REQUIRE(group, "no group");
+    for (int i = 0; i < THREADS; i++) {
+        snprintf(why[i], sizeof(why[i]), "thread %d of %d", i, THREADS);
+        aborters[i] = (Aborter){.group = group, .why = why[i]};
+        REQUIRE(!pthread_create(&aborters[i].thread, NULL, aborter_main, &aborters[i]), "thread");
+    }
+    for (int i = 0; i < THREADS; i++)
+        aborter_end(&aborters[i]);
+    CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "thread ", " of 8");
+    snprintf(first, sizeof(first), "%s", ep_last_error());
+    CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
+    CHECK(!strcmp(first, ep_last_error()), "'%s' after '%s'", ep_last_error(), first);
+    ep_group_destroy(group);
+}
+
+/* ---- a rendezvous ---- */
+
+/* Ranks 0 and 1 make a call about windows, rank 2 does not. */
+static void while_meeting(const EpBootstrap *bootstrap, int frees) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Aborter aborter;
+    void *memory = NULL, *out = &memory;
+    REQUIRE(rank.step.handle, "no handle");
+    REQUIRE_OK(ep_mem_alloc(rank.group, 64, &memory));
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = now();
+    if (bootstrap->rank == ABORTED) aborter_start(&aborter, rank.group, 100000);
+    if (bootstrap->rank != ABSENT) {
+        EpStatus status =
+            frees ? ep_mem_free(rank.group, memory) : ep_mem_alloc(rank.group, 64, &out);
+        if (bootstrap->rank == ABORTED) aborter_end(&aborter);
+        if (bootstrap->rank == ABORTED)
+            check_aborted(&rank, status);
+        else
+            check_told(&rank, status, "bootstrap");
+        CHECK(out == &memory, "an output was written");
+    }
+    wait_for(RANKS);
+    if (bootstrap->rank == ABSENT)
+        check_told(&rank, call_outcome(call_prepare, &rank.step), "prepare");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    rank_close(&rank);
+}
+
+OnThreads(while_meeting_in_mem_alloc) {
+    while_meeting(bootstrap, 0);
+}
+OnThreads(while_meeting_in_mem_free) {
+    while_meeting(bootstrap, 1);
+}
+
+/* Rank 0 is aborted first; the others then meet without it, or destroy their groups. */
+ThreadTest(runtime_abort, before_the_others_meet, RANKS) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    void *out = &rank;
+    REQUIRE(rank.step.handle, "no handle");
+    if (bootstrap->rank == ABORTED) CHECK_OK(ep_group_abort(rank.group, WHY));
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = now();
+    if (bootstrap->rank == 1) check_told(&rank, ep_mem_alloc(rank.group, 64, &out), "bootstrap");
+    rank_close(&rank);
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+}
+
+/* Ranks 0 and 1 destroy their groups, rank 2 does not, until they have ended. */
+OnThreads(while_destroying) {
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    Aborter aborter;
+    REQUIRE(rank.step.handle, "no handle");
+    step_all(&rank.step);
+    bootstrap->barrier(bootstrap->context, 60);
+    double begin = now();
+    /* Ranks that meet to destroy the group must not reach others' windows any more. So on GPUs each
+     * has to be aborted. */
+    int aborts = bootstrap->rank == ABORTED || (bootstrap->rank != ABSENT && TESTS_ON_GPU);
+    if (aborts) aborter_start(&aborter, rank.group, 100000);
+    if (bootstrap->rank != ABSENT) {
+        rank_close(&rank);
+        CHECK(now() - begin > 0.05, "it did not wait");
+    }
+    if (aborts) aborter_end(&aborter);
+    wait_for(RANKS);
+    if (bootstrap->rank != ABSENT) return;
+    if (TESTS_ON_GPU) CHECK_OK(ep_group_abort(rank.group, WHY));
+    EpStatus status = call_outcome(call_prepare, &rank.step);
+    CHECK_REFUSED(status, TESTS_ON_GPU ? EP_ERR_ABORTED : EP_ERR_PEER, WHY);
+    rank_close(&rank);
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+}
+
+/* ---- several nodes ---- */
+
+/* Each rank is a node of its own: peers learn of the abort by a message. Rank 0 is aborted while it
+ * waits for rank 2 (`waits`), or while it does not. */
+static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
+    HOST_ONLY("the CUDA backend serves one node");
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "3", 1);
+    bootstrap->barrier(bootstrap->context, 60);
+    Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
+    EpStatus status = EP_OK;
+    Aborter aborter;
+    REQUIRE(rank.step.handle, "no handle");
+    step_all(&rank.step);
+    double begin = now();
+    if (bootstrap->rank == ABORTED) {
+        aborter_start(&aborter, rank.group, 100000);
+        if (!waits) usleep(200000);
+        status = waits ? call_prepare(&rank.step) : ep_group_status(rank.group, NULL);
+        aborter_end(&aborter);
+        check_aborted(&rank, status);
+    }
+    if (bootstrap->rank != 1 && waits) wait_for(2);
+    /* Rank 0 may have taken part in a first prepare, but not in a second. */
+    for (int i = 0; i < 2 && status == EP_OK; i++)
+        status = call_prepare(&rank.step);
+    if (bootstrap->rank != ABORTED) check_told(&rank, status, "prepare");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    rank_close(&rank);
+}
+
+OnThreads(on_several_nodes_while_waiting) {
+    on_several_nodes(bootstrap, 1);
+}
+OnThreads(on_several_nodes_while_nobody_waits) {
+    on_several_nodes(bootstrap, 0);
+}
+
+/* ---- a bootstrap of the caller ---- */
+
+/* A gather that waits for nobody: it polls until it is told to give up. */
+static EpStatus endless_gather(void *context, const void *in, void *out, size_t bytes,
+                               double timeout) {
+    (void)context, (void)in, (void)out, (void)bytes, (void)timeout;
+    EpStatus status;
+    while ((status = ep_poll_abort()) == EP_OK)
+        usleep(1000);
+    return status;
+}
+
+typedef struct Switched {
+    EpBootstrap whole;
+    int endless;
+} Switched;
+
+static EpStatus switched_gather(void *context, const void *in, void *out, size_t bytes,
+                                double timeout) {
+    const Switched *s = context;
+    return (s->endless ? endless_gather : s->whole.allgather)(s->whole.context, in, out, bytes,
+                                                              timeout);
+}
+
+static EpStatus switched_barrier(void *context, double timeout) {
+    const Switched *s = context;
+    return s->whole.barrier(s->whole.context, timeout);
+}
+
+ThreadTest(runtime_abort, in_a_callback_that_polls, 1) {
+    Switched s = {.whole = *bootstrap};
+    EpBootstrap mine = EP_BOOTSTRAP_INIT;
+    mine.size = 1, mine.context = &s;
+    mine.allgather = switched_gather, mine.barrier = switched_barrier;
+    CHECK_OK(ep_poll_abort());
+    Case c = case_complete((Case){.ranks = 1});
+    EpGroup *group = open_group(&mine, &c);
+    Aborter aborter;
+    void *out = &s;
+    REQUIRE(group, "no group");
+    s.endless = 1;
+    aborter_start(&aborter, group, 50000);
+    CHECK_REFUSED(ep_mem_alloc(group, 64, &out), EP_ERR_ABORTED, "rank 0: mem_alloc: ", WHY);
+    aborter_end(&aborter);
+    CHECK(out == &s, "an output was written");
+    CHECK_OK(ep_poll_abort());
+    ep_group_destroy(group);
+}
+
+/* ---- arguments ---- */
+
+ThreadTest(runtime_abort, wrong_arguments, 1) {
+    Case c = case_complete((Case){.ranks = 1});
+    int stray[64] = {1, 2, 3};
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    CHECK_REFUSED(ep_group_abort(NULL, WHY), EP_ERR_NULL, "ep_group_abort: group: ");
+    CHECK_REFUSED(ep_group_abort((EpGroup *)stray, WHY), EP_ERR_FOREIGN, "ep_group_abort: group: ");
+    CHECK_REFUSED(ep_group_abort(group, NULL), EP_ERR_NULL, "rank 0: ep_group_abort: sentence: ");
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+    CHECK_REFUSED(ep_group_abort(group, WHY), EP_ERR_DESTROYED, "ep_group_abort: group: ");
+}
+
+/* Sentences: none, the longest, and one that is cut between two of its characters. */
+ThreadTest(runtime_abort, sentences, 1) {
+    char longest[256], longer[400];
+    memset(longest, 'x', 255), longest[255] = 0;
+    memset(longer, 'x', sizeof(longer)), longer[sizeof(longer) - 1] = 0;
+    memcpy(longer + 254, "\xe2\x82\xac", 3); /* a character of three bytes, the second is beyond */
+    const char *const given[] = {"", longest, longer};
+    const size_t kept[] = {strlen("no reason given"), 255, 254};
+    for (int i = 0; i < 3; i++) {
+        Case c = case_complete((Case){.ranks = 1});
+        EpGroup *group = open_group(bootstrap, &c);
+        REQUIRE(group, "no group");
+        CHECK_OK(ep_group_abort(group, given[i]));
+        CHECK_REFUSED(ep_group_status(group, NULL), EP_ERR_ABORTED, "was aborted: ");
+        const char *said = strstr(ep_last_error(), "aborted: ");
+        size_t length = said ? strlen(said + strlen("aborted: ")) : 0;
+        CHECK(length == kept[i], "%zu bytes instead of %zu", length, kept[i]);
+        ep_group_destroy(group);
+    }
+}

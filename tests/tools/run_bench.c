@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tests/tools/run_bench.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { MOST_WORDS = 40 };
+
+ProcessResult run_bench(const char *line) {
+    static char words[2048];
+    const char *argv[MOST_WORDS + 2] = {build_path("ep_bench")};
+    snprintf(words, sizeof(words), "%s", line);
+    int count = 1;
+    for (char *w = strtok(words, " "); w && count <= MOST_WORDS; w = strtok(NULL, " "))
+        argv[count++] = w;
+    return process_run(argv, 0);
+}
+
+void check_run(const char *line, int exit_status, const char *in_out, const char *in_err) {
+    ProcessResult result = run_bench(line);
+    CHECK(result.exit_status == exit_status, "'%s' exits with %d, not %d: %s", line,
+          result.exit_status, exit_status, result.err);
+    if (in_out) CHECK(strstr(result.out, in_out), "'%s': no '%s' in: %s", line, in_out, result.out);
+    if (in_err) CHECK(strstr(result.err, in_err), "'%s': no '%s' in: %s", line, in_err, result.err);
+    if (exit_status == 2)
+        CHECK(!strstr(result.out, "#wrong 0"), "'%s' claims success: %s", line, result.out);
+    process_result_free(&result);
+}
+
+void read_file(const char *path, char *text, size_t size) {
+    FILE *file = fopen(path, "r");
+    text[0] = 0;
+    REQUIRE(file, "no file %s", path);
+    text[fread(text, 1, size - 1, file)] = 0;
+    fclose(file);
+}
+
+void write_bytes(const char *path, const char *text, size_t bytes) {
+    FILE *file = fopen(path, "w");
+    REQUIRE(file, "cannot write %s", path);
+    fwrite(text, 1, bytes, file);
+    fclose(file);
+}
+
+void write_file(const char *path, const char *text) {
+    write_bytes(path, text, strlen(text));
+}

@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_TOOLS_RUN_BENCH_H
+#define TESTS_TOOLS_RUN_BENCH_H
+
+/**
+ * Runs of ep_bench, and the files that it reads and writes.
+ */
+
+#include <stddef.h>
+
+#include "tests/harness/check.h"
+#include "tests/harness/process.h"
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+/** Options of small and quick runs. The check is on by default. */
+#define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
+
+/** Run ep_bench. `line` has words separated by blanks. */
+ProcessResult run_bench(const char *line);
+
+/** Run ep_bench and check its exit status and, unless NULL, that its output and its errors contain
+ * these words. */
+void check_run(const char *line, int exit_status, const char *in_out, const char *in_err);
+
+/** Read at most size - 1 bytes of a file as a string. */
+void read_file(const char *path, char *text, size_t size);
+void write_file(const char *path, const char *text);
+void write_bytes(const char *path, const char *text, size_t bytes);
+
+#endif
