@@ -268,17 +268,20 @@ static const Given eight[] = {
 enum { EIGHT = sizeof(eight) / sizeof(eight[0]) };
 
 ThreadTest(handles_weights, on_eight_ranks, 8) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 1);
 }
 
 ThreadTest(handles_weights, alone, 1) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     Given given = {"expert=1,fsdp=1", "expert,fsdp,_", EXPERTS, {3, 130, 70}, BF16, BF16, FP32};
     check_given(bootstrap, &given, 1);
 }
 
 /* Every message takes several rounds. */
 ThreadTest(handles_weights, beyond_the_stage, 4) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     Given given = {"fsdp=2,expert=2", "expert,_,fsdp", EXPERTS, {2, 1200, 1160}, FP32, FP32, FP32};
     check_given(bootstrap, &given, 1);
 }
@@ -290,17 +293,18 @@ static void pretend_nodes(const EpBootstrap *bootstrap, const char *nodes) {
 
 /* Sums of nodes; groups along fsdp lie on one node, those along data on two or four. */
 ThreadTest(handles_weights, on_four_nodes, 8) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     pretend_nodes(bootstrap, "4");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 4);
 }
 
-RankedTest(mpi_weights, on_eight_ranks, 8, 90) {
+HostRankedTest(mpi_weights, on_eight_ranks, 8, 90, "no sharded weights on GPUs yet") {
     for (int i = 0; i < 3; i++)
         check_given(bootstrap, &eight[i], 1);
 }
 
-RankedTest(mpi_weights, on_two_nodes, 8, 90) {
+HostRankedTest(mpi_weights, on_two_nodes, 8, 90, "no sharded weights on GPUs yet") {
     setenv("LIBEP_TOPOLOGY", "2", 1);
     for (int i = 0; i < 3; i++)
         check_given(bootstrap, &eight[i], 2);
@@ -365,10 +369,12 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed, int trials
 }
 
 ThreadTest(handles_weights, random_meshes, 8) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     check_random(bootstrap, 4711, 60);
 }
 
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
+    HOST_ONLY("no sharded weights on GPUs yet");
     if (bootstrap->rank == 0) setenv("LIBEP_STAGE_BYTES", "3000", 1);
     CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
     check_random(bootstrap, 815, 25);
