@@ -20,6 +20,8 @@ struct EpPlanShape;
 struct EpWeightGather;
 struct EpWeightReduce;
 struct EpWeightAmax;
+struct EpWeight;
+struct EpWeightView;
 
 typedef struct EpHandle EpHandle;
 
@@ -119,6 +121,8 @@ typedef struct EpBackendOps {
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
     EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);
+    /** Set the workspaces in view->sizes. */
+    void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
     /** Optional (NULL: nothing to do). Both surround calls on a group that use the backend. They
      *  make the group's device the thread's current one, and show the call to profilers. `leave`
      *  takes what `enter` returned, or EP_STAY. */

@@ -25,7 +25,7 @@ typedef struct Quantiser {
     int64_t step[3];               /* between elements of the shard, by dimension */
     int64_t blocks[3], touched[3]; /* of the gathered weight; at most, of a shard */
     uint32_t *amaxes;              /* [blocks] of the gathered weight, where blocks straddle */
-    uint32_t *found;               /* [shards + 1, touched]: of each shard; the last one is spare */
+    uint32_t *found;               /* [shards, touched] */
 } Quantiser;
 
 /* The part of a block that lies in this rank's shard: elements of the gathered weight. */

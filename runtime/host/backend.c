@@ -94,4 +94,5 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .gather_weight = ep_host_weight_gather,
                                       .reduce_weight = ep_host_weight_reduce,
                                       .reduce_amax = ep_host_weight_amax,
+                                      .measure_weight = ep_host_weight_measure,
                                       .check_pointer = check_pointer};
