@@ -18,7 +18,7 @@ from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import NoReturn, Optional
 
     from torch import Tensor
 
@@ -40,16 +40,20 @@ for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):  # of newer versions; libep
 
 
 def _convert(tensor: Tensor) -> CoreTensor:
-    if not tensor.is_contiguous():
-        raise TypeError(
-            f"expected a C-contiguous tensor, got strides {tuple(tensor.stride())} for shape "
-            f"{tuple(tensor.shape)}: call contiguous()"
-        )
     kind = _TYPES.get(tensor.dtype)
-    if kind is None:
+    if kind is None or not tensor.is_contiguous():
+        _refuse(tensor)
+    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
+
+
+def _refuse(tensor: Tensor) -> NoReturn:
+    if tensor.dtype not in _TYPES:
         names = ", ".join(str(dtype) for dtype in _TYPES)
         raise TypeError(f"expected elements of one of the types {names}, got {tensor.dtype}")
-    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
+    raise TypeError(
+        f"expected a C-contiguous tensor, got strides {tuple(tensor.stride())} for shape "
+        f"{tuple(tensor.shape)}: call contiguous()"
+    )
 
 
 register_converter(torch.Tensor, _convert)
@@ -64,10 +68,14 @@ def _given(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[Core
             f"{name}: expected a tensor on {handle.device}, where the group is, got one on "
             f"{tensor.device}"
         )
-    try:
-        return _convert(tensor)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+    # As _convert, whose call would take as long as the checks.
+    kind = _TYPES.get(tensor.dtype)
+    if kind is None or not tensor.is_contiguous():
+        try:
+            _refuse(tensor)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
 
 
 def prepare(
