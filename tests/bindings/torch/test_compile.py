@@ -62,9 +62,7 @@ def test_opcheck(alone, name):
             *(recv, recv_weights, None, None),
         ),
         "combine": (key, plan, recv + 1, recv_weights + 1, None, zeros(7, 16)),
-        "combine_backward": (
-            *(key, plan, x, recv_weights + 1, recv + 1, recv, recv_weights),
-        ),
+        "combine_backward": (*(key, plan, x, recv_weights + 1, recv + 1, recv, recv_weights),),
         "dispatch_backward": (key, plan, recv + 1, recv_weights + 1, zeros(7, 16), zeros(7, 2)),
     }
     torch.library.opcheck(getattr(torch.ops.libep, name).default, arguments[name])
@@ -110,7 +108,8 @@ def test_inductor(alone):
     group = alone()
     handle = ep.Handle(group)
 
-    def echo(x, idx, weights):  # without arithmetic of its own: the compiler of kernels is not asked
+    # Without arithmetic of its own, so that no kernel is compiled.
+    def echo(x, idx, weights):
         received = ep.dispatch(handle, x, idx, weights)
         return ep.combine(handle, received.plan, received.tokens, received.topk_weights)
 

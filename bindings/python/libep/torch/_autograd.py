@@ -45,8 +45,8 @@ class _Shapes(NamedTuple):
     idx: Optional[tuple[int, ...]]
 
 
-# Eager calls go straight to the core, with the handle. Compiled and traced ones go through ops, with
-# its key. Either is passed as `which`.
+# Eager calls go straight to the core, with the handle. Compiled and traced ones go through ops,
+# with its key. Either is passed as `which`.
 _EAGER = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -87,7 +87,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
     if handle.is_latency:
         raise EpError(
             Status.UNSUPPORTED,
-            "prepare: expected a handle in throughput mode: in latency mode dispatch takes topk_idx",
+            "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
     which = _choose(handle, topk_idx)
     plan = make_plan(handle, topk_idx)
@@ -111,16 +111,17 @@ def count_rows(handle: Handle, plan: Plan) -> int:
         return handle.capacity
     at = 3 * plan.num_local_experts + 1
     if torch.compiler.is_compiling():
-        rows = plan.numbers[at].item()
-        torch._check(rows >= 0)
-        return rows  # type: ignore[return-value]
+        traced: Any = plan.numbers[at].item()
+        torch._check(traced >= 0)  # type: ignore[no-untyped-call]
+        return traced  # type: ignore[no-any-return]
     if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected a static size (max_recv_rows) while a CUDA graph is captured, got "
             "exact sizing, where the host reads the number of rows",
         )
-    return plan.numbers.tolist()[at]  # type: ignore[no-any-return]
+    rows: int = plan.numbers.tolist()[at]
+    return rows
 
 
 # ---- dispatch -----------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def count_rows(handle: Handle, plan: Plan) -> int:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         which: Union[Handle, int],
         plan: Tensor,
@@ -273,7 +274,7 @@ def dispatch(
         None if topk_weights is None else handle.weights_shape(rows),
         (*lead, handle.top_k) if handle.is_per_token else None,
     )
-    recv, weights, idx = _Dispatch.apply(
+    recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
         which, plan.bytes, tokens, topk_weights, shapes, torch.int64, recv_tokens
     )
     _mark_written(which, recv_tokens)
@@ -333,7 +334,7 @@ def require_indices(routing: Union[Tensor, Plan]) -> Tensor:
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         which: Union[Handle, int],
         plan: Tensor,
@@ -391,5 +392,7 @@ def combine(
             "combine: expected tensors without gradient in latency mode: call it under "
             "torch.no_grad(), or detach them",
         )
-    out = _Combine.apply(which, plan.bytes, expert_out, weights, plan.num_tokens)
-    return out  # type: ignore[no-any-return]
+    combined: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+        which, plan.bytes, expert_out, weights, plan.num_tokens
+    )
+    return combined

@@ -66,7 +66,7 @@ def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstra
     return Bootstrap.from_store(
         dist.get_rank(group),
         dist.get_world_size(group),
-        store.set,
+        store.set,  # type: ignore[arg-type]
         get,
         store.delete_key,
         prefix=f"libep/{group.group_name}/{number}",

@@ -16,7 +16,7 @@ from .._library import EpError
 from ._bootstrap import from_process_group, nccl_comm
 
 if TYPE_CHECKING:
-    from typing import Optional, Union
+    from typing import Any, Optional, Union
 
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ def create_group(
     dtype: torch.dtype = torch.bfloat16,
     max_recv_rows: Optional[int] = 0,
     lend_nccl: bool = False,
-    **fields: Unpack[GroupFields],
+    **fields: Any,
 ) -> Group:
     """Create a group from a process group. Collective over it.
 
@@ -122,7 +122,7 @@ def create_group(
     All ranks call it in the same order, relative to other groups of the same process group. Waits
     for them up to `timeout_seconds`. EpError if the configuration is refused or ranks disagree.
     """
-    config: GroupFields = {
+    config: dict[str, Any] = {
         **fields,
         "num_experts": num_experts,
         "max_tokens": max_tokens,

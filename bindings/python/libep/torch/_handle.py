@@ -101,9 +101,9 @@ class Handle(CoreHandle):
     """A configuration of a layer or micro-batch, for the functions of libep.torch. Local.
 
     group   a libep.torch.Group, which the handle keeps alive
-    fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are named
-            by the calls (Plans.NAMED), and in throughput mode rows past the last slab become zero
-            (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
+    fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are
+            named by the calls (Plans.NAMED), and in throughput mode rows past the last slab become
+            zero (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
 
     Compiled programs name a handle by its number `key`: keep the object as long as they run.
     """
@@ -158,7 +158,7 @@ class Handle(CoreHandle):
         plan_tensors, parts = cached
         for part, offset in parts:
             part.data = numbers.data + offset
-        return plan_tensors  # type: ignore[no-any-return]
+        return plan_tensors
 
     def _make_outputs(self) -> tuple[PlanTensors, list[tuple[CoreTensor, int]]]:
         local = self.group.num_local_experts
@@ -176,7 +176,7 @@ class Handle(CoreHandle):
             offset += length
         return PlanTensors(**tensors), parts
 
-    # ---- shapes of what dispatch delivers ---------------------------------------------------------
+    # ---- shapes of what dispatch delivers -------------------------------------------------------
 
     def lead(self, rows: int) -> tuple[int, ...]:
         """The dimensions of receive tensors before the elements of a row.

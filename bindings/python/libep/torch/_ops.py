@@ -43,7 +43,7 @@ _SCHEMAS = {
     ),
 }
 
-_library = torch.library.Library("libep", "DEF")
+_library = torch.library.Library("libep", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _define(name: str, arguments: str) -> None:
@@ -55,8 +55,8 @@ def _define(name: str, arguments: str) -> None:
     def fake(handle: int, *tensors: object) -> None:
         return None
 
-    _library.define(f"{name}(int handle, {arguments}) -> ()")
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.define(f"{name}(int handle, {arguments}) -> ()")  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"libep::{name}", fake, lib=_library)
 
 

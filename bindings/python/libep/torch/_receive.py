@@ -37,8 +37,8 @@ class ReceiveMemory(Lent):
     group  a libep.torch.Group
     bytes  >= 1; may differ between ranks
 
-    On GPUs peers write rows straight to their slots in it, without staging, and expert outputs in it
-    are read in place. On CPUs it is plain memory.
+    On GPUs peers write rows straight to their slots in it, without staging, and expert outputs in
+    it are read in place. On CPUs it is plain memory.
 
     The memory is the group's. Tensors in it keep it from going: free() and Group.close() raise
     EpError ORDER while one is alive, one that autograd has saved included.
@@ -58,9 +58,7 @@ class ReceiveMemory(Lent):
         offset        in bytes, from the start; a multiple of 16. Tensors may overlap.
         """
         if self._address is None or self.group.pointer is None:
-            raise EpError(
-                Status.DESTROYED, f"rank {self.group.rank}: the receive memory was freed"
-            )
+            raise EpError(Status.DESTROYED, f"rank {self.group.rank}: the receive memory was freed")
         size = dtype.itemsize
         for length in shape:
             size *= length
