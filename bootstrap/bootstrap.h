@@ -43,6 +43,10 @@ typedef struct EpLocation {
 EpStatus ep_location_find(const EpSettingTopology *topology, int32_t rank, int32_t size,
                           EpLocation *out);
 
+/** The rank, and the number of ranks, that LIBEP_TOPOLOGY speaks of: the bootstrap's own, or those
+ *  of the world where it is of a group of a mesh. So all groups of a mesh have the same nodes. */
+void ep_bootstrap_place(const EpBootstrap *bootstrap, int32_t *rank, int32_t *size);
+
 int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 
 /* ---- hello --------------------------------------------------------------------------------- */

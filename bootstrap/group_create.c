@@ -28,6 +28,13 @@ static uint64_t choose_id(void) {
 
 /* ---- hello --------------------------------------------------------------------------------- */
 
+static EpStatus find_location(const EpBootstrap *bootstrap, const EpSettings *settings,
+                              EpLocation *out) {
+    int32_t rank, size;
+    ep_bootstrap_place(bootstrap, &rank, &size);
+    return ep_location_find(&settings->topology, rank, size, out);
+}
+
 static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
                           const EpGroupConfig *given, EpGroup *const *out, EpGroupConfig *config,
                           EpSettings *settings, EpHello *mine) {
@@ -38,7 +45,7 @@ static EpStatus check_own(const EpCall *call, const EpBootstrap *bootstrap,
     if (contradiction)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve this rank: %s", contradiction);
-    return ep_location_find(&settings->topology, bootstrap->rank, bootstrap->size, &mine->location);
+    return find_location(bootstrap, settings, &mine->location);
 }
 
 static void describe_self(const EpCall *call, const EpBootstrap *bootstrap,
@@ -99,8 +106,7 @@ static void bind_near_gpu(EpGroup *group) {
         group->bound = ep_bind_to_list(path, group->choice.alone, said, sizeof(said));
     }
     EP_LOG_AT(group->bound ? EP_LOG_INFO : EP_LOG_WARN, "LIBEP_BIND=gpu: %s", said);
-    if (!group->bound ||
-        ep_location_find(&group->settings.topology, group->rank, group->size, &location) != EP_OK)
+    if (!group->bound || find_location(&group->bootstrap, &group->settings, &location) != EP_OK)
         return;
     group->numa = location.numa, group->cpus = location.cpus;
 }

@@ -9,10 +9,11 @@
  *     mesh_text.c        reads and writes meshes, axes and specs as text
  *     mesh_bootstrap.c   the bootstrap of a group, out of that of all ranks
  *     sharding.c         shards of tensors, and what happens to a tensor in a step
+ *     mesh_comm.c        the groups of a mesh's ranks that weights use (ep_weight.h)
  */
 
-#include "ep/ep_mesh.h"
-#include "runtime/status.h"
+#include "bootstrap/bootstrap.h"
+#include "ep/ep_weight.h"
 
 /** Check a caller's mesh and copy it. */
 EpStatus ep_mesh_read(const EpCall *call, const EpMesh *given, EpMesh *out);
@@ -39,6 +40,42 @@ int32_t ep_axes_place(const EpMesh *mesh, const EpAxes *axes, const int32_t *coo
 void ep_mesh_locate(const EpMesh *mesh, int32_t rank, int32_t *coordinates);
 
 const char *ep_axis_role_name(EpAxisRole role);
+
+/* ---- connected ranks ----------------------------------------------------------------------- */
+
+#define EP_MESH_RENDEZVOUS_BYTES 512
+
+/** A group of this rank along some axes. */
+typedef struct EpMeshLink {
+    EpAxes along;
+    EpBootstrap bootstrap;
+    EpGroup *group;
+    struct EpMeshLink *next;
+} EpMeshLink;
+
+struct EpMeshComm {
+    EpObject object;
+    EpBootstrap world;
+    EpMesh mesh;
+    int32_t *grid; /* the mesh's, or NULL */
+    EpMeshCommConfig config;
+    double timeout;
+    void *gathered;           /* [world's ranks] of EP_MESH_RENDEZVOUS_BYTES */
+    struct EpWeight *weights; /* live ones */
+    int32_t created;          /* number of weights so far, equal on all ranks */
+    pthread_mutex_t mutex;    /* of the next two, since any thread may abort */
+    EpMeshLink *links;
+    char *aborted; /* the sentence, or NULL */
+};
+
+/** Gather `bytes` bytes of every rank of the mesh into comm->gathered, in the world's order. They
+ *  begin with an EpRankStatus; returns the first error in them. */
+EpStatus ep_mesh_comm_gather(EpMeshComm *comm, const EpCall *call, const void *mine, size_t bytes);
+
+/** Find this rank's group along axes. Collective over the mesh: the first call makes the group.
+ *  *out stays the communicator's. */
+EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *along,
+                            EpGroup **out);
 
 /* ---- text ---------------------------------------------------------------------------------- */
 

@@ -226,6 +226,14 @@ static void mesh_cancel(void *context, void **request) {
     self->world.cancel(self->world.context, request);
 }
 
+/* ---- topology ------------------------------------------------------------------------------ */
+
+void ep_bootstrap_place(const EpBootstrap *bootstrap, int32_t *rank, int32_t *size) {
+    while (bootstrap->allgather == gather_by_messages || bootstrap->allgather == gather_by_world)
+        bootstrap = &((const MeshContext *)bootstrap->context)->world;
+    *rank = bootstrap->rank, *size = bootstrap->size;
+}
+
 /* ---- agreement ----------------------------------------------------------------------------- */
 
 /* What each rank tells all others. */

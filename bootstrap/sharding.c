@@ -195,7 +195,7 @@ static void describe_reductions(const EpMesh *mesh, const EpSpec *spec, EpTensor
         if (role == EP_AXIS_DATA) add_unless_there(&s->amax, axis);
     }
     for (int32_t i = 0; i < s->amax.num; i++)
-        if (kind != EP_TENSOR_EXPERT_WEIGHT || mesh->axes[s->amax.axis[i]].role != EP_AXIS_EXPERT)
+        if (kind != EP_TENSOR_EXPERT_WEIGHT || !ep_axes_have(&spec->dims[0], s->amax.axis[i]))
             ep_axes_add(&s->amax_per_expert, s->amax.axis[i]);
 }
 

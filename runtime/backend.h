@@ -17,6 +17,9 @@
 
 struct EpGpuReport;
 struct EpPlanShape;
+struct EpWeightGather;
+struct EpWeightReduce;
+struct EpWeightAmax;
 
 typedef struct EpHandle EpHandle;
 
@@ -112,6 +115,10 @@ typedef struct EpBackendOps {
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
+    /** Optional, all or none (NULL: this backend has no sharded weights): see handles/weight.h. */
+    EpStatus (*gather_weight)(const struct EpWeightGather *gather);
+    EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
+    EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);
     /** Optional (NULL: nothing to do). Both surround calls on a group that use the backend. They
      *  make the group's device the thread's current one, and show the call to profilers. `leave`
      *  takes what `enter` returned, or EP_STAY. */

@@ -13,6 +13,8 @@
 typedef enum EpObjectKind {
     EP_OBJECT_GROUP = 0x67704531, /* arbitrary, unlikely in stray memory */
     EP_OBJECT_HANDLE = 0x68704531,
+    EP_OBJECT_MESH_COMM = 0x6d704531,
+    EP_OBJECT_WEIGHT = 0x77704531,
     EP_OBJECT_DEAD = 0x64704531
 } EpObjectKind;
 

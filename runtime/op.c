@@ -25,12 +25,18 @@ const EpOp ep_op_dispatch_backward = {
     EP_OP_FACTS};
 const EpOp ep_op_combine_backward = {
     5, "combine backward", {"row bytes", "element type", "bytes of scales", "", ""}, EP_OP_FACTS};
+/* Of weights. Their configurations were compared when they were created. */
+const EpOp ep_op_weight_gather = {7, "weight gather", {"weight", "form", "bytes", "", ""}, 1};
+const EpOp ep_op_weight_reduce = {8, "weight reduce", {"weight", "accumulate", "bytes", "", ""}, 1};
+const EpOp ep_op_weight_amax = {9, "weight amax", {"weight", "scope", "bytes", "", ""}, 1};
 
 const EpOp *ep_op_find(int32_t code) {
     static const EpOp unknown = {0, "?", {"", "", "", "", ""}, 0};
     const EpOp *const ops[] = {&ep_op_prepare,           &ep_op_route,
                                &ep_op_dispatch,          &ep_op_combine,
-                               &ep_op_dispatch_backward, &ep_op_combine_backward};
+                               &ep_op_dispatch_backward, &ep_op_combine_backward,
+                               &ep_op_weight_gather,     &ep_op_weight_reduce,
+                               &ep_op_weight_amax};
     for (size_t i = 0; i < sizeof(ops) / sizeof(*ops); i++)
         if (ops[i]->code == code) return ops[i];
     return &unknown;

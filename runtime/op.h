@@ -20,7 +20,8 @@ typedef struct EpOp {
 } EpOp;
 
 extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
-    ep_op_dispatch_backward, ep_op_combine_backward;
+    ep_op_dispatch_backward, ep_op_combine_backward, ep_op_weight_gather, ep_op_weight_reduce,
+    ep_op_weight_amax;
 
 /** Returns the operation with this code, or one named "?" if there is none. */
 const EpOp *ep_op_find(int32_t code);

@@ -6,6 +6,7 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/host/weight.h"
 #include "runtime/host/host.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
@@ -90,4 +91,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,
                                       .gather = ep_host_gather,
+                                      .gather_weight = ep_host_weight_gather,
+                                      .reduce_weight = ep_host_weight_reduce,
+                                      .reduce_amax = ep_host_weight_amax,
                                       .check_pointer = check_pointer};

@@ -33,80 +33,127 @@ static inline int rounds_a_run(const EpTerm *terms, int count) {
     return 0;
 }
 
+static inline float load_element(EpType type, const void *row, int64_t at) {
+    if (type == EP_TYPE_FP32) return ((const float *)row)[at];
+    uint16_t half = ((const uint16_t *)row)[at];
+    return type == EP_TYPE_BF16 ? ep_float_from_bf16(half) : ep_float_from_fp16(half);
+}
+
+static inline void store_element(EpType type, void *row, int64_t at, float value) {
+    if (type == EP_TYPE_FP32)
+        ((float *)row)[at] = value;
+    else
+        ((uint16_t *)row)[at] =
+            type == EP_TYPE_BF16 ? ep_bf16_from_float(value) : ep_fp16_from_float(value);
+}
+
+/* Inlined for each type, so that its loop has no branches. */
+static inline void write_elements(EpType type, void *out, int64_t at, const float *sum, int n,
+                                  int accumulate) {
+    for (int i = 0; i < n; i++)
+        store_element(type, out, at + i,
+                      (accumulate ? load_element(type, out, at + i) : 0.0f) + sum[i]);
+}
+
+static void write_tile(EpType type, void *out, int64_t at, const float *sum, int n,
+                       int accumulate) {
+    if (type == EP_TYPE_FP32)
+        write_elements(EP_TYPE_FP32, out, at, sum, n, accumulate);
+    else if (type == EP_TYPE_BF16)
+        write_elements(EP_TYPE_BF16, out, at, sum, n, accumulate);
+    else
+        write_elements(EP_TYPE_FP16, out, at, sum, n, accumulate);
+}
+
 /* A run starts with the product instead of fmaf(weight, row, +0); they differ only in the sign of a
  * zero. A sum that starts from +0 has no negative zero, so the final addition of +0 makes zeros
  * positive. */
-#define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                              \
-    static inline void round_tile_##name(float *restrict part, int n) {                        \
-        for (int i = 0; i < n; i++)                                                            \
-            part[i] = to_float(from_float(part[i]));                                           \
-    }                                                                                          \
-    static inline void start_tile_##name(float *restrict part, const element *restrict row,    \
-                                         float weight, int n) {                                \
-        for (int i = 0; i < n; i++)                                                            \
-            part[i] = weight * to_float(row[i]);                                               \
-    }                                                                                          \
-    static inline void add_tile_##name(float *restrict part, const element *restrict row,      \
-                                       float weight, int n) {                                  \
-        for (int i = 0; i < n; i++)                                                            \
-            part[i] = fmaf(weight, to_float(row[i]), part[i]);                                 \
-    }                                                                                          \
-    static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,  \
-                                       int64_t at, int n, int rounds) {                        \
-        float total[TILE], part[TILE];                                                         \
-        EpRun run = EP_RUN_BEGINS;                                                             \
-        int runs = 0;                                                                          \
-        for (int j = 0; j < count; j++) {                                                      \
-            const element *row = (const element *)terms[j].row + at;                           \
-            if (terms[j].run == EP_RUN_GOES_ON) {                                              \
-                add_tile_##name(part, row, terms[j].weight, n);                                \
-                continue;                                                                      \
-            }                                                                                  \
-            if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);            \
-            if (runs++) add_run(total, part, n, runs == 2);                                    \
-            run = terms[j].run;                                                                \
-            start_tile_##name(part, row, terms[j].weight, n);                                  \
-        }                                                                                      \
-        if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                \
-        if (runs > 1) add_run(total, part, n, 0);                                              \
-        const float *sum = runs > 1 ? total : part;                                            \
-        for (int i = 0; i < n; i++)                                                            \
-            out[at + i] = from_float(sum[i] + 0.0f);                                           \
-    }                                                                                          \
-    static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) { \
-        int64_t at = 0;                                                                        \
-        int rounds = rounds_a_run(terms, count);                                               \
-        if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                           \
-        if (count == 0) return;                                                                \
-        for (; !rounds && at + TILE <= n; at += TILE)                                          \
-            sum_tile_##name(out, terms, count, at, TILE, 0);                                   \
-        for (; at < n; at += TILE) {                                                           \
-            int left = (int)(n - at < TILE ? n - at : TILE);                                   \
-            sum_tile_##name(out, terms, count, at, left, rounds);                              \
-        }                                                                                      \
-    }                                                                                          \
-    static void scale_##name(element *restrict out, const element *restrict row, float weight, \
-                             int64_t n) {                                                      \
-        for (int64_t i = 0; i < n; i++)                                                        \
-            out[i] = from_float(weight * to_float(row[i]));                                    \
-    }                                                                                          \
-    static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) { \
-        float chain[CHAINS], total[CHAINS] = {0};                                              \
-        for (int64_t at = 0; at < n; at += DOT_PART) {                                         \
-            int64_t end = at + DOT_PART < n ? at + DOT_PART : n, first = at;                   \
-            memset(chain, 0, sizeof(chain));                                                   \
-            for (; first + CHAINS <= end; first += CHAINS)                                     \
-                for (int i = 0; i < CHAINS; i++)                                               \
-                    chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]); \
-            for (int i = 0; first + i < end; i++)                                              \
-                chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]);     \
-            for (int i = 0; i < CHAINS; i++)                                                   \
-                total[i] += chain[i];                                                          \
-        }                                                                                      \
-        for (int width = CHAINS / 2; width > 0; width /= 2)                                    \
-            for (int i = 0; i < width; i++)                                                    \
-                total[i] += total[i + width];                                                  \
-        return total[0];                                                                       \
+#define DEFINE_ROW_FUNCTIONS(name, element, to_float, from_float)                                  \
+    static inline void round_tile_##name(float *restrict part, int n) {                            \
+        for (int i = 0; i < n; i++)                                                                \
+            part[i] = to_float(from_float(part[i]));                                               \
+    }                                                                                              \
+    static inline void start_tile_##name(float *restrict part, const element *restrict row,        \
+                                         float weight, int n) {                                    \
+        for (int i = 0; i < n; i++)                                                                \
+            part[i] = weight * to_float(row[i]);                                                   \
+    }                                                                                              \
+    static inline void add_tile_##name(float *restrict part, const element *restrict row,          \
+                                       float weight, int n) {                                      \
+        for (int i = 0; i < n; i++)                                                                \
+            part[i] = fmaf(weight, to_float(row[i]), part[i]);                                     \
+    }                                                                                              \
+    /* Sum a tile into `part` or `total`. Returns the one that has the sum. */                     \
+    static inline const float *add_tiles_##name(float *restrict total, float *restrict part,       \
+                                                const EpTerm *terms, int count, int64_t at, int n, \
+                                                int rounds) {                                      \
+        EpRun run = EP_RUN_BEGINS;                                                                 \
+        int runs = 0;                                                                              \
+        for (int j = 0; j < count; j++) {                                                          \
+            const element *row = (const element *)terms[j].row + at;                               \
+            if (terms[j].run == EP_RUN_GOES_ON) {                                                  \
+                add_tile_##name(part, row, terms[j].weight, n);                                    \
+                continue;                                                                          \
+            }                                                                                      \
+            if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                \
+            if (runs++) add_run(total, part, n, runs == 2);                                        \
+            run = terms[j].run;                                                                    \
+            start_tile_##name(part, row, terms[j].weight, n);                                      \
+        }                                                                                          \
+        if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                    \
+        if (runs > 1) add_run(total, part, n, 0);                                                  \
+        return runs > 1 ? total : part;                                                            \
+    }                                                                                              \
+    static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,      \
+                                       int64_t at, int n, int rounds) {                            \
+        float total[TILE], part[TILE];                                                             \
+        const float *sum = add_tiles_##name(total, part, terms, count, at, n, rounds);             \
+        for (int i = 0; i < n; i++)                                                                \
+            out[at + i] = from_float(sum[i] + 0.0f);                                               \
+    }                                                                                              \
+    static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) {     \
+        int64_t at = 0;                                                                            \
+        int rounds = rounds_a_run(terms, count);                                                   \
+        if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                               \
+        if (count == 0) return;                                                                    \
+        for (; !rounds && at + TILE <= n; at += TILE)                                              \
+            sum_tile_##name(out, terms, count, at, TILE, 0);                                       \
+        for (; at < n; at += TILE) {                                                               \
+            int left = (int)(n - at < TILE ? n - at : TILE);                                       \
+            sum_tile_##name(out, terms, count, at, left, rounds);                                  \
+        }                                                                                          \
+    }                                                                                              \
+    static void reduce_##name(const EpTerm *terms, int count, EpType out_type, int accumulate,     \
+                              void *out, int64_t n) {                                              \
+        float total[TILE], part[TILE];                                                             \
+        for (int64_t at = 0; at < n; at += TILE) {                                                 \
+            int left = (int)(n - at < TILE ? n - at : TILE);                                       \
+            const float *sum = add_tiles_##name(total, part, terms, count, at, left, 0);           \
+            write_tile(out_type, out, at, sum, left, accumulate);                                  \
+        }                                                                                          \
+    }                                                                                              \
+    static void scale_##name(element *restrict out, const element *restrict row, float weight,     \
+                             int64_t n) {                                                          \
+        for (int64_t i = 0; i < n; i++)                                                            \
+            out[i] = from_float(weight * to_float(row[i]));                                        \
+    }                                                                                              \
+    static float dot_##name(const element *restrict a, const element *restrict b, int64_t n) {     \
+        float chain[CHAINS], total[CHAINS] = {0};                                                  \
+        for (int64_t at = 0; at < n; at += DOT_PART) {                                             \
+            int64_t end = at + DOT_PART < n ? at + DOT_PART : n, first = at;                       \
+            memset(chain, 0, sizeof(chain));                                                       \
+            for (; first + CHAINS <= end; first += CHAINS)                                         \
+                for (int i = 0; i < CHAINS; i++)                                                   \
+                    chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]);     \
+            for (int i = 0; first + i < end; i++)                                                  \
+                chain[i] = fmaf(to_float(a[first + i]), to_float(b[first + i]), chain[i]);         \
+            for (int i = 0; i < CHAINS; i++)                                                       \
+                total[i] += chain[i];                                                              \
+        }                                                                                          \
+        for (int width = CHAINS / 2; width > 0; width /= 2)                                        \
+            for (int i = 0; i < width; i++)                                                        \
+                total[i] += total[i + width];                                                      \
+        return total[0];                                                                           \
     }
 
 DEFINE_ROW_FUNCTIONS(bf16, uint16_t, ep_float_from_bf16, ep_bf16_from_float)
@@ -120,6 +167,16 @@ static void sum(EpType type, void *out, int64_t n, const EpTerm *terms, int coun
         sum_fp16(out, n, terms, count);
     else
         sum_fp32(out, n, terms, count);
+}
+
+static void reduce(EpType type, const EpTerm *terms, int count, EpType out_type, int accumulate,
+                   void *out, int64_t n) {
+    if (type == EP_TYPE_BF16)
+        reduce_bf16(terms, count, out_type, accumulate, out, n);
+    else if (type == EP_TYPE_FP16)
+        reduce_fp16(terms, count, out_type, accumulate, out, n);
+    else
+        reduce_fp32(terms, count, out_type, accumulate, out, n);
 }
 
 static void scale(EpType type, void *out, const void *row, float weight, int64_t n) {
@@ -141,4 +198,4 @@ static float dot(EpType type, const void *a, const void *b, int64_t n) {
 #define NAME_OF(x) STRING(x)
 
 extern const EpRowMath EP_ROWMATH;
-const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, scale, dot};
+const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, reduce, scale, dot};

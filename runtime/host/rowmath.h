@@ -31,6 +31,10 @@ typedef struct EpRowMath {
     /** out[i] = round(sum over runs of (fmaf chain over the run's terms)), where some runs are
      *  rounded too; zeros if count is 0. */
     void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
+    /** The same with weights of 1, no run rounded, rounded to the type `out_type`: BF16, FP16 or
+     *  FP32. `accumulate`: what out[i] holds is added to the sum before it is rounded. */
+    void (*reduce)(EpType type, const EpTerm *terms, int count, EpType out_type, int accumulate,
+                   void *out, int64_t n);
     /** out[i] = round(weight * row[i]) */
     void (*scale)(EpType type, void *out, const void *row, float weight, int64_t n);
     /** Returns the sum of a[i] * b[i], in 64 interleaved chains of fmaf. Chains restart every 4096

@@ -192,7 +192,7 @@ SoloTest(bootstrap_sharding, expert_weights) {
                 "gradient        reduce-scattered over fsdp, 4 ranks\n"
                 "                not summed over replicas\n"
                 "amax            max over (expert,fsdp), 32 ranks\n"
-                "amax per expert max over fsdp, 4 ranks\n");
+                "amax per expert local\n");
 }
 
 SoloTest(bootstrap_sharding, other_tensors) {

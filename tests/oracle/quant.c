@@ -54,7 +54,7 @@ static int least_power(float scale) {
     return power;
 }
 
-static void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale) {
+void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale) {
     double amax = ldexp(1, -100);
     for (int i = 0; i < n; i++)
         if (isfinite(x[i]) && fabs((double)x[i]) > amax) amax = fabs((double)x[i]);

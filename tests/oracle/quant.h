@@ -18,6 +18,9 @@ int quant_scale_bytes(EpQuant quant);
 void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_t *out,
                uint8_t *scales);
 
+/** Quantise `n` elements that share a scale. */
+void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale);
+
 /** The value of an e4m3 code, and the code nearest to a value. */
 double quant_decode(uint8_t code);
 uint8_t quant_encode(double value);

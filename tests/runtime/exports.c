@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "ep/ep_mesh.h"
+#include "ep/ep_weight.h"
 #include "tests/harness/check.h"
 #include "tests/harness/process.h"
 
@@ -74,6 +74,10 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpMesh, EP_MESH_INIT);
     CHECK_STRUCT(EpSpec, EP_SPEC_INIT);
     CHECK_STRUCT(EpSharding, EP_SHARDING_INIT);
+    CHECK_STRUCT(EpMeshCommConfig, EP_MESH_COMM_CONFIG_INIT);
+    CHECK_STRUCT(EpWeightConfig, EP_WEIGHT_CONFIG_INIT);
+    CHECK_STRUCT(EpWeightForm, EP_WEIGHT_FORM_INIT);
+    CHECK_STRUCT(EpWeightSizes, EP_WEIGHT_SIZES_INIT);
     CHECK_STRUCT(EpTensor, ep_tensor_3d(NULL, EP_TYPE_BF16, 1, 2, 3));
     CHECK_STRUCT(EpTensor, ep_tensor_1d(NULL, EP_TYPE_BF16, 1));
 }

@@ -491,6 +491,20 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_spec_shard": (c_int, [c_void_p, c_void_p, c_char_p, c_void_p, c_int32, *[c_void_p] * 2]),
     "ep_sharding": (c_int, [c_void_p, c_void_p, c_int, c_char_p, c_void_p, c_void_p]),
     "ep_sharding_format": (c_int, [c_void_p, c_void_p, c_char_p, c_size_t]),
+    # ep_weight.h, likewise
+    "ep_mesh_comm_create": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "ep_mesh_comm_abort": (c_int, [c_void_p, c_char_p]),
+    "ep_mesh_comm_destroy": (None, [c_void_p]),
+    "ep_weight_create": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "ep_weight_destroy": (None, [c_void_p]),
+    "ep_weight_sharding": (c_int, [c_void_p, c_void_p]),
+    "ep_weight_sizes": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "ep_weight_gather": (
+        c_int,
+        [c_void_p, c_void_p, _tensor, _tensor, c_void_p, _tensor, _tensor],
+    ),
+    "ep_weight_reduce": (c_int, [c_void_p, _tensor, c_int, _tensor, c_void_p, _tensor]),
+    "ep_weight_amax": (c_int, [c_void_p, c_int, c_void_p, _tensor]),
 }
 
 

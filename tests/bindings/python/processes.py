@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,12 @@ class Store:
         os.unlink(self.path(key))
 
 
+def restore_ctrl_c():
+    """Let Ctrl-C reach a rank, also where the tests run in the background of a shell, which ignores
+    it: Python leaves an ignored signal alone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(folder, rank, size, source):
     """Start a rank: `source` runs after PREAMBLE. Its stdout and stderr are pipes."""
     text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder)) + source
@@ -68,6 +75,7 @@ def start(folder, rank, size, source):
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        preexec_fn=restore_ctrl_c,
     )
 
 

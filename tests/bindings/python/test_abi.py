@@ -150,8 +150,10 @@ def test_constants(tmp_path):
 def test_functions():
     with open(os.path.join(ROOT, "libep.map")) as map_file:
         exported = re.findall(r"\b(ep_\w+);", map_file.read())
-    with open(os.path.join(ROOT, "include/ep/ep_mesh.h")) as mesh_file:
-        headers = HEADER + mesh_file.read()
+    headers = HEADER
+    for name in ("ep_mesh.h", "ep_weight.h"):
+        with open(os.path.join(ROOT, "include/ep", name)) as header:
+            headers += header.read()
     assert sorted(_abi.FUNCTIONS) == sorted(exported)
     for name, (returned, arguments) in _abi.FUNCTIONS.items():
         declared = re.search(rf"(\w+ \*?){name}\(([^;]*)\);", headers)

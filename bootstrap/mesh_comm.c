@@ -1,0 +1,210 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The ranks of a mesh, connected: a group along each list of axes that a weight needs. Groups are
+ * made on demand, by all ranks together and in the same order, and live as long as the
+ * communicator.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/mesh.h"
+
+#define FALLBACK_TIMEOUT 100 /* seconds, where settings cannot be read */
+
+/* Groups of weights have no experts. These sizes give the host backend's staging 4 MiB, which is
+ * enough for its full speed. */
+#define STAGED_ROWS 64
+
+/* ---- agreement ----------------------------------------------------------------------------- */
+
+EpStatus ep_mesh_comm_gather(EpMeshComm *comm, const EpCall *call, const void *mine, size_t bytes) {
+    EpStatus own = ((const EpRankStatus *)mine)->status;
+    EpStatus status = ep_bootstrap_gather(&comm->world, mine, comm->gathered, bytes, comm->timeout);
+    if (status == EP_OK) return ep_rank_status_check(call, comm->gathered, bytes, comm->world.size);
+    if (own == EP_OK) return status;
+    return ep_fail(own, "%s", ((const EpRankStatus *)mine)->sentence);
+}
+
+static EpStatus agree(EpMeshComm *comm, const EpCall *call, EpStatus mine) {
+    EpRankStatus own = ep_rank_status(mine);
+    return ep_mesh_comm_gather(comm, call, &own, sizeof(own));
+}
+
+/* ---- groups -------------------------------------------------------------------------------- */
+
+static EpMeshLink *find_link(const EpMeshComm *comm, const EpAxes *along) {
+    EpMeshLink *link = comm->links;
+    while (link &&
+           (link->along.num != along->num ||
+            memcmp(link->along.axis, along->axis, sizeof(*along->axis) * (size_t)along->num) != 0))
+        link = link->next;
+    return link;
+}
+
+static void close_link(EpMeshLink *link) {
+    ep_group_destroy(link->group);
+    ep_bootstrap_destroy(&link->bootstrap);
+    free(link);
+}
+
+static EpStatus open_link(const EpMeshComm *comm, EpMeshLink *link) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = 1, config.max_tokens = STAGED_ROWS, config.max_top_k = 1;
+    config.max_row_bytes = EP_MAX_ROW_BYTES;
+    config.latency_sets = 0;
+    config.backend = comm->config.backend, config.device = comm->config.device;
+    config.timeout_seconds = comm->timeout;
+    EP_TRY(ep_bootstrap_mesh(&comm->world, &comm->mesh, &link->along, &link->bootstrap));
+    return ep_group_create(&link->bootstrap, &config, &link->group);
+}
+
+/* From now on an abort reaches the group. One that came before does so now. */
+static void add_link(EpMeshComm *comm, EpMeshLink *link) {
+    pthread_mutex_lock(&comm->mutex);
+    link->next = comm->links;
+    comm->links = link;
+    if (comm->aborted) (void)ep_group_abort(link->group, comm->aborted);
+    pthread_mutex_unlock(&comm->mutex);
+}
+
+EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *along,
+                            EpGroup **out) {
+    EpMeshLink *link = find_link(comm, along);
+    if (link) {
+        *out = link->group;
+        return EP_OK;
+    }
+    link = calloc(1, sizeof(*link));
+    EpStatus status = EP_OK;
+    if (!link) status = ep_refuse(call, EP_ERR_NO_MEMORY, "comm", "out of memory");
+    EP_TRY(agree(comm, call, status));
+    link->along = *along;
+    link->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    /* Other groups along these axes may have failed, while this one has not. */
+    status = agree(comm, call, open_link(comm, link));
+    if (status != EP_OK) {
+        close_link(link);
+        return status;
+    }
+    add_link(comm, link);
+    *out = link->group;
+    return EP_OK;
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
+static EpStatus read_config(const EpCall *call, const EpMeshCommConfig *given,
+                            EpMeshCommConfig *config) {
+    *config = (EpMeshCommConfig)EP_MESH_COMM_CONFIG_INIT;
+    if (given)
+        EP_TRY(ep_read_struct(call, "config", given,
+                              EP_FIRST_SIZE(EpMeshCommConfig, timeout_seconds), config));
+    if (config->timeout_seconds > 0 || config->timeout_seconds == EP_DEFAULT) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
+                     "expected more than 0, or EP_DEFAULT, got %g", config->timeout_seconds);
+}
+
+static EpStatus copy_mesh(const EpCall *call, const EpMesh *given, int32_t size, EpMeshComm *comm) {
+    int32_t ranks;
+    EP_TRY(ep_mesh_read(call, given, &comm->mesh));
+    EP_TRY(ep_mesh_ranks(&comm->mesh, &ranks));
+    if (ranks != size)
+        return ep_refuse(call, EP_ERR_RANGE, "mesh",
+                         "expected a mesh of the %d ranks of world, got %d", size, ranks);
+    if (!comm->mesh.grid) return EP_OK;
+    comm->grid = malloc(sizeof(*comm->grid) * (size_t)size);
+    if (!comm->grid) return ep_refuse(call, EP_ERR_NO_MEMORY, "mesh.grid", "out of memory");
+    memcpy(comm->grid, comm->mesh.grid, sizeof(*comm->grid) * (size_t)size);
+    comm->mesh.grid = comm->grid;
+    return EP_OK;
+}
+
+/* Check this rank's own arguments. The peers wait, so the caller shares the result. */
+static EpStatus check_own(const EpCall *call, const EpMesh *mesh, const EpMeshCommConfig *config,
+                          EpMeshComm *const *out, EpMeshComm *comm) {
+    EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
+    comm->timeout = FALLBACK_TIMEOUT;
+    EP_TRY(ep_settings_load(&settings));
+    comm->timeout = settings.timeout;
+    EP_TRY(read_config(call, config, &comm->config));
+    if (comm->config.timeout_seconds > 0) comm->timeout = comm->config.timeout_seconds;
+    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    return copy_mesh(call, mesh, comm->world.size, comm);
+}
+
+static void free_comm(EpMeshComm *comm) {
+    while (comm->links) {
+        pthread_mutex_lock(&comm->mutex);
+        EpMeshLink *link = comm->links;
+        comm->links = link->next;
+        pthread_mutex_unlock(&comm->mutex);
+        close_link(link);
+    }
+    pthread_mutex_destroy(&comm->mutex);
+    free(comm->gathered);
+    free(comm->grid);
+    free(comm->aborted);
+    comm->gathered = NULL, comm->grid = NULL, comm->aborted = NULL;
+    ep_object_retire(&comm->object);
+}
+
+/* Connect all ranks. That compares their meshes, and chooses the backend of all groups. */
+static EpStatus connect_all(EpMeshComm *comm, const EpCall *call) {
+    EpAxes all = {.num = 0};
+    EpGroup *group;
+    for (int32_t axis = 0; axis < comm->mesh.num_axes; axis++)
+        ep_axes_add(&all, axis);
+    EP_TRY(ep_mesh_comm_group(comm, call, &all, &group));
+    comm->config.backend = group->backend->id;
+    if (group->backend->gather_weight) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
+                     "expected the host backend, got the %s backend, which has no sharded weights",
+                     group->backend->name);
+}
+
+EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
+                             const EpMeshCommConfig *config, EpMeshComm **out) {
+    EpCall call = {"ep_mesh_comm_create", -1};
+    EP_TRY(ep_bootstrap_check(&call, world));
+    call.rank = world->rank;
+    EpMeshComm *comm = ep_object_create(EP_OBJECT_MESH_COMM, sizeof(*comm));
+    void *gathered = calloc((size_t)world->size, EP_MESH_RENDEZVOUS_BYTES);
+    EpStatus status =
+        ep_bootstrap_agree_on_memory(&call, world, comm && gathered, FALLBACK_TIMEOUT);
+    if (status != EP_OK) {
+        free(gathered);
+        free(comm);
+        return status;
+    }
+    pthread_mutex_init(&comm->mutex, NULL);
+    comm->world = *world, comm->gathered = gathered;
+    status = agree(comm, &call, check_own(&call, mesh, config, out, comm));
+    if (status == EP_OK) status = connect_all(comm, &call);
+    if (status != EP_OK) {
+        free_comm(comm);
+        return status;
+    }
+    *out = comm;
+    return EP_OK;
+}
+
+EpStatus ep_mesh_comm_abort(EpMeshComm *comm, const char *sentence) {
+    EpCall call = {"ep_mesh_comm_abort", -1};
+    EP_TRY(ep_object_check(&call, "comm", comm, EP_OBJECT_MESH_COMM));
+    call.rank = comm->world.rank;
+    if (!sentence) return ep_refuse(&call, EP_ERR_NULL, "sentence", "expected a text, got NULL");
+    pthread_mutex_lock(&comm->mutex);
+    if (!comm->aborted) comm->aborted = strdup(sentence);
+    for (EpMeshLink *link = comm->links; link; link = link->next)
+        (void)ep_group_abort(link->group, sentence);
+    pthread_mutex_unlock(&comm->mutex);
+    return EP_OK;
+}
+
+void ep_mesh_comm_destroy(EpMeshComm *comm) {
+    EpCall call = {"ep_mesh_comm_destroy", -1};
+    if (!comm || ep_object_check(&call, "comm", comm, EP_OBJECT_MESH_COMM) != EP_OK) return;
+    while (comm->weights)
+        ep_weight_destroy(comm->weights);
+    free_comm(comm);
+}

@@ -1,0 +1,351 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A weight's life: its configuration, which all ranks compare, and the groups that it needs. */
+#include "handles/weight.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "runtime/args.h"
+#include "runtime/quant.h"
+
+/* ---- configuration ------------------------------------------------------------------------- */
+
+static EpStatus check_type(const EpCall *call, const char *field, EpType type) {
+    if (ep_type_is_summable(type)) return EP_OK;
+    return ep_refuse(call, EP_ERR_TYPE, field, "expected bf16, fp16 or fp32, got %s",
+                     ep_type_name(type));
+}
+
+static EpStatus read_config(const EpCall *call, const EpMesh *mesh, const EpWeightConfig *given,
+                            EpWeight *weight) {
+    EpWeightConfig *config = &weight->config;
+    *config = (EpWeightConfig)EP_WEIGHT_CONFIG_INIT;
+    EP_TRY(
+        ep_read_struct(call, "config", given, EP_FIRST_SIZE(EpWeightConfig, reduced_type), config));
+    if (!config->name)
+        return ep_refuse(call, EP_ERR_NULL, "config.name", "expected a text, got NULL");
+    snprintf(weight->name, sizeof(weight->name), "%s", config->name);
+    config->name = weight->name;
+    if (config->kind != EP_TENSOR_WEIGHT && config->kind != EP_TENSOR_EXPERT_WEIGHT)
+        return ep_refuse(call, EP_ERR_RANGE, "config.kind",
+                         "expected EP_TENSOR_WEIGHT or EP_TENSOR_EXPERT_WEIGHT, got %d",
+                         (int)config->kind);
+    EP_TRY(check_type(call, "config.type", config->type));
+    EP_TRY(check_type(call, "config.grad_type", config->grad_type));
+    if (config->reduced_type != config->grad_type && config->reduced_type != EP_TYPE_FP32)
+        return ep_refuse(call, EP_ERR_TYPE, "config.reduced_type",
+                         "expected fp32 or the type of grad_type, %s, got %s",
+                         ep_type_name(config->grad_type), ep_type_name(config->reduced_type));
+    EP_TRY(ep_sharding(mesh, &config->spec, config->kind, weight->name, config->shape,
+                       &weight->sharding));
+    if (weight->sharding.ndim <= EP_MAX_DIMS) return EP_OK;
+    return ep_refuse(call, EP_ERR_NDIM, weight->name, "expected at most %d dimensions, got %d",
+                     EP_MAX_DIMS, weight->sharding.ndim);
+}
+
+static void describe_shards(EpWeight *weight) {
+    const EpSharding *s = &weight->sharding;
+    weight->shards = (EpShards){.part = {1, 1, 1}, .count = {1, 1, 1}};
+    for (int32_t d = 0; d < s->ndim; d++) {
+        int at = 3 - s->ndim + d;
+        weight->shards.part[at] = s->stored[d];
+        weight->shards.count[at] = ep_axes_ranks(&weight->comm->mesh, &s->gathered[d]);
+    }
+}
+
+/* ---- agreement ----------------------------------------------------------------------------- */
+
+enum { KIND, SHAPE, SPEC = SHAPE + EP_MAX_DIMS, TYPES = SPEC + EP_MAX_DIMS, FIELDS = TYPES + 3 };
+
+/* What each rank tells all others. */
+typedef struct WeightHello {
+    EpRankStatus status;
+    char name[EP_WEIGHT_NAME_BYTES];
+    int64_t field[FIELDS];
+} WeightHello;
+
+_Static_assert(sizeof(WeightHello) <= EP_MESH_RENDEZVOUS_BYTES, "the mesh has memory for it");
+
+/* The axes of a dimension as a number: a digit of base 16 for each. */
+static int64_t encode_axes(const EpAxes *axes) {
+    int64_t code = 0;
+    for (int32_t i = 0; i < axes->num; i++)
+        code = code * 16 + axes->axis[i] + 1;
+    return code;
+}
+
+static WeightHello describe(const EpWeight *weight, EpStatus status) {
+    WeightHello hello;
+    memset(&hello, 0, sizeof(hello));
+    hello.status = ep_rank_status(status);
+    if (status != EP_OK) return hello;
+    const EpWeightConfig *config = &weight->config;
+    memcpy(hello.name, weight->name, sizeof(hello.name));
+    hello.field[KIND] = config->kind;
+    for (int32_t d = 0; d < config->spec.ndim; d++) {
+        hello.field[SHAPE + d] = config->shape[d];
+        hello.field[SPEC + d] = encode_axes(&config->spec.dims[d]) + 1;
+    }
+    hello.field[TYPES] = config->type;
+    hello.field[TYPES + 1] = config->grad_type;
+    hello.field[TYPES + 2] = config->reduced_type;
+    return hello;
+}
+
+static EpStatus compare(const EpCall *call, const WeightHello *all, int32_t size) {
+    static const char *const names[FIELDS] = {"config.kind",
+                                              "config.shape[0]",
+                                              "config.shape[1]",
+                                              "config.shape[2]",
+                                              "config.spec, dimension 0",
+                                              "config.spec, dimension 1",
+                                              "config.spec, dimension 2",
+                                              "config.type",
+                                              "config.grad_type",
+                                              "config.reduced_type"};
+    for (int32_t r = 1; r < size; r++) {
+        if (strncmp(all[r].name, all[0].name, EP_WEIGHT_NAME_BYTES) != 0)
+            return ep_refuse(call, EP_ERR_MISMATCH, "config.name",
+                             "expected one name on all ranks, got %.63s on rank 0 and %.63s on "
+                             "rank %d",
+                             all[0].name, all[r].name, r);
+        for (int i = 0; i < FIELDS; i++)
+            if (all[r].field[i] != all[0].field[i])
+                return ep_refuse(call, EP_ERR_MISMATCH, names[i],
+                                 "expected one value on all ranks, got %lld on rank 0 and %lld on "
+                                 "rank %d",
+                                 (long long)all[0].field[i], (long long)all[r].field[i], r);
+    }
+    return EP_OK;
+}
+
+/* ---- groups -------------------------------------------------------------------------------- */
+
+/* The axes along which gradients are added, in the mesh's order: so ranks ascend. */
+static EpAxes reducing_axes(const EpWeight *weight) {
+    EpAxes axes = {.num = 0};
+    for (int32_t axis = 0; axis < weight->comm->mesh.num_axes; axis++)
+        if (ep_axes_have(&weight->sharding.scattered, axis) ||
+            ep_axes_have(&weight->sharding.summed, axis))
+            ep_axes_add(&axes, axis);
+    return axes;
+}
+
+static EpStatus number_shards(const EpCall *call, const EpAxes *reducing, EpWeight *weight) {
+    const EpMesh *mesh = &weight->comm->mesh;
+    int32_t coordinates[EP_MESH_MAX_AXES], size = ep_axes_ranks(mesh, reducing);
+    int32_t *ranks = malloc(2 * sizeof(*ranks) * (size_t)size);
+    if (!ranks) return ep_refuse(call, EP_ERR_NO_MEMORY, weight->name, "out of memory");
+    EpStatus status =
+        ep_mesh_group(mesh, reducing, weight->comm->world.rank, NULL, NULL, ranks + size);
+    for (int32_t r = 0; r < size && status == EP_OK; r++) {
+        ep_mesh_locate(mesh, ranks[size + r], coordinates);
+        ranks[r] = ep_axes_place(mesh, &weight->sharding.scattered, coordinates);
+    }
+    weight->reduced_shards = ranks;
+    return status;
+}
+
+static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
+    EpMeshComm *comm = weight->comm;
+    const EpSharding *s = &weight->sharding;
+    EpAxes reducing = reducing_axes(weight);
+    EP_TRY(ep_mesh_comm_group(comm, call, &s->scattered, &weight->gathers));
+    EP_TRY(ep_mesh_comm_group(comm, call, &reducing, &weight->reduces));
+    EP_TRY(ep_mesh_comm_group(comm, call, &s->amax, &weight->maximises[0]));
+    EP_TRY(ep_mesh_comm_group(comm, call, &s->amax_per_expert, &weight->maximises[1]));
+    return number_shards(call, &reducing, weight);
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
+static EpStatus check_own(const EpCall *call, const EpWeightConfig *config, EpWeight *const *out,
+                          EpWeight *weight) {
+    if (!weight) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
+    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    return read_config(call, &weight->comm->mesh, config, weight);
+}
+
+static void link_weight(EpWeight *weight) {
+    EpMeshComm *comm = weight->comm;
+    weight->next = comm->weights;
+    if (weight->next) weight->next->previous = weight;
+    comm->weights = weight;
+}
+
+EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeight **out) {
+    EpCall call = {"ep_weight_create", -1};
+    EP_TRY(ep_object_check(&call, "comm", comm, EP_OBJECT_MESH_COMM));
+    call.rank = comm->world.rank;
+    EpWeight *weight = ep_object_create(EP_OBJECT_WEIGHT, sizeof(*weight));
+    if (weight) weight->comm = comm, weight->sharding = (EpSharding)EP_SHARDING_INIT;
+    WeightHello mine = describe(weight, check_own(&call, config, out, weight));
+    EpStatus status = ep_mesh_comm_gather(comm, &call, &mine, sizeof(mine));
+    if (status == EP_OK) status = compare(&call, comm->gathered, comm->world.size);
+    if (status == EP_OK) status = find_groups(&call, weight);
+    if (status != EP_OK) {
+        if (weight) free(weight->reduced_shards);
+        free(weight);
+        return status;
+    }
+    describe_shards(weight);
+    weight->number = ++comm->created;
+    link_weight(weight);
+    *out = weight;
+    return EP_OK;
+}
+
+void ep_weight_destroy(EpWeight *weight) {
+    EpCall call = {"ep_weight_destroy", -1};
+    if (!weight || ep_object_check(&call, "weight", weight, EP_OBJECT_WEIGHT) != EP_OK) return;
+    if (weight->previous)
+        weight->previous->next = weight->next;
+    else
+        weight->comm->weights = weight->next;
+    if (weight->next) weight->next->previous = weight->previous;
+    free(weight->reduced_shards);
+    weight->reduced_shards = NULL;
+    ep_object_retire(&weight->object);
+}
+
+EpStatus ep_weight_sharding(const EpWeight *weight, EpSharding *out) {
+    EpCall call = {"ep_weight_sharding", -1};
+    EP_TRY(ep_object_check(&call, "weight", weight, EP_OBJECT_WEIGHT));
+    call.rank = weight->comm->world.rank;
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpSharding, amax_per_expert),
+                                 sizeof(*out)));
+    ep_write_struct(out, &weight->sharding);
+    return EP_OK;
+}
+
+/* ---- forms --------------------------------------------------------------------------------- */
+
+static EpStatus check_flag(const EpCall *call, const char *field, int32_t value) {
+    if (value == 0 || value == 1) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, field, "expected 0 or 1, got %d", value);
+}
+
+static EpStatus check_plain(const EpCall *call, const EpWeightForm *form) {
+    if (form->transposed)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.transposed",
+                         "expected 0 where nothing is quantised, got 1");
+    return EP_OK;
+}
+
+static EpStatus check_quantised(const EpCall *call, const EpWeight *weight,
+                                const EpWeightForm *form) {
+    if (form->by_rank)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.by_rank",
+                         "expected 0 where weights are quantised, got 1");
+    if (form->blocks == EP_BLOCKS_TILES && form->quant == EP_QUANT_MXFP8)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form.blocks",
+                         "expected EP_BLOCKS_ROWS with EP_QUANT_MXFP8, got EP_BLOCKS_TILES");
+    if ((form->transposed || form->blocks == EP_BLOCKS_TILES) && weight->sharding.ndim < 2)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "form",
+                         "expected a weight of 2 or 3 dimensions for tiles and transposing, got %d",
+                         weight->sharding.ndim);
+    return EP_OK;
+}
+
+static EpStatus read_form(const EpCall *call, const EpWeight *weight, const EpWeightForm *given,
+                          EpWeightForm *form) {
+    *form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
+    if (given)
+        EP_TRY(ep_read_struct(call, "form", given, EP_FIRST_SIZE(EpWeightForm, by_rank), form));
+    if (form->quant < EP_QUANT_NONE || form->quant > EP_QUANT_FP8_POW2)
+        return ep_refuse(call, EP_ERR_RANGE, "form.quant", "expected an EpQuant, got %d",
+                         (int)form->quant);
+    if (form->blocks != EP_BLOCKS_ROWS && form->blocks != EP_BLOCKS_TILES)
+        return ep_refuse(call, EP_ERR_RANGE, "form.blocks", "expected an EpBlocks, got %d",
+                         (int)form->blocks);
+    EP_TRY(check_flag(call, "form.transposed", form->transposed));
+    EP_TRY(check_flag(call, "form.by_rank", form->by_rank));
+    return form->quant == EP_QUANT_NONE ? check_plain(call, form)
+                                        : check_quantised(call, weight, form);
+}
+
+static void swap(int64_t *a, int64_t *b) {
+    int64_t value = *a;
+    *a = *b;
+    *b = value;
+}
+
+static EpShards shards_in_form(const EpWeight *weight, const EpWeightForm *form) {
+    EpShards s = weight->shards;
+    if (form->by_rank)
+        s = (EpShards){.part = {1, 1, ep_shard_elements(&s)},
+                       .count = {ep_shards_number(&s), 1, 1}};
+    if (form->transposed) {
+        swap(&s.part[1], &s.part[2]);
+        swap(&s.count[1], &s.count[2]);
+        s.transposed = 1;
+    }
+    return s;
+}
+
+static void describe_blocks(EpWeightView *view) {
+    int64_t length = ep_quant_block(view->form.quant);
+    view->block[0] = 1;
+    view->block[1] = view->form.blocks == EP_BLOCKS_TILES ? length : 1;
+    view->block[2] = length;
+    for (int d = 1; d < 3; d++)
+        if (view->shards.count[d] > 1 && view->shards.part[d] % view->block[d]) view->straddles = 1;
+}
+
+int64_t ep_view_blocks(const EpWeightView *view, int dim) {
+    return (ep_shards_whole(&view->shards, dim) + view->block[dim] - 1) / view->block[dim];
+}
+
+/* Where a block lies in several shards, each rank gathers the amaxes that all have found. A shard
+ * that begins within a block touches one more of them. */
+int64_t ep_view_touched(const EpWeightView *view, int dim) {
+    const EpShards *s = &view->shards;
+    int64_t blocks = (s->part[dim] + view->block[dim] - 1) / view->block[dim];
+    return blocks + (s->count[dim] > 1 && s->part[dim] % view->block[dim] != 0);
+}
+
+static void describe_sizes(const EpWeight *weight, EpWeightView *view) {
+    const EpSharding *s = &weight->sharding;
+    EpWeightSizes *sizes = &view->sizes;
+    int quantised = view->form.quant != EP_QUANT_NONE;
+    *sizes = (EpWeightSizes)EP_WEIGHT_SIZES_INIT;
+    sizes->ndim = s->ndim;
+    sizes->type = quantised ? EP_TYPE_FP8_E4M3 : weight->config.type;
+    if (quantised) sizes->scale_type = ep_quant_scale_type(view->form.quant);
+    for (int32_t d = 0; d < s->ndim; d++) {
+        int at = 3 - s->ndim + d;
+        sizes->shape[d] = view->form.by_rank ? s->stored[d] : ep_shards_whole(&view->shards, at);
+        if (quantised) sizes->scale_shape[d] = ep_view_blocks(view, at);
+    }
+    if (view->form.by_rank) sizes->shape[0] *= ep_shards_number(&weight->shards);
+    if (view->straddles)
+        sizes->gather_workspace =
+            4 * ep_round_up(ep_view_blocks(view, 0) * ep_view_blocks(view, 1) *
+                                    ep_view_blocks(view, 2) +
+                                (ep_shards_number(&view->shards) + 1) * view->shards.part[0] *
+                                    ep_view_touched(view, 1) * ep_view_touched(view, 2),
+                            16);
+}
+
+EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeightForm *given,
+                        EpWeightView *out) {
+    *out = (EpWeightView){.straddles = 0};
+    EP_TRY(read_form(call, weight, given, &out->form));
+    out->shards = shards_in_form(weight, &out->form);
+    if (out->form.quant != EP_QUANT_NONE) describe_blocks(out);
+    describe_sizes(weight, out);
+    return EP_OK;
+}
+
+EpStatus ep_weight_sizes(const EpWeight *weight, const EpWeightForm *form, EpWeightSizes *out) {
+    EpCall call = {"ep_weight_sizes", -1};
+    EpWeightView view;
+    EP_TRY(ep_object_check(&call, "weight", weight, EP_OBJECT_WEIGHT));
+    call.rank = weight->comm->world.rank;
+    EP_TRY(ep_weight_view(&call, weight, form, &view));
+    EP_TRY(ep_check_grown_struct(&call, "out", out, EP_FIRST_SIZE(EpWeightSizes, reduce_workspace),
+                                 sizeof(*out)));
+    ep_write_struct(out, &view.sizes);
+    return EP_OK;
+}

@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_WEIGHT_H
+#define EP_HANDLES_WEIGHT_H
+
+/**
+ * Sharded weights (ep_weight.h).
+ *
+ *     weight.c        creates and destroys weights; their sizes in each form
+ *     weight_calls.c  the three operations: checks arguments, describes what moves, and hands it to
+ *                     the backend
+ *     shards.h        where a rank's shard lies in the gathered weight
+ *     host/weight*.c  the operations on the host backend
+ */
+
+#include "bootstrap/mesh.h"
+#include "handles/shards.h"
+#include "runtime/group.h"
+
+#define EP_WEIGHT_NAME_BYTES 64
+
+/** Opaque to callers. */
+struct EpWeight {
+    EpObject object;
+    EpMeshComm *comm;
+    struct EpWeight *next, *previous; /* of comm->weights */
+    char name[EP_WEIGHT_NAME_BYTES];
+    int32_t number; /* equal on all ranks */
+    EpWeightConfig config;
+    EpSharding sharding;
+    EpShards shards;
+    EpGroup *gathers;        /* along sharding.scattered, in the order of the shards */
+    EpGroup *reduces;        /* along sharding.scattered and .summed, in the mesh's order */
+    EpGroup *maximises[2];   /* for EP_AMAX_TENSOR and EP_AMAX_EXPERT */
+    int32_t *reduced_shards; /* [ranks of reduces] the number of the shard that each one gets */
+};
+
+/** A checked form, with its sizes. */
+typedef struct EpWeightView {
+    EpWeightForm form;
+    EpWeightSizes sizes;
+    EpShards shards;  /* of the gathered weight, in the form's order of dimensions */
+    int64_t block[3]; /* elements of a block of one scale, in that order */
+    int straddles;    /* whether some block lies in several shards */
+} EpWeightView;
+
+/** A gather that has been checked. */
+typedef struct EpWeightGather {
+    const EpWeight *weight;
+    const EpWeightView *view;
+    const void *shard;
+    void *workspace, *out, *scales;
+    EpStream stream;
+} EpWeightGather;
+
+typedef struct EpWeightReduce {
+    const EpWeight *weight;
+    const void *grad;
+    int accumulate;
+    void *workspace, *out;
+    EpStream stream;
+} EpWeightReduce;
+
+typedef struct EpWeightAmax {
+    const EpWeight *weight;
+    EpAmaxScope scope;
+    EpGroup *group;
+    float *amax;
+    int64_t count;
+    EpStream stream;
+} EpWeightAmax;
+
+/** Check a form (NULL: the shards' type) and work its sizes out. */
+EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeightForm *given,
+                        EpWeightView *out);
+
+/** The number of scales along a dimension of the gathered weight. */
+int64_t ep_view_blocks(const EpWeightView *view, int dim);
+
+/** The most blocks along a dimension that have elements of one shard. */
+int64_t ep_view_touched(const EpWeightView *view, int dim);
+
+#endif

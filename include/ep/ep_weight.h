@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_EP_WEIGHT_H
+#define EP_EP_WEIGHT_H
+
+/**
+ * Sharded weights: FSDP beside expert parallelism.
+ *
+ * Ranks of a mesh store shards of weights (ep_mesh.h). For use a weight is gathered over its fsdp
+ * axes, in its own type or quantised; afterwards its gradient is reduce-scattered back to shards.
+ *
+ *     EpMeshComm *comm;     ep_mesh_comm_create(&world, &mesh, NULL, &comm);
+ *
+ *     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
+ *     config.name = "layers.3.w1", config.kind = EP_TENSOR_EXPERT_WEIGHT;
+ *     ep_spec_parse(&mesh, "expert,fsdp,_", &config.spec);
+ *     config.shape[0] = 256, config.shape[1] = 7168, config.shape[2] = 4096;
+ *     EpWeight *w1;         ep_weight_create(comm, &config, &w1);
+ *
+ *     ep_weight_gather(w1, NULL, &shard, NULL, stream, &full, NULL);
+ *     ... the layer, forward and backward ...
+ *     ep_weight_reduce(w1, &grad_full, 0, &workspace, stream, &grad_shard);
+ *
+ * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
+ * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
+ * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned.
+ */
+
+#include "ep/ep_mesh.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- The ranks of a mesh, connected -------------------------------------------------------- */
+
+/**
+ * The communicators of a mesh: one for each list of axes that some weight needs, made when the
+ * first such weight is created and shared by all. Opaque.
+ */
+typedef struct EpMeshComm EpMeshComm;
+
+/** Fields marked = must have the same value on every rank. */
+typedef struct EpMeshCommConfig {
+    size_t struct_size;
+    EpBackend backend;      /**< = AUTO, HOST or CUDA */
+    int32_t device;         /**< this rank's CUDA device, or EP_DEFAULT, as in EpGroupConfig */
+    double timeout_seconds; /**< deadline of every wait, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT */
+} EpMeshCommConfig;
+
+#define EP_MESH_COMM_CONFIG_INIT \
+    { sizeof(EpMeshCommConfig), EP_BACKEND_AUTO, EP_DEFAULT, EP_DEFAULT }
+
+/**
+ * Connect the ranks of a mesh. Collective over `world`, all ranks with the same mesh.
+ *
+ * world   must outlive the result
+ * config  may be NULL
+ * EP_ERR_MISMATCH: ranks gave different meshes. EP_ERR_RANGE: a mesh of another number of ranks.
+ */
+EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
+                             const EpMeshCommConfig *config, EpMeshComm **out);
+
+/** End all waits of this rank in its weights' operations; see ep_group_abort. By any thread. */
+EpStatus ep_mesh_comm_abort(EpMeshComm *comm, const char *sentence);
+
+/** Destroy the communicators and all weights of this rank. Collective over the mesh. NULL is
+ *  allowed. */
+void ep_mesh_comm_destroy(EpMeshComm *comm);
+
+/* ---- Weights ------------------------------------------------------------------------------- */
+
+/** A weight: a configuration that the operations below share. It owns no tensor. Opaque. */
+typedef struct EpWeight EpWeight;
+
+/** All fields must have the same value on every rank. */
+typedef struct EpWeightConfig {
+    size_t struct_size;
+    const char *name;                /**< for sentences, as "layers.3.w1"; copied */
+    EpTensorKind kind;               /**< WEIGHT or EXPERT_WEIGHT */
+    EpSpec spec;                     /**< at most EP_MAX_DIMS dimensions */
+    int64_t shape[EP_SPEC_MAX_DIMS]; /**< of the whole tensor, [spec.ndim] */
+    EpType type;                     /**< of shards: BF16, FP16 or FP32 */
+    EpType grad_type;                /**< of gradients of the gathered weight, likewise */
+    EpType reduced_type;             /**< of gradients of shards: grad_type or FP32 */
+} EpWeightConfig;
+
+#define EP_WEIGHT_CONFIG_INIT                                                                   \
+    {                                                                                           \
+        sizeof(EpWeightConfig), NULL, EP_TENSOR_EXPERT_WEIGHT, EP_SPEC_INIT, {0}, EP_TYPE_BF16, \
+            EP_TYPE_BF16, EP_TYPE_FP32                                                          \
+    }
+
+/**
+ * Create a weight. Collective over the mesh, in the same order on all ranks: it may make
+ * communicators. The caller destroys it, or ep_mesh_comm_destroy does.
+ *
+ * EP_ERR_MISMATCH: ranks gave different configurations; the sentence names the field. EP_ERR_SHAPE
+ * and EP_ERR_UNSUPPORTED: as ep_sharding.
+ */
+EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeight **out);
+
+/** Local, at any time. NULL is allowed. */
+void ep_weight_destroy(EpWeight *weight);
+
+/** What happens to the weight; see ep_sharding. Local. */
+EpStatus ep_weight_sharding(const EpWeight *weight, EpSharding *out);
+
+/** The elements that share a scale. */
+typedef enum EpBlocks {
+    EP_BLOCKS_ROWS = 1, /**< 128 along the last dimension; 32 with MXFP8 */
+    EP_BLOCKS_TILES = 2 /**< 128 x 128 of the last two dimensions; not with MXFP8 */
+} EpBlocks;
+
+/**
+ * The form in which a weight is gathered.
+ *
+ * Quantised weights are e4m3 bytes and scales, by the arithmetic of dispatch (docs/semantics.md).
+ * Each rank quantises its shard, and the bytes travel. The result equals, bit by bit, quantising
+ * the gathered weight. Matrix units read fp8 along the dimension that a product sums over. So a
+ * layer gathers a weight [E, in, out] `transposed` for the forward pass, [E, out, in], and as it is
+ * for the gradient of the input. With tiles both have the same bytes and scales, transposed.
+ */
+typedef struct EpWeightForm {
+    size_t struct_size;
+    EpQuant quant;      /**< EP_QUANT_NONE: in the shards' type */
+    EpBlocks blocks;    /**< where quant is not NONE */
+    int32_t transposed; /**< 1: the last two dimensions are swapped; where quant is not NONE */
+    int32_t by_rank;    /**< 1: the shards of the gathered ranks one after the other, instead of the
+                             weight; where quant is NONE. The first dimension is multiplied by the
+                             number of these ranks */
+} EpWeightForm;
+
+#define EP_WEIGHT_FORM_INIT \
+    { sizeof(EpWeightForm), EP_QUANT_NONE, EP_BLOCKS_ROWS, 0, 0 }
+
+/** Shapes and bytes of a gathered weight. */
+typedef struct EpWeightSizes {
+    size_t struct_size;
+    int32_t ndim;
+    EpType type;                      /**< of the gathered weight */
+    int64_t shape[EP_MAX_DIMS];       /**< likewise, [ndim] */
+    EpType scale_type;                /**< FP32 or UINT8 (UE8M0), where it is quantised */
+    int64_t scale_shape[EP_MAX_DIMS]; /**< [ndim], row-major; 0 elements where it is not */
+    int64_t gather_workspace;         /**< bytes that ep_weight_gather needs */
+    int64_t reduce_workspace;         /**< bytes that ep_weight_reduce needs */
+} EpWeightSizes;
+
+#define EP_WEIGHT_SIZES_INIT \
+    { sizeof(EpWeightSizes), 0, EP_TYPE_BF16, {0}, EP_TYPE_FP32, {0}, 0, 0 }
+
+/** Sizes of this rank's tensors and workspaces. `form` may be NULL: the shards' type. Local. */
+EpStatus ep_weight_sizes(const EpWeight *weight, const EpWeightForm *form, EpWeightSizes *out);
+
+/**
+ * Gather a weight for use. Collective over the ranks of EpSharding.scattered.
+ *
+ * form       may be NULL: the shards' type
+ * shard      EpSharding.stored, of the weight's type
+ * workspace  UINT8, [>= gather_workspace] on a multiple of 64 bytes; may be NULL if that is 0. It
+ *            holds nothing between calls: weights may share it on one stream.
+ * out        EpWeightSizes.shape
+ * scales     EpWeightSizes.scale_shape; NULL where nothing is quantised
+ */
+EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
+                          const EpTensor *workspace, EpStream stream, const EpTensor *out,
+                          const EpTensor *scales);
+
+/**
+ * Reduce gradients to shards: the sum, over all ranks that have a part of it, of this rank's
+ * shard. Collective over the ranks of EpSharding.scattered and .summed.
+ *
+ * Within a node, parts are added in fp32 in ascending rank of that group, from +0; then the nodes'
+ * sums in fp32, in ascending order of their lowest rank. With `accumulate` the total is added to
+ * what is there. The result is rounded once.
+ *
+ * grad        EpSharding.used, of grad_type
+ * accumulate  0 or 1
+ * workspace   as above, reduce_workspace
+ * out         EpSharding.stored, of reduced_type
+ */
+EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
+                          const EpTensor *workspace, EpStream stream, const EpTensor *out);
+
+/** What has one scale. */
+typedef enum EpAmaxScope {
+    EP_AMAX_TENSOR = 1, /**< the weight: one number */
+    EP_AMAX_EXPERT = 2  /**< each expert of the shard: EpSharding.stored[0] numbers */
+} EpAmaxScope;
+
+/**
+ * Reduce magnitudes to their maximum, in place: amax is FP32, [1] or [stored[0]], each >= 0. NaN
+ * wins. Collective over the ranks of EpSharding.amax, or of .amax_per_expert.
+ *
+ */
+EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, const EpTensor *amax);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
