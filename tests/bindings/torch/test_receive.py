@@ -7,9 +7,8 @@ import gc
 
 import pytest
 import torch
-from conftest import assert_equal, make_group, run_threads
+from conftest import DEVICE, assert_equal, make_group, run_threads
 
-import libep
 import libep.torch as ep
 from libep import EpError, Status
 
@@ -131,6 +130,7 @@ def test_an_exception_is_not_masked(alone):
         ep.prepare(ep.Handle(group), torch.zeros(1, 2, dtype=torch.int64, device=group.device))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the kernel finds this, and fails the group")
 def test_too_small(alone):
     group = alone(max_recv_rows=0)
     memory = ep.ReceiveMemory(group, 1024)
@@ -140,4 +140,3 @@ def test_too_small(alone):
         recv = memory.tensor((5, HIDDEN), torch.float32)
         ep.dispatch(handle, x.to(group.device), idx.to(group.device), recv_tokens=recv)
     assert caught.value.status == Status.BUFFER_SIZE
-    assert isinstance(libep.Status(caught.value.status), Status)
