@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "handles/cuda/quantise.h"
 #include "runtime/cuda/order.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
@@ -161,20 +162,21 @@ static Parts parts_of(const EpWeightView *view) {
     return p;
 }
 
-static int64_t pieces_along(const EpShardQuantArgs *args, int dim) {
+static int64_t pieces_along(const EpQuantiseArgs *args, int dim) {
     return (args->begin[dim] + args->part[dim] - 1) / EDGE - args->begin[dim] / EDGE + 1;
 }
 
 /* All of a quantising launch but `phase` and where scales are. */
-static EpShardQuantArgs describe_quant(const Work *w, const EpWeightGather *call,
-                                       const Gathered *rows) {
+static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
+                                     const Gathered *rows) {
     const EpWeightView *view = call->view;
     const EpShards *s = &view->shards;
     int transposed = view->form.transposed;
-    EpShardQuantArgs args = {.quant = view->form.quant,
-                             .type = call->weight->config.type,
-                             .tiles = view->form.blocks == EP_BLOCKS_TILES,
-                             .shard = call->shard};
+    EpQuantiseArgs args = {.quant = view->form.quant,
+                           .type = call->weight->config.type,
+                           .tiles = view->form.blocks == EP_BLOCKS_TILES,
+                           .from = call->shard,
+                           .scale_step = {0, 0, 1}};
     memcpy(args.part, s->part, sizeof(args.part));
     ep_shard_begin(s, w->group->rank, args.begin);
     args.step[0] = s->part[1] * s->part[2];
@@ -192,16 +194,16 @@ static EpShardQuantArgs describe_quant(const Work *w, const EpWeightGather *call
     return args;
 }
 
-static EpStatus launch_quant(const Work *w, const EpShardQuantArgs *args) {
+static EpStatus launch_quant(const Work *w, const EpQuantiseArgs *args) {
     int blocks = (int)ep_min(args->number, blocks_of(w));
     return ep_cuda_check(w->group, "quantising a shard",
-                         blocks ? ep_cuda_launch_shard_quant(args, blocks, w->stream) : 0);
+                         blocks ? ep_cuda_launch_quantise(args, blocks, w->stream) : 0);
 }
 
 static EpStatus gather_whole_blocks(const Work *w, const EpWeightGather *call, const Parts *p,
                                     Gathered g[2]) {
     const EpWeightView *view = call->view;
-    EpShardQuantArgs args = describe_quant(w, call, &g[0]);
+    EpQuantiseArgs args = describe_quant(w, call, &g[0]);
     char *workspace = call->workspace;
     args.phase = EP_QUANT_WHOLE;
     g[1] = (Gathered){.shards = p->scales,
@@ -233,7 +235,7 @@ static EpStatus gather_straddling(const Work *w, const EpWeightGather *call, con
     merge.amaxes = (uint32_t *)((char *)call->workspace + p->rows);
     uint32_t *found = merge.amaxes + merge.blocks[0] * merge.blocks[1] * merge.blocks[2];
     merge.found = found;
-    EpShardQuantArgs args = describe_quant(w, call, rows);
+    EpQuantiseArgs args = describe_quant(w, call, rows);
     args.phase = EP_QUANT_FIND;
     args.scales = found + w->group->rank * touched;
     args.scale_step[0] = merge.touched[1] * merge.touched[2], args.scale_step[1] = merge.touched[2];

@@ -7,6 +7,7 @@
 #include "handles/cuda/weight_kernels.h"
 #include "runtime/cuda/device.cuh"
 #include "runtime/cuda/rows.cuh"
+#include "runtime/quant.h"
 
 #define THREADS 256
 
@@ -113,4 +114,41 @@ extern "C" int ep_cuda_launch_sum(const EpSumArgs *a, int blocks, void *stream) 
     if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16>(a, blocks, stream);
     if (a->type == EP_TYPE_FP16) return launch_sum<__half>(a, blocks, stream);
     return launch_sum<float>(a, blocks, stream);
+}
+
+/* ---- blocks that lie in several shards ----------------------------------------------------- */
+
+/* Returns what a shard has found for a block, or the least amax if it does not touch the block. */
+__device__ static uint32_t found_by(const EpMergeArgs &a, int64_t shard, const int64_t block[3]) {
+    int64_t begin[3], at[3];
+    ep_shard_begin(&a.shards, shard, begin);
+    for (int d = 0; d < 3; d++) {
+        at[d] = block[d] - begin[d] / a.block[d];
+        int64_t last = (begin[d] + a.shards.part[d] - 1) / a.block[d];
+        if (at[d] < 0 || block[d] > last) return EP_QUANT_LEAST_BITS;
+    }
+    int64_t e = shard * a.shards.part[0] + at[0];
+    return a.found[(e * a.touched[1] + at[1]) * a.touched[2] + at[2]];
+}
+
+__global__ void __launch_bounds__(THREADS) merge_amaxes(const __grid_constant__ EpMergeArgs a) {
+    int64_t all = a.blocks[0] * a.blocks[1] * a.blocks[2], shards = ep_shards_number(&a.shards);
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < all;
+         i += (int64_t)gridDim.x * THREADS) {
+        int64_t block[3] = {i / a.blocks[2] / a.blocks[1], i / a.blocks[2] % a.blocks[1],
+                            i % a.blocks[2]};
+        uint32_t amax = EP_QUANT_LEAST_BITS;
+        for (int64_t shard = 0; shard < shards; shard++)
+            amax = max(amax, found_by(a, shard, block));
+        a.amaxes[i] = amax;
+        EpQuantScale scale = ep_quant_scale(a.quant, amax);
+        if (ep_quant_scale_type(a.quant) == EP_TYPE_FP32)
+            ((uint32_t *)a.scales)[i] = scale.stored;
+        else
+            ((uint8_t *)a.scales)[i] = (uint8_t)scale.stored;
+    }
+}
+
+extern "C" int ep_cuda_launch_merge(const EpMergeArgs *a, int blocks, void *stream) {
+    return ep_launch(merge_amaxes, blocks, THREADS, 0, stream, *a);
 }

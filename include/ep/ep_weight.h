@@ -27,6 +27,7 @@
  */
 
 #include "ep/ep_mesh.h"
+#include "ep/ep_quant.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -105,12 +106,6 @@ void ep_weight_destroy(EpWeight *weight);
 
 /** What happens to the weight; see ep_sharding. Local. */
 EpStatus ep_weight_sharding(const EpWeight *weight, EpSharding *out);
-
-/** The elements that share a scale. */
-typedef enum EpBlocks {
-    EP_BLOCKS_ROWS = 1, /**< 128 along the last dimension; 32 with MXFP8 */
-    EP_BLOCKS_TILES = 2 /**< 128 x 128 of the last two dimensions; not with MXFP8 */
-} EpBlocks;
 
 /**
  * The form in which a weight is gathered.

@@ -10,6 +10,8 @@
 #include "dispatch/cuda/latency_scatter.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
+#include "handles/cuda/quantise.h"
+#include "handles/cuda/rows_quant.h"
 #include "handles/cuda/weight.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
@@ -23,7 +25,7 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSett
 static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
-    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_shard_quant(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
@@ -94,6 +96,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .reduce_weight = ep_cuda_weight_reduce,
                                       .reduce_amax = ep_cuda_weight_amax,
                                       .measure_weight = ep_cuda_weight_measure,
+                                      .quantise_rows = ep_cuda_quantise_rows,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,

@@ -16,6 +16,7 @@
 #undef ep_combine_wait
 #undef ep_dispatch_backward
 #undef ep_combine_backward
+#undef ep_quantise_rows
 #undef ep_weight_gather
 #undef ep_weight_reduce
 #undef ep_weight_amax
@@ -208,4 +209,15 @@ EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
     Moved m = {.count = 0};
     amax = moved_output(&m, amax);
     return settle(&m, ep_weight_amax(weight, scope, stream, amax));
+}
+
+/* ---- quantising ---------------------------------------------------------------------------- */
+
+EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
+                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales) {
+    Moved m = {.count = 0};
+    rows = moved_input(&m, rows), num_rows = moved_input(&m, num_rows);
+    out = moved_output(&m, out), scales = moved_output(&m, scales);
+    return settle(&m, ep_quantise_rows(group, form, rows, num_rows, stream, out, scales));
 }

@@ -58,6 +58,9 @@ EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulat
                            const EpTensor *workspace, EpStream stream, const EpTensor *out);
 EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                          const EpTensor *amax);
+EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
+                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales);
 void gpu_handle_destroy(EpHandle *handle);
 void gpu_group_destroy(EpGroup *group);
 
@@ -78,6 +81,7 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_weight_gather gpu_weight_gather
 #define ep_weight_reduce gpu_weight_reduce
 #define ep_weight_amax gpu_weight_amax
+#define ep_quantise_rows gpu_quantise_rows
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 

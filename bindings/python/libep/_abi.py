@@ -491,7 +491,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_spec_shard": (c_int, [c_void_p, c_void_p, c_char_p, c_void_p, c_int32, *[c_void_p] * 2]),
     "ep_sharding": (c_int, [c_void_p, c_void_p, c_int, c_char_p, c_void_p, c_void_p]),
     "ep_sharding_format": (c_int, [c_void_p, c_void_p, c_char_p, c_size_t]),
-    # ep_weight.h, likewise
+    # ep_quant.h
+    "ep_quantise_rows": (
+        c_int,
+        [c_void_p, c_void_p, _tensor, _tensor, c_void_p, _tensor, _tensor],
+    ),
+    # ep_weight.h, whose structs are opaque here, too
     "ep_mesh_comm_create": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "ep_mesh_comm_abort": (c_int, [c_void_p, c_char_p]),
     "ep_mesh_comm_destroy": (None, [c_void_p]),

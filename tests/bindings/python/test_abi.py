@@ -151,7 +151,7 @@ def test_functions():
     with open(os.path.join(ROOT, "libep.map")) as map_file:
         exported = re.findall(r"\b(ep_\w+);", map_file.read())
     headers = HEADER
-    for name in ("ep_mesh.h", "ep_weight.h"):
+    for name in ("ep_mesh.h", "ep_quant.h", "ep_weight.h"):
         with open(os.path.join(ROOT, "include/ep", name)) as header:
             headers += header.read()
     assert sorted(_abi.FUNCTIONS) == sorted(exported)

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Quantises a shard. A block of threads takes a tile at a time: up to 128 x 128 elements of the
- * gathered weight's last two dimensions, from a multiple of 128 on, as far as they lie in the
- * shard.
+ * Quantises a box of a tensor. A block of threads takes a tile at a time: up to 128 x 128 elements
+ * of the last two dimensions, from a multiple of 128 on, as far as they lie in the box.
  *
- *     load      warps read along the dimension that is contiguous in the shard, and store the tile
- *               to shared memory, so that a transposed form costs no more than a plain one
+ *     load      warps read along the dimension that is contiguous in memory, and store the tile to
+ *               shared memory, so that a transposed form costs no more than a plain one
  *     amax      each thread has half a row of the tile, 64 elements: two threads have a block of
  *               128, one has two blocks of 32, all have a tile
  *     convert   each thread converts what it has, 16 bytes at a time
@@ -13,7 +12,7 @@
  * Rows of the tile in shared memory are padded by one word: so lanes that read the same column of
  * different rows use different banks.
  */
-#include "handles/cuda/weight_kernels.h"
+#include "handles/cuda/quantise.h"
 #include "runtime/cuda/device.cuh"
 #include "runtime/cuda/ptx.cuh"
 #include "runtime/cuda/rows.cuh"
@@ -31,15 +30,22 @@ template <typename T> struct Tile {
     T at[EDGE * ROW];
 };
 
-/* The part of a tile that lies in the shard: element [begin, end) of dimensions 1 and 2 of the
- * tile, and where the shard's element (0, 0) of the tile would be. */
+/* The part of a tile that lies in the box: [begin, end) of dimensions 1 and 2 of the tile. */
 struct Part {
-    int64_t e, tile[2]; /* expert within the shard; the tile's number in the gathered weight */
+    int64_t e, tile[2]; /* dimension 0 within the box; the tile's number in the tensor */
     int begin[2], end[2];
-    int64_t origin[2]; /* of the tile, within the shard; may be negative */
+    int64_t origin[2]; /* of the tile, within the box; may be negative */
 };
 
-__device__ static Part part_of(const EpShardQuantArgs &a, int64_t number) {
+/* Returns how much of dimension `d` is there. */
+__device__ static int64_t length_of(const EpQuantiseArgs &a, int64_t e, int d) {
+    if (!a.count || a.counted != d) return a.part[d];
+    int64_t count =
+        a.count_is_int64 ? ((const int64_t *)a.count)[e] : ((const int32_t *)a.count)[e];
+    return max((int64_t)0, min(count, a.part[d]));
+}
+
+__device__ static Part part_of(const EpQuantiseArgs &a, int64_t number) {
     Part p;
     int64_t first[2], tiles[2];
     for (int d = 0; d < 2; d++) {
@@ -52,20 +58,20 @@ __device__ static Part part_of(const EpShardQuantArgs &a, int64_t number) {
     for (int d = 0; d < 2; d++) {
         p.origin[d] = p.tile[d] * EDGE - a.begin[d + 1];
         p.begin[d] = (int)max(-p.origin[d], (int64_t)0);
-        p.end[d] = (int)min(a.part[d + 1] - p.origin[d], (int64_t)EDGE);
+        p.end[d] = (int)min(length_of(a, p.e, d + 1) - p.origin[d], (int64_t)EDGE);
     }
     return p;
 }
 
 /* ---- load ---------------------------------------------------------------------------------- */
 
-/* `along`: the dimension, 0 or 1 of the tile, that is contiguous in the shard. */
+/* `along`: the dimension, 0 or 1 of the tile, that is contiguous in memory. */
 template <typename T>
-__device__ static void load_tile(const EpShardQuantArgs &a, const Part &p, Tile<T> *tile) {
+__device__ static void load_tile(const EpQuantiseArgs &a, const Part &p, Tile<T> *tile) {
     int along = a.step[2] == 1, across = 1 - along;
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     int64_t base = p.e * a.step[0] + p.origin[0] * a.step[1] + p.origin[1] * a.step[2];
-    const T *from = (const T *)a.shard + base;
+    const T *from = (const T *)a.from + base;
     for (int i = p.begin[across] + warp; i < p.end[across]; i += WARPS)
 #pragma unroll 4
         for (int k = p.begin[along] + lane; k < p.end[along]; k += 32)
@@ -97,17 +103,17 @@ __device__ static uint32_t find_largest(uint32_t value) {
 
 /* ---- scales -------------------------------------------------------------------------------- */
 
-/* Where a block's word is: its row (or tile) within the expert, and its column, counted from the
- * shard's first ones. */
-__device__ static int64_t scale_at(const EpShardQuantArgs &a, const Part &p, int row, int column) {
+/* Where a block's word is, counted from the box's first one. `row` and `column` are within the
+ * tile. */
+__device__ static int64_t scale_at(const EpQuantiseArgs &a, const Part &p, int row, int column) {
     int width = a.quant == EP_QUANT_MXFP8 ? MX_BLOCK : EDGE;
-    int64_t first = a.begin[2] / width, block = p.tile[1] * (EDGE / width) + column - first;
+    int64_t across = p.tile[1] * (EDGE / width) + column - a.begin[2] / width;
     int64_t down = a.tiles ? p.tile[0] - a.begin[1] / EDGE : p.origin[0] + row;
-    return p.e * a.scale_step[0] + down * a.scale_step[1] + block;
+    return p.e * a.scale_step[0] + down * a.scale_step[1] + across * a.scale_step[2];
 }
 
 /* Returns by what elements of a block are multiplied. One thread of a block `stores`. */
-__device__ static float settle_block(const EpShardQuantArgs &a, int64_t at, uint32_t amax,
+__device__ static float settle_block(const EpQuantiseArgs &a, int64_t at, uint32_t amax,
                                      int stores) {
     if (a.phase == EP_QUANT_FIND) {
         if (stores) ((uint32_t *)a.scales)[at] = amax;
@@ -145,7 +151,7 @@ template <typename T> __device__ __forceinline__ uint4 convert_group(const T *ro
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Convert the elements [begin, end) of a row, which begin at a multiple of 16 unless the shard
+/* Convert the elements [begin, end) of a row, which begin at a multiple of 16 unless the box
  * begins there. */
 template <typename T>
 __device__ static void convert_row(const T *row, int begin, int end, float inverse, uint8_t *out) {
@@ -161,7 +167,7 @@ __device__ static void convert_row(const T *row, int begin, int end, float inver
 
 /* A thread's half of a row of the tile: blocks of 32. */
 template <typename T>
-__device__ static void quantise_mx(const EpShardQuantArgs &a, const Part &p, const T *row, int r,
+__device__ static void quantise_mx(const EpQuantiseArgs &a, const Part &p, const T *row, int r,
                                    int begin, int end, uint8_t *out) {
     for (int column = begin / MX_BLOCK; column * MX_BLOCK < end; column++) {
         int from = max(begin, column * MX_BLOCK), to = min(end, (column + 1) * MX_BLOCK);
@@ -172,8 +178,7 @@ __device__ static void quantise_mx(const EpShardQuantArgs &a, const Part &p, con
 }
 
 template <typename T>
-__device__ static void quantise_tile(const EpShardQuantArgs &a, const Part &p,
-                                     const Tile<T> *tile) {
+__device__ static void quantise_tile(const EpQuantiseArgs &a, const Part &p, const Tile<T> *tile) {
     int r = (int)threadIdx.x / 2, half = (int)threadIdx.x % 2;
     int there = r >= p.begin[0] && r < p.end[0];
     int begin = max(p.begin[1], half * HALF), end = min(p.end[1], (half + 1) * HALF);
@@ -197,12 +202,12 @@ __device__ static void quantise_tile(const EpShardQuantArgs &a, const Part &p,
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    quantise_shard(const __grid_constant__ EpShardQuantArgs a) {
+__global__ void __launch_bounds__(THREADS) quantise_box(const __grid_constant__ EpQuantiseArgs a) {
     extern __shared__ uint4 memory[];
     Tile<T> *tile = (Tile<T> *)memory;
     for (int64_t number = blockIdx.x; number < a.number; number += gridDim.x) {
         Part p = part_of(a, number);
+        if (p.begin[0] >= p.end[0] || p.begin[1] >= p.end[1]) continue; /* nothing is there */
         load_tile(a, p, tile);
         __syncthreads();
         quantise_tile(a, p, tile);
@@ -210,55 +215,18 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-template <typename T> static int launch_quant(const EpShardQuantArgs *a, int blocks, void *stream) {
-    return ep_launch(quantise_shard<T>, blocks, THREADS, sizeof(Tile<T>), stream, *a);
+template <typename T> static int launch_quant(const EpQuantiseArgs *a, int blocks, void *stream) {
+    return ep_launch(quantise_box<T>, blocks, THREADS, sizeof(Tile<T>), stream, *a);
 }
 
-extern "C" int ep_cuda_open_shard_quant(int shared_bytes) {
-    int error = ep_open_kernel(quantise_shard<__nv_bfloat16>, shared_bytes);
-    if (!error) error = ep_open_kernel(quantise_shard<__half>, shared_bytes);
-    return error ? error : ep_open_kernel(quantise_shard<float>, shared_bytes);
+extern "C" int ep_cuda_open_quantise(int shared_bytes) {
+    int error = ep_open_kernel(quantise_box<__nv_bfloat16>, shared_bytes);
+    if (!error) error = ep_open_kernel(quantise_box<__half>, shared_bytes);
+    return error ? error : ep_open_kernel(quantise_box<float>, shared_bytes);
 }
 
-extern "C" int ep_cuda_launch_shard_quant(const EpShardQuantArgs *a, int blocks, void *stream) {
+extern "C" int ep_cuda_launch_quantise(const EpQuantiseArgs *a, int blocks, void *stream) {
     if (a->type == EP_TYPE_BF16) return launch_quant<__nv_bfloat16>(a, blocks, stream);
     if (a->type == EP_TYPE_FP16) return launch_quant<__half>(a, blocks, stream);
     return launch_quant<float>(a, blocks, stream);
-}
-
-/* ---- blocks that lie in several shards ----------------------------------------------------- */
-
-/* Returns what a shard has found for a block, or the least amax if it does not touch the block. */
-__device__ static uint32_t found_by(const EpMergeArgs &a, int64_t shard, const int64_t block[3]) {
-    int64_t begin[3], at[3];
-    ep_shard_begin(&a.shards, shard, begin);
-    for (int d = 0; d < 3; d++) {
-        at[d] = block[d] - begin[d] / a.block[d];
-        int64_t last = (begin[d] + a.shards.part[d] - 1) / a.block[d];
-        if (at[d] < 0 || block[d] > last) return EP_QUANT_LEAST_BITS;
-    }
-    int64_t e = shard * a.shards.part[0] + at[0];
-    return a.found[(e * a.touched[1] + at[1]) * a.touched[2] + at[2]];
-}
-
-__global__ void __launch_bounds__(THREADS) merge_amaxes(const __grid_constant__ EpMergeArgs a) {
-    int64_t all = a.blocks[0] * a.blocks[1] * a.blocks[2], shards = ep_shards_number(&a.shards);
-    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < all;
-         i += (int64_t)gridDim.x * THREADS) {
-        int64_t block[3] = {i / a.blocks[2] / a.blocks[1], i / a.blocks[2] % a.blocks[1],
-                            i % a.blocks[2]};
-        uint32_t amax = EP_QUANT_LEAST_BITS;
-        for (int64_t shard = 0; shard < shards; shard++)
-            amax = max(amax, found_by(a, shard, block));
-        a.amaxes[i] = amax;
-        EpQuantScale scale = ep_quant_scale(a.quant, amax);
-        if (ep_quant_scale_type(a.quant) == EP_TYPE_FP32)
-            ((uint32_t *)a.scales)[i] = scale.stored;
-        else
-            ((uint8_t *)a.scales)[i] = (uint8_t)scale.stored;
-    }
-}
-
-extern "C" int ep_cuda_launch_merge(const EpMergeArgs *a, int blocks, void *stream) {
-    return ep_launch(merge_amaxes, blocks, THREADS, 0, stream, *a);
 }
