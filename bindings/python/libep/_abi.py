@@ -157,6 +157,13 @@ class ScaleOrder(IntEnum):
     BY_COLUMN = 2
 
 
+class Blocks(IntEnum):
+    """The elements that share a scale."""
+
+    ROWS = 1
+    TILES = 2
+
+
 class ExpertIds(IntEnum):
     """The numbers of experts in recv_topk_idx."""
 
@@ -349,6 +356,16 @@ class EpPrepare(Structure):
     ]
 
 
+class EpRowsForm(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("quant", c_int),
+        ("blocks", c_int),
+        ("transposed", c_int32),
+        ("scale_order", c_int),
+    ]
+
+
 class EpFinding(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -408,6 +425,11 @@ INITIAL_VALUES: dict[type, dict[str, float]] = {
     },
     EpHandleCost: {"mode": Mode.AUTO},
     EpHandleInfo: {"mode": Mode.AUTO},
+    EpRowsForm: {
+        "quant": Quant.FP8,
+        "blocks": Blocks.ROWS,
+        "scale_order": ScaleOrder.BY_ROW,
+    },
     EpFinding: {"rank": -1, "peer": -1, "token": -1, "k": -1, "expected": -1, "seen": -1},
 }
 
