@@ -17,7 +17,7 @@ from .._library import EpError
 from .._tensor import Tensor as CoreTensor
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import NoReturn, Optional
 
     from torch import Tensor
     from typing_extensions import Unpack
@@ -129,6 +129,16 @@ class Handle(CoreHandle):
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
         _handles[self.key] = self
+
+    def __deepcopy__(self, _: object) -> Handle:
+        """The handle itself: copies of a layer share its configuration, since plans are named."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
+            "handles anew"
+        )
 
     def stream(self) -> int:
         """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
