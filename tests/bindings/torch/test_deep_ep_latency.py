@@ -84,7 +84,9 @@ def as_rows(scales, hidden):
     if scales.dtype == torch.float32:
         return scales
     assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
-    exponents = scales.contiguous().view(torch.uint8).cpu().int() - 127
+    exponents = (
+        scales.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().int() - 127
+    )
     return torch.ldexp(torch.ones(exponents.shape), exponents).to(scales.device)
 
 

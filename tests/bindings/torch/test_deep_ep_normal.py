@@ -266,6 +266,32 @@ def test_ids_of_32_bits_and_no_weights(seed):
     play(world, body)
 
 
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
+def test_without_experts(seed, tokens):
+    """Tokens go to ranks alone: the counts are the caller's."""
+    world = make_world(seed, tokens=tokens, max_tokens=70)
+
+    def body(buffer, rank):
+        x, idx, _ = inputs(world, rank)
+        per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, world.experts)
+        rx, ridx, rweights, counts, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in,
+            num_tokens_per_expert=per_expert,
+            expert_alignment=4,
+        )
+        assert ridx is None and rweights is None
+        assert counts == [-(-c // 4) * 4 for c in local_counts(world, rank)]
+        rows = [world.x[s][t] for s, t in flat(world, rank)]
+        assert_equal(rx, np.array(rows, np.float32).reshape(-1, 16))
+        out, none, _ = buffer.combine(rx, handle)
+        assert none is None
+        assert_equal(out, x * is_in.sum(1, keepdim=True))
+
+    play(world, body)
+
+
 def test_two_models_on_one_buffer(seed):
     """Other experts, top-k, hidden sizes and types: a group for each."""
     worlds = [
@@ -321,8 +347,10 @@ def test_sentences():
         buffer.dispatch(x, handle, topk_idx=idx)
     with pytest.raises(TypeError, match="one that dispatch returned"):
         buffer.combine(x, (1, 2, 3))
-    with pytest.raises(EpError, match="expected topk_idx"):
+    with pytest.raises(EpError, match="expected num_tokens_per_expert"):
         buffer.dispatch(x)
+    with pytest.raises(EpError, match="expected topk_idx, or is_token_in_rank"):
+        buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(4))
     with pytest.raises(EpError, match=r"topk_idx: expected \[2, top-k\]"):
         send(buffer, x, idx[:1], None, 4)
     with pytest.raises(EpError, match="row of scales for each of 2"):

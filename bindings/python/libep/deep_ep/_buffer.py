@@ -214,7 +214,8 @@ class Buffer:
         x                      [T, H] of any type, or with scales: ([T, H], [T, S])
         handle                 of a dispatch before: send by its routing, with x alone
         num_tokens_per_expert  [E]; its length is the number of experts
-        topk_idx               [T, K] int64 or int32; negative: no expert
+        topk_idx               [T, K] int64 or int32; negative: no expert. None: tokens go to the
+                               ranks of is_token_in_rank [T, R], which takes a second operation
         topk_weights           [T, K] float32, or None
         expert_alignment       the list's counts are rounded up to multiples of this
         num_worst_tokens       rows of the outputs; 0: exactly as many as come, which the host reads
@@ -222,8 +223,8 @@ class Buffer:
         T may differ between ranks, 0 included. Returns
 
         recv_x             [rows, H], or the pair, ordered by (source rank, token)
-        recv_topk_idx      [rows, K]: local experts, or -1; None with a handle
-        recv_topk_weights  [rows, K] float32, 0 where recv_topk_idx is -1; None with a handle
+        recv_topk_idx      [rows, K]: local experts, or -1; None without topk_idx
+        recv_topk_weights  [rows, K] float32, 0 where recv_topk_idx is -1; or None
         list               [L]: tokens of each local expert; empty with num_worst_tokens
         handle             for combine, and for dispatch again; None with a handle
         event              of the operation
@@ -278,22 +279,37 @@ class Buffer:
         num_worst_tokens: int,
         config: Optional[Config],
     ) -> _normal.Sent:
-        if num_tokens_per_expert is None or topk_idx is None:
+        if num_tokens_per_expert is None:
             refuse(
-                "dispatch: expected topk_idx, and num_tokens_per_expert of get_dispatch_layout, or a "
-                "handle, got neither"
+                "dispatch: expected num_tokens_per_expert of get_dispatch_layout, or a handle, got "
+                "neither"
             )
         each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
-        return _normal.dispatch(
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+        if topk_idx is not None:
+            return _normal.dispatch(
+                self._groups,
+                x,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                each,
+                expert_alignment,
+                num_worst_tokens,
+                num_sms,
+            )
+        if is_token_in_rank is None or topk_weights is not None or num_worst_tokens:
+            refuse(
+                "dispatch: expected topk_idx, or is_token_in_rank without topk_weights and "
+                "num_worst_tokens, got no topk_idx"
+            )
+        return _normal.dispatch_to_ranks(
             self._groups,
             x,
-            topk_idx,
-            topk_weights,
             is_token_in_rank,
-            each,
+            num_tokens_per_expert,
             expert_alignment,
-            num_worst_tokens,
-            Buffer.num_sms if config is None else config.num_sms,
+            num_sms,
         )
 
     def combine(

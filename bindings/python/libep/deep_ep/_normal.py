@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from .._abi import Status
 from .._library import EpError
 from ..torch import Plan, _calls
@@ -118,6 +120,12 @@ def _give_up(group: NormalGroup, num_tokens: int) -> None:
     raise EpError(Status.TOKENS, f"rank {group.group.rank}: {sentence}")
 
 
+def _key(experts_per_rank: int, top_k: int, tokens: Tensor) -> NormalKey:
+    # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
+    element_bytes = max(2, tokens.element_size())
+    return NormalKey(experts_per_rank, top_k, tokens.shape[1], element_bytes, tokens.device)
+
+
 def dispatch(
     groups: Groups,
     x: Tokens,
@@ -136,11 +144,7 @@ def dispatch(
             Status.SHAPE,
             f"dispatch: topk_idx: expected [{tokens.shape[0]}, top-k], got {list(topk_idx.shape)}",
         )
-    # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
-    element_bytes = max(2, tokens.element_size())
-    key = NormalKey(
-        experts_per_rank, topk_idx.shape[1], tokens.shape[1], element_bytes, tokens.device
-    )
+    key = _key(experts_per_rank, topk_idx.shape[1], tokens)
     routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
     rows, layer = routed.num_recv_tokens, routed.layer
     recv_weights = None
@@ -150,11 +154,43 @@ def dispatch(
     recv, recv_scales = _send(
         layer, routed.plan.bytes, tokens, scales, rows, topk_weights, recv_weights, recv_idx
     )
-    counts = [-(-count // expert_alignment) * expert_alignment for count in routed.counts]
+    counts = _align(routed.counts, expert_alignment)
     handle = NormalHandle(
         routed.plan.bytes, routed.plan.numbers, layer, rows, is_token_in_rank, tokens.shape[0]
     )
     return Sent(recv, recv_scales, recv_idx, recv_weights, counts, handle)
+
+
+def _align(counts: list[int], alignment: int) -> list[int]:
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def dispatch_to_ranks(
+    groups: Groups,
+    x: Tokens,
+    is_token_in_rank: Tensor,
+    num_tokens_per_expert: Tensor,
+    expert_alignment: int,
+    num_sms: int,
+) -> Sent:
+    """Send rows to ranks, where nobody says to which experts. Arguments as of Buffer.dispatch.
+
+    To libep every token names the first expert of each of its ranks. The counts of the list are
+    those that the caller gave, which the ranks exchange in a second operation.
+    """
+    size = groups.bootstrap.size
+    each = num_tokens_per_expert.numel() // size
+    firsts = torch.arange(size, device=is_token_in_rank.device) * each
+    topk_idx = torch.where(is_token_in_rank, firsts, -1)
+    sent = dispatch(groups, x, topk_idx, None, is_token_in_rank, each, 1, 0, num_sms)
+    counts = num_tokens_per_expert.int().view(size, each)
+    padded = torch.nn.functional.pad(counts, (0, -each % 4))  # rows are multiples of 16 bytes
+    to_each = torch.where(torch.eye(size, dtype=torch.bool, device=firsts.device), firsts, -1)
+    key = _key(each, size, split("dispatch", x)[0])
+    routed = route(groups, key, to_each, 0, num_sms)
+    received, _ = _send(routed.layer, routed.plan.bytes, padded, None, size)
+    totals = received.sum(0)[:each].tolist()
+    return sent._replace(topk_idx=None, num_recv_tokens_per_expert=_align(totals, expert_alignment))
 
 
 def dispatch_again(handle: NormalHandle, x: Tokens) -> Sent:
