@@ -456,8 +456,9 @@ class Buffer:
         def hook() -> None:
             if stream is None:
                 operation.receive()
-            else:
-                self._lane.run_on(stream, operation.receive)
+                return
+            self._lane.run_on(stream, operation.receive)
+            torch.cuda.current_stream(device).wait_stream(stream)
 
         return hook
 

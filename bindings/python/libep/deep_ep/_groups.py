@@ -93,7 +93,8 @@ class NormalGroup:
 
     def spread(self, topk_idx: Tensor) -> Tensor:
         """The caller's experts as experts of the group. Negative ones stay negative."""
-        return topk_idx + topk_idx.div(self.key.experts_per_rank, rounding_mode="floor")
+        ranks = topk_idx.div(self.key.experts_per_rank, rounding_mode="floor")
+        return (topk_idx + ranks).contiguous()
 
     def ask_for_more(self, topk_idx: Tensor) -> Tensor:
         """A routing that tells all ranks to grow: one entry for the last expert of each rank."""

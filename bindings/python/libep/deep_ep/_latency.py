@@ -11,6 +11,7 @@ from .._abi import Quant, Status
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan, make_received
+from ._streams import keep
 
 if TYPE_CHECKING:
     from typing import Callable, Optional, Union
@@ -142,6 +143,7 @@ def combine(
     written = out
 
     def send() -> None:
+        keep(handle.plan)
         _calls.combine_send(layer, handle.plan, x, None, topk_weights)
 
     def receive() -> None:
@@ -149,6 +151,7 @@ def combine(
         group.give_back(layer)
 
     def whole() -> None:
+        keep(handle.plan)
         _calls.combine(layer, handle.plan, x, None, topk_weights, written)
         group.give_back(layer)
 

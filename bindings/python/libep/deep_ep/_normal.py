@@ -15,6 +15,7 @@ from .._library import EpError
 from ..torch import Plan, _calls
 from ..torch._autograd import make_plan
 from ._groups import NormalKey
+from ._streams import keep
 
 if TYPE_CHECKING:
     from typing import Optional, Union
@@ -196,6 +197,7 @@ def dispatch_to_ranks(
 def dispatch_again(handle: NormalHandle, x: Tokens) -> Sent:
     """Send rows by the routing of a dispatch before."""
     tokens, scales = split("dispatch", x)
+    keep(handle.plan)
     recv, recv_scales = _send(handle.layer, handle.plan, tokens, scales, handle.num_recv_tokens)
     return Sent(recv, recv_scales, None, None, None, None)
 
@@ -220,6 +222,7 @@ def combine(
     handle: NormalHandle, x: Tensor, topk_weights: Optional[Tensor], bias: tuple[Tensor, ...]
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
+    keep(handle.plan)
     out = x.new_empty((handle.num_tokens, x.shape[-1]))
     out_weights = None
     if topk_weights is None:

@@ -65,14 +65,14 @@ class _End(NamedTuple):
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
-    is_captured: bool
 
 
 class Lane:
     """Runs a Buffer's operations: one after the other, on the current stream or beside it.
 
     Operations with async_finish run on a stream of the Lane, all others on the current stream. Each
-    begins after the one before, wherever that ran, since libep's operations have an order.
+    begins after the one before, wherever that ran, since libep's operations have an order. While a
+    CUDA graph is captured all of them run on the current stream.
     """
 
     def __init__(self) -> None:
@@ -94,37 +94,53 @@ class Lane:
     ) -> tuple[Any, EventOverlap]:
         """Run body(), which returns its result and the tensors that it used, outputs included.
 
-        Returns the result, and the event after it: one that is None without async_finish.
+        Returns the result, and the event after it: one without EventHandle unless async_finish.
         """
         if device.type == "cpu":
             result, tensors = body()
-            return result, EventOverlap(EventHandle() if async_finish else None, tensors)
+            return result, EventOverlap(EventHandle(), tensors) if async_finish else EventOverlap()
         current = torch.cuda.current_stream(device)
-        stream = self.stream(device) if async_finish else current
+        is_beside = async_finish and not torch.cuda.is_current_stream_capturing()
+        stream = self.stream(device) if is_beside else current
         if previous_event is not None and previous_event.event is not None:
             with torch.cuda.stream(stream):
                 previous_event.event.current_stream_wait()
-        elif stream != current:
+        elif is_beside:
             stream.wait_stream(current)
         result, tensors = self.run_on(stream, body)
+        if self._stream is not None:
+            # The allocator would reuse memory in the order of the stream that it came from.
+            _record(tensors, current)
+            _record(tensors, self._stream)
         if not async_finish:
             return result, EventOverlap()
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(stream)
-                tensor.record_stream(current)
         with torch.cuda.stream(stream):
             return result, EventOverlap(EventHandle(), tensors)
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""
         with torch.cuda.stream(stream):
-            is_captured = torch.cuda.is_current_stream_capturing()
-            end = self._end
-            if end is not None and end.stream != stream and end.is_captured == is_captured:
-                stream.wait_event(end.event)
+            if torch.cuda.is_current_stream_capturing():
+                return body()
+            if self._end is not None and self._end.stream != stream:
+                stream.wait_event(self._end.event)
             result = body()
             event = torch.cuda.Event()
             event.record(stream)
-            self._end = _End(stream, event, is_captured)
+            self._end = _End(stream, event)
         return result
+
+
+def _record(tensors: tuple[Optional[Tensor], ...], stream: torch.cuda.Stream) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
+
+
+def keep(tensor: Tensor) -> None:
+    """Keep a tensor's memory until the current stream has used it.
+
+    For tensors within handles, which a caller may drop as soon as a call on any stream returns.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
