@@ -200,8 +200,9 @@ def test_bias(seed, dtype):
 def test_one_rank_needs_more(seed):
     """A rank with more tokens than the group has room for: all ranks make a larger one."""
     small = make_world(seed)
-    large = make_world(seed + 1, tokens=[2, 300, 0], max_tokens=300)
-    larger = make_world(seed + 2, tokens=[1100, 300, 1025], max_tokens=1100)
+    large = make_world(seed + 1, tokens=[2, 1100, 0], max_tokens=1100)
+    larger = make_world(seed + 2, tokens=[2100, 300, 2049], max_tokens=2100)
+    largest = make_world(seed + 3, tokens=[0, 5, 4200], max_tokens=4200)
 
     def body(buffer, rank):
         def step(world):
@@ -211,8 +212,14 @@ def test_one_rank_needs_more(seed):
             return world, handle, rx * factors(world, rank, ridx, rweights)
 
         steps = [step(world) for world in (small, large, small, larger, large)]
+        assert len(buffer._groups._all) == 3
         for world, handle, rows in reversed(steps):  # of groups that are not the newest, too
             assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
+        steps = steps[-1:] if rank == 1 else []  # one rank may still combine
+        del world, handle, rows
+        last, handle, rows = step(largest)
+        assert len(buffer._groups._all) == 2  # the others are closed
+        assert_equal(buffer.combine(rows, handle)[0], last.forward(rank))
 
     play(small, body)
 
@@ -321,9 +328,9 @@ def test_worst_tokens_do_not_grow(seed):
         x, idx, weights = inputs(world, rank)
         send(buffer, x, idx, weights, world.experts)
         if rank == 1:
-            x, idx, weights = (t.expand(200, -1).contiguous() for t in (x, idx, weights))
-        with pytest.raises(EpError, match="at most 64 tokens.*got 200") as caught:
-            send(buffer, x, idx, weights, world.experts, num_worst_tokens=1000)
+            x, idx, weights = (t.expand(2000, -1).contiguous() for t in (x, idx, weights))
+        with pytest.raises(EpError, match="at most 1024 tokens.*got 2000") as caught:
+            send(buffer, x, idx, weights, world.experts, num_worst_tokens=9000)
         assert caught.value.status == (Status.TOKENS if rank == 1 else Status.PEER)
 
     run_threads(world.size, run)

@@ -9,6 +9,8 @@ when the group is made, and again when one of them needs more: see NormalGroup.
 
 from __future__ import annotations
 
+import struct
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from .._bootstrap import Bootstrap
     from ..torch import Group
 
-_LEAST_TOKENS = 64  # of a group's capacity, so that small first batches do not make it grow often
+_LEAST_TOKENS = 1024  # of a group's capacity, so that small first batches do not make it grow often
+_AGREED = struct.Struct("=qQ")  # tokens of a rank, and a bit for each of its groups with plans
 _SCALE_BLOCK = 128  # elements, of 4 bytes of scales
 
 
@@ -73,6 +76,8 @@ class NormalGroup:
             backend=_backend(key.device),
             device=_ordinal(key.device),
         )
+        self.plans: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        """Those that callers have not dropped yet."""
         self._handles: dict[tuple[int, int], Handle] = {}
 
     def handle(self, num_worst_tokens: int, num_sms: int) -> Handle:
@@ -159,24 +164,32 @@ class Groups:
         self.bootstrap = bootstrap
         self._is_open = True
         self._all: list[Group] = []  # in the order in which all ranks made them
-        self._normal: dict[NormalKey, NormalGroup] = {}
+        self._normal: dict[NormalKey, list[NormalGroup]] = {}  # the newest last
         self._latency: dict[LatencyKey, LatencyGroup] = {}
 
     def normal(self, key: NormalKey, num_tokens: int) -> NormalGroup:
         """The group of a key. Collective where the key is new."""
         found = self._normal.get(key)
-        return found if found is not None else self.grow(key, num_tokens)
+        return found[-1] if found else self.grow(key, num_tokens)
 
     def grow(self, key: NormalKey, num_tokens: int) -> NormalGroup:
         """Make a group that has room for the tokens of every rank. Collective.
 
-        A smaller group stays open, for the steps that were made with it.
+        Smaller groups that no rank has plans of are closed. Others stay open for their steps.
         """
         self._require("dispatch", key.device)
-        texts = self.bootstrap.allgather(num_tokens.to_bytes(8, "little"))
-        most = max(_LEAST_TOKENS, self.bootstrap.size, *map(_number, texts))
+        groups = self._normal.setdefault(key, [])
+        used = sum(1 << i for i, group in enumerate(groups) if group.plans)
+        texts = self.bootstrap.allgather(_AGREED.pack(num_tokens, used))
+        wishes = [_AGREED.unpack(text) for text in texts]
+        for i in reversed(range(len(groups))):
+            if not any(used >> i & 1 for _, used in wishes):
+                closed = groups.pop(i).group
+                self._all.remove(closed)
+                closed.close()
+        most = max(_LEAST_TOKENS, self.bootstrap.size, *(tokens for tokens, _ in wishes))
         made = NormalGroup(self.bootstrap, key, 1 << (most - 1).bit_length())
-        self._normal[key] = made
+        groups.append(made)
         self._all.append(made.group)
         return made
 
@@ -215,7 +228,3 @@ def _backend(device: torch.device) -> Backend:
 
 def _ordinal(device: torch.device) -> int:
     return DEFAULT if device.type == "cpu" else device.index
-
-
-def _number(text: bytes) -> int:
-    return int.from_bytes(text, "little")

@@ -100,10 +100,12 @@ def route(
         plan = make_plan(layer, routing)
         _calls.prepare(layer, routing, None, plan.bytes, plan.numbers)
         if num_worst_tokens:
+            group.plans.add(plan.bytes)
             return Routed(group, layer, plan, num_worst_tokens, [])
         numbers = plan.numbers.tolist()
         local = key.experts_per_rank
         if numbers[local] == 0:
+            group.plans.add(plan.bytes)
             return Routed(
                 group, layer, plan, numbers[3 * plan.num_local_experts + 1], numbers[:local]
             )
