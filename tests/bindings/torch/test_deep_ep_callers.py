@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from conftest import DEVICE, assert_close, run_threads
 from deep_ep_callers import CALLERS, IMPORTS
 from test_deep_ep_latency import as_rows
+from test_deep_ep_normal import destroyed
 
 import libep.deep_ep
 from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
@@ -101,9 +103,11 @@ def make(call, known):
 def test_calls(seed, caller):
     def body(bootstrap):
         known = names(bootstrap, seed)
-        for call in caller.calls:
-            make(call, known)
-        known["buffer"].destroy()
+        with contextlib.ExitStack() as stack:
+            for call in caller.calls:
+                make(call, known)
+                if call.name == "Buffer":
+                    stack.enter_context(destroyed(known["buffer"]))
         # The experts leave rows as they are: in low latency each token comes back times its
         # weights, in normal mode times the number of ranks that own experts of it.
         idx = known["idx"]

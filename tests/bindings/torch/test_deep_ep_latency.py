@@ -157,6 +157,8 @@ def test_two_in_flight(seed):
             for world, (out, _, hook) in zip(worlds, combined):
                 hook()
                 assert_equal(out, world.forward(rank))
+                with pytest.raises(EpError, match="one call"):
+                    hook()
 
     play(worlds[0], body)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -24,14 +26,25 @@ def inputs(world, rank):
     return (on_device(a[rank]) for a in (world.x, world.idx, world.weights))
 
 
+@contextlib.contextmanager
+def destroyed(buffer):
+    """Destroy a buffer at the end of the block, before its bootstrap. Tell the peers of an error."""
+    try:
+        yield buffer
+    except BaseException as error:
+        for group in buffer._groups._all:
+            group.abort(f"the test failed: {error}")
+        raise
+    finally:
+        buffer.destroy()
+
+
 def play(world, body, **fields):
     """Call body(buffer, rank) on a thread for each rank."""
 
     def run(bootstrap):
-        buffer = Buffer(bootstrap, **fields)
-        result = body(buffer, bootstrap.rank)
-        buffer.destroy()
-        return result
+        with destroyed(Buffer(bootstrap, **fields)) as buffer:
+            return body(buffer, bootstrap.rank)
 
     return run_threads(world.size, run)
 
@@ -324,16 +337,49 @@ def test_worst_tokens_do_not_grow(seed):
     world = make_world(seed, tokens=[1, 1, 1])
 
     def run(bootstrap):
-        buffer, rank = Buffer(bootstrap), bootstrap.rank
+        rank = bootstrap.rank
         x, idx, weights = inputs(world, rank)
-        send(buffer, x, idx, weights, world.experts)
-        if rank == 1:
-            x, idx, weights = (t.expand(2000, -1).contiguous() for t in (x, idx, weights))
-        with pytest.raises(EpError, match="at most 1024 tokens.*got 2000") as caught:
-            send(buffer, x, idx, weights, world.experts, num_worst_tokens=9000)
-        assert caught.value.status == (Status.TOKENS if rank == 1 else Status.PEER)
+        with destroyed(Buffer(bootstrap)) as buffer:
+            send(buffer, x, idx, weights, world.experts)
+            if rank == 1:
+                x, idx, weights = (t.expand(2000, -1).contiguous() for t in (x, idx, weights))
+            with pytest.raises(EpError, match="at most 1024 tokens.*got 2000") as caught:
+                send(buffer, x, idx, weights, world.experts, num_worst_tokens=9000)
+            assert caught.value.status == (Status.TOKENS if rank == 1 else Status.PEER)
 
     run_threads(world.size, run)
+
+
+def test_routing_and_lost_rows(seed):
+    """An expert that does not exist, and rows that did not fit, are errors of their rank."""
+    world = make_world(seed, tokens=[2, 2, 2])
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        wrong = idx.clone()
+        if rank == 1:
+            wrong[1, 0] = world.experts
+        options = dict(
+            topk_idx=wrong, topk_weights=weights, num_tokens_per_expert=idx.new_zeros(world.experts)
+        )
+        if rank == 1:
+            with pytest.raises(EpError, match="rank 1.*token 1.*one more") as caught:
+                buffer.dispatch(x, **options)
+            assert caught.value.status == Status.ROUTING
+        else:
+            buffer.dispatch(x, **options)
+        everywhere = torch.zeros_like(idx)
+        everywhere[:, 1] = -1
+        send(buffer, x, everywhere, weights, world.experts, num_worst_tokens=5)
+        if rank == 0:
+            with pytest.raises(EpError, match="rank 0.*one more") as caught:
+                send(buffer, x, idx, weights, world.experts)
+            assert caught.value.status == Status.OVERFLOW
+        else:
+            send(buffer, x, idx, weights, world.experts)
+        send(buffer, x, idx, weights, world.experts)
+
+    play(world, body)
 
 
 def test_sentences():

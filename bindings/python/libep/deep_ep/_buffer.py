@@ -450,14 +450,18 @@ class Buffer:
         return combined, event, hook
 
     def _hook(self, device: torch.device, operation: _latency.Operation) -> Hook:
-        """The receive phase, on the stream of the send phase."""
+        """The receive phase, once, on the stream of the send phase."""
         stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        pending = [operation.receive]
 
         def hook() -> None:
+            if not pending:
+                raise EpError(Status.ORDER, "hook: expected one call, got a second one")
+            receive = pending.pop()
             if stream is None:
-                operation.receive()
+                receive()
                 return
-            self._lane.run_on(stream, operation.receive)
+            self._lane.run_on(stream, receive)
             torch.cuda.current_stream(device).wait_stream(stream)
 
         return hook

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._abi import Status
-from .._library import EpError
+from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
 from ..torch._autograd import make_plan
 from ._groups import NormalKey
@@ -157,11 +157,26 @@ def dispatch(
     recv, recv_scales = _send(
         layer, routed.plan.bytes, tokens, scales, rows, topk_weights, recv_weights, recv_idx
     )
+    if not num_worst_tokens:
+        _report(routed.group)  # the host has waited for the plan already
     counts = _align(routed.counts, expert_alignment)
     handle = NormalHandle(
         routed.plan.bytes, routed.plan.numbers, layer, rows, is_token_in_rank, tokens.shape[0]
     )
     return Sent(recv, recv_scales, recv_idx, recv_weights, counts, handle)
+
+
+def _report(group: NormalGroup) -> None:
+    """Raise EpError for an expert that does not exist, or rows that num_worst_tokens has lost."""
+    core = group.group
+    status = core.run(library.ep_group_status, core.require(), None)
+    if status:
+        error = last_error(status)
+        raise EpError(
+            status,
+            f"{error} (libep counts {group.key.experts_per_rank + 1} experts on each rank here, one "
+            "more than the program)",
+        )
 
 
 def _align(counts: list[int], alignment: int) -> list[int]:
