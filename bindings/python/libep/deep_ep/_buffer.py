@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    Tokens = Union[Tensor, tuple[Tensor, Tensor]]
+    from ._normal import Tokens
+
     Hook = Callable[[], None]
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]

@@ -14,13 +14,12 @@ from ..torch._autograd import make_plan, make_received
 from ._streams import keep
 
 if TYPE_CHECKING:
-    from typing import Callable, Optional, Union
+    from typing import Callable, Optional
 
     from torch import Tensor
 
     from ._groups import LatencyGroup
-
-    Tokens = Union[Tensor, tuple[Tensor, Tensor]]
+    from ._normal import Tokens
 
 _PACK = 4  # UE8M0 scales in an int32
 

@@ -97,8 +97,8 @@ class Lane:
         Returns the result, and the event after it: one without EventHandle unless async_finish.
         """
         if device.type == "cpu":
-            result, tensors = body()
-            return result, EventOverlap(EventHandle(), tensors) if async_finish else EventOverlap()
+            result, _ = body()
+            return result, EventOverlap(EventHandle() if async_finish else None)
         current = torch.cuda.current_stream(device)
         is_beside = async_finish and not torch.cuda.is_current_stream_capturing()
         stream = self.stream(device) if is_beside else current
@@ -115,7 +115,7 @@ class Lane:
         if not async_finish:
             return result, EventOverlap()
         with torch.cuda.stream(stream):
-            return result, EventOverlap(EventHandle(), tensors)
+            return result, EventOverlap(EventHandle())
 
     def run_on(self, stream: torch.cuda.Stream, body: Callable[[], Any]) -> Any:
         """Run body() on a stream, after the operation before."""
