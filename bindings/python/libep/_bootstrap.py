@@ -7,7 +7,7 @@ import ctypes
 import time
 from ctypes import byref
 
-from . import _abi
+from . import _abi, _process
 from ._abi import Status
 from ._library import EpError, check, last_error, library
 
@@ -179,7 +179,14 @@ class Bootstrap:
             raise EpError(Status.DESTROYED, f"rank {self.rank}: the bootstrap is closed")
 
     def close(self) -> None:
-        """Free what the bootstrap owns. Close its groups first. A second call does nothing."""
+        """Free what the bootstrap owns. A second call does nothing. EpError: a group is open."""
+        groups = sum(group.bootstrap is self for group in list(_process.open_groups))
+        if groups:
+            raise EpError(
+                Status.ORDER,
+                f"rank {self.rank}: expected the bootstrap's groups to be closed first, got "
+                f"{groups} that are open",
+            )
         if self._is_open:
             self._is_open = False
             library.ep_bootstrap_destroy(byref(self.struct))

@@ -209,6 +209,8 @@ def test_closed_group():
     bootstrap = Bootstrap.local(1)[0]
     group = Group(bootstrap, **FIELDS)
     handle = Handle(group)
+    with pytest.raises(EpError, match="groups to be closed first, got 1 that are open"):
+        bootstrap.close()
     group.close()
     group.close()
     group.abort("too late, which is no error")
