@@ -101,6 +101,7 @@ jax_c := $(wildcard bindings/jax/*.c)
 jax_o := $(jax_c:%.c=$B/%.o)
 jax_so := $B/libep_jax.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
+common_c := $(wildcard tools/common/*.c)
 bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
 info_c := tools/ep_info.c $(wildcard tools/info/*.c)
@@ -128,7 +129,7 @@ $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/f
 	$(file >$@,$(flags))
 .PHONY: again
 again:
-$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
 
 $B/%.o: %.c
 	@mkdir -p $(@D)
@@ -185,7 +186,7 @@ $B/%.a:
 
 # Tools load the shared libraries from their own folder or, once installed, from lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
-$B/ep_bench: $(bench_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
+$B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)

@@ -16,8 +16,10 @@
 #include "tools/bench/models.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
-#include "tools/bench/util.h"
-#include "tools/bench/world.h"
+#include "tools/common/util.h"
+#include "tools/common/world.h"
+
+const char *const bench_program = "ep_bench";
 
 /** The command line, parsed before the ranks exist; they report its error. */
 typedef struct CommandLine {

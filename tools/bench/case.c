@@ -3,9 +3,9 @@
 
 #include <stdlib.h>
 
-#include "tools/bench/data.h"
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/data.h"
+#include "tools/common/util.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
 

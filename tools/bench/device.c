@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "tools/bench/measure.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 #if EP_WITH_CUDA
 

@@ -9,7 +9,7 @@
  */
 
 #include "tools/bench/case.h"
-#include "tools/bench/time.h"
+#include "tools/common/time.h"
 
 typedef struct Graphs Graphs;
 typedef struct Peers Peers;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef BENCH_WORLD_H
-#define BENCH_WORLD_H
+#ifndef COMMON_WORLD_H
+#define COMMON_WORLD_H
 
 /**
  * The ranks of the run: MPI processes, or threads of one process.
