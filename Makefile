@@ -54,6 +54,10 @@ ldflags = -pthread $(sanitize) $(LDFLAGS)
 mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
 mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
 hwloc_libs = $(shell pkg-config --libs hwloc)
+openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
+openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
+openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
+OPENBLAS ?= 1
 criterion_libs = $(shell pkg-config --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
@@ -105,7 +109,8 @@ common_c := $(wildcard tools/common/*.c)
 bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
 info_c := tools/ep_info.c $(wildcard tools/info/*.c)
-tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
+moe_c := tools/ep_moe.c $(wildcard tools/moe/*.c)
+tools := $(foreach t,ep_bench ep_info ep_moe,$(if $(wildcard tools/$t.c),$B/$t))
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
@@ -123,13 +128,13 @@ libs: $(libs)
 $B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)
 
 # Rebuild objects if the flags change.
-flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH)
+flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
 $(shell mkdir -p $B/tests)
 $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/flags),$(flags)),again)
 	$(file >$@,$(flags))
 .PHONY: again
 again:
-$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(moe_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
 
 $B/%.o: %.c
 	@mkdir -p $(@D)
@@ -188,9 +193,14 @@ $B/%.a:
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
 $B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
+$B/ep_moe: $(moe_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o)
+# Of all that is built, ep_moe alone has matrices to multiply. OPENBLAS=0: with loops of its own.
+$B/ep_moe: private tool_libs = $(openblas_libs)
+$B/tools/moe/blas.o: private cflags += $(openblas_cflags) $(mpi_cflags)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
-	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(cuda_libs) -lm
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(tool_libs) \
+	    $(cuda_libs) -lm
 
 # Tests link statically, since some use functions that the shared library hides.
 $(tests): $(tests_c:%.c=$B/%.o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a

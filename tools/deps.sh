@@ -14,6 +14,7 @@ has() { command -v pkg-config >/dev/null && pkg-config --exists "$1"; }
 has ompi || command -v mpicc >/dev/null || need libopenmpi-dev
 has hwloc || need libhwloc-dev
 has criterion || need libcriterion-dev
+has openblas || need libopenblas-dev # for the GEMMs of ep_moe
 
 [ -n "$missing" ] || exit 0
 if ! command -v apt-get >/dev/null; then

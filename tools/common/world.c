@@ -70,6 +70,21 @@ bool world_broadcast(World *world, void *data, size_t bytes) {
     return ok;
 }
 
+/* In pieces, too. */
+bool world_gather(World *world, const void *in, void *out, size_t bytes) {
+    const size_t piece = 65536, size = (size_t)world->size;
+    char *all = bench_alloc(size, piece, "gather");
+    bool ok = world_all(world, all != NULL);
+    for (size_t at = 0; ok && at < bytes; at += piece) {
+        const size_t part = bytes - at < piece ? bytes - at : piece;
+        ok = world_allgather(world, (const char *)in + at, all, part);
+        for (size_t r = 0; ok && world->rank == 0 && r < size; r++)
+            memcpy((char *)out + r * bytes + at, all + r * part, part);
+    }
+    free(all);
+    return ok;
+}
+
 typedef struct RankStatus {
     int ok, exit_status;
     char message[BENCH_MESSAGE_BYTES];

@@ -40,6 +40,10 @@ bool world_barrier(World *world);
 /** Copy rank 0's bytes to every rank. */
 bool world_broadcast(World *world, void *data, size_t bytes);
 
+/** Bring every rank's `bytes` bytes to rank 0: out[size * bytes], in rank order. Other ranks' `out`
+ *  may be NULL. */
+bool world_gather(World *world, const void *in, void *out, size_t bytes);
+
 /** True if every rank passes true. Else false, with the message of the first rank that failed. */
 bool world_all(World *world, bool ok);
 
