@@ -18,7 +18,8 @@
  * With bf16 and fp16, tensors between the phases are rounded to the type. An element of a result
  * depends on a chain of such tensors, each rounded by at most u = 2^-8 or 2^-11 of its magnitude,
  * and the sums between them average such errors rather than add them. So the error of a result is
- * bounded by the number of roundings on its longest chain, times u, times the largest element.
+ * bounded by the number of roundings before it, times u, times the largest element. The gate and
+ * the up half of z are two roundings, since the activation multiplies them.
  */
 static const struct {
     const char *name;
@@ -28,17 +29,17 @@ static const struct {
     /* none: fp32 from exact operands */
     [CHECK_EXPERTS] = {"experts", MOE_ROUTER, 0},
     [CHECK_TOPK] = {"topk_weights", MOE_ROUTER, 0},
-    /* z, a, y, a partial sum that travels (and one between nodes), out */
-    [CHECK_OUT] = {"out", MOE_COMBINE, 6},
-    /* z, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, the sum, with the router's
-     */
-    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 9},
-    /* z, grad_y, grad_a, grad_z, the rank's gradient */
-    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 5},
-    /* z, a, grad_y, the rank's gradient */
-    [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 4},
-    /* z, a, y: late; z, grad_a: early */
-    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 3},
+    /* gate, up, a, y, a partial sum that travels, one of a node, out */
+    [CHECK_OUT] = {"out", MOE_COMBINE, 7},
+    /* gate, up, grad_y, grad_a, grad_z, the slot's gradient, two partial sums, their sum, and with
+       the router's part */
+    [CHECK_GRAD_TOKENS] = {"grad_tokens", MOE_ROUTER_BACKWARD, 10},
+    /* gate, up, grad_y, grad_a, grad_z, the rank's gradient */
+    [CHECK_GRAD_W1] = {"grad_w1", MOE_REDUCE_W1, 6},
+    /* gate, up, a, grad_y, the rank's gradient */
+    [CHECK_GRAD_W2] = {"grad_w2", MOE_REDUCE_W2, 5},
+    /* gate, up, a, y: late; gate, up, grad_a: early */
+    [CHECK_GRAD_ROUTER] = {"grad_router", MOE_REDUCE_ROUTER, 4},
 };
 
 static double bound_of(const MoeOptions *o, CheckId id) {

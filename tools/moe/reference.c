@@ -233,7 +233,21 @@ static void forward(Reference *r, int64_t g, int32_t expert, double weight) {
     add_doubles(r->out + g * h, weight, r->y, h);
 }
 
-/* After forward of the same token and expert. Returns the gradient of its weight. */
+/* The gradient of gate and up, from that of the activation. */
+static void activation_backward(Reference *r) {
+    const int64_t f = r->options->ffn;
+    for (int64_t i = 0; i < f; i++) {
+        const double gate = r->z[i], s = 1 / (1 + exp(-gate));
+        r->gz[i] = r->ga[i] * r->z[f + i] * s * (1 + gate * (1 - s));
+        r->gz[f + i] = r->ga[i] * gate * s;
+    }
+}
+
+/*
+ * After forward of the same token and expert. Returns the gradient of the token's weight: late, the
+ * product of the expert's output and the output's gradient; early, of the activation and its
+ * gradient. These differ where the two directions have differently quantised weights.
+ */
 static double backward(Reference *r, int64_t g, int32_t expert, double weight) {
     const int64_t h = r->options->hidden, f = r->options->ffn;
     const float *w1 = r->backward[WEIGHT_W1] + expert * h * 2 * f;
@@ -241,23 +255,22 @@ static double backward(Reference *r, int64_t g, int32_t expert, double weight) {
     const float *grad = r->grad_out + g * h;
     double *grad_w1 = r->grads[WEIGHT_W1] + expert * h * 2 * f;
     double *grad_w2 = r->grads[WEIGHT_W2] + expert * f * h;
-    const double grad_weight = dot(r->y, grad, h);
+    const double late = dot(r->y, grad, h);
+    double early = 0;
     for (int64_t i = 0; i < h; i++)
-        r->y[i] = weight * (double)grad[i];
+        r->y[i] = (double)grad[i];
     for (int64_t i = 0; i < f; i++) {
         r->ga[i] = dot(r->y, w2 + i * h, h);
-        add_doubles(grad_w2 + i * h, r->a[i], r->y, h);
+        early += r->ga[i] * r->a[i];
+        r->ga[i] *= weight;
+        add_doubles(grad_w2 + i * h, weight * r->a[i], r->y, h);
     }
-    for (int64_t i = 0; i < f; i++) {
-        const double gate = r->z[i], s = 1 / (1 + exp(-gate));
-        r->gz[i] = r->ga[i] * r->z[f + i] * s * (1 + gate * (1 - s));
-        r->gz[f + i] = r->ga[i] * gate * s;
-    }
+    activation_backward(r);
     for (int64_t i = 0; i < h; i++) {
         r->grad_x[g * h + i] += dot(r->gz, w1 + i * 2 * f, 2 * f);
         add_doubles(grad_w1 + i * 2 * f, (double)r->x[g * h + i], r->gz, 2 * f);
     }
-    return grad_weight;
+    return r->options->weights_at == WEIGHTS_EARLY ? early : late;
 }
 
 void reference_run(Reference *reference, int64_t begin, int64_t end) {
