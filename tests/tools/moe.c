@@ -92,7 +92,8 @@ SoloTest(tools_moe, faults_are_found) {
     for (int i = 0; i < LENGTH(phases); i++) {
         const char *quant = strstr(phases[i], "dequantise") ? "--quant fp8 --blocks rows" : "";
         char line[320];
-        snprintf(line, sizeof(line), SMALL "--threads 2 --mesh expert=2 --experts 4 %s", quant);
+        snprintf(line, sizeof(line),
+                 SMALL "--threads 4 --mesh fsdp=2,expert=2 --experts 4 --dtype fp32 %s", quant);
         setenv("LIBEP_TEST_MOE_FAULT", phases[i], 1);
         check_note("a fault in %s", phases[i]);
         check_tool("ep_moe", line, 1, "\n# wrong: ", "elements are wrong");

@@ -147,7 +147,7 @@ static void release(Layer *layer, EpTensor *tensor) {
 }
 
 static void release_gathered(Layer *layer, Gathered *g) {
-    if (g->values.data != g->full.data) release(layer, &g->values);
+    if (g->scales.data) release(layer, &g->values);
     release(layer, &g->full);
     release(layer, &g->scales);
     release(layer, &g->workspace);

@@ -31,6 +31,7 @@ typedef struct Weight {
     Gathered forward;
     Gathered backward; /**< only where `twice` */
     bool twice;        /**< each direction has a form of its own */
+    bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
 } Weight;
 
 /** The tensors; all of the layer's own. */

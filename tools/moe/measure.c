@@ -5,24 +5,21 @@
 
 #include "tools/common/util.h"
 
-static bool run_phase(void *context, int which) {
-    return moe_phase_run(context, (MoePhase)which);
+enum { WHOLE_STEP = NUM_MOE_PHASES, NUM_TIMED };
+
+static bool run(void *context, int which) {
+    return which == WHOLE_STEP ? moe_step_run(context) : moe_phase_run(context, (MoePhase)which);
 }
 
-static bool run_step(void *context, int which) {
-    (void)which;
-    return moe_step_run(context);
-}
-
+/* An iteration is each phase alone and then a whole step, so that both see the same machine. */
 static bool time_phases(Layer *layer, MoeResult *out) {
     const MoeOptions *o = layer->options;
-    Quantiles times[NUM_MOE_PHASES];
-    if (!time_calls(layer->world, o->warmup, o->iterations, run_phase, layer, NUM_MOE_PHASES,
-                    times) ||
-        !time_calls(layer->world, 0, o->iterations, run_step, layer, 1, &out->step))
+    Quantiles times[NUM_TIMED];
+    if (!time_calls(layer->world, o->warmup, o->iterations, run, layer, NUM_TIMED, times))
         return false;
     for (int p = 0; p < NUM_MOE_PHASES; p++)
         out->phases[p].time = times[p];
+    out->step = times[WHOLE_STEP];
     return true;
 }
 

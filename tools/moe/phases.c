@@ -27,7 +27,7 @@ static const EpTensor *late_weights(const Layer *layer) {
 
 static bool run_router(Layer *layer) {
     return DEVICE(multiply, &layer->all_tokens, TENSOR(TOKENS),
-                  &layer->weights[WEIGHT_ROUTER].shard, false, TENSOR(PROBS)) &&
+                  &layer->weights[WEIGHT_ROUTER].forward.values, false, TENSOR(PROBS)) &&
            DEVICE(choose, TENSOR(PROBS), TENSOR(INDEX), TENSOR(TOPK));
 }
 
@@ -162,7 +162,7 @@ static bool run_router_backward(Layer *layer) {
     const Weight *w = &layer->weights[WEIGHT_ROUTER];
     return DEVICE(choose_backward, TENSOR(PROBS), TENSOR(INDEX), TENSOR(GRAD_TOPK),
                   TENSOR(GRAD_LOGITS)) &&
-           DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->shard, true,
+           DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
                   TENSOR(ROUTED)) &&
            DEVICE(add, TENSOR(ROUTED), TENSOR(GRAD_TOKENS)) &&
            DEVICE(correlate, &layer->all_tokens, TENSOR(TOKENS), TENSOR(GRAD_LOGITS), &w->grad);
@@ -190,8 +190,9 @@ static bool run_reduce_router(Layer *layer) {
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* When a phase exists. */
-enum { ALWAYS, QUANTISED, TWICE };
+/* When a phase exists: always, where weights are not whole, where they are quantised, and where
+ * each direction gathers its own. */
+enum { ALWAYS, SHARDED, QUANTISED, TWICE };
 
 static const struct {
     const char *name;
@@ -201,8 +202,8 @@ static const struct {
     [MOE_ROUTER] = {"router", run_router, ALWAYS},
     [MOE_PREPARE] = {"prepare", run_prepare, ALWAYS},
     [MOE_DISPATCH] = {"dispatch", run_dispatch, ALWAYS},
-    [MOE_GATHER_W1] = {"gather_w1", run_gather_w1, ALWAYS},
-    [MOE_GATHER_W2] = {"gather_w2", run_gather_w2, ALWAYS},
+    [MOE_GATHER_W1] = {"gather_w1", run_gather_w1, SHARDED},
+    [MOE_GATHER_W2] = {"gather_w2", run_gather_w2, SHARDED},
     [MOE_DEQUANTISE] = {"dequantise", run_dequantise, QUANTISED},
     [MOE_GEMM1] = {"gemm1", run_gemm1, ALWAYS},
     [MOE_ACTIVATION] = {"activation", run_activation, ALWAYS},
@@ -229,9 +230,17 @@ const char *moe_phase_name(MoePhase phase) {
 }
 
 bool moe_phase_exists(const Layer *layer, MoePhase phase) {
-    const int exists = phases[phase].exists;
-    return exists == ALWAYS || (is_quantised(layer) && exists == QUANTISED) ||
-           (layer->weights[WEIGHT_W1].twice && exists == TWICE);
+    const Weight *w1 = &layer->weights[WEIGHT_W1];
+    switch (phases[phase].exists) {
+    case SHARDED:
+        return !w1->whole;
+    case QUANTISED:
+        return is_quantised(layer);
+    case TWICE:
+        return w1->twice;
+    default:
+        return true;
+    }
 }
 
 bool moe_phase_run(Layer *layer, MoePhase phase) {

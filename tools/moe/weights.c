@@ -50,12 +50,12 @@ static void describe_blocks(Gathered *g) {
     g->block_rows = tiles ? 128 : 1;
 }
 
-/* The router is whole on each rank, and used as it is. */
 static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
     const Weight *w = &layer->weights[id];
     g->sizes = (EpWeightSizes)EP_WEIGHT_SIZES_INIT;
     if (!bench_ok(ep_weight_sizes(w->weight, &g->form, &g->sizes), "ep_weight_sizes")) return false;
-    if (id == WEIGHT_ROUTER) return true;
+    if (w->whole) g->values = w->shard;
+    if (w->whole) return true;
     g->full = tensor_of(g->sizes.type, g->sizes.ndim, g->sizes.shape);
     g->scales = tensor_of(g->sizes.scale_type, g->sizes.ndim, g->sizes.scale_shape);
     g->workspace = workspace_of(g->sizes.gather_workspace);
@@ -91,6 +91,7 @@ static bool create_weight(Layer *layer, WeightId id) {
         !bench_ok(ep_weight_sharding(w->weight, s), "ep_weight_sharding"))
         return false;
     choose_forms(layer->options, id, w);
+    w->whole = s->scattered.num == 0 && w->forward.form.quant == EP_QUANT_NONE;
     w->shard = tensor_of(config->type, s->ndim, s->stored);
     w->grad = tensor_of(config->grad_type, s->ndim, s->used);
     w->grad_shard = tensor_of(config->reduced_type, s->ndim, s->stored);
