@@ -423,6 +423,7 @@ check: deps
 
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
+	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. They
 # do not support fibers, so only the plain build runs the emulated kernels.

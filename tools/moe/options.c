@@ -111,8 +111,8 @@ static bool validate(const MoeOptions *o) {
     if (o->blocks == EP_BLOCKS_TILES && o->quant == EP_QUANT_MXFP8)
         return bench_refuse("--blocks: expected rows with --quant mxfp8, got tiles");
     if (o->backend == EP_BACKEND_CUDA)
-        return bench_refuse("--backend: expected host, got cuda: sharded weights are on the host "
-                            "backend alone so far");
+        return bench_refuse("--backend: expected host, got cuda: the layer computes on CPUs alone "
+                            "so far");
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return validate_row("hidden", o->hidden, o->type);
