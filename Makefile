@@ -111,6 +111,7 @@ bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
 info_c := tools/ep_info.c $(wildcard tools/info/*.c)
 moe_c := tools/ep_moe.c $(wildcard tools/moe/*.c)
+moe_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/moe/*.cu))
 tools := $(foreach t,ep_bench ep_info ep_moe,$(if $(wildcard tools/$t.c),$B/$t))
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
@@ -194,7 +195,7 @@ $B/%.a:
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
 $B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
-$B/ep_moe: $(moe_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o)
+$B/ep_moe: $(moe_c:%.c=$B/%.o) $(moe_cu:%.cu=$B/%.cu.o) $(common_c:%.c=$B/%.o)
 # Of all that is built, ep_moe alone has matrices to multiply. OPENBLAS=0: with loops of its own.
 $B/ep_moe: private tool_libs = $(openblas_libs)
 $B/tools/moe/blas.o: private cflags += $(openblas_cflags) $(mpi_cflags)
@@ -261,6 +262,16 @@ $B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
 $(emulated_tests): $(emulated_o) $B/bootstrap/mpi.o
 	$(call say,LD,$@)
 	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) $(criterion_libs) -lm
+
+# ep_moe with emulated GPUs inside: its ranks are threads, and loops stand in for cuBLAS.
+emulated_moe := $B/emulated/ep_moe
+emulated_moe_o := $(filter-out $B/emulated/tests/% $B/emulated/bindings/%,$(emulated_o)) \
+                  $(patsubst %,$B/emulated/%.o,$(basename $(wildcard tests/emulator/*.c) $(moe_c) $(common_c)) \
+                    $(wildcard tools/moe/*.cu))
+$B/emulated/tools/%.o: private cflags = $(emulated_cflags) $(mpi_cflags)
+$(emulated_moe): $(emulated_moe_o) $B/bootstrap/mpi.o
+	$(call say,LD,$@)
+	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) -lm
 
 # The drop-in library with emulated GPUs inside, for clients in Python: see tests/bindings/nccl_ep.
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -427,10 +438,11 @@ run-demo: all
 
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. They
 # do not support fibers, so only the plain build runs the emulated kernels.
-run-check: all $(if $(variant),,$(emulated_tests))
+run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
 
 # The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
 # and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
@@ -441,10 +453,16 @@ emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
                 --filter '@(combine_backward|dispatch_rows)/*'
-check-emulated: $(emulated_tests)
+# A layer on emulated GPUs: products in its own type, and of dequantised weights in fp32.
+run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
+            --tokens 24 -n 1 -w 0 --floor 0
+emulate_layer = $(run_layer) --weights early --uneven && \
+                $(run_layer) --quant fp8 --blocks rows --dtype fp16
+check-emulated: $(emulated_tests) $(emulated_moe)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
+	$(if $(CHECK_ARGS),,$(emulate_layer))
 
 # Times any library with NCCL EP's interface, on GPUs: see the head of its source.
 nccl_ep_bench := $B/nccl_ep_bench

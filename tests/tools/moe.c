@@ -118,7 +118,7 @@ static const BadOptions bad_options[] = {
     {"--weights often", "\"often\""},
     {"--blocks tiles", "--quant"},
     {"--quant mxfp8 --blocks tiles", "rows with --quant mxfp8"},
-    {"--backend cuda", "--backend: expected host"},
+    {"--backend tpu", "\"tpu\""},
     {"--threads 2 --idle 3", "at most the 2 ranks"},
     {"--threads 2 --mesh expert=4", "a mesh of the 2 ranks, got expert=4 of 4"},
     {"--threads 2 --mesh expert", "--mesh: "},

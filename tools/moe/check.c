@@ -56,8 +56,8 @@ static bool gather(Layer *layer, const EpTensor *t, int64_t bytes, char **out) {
     char *mine = bench_alloc(1, each, "a tensor's copy");
     *out = world->rank == 0 ? bench_alloc((size_t)world->size, each, "the ranks' tensors") : NULL;
     bool ok = world_all(world, mine && (*out || world->rank != 0));
-    if (ok) memcpy(mine, t->data, own);
-    ok = ok && world_gather(world, mine, *out, each);
+    ok = ok && world_all(world, layer->device.download(&layer->device, mine, t->data, own)) &&
+         world_gather(world, mine, *out, each);
     free(mine);
     if (!ok) free(*out);
     if (!ok) *out = NULL;

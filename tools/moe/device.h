@@ -4,7 +4,8 @@
 
 /**
  * Where the layer computes. Communication is libep's; all arithmetic of the layer is behind this
- * table of functions. One device per rank. Tensors are the device's, groups are on the host.
+ * table of functions. One device per rank. Tensors are in the device's memory, groups in the
+ * host's.
  */
 
 #include <stdbool.h>
@@ -22,12 +23,22 @@ typedef struct MoeDevice MoeDevice;
 
 struct MoeDevice {
     const char *name;
-    char gemm[128]; /**< what multiplies matrices, for the report */
+    EpBackend backend; /**< HOST or CUDA */
+    char gemm[256];    /**< what multiplies matrices, for the report */
+    int square;        /**< a size of matrices at which a GEMM runs at full rate */
+    EpStream stream;   /**< of all that runs; NULL on the host */
     void *state;
 
     /** Memory of the device, zeroed; NULL with a message on failure. */
     void *(*alloc)(MoeDevice *d, size_t bytes, const char *what);
     void (*release)(MoeDevice *d, void *memory);
+    /** Between the host's memory and the device's, complete on return. */
+    bool (*upload)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    bool (*download)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Within the device's memory. */
+    bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Wait for all that was queued. */
+    bool (*finish)(MoeDevice *d);
     void (*destroy)(MoeDevice *d);
 
     /**
@@ -73,7 +84,7 @@ struct MoeDevice {
 /** `threads` are those of the rank's GEMM. False, with a message. */
 bool moe_host_create(MoeDevice *out, int threads);
 
-/** A plain GEMM in fp32 of n x n matrices, for the floor. */
-void moe_host_square(int n, const float *a, const float *b, float *c);
+/** The rank's GPU is selected. False, with a message. */
+bool moe_cuda_create(MoeDevice *out);
 
 #endif

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "tools/common/data.h"
+#include "tools/common/util.h"
 #include "tools/moe/phases.h"
 
 int moe_fault_phase(void) {
@@ -37,12 +38,24 @@ static void damage_code(uint8_t *codes, int64_t count) {
     codes[at] ^= 0x80;
 }
 
-void moe_fault_plant(const EpTensor *tensor) {
-    if (!tensor || tensor_elements(tensor) == 0) return;
+static void damage(const EpTensor *tensor) {
     if (tensor->type == EP_TYPE_INT32)
         ((int32_t *)tensor->data)[0] ^= 1;
     else if (tensor->type == EP_TYPE_FP8_E4M3)
         damage_code(tensor->data, tensor_elements(tensor));
     else
         damage_number(tensor);
+}
+
+bool moe_fault_plant(Layer *layer, const EpTensor *tensor) {
+    MoeDevice *d = &layer->device;
+    if (!tensor || tensor_elements(tensor) == 0) return true;
+    const size_t bytes = (size_t)tensor_bytes(tensor);
+    EpTensor copy = *tensor;
+    copy.data = bench_alloc(1, bytes, "a damaged tensor");
+    bool ok = copy.data && d->download(d, copy.data, tensor->data, bytes);
+    if (ok) damage(&copy);
+    ok = ok && d->upload(d, tensor->data, copy.data, bytes);
+    free(copy.data);
+    return ok;
 }

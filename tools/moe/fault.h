@@ -7,12 +7,12 @@
  * element of what that phase writes on rank 0, each time that it runs.
  */
 
-#include "ep/ep.h"
+#include "tools/moe/layer.h"
 
 /** The MoePhase that the environment names, or a negative number. */
 int moe_fault_phase(void);
 
-/** Damage an element. NULL is allowed, and does nothing. */
-void moe_fault_plant(const EpTensor *tensor);
+/** Damage an element. NULL is allowed, and does nothing. False, with a message. */
+bool moe_fault_plant(Layer *layer, const EpTensor *tensor);
 
 #endif

@@ -2,62 +2,64 @@
 
 /**
  * Lower bounds for the times of the phases, from plain work of the same size in the same run: the
- * bytes of a phase copied with memcpy, its operations at the rate of one large GEMM.
+ * bytes of a phase copied, its operations at the rate of one large GEMM.
  */
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "tools/common/util.h"
 #include "tools/moe/measure.h"
 
-enum { GEMM_SIZE = 384 };
-
 typedef struct FloorWork {
+    Layer *layer;
     int64_t copied[NUM_MOE_PHASES]; /* bytes */
     char *from, *to;
-    float *a, *b, *c;
+    EpTensor a, b, c;
+    int32_t rows[2]; /* the one slab of the GEMM: 0, and its rows */
 } FloorWork;
 
 static bool copy(void *context, int which) {
     FloorWork *work = context;
-    memcpy(work->to, work->from, (size_t)work->copied[which]);
-    return true;
+    MoeDevice *d = &work->layer->device;
+    return d->copy(d, work->to, work->from, (size_t)work->copied[which]) && d->finish(d);
 }
 
 static bool multiply(void *context, int which) {
     FloorWork *work = context;
+    MoeDevice *d = &work->layer->device;
+    const Groups all = {1, &work->rows[0], &work->rows[1]};
     (void)which;
-    moe_host_square(GEMM_SIZE, work->a, work->b, work->c);
-    return true;
+    return d->multiply(d, &all, &work->a, &work->b, false, &work->c) && d->finish(d);
+}
+
+/* On CPUs products are in fp32; GPUs multiply in the layer's type. */
+static bool make_square(Layer *layer, EpTensor *out) {
+    const EpType type =
+        layer->device.backend == EP_BACKEND_HOST ? EP_TYPE_FP32 : (EpType)layer->options->type;
+    *out = ep_tensor_2d(NULL, type, layer->device.square, layer->device.square);
+    return tensor_alloc(layer, out, "floor");
 }
 
 /* A copy reads and writes, so half of the phase's bytes are copied. */
-static bool make_work(const Layer *layer, FloorWork *work) {
-    const size_t square = (size_t)GEMM_SIZE * GEMM_SIZE;
+static bool make_work(Layer *layer, FloorWork *work) {
+    MoeDevice *d = &layer->device;
     int64_t most = 1;
+    work->layer = layer;
+    work->rows[1] = d->square;
     for (int p = 0; p < NUM_MOE_PHASES; p++) {
         work->copied[p] = moe_phase_work(layer, (MoePhase)p).bytes / 2;
         most = work->copied[p] > most ? work->copied[p] : most;
     }
-    work->from = bench_alloc((size_t)most, 1, "floor");
-    work->to = bench_alloc((size_t)most, 1, "floor");
-    work->a = bench_alloc(square, sizeof(float), "floor");
-    work->b = bench_alloc(square, sizeof(float), "floor");
-    work->c = bench_alloc(square, sizeof(float), "floor");
-    if (!work->from || !work->to || !work->a || !work->b || !work->c) return false;
-    for (size_t i = 0; i < square; i++)
-        work->a[i] = work->b[i] = 1;
-    return true;
+    work->from = d->alloc(d, (size_t)most, "floor");
+    work->to = d->alloc(d, (size_t)most, "floor");
+    return work->from && work->to && make_square(layer, &work->a) && make_square(layer, &work->b) &&
+           make_square(layer, &work->c);
 }
 
 static void free_work(FloorWork *work) {
-    free(work->from);
-    free(work->to);
-    free(work->a);
-    free(work->b);
-    free(work->c);
+    MoeDevice *d = &work->layer->device;
+    void *all[] = {work->from, work->to, work->a.data, work->b.data, work->c.data};
+    for (int i = 0; i < 5; i++)
+        if (all[i]) d->release(d, all[i]);
 }
 
 static void set_floors(const Quantiles *copies, double flops_per_us, MoeResult *out) {
@@ -79,9 +81,9 @@ bool moe_measure_floor(Layer *layer, MoeResult *out) {
               time_calls(layer->world, 1, iterations, multiply, &work, 1, &square);
     free_work(&work);
     if (!ok) return false;
-    const double flops_per_us = 2 * pow(GEMM_SIZE, 3) / square.median_us;
+    const double flops_per_us = 2 * pow(layer->device.square, 3) / square.median_us;
     out->gemm_flops = flops_per_us * 1e6;
-    out->gemm_size = GEMM_SIZE;
+    out->gemm_size = layer->device.square;
     set_floors(copies, flops_per_us, out);
     return true;
 }

@@ -93,6 +93,17 @@ static void host_release(MoeDevice *d, void *memory) {
     free(memory);
 }
 
+static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
+    (void)d;
+    memcpy(to, from, bytes);
+    return true;
+}
+
+static bool host_finish(MoeDevice *d) {
+    (void)d;
+    return true;
+}
+
 static void host_destroy(MoeDevice *d) {
     HostState *s = d->state;
     if (!s) return;
@@ -105,8 +116,14 @@ static void host_destroy(MoeDevice *d) {
 
 bool moe_host_create(MoeDevice *out, int threads) {
     *out = (MoeDevice){.name = "host",
+                       .backend = EP_BACKEND_HOST,
+                       .square = 384,
                        .alloc = host_alloc,
                        .release = host_release,
+                       .upload = host_copy,
+                       .download = host_copy,
+                       .copy = host_copy,
+                       .finish = host_finish,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
                        .correlate = host_correlate,
@@ -119,8 +136,4 @@ bool moe_host_create(MoeDevice *out, int threads) {
     blas_start(threads, out->gemm, sizeof(out->gemm));
     out->state = bench_alloc(1, sizeof(HostState), "scratch");
     return out->state != NULL;
-}
-
-void moe_host_square(int n, const float *a, const float *b, float *c) {
-    blas_multiply(false, false, n, n, n, a, b, c);
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "tools/common/data.h"
+#include "tools/common/gpu.h"
 #include "tools/common/util.h"
 #include "tools/moe/fault.h"
 #include "tools/moe/phases.h"
@@ -24,6 +25,11 @@ int64_t tensor_bytes(const EpTensor *tensor) {
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
     tensor->data = layer->device.alloc(&layer->device, (size_t)tensor_bytes(tensor), what);
     return tensor->data != NULL;
+}
+
+bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents) {
+    return layer->device.upload(&layer->device, tensor->data, contents,
+                                (size_t)tensor_bytes(tensor));
 }
 
 static bool make(Layer *layer, TensorId id, EpType type, int64_t rows, int64_t columns) {
@@ -65,32 +71,35 @@ static bool make_slot_tensors(Layer *layer) {
 static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
     const int64_t hidden = layer->options->hidden;
     const EpTensor *t = &layer->tensors[tensor];
+    const size_t row_bytes = (size_t)hidden * ep_type_bytes(t->type);
     float *row = bench_alloc((size_t)hidden, sizeof(float), "a row");
-    for (int64_t i = 0; row && i < layer->tokens; i++) {
+    char *contents = bench_alloc((size_t)layer->tokens, row_bytes, "tokens");
+    for (int64_t i = 0; row && contents && i < layer->tokens; i++) {
         moe_input(layer->options, input, moe_token_at(layer->world->rank, i) * hidden, hidden, row);
-        data_from_float(t->type, row,
-                        (char *)t->data + (size_t)(i * hidden) * ep_type_bytes(t->type), hidden);
+        data_from_float(t->type, row, contents + (size_t)i * row_bytes, hidden);
     }
+    bool ok = row && contents && tensor_fill(layer, t, contents);
+    free(contents);
     free(row);
-    return row != NULL;
+    return ok;
 }
 
 /* ---- the EP group -------------------------------------------------------------------------- */
 
-static EpGroupConfig group_config(const MoeOptions *o) {
+static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.num_experts = (int32_t)o->experts;
     config.max_tokens = o->tokens > 0 ? (int32_t)o->tokens : 1;
     config.max_top_k = (int32_t)o->top_k;
     config.max_row_bytes = o->hidden * (int64_t)ep_type_bytes((EpType)o->type);
     config.alignment = (int32_t)o->alignment;
-    config.backend = EP_BACKEND_HOST;
+    config.backend = backend;
     return config;
 }
 
 static bool create_group(Layer *layer) {
     World *world = layer->world;
-    EpGroupConfig config = group_config(layer->options);
+    EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     layer->ep = (EpBootstrap)EP_BOOTSTRAP_INIT;
     bool ok = bench_ok(
@@ -104,6 +113,23 @@ static bool create_group(Layer *layer) {
     return world_all(world, ok);
 }
 
+/* With exact sizing a GPU's dispatch would wait for the host in each step. So there the handle gets
+ * a capacity: what the rank that receives most needs. */
+static bool set_capacity(Layer *layer) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    const int64_t alignment = layer->options->alignment;
+    int64_t rows = layer->rows;
+    if (layer->device.backend == EP_BACKEND_HOST) return true;
+    if (!world_max(layer->world, &rows, 1)) return false;
+    rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
+    layer->rows = config.max_recv_rows = rows;
+    ep_handle_destroy(layer->handle);
+    layer->handle = NULL;
+    bool ok = bench_ok(ep_handle_create(layer->group, &config, &layer->handle), "ep_handle_create");
+    return world_all(layer->world, ok) &&
+           world_all(layer->world, moe_phase_run(layer, MOE_PREPARE));
+}
+
 /* The router's choice is the same in each step, so the rows that one prepare finds are enough. */
 static bool find_rows(Layer *layer) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
@@ -112,6 +138,7 @@ static bool find_rows(Layer *layer) {
     layer->count = bench_alloc(local, sizeof(int32_t), "slabs");
     if (!world_all(layer->world, layer->first && layer->count)) return false;
     bool ok = moe_phase_run(layer, MOE_ROUTER) && moe_phase_run(layer, MOE_PREPARE) &&
+              layer->device.finish(&layer->device) &&
               bench_ok(ep_handle_info(layer->handle, &info), "ep_handle_info");
     if (!world_all(layer->world, ok)) return false;
     layer->rows = info.recv_rows;
@@ -121,10 +148,30 @@ static bool find_rows(Layer *layer) {
         layer->slots += info.expert_counts[i];
     }
     layer->experts = (Groups){layer->num_local, layer->first, layer->count};
-    return true;
+    return set_capacity(layer);
 }
 
 /* ---- the layer ----------------------------------------------------------------------------- */
+
+/* The library says why GPUs cannot serve, if they cannot. */
+static bool create_cuda(Layer *layer) {
+    EpGroupConfig config = group_config(layer->options, EP_BACKEND_CUDA);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    if (!gpu_built()) return moe_cuda_create(&layer->device);
+    if (ep_group_memory(&config, layer->mesh.ep_size, &memory) != EP_OK)
+        return bench_refuse("--backend cuda: %s", ep_last_error());
+    if (!memory.feasible) return bench_refuse("--backend cuda: %s", memory.reason);
+    return moe_cuda_create(&layer->device);
+}
+
+/* Collective, since ranks of a node divide its GPUs. */
+static bool create_device(Layer *layer) {
+    const MoeOptions *o = layer->options;
+    const bool cuda = o->backend == EP_BACKEND_CUDA;
+    if (cuda && !gpu_select(layer->world)) return false;
+    return world_all(layer->world, cuda ? create_cuda(layer)
+                                        : moe_host_create(&layer->device, (int)o->gemm_threads));
+}
 
 bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
     *out = (Layer){.world = world, .options = options, .mesh = *mesh};
@@ -132,9 +179,7 @@ bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, 
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1]};
-    if (!world_all(world, moe_host_create(&out->device, (int)options->gemm_threads)) ||
-        !create_group(out) || !weights_create(out))
-        return false;
+    if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
     bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);

@@ -77,7 +77,6 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
-    EpStream stream;
     int fault; /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;
 
@@ -90,6 +89,8 @@ bool weights_create(Layer *layer);
 
 /** Memory of the device for a tensor that describes its shape; false with a message. */
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
+/** Bring a tensor's contents from the host's memory. */
+bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
 int64_t tensor_elements(const EpTensor *tensor);
 int64_t tensor_bytes(const EpTensor *tensor);
 

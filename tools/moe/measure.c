@@ -8,7 +8,9 @@
 enum { WHOLE_STEP = NUM_MOE_PHASES, NUM_TIMED };
 
 static bool run(void *context, int which) {
-    return which == WHOLE_STEP ? moe_step_run(context) : moe_phase_run(context, (MoePhase)which);
+    Layer *layer = context;
+    bool ok = which == WHOLE_STEP ? moe_step_run(layer) : moe_phase_run(layer, (MoePhase)which);
+    return ok && layer->device.finish(&layer->device);
 }
 
 /* An iteration is each phase alone and then a whole step, so that both see the same machine. */

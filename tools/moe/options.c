@@ -45,7 +45,7 @@ static const Option options_of_moe[] = {
     {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 1)"},
     {0, "backend", "auto|host|cuda", option_parse_choice, AT(backend), 0, 0, option_backends,
-     "where the layer runs (default auto: the host, so far the only one)"},
+     "where the layer runs (default auto: the host)"},
     {'n', "iterations", "N", option_parse_int, AT(iterations), 1, 1000000, NULL,
      "timed iterations (default 20)"},
     {'w', "warmup", "N", option_parse_int, AT(warmup), 0, 1000000, NULL,
@@ -110,9 +110,6 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse("--blocks: expected --quant with it, got none");
     if (o->blocks == EP_BLOCKS_TILES && o->quant == EP_QUANT_MXFP8)
         return bench_refuse("--blocks: expected rows with --quant mxfp8, got tiles");
-    if (o->backend == EP_BACKEND_CUDA)
-        return bench_refuse("--backend: expected host, got cuda: the layer computes on CPUs alone "
-                            "so far");
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return validate_row("hidden", o->hidden, o->type);

@@ -32,13 +32,15 @@ static bool run_router(Layer *layer) {
 }
 
 static bool run_prepare(Layer *layer) {
-    return bench_ok(ep_prepare(layer->handle, NULL, TENSOR(INDEX), NULL, layer->stream, NULL),
-                    "ep_prepare");
+    return bench_ok(
+        ep_prepare(layer->handle, NULL, TENSOR(INDEX), NULL, layer->device.stream, NULL),
+        "ep_prepare");
 }
 
 static bool run_dispatch(Layer *layer) {
     return bench_ok(ep_dispatch(layer->handle, NULL, NULL, TENSOR(TOKENS), TENSOR(TOPK), NULL,
-                                layer->stream, TENSOR(RECEIVED), TENSOR(SLOT_WEIGHTS), NULL, NULL),
+                                layer->device.stream, TENSOR(RECEIVED), TENSOR(SLOT_WEIGHTS), NULL,
+                                NULL),
                     "ep_dispatch");
 }
 
@@ -46,7 +48,7 @@ static bool gather(Layer *layer, WeightId id, Gathered *g) {
     Weight *w = &layer->weights[id];
     return bench_ok(ep_weight_gather(w->weight, &g->form, &w->shard,
                                      g->sizes.gather_workspace ? &g->workspace : NULL,
-                                     layer->stream, &g->full,
+                                     layer->device.stream, &g->full,
                                      is_quantised(layer) ? &g->scales : NULL),
                     "ep_weight_gather");
 }
@@ -88,7 +90,7 @@ static bool run_gemm2(Layer *layer) {
 
 static bool run_combine(Layer *layer) {
     return bench_ok(ep_combine(layer->handle, NULL, TENSOR(Y), late_weights(layer), NULL,
-                               layer->stream, TENSOR(OUT)),
+                               layer->device.stream, TENSOR(OUT)),
                     "ep_combine");
 }
 
@@ -97,8 +99,8 @@ static bool run_combine(Layer *layer) {
 static bool run_combine_backward(Layer *layer) {
     const bool late = !is_early(layer);
     return bench_ok(ep_combine_backward(layer->handle, NULL, TENSOR(GRAD_OUT), late_weights(layer),
-                                        late ? TENSOR(Y) : NULL, layer->stream, TENSOR(GRAD_Y),
-                                        late ? TENSOR(GRAD_SLOTS) : NULL),
+                                        late ? TENSOR(Y) : NULL, layer->device.stream,
+                                        TENSOR(GRAD_Y), late ? TENSOR(GRAD_SLOTS) : NULL),
                     "ep_combine_backward");
 }
 
@@ -152,8 +154,8 @@ static bool run_gemm1_weight(Layer *layer) {
 
 static bool run_dispatch_backward(Layer *layer) {
     return bench_ok(ep_dispatch_backward(layer->handle, NULL, TENSOR(GRAD_RECEIVED),
-                                         TENSOR(GRAD_SLOTS), layer->stream, TENSOR(GRAD_TOKENS),
-                                         TENSOR(GRAD_TOPK)),
+                                         TENSOR(GRAD_SLOTS), layer->device.stream,
+                                         TENSOR(GRAD_TOKENS), TENSOR(GRAD_TOPK)),
                     "ep_dispatch_backward");
 }
 
@@ -172,7 +174,7 @@ static bool reduce(Layer *layer, WeightId id) {
     Weight *w = &layer->weights[id];
     const bool space = w->forward.sizes.reduce_workspace > 0;
     return bench_ok(ep_weight_reduce(w->weight, &w->grad, 0, space ? &w->reduce_workspace : NULL,
-                                     layer->stream, &w->grad_shard),
+                                     layer->device.stream, &w->grad_shard),
                     "ep_weight_reduce");
 }
 
@@ -247,7 +249,7 @@ bool moe_phase_run(Layer *layer, MoePhase phase) {
     if (!moe_phase_exists(layer, phase)) return true;
     bool ok = phases[phase].run(layer);
     if (ok && (int)phase == layer->fault && layer->world->rank == 0)
-        moe_fault_plant(moe_phase_output(layer, phase));
+        ok = moe_fault_plant(layer, moe_phase_output(layer, phase));
     return ok;
 }
 

@@ -39,7 +39,7 @@ void moe_report_header(const MoeReport *report) {
     printf("# timing:  %lld iterations after %lld, slowest rank of each\n",
            (long long)report->options->iterations, (long long)report->options->warmup);
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
-    printf("# floor: the same bytes copied by memcpy, or the flops at the rate of a plain GEMM\n");
+    printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
     printf("#%-20s %11s %11s %13s %13s %11s %7s %7s\n", "phase", "median_us", "p99_us", "bytes",
            "Mflop", "floor_us", "ratio", "#wrong");
     fflush(stdout);
@@ -89,7 +89,7 @@ static void report_facts(const MoeResult *r) {
            (long long)r->tokens_min, (long long)r->tokens_max, (long long)r->slots_min,
            (long long)r->slots_max, (long long)r->library_bytes);
     if (r->gemm_flops > 0)
-        printf("# plain GEMM: %.2f Gflop/s per rank, %d x %d x %d fp32, all ranks at once\n",
+        printf("# plain GEMM: %.2f Gflop/s per rank, %d x %d x %d, all ranks at once\n",
                r->gemm_flops * 1e-9, r->gemm_size, r->gemm_size, r->gemm_size);
 }
 

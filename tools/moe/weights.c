@@ -8,7 +8,7 @@
 /* ---- contents of a shard ------------------------------------------------------------------- */
 
 /* The shard's rows along the last dimension, one after the other. */
-static bool fill_shard(const Layer *layer, WeightId id, char *out) {
+static bool make_shard(const Layer *layer, WeightId id, char *out) {
     const EpWeightConfig *config = &layer->mesh.weights[id];
     const int last = config->spec.ndim - 1;
     int64_t begin[3] = {0}, local[3] = {1, 1, 1};
@@ -27,6 +27,14 @@ static bool fill_shard(const Layer *layer, WeightId id, char *out) {
     }
     free(row);
     return row != NULL;
+}
+
+static bool fill_shard(Layer *layer, WeightId id) {
+    const EpTensor *shard = &layer->weights[id].shard;
+    char *contents = bench_alloc(1, (size_t)tensor_bytes(shard), "a shard's contents");
+    bool ok = contents && make_shard(layer, id, contents) && tensor_fill(layer, shard, contents);
+    free(contents);
+    return ok;
 }
 
 /* ---- tensors ------------------------------------------------------------------------------- */
@@ -102,13 +110,12 @@ static bool create_weight(Layer *layer, WeightId id) {
         (w->twice && !create_gathered(layer, id, &w->backward)))
         return false;
     w->reduce_workspace = workspace_of(w->forward.sizes.reduce_workspace);
-    return tensor_alloc(layer, &w->reduce_workspace, "a workspace") &&
-           fill_shard(layer, id, w->shard.data);
+    return tensor_alloc(layer, &w->reduce_workspace, "a workspace") && fill_shard(layer, id);
 }
 
 bool weights_create(Layer *layer) {
     EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    config.backend = EP_BACKEND_HOST;
+    config.backend = layer->device.backend;
     if (!world_all(layer->world,
                    bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh, &config,
                                                 &layer->comm),
