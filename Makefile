@@ -58,7 +58,8 @@ hwloc_libs = $(shell pkg-config --libs hwloc)
 openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
 openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
 openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
-OPENBLAS ?= 1
+# Sanitizers see the tool's own loops, but not into OpenBLAS.
+OPENBLAS ?= $(if $(variant),0,1)
 criterion_libs = $(shell pkg-config --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------

@@ -7,13 +7,22 @@
 #if MOE_WITH_OPENBLAS
 
 #include <cblas.h>
+#include <pthread.h>
+
+/* Ranks may be threads of one process, which has one number of threads for OpenBLAS. */
+static void set_threads(int threads) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&mutex);
+    openblas_set_num_threads(threads);
+    pthread_mutex_unlock(&mutex);
+}
 
 void blas_start(int threads, char *name, size_t bytes) {
     /* "OpenBLAS 0.3.21 ...": the name and the version. */
     int version = 0, begin = 0;
     const char *config = openblas_get_config();
     sscanf(config, "OpenBLAS %n%*s%n", &begin, &version);
-    openblas_set_num_threads(threads);
+    set_threads(threads);
     snprintf(name, bytes, "OpenBLAS %.*s, %d thread%s", version - begin, config + begin, threads,
              threads == 1 ? "" : "s");
 }
