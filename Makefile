@@ -472,6 +472,13 @@ $(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $^ $(ldflags) $(mpi_libs) $(cuda_libs)
 
+# On GPUs, against NCCL itself: make build/weight_bench
+weight_bench := $B/weight_bench
+$B/tests/handles/bench/%.o: private cflags += $(mpi_cflags)
+$(weight_bench): $B/tests/handles/bench/weights.o $B/libep.a $B/libep_mpi.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $< $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) $(hwloc_libs) $(cuda_libs) -lm
+
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B
 

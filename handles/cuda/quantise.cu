@@ -5,12 +5,12 @@
  *
  *     load      warps read along the dimension that is contiguous in memory, and store the tile to
  *               shared memory, so that a transposed form costs no more than a plain one
- *     amax      each thread has half a row of the tile, 64 elements: two threads have a block of
- *               128, one has two blocks of 32, all have a tile
+ *     amax      each thread takes half a row of the tile, 64 elements, into registers: two threads
+ *               have a block of 128, one has two blocks of 32, all have a tile
  *     convert   each thread converts what it has, 16 bytes at a time
  *
- * Rows of the tile in shared memory are padded by one word: so lanes that read the same column of
- * different rows use different banks.
+ * In shared memory the gaps between half rows make the 32 lanes of a warp, which read the same
+ * place of 16 rows and both halves, use different banks.
  */
 #include "handles/cuda/quantise.h"
 #include "runtime/cuda/device.cuh"
@@ -25,9 +25,15 @@
 #define GROUP 16        /* elements that it converts at a time */
 #define MX_BLOCK 32
 
+/* A gap of one word follows each half of a row. */
 template <typename T> struct Tile {
-    static constexpr int ROW = EDGE + (int)(4 / sizeof(T)); /* elements from row to row */
-    T at[EDGE * ROW];
+    static constexpr int GAP = (int)(4 / sizeof(T)); /* elements */
+    static constexpr int ROW = EDGE + 2 * GAP;
+    T memory[EDGE * ROW];
+
+    __device__ __forceinline__ T *at(int row, int column) {
+        return memory + row * ROW + column + (column >= HALF ? GAP : 0);
+    }
 };
 
 /* The part of a tile that lies in the box: [begin, end) of dimensions 1 and 2 of the tile. */
@@ -65,27 +71,81 @@ __device__ static Part part_of(const EpQuantiseArgs &a, int64_t number) {
 
 /* ---- load ---------------------------------------------------------------------------------- */
 
+/* Four neighbouring elements. */
+template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
+
+/* Load rows that are contiguous in memory, four elements at a time. */
+template <typename T>
+__device__ static void load_rows(const T *from, int64_t step, const Part &p, Tile<T> *tile) {
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, k = 4 * lane;
+    if (k < p.begin[1] || k >= p.end[1]) return;
+    for (int i = p.begin[0] + warp; i < p.end[0]; i += WARPS) {
+        Four<T> x = *(const Four<T> *)(from + i * step + k);
+        T *to = tile->at(i, k); /* on a multiple of 4 bytes */
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            to[e] = x.at[e];
+    }
+}
+
 /* `along`: the dimension, 0 or 1 of the tile, that is contiguous in memory. */
 template <typename T>
-__device__ static void load_tile(const EpQuantiseArgs &a, const Part &p, Tile<T> *tile) {
-    int along = a.step[2] == 1, across = 1 - along;
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    int64_t base = p.e * a.step[0] + p.origin[0] * a.step[1] + p.origin[1] * a.step[2];
-    const T *from = (const T *)a.from + base;
+__device__ static void load_elements(const T *from, const int64_t step[2], int along, const Part &p,
+                                     Tile<T> *tile) {
+    int across = 1 - along, warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     for (int i = p.begin[across] + warp; i < p.end[across]; i += WARPS)
 #pragma unroll 4
         for (int k = p.begin[along] + lane; k < p.end[along]; k += 32)
-            tile->at[along ? i * Tile<T>::ROW + k : k * Tile<T>::ROW + i] =
-                from[i * a.step[along ? 1 : 2] + k];
+            *(along ? tile->at(i, k) : tile->at(k, i)) = from[i * step[across] + k];
+}
+
+template <typename T>
+__device__ static void load_tile(const EpQuantiseArgs &a, const Part &p, Tile<T> *tile) {
+    const T *from =
+        (const T *)a.from + p.e * a.step[0] + p.origin[0] * a.step[1] + p.origin[1] * a.step[2];
+    int along = a.step[2] == 1;
+    int fours = along && a.step[1] % 4 == 0 && (uintptr_t)from % sizeof(Four<T>) == 0 &&
+                p.begin[1] % 4 == 0 && p.end[1] % 4 == 0;
+    if (fours)
+        load_rows(from, a.step[1], p, tile);
+    else
+        load_elements(from, a.step + 1, along, p, tile);
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */
 
-/* Returns the amax of the elements [begin, end) of a row. */
-template <typename T> __device__ static uint32_t find_amax(const T *row, int begin, int end) {
+/* Half a row of the tile. Elements that are not there are 0, which no amax sees. */
+struct HalfRow {
+    float at[HALF];
+};
+
+/* `begin`, `end`: of what is there, within the half. */
+template <typename T>
+__device__ static void take_half(const T *from, int begin, int end, HalfRow *x) {
+    if (begin == 0 && end == HALF) {
+        const uint32_t *words = (const uint32_t *)from;
+#pragma unroll
+        for (int w = 0; w < HALF * (int)sizeof(T) / 4; w++) {
+            T part[4 / sizeof(T)];
+            uint32_t word = words[w];
+            memcpy(part, &word, sizeof(word));
+#pragma unroll
+            for (int e = 0; e < (int)(4 / sizeof(T)); e++)
+                x->at[w * (int)(4 / sizeof(T)) + e] = ep_float(part[e]);
+        }
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < HALF; k++)
+        x->at[k] = k >= begin && k < end ? ep_float(from[k]) : 0.0f;
+}
+
+/* Returns the amax of COUNT elements. */
+template <int COUNT> __device__ __forceinline__ uint32_t find_amax(const float *x) {
     uint32_t amax = EP_QUANT_LEAST_BITS;
-    for (int k = begin; k < end; k++)
-        amax = max(amax, ep_quant_magnitude(ep_float(row[k])));
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        amax = max(amax, ep_quant_magnitude(x[k]));
     return amax;
 }
 
@@ -138,57 +198,72 @@ __device__ __forceinline__ uint32_t convert_pair(float low, float high) {
     return codes;
 }
 
-template <typename T> __device__ __forceinline__ uint4 convert_group(const T *row, float inverse) {
+__device__ __forceinline__ uint4 convert_group(const float *x, float inverse) {
     uint32_t word[GROUP / 4];
 #pragma unroll
-    for (int w = 0; w < GROUP / 4; w++) {
-        float x[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            x[i] = ep_float(row[4 * w + i]) * inverse;
-        word[w] = convert_pair(x[0], x[1]) | convert_pair(x[2], x[3]) << 16;
-    }
+    for (int w = 0; w < GROUP / 4; w++)
+        word[w] = convert_pair(x[4 * w] * inverse, x[4 * w + 1] * inverse) |
+                  convert_pair(x[4 * w + 2] * inverse, x[4 * w + 3] * inverse) << 16;
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Convert the elements [begin, end) of a row, which begin at a multiple of 16 unless the box
- * begins there. */
-template <typename T>
-__device__ static void convert_row(const T *row, int begin, int end, float inverse, uint8_t *out) {
-    int aligned = ((uintptr_t)(out + begin) & (GROUP - 1)) == 0;
-    int k = begin;
-    for (; aligned && k + GROUP <= end; k += GROUP)
-        *(uint4 *)(out + k) = convert_group(row + k, inverse);
-    for (; k < end; k++)
-        out[k] = (uint8_t)convert_pair(ep_float(row[k]) * inverse, 0);
+/* Convert COUNT elements, of which those from `begin` to before `end` are there. */
+template <int COUNT>
+__device__ __forceinline__ void convert(const float *x, int begin, int end, float inverse,
+                                        uint8_t *out) {
+    int whole = begin <= 0 && end >= COUNT && ((uintptr_t)out & (GROUP - 1)) == 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; k += GROUP) {
+        uint4 codes = convert_group(x + k, inverse);
+        const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+        if (whole) {
+            *(uint4 *)(out + k) = codes;
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; i++)
+            if (k + i >= begin && k + i < end) out[k + i] = (uint8_t)(word[i / 4] >> i % 4 * 8);
+    }
 }
 
 /* ---- a tile -------------------------------------------------------------------------------- */
 
-/* A thread's half of a row of the tile: blocks of 32. */
-template <typename T>
-__device__ static void quantise_mx(const EpQuantiseArgs &a, const Part &p, const T *row, int r,
-                                   int begin, int end, uint8_t *out) {
-    for (int column = begin / MX_BLOCK; column * MX_BLOCK < end; column++) {
-        int from = max(begin, column * MX_BLOCK), to = min(end, (column + 1) * MX_BLOCK);
-        uint32_t amax = find_amax(row, from, to);
-        float inverse = settle_block(a, scale_at(a, p, r, column), amax, 1);
-        if (a.phase != EP_QUANT_FIND) convert_row(row, from, to, inverse, out);
+/** A thread's half of a row. */
+struct Own {
+    int row, half;
+    int begin, end; /* of what is there, within the half */
+    uint8_t *out;   /* of the half's first element */
+};
+
+/* Blocks of 32. */
+__device__ static void quantise_mx(const EpQuantiseArgs &a, const Part &p, const Own &own,
+                                   const HalfRow &x) {
+#pragma unroll
+    for (int b = 0; b < HALF / MX_BLOCK; b++) {
+        int first = b * MX_BLOCK, begin = own.begin - first, end = own.end - first;
+        if (begin >= MX_BLOCK || end <= 0) continue;
+        int64_t at = scale_at(a, p, own.row, own.half * (HALF / MX_BLOCK) + b);
+        float inverse = settle_block(a, at, find_amax<MX_BLOCK>(x.at + first), 1);
+        if (a.phase != EP_QUANT_FIND)
+            convert<MX_BLOCK>(x.at + first, begin, end, inverse, own.out + first);
     }
 }
 
 template <typename T>
-__device__ static void quantise_tile(const EpQuantiseArgs &a, const Part &p, const Tile<T> *tile) {
+__device__ static void quantise_tile(const EpQuantiseArgs &a, const Part &p, Tile<T> *tile) {
     int r = (int)threadIdx.x / 2, half = (int)threadIdx.x % 2;
     int there = r >= p.begin[0] && r < p.end[0];
-    int begin = max(p.begin[1], half * HALF), end = min(p.end[1], (half + 1) * HALF);
-    const T *row = tile->at + r * Tile<T>::ROW;
     uint8_t *out = a.out + p.e * a.out_step[0] + (p.origin[0] + r) * a.out_step[1] + p.origin[1];
+    Own own = {r, half, max(p.begin[1] - half * HALF, 0), min(p.end[1] - half * HALF, HALF),
+               out + half * HALF};
+    if (!there) own.end = 0;
+    HalfRow x;
+    take_half(tile->at(r, half * HALF), own.begin, own.end, &x);
     if (a.quant == EP_QUANT_MXFP8) {
-        if (there && begin < end) quantise_mx(a, p, row, r, begin, end, out);
+        quantise_mx(a, p, own, x);
         return;
     }
-    uint32_t amax = there ? find_amax(row, begin, end) : EP_QUANT_LEAST_BITS;
+    uint32_t amax = find_amax<HALF>(x.at);
     int stores = there && half == 0;
     if (a.tiles) {
         amax = find_largest(amax);
@@ -198,7 +273,7 @@ __device__ static void quantise_tile(const EpQuantiseArgs &a, const Part &p, con
     }
     if (!there && !stores) return;
     float inverse = settle_block(a, scale_at(a, p, r, 0), amax, stores);
-    if (there && a.phase != EP_QUANT_FIND) convert_row(row, begin, end, inverse, out);
+    if (a.phase != EP_QUANT_FIND) convert<HALF>(x.at, own.begin, own.end, inverse, own.out);
 }
 
 template <typename T>

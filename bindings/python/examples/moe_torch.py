@@ -16,11 +16,14 @@ from torch import nn
 
 import libep.torch
 
+ALIGNMENT = 8  # rows of bfloat16 that start on 16 bytes along the rows of an expert
+
 
 class MoE(nn.Module):
     """A layer: softmax router, routed experts, and one shared expert that sees every token.
 
-    group       libep.torch.Group; this rank has group.num_local_experts of the experts
+    group       libep.torch.Group; this rank has group.num_local_experts of the experts. Made with
+                alignment=ALIGNMENT, as grouped_mm on GPUs needs it for the weights' gradients
     hidden      elements of a token
     inner       elements between the two matrices of an expert
     top_k       experts per token
@@ -96,7 +99,12 @@ def train(rank, ranks, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     with libep.torch.create_group(
-        num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K, dtype=torch.float32
+        num_experts=EXPERTS,
+        max_tokens=TOKENS,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        dtype=torch.float32,
+        alignment=ALIGNMENT,
     ) as group:
         torch.manual_seed(rank)
         model = nn.ModuleList(MoE(group, HIDDEN, INNER, TOP_K) for _ in range(LAYERS))

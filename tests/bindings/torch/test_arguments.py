@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -150,6 +152,13 @@ def test_dropped_handle(alone):
     del handle
     out.sum().backward()
     assert_equal(x.grad, torch.full_like(x, 2))
+
+
+def test_copies_of_a_layer(alone):
+    handle = ep.Handle(alone())
+    assert copy.deepcopy([handle])[0] is handle
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(handle)
 
 
 def test_closed_group(alone):

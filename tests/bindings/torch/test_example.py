@@ -75,7 +75,12 @@ def test_layer(dtype, size, is_early):
     def body(bootstrap):
         rank = bootstrap.rank
         with make_group(
-            bootstrap, num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K
+            bootstrap,
+            num_experts=EXPERTS,
+            max_tokens=TOKENS,
+            hidden=HIDDEN,
+            top_k=TOP_K,
+            alignment=moe_torch.ALIGNMENT,
         ) as group:
             layer = moe_torch.MoE(group, HIDDEN, INNER, TOP_K, is_early=is_early, dtype=dtype)
             mine = slice(group.first_expert, group.first_expert + group.num_local_experts)

@@ -41,6 +41,33 @@ dist.destroy_process_group()
     assert [out[1] for out in outs[1:]] == ["0 2", "1 2"]
 
 
+def test_compiled_ranks():
+    """Two layers in one program on each of two ranks, with another number of tokens on each."""
+    source = """
+initialize()
+def two(x, idx, weights):
+    for handle in handles:
+        received = ep.dispatch(handle, x, idx, weights)
+        rows = torch.cat([received.tokens, received.tokens], 1)[:, 8:24].contiguous()
+        x = ep.combine(handle, received.plan, rows, received.topk_weights)
+    return x
+with group(max_recv_rows=None) as g:
+    handles = ep.Handle(g), ep.Handle(g)
+    program = torch.compile(two, fullgraph=True, backend="aot_eager")
+    for count in (4 - rank, 2 + rank, 4):
+        results = []
+        for call in (two, program):
+            data = [t[:count].detach().clone() for t in (x, idx, weights)]
+            data[0].requires_grad_(), data[2].requires_grad_()
+            y = call(*data)
+            y.backward(torch.cos(torch.arange(y.numel(), device=device)).view_as(y))
+            results.append((y.detach(), data[0].grad, data[2].grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results)), results
+    say("equal")
+"""
+    assert [good(result) for result in run(source, source)] == ["equal\n"] * 2
+
+
 def test_disagreement():
     """Configurations that differ, then an exception on one rank: both ranks are told."""
     source = """
@@ -70,7 +97,7 @@ except (EpError, ValueError) as error:
 
 
 def test_end_with_everything_alive():
-    """Handles, plans, receive memory with tensors, a pending phase, a graph, a captured thread."""
+    """Handles, plans, receive memory with tensors, a pending phase, a graph of autograd."""
     source = """
 initialize()
 g = group(mode=libep.Mode.AUTO, max_recv_rows=None)

@@ -8,7 +8,7 @@ import torch
 from conftest import make_group, run_threads
 
 import libep.torch as ep
-from libep import EpError, Layout, Mode, Quant, ScaleOrder, Status
+from libep import Blocks, EpError, Layout, Mode, Quant, ScaleOrder, Status
 
 HIDDEN, TOKENS, EXPERTS = 400, 9, 4  # 400: the last block is not full
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
@@ -104,6 +104,38 @@ def test_batched_scales_by_column(seed):
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.BY_COLUMN])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("quant", [Quant.FP8, Quant.MXFP8])
+def test_rows_between_experts(alone, seed, quant, transposed, order):
+    group = alone(alignment=128)
+    x = torch.randn(256, 144, generator=torch.Generator().manual_seed(seed))
+    options = dict(quant=quant, transposed=transposed, scale_order=order)
+    values, scales = ep.quantise_rows(group, x.to(group.device), **options)
+    wanted, wanted_scales = quantise(x.t().contiguous() if transposed else x, quant)
+    assert torch.equal(values.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    got = as_float(scales).cpu()
+    assert torch.equal(got.t() if order == ScaleOrder.BY_COLUMN else got, wanted_scales)
+
+
+def test_tiles_between_experts(alone, seed):
+    group = alone(alignment=128)
+    x = torch.randn(2, 128, 200, generator=torch.Generator().manual_seed(seed))
+    count = torch.tensor([128, 5], dtype=torch.int32)
+    values, scales = ep.quantise_rows(
+        group, x.to(group.device), count.to(group.device), blocks=Blocks.TILES
+    )
+    assert values.shape == x.shape and scales.shape == (2, 1, 2)
+    x[1, 5:] = 0
+    amax = torch.stack([x[..., :128].abs().amax((1, 2)), x[..., 128:].abs().amax((1, 2))], 1)
+    assert torch.equal(scales.cpu(), (amax / 448)[:, None])
+    with pytest.raises(EpError) as caught:
+        ep.quantise_rows(alone(), x[0].to(group.device), transposed=True)
+    assert caught.value.status == Status.ALIGNMENT
+    with pytest.raises(TypeError, match="rows.*float64"):
+        ep.quantise_rows(group, x.double().to(group.device))
+
+
 def test_no_gradient(alone):
     group = alone(hidden=128, max_scale_bytes=16)
     handle = ep.Handle(group, quant=Quant.FP8)
@@ -112,4 +144,10 @@ def test_no_gradient(alone):
     with pytest.raises(EpError, match="without gradient") as caught:
         ep.dispatch(handle, x, idx)
     assert caught.value.status == Status.UNSUPPORTED
-    assert ep.dispatch(handle, x.detach(), idx).scales.shape[1] == 1
+    received = ep.dispatch(handle, x.detach(), idx)
+    assert received.scales.shape[1] == 1
+    # The way for autograd functions of one's own: gradients travel as they are.
+    grad, out = torch.ones(handle.capacity, 128, device=group.device), torch.zeros_like(x)
+    with torch.no_grad():
+        torch.ops.libep.dispatch_backward(handle.key, received.plan.bytes, grad, None, out, None)
+    assert torch.equal(out, torch.full_like(x, 2))

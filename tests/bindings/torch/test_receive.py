@@ -130,6 +130,16 @@ def test_an_exception_is_not_masked(alone):
         ep.prepare(ep.Handle(group), torch.zeros(1, 2, dtype=torch.int64, device=group.device))
 
 
+def test_end_of_a_block_with_tensors(alone):
+    group = alone()
+    with pytest.raises(EpError, match="drop them first"), group:
+        rows = ep.ReceiveMemory(group, 1024).tensor((4, 16), torch.float32)
+    assert group.status().status == Status.ABORTED  # so that the peers do not wait
+    rows.fill_(1)
+    del rows
+    group.close()
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernel finds this, and fails the group")
 def test_too_small(alone):
     group = alone(max_recv_rows=0)

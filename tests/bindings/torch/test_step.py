@@ -94,6 +94,13 @@ def test_large_step(seed, size):
     run_threads(size, play, world, "combine", fields, dict(alignment=8))
 
 
+@pytest.mark.parametrize("tokens", [[0, 4, 1], [3, 0, 0], [0, 0, 0]])
+@pytest.mark.parametrize("experts", [1, 2, 7])
+def test_ranks_without_tokens_or_experts(seed, tokens, experts):
+    world = World(seed, size=3, experts=experts, tokens=tokens)
+    run_threads(3, play, world, "combine", {}, {})
+
+
 def test_without_weights(seed):
     world = World(seed)
 

@@ -128,9 +128,7 @@ def test_hook_on_another_stream(seed, size):
                     wait_long()
                     hook()
                     rows = 2 * received.tokens
-                    out, hook = ep.combine_send(
-                        handle, received.plan, rows, received.topk_weights
-                    )
+                    out, hook = ep.combine_send(handle, received.plan, rows, received.topk_weights)
                     hook()
                 del received
                 for _ in range(4):  # memory that the allocator gives out too early would be hit

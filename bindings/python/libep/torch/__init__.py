@@ -17,6 +17,7 @@ from ._bootstrap import from_process_group
 from ._group import Group, create_group
 from ._handle import Handle, Plan
 from ._phases import Hook, combine_send, dispatch_send
+from ._quant import quantise_rows
 from ._receive import ReceiveMemory
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "dispatch_send",
     "from_process_group",
     "prepare",
+    "quantise_rows",
 ]

@@ -11,6 +11,7 @@ from .._abi import Quant, Status
 from .._library import EpError
 from . import _calls, _ops
 from ._handle import Plan
+from ._quant import row_scales
 
 if TYPE_CHECKING:
     from typing import Any, Optional, Union
@@ -136,10 +137,9 @@ class _Dispatch(torch.autograd.Function):
         tokens: Tensor,
         topk_weights: Optional[Tensor],
         shapes: _Shapes,
-        idx_dtype: torch.dtype,
         given: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        outputs = _make_outputs(tokens, shapes, idx_dtype, given)
+        outputs = _make_outputs(tokens, shapes, given)
         _through(which).dispatch(
             which, plan, tokens, topk_weights, None, outputs[0], outputs[1], None, outputs[2]
         )
@@ -166,11 +166,11 @@ class _Dispatch(torch.autograd.Function):
         _through(ctx.which).dispatch_backward(
             ctx.which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
         )
-        return None, None, out, out_weights, None, None, None
+        return None, None, out, out_weights, None, None
 
 
 def _make_outputs(
-    tokens: Tensor, shapes: _Shapes, idx_dtype: torch.dtype, given: Optional[Tensor]
+    tokens: Tensor, shapes: _Shapes, given: Optional[Tensor]
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     # detach: the tensor that is returned gets a history, the caller's keeps none
     recv = tokens.new_empty(shapes.tokens) if given is None else given.detach()
@@ -178,7 +178,7 @@ def _make_outputs(
     if shapes.weights is not None:
         weights = tokens.new_empty(shapes.weights, dtype=torch.float32)
     if shapes.idx is not None:
-        idx = tokens.new_empty(shapes.idx, dtype=idx_dtype)
+        idx = tokens.new_empty(shapes.idx, dtype=torch.int64)
     return recv, weights, idx
 
 
@@ -194,7 +194,7 @@ def make_received(
     rows = _rows(handle, plan, given)
     recv_scales, dtype = None, tokens.dtype
     if handle.quant != Quant.NONE:
-        count, scale_dtype = handle.quant_scales(tokens.shape[-1])
+        count, scale_dtype = row_scales(handle.quant, tokens.shape[-1])
         dtype = torch.float8_e4m3fn
         recv_scales = tokens.new_empty(handle.scales_shape(rows, count), dtype=scale_dtype)
     elif scales is not None:
@@ -275,7 +275,7 @@ def dispatch(
         (*lead, handle.top_k) if handle.is_per_token else None,
     )
     recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
-        which, plan.bytes, tokens, topk_weights, shapes, torch.int64, recv_tokens
+        which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
     )
     _mark_written(which, recv_tokens)
     return Received(recv, weights, plan, None, idx)

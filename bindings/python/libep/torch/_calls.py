@@ -16,12 +16,14 @@ from .._handle import Handle as CoreHandle
 from .._handle import Prepare
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
+from ._group import current_stream
 
 if TYPE_CHECKING:
-    from typing import NoReturn, Optional
+    from typing import Any, NoReturn, Optional, Union
 
     from torch import Tensor
 
+    from ._group import Group
     from ._handle import Handle
 
 _TYPES = {
@@ -59,13 +61,15 @@ def _refuse(tensor: Tensor) -> NoReturn:
 register_converter(torch.Tensor, _convert)
 
 
-def _given(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreTensor]:
+def _given(
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str
+) -> Optional[CoreTensor]:
     """The argument `name` for the core. None stays None."""
     if tensor is None:
         return None
-    if tensor.get_device() != handle.ordinal:
+    if tensor.get_device() != owner.ordinal:
         raise TypeError(
-            f"{name}: expected a tensor on {handle.device}, where the group is, got one on "
+            f"{name}: expected a tensor on {owner.device}, where the group is, got one on "
             f"{tensor.device}"
         )
     # As _convert, whose call would take as long as the checks.
@@ -275,3 +279,16 @@ def combine_send(
 
 def combine_wait(handle: Handle, out: Tensor) -> None:
     CoreHandle.combine_wait(handle, out=_given(handle, out, "out"), stream=handle.stream())
+
+
+def quantise_rows(
+    group: Group, rows: Tensor, num_rows: Optional[Tensor], out: Tensor, scales: Tensor, form: Any
+) -> None:
+    group.quantise_rows(
+        _given(group, rows, "rows"),
+        _given(group, num_rows, "num_rows"),
+        out=_given(group, out, "out"),
+        scales=_given(group, scales, "scales"),
+        stream=current_stream(group.ordinal),
+        **form,
+    )

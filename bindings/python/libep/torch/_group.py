@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .._config import GroupFields
+    from ._receive import ReceiveMemory
+
+
+def current_stream(ordinal: int) -> int:
+    """The current stream of a device, a cudaStream_t as an int; 0 on CPUs (-1).
+
+    torch.cuda.current_stream makes an object, which takes ten times as long.
+    """
+    return 0 if ordinal < 0 else int(torch._C._cuda_getCurrentRawStream(ordinal))
 
 
 class Group(CoreGroup):
@@ -33,7 +42,8 @@ class Group(CoreGroup):
     create_group makes one from a process group.
 
     Closing is refused with EpError ORDER while tensors lie in the group's receive memory
-    (receive_memory): drop them first, and close again.
+    (ReceiveMemory): drop them first, and close again. At the end of a `with` block this also aborts
+    the group, so that the peers do not wait.
     """
 
     def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
@@ -49,23 +59,26 @@ class Group(CoreGroup):
         """This rank owns the experts first_expert .. + num_local_experts - 1."""
         self.device = torch.device("cuda", info.device) if info.device >= 0 else torch.device("cpu")
         """Where the tensors of operations lie."""
-        self.lent: list[Lent] = []
+        self.ordinal = info.device
+        """The number of the GPU, or -1."""
+        self.receive_memory: list[ReceiveMemory] = []
+        """What is not freed yet."""
 
     def close(self) -> None:
         """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""
         if self.pointer is not None:
-            self._refuse_lent()
+            self._refuse_used_memory()
         super().close()
 
     def leave(self) -> None:
         """Close the group at the end of the process, when no program reads tensors any more."""
-        self.lent.clear()
+        self.receive_memory.clear()
         super().leave()
 
-    def _refuse_lent(self) -> None:
-        if any(lent.is_used() for lent in self.lent):
+    def _refuse_used_memory(self) -> None:
+        if any(memory.is_used() for memory in self.receive_memory):
             gc.collect()  # tensors in reference cycles, such as those of exceptions
-        used = sum(lent.is_used() for lent in self.lent)
+        used = sum(memory.is_used() for memory in self.receive_memory)
         if used:
             raise EpError(
                 Status.ORDER,
@@ -74,24 +87,15 @@ class Group(CoreGroup):
             )
 
     def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
-        if error is None:
-            self.close()
-            return
-        self.abort(f"{type(error).__name__}: {error}")
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
         try:
             self.close()
         except EpError as refused:
+            self.abort(str(refused))
             # The exception itself may hold the tensors. The end of the process closes the group.
-            if refused.status != Status.ORDER:
+            if error is None or refused.status != Status.ORDER:
                 raise
-
-
-class Lent:
-    """A piece of memory that tensors may lie in."""
-
-    def is_used(self) -> bool:
-        """Whether a tensor lies in it."""
-        raise NotImplementedError
 
 
 def create_group(

@@ -8,30 +8,21 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from .._abi import Layout, Mode, Plans, Quant, ScaleOrder, Status, Tail, Type
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
 from .._library import EpError
 from .._tensor import Tensor as CoreTensor
+from ._group import current_stream
 
 if TYPE_CHECKING:
-    from typing import Optional
+    from typing import NoReturn, Optional
 
     from torch import Tensor
     from typing_extensions import Unpack
 
     from .._config import HandleFields
     from ._group import Group
-
-_E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
-_QUANTS = {  # elements per scale, type of the scales
-    Quant.FP8: (128, torch.float32),
-    Quant.FP8_UE8M0: (128, _E8M0),
-    Quant.MXFP8: (32, _E8M0),
-    Quant.FP8_POW2: (128, torch.float32),
-}
 
 _keys = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -117,7 +108,7 @@ class Handle(CoreHandle):
         """The number by which ops name the handle."""
         self.group = group
         self.device = group.device
-        self.ordinal = -1 if group.device.type == "cpu" else group.device.index
+        self.ordinal = group.ordinal
         self.is_latency = self.mode is Mode.LATENCY
         self.layout = fields.get("layout", Layout.EXPERT_MAJOR)
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
@@ -130,11 +121,19 @@ class Handle(CoreHandle):
         self._outputs = threading.local()
         _handles[self.key] = self
 
+    def __deepcopy__(self, _: object) -> Handle:
+        """The handle itself: copies of a layer share its configuration, since plans are named."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
+            "handles anew"
+        )
+
     def stream(self) -> int:
         """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
-        if self.ordinal < 0:
-            return 0
-        return int(torch._C._cuda_getCurrentRawStream(self.ordinal))
+        return current_stream(self.ordinal)
 
     @property
     def is_exact(self) -> bool:
@@ -202,11 +201,6 @@ class Handle(CoreHandle):
         """The shape of recv_scales, with `count` scales per row."""
         lead = self.lead(rows)
         return (*lead[:-1], count, lead[-1]) if self._by_column else (*lead, count)
-
-    def quant_scales(self, hidden: int) -> tuple[int, torch.dtype]:
-        """Scales per row, and their type, of a handle that quantises."""
-        block, dtype = _QUANTS[Quant(self.quant)]
-        return -(-hidden // block), dtype
 
 
 def _given(value: Optional[int], default: int) -> int:

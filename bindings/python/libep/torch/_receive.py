@@ -11,12 +11,13 @@ import torch
 
 from .._abi import Status
 from .._library import EpError
-from ._group import Group, Lent
 
 if TYPE_CHECKING:
     from typing import Any, Optional, Sequence
 
     from torch import Tensor
+
+    from ._group import Group
 
 
 class _Memory:
@@ -31,7 +32,7 @@ class _Memory:
         }
 
 
-class ReceiveMemory(Lent):
+class ReceiveMemory:
     """Memory that the peers of a group reach, for tensors that dispatch fills. Collective to make.
 
     group  a libep.torch.Group
@@ -49,7 +50,7 @@ class ReceiveMemory(Lent):
         self.bytes = bytes
         self._address: Optional[int] = group.mem_alloc(bytes)
         self._owner: Optional[weakref.ref[Any]] = None
-        group.lent.append(self)
+        group.receive_memory.append(self)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Make a tensor over a part of the memory. Its contents are what the memory has.
@@ -99,5 +100,5 @@ class ReceiveMemory(Lent):
                 "drop it first",
             )
         address, self._address = self._address, None
-        self.group.lent.remove(self)
+        self.group.receive_memory.remove(self)
         self.group.mem_free(address)
