@@ -55,6 +55,11 @@ ldflags = -pthread $(sanitize) $(LDFLAGS)
 mpi_cflags = $(shell pkg-config --cflags ompi 2>/dev/null || mpicc --showme:compile)
 mpi_libs = $(shell pkg-config --libs ompi 2>/dev/null || mpicc --showme:link)
 hwloc_libs = $(shell pkg-config --libs hwloc)
+openblas = $(if $(filter-out 0,$(OPENBLAS)),$(shell pkg-config --exists openblas && echo 1))
+openblas_cflags = $(if $(openblas),-DMOE_WITH_OPENBLAS=1 $(shell pkg-config --cflags openblas))
+openblas_libs = $(if $(openblas),$(shell pkg-config --libs openblas))
+# Sanitizers see the tool's own loops, but not into OpenBLAS.
+OPENBLAS ?= $(if $(variant),0,1)
 criterion_libs = $(shell pkg-config --libs criterion)
 
 # ---- CUDA: on if nvcc and NCCL's headers are found, unless CUDA=0 -------------------------------
@@ -102,10 +107,13 @@ jax_c := $(wildcard bindings/jax/*.c)
 jax_o := $(jax_c:%.c=$B/%.o)
 jax_so := $B/libep_jax.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
+common_c := $(wildcard tools/common/*.c)
 bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
 bench_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/bench/*.cu))
 info_c := tools/ep_info.c $(wildcard tools/info/*.c)
-tools := $(if $(wildcard tools/ep_bench.c),$B/ep_bench) $(if $(wildcard tools/ep_info.c),$B/ep_info)
+moe_c := tools/ep_moe.c $(wildcard tools/moe/*.c)
+moe_cu := $(if $(filter 1,$(CUDA)),$(wildcard tools/moe/*.cu))
+tools := $(foreach t,ep_bench ep_info ep_moe,$(if $(wildcard tools/$t.c),$B/$t))
 tests_c := $(filter-out tests/gpu/% tests/emulator/%,$(wildcard tests/*.c tests/*/*.c))
 tests := $(if $(tests_c),$B/tests/ep_tests)
 
@@ -123,13 +131,13 @@ libs: $(libs)
 $B/bootstrap/mpi.o $B/tools/%.o $B/tests/%.o: private cflags += $(mpi_cflags)
 
 # Rebuild objects if the flags change.
-flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH)
+flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
 $(shell mkdir -p $B/tests)
 $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/flags),$(flags)),again)
 	$(file >$@,$(flags))
 .PHONY: again
 again:
-$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(moe_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
 
 $B/%.o: %.c
 	@mkdir -p $(@D)
@@ -186,11 +194,16 @@ $B/%.a:
 
 # Tools load the shared libraries from their own folder or, once installed, from lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
-$B/ep_bench: $(bench_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
+$B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
 $B/ep_info: $(info_c:%.c=$B/%.o)
+$B/ep_moe: $(moe_c:%.c=$B/%.o) $(moe_cu:%.cu=$B/%.cu.o) $(common_c:%.c=$B/%.o)
+# Of all that is built, ep_moe alone has matrices to multiply. OPENBLAS=0: with loops of its own.
+$B/ep_moe: private tool_libs = $(openblas_libs)
+$B/tools/moe/blas.o: private cflags += $(openblas_cflags) $(mpi_cflags)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
-	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(cuda_libs) -lm
+	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(tool_libs) \
+	    $(cuda_libs) -lm
 
 # Tests link statically, since some use functions that the shared library hides.
 $(tests): $(tests_c:%.c=$B/%.o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a
@@ -250,6 +263,16 @@ $B/emulated/%.cu.o: %.cu tests/emulator/kernel.sed $B/flags
 $(emulated_tests): $(emulated_o) $B/bootstrap/mpi.o
 	$(call say,LD,$@)
 	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) $(criterion_libs) -lm
+
+# ep_moe with emulated GPUs inside: its ranks are threads, and loops stand in for cuBLAS.
+emulated_moe := $B/emulated/ep_moe
+emulated_moe_o := $(filter-out $B/emulated/tests/% $B/emulated/bindings/%,$(emulated_o)) \
+                  $(patsubst %,$B/emulated/%.o,$(basename $(wildcard tests/emulator/*.c) $(moe_c) $(common_c)) \
+                    $(wildcard tools/moe/*.cu))
+$B/emulated/tools/%.o: private cflags = $(emulated_cflags) $(mpi_cflags)
+$(emulated_moe): $(emulated_moe_o) $B/bootstrap/mpi.o
+	$(call say,LD,$@)
+	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) -lm
 
 # The drop-in library with emulated GPUs inside, for clients in Python: see tests/bindings/nccl_ep.
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -412,13 +435,15 @@ check: deps
 
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
+	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. They
 # do not support fibers, so only the plain build runs the emulated kernels.
-run-check: all $(if $(variant),,$(emulated_tests))
+run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
 
 # The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
 # and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
@@ -429,10 +454,16 @@ emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
                 --filter '@(combine_backward|dispatch_rows)/*'
-check-emulated: $(emulated_tests)
+# A layer on emulated GPUs: products in its own type, and of dequantised weights in fp32.
+run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
+            --tokens 24 -n 1 -w 0 --floor 0
+emulate_layer = $(run_layer) --weights early --uneven && \
+                $(run_layer) --quant fp8 --blocks rows --dtype fp16
+check-emulated: $(emulated_tests) $(emulated_moe)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
+	$(if $(CHECK_ARGS),,$(emulate_layer))
 
 # Times any library with NCCL EP's interface, on GPUs: see the head of its source.
 nccl_ep_bench := $B/nccl_ep_bench

@@ -16,8 +16,10 @@
 #include "tools/bench/models.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
-#include "tools/bench/util.h"
-#include "tools/bench/world.h"
+#include "tools/common/util.h"
+#include "tools/common/world.h"
+
+const char *const bench_program = "ep_bench";
 
 /** The command line, parsed before the ranks exist; they report its error. */
 typedef struct CommandLine {
@@ -143,7 +145,7 @@ static bool start_report(World *world, const Options *options, Report *report) {
     machine_describe(&report->machine);
     if (!case_ask_backend(world, options, &report->memory)) return false;
     if (report->memory.backend == EP_BACKEND_CUDA)
-        device_name(report->device, sizeof(report->device));
+        gpu_name(report->device, sizeof(report->device));
     return world_all(world, fits_memory(world, options, &report->machine)) &&
            world_all(world, probe_files(world, options));
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Communicators and windows of ranks that are threads of this process. */
+#include <cublas_v2.h>
 #include <cuda.h>
 #include <nccl.h>
 #include <nccl_device.h>
@@ -574,16 +575,18 @@ static const struct {
     {"cuMemsetD32Async", (void *)set_words},
     {"cuPointerGetAttribute", (void *)pointer_attribute}};
 
-static char library;
+static char library, blas;
 
 void *emulated_dlopen(const char *name, int flags) {
     if (name && (strncmp(name, "libnccl", 7) == 0 || strncmp(name, "libcuda", 7) == 0))
         return &library;
+    if (name && strncmp(name, "libcublas", 9) == 0) return &blas;
     return dlopen(name, flags);
 }
 
 void *emulated_dlsym(void *handle, const char *name) {
     int version = VERSION;
+    if (handle == &blas) return emulated_cublas(name);
     if (handle != &library) return dlsym(handle, name);
     ncclGetVersion(&version);
     if (version < 22900 && strcmp(name, "ncclWinGetUserPtr") == 0) return NULL;

@@ -6,9 +6,9 @@
 
 enum { MOST_WORDS = 40 };
 
-ProcessResult run_bench(const char *line) {
+ProcessResult run_tool(const char *tool, const char *line) {
     static char words[2048];
-    const char *argv[MOST_WORDS + 2] = {build_path("ep_bench")};
+    const char *argv[MOST_WORDS + 2] = {build_path(tool)};
     snprintf(words, sizeof(words), "%s", line);
     int count = 1;
     for (char *w = strtok(words, " "); w && count <= MOST_WORDS; w = strtok(NULL, " "))
@@ -16,8 +16,13 @@ ProcessResult run_bench(const char *line) {
     return process_run(argv, 0);
 }
 
-void check_run(const char *line, int exit_status, const char *in_out, const char *in_err) {
-    ProcessResult result = run_bench(line);
+ProcessResult run_bench(const char *line) {
+    return run_tool("ep_bench", line);
+}
+
+void check_tool(const char *tool, const char *line, int exit_status, const char *in_out,
+                const char *in_err) {
+    ProcessResult result = run_tool(tool, line);
     CHECK(result.exit_status == exit_status, "'%s' exits with %d, not %d: %s", line,
           result.exit_status, exit_status, result.err);
     if (in_out) CHECK(strstr(result.out, in_out), "'%s': no '%s' in: %s", line, in_out, result.out);
@@ -25,6 +30,10 @@ void check_run(const char *line, int exit_status, const char *in_out, const char
     if (exit_status == 2)
         CHECK(!strstr(result.out, "#wrong 0"), "'%s' claims success: %s", line, result.out);
     process_result_free(&result);
+}
+
+void check_run(const char *line, int exit_status, const char *in_out, const char *in_err) {
+    check_tool("ep_bench", line, exit_status, in_out, in_err);
 }
 
 void read_file(const char *path, char *text, size_t size) {

@@ -16,11 +16,16 @@
 /** Options of small and quick runs. The check is on by default. */
 #define QUICK "-n 1 -w 0 --hidden 64 --experts 12 --top-k 3 --floor 0 "
 
-/** Run ep_bench. `line` has words separated by blanks. */
+/** Run a tool of this build, as "ep_moe". `line` has words separated by blanks. */
+ProcessResult run_tool(const char *tool, const char *line);
+/** The same with ep_bench. */
 ProcessResult run_bench(const char *line);
 
-/** Run ep_bench and check its exit status and, unless NULL, that its output and its errors contain
+/** Run a tool and check its exit status and, unless NULL, that its output and its errors contain
  * these words. */
+void check_tool(const char *tool, const char *line, int exit_status, const char *in_out,
+                const char *in_err);
+/** The same with ep_bench. */
 void check_run(const char *line, int exit_status, const char *in_out, const char *in_err);
 
 /** Read at most size - 1 bytes of a file as a string. */

@@ -12,7 +12,7 @@
 
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
-#include "tools/bench/time.h"
+#include "tools/common/time.h"
 
 typedef enum BaselinePhase {
     BASELINE_PREPARE, /**< permutation, exchange of counts and expert ids, slabs */

@@ -15,7 +15,7 @@
 
 #include "tools/bench/baseline.h"
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* ---- NCCL, loaded at run time -------------------------------------------------------------- */
 

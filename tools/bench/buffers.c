@@ -3,8 +3,8 @@
 #include <string.h>
 
 #include "tools/bench/case.h"
-#include "tools/bench/data.h"
-#include "tools/bench/util.h"
+#include "tools/common/data.h"
+#include "tools/common/util.h"
 
 /* ---- memory -------------------------------------------------------------------------------- */
 

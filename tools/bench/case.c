@@ -3,9 +3,9 @@
 
 #include <stdlib.h>
 
-#include "tools/bench/data.h"
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/data.h"
+#include "tools/common/util.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
 
@@ -65,7 +65,7 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
     if (backend == EP_BACKEND_HOST && o->num_sms)
         return bench_refuse("--num-sms: expected a GPU backend, got the host backend, which uses "
                             "no multiprocessors");
-    if (backend != EP_BACKEND_HOST && !device_built())
+    if (backend != EP_BACKEND_HOST && !gpu_built())
         return bench_refuse("--backend: expected host, got %s, but this ep_bench was built "
                             "without CUDA",
                             options_backend_name(backend));
@@ -74,7 +74,7 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
 
 bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out) {
     EpGroupConfig config = group_config(options, options->tokens_end);
-    if (!device_select(world, options)) return false;
+    if (options->backend != EP_BACKEND_HOST && !gpu_select(world)) return false;
     bool ok = ask_memory(world, &config, out) && refuse_unsupported(options, out->backend);
     return world_all(world, ok);
 }

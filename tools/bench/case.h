@@ -16,7 +16,7 @@
 #include "ep/ep.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
-#include "tools/bench/world.h"
+#include "tools/common/world.h"
 
 typedef enum PhaseId {
     PHASE_PREPARE,

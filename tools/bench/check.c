@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/bench/data.h"
-#include "tools/bench/util.h"
+#include "tools/common/data.h"
+#include "tools/common/util.h"
 
 bool check_create(const Case *c, Check *out) {
     size_t hidden = (size_t)c->options->hidden;

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "tools/bench/check.h"
-#include "tools/bench/data.h"
+#include "tools/common/data.h"
 
 /* ---- rows of slots ------------------------------------------------------------------------- */
 

@@ -4,63 +4,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "tools/bench/measure.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 #if EP_WITH_CUDA
 
-bool cuda_ok(cudaError_t status, const char *call) {
-    return status == cudaSuccess || bench_fail("%s: %s", call, cudaGetErrorString(status));
-}
-
 bool device_finish(Case *c) {
     return cuda_ok(cudaStreamSynchronize(c->stream), "cudaStreamSynchronize");
-}
-
-/* ---- which GPU ----------------------------------------------------------------------------- */
-
-bool device_built(void) {
-    return true;
-}
-
-enum { HOST_BYTES = 256 };
-
-/* Number of lower ranks on the same machine. */
-static bool find_local_rank(World *world, int *out) {
-    char name[HOST_BYTES] = "", *all = bench_alloc((size_t)world->size, HOST_BYTES, "host names");
-    gethostname(name, sizeof(name) - 1);
-    bool ok = world_all(world, all != NULL) && world_allgather(world, name, all, HOST_BYTES);
-    *out = 0;
-    for (int r = 0; ok && r < world->rank; r++)
-        *out += strcmp(all + (size_t)r * HOST_BYTES, name) == 0;
-    free(all);
-    return ok;
-}
-
-/* A machine without GPUs is not an error here: the library decides whether it needs one. */
-bool device_select(World *world, const Options *options) {
-    int local_rank, count = 0;
-    if (options->backend == EP_BACKEND_HOST) return true;
-    if (!find_local_rank(world, &local_rank)) return false;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-        cudaGetLastError();
-        return true;
-    }
-    return world_all(world, cuda_ok(cudaSetDevice(local_rank % count), "cudaSetDevice"));
-}
-
-void device_name(char *out, size_t bytes) {
-    struct cudaDeviceProp properties;
-    int device, count = 0;
-    out[0] = 0;
-    if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-        cudaGetDevice(&device) == cudaSuccess &&
-        cudaGetDeviceProperties(&properties, device) == cudaSuccess)
-        snprintf(out, bytes, "%s, %d multiprocessors", properties.name,
-                 properties.multiProcessorCount);
-    cudaGetLastError();
 }
 
 /* ---- device copies of the buffers ---------------------------------------------------------- */
@@ -251,20 +202,6 @@ void device_destroy(Case *c) {
 
 static bool without_cuda(void) {
     return bench_fail("this ep_bench was built without CUDA");
-}
-
-bool device_built(void) {
-    return false;
-}
-
-bool device_select(World *world, const Options *options) {
-    (void)world;
-    (void)options;
-    return true;
-}
-
-void device_name(char *out, size_t bytes) {
-    if (bytes) out[0] = 0;
 }
 
 bool device_create(Case *c) {

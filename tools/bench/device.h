@@ -9,7 +9,8 @@
  */
 
 #include "tools/bench/case.h"
-#include "tools/bench/time.h"
+#include "tools/common/gpu.h"
+#include "tools/common/time.h"
 
 typedef struct Graphs Graphs;
 typedef struct Peers Peers;
@@ -22,15 +23,6 @@ struct Device {
     uint32_t epoch;   /**< number of barriers passed */
     char reason[256]; /**< why there are no flags, and so no floor */
 };
-
-/** Whether this build has CUDA. */
-bool device_built(void);
-
-/** Collective, before a group exists: select this rank's GPU by its index on the node, if any. */
-bool device_select(World *world, const Options *options);
-
-/** Name of the selected GPU, or "". */
-void device_name(char *out, size_t bytes);
 
 /**
  * Collective, after the group and the host's buffers exist. Allocates device memory, copies the
@@ -63,9 +55,6 @@ bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *contex
 #include <cuda_runtime_api.h>
 
 #include "tools/bench/kernels.h"
-
-/** True for cudaSuccess. Else false, with a message that names the call. */
-bool cuda_ok(cudaError_t status, const char *call);
 
 /** Wait for the case's stream. */
 bool device_finish(Case *c);

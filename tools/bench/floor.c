@@ -8,7 +8,7 @@
 
 #include "tools/bench/device.h"
 #include "tools/bench/measure.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* ---- host: memcpy -------------------------------------------------------------------------- */
 

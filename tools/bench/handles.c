@@ -5,7 +5,7 @@
  */
 #include "tools/bench/device.h"
 #include "tools/bench/measure.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 typedef enum HandleCall { CREATE_AND_USE, DESTROY, HANDLE_CALLS } HandleCall;
 

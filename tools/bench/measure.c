@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* ---- bytes --------------------------------------------------------------------------------- */
 

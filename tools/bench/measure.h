@@ -11,7 +11,8 @@
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
 #include "tools/bench/models.h"
-#include "tools/bench/time.h"
+#include "tools/common/machine.h"
+#include "tools/common/time.h"
 
 /* ---- results ------------------------------------------------------------------------------- */
 
@@ -95,17 +96,6 @@ bool floor_measure_device(Case *c, Floor *out);
 bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
 
 /* ---- reporting (report.c, json.c) ---------------------------------------------------------- */
-
-/** Where and when the run took place. */
-typedef struct Machine {
-    char hostname[256];
-    char cpu[128];
-    long cores;
-    int64_t memory; /**< bytes */
-    char date[32];  /**< ISO 8601, UTC */
-} Machine;
-
-void machine_describe(Machine *out);
 
 /** What the head of the report describes. */
 typedef struct Report {

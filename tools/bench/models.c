@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* ---- the command line ---------------------------------------------------------------------- */
 

@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 #include "tools/bench/options.h"
-#include "tools/bench/world.h"
+#include "tools/common/world.h"
 
 typedef struct Model {
     char name[64];

@@ -1,134 +1,71 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/bench/options.h"
 
-#include <errno.h>
-#include <getopt.h>
 #include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/bench/models.h"
-#include "tools/bench/util.h"
-#include "tools/bench/world.h"
-
-typedef struct Spec Spec;
-
-/** Store `text` in the options. False, with a message, if it does not parse. */
-typedef bool (*Parser)(const Spec *spec, const char *text, Options *options);
-
-typedef struct Choice {
-    const char *name;
-    int64_t value;
-} Choice;
-
-struct Spec {
-    char letter; /* 0: none */
-    const char *name;
-    const char *argument; /* NULL: a flag */
-    Parser parse;
-    size_t offset;
-    int64_t low, high;
-    const Choice *choices;
-    const char *doc;
-};
+#include "tools/common/option.h"
+#include "tools/common/util.h"
+#include "tools/common/world.h"
 
 /* Far above the size of any machine. Products of sizes still fit in 64 bits. */
 #define MAX_COUNT (1 << 24)
 
 /* ---- parsers ------------------------------------------------------------------------------- */
 
-static void *field(const Spec *spec, Options *options) {
-    return (char *)options + spec->offset;
-}
-
-static bool parse_flag(const Spec *spec, const char *text, Options *options) {
-    (void)text;
-    *(bool *)field(spec, options) = true;
-    return true;
-}
-
-static bool parse_text(const Spec *spec, const char *text, Options *options) {
-    if (!text[0])
-        return bench_refuse("--%s: expected %s, got an empty string", spec->name, spec->argument);
-    *(const char **)field(spec, options) = text;
-    return true;
-}
-
-static bool parse_int(const Spec *spec, const char *text, Options *options) {
-    char *end;
-    errno = 0;
-    long long value = strtoll(text, &end, 10);
-    if (end == text || *end || errno || value < spec->low || value > spec->high || text[0] == ' ' ||
-        text[0] == '+')
-        return bench_refuse("--%s: expected a whole number from %lld to %lld, got \"%s\"",
-                            spec->name, (long long)spec->low, (long long)spec->high, text);
-    *(int64_t *)field(spec, options) = value;
-    return true;
-}
-
-static bool parse_shape(const Spec *spec, const char *text, Options *options) {
+static bool parse_shape(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     options->shape_given = spec->name;
-    return parse_int(spec, text, options);
+    return option_parse_int(spec, text, options);
 }
 
 /* The file is optional. */
-static bool parse_models(const Spec *spec, const char *text, Options *options) {
+static bool parse_models(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     options->models = true;
-    return !text || parse_text(spec, text, options);
+    return !text || option_parse_text(spec, text, options);
 }
 
-static bool parse_tokens(const Spec *spec, const char *text, Options *options) {
+static bool parse_tokens(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     options->tokens_given = true;
-    return parse_int(spec, text, options);
+    return option_parse_int(spec, text, options);
 }
 
-static bool parse_both_tokens(const Spec *spec, const char *text, Options *options) {
+static bool parse_both_tokens(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     if (!parse_tokens(spec, text, options)) return false;
     options->tokens_end = options->tokens_begin;
     return true;
 }
 
-/* The whole text must be a number from low to high; NaN is outside every range. */
-static bool read_real(const char *text, double low, double high, double *value) {
-    char *end;
-    errno = 0;
-    *value = strtod(text, &end);
-    return end != text && !*end && !errno && *value >= low && *value <= high && text[0] != ' ';
-}
-
-static bool parse_share(const Spec *spec, const char *text, Options *options) {
+static bool parse_share(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     double value;
-    if (!read_real(text, 0, 1, &value))
+    if (!option_read_real(text, 0, 1, &value))
         return bench_refuse("--%s: expected a share from 0 to 1, got \"%s\"", spec->name, text);
-    *(double *)field(spec, options) = value;
+    *(double *)option_field(spec, options) = value;
     return true;
 }
 
-static bool parse_choice(const Spec *spec, const char *text, Options *options) {
-    for (const Choice *c = spec->choices; c->name; c++) {
-        if (strcmp(c->name, text) == 0) {
-            *(int64_t *)field(spec, options) = c->value;
-            return true;
-        }
-    }
-    return bench_refuse("--%s: expected %s, got \"%s\"", spec->name, spec->argument, text);
-}
-
-static bool parse_mode(const Spec *spec, const char *text, Options *options) {
+static bool parse_mode(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     options->mode_given = true;
-    return parse_choice(spec, text, options);
+    return option_parse_choice(spec, text, options);
 }
 
 static bool parse_zipf(const char *text, Options *options) {
     options->routing = ROUTING_ZIPF;
     options->zipf_exponent = 1.0;
     if (text[4] == 0) return true;
-    if (!read_real(text + 5, 0, 16, &options->zipf_exponent))
+    if (!option_read_real(text + 5, 0, 16, &options->zipf_exponent))
         return bench_refuse("--routing: expected zipf:s with s from 0 to 16, got \"%s\"", text);
     return true;
 }
 
-static bool parse_routing(const Spec *spec, const char *text, Options *options) {
+static bool parse_routing(const Option *spec, const char *text, void *values) {
+    Options *options = values;
     options->routing_path = NULL;
     options->routing_given = true;
     if (strcmp(text, "uniform") == 0) {
@@ -151,8 +88,6 @@ static bool parse_routing(const Spec *spec, const char *text, Options *options) 
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-static const Choice types[] = {
-    {"bf16", EP_TYPE_BF16}, {"fp16", EP_TYPE_FP16}, {"fp32", EP_TYPE_FP32}, {NULL, 0}};
 static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
 static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
@@ -162,43 +97,39 @@ static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
-static const Choice backends[] = {
-    {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
 
 static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {"throughput", EP_MODE_THROUGHPUT},
                                {"latency", EP_MODE_LATENCY},
                                {NULL, 0}};
-static const Choice quants[] = {{"none", EP_QUANT_NONE},           {"fp8", EP_QUANT_FP8},
-                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0}, {"mxfp8", EP_QUANT_MXFP8},
-                                {"fp8-pow2", EP_QUANT_FP8_POW2},   {NULL, 0}};
 
 #define AT(member) offsetof(Options, member)
 
-static const Spec specs[] = {
+static const Option specs[] = {
     {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
      "tokens per rank, first size of the sweep (default 512; with --mode latency 128)"},
     {'e', "end", "N", parse_tokens, AT(tokens_end), 0, MAX_COUNT, NULL,
      "tokens per rank, last size of the sweep (default: as --begin)"},
-    {'f', "factor", "N", parse_int, AT(tokens_factor), 1, MAX_COUNT, NULL,
+    {'f', "factor", "N", option_parse_int, AT(tokens_factor), 1, MAX_COUNT, NULL,
      "each size is N times the one before (default 2; 0 is followed by 1)"},
     {0, "tokens", "N", parse_both_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
      "one size: the same as -b N -e N"},
-    {0, "uneven", NULL, parse_flag, AT(uneven), 0, 0, NULL,
+    {0, "uneven", NULL, option_parse_flag, AT(uneven), 0, 0, NULL,
      "rank 0 brings all tokens, the others between half and all (default without -b, -e, "
      "--tokens, but not with --mode latency)"},
-    {'n', "iterations", "N", parse_int, AT(iterations), 1, 1000000, NULL,
+    {'n', "iterations", "N", option_parse_int, AT(iterations), 1, 1000000, NULL,
      "timed iterations (default 20)"},
-    {'w', "warmup", "N", parse_int, AT(warmup), 0, 1000000, NULL,
+    {'w', "warmup", "N", option_parse_int, AT(warmup), 0, 1000000, NULL,
      "untimed iterations before them (default 3)"},
-    {'c', "check", "0|1", parse_int, AT(check), 0, 1, NULL,
+    {'c', "check", "0|1", option_parse_int, AT(check), 0, 1, NULL,
      "check every byte, before and after the timing (default 1)"},
-    {'G', "graphs", NULL, parse_flag, AT(graphs), 0, 0, NULL,
+    {'G', "graphs", NULL, option_parse_flag, AT(graphs), 0, 0, NULL,
      "capture the calls in a graph (GPU backends)"},
-    {0, "chain", "N", parse_int, AT(chain), 1, 1000, NULL,
+    {0, "chain", "N", option_parse_int, AT(chain), 1, 1000, NULL,
      "repetitions of a call in its graph, whose time is divided by them (default 1; with --mode "
      "latency 20)"},
-    {'J', "json", "FILE", parse_text, AT(json_path), 0, 0, NULL, "also write the results as JSON"},
+    {'J', "json", "FILE", option_parse_text, AT(json_path), 0, 0, NULL,
+     "also write the results as JSON"},
     {0, "hidden", "N", parse_shape, AT(hidden), 1, MAX_COUNT, NULL,
      "elements per row (default 7168); rows are multiples of 16 bytes"},
     {0, "top-k", "N", parse_shape, AT(top_k), 1, EP_MAX_TOP_K, NULL,
@@ -208,85 +139,77 @@ static const Spec specs[] = {
     {0, "models", "[FILE]", parse_models, AT(models_path), 0, 0, NULL,
      "the shapes of a file instead, in both modes, 128 to 8192 tokens, uniform routing (default: "
      "the installed models.txt)"},
-    {0, "align", "N", parse_int, AT(alignment), 1, 1 << 20, NULL,
+    {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
-    {0, "dtype", "bf16|fp16|fp32", parse_choice, AT(type), 0, 0, types,
+    {0, "dtype", "bf16|fp16|fp32", option_parse_choice, AT(type), 0, 0, option_types,
      "element type of the rows (default bf16)"},
     {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
      "how tokens choose experts (default zipf:1)"},
-    {0, "save-routing", "PATH", parse_text, AT(save_path), 0, 0, NULL,
+    {0, "save-routing", "PATH", option_parse_text, AT(save_path), 0, 0, NULL,
      "write the routing as a trace file"},
     {0, "masked", "SHARE", parse_share, AT(masked), 0, 0, NULL,
      "share of the entries that name no expert (default 0)"},
-    {0, "capacity", "ROWS", parse_int, AT(capacity), 0, INT32_MAX, NULL,
+    {0, "capacity", "ROWS", option_parse_int, AT(capacity), 0, INT32_MAX, NULL,
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
-    {0, "overflow", "error|drop", parse_choice, AT(overflow), 0, 0, overflows,
+    {0, "overflow", "error|drop", option_parse_choice, AT(overflow), 0, 0, overflows,
      "what happens to rows past the capacity (default error)"},
-    {0, "layout", "expert[-major]|flat|batched|rank-major", parse_choice, AT(layout), 0, 0, layouts,
+    {0, "layout", "expert[-major]|flat|batched|rank-major", option_parse_choice, AT(layout), 0, 0,
+     layouts,
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
-    {0, "rows-per-expert", "N", parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
+    {0, "rows-per-expert", "N", option_parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
      "slab size of --layout batched (default: the largest slab of this routing)"},
-    {0, "weighted", "0|1", parse_int, AT(weighted), 0, 1, NULL,
+    {0, "weighted", "0|1", option_parse_int, AT(weighted), 0, 1, NULL,
      "dispatch sends weights and combine uses them (default 1)"},
-    {0, "scales", "BYTES", parse_int, AT(scale_bytes), 0, EP_MAX_ROW_BYTES, NULL,
+    {0, "scales", "BYTES", option_parse_int, AT(scale_bytes), 0, EP_MAX_ROW_BYTES, NULL,
      "bytes of scales sent with each row (default 0)"},
-    {0, "idx", "int32|int64", parse_choice, AT(index_type), 0, 0, index_types,
+    {0, "idx", "int32|int64", option_parse_choice, AT(index_type), 0, 0, index_types,
      "element type of the indices (default int32)"},
-    {0, "backend", "auto|host|cuda", parse_choice, AT(backend), 0, 0, backends,
+    {0, "backend", "auto|host|cuda", option_parse_choice, AT(backend), 0, 0, option_backends,
      "which backend moves the bytes (default auto)"},
     {0, "mode", "auto|throughput|latency", parse_mode, AT(mode), 0, 0, modes,
      "mode of the handle (default throughput); latency: no prepare, no backward"},
-    {0, "split", NULL, parse_flag, AT(split), 0, 0, NULL,
+    {0, "split", NULL, option_parse_flag, AT(split), 0, 0, NULL,
      "with --mode latency: dispatch and combine as send and wait calls"},
-    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", parse_choice, AT(quant), 0, 0, quants,
-     "dispatch quantises (default none)"},
-    {0, "baseline", NULL, parse_flag, AT(baseline), 0, 0, NULL,
+    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
+     option_quants, "dispatch quantises (default none)"},
+    {0, "baseline", NULL, option_parse_flag, AT(baseline), 0, 0, NULL,
      "also measure packing, MPI or NCCL and unpacking without libep"},
-    {0, "floor", "0|1", parse_int, AT(floor), 0, 1, NULL,
+    {0, "floor", "0|1", option_parse_int, AT(floor), 0, 1, NULL,
      "also measure plain copies of the same bytes (default 1)"},
-    {0, "seed", "N", parse_int, AT(seed), 0, INT64_MAX, NULL,
+    {0, "seed", "N", option_parse_int, AT(seed), 0, INT64_MAX, NULL,
      "seed of routing and contents (default 1)"},
-    {0, "num-sms", "N", parse_int, AT(num_sms), 1, 1024, NULL,
+    {0, "num-sms", "N", option_parse_int, AT(num_sms), 1, 1024, NULL,
      "multiprocessors that may be used (GPU backends)"},
-    {0, "zero-copy", NULL, parse_flag, AT(zero_copy), 0, 0, NULL,
+    {0, "zero-copy", NULL, option_parse_flag, AT(zero_copy), 0, 0, NULL,
      "receive rows and expert outputs in peer-accessible memory"},
-    {0, "threads", "N", parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
+    {0, "threads", "N", option_parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
      "run N ranks as threads of this process, without mpirun"},
-    {'h', "help", NULL, parse_flag, AT(help), 0, 0, NULL, "print this help"},
-    {0, "version", NULL, parse_flag, AT(version), 0, 0, NULL, "print the version"},
+    {'h', "help", NULL, option_parse_flag, AT(help), 0, 0, NULL, "print this help"},
+    {0, "version", NULL, option_parse_flag, AT(version), 0, 0, NULL, "print the version"},
 };
 
-enum { NUM_SPECS = sizeof(specs) / sizeof(specs[0]), FIRST_LONG = 256 };
-
-static const char *choice_name(const Choice *choices, int64_t value) {
-    for (; choices->name; choices++) {
-        if (choices->value == value) return choices->name;
-    }
-    return "unknown";
-}
-
 const char *options_type_name(int64_t type) {
-    return choice_name(type >= EP_TYPE_INT32 ? index_types : types, type);
+    return option_choice_name(type >= EP_TYPE_INT32 ? index_types : option_types, type);
 }
 
 const char *options_layout_name(int64_t layout) {
-    return choice_name(layouts, layout);
+    return option_choice_name(layouts, layout);
 }
 
 const char *options_overflow_name(int64_t overflow) {
-    return choice_name(overflows, overflow);
+    return option_choice_name(overflows, overflow);
 }
 
 const char *options_backend_name(int64_t backend) {
-    return choice_name(backends, backend);
+    return option_choice_name(option_backends, backend);
 }
 
 const char *options_mode_name(int64_t mode) {
-    return choice_name(modes, mode);
+    return option_choice_name(modes, mode);
 }
 
 const char *options_quant_name(int64_t quant) {
-    return choice_name(quants, quant);
+    return option_choice_name(option_quants, quant);
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -298,21 +221,14 @@ void options_routing_name(const Options *options, char *out, size_t bytes) {
         snprintf(out, bytes, "%s", options->routing == ROUTING_UNIFORM ? "uniform" : "one-hot");
 }
 
+static const OptionTable table = {
+    "usage: mpirun -n RANKS ep_bench [options]\n"
+    "       ep_bench --threads RANKS [options]\n\n"
+    "Times the calls of libep on the shape of a model and checks every byte.\n\n",
+    specs, sizeof(specs) / sizeof(specs[0])};
+
 void options_print_help(FILE *out) {
-    fprintf(out, "usage: mpirun -n RANKS ep_bench [options]\n"
-                 "       ep_bench --threads RANKS [options]\n\n"
-                 "Times the calls of libep on the shape of a model and checks every byte.\n\n");
-    for (int i = 0; i < NUM_SPECS; i++) {
-        char left[64];
-        snprintf(left, sizeof(left), "--%s%s%s", specs[i].name, specs[i].argument ? " " : "",
-                 specs[i].argument ? specs[i].argument : "");
-        if (specs[i].letter)
-            fprintf(out, "  -%c, %-26s", specs[i].letter, left);
-        else
-            fprintf(out, "      %-26s", left);
-        fprintf(out, "%s%s\n", strlen(left) > 25 ? "\n                                " : "",
-                specs[i].doc);
-    }
+    option_print_help(&table, out);
 }
 
 /* ---- the command line ---------------------------------------------------------------------- */
@@ -328,59 +244,6 @@ static void set_defaults(Options *o) {
     o->backend = EP_BACKEND_AUTO;
     o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
     o->seed = 1;
-}
-
-static const Spec *find_spec(int key) {
-    if (key >= FIRST_LONG) return &specs[key - FIRST_LONG];
-    for (int i = 0; i < NUM_SPECS; i++) {
-        if (specs[i].letter == key) return &specs[i];
-    }
-    return NULL;
-}
-
-static void build_getopt_tables(char *letters, struct option *longs) {
-    *letters++ = '+'; /* stop at the first non-option */
-    *letters++ = ':'; /* distinguish a missing argument from an unknown option */
-    for (int i = 0; i < NUM_SPECS; i++) {
-        bool takes = specs[i].argument != NULL;
-        int argument = !takes                        ? no_argument
-                       : specs[i].argument[0] == '[' ? optional_argument
-                                                     : required_argument;
-        longs[i] = (struct option){specs[i].name, argument, NULL, FIRST_LONG + i};
-        if (!specs[i].letter) continue;
-        *letters++ = specs[i].letter;
-        if (takes) *letters++ = ':';
-    }
-    *letters = 0;
-    longs[NUM_SPECS] = (struct option){NULL, 0, NULL, 0};
-}
-
-static bool refuse_option(int key, char **argv, int at) {
-    const char *text = argv[at];
-    if (key == ':') return bench_refuse("%s: expected an argument, got none", text);
-    if (optopt >= FIRST_LONG) return bench_refuse("%s: expected no argument, got one", text);
-    return bench_refuse("%s: expected an option of ep_bench (see --help), got an unknown one",
-                        text);
-}
-
-static bool parse_arguments(Options *options, int argc, char **argv) {
-    char letters[2 * NUM_SPECS + 3];
-    struct option longs[NUM_SPECS + 1];
-    build_getopt_tables(letters, longs);
-    opterr = 0, optind = 1;
-    for (;;) {
-        int at = optind;
-        int key = getopt_long(argc, argv, letters, longs, NULL);
-        if (key == -1) break;
-        if (key == '?' || key == ':') return refuse_option(key, argv, at < argc ? at : argc - 1);
-        const Spec *spec = find_spec(key);
-        bool optional = spec->argument && spec->argument[0] == '[';
-        if (optional && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
-        if (!spec->parse(spec, optarg, options)) return false;
-    }
-    if (optind < argc)
-        return bench_refuse("%s: expected options alone, got a stray argument", argv[optind]);
-    return true;
 }
 
 /* ---- defaults and validation --------------------------------------------------------------- */
@@ -488,7 +351,7 @@ bool options_complete(Options *options) {
 
 bool options_parse(Options *options, int argc, char **argv) {
     set_defaults(options);
-    if (!parse_arguments(options, argc, argv)) return false;
+    if (!option_parse(&table, argc, argv, options)) return false;
     if (options->help || options->version) return true;
     return options->models ? models_complete(options) : options_complete(options);
 }

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* Describes a rank's allocation to the other ranks. */
 typedef struct PeerDescriptor {

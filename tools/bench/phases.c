@@ -3,7 +3,7 @@
 
 #include "tools/bench/case.h"
 #include "tools/bench/device.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* An optional tensor, or NULL. */
 static const EpTensor *optional(bool wanted, const EpTensor *tensor) {

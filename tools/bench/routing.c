@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/bench/data.h"
-#include "tools/bench/util.h"
+#include "tools/common/data.h"
+#include "tools/common/util.h"
 
 /* ---- placement ----------------------------------------------------------------------------- */
 

@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #include "tools/bench/options.h"
-#include "tools/bench/world.h"
+#include "tools/common/world.h"
 
 /* ---- routing (routing.c) ------------------------------------------------------------------- */
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* State of the walk over all entries: per expert and per rank. */
 typedef struct Walk {

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 static const char magic[] = "ep-routing";
 enum { VERSION = 1 };

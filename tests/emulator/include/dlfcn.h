@@ -2,7 +2,8 @@
 #ifndef EMULATOR_DLFCN_H
 #define EMULATOR_DLFCN_H
 
-/** dlopen finds the emulator's libnccl.so.2 and libcuda.so.1; other libraries are the system's. */
+/** dlopen finds the emulator's libnccl.so.2, libcuda.so.1 and libcublas.so.13; other libraries are the
+ *  system's. */
 
 #include_next <dlfcn.h>
 

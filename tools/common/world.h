@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef BENCH_WORLD_H
-#define BENCH_WORLD_H
+#ifndef COMMON_WORLD_H
+#define COMMON_WORLD_H
 
 /**
  * The ranks of the run: MPI processes, or threads of one process.
@@ -39,6 +39,10 @@ bool world_barrier(World *world);
 
 /** Copy rank 0's bytes to every rank. */
 bool world_broadcast(World *world, void *data, size_t bytes);
+
+/** Bring every rank's `bytes` bytes to rank 0: out[size * bytes], in rank order. Other ranks' `out`
+ *  may be NULL. */
+bool world_gather(World *world, const void *in, void *out, size_t bytes);
 
 /** True if every rank passes true. Else false, with the message of the first rank that failed. */
 bool world_all(World *world, bool ok);

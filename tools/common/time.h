@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef BENCH_TIME_H
-#define BENCH_TIME_H
+#ifndef COMMON_TIME_H
+#define COMMON_TIME_H
 
 /**
  * Timing with the host's clock: a barrier precedes each call, an iteration's time is the slowest
@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "tools/bench/world.h"
+#include "tools/common/world.h"
 
 typedef struct Quantiles {
     double median_us, p99_us;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "tools/bench/data.h"
+#include "tools/common/data.h"
 
 #include <math.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "tools/bench/world.h"
+#include "tools/common/world.h"
 
 #include <mpi.h>
 #include <pthread.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "ep/ep_mpi.h"
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 /* 5 s longer than the library's timeout, so that the library fails first: its message says more.
  * Set before threads start. */
@@ -65,6 +65,21 @@ bool world_broadcast(World *world, void *data, size_t bytes) {
         size_t part = bytes - at < piece ? bytes - at : piece;
         ok = world_allgather(world, (char *)data + at, all, part);
         if (ok) memcpy((char *)data + at, all, part);
+    }
+    free(all);
+    return ok;
+}
+
+/* In pieces, too. */
+bool world_gather(World *world, const void *in, void *out, size_t bytes) {
+    const size_t piece = 65536, size = (size_t)world->size;
+    char *all = bench_alloc(size, piece, "gather");
+    bool ok = world_all(world, all != NULL);
+    for (size_t at = 0; ok && at < bytes; at += piece) {
+        const size_t part = bytes - at < piece ? bytes - at : piece;
+        ok = world_allgather(world, (const char *)in + at, all, part);
+        for (size_t r = 0; ok && world->rank == 0 && r < size; r++)
+            memcpy((char *)out + r * bytes + at, all + r * part, part);
     }
     free(all);
     return ok;
@@ -163,7 +178,8 @@ static void *thread_main(void *argument) {
 static void threads_start(Thread *threads, int count) {
     for (int r = 0; r < count; r++) {
         if (pthread_create(&threads[r].thread, NULL, thread_main, &threads[r]) != 0) {
-            fprintf(stderr, "ep_bench: --threads: thread %d of %d could not start\n", r, count);
+            fprintf(stderr, "%s: --threads: thread %d of %d could not start\n", bench_program, r,
+                    count);
             exit(BENCH_EXIT_WRONG);
         }
     }
@@ -185,7 +201,7 @@ static int run_threads(int count, WorldBody body, void *argument) {
     EpBootstrap *boots = calloc((size_t)count, sizeof(EpBootstrap));
     int status = BENCH_EXIT_WRONG;
     if (!threads || !boots || ep_bootstrap_local(count, boots) != EP_OK) {
-        fprintf(stderr, "ep_bench: --threads %d: %s\n", count, ep_last_error());
+        fprintf(stderr, "%s: --threads %d: %s\n", bench_program, count, ep_last_error());
         goto done;
     }
     for (int r = 0; r < count; r++) {
@@ -214,12 +230,12 @@ static int run_mpi(WorldBody body, void *argument) {
     MPI_Comm_rank(MPI_COMM_WORLD, &world.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world.size);
     if (ep_bootstrap_mpi(MPI_COMM_WORLD, &world.boot) != EP_OK) {
-        fprintf(stderr, "ep_bench: rank %d: %s\n", world.rank, ep_last_error());
+        fprintf(stderr, "%s: rank %d: %s\n", bench_program, world.rank, ep_last_error());
         MPI_Abort(MPI_COMM_WORLD, BENCH_EXIT_WRONG);
     }
     int status = body(&world, argument);
     if (!world.broken && !world_barrier(&world))
-        fprintf(stderr, "ep_bench: %s\n", bench_error_message());
+        fprintf(stderr, "%s: %s\n", bench_program, bench_error_message());
     if (world.broken) /* a peer is lost: MPI_Finalize would wait for it without a timeout */
         MPI_Abort(MPI_COMM_WORLD, BENCH_EXIT_WRONG);
     ep_bootstrap_destroy(&world.boot);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "tools/bench/util.h"
+#include "tools/common/util.h"
 
 #include <errno.h>
 #include <stdarg.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef BENCH_UTIL_H
-#define BENCH_UTIL_H
+#ifndef COMMON_UTIL_H
+#define COMMON_UTIL_H
 
 /**
  * Errors, memory, output files.
@@ -17,6 +17,9 @@
 
 /* ---- errors -------------------------------------------------------------------------------- */
 
+/** The tool's name, which begins its messages. Each tool defines it. */
+extern const char *const bench_program;
+
 #define BENCH_MESSAGE_BYTES 512
 
 enum { BENCH_EXIT_OK = 0, BENCH_EXIT_WRONG = 1, BENCH_EXIT_USAGE = 2 };
@@ -32,7 +35,7 @@ bool bench_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)))
 bool bench_ok(EpStatus status, const char *call);
 
 /** Whether this rank has waited in vain for another rank, or another has given up. bench_ok sees
- *  that in the library's status; ep_bench's own waits call bench_lose_peer. */
+ *  that in the library's status; a tool's own waits call bench_lose_peer. */
 bool bench_peer_lost(void);
 void bench_lose_peer(void);
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef BENCH_DATA_H
-#define BENCH_DATA_H
+#ifndef COMMON_DATA_H
+#define COMMON_DATA_H
 
 /**
  * Contents and number formats. Every row is a function of (seed, kind, rank, token, tag) and the
- * column, so that the rank that receives it can recompute it cheaply. ep_bench has its own
+ * column, so that the rank that receives it can recompute it cheaply. The tools have their own
  * conversions and quantisation, so that an error in the library's shows.
  */
 

@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_moe as users run it: a whole MoE layer that agrees with a dense one, and a check that finds
+ * what is wrong. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "tests/tools/run_bench.h"
+
+/* Small layers. The last of two equal options counts. */
+#define SMALL "-n 1 -w 0 --floor 0 --hidden 64 --ffn 48 --tokens 24 --top-k 3 "
+
+SoloTest(tools_moe, layers_agree_with_a_dense_one) {
+    static const char *const lines[] = {
+        "--threads 1 --dtype fp32",
+        "--threads 4 --mesh expert=4 --dtype fp32",
+        "--threads 4 --mesh expert=4 --dtype fp32 --weights early --align 8",
+        "--threads 4 --mesh fsdp=2,expert=2 --weights early",
+        "--threads 6 --mesh fsdp=2,expert=3 --dtype fp16 --uneven",
+        "--threads 8 --mesh data=2,fsdp=2,expert=2 --dtype fp32 --uneven --idle 2",
+        "--threads 8 --mesh expert=2,data=2,fsdp=2 --dtype fp16 --weights early",
+        "--threads 8 --mesh fsdp=4,expert=2 --spec (expert,fsdp),_,_ --dtype fp32",
+        "--threads 4 --mesh fsdp=2,expert=2 --spec expert,_,fsdp --dtype fp32 --align 4",
+        "--threads 8 --mesh outer:expert=2,fsdp=2,inner:expert=2 --dtype fp32",
+        "--threads 4 --mesh fsdp=4 --dtype fp32",
+        "--threads 3 --mesh data=3",
+        "--threads 4 --idle 4 --dtype fp32",
+        "--threads 2 --tokens 0",
+        "--threads 2 --tokens 1 --dtype fp32 --top-k 16",
+    };
+    char line[320];
+    for (int i = 0; i < LENGTH(lines); i++) {
+        snprintf(line, sizeof(line), SMALL "%s", lines[i]);
+        check_tool("ep_moe", line, 0, "\n#wrong 0\n", NULL);
+    }
+}
+
+/* The reference quantises, too, by blocks of its own. Blocks here straddle shards and end early. */
+SoloTest(tools_moe, quantised_weights) {
+    static const char *const lines[] = {
+        "--quant fp8 --hidden 144",
+        "--quant fp8 --blocks rows --weights early",
+        "--quant fp8-pow2 --hidden 272",
+        "--quant fp8-ue8m0 --blocks rows",
+        "--quant mxfp8 --dtype bf16",
+        "--quant fp8-ue8m0 --dtype fp16",
+        "--quant fp8 --blocks rows --spec (expert,fsdp),_,_",
+    };
+    char line[320];
+    for (int i = 0; i < LENGTH(lines); i++) {
+        snprintf(line, sizeof(line), SMALL "--threads 4 --mesh fsdp=2,expert=2 --dtype fp32 %s",
+                 lines[i]);
+        check_tool("ep_moe", line, 0, "\n#wrong 0\n", NULL);
+    }
+}
+
+/* Sums over nodes have other roundings. */
+SoloTest(tools_moe, several_nodes) {
+    setenv("LIBEP_TOPOLOGY", "0,0,1,1", 1);
+    check_tool("ep_moe", SMALL "--threads 4 --mesh expert=4", 0, "\n#wrong 0\n", NULL);
+    check_tool("ep_moe", SMALL "--threads 4 --mesh fsdp=2,expert=2 --dtype fp32", 0, "\n#wrong 0\n",
+               NULL);
+    unsetenv("LIBEP_TOPOLOGY");
+}
+
+/* What any phase writes matters to some result, and the check sees it. */
+SoloTest(tools_moe, faults_are_found) {
+    static const char *const phases[] = {
+        "router",
+        "dispatch",
+        "gather_w1",
+        "gather_w2",
+        "gemm1",
+        "activation",
+        "gemm2",
+        "combine",
+        "reduce_w1",
+        "combine_backward",
+        "gemm2_grad_input",
+        "gemm2_grad_weight",
+        "reduce_w2",
+        "gemm1_grad_input",
+        "activation_backward",
+        "gemm1_grad_weight",
+        "dequantise",
+        "dispatch_backward",
+        "router_backward",
+        "dequantise_backward",
+        "reduce_router",
+    };
+    for (int i = 0; i < LENGTH(phases); i++) {
+        const char *quant = strstr(phases[i], "dequantise") ? "--quant fp8 --blocks rows" : "";
+        char line[320];
+        snprintf(line, sizeof(line),
+                 SMALL "--threads 4 --mesh fsdp=2,expert=2 --experts 4 --dtype fp32 %s", quant);
+        setenv("LIBEP_TEST_MOE_FAULT", phases[i], 1);
+        check_note("a fault in %s", phases[i]);
+        check_tool("ep_moe", line, 1, "\n# wrong: ", "elements are wrong");
+    }
+    unsetenv("LIBEP_TEST_MOE_FAULT");
+}
+
+typedef struct BadOptions {
+    const char *line, *message;
+} BadOptions;
+
+static const BadOptions bad_options[] = {
+    {"--frobnicate", "an option of ep_moe"},
+    {"stray", "stray"},
+    {"--tokens many", "\"many\""},
+    {"-n 0", "\"0\""},
+    {"--hidden 7", "14 bytes"},
+    {"--ffn 0", "--ffn"},
+    {"--threads 2 --top-k 8 --experts 4", "--top-k: expected at most the 4 experts"},
+    {"--align 3", "power of two"},
+    {"--dtype fp8", "\"fp8\""},
+    {"--weights often", "\"often\""},
+    {"--blocks tiles", "--quant"},
+    {"--quant mxfp8 --blocks tiles", "rows with --quant mxfp8"},
+    {"--backend tpu", "\"tpu\""},
+    {"--threads 2 --idle 3", "at most the 2 ranks"},
+    {"--threads 2 --mesh expert=4", "a mesh of the 2 ranks, got expert=4 of 4"},
+    {"--threads 2 --mesh expert", "--mesh: "},
+    {"--threads 2 --mesh tensor=2", "the roles data, fsdp and expert, got tensor"},
+    {"--threads 2 --experts 5", "w1: expected a multiple of the 2 ranks of expert"},
+    {"--threads 2 --spec expert,_", "3 dimensions"},
+    {"--threads 4 --spec fsdp,_,_", "--spec: "},
+    {"--threads 4 --spec (fsdp,expert),_,_", "--spec: "},
+    {"--threads 2 -J /nonexistent/folder/x.json", "/nonexistent/folder/x.json"},
+};
+
+SoloTest(tools_moe, bad_options_are_refused) {
+    for (int i = 0; i < LENGTH(bad_options); i++)
+        check_tool("ep_moe", bad_options[i].line, 2, NULL, bad_options[i].message);
+}
+
+SoloTest(tools_moe, help_and_version) {
+    check_tool("ep_moe", "--help", 0, "--gemm-threads", NULL);
+    check_tool("ep_moe", "--version", 0, "ep_moe 0.2.0", NULL);
+}
+
+SoloTest(tools_moe, json_has_the_documented_keys) {
+    static const char *const keys[] = {
+        "\"version\"",  "\"wrong\": 0",    "\"mesh\": \"expert=2\"",
+        "\"machine\"",  "\"median_us\"",   "\"name\": \"gemm1_grad_input\"",
+        "\"floor_us\"", "\"floor_ratio\"", "\"spec\": \"expert,_,_\"",
+        "\"bytes\"",    "\"flops\": ",     "\"gemm_flops_per_second\"",
+        "\"step\"",     "\"checks\"",      "\"largest_error\"",
+    };
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_moe_XXXXXX";
+    close(mkstemp(path));
+    snprintf(line, sizeof(line), SMALL "--threads 2 --floor 1 -J %s", path);
+    check_tool("ep_moe", line, 0, "\n#wrong 0\n", NULL);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    for (int i = 0; i < LENGTH(keys); i++)
+        CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+/* Without a check nothing is claimed. */
+SoloTest(tools_moe, unchecked_runs_say_so) {
+    check_tool("ep_moe", SMALL "--threads 2 -c 0", 0, "\n#wrong - (not checked)\n", NULL);
+}
+
+SoloTest(mpi_moe, default_run_under_mpirun) {
+    if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    const char *argv[] = {
+        "mpirun", "--oversubscribe",    "--bind-to", "none", "--timeout", "60", "-n",
+        "4",      build_path("ep_moe"), "-n",        "1",    "-w",        "0",  NULL};
+    ProcessResult result = process_run(argv, 1);
+    CHECK(result.exit_status == 0, "exit status %d: %s", result.exit_status, result.out);
+    CHECK(strstr(result.out, "# mesh:    fsdp=2,expert=2: 4 ranks (MPI)"), "%s", result.out);
+    CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
+    process_result_free(&result);
+}

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef COMMON_GPU_H
+#define COMMON_GPU_H
+
+/** The GPU of a rank. Builds without CUDA have none. */
+
+#include "tools/common/world.h"
+
+/** Whether this build has CUDA. */
+bool gpu_built(void);
+
+/** Collective, before a group exists: select this rank's GPU by its index on the node, if any. */
+bool gpu_select(World *world);
+
+/** Name of the selected GPU, or "". */
+void gpu_name(char *out, size_t bytes);
+
+#if EP_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+
+/** True for cudaSuccess. Else false, with a message that names the call. */
+bool cuda_ok(cudaError_t status, const char *call);
+
+#endif
+
+#endif

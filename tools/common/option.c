@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/common/option.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ep/ep.h"
+#include "tools/common/util.h"
+
+/* ---- choices ------------------------------------------------------------------------------- */
+
+const Choice option_types[] = {
+    {"bf16", EP_TYPE_BF16}, {"fp16", EP_TYPE_FP16}, {"fp32", EP_TYPE_FP32}, {NULL, 0}};
+
+const Choice option_backends[] = {
+    {"auto", EP_BACKEND_AUTO}, {"host", EP_BACKEND_HOST}, {"cuda", EP_BACKEND_CUDA}, {NULL, 0}};
+
+const Choice option_quants[] = {{"none", EP_QUANT_NONE},           {"fp8", EP_QUANT_FP8},
+                                {"fp8-ue8m0", EP_QUANT_FP8_UE8M0}, {"mxfp8", EP_QUANT_MXFP8},
+                                {"fp8-pow2", EP_QUANT_FP8_POW2},   {NULL, 0}};
+
+const char *option_choice_name(const Choice *choices, int64_t value) {
+    for (; choices->name; choices++) {
+        if (choices->value == value) return choices->name;
+    }
+    return "unknown";
+}
+
+/* ---- parsers ------------------------------------------------------------------------------- */
+
+void *option_field(const Option *option, void *values) {
+    return (char *)values + option->offset;
+}
+
+bool option_parse_flag(const Option *option, const char *text, void *values) {
+    (void)text;
+    *(bool *)option_field(option, values) = true;
+    return true;
+}
+
+bool option_parse_text(const Option *option, const char *text, void *values) {
+    if (!text[0])
+        return bench_refuse("--%s: expected %s, got an empty string", option->name,
+                            option->argument);
+    *(const char **)option_field(option, values) = text;
+    return true;
+}
+
+bool option_parse_int(const Option *option, const char *text, void *values) {
+    char *end;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    if (end == text || *end || errno || value < option->low || value > option->high ||
+        text[0] == ' ' || text[0] == '+')
+        return bench_refuse("--%s: expected a whole number from %lld to %lld, got \"%s\"",
+                            option->name, (long long)option->low, (long long)option->high, text);
+    *(int64_t *)option_field(option, values) = value;
+    return true;
+}
+
+/* The whole text must be a number from low to high; NaN is outside every range. */
+bool option_read_real(const char *text, double low, double high, double *value) {
+    char *end;
+    errno = 0;
+    *value = strtod(text, &end);
+    return end != text && !*end && !errno && *value >= low && *value <= high && text[0] != ' ';
+}
+
+bool option_parse_choice(const Option *option, const char *text, void *values) {
+    for (const Choice *c = option->choices; c->name; c++) {
+        if (strcmp(c->name, text) == 0) {
+            *(int64_t *)option_field(option, values) = c->value;
+            return true;
+        }
+    }
+    return bench_refuse("--%s: expected %s, got \"%s\"", option->name, option->argument, text);
+}
+
+/* ---- help ---------------------------------------------------------------------------------- */
+
+void option_print_help(const OptionTable *table, FILE *out) {
+    fputs(table->usage, out);
+    for (int i = 0; i < table->count; i++) {
+        const Option *o = &table->options[i];
+        char left[64];
+        snprintf(left, sizeof(left), "--%s%s%s", o->name, o->argument ? " " : "",
+                 o->argument ? o->argument : "");
+        if (o->letter)
+            fprintf(out, "  -%c, %-26s", o->letter, left);
+        else
+            fprintf(out, "      %-26s", left);
+        fprintf(out, "%s%s\n", strlen(left) > 25 ? "\n                                " : "",
+                o->doc);
+    }
+}
+
+/* ---- the command line ---------------------------------------------------------------------- */
+
+enum { FIRST_LONG = 256 };
+
+static const Option *find_option(const OptionTable *table, int key) {
+    if (key >= FIRST_LONG) return &table->options[key - FIRST_LONG];
+    for (int i = 0; i < table->count; i++) {
+        if (table->options[i].letter == key) return &table->options[i];
+    }
+    return NULL;
+}
+
+static void build_getopt_tables(const OptionTable *table, char *letters, struct option *longs) {
+    *letters++ = '+'; /* stop at the first non-option */
+    *letters++ = ':'; /* distinguish a missing argument from an unknown option */
+    for (int i = 0; i < table->count; i++) {
+        const Option *o = &table->options[i];
+        int argument = !o->argument            ? no_argument
+                       : o->argument[0] == '[' ? optional_argument
+                                               : required_argument;
+        longs[i] = (struct option){o->name, argument, NULL, FIRST_LONG + i};
+        if (!o->letter) continue;
+        *letters++ = o->letter;
+        if (o->argument) *letters++ = ':';
+    }
+    *letters = 0;
+    longs[table->count] = (struct option){NULL, 0, NULL, 0};
+}
+
+static bool refuse_option(int key, char **argv, int at) {
+    const char *text = argv[at];
+    if (key == ':') return bench_refuse("%s: expected an argument, got none", text);
+    if (optopt >= FIRST_LONG) return bench_refuse("%s: expected no argument, got one", text);
+    return bench_refuse("%s: expected an option of %s (see --help), got an unknown one", text,
+                        bench_program);
+}
+
+bool option_parse(const OptionTable *table, int argc, char **argv, void *values) {
+    char letters[2 * OPTION_MAX + 3];
+    struct option longs[OPTION_MAX + 1];
+    build_getopt_tables(table, letters, longs);
+    opterr = 0, optind = 1;
+    for (;;) {
+        int at = optind;
+        int key = getopt_long(argc, argv, letters, longs, NULL);
+        if (key == -1) break;
+        if (key == '?' || key == ':') return refuse_option(key, argv, at < argc ? at : argc - 1);
+        const Option *option = find_option(table, key);
+        bool optional = option->argument && option->argument[0] == '[';
+        if (optional && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
+        if (!option->parse(option, optarg, values)) return false;
+    }
+    if (optind < argc)
+        return bench_refuse("%s: expected options alone, got a stray argument", argv[optind]);
+    return true;
+}

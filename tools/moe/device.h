@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef MOE_DEVICE_H
+#define MOE_DEVICE_H
+
+/**
+ * Where the layer computes. Communication is libep's; all arithmetic of the layer is behind this
+ * table of functions. One device per rank. Tensors are in the device's memory, groups in the
+ * host's.
+ */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "ep/ep.h"
+
+/** Slabs of rows: group g has rows first[g] .. first[g] + count[g] - 1. */
+typedef struct Groups {
+    int32_t num;
+    const int32_t *first, *count;
+} Groups;
+
+typedef struct MoeDevice MoeDevice;
+
+struct MoeDevice {
+    const char *name;
+    EpBackend backend; /**< HOST or CUDA */
+    char gemm[256];    /**< what multiplies matrices, for the report */
+    int square;        /**< a size of matrices at which a GEMM runs at full rate */
+    EpStream stream;   /**< of all that runs; NULL on the host */
+    void *state;
+
+    /** Memory of the device, zeroed; NULL with a message on failure. */
+    void *(*alloc)(MoeDevice *d, size_t bytes, const char *what);
+    void (*release)(MoeDevice *d, void *memory);
+    /** Between the host's memory and the device's, complete on return. */
+    bool (*upload)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    bool (*download)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Within the device's memory. */
+    bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
+    /** Wait for all that was queued. */
+    bool (*finish)(MoeDevice *d);
+    void (*destroy)(MoeDevice *d);
+
+    /**
+     * Grouped GEMMs. Sums are in fp32 and rounded once to the type of `c`. On the host, operands
+     * of other types become fp32 first.
+     *
+     * multiply   c[rows, n] = a[rows, k] * b_g[k, n], by groups of rows; `transposed`: b_g is
+     *            [n, k]. The b_g follow one another.
+     * correlate  c_g[m, n] = a[rows, m]^T * b[rows, n], over each group's rows
+     */
+    bool (*multiply)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                     bool transposed, const EpTensor *c);
+    bool (*correlate)(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                      const EpTensor *c);
+
+    /**
+     * Router. `p` [T, E] FP32 holds logits and becomes their softmax. The K largest of each row, in
+     * descending order, go to idx [T, K] INT32 and weights [T, K] FP32; of equal ones the lower
+     * expert first.
+     */
+    bool (*choose)(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
+    /** grad [T, E], of the logits, from that of the weights. */
+    bool (*choose_backward)(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
+                            const EpTensor *grad_weights, const EpTensor *grad);
+    /** out += in, FP32, rounded to the type of `out`. */
+    bool (*add)(MoeDevice *d, const EpTensor *in, const EpTensor *out);
+
+    /**
+     * SwiGLU. z [rows, 2F] is gate and up: a = w * silu(gate) * up. w [rows] FP32 is NULL for 1.
+     * Backward also gives grad_w [rows] FP32 if there is a w.
+     */
+    bool (*activate)(MoeDevice *d, const Groups *groups, const EpTensor *z, const EpTensor *w,
+                     const EpTensor *a);
+    bool (*activate_backward)(MoeDevice *d, const Groups *groups, const EpTensor *z,
+                              const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
+                              const EpTensor *grad_w);
+
+    /** e4m3 with scales by blocks of `rows` x `columns` of the last two dimensions -> FP32. */
+    bool (*dequantise)(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
+                       int64_t columns, const EpTensor *out);
+};
+
+/** `threads` are those of the rank's GEMM. False, with a message. */
+bool moe_host_create(MoeDevice *out, int threads);
+
+/** The rank's GPU is selected. False, with a message. */
+bool moe_cuda_create(MoeDevice *out);
+
+#endif

@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/** The layer's arithmetic on CPUs: grouped GEMMs and memory. The rest is in host_rows.c. */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tools/common/data.h"
+#include "tools/common/util.h"
+#include "tools/moe/blas.h"
+#include "tools/moe/host_rows.h"
+
+/* Scratch for operands that are not fp32. It grows to what the largest GEMM needs. */
+typedef struct Scratch {
+    float *data;
+    int64_t elements;
+} Scratch;
+
+typedef struct HostState {
+    Scratch a, b, c;
+} HostState;
+
+static float *reserve(Scratch *scratch, int64_t elements) {
+    if (scratch->data && elements <= scratch->elements) return scratch->data;
+    free(scratch->data);
+    scratch->data = bench_alloc((size_t)elements, sizeof(float), "operands of a GEMM");
+    scratch->elements = scratch->data ? elements : 0;
+    return scratch->data;
+}
+
+static char *element(const EpTensor *t, int64_t at) {
+    return (char *)t->data + (size_t)at * ep_type_bytes(t->type);
+}
+
+/* Elements at .. at + count - 1 as fp32: in place, or converted. NULL with a message. */
+static const float *load(const EpTensor *t, int64_t at, int64_t count, Scratch *scratch) {
+    if (t->type == EP_TYPE_FP32) return (const float *)(const void *)element(t, at);
+    float *out = reserve(scratch, count);
+    if (out) data_to_float(t->type, element(t, at), out, count);
+    return out;
+}
+
+/* Where a product of fp32 goes before store brings it to its place. */
+static float *target(const EpTensor *t, int64_t at, int64_t count, Scratch *scratch) {
+    if (t->type == EP_TYPE_FP32) return (float *)(void *)element(t, at);
+    return reserve(scratch, count);
+}
+
+static void store(const EpTensor *t, int64_t at, int64_t count, const float *product) {
+    if (t->type != EP_TYPE_FP32) data_from_float(t->type, product, element(t, at), count);
+}
+
+static bool host_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                          bool transposed, const EpTensor *c) {
+    HostState *s = d->state;
+    const int64_t k = a->shape[1], n = c->shape[1];
+    for (int32_t g = 0; g < groups->num; g++) {
+        const int64_t first = groups->first[g], rows = groups->count[g];
+        if (rows == 0) continue;
+        const float *left = load(a, first * k, rows * k, &s->a);
+        const float *right = load(b, g * k * n, k * n, &s->b);
+        float *product = target(c, first * n, rows * n, &s->c);
+        if (!left || !right || !product) return false;
+        blas_multiply(false, transposed, rows, n, k, left, right, product);
+        store(c, first * n, rows * n, product);
+    }
+    return true;
+}
+
+static bool host_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
+                           const EpTensor *c) {
+    HostState *s = d->state;
+    const int64_t m = a->shape[1], n = b->shape[1];
+    for (int32_t g = 0; g < groups->num; g++) {
+        const int64_t first = groups->first[g], rows = groups->count[g];
+        const float *left = load(a, first * m, rows * m, &s->a);
+        const float *right = load(b, first * n, rows * n, &s->b);
+        float *product = target(c, g * m * n, m * n, &s->c);
+        if (!left || !right || !product) return false;
+        blas_multiply(true, false, m, n, rows, left, right, product);
+        store(c, g * m * n, m * n, product);
+    }
+    return true;
+}
+
+static void *host_alloc(MoeDevice *d, size_t bytes, const char *what) {
+    (void)d;
+    return bench_alloc(1, bytes, what);
+}
+
+static void host_release(MoeDevice *d, void *memory) {
+    (void)d;
+    free(memory);
+}
+
+static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
+    (void)d;
+    memcpy(to, from, bytes);
+    return true;
+}
+
+static bool host_finish(MoeDevice *d) {
+    (void)d;
+    return true;
+}
+
+static void host_destroy(MoeDevice *d) {
+    HostState *s = d->state;
+    if (!s) return;
+    free(s->a.data);
+    free(s->b.data);
+    free(s->c.data);
+    free(s);
+    d->state = NULL;
+}
+
+bool moe_host_create(MoeDevice *out, int threads) {
+    *out = (MoeDevice){.name = "host",
+                       .backend = EP_BACKEND_HOST,
+                       .square = 384,
+                       .alloc = host_alloc,
+                       .release = host_release,
+                       .upload = host_copy,
+                       .download = host_copy,
+                       .copy = host_copy,
+                       .finish = host_finish,
+                       .destroy = host_destroy,
+                       .multiply = host_multiply,
+                       .correlate = host_correlate,
+                       .choose = host_choose,
+                       .choose_backward = host_choose_backward,
+                       .add = host_add,
+                       .activate = host_activate,
+                       .activate_backward = host_activate_backward,
+                       .dequantise = host_dequantise};
+    blas_start(threads, out->gemm, sizeof(out->gemm));
+    out->state = bench_alloc(1, sizeof(HostState), "scratch");
+    return out->state != NULL;
+}

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef MOE_HOST_ROWS_H
+#define MOE_HOST_ROWS_H
+
+/** The layer's arithmetic on CPUs, row by row. See MoeDevice. */
+
+#include "tools/moe/device.h"
+
+bool host_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
+bool host_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
+                          const EpTensor *grad_weights, const EpTensor *grad);
+bool host_add(MoeDevice *d, const EpTensor *in, const EpTensor *out);
+bool host_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const EpTensor *w,
+                   const EpTensor *a);
+bool host_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,
+                            const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
+                            const EpTensor *grad_w);
+bool host_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
+                     int64_t columns, const EpTensor *out);
+
+#endif

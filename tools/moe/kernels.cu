@@ -1,0 +1,245 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+
+/**
+ * Plain kernels: a warp for each row where a row is reduced, a thread for each element elsewhere.
+ * Nothing waits for another block, so any number of blocks is right.
+ */
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+
+#include "tools/moe/kernels.h"
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define ALL_LANES 0xffffffffu
+
+/* ---- elements ------------------------------------------------------------------------------ */
+
+static __device__ __forceinline__ float load(const float *p) {
+    return *p;
+}
+static __device__ __forceinline__ float load(const __nv_bfloat16 *p) {
+    return __bfloat162float(*p);
+}
+static __device__ __forceinline__ float load(const __half *p) {
+    return __half2float(*p);
+}
+
+static __device__ __forceinline__ void store(float *p, float x) {
+    *p = x;
+}
+static __device__ __forceinline__ void store(__nv_bfloat16 *p, float x) {
+    *p = __float2bfloat16_rn(x);
+}
+static __device__ __forceinline__ void store(__half *p, float x) {
+    *p = __float2half_rn(x);
+}
+
+static __device__ __forceinline__ float warp_sum(float x) {
+    for (int by = 16; by > 0; by /= 2)
+        x += __shfl_xor_sync(ALL_LANES, x, by);
+    return x;
+}
+
+static __device__ __forceinline__ int64_t warp_row(void) {
+    return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+}
+
+static unsigned blocks_of(int64_t work, int64_t each) {
+    return (unsigned)((work + each - 1) / each);
+}
+
+/* ---- router -------------------------------------------------------------------------------- */
+
+/* The first expert after (value, expert) in descending order of logits, of equal ones in ascending
+ * order of experts; every lane gets it. */
+static __device__ int32_t find_next(const float *row, int32_t experts, float *value,
+                                    int32_t expert) {
+    const float last = *value;
+    float best = -INFINITY;
+    int32_t at = experts;
+    for (int32_t e = (int32_t)threadIdx.x % 32; e < experts; e += 32) {
+        const float x = row[e];
+        const bool after = x < last || (x == last && e > expert);
+        if (after && (x > best || at == experts)) best = x, at = e;
+    }
+    for (int by = 16; by > 0; by /= 2) {
+        const float x = __shfl_xor_sync(ALL_LANES, best, by);
+        const int32_t e = __shfl_xor_sync(ALL_LANES, at, by);
+        if (e < experts && (at == experts || x > best || (x == best && e < at))) best = x, at = e;
+    }
+    *value = best;
+    return at;
+}
+
+static __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ ChooseArgs a) {
+    const int64_t t = warp_row();
+    const int32_t lane = (int32_t)threadIdx.x % 32;
+    if (t >= a.tokens) return;
+    float *row = a.p + t * a.experts;
+    float value = INFINITY, most = 0, sum = 0;
+    int32_t expert = -1, mine = 0;
+    for (int32_t i = 0; i < a.k; i++) {
+        expert = find_next(row, a.experts, &value, expert);
+        if (i == 0) most = value;
+        if (i == lane) mine = expert;
+    }
+    for (int32_t e = lane; e < a.experts; e += 32)
+        sum += expf(row[e] - most);
+    sum = warp_sum(sum);
+    /* Each lane reads its expert's logit before any lane overwrites logits. */
+    const bool valid = lane < a.k && mine < a.experts;
+    const float weight = valid ? expf(row[mine] - most) / sum : 0;
+    __syncwarp();
+    for (int32_t e = lane; e < a.experts; e += 32)
+        row[e] = expf(row[e] - most) / sum;
+    if (lane >= a.k) return;
+    a.idx[t * a.k + lane] = mine;
+    a.weights[t * a.k + lane] = weight;
+}
+
+cudaError_t moe_launch_choose(const ChooseArgs *args, cudaStream_t stream) {
+    if (args->tokens == 0) return cudaSuccess;
+    choose<<<blocks_of(args->tokens, WARPS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    choose_backward(const __grid_constant__ ChooseBackwardArgs a) {
+    const int64_t t = warp_row();
+    const int32_t lane = (int32_t)threadIdx.x % 32;
+    if (t >= a.tokens) return;
+    const float *row = a.p + t * a.experts;
+    float *out = a.grad + t * a.experts, part = 0;
+    const int32_t mine = lane < a.k ? a.idx[t * a.k + lane] : 0;
+    if (lane < a.k) part = row[mine] * a.grad_weights[t * a.k + lane];
+    const float mean = warp_sum(part);
+    for (int32_t e = lane; e < a.experts; e += 32)
+        out[e] = -row[e] * mean;
+    __syncwarp();
+    if (lane < a.k) out[mine] += part;
+}
+
+cudaError_t moe_launch_choose_backward(const ChooseBackwardArgs *args, cudaStream_t stream) {
+    if (args->tokens == 0) return cudaSuccess;
+    choose_backward<<<blocks_of(args->tokens, WARPS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+/* ---- conversion ---------------------------------------------------------------------------- */
+
+static __device__ float load_as(EpType type, const void *p, int64_t i) {
+    if (type == EP_TYPE_BF16) return load((const __nv_bfloat16 *)p + i);
+    if (type == EP_TYPE_FP16) return load((const __half *)p + i);
+    return load((const float *)p + i);
+}
+
+static __device__ void store_as(EpType type, void *p, int64_t i, float x) {
+    if (type == EP_TYPE_BF16)
+        store((__nv_bfloat16 *)p + i, x);
+    else if (type == EP_TYPE_FP16)
+        store((__half *)p + i, x);
+    else
+        store((float *)p + i, x);
+}
+
+static __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ ConvertArgs a) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.count) return;
+    float x = load_as(a.from_type, a.from, i);
+    if (a.add) x += load_as(a.to_type, a.to, i);
+    store_as(a.to_type, a.to, i, x);
+}
+
+cudaError_t moe_launch_convert(const ConvertArgs *args, cudaStream_t stream) {
+    if (args->count == 0) return cudaSuccess;
+    convert<<<blocks_of(args->count, THREADS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+/* ---- activation ---------------------------------------------------------------------------- */
+
+template <typename T>
+static __global__ void __launch_bounds__(THREADS) activate(const __grid_constant__ ActivateArgs a) {
+    const int64_t row = warp_row();
+    if (row >= a.rows) return;
+    const T *gate = (const T *)a.z + row * 2 * a.width, *up = gate + a.width;
+    const float w = a.w ? a.w[row] : 1;
+    T *out = (T *)a.a + row * a.width;
+    for (int64_t i = threadIdx.x % 32; i < a.width; i += 32) {
+        const float x = load(gate + i);
+        store(out + i, w * (x / (1 + expf(-x)) * load(up + i)));
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(THREADS)
+    activate_backward(const __grid_constant__ ActivateArgs a) {
+    const int64_t row = warp_row();
+    if (row >= a.rows) return;
+    const T *gate = (const T *)a.z + row * 2 * a.width, *up = gate + a.width;
+    const T *grad = (const T *)a.grad_a + row * a.width;
+    T *out = (T *)a.grad_z + row * 2 * a.width;
+    const float w = a.w ? a.w[row] : 1;
+    float sum = 0;
+    for (int64_t i = threadIdx.x % 32; i < a.width; i += 32) {
+        const float x = load(gate + i), y = load(up + i), g = load(grad + i);
+        const float s = 1 / (1 + expf(-x)), silu = x * s;
+        sum += g * (silu * y);
+        store(out + i, w * g * y * (s * (1 + x * (1 - s))));
+        store(out + a.width + i, w * g * silu);
+    }
+    sum = warp_sum(sum);
+    if (a.grad_w && threadIdx.x % 32 == 0) a.grad_w[row] = sum;
+}
+
+cudaError_t moe_launch_activate(EpType type, const ActivateArgs *args, cudaStream_t stream) {
+    if (args->rows == 0) return cudaSuccess;
+    auto kernel = type == EP_TYPE_BF16   ? activate<__nv_bfloat16>
+                  : type == EP_TYPE_FP16 ? activate<__half>
+                                         : activate<float>;
+    kernel<<<blocks_of(args->rows, WARPS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+cudaError_t moe_launch_activate_backward(EpType type, const ActivateArgs *args,
+                                         cudaStream_t stream) {
+    if (args->rows == 0) return cudaSuccess;
+    auto kernel = type == EP_TYPE_BF16   ? activate_backward<__nv_bfloat16>
+                  : type == EP_TYPE_FP16 ? activate_backward<__half>
+                                         : activate_backward<float>;
+    kernel<<<blocks_of(args->rows, WARPS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}
+
+/* ---- e4m3 ---------------------------------------------------------------------------------- */
+
+/* 4 bits of exponent with bias 7, 3 of mantissa; 0x7f is NaN. The product moves the exponent to
+ * fp32's bias, and makes numbers below 2^-6 normal. */
+static __device__ float value_of(uint8_t code) {
+    const uint32_t magnitude = code & 0x7f;
+    const float value = magnitude == 0x7f ? NAN : __uint_as_float(magnitude << 20) * 0x1p120f;
+    return code & 0x80 ? -value : value;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    dequantise(const __grid_constant__ DequantiseArgs a) {
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.count) return;
+    const int64_t line = i / a.width, matrix = line / a.height;
+    const int64_t at = matrix * a.scales_per_matrix +
+                       line % a.height / a.block_rows * a.scales_per_row +
+                       i % a.width / a.block_columns;
+    const float scale = a.bytes ? exp2f((float)((const uint8_t *)a.scales)[at] - 127)
+                                : ((const float *)a.scales)[at];
+    a.out[i] = value_of(a.q[i]) * scale;
+}
+
+cudaError_t moe_launch_dequantise(const DequantiseArgs *args, cudaStream_t stream) {
+    if (args->count == 0) return cudaSuccess;
+    dequantise<<<blocks_of(args->count, THREADS), THREADS, 0, stream>>>(*args);
+    return cudaGetLastError();
+}

@@ -1,0 +1,220 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/moe/layer.h"
+
+#include <stdlib.h>
+
+#include "tools/common/data.h"
+#include "tools/common/gpu.h"
+#include "tools/common/util.h"
+#include "tools/moe/fault.h"
+#include "tools/moe/phases.h"
+
+/* ---- tensors ------------------------------------------------------------------------------- */
+
+int64_t tensor_elements(const EpTensor *tensor) {
+    int64_t count = 1;
+    for (int d = 0; d < tensor->ndim; d++)
+        count *= tensor->shape[d];
+    return count;
+}
+
+int64_t tensor_bytes(const EpTensor *tensor) {
+    return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
+}
+
+bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
+    tensor->data = layer->device.alloc(&layer->device, (size_t)tensor_bytes(tensor), what);
+    return tensor->data != NULL;
+}
+
+bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents) {
+    return layer->device.upload(&layer->device, tensor->data, contents,
+                                (size_t)tensor_bytes(tensor));
+}
+
+static bool make(Layer *layer, TensorId id, EpType type, int64_t rows, int64_t columns) {
+    layer->tensors[id] =
+        columns ? ep_tensor_2d(NULL, type, rows, columns) : ep_tensor_1d(NULL, type, rows);
+    return tensor_alloc(layer, &layer->tensors[id], "the layer's tensors");
+}
+
+static bool make_token_tensors(Layer *layer) {
+    const MoeOptions *o = layer->options;
+    const EpType type = (EpType)o->type;
+    const int64_t t = layer->tokens;
+    return make(layer, T_TOKENS, type, t, o->hidden) &&
+           make(layer, T_GRAD_OUT, type, t, o->hidden) && make(layer, T_OUT, type, t, o->hidden) &&
+           make(layer, T_GRAD_TOKENS, type, t, o->hidden) &&
+           make(layer, T_ROUTED, EP_TYPE_FP32, t, o->hidden) &&
+           make(layer, T_PROBS, EP_TYPE_FP32, t, o->experts) &&
+           make(layer, T_GRAD_LOGITS, EP_TYPE_FP32, t, o->experts) &&
+           make(layer, T_INDEX, EP_TYPE_INT32, t, o->top_k) &&
+           make(layer, T_TOPK, EP_TYPE_FP32, t, o->top_k) &&
+           make(layer, T_GRAD_TOPK, EP_TYPE_FP32, t, o->top_k);
+}
+
+static bool make_slot_tensors(Layer *layer) {
+    const MoeOptions *o = layer->options;
+    const EpType type = (EpType)o->type;
+    const int64_t rows = layer->rows;
+    return make(layer, T_RECEIVED, type, rows, o->hidden) &&
+           make(layer, T_SLOT_WEIGHTS, EP_TYPE_FP32, rows, 0) &&
+           make(layer, T_Z, type, rows, 2 * o->ffn) && make(layer, T_A, type, rows, o->ffn) &&
+           make(layer, T_Y, type, rows, o->hidden) &&
+           make(layer, T_GRAD_Y, type, rows, o->hidden) &&
+           make(layer, T_GRAD_A, type, rows, o->ffn) &&
+           make(layer, T_GRAD_Z, type, rows, 2 * o->ffn) &&
+           make(layer, T_GRAD_RECEIVED, type, rows, o->hidden) &&
+           make(layer, T_GRAD_SLOTS, EP_TYPE_FP32, rows, 0);
+}
+
+static bool fill_tokens(Layer *layer, TensorId tensor, InputId input) {
+    const int64_t hidden = layer->options->hidden;
+    const EpTensor *t = &layer->tensors[tensor];
+    const size_t row_bytes = (size_t)hidden * ep_type_bytes(t->type);
+    float *row = bench_alloc((size_t)hidden, sizeof(float), "a row");
+    char *contents = bench_alloc((size_t)layer->tokens, row_bytes, "tokens");
+    for (int64_t i = 0; row && contents && i < layer->tokens; i++) {
+        moe_input(layer->options, input, moe_token_at(layer->world->rank, i) * hidden, hidden, row);
+        data_from_float(t->type, row, contents + (size_t)i * row_bytes, hidden);
+    }
+    bool ok = row && contents && tensor_fill(layer, t, contents);
+    free(contents);
+    free(row);
+    return ok;
+}
+
+/* ---- the EP group -------------------------------------------------------------------------- */
+
+static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.num_experts = (int32_t)o->experts;
+    config.max_tokens = o->tokens > 0 ? (int32_t)o->tokens : 1;
+    config.max_top_k = (int32_t)o->top_k;
+    config.max_row_bytes = o->hidden * (int64_t)ep_type_bytes((EpType)o->type);
+    config.alignment = (int32_t)o->alignment;
+    config.backend = backend;
+    return config;
+}
+
+static bool create_group(Layer *layer) {
+    World *world = layer->world;
+    EpGroupConfig config = group_config(layer->options, layer->device.backend);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    layer->ep = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    bool ok = bench_ok(
+        ep_bootstrap_mesh(&world->boot, &layer->mesh.mesh, &layer->mesh.expert, &layer->ep),
+        "ep_bootstrap_mesh");
+    if (!world_all(world, ok)) return false;
+    ok = bench_ok(ep_group_create(&layer->ep, &config, &layer->group), "ep_group_create") &&
+         bench_ok(ep_group_query(layer->group, &info), "ep_group_query") &&
+         bench_ok(ep_handle_create(layer->group, NULL, &layer->handle), "ep_handle_create");
+    layer->num_local = info.num_local_experts;
+    return world_all(world, ok);
+}
+
+/* With exact sizing a GPU's dispatch would wait for the host in each step. So there the handle gets
+ * a capacity: what the rank that receives most needs. */
+static bool set_capacity(Layer *layer) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    const int64_t alignment = layer->options->alignment;
+    int64_t rows = layer->rows;
+    if (layer->device.backend == EP_BACKEND_HOST) return true;
+    if (!world_max(layer->world, &rows, 1)) return false;
+    rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
+    layer->rows = config.max_recv_rows = rows;
+    ep_handle_destroy(layer->handle);
+    layer->handle = NULL;
+    bool ok = bench_ok(ep_handle_create(layer->group, &config, &layer->handle), "ep_handle_create");
+    return world_all(layer->world, ok) &&
+           world_all(layer->world, moe_phase_run(layer, MOE_PREPARE));
+}
+
+/* The router's choice is the same in each step, so the rows that one prepare finds are enough. */
+static bool find_rows(Layer *layer) {
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    const size_t local = (size_t)layer->num_local;
+    layer->first = bench_alloc(local, sizeof(int32_t), "slabs");
+    layer->count = bench_alloc(local, sizeof(int32_t), "slabs");
+    if (!world_all(layer->world, layer->first && layer->count)) return false;
+    bool ok = moe_phase_run(layer, MOE_ROUTER) && moe_phase_run(layer, MOE_PREPARE) &&
+              layer->device.finish(&layer->device) &&
+              bench_ok(ep_handle_info(layer->handle, &info), "ep_handle_info");
+    if (!world_all(layer->world, ok)) return false;
+    layer->rows = info.recv_rows;
+    for (int32_t i = 0; i < layer->num_local; i++) {
+        layer->first[i] = info.expert_offsets[i];
+        layer->count[i] = info.expert_counts[i];
+        layer->slots += info.expert_counts[i];
+    }
+    layer->experts = (Groups){layer->num_local, layer->first, layer->count};
+    return set_capacity(layer);
+}
+
+/* ---- the layer ----------------------------------------------------------------------------- */
+
+/* The library says why GPUs cannot serve, if they cannot. */
+static bool create_cuda(Layer *layer) {
+    EpGroupConfig config = group_config(layer->options, EP_BACKEND_CUDA);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    if (!gpu_built()) return moe_cuda_create(&layer->device);
+    if (ep_group_memory(&config, layer->mesh.ep_size, &memory) != EP_OK)
+        return bench_refuse("--backend cuda: %s", ep_last_error());
+    if (!memory.feasible) return bench_refuse("--backend cuda: %s", memory.reason);
+    return moe_cuda_create(&layer->device);
+}
+
+/* Collective, since ranks of a node divide its GPUs. */
+static bool create_device(Layer *layer) {
+    const MoeOptions *o = layer->options;
+    const bool cuda = o->backend == EP_BACKEND_CUDA;
+    if (cuda && !gpu_select(layer->world)) return false;
+    return world_all(layer->world, cuda ? create_cuda(layer)
+                                        : moe_host_create(&layer->device, (int)o->gemm_threads));
+}
+
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
+    *out = (Layer){.world = world, .options = options, .mesh = *mesh};
+    out->fault = moe_fault_phase();
+    out->tokens = moe_tokens_of(options, world->size, world->rank);
+    out->all[1] = (int32_t)out->tokens;
+    out->all_tokens = (Groups){1, &out->all[0], &out->all[1]};
+    if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
+    bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
+              fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
+    ok = world_all(world, ok) && find_rows(out);
+    return world_all(world, ok && make_slot_tensors(out));
+}
+
+static void release(Layer *layer, EpTensor *tensor) {
+    if (tensor->data) layer->device.release(&layer->device, tensor->data);
+    tensor->data = NULL;
+}
+
+static void release_gathered(Layer *layer, Gathered *g) {
+    if (g->scales.data) release(layer, &g->values);
+    release(layer, &g->full);
+    release(layer, &g->scales);
+    release(layer, &g->workspace);
+}
+
+void layer_destroy(Layer *layer) {
+    ep_mesh_comm_destroy(layer->comm);
+    ep_handle_destroy(layer->handle);
+    ep_group_destroy(layer->group);
+    ep_bootstrap_destroy(&layer->ep);
+    for (int i = 0; i < NUM_WEIGHTS; i++) {
+        Weight *w = &layer->weights[i];
+        release(layer, &w->shard);
+        release(layer, &w->grad);
+        release(layer, &w->grad_shard);
+        release(layer, &w->reduce_workspace);
+        release_gathered(layer, &w->forward);
+        release_gathered(layer, &w->backward);
+    }
+    for (int i = 0; i < NUM_TENSORS; i++)
+        release(layer, &layer->tensors[i]);
+    free(layer->first);
+    free(layer->count);
+    if (layer->device.destroy) layer->device.destroy(&layer->device);
+}

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef MOE_LAYER_H
+#define MOE_LAYER_H
+
+/**
+ * One MoE layer on one rank: connections, weights, tensors.
+ *
+ * Letters: T tokens of this rank, H hidden, E experts, L experts of this rank, K per token, F
+ * between an expert's matrices, `rows` slots received, padding included.
+ */
+
+#include "tools/common/world.h"
+#include "tools/moe/device.h"
+#include "tools/moe/inputs.h"
+#include "tools/moe/mesh.h"
+
+/** A weight as it is gathered for one direction, and as the GEMM takes it. */
+typedef struct Gathered {
+    EpWeightForm form;
+    EpWeightSizes sizes;
+    EpTensor full, scales; /**< what ep_weight_gather writes */
+    EpTensor workspace;
+    EpTensor values;                   /**< for the GEMM: `full`, or FP32 where it is dequantised */
+    int64_t block_rows, block_columns; /**< that share a scale */
+} Gathered;
+
+typedef struct Weight {
+    EpWeight *weight;
+    EpSharding sharding;
+    EpTensor shard, grad, grad_shard, reduce_workspace;
+    Gathered forward;
+    Gathered backward; /**< only where `twice` */
+    bool twice;        /**< each direction has a form of its own */
+    bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
+} Weight;
+
+/** The tensors; all of the layer's own. */
+typedef enum TensorId {
+    T_TOKENS,        /**< [T, H] */
+    T_GRAD_OUT,      /**< [T, H] */
+    T_OUT,           /**< [T, H] */
+    T_GRAD_TOKENS,   /**< [T, H] */
+    T_ROUTED,        /**< [T, H] FP32, the router's part of grad_tokens */
+    T_PROBS,         /**< [T, E] FP32, first the logits */
+    T_GRAD_LOGITS,   /**< [T, E] FP32 */
+    T_INDEX,         /**< [T, K] INT32 */
+    T_TOPK,          /**< [T, K] FP32, weights */
+    T_GRAD_TOPK,     /**< [T, K] FP32 */
+    T_RECEIVED,      /**< [rows, H] */
+    T_SLOT_WEIGHTS,  /**< [rows] FP32 */
+    T_Z,             /**< [rows, 2F], gate and up */
+    T_A,             /**< [rows, F], activation */
+    T_Y,             /**< [rows, H], the experts' outputs */
+    T_GRAD_Y,        /**< [rows, H] */
+    T_GRAD_A,        /**< [rows, F] */
+    T_GRAD_Z,        /**< [rows, 2F] */
+    T_GRAD_RECEIVED, /**< [rows, H] */
+    T_GRAD_SLOTS,    /**< [rows] FP32, of the slots' weights */
+    NUM_TENSORS
+} TensorId;
+
+typedef struct Layer {
+    World *world;
+    const MoeOptions *options;
+    MoeMesh mesh;
+    int64_t tokens, rows;
+    int64_t slots;     /**< rows without padding */
+    int32_t num_local; /**< L */
+    EpBootstrap ep;    /**< of the EP group */
+    EpGroup *group;
+    EpHandle *handle;
+    EpMeshComm *comm;
+    Weight weights[NUM_WEIGHTS];
+    EpTensor tensors[NUM_TENSORS];
+    int32_t *first, *count; /**< of each local expert's slab */
+    Groups experts;         /**< these slabs */
+    int32_t all[2];         /**< 0 and T */
+    Groups all_tokens;      /**< one slab of all tokens */
+    MoeDevice device;
+    int fault; /**< the MoePhase whose output is damaged, for tests; negative: none */
+} Layer;
+
+/** Collective. False on every rank, with a message, if any rank fails. */
+bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out);
+void layer_destroy(Layer *layer);
+
+/** Collective: create the mesh's communicators and the weights, with their shards' contents. */
+bool weights_create(Layer *layer);
+
+/** Memory of the device for a tensor that describes its shape; false with a message. */
+bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
+/** Bring a tensor's contents from the host's memory. */
+bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
+int64_t tensor_elements(const EpTensor *tensor);
+int64_t tensor_bytes(const EpTensor *tensor);
+
+/** The numbers of ranks that add a weight's gradient. */
+int moe_reduce_ranks(const Layer *layer, WeightId id);
+
+#endif

@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tools/moe/measure.h"
+
+#include <string.h>
+
+#include "tools/common/util.h"
+
+enum { WHOLE_STEP = NUM_MOE_PHASES, NUM_TIMED };
+
+static bool run(void *context, int which) {
+    Layer *layer = context;
+    bool ok = which == WHOLE_STEP ? moe_step_run(layer) : moe_phase_run(layer, (MoePhase)which);
+    return ok && layer->device.finish(&layer->device);
+}
+
+/* An iteration is each phase alone and then a whole step, so that both see the same machine. */
+static bool time_phases(Layer *layer, MoeResult *out) {
+    const MoeOptions *o = layer->options;
+    Quantiles times[NUM_TIMED];
+    if (!time_calls(layer->world, o->warmup, o->iterations, run, layer, NUM_TIMED, times))
+        return false;
+    for (int p = 0; p < NUM_MOE_PHASES; p++)
+        out->phases[p].time = times[p];
+    out->step = times[WHOLE_STEP];
+    return true;
+}
+
+/* Work of the rank that has most. */
+static bool count_work(Layer *layer, MoeResult *out) {
+    int64_t most[2 * NUM_MOE_PHASES];
+    for (int p = 0; p < NUM_MOE_PHASES; p++) {
+        const MoeWork work = moe_phase_work(layer, (MoePhase)p);
+        most[2 * p] = work.flops, most[2 * p + 1] = work.bytes;
+        out->phases[p].exists = moe_phase_exists(layer, (MoePhase)p);
+        out->phases[p].floor_us = -1;
+    }
+    if (!world_max(layer->world, most, 2 * NUM_MOE_PHASES)) return false;
+    for (int p = 0; p < NUM_MOE_PHASES; p++)
+        out->phases[p].flops = most[2 * p], out->phases[p].bytes = most[2 * p + 1];
+    return true;
+}
+
+static bool count_facts(Layer *layer, MoeResult *out) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    if (!world_all(layer->world, bench_ok(ep_group_query(layer->group, &info), "ep_group_query")))
+        return false;
+    int64_t most[] = {layer->tokens, layer->slots, info.library_bytes};
+    int64_t least[] = {layer->tokens, layer->slots};
+    if (!world_max(layer->world, most, 3) || !world_min(layer->world, least, 2)) return false;
+    out->tokens_max = most[0], out->slots_max = most[1], out->library_bytes = most[2];
+    out->tokens_min = least[0], out->slots_min = least[1];
+    return true;
+}
+
+/* Rank 0 has compared. The others learn how much was wrong, for their exit status. */
+static bool share_checks(Layer *layer, const MoeCheck *check, MoeResult *out) {
+    out->checked = true;
+    out->wrong = check_wrong(check);
+    memcpy(out->checks, check->results, sizeof(out->checks));
+    memcpy(out->first_wrong, check->first, sizeof(out->first_wrong));
+    return world_broadcast(layer->world, &out->wrong, sizeof(out->wrong));
+}
+
+static bool measure(Layer *layer, MoeCheck *check, MoeResult *out) {
+    const bool checks = layer->options->check;
+    return count_work(layer, out) && count_facts(layer, out) &&
+           (!checks || (check_open(layer, check) && check_step(check))) &&
+           time_phases(layer, out) && (!checks || check_step(check)) &&
+           (!layer->options->floor || moe_measure_floor(layer, out)) &&
+           (!checks || share_checks(layer, check, out));
+}
+
+bool moe_measure(Layer *layer, MoeResult *out) {
+    MoeCheck check = {.layer = NULL};
+    *out = (MoeResult){.floor_us = -1};
+    bool ok = measure(layer, &check, out);
+    check_close(&check);
+    return ok;
+}
+
+int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase) {
+    int64_t wrong = -1;
+    for (int i = 0; result->checked && i < NUM_CHECKS; i++) {
+        if (result->checks[i].phase == phase)
+            wrong = (wrong < 0 ? 0 : wrong) + result->checks[i].wrong;
+    }
+    return wrong;
+}

@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef MOE_MEASURE_H
+#define MOE_MEASURE_H
+
+/** The results of a run, and what measures and reports them. */
+
+#include "tools/common/machine.h"
+#include "tools/common/time.h"
+#include "tools/moe/check.h"
+#include "tools/moe/layer.h"
+#include "tools/moe/phases.h"
+
+typedef struct PhaseResult {
+    bool exists;
+    Quantiles time;       /**< the slowest rank's */
+    int64_t flops, bytes; /**< of the rank that has most */
+    double floor_us;      /**< negative: not measured */
+} PhaseResult;
+
+typedef struct MoeResult {
+    PhaseResult phases[NUM_MOE_PHASES];
+    Quantiles step;
+    double floor_us;                /**< of the step: the sum of the phases'; negative: none */
+    double gemm_flops;              /**< per second and rank, of a plain GEMM; 0: not measured */
+    int gemm_size;                  /**< of that GEMM's matrices */
+    int64_t tokens_min, tokens_max; /**< per rank */
+    int64_t slots_min, slots_max;   /**< received, without padding */
+    int64_t library_bytes;          /**< of the EP group, the largest rank's */
+    bool checked;
+    CheckResult checks[NUM_CHECKS];
+    int64_t wrong;
+    char first_wrong[256];
+} MoeResult;
+
+/** What the head of the report describes. */
+typedef struct MoeReport {
+    const MoeOptions *options;
+    const World *world;
+    const Layer *layer;
+    Machine machine;
+} MoeReport;
+
+/** Collective: check the layer, time it, check it again. */
+bool moe_measure(Layer *layer, MoeResult *out);
+
+/** Collective: floor_us of each phase whose work is known. */
+bool moe_measure_floor(Layer *layer, MoeResult *out);
+
+/** The elements found wrong in what a phase writes; negative: it is not checked. */
+int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase);
+
+/** The text report on stdout, in the manner of ep_bench's. */
+void moe_report_header(const MoeReport *report);
+void moe_report_result(const MoeReport *report, const MoeResult *result);
+
+/** Write the results as JSON. False, with a message. */
+bool moe_json_write(const MoeReport *report, const MoeResult *result, const char *path);
+
+#endif

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef MOE_OPTIONS_H
+#define MOE_OPTIONS_H
+
+/** The command line of ep_moe. */
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "ep/ep_weight.h"
+
+/** Where the weights of a token's experts are applied. */
+typedef enum WeightsAt { WEIGHTS_EARLY = 1, WEIGHTS_LATE = 2 } WeightsAt;
+
+typedef struct MoeOptions {
+    const char *mesh; /**< NULL: chosen from the number of ranks */
+    const char *spec; /**< of w1 and w2; NULL: chosen from the mesh */
+    int64_t tokens;   /**< per rank */
+    bool uneven;
+    int64_t idle; /**< the last ranks that bring no tokens */
+    int64_t hidden, ffn, top_k;
+    int64_t experts;    /**< 0: chosen from the number of ranks */
+    int64_t type;       /**< EpType of tokens and weights */
+    int64_t weights_at; /**< WeightsAt */
+    int64_t quant;      /**< EpQuant of gathered weights */
+    int64_t blocks;     /**< EpBlocks of gathered weights; 0 until defaults are filled in */
+    int64_t alignment;
+    int64_t backend;
+    int64_t iterations, warmup;
+    int64_t check, floor;
+    int64_t seed;
+    int64_t gemm_threads; /**< 0: the machine's cores, divided by its ranks */
+    int64_t threads;
+    const char *json_path;
+    bool help, version;
+} MoeOptions;
+
+/** Apply the defaults, then the command line. False, with a message, if it is invalid. */
+bool moe_options_parse(MoeOptions *options, int argc, char **argv);
+
+/** Fill in what depends on the ranks, and check it. False, with a message. */
+bool moe_options_complete(MoeOptions *options, int ranks, int64_t cores);
+
+/** Names of values as the command line spells them. */
+const char *moe_weights_name(int64_t weights_at);
+const char *moe_blocks_name(int64_t blocks);
+
+void moe_options_print_help(FILE *out);
+
+#endif

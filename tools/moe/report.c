@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <stdio.h>
+
+#include "tools/common/option.h"
+#include "tools/moe/measure.h"
+
+/* ---- the head ------------------------------------------------------------------------------ */
+
+static void report_mesh(const MoeReport *report) {
+    const MoeMesh *mesh = &report->layer->mesh;
+    printf("# mesh:    %s: %d ranks (%s), EP groups of %d; w1 and w2 %s, router _,_\n", mesh->text,
+           report->world->size, report->world->threads ? "threads" : "MPI", mesh->ep_size,
+           mesh->spec_text);
+}
+
+static void report_config(const MoeOptions *o) {
+    printf("# config:  hidden %lld, ffn %lld, top-%lld of %lld experts, %s, %s tokens, seed %lld\n",
+           (long long)o->hidden, (long long)o->ffn, (long long)o->top_k, (long long)o->experts,
+           option_choice_name(option_types, o->type), o->uneven ? "uneven" : "even",
+           (long long)o->seed);
+    printf("#          weights %s, alignment %lld", moe_weights_name(o->weights_at),
+           (long long)o->alignment);
+    if (o->quant == EP_QUANT_NONE)
+        printf(", gathered as they are\n");
+    else
+        printf(", gathered as %s in %s, dequantised before the GEMMs\n",
+               option_choice_name(option_quants, o->quant), moe_blocks_name(o->blocks));
+}
+
+void moe_report_header(const MoeReport *report) {
+    const int version = ep_version();
+    printf("# ep_moe: libep %d.%d.%d: one MoE layer, forward and backward\n", version / 10000,
+           version / 100 % 100, version % 100);
+    printf("# machine: %s, %s, %ld cores, %s\n", report->machine.hostname, report->machine.cpu,
+           report->machine.cores, report->machine.date);
+    report_mesh(report);
+    report_config(report->options);
+    printf("# backend: %s; GEMM: %s\n", report->layer->device.name, report->layer->device.gemm);
+    printf("# timing:  %lld iterations after %lld, slowest rank of each\n",
+           (long long)report->options->iterations, (long long)report->options->warmup);
+    printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
+    printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
+    printf("#%-20s %11s %11s %13s %13s %11s %7s %7s\n", "phase", "median_us", "p99_us", "bytes",
+           "Mflop", "floor_us", "ratio", "#wrong");
+    fflush(stdout);
+}
+
+/* ---- the table ----------------------------------------------------------------------------- */
+
+static void report_number(double value, int width, int digits) {
+    if (value > 0)
+        printf(" %*.*f", width, digits, value);
+    else
+        printf(" %*s", width, "-");
+}
+
+static void report_line(const char *name, Quantiles time, int64_t bytes, int64_t flops,
+                        double floor_us, int64_t wrong) {
+    printf(" %-20s %11.1f %11.1f", name, time.median_us, time.p99_us);
+    report_number((double)bytes, 13, 0);
+    report_number((double)flops * 1e-6, 13, 3);
+    report_number(floor_us, 11, 1);
+    report_number(floor_us > 0 ? time.median_us / floor_us : -1, 7, 2);
+    if (wrong >= 0)
+        printf(" %7lld\n", (long long)wrong);
+    else
+        printf(" %7s\n", "-");
+}
+
+static void report_table(const MoeResult *r) {
+    int64_t bytes = 0, flops = 0;
+    double sum = 0;
+    for (int p = 0; p < NUM_MOE_PHASES; p++) {
+        const PhaseResult *phase = &r->phases[p];
+        if (!phase->exists) continue;
+        report_line(moe_phase_name((MoePhase)p), phase->time, phase->bytes, phase->flops,
+                    phase->floor_us, moe_phase_wrong(r, (MoePhase)p));
+        bytes += phase->bytes, flops += phase->flops;
+        sum += phase->time.median_us;
+    }
+    report_line("step", r->step, bytes, flops, r->floor_us, r->checked ? r->wrong : -1);
+    printf("# step: all phases without barriers between them; their medians add up to %.1f us\n",
+           sum);
+}
+
+static void report_facts(const MoeResult *r) {
+    printf("# tokens per rank %lld to %lld, slots received %lld to %lld, EP group's memory %lld "
+           "bytes\n",
+           (long long)r->tokens_min, (long long)r->tokens_max, (long long)r->slots_min,
+           (long long)r->slots_max, (long long)r->library_bytes);
+    if (r->gemm_flops > 0)
+        printf("# plain GEMM: %.2f Gflop/s per rank, %d x %d x %d, all ranks at once\n",
+               r->gemm_flops * 1e-9, r->gemm_size, r->gemm_size, r->gemm_size);
+}
+
+static void report_checks(const MoeResult *r) {
+    if (!r->checked) {
+        printf("#wrong - (not checked)\n");
+        return;
+    }
+    printf("# check: against a dense layer in double precision, errors relative to the largest "
+           "element\n");
+    for (int i = 0; i < NUM_CHECKS; i++) {
+        const CheckResult *c = &r->checks[i];
+        printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
+               c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
+    }
+    if (r->first_wrong[0]) printf("# wrong: %s\n", r->first_wrong);
+    printf("#wrong %lld\n", (long long)r->wrong);
+}
+
+void moe_report_result(const MoeReport *report, const MoeResult *result) {
+    (void)report;
+    report_table(result);
+    report_facts(result);
+    report_checks(result);
+    fflush(stdout);
+}

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+
+#include "tools/common/data.h"
+#include "tools/common/util.h"
+#include "tools/moe/layer.h"
+
+/* ---- contents of a shard ------------------------------------------------------------------- */
+
+/* The shard's rows along the last dimension, one after the other. */
+static bool make_shard(const Layer *layer, WeightId id, char *out) {
+    const EpWeightConfig *config = &layer->mesh.weights[id];
+    const int last = config->spec.ndim - 1;
+    int64_t begin[3] = {0}, local[3] = {1, 1, 1};
+    if (!bench_ok(ep_spec_shard(&layer->mesh.mesh, &config->spec, config->name, config->shape,
+                                layer->world->rank, begin, local),
+                  "ep_spec_shard"))
+        return false;
+    const int64_t rows = last == 2 ? local[1] : 1, width = local[last];
+    const size_t row_bytes = (size_t)width * ep_type_bytes(config->type);
+    float *row = bench_alloc((size_t)width, sizeof(float), "a weight's row");
+    for (int64_t i = 0; row && i < local[0] * rows; i++) {
+        int64_t at = begin[0] + i / rows;
+        if (last == 2) at = at * config->shape[1] + begin[1] + i % rows;
+        moe_input(layer->options, id, at * config->shape[last] + begin[last], width, row);
+        data_from_float(config->type, row, out + (size_t)i * row_bytes, width);
+    }
+    free(row);
+    return row != NULL;
+}
+
+static bool fill_shard(Layer *layer, WeightId id) {
+    const EpTensor *shard = &layer->weights[id].shard;
+    char *contents = bench_alloc(1, (size_t)tensor_bytes(shard), "a shard's contents");
+    bool ok = contents && make_shard(layer, id, contents) && tensor_fill(layer, shard, contents);
+    free(contents);
+    return ok;
+}
+
+/* ---- tensors ------------------------------------------------------------------------------- */
+
+static EpTensor tensor_of(EpType type, int ndim, const int64_t *shape) {
+    EpTensor t = ep_tensor_3d(NULL, type, 1, 1, 1);
+    t.ndim = ndim;
+    for (int d = 0; d < ndim; d++)
+        t.shape[d] = shape[d];
+    return t;
+}
+
+static EpTensor workspace_of(int64_t bytes) {
+    return ep_tensor_1d(NULL, EP_TYPE_UINT8, bytes);
+}
+
+/* Elements that share a scale, in the form's own orientation. */
+static void describe_blocks(Gathered *g) {
+    const bool tiles = g->form.blocks == EP_BLOCKS_TILES;
+    g->block_columns = g->form.quant == EP_QUANT_MXFP8 ? 32 : 128;
+    g->block_rows = tiles ? 128 : 1;
+}
+
+static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
+    const Weight *w = &layer->weights[id];
+    g->sizes = (EpWeightSizes)EP_WEIGHT_SIZES_INIT;
+    if (!bench_ok(ep_weight_sizes(w->weight, &g->form, &g->sizes), "ep_weight_sizes")) return false;
+    if (w->whole) g->values = w->shard;
+    if (w->whole) return true;
+    g->full = tensor_of(g->sizes.type, g->sizes.ndim, g->sizes.shape);
+    g->scales = tensor_of(g->sizes.scale_type, g->sizes.ndim, g->sizes.scale_shape);
+    g->workspace = workspace_of(g->sizes.gather_workspace);
+    if (!tensor_alloc(layer, &g->full, "a gathered weight") ||
+        !tensor_alloc(layer, &g->workspace, "a workspace"))
+        return false;
+    g->values = g->full;
+    if (g->form.quant == EP_QUANT_NONE) return true;
+    describe_blocks(g);
+    g->values.type = EP_TYPE_FP32;
+    return tensor_alloc(layer, &g->scales, "scales") &&
+           tensor_alloc(layer, &g->values, "a dequantised weight");
+}
+
+/* Blocks of a row lie along the dimension that the product sums over: [E, out, in] forward. Tiles
+ * have the same bytes in both orientations, so one gather serves both. */
+static void choose_forms(const MoeOptions *o, WeightId id, Weight *w) {
+    w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
+    if (id == WEIGHT_ROUTER || o->quant == EP_QUANT_NONE) return;
+    w->forward.form.quant = (EpQuant)o->quant;
+    w->forward.form.blocks = (EpBlocks)o->blocks;
+    w->backward.form = w->forward.form;
+    w->twice = o->blocks == EP_BLOCKS_ROWS;
+    w->forward.form.transposed = w->twice;
+}
+
+static bool create_weight(Layer *layer, WeightId id) {
+    Weight *w = &layer->weights[id];
+    const EpWeightConfig *config = &layer->mesh.weights[id];
+    EpSharding *s = &w->sharding;
+    *s = (EpSharding)EP_SHARDING_INIT;
+    if (!bench_ok(ep_weight_create(layer->comm, config, &w->weight), "ep_weight_create") ||
+        !bench_ok(ep_weight_sharding(w->weight, s), "ep_weight_sharding"))
+        return false;
+    choose_forms(layer->options, id, w);
+    w->whole = s->scattered.num == 0 && w->forward.form.quant == EP_QUANT_NONE;
+    w->shard = tensor_of(config->type, s->ndim, s->stored);
+    w->grad = tensor_of(config->grad_type, s->ndim, s->used);
+    w->grad_shard = tensor_of(config->reduced_type, s->ndim, s->stored);
+    if (!tensor_alloc(layer, &w->shard, "a weight's shard") ||
+        !tensor_alloc(layer, &w->grad, "a weight's gradient") ||
+        !tensor_alloc(layer, &w->grad_shard, "a shard's gradient") ||
+        !create_gathered(layer, id, &w->forward) ||
+        (w->twice && !create_gathered(layer, id, &w->backward)))
+        return false;
+    w->reduce_workspace = workspace_of(w->forward.sizes.reduce_workspace);
+    return tensor_alloc(layer, &w->reduce_workspace, "a workspace") && fill_shard(layer, id);
+}
+
+bool weights_create(Layer *layer) {
+    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
+    config.backend = layer->device.backend;
+    if (!world_all(layer->world,
+                   bench_ok(ep_mesh_comm_create(&layer->world->boot, &layer->mesh.mesh, &config,
+                                                &layer->comm),
+                            "ep_mesh_comm_create")))
+        return false;
+    for (int i = 0; i < NUM_WEIGHTS; i++)
+        if (!world_all(layer->world, create_weight(layer, (WeightId)i))) return false;
+    return true;
+}
+
+int moe_reduce_ranks(const Layer *layer, WeightId id) {
+    const EpSharding *s = &layer->weights[id].sharding;
+    int32_t scattered = 1, summed = 1;
+    ep_mesh_group(&layer->mesh.mesh, &s->scattered, layer->world->rank, &scattered, NULL, NULL);
+    ep_mesh_group(&layer->mesh.mesh, &s->summed, layer->world->rank, &summed, NULL, NULL);
+    return scattered * summed;
+}
