@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 
-DEVICES = 4
+DEVICES = 8
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import libep.jax  # noqa: E402
 
 SECONDS = 20  # deadline of waits
+TEST_SECONDS = 300  # of a test; then pytest ends and shows where it waits
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 
 
@@ -26,6 +28,13 @@ def make_mesh(*sizes, names=("ep",)):
     """A mesh of the first devices."""
     devices = np.array(jax.devices()[: int(np.prod(sizes))])
     return Mesh(devices.reshape(sizes), names)
+
+
+@pytest.fixture(autouse=True)
+def limit():
+    faulthandler.dump_traceback_later(TEST_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
