@@ -54,6 +54,8 @@ class Ranks:
                 device = devices[bootstrap.rank]
                 self.bootstraps.append(bootstrap)
                 makers.append(lambda b=bootstrap, d=device: _make_rank(b, d, top_k, fields))
+        if not makers:
+            raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
         try:
             self.ranks = _run_threads(makers)
         except BaseException:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._abi import Status
 from ._library import EpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Any, Union
 
 
-def product(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> int:
+def product(mesh: Union[Mesh, AbstractMesh], axes: Sequence[str]) -> int:
     """The number of devices along axes."""
     return int(np.prod([mesh.shape[axis] for axis in axes]))
 
@@ -34,7 +34,7 @@ def axes_of(array: jax.Array) -> frozenset[str]:
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
-def vary(array: jax.Array, axes: Sequence[str]) -> jax.Array:
+def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The array, varying over axes too. Its gradient is summed over those that are new."""
     missing = tuple(axis for axis in axes if axis not in axes_of(array))
     return jax.lax.pcast(array, missing, to="varying") if missing else array
@@ -43,9 +43,7 @@ def vary(array: jax.Array, axes: Sequence[str]) -> jax.Array:
 class Regions:
     """The regions of a mesh. Groups are along `axes`; `token_axes` split the tokens."""
 
-    def __init__(
-        self, mesh: jax.sharding.Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...]
-    ) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...]) -> None:
         self.mesh = mesh
         self.axes = axes
         self.token_axes = token_axes
@@ -110,12 +108,12 @@ class Regions:
                 f"along {self.token_axes}, got shape {list(array.shape)}",
             )
         # Only axes of type Explicit are known while JAX traces. XLA reshards along the others.
-        sharding = jax.typeof(array).sharding
-        if sharding.mesh.explicit_axes and spec_axes(sharding.spec, 1)[0] != self.token_axes:
+        spec = jax.typeof(array).sharding.spec
+        is_known = set(self.token_axes) <= set(self.mesh.abstract_mesh.explicit_axes)
+        if is_known and spec_axes(spec, array.ndim)[0] != self.token_axes:
             raise EpError(
                 Status.SHAPE,
-                f"{name}: expected arrays sharded by {self.spec}, got {sharding.spec}: "
-                "use jax.reshard",
+                f"{name}: expected arrays sharded by {self.spec}, got {spec}: use jax.reshard",
             )
 
 

@@ -58,6 +58,7 @@ class Plan:
     expert_offsets  [L + 1] int32: first row of each expert, then the number of rows filled
     totals          [3] int32: rows filled, rows needed, slots lost to the capacity
     num_tokens      T, a Python int
+    group           a number of the Ep that made it
     """
 
     bytes: jax.Array
@@ -66,6 +67,7 @@ class Plan:
     expert_offsets: jax.Array
     totals: jax.Array
     num_tokens: int = dataclasses.field(metadata=dict(static=True))
+    group: int = dataclasses.field(metadata=dict(static=True))
 
 
 def bootstrap(
@@ -222,6 +224,7 @@ class Ep:
 
         Differentiable in expert_out and recv_weights.
         """
+        self._check_plan("combine", plan)
         operands = (order, expert_out, plan, recv_weights)
         return self._regions.run("combine", self._combine, operands)
 
@@ -252,6 +255,7 @@ class Ep:
                   gathered, with a float32 scale for each 128 elements along the last dimension. The
                   gradient is that of the weights without quantising.
         """
+        self._check_plan("experts", plan)
         leaves, tree = jax.tree.flatten(weights)
         if isinstance(specs, PartitionSpec):
             specs = [specs] * len(leaves)
@@ -294,7 +298,7 @@ class Ep:
         self._check_routing(tokens, topk_idx, topk_weights)
         tokens, topk_idx, *weights = _vary_alike(self._axes, tokens, topk_idx, topk_weights)
         order, *numbers = self._bind(calls.prepare, order, topk_idx, outputs=self._plan_types())
-        plan = Plan(*numbers, num_tokens=tokens.shape[0])
+        plan = Plan(*numbers, num_tokens=tokens.shape[0], group=self._ranks.key)
         rows = self.max_recv_rows
         received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
         order, recv_tokens, *recv_weights = self._bind(
@@ -353,6 +357,13 @@ class Ep:
         self.close()
 
     # ---- arguments ----------------------------------------------------------------------------
+
+    def _check_plan(self, name: str, plan: Plan) -> None:
+        if plan.group != self._ranks.key:
+            raise EpError(
+                Status.FOREIGN,
+                f"{name}: plan: expected one of this Ep's dispatch, got another Ep's",
+            )
 
     def _check_routing(self, tokens, topk_idx, topk_weights) -> None:
         _check("dispatch: tokens", tokens, _ROW_TYPES, (None, None))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import libep.jax  # noqa: E402
 
 SECONDS = 20  # deadline of waits
-TEST_SECONDS = 300  # of a test; then pytest ends and shows where it waits
+TEST_SECONDS = 400  # of a test; then pytest ends and shows where it waits
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 
 

@@ -97,8 +97,11 @@ def tokens(seed, layout, dtype=jnp.float32):
     return jnp.asarray(generator.standard_normal((layout.devices * TOKENS, HIDDEN)), dtype)
 
 
-def route(x, router):
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+def scores(x, router):
+    return x.astype(jnp.float32) @ router.astype(jnp.float32)
+
+
+def route(logits):
     return jax.lax.top_k(jax.nn.softmax(logits), TOP_K)
 
 
@@ -113,7 +116,7 @@ def layer(ep, layout, params, x, order):
     def whole(weight):
         return jax.lax.with_sharding_constraint(weight, NamedSharding(layout.mesh, P()))
 
-    weights, idx = ep.per_device(lambda x: route(x, params["router"]), x)
+    weights, idx = ep.per_device(route, scores(x, params["router"]))
     rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
     experts = {name: params[name] for name in layout.experts}
     rows = ep.experts(mlp, rows, plan, experts, layout.experts, quantise=layout.fp8)
@@ -151,7 +154,7 @@ def dense_layer(layout, params, x):
     up, down = params["up"], params["down"]
     if layout.fp8:
         up, down = rounded_to_fp8(up), rounded_to_fp8(down)
-    weights, idx = route(x, params["router"])
+    weights, idx = route(scores(x, params["router"]))
     gates = jnp.zeros((x.shape[0], EXPERTS), jnp.float32)
     gates = gates.at[jnp.arange(x.shape[0])[:, None], idx].add(weights)
     hidden = jax.nn.gelu(jnp.einsum("th,ehi->tei", x, up))

@@ -24,6 +24,7 @@ from mesh_model import (
     model,
     parameters,
     route,
+    scores,
     stack,
     tokens,
 )
@@ -158,6 +159,23 @@ def test_collectives(bootstrap, name):
     assert gathers == sorted(expected)
 
 
+def test_collectives_of_a_scan(bootstrap):
+    """One call per direction in the loops, and nothing but weights is gathered, under checkpoint."""
+    layout, layers = LAYOUTS["compound"], 2
+    ep = bootstrap(layout.mesh, "expert")
+    placed = layout.place(parameters(5, layers), tokens(5, layout), layers)
+    step = value_and_grads(functools.partial(stack, ep, layout)).lower(*placed).compile()
+    text = step.as_text()
+    assert len(calls(text)) == 5
+    gathered = [c for c in collectives(text) if c.operation == "all-gather"]
+    weights = {(HIDDEN, HIDDEN), (HIDDEN, INNER), (INNER, HIDDEN)}
+    assert {shape[-2:] for c in gathered for _, shape in c.arrays} == weights
+    fsdp = lines(layout, "fsdp")
+    # Forward, and again in backward, since checkpoint does not keep them.
+    experts = [c for c in gathered if c.arrays[0][1][:-2] == (ep.num_local_experts,)]
+    assert [c.groups for c in experts] == [fsdp] * 4
+
+
 # ---- quantised weights -------------------------------------------------------------------------
 
 
@@ -220,7 +238,7 @@ def test_two_groups(bootstrap, same_mesh):
     params, x = parameters(6), tokens(6, first)
 
     def other_layer(x, order):
-        weights, idx = two.per_device(lambda x: route(x, params["router"]), x)
+        weights, idx = two.per_device(route, scores(x, params["router"]))
         rows, row_weights, plan, order = two.dispatch(order, x, idx, weights)
         experts = {name: params[name] for name in first.experts}
         rows = two.experts(mlp, rows, plan, experts, P(axis))
