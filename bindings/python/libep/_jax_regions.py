@@ -8,7 +8,7 @@ device is the same in both cases, and JAX differentiates it in the same way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any, Union
 
+Result = TypeVar("Result")
+
 
 def product(mesh: Union[Mesh, AbstractMesh], axes: Sequence[str]) -> int:
     """The number of devices along axes."""
@@ -31,7 +33,7 @@ def axes_of(array: jax.Array) -> frozenset[str]:
     """The mesh axes over which shard_map lets an array vary."""
     kind: Any = jax.typeof(array)
     # Older versions of JAX call it vma.
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return frozenset(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)
 
 
 def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -52,11 +54,11 @@ class Regions:
     def run(
         self,
         name: str,
-        body: Callable[..., Any],
+        body: Callable[..., Result],
         operands: tuple[Any, ...],
         others: Sequence[Any] = (),
         specs: Sequence[PartitionSpec] = (),
-    ) -> Any:
+    ) -> Result:
         """body(*operands, *others) on each device.
 
         operands, and what body returns, are split by P(token_axes), others by specs. EpError if the
@@ -68,7 +70,8 @@ class Regions:
             self._check_split(name, array)
         split = (self.spec,) * len(operands) + tuple(specs)
         region = jax.shard_map(body, mesh=self.mesh, in_specs=split, out_specs=self.spec)
-        return region(*operands, *others)
+        result: Result = region(*operands, *others)
+        return result
 
     def is_inside(self, name: str) -> bool:
         """Whether the caller is in a shard_map over the group's axes. EpError if in another one."""

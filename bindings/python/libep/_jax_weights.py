@@ -26,10 +26,14 @@ _LARGEST = 448.0  # of e4m3
 _LEAST_AMAX = 2.0**-100
 
 
-class Gather(NamedTuple):
-    """How a weight is gathered: (dimension, axes) one after the other, quantised or not."""
+Steps = tuple[tuple[int, tuple[str, ...]], ...]
+"""Dimensions, and the axes over which each is gathered, one after the other."""
 
-    steps: tuple[tuple[int, tuple[str, ...]], ...]
+
+class Gather(NamedTuple):
+    """How a weight is gathered, and whether it is quantised."""
+
+    steps: Steps
     quantised: bool
 
 
@@ -120,17 +124,20 @@ def _check_blocks(given: str, length: int, parts: int) -> None:
 def gather(regions: Regions, shard: jax.Array, how: Gather) -> jax.Array:
     """The weight as a device uses it. The gradient is reduce-scattered to shards, then summed."""
     shard = vary(shard, regions.token_axes)
-    return _gather_quantised(shard, how.steps) if how.quantised else _all_gather(shard, how.steps)
+    if not how.quantised:
+        return _all_gather(shard, how.steps)
+    whole: jax.Array = _gather_quantised(shard, how.steps)
+    return whole
 
 
-def _all_gather(array, steps):
+def _all_gather(array: jax.Array, steps: Steps) -> jax.Array:
     for dimension, axes in steps:
         array = jax.lax.all_gather(array, axes, axis=dimension, tiled=True)
     return array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_quantised(shard, steps):
+def _gather_quantised(shard: jax.Array, steps: Steps) -> jax.Array:
     elements, scales = quantise(shard)
     # As bytes, since some of XLA's backends widen fp8 in collectives.
     numbers = jax.lax.bitcast_convert_type(elements, jnp.uint8)
@@ -139,7 +146,7 @@ def _gather_quantised(shard, steps):
     return dequantise(elements, scales, shard.dtype)
 
 
-def _reduce_scatter(steps, _, gradient):
+def _reduce_scatter(steps: Steps, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     for dimension, axes in reversed(steps):
         gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True)
     return (gradient,)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from . import _jax_calls as calls
@@ -39,10 +40,11 @@ from ._jax_regions import Regions, axes_of, product, vary
 from ._library import EpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any, Optional, Union
 
 _ROW_TYPES = ("float32", "bfloat16", "float16")
+_PLAN_ARRAYS = ("bytes", "expert_counts", "expert_padded", "expert_offsets", "totals")
 _PLAN_ALIGNMENT = 256  # a plan in an array of plans is aligned like a buffer of XLA
 
 
@@ -192,6 +194,7 @@ class Ep:
         tokens: jax.Array,
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array] = None,
+        num_tokens: Optional[jax.Array] = None,
     ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
         """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan, order).
 
@@ -199,12 +202,14 @@ class Ep:
         tokens        [T, H] float32, bfloat16 or float16
         topk_idx      [T, K] int32 or int64: the expert of each entry; negative: none
         topk_weights  [T, K] float32, or None
+        num_tokens    [1] int32 or int64: only so many tokens count, from the first; None: all. The
+                      others are not sent, and become zero in combine's out and in gradients
         recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
         recv_weights  [rows] float32, the weight of each row; None without topk_weights
 
         Differentiable in tokens and topk_weights.
         """
-        operands = (order, tokens, topk_idx, topk_weights)
+        operands = (order, tokens, topk_idx, topk_weights, num_tokens)
         return self._regions.run("dispatch", self._dispatch, operands)
 
     def combine(
@@ -256,6 +261,7 @@ class Ep:
                   gradient is that of the weights without quantising.
         """
         self._check_plan("experts", plan)
+        tree: Any
         leaves, tree = jax.tree.flatten(weights)
         if isinstance(specs, PartitionSpec):
             specs = [specs] * len(leaves)
@@ -269,7 +275,7 @@ class Ep:
             for weight, spec in zip(leaves, specs)
         ]
 
-        def body(rows, sizes, *shards):
+        def body(rows: jax.Array, sizes: jax.Array, *shards: jax.Array) -> Any:
             whole = [sharded.gather(self._regions, *pair) for pair in zip(shards, gathers)]
             return function(rows, sizes, tree.unflatten(whole))
 
@@ -290,15 +296,25 @@ class Ep:
         Backward begins with the last call that the loss depends on. If calls follow that one, such
         as those of a layer without gradient, join the loss to the order of the last call of all.
         """
-        return _join(order, value)
+        joined: jax.Array = _join(order, value)
+        return joined
 
     # ---- the operations on a device -----------------------------------------------------------
 
-    def _dispatch(self, order, tokens, topk_idx, topk_weights):
-        self._check_routing(tokens, topk_idx, topk_weights)
+    def _dispatch(
+        self,
+        order: jax.Array,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array],
+        num_tokens: Optional[jax.Array],
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
+        self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
         tokens, topk_idx, *weights = _vary_alike(self._axes, tokens, topk_idx, topk_weights)
-        order, *numbers = self._bind(calls.prepare, order, topk_idx, outputs=self._plan_types())
-        plan = Plan(*numbers, num_tokens=tokens.shape[0], group=self._ranks.key)
+        routing = _vary_alike(self._axes, topk_idx, num_tokens)
+        order, *numbers = self._bind(calls.prepare, order, *routing, outputs=self._plan_types())
+        arrays = dict(zip(_PLAN_ARRAYS, numbers))
+        plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self._ranks.key)
         rows = self.max_recv_rows
         received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
         order, recv_tokens, *recv_weights = self._bind(
@@ -311,19 +327,28 @@ class Ep:
         )
         return recv_tokens, recv_weights[0] if recv_weights else None, plan, order
 
-    def _combine(self, order, expert_out, plan, recv_weights):
+    def _combine(
+        self,
+        order: jax.Array,
+        expert_out: jax.Array,
+        plan: Plan,
+        recv_weights: Optional[jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
         self._check_rows(expert_out, recv_weights)
         operands = _vary_alike(self._axes, plan.bytes, expert_out, recv_weights)
         outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
         order, out = self._bind(calls.combine, order, *operands, outputs=outputs)
         return out, order
 
-    def _bind(self, call, order, *operands, outputs):
-        return call.bind(
+    def _bind(
+        self, call: Primitive, order: jax.Array, *operands: jax.Array, outputs: Sequence[Any]
+    ) -> list[jax.Array]:
+        results: list[jax.Array] = call.bind(
             order, *operands, key=self._ranks.key, num_orders=1, outputs=tuple(outputs)
         )
+        return results
 
-    def _plan_types(self):
+    def _plan_types(self) -> list[tuple[tuple[int, ...], str]]:
         experts = self.num_local_experts
         return [
             ((self.plan_bytes,), "uint8"),
@@ -365,7 +390,13 @@ class Ep:
                 f"{name}: plan: expected one of this Ep's dispatch, got another Ep's",
             )
 
-    def _check_routing(self, tokens, topk_idx, topk_weights) -> None:
+    def _check_routing(
+        self,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        topk_weights: Optional[jax.Array],
+        num_tokens: Optional[jax.Array],
+    ) -> None:
         _check("dispatch: tokens", tokens, _ROW_TYPES, (None, None))
         self._check_row("dispatch: tokens", tokens)
         count = tokens.shape[0]
@@ -378,14 +409,16 @@ class Ep:
         _check("dispatch: topk_idx", topk_idx, ("int32", "int64"), (count, self.top_k))
         if topk_weights is not None:
             _check("dispatch: topk_weights", topk_weights, ("float32",), (count, self.top_k))
+        if num_tokens is not None:
+            _check("dispatch: num_tokens", num_tokens, ("int32", "int64"), (1,))
 
-    def _check_rows(self, expert_out, recv_weights) -> None:
+    def _check_rows(self, expert_out: jax.Array, recv_weights: Optional[jax.Array]) -> None:
         _check("combine: expert_out", expert_out, _ROW_TYPES, (self.max_recv_rows, None))
         self._check_row("combine: expert_out", expert_out)
         if recv_weights is not None:
             _check("combine: recv_weights", recv_weights, ("float32",), (self.max_recv_rows,))
 
-    def _check_row(self, name: str, array) -> None:
+    def _check_row(self, name: str, array: jax.Array) -> None:
         size = array.shape[1] * array.dtype.itemsize
         if size % 16 or not 16 <= size <= self.max_row_bytes:
             raise EpError(
@@ -395,7 +428,7 @@ class Ep:
             )
 
 
-def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple) -> None:
+def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple[Any, ...]) -> None:
     if array.dtype.name not in types:
         raise EpError(Status.TYPE, f"{name}: expected {' or '.join(types)}, got {array.dtype.name}")
     given = array.shape
@@ -405,7 +438,7 @@ def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple) ->
 
 
 @jax.custom_vjp
-def _join(order, value):
+def _join(order: jax.Array, value: jax.Array) -> jax.Array:
     return value
 
 
