@@ -123,7 +123,13 @@ def _check_blocks(given: str, length: int, parts: int) -> None:
 
 def gather(regions: Regions, shard: jax.Array, how: Gather) -> jax.Array:
     """The weight as a device uses it. The gradient is reduce-scattered to shards, then summed."""
-    shard = vary(shard, regions.token_axes)
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    for _, axes in how.steps:
+        if not set(axes) <= set(bound):
+            raise EpError(
+                Status.RANGE, f"experts: expected a call inside shard_map over {axes}, got {bound}"
+            )
+    shard = vary(shard, [axis for axis in regions.token_axes if axis in bound])
     if not how.quantised:
         return _all_gather(shard, how.steps)
     whole: jax.Array = _gather_quantised(shard, how.steps)

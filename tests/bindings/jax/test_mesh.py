@@ -110,6 +110,31 @@ def test_training(bootstrap, name):
     ep.check()
 
 
+@pytest.mark.parametrize("name", ["compound", "fp8"])
+def test_inside_shard_map(bootstrap, name):
+    """experts gathers shards in the caller's shard_map, too."""
+    layout = LAYOUTS[name]
+    ep = bootstrap(layout.mesh, "expert")
+    params, x = parameters(7), tokens(7, layout)
+    silent = {**params, "first": jnp.eye(HIDDEN), "shared_down": 0 * params["shared_down"]}
+    split = P(layout.names)
+
+    def body(params, x):
+        weights, idx = route(scores(x, params["router"]))
+        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+        experts = {name: params[name] for name in layout.experts}
+        rows = ep.experts(mlp, rows, plan, experts, layout.experts, quantise=layout.fp8)
+        return x + ep.combine(order, rows, plan, row_weights)[0]
+
+    specs = {"router": P(), **layout.experts}
+    apply = jax.shard_map(body, mesh=layout.mesh, in_specs=(specs, split), out_specs=split)
+    used = {name: params[name] for name in specs}
+    got = value_and_grads(apply)(used, x)
+    value, (grads, grad_x) = value_and_grads(functools.partial(dense_model, layout))(silent, x)
+    expected = value, ({name: grads[name] for name in specs}, grad_x)
+    assert_close(got, expected, SINGLE)
+
+
 # ---- what a program communicates ---------------------------------------------------------------
 
 

@@ -110,6 +110,23 @@ def test_a_part_of_the_axes_is_manual(bootstrap):
         jax.jit(partly)(tokens(4, LAYOUT))
 
 
+def test_fsdp_is_not_manual(bootstrap):
+    mesh = make_mesh(2, 2, names=("fsdp", "expert"))
+    ep = bootstrap(mesh, "expert")
+    partly = jax.shard_map(
+        lambda params, x: run(ep, params, x),
+        mesh=mesh,
+        axis_names={"expert"},
+        in_specs=(
+            {**dict.fromkeys(parameters(4), P()), "up": P("expert"), "down": P("expert")},
+            P("expert"),
+        ),
+        out_specs=P("expert"),
+    )
+    with pytest.raises(EpError, match=r"inside shard_map over \('fsdp',\), got \('expert',\)"):
+        jax.jit(partly)(parameters(4), tokens(4, LAYOUT)[: 2 * TOKENS])
+
+
 # ---- specs of weights --------------------------------------------------------------------------
 
 
