@@ -9,17 +9,15 @@ have other tokens and the same experts. The rest, as in tensor parallelism, stay
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ._abi import Status
 from ._jax_regions import Regions, product, spec_axes, vary
 from ._library import EpError
-
-if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
 
 BLOCK = 128  # elements along the last dimension that share a scale
 _LARGEST = 448.0  # of e4m3
@@ -52,6 +50,8 @@ def gather_of(
     A weight of less than three dimensions is not quantised.
     """
     given = f"experts: weight {list(shape)}, {spec}"
+    if not isinstance(spec, PartitionSpec):
+        raise EpError(Status.TYPE, f"{given}: expected a PartitionSpec, got {type(spec).__name__}")
     if not shape or len(spec) > len(shape):
         raise EpError(Status.SHAPE, f"{given}: expected at most one entry for each dimension")
     entries = spec_axes(spec, len(shape))

@@ -252,13 +252,20 @@ def test_four_groups(bootstrap):
     assert counts.reshape(4, EXPERTS).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("same_mesh", [True, False])
-def test_two_groups(bootstrap, same_mesh):
+@pytest.mark.parametrize(
+    "names, sizes, axis, token_axes",
+    [
+        (("data", "fsdp", "expert"), (2, 2, 2), ("data", "fsdp"), None),
+        (("data", "fsdp", "expert"), (2, 2, 2), ("data", "fsdp"), ("data", "fsdp")),
+        (("a", "b"), (2, 4), "b", None),
+    ],
+)
+def test_two_groups(bootstrap, names, sizes, axis, token_axes):
     """Layers with groups along different axes, or on different meshes, in one program."""
     first = LAYOUTS["data-fsdp-expert"]
-    mesh = first.mesh if same_mesh else make_mesh(2, 4, names=("a", "b"))
-    axis = ("data", "fsdp") if same_mesh else "b"
-    one, two = bootstrap(first.mesh, "expert"), bootstrap(mesh, axis)
+    mesh = make_mesh(*sizes, names=names)
+    one = bootstrap(first.mesh, "expert")
+    two = bootstrap(mesh, axis, token_axes=token_axes, max_tokens=2 * TOKENS)
     assert (one.num_ranks, two.num_ranks) == (2, 4)
     params, x = parameters(6), tokens(6, first)
 

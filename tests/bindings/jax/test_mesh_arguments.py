@@ -138,6 +138,7 @@ def test_fsdp_is_not_manual(bootstrap):
         (P(None, "fsdp"), "UNSUPPORTED", r"then by others, got \(\)"),
         (P("expert", "tensor"), "RANGE", "expected the mesh's axes .*, got 'tensor'"),
         (P("expert", ("fsdp", "expert")), "RANGE", "each axis once, got 'expert' twice"),
+        ({"up": P("expert"), "down": None}, "TYPE", "expected a PartitionSpec, got NoneType"),
         (P("expert", None, None, "fsdp"), "SHAPE", "at most one entry for each dimension"),
     ],
 )
