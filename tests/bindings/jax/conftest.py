@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 
 DEVICES = 8
@@ -20,7 +19,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import libep.jax  # noqa: E402
 
 SECONDS = 20  # deadline of waits
-TEST_SECONDS = 400  # of a test; then pytest ends and shows where it waits
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 
 
@@ -28,13 +26,6 @@ def make_mesh(*sizes, names=("ep",)):
     """A mesh of the first devices."""
     devices = np.array(jax.devices()[: int(np.prod(sizes))])
     return Mesh(devices.reshape(sizes), names)
-
-
-@pytest.fixture(autouse=True)
-def limit():
-    faulthandler.dump_traceback_later(TEST_SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
