@@ -8,8 +8,9 @@
 #   make python   lay the Python package out in build/python, for PYTHONPATH
 #   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
-#   make check-python  install the wheel into virtual environments, one with JAX, and run its tests
-#   make check-jax  the tests of libep.jax alone
+#   make check-python  install the wheel into virtual environments, with JAX and with PyTorch among
+#                  them, and run its tests
+#   make check-jax, check-torch  the tests of libep.jax, of libep.torch alone
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #   make clean, make format
@@ -113,7 +114,7 @@ nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nccl-ep \
-        python wheel check-python jax-handlers check-jax run-demo run-check deps install clean format
+        python wheel check-python jax-handlers check-jax check-torch run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -440,6 +441,13 @@ $(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $^ $(ldflags) $(mpi_libs) $(cuda_libs)
 
+# On GPUs, against NCCL itself: make build/weight_bench
+weight_bench := $B/weight_bench
+$B/tests/handles/bench/%.o: private cflags += $(mpi_cflags)
+$(weight_bench): $B/tests/handles/bench/weights.o $B/libep.a $B/libep_mpi.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $< $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) $(hwloc_libs) $(cuda_libs) -lm
+
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B
 
@@ -464,9 +472,13 @@ wheel:
 check-python: wheel $(tools)
 	tests/bindings/python/check $B
 	tests/bindings/jax/check $B
+	tests/bindings/torch/check $B
 
 check-jax: wheel
 	tests/bindings/jax/check $B $(CHECK_ARGS)
+
+check-torch: wheel
+	tests/bindings/torch/check $B $(CHECK_ARGS)
 
 # GPU_JOBS tests at a time share the GPUs. Tests of thousands of short steps run alone, since they
 # would spend their time waiting for a turn. Without a GPU the program says so and exits with 0.

@@ -11,9 +11,10 @@
 
 #define FALLBACK_TIMEOUT 100 /* seconds, where settings cannot be read */
 
-/* Groups of weights have no experts. These sizes give the host backend's staging 4 MiB, which is
- * enough for its full speed. */
+/* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
+ * enough for its full speed. On the CUDA backend NCCL moves the weights, and staging is small. */
 #define STAGED_ROWS 64
+#define LEAST_ROW_BYTES 16
 
 /* ---- agreement ----------------------------------------------------------------------------- */
 
@@ -49,9 +50,10 @@ static void close_link(EpMeshLink *link) {
 
 static EpStatus open_link(const EpMeshComm *comm, EpMeshLink *link) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
-    config.num_experts = 1, config.max_tokens = STAGED_ROWS, config.max_top_k = 1;
-    config.max_row_bytes = EP_MAX_ROW_BYTES;
-    config.latency_sets = 0;
+    int stages = comm->config.backend == EP_BACKEND_HOST;
+    config.num_experts = 1, config.max_top_k = 1, config.latency_sets = 0;
+    config.max_tokens = stages ? STAGED_ROWS : 1;
+    config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : LEAST_ROW_BYTES;
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;
     EP_TRY(ep_bootstrap_mesh(&comm->world, &comm->mesh, &link->along, &link->bootstrap));
@@ -132,14 +134,17 @@ static EpStatus check_own(const EpCall *call, const EpMesh *mesh, const EpMeshCo
     return copy_mesh(call, mesh, comm->world.size, comm);
 }
 
+static EpMeshLink *take_link(EpMeshComm *comm) {
+    pthread_mutex_lock(&comm->mutex);
+    EpMeshLink *link = comm->links;
+    comm->links = link->next;
+    pthread_mutex_unlock(&comm->mutex);
+    return link;
+}
+
 static void free_comm(EpMeshComm *comm) {
-    while (comm->links) {
-        pthread_mutex_lock(&comm->mutex);
-        EpMeshLink *link = comm->links;
-        comm->links = link->next;
-        pthread_mutex_unlock(&comm->mutex);
-        close_link(link);
-    }
+    while (comm->links)
+        close_link(take_link(comm));
     pthread_mutex_destroy(&comm->mutex);
     free(comm->gathered);
     free(comm->grid);
@@ -148,18 +153,19 @@ static void free_comm(EpMeshComm *comm) {
     ep_object_retire(&comm->object);
 }
 
-/* Connect all ranks. That compares their meshes, and chooses the backend of all groups. */
+/* Connect all ranks. That compares their meshes, and chooses the backend of all groups. The host
+ * backend then connects them anew, with the staging that it needs. */
 static EpStatus connect_all(EpMeshComm *comm, const EpCall *call) {
     EpAxes all = {.num = 0};
     EpGroup *group;
     for (int32_t axis = 0; axis < comm->mesh.num_axes; axis++)
         ep_axes_add(&all, axis);
     EP_TRY(ep_mesh_comm_group(comm, call, &all, &group));
+    int chose_host =
+        comm->config.backend == EP_BACKEND_AUTO && group->backend->id == EP_BACKEND_HOST;
     comm->config.backend = group->backend->id;
-    if (group->backend->gather_weight) return EP_OK;
-    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
-                     "expected the host backend, got the %s backend, which has no sharded weights",
-                     group->backend->name);
+    if (chose_host) close_link(take_link(comm));
+    return EP_OK;
 }
 
 EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,

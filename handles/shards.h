@@ -10,7 +10,7 @@
  * A shard's elements, row-major, are runs of elements that lie side by side in the tensor, too.
  */
 
-#include <stdint.h>
+#include "runtime/layout.h"
 
 typedef struct EpShards {
     int64_t part[3];  /**< elements of a shard */
@@ -18,22 +18,23 @@ typedef struct EpShards {
     int transposed;   /**< 1: the weight's last two dimensions are swapped here */
 } EpShards;
 
-static inline int64_t ep_shards_number(const EpShards *s) {
+EP_HOST_DEVICE static inline int64_t ep_shards_number(const EpShards *s) {
     return s->count[0] * s->count[1] * s->count[2];
 }
 
 /** Elements of one shard. */
-static inline int64_t ep_shard_elements(const EpShards *s) {
+EP_HOST_DEVICE static inline int64_t ep_shard_elements(const EpShards *s) {
     return s->part[0] * s->part[1] * s->part[2];
 }
 
 /** Elements of the gathered tensor along a dimension. */
-static inline int64_t ep_shards_whole(const EpShards *s, int dim) {
+EP_HOST_DEVICE static inline int64_t ep_shards_whole(const EpShards *s, int dim) {
     return s->part[dim] * s->count[dim];
 }
 
 /** First element of a shard along each dimension. */
-static inline void ep_shard_begin(const EpShards *s, int64_t shard, int64_t begin[3]) {
+EP_HOST_DEVICE static inline void ep_shard_begin(const EpShards *s, int64_t shard,
+                                                 int64_t begin[3]) {
     int last = s->transposed ? 1 : 2, middle = 3 - last;
     begin[last] = shard % s->count[last] * s->part[last];
     begin[middle] = shard / s->count[last] % s->count[middle] * s->part[middle];
@@ -42,7 +43,7 @@ static inline void ep_shard_begin(const EpShards *s, int64_t shard, int64_t begi
 
 /** The first dimension such that all after it are whole in a shard. A run takes all elements of the
  *  shard from there on. */
-static inline int ep_shards_run_dim(const EpShards *s) {
+EP_HOST_DEVICE static inline int ep_shards_run_dim(const EpShards *s) {
     int dim = 2;
     while (dim > 0 && s->count[dim] == 1)
         dim--;
@@ -50,7 +51,7 @@ static inline int ep_shards_run_dim(const EpShards *s) {
 }
 
 /** Elements of a run. */
-static inline int64_t ep_shards_run(const EpShards *s) {
+EP_HOST_DEVICE static inline int64_t ep_shards_run(const EpShards *s) {
     int64_t run = 1;
     for (int dim = ep_shards_run_dim(s); dim < 3; dim++)
         run *= s->part[dim];
@@ -58,7 +59,8 @@ static inline int64_t ep_shards_run(const EpShards *s) {
 }
 
 /** Where the shard's run number `run` begins in the tensor, in elements. */
-static inline int64_t ep_shard_run_at(const EpShards *s, int64_t shard, int64_t run) {
+EP_HOST_DEVICE static inline int64_t ep_shard_run_at(const EpShards *s, int64_t shard,
+                                                     int64_t run) {
     int dim = ep_shards_run_dim(s);
     int64_t at[3] = {0, 0, 0}, begin[3];
     for (int d = dim - 1; d >= 0; d--) {

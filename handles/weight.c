@@ -305,6 +305,13 @@ int64_t ep_view_touched(const EpWeightView *view, int dim) {
     return blocks + (s->count[dim] > 1 && s->part[dim] % view->block[dim] != 0);
 }
 
+int64_t ep_view_amax_bytes(const EpWeightView *view) {
+    if (!view->straddles) return 0;
+    int64_t blocks = ep_view_blocks(view, 0) * ep_view_blocks(view, 1) * ep_view_blocks(view, 2);
+    int64_t touched = view->shards.part[0] * ep_view_touched(view, 1) * ep_view_touched(view, 2);
+    return 4 * ep_round_up(blocks + ep_shards_number(&view->shards) * touched, 16);
+}
+
 static void describe_sizes(const EpWeight *weight, EpWeightView *view) {
     const EpSharding *s = &weight->sharding;
     EpWeightSizes *sizes = &view->sizes;
@@ -319,13 +326,6 @@ static void describe_sizes(const EpWeight *weight, EpWeightView *view) {
         if (quantised) sizes->scale_shape[d] = ep_view_blocks(view, at);
     }
     if (view->form.by_rank) sizes->shape[0] *= ep_shards_number(&weight->shards);
-    if (view->straddles)
-        sizes->gather_workspace =
-            4 * ep_round_up(ep_view_blocks(view, 0) * ep_view_blocks(view, 1) *
-                                    ep_view_blocks(view, 2) +
-                                (ep_shards_number(&view->shards) + 1) * view->shards.part[0] *
-                                    ep_view_touched(view, 1) * ep_view_touched(view, 2),
-                            16);
 }
 
 EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeightForm *given,
@@ -335,6 +335,7 @@ EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeig
     out->shards = shards_in_form(weight, &out->form);
     if (out->form.quant != EP_QUANT_NONE) describe_blocks(out);
     describe_sizes(weight, out);
+    weight->gathers->backend->measure_weight(weight, out);
     return EP_OK;
 }
 

@@ -76,6 +76,10 @@ EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeig
 /** The number of scales along a dimension of the gathered weight. */
 int64_t ep_view_blocks(const EpWeightView *view, int dim);
 
+/** Bytes for the amaxes of all blocks, then for what each shard has found; 0 where no block lies in
+ *  several shards. */
+int64_t ep_view_amax_bytes(const EpWeightView *view);
+
 /** The most blocks along a dimension that have elements of one shard. */
 int64_t ep_view_touched(const EpWeightView *view, int dim);
 

@@ -17,9 +17,12 @@
 
 struct EpGpuReport;
 struct EpPlanShape;
+struct EpRowsQuant;
 struct EpWeightGather;
 struct EpWeightReduce;
 struct EpWeightAmax;
+struct EpWeight;
+struct EpWeightView;
 
 typedef struct EpHandle EpHandle;
 
@@ -115,10 +118,13 @@ typedef struct EpBackendOps {
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
-    /** Optional, all or none (NULL: this backend has no sharded weights): see handles/weight.h. */
+    /** See handles/weight.h and rows_quant.h. */
     EpStatus (*gather_weight)(const struct EpWeightGather *gather);
     EpStatus (*reduce_weight)(const struct EpWeightReduce *reduce);
     EpStatus (*reduce_amax)(const struct EpWeightAmax *amax);
+    /** Set the workspaces in view->sizes. */
+    void (*measure_weight)(const struct EpWeight *weight, struct EpWeightView *view);
+    EpStatus (*quantise_rows)(const struct EpRowsQuant *quant);
     /** Optional (NULL: nothing to do). Both surround calls on a group that use the backend. They
      *  make the group's device the thread's current one, and show the call to profilers. `leave`
      *  takes what `enter` returned, or EP_STAY. */

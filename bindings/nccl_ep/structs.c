@@ -102,6 +102,8 @@ static int resolve(const char *call, ncclEpGroup_t group, const ncclEpTensor_t *
     size_t bytes = ep_type_bytes(out->type);
     for (int i = 0; i < out->ndim; i++)
         bytes *= (size_t)out->shape[i];
+    /* Memory of a window that has ended may come back without a window. */
+    if (!given->win_hdl && use == NEP_ROWS) forget_overlapping(group, out->data, bytes);
     if (!given->win_hdl || (out->data && use == NEP_PLAIN)) return NCCL_SUCCESS;
     EpStatus status = ep_window_locate(group->ep, given->win_hdl, &memory, NULL);
     if (status != EP_OK) return out->data ? NCCL_SUCCESS : nep_result(call, status);

@@ -12,6 +12,7 @@
 EpStatus ep_host_weight_gather(const EpWeightGather *gather);
 EpStatus ep_host_weight_reduce(const EpWeightReduce *reduce);
 EpStatus ep_host_weight_amax(const EpWeightAmax *amax);
+void ep_host_weight_measure(const EpWeight *weight, EpWeightView *view);
 
 /** Gather `shards` of elements of `unit` bytes into `whole`, where this rank's own lies already. */
 EpStatus ep_host_gather_shards(const EpWeightGather *gather, const EpShards *shards, int64_t unit,

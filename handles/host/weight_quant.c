@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "handles/host/weight.h"
-#include "runtime/dtype.h"
+#include "runtime/host/rowmath.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
 
@@ -25,57 +25,36 @@ typedef struct Quantiser {
     int64_t step[3];               /* between elements of the shard, by dimension */
     int64_t blocks[3], touched[3]; /* of the gathered weight; at most, of a shard */
     uint32_t *amaxes;              /* [blocks] of the gathered weight, where blocks straddle */
-    uint32_t *found;               /* [shards + 1, touched]: of each shard; the last one is spare */
+    uint32_t *found;               /* [shards, touched] */
 } Quantiser;
-
-/* The part of a block that lies in this rank's shard: elements of the gathered weight. */
-typedef struct Box {
-    int64_t begin[3], end[3];
-} Box;
 
 static int64_t first_block(const Quantiser *q, const int64_t begin[3], int d) {
     return begin[d] / q->view->block[d];
 }
 
-static Box own_part(const Quantiser *q, const int64_t block[3]) {
-    Box box;
+/* The part of a block that lies in this rank's shard; it may be empty. */
+static EpQuantBlock own_part(const Quantiser *q, const int64_t block[3]) {
+    int64_t begin[3], end[3], at = 0;
+    int64_t rows = ep_shards_whole(q->shards, 1), columns = ep_shards_whole(q->shards, 2);
     for (int d = 0; d < 3; d++) {
         int64_t length = q->view->block[d];
-        box.begin[d] = ep_max(block[d] * length, q->begin[d]);
-        box.end[d] = ep_min((block[d] + 1) * length, q->begin[d] + q->shards->part[d]);
+        begin[d] = ep_max(block[d] * length, q->begin[d]);
+        end[d] = ep_min((block[d] + 1) * length, q->begin[d] + q->shards->part[d]);
+        at += (begin[d] - q->begin[d]) * q->step[d];
     }
-    return box;
+    return (EpQuantBlock){
+        .type = q->type,
+        .from = (const char *)q->call->shard + at * (int64_t)ep_type_bytes(q->type),
+        .rows = end[1] - begin[1],
+        .columns = end[2] - begin[2],
+        .row_step = q->step[1],
+        .step = q->step[2],
+        .out = (uint8_t *)q->call->out + (begin[0] * rows + begin[1]) * columns + begin[2],
+        .out_step = columns};
 }
 
-static int is_empty(const Box *box) {
-    return box->begin[1] >= box->end[1] || box->begin[2] >= box->end[2];
-}
-
-static float load(const Quantiser *q, int64_t i, int64_t j, int64_t k) {
-    int64_t at = (i - q->begin[0]) * q->step[0] + (j - q->begin[1]) * q->step[1] +
-                 (k - q->begin[2]) * q->step[2];
-    if (q->type == EP_TYPE_FP32) return ((const float *)q->call->shard)[at];
-    uint16_t half = ((const uint16_t *)q->call->shard)[at];
-    return q->type == EP_TYPE_FP16 ? ep_float_from_fp16(half) : ep_float_from_bf16(half);
-}
-
-static uint32_t find_amax(const Quantiser *q, const Box *box) {
-    uint32_t amax = EP_QUANT_LEAST_BITS;
-    for (int64_t j = box->begin[1]; j < box->end[1]; j++)
-        for (int64_t k = box->begin[2]; k < box->end[2]; k++) {
-            uint32_t magnitude = ep_quant_magnitude(load(q, box->begin[0], j, k));
-            amax = magnitude > amax ? magnitude : amax;
-        }
-    return amax;
-}
-
-static void convert(const Quantiser *q, const Box *box, float inverse) {
-    int64_t rows = ep_shards_whole(q->shards, 1), columns = ep_shards_whole(q->shards, 2);
-    for (int64_t j = box->begin[1]; j < box->end[1]; j++) {
-        uint8_t *row = (uint8_t *)q->call->out + (box->begin[0] * rows + j) * columns;
-        for (int64_t k = box->begin[2]; k < box->end[2]; k++)
-            row[k] = ep_e4m3_from_float(load(q, box->begin[0], j, k) * inverse);
-    }
+static int is_empty(const EpQuantBlock *b) {
+    return b->rows <= 0 || b->columns <= 0;
 }
 
 static int64_t block_number(const Quantiser *q, const int64_t block[3]) {
@@ -83,11 +62,7 @@ static int64_t block_number(const Quantiser *q, const int64_t block[3]) {
 }
 
 static void store_scale(const Quantiser *q, const int64_t block[3], uint32_t stored) {
-    int64_t at = block_number(q, block);
-    if (q->view->sizes.scale_type == EP_TYPE_FP32)
-        ((uint32_t *)q->call->scales)[at] = stored;
-    else
-        ((uint8_t *)q->call->scales)[at] = (uint8_t)stored;
+    ep_store_scale(q->view->form.quant, q->call->scales, block_number(q, block), stored);
 }
 
 /* ---- blocks of a shard --------------------------------------------------------------------- */
@@ -111,12 +86,12 @@ static void visit_blocks(Quantiser *q, int64_t shard,
 /* ---- blocks that lie in one shard ---------------------------------------------------------- */
 
 static void quantise_whole_block(Quantiser *q, const int64_t block[3], uint32_t *found) {
-    Box box = own_part(q, block);
+    EpQuantBlock part = own_part(q, block);
     (void)found;
-    if (is_empty(&box)) return;
-    EpQuantScale scale = ep_quant_scale(q->view->form.quant, find_amax(q, &box));
+    if (is_empty(&part)) return;
+    EpQuantScale scale = ep_quant_scale(q->view->form.quant, ep_block_amax(&part));
     store_scale(q, block, scale.stored);
-    convert(q, &box, scale.inverse);
+    ep_block_convert(&part, scale.inverse);
 }
 
 static EpStatus gather_scales(const Quantiser *q) {
@@ -130,8 +105,8 @@ static EpStatus gather_scales(const Quantiser *q) {
 /* ---- blocks that lie in several shards ----------------------------------------------------- */
 
 static void find_own_amax(Quantiser *q, const int64_t block[3], uint32_t *found) {
-    Box box = own_part(q, block);
-    *found = is_empty(&box) ? EP_QUANT_LEAST_BITS : find_amax(q, &box);
+    EpQuantBlock part = own_part(q, block);
+    *found = is_empty(&part) ? EP_QUANT_LEAST_BITS : ep_block_amax(&part);
 }
 
 static void take_amax(Quantiser *q, const int64_t block[3], uint32_t *found) {
@@ -140,11 +115,11 @@ static void take_amax(Quantiser *q, const int64_t block[3], uint32_t *found) {
 }
 
 static void convert_block(Quantiser *q, const int64_t block[3], uint32_t *found) {
-    Box box = own_part(q, block);
+    EpQuantBlock part = own_part(q, block);
     (void)found;
-    if (is_empty(&box)) return;
+    if (is_empty(&part)) return;
     EpQuantScale scale = ep_quant_scale(q->view->form.quant, q->amaxes[block_number(q, block)]);
-    convert(q, &box, scale.inverse);
+    ep_block_convert(&part, scale.inverse);
 }
 
 static void store_all_scales(const Quantiser *q) {

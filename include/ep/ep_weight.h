@@ -22,10 +22,12 @@
  *
  * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
  * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
- * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned.
+ * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned, and
+ * what NCCL, which moves the bytes on the CUDA backend, does not do.
  */
 
 #include "ep/ep_mesh.h"
+#include "ep/ep_quant.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -104,12 +106,6 @@ void ep_weight_destroy(EpWeight *weight);
 
 /** What happens to the weight; see ep_sharding. Local. */
 EpStatus ep_weight_sharding(const EpWeight *weight, EpSharding *out);
-
-/** The elements that share a scale. */
-typedef enum EpBlocks {
-    EP_BLOCKS_ROWS = 1, /**< 128 along the last dimension; 32 with MXFP8 */
-    EP_BLOCKS_TILES = 2 /**< 128 x 128 of the last two dimensions; not with MXFP8 */
-} EpBlocks;
 
 /**
  * The form in which a weight is gathered.

@@ -10,6 +10,9 @@
 #include "dispatch/cuda/latency_scatter.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
+#include "handles/cuda/quantise.h"
+#include "handles/cuda/rows_quant.h"
+#include "handles/cuda/weight.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
                     int64_t *shared_bytes, int64_t *private_bytes) {
@@ -22,6 +25,7 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSett
 static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
@@ -88,6 +92,11 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .prepare = ep_cuda_prepare,
                                       .scatter = ep_cuda_scatter,
                                       .gather = ep_cuda_gather,
+                                      .gather_weight = ep_cuda_weight_gather,
+                                      .reduce_weight = ep_cuda_weight_reduce,
+                                      .reduce_amax = ep_cuda_weight_amax,
+                                      .measure_weight = ep_cuda_weight_measure,
+                                      .quantise_rows = ep_cuda_quantise_rows,
                                       .enter = ep_cuda_enter,
                                       .leave = ep_cuda_leave,
                                       .check_pointer = ep_cuda_check_pointer,

@@ -22,6 +22,11 @@
     X(ncclCommUserRank)       \
     X(ncclCommCuDevice)       \
     X(ncclAllGather)          \
+    X(ncclAllReduce)          \
+    X(ncclSend)               \
+    X(ncclRecv)               \
+    X(ncclGroupStart)         \
+    X(ncclGroupEnd)           \
     X(ncclCommAbort)          \
     X(ncclCommDestroy)        \
     X(ncclMemAlloc)           \

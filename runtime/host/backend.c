@@ -6,6 +6,7 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
+#include "handles/host/rows_quant.h"
 #include "handles/host/weight.h"
 #include "runtime/host/host.h"
 
@@ -94,4 +95,6 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .gather_weight = ep_host_weight_gather,
                                       .reduce_weight = ep_host_weight_reduce,
                                       .reduce_amax = ep_host_weight_amax,
+                                      .measure_weight = ep_host_weight_measure,
+                                      .quantise_rows = ep_host_quantise_rows,
                                       .check_pointer = check_pointer};

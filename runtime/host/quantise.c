@@ -5,16 +5,16 @@
 
 #define MOST_BLOCK 128
 
+static inline float load(EpType type, const void *from, int64_t at) {
+    if (type == EP_TYPE_FP32) return ((const float *)from)[at];
+    uint16_t half = ((const uint16_t *)from)[at];
+    return type == EP_TYPE_FP16 ? ep_float_from_fp16(half) : ep_float_from_bf16(half);
+}
+
 /* Convert a block's elements to floats, which is exact. */
 static void load_block(EpType type, const void *row, int64_t first, int64_t count, float *x) {
-    for (int64_t i = 0; i < count; i++) {
-        if (type == EP_TYPE_FP32)
-            x[i] = ((const float *)row)[first + i];
-        else if (type == EP_TYPE_FP16)
-            x[i] = ep_float_from_fp16(((const uint16_t *)row)[first + i]);
-        else
-            x[i] = ep_float_from_bf16(((const uint16_t *)row)[first + i]);
-    }
+    for (int64_t i = 0; i < count; i++)
+        x[i] = load(type, row, first + i);
 }
 
 static uint32_t find_amax(const float *x, int64_t count) {
@@ -36,9 +36,32 @@ void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t
         EpQuantScale scale = ep_quant_scale(quant, find_amax(x, count));
         for (int64_t i = 0; i < count; i++)
             out[first + i] = ep_e4m3_from_float(x[i] * scale.inverse);
-        if (ep_quant_scale_type(quant) == EP_TYPE_FP32)
-            ((uint32_t *)scales)[b] = scale.stored;
-        else
-            ((uint8_t *)scales)[b] = (uint8_t)scale.stored;
+        ep_store_scale(quant, scales, b, scale.stored);
     }
+}
+
+void ep_store_scale(EpQuant quant, void *scales, int64_t at, uint32_t stored) {
+    if (ep_quant_scale_type(quant) == EP_TYPE_FP32)
+        ((uint32_t *)scales)[at] = stored;
+    else
+        ((uint8_t *)scales)[at] = (uint8_t)stored;
+}
+
+uint32_t ep_block_amax(const EpQuantBlock *b) {
+    uint32_t amax = EP_QUANT_LEAST_BITS;
+    for (int64_t i = 0; i < b->rows; i++)
+        for (int64_t j = 0; j < b->columns; j++) {
+            float x = load(b->type, b->from, i * b->row_step + j * b->step);
+            uint32_t magnitude = ep_quant_magnitude(x);
+            amax = magnitude > amax ? magnitude : amax;
+        }
+    return amax;
+}
+
+void ep_block_convert(const EpQuantBlock *b, float inverse) {
+    for (int64_t i = 0; i < b->rows; i++)
+        for (int64_t j = 0; j < b->columns; j++) {
+            float x = load(b->type, b->from, i * b->row_step + j * b->step);
+            b->out[i * b->out_step + j] = ep_e4m3_from_float(x * inverse);
+        }
 }

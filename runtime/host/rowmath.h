@@ -56,4 +56,19 @@ void ep_stream_fence(void);
 void ep_quantise(EpQuant quant, EpType type, const void *row, int64_t n, uint8_t *out,
                  void *scales);
 
+/** Elements that share a scale: element (i, j) is from[i * row_step + j * step], and its byte goes
+ * to out[i * out_step + j]. */
+typedef struct EpQuantBlock {
+    EpType type; /**< BF16, FP16 or FP32 */
+    const void *from;
+    int64_t rows, columns, row_step, step;
+    uint8_t *out;
+    int64_t out_step;
+} EpQuantBlock;
+
+/** Returns the bits of the block's amax, at least EP_QUANT_LEAST_BITS. */
+uint32_t ep_block_amax(const EpQuantBlock *block);
+void ep_block_convert(const EpQuantBlock *block, float inverse);
+void ep_store_scale(EpQuant quant, void *scales, int64_t at, uint32_t stored);
+
 #endif

@@ -39,16 +39,41 @@ typedef struct Shared {
     int aborted[MAX_RANKS], any_aborted; /* then no collective completes */
 } Shared;
 
+typedef enum Kind { GATHER, SUM, MAX, EXCHANGE } Kind;
+
+/* A send or receive of an exchange. */
+typedef struct Message {
+    int peer, is_send;
+    void *memory;
+    size_t bytes;
+    struct Message *next; /* in the order of the calls */
+} Message;
+
 /* One rank's part in a collective on a stream. */
 typedef struct Collective {
     Shared *shared;
-    int rank, is_sum;
+    int rank;
+    Kind kind;
     unsigned number; /* of the collective; equal on all ranks */
     const void *from;
     void *to;
     size_t bytes;
     cudaStream_t stream;
+    Message *messages; /* of an exchange */
 } Collective;
+
+enum { MOST_GROUPED = 4096 };
+
+/* The calls between ncclGroupStart and ncclGroupEnd, of one communicator. */
+typedef struct Group {
+    int open, count;
+    ncclComm_t comm;
+    Collective calls[MOST_GROUPED];
+    Message *first, **end; /* one exchange has all messages */
+    cudaStream_t stream;
+} Group;
+
+static __thread Group *group;
 
 struct ncclComm {
     Shared *shared;
@@ -57,8 +82,9 @@ struct ncclComm {
     unsigned round;
     ncclWindow_t *window; /* output for the window of that round, or NULL */
     unsigned collectives; /* number of collectives called */
-    int starting;         /* the ncclCommGetAsyncError that makes it 0 enqueues `collective` */
-    Collective collective;
+    int starting;         /* the ncclCommGetAsyncError that makes it 0 enqueues `waiting` */
+    int num_waiting;
+    Collective *waiting;
 };
 
 /* In memory of the rank's device, as NCCL's. */
@@ -140,11 +166,48 @@ static void gather(const Collective *c) {
     }
 }
 
-/* The sum of ncclInt32, computed before it is stored, since it may be in place. */
-static void add(const Collective *c, int *sum) {
-    for (size_t i = 0; i < c->bytes / sizeof(int); i++)
-        for (int r = 0; r < c->shared->size; r++)
-            sum[i] += ((const int *)c->shared->given[r])[i];
+/* Returns the n-th send of a rank to another one. */
+static const Message *find_send(const Message *m, int to, int n) {
+    for (; m; m = m->next)
+        if (m->is_send && m->peer == to && n-- == 0) return m;
+    return NULL;
+}
+
+/* Returns how many receives from the same rank precede this one. */
+static int count_before(const Message *first, const Message *m) {
+    int count = 0;
+    for (; first != m; first = first->next)
+        count += !first->is_send && first->peer == m->peer;
+    return count;
+}
+
+static void receive(const Collective *c) {
+    for (const Message *m = c->messages; m; m = m->next) {
+        if (m->is_send) continue;
+        const Message *sent =
+            find_send(c->shared->given[m->peer], c->rank, count_before(c->messages, m));
+        if (!sent || sent->bytes != m->bytes)
+            emulated_die("ncclRecv: %zu bytes on rank %d, %zd sent by rank %d", m->bytes, c->rank,
+                         sent ? (ssize_t)sent->bytes : -1, m->peer);
+        memcpy(m->memory, sent->memory, m->bytes);
+    }
+}
+
+/* A reduction of 32-bit numbers, computed before it is stored, since it may be in place. */
+static void reduce(const Collective *c, uint32_t *out) {
+    for (size_t i = 0; i < c->bytes / sizeof(*out); i++)
+        for (int r = 0; r < c->shared->size; r++) {
+            uint32_t x = ((const uint32_t *)c->shared->given[r])[i];
+            out[i] = c->kind == SUM ? out[i] + x : x > out[i] ? x : out[i];
+        }
+}
+
+static void free_messages(Message *m) {
+    while (m) {
+        Message *next = m->next;
+        free(m);
+        m = next;
+    }
 }
 
 /* Runs on the stream's thread. Collectives of a communicator take turns, on all streams. A rank
@@ -152,18 +215,22 @@ static void add(const Collective *c, int *sum) {
 static void run_collective(void *arguments) {
     const Collective *c = arguments;
     Shared *s = c->shared;
-    int *sum = c->is_sum ? calloc(1, c->bytes) : NULL;
+    int reduces = c->kind == SUM || c->kind == MAX;
+    uint32_t *reduced = reduces ? calloc(1, c->bytes) : NULL;
     pthread_mutex_lock(&mutex);
     while (waits(c, s->collectives != c->number))
         ;
-    s->given[c->rank] = c->from, s->bytes[c->rank] = c->bytes;
+    s->given[c->rank] = c->kind == EXCHANGE ? (const void *)c->messages : c->from;
+    s->bytes[c->rank] = c->bytes;
     s->present++;
     pthread_cond_broadcast(&round_over);
     while (waits(c, s->present < s->size || s->any_aborted))
         ;
     if (!s->aborted[c->rank]) {
-        if (sum)
-            add(c, sum);
+        if (reduces)
+            reduce(c, reduced);
+        else if (c->kind == EXCHANGE)
+            receive(c);
         else
             gather(c);
         if (++s->leaving == s->size) s->present = s->leaving = 0, s->collectives++;
@@ -171,28 +238,46 @@ static void run_collective(void *arguments) {
     }
     while (waits(c, s->collectives == c->number))
         ;
-    if (sum && !s->aborted[c->rank]) memcpy(c->to, sum, c->bytes);
+    if (reduces && !s->aborted[c->rank]) memcpy(c->to, reduced, c->bytes);
     s->running--;
     pthread_cond_broadcast(&round_over);
     pthread_mutex_unlock(&mutex);
-    free(sum);
+    free(reduced);
+    free_messages(c->messages);
 }
 
-/* Enqueue a collective. On a nonblocking communicator ncclCommGetAsyncError does so later, and
- * until then no other call may use the communicator. */
-static ncclResult_t collective(ncclComm_t comm, const Collective *c) {
+/* Enqueue collectives. On a nonblocking communicator ncclCommGetAsyncError does so later, and until
+ * then no other call may use the communicator. */
+static ncclResult_t enqueue_all(ncclComm_t comm, const Collective *calls, int count) {
     pthread_mutex_lock(&mutex);
     if (comm->starting || !has_finished(comm)) {
         pthread_mutex_unlock(&mutex);
         return ncclInvalidArgument;
     }
-    Collective mine = *c;
-    mine.shared = comm->shared, mine.rank = comm->rank, mine.number = comm->collectives++;
-    comm->shared->running++;
-    if (!comm->blocking) comm->collective = mine, comm->starting = 2;
+    Collective *mine = malloc((size_t)count * sizeof(*mine));
+    if (!mine) emulated_die("no memory for collectives");
+    for (int i = 0; i < count; i++) {
+        mine[i] = calls[i];
+        mine[i].shared = comm->shared, mine[i].rank = comm->rank;
+        mine[i].number = comm->collectives++;
+        comm->shared->running++;
+    }
+    int blocking = comm->blocking;
+    if (!blocking) comm->waiting = mine, comm->num_waiting = count, comm->starting = 2;
     pthread_mutex_unlock(&mutex);
-    if (!comm->blocking) return ncclInProgress;
-    emulated_enqueue(mine.stream, run_collective, &mine, sizeof(mine));
+    if (!blocking) return ncclInProgress;
+    for (int i = 0; i < count; i++)
+        emulated_enqueue(mine[i].stream, run_collective, &mine[i], sizeof(mine[i]));
+    free(mine);
+    return ncclSuccess;
+}
+
+static ncclResult_t collective(ncclComm_t comm, const Collective *c) {
+    if (!group || !group->open) return enqueue_all(comm, c, 1);
+    if (group->count == MOST_GROUPED || (group->comm && group->comm != comm))
+        return ncclInvalidArgument;
+    group->comm = comm;
+    group->calls[group->count++] = *c;
     return ncclSuccess;
 }
 
@@ -205,11 +290,55 @@ ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataTyp
 
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type,
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-    if (type != ncclInt32 || op != ncclSum) return ncclInvalidArgument;
-    return collective(
-        comm,
-        &(Collective){
-            .is_sum = 1, .from = from, .to = to, .bytes = count * sizeof(int), .stream = stream});
+    int sums = type == ncclInt32 && op == ncclSum;
+    if (!sums && (type != ncclUint32 || op != ncclMax)) return ncclInvalidArgument;
+    return collective(comm, &(Collective){.kind = sums ? SUM : MAX,
+                                          .from = from,
+                                          .to = to,
+                                          .bytes = count * sizeof(int),
+                                          .stream = stream});
+}
+
+/* ---- groups of calls ---- */
+
+/* A group of another thread is another group. Messages outside of a group are not supported. */
+ncclResult_t ncclGroupStart(void) {
+    if (!group) group = calloc(1, sizeof(*group));
+    if (!group) emulated_die("no memory for a group");
+    group->open = 1, group->count = 0, group->comm = NULL;
+    group->first = NULL, group->end = &group->first;
+    return ncclSuccess;
+}
+
+static ncclResult_t add_message(int is_send, const void *memory, size_t bytes, int peer,
+                                ncclComm_t comm, cudaStream_t stream) {
+    Message *m = calloc(1, sizeof(*m));
+    if (!m || !group || !group->open) return ncclInvalidArgument;
+    *m = (Message){peer, is_send, (void *)(uintptr_t)memory, bytes, NULL};
+    group->comm = comm, group->stream = stream;
+    *group->end = m, group->end = &m->next;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t comm, cudaStream_t stream) {
+    if (type != ncclUint8) return ncclInvalidArgument;
+    return add_message(1, from, count, peer, comm, stream);
+}
+
+ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+    if (type != ncclUint8) return ncclInvalidArgument;
+    return add_message(0, to, count, peer, comm, stream);
+}
+
+ncclResult_t ncclGroupEnd(void) {
+    if (!group || !group->open) return ncclInvalidArgument;
+    group->open = 0;
+    if (group->first)
+        group->calls[group->count++] =
+            (Collective){.kind = EXCHANGE, .messages = group->first, .stream = group->stream};
+    return group->count ? enqueue_all(group->comm, group->calls, group->count) : ncclSuccess;
 }
 
 /* ---- communicators ---- */
@@ -251,9 +380,13 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
     *out = has_finished(comm) ? take_window(comm) : ncclInProgress;
     int starts = comm->starting == 1;
     if (comm->starting && --comm->starting) *out = ncclInProgress;
-    Collective c = comm->collective;
     pthread_mutex_unlock(&mutex);
-    if (starts) emulated_enqueue(c.stream, run_collective, &c, sizeof(c));
+    if (!starts) return ncclSuccess;
+    for (int i = 0; i < comm->num_waiting; i++)
+        emulated_enqueue(comm->waiting[i].stream, run_collective, &comm->waiting[i],
+                         sizeof(comm->waiting[i]));
+    free(comm->waiting);
+    comm->waiting = NULL, comm->num_waiting = 0;
     return ncclSuccess;
 }
 
@@ -283,7 +416,7 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out) {
 static ncclResult_t destroy(ncclComm_t comm, int abort) {
     pthread_mutex_lock(&mutex);
     Shared *c = comm->shared, **at = &all_shared;
-    if (comm->starting) c->running--; /* nothing will enqueue it now */
+    if (comm->starting) c->running -= comm->num_waiting; /* nothing will enqueue them now */
     c->aborted[comm->rank] = abort, c->any_aborted |= abort;
     pthread_cond_broadcast(&round_over);
     if (--c->members == 0) {
@@ -295,6 +428,7 @@ static ncclResult_t destroy(ncclComm_t comm, int abort) {
         free(c);
     }
     pthread_mutex_unlock(&mutex);
+    free(comm->waiting);
     free(comm);
     return ncclSuccess;
 }
@@ -421,6 +555,10 @@ static const struct {
     FUNCTION(ncclCommCuDevice),
     FUNCTION(ncclAllGather),
     FUNCTION(ncclAllReduce),
+    FUNCTION(ncclSend),
+    FUNCTION(ncclRecv),
+    FUNCTION(ncclGroupStart),
+    FUNCTION(ncclGroupEnd),
     FUNCTION(ncclCommAbort),
     FUNCTION(ncclCommDestroy),
     FUNCTION(ncclMemAlloc),

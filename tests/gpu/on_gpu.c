@@ -16,6 +16,10 @@
 #undef ep_combine_wait
 #undef ep_dispatch_backward
 #undef ep_combine_backward
+#undef ep_quantise_rows
+#undef ep_weight_gather
+#undef ep_weight_reduce
+#undef ep_weight_amax
 #undef ep_handle_destroy
 #undef ep_group_destroy
 
@@ -179,4 +183,41 @@ EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out
     Moved m = {.count = 0};
     out = moved_output(&m, out);
     return settle(&m, ep_combine_wait(handle, stream, out));
+}
+
+/* ---- sharded weights ----------------------------------------------------------------------- */
+
+EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
+                           const EpTensor *workspace, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales) {
+    Moved m = {.count = 0};
+    shard = moved_input(&m, shard), workspace = moved_output(&m, workspace);
+    out = moved_output(&m, out), scales = moved_output(&m, scales);
+    return settle(&m, ep_weight_gather(weight, form, shard, workspace, stream, out, scales));
+}
+
+EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
+                           const EpTensor *workspace, EpStream stream, const EpTensor *out) {
+    Moved m = {.count = 0};
+    grad = moved_input(&m, grad), workspace = moved_output(&m, workspace);
+    out = moved_output(&m, out);
+    return settle(&m, ep_weight_reduce(weight, grad, accumulate, workspace, stream, out));
+}
+
+EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
+                         const EpTensor *amax) {
+    Moved m = {.count = 0};
+    amax = moved_output(&m, amax);
+    return settle(&m, ep_weight_amax(weight, scope, stream, amax));
+}
+
+/* ---- quantising ---------------------------------------------------------------------------- */
+
+EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
+                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales) {
+    Moved m = {.count = 0};
+    rows = moved_input(&m, rows), num_rows = moved_input(&m, num_rows);
+    out = moved_output(&m, out), scales = moved_output(&m, scales);
+    return settle(&m, ep_quantise_rows(group, form, rows, num_rows, stream, out, scales));
 }

@@ -18,7 +18,7 @@
 
 #include <criterion/criterion.h>
 
-#include "ep/ep.h"
+#include "ep/ep_weight.h"
 #include "tests/gpu/devices.h"
 
 /** The operations; tensors that GPUs cannot reach are copied to the pinned buffer and back. In
@@ -51,6 +51,16 @@ EpStatus gpu_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor
                           const EpTensor *slot_weights, const EpTensor *topk_weights,
                           EpStream stream);
 EpStatus gpu_combine_wait(EpHandle *handle, EpStream stream, const EpTensor *out);
+EpStatus gpu_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
+                           const EpTensor *workspace, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales);
+EpStatus gpu_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate,
+                           const EpTensor *workspace, EpStream stream, const EpTensor *out);
+EpStatus gpu_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
+                         const EpTensor *amax);
+EpStatus gpu_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
+                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
+                           const EpTensor *scales);
 void gpu_handle_destroy(EpHandle *handle);
 void gpu_group_destroy(EpGroup *group);
 
@@ -68,6 +78,10 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_dispatch_wait gpu_dispatch_wait
 #define ep_combine_send gpu_combine_send
 #define ep_combine_wait gpu_combine_wait
+#define ep_weight_gather gpu_weight_gather
+#define ep_weight_reduce gpu_weight_reduce
+#define ep_weight_amax gpu_weight_amax
+#define ep_quantise_rows gpu_quantise_rows
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 

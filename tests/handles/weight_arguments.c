@@ -17,7 +17,7 @@ static EpMesh mesh_of(const char *text) {
 
 static EpMeshCommConfig comm_config(double seconds) {
     EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
-    config.backend = EP_BACKEND_HOST, config.timeout_seconds = seconds;
+    config.backend = TEST_BACKEND, config.timeout_seconds = seconds;
     return config;
 }
 
@@ -53,7 +53,6 @@ static void check_comm_refused(const EpBootstrap *world, const EpMesh *mesh,
 
 /* Rank 1 alone is wrong; rank 0 learns of it. */
 ThreadTest(handles_weight_arguments, communicators, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     int wrong = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH), large = mesh_of("fsdp=3"), other = mesh_of("zero:fsdp=2,expert=1");
     EpMeshCommConfig config = comm_config(30), odd = comm_config(-3), big = config;
@@ -90,7 +89,6 @@ static void check_weight_refused(EpMeshComm *comm, int wrong, const EpWeightConf
 }
 
 ThreadTest(handles_weight_arguments, configurations, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     int wrong = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
@@ -132,7 +130,6 @@ static void check_mismatch(EpMeshComm *comm, const EpWeightConfig *config, const
 }
 
 ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     int other = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH);
     EpMeshComm *comm = connect(bootstrap, MESH, 30);
@@ -156,16 +153,23 @@ ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
 typedef struct Fixture {
     EpMeshComm *comm;
     EpWeight *weight;
-    _Alignas(64) char shard[192], full[384], scales[384], workspace[2048];
+    _Alignas(64) char shard[192], full[384], scales[384], workspace[4096];
 } Fixture;
 
-static void open_fixture(const EpBootstrap *world, Fixture *f) {
+static Fixture *open_fixture(const EpBootstrap *world) {
+    Fixture *f = aligned_alloc(64, sizeof(*f));
     EpMesh mesh = mesh_of(MESH);
     EpWeightConfig config = weight_config(&mesh, "expert,fsdp,_");
     memset(f, 0x5a, sizeof(*f));
     f->weight = NULL;
     f->comm = connect(world, MESH, 30);
     CHECK_OK(ep_weight_create(f->comm, &config, &f->weight));
+    return f;
+}
+
+static void close_fixture(Fixture *f) {
+    ep_mesh_comm_destroy(f->comm);
+    free(f);
 }
 
 typedef struct Arguments {
@@ -250,80 +254,80 @@ static void check_bad_quantised(Fixture *f, const Arguments *good) {
 }
 
 ThreadTest(handles_weight_arguments, gathers, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
-    Fixture f;
-    open_fixture(bootstrap, &f);
-    REQUIRE(f.weight, "no weight");
-    Arguments good = good_arguments(&f);
-    check_bad_forms(&f, &good);
-    check_bad_tensors(&f, &good);
-    check_bad_quantised(&f, &good);
-    CHECK_OK(ep_weight_gather(f.weight, NULL, &good.shard, NULL, NULL, &good.out, NULL));
-    ep_weight_destroy(f.weight);
-    CHECK_REFUSED(ep_weight_gather(f.weight, NULL, &good.shard, NULL, NULL, &good.out, NULL),
-                  EP_ERR_DESTROYED, "weight");
-    CHECK_REFUSED(ep_weight_gather(NULL, NULL, &good.shard, NULL, NULL, &good.out, NULL),
+    Fixture *f = open_fixture(bootstrap);
+    REQUIRE(f->weight, "no weight");
+    Arguments good = good_arguments(f);
+    good.given_workspace = &good.workspace;
+    check_bad_forms(f, &good);
+    check_bad_tensors(f, &good);
+    check_bad_quantised(f, &good);
+    CHECK_OK(
+        ep_weight_gather(f->weight, NULL, &good.shard, &good.workspace, NULL, &good.out, NULL));
+    ep_weight_destroy(f->weight);
+    CHECK_REFUSED(
+        ep_weight_gather(f->weight, NULL, &good.shard, &good.workspace, NULL, &good.out, NULL),
+        EP_ERR_DESTROYED, "weight");
+    CHECK_REFUSED(ep_weight_gather(NULL, NULL, &good.shard, &good.workspace, NULL, &good.out, NULL),
                   EP_ERR_NULL, "weight");
-    ep_mesh_comm_destroy(f.comm);
+    ep_mesh_comm_destroy(f->comm);
     EpWeight *weight = NULL;
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
-    CHECK_REFUSED(ep_weight_create(f.comm, &config, &weight), EP_ERR_DESTROYED, "comm");
-    CHECK_REFUSED(ep_mesh_comm_abort(f.comm, "too late"), EP_ERR_DESTROYED, "comm");
+    CHECK_REFUSED(ep_weight_create(f->comm, &config, &weight), EP_ERR_DESTROYED, "comm");
+    CHECK_REFUSED(ep_mesh_comm_abort(f->comm, "too late"), EP_ERR_DESTROYED, "comm");
+    free(f);
 }
 
 ThreadTest(handles_weight_arguments, reduces_and_amaxes, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
-    Fixture f;
+    Fixture *f = open_fixture(bootstrap);
     float numbers[4] = {1, 2, 3, 4};
-    open_fixture(bootstrap, &f);
-    REQUIRE(f.weight, "no weight");
-    EpTensor grad = ep_tensor_3d(f.full, EP_TYPE_BF16, 4, 6, 8), bad = grad;
-    EpTensor out = ep_tensor_3d(f.scales, EP_TYPE_FP32, 4, 3, 8), half = out;
+    REQUIRE(f->weight, "no weight");
+    EpTensor grad = ep_tensor_3d(f->full, EP_TYPE_BF16, 4, 6, 8), bad = grad;
+    EpTensor out = ep_tensor_3d(f->scales, EP_TYPE_FP32, 4, 3, 8), half = out;
+    EpTensor workspace = ep_tensor_1d(f->workspace, EP_TYPE_UINT8, sizeof(f->workspace));
     half.type = EP_TYPE_BF16, bad.shape[0] = 5;
-    CHECK_REFUSED(ep_weight_reduce(f.weight, &bad, 0, NULL, NULL, &out), EP_ERR_SHAPE,
+    CHECK_REFUSED(ep_weight_reduce(f->weight, &bad, 0, &workspace, NULL, &out), EP_ERR_SHAPE,
                   "ep_weight_reduce: w1: grad", "expected size = 4 in dimension 0, got 5");
-    CHECK_REFUSED(ep_weight_reduce(f.weight, &grad, 2, NULL, NULL, &out), EP_ERR_RANGE,
+    CHECK_REFUSED(ep_weight_reduce(f->weight, &grad, 2, &workspace, NULL, &out), EP_ERR_RANGE,
                   "accumulate", "expected 0 or 1, got 2");
-    CHECK_REFUSED(ep_weight_reduce(f.weight, &grad, 0, NULL, NULL, &half), EP_ERR_TYPE, "out",
-                  "expected fp32, got bf16");
-    for (size_t i = 0; i < sizeof(f.scales); i++)
-        CHECK(f.scales[i] == 0x5a, "a refused call has changed the output");
+    CHECK_REFUSED(ep_weight_reduce(f->weight, &grad, 0, &workspace, NULL, &half), EP_ERR_TYPE,
+                  "out", "expected fp32, got bf16");
+    for (size_t i = 0; i < sizeof(f->scales); i++)
+        CHECK(f->scales[i] == 0x5a, "a refused call has changed the output");
     EpTensor amax = ep_tensor_1d(numbers, EP_TYPE_FP32, 4), one = amax;
     one.shape[0] = 1;
-    CHECK_REFUSED(ep_weight_amax(f.weight, (EpAmaxScope)0, NULL, &amax), EP_ERR_RANGE, "scope");
-    CHECK_REFUSED(ep_weight_amax(f.weight, EP_AMAX_TENSOR, NULL, &amax), EP_ERR_SHAPE, "amax",
+    CHECK_REFUSED(ep_weight_amax(f->weight, (EpAmaxScope)0, NULL, &amax), EP_ERR_RANGE, "scope");
+    CHECK_REFUSED(ep_weight_amax(f->weight, EP_AMAX_TENSOR, NULL, &amax), EP_ERR_SHAPE, "amax",
                   "expected size = 1 in dimension 0, got 4");
-    CHECK_REFUSED(ep_weight_amax(f.weight, EP_AMAX_EXPERT, NULL, &one), EP_ERR_SHAPE, "amax",
+    CHECK_REFUSED(ep_weight_amax(f->weight, EP_AMAX_EXPERT, NULL, &one), EP_ERR_SHAPE, "amax",
                   "expected size = 4 in dimension 0, got 1");
     one.type = EP_TYPE_INT32;
-    CHECK_REFUSED(ep_weight_amax(f.weight, EP_AMAX_TENSOR, NULL, &one), EP_ERR_TYPE, "amax");
+    CHECK_REFUSED(ep_weight_amax(f->weight, EP_AMAX_TENSOR, NULL, &one), EP_ERR_TYPE, "amax");
     CHECK(numbers[0] == 1 && numbers[3] == 4, "a refused call has changed the output");
-    ep_mesh_comm_destroy(f.comm);
+    close_fixture(f);
 }
 
 /* ---- ranks in different calls, and gone ---------------------------------------------------- */
 
 ThreadTest(handles_weight_arguments, order, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
-    Fixture f;
+    HOST_ONLY("NCCL does not compare calls, and has no deadline");
+    Fixture *f = open_fixture(bootstrap);
     EpMesh mesh = mesh_of(MESH);
     EpWeightConfig config = weight_config(&mesh, "expert,fsdp,_");
     EpWeight *second = NULL;
-    open_fixture(bootstrap, &f);
     config.name = "w2";
-    CHECK_OK(ep_weight_create(f.comm, &config, &second));
+    CHECK_OK(ep_weight_create(f->comm, &config, &second));
     REQUIRE(second, "no weight");
-    Arguments a = good_arguments(&f);
-    CHECK_REFUSED(ep_weight_gather(bootstrap->rank ? second : f.weight, NULL, &a.shard, NULL, NULL,
+    Arguments a = good_arguments(f);
+    CHECK_REFUSED(ep_weight_gather(bootstrap->rank ? second : f->weight, NULL, &a.shard, NULL, NULL,
                                    &a.out, NULL),
                   EP_ERR_ORDER, "weight gather", "weight differs");
-    CHECK_STATUS(ep_weight_gather(f.weight, NULL, &a.shard, NULL, NULL, &a.out, NULL),
+    CHECK_STATUS(ep_weight_gather(f->weight, NULL, &a.shard, NULL, NULL, &a.out, NULL),
                  EP_ERR_ORDER);
-    ep_mesh_comm_destroy(f.comm);
+    close_fixture(f);
 }
 
 ThreadTest(handles_weight_arguments, absent_rank, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
+    HOST_ONLY("NCCL does not compare calls, and has no deadline");
     EpMesh mesh = mesh_of(MESH);
     EpWeightConfig config = weight_config(&mesh, "expert,fsdp,_");
     EpWeight *weight = NULL;
@@ -341,14 +345,13 @@ ThreadTest(handles_weight_arguments, absent_rank, 2) {
 }
 
 ThreadTest(handles_weight_arguments, abort, 2) {
-    HOST_ONLY("no sharded weights on GPUs yet");
-    Fixture f;
-    open_fixture(bootstrap, &f);
-    REQUIRE(f.weight, "no weight");
-    Arguments a = good_arguments(&f);
-    CHECK_REFUSED(ep_mesh_comm_abort(f.comm, NULL), EP_ERR_NULL, "sentence");
-    if (bootstrap->rank == 1) CHECK_OK(ep_mesh_comm_abort(f.comm, "the optimizer ran out"));
-    CHECK_REFUSED(ep_weight_gather(f.weight, NULL, &a.shard, NULL, NULL, &a.out, NULL),
+    HOST_ONLY("NCCL does not compare calls, and has no deadline");
+    Fixture *f = open_fixture(bootstrap);
+    REQUIRE(f->weight, "no weight");
+    Arguments a = good_arguments(f);
+    CHECK_REFUSED(ep_mesh_comm_abort(f->comm, NULL), EP_ERR_NULL, "sentence");
+    if (bootstrap->rank == 1) CHECK_OK(ep_mesh_comm_abort(f->comm, "the optimizer ran out"));
+    CHECK_REFUSED(ep_weight_gather(f->weight, NULL, &a.shard, NULL, NULL, &a.out, NULL),
                   bootstrap->rank ? EP_ERR_ABORTED : EP_ERR_PEER, "the optimizer ran out");
-    ep_mesh_comm_destroy(f.comm);
+    close_fixture(f);
 }

@@ -187,7 +187,14 @@ static void check_reduce(const Rank *r, int step, int accumulate) {
     sharded_reduced(s, r->world->rank, step, accumulate ? before : NULL, expected);
     EpTensor in = tensor_of(grad, s->grad_type, r->used.size);
     EpTensor reduced = tensor_of(out, s->reduced_type, r->stored.size);
-    CHECK_OK(ep_weight_reduce(r->weight, &in, accumulate, NULL, NULL, &reduced));
+    EpWeightSizes sizes = EP_WEIGHT_SIZES_INIT;
+    CHECK_OK(ep_weight_sizes(r->weight, NULL, &sizes));
+    char *memory = guarded(sizes.reduce_workspace);
+    EpTensor workspace = ep_tensor_1d(memory, EP_TYPE_UINT8, sizes.reduce_workspace);
+    CHECK_OK(ep_weight_reduce(r->weight, &in, accumulate,
+                              sizes.reduce_workspace ? &workspace : NULL, NULL, &reduced));
+    CHECK(guard_is_whole(memory, sizes.reduce_workspace), "bytes past the workspace");
+    free(memory);
     CHECK(memcmp(out, expected, (size_t)bytes) == 0, "another sum, accumulate %d", accumulate);
     CHECK(guard_is_whole(out, bytes), "bytes past the shard");
     free(grad);
@@ -268,21 +275,42 @@ static const Given eight[] = {
 enum { EIGHT = sizeof(eight) / sizeof(eight[0]) };
 
 ThreadTest(handles_weights, on_eight_ranks, 8) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 1);
 }
 
+/* The same on fewer ranks, for machines with as many GPUs. */
+static const Given four[] = {
+    {"data=2,fsdp=2,expert=1", "expert,fsdp,_", EXPERTS, {2, 512, 200}, BF16, BF16, FP32},
+    {"fsdp=2,expert=2", "expert,_,fsdp", EXPERTS, {2, 130, 320}, BF16, BF16, BF16},
+    {"fsdp=4,expert=1", "(expert,fsdp),_,_", EXPERTS, {16, 33, 144}, FP32, FP32, FP32},
+    {"fsdp=2,more:fsdp=2", "_,fsdp,more", EXPERTS, {2, 260, 272}, EP_TYPE_FP16, BF16, FP32},
+    {"fsdp=2,expert=2", "_,(fsdp,expert),_", EP_TENSOR_WEIGHT, {1, 1048, 60}, BF16, BF16, FP32}};
+static const Given two[] = {
+    {"fsdp=2,expert=1", "expert,fsdp,_", EXPERTS, {3, 512, 208}, BF16, BF16, FP32},
+    {"fsdp=2,expert=1", "expert,_,fsdp", EXPERTS, {2, 130, 320}, BF16, BF16, BF16},
+    {"data=2,expert=1", "expert,_,_", EXPERTS, {2, 40, 128}, FP32, FP32, FP32},
+    {"expert=2", "expert,_,_", EXPERTS, {4, 40, 128}, BF16, EP_TYPE_FP16, EP_TYPE_FP16},
+    {"fsdp=2", "fsdp,_,_", EP_TENSOR_WEIGHT, {300, 7, 16}, FP32, BF16, FP32}};
+
+ThreadTest(handles_weights, on_four_ranks, 4) {
+    for (size_t i = 0; i < sizeof(four) / sizeof(four[0]); i++)
+        check_given(bootstrap, &four[i], 1);
+}
+
+ThreadTest(handles_weights, on_two_ranks, 2) {
+    for (size_t i = 0; i < sizeof(two) / sizeof(two[0]); i++)
+        check_given(bootstrap, &two[i], 1);
+}
+
 ThreadTest(handles_weights, alone, 1) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     Given given = {"expert=1,fsdp=1", "expert,fsdp,_", EXPERTS, {3, 130, 70}, BF16, BF16, FP32};
     check_given(bootstrap, &given, 1);
 }
 
 /* Every message takes several rounds. */
 ThreadTest(handles_weights, beyond_the_stage, 4) {
-    HOST_ONLY("no sharded weights on GPUs yet");
-    Given given = {"fsdp=2,expert=2", "expert,_,fsdp", EXPERTS, {2, 1200, 1160}, FP32, FP32, FP32};
+    Given given = {"fsdp=2,expert=2", "expert,_,fsdp", EXPERTS, {2, 600, 1160}, FP32, FP32, FP32};
     check_given(bootstrap, &given, 1);
 }
 
@@ -293,18 +321,18 @@ static void pretend_nodes(const EpBootstrap *bootstrap, const char *nodes) {
 
 /* Sums of nodes; groups along fsdp lie on one node, those along data on two or four. */
 ThreadTest(handles_weights, on_four_nodes, 8) {
-    HOST_ONLY("no sharded weights on GPUs yet");
+    HOST_ONLY("GPUs have one node");
     pretend_nodes(bootstrap, "4");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 4);
 }
 
-HostRankedTest(mpi_weights, on_eight_ranks, 8, 90, "no sharded weights on GPUs yet") {
+HostRankedTest(mpi_weights, on_eight_ranks, 8, 90, "GPUs have tests of their own") {
     for (int i = 0; i < 3; i++)
         check_given(bootstrap, &eight[i], 1);
 }
 
-HostRankedTest(mpi_weights, on_two_nodes, 8, 90, "no sharded weights on GPUs yet") {
+HostRankedTest(mpi_weights, on_two_nodes, 8, 90, "GPUs have tests of their own") {
     setenv("LIBEP_TOPOLOGY", "2", 1);
     for (int i = 0; i < 3; i++)
         check_given(bootstrap, &eight[i], 2);
@@ -313,7 +341,7 @@ HostRankedTest(mpi_weights, on_two_nodes, 8, 90, "no sharded weights on GPUs yet
 /* ---- random meshes ------------------------------------------------------------------------- */
 
 /* Deal axes to dimensions by the rules of each kind. */
-static void random_sharded(Random *random, EpMesh *mesh, Sharded *s) {
+static void random_sharded(Random *random, int most, EpMesh *mesh, Sharded *s) {
     static const EpType types[] = {EP_TYPE_BF16, EP_TYPE_FP16, EP_TYPE_FP32};
     int ranks = 1;
     *s = (Sharded){.mesh = mesh, .spec = EP_SPEC_INIT, .nodes = 1, .seed = random_next(random)};
@@ -328,7 +356,7 @@ static void random_sharded(Random *random, EpMesh *mesh, Sharded *s) {
         EpAxis *axis = &mesh->axes[i];
         snprintf(axis->name, sizeof(axis->name), "a%d", i);
         axis->size = 1 + (int32_t)random_below(random, 3);
-        if (ranks * axis->size > 8) axis->size = 1;
+        if (most % (ranks * axis->size)) axis->size = 1;
         ranks *= axis->size;
         axis->role = i == 0 ? EP_AXIS_EXPERT : (EpAxisRole)(2 + random_below(random, 2));
         if (axis->role == EP_AXIS_DATA) continue;
@@ -339,8 +367,8 @@ static void random_sharded(Random *random, EpMesh *mesh, Sharded *s) {
     }
     if (mesh->num_axes > 1 && s->kind == EP_TENSOR_WEIGHT && random_percent(random, 50))
         s->shape[1] *= 8;
-    for (; ranks < 8 && mesh->num_axes < EP_MESH_MAX_AXES; ranks *= 2)
-        if (8 % (ranks * 2) == 0)
+    for (; ranks < most && mesh->num_axes < EP_MESH_MAX_AXES; ranks *= 2)
+        if (most % (ranks * 2) == 0)
             mesh->axes[mesh->num_axes++] =
                 (EpAxis){{(char)('p' + mesh->num_axes)}, 2, EP_AXIS_DATA};
 }
@@ -350,7 +378,7 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed, int trials
         Random random = random_stream(seed, (uint64_t)i, 0);
         EpMesh mesh = EP_MESH_INIT;
         Sharded s;
-        random_sharded(&random, &mesh, &s);
+        random_sharded(&random, bootstrap->size, &mesh, &s);
         if (sharded_ranks(&mesh) != bootstrap->size) continue;
         char text[256];
         CHECK_OK(ep_spec_format(&mesh, &s.spec, text, sizeof(text)));
@@ -369,12 +397,15 @@ static void check_random(const EpBootstrap *bootstrap, uint64_t seed, int trials
 }
 
 ThreadTest(handles_weights, random_meshes, 8) {
-    HOST_ONLY("no sharded weights on GPUs yet");
     check_random(bootstrap, 4711, 60);
 }
 
+ThreadTest(handles_weights, random_meshes_of_four, 4) {
+    check_random(bootstrap, 4712, 40);
+}
+
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
-    HOST_ONLY("no sharded weights on GPUs yet");
+    HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
     if (bootstrap->rank == 0) setenv("LIBEP_STAGE_BYTES", "3000", 1);
     CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
     check_random(bootstrap, 815, 25);

@@ -74,6 +74,7 @@ SoloTest(runtime_exports, structs_begin_with_their_size) {
     CHECK_STRUCT(EpMesh, EP_MESH_INIT);
     CHECK_STRUCT(EpSpec, EP_SPEC_INIT);
     CHECK_STRUCT(EpSharding, EP_SHARDING_INIT);
+    CHECK_STRUCT(EpRowsForm, EP_ROWS_FORM_INIT);
     CHECK_STRUCT(EpMeshCommConfig, EP_MESH_COMM_CONFIG_INIT);
     CHECK_STRUCT(EpWeightConfig, EP_WEIGHT_CONFIG_INIT);
     CHECK_STRUCT(EpWeightForm, EP_WEIGHT_FORM_INIT);

@@ -13,6 +13,7 @@ source tree is the manual.
 from ._abi import (
     DEFAULT,
     Backend,
+    Blocks,
     Duplicates,
     ExpertIds,
     Layout,
@@ -38,6 +39,7 @@ from ._version import __version__
 __all__ = [
     "DEFAULT",
     "Backend",
+    "Blocks",
     "Bootstrap",
     "Duplicates",
     "EpError",

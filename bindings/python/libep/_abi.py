@@ -157,6 +157,13 @@ class ScaleOrder(IntEnum):
     BY_COLUMN = 2
 
 
+class Blocks(IntEnum):
+    """The elements that share a scale."""
+
+    ROWS = 1
+    TILES = 2
+
+
 class ExpertIds(IntEnum):
     """The numbers of experts in recv_topk_idx."""
 
@@ -349,6 +356,16 @@ class EpPrepare(Structure):
     ]
 
 
+class EpRowsForm(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("quant", c_int),
+        ("blocks", c_int),
+        ("transposed", c_int32),
+        ("scale_order", c_int),
+    ]
+
+
 class EpFinding(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -408,6 +425,11 @@ INITIAL_VALUES: dict[type, dict[str, float]] = {
     },
     EpHandleCost: {"mode": Mode.AUTO},
     EpHandleInfo: {"mode": Mode.AUTO},
+    EpRowsForm: {
+        "quant": Quant.FP8,
+        "blocks": Blocks.ROWS,
+        "scale_order": ScaleOrder.BY_ROW,
+    },
     EpFinding: {"rank": -1, "peer": -1, "token": -1, "k": -1, "expected": -1, "seen": -1},
 }
 
@@ -491,7 +513,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_spec_shard": (c_int, [c_void_p, c_void_p, c_char_p, c_void_p, c_int32, *[c_void_p] * 2]),
     "ep_sharding": (c_int, [c_void_p, c_void_p, c_int, c_char_p, c_void_p, c_void_p]),
     "ep_sharding_format": (c_int, [c_void_p, c_void_p, c_char_p, c_size_t]),
-    # ep_weight.h, likewise
+    # ep_quant.h
+    "ep_quantise_rows": (
+        c_int,
+        [c_void_p, c_void_p, _tensor, _tensor, c_void_p, _tensor, _tensor],
+    ),
+    # ep_weight.h, whose structs are opaque here, too
     "ep_mesh_comm_create": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "ep_mesh_comm_abort": (c_int, [c_void_p, c_char_p]),
     "ep_mesh_comm_destroy": (None, [c_void_p]),

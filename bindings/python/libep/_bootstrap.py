@@ -13,7 +13,7 @@ from ._library import EpError, check, last_error, library
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable, Optional
+    from typing import Any, Callable, Optional
 
 _LOOK_SECONDS = 0.1  # how often a wait for the store looks for an abort
 
@@ -24,6 +24,17 @@ def poll_abort() -> None:
     A callable lets the exception pass. Is cheap, and does nothing outside of callables.
     """
     check(library.ep_poll_abort())
+
+
+def setting_value(name: str) -> str:
+    """The value in use of a setting, also where the environment has others that are malformed."""
+    found: dict[bytes, bytes] = {}
+
+    def visit(setting: Any, _: object) -> None:
+        found[setting.contents.name] = setting.contents.value
+
+    library.ep_settings(_abi.VISIT(visit), None)
+    return found[name.encode()].decode()
 
 
 class Bootstrap:
@@ -124,6 +135,21 @@ class Bootstrap:
         """
         store = _Store(rank, size, set, get, delete, prefix)
         return Bootstrap.from_callables(rank, size, store.allgather, store.barrier)
+
+    def allgather(self, data: bytes, timeout_seconds: Optional[float] = None) -> list[bytes]:
+        """Give this rank's bytes, equally many on all ranks, and return those of all ranks.
+
+        Collective, in the same order as the groups that the bootstrap makes. The default deadline
+        is LIBEP_TIMEOUT. EpError if it passes, or if the bootstrap fails.
+        """
+        self.require_open()
+        if timeout_seconds is None:
+            timeout_seconds = float(setting_value("LIBEP_TIMEOUT"))
+        count = len(data)
+        out = ctypes.create_string_buffer(self.size * count)
+        struct = self.struct
+        self.check(struct.allgather(struct.context, data, out, count, timeout_seconds))
+        return [out.raw[rank * count : (rank + 1) * count] for rank in range(self.size)]
 
     def _guard(self, call: Callable[[], object]) -> int:
         """Run a callable. An exception becomes a status, and the text a sentence of libep."""

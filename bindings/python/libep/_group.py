@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from ctypes import byref, c_size_t, c_void_p
+from ctypes import byref, c_size_t, c_void_p, sizeof
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _abi, _process
-from ._abi import Backend, Mode, Status
+from ._abi import Backend, Blocks, Mode, Quant, ScaleOrder, Status
 from ._bootstrap import Bootstrap
 from ._config import group_config
 from ._library import EpError, check, library
+from ._tensor import read, written
 
 if TYPE_CHECKING:
     from typing import Callable, Optional
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ._config import GroupFields
+    from ._tensor import TensorLike
 
 
 class GroupInfo(NamedTuple):
@@ -224,6 +226,41 @@ class Group:
         memory, size = c_void_p(), c_size_t()
         self.call(library.ep_window_locate, self.require(), window, byref(memory), byref(size))
         return Located(memory.value or 0, size.value)
+
+    # ---- quantising ---------------------------------------------------------------------------
+
+    def quantise_rows(
+        self,
+        rows: TensorLike,
+        num_rows: Optional[TensorLike] = None,
+        *,
+        out: TensorLike,
+        scales: TensorLike,
+        quant: Quant = Quant.FP8,
+        blocks: Blocks = Blocks.ROWS,
+        transposed: bool = False,
+        scale_order: ScaleOrder = ScaleOrder.BY_ROW,
+        stream: int = 0,
+    ) -> None:
+        """Quantise receive rows, or what the experts made of them, to e4m3. Local.
+
+        rows        [N, H], or [L, P, H] with a slab for each expert; BF16, FP16 or FP32
+        num_rows    [1], or [L]: how many rows are there; the others are left alone
+        out         FP8_E4M3, of the shape of rows; transposed: its last two dimensions are swapped
+        scales      FP32 or UINT8: see ep_quant.h for their shape
+        transposed  for the gradient of a weight: blocks run along the rows
+        """
+        form = _abi.EpRowsForm(sizeof(_abi.EpRowsForm), quant, blocks, transposed, scale_order)
+        self.call(
+            library.ep_quantise_rows,
+            self.require(),
+            byref(form),
+            read(rows, "rows"),
+            read(num_rows, "num_rows"),
+            stream,
+            written(out, "out"),
+            written(scales, "scales"),
+        )
 
     # ---- the end ------------------------------------------------------------------------------
 

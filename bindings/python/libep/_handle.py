@@ -149,7 +149,8 @@ class Handle:
         """THROUGHPUT or LATENCY."""
         self.plan_bytes: int = cost.plan_bytes
         """Bytes of a plan of this handle, on this rank."""
-        self._recorded: object = None  # what prepare and send phases refer to afterwards
+        self._recorded: object = None  # what later dispatches read, since prepare recorded it
+        self._sent: object = None  # what a pending dispatch writes
 
     # ---- facts --------------------------------------------------------------------------------
 
@@ -362,8 +363,7 @@ class Handle:
             read(scales, "scales"),
             stream,
         )
-        if prepare is not None:
-            self._recorded = (self._recorded, prepare)
+        self._sent = prepare
 
     def dispatch_wait(
         self,
@@ -383,6 +383,7 @@ class Handle:
             written(recv_scales, "recv_scales"),
             written(recv_topk_idx, "recv_topk_idx"),
         )
+        self._sent = None
 
     def combine_send(
         self,
@@ -415,7 +416,7 @@ class Handle:
         Operations under way still run. The handle's own plan is gone; named plans stay.
         """
         handle, self._pointer = self._pointer, None
-        self._recorded = None
+        self._recorded = self._sent = None
         if handle is not None and self._group.pointer is not None:
             self._group.run(library.ep_handle_destroy, handle)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""_abi.py against ep.h as the C compiler reads it: names, sizes, offsets, initial values."""
+"""_abi.py against ep.h and ep_quant.h as the C compiler reads it: names, sizes, offsets, initial values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import pytest
 from libep import _abi, _library, _tensor
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../..")
-HEADER = re.sub(r"/\*.*?\*/", "", open(os.path.join(ROOT, "include/ep/ep.h")).read(), flags=re.S)
+HEADER = re.sub(
+    r"/\*.*?\*/",
+    "",
+    "".join(open(os.path.join(ROOT, "include/ep", n)).read() for n in ("ep.h", "ep_quant.h")),
+    flags=re.S,
+)
 
 STRUCTS = re.findall(r"typedef struct \w+ \{(.*?)\n\} (\w+);", HEADER, re.S)
 ENUMS = re.findall(r"typedef enum \w+ \{(.*?)\} (\w+);", HEADER, re.S)
@@ -44,7 +49,7 @@ def compiled(tmp_path, lines):
         pytest.skip("there is no C compiler")
     source, program = tmp_path / "abi.c", tmp_path / "abi"
     source.write_text(
-        "#include <ep/ep.h>\n#include <stdio.h>\n"
+        "#include <ep/ep_quant.h>\n#include <stdio.h>\n"
         "int main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
     )
     subprocess.run(

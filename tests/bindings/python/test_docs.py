@@ -18,7 +18,9 @@ def test_first_program():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and done.stderr == ""
-    assert sorted(done.stdout.splitlines()) == [
+    # Lines of two threads may run into each other.
+    lines = re.findall(r"rank \d: \d rows came, token 0 is \d+ now", done.stdout)
+    assert sorted(lines) == [
         "rank 0: 2 rows came, token 0 is 10 now",
         "rank 1: 2 rows came, token 0 is 20 now",
     ]

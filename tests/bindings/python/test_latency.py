@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import libep
 import numpy as np
@@ -210,3 +211,25 @@ def rank_major_rank(bootstrap, world):
 def test_rank_major(seed):
     for world in worlds(seed):
         run_threads(world.size, rank_major_rank, world)
+
+
+def test_a_dispatch_that_was_received_is_forgotten():
+    """The handle keeps what a pending dispatch writes, and only until its receive phase."""
+    (bootstrap,) = libep.Bootstrap.local(1)
+    world = World(0, size=1)
+    with Group(bootstrap, **config(world, mode=Mode.LATENCY, max_recv_rows=100)) as group:
+        handle = Handle(group)
+        counts = []
+        for _ in range(3):
+            written = np.zeros(world.experts, np.int32)
+            routing = Prepare(world.idx[0], out=PlanTensors(expert_counts=written))
+            counts.append(weakref.ref(written))
+            del written
+            handle.dispatch_send(world.x[0], prepare=routing)
+            del routing
+            gc.collect()
+            assert counts[-1]() is not None
+            handle.dispatch_wait(recv_tokens=rows(100, world.hidden))
+            gc.collect()
+            assert counts[-1]() is None
+    bootstrap.close()

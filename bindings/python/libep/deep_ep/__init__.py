@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep behind DeepEP's interface: programs that import deep_ep run on libep.
+
+    import libep.deep_ep
+    libep.deep_ep.install()          # from now on "import deep_ep" finds this module
+
+or python -m libep.deep_ep script.py. docs/deep_ep.md of the source tree is the manual.
+"""
+
+import torch
+
+from .._version import __version__ as _libep_version
+from ._buffer import Buffer
+from ._config import Config
+from ._install import folder, install
+from ._streams import EventHandle, EventOverlap
+
+__version__ = f"1.2.1+libep.{_libep_version}"
+"""The version of DeepEP whose interface this is, and that of libep."""
+
+topk_idx_t = torch.int64
+"""The type of topk_idx that DeepEP takes. Here int32 works as well."""
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "folder",
+    "install",
+    "topk_idx_t",
+]

@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffer: DeepEP's interface to dispatch and combine, on libep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Mode, Status
+from .._bootstrap import Bootstrap
+from .._group import Group as CoreGroup
+from .._library import EpError
+from ..torch import from_process_group
+from . import _latency, _layout, _normal
+from ._config import Config
+from ._groups import Groups, LatencyKey
+from ._keywords import ignore, mention, refuse
+from ._latency import LatencyHandle
+from ._normal import NormalHandle
+from ._streams import EventHandle, EventOverlap, Lane
+
+if TYPE_CHECKING:
+    from typing import Any, Callable, Optional, Union
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from ._normal import Tokens
+
+    Hook = Callable[[], None]
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+
+_HINT_TOP_K = 8  # experts per token in get_low_latency_rdma_size_hint, which is not told
+
+
+class Buffer:
+    """Dispatch and combine for the ranks of a process group. See docs/deep_ep.md.
+
+    group               a torch.distributed ProcessGroup of any backend, or a libep.Bootstrap
+    num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank,
+    allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy
+                        not used: memory is allocated at the first call of each configuration
+    enable_shrink, comm EpError UNSUPPORTED if given
+
+    Not collective. Each first call of a configuration is: it makes a libep group. All calls are in
+    the same order on every rank, as in DeepEP. Waits end at libep's deadline (LIBEP_TIMEOUT).
+    """
+
+    num_sms: int = 20
+    """Multiprocessors of dispatch and combine where no config is given. See set_num_sms."""
+
+    def __init__(
+        self,
+        group: Union[ProcessGroup, Bootstrap, None],
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Optional[object] = None,
+        **unknown: Any,
+    ) -> None:
+        ignore("Buffer", unknown)
+        if enable_shrink:
+            refuse(
+                "Buffer: expected enable_shrink to be False, got True: libep has no mask of ranks; "
+                "a group whose rank is gone fails"
+            )
+        if group is None:
+            refuse(
+                "Buffer: expected a torch.distributed process group, got "
+                + ("None" if comm is None else "an MPI communicator alone")
+            )
+        bootstrap = group if isinstance(group, Bootstrap) else from_process_group(group)
+        self.group = group
+        self.rank = bootstrap.rank
+        self.group_size = bootstrap.size
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._groups = Groups(bootstrap)
+        self._lane = Lane()
+
+    def destroy(self) -> None:
+        """Close the libep groups. Collective. Twice does nothing.
+
+        Without it they are closed at the end of the process.
+        """
+        self._groups.close()
+
+    # ---- settings and sizes -----------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: libep's kernels are for sm_90."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the multiprocessors of dispatch and combine without config: an even number."""
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise EpError(
+                Status.RANGE, f"set_num_sms: expected an even number >= 2, got {new_num_sms}"
+            )
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The config of a dispatch of any number of ranks, with Buffer.num_sms."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The config of a combine of any number of ranks, with Buffer.num_sms."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """The bytes that libep allocates on a rank for low-latency bf16 rows, 8 experts per token.
+
+        It allocates them whatever num_rdma_bytes a Buffer is given.
+        """
+        memory = CoreGroup.memory(
+            num_ranks,
+            num_experts=num_experts,
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            max_top_k=min(_HINT_TOP_K, num_experts),
+            max_row_bytes=2 * hidden,
+            mode=Mode.LATENCY,
+        )
+        return memory.shared_bytes + memory.private_bytes
+
+    # ---- streams ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at this point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of operations with async_finish. EpError without a GPU."""
+        if not torch.cuda.is_available():
+            refuse("get_comm_stream: expected a GPU, got a machine without one")
+        return self._lane.stream()
+
+    # ---- normal mode ------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Optional[EventOverlap] = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **unknown: Any,
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """Count where this rank's tokens go. Local; dispatch does not need the numbers.
+
+        topk_idx  [T, K] int64 or int32; negative: no expert
+
+        Returns num_tokens_per_rank [R] int32, None, num_tokens_per_expert [E] int32,
+        is_token_in_rank [T, R] bool, and the event.
+        """
+        ignore("get_dispatch_layout", unknown)
+
+        def body() -> tuple[_layout.Layout, tuple[Tensor, ...]]:
+            made = _layout.count(topk_idx, num_experts, self.group_size)
+            return made, (topk_idx, *made)
+
+        made, event = self._lane.run(topk_idx.device, previous_event, async_finish, body)
+        return (
+            made.num_tokens_per_rank,
+            None,
+            made.num_tokens_per_expert,
+            made.is_token_in_rank,
+            event,
+        )
+
+    def dispatch(
+        self,
+        x: Tokens,
+        handle: Optional[NormalHandle] = None,
+        num_tokens_per_rank: Optional[Tensor] = None,
+        num_tokens_per_rdma_rank: Optional[Tensor] = None,
+        is_token_in_rank: Optional[Tensor] = None,
+        num_tokens_per_expert: Optional[Tensor] = None,
+        topk_idx: Optional[Tensor] = None,
+        topk_weights: Optional[Tensor] = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Optional[Config] = None,
+        previous_event: Optional[EventOverlap] = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **unknown: Any,
+    ) -> tuple[
+        Tokens,
+        Optional[Tensor],
+        Optional[Tensor],
+        Optional[list[int]],
+        Optional[NormalHandle],
+        EventOverlap,
+    ]:
+        """Send each token once to every rank that owns one of its experts. Collective.
+
+        x                      [T, H] of any type, or with scales: ([T, H], [T, S])
+        handle                 of a dispatch before: send by its routing, with x alone
+        num_tokens_per_expert  [E]; its length is the number of experts
+        topk_idx               [T, K] int64 or int32; negative: no expert. None: tokens go to the
+                               ranks of is_token_in_rank [T, R], which takes a second operation
+        topk_weights           [T, K] float32, or None
+        expert_alignment       the list's counts are rounded up to multiples of this
+        num_worst_tokens       rows of the outputs; 0: exactly as many as come, which the host reads
+
+        T may differ between ranks, 0 included. Returns
+
+        recv_x             [rows, H], or the pair, ordered by (source rank, token)
+        recv_topk_idx      [rows, K]: local experts, or -1; None without topk_idx
+        recv_topk_weights  [rows, K] float32, 0 where recv_topk_idx is -1; or None
+        list               [L]: tokens of each local expert; empty with num_worst_tokens
+        handle             for combine, and for dispatch again; None with a handle
+        event              of the operation
+
+        EpError if the routing is refused or a rank does not arrive.
+        """
+        ignore("dispatch", unknown)
+        tokens = x[0] if isinstance(x, (tuple, list)) else x
+        inputs = (tokens, topk_idx, topk_weights)
+
+        def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
+            if handle is not None:
+                sent = _normal.dispatch_again(_require_handle("dispatch", handle), x)
+            else:
+                sent = self._dispatch(
+                    x,
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    topk_idx,
+                    topk_weights,
+                    expert_alignment,
+                    num_worst_tokens,
+                    config,
+                )
+            return sent, (*inputs, *sent[:4])
+
+        if handle is not None and (topk_idx is not None or topk_weights is not None):
+            raise EpError(
+                Status.UNSUPPORTED,
+                "dispatch: expected x alone with a handle, whose routing is used, got topk_idx or "
+                "topk_weights as well",
+            )
+        sent, event = self._lane.run(tokens.device, previous_event, async_finish, body)
+        recv_x = sent.x if sent.scales is None else (sent.x, sent.scales)
+        return (
+            recv_x,
+            sent.topk_idx,
+            sent.topk_weights,
+            sent.num_recv_tokens_per_expert,
+            sent.handle,
+            event,
+        )
+
+    def _dispatch(
+        self,
+        x: Tokens,
+        is_token_in_rank: Optional[Tensor],
+        num_tokens_per_expert: Optional[Tensor],
+        topk_idx: Optional[Tensor],
+        topk_weights: Optional[Tensor],
+        expert_alignment: int,
+        num_worst_tokens: int,
+        config: Optional[Config],
+    ) -> _normal.Sent:
+        if num_tokens_per_expert is None:
+            refuse(
+                "dispatch: expected num_tokens_per_expert of get_dispatch_layout, or a handle, got "
+                "neither"
+            )
+        each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+        if topk_idx is not None:
+            return _normal.dispatch(
+                self._groups,
+                x,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                each,
+                expert_alignment,
+                num_worst_tokens,
+                num_sms,
+            )
+        if is_token_in_rank is None or topk_weights is not None or num_worst_tokens:
+            refuse(
+                "dispatch: expected topk_idx, or is_token_in_rank without topk_weights and "
+                "num_worst_tokens, got no topk_idx"
+            )
+        return _normal.dispatch_to_ranks(
+            self._groups,
+            x,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            expert_alignment,
+            num_sms,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: NormalHandle,
+        topk_weights: Optional[Tensor] = None,
+        bias: Union[Tensor, tuple[Tensor, Tensor], None] = None,
+        config: Optional[Config] = None,
+        previous_event: Optional[EventOverlap] = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **unknown: Any,
+    ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
+        """Return rows to the ranks of their tokens, and sum them, unweighted. Collective.
+
+        x             [rows, H] bfloat16, float16 or float32, shaped like recv_x
+        topk_weights  [rows, K] float32 to return as well, such as gradients; None: none
+        bias          [T, H], or two of them, to add to the sum
+
+        Returns the sums [T, H]; the weights [T, K], each from the rank that owns its expert, 0 for
+        entries without one, or None; the event.
+        """
+        ignore("combine", unknown)
+        biases = bias if isinstance(bias, (tuple, list)) else () if bias is None else (bias,)
+
+        def body() -> tuple[tuple[Tensor, Optional[Tensor]], tuple[Optional[Tensor], ...]]:
+            made = _normal.combine(_require_handle("combine", handle), x, topk_weights, biases)
+            return made, (x, topk_weights, *biases, *made)
+
+        (out, weights), event = self._lane.run(x.device, previous_event, async_finish, body)
+        return out, weights, event
+
+    # ---- low-latency mode -------------------------------------------------------------------------
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Optional[Tensor] = None,
+        dispatch_wait_recv_cost_stats: Optional[Tensor] = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **unknown: Any,
+    ) -> tuple[Tokens, Tensor, LatencyHandle, EventOverlap, Optional[Hook]]:
+        """Send tokens to slabs of a fixed size, one for each local expert. Collective.
+
+        x                                   [T, H] bfloat16, T up to the maximum
+        topk_idx                            [T, K] int64 or int32; negative: no expert
+        num_max_dispatch_tokens_per_rank    N, equal on all ranks
+        cumulative_local_expert_recv_stats  [L] int32, to which the counts are added; or None
+        use_fp8                             quantise rows: one float32 scale per 128 elements;
+                                            round_scale: powers of two; use_ue8m0: their exponents
+        return_recv_hook                    send alone; the hook receives, and completes the outputs
+
+        Returns
+
+        recv_x  [L, R * N, H], or with use_fp8 the pair of float8_e4m3fn [L, R * N, H] and scales
+                [L, R * N, H / 128] float32 (use_ue8m0: [L, R * N, H / 512] int32), whose last two
+                dimensions are in column-major order. Rows past an expert's count are not written.
+        count   [L] int32
+        handle  for low_latency_combine
+        event   of the operation
+        hook    None without return_recv_hook
+        """
+        ignore("low_latency_dispatch", unknown)
+        _refuse_cost_stats("low_latency_dispatch", dispatch_wait_recv_cost_stats)
+        _require_one_end("low_latency_dispatch", async_finish, return_recv_hook)
+        quant = _latency.choose_quant(use_fp8, round_scale, use_ue8m0, x.shape[-1])
+        group = self._groups.latency(
+            LatencyKey(
+                _layout.experts_per_rank("low_latency_dispatch", num_experts, self.group_size),
+                topk_idx.shape[-1],
+                x.shape[-1],
+                x.dtype,
+                num_max_dispatch_tokens_per_rank,
+                x.device,
+            )
+        )
+
+        def body() -> Any:
+            made, operation = _latency.dispatch(
+                group, x, topk_idx, quant, cumulative_local_expert_recv_stats
+            )
+            (operation.send if return_recv_hook else operation.whole)()
+            return (made, operation), made.tensors
+
+        (made, operation), event = self._lane.run(x.device, None, async_finish, body)
+        hook = self._hook(x.device, operation) if return_recv_hook else None
+        return made.x, made.counts, made.handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Optional[Tensor] = None,
+        combine_wait_recv_cost_stats: Optional[Tensor] = None,
+        **unknown: Any,
+    ) -> tuple[Tensor, EventOverlap, Optional[Hook]]:
+        """Return the experts' rows to the ranks of their tokens, and sum them, weighted. Collective.
+
+        x                 [L, R * N, H] bfloat16; with zero_copy the rows are in the buffer of
+                          get_next_low_latency_combine_buffer instead
+        topk_idx          not used: the handle has the routing
+        topk_weights      [T, K] float32, of this rank's tokens
+        use_logfmt        not used: rows travel in their own type, which is more precise
+        out               [T, H], where the sums go; None: new memory
+        return_recv_hook  as in low_latency_dispatch
+
+        Returns the sums [T, H], the event, and the hook or None.
+        """
+        ignore("low_latency_combine", unknown)
+        _refuse_cost_stats("low_latency_combine", combine_wait_recv_cost_stats)
+        _require_one_end("low_latency_combine", async_finish, return_recv_hook)
+        if use_logfmt:
+            mention("low_latency_combine", "use_logfmt", "rows travel in their own type")
+        made_by = _require_latency_handle("low_latency_combine", handle)
+        rows = made_by.group.combine_buffer() if zero_copy else x
+
+        def body() -> Any:
+            combined, tensors, operation = _latency.combine(made_by, rows, topk_weights, out)
+            (operation.send if return_recv_hook else operation.whole)()
+            return (combined, operation), tensors
+
+        (combined, operation), event = self._lane.run(x.device, None, async_finish, body)
+        hook = self._hook(x.device, operation) if return_recv_hook else None
+        return combined, event, hook
+
+    def _hook(self, device: torch.device, operation: _latency.Operation) -> Hook:
+        """The receive phase, once, on the stream of the send phase."""
+        stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        pending = [operation.receive]
+
+        def hook() -> None:
+            if not pending:
+                raise EpError(Status.ORDER, "hook: expected one call, got a second one")
+            receive = pending.pop()
+            if stream is None:
+                receive()
+                return
+            self._lane.run_on(stream, receive)
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+        return hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LatencyHandle) -> Tensor:
+        """[L, R * N, H]: memory to fill for the next low_latency_combine with zero_copy."""
+        call = "get_next_low_latency_combine_buffer"
+        return _require_latency_handle(call, handle).group.combine_buffer()
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Do nothing: libep's buffers need no cleaning."""
+
+    # ---- what libep cannot do ---------------------------------------------------------------------
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Optional[torch.Size] = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """EpError UNSUPPORTED: there is no such buffer."""
+        refuse("get_local_buffer_tensor: libep has no communication buffer that callers may use")
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """EpError UNSUPPORTED: libep has no mask of ranks."""
+        refuse("low_latency_update_mask_buffer: libep has no mask of ranks")
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """EpError UNSUPPORTED: libep has no mask of ranks."""
+        refuse("low_latency_query_mask_buffer: libep has no mask of ranks")
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """EpError UNSUPPORTED: libep has no mask of ranks."""
+        refuse("low_latency_clean_mask_buffer: libep has no mask of ranks")
+
+
+def _require_handle(call: str, handle: object) -> NormalHandle:
+    if not isinstance(handle, NormalHandle):
+        raise TypeError(
+            f"{call}: handle: expected one that dispatch returned, got {type(handle).__qualname__}"
+        )
+    return handle
+
+
+def _require_latency_handle(call: str, handle: object) -> LatencyHandle:
+    if not isinstance(handle, LatencyHandle):
+        raise TypeError(
+            f"{call}: handle: expected one that low_latency_dispatch returned, got "
+            f"{type(handle).__qualname__}"
+        )
+    return handle
+
+
+def _require_one_end(call: str, async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        refuse(f"{call}: expected async_finish or return_recv_hook, got both")
+
+
+def _refuse_cost_stats(call: str, stats: Optional[Tensor]) -> None:
+    if stats is not None:
+        refuse(f"{call}: expected no tensor for the cost of waiting, got one: libep measures none")

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The libep groups of a Buffer, made when calls first need them.
+
+A call tells what a group must know: experts, top-k, hidden size and, in latency mode, the most
+tokens. All of it is equal on all ranks, so that they create the same groups in the same order.
+The exception is the number of tokens in normal mode, which may differ. Ranks agree on the largest
+when the group is made, and again when one of them needs more: see NormalGroup.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._abi import DEFAULT, Backend, Layout, Mode, Quant, ScaleOrder, Status, Tail
+from .._library import EpError
+from ..torch import Handle, create_group
+from ._keywords import refuse
+
+if TYPE_CHECKING:
+    from typing import Optional
+
+    from torch import Tensor
+
+    from .._bootstrap import Bootstrap
+    from ..torch import Group
+
+_LEAST_TOKENS = 1024  # of a group's capacity, so that small first batches do not make it grow often
+_AGREED = struct.Struct("=qQ")  # tokens of a rank, and a bit for each of its groups with plans
+_SCALE_BLOCK = 128  # elements, of 4 bytes of scales
+
+
+class NormalKey(NamedTuple):
+    """What a group of normal mode is made for."""
+
+    experts_per_rank: int
+    top_k: int
+    hidden: int
+    element_bytes: int
+    device: torch.device
+
+
+class LatencyKey(NamedTuple):
+    """What a group of latency mode is made for."""
+
+    experts_per_rank: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    max_tokens: int
+    device: torch.device
+
+
+class NormalGroup:
+    """A group for dispatch and combine, with room for `capacity` tokens of each rank.
+
+    Every rank owns one expert more than the caller has there, its last. A rank that has more tokens
+    than the capacity routes to these, and to nothing else. All ranks see that in their plans, and
+    make a larger group together. So the capacity costs nothing as long as it is enough.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, key: NormalKey, capacity: int) -> None:
+        self.key = key
+        self.capacity = capacity
+        self.group = create_group(
+            bootstrap,
+            num_experts=(key.experts_per_rank + 1) * bootstrap.size,
+            max_tokens=capacity,
+            hidden=key.hidden * key.element_bytes,
+            dtype=torch.uint8,
+            top_k=key.top_k,
+            max_scale_bytes=4 * -(-key.hidden // _SCALE_BLOCK),
+            backend=_backend(key.device),
+            device=_ordinal(key.device),
+        )
+        self.plans: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        """Those that callers have not dropped yet."""
+        self._handles: dict[tuple[int, int], Handle] = {}
+
+    def handle(self, num_worst_tokens: int, num_sms: int) -> Handle:
+        """The handle of steps of this size.
+
+        num_worst_tokens  rows of the receive buffer; 0: exactly as many as come
+        """
+        found = self._handles.get((num_worst_tokens, num_sms))
+        if found is None:
+            found = self._handles[num_worst_tokens, num_sms] = Handle(
+                self.group,
+                layout=Layout.FLAT,
+                max_recv_rows=num_worst_tokens,
+                num_sms=num_sms,
+                zero_tail=Tail.IDS,
+            )
+        return found
+
+    def spread(self, topk_idx: Tensor) -> Tensor:
+        """The caller's experts as experts of the group. Negative ones stay negative."""
+        ranks = topk_idx.div(self.key.experts_per_rank, rounding_mode="floor")
+        return (topk_idx + ranks).contiguous()
+
+    def ask_for_more(self, topk_idx: Tensor) -> Tensor:
+        """A routing that tells all ranks to grow: one entry for the last expert of each rank."""
+        size = self.group.size
+        routing = topk_idx.new_full((size, self.key.top_k), -1)
+        each = self.key.experts_per_rank + 1
+        routing[:, 0] = torch.arange(1, size + 1, device=routing.device) * each - 1
+        return routing
+
+
+class LatencyGroup:
+    """A group for low-latency dispatch and combine."""
+
+    def __init__(self, bootstrap: Bootstrap, key: LatencyKey) -> None:
+        self.key = key
+        self.rows_per_expert = bootstrap.size * key.max_tokens
+        self.group = create_group(
+            bootstrap,
+            num_experts=key.experts_per_rank * bootstrap.size,
+            max_tokens=key.max_tokens,
+            hidden=key.hidden,
+            dtype=key.dtype,
+            top_k=key.top_k,
+            mode=Mode.LATENCY,
+            backend=_backend(key.device),
+            device=_ordinal(key.device),
+        )
+        self._idle: dict[Quant, list[Handle]] = {}
+        self._combine_buffer: Optional[Tensor] = None
+
+    def take(self, quant: Quant) -> Handle:
+        """A handle without a pending operation. give_back() it after the receive phase."""
+        idle = self._idle.setdefault(quant, [])
+        if idle:
+            return idle.pop()
+        is_packed = quant == Quant.FP8_UE8M0
+        return Handle(
+            self.group,
+            layout=Layout.BATCHED,
+            rows_per_expert=self.rows_per_expert,
+            quant=quant,
+            scale_order=ScaleOrder.BY_ROW if is_packed else ScaleOrder.BY_COLUMN,
+        )
+
+    def give_back(self, handle: Handle) -> None:
+        """Let others take the handle."""
+        self._idle[Quant(handle.quant)].append(handle)
+
+    def combine_buffer(self) -> Tensor:
+        """[L, rows, H]: memory for the experts' outputs, always the same."""
+        if self._combine_buffer is None:
+            key = self.key
+            shape = (key.experts_per_rank, self.rows_per_expert, key.hidden)
+            self._combine_buffer = torch.empty(shape, dtype=key.dtype, device=key.device)
+        return self._combine_buffer
+
+
+class Groups:
+    """The groups of a Buffer."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self.bootstrap = bootstrap
+        self._is_open = True
+        self._all: list[Group] = []  # in the order in which all ranks made them
+        self._normal: dict[NormalKey, list[NormalGroup]] = {}  # the newest last
+        self._latency: dict[LatencyKey, LatencyGroup] = {}
+
+    def normal(self, key: NormalKey, num_tokens: int) -> NormalGroup:
+        """The group of a key. Collective where the key is new."""
+        found = self._normal.get(key)
+        return found[-1] if found else self.grow(key, num_tokens)
+
+    def grow(self, key: NormalKey, num_tokens: int) -> NormalGroup:
+        """Make a group that has room for the tokens of every rank. Collective.
+
+        Smaller groups that no rank has plans of are closed. Others stay open for their steps.
+        """
+        self._require("dispatch", key.device)
+        groups = self._normal.setdefault(key, [])
+        used = sum(1 << i for i, group in enumerate(groups) if group.plans)
+        texts = self.bootstrap.allgather(_AGREED.pack(num_tokens, used))
+        wishes = [_AGREED.unpack(text) for text in texts]
+        for i in reversed(range(len(groups))):
+            if not any(used >> i & 1 for _, used in wishes):
+                closed = groups.pop(i).group
+                self._all.remove(closed)
+                closed.close()
+        most = max(_LEAST_TOKENS, self.bootstrap.size, *(tokens for tokens, _ in wishes))
+        made = NormalGroup(self.bootstrap, key, 1 << (most - 1).bit_length())
+        groups.append(made)
+        self._all.append(made.group)
+        return made
+
+    def latency(self, key: LatencyKey) -> LatencyGroup:
+        """The group of a key. Collective where the key is new."""
+        found = self._latency.get(key)
+        if found is None:
+            self._require("low_latency_dispatch", key.device)
+            found = self._latency[key] = LatencyGroup(self.bootstrap, key)
+            self._all.append(found.group)
+        return found
+
+    def _require(self, call: str, device: torch.device) -> None:
+        if not self._is_open:
+            raise EpError(
+                Status.DESTROYED, f"rank {self.bootstrap.rank}: {call}: the Buffer was destroyed"
+            )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            refuse(
+                f"{call}: expected a configuration that was used before, while a CUDA graph is "
+                "captured, got a new one, which allocates: run one step before the capture"
+            )
+
+    def close(self) -> None:
+        """Close all groups. Collective. Twice does nothing."""
+        self._is_open = False
+        while self._all:
+            self._all.pop(0).close()
+        self._normal.clear()
+        self._latency.clear()
+
+
+def _backend(device: torch.device) -> Backend:
+    return Backend.HOST if device.type == "cpu" else Backend.CUDA
+
+
+def _ordinal(device: torch.device) -> int:
+    return DEFAULT if device.type == "cpu" else device.index

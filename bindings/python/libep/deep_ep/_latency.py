@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-latency mode: a slab of fixed size for each expert, weights at the token's rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._abi import Quant, Status
+from .._library import EpError
+from ..torch import _calls
+from ..torch._autograd import make_plan, make_received
+from ._streams import keep
+
+if TYPE_CHECKING:
+    from typing import Callable, Optional
+
+    from torch import Tensor
+
+    from ._groups import LatencyGroup
+    from ._normal import Tokens
+
+_PACK = 4  # UE8M0 scales in an int32
+
+
+class LatencyHandle(NamedTuple):
+    """What low_latency_dispatch returns for low_latency_combine."""
+
+    plan: Tensor
+    group: LatencyGroup
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    num_tokens: int
+
+
+class Operation(NamedTuple):
+    """An operation in two phases, which the caller runs on its streams."""
+
+    send: Callable[[], None]
+    receive: Callable[[], None]
+    whole: Callable[[], None]
+    """Both phases in one launch."""
+
+
+class Dispatched(NamedTuple):
+    """The results of a dispatch, complete after its receive phase."""
+
+    x: Tokens
+    counts: Tensor
+    handle: LatencyHandle
+    tensors: tuple[Optional[Tensor], ...]
+
+
+def choose_quant(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int) -> Quant:
+    """How dispatch quantises. EpError for a combination that does not exist."""
+    if not use_fp8:
+        return Quant.NONE
+    if use_ue8m0 and not round_scale:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "low_latency_dispatch: use_ue8m0: expected round_scale as well, since UE8M0 scales are "
+            "powers of two",
+        )
+    if use_ue8m0 and hidden % (128 * _PACK):
+        raise EpError(
+            Status.SHAPE,
+            f"low_latency_dispatch: use_ue8m0: expected a hidden size that is a multiple of "
+            f"{128 * _PACK}, for {_PACK} scales in an int32, got {hidden}",
+        )
+    if not round_scale:
+        return Quant.FP8
+    return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_POW2
+
+
+def dispatch(
+    group: LatencyGroup, x: Tensor, topk_idx: Tensor, quant: Quant, stats: Optional[Tensor]
+) -> tuple[Dispatched, Operation]:
+    """Set a dispatch up. Arguments as of Buffer.low_latency_dispatch.
+
+    stats  cumulative_local_expert_recv_stats
+    """
+    layer = group.take(quant)
+    plan = make_plan(layer, topk_idx)
+    received = make_received(layer, plan, x, None, None, None)
+    rows, scales, packed = received.tokens, received.scales, None
+    if quant == Quant.FP8_UE8M0:
+        assert scales is not None
+        packed = scales.new_empty(
+            (scales.shape[0], scales.shape[2] // _PACK, scales.shape[1]), dtype=torch.int32
+        )
+
+    def finish() -> None:
+        group.give_back(layer)
+        if packed is not None:
+            assert scales is not None
+            packed.transpose(1, 2).copy_(scales.view(torch.int32))
+        if stats is not None:
+            stats.add_(plan.expert_counts)
+
+    def send() -> None:
+        _calls.dispatch_send(layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers)
+
+    def receive() -> None:
+        _calls.dispatch_wait(layer, rows, None, scales, None)
+        finish()
+
+    def whole() -> None:
+        _calls.dispatch_routed(
+            layer, topk_idx, None, x, None, None, plan.bytes, plan.numbers, rows, None, scales, None
+        )
+        finish()
+
+    key = group.key
+    handle = LatencyHandle(
+        plan.bytes,
+        group,
+        key.max_tokens,
+        key.hidden,
+        key.experts_per_rank * group.group.size,
+        x.shape[0],
+    )
+    shown: Tokens = rows
+    if scales is not None:
+        shown = (rows, (scales if packed is None else packed).transpose(1, 2))
+    tensors = (x, topk_idx, plan.bytes, plan.numbers, rows, scales, packed, stats)
+    return Dispatched(shown, plan.expert_counts, handle, tensors), Operation(send, receive, whole)
+
+
+def combine(
+    handle: LatencyHandle, x: Tensor, topk_weights: Tensor, out: Optional[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...], Operation]:
+    """Set a combine up. Arguments as of Buffer.low_latency_combine.
+
+    Returns the output, the tensors that it uses, and the operation.
+    """
+    group = handle.group
+    layer = group.take(Quant.NONE)
+    if out is None:
+        out = x.new_empty((handle.num_tokens, handle.hidden))
+    written = out
+
+    def send() -> None:
+        keep(handle.plan)
+        _calls.combine_send(layer, handle.plan, x, None, topk_weights)
+
+    def receive() -> None:
+        _calls.combine_wait(layer, written)
+        group.give_back(layer)
+
+    def whole() -> None:
+        keep(handle.plan)
+        _calls.combine(layer, handle.plan, x, None, topk_weights, written)
+        group.give_back(layer)
+
+    return out, (x, topk_weights, handle.plan, out), Operation(send, receive, whole)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Normal mode: dispatch and combine with one row for each (token, rank).
+
+Nothing here is recorded by autograd, as in DeepEP: callers define their own functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._abi import Status
+from .._library import EpError, last_error, library
+from ..torch import Plan, _calls
+from ..torch._autograd import make_plan
+from ._groups import NormalKey
+from ._streams import keep
+
+if TYPE_CHECKING:
+    from typing import Optional, Union
+
+    from torch import Tensor
+
+    from ..torch import Handle
+    from ._groups import Groups, NormalGroup
+
+    Tokens = Union[Tensor, tuple[Tensor, Tensor]]
+
+
+class NormalHandle(NamedTuple):
+    """What dispatch returns for combine and for a dispatch with the same routing."""
+
+    plan: Tensor
+    numbers: Tensor
+    layer: Handle
+    num_recv_tokens: int
+    is_token_in_rank: Optional[Tensor]
+    num_tokens: int
+
+
+class Sent(NamedTuple):
+    """The results of a dispatch."""
+
+    x: Tensor
+    scales: Optional[Tensor]
+    topk_idx: Optional[Tensor]
+    topk_weights: Optional[Tensor]
+    num_recv_tokens_per_expert: Optional[list[int]]
+    handle: Optional[NormalHandle]
+
+
+class Routed(NamedTuple):
+    """A plan, and what the host knows of it."""
+
+    group: NormalGroup
+    layer: Handle
+    plan: Plan
+    num_recv_tokens: int
+    counts: list[int]
+
+
+def split(call: str, x: Tokens) -> tuple[Tensor, Optional[Tensor]]:
+    """The rows and the scales of x. EpError unless there is a row of scales for each row."""
+    tokens, scales = x if isinstance(x, (tuple, list)) else (x, None)
+    if tokens.dim() != 2:
+        raise EpError(
+            Status.NDIM, f"{call}: x: expected [tokens, hidden], got {list(tokens.shape)}"
+        )
+    if scales is None:
+        return tokens, None
+    if scales.dim() != 2 or scales.shape[0] != tokens.shape[0]:
+        raise EpError(
+            Status.SHAPE,
+            f"{call}: x: expected a row of scales for each of {tokens.shape[0]} tokens, got "
+            f"{list(scales.shape)}",
+        )
+    return tokens, scales.contiguous()
+
+
+def route(
+    groups: Groups,
+    key: NormalKey,
+    topk_idx: Tensor,
+    num_worst_tokens: int,
+    num_sms: int,
+) -> Routed:
+    """Make a plan. Collective. Grows the group where a rank has more tokens than it has room for.
+
+    Reads the number of rows on the host, unless num_worst_tokens gives it.
+    """
+    num_tokens = topk_idx.shape[0]
+    group = groups.normal(key, num_tokens)
+    while True:
+        layer = group.handle(num_worst_tokens, num_sms)
+        is_fitting = num_tokens <= group.capacity
+        if not is_fitting and num_worst_tokens:
+            _give_up(group, num_tokens)
+        routing = group.spread(topk_idx) if is_fitting else group.ask_for_more(topk_idx)
+        plan = make_plan(layer, routing)
+        _calls.prepare(layer, routing, None, plan.bytes, plan.numbers)
+        if num_worst_tokens:
+            group.plans.add(plan.bytes)
+            return Routed(group, layer, plan, num_worst_tokens, [])
+        numbers = plan.numbers.tolist()
+        local = key.experts_per_rank
+        if numbers[local] == 0:
+            group.plans.add(plan.bytes)
+            return Routed(
+                group, layer, plan, numbers[3 * plan.num_local_experts + 1], numbers[:local]
+            )
+        group = groups.grow(key, num_tokens)
+
+
+def _give_up(group: NormalGroup, num_tokens: int) -> None:
+    """Abort the group, since its other ranks wait for this one, which cannot go on."""
+    sentence = (
+        f"dispatch: expected at most {group.capacity} tokens on each rank where num_worst_tokens is "
+        f"given, since the host reads nothing then and the Buffer cannot grow, got {num_tokens}: "
+        "dispatch once without num_worst_tokens, or begin with the largest batch"
+    )
+    group.group.abort(sentence)
+    raise EpError(Status.TOKENS, f"rank {group.group.rank}: {sentence}")
+
+
+def _key(experts_per_rank: int, top_k: int, tokens: Tensor) -> NormalKey:
+    # At least 2 bytes: a combine of bf16 rows follows a dispatch of fp8 rows.
+    element_bytes = max(2, tokens.element_size())
+    return NormalKey(experts_per_rank, top_k, tokens.shape[1], element_bytes, tokens.device)
+
+
+def dispatch(
+    groups: Groups,
+    x: Tokens,
+    topk_idx: Tensor,
+    topk_weights: Optional[Tensor],
+    is_token_in_rank: Optional[Tensor],
+    experts_per_rank: int,
+    expert_alignment: int,
+    num_worst_tokens: int,
+    num_sms: int,
+) -> Sent:
+    """Send rows by a new routing. Arguments as of Buffer.dispatch."""
+    tokens, scales = split("dispatch", x)
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens.shape[0]:
+        raise EpError(
+            Status.SHAPE,
+            f"dispatch: topk_idx: expected [{tokens.shape[0]}, top-k], got {list(topk_idx.shape)}",
+        )
+    key = _key(experts_per_rank, topk_idx.shape[1], tokens)
+    routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
+    rows, layer = routed.num_recv_tokens, routed.layer
+    recv_weights = None
+    if topk_weights is not None:
+        recv_weights = topk_weights.new_empty((rows, key.top_k))
+    recv_idx = topk_idx.new_empty((rows, key.top_k))
+    recv, recv_scales = _send(
+        layer, routed.plan.bytes, tokens, scales, rows, topk_weights, recv_weights, recv_idx
+    )
+    if not num_worst_tokens:
+        _report(routed.group)  # the host has waited for the plan already
+    counts = _align(routed.counts, expert_alignment)
+    handle = NormalHandle(
+        routed.plan.bytes, routed.plan.numbers, layer, rows, is_token_in_rank, tokens.shape[0]
+    )
+    return Sent(recv, recv_scales, recv_idx, recv_weights, counts, handle)
+
+
+def _report(group: NormalGroup) -> None:
+    """Raise EpError for an expert that does not exist, or rows that num_worst_tokens has lost."""
+    core = group.group
+    status = core.run(library.ep_group_status, core.require(), None)
+    if status:
+        error = last_error(status)
+        raise EpError(
+            status,
+            f"{error} (libep counts {group.key.experts_per_rank + 1} experts on each rank here, one "
+            "more than the program)",
+        )
+
+
+def _align(counts: list[int], alignment: int) -> list[int]:
+    return [-(-count // alignment) * alignment for count in counts]
+
+
+def dispatch_to_ranks(
+    groups: Groups,
+    x: Tokens,
+    is_token_in_rank: Tensor,
+    num_tokens_per_expert: Tensor,
+    expert_alignment: int,
+    num_sms: int,
+) -> Sent:
+    """Send rows to ranks, where nobody says to which experts. Arguments as of Buffer.dispatch.
+
+    To libep every token names the first expert of each of its ranks. The counts of the list are
+    those that the caller gave, which the ranks exchange in a second operation.
+    """
+    size = groups.bootstrap.size
+    each = num_tokens_per_expert.numel() // size
+    firsts = torch.arange(size, device=is_token_in_rank.device) * each
+    topk_idx = torch.where(is_token_in_rank, firsts, -1)
+    sent = dispatch(groups, x, topk_idx, None, is_token_in_rank, each, 1, 0, num_sms)
+    counts = num_tokens_per_expert.int().view(size, each)
+    padded = torch.nn.functional.pad(counts, (0, -each % 4))  # rows are multiples of 16 bytes
+    to_each = torch.where(torch.eye(size, dtype=torch.bool, device=firsts.device), firsts, -1)
+    key = _key(each, size, split("dispatch", x)[0])
+    routed = route(groups, key, to_each, 0, num_sms)
+    received, _ = _send(routed.layer, routed.plan.bytes, padded, None, size)
+    totals = received.sum(0)[:each].tolist()
+    return sent._replace(topk_idx=None, num_recv_tokens_per_expert=_align(totals, expert_alignment))
+
+
+def dispatch_again(handle: NormalHandle, x: Tokens) -> Sent:
+    """Send rows by the routing of a dispatch before."""
+    tokens, scales = split("dispatch", x)
+    keep(handle.plan)
+    recv, recv_scales = _send(handle.layer, handle.plan, tokens, scales, handle.num_recv_tokens)
+    return Sent(recv, recv_scales, None, None, None, None)
+
+
+def _send(
+    layer: Handle,
+    plan: Tensor,
+    tokens: Tensor,
+    scales: Optional[Tensor],
+    rows: int,
+    weights: Optional[Tensor] = None,
+    recv_weights: Optional[Tensor] = None,
+    recv_idx: Optional[Tensor] = None,
+) -> tuple[Tensor, Optional[Tensor]]:
+    recv = tokens.new_empty((rows, tokens.shape[1]))
+    recv_scales = None if scales is None else scales.new_empty((rows, scales.shape[1]))
+    _calls.dispatch(layer, plan, tokens, weights, scales, recv, recv_weights, recv_scales, recv_idx)
+    return recv, recv_scales
+
+
+def combine(
+    handle: NormalHandle, x: Tensor, topk_weights: Optional[Tensor], bias: tuple[Tensor, ...]
+) -> tuple[Tensor, Optional[Tensor]]:
+    """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
+    keep(handle.plan)
+    out = x.new_empty((handle.num_tokens, x.shape[-1]))
+    out_weights = None
+    if topk_weights is None:
+        _calls.combine(handle.layer, handle.plan, x, None, None, out)
+    else:
+        out_weights = topk_weights.new_empty((handle.num_tokens, topk_weights.shape[-1]))
+        _calls.dispatch_backward(handle.layer, handle.plan, x, topk_weights, out, out_weights)
+    if bias:
+        total = out.float()
+        for term in bias:
+            total += term
+        out = total.to(x.dtype)
+    return out, out_weights

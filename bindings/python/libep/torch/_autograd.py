@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prepare, dispatch and combine as differentiable functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._abi import Quant, Status
+from .._library import EpError
+from . import _calls, _ops
+from ._handle import Plan
+from ._quant import row_scales
+
+if TYPE_CHECKING:
+    from typing import Any, Optional, Union
+
+    from torch import Tensor
+
+    from ._handle import Handle
+
+
+class Received(NamedTuple):
+    """What dispatch delivers: one row for each slot. ep.h gives the shapes of the other layouts."""
+
+    tokens: Tensor
+    """[rows, H] of the tokens' type; float8_e4m3fn if the handle quantises."""
+
+    topk_weights: Optional[Tensor]
+    """[rows] float32, FLAT [rows, K]; None if dispatch got none."""
+
+    plan: Plan
+    """The step's routing, for combine."""
+
+    scales: Optional[Tensor]
+    """[rows, S], BY_COLUMN [S, rows]; None if there are none."""
+
+    topk_idx: Optional[Tensor]
+    """FLAT and RANK_MAJOR: [rows, K], local experts or -1. Else None."""
+
+
+class _Shapes(NamedTuple):
+    tokens: tuple[int, ...]
+    weights: Optional[tuple[int, ...]]
+    idx: Optional[tuple[int, ...]]
+
+
+# Eager calls go straight to the core, with the handle. Compiled and traced ones go through ops,
+# with its key. Either is passed as `which`.
+_EAGER = (torch.Tensor, torch.nn.Parameter)
+
+
+def _choose(handle: Handle, tensor: Tensor) -> Union[Handle, int]:
+    if torch.compiler.is_compiling() or type(tensor) not in _EAGER:
+        return handle.key
+    return handle
+
+
+def _through(which: Union[Handle, int]) -> Any:
+    return _ops if isinstance(which, int) else _calls
+
+
+def _needs_grad(*tensors: Optional[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_second_derivative(name: str) -> None:
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise EpError(
+            Status.UNSUPPORTED,
+            f"{name}: expected first derivatives alone, got create_graph=True: libep has no second "
+            "derivatives",
+        )
+
+
+# ---- prepare ------------------------------------------------------------------------------------
+
+
+def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = None) -> Plan:
+    """Make a plan from a step's routing. Collective. Throughput mode alone.
+
+    topk_idx    [T, K] int32 or int64: the expert of each entry; negative: none
+    num_tokens  [1] int32 or int64: only the first num_tokens rows count; None: all
+
+    dispatch calls it by itself, unless it is given a plan.
+    """
+    if handle.is_latency:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
+        )
+    which = _choose(handle, topk_idx)
+    plan = make_plan(handle, topk_idx)
+    _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
+    return plan
+
+
+def make_plan(handle: Handle, topk_idx: Tensor) -> Plan:
+    """A plan with memory of its own, not yet written."""
+    return Plan(
+        topk_idx.new_empty((handle.plan_bytes,), dtype=torch.uint8),
+        topk_idx.new_empty((handle.num_numbers,), dtype=torch.int32),
+        topk_idx.shape[0],
+        handle.group.num_local_experts,
+    )
+
+
+def count_rows(handle: Handle, plan: Plan) -> int:
+    """The rows of the receive buffer: the capacity, or with exact sizing those that come."""
+    if not handle.is_exact:
+        return handle.capacity
+    at = 3 * plan.num_local_experts + 1
+    if torch.compiler.is_compiling():
+        traced: Any = plan.numbers[at].item()
+        torch._check(traced >= 0)  # type: ignore[no-untyped-call]
+        return traced  # type: ignore[no-any-return]
+    if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
+        raise EpError(
+            Status.UNSUPPORTED,
+            "dispatch: expected a static size (max_recv_rows) while a CUDA graph is captured, got "
+            "exact sizing, where the host reads the number of rows",
+        )
+    rows: int = plan.numbers.tolist()[at]
+    return rows
+
+
+# ---- dispatch -----------------------------------------------------------------------------------
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        which: Union[Handle, int],
+        plan: Tensor,
+        tokens: Tensor,
+        topk_weights: Optional[Tensor],
+        shapes: _Shapes,
+        given: Optional[Tensor],
+    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        outputs = _make_outputs(tokens, shapes, given)
+        _through(which).dispatch(
+            which, plan, tokens, topk_weights, None, outputs[0], outputs[1], None, outputs[2]
+        )
+        ctx.save_for_backward(plan)
+        ctx.which = which
+        ctx.tokens_shape = tokens.shape
+        ctx.weights_shape = None if topk_weights is None else topk_weights.shape
+        if outputs[2] is not None:
+            ctx.mark_non_differentiable(outputs[2])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Optional[Tensor], _: Any) -> Any:
+        _refuse_second_derivative("dispatch")
+        (plan,) = ctx.saved_tensors
+        out = grad_tokens.new_empty(ctx.tokens_shape)
+        out_weights = None
+        if ctx.weights_shape is not None and ctx.needs_input_grad[3]:
+            assert grad_weights is not None
+            grad_weights = grad_weights.contiguous()
+            out_weights = grad_weights.new_empty(ctx.weights_shape)
+        else:
+            grad_weights = None
+        _through(ctx.which).dispatch_backward(
+            ctx.which, plan, grad_tokens.contiguous(), grad_weights, out, out_weights
+        )
+        return None, None, out, out_weights, None, None
+
+
+def _make_outputs(
+    tokens: Tensor, shapes: _Shapes, given: Optional[Tensor]
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    # detach: the tensor that is returned gets a history, the caller's keeps none
+    recv = tokens.new_empty(shapes.tokens) if given is None else given.detach()
+    weights = idx = None
+    if shapes.weights is not None:
+        weights = tokens.new_empty(shapes.weights, dtype=torch.float32)
+    if shapes.idx is not None:
+        idx = tokens.new_empty(shapes.idx, dtype=torch.int64)
+    return recv, weights, idx
+
+
+def make_received(
+    handle: Handle,
+    plan: Plan,
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    given: Optional[Tensor],
+) -> Received:
+    """The outputs of a dispatch without gradient, not yet written."""
+    rows = _rows(handle, plan, given)
+    recv_scales, dtype = None, tokens.dtype
+    if handle.quant != Quant.NONE:
+        count, scale_dtype = row_scales(handle.quant, tokens.shape[-1])
+        dtype = torch.float8_e4m3fn
+        recv_scales = tokens.new_empty(handle.scales_shape(rows, count), dtype=scale_dtype)
+    elif scales is not None:
+        recv_scales = scales.new_empty(handle.scales_shape(rows, scales.shape[-1]))
+    recv, weights, idx = given, None, None
+    if recv is None:
+        recv = tokens.new_empty((*handle.lead(rows), tokens.shape[-1]), dtype=dtype)
+    if topk_weights is not None:
+        weights = topk_weights.new_empty(handle.weights_shape(rows))
+    if handle.is_per_token:
+        idx = tokens.new_empty((*handle.lead(rows), handle.top_k), dtype=torch.int64)
+    return Received(recv, weights, plan, recv_scales, idx)
+
+
+def _rows(handle: Handle, plan: Plan, given: Optional[Tensor]) -> int:
+    return count_rows(handle, plan) if given is None else given.shape[-2]
+
+
+def dispatch(
+    handle: Handle,
+    tokens: Tensor,
+    routing: Union[Tensor, Plan],
+    topk_weights: Optional[Tensor] = None,
+    scales: Optional[Tensor] = None,
+    *,
+    num_tokens: Optional[Tensor] = None,
+    recv_tokens: Optional[Tensor] = None,
+) -> Received:
+    """Send token rows, and their weights, to the ranks that own their experts. Collective.
+
+    tokens        [T, H] of any type; rows of a multiple of 16 bytes
+    routing       topk_idx, [T, K] int32 or int64: the expert of each entry; negative: none. Or the
+                  plan that prepare made from it.
+    topk_weights  [T, K] float32, which travel along; None: the caller weights elsewhere
+    scales        [T, S] of any type, rows of a multiple of 4 bytes, of tokens that are quantised
+                  already; None: no scales
+    num_tokens    [1] int32 or int64: only the first num_tokens rows count; None: all. With a plan,
+                  prepare has taken it.
+    recv_tokens   where the rows go, such as a tensor in ReceiveMemory; None: new memory. The result
+                  shares this memory. With exact sizing it may have more rows than come.
+
+    Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
+    respect to tokens and topk_weights in throughput mode, without scales and quantising.
+    """
+    needs_grad = _needs_grad(tokens, topk_weights)
+    if needs_grad and (handle.is_latency or scales is not None or handle.quant != Quant.NONE):
+        raise EpError(
+            Status.UNSUPPORTED,
+            "dispatch: expected tensors without gradient in latency mode, and where rows are "
+            "quantised or have scales: call it under torch.no_grad(), or detach them",
+        )
+    which = _choose(handle, tokens)
+    if handle.is_latency:
+        return _dispatch_routed(
+            handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens
+        )
+    plan = routing if isinstance(routing, Plan) else prepare(handle, routing, num_tokens)
+    if not needs_grad:
+        received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
+        _through(which).dispatch(
+            which,
+            plan.bytes,
+            tokens,
+            topk_weights,
+            scales,
+            received.tokens,
+            received.topk_weights,
+            received.scales,
+            received.topk_idx,
+        )
+        _mark_written(which, recv_tokens)
+        return received
+    rows = _rows(handle, plan, recv_tokens)
+    lead = handle.lead(rows)
+    shapes = _Shapes(
+        (*lead, tokens.shape[-1]),
+        None if topk_weights is None else handle.weights_shape(rows),
+        (*lead, handle.top_k) if handle.is_per_token else None,
+    )
+    recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
+    )
+    _mark_written(which, recv_tokens)
+    return Received(recv, weights, plan, None, idx)
+
+
+def _mark_written(which: Union[Handle, int], given: Optional[Tensor]) -> None:
+    """Let autograd notice that a tensor which it may have saved was overwritten."""
+    if given is not None and not isinstance(which, int):
+        torch.autograd.graph.increment_version(given)
+
+
+def _dispatch_routed(
+    handle: Handle,
+    which: Union[Handle, int],
+    tokens: Tensor,
+    topk_idx: Union[Tensor, Plan],
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    num_tokens: Optional[Tensor],
+    given: Optional[Tensor],
+) -> Received:
+    idx = require_indices(topk_idx)
+    plan = make_plan(handle, idx)
+    received = make_received(handle, plan, tokens, topk_weights, scales, given)
+    _through(which).dispatch_routed(
+        which,
+        idx,
+        num_tokens,
+        tokens,
+        topk_weights,
+        scales,
+        plan.bytes,
+        plan.numbers,
+        received.tokens,
+        received.topk_weights,
+        received.scales,
+        received.topk_idx,
+    )
+    _mark_written(which, given)
+    return received
+
+
+def require_indices(routing: Union[Tensor, Plan]) -> Tensor:
+    """The routing of a dispatch in latency mode, which makes its plan itself."""
+    if isinstance(routing, Plan):
+        raise EpError(
+            Status.UNSUPPORTED,
+            "dispatch: routing: expected topk_idx in latency mode, got a Plan: each dispatch makes "
+            "its own",
+        )
+    return routing
+
+
+# ---- combine ------------------------------------------------------------------------------------
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        which: Union[Handle, int],
+        plan: Tensor,
+        expert_out: Tensor,
+        weights: Optional[Tensor],
+        num_tokens: int,
+    ) -> Tensor:
+        out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
+        _through(which).combine(which, plan, expert_out, weights, None, out)
+        ctx.which = which
+        ctx.rows_shape = expert_out.shape
+        is_kept = weights is not None and ctx.needs_input_grad[3]
+        ctx.save_for_backward(plan, weights, expert_out if is_kept else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        _refuse_second_derivative("combine")
+        plan, weights, expert_out = ctx.saved_tensors
+        out = grad_out.new_empty(ctx.rows_shape)
+        out_weights = None if expert_out is None else torch.empty_like(weights)
+        _through(ctx.which).combine_backward(
+            ctx.which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
+        )
+        return None, None, out, out_weights, None
+
+
+def combine(
+    handle: Handle,
+    plan: Plan,
+    expert_out: Tensor,
+    weights: Optional[Tensor] = None,
+    *,
+    topk_weights: Optional[Tensor] = None,
+) -> Tensor:
+    """Return the experts' rows to the ranks of their tokens, and sum them. Collective.
+
+    plan          of the dispatch
+    expert_out    [rows, H] bfloat16, float16 or float32, of the shape of Received.tokens
+    weights       [rows] float32, by which rows are multiplied: Received.topk_weights of an
+                  expert-major or batched dispatch. None: 1, for rows that are weighted already.
+    topk_weights  [T, K] float32, in latency mode in place of `weights`: those of this rank's tokens
+
+    Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
+    expert_out and weights in throughput mode.
+    """
+    which = _choose(handle, expert_out)
+    if not _needs_grad(expert_out, weights, topk_weights):
+        out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
+        _through(which).combine(which, plan.bytes, expert_out, weights, topk_weights, out)
+        return out
+    if handle.is_latency or topk_weights is not None:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "combine: expected tensors without gradient in latency mode: call it under "
+            "torch.no_grad(), or detach them",
+        )
+    combined: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+        which, plan.bytes, expert_out, weights, plan.num_tokens
+    )
+    return combined

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks meet through torch.distributed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .._abi import Status
+from .._bootstrap import Bootstrap
+from .._library import EpError
+
+if TYPE_CHECKING:
+    from typing import Iterator, Optional, Union
+
+    from torch.distributed import ProcessGroup
+
+_FIRST_SECONDS, _MOST_SECONDS = 0.0005, 0.01  # between two looks into the store
+
+_counts: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def _member(process_group: Optional[ProcessGroup]) -> ProcessGroup:
+    """The process group, or the default one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise EpError(
+            Status.BOOTSTRAP,
+            "bootstrap: expected an initialized torch.distributed: call init_process_group first",
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expected a ProcessGroup that this rank belongs to, got {type(group).__qualname__}"
+        )
+    return group
+
+
+def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstrap:
+    """Make a bootstrap from a process group, or from the default one. Not collective.
+
+    Uses the store of the process group alone, never its collectives: so it serves every backend
+    (gloo, nccl, ...), and a wait ends by an abort, Ctrl-C or the deadline. All ranks make their
+    bootstraps of one process group in the same order. The bootstrap keeps the store alive; the
+    process that serves the store (rank 0 of a TCPStore) ends last, or closes its groups with the
+    others.
+    """
+    group = _member(process_group)
+    store = group.get_group_store()
+    number = next(_counts.setdefault(group, itertools.count()))
+
+    def get(key: str, seconds: float) -> Optional[bytes]:
+        # Store.wait would log a warning for each of its timeouts.
+        end, pause = time.monotonic() + seconds, _FIRST_SECONDS
+        while not store.check([key]):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_SECONDS)
+        return bytes(store.get(key))
+
+    return Bootstrap.from_store(
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        store.set,  # type: ignore[arg-type]
+        get,
+        store.delete_key,
+        prefix=f"libep/{group.group_name}/{number}",
+    )
+
+
+def nccl_comm(process_group: Union[ProcessGroup, Bootstrap, None]) -> int:
+    """The NCCL communicator of a process group, an ncclComm_t as an int, to lend to libep.
+
+    The process group needs one already: pass `device_id` to init_process_group, or run a collective
+    before. It stays the process group's, which must outlive the libep group.
+    """
+    if isinstance(process_group, Bootstrap):
+        raise TypeError("expected a ProcessGroup with an NCCL communicator, got a Bootstrap")
+    group = _member(process_group)
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+        comm = int(backend._comm_ptr())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError) as error:
+        raise EpError(
+            Status.UNSUPPORTED,
+            f"bootstrap: expected a process group of the backend nccl, got {group.name()!r}",
+        ) from error
+    if comm == 0:
+        raise EpError(
+            Status.ORDER,
+            "bootstrap: expected a process group whose communicator exists, got one that has not "
+            "run yet: pass device_id to init_process_group, or run a collective before",
+        )
+    return comm

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations on torch tensors, straight onto the core: what the ops run, and eager autograd.
+
+They write into given outputs, on the current stream of the group's device. Arguments are those of
+the ops (_ops.py), except that `handle` is the Handle itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Type
+from .._handle import Handle as CoreHandle
+from .._handle import Prepare
+from .._tensor import Tensor as CoreTensor
+from .._tensor import register_converter
+from ._group import current_stream
+
+if TYPE_CHECKING:
+    from typing import Any, NoReturn, Optional, Union
+
+    from torch import Tensor
+
+    from ._group import Group
+    from ._handle import Handle
+
+_TYPES = {
+    torch.bfloat16: Type.BF16,
+    torch.float16: Type.FP16,
+    torch.float32: Type.FP32,
+    torch.float8_e4m3fn: Type.FP8_E4M3,
+    torch.float8_e5m2: Type.FP8_E5M2,
+    torch.uint8: Type.UINT8,
+    torch.int32: Type.INT32,
+    torch.int64: Type.INT64,
+}
+for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):  # of newer versions; libep sees plain bytes
+    if hasattr(torch, _name):
+        _TYPES[getattr(torch, _name)] = Type.UINT8
+
+
+def _convert(tensor: Tensor) -> CoreTensor:
+    kind = _TYPES.get(tensor.dtype)
+    if kind is None or not tensor.is_contiguous():
+        _refuse(tensor)
+    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
+
+
+def _refuse(tensor: Tensor) -> NoReturn:
+    if tensor.dtype not in _TYPES:
+        names = ", ".join(str(dtype) for dtype in _TYPES)
+        raise TypeError(f"expected elements of one of the types {names}, got {tensor.dtype}")
+    raise TypeError(
+        f"expected a C-contiguous tensor, got strides {tuple(tensor.stride())} for shape "
+        f"{tuple(tensor.shape)}: call contiguous()"
+    )
+
+
+register_converter(torch.Tensor, _convert)
+
+
+def _given(
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str
+) -> Optional[CoreTensor]:
+    """The argument `name` for the core. None stays None."""
+    if tensor is None:
+        return None
+    if tensor.get_device() != owner.ordinal:
+        raise TypeError(
+            f"{name}: expected a tensor on {owner.device}, where the group is, got one on "
+            f"{tensor.device}"
+        )
+    # As _convert, whose call would take as long as the checks.
+    kind = _TYPES.get(tensor.dtype)
+    if kind is None or not tensor.is_contiguous():
+        try:
+            _refuse(tensor)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
+
+
+def prepare(
+    handle: Handle,
+    topk_idx: Tensor,
+    num_tokens: Optional[Tensor],
+    plan: Tensor,
+    numbers: Optional[Tensor],
+) -> None:
+    CoreHandle.prepare(
+        handle,
+        _given(handle, topk_idx, "topk_idx"),
+        _given(handle, num_tokens, "num_tokens"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+        out=handle.outputs(_given(handle, numbers, "numbers")),
+    )
+
+
+def dispatch(
+    handle: Handle,
+    plan: Tensor,
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    recv_tokens: Tensor,
+    recv_topk_weights: Optional[Tensor],
+    recv_scales: Optional[Tensor],
+    recv_topk_idx: Optional[Tensor],
+) -> None:
+    CoreHandle.dispatch(
+        handle,
+        _given(handle, tokens, "tokens"),
+        _given(handle, topk_weights, "topk_weights"),
+        _given(handle, scales, "scales"),
+        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
+        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
+        recv_scales=_given(handle, recv_scales, "recv_scales"),
+        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+    )
+
+
+def _routing(
+    handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor], numbers: Optional[Tensor]
+) -> Prepare:
+    return Prepare(
+        _given(handle, topk_idx, "topk_idx"),
+        _given(handle, num_tokens, "num_tokens"),
+        handle.outputs(_given(handle, numbers, "numbers")),
+    )
+
+
+def dispatch_routed(
+    handle: Handle,
+    topk_idx: Tensor,
+    num_tokens: Optional[Tensor],
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    plan: Tensor,
+    numbers: Optional[Tensor],
+    recv_tokens: Tensor,
+    recv_topk_weights: Optional[Tensor],
+    recv_scales: Optional[Tensor],
+    recv_topk_idx: Optional[Tensor],
+) -> None:
+    CoreHandle.dispatch(
+        handle,
+        _given(handle, tokens, "tokens"),
+        _given(handle, topk_weights, "topk_weights"),
+        _given(handle, scales, "scales"),
+        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
+        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
+        recv_scales=_given(handle, recv_scales, "recv_scales"),
+        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
+        plan=_given(handle, plan, "plan"),
+        prepare=_routing(handle, topk_idx, num_tokens, numbers),
+        stream=handle.stream(),
+    )
+
+
+def combine(
+    handle: Handle,
+    plan: Tensor,
+    expert_out: Tensor,
+    slot_weights: Optional[Tensor],
+    topk_weights: Optional[Tensor],
+    out: Tensor,
+) -> None:
+    CoreHandle.combine(
+        handle,
+        _given(handle, expert_out, "expert_out"),
+        _given(handle, slot_weights, "slot_weights"),
+        _given(handle, topk_weights, "topk_weights"),
+        out=_given(handle, out, "out"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+    )
+
+
+def combine_backward(
+    handle: Handle,
+    plan: Tensor,
+    grad_out: Tensor,
+    slot_weights: Optional[Tensor],
+    expert_out: Optional[Tensor],
+    grad_expert_out: Tensor,
+    grad_slot_weights: Optional[Tensor],
+) -> None:
+    CoreHandle.combine_backward(
+        handle,
+        _given(handle, grad_out, "grad_out"),
+        _given(handle, slot_weights, "slot_weights"),
+        _given(handle, expert_out, "expert_out"),
+        grad_expert_out=_given(handle, grad_expert_out, "grad_expert_out"),
+        grad_slot_weights=_given(handle, grad_slot_weights, "grad_slot_weights"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+    )
+
+
+def dispatch_backward(
+    handle: Handle,
+    plan: Tensor,
+    grad_recv_tokens: Tensor,
+    grad_slot_weights: Optional[Tensor],
+    grad_tokens: Tensor,
+    grad_topk_weights: Optional[Tensor],
+) -> None:
+    CoreHandle.dispatch_backward(
+        handle,
+        _given(handle, grad_recv_tokens, "grad_recv_tokens"),
+        _given(handle, grad_slot_weights, "grad_slot_weights"),
+        grad_tokens=_given(handle, grad_tokens, "grad_tokens"),
+        grad_topk_weights=_given(handle, grad_topk_weights, "grad_topk_weights"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+    )
+
+
+def dispatch_send(
+    handle: Handle,
+    topk_idx: Tensor,
+    num_tokens: Optional[Tensor],
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    scales: Optional[Tensor],
+    plan: Tensor,
+    numbers: Optional[Tensor],
+) -> None:
+    CoreHandle.dispatch_send(
+        handle,
+        _given(handle, tokens, "tokens"),
+        _given(handle, topk_weights, "topk_weights"),
+        _given(handle, scales, "scales"),
+        plan=_given(handle, plan, "plan"),
+        prepare=_routing(handle, topk_idx, num_tokens, numbers),
+        stream=handle.stream(),
+    )
+
+
+def dispatch_wait(
+    handle: Handle,
+    recv_tokens: Tensor,
+    recv_topk_weights: Optional[Tensor],
+    recv_scales: Optional[Tensor],
+    recv_topk_idx: Optional[Tensor],
+) -> None:
+    CoreHandle.dispatch_wait(
+        handle,
+        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
+        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
+        recv_scales=_given(handle, recv_scales, "recv_scales"),
+        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
+        stream=handle.stream(),
+    )
+
+
+def combine_send(
+    handle: Handle,
+    plan: Tensor,
+    expert_out: Tensor,
+    slot_weights: Optional[Tensor],
+    topk_weights: Optional[Tensor],
+) -> None:
+    CoreHandle.combine_send(
+        handle,
+        _given(handle, expert_out, "expert_out"),
+        _given(handle, slot_weights, "slot_weights"),
+        _given(handle, topk_weights, "topk_weights"),
+        plan=_given(handle, plan, "plan"),
+        stream=handle.stream(),
+    )
+
+
+def combine_wait(handle: Handle, out: Tensor) -> None:
+    CoreHandle.combine_wait(handle, out=_given(handle, out, "out"), stream=handle.stream())
+
+
+def quantise_rows(
+    group: Group, rows: Tensor, num_rows: Optional[Tensor], out: Tensor, scales: Tensor, form: Any
+) -> None:
+    group.quantise_rows(
+        _given(group, rows, "rows"),
+        _given(group, num_rows, "num_rows"),
+        out=_given(group, out, "out"),
+        scales=_given(group, scales, "scales"),
+        stream=current_stream(group.ordinal),
+        **form,
+    )

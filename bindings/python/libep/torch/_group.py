@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of libep.torch: a core group that knows its torch device."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Backend, Status
+from .._bootstrap import Bootstrap
+from .._config import max_recv_rows as worst_case_rows
+from .._group import Group as CoreGroup
+from .._library import EpError
+from ._bootstrap import from_process_group, nccl_comm
+
+if TYPE_CHECKING:
+    from typing import Any, Optional, Union
+
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    from .._config import GroupFields
+    from ._receive import ReceiveMemory
+
+
+def current_stream(ordinal: int) -> int:
+    """The current stream of a device, a cudaStream_t as an int; 0 on CPUs (-1).
+
+    torch.cuda.current_stream makes an object, which takes ten times as long.
+    """
+    return 0 if ordinal < 0 else int(torch._C._cuda_getCurrentRawStream(ordinal))
+
+
+class Group(CoreGroup):
+    """A set of ranks that share experts. Creating and closing it are collective. See libep.Group.
+
+    bootstrap  how the ranks meet
+    fields     the configuration (libep.GroupFields)
+
+    create_group makes one from a process group.
+
+    Closing is refused with EpError ORDER while tensors lie in the group's receive memory
+    (ReceiveMemory): drop them first, and close again. At the end of a `with` block this also aborts
+    the group, so that the peers do not wait.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
+        if fields.get("backend") != Backend.HOST and torch.cuda.is_available():
+            fields.setdefault("device", torch.cuda.current_device())
+        super().__init__(bootstrap, **fields)
+        self.fields = fields
+        """The configuration."""
+        info = self.query()
+        self.num_local_experts = info.num_local_experts
+        """L: experts of this rank."""
+        self.first_expert = info.first_expert
+        """This rank owns the experts first_expert .. + num_local_experts - 1."""
+        self.device = torch.device("cuda", info.device) if info.device >= 0 else torch.device("cpu")
+        """Where the tensors of operations lie."""
+        self.ordinal = info.device
+        """The number of the GPU, or -1."""
+        self.receive_memory: list[ReceiveMemory] = []
+        """What is not freed yet."""
+
+    def close(self) -> None:
+        """Destroy the group and its handles. A second call does nothing. See libep.Group.close."""
+        if self.pointer is not None:
+            self._refuse_used_memory()
+        super().close()
+
+    def leave(self) -> None:
+        """Close the group at the end of the process, when no program reads tensors any more."""
+        self.receive_memory.clear()
+        super().leave()
+
+    def _refuse_used_memory(self) -> None:
+        if any(memory.is_used() for memory in self.receive_memory):
+            gc.collect()  # tensors in reference cycles, such as those of exceptions
+        used = sum(memory.is_used() for memory in self.receive_memory)
+        if used:
+            raise EpError(
+                Status.ORDER,
+                f"rank {self.rank}: close: expected no tensor in the group's receive memory, got "
+                f"some in {used} of its pieces: drop them first",
+            )
+
+    def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        try:
+            self.close()
+        except EpError as refused:
+            self.abort(str(refused))
+            # The exception itself may hold the tensors. The end of the process closes the group.
+            if error is None or refused.status != Status.ORDER:
+                raise
+
+
+def create_group(
+    meeting: Union[ProcessGroup, Bootstrap, None] = None,
+    *,
+    num_experts: int,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    max_recv_rows: Optional[int] = 0,
+    lend_nccl: bool = False,
+    **fields: Any,
+) -> Group:
+    """Create a group from a process group. Collective over it.
+
+    meeting        how the ranks meet: a ProcessGroup, None for the default one, or a
+                   libep.Bootstrap, such as those of ranks that are threads (libep.Bootstrap.local)
+    num_experts    experts of all ranks together; each rank owns a contiguous block
+    max_tokens     most tokens of a rank in one call
+    hidden, dtype  the largest row, gradients included, and its type
+    top_k          experts per token
+    max_recv_rows  rows of the receive buffer. 0: exactly as many as come, which the host reads in
+                   every dispatch. None: so many that no row is ever lost.
+    lend_nccl      lend the process group's NCCL communicator to libep
+    fields         more of the configuration (libep.GroupFields): alignment, mode, backend, ...
+
+    All ranks call it in the same order, relative to other groups of the same process group. Waits
+    for them up to `timeout_seconds`. EpError if the configuration is refused or ranks disagree.
+    """
+    config: dict[str, Any] = {
+        **fields,
+        "num_experts": num_experts,
+        "max_tokens": max_tokens,
+        "max_top_k": top_k,
+        "max_row_bytes": hidden * dtype.itemsize,
+    }
+    if lend_nccl:
+        config["nccl_comm"] = nccl_comm(meeting)
+    bootstrap = meeting if isinstance(meeting, Bootstrap) else from_process_group(meeting)
+    if max_recv_rows is None:
+        max_recv_rows = max(
+            worst_case_rows(bootstrap.size, rank, **config) for rank in range(bootstrap.size)
+        )
+    config["max_recv_rows"] = max_recv_rows
+    return Group(bootstrap, **config)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles of libep.torch: a core handle that knows its device and the shapes of its tensors."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._abi import Layout, Mode, Plans, Quant, ScaleOrder, Status, Tail, Type
+from .._handle import Handle as CoreHandle
+from .._handle import PlanTensors
+from .._library import EpError
+from .._tensor import Tensor as CoreTensor
+from ._group import current_stream
+
+if TYPE_CHECKING:
+    from typing import NoReturn, Optional
+
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from .._config import HandleFields
+    from ._group import Group
+
+_keys = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+
+
+def find_handle(key: int) -> Handle:
+    """The handle of a key. EpError DESTROYED if nothing refers to it any more."""
+    handle = _handles.get(key)
+    if handle is None:
+        raise EpError(
+            Status.DESTROYED,
+            f"handle {key} is gone: keep the libep.torch.Handle as long as programs use it",
+        )
+    return handle
+
+
+class Plan(NamedTuple):
+    """A step's routing, made by dispatch: tensors and two ints, which may be saved and passed on.
+
+    Any number may be live. libep reads `bytes` alone, and writes neither after dispatch.
+    """
+
+    bytes: Tensor
+    """[plan_bytes] uint8: what the operations read. Do not change it."""
+
+    numbers: Tensor
+    """int32: the tensors below, one after the other; on the group's device."""
+
+    num_tokens: int
+    """T: rows of the tokens, and of combine's output."""
+
+    num_local_experts: int
+    """L."""
+
+    @property
+    def expert_counts(self) -> Tensor:
+        """[L] rows of each local expert, without padding and lost rows."""
+        return self.numbers[: self.num_local_experts]
+
+    @property
+    def expert_padded(self) -> Tensor:
+        """[L] rows of each local expert, padding included. They fill the rows from the start."""
+        return self.numbers[self.num_local_experts : 2 * self.num_local_experts]
+
+    @property
+    def expert_offsets(self) -> Tensor:
+        """[L + 1] first row of each expert, then the number of rows filled."""
+        return self.numbers[2 * self.num_local_experts : 3 * self.num_local_experts + 1]
+
+    @property
+    def expert_ends(self) -> Tensor:
+        """[L] row after the last of each expert: the `offs` of torch.nn.functional.grouped_mm."""
+        return self.numbers[2 * self.num_local_experts + 1 : 3 * self.num_local_experts + 1]
+
+    @property
+    def totals(self) -> Tensor:
+        """[3] rows filled, rows needed, slots lost to the capacity."""
+        return self.numbers[3 * self.num_local_experts + 1 : 3 * self.num_local_experts + 4]
+
+    @property
+    def source_rows(self) -> Tensor:
+        """[R] rows that each source rank's tokens fill; RANK_MAJOR: rows of each block."""
+        return self.numbers[3 * self.num_local_experts + 4 :]
+
+
+class Handle(CoreHandle):
+    """A configuration of a layer or micro-batch, for the functions of libep.torch. Local.
+
+    group   a libep.torch.Group, which the handle keeps alive
+    fields  the configuration (libep.HandleFields). Differences from ep.h's defaults: plans are
+            named by the calls (Plans.NAMED), and in throughput mode rows past the last slab become
+            zero (Tail.ZERO), so that NaNs in unused memory do not get into products with zero.
+
+    Compiled programs name a handle by its number `key`: keep the object as long as they run.
+    """
+
+    def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
+        fields.setdefault("plans", Plans.NAMED)
+        if fields.get("mode", group.fields.get("mode", Mode.THROUGHPUT)) == Mode.THROUGHPUT:
+            fields.setdefault("zero_tail", Tail.ZERO)
+        super().__init__(group, **fields)
+        self.key = next(_keys)
+        """The number by which ops name the handle."""
+        self.group = group
+        self.device = group.device
+        self.ordinal = group.ordinal
+        self.is_latency = self.mode is Mode.LATENCY
+        self.layout = fields.get("layout", Layout.EXPERT_MAJOR)
+        self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
+        self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
+        self.quant = fields.get("quant", Quant.NONE)
+        self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
+        self._rows_per_expert = fields.get("rows_per_expert", 0)
+        self.num_numbers = 3 * group.num_local_experts + 4 + group.size
+        """Elements of Plan.numbers."""
+        self._outputs = threading.local()
+        _handles[self.key] = self
+
+    def __deepcopy__(self, _: object) -> Handle:
+        """The handle itself: copies of a layer share its configuration, since plans are named."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
+            "handles anew"
+        )
+
+    def stream(self) -> int:
+        """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
+        return current_stream(self.ordinal)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sizes are exact: dispatch reads the number of rows on the host."""
+        return self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
+
+    def outputs(self, numbers: Optional[CoreTensor]) -> Optional[PlanTensors]:
+        """The outputs of prepare that make up Plan.numbers.
+
+        Made once per thread, since making them costs more than a call.
+        """
+        if numbers is None:
+            return None
+        if numbers.type != Type.INT32 or numbers.ndim != 1 or numbers.shape[0] != self.num_numbers:
+            raise TypeError(
+                f"numbers: expected an int32 tensor of shape [{self.num_numbers}], got {numbers}"
+            )
+        cached = getattr(self._outputs, "cached", None)
+        if cached is None:
+            cached = self._outputs.cached = self._make_outputs()
+        plan_tensors, parts = cached
+        for part, offset in parts:
+            part.data = numbers.data + offset
+        return plan_tensors
+
+    def _make_outputs(self) -> tuple[PlanTensors, list[tuple[CoreTensor, int]]]:
+        local = self.group.num_local_experts
+        lengths = {
+            "expert_counts": local,
+            "expert_padded": local,
+            "expert_offsets": local + 1,
+            "totals": 3,
+            "source_rows": self.group.size,
+        }
+        tensors, parts, offset = {}, [], 0
+        for name, length in lengths.items():
+            tensors[name] = CoreTensor(0, Type.INT32, (length,))
+            parts.append((tensors[name], 4 * offset))
+            offset += length
+        return PlanTensors(**tensors), parts
+
+    # ---- shapes of what dispatch delivers -------------------------------------------------------
+
+    def lead(self, rows: int) -> tuple[int, ...]:
+        """The dimensions of receive tensors before the elements of a row.
+
+        rows  of the receive buffer; BATCHED and RANK_MAJOR have their own number
+        """
+        if self.layout == Layout.BATCHED:
+            return (self.group.num_local_experts, self._rows_per_expert)
+        if self.layout == Layout.RANK_MAJOR:
+            return (self.group.size, self.group.fields["max_tokens"])
+        return (rows,)
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether a receive row is one of a (token, rank), so that it has K weights."""
+        return self.layout in (Layout.FLAT, Layout.RANK_MAJOR)
+
+    def weights_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of recv_topk_weights."""
+        return self.lead(rows) + ((self.top_k,) if self.is_per_token else ())
+
+    def scales_shape(self, rows: int, count: int) -> tuple[int, ...]:
+        """The shape of recv_scales, with `count` scales per row."""
+        lead = self.lead(rows)
+        return (*lead[:-1], count, lead[-1]) if self._by_column else (*lead, count)
+
+
+def _given(value: Optional[int], default: int) -> int:
+    """A field of the handle's configuration, where EP_DEFAULT (-1) means the group's."""
+    return default if value is None or value < 0 else value

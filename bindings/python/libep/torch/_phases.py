@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send and receive phases of latency mode: the receive phase is a hook, called when it suits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Status
+from .._library import EpError
+from . import _calls
+from ._autograd import Received, make_plan, make_received, require_indices
+
+if TYPE_CHECKING:
+    from typing import Callable, Optional
+
+    from torch import Tensor
+
+    from ._handle import Handle, Plan
+
+
+class Hook:
+    """The receive phase of an operation. Call it once: then its outputs are complete.
+
+    On GPUs it enqueues the receive phase on the current stream, which may be another one than that
+    of the send phase, if it is ordered after it.
+    """
+
+    def __init__(
+        self, handle: Handle, receive: Callable[[], None], tensors: tuple[Optional[Tensor], ...]
+    ) -> None:
+        self._handle = handle
+        self._receive: Optional[Callable[[], None]] = receive
+        self._tensors = tensors
+        self._stream = handle.stream()
+
+    def __call__(self) -> None:
+        """Complete the outputs. EpError ORDER if it was called before."""
+        receive = self._receive
+        if receive is None:
+            raise EpError(Status.ORDER, "hook: expected one call, got a second one")
+        receive()
+        if self._handle.stream() != self._stream:
+            # The allocator would reuse the memory in the order of the stream that it came from.
+            stream = torch.cuda.current_stream(self._handle.device)
+            for tensor in self._tensors:
+                if tensor is not None:
+                    tensor.record_stream(stream)
+        self._receive, self._tensors = None, ()
+
+
+def dispatch_send(
+    handle: Handle,
+    tokens: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Optional[Tensor] = None,
+    scales: Optional[Tensor] = None,
+    *,
+    num_tokens: Optional[Tensor] = None,
+    recv_tokens: Optional[Tensor] = None,
+) -> tuple[Received, Hook]:
+    """The send phase of a dispatch, in latency mode. Arguments as of dispatch.
+
+    Returns what the dispatch delivers, and the hook that completes it, the plan's numbers included.
+    Until then the handle takes no other operation; other handles do. Inputs may be overwritten once
+    the send phase has run. No gradient.
+    """
+    idx = require_indices(topk_idx)
+    plan = make_plan(handle, idx)
+    received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
+    _calls.dispatch_send(
+        handle, idx, num_tokens, tokens, topk_weights, scales, plan.bytes, plan.numbers
+    )
+
+    def receive() -> None:
+        _calls.dispatch_wait(
+            handle, received.tokens, received.topk_weights, received.scales, received.topk_idx
+        )
+
+    tensors = (plan.bytes, plan.numbers, idx, num_tokens, received.tokens)
+    return received, Hook(
+        handle, receive, (*tensors, received.topk_weights, received.scales, received.topk_idx)
+    )
+
+
+def combine_send(
+    handle: Handle,
+    plan: Plan,
+    expert_out: Tensor,
+    weights: Optional[Tensor] = None,
+    *,
+    topk_weights: Optional[Tensor] = None,
+) -> tuple[Tensor, Hook]:
+    """The send phase of a combine, in latency mode. Arguments as of combine.
+
+    Returns [T, H], and the hook that completes it. No gradient.
+    """
+    out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
+    _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights)
+    return out, Hook(handle, lambda: _calls.combine_wait(handle, out), (plan.bytes, out))

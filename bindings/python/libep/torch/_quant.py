@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 values and their scales: types, shapes, and quantising what experts compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Blocks, Quant, ScaleOrder
+from . import _calls
+
+if TYPE_CHECKING:
+    from typing import Optional
+
+    from torch import Tensor
+
+    from ._group import Group
+
+_E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+_QUANTS = {  # elements per scale, type of the scales
+    Quant.FP8: (128, torch.float32),
+    Quant.FP8_UE8M0: (128, _E8M0),
+    Quant.MXFP8: (32, _E8M0),
+    Quant.FP8_POW2: (128, torch.float32),
+}
+
+
+def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
+    """Scales of a row of `hidden` elements, and their type."""
+    block, dtype = _QUANTS[Quant(quant)]
+    return -(-hidden // block), dtype
+
+
+def quantise_rows(
+    group: Group,
+    rows: Tensor,
+    num_rows: Optional[Tensor] = None,
+    *,
+    quant: Quant = Quant.FP8,
+    blocks: Blocks = Blocks.ROWS,
+    transposed: bool = False,
+    scale_order: ScaleOrder = ScaleOrder.BY_ROW,
+) -> tuple[Tensor, Tensor]:
+    """Quantise receive rows, such as activations between the experts' GEMMs. Local; no gradient.
+
+    rows         [N, H], slabs one after the other; or [L, P, H], batched; bfloat16, float16 or
+                 float32
+    num_rows     int32 or int64: how many rows there are, [1] (Plan.totals[:1]) or [L]
+                 (Plan.expert_counts); what other rows would become is not written. None: all.
+    blocks       ROWS: a scale for 128 elements (MXFP8: 32) along the last dimension of the result;
+                 TILES: for 128 x 128 of its last two
+    transposed   swap the last two dimensions: for a GEMM that sums over rows
+    scale_order  BY_COLUMN: swap the last two dimensions of the scales
+
+    Returns (values, scales): float8_e4m3fn, and float32 or float8_e8m0fnu. ep_quant.h gives their
+    shapes. EpError ALIGNMENT if a block would have rows of two experts.
+    """
+    block, dtype = _QUANTS[Quant(quant)]
+    *lead, first, last = rows.shape
+    if transposed:
+        first, last = last, first
+    shape = [-(-first // block) if blocks == Blocks.TILES else first, -(-last // block)]
+    if scale_order == ScaleOrder.BY_COLUMN:
+        shape.reverse()
+    values = rows.new_empty((*lead, first, last), dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty((*lead, *shape), dtype=dtype)
+    form = dict(quant=quant, blocks=blocks, transposed=transposed, scale_order=scale_order)
+    _calls.quantise_rows(group, rows, num_rows, values, scales, form)
+    return values, scales

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_QUANTISE_H
+#define EP_HANDLES_CUDA_QUANTISE_H
+
+/** The kernel that quantises weights and receive rows: quantise.cu. */
+
+#include "runtime/cuda/device.h"
+
+/** What a launch quantises: all, or only what goes before or after ranks agree on amaxes. */
+typedef enum EpQuantPhase { EP_QUANT_WHOLE, EP_QUANT_FIND, EP_QUANT_CONVERT } EpQuantPhase;
+
+/**
+ * Quantise a box of a tensor [e, i, j]: a shard of a gathered weight, or rows. Dimensions are those
+ * of the result.
+ */
+typedef struct EpQuantiseArgs {
+    EpQuant quant;
+    EpQuantPhase phase;
+    EpType type;
+    int32_t tiles;             /**< EP_BLOCKS_TILES */
+    int64_t number;            /**< of tiles of 128 x 128 elements that the box touches */
+    int64_t begin[3], part[3]; /**< of the box in the tensor: blocks begin at multiples there */
+    const void *from;          /**< the box's first element */
+    int64_t step[3];           /**< between elements */
+    uint8_t *out;              /**< byte of the first element; rows follow each other by out_step */
+    int64_t out_step[2];
+    void *scales;          /**< of the first block; FIND: the amaxes found; CONVERT: all amaxes */
+    int64_t scale_step[3]; /**< between blocks, by dimension */
+    const void *count;     /**< [part[0]] how much of dimension `counted` is there, or NULL: all */
+    int32_t counted, count_is_int64;
+} EpQuantiseArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int ep_cuda_open_quantise(int shared_bytes);
+int ep_cuda_launch_quantise(const EpQuantiseArgs *args, int blocks, void *stream);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

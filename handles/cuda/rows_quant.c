@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_quantise_rows on the CUDA backend: one launch of quantise.cu. */
+#include "handles/cuda/rows_quant.h"
+
+#include <string.h>
+
+#include "handles/cuda/quantise.h"
+#include "runtime/cuda/cuda.h"
+#include "runtime/layout.h"
+
+#define EDGE 128 /* of a tile */
+#define BLOCKS_PER_SM 8
+
+EpStatus ep_cuda_quantise_rows(const EpRowsQuant *q) {
+    int transposed = q->form.transposed;
+    EpQuantiseArgs args = {
+        .quant = q->form.quant,
+        .phase = EP_QUANT_WHOLE,
+        .type = q->type,
+        .tiles = q->form.blocks == EP_BLOCKS_TILES,
+        .from = q->rows,
+        .step = {q->size[1] * q->size[2], transposed ? 1 : q->size[2], transposed ? q->size[1] : 1},
+        .out = q->out,
+        .out_step = {q->size[1] * q->size[2], q->size[2]},
+        .scales = q->scales,
+        .count = q->num_rows,
+        .counted = ep_rows_dim(q),
+        .count_is_int64 = q->num_rows_type == EP_TYPE_INT64};
+    memcpy(args.part, q->size, sizeof(args.part));
+    memcpy(args.scale_step, q->scale_step, sizeof(args.scale_step));
+    args.number = q->size[0] * ((q->size[1] + EDGE - 1) / EDGE) * ((q->size[2] + EDGE - 1) / EDGE);
+    int64_t most = (int64_t)ep_cuda(q->group)->device.blocks * BLOCKS_PER_SM;
+    return ep_cuda_check(q->group, "quantising rows",
+                         ep_cuda_launch_quantise(&args, (int)ep_min(args.number, most), q->stream));
+}

@@ -1,0 +1,389 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "handles/cuda/weight.h"
+
+#include <string.h>
+
+#include "bootstrap/cuda/setup.h"
+#include "handles/cuda/quantise.h"
+#include "runtime/cuda/order.h"
+#include "runtime/layout.h"
+#include "runtime/quant.h"
+
+#define MOST_PIECES 1024 /* of one shard, in one group of NCCL calls: experts of a rank */
+#define PIECE_BYTES 64   /* shorter ones are not worth a call */
+#define BLOCKS_PER_SM 8
+#define EDGE 128
+
+/** A call on its group and stream. */
+typedef struct Work {
+    EpGroup *group;
+    EpCuda *cuda;
+    cudaStream_t stream;
+} Work;
+
+static EpStatus begin(EpGroup *group, EpStream stream, Work *w) {
+    *w = (Work){group, ep_cuda(group), stream};
+    if (group->size == 1 || w->cuda->comm) return EP_OK;
+    return ep_fail(EP_ERR_UNSUPPORTED,
+                   "rank %d: sharded weights: expected a GPU for each rank, since NCCL moves them, "
+                   "got ranks that share one",
+                   group->rank);
+}
+
+static int blocks_of(const Work *w) {
+    return w->cuda->device.blocks * BLOCKS_PER_SM;
+}
+
+/* ---- NCCL ---------------------------------------------------------------------------------- */
+
+/* A failure of NCCL, in a call that peers may have begun, ends the group. */
+static EpStatus fail(const Work *w, const char *what, EpStatus status) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = w->group->rank, finding.count = 1;
+    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
+    return ep_group_fail(w->group, &finding);
+}
+
+static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
+    EpStatus status = ep_cuda_comm_settle(w->group, what, result);
+    return status == EP_OK ? EP_OK : fail(w, what, status);
+}
+
+/* The calls between group_start and group_end return what is wrong with their arguments, and
+ * ncclGroupEnd returns the same, so only its result counts. */
+static void group_start(const Work *w) {
+    (void)w->cuda->nccl->ncclGroupStart();
+}
+
+static EpStatus group_end(const Work *w, const char *what) {
+    return settle(w, what, w->cuda->nccl->ncclGroupEnd());
+}
+
+/* ---- shards -------------------------------------------------------------------------------- */
+
+static int64_t runs_of(const EpShards *s) {
+    return ep_shard_elements(s) / ep_shards_run(s);
+}
+
+/* Whether NCCL puts all shards of this into place: one dimension is gathered, in few pieces. */
+static int goes_directly(const EpShards *s, int64_t unit) {
+    int gathered = (s->count[0] > 1) + (s->count[1] > 1) + (s->count[2] > 1);
+    int64_t runs = runs_of(s);
+    return gathered == 0 ||
+           (gathered == 1 &&
+            (runs == 1 || (runs <= MOST_PIECES && ep_shards_run(s) * unit >= PIECE_BYTES)));
+}
+
+/** Shards that are gathered: this rank's one lies at `from`. */
+typedef struct Gathered {
+    EpShards shards;
+    int64_t unit;
+    const char *from; /* flat, or NULL: in its place in the whole, or in the workspace */
+    char *whole;
+    char *staged; /* [shards] in the workspace, or NULL: goes directly */
+} Gathered;
+
+static int64_t staged_bytes(const EpShards *s, int64_t unit) {
+    if (goes_directly(s, unit)) return 0;
+    return ep_round_up(ep_shards_number(s) * ep_shard_elements(s) * unit, 64);
+}
+
+static void send_directly(const Work *w, const Gathered *g) {
+    int64_t run = ep_shards_run(&g->shards);
+    for (int64_t i = 0; i < runs_of(&g->shards); i++) {
+        const char *own = g->from
+                              ? g->from + i * run * g->unit
+                              : g->whole + ep_shard_run_at(&g->shards, w->group->rank, i) * g->unit;
+        char *first = g->whole + ep_shard_run_at(&g->shards, 0, i) * g->unit;
+        (void)w->cuda->nccl->ncclAllGather(own, first, (size_t)(run * g->unit), ncclUint8,
+                                           w->cuda->comm, w->stream);
+    }
+}
+
+static void send_staged(const Work *w, const Gathered *g) {
+    int64_t bytes = ep_shard_elements(&g->shards) * g->unit;
+    const char *own = g->from ? g->from : g->staged + w->group->rank * bytes;
+    (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->cuda->comm,
+                                       w->stream);
+}
+
+static EpStatus arrange(const Work *w, const Gathered *g) {
+    EpArrangeArgs args = {
+        .shards = g->shards, .flat = g->staged, .whole = g->whole, .unit = (int32_t)g->unit};
+    return ep_cuda_check(w->group, "arranging shards",
+                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream));
+}
+
+static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
+    group_start(w);
+    for (int i = 0; i < count; i++)
+        (g[i].staged ? send_staged : send_directly)(w, &g[i]);
+    EP_TRY(group_end(w, "ncclAllGather"));
+    for (int i = 0; i < count; i++)
+        if (g[i].staged) EP_TRY(arrange(w, &g[i]));
+    return EP_OK;
+}
+
+/* ---- gather -------------------------------------------------------------------------------- */
+
+static EpStatus copy(const Work *w, void *to, const void *from, int64_t bytes) {
+    return ep_cuda_check(
+        w->group, "cudaMemcpyAsync",
+        cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, w->stream));
+}
+
+static EpStatus gather_plain(const Work *w, const EpWeightGather *call) {
+    const EpWeightView *view = call->view;
+    Gathered g = {.shards = view->shards,
+                  .unit = (int64_t)ep_type_bytes(view->sizes.type),
+                  .from = call->shard,
+                  .whole = call->out};
+    if (w->group->size == 1)
+        return copy(w, call->out, call->shard, ep_shard_elements(&g.shards) * g.unit);
+    if (staged_bytes(&g.shards, g.unit)) g.staged = call->workspace;
+    return gather_all(w, &g, 1);
+}
+
+/* ---- gather, quantised --------------------------------------------------------------------- */
+
+/** The parts of a workspace. */
+typedef struct Parts {
+    EpShards scales;                  /* of one scale each, where none straddles */
+    int64_t amaxes, rows, scale_rows; /* bytes */
+} Parts;
+
+static Parts parts_of(const EpWeightView *view) {
+    Parts p = {.scales = view->shards, .amaxes = ep_view_amax_bytes(view)};
+    for (int d = 0; d < 3; d++)
+        p.scales.part[d] = (view->shards.part[d] + view->block[d] - 1) / view->block[d];
+    p.rows = staged_bytes(&view->shards, 1);
+    if (!view->straddles)
+        p.scale_rows = staged_bytes(&p.scales, (int64_t)ep_type_bytes(view->sizes.scale_type));
+    return p;
+}
+
+static int64_t pieces_along(const EpQuantiseArgs *args, int dim) {
+    return (args->begin[dim] + args->part[dim] - 1) / EDGE - args->begin[dim] / EDGE + 1;
+}
+
+/* All of a quantising launch but `phase` and where scales are. */
+static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
+                                     const Gathered *rows) {
+    const EpWeightView *view = call->view;
+    const EpShards *s = &view->shards;
+    int transposed = view->form.transposed;
+    EpQuantiseArgs args = {.quant = view->form.quant,
+                           .type = call->weight->config.type,
+                           .tiles = view->form.blocks == EP_BLOCKS_TILES,
+                           .from = call->shard,
+                           .scale_step = {0, 0, 1}};
+    memcpy(args.part, s->part, sizeof(args.part));
+    ep_shard_begin(s, w->group->rank, args.begin);
+    args.step[0] = s->part[1] * s->part[2];
+    args.step[1] = transposed ? 1 : s->part[2];
+    args.step[2] = transposed ? s->part[1] : 1;
+    args.number = s->part[0] * pieces_along(&args, 1) * pieces_along(&args, 2);
+    if (rows->staged) {
+        args.out = (uint8_t *)rows->staged + w->group->rank * ep_shard_elements(s);
+        args.out_step[0] = s->part[1] * s->part[2], args.out_step[1] = s->part[2];
+    } else {
+        args.out = (uint8_t *)rows->whole + ep_shard_run_at(s, w->group->rank, 0);
+        args.out_step[0] = ep_shards_whole(s, 1) * ep_shards_whole(s, 2);
+        args.out_step[1] = ep_shards_whole(s, 2);
+    }
+    return args;
+}
+
+static EpStatus launch_quant(const Work *w, const EpQuantiseArgs *args) {
+    int blocks = (int)ep_min(args->number, blocks_of(w));
+    return ep_cuda_check(w->group, "quantising a shard",
+                         blocks ? ep_cuda_launch_quantise(args, blocks, w->stream) : 0);
+}
+
+static EpStatus gather_whole_blocks(const Work *w, const EpWeightGather *call, const Parts *p,
+                                    Gathered g[2]) {
+    const EpWeightView *view = call->view;
+    EpQuantiseArgs args = describe_quant(w, call, &g[0]);
+    char *workspace = call->workspace;
+    args.phase = EP_QUANT_WHOLE;
+    g[1] = (Gathered){.shards = p->scales,
+                      .unit = (int64_t)ep_type_bytes(view->sizes.scale_type),
+                      .whole = call->scales,
+                      .staged = p->scale_rows ? workspace + p->rows : NULL};
+    int64_t own = w->group->rank * ep_shard_elements(&p->scales);
+    args.scales = g[1].staged
+                      ? g[1].staged + own * g[1].unit
+                      : g[1].whole + ep_shard_run_at(&p->scales, w->group->rank, 0) * g[1].unit;
+    args.scale_step[0] = g[1].staged
+                             ? p->scales.part[1] * p->scales.part[2]
+                             : ep_shards_whole(&p->scales, 1) * ep_shards_whole(&p->scales, 2);
+    args.scale_step[1] = g[1].staged ? p->scales.part[2] : ep_shards_whole(&p->scales, 2);
+    EP_TRY(launch_quant(w, &args));
+    return w->group->size == 1 ? EP_OK : gather_all(w, g, 2);
+}
+
+/* Agree on the amaxes of blocks that lie in several shards, then quantise. */
+static EpStatus gather_straddling(const Work *w, const EpWeightGather *call, const Parts *p,
+                                  const Gathered *rows) {
+    const EpWeightView *view = call->view;
+    EpMergeArgs merge = {.quant = view->form.quant, .shards = view->shards, .scales = call->scales};
+    for (int d = 0; d < 3; d++) {
+        merge.block[d] = view->block[d], merge.blocks[d] = ep_view_blocks(view, d);
+        merge.touched[d] = d ? ep_view_touched(view, d) : view->shards.part[0];
+    }
+    int64_t touched = merge.touched[0] * merge.touched[1] * merge.touched[2];
+    merge.amaxes = (uint32_t *)((char *)call->workspace + p->rows);
+    uint32_t *found = merge.amaxes + merge.blocks[0] * merge.blocks[1] * merge.blocks[2];
+    merge.found = found;
+    EpQuantiseArgs args = describe_quant(w, call, rows);
+    args.phase = EP_QUANT_FIND;
+    args.scales = found + w->group->rank * touched;
+    args.scale_step[0] = merge.touched[1] * merge.touched[2], args.scale_step[1] = merge.touched[2];
+    EP_TRY(launch_quant(w, &args));
+    Gathered g = {.shards = {.part = {1, 1, touched}, .count = {w->group->size, 1, 1}},
+                  .unit = sizeof(*found),
+                  .whole = (char *)found};
+    EP_TRY(gather_all(w, &g, 1));
+    EP_TRY(ep_cuda_check(w->group, "merging amaxes",
+                         ep_cuda_launch_merge(&merge, blocks_of(w), w->stream)));
+    args.phase = EP_QUANT_CONVERT;
+    args.scale_step[0] = merge.blocks[1] * merge.blocks[2], args.scale_step[1] = merge.blocks[2];
+    args.scales = merge.amaxes + args.begin[0] * args.scale_step[0] +
+                  args.begin[1] / merge.block[1] * args.scale_step[1] +
+                  args.begin[2] / merge.block[2];
+    EP_TRY(launch_quant(w, &args));
+    return gather_all(w, rows, 1);
+}
+
+static EpStatus gather_quantised(const Work *w, const EpWeightGather *call) {
+    Parts p = parts_of(call->view);
+    Gathered g[2] = {{.shards = call->view->shards,
+                      .unit = 1,
+                      .whole = call->out,
+                      .staged = p.rows ? call->workspace : NULL}};
+    if (call->view->straddles) return gather_straddling(w, call, &p, g);
+    return gather_whole_blocks(w, call, &p, g);
+}
+
+EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
+    Work w;
+    EP_TRY(begin(call->weight->gathers, call->stream, &w));
+    return call->view->form.quant == EP_QUANT_NONE ? gather_plain(&w, call)
+                                                   : gather_quantised(&w, call);
+}
+
+/* ---- reduce -------------------------------------------------------------------------------- */
+
+/* Exchanged shards lie on multiples of 16 bytes, so that they can be added 16 bytes at a time. */
+static int64_t shard_stride(const EpWeight *weight) {
+    return ep_round_up(
+        ep_shard_elements(&weight->shards) * (int64_t)ep_type_bytes(weight->config.grad_type), 64);
+}
+
+static int packs(const EpWeight *weight) {
+    return !goes_directly(&weight->shards, (int64_t)ep_type_bytes(weight->config.grad_type));
+}
+
+void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
+    const EpShards *s = &weight->shards;
+    EpWeightSizes *sizes = &view->sizes;
+    if (view->form.quant == EP_QUANT_NONE) {
+        sizes->gather_workspace = staged_bytes(&view->shards, (int64_t)ep_type_bytes(sizes->type));
+    } else {
+        Parts p = parts_of(view);
+        sizes->gather_workspace = p.amaxes + p.rows + p.scale_rows;
+    }
+    sizes->reduce_workspace = 0;
+    if (weight->reduces->size > 1)
+        sizes->reduce_workspace =
+            shard_stride(weight) *
+            (weight->reduces->size + (packs(weight) ? ep_shards_number(s) : 0));
+}
+
+/* Send each rank its shard of this rank's gradient, from the gradient or from where it was packed,
+ * and receive this rank's shard of theirs. */
+static void exchange(const Work *w, const EpWeightReduce *call, const char *packed) {
+    const EpWeight *weight = call->weight;
+    const EpNccl *nccl = w->cuda->nccl;
+    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type), stride = shard_stride(weight);
+    int64_t run = packed ? ep_shard_elements(&weight->shards) : ep_shards_run(&weight->shards);
+    int64_t runs = packed ? 1 : runs_of(&weight->shards);
+    for (int32_t i = 1; i < w->group->size; i++) {
+        int32_t to = (w->group->rank + i) % w->group->size;
+        int32_t from = (w->group->rank - i + w->group->size) % w->group->size;
+        int32_t shard = weight->reduced_shards[to];
+        for (int64_t r = 0; r < runs; r++) {
+            const char *sent = packed ? packed + shard * stride
+                                      : (const char *)call->grad +
+                                            ep_shard_run_at(&weight->shards, shard, r) * unit;
+            char *received = (char *)call->workspace + from * stride + r * run * unit;
+            (void)nccl->ncclSend(sent, (size_t)(run * unit), ncclUint8, to, w->cuda->comm,
+                                 w->stream);
+            (void)nccl->ncclRecv(received, (size_t)(run * unit), ncclUint8, from, w->cuda->comm,
+                                 w->stream);
+        }
+    }
+}
+
+/* Shards are packed one by one, since a packed shard begins on a multiple of 64 bytes. */
+static EpStatus pack(const Work *w, const EpWeightReduce *call, char *packed) {
+    const EpWeight *weight = call->weight;
+    EpArrangeArgs args = {.shards = weight->shards,
+                          .flat = packed,
+                          .whole = (char *)(uintptr_t)call->grad,
+                          .unit = (int32_t)ep_type_bytes(weight->config.grad_type),
+                          .back = 1,
+                          .stride = shard_stride(weight)};
+    return ep_cuda_check(w->group, "packing shards",
+                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream));
+}
+
+static EpStatus add(const Work *w, const EpWeightReduce *call, const char *packed) {
+    const EpWeight *weight = call->weight;
+    int32_t rank = w->group->rank;
+    int64_t stride = shard_stride(weight), unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
+                      .parts = w->group->size,
+                      .type = weight->config.grad_type,
+                      .out_type = weight->config.reduced_type,
+                      .accumulate = call->accumulate,
+                      .own = packed ? -1 : rank,
+                      .shards = weight->shards,
+                      .own_shard = weight->reduced_shards[rank],
+                      .out = call->out};
+    int64_t whole = packed ? args.elements : ep_shards_run(&weight->shards);
+    args.vectors = whole * unit % 16 == 0;
+    for (int32_t r = 0; r < args.parts; r++)
+        args.part[r] = (char *)call->workspace + r * stride;
+    args.part[rank] = packed ? packed + args.own_shard * stride : call->grad;
+    return ep_cuda_check(w->group, "adding gradients",
+                         ep_cuda_launch_sum(&args, blocks_of(w), w->stream));
+}
+
+EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
+    Work w;
+    char *packed = NULL;
+    EP_TRY(begin(call->weight->reduces, call->stream, &w));
+    if (w.group->size > 1 && packs(call->weight)) {
+        packed = (char *)call->workspace + w.group->size * shard_stride(call->weight);
+        EP_TRY(pack(&w, call, packed));
+    }
+    if (w.group->size > 1) {
+        group_start(&w);
+        exchange(&w, call, packed);
+        EP_TRY(group_end(&w, "ncclSend and ncclRecv"));
+    }
+    return add(&w, call, packed);
+}
+
+/* ---- amax ---------------------------------------------------------------------------------- */
+
+/* Numbers >= 0 compare as their bits do, and every NaN is larger than all of them. */
+EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
+    Work w;
+    EP_TRY(begin(call->group, call->stream, &w));
+    if (w.group->size == 1 || call->count == 0) return EP_OK;
+    return settle(&w, "ncclAllReduce",
+                  w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
+                                              ncclUint32, ncclMax, w.cuda->comm, w.stream));
+}

@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_WEIGHT_H
+#define EP_HANDLES_CUDA_WEIGHT_H
+
+/**
+ * Sharded weights on the CUDA backend: NCCL moves the bytes, and small kernels do the rest.
+ *
+ *     gather   Where one dimension is gathered, the shards of one expert lie side by side in the
+ *              weight: one ncclAllGather for each expert, all in one group, straight from the shard
+ *              into the weight. Else NCCL gathers whole shards into the workspace, and a kernel
+ *              copies them to their places.
+ *     reduce   Ranks exchange shards by ncclSend and ncclRecv, and a kernel adds them in the
+ *              defined order: NCCL's own reductions round at every hop.
+ *     amax     ncclAllReduce of the numbers' bits, which have the numbers' order.
+ *
+ * A rank quantises its shard into its own place in the weight (or in the workspace), and NCCL
+ * gathers in place.
+ */
+
+#include "handles/cuda/weight_kernels.h"
+#include "handles/weight.h"
+#include "runtime/cuda/cuda.h"
+
+EpStatus ep_cuda_weight_gather(const EpWeightGather *gather);
+EpStatus ep_cuda_weight_reduce(const EpWeightReduce *reduce);
+EpStatus ep_cuda_weight_amax(const EpWeightAmax *amax);
+void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view);
+
+#endif

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_WEIGHT_KERNELS_H
+#define EP_HANDLES_CUDA_WEIGHT_KERNELS_H
+
+/** Kernels of sharded weights (weight.cu); quantise.h has the one that quantises. */
+
+#include "handles/shards.h"
+#include "runtime/cuda/device.h"
+
+/** Copy shards that lie one after the other to their places in the whole, or back. */
+typedef struct EpArrangeArgs {
+    EpShards shards;
+    const char *flat;
+    char *whole;
+    int32_t unit;   /**< bytes of an element */
+    int32_t back;   /**< 1: from the whole to flat memory */
+    int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
+} EpArrangeArgs;
+
+/** Add the shards that all ranks have sent, in the order of `part`. */
+typedef struct EpSumArgs {
+    int64_t elements; /**< of a shard */
+    int32_t parts;
+    EpType type, out_type; /**< out_type: `type` or FP32 */
+    int32_t accumulate;
+    int32_t vectors; /**< whether all parts and `out` allow accesses of 16 bytes */
+    int32_t own;     /**< the part that lies in the whole gradient, or -1 */
+    EpShards shards;
+    int64_t own_shard;
+    const void *part[EP_CUDA_MAX_RANKS];
+    void *out;
+} EpSumArgs;
+
+/** Find the amax of each block of the whole in what all shards have found, and its scale. */
+typedef struct EpMergeArgs {
+    EpQuant quant;
+    EpShards shards;
+    int64_t block[3], blocks[3], touched[3];
+    const uint32_t *found;
+    uint32_t *amaxes;
+    void *scales;
+} EpMergeArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int ep_cuda_launch_arrange(const EpArrangeArgs *args, int blocks, void *stream);
+int ep_cuda_launch_sum(const EpSumArgs *args, int blocks, void *stream);
+int ep_cuda_launch_merge(const EpMergeArgs *args, int blocks, void *stream);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

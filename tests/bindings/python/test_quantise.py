@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group.quantise_rows against NumPy, from the definition in docs/semantics.md."""
+
+from __future__ import annotations
+
+import libep
+import numpy as np
+import pytest
+from libep import Backend, Blocks, Quant, ScaleOrder, Type
+
+SEED = 20
+
+
+def e4m3_values():
+    """The values of the codes 0 .. 0x7e."""
+    codes = np.arange(0x7F)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(
+        exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9
+    ).astype(np.float32)
+
+
+def nearest_code(values):
+    """The codes nearest to float32 values; of two equally near, the even one."""
+    table = e4m3_values()
+    magnitude = np.minimum(np.abs(values), np.float32(448))
+    upper = np.clip(np.searchsorted(table, magnitude), 1, 0x7E)
+    below, above = magnitude - table[upper - 1], table[upper] - magnitude
+    code = np.where((above < below) | ((above == below) & (upper % 2 == 0)), upper, upper - 1)
+    return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+
+
+def quantise(rows, block):
+    """Codes and FP32 scales of a matrix, in blocks of the shape `block`."""
+    codes = np.zeros(rows.shape, np.uint8)
+    scales = np.zeros([-(-size // length) for size, length in zip(rows.shape, block)], np.float32)
+    for i, j in np.ndindex(scales.shape):
+        at = tuple(slice(k * length, (k + 1) * length) for k, length in zip((i, j), block))
+        amax = max(np.abs(rows[at]).max(), np.float32(2.0**-100))
+        scales[i, j] = np.float32(amax / np.float32(448))
+        codes[at] = nearest_code(rows[at] * np.float32(np.float32(448) / amax))
+    return codes, scales
+
+
+@pytest.fixture
+def group():
+    (bootstrap,) = libep.Bootstrap.local(1)
+    fields = dict(num_experts=2, max_tokens=4, max_top_k=1, max_row_bytes=64, alignment=128)
+    with libep.Group(bootstrap, backend=Backend.HOST, **fields) as made:
+        yield made
+
+
+@pytest.mark.parametrize("blocks", Blocks)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("order", ScaleOrder)
+def test_forms(group, blocks, transposed, order):
+    rows = np.random.default_rng(SEED).standard_normal((300, 200), np.float32)
+    result = np.ascontiguousarray(rows.T) if transposed else rows
+    codes, scales = quantise(result, (128 if blocks == Blocks.TILES else 1, 128))
+    if order == ScaleOrder.BY_COLUMN:
+        scales = np.ascontiguousarray(scales.T)
+    out, got = np.zeros(result.shape, np.uint8), np.zeros(scales.shape, np.float32)
+    group.quantise_rows(
+        rows,
+        out=libep.tensor(out, Type.FP8_E4M3),
+        scales=got,
+        blocks=blocks,
+        transposed=transposed,
+        scale_order=order,
+    )
+    assert np.array_equal(out, codes) and np.array_equal(got, scales)
+
+
+def test_rows_that_are_not_there(group):
+    rows = np.ones((256, 128), np.float32)
+    out, scales = np.full((256, 128), 9, np.uint8), np.full((256, 1), 9, np.float32)
+    count = np.array([130], np.int32)
+    group.quantise_rows(rows, count, out=libep.tensor(out, Type.FP8_E4M3), scales=scales)
+    assert (out[:130] != 9).all() and (out[130:] == 9).all() and (scales[130:] == 9).all()
+
+
+def test_refusals(group):
+    rows, out = np.zeros((128, 128), np.float32), np.zeros((128, 128), np.uint8)
+    scales = np.zeros((128, 1), np.float32)
+    fp8 = libep.tensor(out, Type.FP8_E4M3)
+    with pytest.raises(libep.EpError, match="scales: expected size = 1 in dimension 1, got 128"):
+        group.quantise_rows(rows, out=fp8, scales=np.zeros((128, 128), np.float32))
+    with pytest.raises(libep.EpError, match="form.quant: expected an EpQuant other than"):
+        group.quantise_rows(rows, out=fp8, scales=scales, quant=Quant.NONE)
+    with pytest.raises(libep.EpError, match="out: expected fp8_e4m3, got uint8"):
+        group.quantise_rows(rows, out=out, scales=scales)

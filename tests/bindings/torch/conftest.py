@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: the device, ranks as threads, seeds, and a group of one rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+
+import pytest
+import torch
+
+import libep
+import libep.torch as ep
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+sys.path.insert(1, os.path.join(HERE, "../python"))  # reference.py
+sys.path.insert(2, os.path.join(HERE, "../../../bindings/python/examples"))
+
+DEVICE = os.environ.pop("LIBEP_TEST_DEVICE", "cpu")  # libep warns about settings it does not know
+SEED = os.environ.pop("LIBEP_TEST_SEED", None)
+BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
+SECONDS = 20  # deadline of waits
+
+torch.set_num_threads(1)
+
+
+def make_group(meeting, **fields):
+    """libep.torch.create_group with small sizes."""
+    given = dict(
+        num_experts=6,
+        max_tokens=8,
+        hidden=16,
+        top_k=2,
+        dtype=torch.float32,
+        backend=BACKEND,
+        timeout_seconds=SECONDS,
+    )
+    return ep.create_group(meeting, **{**given, **fields})
+
+
+def run_threads(size, body, *arguments):
+    """Call body(bootstrap, *arguments) on `size` threads, one for each rank. Return their results.
+
+    Rank r has GPU r. The first error is raised; those of ranks whose peer has failed come last.
+    """
+    if DEVICE == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    results, errors = [None] * size, []
+
+    def play(bootstrap):
+        try:
+            if DEVICE == "cuda":
+                torch.cuda.set_device(bootstrap.rank)
+            results[bootstrap.rank] = body(bootstrap, *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    bootstraps = libep.Bootstrap.local(size)
+    threads = [threading.Thread(target=play, args=(b,)) for b in bootstraps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for bootstrap in bootstraps:
+        bootstrap.close()
+    errors.sort(key=lambda error: getattr(error, "status", None) == libep.Status.PEER)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture
+def alone():
+    """A function that makes groups of one rank, with static sizes unless told otherwise."""
+    made = []
+
+    def make(**fields):
+        (bootstrap,) = libep.Bootstrap.local(1)
+        group = make_group(bootstrap, **{"max_recv_rows": None, **fields})
+        made.append((group, bootstrap))
+        return group
+
+    yield make
+    for group, bootstrap in made:
+        group.abort("the test is over")
+        group.leave()
+        bootstrap.close()
+
+
+@pytest.fixture
+def seed():
+    """A random seed; LIBEP_TEST_SEED=N repeats a run. pytest shows it if the test fails."""
+    chosen = int(SEED) if SEED else random.SystemRandom().randrange(1 << 30)
+    print(f"LIBEP_TEST_SEED={chosen}")
+    return chosen
+
+
+def on_device(array, **options):
+    """A tensor on the device of a NumPy array."""
+    return torch.from_numpy(array).to(DEVICE).requires_grad_(options.get("grad", False))
+
+
+def assert_equal(got, expected):
+    """Compare a tensor with a NumPy array or a tensor, bit for bit except the sign of zero."""
+    expected = torch.as_tensor(expected)
+    assert got.shape == expected.shape
+    assert torch.equal(got.detach().cpu().to(expected.dtype), expected.cpu())
+
+
+def assert_close(got, expected, tolerance):
+    """Compare tensors, relative to the largest element of `expected`."""
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    assert got.shape == expected.shape
+    if expected.numel():
+        worst = (got - expected).abs().max().item()
+        limit = tolerance * expected.abs().max().item()
+        assert worst <= limit, f"differ by {worst}, expected at most {limit}"

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print what a call of libep.torch costs, and on GPUs what a layer takes beside plain PyTorch.
+
+    python overhead.py [cpu|cuda]              the host's time of a call; one rank
+    torchrun --nproc-per-node N overhead.py cuda      and a layer of N ranks
+
+Times are microseconds, the fastest of several runs. On GPUs the host's time of a call is that of
+enqueueing it. The layer is 8,192 tokens of 7168 bfloat16 a rank, top-8 of 32 experts a rank, inner
+size 2048, forward and backward. The plain one sorts tokens by expert, and exchanges rows by
+all_to_all_single, one for every (token, expert).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import libep
+import libep.torch as ep
+from libep._library import library
+
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
+TOKENS, HIDDEN, INNER, TOP_K, EXPERTS_PER_RANK = 8192, 7168, 2048, 8, 32
+ALIGNMENT = 8  # rows of a slab, for the weights' gradients in grouped_mm
+
+
+def fastest(call, count=2000, runs=7):
+    """Microseconds of the host per call."""
+    best = float("inf")
+    for _ in range(runs):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        best = min(best, time.perf_counter() - begin)
+        synchronize()
+    return best / count * 1e6
+
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def print_row(name, *columns):
+    print(f"{name:36}" + "".join(f"{column:>12}" for column in columns), flush=True)
+
+
+# ---- the host's time ---------------------------------------------------------------------------
+
+
+def host_times():
+    """Calls of 8 tokens on one rank, where the operation itself takes next to nothing."""
+    (bootstrap,) = libep.Bootstrap.local(1)
+    group = ep.create_group(
+        bootstrap,
+        num_experts=8,
+        max_tokens=8,
+        hidden=16,
+        top_k=2,
+        dtype=torch.float32,
+        max_recv_rows=None,
+        backend=BACKEND,
+    )
+    layer = ep.Handle(group)
+    x = torch.randn(8, 16, device=group.device)
+    idx = torch.randint(0, 8, (8, 2), device=group.device)
+    w = torch.rand(8, 2, device=group.device)
+    plan = ep.prepare(layer, idx)
+    received = ep.dispatch(layer, x, plan, w)
+    recv, recv_w, out = received.tokens, received.topk_weights, torch.empty_like(x)
+    grad = [t.clone().requires_grad_() for t in (x, w, recv, recv_w)]
+    c = [libep.tensor(t) for t in (idx, x, w, plan.bytes, recv, recv_w, out)]
+    c_idx, c_x, c_w, c_plan, c_recv, c_recv_w, c_out = c
+    pointer, stream, core, ops = layer._pointer, layer.stream(), libep.Handle, torch.ops.libep
+    rows = {
+        "the C function, by ctypes": (
+            lambda: library.ep_prepare(pointer, c_plan, c_idx, None, stream, None),
+            lambda: library.ep_dispatch(
+                pointer, c_plan, None, c_x, c_w, None, stream, c_recv, c_recv_w, None, None
+            ),
+            lambda: library.ep_combine(pointer, c_plan, c_recv, c_recv_w, None, stream, c_out),
+        ),
+        "libep, with libep.Tensor": (
+            lambda: core.prepare(layer, c_idx, plan=c_plan, stream=stream),
+            lambda: core.dispatch(
+                layer,
+                c_x,
+                c_w,
+                recv_tokens=c_recv,
+                recv_topk_weights=c_recv_w,
+                plan=c_plan,
+                stream=stream,
+            ),
+            lambda: core.combine(layer, c_recv, c_recv_w, out=c_out, plan=c_plan, stream=stream),
+        ),
+        "torch.ops.libep, given outputs": (
+            lambda: ops.prepare(layer.key, idx, None, plan.bytes, plan.numbers),
+            lambda: ops.dispatch(layer.key, plan.bytes, x, w, None, recv, recv_w, None, None),
+            lambda: ops.combine(layer.key, plan.bytes, recv, recv_w, None, out),
+        ),
+        "libep.torch, new outputs": (
+            lambda: ep.prepare(layer, idx),
+            lambda: ep.dispatch(layer, x, plan, w),
+            lambda: ep.combine(layer, plan, recv, recv_w),
+        ),
+        "libep.torch, with gradient": (
+            None,
+            lambda: ep.dispatch(layer, grad[0], plan, grad[1]),
+            lambda: ep.combine(layer, plan, grad[2], grad[3]),
+        ),
+    }
+    print(f"# libep {libep.version()}, torch {torch.__version__}, {DEVICE}, 1 rank, 8 tokens")
+    print_row("# host us per call", "prepare", "dispatch", "combine")
+    for name, calls in rows.items():
+        print_row(name, *("-" if call is None else f"{fastest(call):.1f}" for call in calls))
+    if DEVICE == "cuda":
+        print_row("a step in a CUDA graph, on the GPU", f"{graph_time(layer, x, idx, w):.1f}")
+    group.close()
+    bootstrap.close()
+
+
+def capture(step):
+    """A CUDA graph of a function."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def gpu_time(call, count=20):
+    """Microseconds of the GPU per call, the fastest of five runs."""
+    best = float("inf")
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    return best / count * 1e3
+
+
+def graph_time(layer, x, idx, w):
+    def step():
+        received = ep.dispatch(layer, x, idx, w)
+        ep.combine(layer, received.plan, received.tokens, received.topk_weights)
+
+    return gpu_time(capture(step).replay)
+
+
+# ---- a layer -----------------------------------------------------------------------------------
+
+
+class Exchange(torch.autograd.Function):
+    """all_to_all_single of rows, and back."""
+
+    @staticmethod
+    def forward(ctx, rows, sent, received):
+        ctx.counts = sent, received
+        out = rows.new_empty((sum(received), rows.shape[1]))
+        dist.all_to_all_single(out, rows, received, sent)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received = ctx.counts
+        out = grad.new_empty((sum(sent), grad.shape[1]))
+        dist.all_to_all_single(out, grad.contiguous(), sent, received)
+        return out, None, None
+
+
+def experts_of(rows, up, down, ends):
+    return F.grouped_mm(F.gelu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
+
+
+def plain_layer(x, idx, weights, up, down):
+    """A layer without libep: sort, count, exchange, sort again."""
+    ranks, local = dist.get_world_size(), up.shape[0]
+    order = idx.flatten().argsort(stable=True)
+    sent = torch.bincount(idx.flatten(), minlength=ranks * local)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    sizes = torch.stack([c.view(ranks, local).sum(1) for c in (sent, received)]).tolist()
+    rows = Exchange.apply(x[order // TOP_K], *sizes)
+    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received)
+    by_expert = expert.argsort(stable=True)
+    counts = received.view(ranks, local).sum(0)
+    padded = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    place = torch.arange(len(rows), device=x.device) + shift[expert[by_expert]]
+    slabs = rows.new_zeros(len(rows) + ALIGNMENT * local, rows.shape[1])
+    slabs = slabs.index_copy(0, place, rows[by_expert])
+    rows = experts_of(slabs, up, down, ends.int())[place]
+    back = torch.empty_like(rows).index_copy(0, by_expert, rows)
+    rows = Exchange.apply(back, *sizes[::-1])
+    rows = rows * weights.flatten()[order, None].to(rows.dtype)
+    return torch.zeros_like(x).index_add(0, order // TOP_K, rows)
+
+
+def layer_times():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    experts = ranks * EXPERTS_PER_RANK
+    torch.manual_seed(rank)
+    # Twice the rows of an even routing.
+    group = ep.create_group(
+        num_experts=experts,
+        max_tokens=TOKENS,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        max_recv_rows=2 * TOKENS * TOP_K,
+        alignment=ALIGNMENT,
+        backend=BACKEND,
+    )
+    layer = ep.Handle(group)
+    make = {"device": group.device, "dtype": torch.bfloat16}
+    x = torch.randn(TOKENS, HIDDEN, **make).requires_grad_()
+    grad = torch.randn(TOKENS, HIDDEN, **make)
+    up = (torch.randn(EXPERTS_PER_RANK, HIDDEN, INNER, **make) * 0.01).requires_grad_()
+    down = (torch.randn(EXPERTS_PER_RANK, INNER, HIDDEN, **make) * 0.01).requires_grad_()
+    idx = torch.rand(TOKENS, experts, device=group.device).topk(TOP_K)[1]
+    weights = torch.rand(TOKENS, TOP_K, device=group.device).requires_grad_()
+
+    def with_libep():
+        received = ep.dispatch(layer, x, idx, weights)
+        plan = received.plan
+        rows = experts_of(received.tokens, up, down, plan.expert_ends)
+        return ep.combine(layer, plan, rows, received.topk_weights)
+
+    def plain():
+        return plain_layer(x, idx, weights, up, down)
+
+    def both_ways(forward):
+        def step():
+            forward().backward(grad)
+            x.grad = up.grad = down.grad = weights.grad = None
+
+        return step
+
+    difference = (with_libep() - plain()).abs().max() / plain().abs().max()
+    if rank == 0:
+        print(f"# a layer on {ranks} ranks; results differ by {difference.item():.1e} at most")
+        print_row("# us per step", "forward", "with bwd.")
+    for name, forward in (("libep.torch", with_libep), ("all_to_all_single and sorts", plain)):
+        times = [gpu_time(forward, 5), gpu_time(both_ways(forward), 5)]
+        if rank == 0:
+            print_row(name, *(f"{t:.0f}" for t in times))
+    with torch.no_grad():
+        times = gpu_time(capture(with_libep).replay, 5)
+    if rank == 0:
+        print_row("libep.torch, in a CUDA graph", f"{times:.0f}")
+    finding = group.status()
+    if finding.status:
+        raise SystemExit(finding.sentence)
+    group.close()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ and DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        if dist.get_rank() == 0:
+            host_times()
+        layer_times()
+        dist.destroy_process_group()
+    else:
+        torch.set_num_threads(1)
+        host_times()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs' calls on deep_ep: each fits our signatures, and runs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+
+import pytest
+import torch
+from conftest import DEVICE, assert_close, run_threads
+from deep_ep_callers import CALLERS, IMPORTS
+from test_deep_ep_latency import as_rows
+from test_deep_ep_normal import destroyed
+
+import libep.deep_ep
+from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
+
+SIZE, EXPERTS, HIDDEN, MOST = 2, 8, 512, 16
+TOKENS = (MOST, 5)
+
+called = pytest.mark.parametrize("caller", CALLERS, ids=lambda caller: caller.program)
+
+
+def find(name):
+    """The function that a call of the table is of; None for those of this file."""
+    if name in ("wait", "run"):
+        return None
+    return Buffer if name == "Buffer" else getattr(Buffer, name)
+
+
+@called
+def test_signatures(caller):
+    for call in caller.calls:
+        function = find(call.name)
+        if function is None:
+            continue
+        signature = inspect.signature(function)
+        arguments = list(call.args)
+        if "self" in signature.parameters:
+            arguments.insert(0, "buffer")
+        bound = signature.bind(*arguments, **call.keywords)
+        unknown = bound.arguments.get("unknown", {})
+        assert set(unknown) <= {"overlap", "src_signals", "src_signal_expect_value"}
+
+
+def dequantise(rows, scales):
+    """bf16 rows [L, rows, H] of what a low-latency dispatch delivers in fp8."""
+    factors = as_rows(scales, HIDDEN).repeat_interleave(128, dim=2)
+    return torch.where(factors > 0, rows.float() * factors, 0).bfloat16()
+
+
+def names(bootstrap, seed):
+    """What the tables' expressions are about, on a rank."""
+    rank = bootstrap.rank
+    generator = torch.Generator().manual_seed(seed + rank)
+    x = torch.randn(TOKENS[rank], HIDDEN, generator=generator).bfloat16()
+    scores = torch.rand(TOKENS[rank], EXPERTS, generator=generator)
+    weights, idx = torch.topk(scores, 3)
+    idx[0, 2] = -1
+    x, idx, weights = x.to(DEVICE), idx.to(DEVICE), weights.to(DEVICE)
+    return dict(
+        group=bootstrap,
+        rank=rank,
+        size=SIZE,
+        experts=EXPERTS,
+        hidden=HIDDEN,
+        most=MOST,
+        num_sms=Buffer.num_sms,
+        x=x,
+        idx=idx,
+        weights=weights,
+        fp8=x.to(torch.float8_e4m3fn),
+        fp8_scales=torch.ones(len(x), HIDDEN // 128, device=DEVICE),
+        output=torch.empty_like(x),
+        stats=torch.zeros(EXPERTS // SIZE, dtype=torch.int32, device=DEVICE),
+        Config=Config,
+        dequantise=dequantise,
+        EventHandle=EventHandle,
+        EventOverlap=EventOverlap,
+    )
+
+
+def make(call, known):
+    """Make a call of the table, and keep its results under their names."""
+    args = [eval(text, {}, known) for text in call.args]
+    keywords = {name: eval(text, {}, known) for name, text in call.keywords.items()}
+    if call.name == "wait":
+        args[0].current_stream_wait()
+    elif call.name == "run":
+        args[0]()
+    else:
+        function = (
+            Buffer if call.name == "Buffer" else getattr(known.get("buffer", Buffer), call.name)
+        )
+        known["results"] = function(*args, **keywords)
+        if call.results:
+            exec(f"{call.results} = results", {}, known)
+
+
+@called
+def test_calls(seed, caller):
+    def body(bootstrap):
+        known = names(bootstrap, seed)
+        with contextlib.ExitStack() as stack:
+            for call in caller.calls:
+                make(call, known)
+                if call.name == "Buffer":
+                    stack.enter_context(destroyed(known["buffer"]))
+        # The experts leave rows as they are: in low latency each token comes back times its
+        # weights, in normal mode times the number of ranks that own experts of it.
+        idx = known["idx"]
+        if "hint" in known:
+            factors = (known["weights"] * (idx >= 0)).sum(1, keepdim=True)
+        else:
+            ranks = torch.arange(SIZE, device=idx.device)
+            owners = idx.div(EXPERTS // SIZE, rounding_mode="floor")
+            factors = (owners[..., None] == ranks).any(1).sum(1, keepdim=True)
+        assert_close(known["out"], known["x"].float() * factors, 0.07)
+
+    run_threads(SIZE, body)
+
+
+@pytest.mark.parametrize("program", IMPORTS)
+def test_imports(program):
+    modules = dict(sys.modules)
+    libep.deep_ep.install()
+    try:
+        known: dict[str, object] = {}
+        statement, expression = IMPORTS[program]
+        exec(statement, known)
+        eval(expression, known)
+    finally:
+        for name in set(sys.modules) - set(modules):
+            del sys.modules[name]

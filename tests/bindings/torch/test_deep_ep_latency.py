@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep.deep_ep in low-latency mode, against the brute-force reference that sees all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, assert_equal, on_device
+from reference import World, expert_major
+from test_deep_ep_normal import inputs, make_world, play
+from test_quant import quantise
+
+import libep
+from libep import EpError, Quant
+from libep.deep_ep import Buffer
+
+MAX_TOKENS = 8  # of a rank
+
+
+def expert_factors(world, rank, device):
+    factors = [float(world.factor(e)) for e in world.experts_of(rank)]
+    return torch.tensor(factors, device=device)[:, None, None]
+
+
+def check_slabs(world, rank, x, counts):
+    """The rows of each expert, in order of (source rank, token)."""
+    slabs, _ = expert_major(world, rank, 1)
+    assert x.shape == (len(slabs), world.size * MAX_TOKENS, world.hidden)
+    assert counts.dtype == torch.int32 and counts.tolist() == [len(slab) for slab in slabs]
+    for i, slab in enumerate(slabs):
+        rows = np.array([world.x[s][t] for s, t, _ in slab], np.float32)
+        assert_equal(x[i, : len(slab)], rows.reshape(-1, world.hidden))
+
+
+def run(call, is_split, *arguments, **options):
+    """A call with a hook, which is then called, or one without."""
+    *results, hook = call(*arguments, return_recv_hook=is_split, **options)
+    assert (hook is not None) == is_split
+    if is_split:
+        hook()
+    return results
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
+def test_step(seed, tokens, is_split):
+    world = make_world(seed, tokens=tokens)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        stats = torch.full((2,), 100, dtype=torch.int32, device=DEVICE)
+        for step in (1, 2):
+            rx, counts, handle, event = run(
+                buffer.low_latency_dispatch,
+                is_split,
+                x,
+                idx,
+                MAX_TOKENS,
+                world.experts,
+                use_fp8=False,
+                cumulative_local_expert_recv_stats=stats,
+            )
+            assert event.event is None and isinstance(handle, tuple)
+            assert handle[2:5] == (MAX_TOKENS, world.hidden, world.experts)
+            check_slabs(world, rank, rx, counts)
+            assert_equal(stats, 100 + step * counts)
+            rows = rx * expert_factors(world, rank, x.device)
+            out = torch.full_like(x, torch.nan)
+            given, event = run(
+                buffer.low_latency_combine, is_split, rows, idx, weights, handle, out=out
+            )
+            assert given is out
+            assert_equal(out, world.forward(rank))
+            out, _ = run(buffer.low_latency_combine, is_split, rows, idx, weights, handle)
+            assert_equal(out, world.forward(rank))
+        buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+
+    play(world, body, low_latency_mode=True, num_rdma_bytes=1 << 20, num_qps_per_rank=2)
+
+
+def as_rows(scales, hidden):
+    """Scales [L, rows, H / 128] as float32, of any of DeepEP's formats."""
+    if scales.dtype == torch.float32:
+        return scales
+    assert scales.dtype == torch.int32 and scales.shape[-1] == hidden // 512
+    exponents = (
+        scales.clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu().int() - 127
+    )
+    return torch.ldexp(torch.ones(exponents.shape), exponents).to(scales.device)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    "quant, options",
+    [
+        (Quant.FP8, {}),
+        (Quant.FP8_POW2, dict(round_scale=True)),
+        (Quant.FP8_UE8M0, dict(round_scale=True, use_ue8m0=True)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantised(seed, quant, options, is_split, dtype):
+    hidden = 1024
+    world = make_world(seed, hidden=hidden, max_tokens=MAX_TOKENS)
+    rows = world.size * MAX_TOKENS
+    generator = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(t, hidden, generator=generator).to(dtype) for t in world.tokens]
+
+    def body(buffer, rank):
+        _, idx, _ = inputs(world, rank)
+        (values, scales), counts, handle, _ = run(
+            buffer.low_latency_dispatch,
+            is_split,
+            xs[rank].to(DEVICE),
+            idx,
+            MAX_TOKENS,
+            world.experts,
+            **options,  # use_fp8 is the default
+        )
+        assert values.dtype == torch.float8_e4m3fn and values.shape == (2, rows, hidden)
+        assert scales.shape[:2] == (2, rows)
+        assert scales.stride() == (rows * scales.shape[2], 1, rows)  # column-major
+        slabs, _ = expert_major(world, rank, 1)
+        got = as_rows(scales, hidden)
+        for i, slab in enumerate(slabs):
+            for row, (source, token, _) in enumerate(slab):
+                expected, factors = quantise(xs[source][token : token + 1], quant)
+                assert torch.equal(
+                    values[i, row].cpu().view(torch.uint8), expected[0].view(torch.uint8)
+                )
+                assert_equal(got[i, row], factors[0])
+
+    play(world, body)
+
+
+def test_two_in_flight(seed):
+    """Two micro-batches: the experts of one run while rows of the other travel."""
+    worlds = [make_world(seed + i, max_tokens=MAX_TOKENS) for i in range(2)]
+
+    def body(buffer, rank):
+        options = dict(return_recv_hook=True)
+        for _ in range(3):
+            data = [list(inputs(world, rank)) for world in worlds]
+            sent = [
+                buffer.low_latency_dispatch(
+                    x, idx, MAX_TOKENS, worlds[0].experts, use_fp8=False, **options
+                )
+                for x, idx, _ in data
+            ]
+            combined = []
+            for world, (x, idx, weights), (rx, counts, handle, _, hook) in zip(worlds, data, sent):
+                hook()
+                check_slabs(world, rank, rx, counts)
+                rows = rx * expert_factors(world, rank, x.device)
+                combined.append(buffer.low_latency_combine(rows, idx, weights, handle, **options))
+            for world, (out, _, hook) in zip(worlds, combined):
+                hook()
+                assert_equal(out, world.forward(rank))
+                with pytest.raises(EpError, match="one call"):
+                    hook()
+
+    play(worlds[0], body)
+
+
+def test_zero_copy(seed):
+    """The experts write to the buffer that the next combine reads."""
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rx, counts, handle, _ = run(
+            buffer.low_latency_dispatch, False, x, idx, MAX_TOKENS, world.experts, use_fp8=False
+        )
+        rows = buffer.get_next_low_latency_combine_buffer(handle)
+        assert rows.shape == rx.shape and rows.dtype == rx.dtype
+        rows[:, :, :] = rx * expert_factors(world, rank, x.device)
+        out, _ = run(buffer.low_latency_combine, True, rx, idx, weights, handle, zero_copy=True)
+        assert_equal(out, world.forward(rank))
+
+    play(world, body)
+
+
+def test_both_modes_on_one_buffer(seed):
+    """As servers do: normal mode for prefill, low latency for decoding."""
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        for _ in range(2):
+            per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, world.experts)
+            rx, *_, handle, _ = buffer.dispatch(
+                x,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=is_in,
+                num_tokens_per_expert=per_expert,
+            )
+            buffer.combine(rx, handle)
+            buffer.clean_low_latency_buffer(MAX_TOKENS, world.hidden, world.experts)
+            rx, _, handle, event = run(
+                lambda *a, **o: buffer.low_latency_dispatch(*a, async_finish=True, **o),
+                False,
+                x,
+                idx,
+                MAX_TOKENS,
+                world.experts,
+                use_fp8=False,
+            )
+            event.current_stream_wait()
+            rows = rx * expert_factors(world, rank, x.device)
+            out, event = run(
+                lambda *a, **o: buffer.low_latency_combine(*a, async_finish=True, **o),
+                False,
+                rows,
+                idx,
+                weights,
+                handle,
+            )
+            event.current_stream_wait()
+            assert_equal(out, world.forward(rank))
+
+    play(world, body)
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def test_sentences(caplog):
+    (bootstrap,) = libep.Bootstrap.local(1)
+    buffer = Buffer(bootstrap, low_latency_mode=True)
+    x = torch.ones(2, 128, device=DEVICE)
+    idx = torch.tensor([[0, 1], [2, -1]], device=DEVICE)
+    weights = torch.ones(2, 2, device=DEVICE)
+    with pytest.raises(EpError, match="async_finish or return_recv_hook"):
+        buffer.low_latency_dispatch(x, idx, 4, 4, async_finish=True, return_recv_hook=True)
+    with pytest.raises(EpError, match="use_ue8m0.*round_scale"):
+        buffer.low_latency_dispatch(x, idx, 4, 4, use_ue8m0=True)
+    with pytest.raises(EpError, match="multiple of 512.*got 128"):
+        buffer.low_latency_dispatch(x, idx, 4, 4, round_scale=True, use_ue8m0=True)
+    with pytest.raises(EpError, match="cost of waiting"):
+        buffer.low_latency_dispatch(x, idx, 4, 4, dispatch_wait_recv_cost_stats=idx)
+    with pytest.raises(EpError, match="bf16 or fp8"):
+        buffer.low_latency_dispatch(x, idx, 4, 4, use_nvfp4=True)
+    rx, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
+    with pytest.raises(EpError, match="max_tokens = 4 tokens, got 5"):
+        buffer.low_latency_dispatch(x.repeat(3, 1)[:5], idx.repeat(3, 1)[:5], 4, 4, use_fp8=False)
+    with pytest.raises(TypeError, match="one that low_latency_dispatch returned"):
+        buffer.low_latency_combine(rx, idx, weights, (None, None, 4, 128, 4))
+    with pytest.raises(EpError, match="signals of single blocks"):
+        buffer.low_latency_combine(rx, idx, weights, handle, overlap=True)
+    assert not caplog.records
+    for _ in range(2):
+        out, _, _ = buffer.low_latency_combine(
+            rx, idx, weights, handle, use_logfmt=True, overlap=False, src_signals=None
+        )
+    assert_equal(out, x * torch.tensor([[2.0], [1.0]], device=x.device))
+    assert [record.getMessage() for record in caplog.records] == [
+        "low_latency_combine: use_logfmt is ignored: rows travel in their own type"
+    ]
+    buffer.destroy()

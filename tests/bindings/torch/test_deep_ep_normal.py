@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep.deep_ep in normal mode, against the brute-force reference that sees all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, assert_equal, on_device, run_threads
+from reference import World, flat
+
+import libep
+from libep import EpError, Status
+from libep.deep_ep import Buffer, Config, EventHandle, EventOverlap
+
+SIZE = 3
+
+
+def make_world(seed, **fields):
+    return World(seed, **{**dict(size=SIZE, experts=2 * SIZE, hidden=16), **fields})
+
+
+def inputs(world, rank):
+    return (on_device(a[rank]) for a in (world.x, world.idx, world.weights))
+
+
+@contextlib.contextmanager
+def destroyed(buffer):
+    """Destroy a buffer at the end of the block, before its bootstrap. Tell the peers of an error."""
+    try:
+        yield buffer
+    except BaseException as error:
+        for group in buffer._groups._all:
+            group.abort(f"the test failed: {error}")
+        raise
+    finally:
+        buffer.destroy()
+
+
+def play(world, body, **fields):
+    """Call body(buffer, rank) on a thread for each rank."""
+
+    def run(bootstrap):
+        with destroyed(Buffer(bootstrap, **fields)) as buffer:
+            return body(buffer, bootstrap.rank)
+
+    return run_threads(world.size, run)
+
+
+def send(buffer, x, idx, weights, num_experts, **options):
+    """The two calls that every program makes."""
+    per_rank, per_rdma_rank, per_expert, is_in, event = buffer.get_dispatch_layout(idx, num_experts)
+    assert per_rdma_rank is None and event.event is None
+    return buffer.dispatch(
+        x,
+        topk_idx=idx,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=is_in,
+        num_tokens_per_expert=per_expert,
+        **options,
+    )
+
+
+def local_counts(world, rank):
+    entries = [e for s in range(world.size) for _, _, e in world.entries(s)]
+    return [entries.count(e) for e in world.experts_of(rank)]
+
+
+def check_received(world, rank, x, idx, weights):
+    mine, rows = world.experts_of(rank), flat(world, rank)
+    assert idx.shape == weights.shape == (len(rows), world.top_k)
+    assert idx.dtype == on_device(world.idx[rank]).dtype and weights.dtype == torch.float32
+    assert_equal(x, np.array([world.x[s][t] for s, t in rows], np.float32).reshape(-1, 16))
+    for i, (source, token) in enumerate(rows):
+        experts = world.idx[source][token]
+        assert idx[i].tolist() == [e - mine[0] if e in mine else -1 for e in experts]
+        expected = np.where([e in mine for e in experts], world.weights[source][token], 0)
+        assert_equal(weights[i], expected.astype(np.float32))
+
+
+def factors(world, rank, idx, weights):
+    """What an expert-parallel layer multiplies each row by: its local experts' factors, weighted."""
+    table = torch.tensor([float(world.factor(e)) for e in world.experts_of(rank)] + [0.0])
+    return (weights * table.to(idx.device)[idx.long()]).sum(1, keepdim=True)
+
+
+def test_layout(seed):
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        idx = on_device(world.idx[rank])
+        per_rank, none, per_expert, is_in, event = buffer.get_dispatch_layout(idx, world.experts)
+        assert none is None and isinstance(event, EventOverlap) and event.event is None
+        entries = list(world.entries(rank))
+        assert per_expert.dtype == per_rank.dtype == torch.int32 and is_in.dtype == torch.bool
+        assert per_expert.tolist() == [
+            sum(e == expert for _, _, e in entries) for expert in range(world.experts)
+        ]
+        expected = np.zeros((world.tokens[rank], world.size), bool)
+        for token, _, expert in entries:
+            expected[token, expert // 2] = True
+        assert_equal(is_in, expected)
+        assert_equal(per_rank, expected.sum(0).astype(np.int32))
+
+    play(world, body)
+
+
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_step(seed, tokens, alignment):
+    """dispatch, experts, combine; then the two backward calls of a framework."""
+    world = make_world(seed, tokens=tokens)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rx, ridx, rweights, counts, handle, event = send(
+            buffer, x, idx, weights, world.experts, expert_alignment=alignment
+        )
+        assert event.event is None and isinstance(handle, tuple) and isinstance(counts, list)
+        assert counts == [-(-c // alignment) * alignment for c in local_counts(world, rank)]
+        check_received(world, rank, rx, ridx, rweights)
+        scale = factors(world, rank, ridx, rweights)
+        out, no_weights, event = buffer.combine(rx * scale, handle)
+        assert no_weights is None and event.event is None
+        assert_equal(out, world.forward(rank))
+        # backward of combine: a dispatch by the same routing
+        grad, *nothing, event = buffer.dispatch(on_device(world.grad_out[rank]), handle=handle)
+        assert nothing == [None] * 4
+        # backward of dispatch: a combine with the weights' gradients
+        table = torch.tensor([float(world.factor(e)) for e in world.experts_of(rank)] + [0.0])
+        grad_weights = (rx * grad).sum(1, keepdim=True) * table.to(rx.device)[ridx.long()]
+        grad_x, grad_weights, _ = buffer.combine(grad * scale, handle, topk_weights=grad_weights)
+        expected_x, expected_weights = world.backward(rank)
+        assert_equal(grad_x, expected_x)
+        assert_equal(grad_weights, expected_weights)
+
+    play(world, body)
+
+
+def test_worst_tokens(seed):
+    """Rows of a fixed number, without a look at the counts."""
+    world = make_world(seed)
+    most = SIZE * world.max_tokens
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rx, ridx, rweights, counts, handle, _ = send(
+            buffer, x, idx, weights, world.experts, num_worst_tokens=most
+        )
+        rows = len(flat(world, rank))
+        assert counts == [] and rx.shape == (most, 16) and ridx.shape == (most, world.top_k)
+        check_received(world, rank, rx[:rows], ridx[:rows], rweights[:rows])
+        assert (ridx[rows:] == -1).all()
+        live = torch.zeros_like(rx)
+        live[:rows] = rx[:rows] * factors(world, rank, ridx[:rows], rweights[:rows])
+        assert_equal(buffer.combine(live, handle)[0], world.forward(rank))
+
+    play(world, body)
+
+
+def test_quantised_rows(seed):
+    """(rows, scales) travel as they are; scales in column-major order, too."""
+    world = make_world(seed, hidden=256)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rows = flat(world, rank)
+        fp8 = x.to(torch.float8_e4m3fn)
+        values = x[:, :2].contiguous()
+        expected = np.array([world.x[s][t] for s, t in rows], np.float32).reshape(-1, 256)
+        for scales in (values, values.t().contiguous().t()):
+            (rx, rscales), _, _, _, handle, _ = send(
+                buffer, (fp8, scales), idx, weights, world.experts
+            )
+            assert rx.dtype == torch.float8_e4m3fn and rscales.is_contiguous()
+            assert_equal(rx.float(), torch.tensor(expected).to(torch.float8_e4m3fn).float())
+            assert_equal(rscales, expected[:, :2])
+            again, *_ = buffer.dispatch((fp8, scales), handle=handle)
+            assert_equal(again[0].float(), rx.float())
+            assert_equal(again[1], rscales)
+        # the experts' outputs are bf16
+        out, _, _ = buffer.combine(rx.bfloat16(), handle)
+        ranks = [len({e // 2 for e in world.idx[rank][t] if e >= 0}) for t in range(len(x))]
+        assert_equal(
+            out, (fp8.bfloat16().float() * torch.tensor(ranks)[:, None].to(x.device)).bfloat16()
+        )
+
+    play(world, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bias(seed, dtype):
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        x = x.to(dtype)
+        rx, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
+        plain, _, _ = buffer.combine(rx, handle)
+        one, _, _ = buffer.combine(rx, handle, bias=x)
+        two, _, _ = buffer.combine(rx, handle, bias=(x, 2 * x))
+        assert one.dtype == two.dtype == dtype
+        assert_equal(one, (plain.float() + x.float()).to(dtype))
+        assert_equal(two, (plain.float() + 3 * x.float()).to(dtype))
+
+    play(world, body)
+
+
+def test_one_rank_needs_more(seed):
+    """A rank with more tokens than the group has room for: all ranks make a larger one."""
+    small = make_world(seed)
+    large = make_world(seed + 1, tokens=[2, 1100, 0], max_tokens=1100)
+    larger = make_world(seed + 2, tokens=[2100, 300, 2049], max_tokens=2100)
+    largest = make_world(seed + 3, tokens=[0, 5, 4200], max_tokens=4200)
+
+    def body(buffer, rank):
+        def step(world):
+            x, idx, weights = inputs(world, rank)
+            rx, ridx, rweights, counts, handle, _ = send(buffer, x, idx, weights, world.experts)
+            assert counts == local_counts(world, rank)
+            return world, handle, rx * factors(world, rank, ridx, rweights)
+
+        steps = [step(world) for world in (small, large, small, larger, large)]
+        assert len(buffer._groups._all) == 3
+        for world, handle, rows in reversed(steps):  # of groups that are not the newest, too
+            assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
+        steps = steps[-1:] if rank == 1 else []  # one rank may still combine
+        del world, handle, rows
+        last, handle, rows = step(largest)
+        assert len(buffer._groups._all) == 2  # the others are closed
+        assert_equal(buffer.combine(rows, handle)[0], last.forward(rank))
+
+    play(small, body)
+
+
+def test_asynchronous(seed):
+    """With async_finish a call gives an event; the next call may wait for it."""
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        before = buffer.capture()
+        assert isinstance(before.event, EventHandle)
+        options = dict(async_finish=True, allocate_on_comm_stream=True)
+        *layout, event = buffer.get_dispatch_layout(
+            idx, world.experts, previous_event=EventOverlap(EventHandle()), **options
+        )
+        rx, ridx, rweights, counts, handle, event = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            num_tokens_per_rank=layout[0],
+            num_tokens_per_rdma_rank=layout[1],
+            num_tokens_per_expert=layout[2],
+            is_token_in_rank=layout[3],
+            previous_event=event,
+            config=Config(24, 8, 256),
+            **options,
+        )
+        event.current_stream_wait()
+        rows = rx * factors(world, rank, ridx, rweights)
+        out, _, event = buffer.combine(
+            rows, handle, previous_event=buffer.capture(), config=Config(24), **options
+        )
+        with event:
+            del rows
+        assert_equal(out, world.forward(rank))
+
+    play(world, body)
+
+
+def test_ids_of_32_bits_and_no_weights(seed):
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, _ = inputs(world, rank)
+        for dtype in (torch.int32, torch.int64):
+            rx, ridx, rweights, _, handle, _ = send(buffer, x, idx.to(dtype), None, world.experts)
+            assert ridx.dtype == dtype and rweights is None
+            assert len(rx) == len(flat(world, rank))
+
+    play(world, body)
+
+
+@pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
+def test_without_experts(seed, tokens):
+    """Tokens go to ranks alone: the counts are the caller's."""
+    world = make_world(seed, tokens=tokens, max_tokens=70)
+
+    def body(buffer, rank):
+        x, idx, _ = inputs(world, rank)
+        per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, world.experts)
+        rx, ridx, rweights, counts, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in,
+            num_tokens_per_expert=per_expert,
+            expert_alignment=4,
+        )
+        assert ridx is None and rweights is None
+        assert counts == [-(-c // 4) * 4 for c in local_counts(world, rank)]
+        rows = [world.x[s][t] for s, t in flat(world, rank)]
+        assert_equal(rx, np.array(rows, np.float32).reshape(-1, 16))
+        out, none, _ = buffer.combine(rx, handle)
+        assert none is None
+        assert_equal(out, x * is_in.sum(1, keepdim=True))
+
+    play(world, body)
+
+
+def test_two_models_on_one_buffer(seed):
+    """Other experts, top-k, hidden sizes and types: a group for each."""
+    worlds = [
+        make_world(seed, **fields)
+        for fields in (dict(), dict(experts=9, top_k=1), dict(hidden=32, top_k=3))
+    ]
+
+    def body(buffer, rank):
+        for world in 2 * worlds:
+            x, idx, weights = inputs(world, rank)
+            rx, ridx, rweights, *_, handle, _ = send(buffer, x, idx, weights, world.experts)
+            rows = rx * factors(world, rank, ridx, rweights)
+            assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
+
+    play(worlds[0], body)
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def test_worst_tokens_do_not_grow(seed):
+    """The rank that cannot go on says so to all."""
+    world = make_world(seed, tokens=[1, 1, 1])
+
+    def run(bootstrap):
+        rank = bootstrap.rank
+        x, idx, weights = inputs(world, rank)
+        with destroyed(Buffer(bootstrap)) as buffer:
+            send(buffer, x, idx, weights, world.experts)
+            if rank == 1:
+                x, idx, weights = (t.expand(2000, -1).contiguous() for t in (x, idx, weights))
+            with pytest.raises(EpError, match="at most 1024 tokens.*got 2000") as caught:
+                send(buffer, x, idx, weights, world.experts, num_worst_tokens=9000)
+            assert caught.value.status == (Status.TOKENS if rank == 1 else Status.PEER)
+
+    run_threads(world.size, run)
+
+
+def test_routing_and_lost_rows(seed):
+    """An expert that does not exist, and rows that did not fit, are errors of their rank."""
+    world = make_world(seed, tokens=[2, 2, 2])
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        wrong = idx.clone()
+        if rank == 1:
+            wrong[1, 0] = world.experts
+        options = dict(
+            topk_idx=wrong, topk_weights=weights, num_tokens_per_expert=idx.new_zeros(world.experts)
+        )
+        if rank == 1:
+            with pytest.raises(EpError, match="rank 1.*token 1.*one more") as caught:
+                buffer.dispatch(x, **options)
+            assert caught.value.status == Status.ROUTING
+        else:
+            buffer.dispatch(x, **options)
+        everywhere = torch.zeros_like(idx)
+        everywhere[:, 1] = -1
+        send(buffer, x, everywhere, weights, world.experts, num_worst_tokens=5)
+        if rank == 0:
+            with pytest.raises(EpError, match="rank 0.*one more") as caught:
+                send(buffer, x, idx, weights, world.experts)
+            assert caught.value.status == Status.OVERFLOW
+        else:
+            send(buffer, x, idx, weights, world.experts)
+        send(buffer, x, idx, weights, world.experts)
+
+    play(world, body)
+
+
+def test_sentences():
+    (bootstrap,) = libep.Bootstrap.local(1)
+    with pytest.raises(EpError, match="enable_shrink.*mask"):
+        Buffer(bootstrap, enable_shrink=True)
+    with pytest.raises(EpError, match="MPI"):
+        Buffer(None, comm=object())
+    buffer = Buffer(bootstrap)
+    x = torch.ones(2, 16, device=DEVICE)
+    idx = torch.tensor([[0, 1], [2, -1]], device=DEVICE)
+    weights = torch.ones(2, 2, device=DEVICE)
+    rx, ridx, _, counts, handle, event = send(buffer, x, idx, weights, 4)
+    assert counts == [1, 1, 1, 0]
+    with pytest.raises(ValueError, match="without async_finish"):
+        event.current_stream_wait()
+    with pytest.raises(EpError, match="x alone with a handle"):
+        buffer.dispatch(x, handle, topk_idx=idx)
+    with pytest.raises(TypeError, match="one that dispatch returned"):
+        buffer.combine(x, (1, 2, 3))
+    with pytest.raises(EpError, match="expected num_tokens_per_expert"):
+        buffer.dispatch(x)
+    with pytest.raises(EpError, match="expected topk_idx, or is_token_in_rank"):
+        buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(4))
+    with pytest.raises(EpError, match=r"topk_idx: expected \[2, top-k\]"):
+        send(buffer, x, idx[:1], None, 4)
+    with pytest.raises(EpError, match="row of scales for each of 2"):
+        send(buffer, (x.to(torch.float8_e4m3fn), x[:1]), idx, weights, 4)
+    with pytest.raises(EpError, match="even number"):
+        Buffer.set_num_sms(7)
+    for call, arguments in (
+        ("low_latency_update_mask_buffer", (0, True)),
+        ("low_latency_query_mask_buffer", (x,)),
+        ("low_latency_clean_mask_buffer", ()),
+    ):
+        with pytest.raises(EpError, match="mask of ranks"):
+            getattr(buffer, call)(*arguments)
+    with pytest.raises(EpError, match="no communication buffer"):
+        buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
+    if DEVICE == "cpu" and not torch.cuda.is_available():
+        with pytest.raises(EpError, match="GPU"):
+            buffer.get_comm_stream()
+    buffer.destroy()
+    buffer.destroy()
+    with pytest.raises(EpError, match="destroyed"):
+        send(buffer, x, idx, weights, 4)
+
+
+def test_uneven_experts():
+    bootstraps = libep.Bootstrap.local(2)
+    buffer = Buffer(bootstraps[0])
+    with pytest.raises(EpError, match="equally many experts on each of 2 ranks, got 3"):
+        buffer.get_dispatch_layout(torch.zeros(1, 1, dtype=torch.int64), 3)
+
+
+def test_unknown_keywords(caplog):
+    (bootstrap,) = libep.Bootstrap.local(1)
+    x = torch.ones(2, 16, device=DEVICE)
+    idx = torch.tensor([[0, 1], [2, -1]], device=DEVICE)
+    buffer = Buffer(bootstrap, use_fabric=True, nothing=None)
+    for _ in range(2):
+        send(buffer, x, idx, None, 4, brand_new=3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Buffer: use_fabric is ignored: libep has no such argument",
+        "dispatch: brand_new is ignored: libep has no such argument",
+    ]
+    with pytest.raises(EpError, match="bf16 or fp8"):
+        send(buffer, x, idx, None, 4, use_nvfp4=True)
+    buffer.destroy()
+
+
+def test_configurations():
+    assert Buffer.num_sms == 20 and Buffer.get_dispatch_config(8).num_sms == 20
+    Buffer.set_num_sms(24)
+    try:
+        assert Buffer.get_combine_config(3).num_sms == 24
+    finally:
+        Buffer.set_num_sms(20)
+    config = Config(num_sms=16, num_max_nvl_chunked_send_tokens=4)
+    assert (config.num_sms, config.num_max_nvl_chunked_recv_tokens) == (16, 256)
+    assert config.get_nvl_buffer_size_hint(14336, 8) == 0
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0
+    hint = Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert isinstance(hint, int) and 0 < hint < 1 << 32
+    assert Buffer.is_sm90_compiled() is True

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs for DeepEP on libep: through -m, in processes of a gloo process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from conftest import DEVICE, HERE
+from processes import finish
+from torch_processes import good
+
+PROGRAM = os.path.join(HERE, "deep_ep_program.py")
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "LIBEP_SHARE_GPUS": "yes", **environment},
+    )
+
+
+def run_ranks(size, *options, **environment):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    started = [
+        start(
+            "-m", "libep.deep_ep", PROGRAM, str(r), str(size), str(port), DEVICE, *options,
+            **environment,
+        )
+        for r in range(size)
+    ]  # fmt: skip
+    try:
+        return [finish(process, 120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_program():
+    """A layer with gradients equals a dense one, bit for bit, on two ranks."""
+    outs = [good(result) for result in run_ranks(2)]
+    assert outs == ["rank 0: equal\n", "rank 1: equal\n"]
+
+
+def test_a_rank_that_leaves():
+    """The other one does not wait longer than its deadline, and says for whom."""
+    (status, _, err), (other, _, text) = run_ranks(2, "early", LIBEP_TIMEOUT="3")
+    assert other == 1 and "leaves early" in text
+    assert status == 1 and "rank 1 did not arrive within 3 s" in err
+
+
+def test_running_programs(tmp_path):
+    """Scripts, modules and processes that they start find deep_ep; arguments arrive."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys, importlib.util\n"
+        "import deep_ep, deep_ep.utils\n"
+        "assert __name__ == '__main__' and sys.path[0] == sys.argv[1]\n"
+        "assert importlib.util.find_spec('deep_ep') is not None\n"
+        "print(deep_ep.__version__, sys.argv[2:], flush=True)\n"
+        "import helper\n"
+        "if len(sys.argv) > 2:\n"
+        "    sys.exit(subprocess.call([sys.executable, *sys.argv[:2]]))\n"
+    )
+    (tmp_path / "helper.py").write_text("from deep_ep.utils import EventOverlap\n")
+    process = start("-m", "libep.deep_ep", str(script), str(tmp_path), "--flag")
+    out = good(finish(process, 60)).splitlines()
+    assert out[0].startswith("1.2.1+libep") and out[0].endswith("['--flag']")
+    assert out[1] == out[0].replace("'--flag'", "")
+
+
+def test_path_and_usage():
+    shown = start("-m", "libep.deep_ep", "--path")
+    usage = start("-m", "libep.deep_ep", "-m")
+    folder = good(finish(shown, 60)).strip()
+    assert os.path.exists(os.path.join(folder, "deep_ep", "__init__.py"))
+    status, _, err = finish(usage, 60)
+    assert status == 1 and "script.py ARGUMENTS" in err

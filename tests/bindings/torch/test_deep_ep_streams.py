@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of libep.deep_ep: their order, with streams that only record it; and on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+from conftest import DEVICE, assert_equal, run_threads
+from test_deep_ep_normal import send
+
+from libep.deep_ep import Buffer, EventHandle, EventOverlap
+from libep.deep_ep._streams import Lane
+
+# ---- order, on any machine ----------------------------------------------------------------------
+
+
+class Stream:
+    """A stream that knows which operations come before its end."""
+
+    current: Stream
+
+    def __init__(self, device=None, priority=0):
+        self.before = set()
+
+    def wait_stream(self, other):
+        self.before |= other.before
+
+    def wait_event(self, event):
+        self.before |= event.before
+
+
+class Event:
+    def record(self, stream=None):
+        self.before = set((stream or Stream.current).before)
+
+
+class Memory:
+    """A tensor that knows which streams keep its memory."""
+
+    def __init__(self):
+        self.streams = set()
+
+    def record_stream(self, stream):
+        self.streams.add(stream)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    @contextlib.contextmanager
+    def use(stream):
+        outer, Stream.current = Stream.current, stream
+        yield
+        Stream.current = outer
+
+    Stream.current = Stream()
+    fakes = dict(
+        Stream=Stream,
+        Event=Event,
+        stream=use,
+        current_stream=lambda device=None: Stream.current,
+        is_initialized=lambda: True,
+        is_current_stream_capturing=lambda: False,
+    )
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return use
+
+
+def test_order(seed, streams):
+    """Each operation comes after the one before, after the work that it depends on, and its event
+    after it, on whatever streams they run."""
+    choose = random.Random(seed)
+    device, lane = torch.device("cuda", 0), Lane()
+    others = [Stream(), Stream()]
+    events = []
+    for operation in range(200):
+        with streams(choose.choice(others)):
+            current = Stream.current
+            work = f"work {operation}"
+            current.before.add(work)
+            previous = EventOverlap(EventHandle()) if choose.random() < 0.5 else None
+            is_beside = choose.random() < 0.5
+            memory = Memory()
+
+            def body(operation=operation, work=work, memory=memory):
+                assert work in Stream.current.before
+                assert set(range(operation)) <= Stream.current.before
+                Stream.current.before.add(operation)
+                return operation, (memory, None)
+
+            result, event = lane.run(device, previous, is_beside, body)
+            assert result == operation and (event.event is not None) == is_beside
+            if is_beside:
+                assert memory.streams == {lane.stream(), current}
+                assert operation not in current.before
+                events.append((operation, event))
+            else:
+                assert operation in current.before
+            assert Stream.current is current
+        for operation, event in events if choose.random() < 0.2 else ():
+            with streams(Stream()):
+                event.current_stream_wait()
+                assert operation in Stream.current.before
+
+
+def test_capture_uses_one_stream(streams, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device, lane, current = torch.device("cuda", 0), Lane(), Stream.current
+    seen = []
+    _, event = lane.run(device, None, True, lambda: (seen.append(Stream.current), ()))
+    assert seen == [current] and event.event is not None
+
+
+# ---- on GPUs ------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs LIBEP_TEST_DEVICE=cuda")
+T, H, EXPERTS, K = 50, 512, 4, 2
+
+
+def make_inputs(seed):
+    """Multiples of 1/4, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-16, 17, (T, H), generator=generator) / 4
+    idx = torch.rand(T, EXPERTS, generator=generator).argsort(1)[:, :K].contiguous()
+    weights = torch.randint(1, 9, (T, K), generator=generator) / 4
+    return x.cuda(), idx.cuda(), weights.cuda()
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_beside_long_work(seed, size):
+    """Operations beside the current stream, which waits for their events alone."""
+
+    def body(bootstrap):
+        buffer = Buffer(bootstrap)
+        x, idx, weights = make_inputs(seed + bootstrap.rank)
+        ranks = (idx.div(EXPERTS // size, rounding_mode="floor")[..., None]
+                 == torch.arange(size).cuda()).any(1).sum(1, keepdim=True)  # fmt: skip
+        for _ in range(5):
+            torch.cuda._sleep(10_000_000)
+            late = x.clone()
+            rx, _, _, _, handle, event = send(
+                buffer, late, idx, weights, EXPERTS, async_finish=True
+            )
+            event.current_stream_wait()
+            out, _, event = buffer.combine(rx, handle, async_finish=True)
+            del rx, handle, late
+            event.current_stream_wait()
+            assert_equal(out, x * ranks)
+        buffer.destroy()
+
+    run_threads(size, body)
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_captured_low_latency(seed, size, is_split):
+    """A graph replays a step with other rows and another routing."""
+
+    def body(bootstrap):
+        buffer = Buffer(bootstrap, low_latency_mode=True)
+        data = make_inputs(seed + bootstrap.rank)
+        other = make_inputs(seed + bootstrap.rank + 7)
+        options = dict(return_recv_hook=is_split)
+
+        def step():
+            x, idx, weights = data
+            rx, _, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, T, EXPERTS, use_fp8=False, **options
+            )
+            hook and hook()
+            out, _, hook = buffer.low_latency_combine(rx, idx, weights, handle, **options)
+            hook and hook()
+            return out
+
+        def expected():
+            return data[0] * data[2].sum(1, keepdim=True)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            assert_equal(step(), expected())
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                out = step()
+            for replacement in (data, other):
+                for tensor, values in zip(data, replacement):
+                    tensor.copy_(values)
+                graph.replay()
+                assert_equal(out, expected())
+        torch.cuda.synchronize()
+        buffer.destroy()
+
+    run_threads(size, body)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans named per call: pipelines, checkpoints, copies, and backward in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_equal, make_group, run_threads
+from torch.utils.checkpoint import checkpoint
+
+import libep
+import libep.torch as ep
+
+SIZE, EXPERTS, TOP_K, HIDDEN = 2, 6, 2, 16
+
+
+def micro_batch(seed, rank, number, device):
+    """Tokens, routing and weights, in multiples of 1/4, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed + 100 * rank + number)
+    tokens = 5 + number
+    idx = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].contiguous()
+    x = torch.randint(-16, 17, (tokens, HIDDEN), generator=generator) / 4
+    weights = torch.randint(1, 9, (tokens, TOP_K), generator=generator) / 4
+    return (
+        x.to(device).requires_grad_(),
+        idx.to(device),
+        weights.to(device).requires_grad_(),
+    )
+
+
+class Layer:
+    """Experts that multiply by their number plus one."""
+
+    def __init__(self, group):
+        self.group, self.handle = group, ep.Handle(group)
+
+    def __call__(self, x, idx, weights):
+        received = ep.dispatch(self.handle, x, idx, weights)
+        plan, first = received.plan, self.group.first_expert
+        factors = torch.arange(first + 1, first + 1 + plan.num_local_experts, device=x.device)
+        factors = factors.repeat_interleave(plan.expert_padded.long()).float()
+        return ep.combine(self.handle, plan, received.tokens * factors[:, None], received[1])
+
+
+def expected(x, idx, weights):
+    """The sum of the output, and the gradients of it."""
+    factor = (weights * (1.0 + idx)).sum(1, keepdim=True).detach()
+    grad_weights = (1.0 + idx) * x.detach().sum(1, keepdim=True)
+    return factor * x.detach(), factor.expand_as(x), grad_weights
+
+
+def check(inputs, out):
+    y, grad_x, grad_weights = expected(*inputs)
+    assert_equal(out, y)
+    assert_equal(inputs[0].grad, grad_x)
+    assert_equal(inputs[2].grad, grad_weights)
+
+
+SCHEDULES = ["F0 F1 B0 B1", "F0 F1 B1 B0", "F0 F1 F2 B1 F3 B0 B3 B2", "F0 B0 F1 F2 B2 B1"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines(seed, schedule):
+    """One handle, several micro-batches of different sizes in flight."""
+
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            layer, live = Layer(group), {}
+            for action in schedule.split():
+                number = int(action[1:])
+                if action[0] == "F":
+                    inputs = micro_batch(seed, bootstrap.rank, number, group.device)
+                    live[number] = inputs, layer(*inputs)
+                else:
+                    inputs, out = live.pop(number)
+                    out.sum().backward()
+                    check(inputs, out)
+            assert not live
+
+    run_threads(SIZE, body)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(seed, reentrant):
+    """Backward computes the layer again, with a plan of its own, and then its derivative."""
+
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            layer = Layer(group)
+            batches = [micro_batch(seed, bootstrap.rank, i, group.device) for i in range(3)]
+            outs = [checkpoint(layer, *batch, use_reentrant=reentrant) for batch in batches]
+            for batch, out in zip(batches, outs):
+                out.sum().backward()
+                check(batch, out)
+
+    run_threads(SIZE, body)
+
+
+def test_two_layers_under_checkpoint(seed):
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            first, second = Layer(group), Layer(group)
+            x, idx, weights = micro_batch(seed, bootstrap.rank, 0, group.device)
+
+            def both(x, idx, weights):
+                return second(first(x, idx, weights), idx, weights)
+
+            plain = both(x, idx, weights)
+            plain.sum().backward()
+            grads = x.grad.clone(), weights.grad.clone()
+            x.grad = weights.grad = None
+            out = checkpoint(both, x, idx, weights, use_reentrant=False)
+            out.sum().backward()
+            assert_equal(out, plain.detach())
+            assert_equal(x.grad, grads[0])
+            assert_equal(weights.grad, grads[1])
+
+    run_threads(SIZE, body)
+
+
+def test_backward_twice(seed):
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            inputs = micro_batch(seed, bootstrap.rank, 0, group.device)
+            out = Layer(group)(*inputs)
+            out.sum().backward(retain_graph=True)
+            check(inputs, out)
+            inputs[0].grad = inputs[2].grad = None
+            out.sum().backward()
+            check(inputs, out)
+            with pytest.raises(RuntimeError, match="second time"):
+                out.sum().backward()
+
+    run_threads(SIZE, body)
+
+
+def test_a_plan_may_be_moved_and_used_by_another_handle(seed):
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            x, idx, _ = micro_batch(seed, bootstrap.rank, 0, group.device)
+            handle, other = ep.Handle(group), ep.Handle(group)
+            plan = ep.prepare(handle, idx)
+            saved = plan._replace(bytes=plan.bytes.cpu().clone())
+            plan.bytes.zero_()
+            ep.prepare(handle, idx.flip(0))
+            moved = saved._replace(bytes=saved.bytes.to(group.device))
+            received = ep.dispatch(other, x, moved)
+            assert received.plan is moved
+            ep.combine(other, moved, received.tokens).sum().backward()
+            assert_equal(x.grad, torch.full_like(x, TOP_K))
+
+    run_threads(SIZE, body)
+
+
+def test_one_plan_for_two_dispatches(seed):
+    """As where tokens travel once more with other data, without routing work."""
+
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            x, idx, _ = micro_batch(seed, bootstrap.rank, 0, group.device)
+            handle = ep.Handle(group)
+            first = ep.dispatch(handle, x, idx)
+            second = ep.dispatch(handle, 2 * x, first.plan)
+            assert_equal(second.tokens, 2 * first.tokens.detach())
+            out = ep.combine(handle, first.plan, first.tokens + second.tokens)
+            out.sum().backward()
+            assert_equal(x.grad, torch.full_like(x, 3 * TOP_K))
+
+    run_threads(SIZE, body)
+
+
+def test_two_groups(seed):
+    """Groups of different experts in one process, calls interleaved."""
+
+    def body(bootstrap):
+        with make_group(bootstrap) as group, make_group(bootstrap, max_tokens=20) as other:
+            one = micro_batch(seed, bootstrap.rank, 0, group.device)
+            two = micro_batch(seed, bootstrap.rank, 4, group.device)
+            first, second = Layer(group)(*one), Layer(other)(*two)
+            first.sum().backward()
+            second.sum().backward()
+            check(one, first)
+            check(two, second)
+
+    run_threads(SIZE, body)
+
+
+def test_a_group_that_disagrees_is_told(seed):
+    """Rank 0 dispatches where rank 1 combines: an error on both, no wrong data."""
+
+    def body(bootstrap):
+        with pytest.raises(libep.EpError) as caught, make_group(bootstrap) as group:
+            layer = Layer(group)
+            x, idx, weights = micro_batch(seed, 0, 0, group.device)
+            with torch.no_grad():
+                received = ep.dispatch(layer.handle, x, idx, weights)
+                if bootstrap.rank == 0:
+                    ep.dispatch(layer.handle, x, received.plan, weights)
+                else:
+                    ep.combine(layer.handle, received.plan, received.tokens)
+                if group.device.type == "cuda":
+                    torch.cuda.synchronize()
+                    raise libep.EpError(group.status().status, group.status().sentence)
+        assert caught.value.status in (libep.Status.ORDER, libep.Status.PEER)
+        return caught.value.status
+
+    assert libep.Status.ORDER in run_threads(SIZE, body)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes: process groups, disagreement, Ctrl-C, forks, and how processes end."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import torch_processes
+from torch_processes import finish, good, run
+
+
+def test_process_groups():
+    """The default process group, and two others; a rank outside is told so."""
+    source = """
+initialize()
+both = dist.new_group([1, 2])
+with group() as g, group() as h:
+    handles = ep.Handle(g), ep.Handle(h)
+    y = layer(handles[1], layer(handles[0], x))
+    y.sum().backward()
+    assert torch.equal(y, x) and torch.equal(x.grad, torch.ones_like(x))
+    say(g.rank, g.size, g.first_expert, g.num_local_experts, g.device.type)
+if rank == 0:
+    try:
+        group(both)
+    except TypeError as error:
+        say(error)
+else:
+    with group(both, max_recv_rows=None) as g:
+        y = layer(ep.Handle(g), x)
+        y.sum().backward()
+        assert torch.equal(y, x) and torch.equal(x.grad, 2 * torch.ones_like(x))
+        say(g.rank, g.size)
+dist.destroy_process_group()
+"""
+    outs = [good(result).splitlines() for result in run(source, source, source)]
+    device = torch_processes.DEVICE
+    assert [out[0] for out in outs] == [f"{r} 3 {2 * r} 2 {device}" for r in range(3)]
+    assert "belongs to" in outs[0][1]
+    assert [out[1] for out in outs[1:]] == ["0 2", "1 2"]
+
+
+def test_compiled_ranks():
+    """Two layers in one program on each of two ranks, with another number of tokens on each."""
+    source = """
+initialize()
+def two(x, idx, weights):
+    for handle in handles:
+        received = ep.dispatch(handle, x, idx, weights)
+        rows = torch.cat([received.tokens, received.tokens], 1)[:, 8:24].contiguous()
+        x = ep.combine(handle, received.plan, rows, received.topk_weights)
+    return x
+with group(max_recv_rows=None) as g:
+    handles = ep.Handle(g), ep.Handle(g)
+    program = torch.compile(two, fullgraph=True, backend="aot_eager")
+    for count in (4 - rank, 2 + rank, 4):
+        results = []
+        for call in (two, program):
+            data = [t[:count].detach().clone() for t in (x, idx, weights)]
+            data[0].requires_grad_(), data[2].requires_grad_()
+            y = call(*data)
+            y.backward(torch.cos(torch.arange(y.numel(), device=device)).view_as(y))
+            results.append((y.detach(), data[0].grad, data[2].grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results)), results
+    say("equal")
+"""
+    assert [good(result) for result in run(source, source)] == ["equal\n"] * 2
+
+
+def test_disagreement():
+    """Configurations that differ, then an exception on one rank: both ranks are told."""
+    source = """
+initialize()
+try:
+    group(num_experts=6 + rank)
+except EpError as error:
+    say(error.status.name, error)
+try:
+    with group() as g:
+        handle = ep.Handle(g)
+        y = layer(handle, x)
+        if rank == 1:
+            raise ValueError("out of luck")
+        y.sum().backward()
+        torch.cuda.is_available() and torch.cuda.synchronize()
+        if g.status().status:
+            raise EpError(g.status().status, g.status().sentence)
+except (EpError, ValueError) as error:
+    say(type(error).__name__, error)
+"""
+    outs = [good(result).splitlines() for result in run(source, source)]
+    assert all("num_experts" in out[0] and "7" in out[0] for out in outs)
+    assert any(out[0].startswith("MISMATCH") for out in outs)
+    assert outs[1][1] == "ValueError out of luck"
+    assert outs[0][1].startswith("EpError") and "ValueError: out of luck" in outs[0][1]
+
+
+def test_end_with_everything_alive():
+    """Handles, plans, receive memory with tensors, a pending phase, a graph of autograd."""
+    source = """
+initialize()
+g = group(mode=libep.Mode.AUTO, max_recv_rows=None)
+handle = ep.Handle(g, mode=libep.Mode.THROUGHPUT)
+memory = ep.ReceiveMemory(g, 100000)
+recv = memory.tensor((handle.capacity, 16), torch.float32)
+received = ep.dispatch(handle, x, idx, weights, recv_tokens=recv)
+y = ep.combine(handle, received.plan, received.tokens, received.topk_weights)
+late = ep.Handle(g, layout=libep.Layout.BATCHED, rows_per_expert=16)
+with torch.no_grad():
+    pending = ep.dispatch_send(late, x, idx)
+say("leaves", recv.shape[1], time.monotonic())
+"""
+    outs = [good(result) for result in run(source, source)]
+    end = time.monotonic()
+    assert all(out.startswith("leaves 16 ") for out in outs)
+    print("seconds to leave:", [end - float(out.split()[2]) for out in outs])
+    assert all(end - float(out.split()[2]) < 12 for out in outs)
+
+
+def test_ctrl_c_in_backward():
+    """Rank 0 waits in backward for rank 1, which has other things to do."""
+    waits = """
+initialize()
+with group() as g:
+    y = layer(ep.Handle(g), x)
+    say("waits")
+    try:
+        y.sum().backward()
+        while device == "cuda": time.sleep(0.01)
+    except KeyboardInterrupt:
+        say(time.monotonic())
+        raise
+"""
+    sleeps = """
+initialize()
+with group() as g:
+    y = layer(ep.Handle(g), x)
+    sys.stdin.readline()
+    try:
+        y.sum().backward()
+        while device == "cuda" and not g.status().status: time.sleep(0.01)
+        if device == "cuda": raise EpError(g.status().status, g.status().sentence)
+    except EpError as error:
+        say(error.status.name, error)
+"""
+    first, second = torch_processes.start_all(waits, sleeps)
+    assert first.stdout.readline() == "waits\n"
+    time.sleep(0.3)
+    begin = time.monotonic()
+    first.send_signal(signal.SIGINT)
+    assert float(first.stdout.readline()) - begin < 1
+    second.stdin.write("\n")
+    status, _, err = finish(first, 60)
+    assert status != 0 and "KeyboardInterrupt" in err
+    out = good(finish(second, 60))
+    assert out.startswith(("PEER", "ABORTED")), out
+    assert "KeyboardInterrupt" in out or "Ctrl-C" in out
+
+
+def test_fork():
+    source = """
+(boot,) = libep.Bootstrap.local(1)
+g = group(boot)
+handle = ep.Handle(g)
+child = os.fork()
+if child == 0:
+    try:
+        layer(handle, x)
+    except EpError as error:
+        say(error.status.name, error)
+    g.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+y = layer(handle, x)
+assert torch.equal(y, x)
+g.close()
+"""
+    out = good(run(source)[0])
+    assert out.startswith("DESTROYED") and "forked" in out
+
+
+def test_a_missing_rank():
+    source = """
+initialize()
+if rank == 0:
+    try:
+        group(timeout_seconds=1)
+    except EpError as error:
+        say(error.status.name, error)
+    dist.barrier()
+else:
+    dist.barrier()
+"""
+    out = good(run(source, source)[0])
+    assert out.startswith("TIMEOUT") and "rank 1 did not arrive within 1 s" in out

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that dispatch quantises, against the formulas of ep.h."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_group, run_threads
+
+import libep.torch as ep
+from libep import Blocks, EpError, Layout, Mode, Quant, ScaleOrder, Status
+
+HIDDEN, TOKENS, EXPERTS = 400, 9, 4  # 400: the last block is not full
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+
+
+def quantise(x, quant):
+    """(values, scales) of rows [T, H], as ep.h defines them; scales as float32."""
+    block = 32 if quant == Quant.MXFP8 else 128
+    count = -(-x.shape[1] // block)
+    padded = torch.nn.functional.pad(x.float(), (0, count * block - x.shape[1]))
+    blocks = padded.view(len(x), count, block)
+    amax = blocks.abs().amax(-1).clamp(min=2.0**-100)
+    # Not 448 / amax, for which PyTorch rounds twice: 1 / amax, times 448.
+    scale, inverse = amax / 448, torch.full_like(amax, 448) / amax
+    if quant != Quant.FP8:
+        mantissa, exponent = torch.frexp(scale)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scale = torch.ldexp(torch.ones_like(scale), exponent)
+        inverse = 1 / scale
+    values = (blocks * inverse[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.flatten(1)[:, : x.shape[1]], scale
+
+
+def as_float(scales):
+    """Scales as float32, whatever their type."""
+    if scales.dtype == torch.float32:
+        return scales
+    return torch.ldexp(torch.ones(scales.shape), scales.view(torch.uint8).cpu().int() - 127)
+
+
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.BY_COLUMN])
+@pytest.mark.parametrize("quant", [Quant.FP8, Quant.FP8_UE8M0, Quant.MXFP8, Quant.FP8_POW2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_and_scales(seed, quant, order, dtype):
+    def body(bootstrap):
+        generator = torch.Generator().manual_seed(seed + bootstrap.rank)
+        x = torch.randn(TOKENS, HIDDEN, generator=generator)
+        x = (x * torch.logspace(-8, 8, TOKENS, base=2)[:, None]).to(dtype)
+        idx = torch.full((TOKENS, 2), 2 * bootstrap.rank)  # experts of this rank alone
+        idx[:, 1] += 1
+        with make_group(
+            bootstrap,
+            num_experts=EXPERTS,
+            max_tokens=TOKENS,
+            hidden=HIDDEN,
+            max_scale_bytes=64,
+            max_recv_rows=32,
+        ) as group:
+            handle = ep.Handle(group, quant=quant, scale_order=order)
+            received = ep.dispatch(handle, x.to(group.device), idx.to(group.device))
+            assert received.tokens.dtype == torch.float8_e4m3fn
+            assert received.scales.dtype in (torch.float32, E8M0)
+            assert (received.scales.dtype == torch.float32) == (
+                quant in (Quant.FP8, Quant.FP8_POW2)
+            )
+            scales = as_float(received.scales).cpu()
+            if order == ScaleOrder.BY_COLUMN:
+                scales = scales.t()
+            values, expected = quantise(x, quant)
+            for expert in range(2):
+                rows = slice(expert * TOKENS, (expert + 1) * TOKENS)
+                assert torch.equal(scales[rows], expected)
+                got = received.tokens[rows].cpu().view(torch.uint8)
+                assert torch.equal(got, values.view(torch.uint8))
+
+    run_threads(2, body)
+
+
+def test_batched_scales_by_column(seed):
+    """[L, S, rows]: what grouped GEMMs over slabs of a fixed size read."""
+
+    def body(bootstrap):
+        x = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
+        with make_group(
+            bootstrap, num_experts=2, hidden=256, max_scale_bytes=64, mode=Mode.LATENCY
+        ) as group:
+            handle = ep.Handle(
+                group,
+                layout=Layout.BATCHED,
+                rows_per_expert=8,
+                quant=Quant.FP8,
+                scale_order=ScaleOrder.BY_COLUMN,
+            )
+            idx = torch.tensor([[0, 1]] * 3, device=group.device)
+            received = ep.dispatch(handle, x.to(group.device), idx)
+            assert received.tokens.shape == (1, 8, 256)
+            assert received.scales.shape == (1, 2, 8)
+            _, scales = quantise(x, Quant.FP8)
+            for rank in range(2):  # both ranks have the same tokens
+                rows = slice(3 * rank, 3 * rank + 3)
+                assert torch.equal(received.scales[0, :, rows].cpu(), scales.t())
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("order", [ScaleOrder.BY_ROW, ScaleOrder.BY_COLUMN])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("quant", [Quant.FP8, Quant.MXFP8])
+def test_rows_between_experts(alone, seed, quant, transposed, order):
+    group = alone(alignment=128)
+    x = torch.randn(256, 144, generator=torch.Generator().manual_seed(seed))
+    options = dict(quant=quant, transposed=transposed, scale_order=order)
+    values, scales = ep.quantise_rows(group, x.to(group.device), **options)
+    wanted, wanted_scales = quantise(x.t().contiguous() if transposed else x, quant)
+    assert torch.equal(values.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    got = as_float(scales).cpu()
+    assert torch.equal(got.t() if order == ScaleOrder.BY_COLUMN else got, wanted_scales)
+
+
+def test_tiles_between_experts(alone, seed):
+    group = alone(alignment=128)
+    x = torch.randn(2, 128, 200, generator=torch.Generator().manual_seed(seed))
+    count = torch.tensor([128, 5], dtype=torch.int32)
+    values, scales = ep.quantise_rows(
+        group, x.to(group.device), count.to(group.device), blocks=Blocks.TILES
+    )
+    assert values.shape == x.shape and scales.shape == (2, 1, 2)
+    x[1, 5:] = 0
+    amax = torch.stack([x[..., :128].abs().amax((1, 2)), x[..., 128:].abs().amax((1, 2))], 1)
+    assert torch.equal(scales.cpu(), (amax / 448)[:, None])
+    with pytest.raises(EpError) as caught:
+        ep.quantise_rows(alone(), x[0].to(group.device), transposed=True)
+    assert caught.value.status == Status.ALIGNMENT
+    with pytest.raises(TypeError, match="rows.*float64"):
+        ep.quantise_rows(group, x.double().to(group.device))
+
+
+def test_no_gradient(alone):
+    group = alone(hidden=128, max_scale_bytes=16)
+    handle = ep.Handle(group, quant=Quant.FP8)
+    x = torch.ones(2, 128, device=group.device, requires_grad=True)
+    idx = torch.tensor([[0, 1]] * 2, device=group.device)
+    with pytest.raises(EpError, match="without gradient") as caught:
+        ep.dispatch(handle, x, idx)
+    assert caught.value.status == Status.UNSUPPORTED
+    received = ep.dispatch(handle, x.detach(), idx)
+    assert received.scales.shape[1] == 1
+    # The way for autograd functions of one's own: gradients travel as they are.
+    grad, out = torch.ones(handle.capacity, 128, device=group.device), torch.zeros_like(x)
+    with torch.no_grad():
+        torch.ops.libep.dispatch_backward(handle.key, received.plan.bytes, grad, None, out, None)
+    assert torch.equal(out, torch.full_like(x, 2))

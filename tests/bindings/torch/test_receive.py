@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receive memory: rows without a copy, and memory that does not go while tensors live."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import DEVICE, assert_equal, make_group, run_threads
+
+import libep.torch as ep
+from libep import EpError, Status
+
+ROWS, HIDDEN = 40, 16
+
+
+def step(group, handle, memory, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, HIDDEN, generator=generator).to(group.device).requires_grad_()
+    idx = torch.rand(6, 6, generator=generator).argsort(1)[:, :2].contiguous().to(group.device)
+    recv = memory.tensor((ROWS, HIDDEN), torch.float32)
+    received = ep.dispatch(handle, x, idx, recv_tokens=recv)
+    assert received.tokens.data_ptr() == recv.data_ptr()
+    assert not recv.requires_grad and recv.grad_fn is None
+    out = ep.combine(handle, received.plan, received.tokens)
+    out.sum().backward()
+    assert_equal(x.grad, torch.full_like(x, 2))
+    return torch.allclose(out, 2 * x)
+
+
+@pytest.mark.parametrize("capacity", [0, ROWS])
+def test_rows_in_receive_memory(capacity):
+    """Twice in the same memory, with exact and static sizes."""
+
+    def body(bootstrap):
+        with make_group(bootstrap, max_recv_rows=capacity) as group:
+            handle = ep.Handle(group)
+            memory = ep.ReceiveMemory(group, ROWS * HIDDEN * 4)
+            assert all(step(group, handle, memory, seed) for seed in range(3))
+            gc.collect()
+            assert not memory.is_used()
+            memory.free()
+            memory.free()
+            with pytest.raises(EpError, match="was freed") as caught:
+                memory.tensor((1, HIDDEN), torch.float32)
+            assert caught.value.status == Status.DESTROYED
+
+    run_threads(2, body)
+
+
+def test_tensors_are_views(alone):
+    group = alone()
+    memory = ep.ReceiveMemory(group, 1024)
+    whole = memory.tensor((1024,), torch.uint8)
+    part = memory.tensor((2, 4), torch.bfloat16, offset=64)
+    part.fill_(1)
+    assert part.data_ptr() == whole.data_ptr() + 64
+    assert part.device == group.device
+    assert whole[64:80].view(torch.bfloat16).sum().item() == 8 and whole[:64].sum().item() == 0
+    for shape, offset in [((1025,), 0), ((16,), 1016), ((16,), 8), ((16,), -16)]:
+        with pytest.raises(EpError, match="multiple of 16") as caught:
+            memory.tensor(shape, torch.uint8, offset=offset)
+        assert caught.value.status == Status.RANGE
+
+
+def test_memory_stays_while_tensors_live(alone):
+    group = alone()
+    memory = ep.ReceiveMemory(group, 1024)
+    view = memory.tensor((4, 16), torch.float32)[1:, ::2].t()
+    with pytest.raises(EpError, match="drop it first") as caught:
+        memory.free()
+    assert caught.value.status == Status.ORDER
+    with pytest.raises(EpError, match="expected no tensor") as caught:
+        group.close()
+    assert caught.value.status == Status.ORDER
+    view.fill_(3)
+    assert memory.tensor((4, 16), torch.float32).sum().item() == 3 * 3 * 8
+    del view
+    group.close()
+    with pytest.raises(EpError):
+        memory.tensor((4, 16), torch.float32)
+    memory.free()
+
+
+def test_what_autograd_saved_lives(alone):
+    group = alone()
+    memory = ep.ReceiveMemory(group, ROWS * HIDDEN * 4)
+    handle = ep.Handle(group)
+    x = torch.randn(3, HIDDEN, device=group.device, requires_grad=True)
+    idx = torch.tensor([[0, 1]] * 3, device=group.device)
+    recv = memory.tensor((handle.capacity, HIDDEN), torch.float32)
+    received = ep.dispatch(handle, x, idx, recv_tokens=recv)
+    out = ep.combine(handle, received.plan, received.tokens**2)
+    del received, recv
+    with pytest.raises(EpError, match="drop them first"):
+        group.close()
+    out.sum().backward()
+    assert torch.allclose(x.grad, 4 * x)
+    del out
+    group.close()
+
+
+def test_saved_rows_that_were_overwritten_are_noticed(alone):
+    group = alone()
+    memory = ep.ReceiveMemory(group, ROWS * HIDDEN * 4)
+    handle = ep.Handle(group)
+    x = torch.randn(3, HIDDEN, device=group.device, requires_grad=True)
+    idx = torch.tensor([[0, 1]] * 3, device=group.device)
+    recv = memory.tensor((handle.capacity, HIDDEN), torch.float32)
+    first = ep.dispatch(handle, x, idx, recv_tokens=recv)
+    out = ep.combine(handle, first.plan, first.tokens**2)
+    ep.dispatch(handle, 2 * x, idx, recv_tokens=recv)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_an_exception_is_not_masked(alone):
+    """The frames of an exception hold tensors. The group is aborted, and closed at the end."""
+    group = alone()
+
+    def fail():
+        rows = ep.ReceiveMemory(group, 1024).tensor((4, 16), torch.float32)
+        raise ValueError(f"the program's own, with {len(rows)} rows")
+
+    with pytest.raises(ValueError, match="own"), group:
+        fail()
+    gc.collect()
+    with pytest.raises(EpError, match="own"):
+        ep.prepare(ep.Handle(group), torch.zeros(1, 2, dtype=torch.int64, device=group.device))
+
+
+def test_end_of_a_block_with_tensors(alone):
+    group = alone()
+    with pytest.raises(EpError, match="drop them first"), group:
+        rows = ep.ReceiveMemory(group, 1024).tensor((4, 16), torch.float32)
+    assert group.status().status == Status.ABORTED  # so that the peers do not wait
+    rows.fill_(1)
+    del rows
+    group.close()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the kernel finds this, and fails the group")
+def test_too_small(alone):
+    group = alone(max_recv_rows=0)
+    memory = ep.ReceiveMemory(group, 1024)
+    handle = ep.Handle(group)
+    x, idx = torch.ones(3, HIDDEN), torch.tensor([[0, 1]] * 3)
+    with pytest.raises(EpError, match="recv_tokens") as caught:
+        recv = memory.tensor((5, HIDDEN), torch.float32)
+        ep.dispatch(handle, x.to(group.device), idx.to(group.device), recv_tokens=recv)
+    assert caught.value.status == Status.BUFFER_SIZE

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GPUs alone have: streams, CUDA graphs, and hooks on other streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import DEVICE, assert_equal, make_group, run_threads
+
+import libep
+import libep.torch as ep
+from libep import EpError, Status
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs LIBEP_TEST_DEVICE=cuda")
+
+T, H, EXPERTS, K = 50, 128, 6, 2
+FIELDS = dict(num_experts=EXPERTS, max_tokens=T, hidden=H, top_k=K, max_recv_rows=None)
+
+
+def inputs(seed, device):
+    """Multiples of 1/4, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-16, 17, (T, H), generator=generator) / 4
+    idx = torch.rand(T, EXPERTS, generator=generator).argsort(1)[:, :K].contiguous()
+    weights = torch.randint(1, 9, (T, K), generator=generator) / 4
+    return x.to(device), idx.to(device), weights.to(device)
+
+
+def layer(handle, x, idx, weights):
+    received = ep.dispatch(handle, x, idx, weights)
+    return ep.combine(handle, received.plan, 2 * received.tokens, received.topk_weights)
+
+
+def expected(x, weights):
+    return 2 * x * weights.sum(1, keepdim=True)
+
+
+def wait_long():
+    torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_current_stream(seed, size):
+    """Calls follow what was enqueued before them on the current stream, forward and backward."""
+
+    def body(bootstrap):
+        with make_group(bootstrap, **FIELDS) as group:
+            handle = ep.Handle(group)
+            x, idx, weights = inputs(seed + bootstrap.rank, group.device)
+            stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                late = torch.full_like(x, float("nan")).requires_grad_()
+                wait_long()
+                with torch.no_grad():
+                    late.copy_(x)
+                y = layer(handle, late, idx, weights)
+                grad = torch.full_like(y, float("nan"))
+                wait_long()
+                grad.fill_(1)
+                y.backward(grad)
+                result, grad_x = y.clone(), late.grad.clone()
+            torch.cuda.current_stream().wait_stream(stream)
+            assert_equal(result, expected(x, weights))
+            assert_equal(grad_x, (2 * weights.sum(1, keepdim=True)).expand_as(x))
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_graph(seed, size):
+    """Forward and backward captured once, replayed with other tokens and other routing."""
+
+    def body(bootstrap):
+        with make_group(bootstrap, **FIELDS) as group:
+            handle = ep.Handle(group)
+            x, idx, weights = inputs(seed, group.device)
+            x.requires_grad_()
+            grad = torch.ones_like(x)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                layer(handle, x, idx, weights).backward(grad)
+                x.grad = None
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                y = layer(handle, x, idx, weights)
+                (grad_x,) = torch.autograd.grad(y, x, grad)
+            for replay in range(3):
+                data = inputs(seed + 10 * replay + bootstrap.rank, group.device)
+                with torch.no_grad():
+                    for tensor, value in zip((x, idx, weights), data):
+                        tensor.copy_(value)
+                graph.replay()
+                assert_equal(y, expected(data[0], data[2]))
+                assert_equal(grad_x, (2 * data[2].sum(1, keepdim=True)).expand_as(x))
+            assert group.status().status == Status.OK
+
+    run_threads(size, body)
+
+
+def test_exact_sizes_cannot_be_captured(alone):
+    group = alone(**dict(FIELDS, max_recv_rows=0))
+    handle = ep.Handle(group)
+    data = inputs(1, group.device)
+    layer(handle, *data)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(EpError, match="static size") as caught, torch.cuda.graph(graph):
+        layer(handle, *data)
+    assert caught.value.status == Status.UNSUPPORTED
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_hook_on_another_stream(seed, size):
+    """The outputs may be dropped while the other stream still writes them."""
+
+    def body(bootstrap):
+        with make_group(bootstrap, mode=libep.Mode.LATENCY, **FIELDS) as group:
+            handle = ep.Handle(group)
+            x, idx, weights = inputs(seed + bootstrap.rank, group.device)
+            main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+            for _ in range(3):
+                received, hook = ep.dispatch_send(handle, x, idx, weights)
+                other.wait_stream(main)
+                with torch.cuda.stream(other):
+                    wait_long()
+                    hook()
+                    rows = 2 * received.tokens
+                    out, hook = ep.combine_send(handle, received.plan, rows, received.topk_weights)
+                    hook()
+                del received
+                for _ in range(4):  # memory that the allocator gives out too early would be hit
+                    torch.full((handle.capacity, H), 99.0, device=group.device)
+                main.wait_stream(other)
+                assert_equal(out, expected(x, weights))
+
+    run_threads(size, body)

@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ep_quantise_rows against the oracle's blocks, and what it refuses. */
+#include "ep/ep_quant.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/harness/random.h"
+#include "tests/harness/threads.h"
+#include "tests/oracle/number.h"
+#include "tests/oracle/quant.h"
+
+TestSuite(handles_rows_quant);
+
+enum { GUARD = 64, FILL = 0x5a };
+
+/** Rows [slabs, rows, columns]; `three`: the tensor has three dimensions. */
+typedef struct Shape {
+    int64_t slabs, rows, columns;
+    int three;
+    EpType type;
+    int64_t count[8]; /* of each slab; -1: num_rows is not given */
+} Shape;
+
+static EpGroup *open_group_of(const EpBootstrap *bootstrap, int alignment) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    EpGroup *group = NULL;
+    config.num_experts = 4, config.max_tokens = 8, config.max_top_k = 2;
+    config.max_row_bytes = 256, config.alignment = alignment, config.backend = TEST_BACKEND;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    return group;
+}
+
+static EpTensor tensor_of(const void *data, EpType type, int three, int64_t a, int64_t b,
+                          int64_t c) {
+    return three ? ep_tensor_3d(data, type, a, b, c) : ep_tensor_2d(data, type, b, c);
+}
+
+static char *filled(int64_t bytes) {
+    char *memory = aligned_alloc(64, (size_t)((bytes + GUARD + 63) / 64 * 64));
+    memset(memory, FILL, (size_t)(bytes + GUARD));
+    return memory;
+}
+
+/* ---- the oracle ---------------------------------------------------------------------------- */
+
+/* What the bytes and scales become: `out` and `scales` hold FILL before. */
+typedef struct Expected {
+    const Shape *s;
+    const EpRowsForm *form;
+    const void *rows;
+    uint8_t *out, *scales;
+} Expected;
+
+/* The result's element (i, j) of a slab, as an index of the input. */
+static int64_t input_at(const Expected *x, int64_t slab, int64_t i, int64_t j) {
+    const Shape *s = x->s;
+    return slab * s->rows * s->columns +
+           (x->form->transposed ? j * s->columns + i : i * s->columns + j);
+}
+
+/* Quantise one block: rows [i, i_end) and columns [j, j_end) of the result, `wide` to a row. */
+static void expect_block(const Expected *x, int64_t slab, const int64_t at[4], int64_t high,
+                         int64_t wide, int64_t scale) {
+    static float values[128 * 128];
+    static uint8_t codes[128 * 128];
+    int n = 0;
+    for (int64_t i = at[0]; i < at[1]; i++)
+        for (int64_t j = at[2]; j < at[3]; j++)
+            values[n++] = number_get(x->rows, x->s->type, input_at(x, slab, i, j));
+    quant_block(x->form->quant, values, n, codes,
+                x->scales + scale * quant_scale_bytes(x->form->quant));
+    n = 0;
+    for (int64_t i = at[0]; i < at[1]; i++)
+        for (int64_t j = at[2]; j < at[3]; j++)
+            x->out[(slab * high + i) * wide + j] = codes[n++];
+}
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static void expect(const Expected *x) {
+    const Shape *s = x->s;
+    int t = x->form->transposed;
+    int64_t width = x->form->quant == EP_QUANT_MXFP8 ? 32 : 128;
+    int64_t height = x->form->blocks == EP_BLOCKS_TILES ? width : 1;
+    int64_t high = t ? s->columns : s->rows, wide = t ? s->rows : s->columns;
+    int64_t down = (high + height - 1) / height, across = (wide + width - 1) / width;
+    for (int64_t slab = 0; slab < s->slabs; slab++) {
+        int64_t there = s->count[slab] < 0 ? s->rows : s->count[slab];
+        int64_t end_i = t ? high : there, end_j = t ? there : wide;
+        for (int64_t i = 0; i * height < end_i; i++)
+            for (int64_t j = 0; j * width < end_j; j++) {
+                int64_t at[4] = {i * height, least((i + 1) * height, end_i), j * width,
+                                 least((j + 1) * width, end_j)};
+                int64_t scale =
+                    x->form->scale_order == EP_SCALES_BY_COLUMN ? j * down + i : i * across + j;
+                expect_block(x, slab, at, high, wide, slab * down * across + scale);
+            }
+    }
+}
+
+/* ---- one case ------------------------------------------------------------------------------ */
+
+static void fill_rows(const Shape *s, uint64_t seed, void *rows) {
+    Random random = random_stream(seed, 3, 0);
+    for (int64_t i = 0; i < s->slabs * s->rows * s->columns; i++) {
+        uint32_t bits = number_bits(s->type, random_next(&random));
+        number_set(rows, s->type, i, number_get(&bits, s->type, 0));
+    }
+}
+
+static void check_form(EpGroup *group, const Shape *s, const EpRowsForm *form, EpType count_type) {
+    int64_t elements = s->slabs * s->rows * s->columns;
+    int64_t width = form->quant == EP_QUANT_MXFP8 ? 32 : 128;
+    int64_t height = form->blocks == EP_BLOCKS_TILES ? width : 1;
+    int64_t high = form->transposed ? s->columns : s->rows;
+    int64_t wide = form->transposed ? s->rows : s->columns;
+    int64_t down = (high + height - 1) / height, across = (wide + width - 1) / width;
+    int64_t scale_bytes = s->slabs * down * across * quant_scale_bytes(form->quant);
+    int by_column = form->scale_order == EP_SCALES_BY_COLUMN;
+    char *rows = filled(elements * (int64_t)ep_type_bytes(s->type));
+    char *out = filled(elements), *scales = filled(scale_bytes);
+    char *expected_out = filled(elements), *expected_scales = filled(scale_bytes);
+    int64_t *counts = (int64_t *)filled(64);
+    for (int64_t e = 0; e < s->slabs; e++)
+        if (count_type == EP_TYPE_INT64)
+            counts[e] = s->count[e];
+        else
+            ((int32_t *)counts)[e] = (int32_t)s->count[e];
+    fill_rows(s, 5 + (uint64_t)s->rows, rows);
+    expect(&(Expected){s, form, rows, (uint8_t *)expected_out, (uint8_t *)expected_scales});
+    EpTensor in = tensor_of(rows, s->type, s->three, s->slabs, s->rows, s->columns);
+    EpTensor result = tensor_of(out, EP_TYPE_FP8_E4M3, s->three, s->slabs, high, wide);
+    EpType scale_type = quant_scale_bytes(form->quant) == 4 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    EpTensor scaled = tensor_of(scales, scale_type, s->three, s->slabs, by_column ? across : down,
+                                by_column ? down : across);
+    EpTensor num_rows = ep_tensor_1d(counts, count_type, s->slabs);
+    check_note(
+        "[%lld, %lld, %lld] type %d, quant %d, blocks %d, transposed %d, order %d, %lld rows",
+        (long long)s->slabs, (long long)s->rows, (long long)s->columns, s->type, form->quant,
+        form->blocks, form->transposed, form->scale_order, (long long)s->count[0]);
+    CHECK_OK(ep_quantise_rows(group, form, &in, s->count[0] < 0 ? NULL : &num_rows, NULL, &result,
+                              &scaled));
+    CHECK(memcmp(out, expected_out, (size_t)(elements + GUARD)) == 0, "other bytes");
+    CHECK(memcmp(scales, expected_scales, (size_t)(scale_bytes + GUARD)) == 0, "other scales");
+    free(rows);
+    free(out);
+    free(scales);
+    free(expected_out);
+    free(expected_scales);
+    free(counts);
+}
+
+static void check_shape(EpGroup *group, const Shape *s) {
+    for (int quant = EP_QUANT_FP8; quant <= EP_QUANT_FP8_POW2; quant++)
+        for (int i = 0; i < 8; i++) {
+            EpRowsForm form = EP_ROWS_FORM_INIT;
+            form.quant = (EpQuant)quant;
+            form.blocks = i & 1 ? EP_BLOCKS_TILES : EP_BLOCKS_ROWS;
+            form.transposed = i >> 1 & 1;
+            form.scale_order = i & 4 ? EP_SCALES_BY_COLUMN : EP_SCALES_BY_ROW;
+            if (form.blocks == EP_BLOCKS_TILES && form.quant == EP_QUANT_MXFP8) continue;
+            check_form(group, s, &form, i % 3 ? EP_TYPE_INT32 : EP_TYPE_INT64);
+        }
+}
+
+/* Rows and columns of several tiles and of parts of one; counts of all, some, no and too many rows.
+ * Local: ranks need not call it together. */
+ThreadTest(handles_rows_quant, against_the_oracle, 1) {
+    static const Shape shapes[] = {
+        {1, 384, 200, 0, EP_TYPE_BF16, {256}},     {1, 300, 136, 0, EP_TYPE_FP32, {-1}},
+        {1, 128, 96, 0, EP_TYPE_FP16, {0}},        {3, 128, 264, 1, EP_TYPE_BF16, {5, 128, 0}},
+        {2, 256, 48, 1, EP_TYPE_FP32, {255, 999}}, {4, 128, 16, 1, EP_TYPE_FP16, {-1, -1, -1, -1}}};
+    EpGroup *group = open_group_of(bootstrap, 128);
+    REQUIRE(group, "no group");
+    for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++) {
+        Shape s = shapes[i];
+        for (int e = 0; e < 8; e++)
+            if (s.count[e] > s.rows) s.count[e] = s.rows; /* the oracle's view */
+        check_shape(group, &s);
+    }
+    ep_group_destroy(group);
+}
+
+/* A group whose rank 1 never calls. */
+ThreadTest(handles_rows_quant, is_local, 2) {
+    Shape s = {1, 128, 64, 0, EP_TYPE_BF16, {-1}};
+    EpRowsForm form = EP_ROWS_FORM_INIT;
+    EpGroup *group = open_group_of(bootstrap, 1);
+    REQUIRE(group, "no group");
+    if (bootstrap->rank == 0) check_form(group, &s, &form, EP_TYPE_INT32);
+    ep_group_destroy(group);
+}
+
+/* ---- what it refuses ----------------------------------------------------------------------- */
+
+typedef struct Given {
+    EpRowsForm form;
+    EpTensor rows, num_rows, out, scales;
+} Given;
+
+static void check_refused_call(EpGroup *group, const Given *g, EpStatus expected,
+                               const char *argument, const char *how) {
+    CHECK_REFUSED(
+        ep_quantise_rows(group, &g->form, &g->rows, &g->num_rows, NULL, &g->out, &g->scales),
+        expected, "ep_quantise_rows", argument, how);
+}
+
+static void check_bad_forms(EpGroup *group, const Given *good) {
+    Given g = *good;
+    g.form.quant = EP_QUANT_NONE;
+    check_refused_call(group, &g, EP_ERR_RANGE, "form.quant", "got 1");
+    g = *good, g.form.blocks = (EpBlocks)3;
+    check_refused_call(group, &g, EP_ERR_RANGE, "form.blocks", "got 3");
+    g = *good, g.form.transposed = -1;
+    check_refused_call(group, &g, EP_ERR_RANGE, "form.transposed", "expected 0 or 1, got -1");
+    g = *good, g.form.scale_order = (EpScaleOrder)0;
+    check_refused_call(group, &g, EP_ERR_RANGE, "form.scale_order", "got 0");
+    g = *good, g.form.blocks = EP_BLOCKS_TILES, g.form.quant = EP_QUANT_MXFP8;
+    check_refused_call(group, &g, EP_ERR_UNSUPPORTED, "form.blocks", "EP_QUANT_MXFP8");
+    g = *good, g.form.struct_size = 4;
+    check_refused_call(group, &g, EP_ERR_STRUCT_SIZE, "form", "got 4");
+    g = *good, g.form.transposed = 1;
+    check_refused_call(
+        group, &g, EP_ERR_ALIGNMENT, "rows",
+        "the group's alignment to be a multiple of 128 where blocks run over several "
+        "rows, got 64");
+    g.rows = ep_tensor_3d(g.rows.data, EP_TYPE_BF16, 2, 32, 64);
+    check_refused_call(group, &g, EP_ERR_ALIGNMENT, "rows", "dimension 1 where blocks run");
+}
+
+static void check_bad_tensors(EpGroup *group, const Given *good) {
+    Given g = *good;
+    g.rows.ndim = 1;
+    check_refused_call(group, &g, EP_ERR_NDIM, "rows", "expected 2 or 3 dimensions, got 1");
+    g = *good, g.rows.type = EP_TYPE_UINT8;
+    check_refused_call(group, &g, EP_ERR_TYPE, "rows", "expected bf16, fp16 or fp32, got uint8");
+    g = *good, g.out.shape[1] = 63;
+    check_refused_call(group, &g, EP_ERR_SHAPE, "out", "expected size = 64 in dimension 1, got 63");
+    g = *good, g.out.type = EP_TYPE_UINT8;
+    check_refused_call(group, &g, EP_ERR_TYPE, "out", "expected fp8_e4m3, got uint8");
+    g = *good, g.scales.shape[1] = 2;
+    check_refused_call(group, &g, EP_ERR_SHAPE, "scales",
+                       "expected size = 1 in dimension 1, got 2");
+    g = *good, g.scales.type = EP_TYPE_UINT8;
+    check_refused_call(group, &g, EP_ERR_TYPE, "scales", "expected fp32, got uint8");
+    g = *good, g.num_rows.shape[0] = 2;
+    check_refused_call(group, &g, EP_ERR_SHAPE, "num_rows", "expected slabs = 1");
+    g = *good, g.num_rows.type = EP_TYPE_FP32;
+    check_refused_call(group, &g, EP_ERR_TYPE, "num_rows", "expected int32 or int64, got fp32");
+    g = *good, g.rows.data = (char *)g.rows.data + 2;
+    check_refused_call(group, &g, EP_ERR_ADDRESS, "rows", "on a multiple of 16");
+}
+
+ThreadTest(handles_rows_quant, refuses, 1) {
+    EpGroup *group = open_group_of(bootstrap, 64);
+    REQUIRE(group, "no group");
+    char *memory = filled(1 << 16);
+    Given good = {.form = EP_ROWS_FORM_INIT};
+    good.rows = ep_tensor_2d(memory, EP_TYPE_BF16, 64, 64);
+    good.out = ep_tensor_2d(memory + 8192, EP_TYPE_FP8_E4M3, 64, 64);
+    good.scales = ep_tensor_2d(memory + 16384, EP_TYPE_FP32, 64, 1);
+    good.num_rows = ep_tensor_1d(memory + 32768, EP_TYPE_INT32, 1);
+    check_bad_forms(group, &good);
+    check_bad_tensors(group, &good);
+    for (int i = 0; i < 1 << 16; i++)
+        CHECK(memory[i] == FILL, "a refused call has changed byte %d", i);
+    CHECK_REFUSED(
+        ep_quantise_rows(NULL, &good.form, &good.rows, NULL, NULL, &good.out, &good.scales),
+        EP_ERR_NULL, "group");
+    CHECK_REFUSED(ep_quantise_rows(group, NULL, &good.rows, NULL, NULL, &good.out, &good.scales),
+                  EP_ERR_NULL, "form");
+    CHECK_REFUSED(ep_quantise_rows(group, &good.form, NULL, NULL, NULL, &good.out, &good.scales),
+                  EP_ERR_NULL, "rows");
+    free(memory);
+    ep_group_destroy(group);
+}
