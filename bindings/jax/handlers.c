@@ -6,7 +6,7 @@
 XLA_FFI_Handler ep_jax_prepare, ep_jax_dispatch, ep_jax_combine, ep_jax_dispatch_backward,
     ep_jax_combine_backward;
 
-/* order, topk_idx -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
+/* order, topk_idx[, num_tokens] -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
 XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
@@ -16,8 +16,8 @@ XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     out.expert_padded = jax_result(&call, 3);
     out.expert_offsets = jax_result(&call, 4);
     out.totals = jax_result(&call, 5);
-    return jax_end(&call, ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1), NULL,
-                                     call.stream, &out));
+    return jax_end(&call, ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1),
+                                     jax_operand(&call, 2), call.stream, &out));
 }
 
 /* order, plan, tokens[, topk_weights] -> order, recv_tokens[, recv_topk_weights] */

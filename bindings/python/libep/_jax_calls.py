@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +41,11 @@ def _load() -> ctypes.CDLL:
 library = _load()
 
 
-def type_outputs(*avals, num_orders, outputs, **_):
+Outputs = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and type of each output of a call, without the order."""
+
+
+def type_outputs(*avals: Any, num_orders: int, outputs: Outputs, **_: Any) -> list[Any]:
     """Outputs vary over the mesh axes over which the operands vary, the order over its own."""
     like = avals[num_orders]
     sharding = like.sharding.update(spec=PartitionSpec())
@@ -50,7 +55,7 @@ def type_outputs(*avals, num_orders, outputs, **_):
     ]
 
 
-def _keep_outputs(_saveable, unknown, instantiated, eqn):
+def _keep_outputs(_saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple[Any, ...]:
     """How jax.checkpoint treats a call: it saves the outputs, and never makes the call again.
 
     A repeated call would take the order of the first, which is not the last call's any more.
@@ -68,7 +73,7 @@ def _make(name: str) -> Primitive:
     for platform in ("cpu", "CUDA"):
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
 
-    def lower(ctx, *operands, key, num_orders, outputs):
+    def lower(ctx: Any, *operands: Any, key: int, num_orders: int, outputs: Outputs) -> Any:
         return jax.ffi.ffi_lowering(target)(ctx, *operands, key=np.int64(key))
 
     primitive = Primitive(f"ep_{name}")

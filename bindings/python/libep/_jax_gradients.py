@@ -14,6 +14,9 @@ custom_vjp that is not differentiated.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -23,15 +26,15 @@ from ._abi import Status
 from ._library import EpError
 
 
-def _is_zero(tangent) -> bool:
+def _is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero
 
 
-def _zero(output):
+def _zero(output: jax.Array) -> Any:
     return ad.Zero(jax.typeof(output).to_tangent_aval())
 
 
-def _types(arrays) -> tuple:
+def _types(arrays: Iterable[Any]) -> calls.Outputs:
     """The types of arrays, or of the unknowns of a transpose."""
     avals = [array.aval if ad.is_undefined_primal(array) else array for array in arrays]
     return tuple((aval.shape, aval.dtype.name) for aval in avals)
@@ -40,13 +43,15 @@ def _types(arrays) -> tuple:
 def _make_tangent(name: str, backward: Primitive) -> Primitive:
     """The derivative of a call. Operands: order and plan, others that are kept, the linear ones."""
 
-    def refuse(*_, **__):
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise EpError(
             Status.UNSUPPORTED,
             f"{name}: expected reverse mode (jax.grad, jax.vjp), got forward mode",
         )
 
-    def transpose(gradients, *operands, key, num_kept, **_):
+    def transpose(
+        gradients: Sequence[Any], *operands: Any, key: int, num_kept: int, **_: Any
+    ) -> list[Any]:
         (order, plan, *others), linear = operands[:num_kept], operands[num_kept:]
         grad_order, *grads = map(ad.instantiate_zeros, gradients)
         results = backward.bind(
@@ -75,8 +80,10 @@ _dispatch_tangent = _make_tangent("dispatch", calls.dispatch_backward)
 _combine_tangent = _make_tangent("combine", calls.combine_backward)
 
 
-def _bind_tangent(tangent, kept, linear, key, outputs):
-    return tangent.bind(
+def _bind_tangent(
+    tangent: Primitive, kept: list[Any], linear: list[Any], key: int, outputs: calls.Outputs
+) -> list[Any]:
+    results: list[Any] = tangent.bind(
         *kept,
         *map(ad.instantiate_zeros, linear),
         key=key,
@@ -84,14 +91,19 @@ def _bind_tangent(tangent, kept, linear, key, outputs):
         num_kept=len(kept),
         outputs=outputs,
     )
+    return results
 
 
-def _differentiate_prepare(primals, tangents, **params):
+def _differentiate_prepare(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
     order, *numbers = calls.prepare.bind(*primals, **params)
     return [order, *numbers], [tangents[0], *map(_zero, numbers)]
 
 
-def _differentiate_dispatch(primals, tangents, key, outputs, **params):
+def _differentiate_dispatch(
+    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs, **params: Any
+) -> tuple[list[Any], list[Any]]:
     results = calls.dispatch.bind(*primals, key=key, outputs=outputs, **params)
     t_order, _, t_tokens, *t_weights = tangents
     linear = [t_order, t_tokens, *[t for t in t_weights if not _is_zero(t)]]
@@ -100,7 +112,9 @@ def _differentiate_dispatch(primals, tangents, key, outputs, **params):
     return results, found + [_zero(result) for result in results[len(found) :]]
 
 
-def _differentiate_combine(primals, tangents, key, outputs, **params):
+def _differentiate_combine(
+    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs, **params: Any
+) -> tuple[list[Any], list[Any]]:
     results = calls.combine.bind(*primals, key=key, outputs=outputs, **params)
     _, plan, expert_out, *weights = primals
     t_order, _, t_expert_out, *t_weights = tangents

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,7 +54,9 @@ class Ranks:
             for bootstrap in _bootstraps(f"libep/jax/{self.key}/{number}", devices):
                 device = devices[bootstrap.rank]
                 self.bootstraps.append(bootstrap)
-                makers.append(lambda b=bootstrap, d=device: _make_rank(b, d, top_k, fields))
+                makers.append(functools.partial(_make_rank, bootstrap, device, top_k, fields))
+        if not makers:
+            raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
         try:
             self.ranks = _run_threads(makers)
         except BaseException:
@@ -76,14 +79,7 @@ class Ranks:
 
     def release(self) -> None:
         """Let programs use the groups no more."""
-        _run_threads(
-            [
-                lambda r=rank: _jax_calls.library.ep_jax_rank_close(
-                    self.key, r.ordinal, CLOSE_SECONDS
-                )
-                for rank in self.ranks
-            ]
-        )
+        _run_threads([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
 
     def close(self) -> None:
         """Destroy the groups. A second call does nothing."""
@@ -95,6 +91,10 @@ class Ranks:
         _run_threads([rank.group.close for rank in self.ranks])
         for bootstrap in self.bootstraps:
             bootstrap.close()
+
+
+def _close_rank(key: int, rank: _Rank) -> None:
+    _jax_calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
 
 
 def _lines(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> np.ndarray:
@@ -117,11 +117,11 @@ def _store_bootstrap(prefix: str, rank: int, size: int) -> Bootstrap:
     # JAX has no public name for the store that its processes share.
     from jax._src.distributed import global_state
 
-    client = global_state.client
+    client: Any = global_state.client
 
     def get(key: str, seconds: float) -> bytes:
         try:
-            return client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000)))
+            return bytes(client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000))))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 raise TimeoutError from None
@@ -192,7 +192,7 @@ def _leave() -> None:
     """At the end of the process: keep programs out of the other groups. _process closes them."""
     for ranks in _open.values():
         for rank in ranks.ranks:
-            _jax_calls.library.ep_jax_rank_close(ranks.key, rank.ordinal, CLOSE_SECONDS)
+            _close_rank(ranks.key, rank)
 
 
 # Functions of atexit come too late to start threads. concurrent.futures uses this one for the same

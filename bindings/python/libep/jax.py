@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libep in JAX: dispatch and combine as differentiable functions, inside shard_map.
+"""libep in JAX: dispatch and combine as differentiable functions, inside shard_map or outside.
 
-    ep = libep.jax.bootstrap(mesh, "ep", num_experts=64, max_tokens=512, hidden=1024, top_k=4)
+    ep = libep.jax.bootstrap(mesh, "expert", num_experts=64, max_tokens=512, hidden=1024, top_k=4)
 
-    def layer(x, experts, order):                  # inside shard_map over the axis "ep"
+    def layer(x, experts, order):
         weights, idx = router(x)
         rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
-        rows = apply(experts, rows, plan.expert_padded)
+        rows = ep.experts(mlp, rows, plan, experts, P("expert", "fsdp", None))
         y, order = ep.combine(order, rows, plan, row_weights)
         return y, order
 
@@ -21,47 +21,29 @@ error (EP_ERR_ORDER), on every run.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from . import _jax_calls as calls
 from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
+from . import _jax_weights as sharded
 from ._abi import Status
 from ._config import max_recv_rows as worst_case_rows
+from ._jax_operations import Operations, Plan
 from ._jax_ranks import Ranks
+from ._jax_regions import Regions, product, vary
 from ._library import EpError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, Optional, Union
 
-_ROW_TYPES = ("float32", "bfloat16", "float16")
+__all__ = ["Ep", "Plan", "after", "bootstrap"]
+
 _PLAN_ALIGNMENT = 256  # a plan in an array of plans is aligned like a buffer of XLA
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A step's routing, made by dispatch: an ordinary value, which may be saved and passed on.
-
-    bytes           uint8, what libep reads
-    expert_counts   [L] int32: rows of each local expert, without padding and lost rows
-    expert_padded   [L] int32: rows of each local expert, padding included. Expert after expert they
-                    fill recv_tokens from its start: the group sizes of jax.lax.ragged_dot
-    expert_offsets  [L + 1] int32: first row of each expert, then the number of rows filled
-    totals          [3] int32: rows filled, rows needed, slots lost to the capacity
-    num_tokens      T, a Python int
-    """
-
-    bytes: jax.Array
-    expert_counts: jax.Array
-    expert_padded: jax.Array
-    expert_offsets: jax.Array
-    totals: jax.Array
-    num_tokens: int = dataclasses.field(metadata=dict(static=True))
 
 
 def bootstrap(
@@ -72,6 +54,7 @@ def bootstrap(
     max_tokens: int,
     hidden: int,
     top_k: int,
+    token_axes: Optional[tuple[str, ...]] = None,
     max_recv_rows: Optional[int] = None,
     dtype: Any = jnp.float32,
     **fields: Any,
@@ -84,6 +67,8 @@ def bootstrap(
     max_tokens     most tokens of a device in one call
     hidden, dtype  the largest row, and its type
     top_k          experts per token, in every call
+    token_axes     the axes that split the tokens in calls outside shard_map, outermost first: those
+                   of `axis`, and others along which devices have other tokens. None: all axes
     max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
@@ -92,7 +77,14 @@ def bootstrap(
     other calls of bootstrap. EpError if the configuration is refused.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    size = _count(mesh, axes)
+    tokens = tuple(mesh.axis_names) if token_axes is None else tuple(token_axes)
+    _check_axes(mesh, "axis", axes)
+    _check_axes(mesh, "token_axes", tokens)
+    if not set(axes) <= set(tokens):
+        raise EpError(
+            Status.RANGE, f"bootstrap: token_axes: expected {axes} among them, got {tokens}"
+        )
+    size = product(mesh, axes)
     if num_experts % size:
         raise EpError(
             Status.RANGE,
@@ -109,45 +101,75 @@ def bootstrap(
     if max_recv_rows is None:
         max_recv_rows = worst_case_rows(size, 0, **config)
     config["max_recv_rows"] = max_recv_rows
-    return Ep(Ranks(mesh, axes, top_k, config), axes, size, config)
+    return Ep(Ranks(mesh, axes, top_k, config), Regions(mesh, axes, tokens), config)
 
 
-def _count(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+def after(order: jax.Array, other: jax.Array) -> jax.Array:
+    """Return `order`, so that the next call waits for the call that returned `other`, too.
+
+    For a program that uses two groups. Two calls of different groups may wait for each other, where
+    nothing orders them: on one device the first runs before the second, on another device after it.
+    Backward has the opposite order.
+    """
+    if order.shape != other.shape:
+        other = jnp.max(other)
+    return order + 0 * other  # XLA keeps this: other might be NaN
+
+
+def _check_axes(mesh: jax.sharding.Mesh, field: str, axes: tuple[str, ...]) -> None:
     for name in axes:
         if name not in mesh.axis_names:
             raise EpError(
                 Status.RANGE,
-                f"bootstrap: axis: expected one of the mesh's axes {mesh.axis_names}, got {name!r}",
+                f"bootstrap: {field}: expected one of the mesh's axes {mesh.axis_names}, "
+                f"got {name!r}",
             )
-    return int(np.prod([mesh.shape[name] for name in axes]))
+    if len(set(axes)) < max(1, len(axes)):
+        raise EpError(
+            Status.RANGE, f"bootstrap: {field}: expected one or more axes, each once, got {axes}"
+        )
 
 
 class Ep:
     """The groups of a mesh axis, and the operations. Made by bootstrap.
 
-    The methods order, dispatch and combine are called inside shard_map over the axis. Their shapes
-    are those of one device: T tokens, K = top_k, H elements per row, L local experts, and `rows` =
-    max_recv_rows.
+    Shapes are those of one device: T tokens, K = top_k, H elements per row, L local experts, and
+    `rows` = max_recv_rows. The operations are called inside shard_map over the axis, with such
+    arrays, or outside of any shard_map, with arrays of all devices: those of one device after the
+    other along the first dimension, sharded by P(token_axes). Outside, order and Plan are such
+    arrays, too.
     """
 
-    def __init__(self, ranks: Ranks, axes: tuple[str, ...], size: int, config: dict) -> None:
+    def __init__(self, ranks: Ranks, regions: Regions, config: dict[str, Any]) -> None:
         self._ranks = ranks
-        self._axes = axes
-        self.num_ranks = size
+        self._regions = regions
+        self.num_ranks = product(regions.mesh, regions.axes)
         self.num_experts: int = config["num_experts"]
-        self.num_local_experts = self.num_experts // size
+        self.num_local_experts = self.num_experts // self.num_ranks
         self.max_tokens: int = config["max_tokens"]
         self.top_k: int = config["max_top_k"]
         self.max_recv_rows: int = config["max_recv_rows"]
         self.max_row_bytes: int = config["max_row_bytes"]
         self.plan_bytes = -(-ranks.plan_bytes // _PLAN_ALIGNMENT) * _PLAN_ALIGNMENT
+        self._operations = Operations(
+            key=ranks.key,
+            axes=regions.axes,
+            num_local_experts=self.num_local_experts,
+            max_tokens=self.max_tokens,
+            top_k=self.top_k,
+            max_recv_rows=self.max_recv_rows,
+            max_row_bytes=self.max_row_bytes,
+            plan_bytes=self.plan_bytes,
+        )
 
     # ---- operations ---------------------------------------------------------------------------
 
     def order(self) -> jax.Array:
         """Begin the chain of a program's calls. Once in each program, before its first call."""
-        self._require_axes("order")
-        return _vary(jnp.zeros(1, jnp.float32), self._axes)
+        # Inside shard_map it varies over all axes, for libep.jax.after.
+        inside = self._regions.is_inside("order")
+        axes = jax.sharding.get_abstract_mesh().manual_axes if inside else self._regions.token_axes
+        return self._regions.run("order", lambda: vary(jnp.zeros(1, jnp.float32), axes), ())
 
     def dispatch(
         self,
@@ -155,6 +177,7 @@ class Ep:
         tokens: jax.Array,
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array] = None,
+        num_tokens: Optional[jax.Array] = None,
     ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
         """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan, order).
 
@@ -162,27 +185,15 @@ class Ep:
         tokens        [T, H] float32, bfloat16 or float16
         topk_idx      [T, K] int32 or int64: the expert of each entry; negative: none
         topk_weights  [T, K] float32, or None
+        num_tokens    [1] int32 or int64: only so many tokens count, from the first; None: all. The
+                      others are not sent, and become zero in combine's out and in gradients
         recv_tokens   [rows, H]: the rows of the first local expert, of the second, ..., then zeros
         recv_weights  [rows] float32, the weight of each row; None without topk_weights
 
         Differentiable in tokens and topk_weights.
         """
-        self._require_axes("dispatch")
-        self._check_routing(tokens, topk_idx, topk_weights)
-        tokens, topk_idx, *weights = _vary_alike(self._axes, tokens, topk_idx, topk_weights)
-        order, *numbers = self._bind(calls.prepare, order, topk_idx, outputs=self._plan_types())
-        plan = Plan(*numbers, num_tokens=tokens.shape[0])
-        rows = self.max_recv_rows
-        received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
-        order, recv_tokens, *recv_weights = self._bind(
-            calls.dispatch,
-            order,
-            plan.bytes,
-            tokens,
-            *weights,
-            outputs=received[: 1 + len(weights)],
-        )
-        return recv_tokens, recv_weights[0] if recv_weights else None, plan, order
+        operands = (order, tokens, topk_idx, topk_weights, num_tokens)
+        return self._regions.run("dispatch", self._operations.dispatch, operands)
 
     def combine(
         self,
@@ -201,12 +212,66 @@ class Ep:
 
         Differentiable in expert_out and recv_weights.
         """
-        self._require_axes("combine")
-        self._check_rows(expert_out, recv_weights)
-        operands = _vary_alike(self._axes, plan.bytes, expert_out, recv_weights)
-        outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
-        order, out = self._bind(calls.combine, order, *operands, outputs=outputs)
-        return out, order
+        self._operations.check_plan("combine", plan)
+        operands = (order, expert_out, plan, recv_weights)
+        return self._regions.run("combine", self._operations.combine, operands)
+
+    def experts(
+        self,
+        function: Callable[[jax.Array, jax.Array, Any], Any],
+        rows: jax.Array,
+        plan: Plan,
+        weights: Any,
+        specs: Any,
+        *,
+        quantise: bool = False,
+    ) -> Any:
+        """Apply the experts to received rows, each device its own. Return what function returns.
+
+        function  function(rows, group_sizes, weights), which runs on one device: rows [rows, H],
+                  group_sizes [L] int32 for jax.lax.ragged_dot, weights [L, ...]. It returns an
+                  array with a leading dimension, such as [rows, H], or a tree of such.
+        rows      recv_tokens, or what was computed from it
+        plan      of the dispatch
+        weights   a tree of arrays [E, ...]
+        specs     how the weights are sharded: a PartitionSpec for all, or a tree of them. The
+                  first dimension begins with the group's axes, P("expert", "fsdp") or
+                  P(("expert", "fsdp")). Other axes that split the tokens are gathered for use, and
+                  the gradient is reduce-scattered over them. Axes that do not split the tokens
+                  stay.
+        quantise  weights of three dimensions or more are quantised to e4m3 before they are
+                  gathered, with a float32 scale for each 128 elements along the last dimension. The
+                  gradient is that of the weights without quantising.
+        """
+        self._operations.check_plan("experts", plan)
+        tree: Any
+        leaves, tree = jax.tree.flatten(weights)
+        if isinstance(specs, PartitionSpec):
+            specs = [specs] * len(leaves)
+        else:
+            specs = tree.flatten_up_to(specs)
+        is_shard = self._regions.is_inside("experts")
+        gathers = [
+            sharded.gather_of(
+                self._regions, weight.shape, spec, self.num_experts, is_shard, quantise
+            )
+            for weight, spec in zip(leaves, specs)
+        ]
+
+        def body(rows: jax.Array, sizes: jax.Array, *shards: jax.Array) -> Any:
+            whole = [sharded.gather(self._regions, *pair) for pair in zip(shards, gathers)]
+            return function(rows, sizes, tree.unflatten(whole))
+
+        operands = (rows, plan.expert_padded)
+        return self._regions.run("experts", body, operands, leaves, specs)
+
+    def per_device(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Return function(*arrays), called on each device with its own part of the arrays.
+
+        For what XLA does not split: it gathers all tokens for jax.lax.top_k, for instance. Each
+        array, and each result, has the tokens or rows as first dimension.
+        """
+        return self._regions.run("per_device", function, arrays)
 
     def join(self, order: jax.Array, value: jax.Array) -> jax.Array:
         """Return `value`, whose gradient waits for the call that returned `order`.
@@ -214,22 +279,8 @@ class Ep:
         Backward begins with the last call that the loss depends on. If calls follow that one, such
         as those of a layer without gradient, join the loss to the order of the last call of all.
         """
-        return _join(order, value)
-
-    def _bind(self, call, order, *operands, outputs):
-        return call.bind(
-            order, *operands, key=self._ranks.key, num_orders=1, outputs=tuple(outputs)
-        )
-
-    def _plan_types(self):
-        experts = self.num_local_experts
-        return [
-            ((self.plan_bytes,), "uint8"),
-            ((experts,), "int32"),
-            ((experts,), "int32"),
-            ((experts + 1,), "int32"),
-            ((3,), "int32"),
-        ]
+        joined: jax.Array = _join(order, value)
+        return joined
 
     # ---- the group ----------------------------------------------------------------------------
 
@@ -254,91 +305,11 @@ class Ep:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- arguments ----------------------------------------------------------------------------
-
-    def _require_axes(self, name: str) -> None:
-        try:
-            size = jax.lax.axis_size(self._axes)
-        except NameError:
-            raise EpError(
-                Status.RANGE,
-                f"{name}: expected a call inside shard_map over the axis "
-                f"{self._axes}, which is not bound here",
-            ) from None
-        if size != self.num_ranks:
-            raise EpError(
-                Status.RANGE,
-                f"{name}: expected {self.num_ranks} devices along {self._axes}, got {size}",
-            )
-
-    def _check_routing(self, tokens, topk_idx, topk_weights) -> None:
-        _check("dispatch: tokens", tokens, _ROW_TYPES, (None, None))
-        self._check_row("dispatch: tokens", tokens)
-        count = tokens.shape[0]
-        if count > self.max_tokens:
-            raise EpError(
-                Status.TOKENS,
-                f"dispatch: tokens: expected at most {self.max_tokens} "
-                f"tokens (max_tokens), got {count}",
-            )
-        _check("dispatch: topk_idx", topk_idx, ("int32", "int64"), (count, self.top_k))
-        if topk_weights is not None:
-            _check("dispatch: topk_weights", topk_weights, ("float32",), (count, self.top_k))
-
-    def _check_rows(self, expert_out, recv_weights) -> None:
-        _check("combine: expert_out", expert_out, _ROW_TYPES, (self.max_recv_rows, None))
-        self._check_row("combine: expert_out", expert_out)
-        if recv_weights is not None:
-            _check("combine: recv_weights", recv_weights, ("float32",), (self.max_recv_rows,))
-
-    def _check_row(self, name: str, array) -> None:
-        size = array.shape[1] * array.dtype.itemsize
-        if size % 16 or not 16 <= size <= self.max_row_bytes:
-            raise EpError(
-                Status.ROW_BYTES,
-                f"{name}: expected rows of a multiple of 16 bytes up to "
-                f"{self.max_row_bytes}, got {size}",
-            )
-
-
-def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple) -> None:
-    if array.dtype.name not in types:
-        raise EpError(Status.TYPE, f"{name}: expected {' or '.join(types)}, got {array.dtype.name}")
-    given = array.shape
-    if len(given) != len(shape) or any(w not in (None, g) for g, w in zip(given, shape)):
-        wanted = ", ".join("any" if length is None else str(length) for length in shape)
-        raise EpError(Status.SHAPE, f"{name}: expected shape [{wanted}], got {list(given)}")
-
 
 @jax.custom_vjp
-def _join(order, value):
+def _join(order: jax.Array, value: jax.Array) -> jax.Array:
     return value
 
 
 # The first backward call takes the gradient of an order: here it is the last forward call's order.
 _join.defvjp(lambda order, value: (value, order), lambda order, gradient: (order, gradient))
-
-
-# ---- varying axes --------------------------------------------------------------------------------
-
-# shard_map knows over which mesh axes a value may vary. What a call returns varies over the axis of
-# the group, and over those over which any operand varies. So operands are first made to vary alike,
-# which also gives their gradients the sums that they need.
-
-
-def _axes_of(array: jax.Array) -> frozenset:
-    kind = jax.typeof(array)
-    # Older versions of JAX call it vma.
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-
-
-def _vary(array: jax.Array, axes) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in _axes_of(array))
-    return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-
-def _vary_alike(axes: tuple[str, ...], *arrays: Optional[jax.Array]) -> list[jax.Array]:
-    """The arrays without None, varying over the same axes."""
-    given = [array for array in arrays if array is not None]
-    union = sorted(frozenset(axes).union(*map(_axes_of, given)))
-    return [_vary(array, union) for array in given]

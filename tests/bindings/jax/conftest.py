@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-DEVICES = 4
+DEVICES = 8
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -26,9 +26,9 @@ size = jax.device_count()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
 
 
-def place(array):
+def place(array, mesh=mesh, spec=P("ep")):
     return jax.make_array_from_callback(
-        array.shape, NamedSharding(mesh, P("ep")), lambda index: array[index]
+        array.shape, NamedSharding(mesh, spec), lambda index: array[index]
     )
 
 
@@ -36,15 +36,9 @@ generator = np.random.default_rng(0)
 x = generator.standard_normal((size * TOKENS, HIDDEN)).astype(np.float32)
 idx = np.argsort(generator.random((size * TOKENS, EXPERTS)))[:, :TOP_K].astype(np.int32)
 
-with libep.jax.bootstrap(
-    mesh,
-    "ep",
-    num_experts=EXPERTS,
-    max_tokens=TOKENS,
-    hidden=HIDDEN,
-    top_k=TOP_K,
-    timeout_seconds=30,
-) as ep:
+SIZES = dict(num_experts=EXPERTS, max_tokens=TOKENS, hidden=HIDDEN, top_k=TOP_K, timeout_seconds=30)
+
+with libep.jax.bootstrap(mesh, "ep", **SIZES) as ep:
 
     def body(x, idx):
         """Each expert multiplies by its number plus one; two layers in a row."""
@@ -69,5 +63,39 @@ with libep.jax.bootstrap(
         for shard in got.addressable_shards:
             np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
     ep.check()
+
+# Outside shard_map, with groups that have devices of both processes. Shards of the experts lie on
+# devices of one process.
+mesh = jax.sharding.Mesh(mesh.devices.reshape(processes, devices), ("expert", "fsdp"))
+TOKEN_AXES = ("fsdp", "expert")
+factors = np.arange(1, EXPERTS * HIDDEN + 1, dtype=np.float32).reshape(EXPERTS, HIDDEN)
+if devices > 1:
+    with libep.jax.bootstrap(mesh, "expert", token_axes=TOKEN_AXES, **SIZES) as ep:
+        assert ep.num_ranks == processes
+
+        def scale(rows, sizes, factors):
+            """Each expert multiplies a row by its factors."""
+            expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+            return rows * factors[expert]
+
+        @jax.jit
+        def loss(factors, x, idx):
+            rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+            rows = ep.experts(scale, rows, plan, factors, P("expert", "fsdp"))
+            return jnp.sum(ep.combine(order, rows, plan)[0] ** 2)
+
+        split = P(TOKEN_AXES)
+        given = (
+            place(factors, mesh, P("expert", "fsdp")),
+            place(x, mesh, split),
+            place(idx, mesh, split),
+        )
+        got = jax.jit(jax.grad(loss))(*given)
+        expected = np.zeros_like(factors)
+        np.add.at(expected, idx, (2 * factors[idx].sum(1) * x * x)[:, None])
+        assert got.sharding.is_equivalent_to(given[0].sharding, 2)
+        for shard in got.addressable_shards:
+            np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
+        ep.check()
 print(f"process {number}: {len(jax.local_devices())} of {size} devices")
 jax.distributed.shutdown()

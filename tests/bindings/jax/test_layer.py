@@ -19,6 +19,7 @@ from conftest import (
     make_mesh,
     moe,
     parameters,
+    route,
     specs,
     tokens,
 )
@@ -231,6 +232,40 @@ def test_order_passes_from_program_to_program(bootstrap):
         y, order = layer(params, y, order)
         expected = dense(params, expected)
     assert_close(y, expected, SINGLE)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_fewer_tokens_than_rows(bootstrap, inside):
+    """Each device has another number of tokens, one has none. What is behind them is not read."""
+    mesh, counts = make_mesh(4), jnp.asarray([5, 0, TOKENS, 1], jnp.int32)
+    ep = bootstrap(mesh)
+    params, x = parameters(16), tokens(16, 4)
+    is_token = (jnp.arange(4 * TOKENS) % TOKENS < jnp.repeat(counts, TOKENS))[:, None]
+
+    def body(x, idx, weights, up, down, counts):
+        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights, counts)
+        experts = {"up": up, "down": down}
+
+        def mlp(rows, sizes, experts):
+            hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, experts["up"], sizes))
+            return jax.lax.ragged_dot(hidden, experts["down"], sizes)
+
+        rows = ep.experts(mlp, rows, plan, experts, P("ep"))
+        return ep.combine(order, rows, plan, row_weights)[0]
+
+    if inside:
+        body = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+
+    def apply(params, x):
+        idx, weights = route(params, x)
+        idx = jnp.where(is_token, idx, EXPERTS + 1)  # an error, if it were read
+        return body(x, idx, weights, params["up"], params["down"], counts)
+
+    def reference(params, x):
+        return jnp.where(is_token, dense(params, x) - x, 0)
+
+    assert_close(loss_of(apply)(params, x), loss_of(reference)(params, x), SINGLE)
+    ep.check()
 
 
 def test_two_axes(bootstrap):

@@ -58,15 +58,24 @@ def test_processes(processes, devices):
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0] * processes
-    assert printed == [
-        f"process {n}: {devices} of {processes * devices} devices\n" for n in range(processes)
+    # The line before may be that of a library which JAX uses.
+    assert [text.splitlines()[-1] for text in printed] == [
+        f"process {n}: {devices} of {processes * devices} devices" for n in range(processes)
     ]
 
 
-def test_example():
-    lines = run(os.path.join(TREE, "bindings/python/examples/moe_jax.py"), "2")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("moe_jax.py", "2"),
+        ("moe_mesh_jax.py",),
+        ("moe_mesh_jax.py", "fsdp=2,expert=2", "--fp8"),
+    ],
+)
+def test_examples(arguments):
+    lines = run(os.path.join(TREE, "bindings/python/examples", arguments[0]), *arguments[1:])
     losses = [float(line.split()[-1]) for line in lines]
-    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    assert len(losses) >= 4 and losses[-1] < 0.8 * losses[0]
 
 
 def test_docs():

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a call runs: inside the caller's shard_map, or in a shard_map of its own.
+
+Outside shard_map an array stands for those of all devices, one after the other along the first
+dimension. A region is a shard_map over all axes of the mesh, around one call. So what runs on a
+device is the same in both cases, and JAX differentiates it in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._abi import Status
+from ._library import EpError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Any, Union
+
+Result = TypeVar("Result")
+
+
+def product(mesh: Union[Mesh, AbstractMesh], axes: Sequence[str]) -> int:
+    """The number of devices along axes."""
+    return int(np.prod([mesh.shape[axis] for axis in axes]))
+
+
+def axes_of(array: jax.Array) -> frozenset[str]:
+    """The mesh axes over which shard_map lets an array vary."""
+    kind: Any = jax.typeof(array)
+    # Older versions of JAX call it vma.
+    return frozenset(kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying)
+
+
+def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The array, varying over axes too. Its gradient is summed over those that are new."""
+    missing = tuple(axis for axis in axes if axis not in axes_of(array))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+class Regions:
+    """The regions of a mesh. Groups are along `axes`; `token_axes` split the tokens."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], token_axes: tuple[str, ...]) -> None:
+        self.mesh = mesh
+        self.axes = axes
+        self.token_axes = token_axes
+        self.spec = PartitionSpec(token_axes)
+
+    def run(
+        self,
+        name: str,
+        body: Callable[..., Result],
+        operands: tuple[Any, ...],
+        others: Sequence[Any] = (),
+        specs: Sequence[PartitionSpec] = (),
+    ) -> Result:
+        """body(*operands, *others) on each device.
+
+        operands, and what body returns, are split by P(token_axes), others by specs. EpError if the
+        caller's shard_map, or its mesh, is another one than the group's.
+        """
+        if self.is_inside(name):
+            return body(*operands, *others)
+        for array in jax.tree.leaves(operands):
+            self._check_split(name, array)
+        split = (self.spec,) * len(operands) + tuple(specs)
+        region = jax.shard_map(body, mesh=self.mesh, in_specs=split, out_specs=self.spec)
+        result: Result = region(*operands, *others)
+        return result
+
+    def is_inside(self, name: str) -> bool:
+        """Whether the caller is in a shard_map over the group's axes. EpError if in another one."""
+        current = jax.sharding.get_abstract_mesh()
+        if not current.manual_axes:
+            self._check_mesh(name, current)
+            return False
+        if not set(self.axes) <= set(current.manual_axes):
+            raise EpError(
+                Status.RANGE,
+                f"{name}: expected a call inside shard_map over the axis {self.axes}, or outside "
+                f"of any shard_map, got one inside shard_map over {current.manual_axes}",
+            )
+        expected, got = product(self.mesh, self.axes), product(current, self.axes)
+        if got != expected:
+            raise EpError(
+                Status.RANGE, f"{name}: expected {expected} devices along {self.axes}, got {got}"
+            )
+        return True
+
+    def _check_mesh(self, name: str, current: Any) -> None:
+        """Refuse a call under jax.set_mesh of another mesh."""
+        if current.empty or dict(current.shape) == dict(self.mesh.shape):
+            return
+        raise EpError(
+            Status.RANGE,
+            f"{name}: expected the mesh that bootstrap got, {dict(self.mesh.shape)}, "
+            f"got that of jax.set_mesh, {dict(current.shape)}",
+        )
+
+    def _check_split(self, name: str, array: jax.Array) -> None:
+        count = product(self.mesh, self.token_axes)
+        if array.ndim == 0 or array.shape[0] % count:
+            raise EpError(
+                Status.SHAPE,
+                f"{name}: expected a first dimension that is a multiple of the {count} devices "
+                f"along {self.token_axes}, got shape {list(array.shape)}",
+            )
+        # Only axes of type Explicit are known while JAX traces. XLA reshards along the others.
+        spec = jax.typeof(array).sharding.spec
+        is_known = set(self.token_axes) <= set(self.mesh.abstract_mesh.explicit_axes)
+        if is_known and spec_axes(spec, array.ndim)[0] != self.token_axes:
+            raise EpError(
+                Status.SHAPE,
+                f"{name}: expected arrays sharded by {self.spec}, got {spec}: use jax.reshard",
+            )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes in an entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The axes that shard each of `ndim` dimensions, outermost first."""
+    return [_names(entry) for entry in spec] + [()] * (ndim - len(spec))

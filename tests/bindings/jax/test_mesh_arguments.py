@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong meshes, specs and shapes outside shard_map: an exception with a sentence, and no wait."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import HIDDEN, TOKENS, assert_close, make_mesh
+from jax.errors import JaxRuntimeError
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mesh_model import LAYOUTS, dense_model, mlp, parameters, route, scores, tokens
+
+from libep import EpError, Status
+
+LAYOUT = LAYOUTS["data-fsdp-expert"]
+NAMES = LAYOUT.names
+
+
+def run(ep, params, x, specs=P("expert", "fsdp"), combine=None, quantise=False):
+    """Experts alone, in one program."""
+
+    @jax.jit
+    def program(params, x):
+        weights, idx = ep.per_device(route, scores(x, params["router"]))
+        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+        experts = {name: params[name] for name in ("up", "down")}
+        rows = ep.experts(mlp, rows, plan, experts, specs, quantise=quantise)
+        return (combine or ep).combine(order, rows, plan, row_weights)[0]
+
+    return jax.block_until_ready(program(params, x))
+
+
+# ---- bootstrap ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "axis, token_axes, sentence",
+    [
+        ("experts", None, r"axis: expected one of the mesh's axes .*, got 'experts'"),
+        (("expert", "expert"), None, "axis: expected one or more axes, each once"),
+        ((), None, "axis: expected one or more axes, each once"),
+        ("expert", ("tokens", "expert"), "token_axes: expected one of the mesh's axes"),
+        ("expert", ("data", "fsdp"), r"token_axes: expected \('expert',\) among them"),
+    ],
+)
+def test_axes(bootstrap, axis, token_axes, sentence):
+    with pytest.raises(EpError, match=sentence) as caught:
+        bootstrap(LAYOUT.mesh, axis, token_axes=token_axes)
+    assert caught.value.status is Status.RANGE
+
+
+# ---- tokens and meshes -------------------------------------------------------------------------
+
+
+def test_tokens_that_do_not_divide(bootstrap):
+    ep = bootstrap(LAYOUT.mesh, "expert")
+    x = tokens(1, LAYOUT)[:-1]
+    sentence = r"a multiple of the 8 devices along .*'expert'\), got shape \[95, 8\]"
+    with pytest.raises(EpError, match=sentence) as caught:
+        run(ep, parameters(1), x)
+    assert caught.value.status is Status.SHAPE
+
+
+def test_other_devices(bootstrap):
+    """Tokens, or jax.set_mesh, of another mesh than the group's."""
+    ep = bootstrap(LAYOUT.mesh, "expert")
+    params, x = parameters(2), tokens(2, LAYOUT)
+    turned = Mesh(LAYOUT.mesh.devices[::-1], NAMES)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        run(ep, params, jax.device_put(x, NamedSharding(turned, P(NAMES))))
+    with jax.set_mesh(turned), pytest.raises(ValueError, match="incompatible devices"):
+        run(ep, params, x)
+    smaller = make_mesh(2, 2, names=NAMES[1:])
+    sentence = "expected the mesh that bootstrap got, .*'data': 2.*, got that of jax.set_mesh"
+    with jax.set_mesh(smaller), pytest.raises(EpError, match=sentence):
+        run(ep, params, x)
+    assert np.isfinite(run(ep, params, x)).all()
+
+
+def test_two_groups_mixed_up(bootstrap):
+    one, two = bootstrap(LAYOUT.mesh, "expert"), bootstrap(LAYOUT.mesh, "fsdp")
+    params, x = parameters(3), tokens(3, LAYOUT)
+    with pytest.raises(EpError, match="combine: plan: expected one of this Ep's") as caught:
+        run(one, params, x, combine=two)
+    assert caught.value.status is Status.FOREIGN
+
+    @jax.jit
+    def wrong_order(x):
+        idx = jnp.zeros((x.shape[0], 3), jnp.int32)
+        rows, _, plan, order = one.dispatch(one.order(), x, idx)
+        return two.dispatch(order, x, idx)[0]
+
+    with pytest.raises(JaxRuntimeError, match="EP_ERR_ORDER|EP_ERR_ABORTED"):
+        jax.block_until_ready(wrong_order(x))
+
+
+def test_a_part_of_the_axes_is_manual(bootstrap):
+    mesh = LAYOUT.mesh
+    ep = bootstrap(mesh, "expert")
+    body = functools.partial(run, ep, parameters(4))
+    partly = jax.shard_map(
+        body, mesh=mesh, axis_names={"data"}, in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(EpError, match=r"or outside of any shard_map, .* over \('data',\)"):
+        jax.jit(partly)(tokens(4, LAYOUT))
+
+
+def test_fsdp_is_not_manual(bootstrap):
+    mesh = make_mesh(2, 2, names=("fsdp", "expert"))
+    ep = bootstrap(mesh, "expert")
+    partly = jax.shard_map(
+        lambda params, x: run(ep, params, x),
+        mesh=mesh,
+        axis_names={"expert"},
+        in_specs=(
+            {**dict.fromkeys(parameters(4), P()), "up": P("expert"), "down": P("expert")},
+            P("expert"),
+        ),
+        out_specs=P("expert"),
+    )
+    with pytest.raises(EpError, match=r"inside shard_map over \('fsdp',\), got \('expert',\)"):
+        jax.jit(partly)(parameters(4), tokens(4, LAYOUT)[: 2 * TOKENS])
+
+
+# ---- specs of weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec, status, sentence",
+    [
+        (P("fsdp"), "UNSUPPORTED", r"sharded by \('expert',\), then by others, got \('fsdp',\)"),
+        (P(("fsdp", "expert")), "UNSUPPORTED", "then by others"),
+        (P(None, "fsdp"), "UNSUPPORTED", r"then by others, got \(\)"),
+        (P("expert", "tensor"), "RANGE", "expected the mesh's axes .*, got 'tensor'"),
+        (P("expert", ("fsdp", "expert")), "RANGE", "each axis once, got 'expert' twice"),
+        ({"up": P("expert"), "down": None}, "TYPE", "expected a PartitionSpec, got NoneType"),
+        (P("expert", None, None, "fsdp"), "SHAPE", "at most one entry for each dimension"),
+    ],
+)
+def test_specs(bootstrap, spec, status, sentence):
+    ep = bootstrap(LAYOUT.mesh, "expert")
+    with pytest.raises(EpError, match=sentence) as caught:
+        run(ep, parameters(5), tokens(5, LAYOUT), spec)
+    assert caught.value.status is Status[status]
+
+
+@pytest.mark.parametrize(
+    "shape, quantise, status, sentence",
+    [
+        ((4, HIDDEN, 8), False, "SHAPE", "expected the 8 experts as first dimension, got 4"),
+        ((8, HIDDEN, 7), False, "SHAPE", "dimension 2 to be a multiple of the 2 devices .* got 7"),
+        ((8, HIDDEN, 8), True, "UNSUPPORTED", "a multiple of 128 elements .* to quantise, got 8"),
+    ],
+)
+def test_weights(bootstrap, shape, quantise, status, sentence):
+    ep = bootstrap(LAYOUT.mesh, "expert")
+    params = {**parameters(6), "up": jnp.zeros(shape)}
+    with pytest.raises(EpError, match=sentence) as caught:
+        run(ep, params, tokens(6, LAYOUT), P("expert", None, "fsdp"), quantise=quantise)
+    assert caught.value.status is Status[status]
+
+
+def test_gathered_and_split(bootstrap):
+    mesh = make_mesh(2, 2, 2, names=("fsdp", "expert", "tensor"))
+    ep = bootstrap(mesh, "expert", token_axes=("fsdp", "expert"))
+    sentence = r"either gathered, .* or staying sharded, got \('fsdp', 'tensor'\)"
+    with pytest.raises(EpError, match=sentence):
+        run(ep, parameters(7), tokens(7, LAYOUT)[:48], P("expert", ("fsdp", "tensor")))
+
+
+# ---- axes with types ---------------------------------------------------------------------------
+
+
+def test_explicit_axes(bootstrap):
+    """A mesh of jax.make_mesh, whose arrays have a spec in their type."""
+    mesh = jax.make_mesh(LAYOUT.sizes, NAMES, axis_types=(AxisType.Explicit,) * 3)
+    ep = bootstrap(mesh, "expert")
+    params, x = parameters(8), tokens(8, LAYOUT)
+    specs = {**dict.fromkeys(params, P()), "up": P("expert", "fsdp"), "down": P("expert", "fsdp")}
+    placed = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in params.items()}
+    with pytest.raises(EpError, match=r"sharded by P\(.*\), got P\('data', .*: use jax.reshard"):
+        run(ep, placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    split = jax.device_put(x, NamedSharding(mesh, P(NAMES)))
+    got = run(ep, placed, split)
+    silent = {**params, "first": jnp.eye(HIDDEN), "shared_down": 0 * params["shared_down"]}
+    assert_close(x + got, dense_model(LAYOUT, silent, x), 1e-5)
+
+
+def test_an_axis_that_does_not_split_tokens(bootstrap):
+    """Tensor parallelism within experts: its axis stays in the weights, and has equal tokens."""
+    mesh = make_mesh(2, 2, 2, names=("data", "expert", "tensor"))
+    ep = bootstrap(mesh, "expert", token_axes=("data", "expert"))
+    params, x = parameters(9), tokens(9, LAYOUT)[: 4 * TOKENS]
+    specs = {"up": P("expert", None, "tensor"), "down": P("expert", "tensor")}
+
+    def apply(params, x):
+        weights, idx = ep.per_device(route, scores(x, params["router"]))
+        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+
+        def half(*operands):
+            return jax.lax.psum(mlp(*operands), "tensor")
+
+        rows = ep.experts(half, rows, plan, {k: params[k] for k in specs}, specs)
+        return x + ep.combine(order, rows, plan, row_weights)[0]
+
+    def reference(params, x):
+        silent = {**params, "first": jnp.eye(HIDDEN), "shared_down": 0 * params["shared_down"]}
+        return dense_model(LAYOUT, silent, x)
+
+    def grads(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(3 * function(*a))), (0, 1)))(params, x)
+
+    got, expected = grads(apply), grads(reference)
+    for name in ("router", "up", "down"):
+        assert_close(got[0][name], expected[0][name], 1e-5)
+    assert_close(got[1], expected[1], 1e-5)
