@@ -11,6 +11,7 @@
 #   make check-python  install the wheel into virtual environments, with JAX and with PyTorch among
 #                  them, and run its tests
 #   make check-jax, check-torch  the tests of libep.jax, of libep.torch alone
+#   make check-python-gpu  both on GPUs, with the python3 of PATH and its PyTorch and JAX
 #   make          build libraries, tools and tests into build/
 #   make install  PREFIX=/usr/local DESTDIR=
 #   make clean, make format
@@ -122,7 +123,8 @@ nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nccl-ep \
-        python wheel check-python jax-handlers check-jax check-torch run-demo run-check deps install clean format
+        python wheel check-python check-python-gpu jax-handlers check-jax check-torch \
+        run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -510,6 +512,11 @@ check-jax: wheel
 
 check-torch: wheel
 	tests/bindings/torch/check $B $(CHECK_ARGS)
+
+check-python-gpu:
+	@$(MAKE) --no-print-directory python \
+	    JAXLIB_INCLUDE=$$(python3 -c 'import jax; print(jax.ffi.include_dir())' 2>/dev/null)
+	tests/bindings/check-gpu $B $(CHECK_ARGS)
 
 # GPU_JOBS tests at a time share the GPUs. Tests of thousands of short steps run alone, since they
 # would spend their time waiting for a turn. Without a GPU the program says so and exits with 0.

@@ -15,6 +15,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TREE = os.path.join(HERE, "..", "..", "..")
 SECONDS = 300
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("LIBEP_TEST_DEVICE", "cpu") != "cpu", reason="starts CPU devices of its own"
+)
+
 
 def clean_environment():
     return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
