@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from conftest import DEVICE
-from processes import finish
+from processes import finish, restore_ctrl_c
 
 
 PREAMBLE = """
@@ -53,6 +53,7 @@ def start(rank, size, source, port):
         stdin=subprocess.PIPE,
         text=True,
         env=environment,
+        preexec_fn=restore_ctrl_c,
     )
 
 
