@@ -36,12 +36,17 @@ EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, EpHandle 
 
 /* ---- arguments ----------------------------------------------------------------------------- */
 
-EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
-                          const char *argument, const EpTensor *t) {
-    const EpGroup *group = handle->group;
-    if (!group->backend->check_pointer || group->settings.check != check) return EP_OK;
+EpStatus ep_arg_memory(const EpCall *call, const EpGroup *group, const char *argument,
+                       const EpTensor *t) {
+    if (!group->backend->check_pointer || group->settings.check == EP_CHECK_NONE) return EP_OK;
     if (!t || ep_tensor_is_empty(t)) return EP_OK;
     return group->backend->check_pointer(group, call, argument, t->data);
+}
+
+EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
+                          const char *argument, const EpTensor *t) {
+    if (handle->group->settings.check != check) return EP_OK;
+    return ep_arg_memory(call, handle->group, argument, t);
 }
 
 static EpStatus check_all(const EpOperation *o, const char *argument, const EpTensor *t) {

@@ -78,6 +78,10 @@ EpStatus ep_arg_summed_rows(EpOperation *o, const char *slots_argument, const Ep
 EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck check,
                           const char *argument, const EpTensor *t);
 
+/** The same unless LIBEP_CHECK is none, for calls without a handle. */
+EpStatus ep_arg_memory(const EpCall *call, const EpGroup *group, const char *argument,
+                       const EpTensor *t);
+
 /** Refuse `t` unless it is given (not NULL) exactly if `given` is. `cause` names the latter. */
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
                      const void *given);

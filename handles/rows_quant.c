@@ -2,7 +2,7 @@
 /* ep_quantise_rows: check the arguments, describe the work, hand it to the backend. */
 #include "handles/rows_quant.h"
 
-#include "runtime/args.h"
+#include "handles/operation.h"
 #include "runtime/quant.h"
 
 #define ALIGNMENT 16
@@ -100,14 +100,6 @@ static EpStatus check_num_rows(const EpCall *call, const EpTensor *num_rows, EpR
     return EP_OK;
 }
 
-static EpStatus check_memory(const EpCall *call, const EpGroup *group, const char *argument,
-                             const EpTensor *t) {
-    if (!t || ep_tensor_is_empty(t) || !group->backend->check_pointer ||
-        group->settings.check < EP_CHECK_ROWS)
-        return EP_OK;
-    return group->backend->check_pointer(group, call, argument, t->data);
-}
-
 EpStatus ep_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor *rows,
                           const EpTensor *num_rows, EpStream stream, const EpTensor *out,
                           const EpTensor *scales) {
@@ -121,8 +113,8 @@ EpStatus ep_quantise_rows(EpGroup *group, const EpRowsForm *form, const EpTensor
     EP_TRY(check_slabs(&call, &q, rows));
     EP_TRY(check_outputs(&call, rows->ndim, out, scales, &q));
     EP_TRY(check_num_rows(&call, num_rows, &q));
-    EP_TRY(check_memory(&call, group, "rows", rows));
-    EP_TRY(check_memory(&call, group, "out", out));
+    EP_TRY(ep_arg_memory(&call, group, "rows", rows));
+    EP_TRY(ep_arg_memory(&call, group, "out", out));
     if (ep_tensor_is_empty(rows)) return EP_OK;
     int before = ep_group_enter(group, call.name);
     EpStatus status = group->backend->quantise_rows(&q);

@@ -3,8 +3,8 @@
  */
 #include <stdio.h>
 
+#include "handles/operation.h"
 #include "handles/weight.h"
-#include "runtime/args.h"
 
 #define WORKSPACE_ALIGNMENT 64
 #define ALIGNMENT 16
@@ -46,14 +46,6 @@ static EpStatus check_workspace(const WeightCall *c, const EpTensor *t, int64_t 
     return EP_OK;
 }
 
-static EpStatus check_memory(const WeightCall *c, const EpGroup *group, const char *argument,
-                             const EpTensor *t) {
-    if (!t || !group->backend->check_pointer || ep_tensor_is_empty(t) ||
-        group->settings.check < EP_CHECK_ROWS)
-        return EP_OK;
-    return group->backend->check_pointer(group, &c->call, argument, t->data);
-}
-
 /* ---- gather -------------------------------------------------------------------------------- */
 
 static EpStatus check_scales(const WeightCall *c, const EpWeightView *view,
@@ -82,8 +74,8 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     EP_TRY(check_workspace(&c, workspace, view.sizes.gather_workspace, &gather.workspace));
     EP_TRY(check_tensor(&c, "out", out, view.sizes.type, s->ndim, view.sizes.shape));
     EP_TRY(check_scales(&c, &view, scales));
-    EP_TRY(check_memory(&c, group, "shard", shard));
-    EP_TRY(check_memory(&c, group, "out", out));
+    EP_TRY(ep_arg_memory(&c.call, group, "shard", shard));
+    EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     gather.shard = shard->data, gather.out = out->data;
     gather.scales = scales ? scales->data : NULL;
     int before = ep_group_enter(group, c.call.name);
@@ -110,8 +102,8 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
                          accumulate);
     EP_TRY(check_workspace(&c, workspace, view.sizes.reduce_workspace, &reduce.workspace));
     EP_TRY(check_tensor(&c, "out", out, weight->config.reduced_type, s->ndim, s->stored));
-    EP_TRY(check_memory(&c, group, "grad", grad));
-    EP_TRY(check_memory(&c, group, "out", out));
+    EP_TRY(ep_arg_memory(&c.call, group, "grad", grad));
+    EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     reduce.grad = grad->data, reduce.out = out->data;
     int before = ep_group_enter(group, c.call.name);
     EpStatus status = group->backend->reduce_weight(&reduce);
@@ -138,7 +130,7 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
     EP_TRY(ep_arg_tensor(&c.call, "amax", amax, 1));
     EP_TRY(ep_arg_float(&c.call, "amax", amax));
     EP_TRY(ep_arg_dim(&c.call, "amax", amax, 0, count, "size"));
-    EP_TRY(check_memory(&c, group, "amax", amax));
+    EP_TRY(ep_arg_memory(&c.call, group, "amax", amax));
     EpWeightAmax reduction = {.weight = weight,
                               .scope = scope,
                               .group = group,
