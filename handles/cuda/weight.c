@@ -62,7 +62,8 @@ static EpStatus group_end(const Work *w, const char *what) {
 /* ---- shards -------------------------------------------------------------------------------- */
 
 static int64_t runs_of(const EpShards *s) {
-    return ep_shard_elements(s) / ep_shards_run(s);
+    int64_t elements = ep_shard_elements(s);
+    return elements ? elements / ep_shards_run(s) : 0;
 }
 
 /* Whether NCCL puts all shards of this into place: one dimension is gathered, in few pieces. */

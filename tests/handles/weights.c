@@ -103,8 +103,9 @@ static Gathered gather(const Rank *r, const EpWeightForm *form) {
     EpTensor out = tensor_of(g.out, g.sizes.type, g.sizes.shape);
     EpTensor scales = tensor_of(g.scales, g.sizes.scale_type, g.sizes.scale_shape);
     EpTensor workspace = ep_tensor_1d(g.workspace, EP_TYPE_UINT8, g.sizes.gather_workspace);
+    int quantised = form && form->quant != EP_QUANT_NONE;
     CHECK_OK(ep_weight_gather(r->weight, form, &shard, g.sizes.gather_workspace ? &workspace : NULL,
-                              NULL, &out, g.scale_bytes ? &scales : NULL));
+                              NULL, &out, quantised ? &scales : NULL));
     CHECK(guard_is_whole(g.out, g.bytes), "bytes past the weight");
     CHECK(guard_is_whole(g.scales, g.scale_bytes), "bytes past the scales");
     CHECK(guard_is_whole(g.workspace, g.sizes.gather_workspace), "bytes past the workspace");
@@ -291,6 +292,7 @@ static const Given two[] = {
     {"fsdp=2,expert=1", "expert,_,fsdp", EXPERTS, {2, 130, 320}, BF16, BF16, BF16},
     {"data=2,expert=1", "expert,_,_", EXPERTS, {2, 40, 128}, FP32, FP32, FP32},
     {"expert=2", "expert,_,_", EXPERTS, {4, 40, 128}, BF16, EP_TYPE_FP16, EP_TYPE_FP16},
+    {"fsdp=2,expert=1", "expert,fsdp,_", EXPERTS, {3, 0, 128}, BF16, BF16, FP32},
     {"fsdp=2", "fsdp,_,_", EP_TENSOR_WEIGHT, {300, 7, 16}, FP32, BF16, FP32}};
 
 ThreadTest(handles_weights, on_four_ranks, 4) {
