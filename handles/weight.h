@@ -9,7 +9,7 @@
  *     weight_calls.c  the three operations: checks arguments, describes what moves, and hands it to
  *                     the backend
  *     shards.h        where a rank's shard lies in the gathered weight
- *     host/weight*.c  the operations on the host backend
+ *     host/weight*.c, cuda/weight*  the operations on each backend
  */
 
 #include "bootstrap/mesh.h"

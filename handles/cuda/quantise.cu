@@ -20,7 +20,7 @@
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
-#define EDGE 128        /* of a tile */
+#define EDGE EP_QUANT_EDGE
 #define HALF (EDGE / 2) /* elements that a thread has */
 #define GROUP 16        /* elements that it converts at a time */
 #define MX_BLOCK 32
@@ -56,7 +56,7 @@ __device__ static Part part_of(const EpQuantiseArgs &a, int64_t number) {
     int64_t first[2], tiles[2];
     for (int d = 0; d < 2; d++) {
         first[d] = a.begin[d + 1] / EDGE;
-        tiles[d] = (a.begin[d + 1] + a.part[d + 1] - 1) / EDGE - first[d] + 1;
+        tiles[d] = ep_quantise_tiles(&a, d + 1);
     }
     p.e = number / tiles[1] / tiles[0];
     p.tile[0] = first[0] + number / tiles[1] % tiles[0];
@@ -280,7 +280,8 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS) quantise_box(const __grid_constant__ EpQuantiseArgs a) {
     extern __shared__ uint4 memory[];
     Tile<T> *tile = (Tile<T> *)memory;
-    for (int64_t number = blockIdx.x; number < a.number; number += gridDim.x) {
+    int64_t tiles = a.part[0] * ep_quantise_tiles(&a, 1) * ep_quantise_tiles(&a, 2);
+    for (int64_t number = blockIdx.x; number < tiles; number += gridDim.x) {
         Part p = part_of(a, number);
         if (p.begin[0] >= p.end[0] || p.begin[1] >= p.end[1]) continue; /* nothing is there */
         load_tile(a, p, tile);
@@ -301,6 +302,9 @@ extern "C" int ep_cuda_open_quantise(int shared_bytes) {
 }
 
 extern "C" int ep_cuda_launch_quantise(const EpQuantiseArgs *a, int blocks, void *stream) {
+    int64_t tiles = a->part[0] * ep_quantise_tiles(a, 1) * ep_quantise_tiles(a, 2);
+    if (tiles == 0) return cudaSuccess;
+    blocks = (int)min(tiles, (int64_t)blocks);
     if (a->type == EP_TYPE_BF16) return launch_quant<__nv_bfloat16>(a, blocks, stream);
     if (a->type == EP_TYPE_FP16) return launch_quant<__half>(a, blocks, stream);
     return launch_quant<float>(a, blocks, stream);

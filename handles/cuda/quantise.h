@@ -18,7 +18,6 @@ typedef struct EpQuantiseArgs {
     EpQuantPhase phase;
     EpType type;
     int32_t tiles;             /**< EP_BLOCKS_TILES */
-    int64_t number;            /**< of tiles of 128 x 128 elements that the box touches */
     int64_t begin[3], part[3]; /**< of the box in the tensor: blocks begin at multiples there */
     const void *from;          /**< the box's first element */
     int64_t step[3];           /**< between elements */
@@ -30,10 +29,20 @@ typedef struct EpQuantiseArgs {
     int32_t counted, count_is_int64;
 } EpQuantiseArgs;
 
+#define EP_QUANT_EDGE 128        /* elements of a tile, along both dimensions */
+#define EP_QUANT_BLOCKS_PER_SM 8 /* of a launch, for kernels that memory bounds */
+
+/** Tiles that the box touches along dimension 1 or 2. */
+EP_HOST_DEVICE static inline int64_t ep_quantise_tiles(const EpQuantiseArgs *a, int dim) {
+    int64_t last = a->begin[dim] + a->part[dim] - 1;
+    return last / EP_QUANT_EDGE - a->begin[dim] / EP_QUANT_EDGE + 1;
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 int ep_cuda_open_quantise(int shared_bytes);
+/** By at most `blocks` blocks. */
 int ep_cuda_launch_quantise(const EpQuantiseArgs *args, int blocks, void *stream);
 #ifdef __cplusplus
 }

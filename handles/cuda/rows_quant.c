@@ -6,10 +6,6 @@
 
 #include "handles/cuda/quantise.h"
 #include "runtime/cuda/cuda.h"
-#include "runtime/layout.h"
-
-#define EDGE 128 /* of a tile */
-#define BLOCKS_PER_SM 8
 
 EpStatus ep_cuda_quantise_rows(const EpRowsQuant *q) {
     int transposed = q->form.transposed;
@@ -28,8 +24,7 @@ EpStatus ep_cuda_quantise_rows(const EpRowsQuant *q) {
         .count_is_int64 = q->num_rows_type == EP_TYPE_INT64};
     memcpy(args.part, q->size, sizeof(args.part));
     memcpy(args.scale_step, q->scale_step, sizeof(args.scale_step));
-    args.number = q->size[0] * ((q->size[1] + EDGE - 1) / EDGE) * ((q->size[2] + EDGE - 1) / EDGE);
-    int64_t most = (int64_t)ep_cuda(q->group)->device.blocks * BLOCKS_PER_SM;
+    int blocks = ep_cuda(q->group)->device.blocks * EP_QUANT_BLOCKS_PER_SM;
     return ep_cuda_check(q->group, "quantising rows",
-                         ep_cuda_launch_quantise(&args, (int)ep_min(args.number, most), q->stream));
+                         ep_cuda_launch_quantise(&args, blocks, q->stream));
 }

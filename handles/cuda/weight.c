@@ -11,8 +11,6 @@
 
 #define MOST_PIECES 1024 /* of one shard, in one group of NCCL calls: experts of a rank */
 #define PIECE_BYTES 64   /* shorter ones are not worth a call */
-#define BLOCKS_PER_SM 8
-#define EDGE 128
 
 /** A call on its group and stream. */
 typedef struct Work {
@@ -31,7 +29,7 @@ static EpStatus begin(EpGroup *group, EpStream stream, Work *w) {
 }
 
 static int blocks_of(const Work *w) {
-    return w->cuda->device.blocks * BLOCKS_PER_SM;
+    return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM;
 }
 
 /* ---- NCCL ---------------------------------------------------------------------------------- */
@@ -163,10 +161,6 @@ static Parts parts_of(const EpWeightView *view) {
     return p;
 }
 
-static int64_t pieces_along(const EpQuantiseArgs *args, int dim) {
-    return (args->begin[dim] + args->part[dim] - 1) / EDGE - args->begin[dim] / EDGE + 1;
-}
-
 /* All of a quantising launch but `phase` and where scales are. */
 static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
                                      const Gathered *rows) {
@@ -183,7 +177,6 @@ static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
     args.step[0] = s->part[1] * s->part[2];
     args.step[1] = transposed ? 1 : s->part[2];
     args.step[2] = transposed ? s->part[1] : 1;
-    args.number = s->part[0] * pieces_along(&args, 1) * pieces_along(&args, 2);
     if (rows->staged) {
         args.out = (uint8_t *)rows->staged + w->group->rank * ep_shard_elements(s);
         args.out_step[0] = s->part[1] * s->part[2], args.out_step[1] = s->part[2];
@@ -196,9 +189,8 @@ static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
 }
 
 static EpStatus launch_quant(const Work *w, const EpQuantiseArgs *args) {
-    int blocks = (int)ep_min(args->number, blocks_of(w));
     return ep_cuda_check(w->group, "quantising a shard",
-                         blocks ? ep_cuda_launch_quantise(args, blocks, w->stream) : 0);
+                         ep_cuda_launch_quantise(args, blocks_of(w), w->stream));
 }
 
 static EpStatus gather_whole_blocks(const Work *w, const EpWeightGather *call, const Parts *p,

@@ -22,8 +22,8 @@
  *
  * The rules of ep.h hold: calls are collective over the ranks concerned, in the same order on each;
  * a refused call took no part and left its outputs unchanged; operations allocate nothing; on the
- * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned, and
- * what NCCL, which moves the bytes on the CUDA backend, does not do.
+ * host backend a call has finished when it returns. docs/mesh.md says which ranks are concerned,
+ * and what NCCL, which moves the bytes on the CUDA backend, does not do.
  */
 
 #include "ep/ep_mesh.h"
@@ -46,7 +46,8 @@ typedef struct EpMeshCommConfig {
     size_t struct_size;
     EpBackend backend;      /**< = AUTO, HOST or CUDA */
     int32_t device;         /**< this rank's CUDA device, or EP_DEFAULT, as in EpGroupConfig */
-    double timeout_seconds; /**< deadline of every wait, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT */
+    double timeout_seconds; /**< deadline of waits, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT. Not of
+                                 waits within NCCL: see docs/mesh.md */
 } EpMeshCommConfig;
 
 #define EP_MESH_COMM_CONFIG_INIT \
@@ -62,7 +63,8 @@ typedef struct EpMeshCommConfig {
 EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
                              const EpMeshCommConfig *config, EpMeshComm **out);
 
-/** End all waits of this rank in its weights' operations; see ep_group_abort. By any thread. */
+/** End all waits of this rank in its weights' operations; see ep_group_abort. By any thread. On the
+ *  CUDA backend a wait within NCCL goes on. */
 EpStatus ep_mesh_comm_abort(EpMeshComm *comm, const char *sentence);
 
 /** Destroy the communicators and all weights of this rank. Collective over the mesh. NULL is
