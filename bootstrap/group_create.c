@@ -71,9 +71,9 @@ typedef struct Agreement {
 } Agreement;
 
 static void free_owned(EpGroup *group) {
-    free(group->nodes);
+    ep_nodes_free(&group->nodes);
     free(group->gathered);
-    group->nodes = NULL, group->gathered = NULL;
+    group->gathered = NULL;
 }
 
 static void agreement_free(Agreement *agreed) {
@@ -90,9 +90,8 @@ static int agreement_allocate(Agreement *agreed, size_t size) {
     agreed->all = calloc(size, sizeof(*agreed->all));
     agreed->gpus = calloc(size, sizeof(*agreed->gpus));
     if (!group || !agreed->all || !agreed->gpus) return 0;
-    group->nodes = calloc(size, sizeof(*group->nodes));
     group->gathered = calloc(size, EP_RENDEZVOUS_BYTES);
-    return group->nodes && group->gathered;
+    return ep_nodes_open((int32_t)size, &group->nodes) && group->gathered;
 }
 
 /* Bind this rank to the CPUs near its GPU, if LIBEP_BIND=gpu. This precedes all pinned and shared
@@ -187,8 +186,9 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
     EpGroup *group = agreed->group;
     ep_hello_terminate(agreed->all, bootstrap->size);
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
-    group->num_nodes = ep_hello_nodes(agreed->all, bootstrap->size, group->nodes);
-    return ep_backend_agree(call, bootstrap, config, settings, group->nodes, agreed->gpus,
+    ep_hello_nodes(agreed->all, bootstrap->size, group->nodes.of);
+    ep_nodes_set(&group->nodes, bootstrap->rank);
+    return ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
                             &agreed->choice);
 }
 

@@ -74,7 +74,7 @@ void ep_hello_terminate(EpHello *all, int32_t size) {
     }
 }
 
-int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
+void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
     int32_t count = 0;
     for (int32_t r = 0; r < size; r++) {
         int32_t other = 0;
@@ -82,5 +82,4 @@ int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
             other++;
         nodes[r] = other < r ? nodes[other] : count++;
     }
-    return count;
 }
