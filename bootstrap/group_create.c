@@ -123,12 +123,13 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
     group->timeout = ep_config_timeout(config, settings);
-    group->latency_sets = ep_config_latency_sets(config);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->numa = agreed->all[rank].location.numa, group->cpus = agreed->all[rank].location.cpus;
     group->choice = agreed->choice;
     group->backend = ep_backend_ops(group->choice.backend);
+    unsigned offers = ep_backend_offers(group->backend, &group->nodes.sizes);
+    group->latency_sets = ep_config_latency_sets(config, offers);
     bind_near_gpu(group);
 }
 
@@ -164,7 +165,7 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const Ep
         return status;
     }
     int64_t shared, private;
-    group->backend->measure(config, group->size, settings, &shared, &private);
+    group->backend->measure(config, group->size, &group->nodes.sizes, settings, &shared, &private);
     group->library_bytes = shared + private + ep_group_own_bytes(group->size);
     ep_abort_set_phase(&group->abort, EP_ABORT_OPEN);
     *out = group;
@@ -188,6 +189,12 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
     ep_hello_nodes(agreed->all, bootstrap->size, group->nodes.of);
     ep_nodes_set(&group->nodes, bootstrap->rank);
+    EpNodeSizes *sizes = &group->nodes.sizes;
+    sizes->chunk = ep_config_chunk(config, sizes, settings);
+    if (config->num_nodes && config->num_nodes != sizes->nodes)
+        return ep_refuse(call, EP_ERR_MISMATCH, "config.num_nodes",
+                         "expected the nodes that the ranks are on, %d, got %d", sizes->nodes,
+                         config->num_nodes);
     return ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
                             &agreed->choice);
 }

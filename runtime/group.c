@@ -59,9 +59,10 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                         .library_bytes = group->library_bytes,
                         .device = group->choice.device,
                         .bound = group->bound,
-                        .mode = ep_config_mode(group->config.mode, group->config.max_tokens,
-                                               group->config.max_recv_rows > 0,
-                                               group->backend->offers)};
+                        .mode =
+                            ep_config_mode(group->config.mode, group->config.max_tokens,
+                                           group->config.max_recv_rows > 0,
+                                           ep_backend_offers(group->backend, &group->nodes.sizes))};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
     ep_write_struct(out, &info);

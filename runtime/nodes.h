@@ -20,6 +20,7 @@ typedef struct EpNodeSizes {
     int32_t ranks; /**< on this rank's node */
     int32_t lanes; /**< most sources of any rank of this node */
     int32_t most;  /**< messages that any rank of the group sends or receives at a time */
+    int32_t chunk; /**< tokens of a rank that cross the network at a time: see ep_config_chunk */
 } EpNodeSizes;
 
 typedef struct EpNodes {
@@ -59,8 +60,8 @@ static inline int32_t ep_nodes_relay(const EpNodes *n, int32_t rank, int32_t nod
  *  sources[], ascending, unless that is NULL. */
 int32_t ep_nodes_sources(const EpNodes *n, int32_t rank, int32_t *sources);
 
-/** Returns the sizes of a group whose ranks are divided evenly over `nodes` nodes, as LIBEP_TOPOLOGY
- *  divides them, on rank 0. */
+/** Returns the sizes of a group whose ranks are divided evenly over `nodes` nodes, as
+ * LIBEP_TOPOLOGY divides them, on rank 0. */
 EpNodeSizes ep_node_sizes_even(int32_t ranks, int32_t nodes);
 
 #endif
