@@ -91,7 +91,7 @@ class Bootstrap:
 
         A function that cannot go on raises; the caller of libep gets the exception's text as an
         EpError. TimeoutError becomes Status.TIMEOUT. A function that waits for long calls
-        poll_abort() now and then. All ranks must be on one node, or use GPUs.
+        poll_abort() now and then.
         """
         struct = _abi.initialized(_abi.EpBootstrap)
         struct.rank, struct.size = rank, size
