@@ -65,7 +65,7 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
 
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args) {
     Operation o = {.call = call, .args = args};
-    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    EP_TRY(ep_relay_begin(handle, call->op, call->stream, args->record.bytes, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
         EP_TRY(send_chunk(&o, c));
         if (c > 0) EP_TRY(finish_chunk(&o, c - 1));

@@ -95,7 +95,7 @@ static EpStatus spread_chunk(Operation *o, int32_t chunk) {
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
                                int64_t unit) {
     Operation o = {.call = call, .args = args, .unit = unit};
-    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    EP_TRY(ep_relay_begin(handle, call->op, call->stream, args->record.bytes, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
         EP_TRY(send_chunk(&o, c));
         EP_TRY(scatter_part(&o, EP_PART_OWN, c));

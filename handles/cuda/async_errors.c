@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/handle.h"
 
 static const char *awaited_name(int32_t phase) {
@@ -212,6 +213,7 @@ static void poll_overflow(EpGroup *group) {
 
 void ep_cuda_poll(EpGroup *group) {
     poll_failure(group);
+    ep_cuda_watch_poll(group);
     poll_routing(group);
     poll_overflow(group);
 }

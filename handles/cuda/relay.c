@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/route_nodes.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
@@ -215,17 +216,19 @@ static EpStatus await(const EpRelayRun *run, cudaStream_t stream, cudaEvent_t ev
     return ep_cuda_check(run->group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
 }
 
-EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
-                        EpRelayRun *run) {
+EpStatus ep_relay_begin(const EpHandle *handle, const EpOp *op, EpStream stream,
+                        int64_t record_bytes, EpRelayRun *run) {
     EpCuda *cuda = ep_cuda(handle->group);
     *run = (EpRelayRun){.handle = handle,
                         .group = handle->group,
                         .relay = cuda->relay,
+                        .op = op,
                         .chunks = cuda->relay->tables.chunks,
                         .record_bytes = record_bytes};
     EP_TRY(ep_cuda_stream(run->group, stream, &run->stream));
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
+    EP_TRY(ep_cuda_watch_mark(run->group, op->code, 1, 0, run->stream.stream));
     return record(run, run->side->begun, run->stream.stream);
 }
 
@@ -244,14 +247,24 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
     return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
 }
 
-/* A failure of NCCL leaves the ranks out of step, so it ends the group. */
+/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
+ * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found does.
+ */
 static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
-    EpStatus status = ep_cuda_comm_settle(run->group, ep_cuda(run->group)->network, what, result);
+    EpGroup *group = run->group;
+    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
+    ep_cuda_network_leave(group);
     if (status == EP_OK) return EP_OK;
     EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = run->group->rank, finding.count = 1;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
     strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    return ep_group_fail(run->group, &finding);
+    ep_cuda_watch_poll(group);
+    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+}
+
+/* An exchange is complete on the wire's stream: let the watcher know. */
+static EpStatus mark(const EpRelayRun *run, int last) {
+    return ep_cuda_watch_mark(run->group, run->op->code, 0, last, run->side->wire);
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
@@ -259,10 +272,12 @@ EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
     EpCudaRelay *r = run->relay;
     EP_TRY(record(run, run->side->ready[0], stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
+    EP_TRY(ep_cuda_network_enter(run->group));
     EP_TRY(settle(run, "ncclAllGather",
                   cuda->nccl->ncclAllGather(r->routing + r->tables.self * r->routing_bytes,
                                             r->routing, (size_t)r->routing_bytes, ncclUint8,
                                             cuda->network, run->side->wire)));
+    EP_TRY(mark(run, 1));
     EP_TRY(record(run, run->side->moved[0], run->side->wire));
     return await(run, stream, run->side->moved[0]);
 }
@@ -287,6 +302,7 @@ static Messages sources_of(const EpRelayRun *run, char *buffer) {
 static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive, size_t bytes) {
     const EpCuda *cuda = ep_cuda(run->group);
     cudaStream_t wire = run->side->wire;
+    EP_TRY(ep_cuda_network_enter(run->group));
     (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < send.count; i++)
         (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i), bytes, ncclUint8,
@@ -310,6 +326,7 @@ EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, 
         EP_TRY(send_and_receive(run, relays_of(run, out), sources_of(run, in), bytes));
     else
         EP_TRY(send_and_receive(run, sources_of(run, out), relays_of(run, in), bytes));
+    EP_TRY(mark(run, chunk == run->chunks - 1));
     return record(run, side->moved[chunk % 2], side->wire);
 }
 

@@ -72,6 +72,7 @@ typedef struct EpRelayRun {
     const EpHandle *handle;
     EpGroup *group;
     EpCudaRelay *relay;
+    const EpOp *op;
     EpCudaSide *side;
     EpCudaStream stream; /**< the caller's */
     int32_t chunks;
@@ -82,8 +83,8 @@ typedef struct EpRelayRun {
 typedef enum EpRelayWay { EP_TO_RELAYS, EP_FROM_RELAYS } EpRelayWay;
 
 /** Begin an operation on the caller's stream, after the group's earlier ones. */
-EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
-                        EpRelayRun *run);
+EpStatus ep_relay_begin(const EpHandle *handle, const EpOp *op, EpStream stream,
+                        int64_t record_bytes, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);

@@ -102,7 +102,7 @@ EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing) {
     EpRelayRun run;
     EpRouteArgs args;
     EpCudaOwn *own = routing->plan.is_named ? NULL : handle->own_state;
-    EP_TRY(ep_relay_begin(handle, routing->stream, 0, &run));
+    EP_TRY(ep_relay_begin(handle, routing->op, routing->stream, 0, &run));
     describe(handle, routing, run.relay, &args);
     int64_t seen = own ? ep_cuda_steps_seen(own) : 0;
     EP_TRY(run_kernels(&run, &args));

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/quantise.h"
 #include "runtime/cuda/order.h"
 #include "runtime/layout.h"
@@ -45,13 +46,16 @@ static EpStatus fail(const Work *w, const char *what, EpStatus status) {
 
 static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
     EpStatus status = ep_cuda_comm_settle(w->group, w->comm, what, result);
+    ep_cuda_network_leave(w->group);
     return status == EP_OK ? EP_OK : fail(w, what, status);
 }
 
 /* The calls between group_start and group_end return what is wrong with their arguments, and
  * ncclGroupEnd returns the same, so only its result counts. */
-static void group_start(const Work *w) {
+static EpStatus group_start(const Work *w) {
+    EP_TRY(ep_cuda_network_enter(w->group));
     (void)w->cuda->nccl->ncclGroupStart();
+    return EP_OK;
 }
 
 static EpStatus group_end(const Work *w, const char *what) {
@@ -115,7 +119,7 @@ static EpStatus arrange(const Work *w, const Gathered *g) {
 }
 
 static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
-    group_start(w);
+    EP_TRY(group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
     EP_TRY(group_end(w, "ncclAllGather"));
@@ -362,7 +366,7 @@ EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
         EP_TRY(pack(&w, call, packed));
     }
     if (w.group->size > 1) {
-        group_start(&w);
+        EP_TRY(group_start(&w));
         exchange(&w, call, packed);
         EP_TRY(group_end(&w, "ncclSend and ncclRecv"));
     }
@@ -376,6 +380,7 @@ EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
     Work w;
     EP_TRY(begin(call->group, call->stream, &w));
     if (w.group->size == 1 || call->count == 0) return EP_OK;
+    EP_TRY(ep_cuda_network_enter(w.group));
     return settle(&w, "ncclAllReduce",
                   w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
                                               ncclUint32, ncclMax, w.comm, w.stream));
