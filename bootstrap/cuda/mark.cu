@@ -6,7 +6,7 @@
 __global__ void mark_progress(const __grid_constant__ EpMarkArgs a) {
     uint64_t ops = a.counts[0] + (a.begins != 0), marks = a.counts[1] + 1;
     a.counts[0] = ops, a.counts[1] = marks;
-    ep_store_relaxed_sys(&a.marks->begun, ops << 8 | (uint64_t)a.op);
+    ep_store_relaxed_sys(&a.marks->begun, ops << 32 | a.digest);
     ep_store_relaxed_sys(&a.marks->moved, marks << 1 | !a.last);
 }
 

@@ -8,14 +8,15 @@
 
 /** In pinned memory. One store each, so their order does not matter. */
 typedef struct EpWatchMarks {
-    uint64_t begun; /**< operations that cross the network << 8 | code of the latest one */
+    uint64_t begun; /**< operations that cross the network << 32 | digest of the latest one */
     uint64_t moved; /**< marks so far << 1 | whether an operation is under way */
 } EpWatchMarks;
 
 typedef struct EpMarkArgs {
     EpWatchMarks *marks;
     uint64_t *counts; /**< device [2]: operations, marks */
-    int32_t op, begins, last;
+    uint32_t digest;
+    int32_t begins, last;
 } EpMarkArgs;
 
 #ifdef __cplusplus

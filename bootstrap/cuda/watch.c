@@ -10,6 +10,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/mark.h"
 #include "bootstrap/sockets.h"
+#include "runtime/cuda/digest.h"
 #include "runtime/op.h"
 #include "runtime/wait.h"
 
@@ -26,7 +27,7 @@ typedef enum NoteKind { NOTE_BEAT = 1, NOTE_FAILED, NOTE_LEAVING } NoteKind;
 
 typedef struct Note {
     int32_t kind, blamed;
-    uint64_t begun; /* operations that this rank has begun */
+    uint64_t begun; /* as in EpWatchMarks */
     char why[EP_ABORT_BYTES];
 } Note;
 
@@ -49,13 +50,14 @@ typedef enum LossKind {
     LOSS_FAILED, /* `peer` has given up on the group because of `blamed` */
     LOSS_CLOSED, /* `peer` has closed its connection */
     LOSS_LATE,   /* an exchange is late because of `blamed`, -1: not known */
+    LOSS_ORDER,  /* `peer` is in another operation */
     LOSS_NCCL    /* NCCL reports `result` */
 } LossKind;
 
 typedef struct Loss {
     int kind; /* LossKind; stored with release, last */
     int32_t peer, blamed;
-    int32_t op;
+    uint32_t own, other; /* digests: of this rank's operation; LOSS_ORDER: of the peer's */
     ncclResult_t result;
     char why[EP_ABORT_BYTES];
 } Loss;
@@ -71,7 +73,9 @@ typedef struct EpCudaWatch {
     Loss loss;
     Peer *peers;
     int32_t num_peers;
-    double beat, next_beat, since; /* since when nothing has moved */
+    double beat, next_beat;
+    double since;     /* nothing has moved */
+    double disagrees; /* since when this rank has found that it does with another one; 0: it has not */
     EpWatchMarks *marks;           /* pinned */
     uint64_t *counts;              /* device */
     uint64_t moved;                /* as seen last */
@@ -88,7 +92,11 @@ static uint64_t load(const uint64_t *word) {
 }
 
 static uint64_t begun(const EpCudaWatch *w) {
-    return load(&w->marks->begun) >> 8;
+    return load(&w->marks->begun);
+}
+
+static uint32_t number_of(uint64_t begun) {
+    return (uint32_t)(begun >> 32);
 }
 
 static int is_lost(const EpCudaWatch *w) {
@@ -121,7 +129,7 @@ static void end_communicator(EpCudaWatch *w) {
 static void lose(EpCudaWatch *w, LossKind kind, int32_t peer, int32_t blamed, const char *why) {
     if (w->loss.kind) return;
     w->loss.peer = peer, w->loss.blamed = blamed;
-    w->loss.op = (int32_t)(load(&w->marks->begun) & 255);
+    w->loss.own = (uint32_t)begun(w);
     memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
     __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
     if (kind != LOSS_TOLD) stop_kernels(w);
@@ -130,11 +138,22 @@ static void lose(EpCudaWatch *w, LossKind kind, int32_t peer, int32_t blamed, co
 
 /* ---- messages ------------------------------------------------------------------------------ */
 
+/* A rank that is in an operation of the same number must be in the same one. */
+static void compare(EpCudaWatch *w, const Peer *p) {
+    uint64_t own = begun(w);
+    if (number_of(own) != number_of(p->begun) ||
+        ep_same_operation((uint32_t)own, (uint32_t)p->begun))
+        return;
+    w->loss.other = (uint32_t)p->begun;
+    lose(w, LOSS_ORDER, p->rank, p->rank, "");
+}
+
 static void take_note(EpCudaWatch *w, Peer *p) {
     Note note = p->in;
     note.why[sizeof(note.why) - 1] = 0;
     p->heard = ep_clock(), p->begun = note.begun;
     if (note.kind == NOTE_LEAVING) p->left = 1;
+    if (note.kind == NOTE_BEAT) compare(w, p);
     if (note.kind == NOTE_FAILED) lose(w, LOSS_FAILED, p->rank, note.blamed, note.why);
 }
 
@@ -179,6 +198,12 @@ static void tell_all(EpCudaWatch *w) {
 
 /* ---- watching this rank -------------------------------------------------------------------- */
 
+/* Ranks that disagree find that out themselves, at about the same time, and say what differs. */
+static int gave_time(EpCudaWatch *w) {
+    if (w->disagrees == 0) w->disagrees = ep_clock();
+    return ep_clock() - w->disagrees > GRACE_SECONDS;
+}
+
 /* The group's thread, an abort, or kernels may have found a failure. */
 static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
@@ -189,6 +214,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
+    if (fault == EP_FAULT_ORDER && !gave_time(w)) fault = 0;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (aborted || fault)
@@ -199,13 +225,13 @@ static void look_at_group(EpCudaWatch *w) {
 
 /* Returns the rank to blame for an exchange that is late, or -1. */
 static int32_t find_late(const EpCudaWatch *w) {
-    uint64_t least = begun(w);
+    uint32_t least = number_of(begun(w));
     int32_t blamed = -1;
     for (int32_t i = 0; i < w->num_peers; i++) {
         const Peer *p = &w->peers[i];
         if (ep_clock() - p->heard > SILENT_BEATS * w->beat) return p->rank;
-        if (p->begun >= least) continue;
-        least = p->begun, blamed = p->rank;
+        if (number_of(p->begun) >= least) continue;
+        least = number_of(p->begun), blamed = p->rank;
     }
     return blamed;
 }
@@ -357,10 +383,10 @@ void ep_cuda_network_leave(EpGroup *group) {
     if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
 }
 
-EpStatus ep_cuda_watch_mark(const EpGroup *group, int32_t op, int begins, int last,
+EpStatus ep_cuda_watch_mark(const EpGroup *group, uint32_t digest, int begins, int last,
                             cudaStream_t stream) {
     EpCudaWatch *w = ep_cuda(group)->watch;
-    EpMarkArgs args = {w->marks, w->counts, op, begins, last};
+    EpMarkArgs args = {w->marks, w->counts, digest, begins, last};
     return ep_cuda_check(group, "kernel launch", ep_cuda_launch_mark(&args, stream));
 }
 
@@ -387,6 +413,8 @@ static EpStatus report(const EpGroup *group, const Loss *loss, const char *phase
         return ep_fail(EP_ERR_PEER,
                        "rank %d: %s: rank %d has closed its connection, as a process does that ends",
                        group->rank, phase, loss->peer);
+    if (loss->kind == LOSS_ORDER)
+        return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == LOSS_LATE) return report_late(group, loss, phase);
     return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL between nodes: %s", group->rank, phase,
                    ep_cuda(group)->nccl->ncclGetErrorString(loss->result));
@@ -397,7 +425,7 @@ void ep_cuda_watch_poll(EpGroup *group) {
     if (!w || group->failed != EP_OK) return;
     if (!is_others(is_lost(w))) return;
     EpFinding finding = EP_FINDING_INIT;
-    const char *phase = w->loss.op ? ep_op_find(w->loss.op)->name : "network";
+    const char *phase = w->loss.own ? ep_op_find(EP_DIGEST_OP(w->loss.own))->name : "network";
     finding.rank = group->rank, finding.peer = w->loss.blamed, finding.count = 1;
     strncpy(finding.phase, phase, sizeof(finding.phase) - 1);
     finding.status = report(group, &w->loss, phase);

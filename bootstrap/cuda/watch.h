@@ -7,14 +7,15 @@
  * words by which ranks of a node learn of each other do not cross the network. So the watchers of
  * ranks on different nodes are connected by TCP (bootstrap/sockets.h), and tell each other
  *
- *     what they are in   each second: how many operations the rank has begun
+ *     what they are in   each second: how many operations the rank has begun, and the latest one
  *     that a rank fails  at once: whom it blames and, if it was aborted, why
  *     that a rank ends   the connection closes: its process has ended, or was killed
  *
  * A watcher also sees how far this rank's own exchanges have come: kernels store that into pinned
  * memory (EpWatchMark), in replayed graphs, too. An exchange that has not moved for the group's
  * timeout is late. The rank to blame is the one that has begun fewer operations, or of which nothing
- * was heard.
+ * was heard. Ranks in different operations would send each other messages of different sizes, which
+ * NCCL does not find out: the watchers compare the digests of operations of the same number.
  *
  * Once something is lost, the watcher ends this rank's part: kernels leave, the communicator of the
  * network is aborted, which ends its kernels. What was lost waits here until the group's thread
@@ -45,8 +46,8 @@ EpStatus ep_cuda_network_enter(EpGroup *group);
 void ep_cuda_network_leave(EpGroup *group);
 
 /** Enqueue: this rank begins an operation that crosses the network, or one of its exchanges is
- *  complete; `last`: of this operation. */
-EpStatus ep_cuda_watch_mark(const EpGroup *group, int32_t op, int begins, int last,
+ *  complete; `last`: of this operation. `digest`: EP_DIGEST of the operation and its sizes. */
+EpStatus ep_cuda_watch_mark(const EpGroup *group, uint32_t digest, int begins, int last,
                             cudaStream_t stream);
 
 #endif

@@ -222,13 +222,13 @@ EpStatus ep_relay_begin(const EpHandle *handle, const EpOp *op, EpStream stream,
     *run = (EpRelayRun){.handle = handle,
                         .group = handle->group,
                         .relay = cuda->relay,
-                        .op = op,
+                        .digest = ep_cuda_digest(handle, op, &record_bytes, 1),
                         .chunks = cuda->relay->tables.chunks,
                         .record_bytes = record_bytes};
     EP_TRY(ep_cuda_stream(run->group, stream, &run->stream));
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
-    EP_TRY(ep_cuda_watch_mark(run->group, op->code, 1, 0, run->stream.stream));
+    EP_TRY(ep_cuda_watch_mark(run->group, run->digest, 1, 0, run->stream.stream));
     return record(run, run->side->begun, run->stream.stream);
 }
 
@@ -264,7 +264,7 @@ static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
 
 /* An exchange is complete on the wire's stream: let the watcher know. */
 static EpStatus mark(const EpRelayRun *run, int last) {
-    return ep_cuda_watch_mark(run->group, run->op->code, 0, last, run->side->wire);
+    return ep_cuda_watch_mark(run->group, run->digest, 0, last, run->side->wire);
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {

@@ -72,7 +72,7 @@ typedef struct EpRelayRun {
     const EpHandle *handle;
     EpGroup *group;
     EpCudaRelay *relay;
-    const EpOp *op;
+    uint32_t digest; /**< of the operation, for the watcher */
     EpCudaSide *side;
     EpCudaStream stream; /**< the caller's */
     int32_t chunks;
