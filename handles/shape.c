@@ -37,6 +37,13 @@ static EpStatus check_tail(const EpCall *call, const EpHandleConfig *c) {
                      "layouts, which alone deliver expert ids, got EP_TAIL_IDS");
 }
 
+/* The flat and rank-major layouts accept either, since they have no padding. */
+static EpStatus check_padding(const EpCall *call, const EpHandleConfig *c) {
+    if (c->padding == EP_PADDING_ZERO || c->padding == EP_PADDING_KEEP) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.padding", "expected an EpPadding, got %d",
+                     (int)c->padding);
+}
+
 static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
     if (c->expert_ids != EP_IDS_LOCAL && c->expert_ids != EP_IDS_GLOBAL)
         return ep_refuse(call, EP_ERR_RANGE, "config.expert_ids", "expected an EpExpertIds, got %d",
@@ -86,6 +93,7 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
         return ep_refuse(call, EP_ERR_RANGE, "config.overflow",
                          "expected an EpOverflow or EP_DEFAULT, got %d", c->overflow);
     EP_TRY(check_tail(call, c));
+    EP_TRY(check_padding(call, c));
     return check_mode_and_scales(call, c);
 }
 
@@ -160,6 +168,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
     s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
     s.tail = (EpTail)c->zero_tail;
+    s.padding = c->padding;
     s.expert_ids = c->expert_ids;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;

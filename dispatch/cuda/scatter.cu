@@ -89,9 +89,10 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
     const EpPlanShape &s = a.shape;
     int batched = s.layout == EP_LAYOUT_BATCHED;
     for (int e = role.index; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += role.count) {
-        int64_t offset = a.plan.expert_offsets[e];
+        int64_t begin = ep_padding_begin(&s, a.plan.expert_offsets, a.plan.expert_counts,
+                                         a.plan.expert_padded, e);
         int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
-        zero_slots(a, offset + a.plan.expert_counts[e], end, z);
+        zero_slots(a, begin, end, z);
     }
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (batched || s.tail == EP_TAIL_KEEP || rows <= 0) return;

@@ -729,6 +729,14 @@ typedef enum EpTail {
                            tells rows from tail without the counts */
 } EpTail;
 
+/** What becomes of padding, the rows of a slab behind its last slot. FLAT and RANK_MAJOR have none.
+ */
+typedef enum EpPadding {
+    EP_PADDING_ZERO = 1, /**< it becomes zero */
+    EP_PADDING_KEEP = 2 /**< it is not written: for experts that go by the counts, or that keep each
+                             row's results in that row */
+} EpPadding;
+
 /** Which plans the calls on a handle use. */
 typedef enum EpPlans {
     EP_PLANS_OWNED = 1, /**< the handle's own, which the library allocates; a call may still name
@@ -737,9 +745,9 @@ typedef enum EpPlans {
                              destroyed in less than 5 us, also while a stream is being captured */
 } EpPlans;
 
-/** Configuration of a handle, equal on every rank except overflow, zero_tail, scale_order, num_sms,
- *  plans and expert_ids, which each rank may choose. ep_prepare (latency mode: ep_dispatch)
- *  compares it with the peers; every operation compares `id`. */
+/** Configuration of a handle, equal on every rank except overflow, zero_tail, padding, scale_order,
+ *  num_sms, plans and expert_ids, which each rank may choose. ep_prepare (latency mode:
+ * ep_dispatch) compares it with the peers; every operation compares `id`. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -764,6 +772,7 @@ typedef struct EpHandleConfig {
                                  compared */
     EpExpertIds expert_ids; /**< numbers of experts in recv_topk_idx */
     int32_t reserved;       /**< 0 */
+    EpPadding padding;      /**< whether dispatch and combine_backward write padding */
 } EpHandleConfig;
 
 #define EP_MAX_HANDLE_ID 4095
@@ -772,7 +781,7 @@ typedef struct EpHandleConfig {
     {                                                                                           \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,     \
             EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT, \
-            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0                                                  \
+            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO                                 \
     }
 
 /** Compute the bytes of a plan of handles with this configuration on this rank. They depend on its
@@ -814,9 +823,9 @@ void ep_handle_destroy(EpHandle *handle);
 
 /**
  * Get the handle's own plan as a tensor, which operations may name on other handles of the group
- * with an equal configuration (quant, scale_order, zero_tail, overflow, expert_ids and num_sms may
- * differ). *plan is written only on success; its memory is valid until the handle is destroyed.
- * EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ * with an equal configuration (quant, scale_order, zero_tail, padding, overflow, expert_ids and
+ * num_sms may differ). *plan is written only on success; its memory is valid until the handle is
+ * destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
  */
 EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 
@@ -956,7 +965,8 @@ typedef struct EpPrepare {
  *
  * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
  *
- * Padding rows within slabs become zero: tokens, weights and scales.
+ * Padding rows within slabs become zero: tokens, weights and scales. EP_PADDING_KEEP: they are not
+ * written.
  *
  * If the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a multiple
  * of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required. With blocks of
@@ -1034,9 +1044,9 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
  * slot_weights       as in the combine, or NULL if it was unweighted
  * expert_out         as in the combine; required with grad_slot_weights, otherwise NULL
  * grad_expert_out    like expert_out: w * grad_out[t], rounded to FP32 and then to the rows' type,
- *                    or grad_out[t] itself if unweighted; padding rows zero
- * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero; or
- *                    NULL. Deterministic, summed in FP32.
+ *                    or grad_out[t] itself if unweighted; padding as in ep_dispatch
+ * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding
+ *                    likewise; or NULL. Deterministic, summed in FP32.
  */
 EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,

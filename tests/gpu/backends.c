@@ -38,6 +38,7 @@ static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
                                 .capacity = 1300,
                                 .rows_per_expert = 272,
                                 .overflow = EP_OVERFLOW_DROP,
+                                .padding = weighted ? EP_PADDING_KEEP : EP_PADDING_ZERO,
                                 .layout = layout,
                                 .counted = weighted,
                                 .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});

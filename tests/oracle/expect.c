@@ -6,10 +6,6 @@
 
 #include "tests/oracle/number.h"
 
-static int written(const World *world, const Row *row) {
-    return row->kind != ROW_TAIL || world->c.zero_tail == EP_TAIL_ZERO;
-}
-
 static void set_index(const World *world, Image *image, int64_t i, int64_t expert) {
     int32_t narrow = (int32_t)expert;
     if (world->c.index_type == EP_TYPE_INT64)
@@ -90,7 +86,7 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
         int no_ids = what->kind == ROW_TAIL && world->c.zero_tail == EP_TAIL_IDS;
         for (int k = 0; no_ids && k < world->c.top_k; k++)
             set_index(world, &out->index, row * world->c.top_k + k, -1);
-        if (!written(world, what)) continue;
+        if (!world_writes(world, what)) continue;
         expect_row(&out->tokens, row, case_recv_bytes(&world->c), what, from->sent);
         expect_scales(world, rank, row, &out->scales);
         expect_weights(world, rank, row, out);
@@ -199,7 +195,7 @@ void expect_combine_backward(const World *world, int rank, Image *rows) {
     const RankWorld *me = &world->rank[rank];
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         const Row *what = &me->row[row];
-        if (written(world, what))
+        if (world_writes(world, what))
             memset(rows->data + (size_t)row * case_sum_bytes(c), 0, case_sum_bytes(c));
         if (what->kind != ROW_FILLED) continue;
         for (int h = 0; h < c->hidden; h++) {

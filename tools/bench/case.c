@@ -119,11 +119,16 @@ static bool create_group(Case *c) {
            world_allgather(c->world, &info.node, c->nodes, sizeof(info.node));
 }
 
+bool case_zeroes_row(const Case *c, int64_t row) {
+    return c->slots.rows[row].state == ROW_PADDING && c->options->padding == EP_PADDING_ZERO;
+}
+
 EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->slots.layout;
     config.top_k = (int32_t)c->options->top_k;
     config.quant = c->quant;
+    config.padding = (EpPadding)c->options->padding;
     if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
     return config;
 }

@@ -101,6 +101,9 @@ bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
 bool case_create(World *world, const Options *options, int64_t size, Case *out);
 void case_destroy(Case *c);
 
+/** Returns whether dispatch and combine_backward zero a row of the receive buffer. */
+bool case_zeroes_row(const Case *c, int64_t row);
+
 /** Returns the configuration of the case's handle. */
 EpHandleConfig case_handle_config(const Case *c);
 

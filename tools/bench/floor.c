@@ -12,12 +12,30 @@
 
 /* ---- host: memcpy -------------------------------------------------------------------------- */
 
-enum { COPY_INDEX, COPY_ROWS, NUM_COPIES };
+enum { COPY_INDEX, COPY_ROWS, COPY_ROWS_AND_ZEROS, NUM_COPIES };
+
+/* What a phase at least moves: indices; rows; rows, and the zeros of padding. */
+static const int copy_of[NUM_PHASES] = {[PHASE_PREPARE] = COPY_INDEX,
+                                        [PHASE_DISPATCH] = COPY_ROWS_AND_ZEROS,
+                                        [PHASE_COMBINE] = COPY_ROWS,
+                                        [PHASE_COMBINE_BACKWARD] = COPY_ROWS_AND_ZEROS,
+                                        [PHASE_DISPATCH_BACKWARD] = COPY_ROWS};
 
 typedef struct HostCopy {
     Case *c;
     void *index; /* destination of the indices */
 } HostCopy;
+
+/* The padding of each slab at once. */
+static void zero_padding(Case *c) {
+    for (int64_t row = 0, begin = 0; row <= c->slots.num_rows; row++) {
+        if (row < c->slots.num_rows && case_zeroes_row(c, row)) continue;
+        if (row > begin)
+            memset(c->buffers.slots_out + (size_t)begin * c->row_bytes, 0,
+                   (size_t)(row - begin) * c->row_bytes);
+        begin = row + 1;
+    }
+}
 
 static bool copy(void *context, int which) {
     HostCopy *host = context;
@@ -31,6 +49,7 @@ static bool copy(void *context, int which) {
     for (int64_t i = 0; i < c->slots.num_slots; i++)
         memcpy(c->buffers.slots_out + (size_t)i * c->row_bytes,
                c->buffers.slots_in + (size_t)i * c->row_bytes, c->row_bytes);
+    if (which == COPY_ROWS_AND_ZEROS) zero_padding(c);
     return true;
 }
 
@@ -41,7 +60,7 @@ bool floor_measure_host(Case *c, Floor *out) {
     bool ok = world_all(c->world, host.index != NULL) &&
               time_calls(c->world, 1, c->options->iterations, copy, &host, NUM_COPIES, copies);
     for (int p = 0; ok && p < NUM_PHASES; p++)
-        out->mem_us[p] = copies[p == PHASE_PREPARE ? COPY_INDEX : COPY_ROWS].median_us;
+        out->mem_us[p] = copies[copy_of[p]].median_us;
     free(host.index);
     return ok;
 }

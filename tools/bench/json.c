@@ -15,6 +15,7 @@ static void put_shape(Json *j, const Options *o) {
     json_put_int(j, "top_k", o->top_k);
     json_put_int(j, "experts", o->experts);
     json_put_int(j, "alignment", o->alignment);
+    json_put_text(j, "padding", options_padding_name(o->padding));
     json_put_text(j, "layout", options_layout_name(o->layout));
     json_put_int(j, "capacity", o->capacity);
     json_put_text(j, "overflow", options_overflow_name(o->overflow));

@@ -57,7 +57,7 @@ static MemoryCounts count(const Case *c) {
         for (int64_t t = 0; t < c->routing.tokens[r]; t++)
             count_received(c, r, t, &counts);
     for (int64_t row = 0; row < c->slots.num_rows; row++)
-        counts.padding += c->slots.rows[row].state == ROW_PADDING;
+        counts.padding += case_zeroes_row(c, row);
     return counts;
 }
 

@@ -95,6 +95,7 @@ static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {"batched", EP_LAYOUT_BATCHED},
                                  {"rank-major", EP_LAYOUT_RANK_MAJOR},
                                  {NULL, 0}};
+static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -141,6 +142,8 @@ static const Option specs[] = {
      "the installed models.txt)"},
     {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
+    {0, "padding", "zero|keep", option_parse_choice, AT(padding), 0, 0, paddings,
+     "what becomes of the rows that pad slabs (default zero)"},
     {0, "dtype", "bf16|fp16|fp32", option_parse_choice, AT(type), 0, 0, option_types,
      "element type of the rows (default bf16)"},
     {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
@@ -196,6 +199,10 @@ const char *options_layout_name(int64_t layout) {
     return option_choice_name(layouts, layout);
 }
 
+const char *options_padding_name(int64_t padding) {
+    return option_choice_name(paddings, padding);
+}
+
 const char *options_overflow_name(int64_t overflow) {
     return option_choice_name(overflows, overflow);
 }
@@ -240,7 +247,7 @@ static void set_defaults(Options *o) {
     o->hidden = 7168, o->top_k = 8, o->experts = 256;
     o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
     o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
-    o->overflow = EP_OVERFLOW_ERROR;
+    o->overflow = EP_OVERFLOW_ERROR, o->padding = EP_PADDING_ZERO;
     o->backend = EP_BACKEND_AUTO;
     o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
     o->seed = 1;
@@ -325,6 +332,9 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
         return bench_refuse("--baseline: expected --layout expert, got --layout %s",
                             options_layout_name(o->layout));
+    if (o->baseline && o->padding != EP_PADDING_ZERO)
+        return bench_refuse("--baseline: expected --padding zero, got --padding %s",
+                            options_padding_name(o->padding));
     if (o->baseline && o->capacity)
         return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
                             (long long)o->capacity);

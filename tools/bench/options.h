@@ -28,6 +28,7 @@ typedef struct Options {
     const char *json_path;
     int64_t hidden, top_k, experts;
     int64_t alignment; /**< 0 until defaults are filled in */
+    int64_t padding;   /**< EpPadding */
     int64_t type;      /**< EpType of the rows */
     RoutingKind routing;
     double zipf_exponent;
@@ -70,6 +71,7 @@ bool options_check_sweep(const Options *options);
 /** Names of values as the command line spells them, e.g. "bf16", "expert". */
 const char *options_type_name(int64_t type);
 const char *options_layout_name(int64_t layout);
+const char *options_padding_name(int64_t padding);
 const char *options_overflow_name(int64_t overflow);
 const char *options_backend_name(int64_t backend);
 const char *options_mode_name(int64_t mode);
