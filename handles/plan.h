@@ -28,8 +28,9 @@ typedef struct EpPlanShape {
     EpOverflow overflow;
     EpTail tail;
     EpPadding padding;
-    EpMode mode; /**< THROUGHPUT or LATENCY */
-    EpQuant quant;
+    EpMode mode;       /**< THROUGHPUT or LATENCY */
+    EpQuant quant;     /**< of dispatch */
+    EpQuant sum_quant; /**< of partial sums: NONE or FP8 */
     EpScaleOrder scale_order;
     EpExpertIds expert_ids;
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */

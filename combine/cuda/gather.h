@@ -19,6 +19,7 @@ typedef struct EpGatherArgs {
     int32_t receivers; /**< blocks that receive; the others send */
     int32_t chunk;     /**< most tokens that a block claims at a time */
     int32_t top_k;
+    int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */
 } EpGatherArgs;
 
 #ifdef __cplusplus

@@ -773,6 +773,9 @@ typedef struct EpHandleConfig {
     EpExpertIds expert_ids; /**< numbers of experts in recv_topk_idx */
     int32_t reserved;       /**< 0 */
     EpPadding padding;      /**< whether dispatch and combine_backward write padding */
+    EpQuant sum_quant;      /**< how the partial sums of ep_combine and ep_dispatch_backward travel:
+                                 NONE, in the rows' type, or FP8, half as many bytes as BF16. Those
+                                 operations compare it with the peers. See ep_combine */
 } EpHandleConfig;
 
 #define EP_MAX_HANDLE_ID 4095
@@ -781,7 +784,7 @@ typedef struct EpHandleConfig {
     {                                                                                           \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,     \
             EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT, \
-            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO                                 \
+            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO, EP_QUANT_NONE                  \
     }
 
 /** Compute the bytes of a plan of handles with this configuration on this rank. They depend on its
@@ -823,9 +826,9 @@ void ep_handle_destroy(EpHandle *handle);
 
 /**
  * Get the handle's own plan as a tensor, which operations may name on other handles of the group
- * with an equal configuration (quant, scale_order, zero_tail, padding, overflow, expert_ids and
- * num_sms may differ). *plan is written only on success; its memory is valid until the handle is
- * destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ * with an equal configuration (quant, sum_quant, scale_order, zero_tail, padding, overflow,
+ * expert_ids and num_sms may differ). *plan is written only on success; its memory is valid until
+ * the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
  */
 EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 
@@ -1018,6 +1021,11 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  * rounded once more to the rows' type. The token's rank adds it in the place of the node's lowest
  * rank: the lowest of all ranks there, with a slot of the token or not. So sums depend on routing,
  * placement of experts and nodes.
+ *
+ * With EpHandleConfig.sum_quant = EP_QUANT_FP8 sums are not rounded to the rows' type where they
+ * travel. They are quantised from FP32, as ep_dispatch quantises a row of FP32, and each receiver
+ * adds scale * e4m3, one rounding. The same holds for each sum of a node. H is then a multiple of
+ * 16, else EP_ERR_ROW_BYTES. docs/semantics.md has the error of that.
  */
 EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,

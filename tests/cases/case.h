@@ -58,6 +58,7 @@ typedef struct Case {
     int spare_rows;          /**< rows of the receive buffers beyond those needed */
     int zero_tail;           /**< an EpTail; IDS where the layout has no ids: KEEP */
     EpPadding padding;       /**< ZERO */
+    EpQuant sum_quant;       /**< NONE; FP8 rounds `hidden` up */
     EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT, but LATENCY where the layout is RANK_MAJOR; latency

@@ -72,6 +72,7 @@ typedef struct Case {
     Slots slots;
     int64_t tokens;   /**< T of this rank */
     size_t row_bytes; /**< of a token or slot row */
+    size_t sum_bytes; /**< of a partial sum on its way */
     EpQuant quant;    /**< of dispatch; if not NONE, received rows differ from sent rows */
     EpType recv_type, recv_scale_type;
     size_t recv_bytes, recv_scale_bytes; /**< of a row in slots_out after dispatch, of its scales */
@@ -146,6 +147,9 @@ bool phase_fetch(Case *c, PhaseId phase);
  * dispatch_backward moves the gradients of these weights.
  */
 int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
+
+/** The same for rows and entries that go to other ranks, where sums may travel quantised. */
+int64_t phase_remote_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
 
 /** Identities of contents, see data_id. `owner` is the rank that holds the slot. */
 uint64_t case_token_id(const Case *c, int rank, int64_t token);

@@ -116,7 +116,7 @@ static int64_t count_between(const Case *c, PhaseId phase, int source, int owner
                        routing_owner(&c->routing, c->routing.experts[i]) == owner;
         rows += entries > before;
     }
-    return phase_bytes(c, phase, rows, entries);
+    return phase_remote_bytes(c, phase, rows, entries);
 }
 
 /* Bytes that this rank sends to `peer`, rounded up to the kernel's unit of 16 bytes. */

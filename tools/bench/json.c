@@ -24,6 +24,7 @@ static void put_shape(Json *j, const Options *o) {
     json_put_text(j, "mode", options_mode_name(o->mode));
     json_put_bool(j, "split", o->split);
     json_put_text(j, "quant", options_quant_name(o->quant));
+    json_put_text(j, "sum_quant", options_quant_name(o->sum_quant));
     json_put_text(j, "idx", options_type_name(o->index_type));
 }
 

@@ -44,7 +44,8 @@ static void set_bytes(const Case *c, const RowCounts *sum, int64_t slots, SizeRe
     for (int p = 0; p < NUM_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
         PhaseId id = (PhaseId)p;
-        phase->remote_bytes = phase_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
+        phase->remote_bytes =
+            phase_remote_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
         phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
         phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
     }

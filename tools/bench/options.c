@@ -96,6 +96,7 @@ static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {"rank-major", EP_LAYOUT_RANK_MAJOR},
                                  {NULL, 0}};
 static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
+static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -175,6 +176,8 @@ static const Option specs[] = {
      "with --mode latency: dispatch and combine as send and wait calls"},
     {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
      option_quants, "dispatch quantises (default none)"},
+    {0, "sum-quant", "none|fp8", option_parse_choice, AT(sum_quant), 0, 0, sum_quants,
+     "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "baseline", NULL, option_parse_flag, AT(baseline), 0, 0, NULL,
      "also measure packing, MPI or NCCL and unpacking without libep"},
     {0, "floor", "0|1", option_parse_int, AT(floor), 0, 1, NULL,
@@ -219,6 +222,11 @@ const char *options_quant_name(int64_t quant) {
     return option_choice_name(option_quants, quant);
 }
 
+const char *options_sums_name(const Options *options) {
+    return options->sum_quant == EP_QUANT_NONE ? options_type_name(options->type)
+                                               : options_quant_name(options->sum_quant);
+}
+
 void options_routing_name(const Options *options, char *out, size_t bytes) {
     if (options->routing == ROUTING_FILE)
         snprintf(out, bytes, "file:%s", options->routing_path);
@@ -249,7 +257,7 @@ static void set_defaults(Options *o) {
     o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
     o->overflow = EP_OVERFLOW_ERROR, o->padding = EP_PADDING_ZERO;
     o->backend = EP_BACKEND_AUTO;
-    o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
+    o->mode = EP_MODE_THROUGHPUT, o->quant = o->sum_quant = EP_QUANT_NONE;
     o->seed = 1;
 }
 
@@ -349,6 +357,9 @@ static bool validate_together(const Options *o) {
     if (o->quant != EP_QUANT_NONE && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_quant_name(o->quant), (long long)o->hidden);
+    if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
+        return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
+                            options_quant_name(o->sum_quant), (long long)o->hidden);
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return true;

@@ -44,6 +44,7 @@ typedef struct Options {
     int64_t backend;    /**< EpBackend */
     int64_t mode;       /**< EpMode */
     int64_t quant;      /**< EpQuant */
+    int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     int64_t floor;
@@ -76,6 +77,9 @@ const char *options_overflow_name(int64_t overflow);
 const char *options_backend_name(int64_t backend);
 const char *options_mode_name(int64_t mode);
 const char *options_quant_name(int64_t quant);
+
+/** How sums travel: "fp8", or the name of the rows' type. */
+const char *options_sums_name(const Options *options);
 
 /** "zipf:1.2", "file:trace.txt", ... */
 void options_routing_name(const Options *options, char *out, size_t bytes);

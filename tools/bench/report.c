@@ -21,9 +21,9 @@ static void report_models(const RunList *list) {
     printf("# config:  %d ranks (%s), %s, routing %s, masked %g, %s tokens, seed %lld\n",
            world->size, world->threads ? "threads" : "MPI", options_type_name(o->type), routing,
            o->masked, o->uneven ? "uneven" : "even", (long long)o->seed);
-    printf("#          %s, scales %lld bytes, indices %s, quant %s, padding %s\n",
+    printf("#          %s, scales %lld bytes, indices %s, quant %s, sums %s, padding %s\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
-           options_type_name(o->index_type), options_quant_name(o->quant),
+           options_type_name(o->index_type), options_quant_name(o->quant), options_sums_name(o),
            options_padding_name(o->padding));
     for (int i = 0; i < list->count && strcmp(list->runs[i].model, list->runs[0].model) == 0; i++) {
         o = &list->runs[i].options;
@@ -54,8 +54,8 @@ static void report_config(const Report *report) {
            : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
                ? "what the routing needs"
                : "exact sizing");
-    printf("#          mode %s%s, quant %s, padding %s\n", options_mode_name(o->mode),
-           o->split ? " as send and wait" : "", options_quant_name(o->quant),
+    printf("#          mode %s%s, quant %s, sums %s, padding %s\n", options_mode_name(o->mode),
+           o->split ? " as send and wait" : "", options_quant_name(o->quant), options_sums_name(o),
            options_padding_name(o->padding));
 }
 

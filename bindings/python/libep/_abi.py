@@ -306,6 +306,7 @@ class EpHandleConfig(Structure):
         ("expert_ids", c_int),
         ("reserved", c_int32),
         ("padding", c_int),
+        ("sum_quant", c_int),
     ]
 
 
@@ -431,6 +432,7 @@ INITIAL_VALUES: dict[type, dict[str, float]] = {
         "plans": Plans.OWNED,
         "expert_ids": ExpertIds.LOCAL,
         "padding": Padding.ZERO,
+        "sum_quant": Quant.NONE,
     },
     EpHandleCost: {"mode": Mode.AUTO},
     EpHandleInfo: {"mode": Mode.AUTO},

@@ -63,6 +63,7 @@ class HandleFields(TypedDict, total=False):
     id: int  # a number that ranks compare and that sentences name; 0: none (0)
     expert_ids: ExpertIds  # (LOCAL)
     padding: Padding  # (ZERO)
+    sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
 
 
 def _fill(struct: type[AnyStruct], fields: Mapping[str, Any]) -> AnyStruct:
