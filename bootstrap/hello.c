@@ -18,7 +18,9 @@ static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
                                                    "config.nccl_comm being given",
                                                    "config.mode",
                                                    "config.duplicates",
-                                                   "config.latency_sets"};
+                                                   "config.latency_sets",
+                                                   "config.num_nodes",
+                                                   "LIBEP_NODE_CHUNK"};
 
 void ep_hello_describe(EpHello *mine, const EpGroupConfig *c, const EpSettings *settings) {
     const int64_t fields[EP_HELLO_FIELDS] = {
@@ -27,7 +29,7 @@ void ep_hello_describe(EpHello *mine, const EpGroupConfig *c, const EpSettings *
         c->alignment,         c->max_recv_rows,  c->overflow,
         c->backend,           settings->backend, settings->stage_bytes,
         c->nccl_comm != NULL, c->mode,           c->duplicates,
-        c->latency_sets};
+        c->latency_sets,      c->num_nodes,      settings->node_chunk};
     memcpy(mine->field, fields, sizeof(fields));
     memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
 }
@@ -74,7 +76,7 @@ void ep_hello_terminate(EpHello *all, int32_t size) {
     }
 }
 
-int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
+void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
     int32_t count = 0;
     for (int32_t r = 0; r < size; r++) {
         int32_t other = 0;
@@ -82,5 +84,4 @@ int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
             other++;
         nodes[r] = other < r ? nodes[other] : count++;
     }
-    return count;
 }

@@ -22,13 +22,10 @@ void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
 
 /* Count the ranks of the node that has the fewest, and of this rank's node. */
 static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
-    *least = group->size, *here = 0;
-    for (int32_t node = 0; node < group->num_nodes; node++) {
-        int32_t count = 0;
-        for (int32_t r = 0; r < group->size; r++)
-            count += group->nodes[r] == node;
+    *least = group->size, *here = group->nodes.sizes.ranks;
+    for (int32_t node = 0; node < group->nodes.sizes.nodes; node++) {
+        int32_t count = ep_nodes_size(&group->nodes, node);
         *least = count < *least ? count : *least;
-        if (node == group->nodes[group->rank]) *here = count;
     }
 }
 
@@ -77,7 +74,7 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     setup.spins = choose_spins(group, here);
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
     EP_TRY(ep_group_agree(group, call, check_physical(group, bytes, here)));
-    EP_TRY(share(b, group->nodes, (size_t)bytes, group->timeout, segments, &host->memory));
+    EP_TRY(share(b, group->nodes.of, (size_t)bytes, group->timeout, segments, &host->memory));
     host->exchange = ep_exchange_create(&setup);
     if (!host->exchange)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
@@ -88,11 +85,11 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
 }
 
 static EpStatus check_messages(const EpGroup *group) {
-    if (group->num_nodes == 1 || group->bootstrap.isend) return EP_OK;
+    if (group->nodes.sizes.nodes == 1 || group->bootstrap.isend) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
                    "for ranks on %d nodes, got none",
-                   group->rank, group->num_nodes);
+                   group->rank, group->nodes.sizes.nodes);
 }
 
 EpStatus ep_host_open(EpGroup *group) {

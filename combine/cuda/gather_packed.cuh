@@ -4,7 +4,8 @@
 
 /**
  * The compute warps of gather.cu where partial sums travel as e4m3 with scales (packed.h): sending
- * blocks pack their sums, receiving blocks unpack those of other ranks and add them.
+ * blocks pack their sums; receiving blocks unpack those of other ranks and nodes and add them. What
+ * they sum for another node they pack once more.
  *
  * Bytes, of a row of n bf16: a sender loads 2n for each slot and stores 1.03n instead of 2n, which
  * the wire and both memories then carry. A receiver loads 1.03n for each other rank and stores 2n.
@@ -44,39 +45,6 @@ __device__ __forceinline__ void add_slots(SumUnit<T> *sum, const Stages &s, cons
     }
 }
 
-/* ---- packing ------------------------------------------------------------------------------- */
-
-/* Pack the sums of all work items. By the compute warps of a sending block. */
-template <typename T> __device__ void pack_rows(Pipeline *p, int thread) {
-    Stages s = pipeline_stages(p);
-    uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
-    for (uint32_t n = 0;; n++) {
-        int j = n % PIPELINE_ENTRIES;
-        pipeline_wait(p->barrier[ITEM_LOADED], n);
-        WorkItem item = p->item[j];
-        if (item.loads == PIPELINE_END) return;
-        uint32_t first = p->first[j], to = stage_of(s, first, item.loads - 1);
-        uint32_t weight = weights + j * width * (uint32_t)sizeof(float);
-        int units = item.bytes / (int)sizeof(EpUnit<T>);
-#pragma unroll 1
-        for (int base = 0; base < units; base += COMPUTE_THREADS) {
-            int unit = base + thread, valid = unit < units;
-            SumUnit<T> sum = {};
-            EpQuantScale scale;
-            if (valid) add_slots(&sum, s, item, first, weight, unit);
-            uint4 codes =
-                ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum.part), valid, &scale);
-            ep_barrier(1, COMPUTE_THREADS);
-            if (!valid) continue;
-            ep_store_shared(to + ep_packed_codes(unit), codes);
-            if (unit % 8 == 0) *ep_shared<uint32_t>(to + ep_packed_scale(unit)) = scale.stored;
-        }
-        pipeline_computed(p, n);
-    }
-}
-
-/* ---- unpacking ----------------------------------------------------------------------------- */
-
 /* Add a unit of packed terms `begin` to before `end`: each element is scale * code, rounded, and
  * then added. */
 template <typename T>
@@ -93,26 +61,60 @@ __device__ __forceinline__ void add_packed(SumUnit<T> *sum, const Stages &s, con
     }
 }
 
-/* Returns a unit of a token's total: the packed sums of lower ranks, this rank's own, and those of
- * higher ranks. */
-template <typename T>
-__device__ __forceinline__ SumUnit<T> total_of(const Stages &s, const WorkItem &item,
-                                               uint32_t first, uint32_t weights, int unit) {
-    SumUnit<T> total = {};
-    add_packed(&total, s, item, first, 0, item.run, unit);
-    if (item.run < item.run_end) {
-        SumUnit<T> own = {};
-        add_slots(&own, s, item, first, weights, unit);
+/* Replace a unit by what its receiver makes of it. By a warp. */
+template <typename T> __device__ __forceinline__ void requantise(SumUnit<T> *sum, int valid) {
+    EpQuantScale scale;
+    uint4 codes = ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum->part), valid, &scale);
 #pragma unroll
-        for (int p = 0; p < EpUnit<T>::PARTS; p++)
-            ep_add(&total.part[p], own.part[p]);
-    }
-    add_packed(&total, s, item, first, item.run_end, item.terms, unit);
+    for (int p = 0; p < EpUnit<T>::PARTS; p++)
+        sum->part[p] = ep_dequantise<T>(codes, p, __uint_as_float(scale.stored));
+}
+
+/* Where an item's terms and its sum lie, in shared memory. */
+typedef struct PackedItem {
+    WorkItem item;
+    uint32_t first, weights, to;
+} PackedItem;
+
+/* Returns a unit of an item's sum: the packed sums of lower ranks, this rank's own slots, and the
+ * packed sums of higher ranks. `rounds`: its own sum is requantised. By a warp. */
+template <typename T>
+__device__ __forceinline__ SumUnit<T> sum_unit(const Stages &s, const PackedItem &x, int rounds,
+                                               int unit, int valid) {
+    const WorkItem &item = x.item;
+    SumUnit<T> total = {}, own = {};
+    if (valid) add_packed(&total, s, item, x.first, 0, item.run, unit);
+    if (valid) add_slots(&own, s, item, x.first, x.weights, unit);
+    if (rounds) requantise(&own, valid);
+#pragma unroll
+    for (int p = 0; p < EpUnit<T>::PARTS; p++)
+        ep_add(&total.part[p], own.part[p]);
+    if (valid) add_packed(&total, s, item, x.first, item.run_end, item.terms, unit);
     return total;
 }
 
-/* Compute the totals of all work items. By the compute warps of a receiving block. */
-template <typename T> __device__ void unpack_rows(Pipeline *p, int thread) {
+/* Store a unit of a sum, packed or in the rows' type, when all threads have read their terms. By
+ * the compute warps. */
+template <typename T>
+__device__ __forceinline__ void store_unit(const SumUnit<T> &sum, uint32_t to, int packs, int unit,
+                                           int valid) {
+    EpQuantScale scale;
+    uint4 codes;
+    if (packs)
+        codes = ep_quantise_unit(EP_QUANT_FP8, ep_unit_of_floats<T>(sum.part), valid, &scale);
+    ep_barrier(1, COMPUTE_THREADS);
+    if (valid && packs) {
+        ep_store_shared(to + ep_packed_codes(unit), codes);
+        if (unit % 8 == 0) *ep_shared<uint32_t>(to + ep_packed_scale(unit)) = scale.stored;
+    }
+#pragma unroll
+    for (int i = 0; valid && !packs && i < EpUnit<T>::PARTS; i++)
+        ep_store_shared(to + unit * (uint32_t)sizeof(EpUnit<T>) + i * 16, ep_pack(sum.part[i]));
+}
+
+/* Sum the terms of all work items. By the compute warps. */
+template <typename T>
+__device__ void sum_packed_rows(Pipeline *p, int rounds, int packs, int thread) {
     Stages s = pipeline_stages(p);
     uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
     for (uint32_t n = 0;; n++) {
@@ -120,40 +122,28 @@ template <typename T> __device__ void unpack_rows(Pipeline *p, int thread) {
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
-        uint32_t first = p->first[j], to = stage_of(s, first, item.loads - 1);
-        uint32_t weight = weights + j * width * (uint32_t)sizeof(float);
+        PackedItem x = {item, p->first[j], weights + j * width * (uint32_t)sizeof(float),
+                        stage_of(s, p->first[j], item.loads - 1)};
         int units = item.bytes / (int)sizeof(EpUnit<T>);
 #pragma unroll 1
         for (int base = 0; base < units; base += COMPUTE_THREADS) {
             int unit = base + thread, valid = unit < units;
-            SumUnit<T> total;
-            if (valid) total = total_of<T>(s, item, first, weight, unit);
-            ep_barrier(1, COMPUTE_THREADS);
-#pragma unroll
-            for (int i = 0; valid && i < EpUnit<T>::PARTS; i++)
-                ep_store_shared(to + unit * (uint32_t)sizeof(EpUnit<T>) + i * 16,
-                                ep_pack(total.part[i]));
+            SumUnit<T> sum = sum_unit<T>(s, x, rounds, unit, valid);
+            store_unit(sum, x.to, packs, unit, valid);
         }
         pipeline_computed(p, n);
     }
 }
 
-template <typename T>
-__device__ __forceinline__ void move_packed(Pipeline *p, int receives, int thread) {
-    if (receives)
-        unpack_rows<T>(p, thread);
-    else
-        pack_rows<T>(p, thread);
-}
-
-__device__ __forceinline__ void sum_packed(const EpGatherArgs &a, Pipeline *p, int receives,
-                                           int thread) {
+/* `rounds`: this rank's own sums are requantised; `packs`: sums are packed. */
+__device__ __forceinline__ void sum_packed(const EpGatherArgs &a, Pipeline *p, int rounds,
+                                           int packs, int thread) {
     if (a.t.type == EP_TYPE_BF16)
-        move_packed<__nv_bfloat16>(p, receives, thread);
+        sum_packed_rows<__nv_bfloat16>(p, rounds, packs, thread);
     else if (a.t.type == EP_TYPE_FP16)
-        move_packed<__half>(p, receives, thread);
+        sum_packed_rows<__half>(p, rounds, packs, thread);
     else
-        move_packed<float>(p, receives, thread);
+        sum_packed_rows<float>(p, rounds, packs, thread);
 }
 
 #endif

@@ -53,10 +53,11 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
 }
 
 /* Compute VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted
- * and summed on their own, then added to the total; every other term has weight 1. */
+ * and summed on their own, rounded if `rounds`, then added to the total; every other term has
+ * weight 1. */
 template <typename T, int VECTORS>
 __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &item, uint32_t first,
-                                            uint32_t weights, int at) {
+                                            uint32_t weights, int rounds, int at) {
     EpVector<T> total[VECTORS] = {};
     NextTerm<VECTORS> next = {first, ep_load_shared_float(weights), {}};
     load_vectors<VECTORS>(next.x, first, at);
@@ -66,7 +67,7 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &ite
         add_terms<T, VECTORS>(run, &next, item.run, item.run_end, s, item, weights, at);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
-            ep_add(&total[v], run[v]);
+            ep_add(&total[v], rounds ? ep_unpack<T>(ep_pack(run[v])) : run[v]);
     }
     add_terms<T, VECTORS>(total, &next, item.run_end, item.terms, s, item, weights, at);
 #pragma unroll
@@ -76,8 +77,8 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &ite
 
 #define VECTORS_AT_ONCE 2
 
-/* Sum the terms of all work items. By the compute warps. */
-template <typename T> __device__ void sum_rows(Pipeline *p, int thread) {
+/* Sum the terms of all work items; see sum_vectors. By the compute warps. */
+template <typename T> __device__ void sum_rows(Pipeline *p, int rounds, int thread) {
     constexpr int STEP = COMPUTE_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipeline_stages(p);
     uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
@@ -90,21 +91,21 @@ template <typename T> __device__ void sum_rows(Pipeline *p, int thread) {
         int at = thread * 16;
 #pragma unroll 1
         for (; at + STEPS - STEP < item.bytes; at += STEPS)
-            sum_vectors<T, VECTORS_AT_ONCE>(s, item, first, weight, at);
+            sum_vectors<T, VECTORS_AT_ONCE>(s, item, first, weight, rounds, at);
 #pragma unroll 1
         for (; at < item.bytes; at += STEP)
-            sum_vectors<T, 1>(s, item, first, weight, at);
+            sum_vectors<T, 1>(s, item, first, weight, rounds, at);
         pipeline_computed(p, n);
     }
 }
 
-__device__ __forceinline__ void sum(const EpGatherArgs &a, Pipeline *p, int thread) {
+__device__ __forceinline__ void sum(const EpGatherArgs &a, Pipeline *p, int rounds, int thread) {
     if (a.t.type == EP_TYPE_BF16)
-        sum_rows<__nv_bfloat16>(p, thread);
+        sum_rows<__nv_bfloat16>(p, rounds, thread);
     else if (a.t.type == EP_TYPE_FP16)
-        sum_rows<__half>(p, thread);
+        sum_rows<__half>(p, rounds, thread);
     else
-        sum_rows<float>(p, thread);
+        sum_rows<float>(p, rounds, thread);
 }
 
 /* ---- posting ------------------------------------------------------------------------------- */
@@ -124,7 +125,7 @@ __device__ __forceinline__ int16_t packed_units(const EpGatherArgs &a, int32_t b
 }
 
 /* Post the work items of a team's sum, one for each piece. The sum goes `to`; `index` is its token,
- * or its row of `source`. PACKED: sums of other ranks, and for them, are packed. */
+ * or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed. */
 template <int PACKED>
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const Term &term, char *to, int index,
@@ -133,7 +134,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
     team_rank(t, term.from != NULL, &terms);
     int signal = team_rank(t, term.peer >= 0, &signals);
     int is_packed = PACKED && (term.at < term.run || term.at >= term.run_end);
-    int sends = PACKED && source != a.group.rank;
+    int packs = PACKED && (source != a.group.rank || a.rounds);
     for (int piece = 0; piece < pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
@@ -148,7 +149,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
             p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* an empty sum needs a stage, too */
-            p->to[cell] = to + (sends ? packed_offset : offset);
+            p->to[cell] = to + (packs ? packed_offset : offset);
             p->item[j] = WorkItem{(int16_t)max(1, terms),
                                   (int16_t)terms,
                                   1,
@@ -172,7 +173,7 @@ __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int
     int is_flat = a.shape.layout == EP_LAYOUT_FLAT;
     int64_t slot = ep_slot(a.plan, a.group, a.top_k, source, row, is_flat ? 0 : k);
     if (!is_flat) return slot >= 0 ? a.t.slot_values[slot] : 0;
-    int expert = ep_flat_expert(a.plan, a.top_k, source, row, k);
+    int expert = ep_flat_expert(a.plan, a.group, a.top_k, source, row, k);
     return expert >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
 }
 

@@ -113,7 +113,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int bloc
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 1);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
@@ -142,7 +142,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 0);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
@@ -150,7 +150,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
     else if (warp >= FIRST_COMPUTE_WARP && multiplies)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_COMPUTE_WARP * 32);
-    if (zero_threads.index >= 0) zero_padding(a, role, zero_threads);
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
 __global__ void __launch_bounds__(SCATTER_THREADS, 1)

@@ -100,8 +100,7 @@ enum PipelineWork {
     WORK_CONVERT, /* likewise, after compute warps have replaced its contents */
     WORK_COMPUTE, /* compute warps leave a stage for each store, the last ones, and free the others
                    */
-    WORK_PACKED   /* likewise; what comes from other ranks or goes to them is packed: loads outside
-                     of the run, and stores until written */
+    WORK_PACKED   /* likewise; loads outside of the run are packed, and stores may be */
 };
 
 /** A work item as the scheduler warp writes it. */
@@ -396,10 +395,10 @@ __device__ __forceinline__ void pipeline_computed(Pipeline *p, uint32_t n) {
 /**
  * Store every STORE_WARPS-th item, from number `warp` on. ITEM_STORED completes when the stores are
  * written, if the receiver is signaled (`until_written`), or else when they are read from their
- * stages. By one thread of each store warp.
+ * stages. `packs` (WORK_PACKED): stores are packed. By one thread of each store warp.
  */
 __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWork work,
-                                               int until_written) {
+                                               int until_written, int packs) {
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;
@@ -418,7 +417,7 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
         if (item.loads == PIPELINE_END) break;
         uint32_t at = stage_of(s, p->first[j], pipeline_input_stages(item, work));
         uint32_t bytes = (uint32_t)item.bytes >> shrink;
-        if (work == WORK_PACKED && until_written) bytes = (uint32_t)item.packed * 16;
+        if (work == WORK_PACKED && packs) bytes = (uint32_t)item.packed * 16;
         if (computes) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
         for (int i = 0; i < item.stores; i++) {
             ep_bulk_store(to[cell + i], at, bytes);

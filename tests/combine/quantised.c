@@ -58,10 +58,21 @@ GRID(rank_major, EP_LAYOUT_RANK_MAJOR)
 
 /* Each node's sum is quantised once more. Many rounds. */
 Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
-    HOST_ONLY("GPUs of a group share a node");
     setenv("LIBEP_STAGE_BYTES", "12000", 1);
+    setenv("LIBEP_NODE_CHUNK", "12000", 1);
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
         run_rows(layout, 5, "01201");
+}
+
+/* Relays sum rows of several pieces. */
+Test(combine_quantised, long_rows_on_nodes, .timeout = 120) {
+    for (int type = EP_TYPE_BF16; type <= EP_TYPE_FP32; type++) {
+        Case c = {.ranks = 4, .experts = 12, .top_k = 6, .hidden = 7168, .max_tokens = 5};
+        c.sum_type = (EpType)type, c.weighted = type != EP_TYPE_FP16, c.spread = SPREAD_FULL;
+        c.sum_quant = EP_QUANT_FP8, c.seed = (uint64_t)type;
+        snprintf(c.nodes, sizeof(c.nodes), "0101");
+        run_case_on_threads(&c);
+    }
 }
 
 /* The longest rows, which kernels cut into pieces, and some that end within one. */
