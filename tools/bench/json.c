@@ -64,11 +64,13 @@ static void put_phase(Json *j, const PhaseResult *phase) {
     json_put_int(j, "remote_bytes", phase->remote_bytes);
     json_put_int(j, "local_bytes", phase->local_bytes);
     json_put_int(j, "useful_bytes", phase->useful_bytes);
+    if (phase->zero_bytes > 0) json_put_int(j, "zero_bytes", phase->zero_bytes);
     if (phase->memory_bytes > 0) json_put_int(j, "memory_bytes", phase->memory_bytes);
     if (phase->wire_us > 0) json_put_real(j, "wire_us", phase->wire_us);
     if (phase->mem_us > 0) json_put_real(j, "mem_us", phase->mem_us);
     if (phase_floor_us(phase) > 0) {
         json_put_real(j, "floor_us", phase_floor_us(phase));
+        json_put_text(j, "floor_is", phase_floor_is_wire(phase) ? "wire" : "memory");
         json_put_real(j, "floor_ratio", phase->time.median_us / phase_floor_us(phase));
     }
     if (phase->issue_us >= 0) json_put_real(j, "issue_us", phase->issue_us);

@@ -240,6 +240,7 @@ void report_size(const Run *run, const SizeResult *result) {
 }
 
 void report_footer(const RunList *list, int64_t wrong) {
+    if (list->models.count) report_summary(list);
     if (list->runs[0].options.check)
         printf("#wrong %lld\n", (long long)wrong);
     else
