@@ -17,8 +17,8 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     const EpGatherTensors *t = &args->t;
     const EpPlanShape *shape = &args->shape;
     int64_t first = (int64_t)chunk * shape->nodes.chunk;
-    const int64_t agreed[] = {o->call->top_k,    t->row_bytes, t->type,
-                              t->carries_values, kind,         chunk};
+    const int64_t agreed[] = {o->call->top_k, t->row_bytes, t->type, t->carries_values,
+                              t->quant,       kind,         chunk};
     args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
     args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
     args->plan.use.most_tokens = ep_part_tokens(shape, kind);
@@ -28,7 +28,7 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     args->group.layout.max_tokens = ep_part_tokens(shape, kind);
     if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    args->group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 6);
+    args->group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 7);
     return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_gather, args,
                            args->group.blocks);
 }

@@ -205,7 +205,7 @@ static void order_terms(const EpGroup *group, Reduce *r) {
         EpRun run = EP_RUN_BEGINS;
         for (int32_t rank = 0; rank < group->size; rank++) {
             if (group->nodes.of[rank] != node) continue;
-            r->terms[at] = (EpTerm){NULL, 1, run};
+            r->terms[at] = (EpTerm){NULL, 1, run, NULL};
             r->term_of[rank] = at++;
             run = EP_RUN_GOES_ON;
         }

@@ -35,6 +35,9 @@ Case case_complete(Case c) {
     if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
     int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
+    if (!c.padding) c.padding = EP_PADDING_ZERO;
+    if (!c.sum_quant) c.sum_quant = EP_QUANT_NONE;
+    if (c.sum_quant != EP_QUANT_NONE) c.hidden = (int)round_up(c.hidden, 16);
     if (!c.quant) c.quant = EP_QUANT_NONE;
     if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
     if (c.quant != EP_QUANT_NONE) {
@@ -62,15 +65,17 @@ const char *case_describe(const Case *c) {
         "masked=%d%% invalid=%d%% duplicates=%d merged=%d row_type=%d sum_type=%d index_type=%d "
         "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
         "weights_at_combine=%d "
-        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
+        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d padding=%d sum_quant=%d quant=%d "
+        "scale_order=%d "
+        "mode=%d "
         "num_sms=%d phases=%d global_ids=%d seed=%llu",
         c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
         (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
         (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
         (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
         c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
-        (int)c->quant, (int)c->scale_order, (int)c->mode, c->num_sms, c->phases, c->global_ids,
-        (unsigned long long)c->seed);
+        (int)c->padding, (int)c->sum_quant, (int)c->quant, (int)c->scale_order, (int)c->mode,
+        c->num_sms, c->phases, c->global_ids, (unsigned long long)c->seed);
     return text;
 }
 
@@ -158,6 +163,8 @@ EpHandleConfig case_handle_config(const Case *c) {
     else
         config.max_recv_rows = c->capacity;
     config.zero_tail = c->zero_tail;
+    config.padding = c->padding;
+    config.sum_quant = c->sum_quant;
     config.mode = c->mode;
     config.id = c->id;
     if (c->named) config.plans = EP_PLANS_NAMED;
