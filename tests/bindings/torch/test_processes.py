@@ -10,7 +10,7 @@ import torch_processes
 from torch_processes import finish, good, run
 
 
-def test_process_groups():
+def test_process_groups(nodes):
     """The default process group, and two others; a rank outside is told so."""
     source = """
 initialize()
@@ -41,7 +41,7 @@ dist.destroy_process_group()
     assert [out[1] for out in outs[1:]] == ["0 2", "1 2"]
 
 
-def test_compiled_ranks():
+def test_compiled_ranks(nodes):
     """Two layers in one program on each of two ranks, with another number of tokens on each."""
     source = """
 initialize()
