@@ -34,8 +34,7 @@ def make_mesh(*sizes, names=("ep",)):
     return Mesh(devices.reshape(sizes), names)
 
 
-# LIBEP_TOPOLOGY: one node, two, and one for each rank of the groups here.
-NODES = {"one_node": "", "two_nodes": "2", "a_node_each": "8"}
+NODES = {"one_node": "", "two_nodes": "2"}  # LIBEP_TOPOLOGY
 
 
 @pytest.fixture(params=NODES)

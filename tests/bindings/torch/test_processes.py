@@ -41,7 +41,7 @@ dist.destroy_process_group()
     assert [out[1] for out in outs[1:]] == ["0 2", "1 2"]
 
 
-def test_compiled_ranks(nodes):
+def test_compiled_ranks():
     """Two layers in one program on each of two ranks, with another number of tokens on each."""
     source = """
 initialize()
