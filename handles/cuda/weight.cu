@@ -61,6 +61,7 @@ __device__ __forceinline__ const T *element_of(const EpSumArgs &a, int part, int
                                                int64_t run) {
     const T *from = (const T *)a.part[part];
     if (part != a.own) return from + at;
+    at += a.own_begin;
     return from + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
 }
 
@@ -105,15 +106,23 @@ __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ EpS
     }
 }
 
-template <typename T> static int launch_sum(const EpSumArgs *a, int blocks, void *stream) {
-    return ep_launch(a->out_type == EP_TYPE_FP32 ? sum_parts<T, float> : sum_parts<T, T>, blocks,
-                     THREADS, 0, stream, *a);
+template <typename T, typename Out>
+static int launch_sum(const EpSumArgs *a, int blocks, void *stream) {
+    return ep_launch(sum_parts<T, Out>, blocks, THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_launch_sum(const EpSumArgs *a, int blocks, void *stream) {
-    if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16>(a, blocks, stream);
-    if (a->type == EP_TYPE_FP16) return launch_sum<__half>(a, blocks, stream);
-    return launch_sum<float>(a, blocks, stream);
+    if (a->out_type == EP_TYPE_FP32) {
+        if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16, float>(a, blocks, stream);
+        if (a->type == EP_TYPE_FP16) return launch_sum<__half, float>(a, blocks, stream);
+        return launch_sum<float, float>(a, blocks, stream);
+    }
+    if (a->out_type == EP_TYPE_BF16)
+        return a->type == EP_TYPE_FP32
+                   ? launch_sum<float, __nv_bfloat16>(a, blocks, stream)
+                   : launch_sum<__nv_bfloat16, __nv_bfloat16>(a, blocks, stream);
+    return a->type == EP_TYPE_FP32 ? launch_sum<float, __half>(a, blocks, stream)
+                                   : launch_sum<__half, __half>(a, blocks, stream);
 }
 
 /* ---- blocks that lie in several shards ----------------------------------------------------- */

@@ -17,16 +17,16 @@ typedef struct EpArrangeArgs {
     int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 
-/** Add the shards that all ranks have sent, in the order of `part`. */
+/** Add what all ranks have sent of a piece of a shard, in the order of `part`. */
 typedef struct EpSumArgs {
-    int64_t elements; /**< of a shard */
+    int64_t elements; /**< of the piece */
     int32_t parts;
-    EpType type, out_type; /**< out_type: `type` or FP32 */
+    EpType type, out_type; /**< out_type: any of FP32; else `type` or FP32 */
     int32_t accumulate;
     int32_t vectors; /**< whether all parts and `out` allow accesses of 16 bytes */
     int32_t own;     /**< the part that lies in the whole gradient, or -1 */
     EpShards shards;
-    int64_t own_shard;
+    int64_t own_shard, own_begin; /**< its shard, and the piece's first element there */
     const void *part[EP_CUDA_MAX_RANKS];
     void *out;
 } EpSumArgs;
