@@ -30,7 +30,7 @@ static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpN
     return arena.bytes;
 }
 
-#define TABLES_OF_RANKS 4 /* of a group's ranks, in EpRelayTables */
+#define TABLES_OF_RANKS 5 /* of a group's ranks, in EpRelayTables */
 
 /* The integers of EpRelayTables. */
 static int64_t table_integers(int32_t num_ranks, const EpNodeSizes *nodes) {
@@ -69,10 +69,13 @@ static int32_t other_of(const EpNodes *n, int32_t node) {
 static void describe_ranks(const EpNodes *n, Integers *at, EpRelayTables *t) {
     int32_t *other = take(at, n->group, &t->other_of), *number = take(at, n->group, &t->number_of);
     int32_t *agent = take(at, n->group, &t->agent_of), *lane = take(at, n->group, &t->lane_of);
+    int32_t *by_node = take(at, n->group, &t->by_node);
     int32_t *lanes = take(at, t->ranks, &t->lanes_of);
     int32_t *source = take(at, (int64_t)t->ranks * t->lanes, &t->source_of);
     for (int32_t r = 0; r < n->group; r++) {
         int here = n->of[r] == n->node;
+        int32_t first = ep_nodes_member(n, n->of[n->members[r]], 0);
+        by_node[r] = n->members[r] | (n->members[r] == first ? EP_NODE_BEGINS : 0);
         other[r] = other_of(n, n->of[r]);
         number[r] = here ? n->number[r] : -1;
         agent[r] = n->number[here ? r : ep_nodes_relay(n, r, n->node)];
@@ -248,7 +251,8 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
 }
 
 /* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
- * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found does.
+ * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found
+ * does.
  */
 static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
     EpGroup *group = run->group;

@@ -6,6 +6,7 @@
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch.h"
 #include "handles/cuda/quantise.h"
+#include "handles/cuda/relay.h"
 #include "runtime/cuda/order.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
@@ -352,8 +353,8 @@ static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
         next = ep_min(end, at + r->run - at % r->run);
         size_t bytes = (size_t)((next - at) * r->unit);
         if (sends)
-            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer,
-                                 r->w->comm, r->w->stream);
+            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer, r->w->comm,
+                                 r->w->stream);
         else
             (void)nccl->ncclRecv(received + (at - begin) * r->unit, bytes, ncclUint8, peer,
                                  r->w->comm, r->w->stream);
@@ -388,22 +389,27 @@ static EpStatus add(const Reduction *r) {
     const EpWeight *weight = r->call->weight;
     int32_t rank = r->w->group->rank;
     EpReducedPart part = weight->reduced[rank];
+    const EpCudaRelay *relay = r->w->cuda->relay;
+    int64_t stride = ep_weight_piece_stride(weight);
     int divided = weight->replicates != NULL;
     EpSumArgs args = {.elements = ep_weight_piece_length(weight, part.piece),
                       .parts = r->w->group->size,
                       .type = weight->config.grad_type,
                       .out_type = divided ? EP_TYPE_FP32 : weight->config.reduced_type,
                       .accumulate = !divided && r->call->accumulate,
-                      .own = r->packed ? -1 : rank,
+                      .rank = rank,
+                      .in_whole = !r->packed,
                       .shards = weight->shards,
                       .own_shard = part.shard,
-                      .own_begin = part.piece * ep_weight_piece_stride(weight),
+                      .own_begin = part.piece * stride,
+                      .mine = r->packed ? element_at(r, part.shard, part.piece * stride)
+                                        : r->call->grad,
+                      .received = r->call->workspace,
+                      .stride = r->parts.piece,
+                      .by_node = relay ? relay->tables.by_node : NULL,
                       .out = r->call->out};
     if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
     args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
-    for (int32_t peer = 0; peer < args.parts; peer++)
-        args.part[peer] = (char *)r->call->workspace + peer * r->parts.piece;
-    args.part[rank] = r->packed ? element_at(r, part.shard, args.own_begin) : r->call->grad;
     return ep_cuda_check(r->w->group, "adding gradients",
                          ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream));
 }
@@ -425,9 +431,8 @@ static EpStatus share_sums(const Reduction *r) {
                       .type = EP_TYPE_FP32,
                       .out_type = weight->config.reduced_type,
                       .accumulate = r->call->accumulate,
-                      .own = -1,
                       .shards = weight->shards,
-                      .part = {sums},
+                      .mine = sums,
                       .out = r->call->out};
     args.vectors = args.elements % 4 == 0;
     return ep_cuda_check(w.group, "rounding gradients",
