@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/mark.h"
 #include "bootstrap/sockets.h"
 #include "runtime/cuda/digest.h"
 #include "runtime/op.h"
@@ -17,7 +16,8 @@
 #define TICK_NANOSECONDS 2000000
 #define MOST_BEAT_SECONDS 1.0
 #define SILENT_BEATS 4     /* a rank that is not heard for so long is not there */
-#define GRACE_SECONDS 0.5  /* for ranks that know whom to blame: their waits end at the same time */
+#define GRACE_SECONDS 0.5  /* for ranks that know whom to blame: their waits end at the same time \
+                            */
 #define FLUSH_SECONDS 1.0  /* to send what the others must know, before the connections close */
 #define FAILED_FOREVER ~0u /* of EpCudaState.failed: no operation has this number */
 
@@ -26,8 +26,9 @@
 typedef enum NoteKind { NOTE_BEAT = 1, NOTE_FAILED, NOTE_LEAVING } NoteKind;
 
 typedef struct Note {
-    int32_t kind, blamed;
-    uint64_t begun; /* as in EpWatchMarks */
+    int32_t kind;
+    int32_t by, blamed; /* who has given up first, and because of whom */
+    uint64_t begun;     /* as in EpWatchMarks */
     char why[EP_ABORT_BYTES];
 } Note;
 
@@ -45,8 +46,7 @@ typedef struct Peer {
 /** Why the group cannot go on. */
 typedef enum LossKind {
     LOSS_NONE,
-    LOSS_OWN,    /* this rank fails, as the group knows */
-    LOSS_TOLD,   /* this rank fails, as its kernels know: it is aborted, or they have reported it */
+    LOSS_OWN,    /* this rank fails, as its group learns in other ways */
     LOSS_FAILED, /* `peer` has given up on the group because of `blamed` */
     LOSS_CLOSED, /* `peer` has closed its connection */
     LOSS_LATE,   /* an exchange is late because of `blamed`, -1: not known */
@@ -74,11 +74,12 @@ typedef struct EpCudaWatch {
     Peer *peers;
     int32_t num_peers;
     double beat, next_beat;
-    double since;     /* nothing has moved */
-    double disagrees; /* since when this rank has found that it does with another one; 0: it has not */
-    EpWatchMarks *marks;           /* pinned */
-    uint64_t *counts;              /* device */
-    uint64_t moved;                /* as seen last */
+    double since; /* nothing has moved */
+    double
+        disagrees; /* since when this rank has found that it does with another one; 0: it has not */
+    EpWatchMarks *marks; /* pinned */
+    uint64_t *counts;    /* device */
+    uint64_t moved;      /* as seen last */
     cudaStream_t stream;
     uint32_t *failed; /* pinned: FAILED_FOREVER */
 } EpCudaWatch;
@@ -105,13 +106,15 @@ static int is_lost(const EpCudaWatch *w) {
 
 /* ---- ending this rank's part --------------------------------------------------------------- */
 
-/* Kernels that run look at the word where they wait, later ones first. Other threads may be
- * capturing, which this copy has nothing to do with. */
+/* Kernels that run look at the word where they wait, later ones first. It is there before the
+ * communicator ends: nothing is done with what has not arrived. Other threads may be capturing,
+ * which this copy has nothing to do with. */
 static void stop_kernels(EpCudaWatch *w) {
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     uint32_t *word = &cuda_of(w)->device.state->failed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     (void)cudaMemcpyAsync(word, w->failed, sizeof(*word), cudaMemcpyHostToDevice, w->stream);
+    (void)cudaStreamSynchronize(w->stream);
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
@@ -125,18 +128,26 @@ static void end_communicator(EpCudaWatch *w) {
     w->is_ended = 1;
 }
 
-/* Of a failure that kernels have found, or that they learn of by an abort, they tell their node. */
 static void lose(EpCudaWatch *w, LossKind kind, int32_t peer, int32_t blamed, const char *why) {
     if (w->loss.kind) return;
     w->loss.peer = peer, w->loss.blamed = blamed;
     w->loss.own = (uint32_t)begun(w);
     memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
     __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
-    if (kind != LOSS_TOLD) stop_kernels(w);
+    stop_kernels(w);
     end_communicator(w);
 }
 
 /* ---- messages ------------------------------------------------------------------------------ */
+
+/* Returns whether this rank's exchange has not moved for the timeout and `grace` seconds more. */
+static int is_late(EpCudaWatch *w, double grace) {
+    uint64_t moved = load(&w->marks->moved);
+    double now = ep_clock();
+    if (moved != w->moved || !(moved & 1)) w->since = now;
+    w->moved = moved;
+    return now - w->since >= w->group->timeout + grace;
+}
 
 /* A rank that is in an operation of the same number must be in the same one. */
 static void compare(EpCudaWatch *w, const Peer *p) {
@@ -154,7 +165,10 @@ static void take_note(EpCudaWatch *w, Peer *p) {
     p->heard = ep_clock(), p->begun = note.begun;
     if (note.kind == NOTE_LEAVING) p->left = 1;
     if (note.kind == NOTE_BEAT) compare(w, p);
-    if (note.kind == NOTE_FAILED) lose(w, LOSS_FAILED, p->rank, note.blamed, note.why);
+    if (note.kind == NOTE_FAILED && is_late(w, 0) && note.blamed >= 0)
+        lose(w, LOSS_LATE, note.blamed, note.blamed, ""); /* this rank has waited as long */
+    else if (note.kind == NOTE_FAILED)
+        lose(w, LOSS_FAILED, note.by, note.blamed, note.why);
 }
 
 /* A rank of another node that has left or failed closes its connection, too. */
@@ -179,7 +193,8 @@ static int tell(EpCudaWatch *w, Peer *p, NoteKind kind) {
     int done = 1;
     if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
     if (!done) return 0;
-    p->out = (Note){.kind = kind, .blamed = w->loss.blamed, .begun = begun(w)};
+    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->group->rank;
+    p->out = (Note){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
     memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
     (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
     return 1;
@@ -217,10 +232,8 @@ static void look_at_group(EpCudaWatch *w) {
     if (fault == EP_FAULT_ORDER && !gave_time(w)) fault = 0;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
-    if (aborted || fault)
-        lose(w, LOSS_TOLD, w->group->rank, blamed, aborted ? abort->sentence : "");
-    else if (failed)
-        lose(w, LOSS_OWN, w->group->rank, blamed, "");
+    if (aborted || failed || fault)
+        lose(w, LOSS_OWN, w->group->rank, blamed, aborted ? abort->sentence : "");
 }
 
 /* Returns the rank to blame for an exchange that is late, or -1. */
@@ -237,11 +250,7 @@ static int32_t find_late(const EpCudaWatch *w) {
 }
 
 static void look_at_exchange(EpCudaWatch *w) {
-    uint64_t moved = load(&w->marks->moved);
-    double now = ep_clock();
-    if (moved != w->moved || !(moved & 1)) w->since = now;
-    w->moved = moved;
-    if (now - w->since < w->group->timeout + GRACE_SECONDS) return;
+    if (!is_late(w, GRACE_SECONDS)) return;
     int32_t blamed = find_late(w);
     lose(w, LOSS_LATE, blamed >= 0 ? blamed : w->group->rank, blamed, "");
 }
@@ -302,8 +311,8 @@ static EpStatus start(EpCudaWatch *w) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     w->started = !error;
     if (!error) return EP_OK;
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s",
-                   w->group->rank, strerror(error));
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s", w->group->rank,
+                   strerror(error));
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
@@ -383,16 +392,14 @@ void ep_cuda_network_leave(EpGroup *group) {
     if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
 }
 
-EpStatus ep_cuda_watch_mark(const EpGroup *group, uint32_t digest, int begins, int last,
-                            cudaStream_t stream) {
-    EpCudaWatch *w = ep_cuda(group)->watch;
-    EpMarkArgs args = {w->marks, w->counts, digest, begins, last};
-    return ep_cuda_check(group, "kernel launch", ep_cuda_launch_mark(&args, stream));
+void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
+    const EpCudaWatch *w = ep_cuda(group)->watch;
+    args->marks = w->marks, args->counts = w->counts;
 }
 
 /* Whether the group does not learn of a loss in other ways. */
 static int is_others(int kind) {
-    return kind != LOSS_NONE && kind != LOSS_OWN && kind != LOSS_TOLD;
+    return kind != LOSS_NONE && kind != LOSS_OWN;
 }
 
 static EpStatus report_late(const EpGroup *group, const Loss *loss, const char *phase) {
@@ -410,9 +417,10 @@ static EpStatus report(const EpGroup *group, const Loss *loss, const char *phase
     if (loss->kind == LOSS_FAILED)
         return ep_fail_peer(group->rank, phase, loss->peer, loss->blamed, loss->why);
     if (loss->kind == LOSS_CLOSED)
-        return ep_fail(EP_ERR_PEER,
-                       "rank %d: %s: rank %d has closed its connection, as a process does that ends",
-                       group->rank, phase, loss->peer);
+        return ep_fail(
+            EP_ERR_PEER,
+            "rank %d: %s: rank %d has closed its connection, as a process does that ends",
+            group->rank, phase, loss->peer);
     if (loss->kind == LOSS_ORDER)
         return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == LOSS_LATE) return report_late(group, loss, phase);

@@ -13,15 +13,17 @@
  *
  * A watcher also sees how far this rank's own exchanges have come: kernels store that into pinned
  * memory (EpWatchMark), in replayed graphs, too. An exchange that has not moved for the group's
- * timeout is late. The rank to blame is the one that has begun fewer operations, or of which nothing
- * was heard. Ranks in different operations would send each other messages of different sizes, which
- * NCCL does not find out: the watchers compare the digests of operations of the same number.
+ * timeout is late. The rank to blame is the one that has begun fewer operations, or of which
+ * nothing was heard. Ranks in different operations would send each other messages of different
+ * sizes, which NCCL does not find out: the watchers compare the digests of operations of the same
+ * number.
  *
  * Once something is lost, the watcher ends this rank's part: kernels leave, the communicator of the
  * network is aborted, which ends its kernels. What was lost waits here until the group's thread
  * takes it (ep_cuda_poll).
  */
 
+#include "bootstrap/cuda/mark.h"
 #include "runtime/cuda/cuda.h"
 
 /** Collective, on several nodes: connect the watchers. Then start this rank's. */
@@ -45,9 +47,7 @@ int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 EpStatus ep_cuda_network_enter(EpGroup *group);
 void ep_cuda_network_leave(EpGroup *group);
 
-/** Enqueue: this rank begins an operation that crosses the network, or one of its exchanges is
- *  complete; `last`: of this operation. `digest`: EP_DIGEST of the operation and its sizes. */
-EpStatus ep_cuda_watch_mark(const EpGroup *group, uint32_t digest, int begins, int last,
-                            cudaStream_t stream);
+/** Set the watcher's part of the arguments of the kernels that tell it how far this rank is. */
+void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args);
 
 #endif

@@ -164,9 +164,9 @@ static void gather(const Collective *c) {
     const Shared *s = c->shared;
     for (int r = 0; r < s->size; r++) {
         char *to = (char *)c->to + (size_t)r * c->bytes;
-        if (s->bytes[r] != c->bytes)
-            emulated_die("ncclAllGather: %zu bytes on rank %d, %zu on rank %d", c->bytes, c->rank,
-                         s->bytes[r], r);
+        while (s->bytes[r] != c->bytes && waits(c, 1))
+            ; /* NCCL does not find out, and never ends */
+        if (s->aborted[c->rank]) return;
         if (to != s->given[r]) memcpy(to, s->given[r], c->bytes);
     }
 }
