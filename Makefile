@@ -445,6 +445,7 @@ run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
 
 # The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
@@ -456,6 +457,10 @@ emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
                 --filter '@(@(combine_backward|dispatch_rows)/*|combine_quantised/@(expert_major|flat|batched|lost_slots))'
+# The same tests on two nodes, and those of cases with nodes of their own, of up to eight ranks.
+emulate_nodes = LIBEP_TEST_NODES=2 EMULATED_GPUS=8 $(emulated_tests) -j2
+nodes_few := @(@(dispatch_layouts|dispatch_overflow|runtime_group|runtime_deadline)/*|runtime_abort/[!o]*|combine_sums/nodes*|runtime_random/several*|dispatch_quant/two_nodes*|gpu_plans/*_2)
+nodes_all := @(@(dispatch_*|combine_*|handles_pipeline|handles_arguments|runtime_group|runtime_deadline|runtime_random|gpu_plans|gpu_zero_copy|gpu_streams|gpu_pointers)/*|runtime_abort/[!o]*|handles_plans/[!o]*)
 # A layer on emulated GPUs: products in its own type, and of dequantised weights in fp32.
 run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
             --tokens 24 -n 1 -w 0 --floor 0
@@ -465,6 +470,7 @@ check-emulated: $(emulated_tests) $(emulated_moe)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
+	$(if $(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_all)')
 	$(if $(CHECK_ARGS),,$(emulate_layer))
 
 # Times any library with NCCL EP's interface, on GPUs: see the head of its source.

@@ -9,11 +9,13 @@
 
 /* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
  * the reason in `why_not`, if it cannot. */
-static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, const int32_t *nodes,
-                         const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
+static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
+                         const EpSettings *settings, int32_t *nodes, const EpGpuReport *all,
+                         EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
     ep_gpus_assign(all, b->size, devices);
     int64_t shared_bytes = ep_cuda_least_shared(config, b->size);
+    ep_gpus_domains(all, b->size, devices, settings->topology.text[0] != 0, nodes);
     if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
@@ -44,20 +46,22 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
 }
 
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, const EpSettings *settings,
-                          const int32_t *nodes, EpGpuReport *reports, EpChoice *out) {
+                          const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
+                          EpGpuReport *reports, EpChoice *out) {
     EpBackend wish = ep_backend_wish(config, settings);
     EpChoice none = {.device = -1}, choice = none;
     char why_not[224] = "";
     int usable = 0;
+    int32_t domains[EP_MAX_RANKS];
     if (wish != EP_BACKEND_HOST) {
         EpGpuReport mine;
         ep_gpus_find(config, bootstrap->size, &mine);
         mine.may_share = settings->share_gpus == EP_SHARE_GPUS_YES;
         EP_TRY(
             gather_reports(call, bootstrap, &mine, reports, ep_config_timeout(config, settings)));
-        usable =
-            agree_on_gpus(bootstrap, config, nodes, reports, &choice, why_not, sizeof(why_not));
+        memcpy(domains, nodes, (size_t)bootstrap->size * sizeof(*nodes));
+        usable = agree_on_gpus(bootstrap, config, settings, domains, reports, &choice, why_not,
+                               sizeof(why_not));
     }
     EpBackend backend =
         ep_backend_decide(wish, usable, why_not, choice.reason, sizeof(choice.reason));
@@ -65,6 +69,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve all ranks: %s", choice.reason);
     *out = backend == EP_BACKEND_CUDA ? choice : none;
+    if (backend == EP_BACKEND_CUDA)
+        memcpy(nodes, domains, (size_t)bootstrap->size * sizeof(*nodes));
     snprintf(out->reason, sizeof(out->reason), "%s", choice.reason);
     if (out->shared)
         strncat(out->reason, "; ranks share GPUs, so times say nothing",

@@ -50,10 +50,14 @@ static int check_gpu(const EpGpu *gpu, int32_t device, int64_t shared_bytes, Rea
     return 1;
 }
 
+static int has_device(const EpGpuReport *report, int32_t device) {
+    return device >= 0 && device < report->count;
+}
+
 static int check_rank(const EpGpuReport *report, int32_t device, int64_t shared_bytes,
                       Reason reason) {
     if (!report->count) return refuse(reason, "%s", report->reason);
-    if (device < 0 || device >= report->count)
+    if (!has_device(report, device))
         return refuse(reason, "expected a device of 0 .. %d, got %d", report->count - 1, device);
     return check_gpu(&report->gpu[device], device, shared_bytes, reason);
 }
@@ -104,7 +108,7 @@ int ep_gpus_alone(const EpGpuReport *all, int32_t size, int32_t rank) {
     return 1;
 }
 
-/* ---- all ranks ----------------------------------------------------------------------------- */
+/* ---- domains ------------------------------------------------------------------------------- */
 
 /* Returns the device number of a GPU in a report, or -1 if that process does not see it. */
 static int32_t find_gpu(const EpGpuReport *report, const EpGpu *gpu) {
@@ -112,6 +116,47 @@ static int32_t find_gpu(const EpGpuReport *report, const EpGpu *gpu) {
         if (is_same_gpu(&report->gpu[d], gpu)) return d;
     return -1;
 }
+
+/* Returns 1 if a rank's GPU reaches another's memory. A process that does not see the other GPU of
+ * its machine cannot tell: then windows will show. */
+static int reaches(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s) {
+    const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
+    int32_t there = find_gpu(&all[r], b);
+    return is_same_gpu(a, b) || there < 0 || (a->reaches >> there & 1);
+}
+
+static int share_fabric(const EpGpu *a, const EpGpu *b) {
+    static const unsigned char none[sizeof(a->fabric)];
+    return memcmp(a->fabric, none, sizeof(none)) != 0 && a->clique == b->clique &&
+           memcmp(a->fabric, b->fabric, sizeof(none)) == 0;
+}
+
+/* A rank without a GPU is refused later. */
+static int are_joined(const EpGpuReport *all, const int32_t *devices, const int32_t *machines,
+                      int pretended, int32_t r, int32_t s) {
+    int here = machines[r] == machines[s];
+    if (!has_device(&all[r], devices[r]) || !has_device(&all[s], devices[s])) return here;
+    if (here) return reaches(all, devices, r, s) && reaches(all, devices, s, r);
+    return !pretended && share_fabric(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]]);
+}
+
+void ep_gpus_domains(const EpGpuReport *all, int32_t size, const int32_t *devices, int pretended,
+                     int32_t *nodes) {
+    int32_t machines[EP_MAX_RANKS], count = 0;
+    memcpy(machines, nodes, (size_t)size * sizeof(*nodes));
+    for (int32_t r = 0; r < size; r++) {
+        int fits = 0;
+        for (int32_t domain = 0; domain < count && !fits; domain++) {
+            fits = 1;
+            for (int32_t s = 0; s < r && fits; s++)
+                fits = nodes[s] != domain || are_joined(all, devices, machines, pretended, r, s);
+            if (fits) nodes[r] = domain;
+        }
+        if (!fits) nodes[r] = count++;
+    }
+}
+
+/* ---- all ranks ----------------------------------------------------------------------------- */
 
 static int is_same_kind(const EpGpu *a, const EpGpu *b) {
     return strcmp(a->name, b->name) == 0 && a->num_sms == b->num_sms &&
@@ -160,8 +205,8 @@ static int check_node_sizes(const int32_t *nodes, int32_t size, Reason reason) {
     return 1;
 }
 
-/* Check two ranks. On one node either their GPUs differ and reach each other's memory, or both
- * ranks may share one GPU. Ranks of different nodes meet over NCCL, which wants a GPU for each. */
+/* Check two ranks. On one node either their GPUs differ, or both ranks may share one. Ranks of
+ * different nodes meet over NCCL, which wants a GPU for each. */
 static int check_pair(const EpGpuReport *all, const int32_t *nodes, const int32_t *devices,
                       int32_t r, int32_t s, Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
@@ -171,15 +216,7 @@ static int check_pair(const EpGpuReport *all, const int32_t *nodes, const int32_
                       "%d and %d: %s, %s",
                       r, s, a->name, a->bus);
     if (is_same_gpu(a, b)) return check_shared(all, a, r, s, reason);
-    if (!check_kinds(a, r, b, s, reason)) return 0;
-    if (nodes[r] != nodes[s]) return 1;
-    int32_t there = find_gpu(&all[r], b);
-    if (there >= 0 && !(a->reaches >> there & 1))
-        return refuse(reason,
-                      "expected GPUs that reach each other's memory, got %s of rank %d and %s of "
-                      "rank %d, which do not",
-                      a->bus, r, b->bus, s);
-    return 1;
+    return check_kinds(a, r, b, s, reason);
 }
 
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices) {

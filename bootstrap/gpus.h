@@ -16,10 +16,13 @@ typedef struct EpGpu {
     unsigned char uuid[16]; /**< the same GPU has the same one in every process */
     char bus[20];           /**< PCI bus id: "0000:17:00.0" */
     char name[40];
-    int32_t capability;   /**< 90 is 9.0 */
-    int32_t num_sms;      /**< multiprocessors */
-    int32_t shared_bytes; /**< shared memory that a block may have */
-    uint32_t reaches;     /**< bit d: it can load and store memory of device d */
+    int32_t capability;       /**< 90 is 9.0 */
+    int32_t num_sms;          /**< multiprocessors */
+    int32_t shared_bytes;     /**< shared memory that a block may have */
+    uint32_t reaches;         /**< bit d: it can load and store memory of device d */
+    unsigned char fabric[16]; /**< the NVLink fabric that joins it to GPUs of other machines; zero:
+                                   none */
+    int32_t clique;           /**< its part of the fabric: GPUs of one clique reach each other */
 } EpGpu;
 
 /** What one rank reports. */
@@ -44,6 +47,15 @@ int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *re
 /** Assign a device to each rank: devices[size]. ep.h states the rule, at EpGroupConfig. */
 void ep_gpus_assign(const EpGpuReport *all, int32_t size, int32_t *devices);
 
+/**
+ * Divide the ranks into NVLink domains: those whose GPUs, these devices, reach each other's memory.
+ * nodes[size] has each rank's machine, or pretended node, and becomes its domain, numbered in the
+ * order of the lowest ranks. Ranks of one machine part where GPUs do not reach each other; ranks of
+ * several machines join where one fabric connects their GPUs, unless the nodes are pretended.
+ */
+void ep_gpus_domains(const EpGpuReport *all, int32_t size, const int32_t *devices, int pretended,
+                     int32_t *nodes);
+
 /** Returns 1 if no other rank of the group is in this rank's process. */
 int ep_gpus_alone(const EpGpuReport *all, int32_t size, int32_t rank);
 
@@ -61,9 +73,10 @@ int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
  * Collective: choose the backend. The ranks have agreed on the configuration before. Unless the
  * configuration asks for the host backend, ranks report their GPUs into reports[size]. Returns
  * EP_ERR_UNSUPPORTED on every rank if the cuda backend is asked for and some rank cannot use it.
+ * nodes[size] are machines, or pretended; where the cuda backend is chosen they become its domains.
  */
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
-                          const EpGroupConfig *config, const EpSettings *settings,
-                          const int32_t *nodes, EpGpuReport *reports, EpChoice *out);
+                          const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
+                          EpGpuReport *reports, EpChoice *out);
 
 #endif

@@ -180,7 +180,7 @@ static void configure_log(const EpSettings *settings, int32_t rank) {
         EP_WARN("%s in the environment is no setting of libep (ep_info lists them)", unknown);
 }
 
-/* Compare the hellos, number the nodes and choose the backend. The result is equal on all ranks. */
+/* Compare the hellos, choose the backend and number the nodes. The result is equal on all ranks. */
 static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootstrap,
                                    const EpGroupConfig *config, const EpSettings *settings,
                                    Agreement *agreed) {
@@ -188,15 +188,15 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
     ep_hello_terminate(agreed->all, bootstrap->size);
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
     ep_hello_nodes(agreed->all, bootstrap->size, group->nodes.of);
+    EP_TRY(ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
+                            &agreed->choice));
     ep_nodes_set(&group->nodes, bootstrap->rank);
     EpNodeSizes *sizes = &group->nodes.sizes;
     sizes->chunk = ep_config_chunk(config, sizes, settings);
-    if (config->num_nodes && config->num_nodes != sizes->nodes)
-        return ep_refuse(call, EP_ERR_MISMATCH, "config.num_nodes",
-                         "expected the nodes that the ranks are on, %d, got %d", sizes->nodes,
-                         config->num_nodes);
-    return ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
-                            &agreed->choice);
+    if (!config->num_nodes || config->num_nodes == sizes->nodes) return EP_OK;
+    return ep_refuse(call, EP_ERR_MISMATCH, "config.num_nodes",
+                     "expected the nodes that the ranks are on, %d, got %d", sizes->nodes,
+                     config->num_nodes);
 }
 
 EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *given, EpGroup **out) {

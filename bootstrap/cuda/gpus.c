@@ -50,6 +50,7 @@ static cudaError_t describe(int32_t device, int32_t count, EpGpu *out) {
     }
     if (error == cudaSuccess)
         error = cudaDeviceGetPCIBusId(out->bus, (int)sizeof(out->bus), device);
+    if (error == cudaSuccess) ep_cuda_find_fabric(out);
     return error;
 }
 

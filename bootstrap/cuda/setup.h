@@ -5,7 +5,7 @@
 /**
  * What the CUDA backend sets up with the peers.
  *
- *     gpus.c             this process's GPUs, before any is used
+ *     gpus.c, fabric.c   this process's GPUs, before any is used
  *     comm.c             NCCL communicators, the group's own or a borrowed one
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
  *     windows.c          windows: device memory that all ranks map
@@ -22,6 +22,8 @@
 
 /** Entries of the backend's table; see EpBackendOps. */
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
+/** Set the fabric and clique of a GPU, by its bus id. */
+void ep_cuda_find_fabric(EpGpu *gpu);
 void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
                      const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);

@@ -15,6 +15,7 @@
 /* The ranks of a synthetic machine, and the decision for them. */
 typedef struct Machine {
     int32_t size, nodes[MOST], devices[MOST];
+    int pretended; /* whether the nodes are */
     EpGpuReport reports[MOST];
     char reason[256];
 } Machine;
@@ -42,6 +43,7 @@ static Machine make_machine(int32_t ranks, int32_t gpus) {
 static int decide(Machine *m) {
     m->reason[0] = 0;
     ep_gpus_assign(m->reports, m->size, m->devices);
+    ep_gpus_domains(m->reports, m->size, m->devices, m->pretended, m->nodes);
     return ep_gpus_agree(m->reports, m->size, m->nodes, m->devices, NEEDS, m->reason,
                          sizeof(m->reason));
 }
@@ -53,6 +55,12 @@ static void check_served(Machine *m, const int *devices) {
               devices[r]);
 }
 
+static void check_domains(const Machine *m, const int *domains) {
+    for (int r = 0; r < m->size; r++)
+        CHECK(m->nodes[r] == domains[r], "rank %d is in domain %d, not %d", r, m->nodes[r],
+              domains[r]);
+}
+
 static void check_said(Machine *m, const char *const *parts) {
     CHECK(!decide(m), "served");
     for (; *parts; parts++)
@@ -61,6 +69,8 @@ static void check_said(Machine *m, const char *const *parts) {
 
 #define SERVED(m, ...) check_served(&(m), (const int[]){__VA_ARGS__})
 #define SAID(m, ...) check_said(&(m), (const char *const[]){__VA_ARGS__, NULL})
+
+#define CHECK_DOMAINS(m, ...) check_domains(&(m), (const int[]){__VA_ARGS__})
 
 /* ---- assignment ---- */
 
@@ -198,7 +208,8 @@ SoloTest(bootstrap_gpus, several_kinds) {
 SoloTest(bootstrap_gpus, out_of_reach) {
     Machine m = make_machine(4, 4);
     m.reports[3].gpu[3].reaches = ~(1u << 1);
-    SAID(m, "reach each other's memory", "0000:03:00.0 of rank 3", "0000:01:00.0 of rank 1");
+    SERVED(m, 0, 1, 2, 3);
+    CHECK_DOMAINS(m, 0, 0, 0, 1);
     /* If a process does not see its peers' GPUs, opening the window finds out whether they are
      * reachable. */
     m = make_machine(2, 1);
@@ -226,6 +237,27 @@ SoloTest(bootstrap_gpus, pretended_nodes) {
     m.nodes[1] = 1;
     m.reports[0].may_share = m.reports[1].may_share = 1;
     SAID(m, "a GPU for each rank of a group on several nodes", "ranks 0 and 1", "NVIDIA H200");
+}
+
+/* A fabric joins the GPUs of machines, clique by clique; pretended nodes stay apart. */
+SoloTest(bootstrap_gpus, one_fabric) {
+    Machine m = make_machine(4, 1);
+    for (int r = 0; r < 4; r++) {
+        m.nodes[r] = r;
+        m.reports[r].gpu[0] = make_gpu(r);
+        m.reports[r].gpu[0].fabric[3] = r == 1 ? 8 : 7;
+    }
+    SERVED(m, 0, 0, 0, 0);
+    CHECK_DOMAINS(m, 0, 1, 0, 0);
+    for (int r = 0; r < 4; r++)
+        m.nodes[r] = r, m.reports[r].gpu[0].fabric[3] = 7, m.reports[r].gpu[0].clique = r / 2;
+    SERVED(m, 0, 0, 0, 0);
+    CHECK_DOMAINS(m, 0, 0, 1, 1);
+    for (int r = 0; r < 4; r++)
+        m.nodes[r] = r;
+    m.pretended = 1;
+    SERVED(m, 0, 0, 0, 0);
+    CHECK_DOMAINS(m, 0, 1, 2, 3);
 }
 
 SoloTest(bootstrap_gpus, nodes_of_other_kinds) {
