@@ -22,7 +22,8 @@
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "16M",                                 \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks")   \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                      \
-      "multiprocessors that operations of the cuda backend may use; auto: all")                \
+      "multiprocessors that operations of the cuda backend may use; auto: all, on several "    \
+      "nodes all but 20")                                                                      \
     X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                  \
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                  \
     X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                          \

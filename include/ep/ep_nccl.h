@@ -46,8 +46,7 @@ extern "C" {
  *   gone ahead and waits for this one. Where ranks are threads, they meet on the host after they
  *   create or destroy a group, or handles with plans of their own.
  *
- * The bootstrap has no share and no messages. It serves the CUDA backend, and the host backend if
- * all ranks share a node; ranks on several nodes are refused with EP_ERR_UNSUPPORTED. A group's
+ * The bootstrap has no share and no messages: ranks on several nodes connect over TCP. A group's
  * device does not follow from its bootstrap: call ep_group_config_set_nccl too, or set
  * config.device.
  *
