@@ -226,7 +226,7 @@ $(tests): $(tests_c:%.c=$B/%.o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a
 # The tests for GPUs (see tests/gpu/on_gpu.h): the same sources without the tests that use no
 # backend, plus the tests that need a GPU. watch.c counts the library's own allocations and must see
 # the real ones, so it is compiled without on_gpu.h.
-host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/topology.c \
+host_tests_c := tests/harness/selftest.c tests/bootstrap/local.c tests/bootstrap/sockets.c tests/bootstrap/topology.c \
                 $(addprefix tests/bootstrap/,adopt.c bind.c gpus.c killed.c memory.c mesh.c \
                   mesh_groups.c segments.c sharding.c system.c windows.c) \
                 $(addprefix tests/runtime/,bounds.c divide.c exports.c quant.c settings.c status.c) \

@@ -51,7 +51,7 @@ int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 
 /* ---- hello --------------------------------------------------------------------------------- */
 
-#define EP_HELLO_FIELDS 18
+#define EP_HELLO_FIELDS 19
 
 /**
  * What each rank sends to all others when a group is created. Every rank compares all hellos by the
@@ -67,7 +67,8 @@ typedef struct EpHello {
 } EpHello;
 
 /** Fill in the fields that must be equal. */
-void ep_hello_describe(EpHello *mine, const EpGroupConfig *config, const EpSettings *settings);
+void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *config,
+                       const EpSettings *settings);
 
 /** Terminate the strings of hellos that came from other ranks. */
 void ep_hello_terminate(EpHello *all, int32_t size);

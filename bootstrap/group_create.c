@@ -55,7 +55,7 @@ static void describe_self(const EpCall *call, const EpBootstrap *bootstrap,
     mine->id = choose_id();
     mine->status = check_own(call, bootstrap, given, out, config, settings, mine);
     if (mine->status == EP_OK)
-        ep_hello_describe(mine, config, settings);
+        ep_hello_describe(mine, bootstrap, config, settings);
     else
         snprintf(mine->sentence, sizeof(mine->sentence), "%s", ep_last_error());
 }

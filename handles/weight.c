@@ -135,16 +135,31 @@ static EpAxes reducing_axes(const EpWeight *weight) {
 static EpStatus number_shards(const EpCall *call, const EpAxes *reducing, EpWeight *weight) {
     const EpMesh *mesh = &weight->comm->mesh;
     int32_t coordinates[EP_MESH_MAX_AXES], size = ep_axes_ranks(mesh, reducing);
-    int32_t *ranks = malloc(2 * sizeof(*ranks) * (size_t)size);
-    if (!ranks) return ep_refuse(call, EP_ERR_NO_MEMORY, weight->name, "out of memory");
-    EpStatus status =
-        ep_mesh_group(mesh, reducing, weight->comm->world.rank, NULL, NULL, ranks + size);
+    int32_t *ranks = malloc(sizeof(*ranks) * (size_t)size);
+    weight->reduced = malloc(sizeof(*weight->reduced) * (size_t)size);
+    EpStatus status = EP_OK;
+    if (!ranks || !weight->reduced)
+        status = ep_refuse(call, EP_ERR_NO_MEMORY, weight->name, "out of memory");
+    if (status == EP_OK)
+        status = ep_mesh_group(mesh, reducing, weight->comm->world.rank, NULL, NULL, ranks);
     for (int32_t r = 0; r < size && status == EP_OK; r++) {
-        ep_mesh_locate(mesh, ranks[size + r], coordinates);
-        ranks[r] = ep_axes_place(mesh, &weight->sharding.scattered, coordinates);
+        ep_mesh_locate(mesh, ranks[r], coordinates);
+        weight->reduced[r].shard = ep_axes_place(mesh, &weight->sharding.scattered, coordinates);
+        weight->reduced[r].piece =
+            weight->replicates ? ep_axes_place(mesh, &weight->sharding.summed, coordinates) : 0;
     }
-    weight->reduced_shards = ranks;
+    free(ranks);
     return status;
+}
+
+/* Whether ranks that keep the same shard divide the sum: with R ranks in it and D of these, a rank
+ * receives (R - 1) / D gradients and (D - 1) / D fp32 sums of its shard, in place of R - 1
+ * gradients. */
+static int divides_sums(const EpWeight *weight, const EpAxes *reducing) {
+    const EpMesh *mesh = &weight->comm->mesh;
+    int64_t others = ep_axes_ranks(mesh, reducing) - 1;
+    return ep_axes_ranks(mesh, &weight->sharding.summed) > 1 &&
+           others * (int64_t)ep_type_bytes(weight->config.grad_type) > 4;
 }
 
 static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
@@ -153,9 +168,23 @@ static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
     EpAxes reducing = reducing_axes(weight);
     EP_TRY(ep_mesh_comm_group(comm, call, &s->scattered, &weight->gathers));
     EP_TRY(ep_mesh_comm_group(comm, call, &reducing, &weight->reduces));
+    if (divides_sums(weight, &reducing))
+        EP_TRY(ep_mesh_comm_group(comm, call, &s->summed, &weight->replicates));
     EP_TRY(ep_mesh_comm_group(comm, call, &s->amax, &weight->maximises[0]));
     EP_TRY(ep_mesh_comm_group(comm, call, &s->amax_per_expert, &weight->maximises[1]));
     return number_shards(call, &reducing, weight);
+}
+
+/* Pieces begin on multiples of 16 bytes, whatever the type. */
+int64_t ep_weight_piece_stride(const EpWeight *weight) {
+    int64_t pieces = weight->replicates ? weight->replicates->size : 1;
+    return ep_round_up((ep_shard_elements(&weight->shards) + pieces - 1) / pieces, 64);
+}
+
+int64_t ep_weight_piece_length(const EpWeight *weight, int32_t piece) {
+    int64_t stride = ep_weight_piece_stride(weight);
+    int64_t left = ep_shard_elements(&weight->shards) - piece * stride;
+    return ep_max(0, ep_min(stride, left));
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -185,7 +214,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
     if (status == EP_OK) status = compare(&call, comm->gathered, comm->world.size);
     if (status == EP_OK) status = find_groups(&call, weight);
     if (status != EP_OK) {
-        if (weight) free(weight->reduced_shards);
+        if (weight) free(weight->reduced);
         free(weight);
         return status;
     }
@@ -204,8 +233,8 @@ void ep_weight_destroy(EpWeight *weight) {
     else
         weight->comm->weights = weight->next;
     if (weight->next) weight->next->previous = weight->previous;
-    free(weight->reduced_shards);
-    weight->reduced_shards = NULL;
+    free(weight->reduced);
+    weight->reduced = NULL;
     ep_object_retire(&weight->object);
 }
 

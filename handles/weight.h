@@ -18,6 +18,15 @@
 
 #define EP_WEIGHT_NAME_BYTES 64
 
+/**
+ * What a rank of `reduces` adds. Ranks that keep the same shard (along sharding.summed) divide the
+ * work where that saves traffic: each adds one piece of it, in fp32, and gives the sums to the
+ * others. Else each adds the whole shard, piece 0.
+ */
+typedef struct EpReducedPart {
+    int32_t shard, piece;
+} EpReducedPart;
+
 /** Opaque to callers. */
 struct EpWeight {
     EpObject object;
@@ -28,10 +37,11 @@ struct EpWeight {
     EpWeightConfig config;
     EpSharding sharding;
     EpShards shards;
-    EpGroup *gathers;        /* along sharding.scattered, in the order of the shards */
-    EpGroup *reduces;        /* along sharding.scattered and .summed, in the mesh's order */
-    EpGroup *maximises[2];   /* for EP_AMAX_TENSOR and EP_AMAX_EXPERT */
-    int32_t *reduced_shards; /* [ranks of reduces] the number of the shard that each one gets */
+    EpGroup *gathers;       /* along sharding.scattered, in the order of the shards */
+    EpGroup *reduces;       /* along sharding.scattered and .summed, in the mesh's order */
+    EpGroup *maximises[2];  /* for EP_AMAX_TENSOR and EP_AMAX_EXPERT */
+    EpGroup *replicates;    /* along sharding.summed; NULL: sums are not divided */
+    EpReducedPart *reduced; /* [ranks of reduces] */
 };
 
 /** A checked form, with its sizes. */
@@ -68,6 +78,12 @@ typedef struct EpWeightAmax {
     int64_t count;
     EpStream stream;
 } EpWeightAmax;
+
+/** Elements from piece to piece of a shard; the last ones may be shorter, or empty. */
+int64_t ep_weight_piece_stride(const EpWeight *weight);
+
+/** Elements of a piece. */
+int64_t ep_weight_piece_length(const EpWeight *weight, int32_t piece);
 
 /** Check a form (NULL: the shards' type) and work its sizes out. */
 EpStatus ep_weight_view(const EpCall *call, const EpWeight *weight, const EpWeightForm *given,

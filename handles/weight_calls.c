@@ -95,6 +95,7 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     const EpSharding *s = &weight->sharding;
     EpWeightView view;
     EP_TRY(ep_group_usable(group));
+    if (weight->replicates) EP_TRY(ep_group_usable(weight->replicates));
     EP_TRY(ep_weight_view(&c.call, weight, NULL, &view));
     EP_TRY(check_tensor(&c, "grad", grad, weight->config.grad_type, s->ndim, s->used));
     if (accumulate != 0 && accumulate != 1)

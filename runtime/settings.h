@@ -36,6 +36,8 @@
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                              \
       "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "    \
       "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine (hwloc)") \
+    X(interface, EpSettingText, "LIBEP_INTERFACE", "text", "",                                 \
+      "network interface of libep's own messages between nodes, as eth0; empty: any")          \
     X(log_level, EpLogLevel, "LIBEP_LOG", "choice: warn|info|debug|trace", "warn",             \
       "how much to log")                                                                       \
     X(log_file, EpSettingText, "LIBEP_LOG_FILE", "text", "", "where to log; empty: stderr")

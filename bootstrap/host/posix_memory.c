@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Shared memory for bootstraps without `share`. Each rank creates a POSIX shared memory object or,
- * if /dev/shm is too small, a nameless file. Each rank maps the segments of its node. Since a rank
- * may be killed at any moment, its peers remove its name too:
+ * if /dev/shm is too small or it is alone on its node, a nameless file. Each rank maps the segments
+ * of its node. Since a rank may be killed at any moment, its peers remove its name too:
  *
  *   1. The ranks gather names. No object exists yet.
  *   2. Each rank creates its object. The ranks gather the results.
@@ -156,10 +156,18 @@ static void *create_nameless(Sharing *s) {
     return memory;
 }
 
+/* Returns whether no other rank is on this node: no peer could remove a name. */
+static int is_alone(const Sharing *s) {
+    int32_t here = 0;
+    for (int32_t r = 0; r < s->bootstrap->size; r++)
+        here += is_here(s, r);
+    return here == 1;
+}
+
 static Creation create_segment(Sharing *s) {
     int32_t rank = s->bootstrap->rank;
     if (!s->posix) return (Creation){.error = ENOMEM, .fd = -1};
-    void *memory = create_object(s);
+    void *memory = is_alone(s) ? NULL : create_object(s);
     if (!memory) memory = create_nameless(s);
     if (!memory) return (Creation){.error = errno ? errno : ENOMEM, .fd = -1};
     memcpy(proof_in(s, memory), &s->offers[rank].proof, sizeof(uint64_t));

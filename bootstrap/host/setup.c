@@ -9,6 +9,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
+#include "bootstrap/sockets.h"
 #include "runtime/host/host.h"
 
 #define SPINS_WITH_CPUS_TO_SPARE 2000
@@ -64,7 +65,8 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     const EpBootstrap *b = &group->bootstrap;
     int32_t least, here;
     count_nodes(group, &least, &here);
-    EpExchangeSetup setup = {.bootstrap = b,
+    EpStatus status = b->isend ? EP_OK : ep_sockets_open(group, &host->messages);
+    EpExchangeSetup setup = {.bootstrap = b->isend ? b : &host->messages,
                              .abort = &group->abort,
                              .segments = segments,
                              .most_remote = group->size - least,
@@ -73,7 +75,8 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     setup.stage_bytes = ep_host_stage_bytes(&group->config, group->size, &group->settings);
     setup.spins = choose_spins(group, here);
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
-    EP_TRY(ep_group_agree(group, call, check_physical(group, bytes, here)));
+    if (status == EP_OK) status = check_physical(group, bytes, here);
+    EP_TRY(ep_group_agree(group, call, status));
     EP_TRY(share(b, group->nodes.of, (size_t)bytes, group->timeout, segments, &host->memory));
     host->exchange = ep_exchange_create(&setup);
     if (!host->exchange)
@@ -84,21 +87,13 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     return EP_OK;
 }
 
-static EpStatus check_messages(const EpGroup *group) {
-    if (group->nodes.sizes.nodes == 1 || group->bootstrap.isend) return EP_OK;
-    return ep_fail(EP_ERR_UNSUPPORTED,
-                   "rank %d: ep_group_create: bootstrap: expected isend, irecv, test and cancel "
-                   "for ranks on %d nodes, got none",
-                   group->rank, group->nodes.sizes.nodes);
-}
-
 EpStatus ep_host_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
     void *segments[EP_MAX_RANKS];
     EpHost *host = calloc(1, sizeof(*host));
     group->backend_state = host;
-    EpStatus status = check_messages(group);
-    if (status == EP_OK && !host)
+    EpStatus status = EP_OK;
+    if (!host)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",
                          group->rank);
     EP_TRY(ep_group_agree(group, &call, status));
@@ -113,6 +108,7 @@ void ep_host_close(EpGroup *group, int together) {
     if (!host) return;
     int sends = ep_exchange_destroy(host->exchange);
     if (host->memory && !sends) share_free(&group->bootstrap, host->memory, together);
+    ep_bootstrap_destroy(&host->messages);
     free(host);
     group->backend_state = NULL;
 }

@@ -51,11 +51,11 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
                          .owners = group->nodes.sizes.ranks,
                          .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
                          .top_k = (int32_t)g->top_k};
+    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->quant};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->quant};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
                                                   .args = &args,
                                                   .blocks = args.group.blocks,

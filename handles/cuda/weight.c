@@ -4,7 +4,9 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/quantise.h"
+#include "handles/cuda/relay.h"
 #include "runtime/cuda/order.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
@@ -45,13 +47,16 @@ static EpStatus fail(const Work *w, const char *what, EpStatus status) {
 
 static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
     EpStatus status = ep_cuda_comm_settle(w->group, w->comm, what, result);
+    ep_cuda_network_leave(w->group);
     return status == EP_OK ? EP_OK : fail(w, what, status);
 }
 
 /* The calls between group_start and group_end return what is wrong with their arguments, and
  * ncclGroupEnd returns the same, so only its result counts. */
-static void group_start(const Work *w) {
+static EpStatus group_start(const Work *w) {
+    EP_TRY(ep_cuda_network_enter(w->group));
     (void)w->cuda->nccl->ncclGroupStart();
+    return EP_OK;
 }
 
 static EpStatus group_end(const Work *w, const char *what) {
@@ -115,7 +120,7 @@ static EpStatus arrange(const Work *w, const Gathered *g) {
 }
 
 static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
-    group_start(w);
+    EP_TRY(group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
     EP_TRY(group_end(w, "ncclAllGather"));
@@ -278,8 +283,25 @@ static int packs(const EpWeight *weight) {
     return !goes_directly(&weight->shards, (int64_t)ep_type_bytes(weight->config.grad_type));
 }
 
+/* The parts of the workspace: what each rank has sent of this rank's piece; packed shards; the sums
+ * of all pieces of this rank's shard. */
+typedef struct ReduceParts {
+    int64_t piece, packed, sums, bytes;
+} ReduceParts;
+
+static ReduceParts reduce_parts(const EpWeight *weight) {
+    int64_t stride = ep_weight_piece_stride(weight);
+    int32_t pieces = weight->replicates ? weight->replicates->size : 0;
+    ReduceParts p = {.piece = stride * (int64_t)ep_type_bytes(weight->config.grad_type)};
+    if (weight->reduces->size == 1) return p;
+    p.packed = p.piece * weight->reduces->size;
+    p.sums = p.packed;
+    if (packs(weight)) p.sums += ep_shards_number(&weight->shards) * shard_stride(weight);
+    p.bytes = p.sums + pieces * stride * 4;
+    return p;
+}
+
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
-    const EpShards *s = &weight->shards;
     EpWeightSizes *sizes = &view->sizes;
     if (view->form.quant == EP_QUANT_NONE) {
         sizes->gather_workspace = staged_bytes(&view->shards, (int64_t)ep_type_bytes(sizes->type));
@@ -287,86 +309,144 @@ void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
         Parts p = parts_of(view);
         sizes->gather_workspace = p.amaxes + p.rows + p.scale_rows;
     }
-    sizes->reduce_workspace = 0;
-    if (weight->reduces->size > 1)
-        sizes->reduce_workspace =
-            shard_stride(weight) *
-            (weight->reduces->size + (packs(weight) ? ep_shards_number(s) : 0));
+    sizes->reduce_workspace = reduce_parts(weight).bytes;
 }
 
-/* Send each rank its shard of this rank's gradient, from the gradient or from where it was packed,
- * and receive this rank's shard of theirs. */
-static void exchange(const Work *w, const EpWeightReduce *call, const char *packed) {
+/** A reduction. */
+typedef struct Reduction {
+    const Work *w;
+    const EpWeightReduce *call;
+    ReduceParts parts;
+    const char *packed; /* shards of this rank's gradient, or NULL: they go directly */
+    int64_t unit, run;  /* bytes of an element; elements that lie side by side */
+} Reduction;
+
+static Reduction describe_reduction(const Work *w, const EpWeightReduce *call) {
     const EpWeight *weight = call->weight;
-    const EpNccl *nccl = w->cuda->nccl;
-    int64_t unit = (int64_t)ep_type_bytes(weight->config.grad_type), stride = shard_stride(weight);
-    int64_t run = packed ? ep_shard_elements(&weight->shards) : ep_shards_run(&weight->shards);
-    int64_t runs = packed ? 1 : runs_of(&weight->shards);
-    for (int32_t i = 1; i < w->group->size; i++) {
-        int32_t to = (w->group->rank + i) % w->group->size;
-        int32_t from = (w->group->rank - i + w->group->size) % w->group->size;
-        int32_t shard = weight->reduced_shards[to];
-        for (int64_t r = 0; r < runs; r++) {
-            const char *sent = packed ? packed + shard * stride
-                                      : (const char *)call->grad +
-                                            ep_shard_run_at(&weight->shards, shard, r) * unit;
-            char *received = (char *)call->workspace + from * stride + r * run * unit;
-            (void)nccl->ncclSend(sent, (size_t)(run * unit), ncclUint8, to, w->comm, w->stream);
-            (void)nccl->ncclRecv(received, (size_t)(run * unit), ncclUint8, from, w->comm,
-                                 w->stream);
-        }
+    Reduction r = {.w = w, .call = call, .parts = reduce_parts(weight)};
+    r.unit = (int64_t)ep_type_bytes(weight->config.grad_type);
+    r.run = ep_shards_run(&weight->shards);
+    if (w->group->size == 1 || !packs(weight)) return r;
+    r.packed = (char *)call->workspace + r.parts.packed;
+    r.run = ep_shard_elements(&weight->shards);
+    return r;
+}
+
+/* Returns where element `at` of a shard lies in this rank's gradient. */
+static const char *element_at(const Reduction *r, int32_t shard, int64_t at) {
+    const EpWeight *weight = r->call->weight;
+    if (r->packed) return r->packed + shard * shard_stride(weight) + at * r->unit;
+    int64_t begin = ep_shard_run_at(&weight->shards, shard, at / r->run);
+    return (const char *)r->call->grad + (begin + at % r->run) * r->unit;
+}
+
+/* Send a rank its piece of this rank's gradient (`sends`), or receive its part of this rank's
+ * piece, a message for each run. */
+static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
+    const EpWeight *weight = r->call->weight;
+    const EpNccl *nccl = r->w->cuda->nccl;
+    EpReducedPart part = weight->reduced[sends ? peer : r->w->group->rank];
+    int64_t begin = part.piece * ep_weight_piece_stride(weight);
+    int64_t end = begin + ep_weight_piece_length(weight, part.piece);
+    char *received = (char *)r->call->workspace + peer * r->parts.piece;
+    for (int64_t at = begin, next; at < end; at = next) {
+        next = ep_min(end, at + r->run - at % r->run);
+        size_t bytes = (size_t)((next - at) * r->unit);
+        if (sends)
+            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer, r->w->comm,
+                                 r->w->stream);
+        else
+            (void)nccl->ncclRecv(received + (at - begin) * r->unit, bytes, ncclUint8, peer,
+                                 r->w->comm, r->w->stream);
     }
 }
 
-/* Shards are packed one by one, since a packed shard begins on a multiple of 64 bytes. */
-static EpStatus pack(const Work *w, const EpWeightReduce *call, char *packed) {
-    const EpWeight *weight = call->weight;
-    EpArrangeArgs args = {.shards = weight->shards,
-                          .flat = packed,
-                          .whole = (char *)(uintptr_t)call->grad,
-                          .unit = (int32_t)ep_type_bytes(weight->config.grad_type),
-                          .back = 1,
-                          .stride = shard_stride(weight)};
-    return ep_cuda_check(w->group, "packing shards",
-                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream));
+static EpStatus exchange(const Reduction *r) {
+    int32_t size = r->w->group->size, rank = r->w->group->rank;
+    EP_TRY(group_start(r->w));
+    for (int32_t i = 1; i < size; i++) {
+        exchange_piece(r, (rank + i) % size, 1);
+        exchange_piece(r, (rank - i + size) % size, 0);
+    }
+    return group_end(r->w, "ncclSend and ncclRecv");
 }
 
-static EpStatus add(const Work *w, const EpWeightReduce *call, const char *packed) {
-    const EpWeight *weight = call->weight;
-    int32_t rank = w->group->rank;
-    int64_t stride = shard_stride(weight), unit = (int64_t)ep_type_bytes(weight->config.grad_type);
-    EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
-                      .parts = w->group->size,
+/* Shards are packed one by one, since a packed shard begins on a multiple of 64 bytes. */
+static EpStatus pack(const Reduction *r) {
+    const EpWeight *weight = r->call->weight;
+    EpArrangeArgs args = {.shards = weight->shards,
+                          .flat = r->packed,
+                          .whole = (char *)(uintptr_t)r->call->grad,
+                          .unit = (int32_t)r->unit,
+                          .back = 1,
+                          .stride = shard_stride(weight)};
+    return ep_cuda_check(r->w->group, "packing shards",
+                         ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream));
+}
+
+/* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
+static EpStatus add(const Reduction *r) {
+    const EpWeight *weight = r->call->weight;
+    int32_t rank = r->w->group->rank;
+    EpReducedPart part = weight->reduced[rank];
+    const EpCudaRelay *relay = r->w->cuda->relay;
+    int64_t stride = ep_weight_piece_stride(weight);
+    int divided = weight->replicates != NULL;
+    EpSumArgs args = {.elements = ep_weight_piece_length(weight, part.piece),
+                      .parts = r->w->group->size,
                       .type = weight->config.grad_type,
-                      .out_type = weight->config.reduced_type,
-                      .accumulate = call->accumulate,
-                      .own = packed ? -1 : rank,
+                      .out_type = divided ? EP_TYPE_FP32 : weight->config.reduced_type,
+                      .accumulate = !divided && r->call->accumulate,
+                      .rank = rank,
+                      .in_whole = !r->packed,
                       .shards = weight->shards,
-                      .own_shard = weight->reduced_shards[rank],
-                      .out = call->out};
-    int64_t whole = packed ? args.elements : ep_shards_run(&weight->shards);
-    args.vectors = whole * unit % 16 == 0;
-    for (int32_t r = 0; r < args.parts; r++)
-        args.part[r] = (char *)call->workspace + r * stride;
-    args.part[rank] = packed ? packed + args.own_shard * stride : call->grad;
-    return ep_cuda_check(w->group, "adding gradients",
-                         ep_cuda_launch_sum(&args, blocks_of(w), w->stream));
+                      .own_shard = part.shard,
+                      .own_begin = part.piece * stride,
+                      .mine = r->packed ? element_at(r, part.shard, part.piece * stride)
+                                        : r->call->grad,
+                      .received = r->call->workspace,
+                      .stride = r->parts.piece,
+                      .by_node = relay ? relay->tables.by_node : NULL,
+                      .out = r->call->out};
+    if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
+    args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
+    return ep_cuda_check(r->w->group, "adding gradients",
+                         ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream));
+}
+
+/* Gather the sums of the pieces, which lie one after the other as the shard's elements do, and
+ * round them. */
+static EpStatus share_sums(const Reduction *r) {
+    const EpWeight *weight = r->call->weight;
+    Work w;
+    EP_TRY(begin(weight->replicates, r->call->stream, &w));
+    int64_t bytes = 4 * ep_weight_piece_stride(weight);
+    char *sums = (char *)r->call->workspace + r->parts.sums;
+    EP_TRY(ep_cuda_network_enter(w.group));
+    EP_TRY(settle(&w, "ncclAllGather",
+                  w.cuda->nccl->ncclAllGather(sums + w.group->rank * bytes, sums, (size_t)bytes,
+                                              ncclUint8, w.comm, w.stream)));
+    EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
+                      .parts = 1,
+                      .type = EP_TYPE_FP32,
+                      .out_type = weight->config.reduced_type,
+                      .accumulate = r->call->accumulate,
+                      .shards = weight->shards,
+                      .mine = sums,
+                      .out = r->call->out};
+    args.vectors = args.elements % 4 == 0;
+    return ep_cuda_check(w.group, "rounding gradients",
+                         ep_cuda_launch_sum(&args, blocks_of(&w), w.stream));
 }
 
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
     Work w;
-    char *packed = NULL;
     EP_TRY(begin(call->weight->reduces, call->stream, &w));
-    if (w.group->size > 1 && packs(call->weight)) {
-        packed = (char *)call->workspace + w.group->size * shard_stride(call->weight);
-        EP_TRY(pack(&w, call, packed));
-    }
-    if (w.group->size > 1) {
-        group_start(&w);
-        exchange(&w, call, packed);
-        EP_TRY(group_end(&w, "ncclSend and ncclRecv"));
-    }
-    return add(&w, call, packed);
+    Reduction r = describe_reduction(&w, call);
+    if (r.packed) EP_TRY(pack(&r));
+    if (w.group->size > 1) EP_TRY(exchange(&r));
+    EP_TRY(add(&r));
+    return call->weight->replicates ? share_sums(&r) : EP_OK;
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */
@@ -376,6 +456,7 @@ EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
     Work w;
     EP_TRY(begin(call->group, call->stream, &w));
     if (w.group->size == 1 || call->count == 0) return EP_OK;
+    EP_TRY(ep_cuda_network_enter(w.group));
     return settle(&w, "ncclAllReduce",
                   w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
                                               ncclUint32, ncclMax, w.comm, w.stream));

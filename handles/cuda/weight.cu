@@ -55,13 +55,24 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, int blocks, void *
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-/* Returns where a part's element number `at` lies. */
+/* Returns where element number `at` of a rank's part lies. */
 template <typename T>
-__device__ __forceinline__ const T *element_of(const EpSumArgs &a, int part, int64_t at,
+__device__ __forceinline__ const T *element_of(const EpSumArgs &a, int rank, int64_t at,
                                                int64_t run) {
-    const T *from = (const T *)a.part[part];
-    if (part != a.own) return from + at;
-    return from + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+    if (rank != a.rank) return (const T *)(a.received + rank * a.stride) + at;
+    if (!a.in_whole) return (const T *)a.mine + at;
+    at += a.own_begin;
+    return (const T *)a.mine + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+}
+
+/* Call add(rank) for each part in the order of summation, and next_node() before each node. */
+template <typename NextNode, typename Add>
+__device__ __forceinline__ void walk_parts(const EpSumArgs &a, NextNode next_node, Add add) {
+    for (int p = 0; p < a.parts; p++) {
+        int rank = a.by_node ? a.by_node[p] : p;
+        if (rank & EP_NODE_BEGINS) next_node();
+        add(rank & ~EP_NODE_BEGINS);
+    }
 }
 
 __device__ __forceinline__ void store_sum(float *out, float sum, int accumulate) {
@@ -76,20 +87,25 @@ __device__ __forceinline__ void store_sum(__half *out, float sum, int accumulate
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t run) {
-    float sum = 0;
-    for (int p = 0; p < a.parts; p++)
-        sum += ep_float(*element_of<T>(a, p, at, run));
-    store_sum((Out *)a.out + at, sum, a.accumulate);
+    float total = 0, sum = 0; /* of the nodes before, of this one */
+    walk_parts(
+        a, [&] { total += sum, sum = 0; },
+        [&](int rank) { sum += ep_float(*element_of<T>(a, rank, at, run)); });
+    store_sum((Out *)a.out + at, total + sum, a.accumulate);
 }
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t run) {
-    EpVector<T> sum = {};
-    for (int p = 0; p < a.parts; p++)
-        ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, p, at, run)));
+    EpVector<T> total = {}, sum = {}; /* of the nodes before, of this one */
+    walk_parts(
+        a, [&] { ep_add(&total, sum), sum = {}; },
+        [&](int rank) {
+            ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, rank, at, run)));
+        });
+    ep_add(&total, sum);
 #pragma unroll
     for (int e = 0; e < EpVector<T>::SIZE; e++)
-        store_sum((Out *)a.out + at + e, sum.at[e], a.accumulate);
+        store_sum((Out *)a.out + at + e, total.at[e], a.accumulate);
 }
 
 template <typename T, typename Out>
@@ -105,15 +121,23 @@ __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ EpS
     }
 }
 
-template <typename T> static int launch_sum(const EpSumArgs *a, int blocks, void *stream) {
-    return ep_launch(a->out_type == EP_TYPE_FP32 ? sum_parts<T, float> : sum_parts<T, T>, blocks,
-                     THREADS, 0, stream, *a);
+template <typename T, typename Out>
+static int launch_sum(const EpSumArgs *a, int blocks, void *stream) {
+    return ep_launch(sum_parts<T, Out>, blocks, THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_launch_sum(const EpSumArgs *a, int blocks, void *stream) {
-    if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16>(a, blocks, stream);
-    if (a->type == EP_TYPE_FP16) return launch_sum<__half>(a, blocks, stream);
-    return launch_sum<float>(a, blocks, stream);
+    if (a->out_type == EP_TYPE_FP32) {
+        if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16, float>(a, blocks, stream);
+        if (a->type == EP_TYPE_FP16) return launch_sum<__half, float>(a, blocks, stream);
+        return launch_sum<float, float>(a, blocks, stream);
+    }
+    if (a->out_type == EP_TYPE_BF16)
+        return a->type == EP_TYPE_FP32
+                   ? launch_sum<float, __nv_bfloat16>(a, blocks, stream)
+                   : launch_sum<__nv_bfloat16, __nv_bfloat16>(a, blocks, stream);
+    return a->type == EP_TYPE_FP32 ? launch_sum<float, __half>(a, blocks, stream)
+                                   : launch_sum<__half, __half>(a, blocks, stream);
 }
 
 /* ---- blocks that lie in several shards ----------------------------------------------------- */

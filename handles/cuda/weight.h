@@ -10,7 +10,8 @@
  *              into the weight. Else NCCL gathers whole shards into the workspace, and a kernel
  *              copies them to their places.
  *     reduce   Ranks exchange shards by ncclSend and ncclRecv, and a kernel adds them in the
- *              defined order: NCCL's own reductions round at every hop.
+ *              defined order: NCCL's own reductions round at every hop. Where several ranks keep
+ *              the same shard, each adds a piece of it, and ncclAllGather brings the sums.
  *     amax     ncclAllReduce of the numbers' bits, which have the numbers' order.
  *
  * A rank quantises its shard into its own place in the weight (or in the workspace), and NCCL

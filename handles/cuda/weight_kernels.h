@@ -4,6 +4,7 @@
 
 /** Kernels of sharded weights (weight.cu); quantise.h has the one that quantises. */
 
+#include "handles/cuda/relay_tables.h"
 #include "handles/shards.h"
 #include "runtime/cuda/device.h"
 
@@ -17,17 +18,22 @@ typedef struct EpArrangeArgs {
     int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 
-/** Add the shards that all ranks have sent, in the order of `part`. */
+/** Add what all ranks have sent of a piece of a shard: by node, ascending on each. */
 typedef struct EpSumArgs {
-    int64_t elements; /**< of a shard */
+    int64_t elements; /**< of the piece */
     int32_t parts;
-    EpType type, out_type; /**< out_type: `type` or FP32 */
+    EpType type, out_type; /**< out_type: any of FP32; else `type` or FP32 */
     int32_t accumulate;
-    int32_t vectors; /**< whether all parts and `out` allow accesses of 16 bytes */
-    int32_t own;     /**< the part that lies in the whole gradient, or -1 */
+    int32_t vectors;  /**< whether all parts and `out` allow accesses of 16 bytes */
+    int32_t rank;     /**< whose part is `mine` */
+    int32_t in_whole; /**< whether that lies in the whole gradient */
     EpShards shards;
-    int64_t own_shard;
-    const void *part[EP_CUDA_MAX_RANKS];
+    int64_t own_shard, own_begin; /**< its shard, and the piece's first element there */
+    const void *mine;
+    const char *received;   /**< the other parts, by rank */
+    int64_t stride;         /**< bytes from one to the next */
+    const int32_t *by_node; /**< device [parts]: ranks by node, with EP_NODE_BEGINS; NULL: as they
+                                 are, on one node */
     void *out;
 } EpSumArgs;
 

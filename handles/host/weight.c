@@ -4,8 +4,9 @@
  * rank works out the same rounds:
  *
  *     gather   each rank publishes its shard once; its peers copy it into its place
- *     reduce   each rank publishes, for each peer, that peer's shard of its gradient; the peer adds
- *              what it gets from all ranks
+ *     reduce   each rank publishes, for each peer, its gradient's part of what that peer adds; the
+ *              peer adds what it gets from all ranks. Then ranks that keep the same shard publish
+ *              the sums of their pieces
  *     amax     each rank publishes its numbers; its peers take their maximum
  */
 #include "handles/host/weight.h"
@@ -75,9 +76,8 @@ static EpStatus run_rounds(const Rounds *r) {
 
 /* Shards are copied to their places as they arrive. */
 void ep_host_weight_measure(const EpWeight *weight, EpWeightView *view) {
-    (void)weight;
     view->sizes.gather_workspace = ep_view_amax_bytes(view);
-    view->sizes.reduce_workspace = 0;
+    view->sizes.reduce_workspace = weight->replicates ? 4 * ep_weight_piece_stride(weight) : 0;
 }
 
 /* ---- runs of a shard ----------------------------------------------------------------------- */
@@ -172,11 +172,20 @@ typedef struct Reduce {
     int32_t *term_of; /* [ranks] */
 } Reduce;
 
+/* Elements of a piece in bytes [at, at + length) of a message, whose elements have `unit` bytes. */
+static int64_t elements_there(const EpWeight *weight, int32_t piece, int64_t unit, int64_t at,
+                              int64_t length) {
+    int64_t left = ep_weight_piece_length(weight, piece) * unit - at;
+    return ep_max(0, ep_min(length, left)) / unit;
+}
+
 static void fill_gradient(void *context, int32_t peer, int64_t at, int64_t length, void *region) {
     const Reduce *r = context;
     const EpWeight *weight = r->call->weight;
-    copy_shard(&weight->shards, r->unit, weight->reduced_shards[peer], TO_FLAT,
-               (char *)(uintptr_t)r->call->grad, region, at, length);
+    EpReducedPart part = weight->reduced[peer];
+    copy_shard(&weight->shards, r->unit, part.shard, TO_FLAT, (char *)(uintptr_t)r->call->grad,
+               region, part.piece * ep_weight_piece_stride(weight) * r->unit + at,
+               elements_there(weight, part.piece, r->unit, at, length) * r->unit);
 }
 
 static void take_gradient(void *context, int32_t peer, int64_t at, int64_t length,
@@ -191,11 +200,53 @@ static void add_gradients(void *context, int64_t at, int64_t length) {
     const Reduce *r = context;
     const EpWeight *weight = r->call->weight;
     int32_t rank = weight->reduces->rank;
-    EpType type = weight->config.reduced_type;
-    char *out = (char *)r->call->out + at / r->unit * (int64_t)ep_type_bytes(type);
+    int divided = weight->replicates != NULL;
+    EpType type = divided ? EP_TYPE_FP32 : weight->config.reduced_type;
+    char *out = divided ? r->call->workspace : r->call->out;
     r->terms[r->term_of[rank]].row = ep_round_region(r->exchange, rank);
     r->math->reduce(weight->config.grad_type, r->terms, weight->reduces->size, type,
-                    r->call->accumulate, out, length / r->unit);
+                    !divided && r->call->accumulate,
+                    out + at / r->unit * (int64_t)ep_type_bytes(type),
+                    elements_there(weight, weight->reduced[rank].piece, r->unit, at, length));
+}
+
+/* ---- sums of pieces ---- */
+
+static void fill_sums(void *context, int32_t peer, int64_t at, int64_t length, void *region) {
+    const Reduce *r = context;
+    const EpWeight *weight = r->call->weight;
+    int64_t elements = elements_there(weight, weight->replicates->rank, 4, at, length);
+    (void)peer;
+    memcpy(region, (const char *)r->call->workspace + at, (size_t)(4 * elements));
+}
+
+/* Round a rank's sums to their place in the shard. */
+static void take_sums(void *context, int32_t peer, int64_t at, int64_t length,
+                      const void *message) {
+    const Reduce *r = context;
+    const EpWeight *weight = r->call->weight;
+    EpType type = weight->config.reduced_type;
+    EpTerm term = {message, 1, EP_RUN_BEGINS, NULL};
+    int64_t first = peer * ep_weight_piece_stride(weight) + at / 4;
+    r->math->reduce(EP_TYPE_FP32, &term, 1, type, r->call->accumulate,
+                    (char *)r->call->out + first * (int64_t)ep_type_bytes(type),
+                    elements_there(weight, peer, 4, at, length));
+}
+
+static EpStatus share_sums(Reduce *r) {
+    const EpWeight *weight = r->call->weight;
+    Rounds rounds = {.group = weight->replicates,
+                     .op = &ep_op_weight_reduce,
+                     .mode = EP_ROUND_SHARED,
+                     .bytes = 4 * ep_weight_piece_stride(weight),
+                     .context = r,
+                     .fill = fill_sums,
+                     .take = take_sums};
+    rounds.fact[0] = weight->number;
+    rounds.fact[1] = r->call->accumulate;
+    rounds.fact[2] = rounds.bytes;
+    take_sums(r, rounds.group->rank, 0, rounds.bytes, r->call->workspace);
+    return run_rounds(&rounds);
 }
 
 /* Nodes are numbered in the order of their lowest ranks. A run of terms is the sum of a node. */
@@ -227,7 +278,7 @@ EpStatus ep_host_weight_reduce(const EpWeightReduce *call) {
     Rounds rounds = {.group = group,
                      .op = &ep_op_weight_reduce,
                      .mode = EP_ROUND_EACH,
-                     .bytes = ep_shard_elements(&weight->shards) * r.unit,
+                     .bytes = ep_weight_piece_stride(weight) * r.unit,
                      .context = &r,
                      .fill = fill_gradient,
                      .take = take_gradient,
@@ -235,7 +286,14 @@ EpStatus ep_host_weight_reduce(const EpWeightReduce *call) {
     rounds.fact[0] = weight->number;
     rounds.fact[1] = call->accumulate;
     rounds.fact[2] = rounds.bytes;
-    return run_rounds(&rounds);
+    EpStatus status = run_rounds(&rounds);
+    if (!weight->replicates) return status;
+    if (status == EP_OK) return share_sums(&r);
+    /* Others may have got further, and wait for this rank's sums. */
+    char sentence[EP_SENTENCE_BYTES];
+    strcpy(sentence, ep_last_error());
+    (void)ep_group_abort(weight->replicates, sentence);
+    return ep_fail(status, "%s", sentence);
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */

@@ -217,8 +217,8 @@ typedef void *EpStream;
  * an allgather of a few bytes, and a barrier. ep_bootstrap_mpi (ep_mpi.h) makes one from a
  * communicator, ep_bootstrap_nccl (ep_nccl.h) from an NCCL communicator. ep_bootstrap_local makes R
  * of them for R threads of one process. A framework that already knows its ranks fills in the
- * struct itself: rank, size, allgather and barrier are enough if the ranks share a node or use a
- * GPU backend.
+ * struct itself: rank, size, allgather and barrier are enough. Ranks of the host backend on several
+ * nodes then send each other messages over TCP (LIBEP_INTERFACE), all of them or none.
  *
  * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence). libep calls them when
  * groups are created and destroyed. It also calls allgather when memory that peers reach (section
@@ -254,8 +254,8 @@ typedef struct EpBootstrap {
     void (*share_free)(void *context, void *memory, int together);
 
     /**
-     * Optional, all four or none (NULL: all ranks of a group on the host backend must share a
-     * node). Nonblocking point-to-point messages, in order for each (pair of ranks, tag). test sets
+     * Optional, all four or none, equal on all ranks (NULL: libep connects ranks on different nodes
+     * by TCP when a group on the host backend is created). Nonblocking point-to-point messages, in order for each (pair of ranks, tag). test sets
      * *done, and releases the request once it is done. cancel releases it without waiting.
      */
     EpStatus (*isend)(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,

@@ -11,7 +11,7 @@ _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line f
 
 #define LINE 64
 #define BUFFERS 2 /* of the outbox, and of each inbox: for even and odd rounds */
-#define NOTE (-1) /* in place of an operation's code: the writer is aborted */
+#define NOTE (-1) /* in place of an operation's code: the writer has given up */
 #define PAUSES_PER_LOOK 1024
 
 /** A peer on another node. Arrays: for even and odd rounds. */
@@ -158,7 +158,24 @@ static int publish_failure(EpExchange *x, uint64_t failed) {
                                                    memory_order_relaxed);
 }
 
-/* Record the failure for good, and publish it. Returns `status`. */
+/* Send the note to peers on other nodes: whom this rank blames and, if it was aborted, why. Whether
+ * it arrives is not waited for: this group is at its end. */
+static void send_notes(EpExchange *x, int32_t blamed) {
+    const EpBootstrap *b = x->bootstrap;
+    EpRoundHeader header = {.round = x->round + 1, .op = NOTE, .fact = {blamed}};
+    int64_t room = x->region_bytes[EP_ROUND_EACH] - LINE;
+    int64_t bytes = room < EP_ABORT_BYTES ? room : EP_ABORT_BYTES;
+    if (!x->spans_nodes || x->noted) return;
+    x->noted = 1;
+    memcpy(x->note, &header, sizeof(header));
+    if (ep_abort_requested(x->abort)) memcpy(x->note + LINE, x->abort->sentence, (size_t)bytes - 1);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!x->control[r])
+            (void)b->isend(b->context, r, x->tag, x->note, (size_t)(LINE + bytes),
+                           &x->remote[r].sending_note);
+}
+
+/* Record the failure for good, and tell the peers. Returns `status`. */
 static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
                               int64_t seen) {
     EpExchangeFailure *failure = &x->failure;
@@ -166,7 +183,8 @@ static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, in
     failure->expected = expected, failure->seen = seen;
     strcpy(failure->sentence, ep_last_error());
     (void)publish_failure(x, 1 + (uint64_t)blamed);
-    return status;
+    send_notes(x, blamed);
+    return ep_fail(status, "%s", failure->sentence);
 }
 
 static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint64_t expected,
@@ -208,38 +226,21 @@ int32_t ep_exchange_find_aborted(const EpExchange *x, char why[EP_ABORT_BYTES]) 
     return r;
 }
 
-/* Send the note to peers on other nodes. Whether it arrives is not waited for: this group is at its
- * end. */
-static void send_notes(EpExchange *x) {
-    const EpBootstrap *b = x->bootstrap;
-    EpRoundHeader header = {.round = x->round + 1, .op = NOTE};
-    int64_t room = x->region_bytes[EP_ROUND_EACH] - LINE;
-    int64_t bytes = room < EP_ABORT_BYTES ? room : EP_ABORT_BYTES;
-    if (!x->spans_nodes || x->noted) return;
-    x->noted = 1;
-    memcpy(x->note, &header, sizeof(header));
-    memcpy(x->note + LINE, x->abort->sentence, (size_t)bytes - 1);
-    for (int32_t r = 0; r < x->size; r++)
-        if (!x->control[r])
-            (void)b->isend(b->context, r, x->tag, x->note, (size_t)(LINE + bytes),
-                           &x->remote[r].sending_note);
-}
-
 void ep_exchange_give_up(EpExchange *x) {
     (void)publish_failure(x, 1 + (uint64_t)x->rank);
-    if (ep_abort_requested(x->abort)) send_notes(x);
+    send_notes(x, x->rank);
 }
 
 static EpStatus fail_note(EpExchange *x, int32_t peer, const EpRoundHeader *note) {
-    ep_fail_peer(x->rank, x->op->name, peer, peer, (const char *)note + LINE);
-    return fail_exchange(x, EP_ERR_PEER, peer, -1, -1);
+    int32_t blamed = (int32_t)note->fact[0];
+    ep_fail_peer(x->rank, x->op->name, peer, blamed, (const char *)note + LINE);
+    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
 }
 
 /* Look for aborts, in a wait: this rank's at every poll, since the flag is its own; now and then
  * those of all ranks on the node, since without them the group will not go on. */
 static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
     if (ep_abort_requested(x->abort)) {
-        send_notes(x);
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
         return fail_exchange(x, EP_ERR_ABORTED, x->rank, -1, -1);
     }

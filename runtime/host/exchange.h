@@ -43,9 +43,10 @@
  *     abort    Any thread of the rank writes `why`, once, then stores `failed`, unless it is
  *              stored already. The peers' acquire orders `why` behind it.
  *
- * A rank that is aborted sends peers on other nodes a note in place of its next round's message:
- * a header with no operation's code, then the sentence. Its own thread does that, as soon as it is
- * in the library: bootstraps may not support other threads.
+ * A rank that fails or is aborted sends peers on other nodes a note in place of its next round's
+ * message: a header with no operation's code and the rank that it blames, then the sentence of an
+ * abort. Its own thread does that, as soon as it is in the library: bootstraps may not support other
+ * threads.
  *
  * Between nodes, a rank fills a region again only after the send from it has completed, and posts a
  * receive into an inbox only after it has read the message there. Messages of a pair of ranks
@@ -155,8 +156,7 @@ static inline int32_t ep_round_peer(int32_t rank, int32_t size, int32_t i) {
     return (rank + i) % size;
 }
 
-/** Let peers that wait for this rank know that it has given up outside of rounds: those on this
- *  node and, if the group was aborted, the others. */
+/** Let peers that wait for this rank know that it has given up outside of rounds. */
 void ep_exchange_give_up(EpExchange *x);
 
 /** Let peers on this node know that this rank is aborted. By any thread, once. Returns 0 if the

@@ -13,6 +13,7 @@
 
 typedef struct EpHost {
     EpExchange *exchange;
+    EpBootstrap messages; /* libep's own, where the caller's bootstrap has none; else all zero */
     const EpRowMath *math;
     void *memory; /* the shared segments, for share_free */
     char *sets;   /* buffers of latency mode; NULL: none */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks are processes, and one of them is killed: before and after each collective call of
- * ep_group_create and ep_group_destroy, and at random moments of a group's life. The others leave
- * no name in /dev/shm, and name the rank that was killed. LIBEP_TEST_SEED=N draws other moments;
- * LIBEP_TEST_CASES=M makes M kills. */
+/* Ranks are processes, and one of them is killed or stopped: before and after each collective call
+ * of ep_group_create and ep_group_destroy, and at random moments in each phase of a group's life,
+ * on one node and on several. The others leave no name in /dev/shm, and name the rank that is lost,
+ * within the deadline. LIBEP_TEST_SEED=N draws other moments; LIBEP_TEST_CASES=M loses M ranks. */
 #include <dirent.h>
 #include <pthread.h>
 #include <signal.h>
@@ -23,15 +23,15 @@ enum { RANKS = 3, KILLED = 1, ROOM = 4096, MOST_COLLECTIVES = 40 };
 
 /* ---- a bootstrap for processes that share memory ---- */
 
-/* The parts of a group's life. */
-typedef enum Part { CREATE, STEPS, DESTROY, OVER, NUM_PARTS } Part;
+/* The phases of a group's life: the five operations lie between. */
+enum { CREATE, OPERATIONS, DESTROY = OPERATIONS + NUM_CALLS, NUM_PHASES };
 
 /* What a rank tells the test. */
 typedef struct Report {
-    double begin[NUM_PARTS];
-    int calls;       /* operations entered */
-    EpStatus status; /* of the call that failed, else EP_OK */
-    double longest;  /* seconds of a call */
+    double seconds[NUM_PHASES]; /* that each has taken, the last time */
+    int calls;                  /* operations entered */
+    EpStatus status;            /* of the call that failed, else EP_OK */
+    double longest;             /* seconds of a call */
     char sentence[512];
 } Report;
 
@@ -47,8 +47,11 @@ typedef struct Rank {
     int rank, collectives;
     int kill_before, kill_after; /* numbers of a collective, from 1; 0: never */
     double timeout;
-    int part;     /* in which it is killed; -1: none */
-    double delay; /* seconds after that part's begin */
+    int phase;         /* in which it is lost; -1: none */
+    int step;          /* and the step, if the phase is an operation */
+    int signal;        /* SIGKILL or SIGSTOP */
+    double delay;      /* seconds after the phase's begin */
+    const char *nodes; /* LIBEP_TOPOLOGY */
 } Rank;
 
 static double seconds_now(void) {
@@ -168,27 +171,30 @@ SoloTest(bootstrap_killed, after_each_collective) {
 
 /* ---- random moments ---- */
 
-enum { CALLS = 8 * NUM_CALLS, AT_A_TIME = 4 };
-#define LIFE_DEADLINE 1.0
+enum { STEPS = 8, CALLS = STEPS * NUM_CALLS };
+#define LIFE_DEADLINE 0.5
 #define LATE 3.0 /* more than a deadline: other programs of the machine need time, too */
 
-static void *killer_main(void *context) {
+static const char *const topologies[] = {"", "0,0,1", "0,1,0", "0,1,2"};
+
+static void *lose(void *context) {
     const Rank *self = context;
     usleep((useconds_t)(1e6 * self->delay));
-    kill(getpid(), SIGKILL);
+    kill(getpid(), self->signal);
     return NULL;
 }
 
-static void begin_part(Rank *self, Part part) {
-    pthread_t killer;
-    self->board->report[self->rank].begin[part] = seconds_now();
-    if (self->part == (int)part) pthread_create(&killer, NULL, killer_main, self);
+/* Returns when the phase has begun. */
+static double begin_phase(Rank *self, int phase, int step) {
+    pthread_t thread;
+    if (self->phase == phase && self->step == step) pthread_create(&thread, NULL, lose, self);
+    return seconds_now();
 }
 
-/* Note how long a call took that began at `begin`, and whether it failed. */
-static EpStatus report_call(Rank *self, double begin, EpStatus status) {
+/* Note how long a phase took, and whether it failed. */
+static EpStatus end_phase(Rank *self, int phase, double begin, EpStatus status) {
     Report *report = &self->board->report[self->rank];
-    double seconds = seconds_now() - begin;
+    double seconds = report->seconds[phase] = seconds_now() - begin;
     if (seconds > report->longest) report->longest = seconds;
     if (status == EP_OK) return EP_OK;
     report->status = status;
@@ -200,12 +206,13 @@ static void run_steps(Rank *self, const Step *step) {
     Report *report = &self->board->report[self->rank];
     EpStatus status = EP_OK;
     while (status == EP_OK && report->calls < CALLS) {
-        double begin = seconds_now();
-        status = report_call(self, begin, calls[report->calls++ % NUM_CALLS](step));
+        int call = report->calls % NUM_CALLS;
+        double begin = begin_phase(self, OPERATIONS + call, report->calls++ / NUM_CALLS);
+        status = end_phase(self, OPERATIONS + call, begin, calls[call](step));
     }
 }
 
-/* Live a group's life. A rank that shall be killed waits for that at its end. */
+/* Live a group's life. A rank that shall be lost waits for that at its end. */
 static void live(Rank *self) {
     Case c = {.ranks = RANKS, .spread = SPREAD_FULL, .experts = 6, .top_k = 3};
     World *world = world_new(&c);
@@ -213,36 +220,35 @@ static void live(Rank *self) {
     EpGroupConfig config = case_group_config(&world->c);
     EpGroup *group = NULL;
     config.timeout_seconds = self->timeout;
-    begin_part(self, CREATE);
-    double begin = seconds_now();
-    if (report_call(self, begin, ep_group_create(&b, &config, &group)) == EP_OK) {
+    setenv("LIBEP_TOPOLOGY", self->nodes, 1);
+    double begin = begin_phase(self, CREATE, 0);
+    if (end_phase(self, CREATE, begin, ep_group_create(&b, &config, &group)) == EP_OK) {
         Step step = {group, open_handle(group, &world->c), world, self->rank, NULL};
-        begin_part(self, STEPS);
         run_steps(self, &step);
     }
-    begin_part(self, DESTROY);
-    begin = seconds_now();
+    begin = begin_phase(self, DESTROY, 0);
     ep_group_destroy(group);
-    (void)report_call(self, begin, EP_OK);
-    begin_part(self, OVER);
-    while (self->part >= 0)
+    (void)end_phase(self, DESTROY, begin, EP_OK);
+    while (self->phase >= 0)
         pause();
     _exit(0);
 }
 
-/* One group's life, in which one rank is killed, or none. */
+/* One group's life, in which one rank is lost, or none. */
 typedef struct Life {
     Board *board;
-    int victim, part; /* -1: none */
-    double delay;
+    int victim; /* -1: none */
+    Rank lost;  /* of the victim: how it is lost */
     pid_t children[RANKS];
 } Life;
 
 static void life_begin(Life *life, double timeout) {
     life->board = board_open();
     for (int r = 0; r < RANKS; r++) {
-        Rank self = {.board = life->board, .rank = r, .timeout = timeout, .part = -1};
-        if (r == life->victim) self.part = life->part, self.delay = life->delay;
+        Rank self = {.phase = -1};
+        if (r == life->victim) self = life->lost;
+        self.board = life->board, self.rank = r, self.timeout = timeout;
+        self.nodes = life->lost.nodes;
         life->children[r] = fork();
         if (life->children[r] == 0) live(&self);
     }
@@ -263,17 +269,18 @@ static void check_survivor(const Life *life, int rank) {
 
 /* Wait for a life's processes, and check what they have left. */
 static void life_end(Life *life) {
+    int status = 0;
     for (int r = 0; r < RANKS; r++) {
-        int status = 0;
+        if (r == life->victim) continue;
         waitpid(life->children[r], &status, 0);
-        if (r == life->victim)
-            CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", status);
-        else
-            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank %d ended with status %#x", r,
-                  (unsigned)status);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rank %d ended with status %#x", r,
+              (unsigned)status);
+        if (life->victim >= 0) check_survivor(life, r);
     }
-    for (int r = 0; r < RANKS && life->victim >= 0; r++)
-        if (r != life->victim) check_survivor(life, r);
+    if (life->victim < 0) return;
+    if (life->lost.signal == SIGSTOP) kill(life->children[life->victim], SIGKILL);
+    waitpid(life->children[life->victim], &status, 0);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", (unsigned)status);
 }
 
 static uint64_t number_from(const char *name, uint64_t standard) {
@@ -281,41 +288,65 @@ static uint64_t number_from(const char *name, uint64_t standard) {
     return text ? strtoull(text, NULL, 10) : standard;
 }
 
-/* Draw a victim, a part of its life and a moment. Some moments lie in the next part. */
-static Life draw_life(uint64_t seed, uint64_t number, const Report *usual) {
+/* Draw a victim, its nodes and a moment in a phase. Some moments lie in the next one. */
+static Life draw_life(uint64_t seed, uint64_t number, int signal, const Report *usual) {
     Random random = random_stream(seed, number, 0);
     Life life = {.victim = (int)random_below(&random, RANKS)};
-    life.part = (int)random_below(&random, OVER);
-    double seconds = usual->begin[life.part + 1] - usual->begin[life.part];
-    life.delay = 1.2 * seconds * (double)random_below(&random, 1000000) * 1e-6;
+    Rank *lost = &life.lost;
+    lost->signal = signal, lost->phase = (int)(number % NUM_PHASES);
+    int is_operation = lost->phase >= OPERATIONS && lost->phase < DESTROY;
+    lost->step = is_operation ? (int)random_below(&random, STEPS) : 0;
+    lost->nodes = topologies[random_below(&random, sizeof(topologies) / sizeof(*topologies))];
+    lost->delay = 1.2 * usual->seconds[lost->phase] * (double)random_below(&random, 1000000) * 1e-6;
     return life;
 }
 
-/* Several groups live at a time, since survivors mostly wait for their deadlines. */
-SoloTest(bootstrap_killed, at_random_moments) {
-    uint64_t seed = number_from("LIBEP_TEST_SEED", 1);
-    uint64_t kills = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 12 : 40);
-    int before = names_left();
-    Life usual = {.victim = -1}, lives[AT_A_TIME];
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+static Report measure_usual_life(void) {
+    Life usual = {.victim = -1, .lost = {.nodes = "0,1,2"}};
     life_begin(&usual, 60);
     life_end(&usual);
-    CHECK(usual.board->report[0].status == EP_OK, "%s", usual.board->report[0].sentence);
-    for (uint64_t first = 0; first < kills && !check_failure()[0]; first += AT_A_TIME) {
-        int count = kills - first < AT_A_TIME ? (int)(kills - first) : AT_A_TIME;
-        for (int i = 0; i < count; i++) {
-            lives[i] = draw_life(seed, first + (uint64_t)i, &usual.board->report[0]);
-            life_begin(&lives[i], LIFE_DEADLINE);
-        }
-        for (int i = 0; i < count; i++) {
-            check_note("seed %d, kill %d: rank %d in part %d after %.0f us", (int)seed,
-                       (int)first + i, lives[i].victim, lives[i].part, 1e6 * lives[i].delay);
-            life_end(&lives[i]);
-            munmap(lives[i].board, sizeof(Board));
-        }
+    Report report = usual.board->report[0];
+    CHECK(report.status == EP_OK, "%s", report.sentence);
+    munmap(usual.board, sizeof(Board));
+    return report;
+}
+
+/* Lives that lose a rank in each phase, at the same time, since survivors mostly wait. */
+static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const Report *usual) {
+    Life lives[NUM_PHASES];
+    for (int i = 0; i < NUM_PHASES; i++) {
+        lives[i] = draw_life(seed, first + (uint64_t)i, signal, usual);
+        life_begin(&lives[i], LIFE_DEADLINE);
+    }
+    for (int i = 0; i < NUM_PHASES; i++) {
+        const Rank *lost = &lives[i].lost;
+        check_note("seed %d, number %d: signal %d for rank %d in phase %d, step %d, after %.0f us, "
+                   "nodes %s",
+                   (int)seed, (int)first + i, signal, lives[i].victim, lost->phase, lost->step,
+                   1e6 * lost->delay, lost->nodes);
+        life_end(&lives[i]);
+        munmap(lives[i].board, sizeof(Board));
+    }
+}
+
+static void lose_at_random_moments(int signal) {
+    uint64_t seed = number_from("LIBEP_TEST_SEED", 1);
+    uint64_t losses = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 70);
+    int before = names_left();
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    setenv("LIBEP_INTERFACE", "lo", 1);
+    Report usual = measure_usual_life();
+    for (uint64_t first = 0; first < losses && !check_failure()[0]; first += NUM_PHASES) {
+        lose_in_each_phase(seed, first, signal, &usual);
         for (int i = 0; i < 200 && names_left() > before; i++)
             usleep(10000);
         CHECK(names_left() <= before, "%d names in /dev/shm, %d before", names_left(), before);
     }
-    munmap(usual.board, sizeof(Board));
+}
+
+SoloTest(bootstrap_killed, at_random_moments) {
+    lose_at_random_moments(SIGKILL);
+}
+SoloTest(bootstrap_killed, stopped_at_random_moments) {
+    lose_at_random_moments(SIGSTOP);
 }

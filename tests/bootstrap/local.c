@@ -139,37 +139,6 @@ ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
     ep_group_destroy(group);
 }
 
-/* Without messages a group cannot span nodes: an error on every rank. */
-ThreadTest(bootstrap_local, callers_bootstrap_cannot_span_nodes, 4) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
-    bootstrap->barrier(bootstrap->context, 60);
-    EpBootstrap own = bare(bootstrap);
-    Case c = case_complete((Case){.ranks = 4});
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    CHECK_REFUSED(ep_group_create(&own, &config, &group), EP_ERR_UNSUPPORTED, "node", "isend");
-    CHECK(group == NULL, "a group was made");
-}
-
-/* Only one rank has no messages: the others do not wait for it. */
-ThreadTest(bootstrap_local, one_rank_cannot_send_to_nodes, 4) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
-    bootstrap->barrier(bootstrap->context, 60);
-    EpBootstrap own = bootstrap->rank == 3 ? bare(bootstrap) : *bootstrap;
-    own.share = bootstrap->share, own.share_free = bootstrap->share_free;
-    Case c = case_complete((Case){.ranks = 4});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = 40;
-    EpGroup *group = NULL;
-    struct timespec start, end;
-    clock_gettime(CLOCK_MONOTONIC, &start);
-    CHECK_REFUSED(ep_group_create(&own, &config, &group),
-                  bootstrap->rank == 3 ? EP_ERR_UNSUPPORTED : EP_ERR_PEER, "rank 3", "isend");
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    CHECK(end.tv_sec - start.tv_sec < 20, "it took %ld s", (long)(end.tv_sec - start.tv_sec));
-    CHECK(group == NULL, "a group was made");
-}
-
 typedef struct WrongBootstrap {
     size_t struct_size;
     int rank, size, has_allgather, has_barrier;

@@ -50,9 +50,9 @@ static void check_tampered(const EpBootstrap *bootstrap,
     Tampering t = {.whole = *bootstrap, .tamper = tamper};
     EpBootstrap own = *bootstrap;
     own.share = NULL, own.share_free = NULL;
+    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
     if (bootstrap->rank == 0)
-        own.context = &t, own.allgather = tampering_allgather, own.barrier = tampering_barrier,
-        own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
+        own.context = &t, own.allgather = tampering_allgather, own.barrier = tampering_barrier;
     Case c = case_complete((Case){.ranks = 2});
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;

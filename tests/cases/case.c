@@ -2,6 +2,7 @@
 #include "tests/cases/case.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "tests/harness/check.h"
 #include "tests/oracle/quant.h"
@@ -10,8 +11,18 @@ static int64_t round_up(int64_t n, int64_t to) {
     return (n + to - 1) / to * to;
 }
 
+/* LIBEP_TEST_NODES=2 runs the cases that say nothing of nodes on two of them. */
+static void divide_nodes(Case *c) {
+    const char *text = getenv("LIBEP_TEST_NODES");
+    int nodes = text ? atoi(text) : 0;
+    if (nodes < 2 || c->ranks < 2 || c->ranks >= (int)sizeof(c->nodes)) return;
+    for (int r = 0; r < c->ranks; r++)
+        c->nodes[r] = (char)('0' + r * (nodes < c->ranks ? nodes : c->ranks) / c->ranks);
+}
+
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
+    if (!c.nodes[0]) divide_nodes(&c);
     if (!c.experts) c.experts = 2 * c.ranks;
     if (!c.top_k) c.top_k = 2;
     if (!c.hidden) c.hidden = 24;

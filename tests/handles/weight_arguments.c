@@ -344,6 +344,31 @@ ThreadTest(handles_weight_arguments, absent_rank, 2) {
     ep_mesh_comm_destroy(comm);
 }
 
+/* Ranks that keep the same shard divide its sum. A rank that is absent is missing in the first part
+ * of that, and all others name it, also those that only wait for sums. */
+ThreadTest(handles_weight_arguments, absent_from_a_divided_sum, 4) {
+    HOST_ONLY("NCCL does not compare calls, and has no deadline");
+    EpMesh mesh = mesh_of("data=2,fsdp=2");
+    EpWeightConfig config = weight_config(&mesh, "_,fsdp,_");
+    EpWeight *weight = NULL;
+    static _Thread_local _Alignas(64) char grad[384], reduced[384], space[1024];
+    config.kind = EP_TENSOR_WEIGHT;
+    EpMeshComm *comm = connect(bootstrap, "data=2,fsdp=2", 1.5);
+    REQUIRE(comm, "no communicator");
+    CHECK_OK(ep_weight_create(comm, &config, &weight));
+    EpTensor in = ep_tensor_3d(grad, EP_TYPE_BF16, 4, 6, 8);
+    EpTensor out = ep_tensor_3d(reduced, EP_TYPE_FP32, 4, 3, 8);
+    EpTensor workspace = ep_tensor_1d(space, EP_TYPE_UINT8, sizeof(space));
+    if (bootstrap->rank != 3) {
+        EpStatus status = ep_weight_reduce(weight, &in, 0, &workspace, NULL, &out);
+        CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "status %d", (int)status);
+        CHECK(strstr(ep_last_error(), "rank 3"), "%s", ep_last_error());
+        CHECK_STATUS(ep_weight_reduce(weight, &in, 0, &workspace, NULL, &out), status);
+    }
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 30));
+    ep_mesh_comm_destroy(comm);
+}
+
 ThreadTest(handles_weight_arguments, abort, 2) {
     HOST_ONLY("NCCL does not compare calls, and has no deadline");
     Fixture *f = open_fixture(bootstrap);

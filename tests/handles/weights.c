@@ -272,6 +272,8 @@ static const Given eight[] = {
     {"fsdp=2,zero=2,expert=2", "expert,_,_", EXPERTS, {4, 20, 40}, BF16, FP32, FP32},
     {"fsdp=2,expert=4", "_,(fsdp,expert),_", EP_TENSOR_WEIGHT, {1, 1048, 60}, BF16, BF16, FP32},
     {"fsdp=2,more:fsdp=2,expert=2", "expert,fsdp,more", EXPERTS, {2, 260, 272}, BF16, BF16, FP32},
+    {"data=4,expert=2", "expert,_,_", EXPERTS, {2, 70, 33}, BF16, BF16, FP32},
+    {"data=2,more:data=4", "_,_,_", EP_TENSOR_WEIGHT, {1, 257, 3}, FP32, FP32, FP32},
     {"expert=8", "expert,_,_", EXPERTS, {8, 40, 128}, BF16, BF16, FP32}};
 enum { EIGHT = sizeof(eight) / sizeof(eight[0]) };
 
@@ -323,7 +325,6 @@ static void pretend_nodes(const EpBootstrap *bootstrap, const char *nodes) {
 
 /* Sums of nodes; groups along fsdp lie on one node, those along data on two or four. */
 ThreadTest(handles_weights, on_four_nodes, 8) {
-    HOST_ONLY("GPUs have one node");
     pretend_nodes(bootstrap, "4");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 4);

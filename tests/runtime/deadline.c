@@ -113,6 +113,21 @@ ThreadTest(runtime_deadline, absent_from_dispatch_backward, RANKS) {
     absent_from(bootstrap, 4);
 }
 
+static void absent_from_call(const EpBootstrap *bootstrap, void *call) {
+    HOST_ONLY("the CUDA backend serves one node");
+    absent_from(bootstrap, *(const int *)call);
+}
+
+/* The same on pretended nodes: the missing rank is on another node, on that of rank 1, or alone. */
+Test(runtime_deadline, absent_on_several_nodes, .timeout = 120) {
+    static const char *const nodes[] = {"0,0,1", "0,1,1", "0,1,2"};
+    for (int i = 0; i < 3; i++) {
+        setenv("LIBEP_TOPOLOGY", nodes[i], 1);
+        for (int call = 0; call < NUM_CALLS; call++)
+            run_on_threads(RANKS, absent_from_call, &call);
+    }
+}
+
 /* Check that a late rank gets an error. The other ranks may have sent enough for its first call,
  * but not for a second. */
 static void check_learns_of_failure(const Step *step) {

@@ -8,12 +8,24 @@
 #include "tests/tools/run_bench.h"
 
 SoloTest(tools_bench, json_has_the_documented_keys) {
-    static const char *const keys[] = {"\"version\"",      "\"wrong\": 0",        "\"config\"",
-                                       "\"machine\"",      "\"library_bytes\"",   "\"phases\"",
-                                       "\"median_us\"",    "\"p99_us\"",          "\"name\"",
-                                       "\"remote_bytes\"", "\"prepare\"",         "\"local_bytes\"",
-                                       "\"floor_ratio\"",  "\"zero_copy\": true", "\"floor_us\"",
-                                       "\"mem_us\"",       "\"memory_bytes\""};
+    static const char *const keys[] = {"\"format\": \"ep_bench 1\"",
+                                       "\"version\"",
+                                       "\"wrong\": 0",
+                                       "\"config\"",
+                                       "\"machine\"",
+                                       "\"library_bytes\"",
+                                       "\"phases\"",
+                                       "\"median_us\"",
+                                       "\"p99_us\"",
+                                       "\"name\"",
+                                       "\"remote_bytes\"",
+                                       "\"prepare\"",
+                                       "\"local_bytes\"",
+                                       "\"floor_ratio\"",
+                                       "\"zero_copy\": true",
+                                       "\"floor_us\"",
+                                       "\"mem_us\"",
+                                       "\"memory_bytes\""};
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_json_XXXXXX";
     close(mkstemp(path));

@@ -142,11 +142,22 @@ SoloTest(tools_moe, help_and_version) {
 
 SoloTest(tools_moe, json_has_the_documented_keys) {
     static const char *const keys[] = {
-        "\"version\"",  "\"wrong\": 0",    "\"mesh\": \"expert=2\"",
-        "\"machine\"",  "\"median_us\"",   "\"name\": \"gemm1_grad_input\"",
-        "\"floor_us\"", "\"floor_ratio\"", "\"spec\": \"expert,_,_\"",
-        "\"bytes\"",    "\"flops\": ",     "\"gemm_flops_per_second\"",
-        "\"step\"",     "\"checks\"",      "\"largest_error\"",
+        "\"format\": \"ep_moe 1\"",
+        "\"version\"",
+        "\"wrong\": 0",
+        "\"mesh\": \"expert=2\"",
+        "\"machine\"",
+        "\"median_us\"",
+        "\"name\": \"gemm1_grad_input\"",
+        "\"floor_us\"",
+        "\"floor_ratio\"",
+        "\"spec\": \"expert,_,_\"",
+        "\"bytes\"",
+        "\"flops\": ",
+        "\"gemm_flops_per_second\"",
+        "\"step\"",
+        "\"checks\"",
+        "\"largest_error\"",
     };
     static char text[65536], line[256];
     char path[] = "/tmp/ep_tests_moe_XXXXXX";

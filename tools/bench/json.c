@@ -196,7 +196,7 @@ static void put_models(Json *j, const RunList *list) {
 bool json_write(const RunList *list, const char *path) {
     OutputFile file;
     if (!output_open(&file, path)) return false;
-    Json j = json_open(file.stream);
+    Json j = json_open(file.stream, "ep_bench 1");
     if (list->models.count)
         put_models(&j, list);
     else

@@ -87,12 +87,13 @@ void json_put_machine(Json *j, const Machine *machine) {
     json_end(j, '}');
 }
 
-Json json_open(FILE *out) {
+Json json_open(FILE *out, const char *format) {
     int version = ep_version();
     char text[32];
     Json j = {out, false};
     snprintf(text, sizeof(text), "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
     fputc('{', out);
+    json_put_text(&j, "format", format);
     json_put_text(&j, "version", text);
     return j;
 }

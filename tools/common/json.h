@@ -15,8 +15,9 @@ typedef struct Json {
     bool comma;
 } Json;
 
-/** Begin an object with the library's version, and end it. */
-Json json_open(FILE *out);
+/** Begin an object with the name of its format, as "ep_bench 1", and the library's version; end it.
+ */
+Json json_open(FILE *out, const char *format);
 void json_close(Json *j);
 
 /** Open and close with '{' and '}', or '[' and ']'. Elements of lists have no key: NULL. */

@@ -77,7 +77,7 @@ static void put_checks(Json *j, const MoeResult *r) {
 bool moe_json_write(const MoeReport *report, const MoeResult *result, const char *path) {
     OutputFile file;
     if (!output_open(&file, path)) return false;
-    Json j = json_open(file.stream);
+    Json j = json_open(file.stream, "ep_moe 1");
     json_put_count(&j, "wrong", result->checked ? result->wrong : -1);
     put_config(&j, report);
     json_put_machine(&j, &report->machine);

@@ -94,7 +94,7 @@ bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
 int64_t tensor_elements(const EpTensor *tensor);
 int64_t tensor_bytes(const EpTensor *tensor);
 
-/** The numbers of ranks that add a weight's gradient. */
-int moe_reduce_ranks(const Layer *layer, WeightId id);
+/** The number of ranks that have a shard each of the weight as it is used. */
+int moe_scattered_ranks(const Layer *layer, WeightId id);
 
 #endif

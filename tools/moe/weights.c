@@ -126,10 +126,9 @@ bool weights_create(Layer *layer) {
     return true;
 }
 
-int moe_reduce_ranks(const Layer *layer, WeightId id) {
-    const EpSharding *s = &layer->weights[id].sharding;
-    int32_t scattered = 1, summed = 1;
-    ep_mesh_group(&layer->mesh.mesh, &s->scattered, layer->world->rank, &scattered, NULL, NULL);
-    ep_mesh_group(&layer->mesh.mesh, &s->summed, layer->world->rank, &summed, NULL, NULL);
-    return scattered * summed;
+int moe_scattered_ranks(const Layer *layer, WeightId id) {
+    int32_t scattered = 1;
+    ep_mesh_group(&layer->mesh.mesh, &layer->weights[id].sharding.scattered, layer->world->rank,
+                  &scattered, NULL, NULL);
+    return scattered;
 }

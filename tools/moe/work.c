@@ -25,11 +25,12 @@ static int64_t dequantise_bytes(const Gathered *g) {
     return tensor_bytes(&g->full) + tensor_bytes(&g->scales) + tensor_bytes(&g->values);
 }
 
-/* A rank reads its shard's part of each rank's gradient, and writes the sum. */
+/* All ranks together read every gradient once, and each writes the sum for its shard. So ranks that
+ * keep the same shard read their share of its parts. */
 static int64_t reduce_bytes(const Layer *layer, WeightId id) {
     const Weight *w = &layer->weights[id];
     const int64_t part = tensor_elements(&w->grad_shard) * (int64_t)ep_type_bytes(w->grad.type);
-    return part * moe_reduce_ranks(layer, id) + tensor_bytes(&w->grad_shard);
+    return part * moe_scattered_ranks(layer, id) + tensor_bytes(&w->grad_shard);
 }
 
 static int64_t flops_of(const Layer *layer, MoePhase phase) {

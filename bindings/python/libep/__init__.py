@@ -5,13 +5,16 @@
     group      the ranks that share experts                                       Group
     handle     a layer's configuration, and the operations of its steps           Handle
     tensors    pointer, type and shape; arrays with an array interface            Tensor
+    mesh       expert parallelism beside FSDP and data parallelism                Mesh
 
-Names, order and rules are those of ep.h. This core imports no framework. docs/python.md of the
+Names, order and rules are those of ep.h and ep_mesh.h. This core imports no framework. docs/python.md of the
 source tree is the manual.
 """
 
 from ._abi import (
     DEFAULT,
+    WINDOW_PAIRED,
+    AxisRole,
     Backend,
     Blocks,
     Duplicates,
@@ -26,6 +29,7 @@ from ._abi import (
     ScaleOrder,
     Status,
     Tail,
+    TensorKind,
     Type,
 )
 from ._bootstrap import Bootstrap, poll_abort
@@ -34,11 +38,15 @@ from ._group import Finding, Group, GroupInfo, GroupMemory, Located
 from ._handle import Handle, HandleInfo, PlanTensors, Prepare
 from ._info import Setting, info, nccl_ep_home, settings
 from ._library import EpError, version
+from ._mesh import Axis, Mesh, MeshGroup, Shard, Sharding
 from ._tensor import Tensor, register_converter, tensor
 from ._version import __version__
 
 __all__ = [
     "DEFAULT",
+    "WINDOW_PAIRED",
+    "Axis",
+    "AxisRole",
     "Backend",
     "Blocks",
     "Bootstrap",
@@ -56,6 +64,8 @@ __all__ = [
     "HandleInfo",
     "Layout",
     "Located",
+    "Mesh",
+    "MeshGroup",
     "Mode",
     "Overflow",
     "Padding",
@@ -66,9 +76,12 @@ __all__ = [
     "Rows",
     "ScaleOrder",
     "Setting",
+    "Shard",
+    "Sharding",
     "Status",
     "Tail",
     "Tensor",
+    "TensorKind",
     "Type",
     "__version__",
     "expert_range",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ep.h in ctypes: the structs, enums, constants and functions, with the names and order of ep.h.
+"""ep.h, ep_quant.h and ep_mesh.h in ctypes: the structs, enums, constants and functions, with their names and
+order.
 
 A test compares every size, offset, number and initial value with what the C compiler says.
 """
@@ -44,6 +45,11 @@ MAX_RANKS = 1024
 MAX_WINDOWS = 32
 MAX_ADOPTED_WINDOWS = 64
 MAX_HANDLE_ID = 4095
+WINDOW_PAIRED = -1
+"""In place of the id of an adopted window: its ranks receive in it together."""
+MESH_MAX_AXES = 8
+AXIS_NAME_BYTES = 32
+SPEC_MAX_DIMS = 8
 
 # ---- enums ------------------------------------------------------------------------------------
 
@@ -191,6 +197,23 @@ class Plans(IntEnum):
 
     OWNED = 1
     NAMED = 2
+
+
+class AxisRole(IntEnum):
+    """What ranks along an axis of a mesh have: see EpAxisRole in ep_mesh.h."""
+
+    OTHER = 1
+    DATA = 2
+    FSDP = 3
+    EXPERT = 4
+
+
+class TensorKind(IntEnum):
+    """A weight outside the experts, a weight of the experts [E, ...], or an activation."""
+
+    WEIGHT = 1
+    EXPERT_WEIGHT = 2
+    ACTIVATION = 3
 
 
 # ---- structs ----------------------------------------------------------------------------------
@@ -401,10 +424,50 @@ class EpSetting(Structure):
     ]
 
 
+class EpAxis(Structure):
+    _fields_ = [("name", c_char * AXIS_NAME_BYTES), ("size", c_int32), ("role", c_int)]
+
+
+class EpAxes(Structure):
+    _fields_ = [("num", c_int32), ("axis", c_int32 * MESH_MAX_AXES)]
+
+
+class EpMesh(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("num_axes", c_int32),
+        ("axes", EpAxis * MESH_MAX_AXES),
+        ("grid", POINTER(c_int32)),
+    ]
+
+
+class EpSpec(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("ndim", c_int32),
+        ("dims", EpAxes * SPEC_MAX_DIMS),
+    ]
+
+
+class EpSharding(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("ndim", c_int32),
+        ("stored", c_int64 * SPEC_MAX_DIMS),
+        ("used", c_int64 * SPEC_MAX_DIMS),
+        ("gathered", EpAxes * SPEC_MAX_DIMS),
+        ("kept", EpAxes * SPEC_MAX_DIMS),
+        ("scattered", EpAxes),
+        ("summed", EpAxes),
+        ("amax", EpAxes),
+        ("amax_per_expert", EpAxes),
+    ]
+
+
 VISIT = CFUNCTYPE(None, POINTER(EpSetting), c_void_p)
 
 # What EP_..._INIT sets, where it is not zero. struct_size is always set.
-INITIAL_VALUES: dict[type, dict[str, float]] = {
+INITIAL_VALUES: dict[type, dict[str, Any]] = {
     EpGroupConfig: {
         "alignment": 1,
         "overflow": Overflow.ERROR,
@@ -441,6 +504,7 @@ INITIAL_VALUES: dict[type, dict[str, float]] = {
         "blocks": Blocks.ROWS,
         "scale_order": ScaleOrder.BY_ROW,
     },
+    EpMesh: {"axes": (EpAxis * MESH_MAX_AXES)(EpAxis(role=AxisRole.OTHER))},
     EpFinding: {"rank": -1, "peer": -1, "token": -1, "k": -1, "expected": -1, "seen": -1},
 }
 
@@ -456,6 +520,7 @@ def initialized(struct: type[AnyStruct]) -> AnyStruct:
 # ---- functions --------------------------------------------------------------------------------
 
 _tensor = POINTER(EpTensor)
+_mesh, _axes, _spec = POINTER(EpMesh), POINTER(EpAxes), POINTER(EpSpec)
 
 # name: (what it returns, its arguments). Objects (EpGroup, EpHandle) and streams are addresses.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -511,25 +576,34 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_combine_send": (c_int, [c_void_p, *[_tensor] * 4, c_void_p]),
     "ep_combine_wait": (c_int, [c_void_p, c_void_p, _tensor]),
     "ep_settings": (c_int, [VISIT, c_void_p]),
-    # ep_mesh.h, whose structs are opaque here
-    "ep_mesh_parse": (c_int, [c_char_p, c_void_p]),
-    "ep_mesh_ranks": (c_int, [c_void_p, c_void_p]),
-    "ep_mesh_axes": (c_int, [c_void_p, c_char_p, c_void_p]),
-    "ep_mesh_role_axes": (c_int, [c_void_p, c_int, c_void_p]),
-    "ep_mesh_coordinates": (c_int, [c_void_p, c_int32, c_void_p]),
-    "ep_mesh_group": (c_int, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
-    "ep_bootstrap_mesh": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
-    "ep_spec_parse": (c_int, [c_void_p, c_char_p, c_void_p]),
-    "ep_spec_format": (c_int, [c_void_p, c_void_p, c_char_p, c_size_t]),
-    "ep_spec_shard": (c_int, [c_void_p, c_void_p, c_char_p, c_void_p, c_int32, *[c_void_p] * 2]),
-    "ep_sharding": (c_int, [c_void_p, c_void_p, c_int, c_char_p, c_void_p, c_void_p]),
-    "ep_sharding_format": (c_int, [c_void_p, c_void_p, c_char_p, c_size_t]),
+    # ep_mesh.h
+    "ep_mesh_parse": (c_int, [c_char_p, POINTER(EpMesh)]),
+    "ep_mesh_ranks": (c_int, [_mesh, POINTER(c_int32)]),
+    "ep_mesh_axes": (c_int, [_mesh, c_char_p, _axes]),
+    "ep_mesh_role_axes": (c_int, [_mesh, c_int, _axes]),
+    "ep_mesh_coordinates": (c_int, [_mesh, c_int32, POINTER(c_int32)]),
+    "ep_mesh_group": (c_int, [_mesh, _axes, c_int32, *[POINTER(c_int32)] * 3]),
+    "ep_bootstrap_mesh": (
+        c_int,
+        [POINTER(EpBootstrap), _mesh, _axes, POINTER(EpBootstrap)],
+    ),
+    "ep_spec_parse": (c_int, [_mesh, c_char_p, _spec]),
+    "ep_spec_format": (c_int, [_mesh, _spec, c_char_p, c_size_t]),
+    "ep_spec_shard": (
+        c_int,
+        [_mesh, _spec, c_char_p, POINTER(c_int64), c_int32, *[POINTER(c_int64)] * 2],
+    ),
+    "ep_sharding": (
+        c_int,
+        [_mesh, _spec, c_int, c_char_p, POINTER(c_int64), POINTER(EpSharding)],
+    ),
+    "ep_sharding_format": (c_int, [_mesh, POINTER(EpSharding), c_char_p, c_size_t]),
     # ep_quant.h
     "ep_quantise_rows": (
         c_int,
         [c_void_p, c_void_p, _tensor, _tensor, c_void_p, _tensor, _tensor],
     ),
-    # ep_weight.h, whose structs are opaque here, too
+    # ep_weight.h, whose structs are opaque here
     "ep_mesh_comm_create": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "ep_mesh_comm_abort": (c_int, [c_void_p, c_char_p]),
     "ep_mesh_comm_destroy": (None, [c_void_p]),

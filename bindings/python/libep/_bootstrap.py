@@ -40,7 +40,7 @@ def setting_value(name: str) -> str:
 class Bootstrap:
     """What a group needs to be set up: this rank, the number of ranks, an allgather, a barrier.
 
-    Made by one of the four functions below. Several groups may use one, each created by all ranks
+    Made by one of the four functions below, or by Mesh.bootstrap. Several groups may use one, each created by all ranks
     in the same order. Close the groups before the bootstrap.
     """
 
@@ -49,8 +49,17 @@ class Bootstrap:
     is_thread: bool
     """Whether the ranks are threads of this process (local)."""
 
-    def __init__(self, struct: _abi.EpBootstrap, is_thread: bool = False) -> None:
+    def __init__(
+        self,
+        struct: _abi.EpBootstrap,
+        is_thread: bool = False,
+        world: Optional[Bootstrap] = None,
+    ) -> None:
+        """world: of a mesh, from which this bootstrap was made; whose callables it calls"""
         self.struct = struct
+        self._world, self._parts = world, 0
+        if world is not None:
+            world._parts += 1
         self.rank, self.size = struct.rank, struct.size
         self.is_thread = is_thread
         self._raised: Optional[BaseException] = None
@@ -91,7 +100,7 @@ class Bootstrap:
 
         A function that cannot go on raises; the caller of libep gets the exception's text as an
         EpError. TimeoutError becomes Status.TIMEOUT. A function that waits for long calls
-        poll_abort() now and then. All ranks must be on one node, or use GPUs.
+        poll_abort() now and then.
         """
         struct = _abi.initialized(_abi.EpBootstrap)
         struct.rank, struct.size = rank, size
@@ -167,7 +176,8 @@ class Bootstrap:
 
     def check(self, status: int) -> None:
         """Raise the error of a call that used the callables, and what they raised as its cause."""
-        raised, self._raised = self._raised, None
+        origin = self._world or self
+        raised, origin._raised = origin._raised, None
         if raised is not None and not isinstance(raised, Exception):
             raise raised
         if status:
@@ -181,15 +191,18 @@ class Bootstrap:
     def close(self) -> None:
         """Free what the bootstrap owns. A second call does nothing. EpError: a group is open."""
         groups = sum(group.bootstrap is self for group in list(_process.open_groups))
-        if groups:
-            raise EpError(
-                Status.ORDER,
-                f"rank {self.rank}: expected the bootstrap's groups to be closed first, got "
-                f"{groups} that are open",
-            )
+        for count, what in (groups, "groups"), (self._parts, "bootstraps of a mesh"):
+            if count:
+                raise EpError(
+                    Status.ORDER,
+                    f"rank {self.rank}: expected the bootstrap's {what} to be closed first, got "
+                    f"{count} that are open",
+                )
         if self._is_open:
             self._is_open = False
             library.ep_bootstrap_destroy(byref(self.struct))
+            if self._world is not None:
+                self._world._parts -= 1
 
     def __enter__(self) -> Bootstrap:
         return self

@@ -214,7 +214,10 @@ class Group:
         self._collective(library.ep_window_deregister, memory)
 
     def window_adopt(self, window: int, id: int, memory: int, bytes: int) -> None:
-        """Use a window (ncclWindow_t) of the lent communicator, under a name `id`. Local."""
+        """Use a window (ncclWindow_t) of the lent communicator, under a name `id`. Local.
+
+        id  the same on all ranks; or WINDOW_PAIRED, where ranks receive in the window together
+        """
         self.call(library.ep_window_adopt, self.require(), window, id, memory, bytes)
 
     def window_release(self, memory: int) -> None:

@@ -34,6 +34,19 @@ def make_mesh(*sizes, names=("ep",)):
     return Mesh(devices.reshape(sizes), names)
 
 
+NODES = {"one_node": "", "two_nodes": "2"}  # LIBEP_TOPOLOGY
+
+
+@pytest.fixture(params=NODES)
+def nodes(request, monkeypatch):
+    """Pretended nodes. Sums have other roundings there."""
+    if DEVICE != "cpu" and NODES[request.param]:
+        pytest.skip("pretended nodes are for CPUs")
+    monkeypatch.setenv("LIBEP_TOPOLOGY", NODES[request.param])
+    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
+    return request.param
+
+
 @pytest.fixture
 def bootstrap():
     """libep.jax.bootstrap with the sizes above; what it returns is closed after the test."""

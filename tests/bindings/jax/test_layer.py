@@ -68,7 +68,7 @@ def dense_stack(params, x):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_single_precision(bootstrap, size):
+def test_single_precision(bootstrap, size, nodes):
     mesh = make_mesh(size)
     ep = bootstrap(mesh)
     params, x = parameters(size), tokens(size, size)
@@ -79,7 +79,7 @@ def test_single_precision(bootstrap, size):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision(bootstrap, dtype):
+def test_half_precision(bootstrap, dtype, nodes):
     mesh = make_mesh(2)
     ep = bootstrap(mesh, dtype=dtype)
     params, x = parameters(5, dtype=dtype), tokens(5, 2, dtype=dtype)

@@ -53,7 +53,7 @@ def assert_same_specs(grads, params):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gradients(bootstrap, name):
+def test_gradients(bootstrap, name, nodes):
     layout = LAYOUTS[name]
     ep = bootstrap(layout.mesh, "expert")
     params, x = parameters(1), tokens(1, layout)

@@ -38,7 +38,7 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
-def test_processes(processes, devices):
+def test_processes(processes, devices, nodes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = "127.0.0.1:%d" % free.getsockname()[1]

@@ -57,6 +57,18 @@ def run_threads(size, body, *arguments):
     return results
 
 
+# LIBEP_TOPOLOGY: one node, two, and one for each rank of the groups here.
+NODES = {"one_node": "", "two_nodes": "2", "a_node_each": "8"}
+
+
+@pytest.fixture(params=NODES)
+def nodes(request, monkeypatch):
+    """Pretended nodes. Sums of multiples of 1/4 do not depend on them."""
+    monkeypatch.setenv("LIBEP_TOPOLOGY", NODES[request.param])
+    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
+    return request.param
+
+
 @pytest.fixture
 def seed():
     """A random seed; LIBEP_TEST_SEED=N repeats a run. pytest shows it if the test fails."""

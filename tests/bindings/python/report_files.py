@@ -54,12 +54,14 @@ MACHINE = {"hostname": "node-1", "cpu": "a CPU", "cores": 64, "memory_bytes": 2*
            "date": "2026-11-22T12:00:00Z"}
 
 
+HEAD = {"format": "ep_bench 1", "version": "0.2.0"}
+
+
 def make_result(seed, sizes=(128, 512, 2048), **changes):
     """A result of one run, with a sweep if there are several sizes."""
     numbers = random.Random(seed)
     made = [make_size(numbers, tokens) for tokens in sizes]
-    result = {"version": "0.2.0", **made[-1], "config": make_config(sizes[-1], **changes),
-              "machine": MACHINE}
+    result = {**HEAD, **made[-1], "config": make_config(sizes[-1], **changes), "machine": MACHINE}
     if len(sizes) > 1:
         result["sweep"] = made
     return result
@@ -72,8 +74,7 @@ def make_models(seed, models=("small", "large"), sizes=(128, 256)):
              "sweep": [make_size(numbers, tokens, names) for tokens in sizes]}
             for model in models
             for mode, names in (("throughput", OPERATIONS), ("latency", OPERATIONS[1:3]))]
-    return {"version": "0.2.0", "wrong": None, "machine": MACHINE, "models_file": "m.txt",
-            "models": runs}
+    return {**HEAD, "wrong": None, "machine": MACHINE, "models_file": "m.txt", "models": runs}
 
 
 def write_json(folder, name, value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""_abi.py against ep.h and ep_quant.h as the C compiler reads it: names, sizes, offsets, initial values."""
+"""_abi.py against the headers as the C compiler reads them: names, sizes, offsets, initial values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,25 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../..")
 HEADER = re.sub(
     r"/\*.*?\*/",
     "",
-    "".join(open(os.path.join(ROOT, "include/ep", n)).read() for n in ("ep.h", "ep_quant.h")),
+    "".join(open(os.path.join(ROOT, "include/ep", n)).read() for n in ("ep.h", "ep_quant.h", "ep_mesh.h")),
     flags=re.S,
 )
 
 STRUCTS = re.findall(r"typedef struct \w+ \{(.*?)\n\} (\w+);", HEADER, re.S)
 ENUMS = re.findall(r"typedef enum \w+ \{(.*?)\} (\w+);", HEADER, re.S)
-CONSTANTS = re.findall(r"#define EP_((?:MAX_|DEFAULT|LATENCY_TOKENS)\w*) ", HEADER)
+CONSTANTS = re.findall(
+    r"#define EP_((?:MAX_|DEFAULT|LATENCY_TOKENS|MESH_MAX|SPEC_MAX|AXIS_NAME|WINDOW_PAIRED)\w*) ",
+    HEADER,
+)
 
 # What the prefix of an enum's names is, where it does not follow from the enum's name.
-PREFIXES = {"Status": "EP_ERR_", "ExpertIds": "EP_IDS_", "ScaleOrder": "EP_SCALES_"}
+PREFIXES = {
+    "Status": "EP_ERR_",
+    "ExpertIds": "EP_IDS_",
+    "ScaleOrder": "EP_SCALES_",
+    "AxisRole": "EP_AXIS_",
+    "TensorKind": "EP_TENSOR_",
+}
 
 
 def fields_of(body):
@@ -49,7 +58,7 @@ def compiled(tmp_path, lines):
         pytest.skip("there is no C compiler")
     source, program = tmp_path / "abi.c", tmp_path / "abi"
     source.write_text(
-        "#include <ep/ep_quant.h>\n#include <stdio.h>\n"
+        "#include <ep/ep_quant.h>\n#include <ep/ep_mesh.h>\n#include <stdio.h>\n"
         "int main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n"
     )
     subprocess.run(
@@ -126,7 +135,7 @@ def test_enums(tmp_path):
     assert len(ENUMS) >= 12
     for body, name in ENUMS:
         kind = name[2:]
-        members = statuses if kind == "Status" else re.findall(r"(EP_\w+) = ", body)
+        members = statuses if kind == "Status" else re.findall(r"(EP_\w+) =", body)
         ours = getattr(_abi, kind)
         expected = [m[3:] if m == "EP_OK" else m.replace(prefix_of(kind), "") for m in members]
         assert [member.name for member in ours] == expected
@@ -156,9 +165,8 @@ def test_functions():
     with open(os.path.join(ROOT, "libep.map")) as map_file:
         exported = re.findall(r"\b(ep_\w+);", map_file.read())
     headers = HEADER
-    for name in ("ep_mesh.h", "ep_weight.h"):
-        with open(os.path.join(ROOT, "include/ep", name)) as header:
-            headers += header.read()
+    with open(os.path.join(ROOT, "include/ep/ep_weight.h")) as header:
+        headers += header.read()
     assert sorted(_abi.FUNCTIONS) == sorted(exported)
     for name, (returned, arguments) in _abi.FUNCTIONS.items():
         declared = re.search(rf"(\w+ \*?){name}\(([^;]*)\);", headers)

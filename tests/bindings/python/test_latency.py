@@ -14,6 +14,8 @@ from libep import EpError, Group, Handle, Layout, Mode, Plans, PlanTensors, Prep
 from reference import World, expert_major, flat
 from test_step import rows
 
+pytestmark = pytest.mark.usefixtures("nodes")
+
 CASES = 6
 
 

@@ -36,7 +36,7 @@ def good(result):
 # ---- bootstraps --------------------------------------------------------------------------------
 
 
-def test_store(tmp_path):
+def test_store(tmp_path, nodes):
     assert [good(r) for r in run(tmp_path, STEP, STEP, STEP)] == [
         "rows 6\n",
         "rows 3\n",
@@ -112,6 +112,61 @@ except EpError as error:
 """
     out = good(processes.finish(processes.start(tmp_path, 0, 2, source)))
     assert out.startswith("TIMEOUT") and "rank 1 did not arrive within 0.5 s" in out
+
+
+def test_killed_rank(tmp_path, nodes):
+    """Over TCP, between nodes, the others learn of it at once; on a node at the deadline."""
+    killed = """
+g = group(timeout_seconds=3)
+Handle(g).prepare(idx)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    source = """
+g = group(timeout_seconds=3)
+layer = Handle(g)
+layer.prepare(idx)
+begin = time.monotonic()
+try:
+    layer.prepare(idx)
+except EpError as error:
+    say(error.status.name, error)
+g.close()
+say(time.monotonic() - begin)
+"""
+    first, (status, _, _), third = run(tmp_path, source, killed, source)
+    assert status == -signal.SIGKILL
+    for result in first, third:
+        sentence, seconds = good(result).splitlines()
+        assert "rank 1" in sentence and float(seconds) < (
+            2.5 if nodes == "a_node_each" else 10
+        )
+        assert sentence.startswith(("PEER", "TIMEOUT"))
+
+
+def test_stopped_rank(tmp_path, nodes):
+    stopped = """
+g = group(timeout_seconds=1)
+Handle(g).prepare(idx)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    source = """
+g = group(timeout_seconds=1)
+layer = Handle(g)
+layer.prepare(idx)
+try:
+    layer.prepare(idx)
+except EpError as error:
+    say(error.status.name, error)
+g.close()
+"""
+    ranks = [processes.start(tmp_path, r, 3, s) for r, s in enumerate((source, stopped, source))]
+    try:
+        for rank in ranks[0], ranks[2]:
+            sentence = good(processes.finish(rank))
+            assert "rank 1" in sentence and sentence.startswith(("PEER", "TIMEOUT"))
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
 
 
 # ---- errors that peers hear of -------------------------------------------------------------------

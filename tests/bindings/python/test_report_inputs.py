@@ -61,6 +61,9 @@ def changed(way, value):
            "empty object"),
     ("[1]", "got a list"),
     ('{"name": "x", "private": true}', "got an object with name, private"),
+    (changed("format", "ep_moe 1"), 'expected format to be "ep_bench 1", got "ep_moe 1"'),
+    (changed("format", "ep_bench 2"), 'expected format to be "ep_bench 1", got "ep_bench 2"'),
+    (changed("format", 1), "expected format to be a text, got 1"),
     (changed("config", KeyError), "expected config to be an object, got nothing"),
     (changed("machine", 3), "expected machine to be an object, got 3"),
     (changed("sweep", []), "expected sweep to be a list that is not empty, got an empty list"),
@@ -79,6 +82,12 @@ def changed(way, value):
 ])
 def test_results(refuse, content, sentence):
     refuse(content, sentence)
+
+
+def test_result_without_a_format(tmp_path):
+    """From ep_bench before there was one."""
+    path = write_json(tmp_path, "old.json", {**make_result(1), "format": None})
+    assert main([str(path), "-o", str(tmp_path / "page.html")]) == 0
 
 
 def test_result_of_a_newer_version(refuse):

@@ -10,6 +10,8 @@ from conftest import config, run_threads
 from libep import Group, Handle, Layout, Plans, PlanTensors, Status
 from reference import World, expert_major, flat
 
+pytestmark = pytest.mark.usefixtures("nodes")
+
 CASES = 8
 ALIGNMENT = 4
 

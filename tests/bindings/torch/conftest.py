@@ -90,6 +90,20 @@ def alone():
         bootstrap.close()
 
 
+# LIBEP_TOPOLOGY: one node, two, and one for each rank of the groups here.
+NODES = {"one_node": "", "two_nodes": "2", "a_node_each": "8"}
+
+
+@pytest.fixture(params=NODES)
+def nodes(request, monkeypatch):
+    """Pretended nodes of CPUs. Sums of multiples of 1/4 do not depend on them."""
+    if DEVICE == "cuda" and NODES[request.param]:
+        pytest.skip("pretended nodes are for CPUs")
+    monkeypatch.setenv("LIBEP_TOPOLOGY", NODES[request.param])
+    monkeypatch.setenv("LIBEP_INTERFACE", "lo")
+    return request.param
+
+
 @pytest.fixture
 def seed():
     """A random seed; LIBEP_TEST_SEED=N repeats a run. pytest shows it if the test fails."""

@@ -44,7 +44,7 @@ def run(call, is_split, *arguments, **options):
 
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("tokens", [None, [4, 0, 1]])
-def test_step(seed, tokens, is_split):
+def test_step(seed, tokens, is_split, nodes):
     world = make_world(seed, tokens=tokens)
 
     def body(buffer, rank):

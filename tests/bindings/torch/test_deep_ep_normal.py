@@ -111,7 +111,7 @@ def test_layout(seed):
 
 @pytest.mark.parametrize("tokens", [None, [4, 0, 1], [0, 0, 0]])
 @pytest.mark.parametrize("alignment", [1, 8])
-def test_step(seed, tokens, alignment):
+def test_step(seed, tokens, alignment, nodes):
     """dispatch, experts, combine; then the two backward calls of a framework."""
     world = make_world(seed, tokens=tokens)
 

@@ -44,7 +44,7 @@ def run_ranks(size, *options, **environment):
             process.kill()
 
 
-def test_program():
+def test_program(nodes):
     """A layer with gradients equals a dense one, bit for bit, on two ranks."""
     outs = [good(result) for result in run_ranks(2)]
     assert outs == ["rank 0: equal\n", "rank 1: equal\n"]

@@ -59,7 +59,7 @@ def tokens_of(seed, rank, dtype):
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer(dtype, size, is_early):
+def test_layer(dtype, size, is_early, nodes):
     seed = 5
     tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     wanted = {

@@ -46,7 +46,7 @@ def send_and_receive(handle, x, idx, weights, is_split):
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_batched(seed, is_split):
+def test_batched(seed, is_split, nodes):
     """[L, rows, H]: a slab of fixed size per expert; weights at combine travel or are at home."""
     world = World(seed)
 
@@ -80,7 +80,7 @@ def test_batched(seed, is_split):
     run_threads(world.size, body)
 
 
-def test_rank_major(seed):
+def test_rank_major(seed, nodes):
     """[R, max_tokens, H]: a block of each source rank, with local experts and weights per row."""
     world = World(seed)
 

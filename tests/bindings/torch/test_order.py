@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+
 import pytest
 import torch
 from conftest import assert_equal, make_group, run_threads
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import libep
 import libep.torch as ep
+from libep.torch import _calls
 
 SIZE, EXPERTS, TOP_K, HIDDEN = 2, 6, 2, 16
 
@@ -116,6 +120,54 @@ def test_two_layers_under_checkpoint(seed):
             assert_equal(weights.grad, grads[1])
 
     run_threads(SIZE, body)
+
+
+@pytest.mark.parametrize("layout", [libep.Layout.EXPERT_MAJOR, libep.Layout.FLAT])
+@pytest.mark.parametrize("sizes", ["exact", "static"])
+def test_selective_checkpoint(seed, sizes, layout, monkeypatch):
+    """What ranks exchange is kept: backward computes the experts again, and sends no row twice."""
+    calls = []
+    for name in ("prepare", "dispatch", "combine", "dispatch_backward", "combine_backward"):
+        call = getattr(_calls, name)
+        monkeypatch.setattr(
+            _calls, name, lambda *given, call=call, name=name: (calls.append(name), call(*given))
+        )
+
+    def body(bootstrap):
+        capacity = 0 if sizes == "exact" else 64
+        with make_group(bootstrap, max_recv_rows=capacity) as group:
+            handle = ep.Handle(group, layout=layout, zero_tail=libep.Tail.ZERO)
+            scale = torch.full((16,), 3.0, device=group.device, requires_grad=True)
+
+            def layer(x, idx, weights):
+                received = ep.dispatch(handle, x, idx, weights)
+                by = received.topk_weights.reshape(len(received.tokens), -1).sum(1, keepdim=True)
+                return ep.combine(handle, received.plan, torch.sin(received.tokens * scale) * by)
+
+            def run(apply):
+                x, idx, weights = micro_batch(seed, bootstrap.rank, 0, group.device)
+                scale.grad = None
+                out = apply(x, idx, weights)
+                out.sum().backward()
+                return out.detach(), x.grad, weights.grad, scale.grad
+
+            def selective(*inputs):
+                return checkpoint(
+                    layer,
+                    *inputs,
+                    use_reentrant=False,
+                    context_fn=functools.partial(
+                        create_selective_checkpoint_contexts, ep.EXCHANGES
+                    ),
+                )
+
+            for got, expected in zip(run(selective), run(layer)):
+                assert torch.equal(got, expected)
+
+    run_threads(SIZE, body)
+    counts = collections.Counter(calls)
+    # Two runs on each rank: as many forward calls as backward ones.
+    assert set(counts.values()) == {2 * SIZE}, counts
 
 
 def test_backward_twice(seed):

@@ -10,7 +10,7 @@ import torch_processes
 from torch_processes import finish, good, run
 
 
-def test_process_groups():
+def test_process_groups(nodes):
     """The default process group, and two others; a rank outside is told so."""
     source = """
 initialize()

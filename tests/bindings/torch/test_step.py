@@ -81,7 +81,7 @@ def check_rows(world, rank, received, alignment):
 @pytest.mark.parametrize("sizes", ["exact", "static"])
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("size", [1, 3])
-def test_step(seed, size, alignment, sizes, weights_by):
+def test_step(seed, size, alignment, sizes, weights_by, nodes):
     world = World(seed, size=size)
     fields = dict(max_recv_rows=0 if sizes == "exact" else 200)
     run_threads(size, play, world, weights_by, fields, dict(alignment=alignment))
@@ -159,7 +159,7 @@ def test_expanded_gradients(seed):
     run_threads(world.size, body)
 
 
-def test_flat(seed):
+def test_flat(seed, nodes):
     """One row per (token, rank); its weight at combine is the sum of the experts' factors."""
     world = World(seed)
 
@@ -223,7 +223,7 @@ def test_first_tokens_alone(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(seed, dtype):
+def test_half_precision(seed, dtype, nodes):
     """Values are small multiples of 1/4: the sums of two such rows are exact in these types."""
     world = World(seed, top_k=2)
 

@@ -8,6 +8,7 @@ from typing import Sequence
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -49,7 +50,7 @@ def _draw_experts(axes: Axes, trace: Trace) -> None:
     axes.legend(loc="upper right", ncols=3)
 
 
-def _rank_axis(axis, num_ranks: int) -> None:
+def _rank_axis(axis: Axis, num_ranks: int) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axis.set_tick_params(length=0)
 

@@ -147,17 +147,26 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
+FORMAT = "ep_bench 1"
+
+
+def _is_result(value: Any) -> bool:
+    """Whether a file looks like a result. Files from before there was a format have none."""
+    if not isinstance(value, dict) or "version" not in value:
+        return False
+    return "format" in value or "phases" in value or "models" in value
+
+
 def read_result(path: str, label: str, node: Node) -> Result:
     """The result in a JSON file. ReportError unless ep_bench wrote it."""
-    value = node.value
-    known = isinstance(value, dict) and "version" in value and ("phases" in value
-                                                                or "models" in value)
-    if not known:
+    if not _is_result(node.value):
         raise node.refuse("a result of ep_bench (an object with version and phases or models)")
     version = node["version"].text()
     if _numbers(version) > _numbers(__version__):
         node = node.with_hint(f"; libep {version} wrote the file, and this is {__version__}, which "
                               f"is older")
+    if "format" in node and node["format"].text() != FORMAT:
+        raise node["format"].refuse(f'"{FORMAT}"')
     if "models" in node:
         runs = tuple(_run(m, m["model"].text() or "?") for m in node["models"].items())
     else:

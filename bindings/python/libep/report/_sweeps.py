@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from typing import Callable, Optional, Sequence
+from functools import partial
+from typing import Any, Callable, Optional, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -39,7 +40,7 @@ def _points(run: Run, name: str) -> tuple[list[int], list[Timing]]:
     return [tokens for tokens, _ in found], [timing for _, timing in found]
 
 
-def _line_style(i: int, count: int) -> dict:
+def _line_style(i: int, count: int) -> dict[str, Any]:
     """The last of several results is solid and filled, as it is alone."""
     last = i == count - 1
     return {"linestyle": "-" if last else _DASHES[1 + i % 3],
@@ -99,7 +100,10 @@ def _first_ratio(timing: Timing, first: Optional[Timing]) -> Optional[float]:
     return timing.median_us / first.median_us if first and first.median_us else None
 
 
-def _draw_ratios(axes: Axes, runs: Sequence[Run], title: str, skip: int, figure_of) -> None:
+def _draw_ratios(
+    axes: Axes, runs: Sequence[Run], title: str, skip: int,
+    figure_of: Callable[[Timing, Optional[Timing]], Optional[float]],
+) -> None:
     """figure_of(timing, the first run's) over the tokens, a line for each operation and run."""
     for name in _names(runs):
         firsts = dict(zip(*_points(runs[0], name)))
@@ -140,7 +144,9 @@ def _grid(panels: int) -> tuple[int, int]:
 
 def _panels(labels: Sequence[str], runs: Sequence[Run]) -> list[Callable[[Axes], None]]:
     names = _names(runs)
-    panels: list = [lambda axes, name=name: _draw_times(axes, runs, name) for name in names]
+    panels: list[Callable[[Axes], None]] = [
+        partial(_draw_times, runs=runs, name=name) for name in names
+    ]
     if any(t.floor_us for run in runs for size in run.sizes for t in size.timings):
         panels.append(lambda axes: _draw_ratios(axes, runs, "time / floor", 0, _floor_ratio))
     if len(runs) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Sequence
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -97,7 +98,7 @@ def _legend(figure: Figure, bars: Sequence[_Bar]) -> None:
     kinds = {bar.timing.kind for bar in bars}
     bounds = {bar.timing.bound for bar in bars}
     both = any(bar.timing.wire_us and bar.timing.mem_us for bar in bars)
-    entries: list = [Patch(color=MUTED, label="median"),
+    entries: list[Artist] = [Patch(color=MUTED, label="median"),
                      Line2D([], [], color=INK, marker="|", markevery=[1], linewidth=1,
                             label="up to the 99th percentile")]
     if bounds - {""}:

@@ -41,7 +41,8 @@ class Trace(NamedTuple):
     @property
     def rank_slots(self) -> np.ndarray:
         """[rank] slots that the experts of a rank receive."""
-        return self.slots.sum(axis=0)
+        counts: np.ndarray = self.slots.sum(axis=0)
+        return counts
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -116,7 +117,7 @@ def _read_header(lines: _Lines) -> tuple[int, int, int]:
     return num_experts, top_k, num_ranks
 
 
-def _read_row(lines: _Lines, num_experts: int, top_k: int, out: array) -> None:
+def _read_row(lines: _Lines, num_experts: int, top_k: int, out: array[int]) -> None:
     line = lines.next("a token's indices")
     words = line.split()
     if not _ROW.fullmatch(line) or len(words) != top_k:
@@ -134,7 +135,7 @@ def _read_ranks(lines: _Lines, num_experts: int, top_k: int, num_ranks: int
         tokens, = lines.words("tokens", "T")
         if not 0 <= tokens <= _MAX_TOKENS:
             raise lines.refuse(f"tokens from 0 to {_MAX_TOKENS}", str(tokens))
-        row: array = array("i")
+        row: array[int] = array("i")
         for _ in range(tokens):
             _read_row(lines, num_experts, top_k, row)
         yield np.array(row, dtype=np.int32).reshape(tokens, top_k)

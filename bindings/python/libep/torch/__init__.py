@@ -16,11 +16,13 @@ from ._autograd import Received, combine, dispatch, prepare
 from ._bootstrap import from_process_group
 from ._group import Group, create_group
 from ._handle import Handle, Plan
+from ._ops import EXCHANGES
 from ._phases import Hook, combine_send, dispatch_send
 from ._quant import quantise_rows
 from ._receive import ReceiveMemory
 
 __all__ = [
+    "EXCHANGES",
     "Group",
     "Handle",
     "Hook",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .._abi import Quant, Status
 from .._library import EpError
@@ -41,6 +42,7 @@ class Received(NamedTuple):
 
 
 class _Shapes(NamedTuple):
+    rows: int
     tokens: tuple[int, ...]
     weights: Optional[tuple[int, ...]]
     idx: Optional[tuple[int, ...]]
@@ -55,6 +57,11 @@ def _choose(handle: Handle, tensor: Tensor) -> Union[Handle, int]:
     if torch.compiler.is_compiling() or type(tensor) not in _EAGER:
         return handle.key
     return handle
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode, such as that of a selective checkpoint, watches eager calls."""
+    return _get_current_dispatch_mode() is not None
 
 
 def _through(which: Union[Handle, int]) -> Any:
@@ -91,6 +98,9 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
     which = _choose(handle, topk_idx)
+    if not isinstance(which, int) and _is_watched():
+        made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
+        return Plan(*made, topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
     _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
     return plan
@@ -113,7 +123,7 @@ def count_rows(handle: Handle, plan: Plan) -> int:
     at = 3 * plan.num_local_experts + 1
     if torch.compiler.is_compiling():
         traced: Any = plan.numbers[at].item()
-        torch._check(traced >= 0)  # type: ignore[no-untyped-call]
+        torch._check(traced >= 0)
         return traced  # type: ignore[no-any-return]
     if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
         raise EpError(
@@ -139,10 +149,14 @@ class _Dispatch(torch.autograd.Function):
         shapes: _Shapes,
         given: Optional[Tensor],
     ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        outputs = _make_outputs(tokens, shapes, given)
-        _through(which).dispatch(
-            which, plan, tokens, topk_weights, None, outputs[0], outputs[1], None, outputs[2]
-        )
+        if given is None and not isinstance(which, int) and _is_watched():
+            made = _ops.dispatch_new(which.key, plan, tokens, topk_weights, shapes.rows)
+            outputs = _ops.split_received(made, topk_weights is not None)
+        else:
+            outputs = _make_outputs(tokens, shapes, given)
+            _through(which).dispatch(
+                which, plan, tokens, topk_weights, None, outputs[0], outputs[1], None, outputs[2]
+            )
         ctx.save_for_backward(plan)
         ctx.which = which
         ctx.tokens_shape = tokens.shape
@@ -270,6 +284,7 @@ def dispatch(
     rows = _rows(handle, plan, recv_tokens)
     lead = handle.lead(rows)
     shapes = _Shapes(
+        rows,
         (*lead, tokens.shape[-1]),
         None if topk_weights is None else handle.weights_shape(rows),
         (*lead, handle.top_k) if handle.is_per_token else None,
@@ -342,8 +357,11 @@ class _Combine(torch.autograd.Function):
         weights: Optional[Tensor],
         num_tokens: int,
     ) -> Tensor:
-        out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, plan, expert_out, weights, None, out)
+        if not isinstance(which, int) and _is_watched():
+            out: Tensor = _ops.combine_new(which.key, plan, expert_out, weights, num_tokens)
+        else:
+            out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
+            _through(which).combine(which, plan, expert_out, weights, None, out)
         ctx.which = which
         ctx.rows_shape = expert_out.shape
         is_kept = weights is not None and ctx.needs_input_grad[3]

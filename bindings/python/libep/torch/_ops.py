@@ -4,6 +4,9 @@
 They write into given outputs, which their schemas declare as mutated. `handle` is Handle.key, since
 an op takes no object. Made by Library.define and Library.impl: a call costs a third of one through
 torch.library.custom_op.
+
+prepare_new, dispatch_new and combine_new return new outputs instead. Eager calls use them where a
+dispatch mode is active: a selective checkpoint keeps what an op returns.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ from . import _calls
 from ._handle import find_handle
 
 if TYPE_CHECKING:
-    from typing import Callable
+    from typing import Any, Callable, Optional
+
+    from torch import Tensor
+
+    from ._handle import Handle
 
 _SCHEMAS = {
     "prepare": "Tensor topk_idx, Tensor? num_tokens, Tensor(a!) plan, Tensor(b!)? numbers",
@@ -43,7 +50,7 @@ _SCHEMAS = {
     ),
 }
 
-_library = torch.library.Library("libep", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("libep", "DEF")
 
 
 def _define(name: str, arguments: str) -> None:
@@ -55,13 +62,102 @@ def _define(name: str, arguments: str) -> None:
     def fake(handle: int, *tensors: object) -> None:
         return None
 
-    _library.define(f"{name}(int handle, {arguments}) -> ()")  # type: ignore[no-untyped-call]
-    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(f"{name}(int handle, {arguments}) -> ()")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"libep::{name}", fake, lib=_library)
 
 
 for _name, _arguments in _SCHEMAS.items():
     _define(_name, _arguments)
+
+
+# ---- with new outputs ---------------------------------------------------------------------------
+
+
+def _define_new(schema: str, make: Callable[..., Any], call: Callable[..., None]) -> None:
+    """An op whose outputs `make` allocates and `call` writes. Without `call` it is the fake."""
+
+    def run(handle: int, *given: Any) -> Any:
+        found = find_handle(handle)
+        outputs = make(found, *given)
+        call(found, given, outputs)
+        return outputs
+
+    def fake(handle: int, *given: Any) -> Any:
+        return make(find_handle(handle), *given)
+
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"libep::{name}", fake, lib=_library)
+
+
+def _make_plan(handle: Handle, topk_idx: Tensor, _: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    return (
+        topk_idx.new_empty((handle.plan_bytes,), dtype=torch.uint8),
+        topk_idx.new_empty((handle.num_numbers,), dtype=torch.int32),
+    )
+
+
+def _make_received(
+    handle: Handle,
+    plan: Tensor,
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    rows: int,
+) -> list[Tensor]:
+    lead = handle.lead(rows)
+    outputs = [tokens.new_empty((*lead, tokens.shape[-1]))]
+    if topk_weights is not None:
+        outputs.append(tokens.new_empty(handle.weights_shape(rows), dtype=torch.float32))
+    if handle.is_per_token:
+        outputs.append(tokens.new_empty((*lead, handle.top_k), dtype=torch.int64))
+    return outputs
+
+
+def split_received(
+    outputs: list[Tensor], has_weights: bool
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """tokens, topk_weights and topk_idx of what dispatch_new returns, which has no None."""
+    rest = outputs[1:]
+    weights = rest.pop(0) if has_weights else None
+    return outputs[0], weights, rest[0] if rest else None
+
+
+def _call_dispatch(handle: Handle, given: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    plan, tokens, topk_weights, _ = given
+    recv, weights, idx = split_received(outputs, topk_weights is not None)
+    _calls.dispatch(handle, plan, tokens, topk_weights, None, recv, weights, None, idx)
+
+
+def _make_sums(
+    handle: Handle, plan: Tensor, expert_out: Tensor, weights: Optional[Tensor], num_tokens: int
+) -> Tensor:
+    return expert_out.new_empty((num_tokens, expert_out.shape[-1]))
+
+
+def _call_combine(handle: Handle, given: tuple[Any, ...], out: Tensor) -> None:
+    plan, expert_out, weights, _ = given
+    _calls.combine(handle, plan, expert_out, weights, None, out)
+
+
+_define_new(
+    "prepare_new(int handle, Tensor topk_idx, Tensor? num_tokens) -> (Tensor, Tensor)",
+    _make_plan,
+    lambda handle, given, outputs: _calls.prepare(handle, *given, *outputs),
+)
+_define_new(
+    "dispatch_new(int handle, Tensor plan, Tensor tokens, Tensor? topk_weights, SymInt rows)"
+    " -> Tensor[]",
+    _make_received,
+    _call_dispatch,
+)
+_define_new(
+    "combine_new(int handle, Tensor plan, Tensor expert_out, Tensor? weights, SymInt num_tokens)"
+    " -> Tensor",
+    _make_sums,
+    _call_combine,
+)
 
 prepare = torch.ops.libep.prepare.default
 dispatch = torch.ops.libep.dispatch.default
@@ -69,3 +165,10 @@ dispatch_routed = torch.ops.libep.dispatch_routed.default
 combine = torch.ops.libep.combine.default
 combine_backward = torch.ops.libep.combine_backward.default
 dispatch_backward = torch.ops.libep.dispatch_backward.default
+prepare_new = torch.ops.libep.prepare_new.default
+dispatch_new = torch.ops.libep.dispatch_new.default
+combine_new = torch.ops.libep.combine_new.default
+
+EXCHANGES = [prepare_new, dispatch_new, combine_new]
+"""For torch.utils.checkpoint.create_selective_checkpoint_contexts: keep what ranks exchange, so that
+backward computes the rest of a layer again and sends no row twice."""

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes: axes, groups, shards and plans against loops over coordinates; groups made from them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from conftest import config, run_threads
+from libep import AxisRole, EpError, Group, Handle, Mesh, Status, TensorKind
+from processes import run
+from reference import World
+
+SIZES = {"data": 2, "fsdp": 3, "expert": 2}
+TEXT = "data=2,fsdp=3,expert=2"
+
+
+def places():
+    """The coordinates of all ranks, in their order."""
+    return list(itertools.product(*map(range, SIZES.values())))
+
+
+def ranks_along(axes, rank):
+    """The ranks whose coordinates off `axes` equal the rank's, sorted by those on them."""
+    names = list(SIZES)
+    own = places()[rank]
+    same = [
+        (tuple(place[names.index(a)] for a in axes), r)
+        for r, place in enumerate(places())
+        if all(place[i] == own[i] for i, name in enumerate(names) if name not in axes)
+    ]
+    return [r for _, r in sorted(same)]
+
+
+# ---- axes and groups -----------------------------------------------------------------------------
+
+
+def test_axes():
+    mesh = Mesh("data=2,outer:expert=3,tensor=4,inner:expert=1")
+    assert mesh.num_ranks == 24
+    assert mesh.axes[1] == ("outer", 3, AxisRole.EXPERT)
+    assert mesh.axes[2].role is AxisRole.OTHER
+    assert mesh.role_axes(AxisRole.EXPERT) == ("outer", "inner")
+    assert mesh.role_axes(AxisRole.FSDP) == ()
+    assert repr(mesh) == "<libep.Mesh data:data=2,outer:expert=3,tensor:other=4,inner:expert=1>"
+
+
+@pytest.mark.parametrize("axes", [(), ("expert",), ("fsdp", "expert"), ("expert", "data")])
+def test_groups(axes):
+    mesh = Mesh(TEXT)
+    for rank, place in enumerate(places()):
+        assert mesh.coordinates(rank) == place
+        found = mesh.group(axes, rank)
+        assert list(found.ranks) == ranks_along(axes, rank)
+        assert found.ranks[found.place] == rank
+    assert mesh.group("(fsdp,expert)", 1) == mesh.group(("fsdp", "expert"), 1)
+
+
+def test_grid():
+    mesh = Mesh("fsdp=2,expert=2", grid=[3, 1, 0, 2])
+    assert mesh.coordinates(0) == (1, 0)
+    assert mesh.group("expert", 3).ranks == (3, 1)
+
+
+@pytest.mark.parametrize(
+    "call, status, sentence",
+    [
+        (lambda: Mesh("data"), Status.RANGE, "data"),
+        (lambda: Mesh("data=2", grid=[0]), Status.SHAPE, "expected 2 ranks, got 1"),
+        (lambda: Mesh("data=2", grid=[0, 0]), Status.RANGE, "grid"),
+        (lambda: Mesh(TEXT).group("tensor", 0), Status.RANGE, "tensor"),
+        (lambda: Mesh(TEXT).group(("data", "data"), 0), Status.RANGE, "data"),
+        (lambda: Mesh(TEXT).coordinates(12), Status.RANGE, "12"),
+        (lambda: Mesh(TEXT).shard("fsdp,_", (3, 4, 5), 0), Status.NDIM, "expected 2"),
+        (lambda: Mesh(TEXT).shard("fsdp,_", (4, 4), 0, "layers.3.w1"), Status.SHAPE, "layers.3.w1"),
+        (
+            lambda: Mesh(TEXT).sharding("(fsdp,expert),_", (6, 4), TensorKind.EXPERT_WEIGHT, "w1"),
+            Status.UNSUPPORTED,
+            "w1",
+        ),
+    ],
+)
+def test_refused(call, status, sentence):
+    with pytest.raises(EpError) as error:
+        call()
+    assert error.value.status is status and sentence in str(error.value)
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec", ["(fsdp,expert),data", (("fsdp", "expert"), "data"), [["fsdp", "expert"], ("data",)]]
+)
+def test_shards_cover_the_tensor(spec):
+    mesh, whole = Mesh(TEXT), np.arange(12 * 4).reshape(12, 4)
+    for rank, (data, fsdp, expert) in enumerate(places()):
+        shard = mesh.shard(spec, whole.shape, rank)
+        got = whole[tuple(slice(b, b + s) for b, s in zip(shard.begin, shard.shape))]
+        expected = whole.reshape(3, 2, 2, 2, 2)[fsdp, expert, :, data]
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_sharding():
+    mesh = Mesh(TEXT)
+    w1 = mesh.sharding(("expert", "fsdp", None), (8, 6, 5), TensorKind.EXPERT_WEIGHT, "w1")
+    assert w1.stored == (4, 2, 5) and w1.used == (4, 6, 5)
+    assert w1.gathered == ((), ("fsdp",), ()) and w1.kept == (("expert",), (), ())
+    assert w1.scattered == ("fsdp",) and w1.summed == ("data",)
+    assert set(w1.amax) == {"data", "fsdp", "expert"}
+    assert set(w1.amax_per_expert) == {"data", "fsdp"}
+    assert "gathered over fsdp (3)" in str(w1)
+    dense = mesh.sharding("(fsdp,expert),_", (6, 5), TensorKind.WEIGHT)
+    assert dense.used == (6, 5) and dense.scattered == ("fsdp", "expert")
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def mesh_rank(bootstrap, worlds):
+    """A step in the EP group of a rank, whose other groups work at the same time."""
+    mesh = Mesh(TEXT)
+    with mesh.bootstrap(bootstrap, mesh.role_axes(AxisRole.EXPERT)) as own:
+        world, (place, ranks) = worlds[ranks_along(("expert",), bootstrap.rank)[0]], mesh.group(
+            "expert", bootstrap.rank
+        )
+        assert (own.rank, own.size) == (place, len(ranks))
+        with pytest.raises(EpError, match="bootstraps of a mesh"):
+            bootstrap.close()
+        with Group(own, **config(world)) as group:
+            layer, rank = Handle(group), own.rank
+            layer.prepare(world.idx[rank])
+            recv = np.empty((layer.info().recv_rows, world.hidden), np.float32)
+            layer.dispatch(world.x[rank], recv_tokens=recv)
+            out = np.empty_like(world.x[rank])
+            layer.combine(recv, out=out)
+            count = (world.idx[rank] >= 0).sum(1, keepdims=True)
+            np.testing.assert_array_equal(out, count * world.x[rank])
+
+
+def test_groups_of_a_mesh(seed, nodes):
+    run_threads(12, mesh_rank, [World(seed + r, size=2) for r in range(12)])
+
+
+def test_processes_of_a_mesh(tmp_path, nodes):
+    """Over a store all groups of the mesh gather together."""
+    source = """
+mesh = libep.Mesh("fsdp=2,expert=2")
+with bootstrap() as world, mesh.bootstrap(world, "expert") as own:
+    with group(own) as g:
+        layer = Handle(g)
+        layer.prepare(idx)
+        x = np.full((4, 4), rank + 1, np.float32)
+        recv, out = np.zeros((layer.info().recv_rows, 4), np.float32), np.zeros_like(x)
+        layer.dispatch(x, recv_tokens=recv)
+        layer.combine(recv, out=out)
+        assert (out == x).all() and sorted({*recv[:, 0]}) == [rank // 2 * 2 + 1, rank // 2 * 2 + 2]
+        say(g.rank, g.size)
+"""
+    results = run(tmp_path, *[source] * 4)
+    assert [(status, out) for status, out, _ in results] == [
+        (0, f"{place} 2\n") for place in (0, 1, 0, 1)
+    ], results
+
+
+def test_different_meshes():
+    def body(bootstrap):
+        mesh = Mesh("fsdp=2" if bootstrap.rank else "expert=2")
+        with pytest.raises(EpError) as error:
+            mesh.bootstrap(bootstrap, ())
+        assert error.value.status is Status.MISMATCH
+
+    run_threads(2, body)

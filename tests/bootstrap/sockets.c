@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bootstraps without messages on several pretended nodes: libep connects the ranks over TCP. */
+#include <arpa/inet.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "tests/cases/calls.h"
+#include "tests/cases/run.h"
+
+#define SOON 5.0 /* far below the deadlines */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void use_loopback(void) {
+    setenv("LIBEP_INTERFACE", "lo", 1);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+}
+
+TestSuite(bootstrap_sockets, .init = use_loopback);
+
+static void set(const EpBootstrap *bootstrap, const char *name, const char *value) {
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0) setenv(name, value, 1);
+    bootstrap->barrier(bootstrap->context, 60);
+}
+
+static EpBootstrap without_messages(const EpBootstrap *whole) {
+    EpBootstrap b = *whole;
+    b.isend = NULL, b.irecv = NULL, b.test = NULL, b.cancel = NULL;
+    b.share = NULL, b.share_free = NULL;
+    return b;
+}
+
+/* Whole cases, whose expected results know the nodes. */
+static void run_cases(const EpBootstrap *bootstrap, const char *topology, const char *nodes) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_TOPOLOGY", topology);
+    for (int layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_RANK_MAJOR; layout++) {
+        Case c = {.ranks = bootstrap->size,
+                  .experts = 11,
+                  .top_k = 4,
+                  .layout = (EpLayout)layout,
+                  .weighted = 1,
+                  .scale_bytes = 8,
+                  .max_tokens = 30,
+                  .seed = (uint64_t)layout};
+        snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
+        run_case(&own, &c);
+    }
+}
+
+ThreadTest(bootstrap_sockets, two_nodes, 4) {
+    run_cases(bootstrap, "2", "0011");
+}
+ThreadTest(bootstrap_sockets, every_rank_a_node, 5) {
+    run_cases(bootstrap, "5", "01234");
+}
+ThreadTest(bootstrap_sockets, uneven_nodes, 5) {
+    run_cases(bootstrap, "3,1,3,3,0", "31330");
+}
+ThreadTest(bootstrap_sockets, any_interface, 3) {
+    set(bootstrap, "LIBEP_INTERFACE", "");
+    run_cases(bootstrap, "0,1,0", "010");
+}
+
+/* Messages that are far larger than what a connection buffers, in both directions at once. */
+ThreadTest(bootstrap_sockets, large_rounds, 2) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_TOPOLOGY", "2");
+    run_case(&own, &(Case){.ranks = 2,
+                           .nodes = "01",
+                           .experts = 4,
+                           .top_k = 4,
+                           .hidden = 8192,
+                           .max_tokens = 700,
+                           .spread = SPREAD_FULL,
+                           .weighted = 1});
+}
+
+/* Groups that live at the same time have connections of their own. */
+ThreadTest(bootstrap_sockets, two_groups, 3) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_TOPOLOGY", "3");
+    Case c = {.ranks = 3, .nodes = "012", .weighted = 1, .seed = 4};
+    World *world = world_new(&c);
+    EpGroup *one = open_group(&own, &world->c), *two = open_group(&own, &world->c);
+    REQUIRE(one && two, "no group");
+    Step first = {one, open_handle(one, &world->c), world, own.rank, NULL};
+    Step second = {two, open_handle(two, &world->c), world, own.rank, NULL};
+    for (int i = 0; i < 3; i++) {
+        step_all(&first);
+        step_all(&second);
+    }
+    ep_group_destroy(two);
+    ep_group_destroy(one);
+    world_free(world);
+}
+
+/* ---- refused ---- */
+
+static void expect_refusal(const EpBootstrap *own, EpStatus status, const char *sentence) {
+    Case c = case_complete((Case){.ranks = own->size});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.timeout_seconds = 40;
+    double begin = now();
+    CHECK_REFUSED(ep_group_create(own, &config, &group), status, sentence);
+    CHECK(group == NULL, "a group was made");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+}
+
+/* Only one rank has no messages: the others do not wait for it. */
+ThreadTest(bootstrap_sockets, only_one_rank_has_no_messages, 4) {
+    set(bootstrap, "LIBEP_TOPOLOGY", "2");
+    EpBootstrap own = bootstrap->rank == 3 ? without_messages(bootstrap) : *bootstrap;
+    own.share = bootstrap->share, own.share_free = bootstrap->share_free;
+    expect_refusal(&own, EP_ERR_MISMATCH, "bootstrap.isend being given");
+}
+
+ThreadTest(bootstrap_sockets, no_such_interface, 2) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_TOPOLOGY", "2");
+    set(bootstrap, "LIBEP_INTERFACE", "eth77");
+    expect_refusal(&own, EP_ERR_SYSTEM, "LIBEP_INTERFACE=eth77");
+}
+
+/* Ranks on one node need no network. */
+ThreadTest(bootstrap_sockets, one_node_needs_no_interface, 2) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_INTERFACE", "eth77");
+    run_case(&own, &(Case){.ranks = 2, .weighted = 1});
+}
+
+/* ---- a stranger ---- */
+
+/* Sits between a rank and the others in the gather of addresses, whose bytes it can read: it
+ * connects to every rank's port, and says something else than a rank would. */
+typedef struct Listened {
+    EpBootstrap whole;
+    int strangers;
+} Listened;
+
+enum { MOST_STRANGERS = 64 };
+static int stranger[MOST_STRANGERS];
+
+/* Connect to each port of this process that listens on the loopback interface. */
+static int disturb(void) {
+    static const char rubbish[64] = "GET / HTTP/1.1\r\n\r\n";
+    int count = 0;
+    for (int fd = 3; fd < 256 && count < MOST_STRANGERS; fd++) {
+        struct sockaddr_in6 address;
+        socklen_t bytes = sizeof(address), size = sizeof(int);
+        int listens = 0;
+        if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) || !listens) continue;
+        if (getsockname(fd, (struct sockaddr *)(void *)&address, &bytes)) continue;
+        stranger[count] = socket(address.sin6_family, SOCK_STREAM, 0);
+        if (!connect(stranger[count], (struct sockaddr *)(void *)&address, bytes))
+            (void)!write(stranger[count], rubbish, sizeof(rubbish));
+        count++;
+    }
+    return count;
+}
+
+static EpStatus listened_gather(void *context, const void *in, void *out, size_t bytes,
+                                double timeout) {
+    Listened *self = context;
+    EpStatus status = self->whole.allgather(self->whole.context, in, out, bytes, timeout);
+    if (self->whole.rank == 0) self->strangers += disturb();
+    return status;
+}
+
+static EpStatus listened_barrier(void *context, double timeout) {
+    const Listened *self = context;
+    return self->whole.barrier(self->whole.context, timeout);
+}
+
+/* Others that connect to the ports are sent away, and the group is made. */
+ThreadTest(bootstrap_sockets, strangers_are_sent_away, 3) {
+    Listened self = {.whole = *bootstrap};
+    EpBootstrap own = without_messages(bootstrap);
+    own.context = &self, own.allgather = listened_gather, own.barrier = listened_barrier;
+    set(bootstrap, "LIBEP_TOPOLOGY", "3");
+    run_case(&own, &(Case){.ranks = 3, .nodes = "012", .weighted = 1});
+    if (bootstrap->rank == 0) CHECK(self.strangers > 0, "nobody was disturbed");
+    for (int i = 0; bootstrap->rank == 0 && i < MOST_STRANGERS && stranger[i]; i++)
+        close(stranger[i]);
+}
