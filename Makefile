@@ -17,7 +17,8 @@
 #   make clean, make format
 #
 # Variables: V=1 shows commands; WERROR=1 makes warnings errors; ASAN=1 or TSAN=1 build with
-# sanitizers into folders of their own; CC, CFLAGS, LDFLAGS as usual.
+# sanitizers into folders of their own, RELEASE=1 (also with install and wheel) for all GPUs that
+# releases serve; CC, CFLAGS, LDFLAGS as usual.
 
 MAKEFLAGS += --no-builtin-rules
 
@@ -38,7 +39,7 @@ else ifdef TSAN
 variant := -tsan
 sanitize := -fsanitize=thread
 endif
-B := build$(variant)
+B := build$(variant)$(if $(RELEASE),-release)
 Q := $(if $(V),,@)
 say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2);)
 
@@ -75,7 +76,16 @@ else
 CUDA := 0
 endif
 NVCC ?= $(CUDA_HOME)/bin/nvcc
-NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90]
+# Kernels are compiled ahead of time for sm_90, on which they are tested, and in releases for sm_100,
+# on which they have not run. A GPU of another kind compiles the newest PTX that it can when it first
+# loads them.
+release_arch := -gencode arch=compute_100,code=[sm_100,compute_100]
+NVCC_ARCH ?= -gencode arch=compute_90,code=[sm_90,compute_90] $(if $(RELEASE),$(release_arch))
+ifeq ($(if $(RELEASE),$(CUDA)),1)
+ifeq ($(findstring sm_100,$(shell $(NVCC) --list-gpu-code)),)
+$(error RELEASE=1: expected an nvcc that knows sm_100 (CUDA 12.8 or newer), got $(NVCC), which does not)
+endif
+endif
 
 # ---- sources and targets ------------------------------------------------------------------------
 
@@ -569,7 +579,7 @@ install: libs $(tools)
 	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
 
 clean:
-	rm -rf build build-asan build-tsan
+	rm -rf build build-asan build-tsan build-release
 
 format:
 	clang-format -i $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

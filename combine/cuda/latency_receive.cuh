@@ -209,7 +209,7 @@ typedef struct Missing {
 /* Add the sums of other ranks, and this rank's own in its turn if *has_own, which is then
  * cleared. */
 template <typename T, int PACKED, int STEPS, int UNITS>
-__device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
+__device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank, int step,
                                              const EpVector<T> own[UNITS], int *has_own,
                                              EpVector<T> sum[UNITS]) {
 #pragma unroll
@@ -218,7 +218,7 @@ __device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
         if (c.rank[r] == RANK_NONE) break;
 #pragma unroll
         for (int i = 0; i < STEPS; i++)
-            add_step<T, PACKED>(sum + i * (UNITS / STEPS), step_unpack(c.x[r][i]));
+            add_step<T, PACKED>(sum + i * (UNITS / STEPS), step + i, step_unpack(c.x[r][i]));
     }
 }
 
@@ -233,7 +233,7 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
     Terms t = find_terms(a, slot, s.token);
     Incoming<STEPS> c;
     int unit[UNITS], last = -1, has_own = s.has_own;
-    find_units<T, PACKED, UNITS>(a, s.step, 1, unit);
+    find_units<T, PACKED, UNITS>(a, s.step, 1, 0, unit);
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
         if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
@@ -243,14 +243,14 @@ __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, c
         receive_incoming(a, &c, flag, [&]() { sum_slots<T, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
     EpVector<T> sum[UNITS] = {};
-    add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, own, &has_own, sum);
+    add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
     last = c.rank[AWAITED_AT_ONCE - 1];
 #pragma unroll 1
     while (__any_sync(~0u, s.owner > last)) {
         find_incoming(a, s, last, flag, &c);
         missing = receive_incoming(a, &c, flag, [] {});
         if (missing) return Missing{last, missing};
-        add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, own, &has_own, sum);
+        add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, s.step, own, &has_own, sum);
         last = c.rank[AWAITED_AT_ONCE - 1];
     }
     if (has_own) add_own<T, UNITS>(own, sum);

@@ -92,14 +92,14 @@ __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Te
     }
 }
 
-/* Find this lane's units of COUNT / PARTS steps, `stride` steps apart. */
+/* Find this lane's units of COUNT / PARTS steps, `stride` steps apart; `sends` as in own_unit. */
 template <typename T, int PACKED, int COUNT>
 __device__ __forceinline__ void find_units(const EpLatencyGatherArgs &a, int step, int stride,
-                                           int unit[COUNT]) {
+                                           int sends, int unit[COUNT]) {
     constexpr int PARTS = StepParts<T, PACKED>::COUNT;
 #pragma unroll
     for (int u = 0; u < COUNT; u++)
-        unit[u] = own_unit<T, PACKED>(a.row_units, step + u / PARTS * stride, u % PARTS);
+        unit[u] = own_unit<T, PACKED>(a.row_units, step + u / PARTS * stride, u % PARTS, sends);
 }
 
 /* ---- rows of other ranks ------------------------------------------------------------------- */
@@ -131,12 +131,12 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
     for (int step = s.step; step < a.steps; step += STEPS * stride) {
         EpVector<T> sum[UNITS] = {};
         int unit[UNITS];
-        find_units<T, PACKED, UNITS>(a, step, stride, unit);
+        find_units<T, PACKED, UNITS>(a, step, stride, 1, unit);
         sum_slots<T, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int at = step + i * stride;
-            uint4 own = step_sum<T, PACKED>(sum + i * PARTS, unit[i * PARTS] >= 0);
+            uint4 own = step_sum<T, PACKED>(sum + i * PARTS, at, unit[i * PARTS] >= 0);
             ulonglong2 packed = step_pack(own, flag);
             if (at < a.steps) step_store(to + at * EP_STEP_BYTES, packed, l.whole);
         }
@@ -172,7 +172,7 @@ __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, in
     for (int step = s.step; step < a.steps; step += stride) {
         EpVector<T> sum[PARTS] = {};
         int unit[PARTS];
-        find_units<T, PACKED, PARTS>(a, step, stride, unit);
+        find_units<T, PACKED, PARTS>(a, step, stride, 0, unit);
         sum_slots<T, PARTS, 2>(a, t, unit, sum);
 #pragma unroll
         for (int u = 0; u < PARTS; u++) {

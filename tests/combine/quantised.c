@@ -61,7 +61,7 @@ Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
     setenv("LIBEP_STAGE_BYTES", "12000", 1);
     setenv("LIBEP_NODE_CHUNK", "12000", 1);
     for (EpLayout layout = EP_LAYOUT_EXPERT_MAJOR; layout <= EP_LAYOUT_BATCHED; layout++)
-        run_rows(layout, 5, "01201");
+        run_rows(layout, 4, "0120");
 }
 
 /* Relays sum rows of several pieces. */
@@ -153,27 +153,38 @@ static void check_sums(const float *sums) {
     }
 }
 
-ThreadTest(combine_quantised, by_hand, 2) {
-    NEEDS_QUANT();
+/* Make a plan; in latency mode a dispatch makes it. Slot r holds rank r's token. */
+static void make_plan(EpHandle *handle, EpMode mode) {
+    int32_t index[2] = {1, 0};
+    _Alignas(16) float token[128] = {0}, received[2 * 128];
+    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 2);
+    EpTensor tokens = ep_tensor_2d(token, EP_TYPE_FP32, 1, 128);
+    EpTensor recv = ep_tensor_2d(received, EP_TYPE_FP32, 2, 128);
+    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    if (mode == EP_MODE_LATENCY)
+        CHECK_OK(
+            ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &recv, NULL, NULL, NULL));
+}
+
+static void sum_by_hand(const EpBootstrap *bootstrap, EpMode mode) {
     Case c = case_complete((Case){.ranks = 2,
                                   .experts = 2,
                                   .hidden = 128,
                                   .max_tokens = 1,
+                                  .mode = mode,
+                                  .capacity = 2,
                                   .row_type = EP_TYPE_FP32,
                                   .sum_type = EP_TYPE_FP32,
                                   .sum_quant = EP_QUANT_FP8});
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
     REQUIRE(handle, "no handle");
-    int32_t index[2] = {1, 0};
     _Alignas(16) float rows[2 * 128], sums[128];
-    /* Slot r holds what this rank's expert makes of rank r's token. */
     fill_rows(rows, bootstrap->rank);
-    EpTensor topk_idx = ep_tensor_2d(index, EP_TYPE_INT32, 1, 2);
     EpTensor expert_out = ep_tensor_2d(rows, EP_TYPE_FP32, 2, 128);
     EpTensor out = ep_tensor_2d(sums, EP_TYPE_FP32, 1, 128);
-    CHECK_OK(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
-    for (int backward = 0; backward < 2; backward++) {
+    make_plan(handle, mode);
+    for (int backward = 0; backward < 1 + (mode == EP_MODE_THROUGHPUT); backward++) {
         memset(sums, 0x77, sizeof(sums));
         if (backward)
             CHECK_OK(ep_dispatch_backward(handle, NULL, &expert_out, NULL, NULL, &out, NULL));
@@ -182,6 +193,16 @@ ThreadTest(combine_quantised, by_hand, 2) {
         check_sums(sums);
     }
     ep_group_destroy(group);
+}
+
+ThreadTest(combine_quantised, by_hand, 2) {
+    NEEDS_QUANT();
+    sum_by_hand(bootstrap, EP_MODE_THROUGHPUT);
+}
+
+ThreadTest(combine_quantised, by_hand_in_latency_mode, 2) {
+    NEEDS_QUANT();
+    sum_by_hand(bootstrap, EP_MODE_LATENCY);
 }
 
 /* ---- handles that differ ------------------------------------------------------------------- */
@@ -211,11 +232,11 @@ ThreadTest(combine_quantised, one_plan_for_both, 3) {
 }
 
 /* Rank 1 sends its sums as they are. */
-ThreadTest(combine_quantised, ranks_disagree, 2) {
-    NEEDS_QUANT();
+static void disagree(const EpBootstrap *bootstrap, EpMode mode) {
     if (bootstrap->rank == 0) setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     bootstrap->barrier(bootstrap->context, 60);
-    Case c = case_complete((Case){.ranks = 2, .hidden = 32, .spread = SPREAD_FULL});
+    Case c = case_complete(
+        (Case){.ranks = 2, .hidden = 1024, .mode = mode, .capacity = 60, .spread = SPREAD_FULL});
     World *world = world_new(&c);
     if (bootstrap->rank == 0) c.sum_quant = EP_QUANT_FP8;
     EpGroup *group = open_group(bootstrap, &c);
@@ -223,14 +244,25 @@ ThreadTest(combine_quantised, ranks_disagree, 2) {
     REQUIRE(handle, "no handle");
     Step step = {group, handle, world, bootstrap->rank, NULL};
     step_prepare(&step);
-    _Alignas(16) uint16_t sums[9 * 32];
+    step_dispatch(&step);
+    static _Thread_local _Alignas(16) uint16_t sums[9 * 1024];
     EpTensor expert_out = step_expert_out(&step);
-    EpTensor out = ep_tensor_2d(sums, EP_TYPE_BF16, 9, 32);
+    EpTensor out = ep_tensor_2d(sums, EP_TYPE_BF16, 9, 1024);
     EpStatus status = ep_combine(handle, NULL, &expert_out, NULL, NULL, NULL, &out);
     if (TESTS_ON_GPU && status == EP_OK) status = ep_group_status(group, NULL);
     CHECK_REFUSED(status, EP_ERR_ORDER, "combine", TESTS_ON_GPU ? "" : "sum_quant");
     world_free(world);
     ep_group_destroy(group);
+}
+
+ThreadTest(combine_quantised, ranks_disagree, 2) {
+    NEEDS_QUANT();
+    disagree(bootstrap, EP_MODE_THROUGHPUT);
+}
+
+ThreadTest(combine_quantised, ranks_disagree_in_latency_mode, 2) {
+    NEEDS_QUANT();
+    disagree(bootstrap, EP_MODE_LATENCY);
 }
 
 /* ---- refusals ------------------------------------------------------------------------------ */

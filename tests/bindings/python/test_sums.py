@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle's sum_quant against NumPy, from the definition in docs/semantics.md, and its padding."""
+"""sum_quant against NumPy, from the definition in docs/semantics.md, and padding that is kept."""
 
 from __future__ import annotations
 
