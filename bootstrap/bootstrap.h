@@ -51,7 +51,7 @@ int ep_location_same_node(const EpLocation *a, const EpLocation *b);
 
 /* ---- hello --------------------------------------------------------------------------------- */
 
-#define EP_HELLO_FIELDS 17
+#define EP_HELLO_FIELDS 19
 
 /**
  * What each rank sends to all others when a group is created. Every rank compares all hellos by the
@@ -73,8 +73,8 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
 /** Terminate the strings of hellos that came from other ranks. */
 void ep_hello_terminate(EpHello *all, int32_t size);
 
-/** Number the nodes in the order of their first rank. Fills nodes[size], returns their number. */
-int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
+/** Number the nodes in the order of their first rank: nodes[size]. */
+void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
 
 /** EP_OK if all ranks passed their checks and agree. */
 EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);

@@ -7,26 +7,19 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/gpus.h"
 
-/* Returns 1 if no other rank of the group is in this rank's process. */
-static int32_t is_alone(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t rank) {
-    for (int32_t r = 0; r < size; r++)
-        if (r != rank && nodes[r] == nodes[rank] && all[r].process == all[rank].process) return 0;
-    return 1;
-}
-
 /* Assign devices and check whether the CUDA backend can serve all ranks with them. Returns 0, with
  * the reason in `why_not`, if it cannot. */
 static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config, const int32_t *nodes,
                          const EpGpuReport *all, EpChoice *out, char *why_not, size_t bytes) {
     int32_t devices[EP_MAX_RANKS];
-    ep_gpus_assign(all, b->size, nodes, devices);
+    ep_gpus_assign(all, b->size, devices);
     int64_t shared_bytes = ep_cuda_least_shared(config, b->size);
     if (!ep_gpus_agree(all, b->size, nodes, devices, shared_bytes, why_not, bytes)) return 0;
     const EpGpu *gpu = &all[b->rank].gpu[devices[b->rank]];
     out->device = devices[b->rank];
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
     out->shared = ep_gpus_shared(all, b->size, devices);
-    out->alone = is_alone(all, b->size, nodes, b->rank);
+    out->alone = ep_gpus_alone(all, b->size, b->rank);
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;

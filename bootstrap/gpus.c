@@ -76,13 +76,13 @@ static int has_same_first_gpu(const EpGpuReport *a, const EpGpuReport *b) {
     return a->count && b->count && is_same_gpu(&a->gpu[0], &b->gpu[0]);
 }
 
-/* Returns the device of rank `r`. Ranks of a node that see the same GPUs get them in order of rank,
- * cyclically if they may share GPUs. If one of these ranks has chosen a device, or if there are too
- * few, rank `r` uses its own choice. */
-static int32_t assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t r) {
+/* Returns the device of rank `r`. Ranks that see the same GPUs get them in order of rank, also
+ * where nodes of one machine are pretended; cyclically if they may share GPUs. If one of these
+ * ranks has chosen a device, or if there are too few, rank `r` uses its own choice. */
+static int32_t assign(const EpGpuReport *all, int32_t size, int32_t r) {
     int32_t index = 0;
     for (int32_t s = 0; s < size; s++) {
-        if (nodes[s] != nodes[r] || !has_same_first_gpu(&all[s], &all[r])) continue;
+        if (!has_same_first_gpu(&all[s], &all[r])) continue;
         if (all[s].wanted != EP_DEFAULT || all[s].current != 0) return chosen_device(&all[r]);
         index += s < r;
     }
@@ -90,9 +90,18 @@ static int32_t assign(const EpGpuReport *all, int32_t size, const int32_t *nodes
     return index < all[r].count ? index : chosen_device(&all[r]);
 }
 
-void ep_gpus_assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices) {
+void ep_gpus_assign(const EpGpuReport *all, int32_t size, int32_t *devices) {
     for (int32_t r = 0; r < size; r++)
-        devices[r] = assign(all, size, nodes, r);
+        devices[r] = assign(all, size, r);
+}
+
+/* Processes of different machines may have the same number, but see different GPUs. */
+int ep_gpus_alone(const EpGpuReport *all, int32_t size, int32_t rank) {
+    for (int32_t r = 0; r < size; r++)
+        if (r != rank && all[r].process == all[rank].process &&
+            has_same_first_gpu(&all[r], &all[rank]))
+            return 0;
+    return 1;
 }
 
 /* ---- all ranks ----------------------------------------------------------------------------- */
@@ -142,13 +151,28 @@ static int check_processes(const EpGpuReport *all, int32_t size, Reason reason) 
     return 1;
 }
 
-/* Check two ranks of one node: either their GPUs differ and reach each other's memory, or both
- * ranks may share one GPU. */
-static int check_pair(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s,
-                      Reason reason) {
+static int check_node_sizes(const int32_t *nodes, int32_t size, Reason reason) {
+    int32_t ranks[EP_MAX_RANKS] = {0};
+    for (int32_t r = 0; r < size; r++)
+        if (++ranks[nodes[r]] > EP_CUDA_MAX_RANKS)
+            return refuse(reason, "expected at most %d ranks on a node, got more",
+                          EP_CUDA_MAX_RANKS);
+    return 1;
+}
+
+/* Check two ranks. On one node either their GPUs differ and reach each other's memory, or both
+ * ranks may share one GPU. Ranks of different nodes meet over NCCL, which wants a GPU for each. */
+static int check_pair(const EpGpuReport *all, const int32_t *nodes, const int32_t *devices,
+                      int32_t r, int32_t s, Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
+    if (is_same_gpu(a, b) && nodes[r] != nodes[s])
+        return refuse(reason,
+                      "expected a GPU for each rank of a group on several nodes, got one for ranks "
+                      "%d and %d: %s, %s",
+                      r, s, a->name, a->bus);
     if (is_same_gpu(a, b)) return check_shared(all, a, r, s, reason);
     if (!check_kinds(a, r, b, s, reason)) return 0;
+    if (nodes[r] != nodes[s]) return 1;
     int32_t there = find_gpu(&all[r], b);
     if (there >= 0 && !(a->reaches >> there & 1))
         return refuse(reason,
@@ -172,11 +196,9 @@ int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,
     for (int32_t r = 0; r < size; r++)
         if (!check_rank(&all[r], devices[r], shared_bytes, (Reason){why, sizeof(why)}))
             return size > 1 ? refuse(out, "rank %d: %s", r, why) : refuse(out, "%s", why);
-    for (int32_t r = 0; r < size; r++)
-        if (nodes[r] != nodes[0])
-            return refuse(out, "expected all ranks on one node, got rank 0 and rank %d on two", r);
+    if (!check_node_sizes(nodes, size, out)) return 0;
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < size; s++)
-            if (r != s && !check_pair(all, devices, r, s, out)) return 0;
+            if (r != s && !check_pair(all, nodes, devices, r, s, out)) return 0;
     return !ep_gpus_shared(all, size, devices) || check_processes(all, size, out);
 }

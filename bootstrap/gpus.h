@@ -42,7 +42,10 @@ int ep_gpus_usable_here(const EpGroupConfig *config, int32_t num_ranks, char *re
                         size_t reason_bytes);
 
 /** Assign a device to each rank: devices[size]. ep.h states the rule, at EpGroupConfig. */
-void ep_gpus_assign(const EpGpuReport *all, int32_t size, const int32_t *nodes, int32_t *devices);
+void ep_gpus_assign(const EpGpuReport *all, int32_t size, int32_t *devices);
+
+/** Returns 1 if no other rank of the group is in this rank's process. */
+int ep_gpus_alone(const EpGpuReport *all, int32_t size, int32_t rank);
 
 /** Returns 1 if some ranks use the same GPU. */
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices);

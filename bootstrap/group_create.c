@@ -71,9 +71,9 @@ typedef struct Agreement {
 } Agreement;
 
 static void free_owned(EpGroup *group) {
-    free(group->nodes);
+    ep_nodes_free(&group->nodes);
     free(group->gathered);
-    group->nodes = NULL, group->gathered = NULL;
+    group->gathered = NULL;
 }
 
 static void agreement_free(Agreement *agreed) {
@@ -90,9 +90,8 @@ static int agreement_allocate(Agreement *agreed, size_t size) {
     agreed->all = calloc(size, sizeof(*agreed->all));
     agreed->gpus = calloc(size, sizeof(*agreed->gpus));
     if (!group || !agreed->all || !agreed->gpus) return 0;
-    group->nodes = calloc(size, sizeof(*group->nodes));
     group->gathered = calloc(size, EP_RENDEZVOUS_BYTES);
-    return group->nodes && group->gathered;
+    return ep_nodes_open((int32_t)size, &group->nodes) && group->gathered;
 }
 
 /* Bind this rank to the CPUs near its GPU, if LIBEP_BIND=gpu. This precedes all pinned and shared
@@ -124,12 +123,13 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->first_expert = ep_placement_first(&group->placement, rank);
     group->num_local = ep_placement_count(&group->placement, rank);
     group->timeout = ep_config_timeout(config, settings);
-    group->latency_sets = ep_config_latency_sets(config);
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->numa = agreed->all[rank].location.numa, group->cpus = agreed->all[rank].location.cpus;
     group->choice = agreed->choice;
     group->backend = ep_backend_ops(group->choice.backend);
+    unsigned offers = ep_backend_offers(group->backend, &group->nodes.sizes);
+    group->latency_sets = ep_config_latency_sets(config, offers);
     bind_near_gpu(group);
 }
 
@@ -165,7 +165,7 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const Ep
         return status;
     }
     int64_t shared, private;
-    group->backend->measure(config, group->size, settings, &shared, &private);
+    group->backend->measure(config, group->size, &group->nodes.sizes, settings, &shared, &private);
     group->library_bytes = shared + private + ep_group_own_bytes(group->size);
     ep_abort_set_phase(&group->abort, EP_ABORT_OPEN);
     *out = group;
@@ -187,8 +187,15 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
     EpGroup *group = agreed->group;
     ep_hello_terminate(agreed->all, bootstrap->size);
     EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
-    group->num_nodes = ep_hello_nodes(agreed->all, bootstrap->size, group->nodes);
-    return ep_backend_agree(call, bootstrap, config, settings, group->nodes, agreed->gpus,
+    ep_hello_nodes(agreed->all, bootstrap->size, group->nodes.of);
+    ep_nodes_set(&group->nodes, bootstrap->rank);
+    EpNodeSizes *sizes = &group->nodes.sizes;
+    sizes->chunk = ep_config_chunk(config, sizes, settings);
+    if (config->num_nodes && config->num_nodes != sizes->nodes)
+        return ep_refuse(call, EP_ERR_MISMATCH, "config.num_nodes",
+                         "expected the nodes that the ranks are on, %d, got %d", sizes->nodes,
+                         config->num_nodes);
+    return ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
                             &agreed->choice);
 }
 

@@ -19,6 +19,8 @@ static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
                                                    "config.mode",
                                                    "config.duplicates",
                                                    "config.latency_sets",
+                                                   "config.num_nodes",
+                                                   "LIBEP_NODE_CHUNK",
                                                    "bootstrap.isend being given"};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
@@ -39,6 +41,8 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->mode,
                                              c->duplicates,
                                              c->latency_sets,
+                                             c->num_nodes,
+                                             settings->node_chunk,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, fields, sizeof(fields));
     memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
@@ -86,7 +90,7 @@ void ep_hello_terminate(EpHello *all, int32_t size) {
     }
 }
 
-int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
+void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
     int32_t count = 0;
     for (int32_t r = 0; r < size; r++) {
         int32_t other = 0;
@@ -94,5 +98,4 @@ int32_t ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes) {
             other++;
         nodes[r] = other < r ? nodes[other] : count++;
     }
-    return count;
 }

@@ -29,10 +29,11 @@ struct EpHandle {
 };
 
 /** Check the configuration (NULL: defaults) and derive the plan's shape from it. `read` becomes the
- *  configuration with all fields. `offers`: the backend's features (EP_OFFERS_...). */
+ *  configuration with all fields. `offers`: the backend's features (EP_OFFERS_...) on these
+ *  nodes. */
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
-                         int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
-                         EpHandleConfig *read, EpPlanShape *shape);
+                         const EpNodeSizes *nodes, int32_t num_ranks, int32_t rank,
+                         const EpHandleConfig *config, EpHandleConfig *read, EpPlanShape *shape);
 
 /** Call ep_handle_shape with a group's configuration, backend and rank. */
 EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,

@@ -14,6 +14,7 @@
  */
 
 #include "runtime/layout.h"
+#include "runtime/nodes.h"
 
 /** The numbers and settings that determine a plan's sizes. */
 typedef struct EpPlanShape {
@@ -33,6 +34,7 @@ typedef struct EpPlanShape {
     EpExpertIds expert_ids;
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
     int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
+    EpNodeSizes nodes;
 } EpPlanShape;
 
 /** The first bytes of a plan. The first four fields, and the tail that repeats the magic, say

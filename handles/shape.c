@@ -105,7 +105,7 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     int rank_major = s->layout == EP_LAYOUT_RANK_MAJOR;
     int static_size = rank_major || s->layout == EP_LAYOUT_BATCHED || s->capacity > 0;
     EpMode wish = (EpMode)inherit(c->mode, group->mode);
-    if (wish == EP_MODE_AUTO && !ep_config_latency_sets(group)) wish = EP_MODE_THROUGHPUT;
+    if (wish == EP_MODE_AUTO && !ep_config_latency_sets(group, offers)) wish = EP_MODE_THROUGHPUT;
     s->mode = ep_config_mode(wish, s->max_tokens, static_size, offers);
     if (s->mode == EP_MODE_THROUGHPUT && rank_major)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
@@ -115,16 +115,17 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
                          EP_LATENCY_TOKENS);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))
-        return ep_refuse(
-            call, EP_ERR_UNSUPPORTED, "config.mode",
-            "expected throughput mode or AUTO, since this backend has no latency mode, "
-            "got EP_MODE_LATENCY");
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
+                         "expected throughput mode or AUTO, since %s, got EP_MODE_LATENCY",
+                         s->nodes.nodes > 1
+                             ? "NCCL between nodes of GPUs takes longer than latency mode does"
+                             : "this backend has no latency mode");
     if (!static_size)
         return ep_refuse(
             call, EP_ERR_UNSUPPORTED, "config.max_recv_rows",
             "expected a capacity, or the batched or rank-major layout, in latency mode, where no "
             "size is known before rows arrive, got 0 (exact sizing)");
-    if (ep_config_latency_sets(group)) return EP_OK;
+    if (ep_config_latency_sets(group, offers)) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                      "expected throughput mode, since the group has no buffers for latency mode "
                      "(EpGroupConfig.latency_sets), got EP_MODE_LATENCY");
@@ -147,11 +148,12 @@ static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandl
 }
 
 EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigned offers,
-                         int32_t num_ranks, int32_t rank, const EpHandleConfig *config,
-                         EpHandleConfig *c, EpPlanShape *shape) {
+                         const EpNodeSizes *nodes, int32_t num_ranks, int32_t rank,
+                         const EpHandleConfig *config, EpHandleConfig *c, EpPlanShape *shape) {
     EP_TRY(read_config(call, group, config, c));
     EpPlacement placement = ep_config_placement(group, num_ranks);
-    EpPlanShape s = {.num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts};
+    EpPlanShape s = {
+        .num_ranks = num_ranks, .rank = rank, .num_experts = group->num_experts, .nodes = *nodes};
     s.num_local = ep_placement_count(&placement, rank);
     s.max_tokens = group->max_tokens;
     s.max_top_k = (int32_t)inherit(c->top_k, group->max_top_k);
@@ -182,8 +184,9 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
 EpStatus ep_group_handle_shape(const EpCall *call, const EpGroup *group,
                                const EpHandleConfig *config, EpHandleConfig *read,
                                EpPlanShape *shape) {
-    EP_TRY(ep_handle_shape(call, &group->config, group->backend->offers, group->size, group->rank,
-                           config, read, shape));
+    const EpNodeSizes *nodes = &group->nodes.sizes;
+    EP_TRY(ep_handle_shape(call, &group->config, ep_backend_offers(group->backend, nodes), nodes,
+                           group->size, group->rank, config, read, shape));
     return group->backend->check_shape ? group->backend->check_shape(group, call, shape) : EP_OK;
 }
 
@@ -244,15 +247,16 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     EpPlanShape shape;
     if (!backend) return EP_OK;
     m->backend = backend->id;
-    backend->measure(config, num_ranks, settings, &m->shared_bytes, &m->private_bytes);
+    EpNodeSizes nodes = ep_config_nodes(config, num_ranks, settings);
+    backend->measure(config, num_ranks, &nodes, settings, &m->shared_bytes, &m->private_bytes);
     m->private_bytes += ep_group_own_bytes(num_ranks);
     m->feasible = 1;
     /* Here every handle must set a size or a layout, so there is no default to measure. */
     if (config->mode == EP_MODE_LATENCY && config->max_recv_rows == 0) return EP_OK;
     /* Rank 0 has the most experts. */
     EpHandleConfig defaults;
-    EpStatus status =
-        ep_handle_shape(call, config, backend->offers, num_ranks, 0, NULL, &defaults, &shape);
+    EpStatus status = ep_handle_shape(call, config, ep_backend_offers(backend, &nodes), &nodes,
+                                      num_ranks, 0, NULL, &defaults, &shape);
     if (status != EP_OK) {
         snprintf(m->reason, sizeof(m->reason), "%s", ep_last_error());
         m->feasible = 0;

@@ -3,6 +3,8 @@
 
 #include <stdio.h>
 
+#include "runtime/config.h"
+
 EpBackend ep_backend_wish(const EpGroupConfig *config, const EpSettings *settings) {
     if (config->nccl_comm && config->backend == EP_BACKEND_AUTO) return EP_BACKEND_CUDA;
     return config->backend == EP_BACKEND_AUTO ? settings->backend : config->backend;
@@ -35,4 +37,9 @@ const EpBackendOps *ep_backend_ops(EpBackend backend) {
     if (backend == EP_BACKEND_CUDA) return &ep_backend_cuda;
 #endif
     return backend == EP_BACKEND_HOST ? &ep_backend_host : NULL;
+}
+
+unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes) {
+    int relays = backend->id == EP_BACKEND_CUDA && nodes->nodes > 1;
+    return relays ? backend->offers & ~EP_OFFERS_LATENCY : backend->offers;
 }

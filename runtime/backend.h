@@ -12,6 +12,7 @@
 
 #include "runtime/abort.h"
 #include "runtime/movement.h"
+#include "runtime/nodes.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
@@ -64,9 +65,9 @@ typedef struct EpBackendOps {
     unsigned offers; /**< EP_OFFERS_...; the callers refuse features that are not among them */
     /** Optional (NULL: the backend uses no GPU): report this process's GPUs. */
     void (*find_gpus)(const EpGroupConfig *config, int32_t num_ranks, struct EpGpuReport *out);
-    /** Compute a group's memory in bytes per rank, from its configuration alone. */
-    void (*measure)(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
-                    int64_t *shared_bytes, int64_t *private_bytes);
+    /** Compute a group's memory in bytes per rank, from its configuration and nodes alone. */
+    void (*measure)(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
+                    const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes);
     /** Collective: open and close a group. `together`: whether all ranks close it now. */
     EpStatus (*open)(EpGroup *group);
     void (*close)(EpGroup *group, int together);
@@ -157,6 +158,10 @@ const char *ep_backend_contradiction(const EpGroupConfig *config, EpBackend wish
  */
 EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not, char *reason,
                             size_t reason_bytes);
+
+/** Returns the features that a backend offers to a group on these nodes. Between nodes of GPUs NCCL
+ *  moves the rows, which takes longer than latency mode does: there is none. */
+unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes);
 
 /** Returns the table of a backend, or NULL if this build does not have it. */
 const EpBackendOps *ep_backend_ops(EpBackend backend);

@@ -40,6 +40,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     if (c->latency_sets != EP_DEFAULT)
         EP_TRY(check_range(call, "config.latency_sets", c->latency_sets, 0, EP_MAX_LATENCY_SETS));
     EP_TRY(ep_config_check_sms(call, c->num_sms));
+    EP_TRY(check_range(call, "config.num_nodes", c->num_nodes, 0, EP_MAX_RANKS));
     double t = c->timeout_seconds;
     if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
@@ -88,11 +89,36 @@ EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned
 }
 
 /* By default a group has sets if a handle without a mode of its own may be in latency mode. */
-int32_t ep_config_latency_sets(const EpGroupConfig *config) {
+int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
     enum { USUAL_SETS = 4 };
+    if (!(offers & EP_OFFERS_LATENCY)) return 0;
     if (config->latency_sets != EP_DEFAULT) return config->latency_sets;
     EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_LATENCY);
     return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
+}
+
+/* ---- several nodes --------------------------------------------------------------------------- */
+
+#define LEAST_CHUNK_BYTES (1 << 20) /* 20 us at 50 GB/s, as much as an exchange takes besides */
+#define LEAST_CHUNKS 4
+
+int32_t ep_config_chunk(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                        const EpSettings *settings) {
+    int64_t token =
+        nodes->most *
+        ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes;
+    if (nodes->nodes == 1) return 0;
+    int64_t bytes = ep_max(LEAST_CHUNK_BYTES, config->max_tokens * token / LEAST_CHUNKS);
+    bytes = ep_min(bytes, settings->node_chunk);
+    return (int32_t)ep_max(1, ep_min(config->max_tokens, bytes / token));
+}
+
+EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
+                            const EpSettings *settings) {
+    int32_t nodes = config->num_nodes ? config->num_nodes : settings->topology.nodes;
+    EpNodeSizes sizes = ep_node_sizes_even(num_ranks, nodes ? nodes : 1);
+    sizes.chunk = ep_config_chunk(config, &sizes, settings);
+    return sizes;
 }
 
 /* ---- public -------------------------------------------------------------------------------- */

@@ -7,6 +7,7 @@
  */
 
 #include "runtime/layout.h"
+#include "runtime/nodes.h"
 #include "runtime/settings.h"
 #include "runtime/status.h"
 
@@ -30,8 +31,22 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
  *  routing. */
 EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers);
 
-/** Returns the sets of buffers of latency mode that a group has. */
-int32_t ep_config_latency_sets(const EpGroupConfig *config);
+/** Returns the sets of buffers of latency mode that a group has, whose backend offers these. */
+int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers);
+
+/** Returns the nodes that ep_group_memory counts with for a group of `num_ranks` ranks. */
+EpNodeSizes ep_config_nodes(const EpGroupConfig *config, int32_t num_ranks,
+                            const EpSettings *settings);
+
+/**
+ * Returns how many tokens of a rank cross the network at a time, which is also the unit in which
+ * network, NVLink and fan-out overlap. At most LIBEP_NODE_CHUNK bytes leave a rank at a time. A
+ * step of max_tokens has at least four chunks, so that little is left to do when the last one
+ * arrives, unless they would be small: what an exchange costs besides its bytes is then no longer
+ * small.
+ */
+int32_t ep_config_chunk(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                        const EpSettings *settings);
 
 /** Returns the timeout in seconds: the configuration's, else the setting's. */
 double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings);

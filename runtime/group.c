@@ -52,16 +52,17 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                         .first_expert = group->first_expert,
                         .num_local_experts = group->num_local,
                         .backend = group->backend->id,
-                        .node = group->nodes[group->rank],
-                        .num_nodes = group->num_nodes,
+                        .node = group->nodes.node,
+                        .num_nodes = group->nodes.sizes.nodes,
                         .numa_node = group->numa,
                         .num_cpus = group->cpus,
                         .library_bytes = group->library_bytes,
                         .device = group->choice.device,
                         .bound = group->bound,
-                        .mode = ep_config_mode(group->config.mode, group->config.max_tokens,
-                                               group->config.max_recv_rows > 0,
-                                               group->backend->offers)};
+                        .mode =
+                            ep_config_mode(group->config.mode, group->config.max_tokens,
+                                           group->config.max_recv_rows > 0,
+                                           ep_backend_offers(group->backend, &group->nodes.sizes))};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
     ep_write_struct(out, &info);

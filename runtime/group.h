@@ -10,6 +10,7 @@
 #include "runtime/abort.h"
 #include "runtime/backend.h"
 #include "runtime/config.h"
+#include "runtime/nodes.h"
 #include "runtime/object.h"
 
 /** Most bytes that a rank contributes to a rendezvous of an existing group. */
@@ -41,9 +42,9 @@ struct EpGroup {
     int32_t rank, size;
     EpPlacement placement;
     int32_t first_expert, num_local;
-    int32_t *nodes; /* [size] node of each rank */
+    EpNodes nodes;
     void *gathered; /* [size] of EP_RENDEZVOUS_BYTES; so a rendezvous allocates nothing */
-    int32_t num_nodes, numa, cpus;
+    int32_t numa, cpus;
     EpChoice choice;
     int32_t bound; /* 1 if bound to the CPUs near its GPU */
     double timeout;
@@ -67,7 +68,7 @@ struct EpGroup {
 
 /** Returns a group's private bytes without its backend's. */
 static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
-    return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)(sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
+    return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)(4 * sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
 }
 
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */

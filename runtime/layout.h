@@ -184,6 +184,8 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
 
 /* What the cuda backend requires of a GPU. Builds without that backend report it too. */
 
+#define EP_CUDA_MAX_RANKS 72 /* on a node */
+
 #define EP_LEAST_CAPABILITY 90 /* 9.0: bulk copies between shared memory and peers */
 
 #define EP_STATIC_SHARED_BYTES 9216 /* room for the variables that kernels declare */

@@ -19,6 +19,8 @@
       "deadline of every wait for another rank")                                               \
     X(stage_bytes, int64_t, "LIBEP_STAGE_BYTES", "bytes", "32M",                               \
       "staging memory per rank and group on the host backend; equal on all ranks")             \
+    X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "16M",                                 \
+      "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks")   \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                      \
       "multiprocessors that operations of the cuda backend may use; auto: all")                \
     X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                  \

@@ -24,7 +24,7 @@ int64_t ep_cuda_adopting_bytes(const EpGroupConfig *config, int32_t num_ranks) {
 
 EpStatus ep_cuda_adopting_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
-    size_t bytes = (size_t)ep_cuda_adopting_bytes(&group->config, group->size);
+    size_t bytes = (size_t)ep_cuda_adopting_bytes(&group->config, group->nodes.sizes.ranks);
     if (!bytes) return EP_OK;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_window_open_kernels()));
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc", cudaHostAlloc((void **)&cuda->found, bytes, 0)));
@@ -67,6 +67,11 @@ static EpStatus write_row(const EpGroup *group, const EpCall *call, int32_t numb
 
 static EpStatus check_group(const EpGroup *group, const EpCall *call) {
     const EpCuda *cuda = ep_cuda(group);
+    if (group->nodes.sizes.nodes > 1)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one on one node, since a window of the borrowed communicator "
+                         "spans all of them, got %d nodes",
+                         group->nodes.sizes.nodes);
     if (cuda->adopting && (cuda->nccl || group->size == 1)) return EP_OK;
     return ep_refuse(
         call, EP_ERR_UNSUPPORTED, "group",

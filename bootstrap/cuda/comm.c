@@ -1,5 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A group's NCCL communicator: its own, or one that it borrows. */
+/*
+ * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
+ * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
+ * memory, and one of all ranks, for the network.
+ */
+#include <stdlib.h>
+
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
 
@@ -18,11 +24,12 @@ EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
     return ep_group_agree_within(group, call, mine, nccl_timeout(group) + group->timeout);
 }
 
-EpStatus ep_cuda_comm_settle(EpGroup *group, const char *call, ncclResult_t result) {
+EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
+                             ncclResult_t result) {
     const EpCuda *cuda = ep_cuda(group);
     double seconds = nccl_timeout(group);
     (void)ep_group_await(group);
-    result = ep_nccl_settle(cuda->nccl, cuda->comm, result, seconds);
+    result = ep_nccl_settle(cuda->nccl, comm, result, seconds);
     EpStatus status = result == ncclInProgress ? ep_poll_abort() : check(group, call, result);
     (void)ep_group_await(NULL);
     if (status != EP_OK || result != ncclInProgress) return status;
@@ -35,54 +42,91 @@ EpStatus ep_cuda_comm_settle(EpGroup *group, const char *call, ncclResult_t resu
 /* Check that a borrowed communicator numbers the ranks as the bootstrap does. */
 static EpStatus check_borrowed(const EpGroup *group, const EpCuda *cuda) {
     EpCall call = {"ep_group_create", group->rank};
+    ncclComm_t comm = group->config.nccl_comm;
     int size = 0, rank = -1;
-    EP_TRY(check(group, "ncclCommCount", cuda->nccl->ncclCommCount(cuda->comm, &size)));
-    EP_TRY(check(group, "ncclCommUserRank", cuda->nccl->ncclCommUserRank(cuda->comm, &rank)));
+    EP_TRY(check(group, "ncclCommCount", cuda->nccl->ncclCommCount(comm, &size)));
+    EP_TRY(check(group, "ncclCommUserRank", cuda->nccl->ncclCommUserRank(comm, &rank)));
     if (size == group->size && rank == group->rank) return EP_OK;
     return ep_refuse(&call, EP_ERR_MISMATCH, "config.nccl_comm",
                      "expected rank %d of %d as in the bootstrap, got rank %d of %d", group->rank,
                      group->size, rank, size);
 }
 
-/** What ranks gather. Rank 0's has the communicator's unique id. */
+/** What ranks gather: the unique id of the communicator in which this rank is the first. */
 typedef struct Descriptor {
     EpRankStatus status;
     ncclUniqueId id;
 } Descriptor;
 
-static EpStatus exchange_id(EpGroup *group, const EpCuda *cuda, ncclUniqueId *id) {
+/** A communicator to open: this rank's number in it, and how many it has. */
+typedef struct Opening {
+    int32_t first; /* the lowest rank of the group in it, which makes its id */
+    int32_t rank, size;
+    ncclUniqueId id;
+    ncclComm_t *out;
+} Opening;
+
+static EpStatus gather_ids(EpGroup *group, Opening *o, Descriptor *all) {
     EpCall call = {"ep_group_create", group->rank};
-    Descriptor mine = {.status = {EP_OK, ""}}, all[EP_CUDA_MAX_RANKS];
-    if (group->rank == 0)
+    Descriptor mine = {.status = {EP_OK, ""}};
+    const EpCuda *cuda = ep_cuda(group);
+    if (group->rank == o->first)
         mine.status =
             ep_rank_status(check(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine.id)));
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
-    *id = all[0].id;
+    o->id = all[o->first].id;
     return ep_rank_status_check(&call, all, sizeof(mine), group->size);
 }
 
-EpStatus ep_cuda_comm_open(EpGroup *group) {
-    EpCuda *cuda = ep_cuda(group);
-    char reason[192];
-    ncclUniqueId id;
+static EpStatus exchange_id(EpGroup *group, Opening *o) {
+    EpCall call = {"ep_group_create", group->rank};
+    Descriptor *all = calloc((size_t)group->size, sizeof(*all));
+    EpStatus status = ep_group_agree(
+        group, &call, all ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory"));
+    if (status == EP_OK) status = gather_ids(group, o, all);
+    free(all);
+    return status;
+}
+
+static EpStatus open(EpGroup *group, const Opening *o) {
+    const EpCuda *cuda = ep_cuda(group);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    cuda->nccl = ep_nccl_load(reason, sizeof(reason));
-    cuda->comm = group->config.nccl_comm;
-    if (cuda->comm) return check_borrowed(group, cuda);
-    EP_TRY(exchange_id(group, cuda, &id));
+    if (o->size == 1) return EP_OK;
     ncclResult_t result =
-        cuda->nccl->ncclCommInitRankConfig(&cuda->comm, group->size, id, group->rank, &config);
-    cuda->owns_comm = cuda->comm != NULL;
-    return ep_cuda_comm_settle(group, "ncclCommInitRankConfig", result);
+        cuda->nccl->ncclCommInitRankConfig(o->out, o->size, o->id, o->rank, &config);
+    return ep_cuda_comm_settle(group, *o->out, "ncclCommInitRankConfig", result);
+}
+
+/* All ids are exchanged before any communicator is made: a rank whose NCCL fails must not leave
+ * others in the bootstrap. */
+EpStatus ep_cuda_comm_open(EpGroup *group) {
+    EpCuda *cuda = ep_cuda(group);
+    const EpNodes *n = &group->nodes;
+    char reason[192];
+    Opening node = {ep_nodes_member(n, n->node, 0), n->rank, n->sizes.ranks, {{0}}, &cuda->comm};
+    Opening network = {0, group->rank, group->size, {{0}}, &cuda->network};
+    cuda->nccl = ep_nccl_load(reason, sizeof(reason));
+    if (group->config.nccl_comm) EP_TRY(check_borrowed(group, cuda));
+    if (group->config.nccl_comm && n->sizes.nodes == 1) {
+        cuda->comm = group->config.nccl_comm;
+        return EP_OK;
+    }
+    cuda->owns_comm = 1;
+    EP_TRY(exchange_id(group, &node));
+    if (n->sizes.nodes > 1) EP_TRY(exchange_id(group, &network));
+    EP_TRY(open(group, &node));
+    return n->sizes.nodes > 1 ? open(group, &network) : EP_OK;
+}
+
+static void close(const EpNccl *nccl, ncclComm_t comm, int together) {
+    if (comm && together) nccl->ncclCommDestroy(comm);
+    if (comm && !together) nccl->ncclCommAbort(comm);
 }
 
 void ep_cuda_comm_close(EpGroup *group, int together) {
     EpCuda *cuda = ep_cuda(group);
-    if (!cuda->owns_comm) return;
-    if (together)
-        cuda->nccl->ncclCommDestroy(cuda->comm);
-    else
-        cuda->nccl->ncclCommAbort(cuda->comm);
-    cuda->comm = NULL, cuda->owns_comm = 0;
+    close(cuda->nccl, cuda->network, together);
+    if (cuda->owns_comm) close(cuda->nccl, cuda->comm, together);
+    cuda->comm = cuda->network = NULL, cuda->owns_comm = 0;
 }

@@ -119,9 +119,5 @@ void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepo
         return;
     }
     count = (int)ep_min(count, EP_GPUS_LISTED);
-    if (num_ranks > EP_CUDA_MAX_RANKS)
-        snprintf(out->reason, sizeof(out->reason), "expected at most %d ranks, got %d",
-                 EP_CUDA_MAX_RANKS, num_ranks);
-    else if (check_nccl(config, num_ranks, out) && list_gpus(count, out))
-        out->count = count;
+    if (check_nccl(config, num_ranks, out) && list_gpus(count, out)) out->count = count;
 }

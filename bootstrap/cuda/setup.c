@@ -13,21 +13,21 @@
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
-void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
-                     int64_t *shared_bytes, int64_t *private_bytes) {
-    *shared_bytes = ep_window_layout(config, num_ranks).bytes;
+void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
+    *shared_bytes = ep_window_layout(config, nodes).bytes;
     *private_bytes = (int64_t)(sizeof(EpCuda) + sizeof(EpCudaState) + sizeof(EpCudaAsyncErrors) +
                                sizeof(EpCudaFailure) + 2 * sizeof(EpCudaNote)) +
-                     8LL * ep_cuda_partitions(ep_cuda_blocks(config, settings)) *
-                         EP_COUNT_STRIDE((int64_t)config->num_experts, num_ranks) +
-                     (int64_t)PEERS_BYTES + ep_cuda_adopting_bytes(config, num_ranks);
+                     8LL * ep_cuda_partitions(ep_cuda_blocks(config, nodes, settings)) *
+                         EP_COUNT_STRIDE((int64_t)config->num_experts, nodes->ranks) +
+                     (int64_t)PEERS_BYTES + ep_cuda_adopting_bytes(config, nodes->ranks);
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
 
 static EpStatus open_memory(EpGroup *group, EpCuda *cuda) {
     EpCudaGroup *g = &cuda->device;
-    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, group->size);
+    size_t stride = (size_t)EP_COUNT_STRIDE((int64_t)group->config.num_experts, g->size);
     size_t counts = 8 * (size_t)g->partitions * stride;
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->state, sizeof(*g->state))));
     EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&g->partition_counts, counts)));
@@ -65,10 +65,10 @@ static EpStatus open_device(EpGroup *group) {
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     group->backend_state = cuda;
     EpCudaGroup *g = &cuda->device;
-    g->rank = group->rank, g->size = group->size;
+    g->rank = group->nodes.rank, g->size = group->nodes.sizes.ranks;
     g->num_experts = group->config.num_experts;
-    g->layout = ep_window_layout(&group->config, group->size);
-    g->blocks = ep_cuda_blocks(&group->config, &group->settings);
+    g->layout = ep_window_layout(&group->config, &group->nodes.sizes);
+    g->blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);
     g->partitions = ep_cuda_partitions(g->blocks);
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);
     cuda->own = (EpCudaWindow){.bytes = g->layout.bytes, .owned = 1};

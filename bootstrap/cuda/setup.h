@@ -6,7 +6,7 @@
  * What the CUDA backend sets up with the peers.
  *
  *     gpus.c             this process's GPUs, before any is used
- *     comm.c             an NCCL communicator, the group's own or a borrowed one
+ *     comm.c             NCCL communicators, the group's own or a borrowed one
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
  *     windows.c          windows: device memory that all ranks map
  *     adopt.c            windows of the borrowed communicator that the caller made
@@ -21,8 +21,8 @@
 
 /** Entries of the backend's table; see EpBackendOps. */
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
-void ep_cuda_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
-                     int64_t *shared_bytes, int64_t *private_bytes);
+void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);
 /** Frees memory: the device is idle. */
 void ep_cuda_close(EpGroup *group, int together);
@@ -39,21 +39,22 @@ EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window,
  * so a rank that stays away is an error. A borrowed communicator may be blocking; then the rank
  * waits as long as NCCL does. */
 
-/** Collective: create the group's communicator, whose unique id travels over the bootstrap, or
+/** Collective: create the group's communicators, whose unique ids travel over the bootstrap, or
  *  check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
 
-/** Destroy the group's own communicator if all ranks do so (`together`), else abort it. */
+/** Destroy the group's own communicators if all ranks do so (`together`), else abort it. */
 void ep_cuda_comm_close(EpGroup *group, int together);
 
 /** ep_group_agree after a call of NCCL. Its timeout is longer, since NCCL may keep other ranks
  *  waiting where this rank failed at once. */
 EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
 
-/** Wait until the group's communicator has finished `call`, which returned `result`. Returns
+/** Wait until a communicator of the group has finished `call`, which returned `result`. Returns
  *  EP_ERR_SYSTEM if NCCL failed, another error if it has not answered: at the deadline, or because
  *  the group was aborted. */
-EpStatus ep_cuda_comm_settle(EpGroup *group, const char *call, ncclResult_t result);
+EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
+                             ncclResult_t result);
 
 /**
  * Returns 1 if the bootstrap is one of ep_bootstrap_nccl and a failed gather of it may still be on

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Windows: device memory that all ranks of a group map. NCCL maps them or, where ranks share GPUs,
+ * Windows: device memory that all ranks of a node map. NCCL maps them or, where ranks share GPUs,
  * ipc.c. Opens the library's own window and those of ep_mem_alloc and ep_window_register.
  */
 #include <stdlib.h>
@@ -23,6 +23,15 @@ typedef struct Opening {
     char **peers;
     uint32_t words[EP_CUDA_MAX_RANKS]; /* the words that probes overwrite */
 } Opening;
+
+/* Windows reach the ranks of a node. */
+static int32_t node_size(const Opening *o) {
+    return o->group->nodes.sizes.ranks;
+}
+
+static char *own_part(const Opening *o) {
+    return o->peers[o->group->nodes.rank];
+}
 
 static EpStatus allocate(const Opening *o) {
     EpCudaWindow *w = o->window;
@@ -59,11 +68,11 @@ static EpStatus take_memory(Opening *o) {
 static EpStatus register_memory(Opening *o) {
     EpCudaWindow *w = o->window;
     const EpCuda *cuda = ep_cuda(o->group);
-    if (!cuda->nccl) return EP_OK;
+    if (!cuda->comm) return EP_OK;
     ncclWindow_t *answer = calloc(1, sizeof(*answer));
     if (!answer) return ep_refuse(o->call, EP_ERR_NO_MEMORY, "window", "out of memory");
     EpStatus status = ep_cuda_comm_settle(
-        o->group, "ncclCommWindowRegister",
+        o->group, cuda->comm, "ncclCommWindowRegister",
         cuda->nccl->ncclCommWindowRegister(cuda->comm, w->memory, (size_t)w->bytes, answer, 0));
     if (status != EP_OK && status != EP_ERR_SYSTEM) {
         w->kind = EP_WINDOW_ABANDONED;
@@ -77,7 +86,7 @@ static EpStatus register_memory(Opening *o) {
 }
 
 static EpStatus find_peers(Opening *o) {
-    int32_t size = o->group->size, missing = 0;
+    int32_t size = node_size(o), missing = 0;
     if (o->group->choice.shared) return ep_cuda_ipc_map(o->group, o->call, o->window, o->peers);
     if (o->window->kind == EP_WINDOW_NCCL)
         EP_TRY(ep_cuda_check(o->group, "finding the window's pointers",
@@ -95,8 +104,8 @@ static EpStatus find_peers(Opening *o) {
 /* A probe: every rank stores a value into every rank's part, then counts the values in its own.
  * This step saves and clears the words that probes overwrite; count_probes restores them. */
 static EpStatus prepare_probe(Opening *o) {
-    size_t bytes = (size_t)o->group->size * sizeof(uint32_t);
-    char *own = o->peers[o->group->rank];
+    size_t bytes = (size_t)node_size(o) * sizeof(uint32_t);
+    char *own = own_part(o);
     EP_TRY(ep_cuda_check(o->group, "reading the window",
                          cudaMemcpy(o->words, own, bytes, cudaMemcpyDeviceToHost)));
     /* Zero owned memory again through the window, whose mapping may differ from the memory's. */
@@ -106,14 +115,15 @@ static EpStatus prepare_probe(Opening *o) {
 }
 
 static EpStatus send_probes(Opening *o) {
-    return ep_cuda_check(o->group, "probing the peers",
-                         ep_window_probe(o->peers, o->group->rank, o->group->size, PROBE_VALUE));
+    return ep_cuda_check(
+        o->group, "probing the peers",
+        ep_window_probe(o->peers, o->group->nodes.rank, node_size(o), PROBE_VALUE));
 }
 
 static EpStatus count_probes(Opening *o) {
-    int32_t size = o->group->size;
+    int32_t size = node_size(o);
     int probes = 0;
-    char *own = o->peers[o->group->rank];
+    char *own = own_part(o);
     EP_TRY(ep_cuda_check(o->group, "reading probes",
                          ep_window_count_probes(own, size, PROBE_VALUE, &probes)));
     EP_TRY(ep_cuda_put(o->group, own, o->words, (size_t)size * sizeof(uint32_t)));
@@ -148,7 +158,7 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
     if (!together && ep_nccl_bootstrap_is_pending(&group->bootstrap)) return;
     if (w.kind == EP_WINDOW_IPC && !ep_cuda_ipc_unmap(group, &w)) return;
     if (w.kind == EP_WINDOW_NCCL)
-        (void)ep_cuda_comm_settle(group, "ncclCommWindowDeregister",
+        (void)ep_cuda_comm_settle(group, cuda->comm, "ncclCommWindowDeregister",
                                   cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl));
     if (!w.owned || !w.memory) return;
     if (cuda->nccl)
@@ -162,7 +172,8 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
 /* Write a window's addresses into the table that kernels read. No operation is running now. */
 static EpStatus write_row(const EpGroup *group, int32_t number, char *const *peers) {
     char *const *row = ep_cuda(group)->device.peers + (size_t)number * EP_CUDA_MAX_RANKS;
-    return ep_cuda_put(group, (void *)(uintptr_t)row, peers, (size_t)group->size * sizeof(*peers));
+    return ep_cuda_put(group, (void *)(uintptr_t)row, peers,
+                       (size_t)group->nodes.sizes.ranks * sizeof(*peers));
 }
 
 EpStatus ep_cuda_open_window(EpGroup *group, const EpCall *call, EpWindow *window) {

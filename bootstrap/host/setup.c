@@ -23,13 +23,10 @@ void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
 
 /* Count the ranks of the node that has the fewest, and of this rank's node. */
 static void count_nodes(const EpGroup *group, int32_t *least, int32_t *here) {
-    *least = group->size, *here = 0;
-    for (int32_t node = 0; node < group->num_nodes; node++) {
-        int32_t count = 0;
-        for (int32_t r = 0; r < group->size; r++)
-            count += group->nodes[r] == node;
+    *least = group->size, *here = group->nodes.sizes.ranks;
+    for (int32_t node = 0; node < group->nodes.sizes.nodes; node++) {
+        int32_t count = ep_nodes_size(&group->nodes, node);
         *least = count < *least ? count : *least;
-        if (node == group->nodes[group->rank]) *here = count;
     }
 }
 
@@ -80,7 +77,7 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
     if (status == EP_OK) status = check_physical(group, bytes, here);
     EP_TRY(ep_group_agree(group, call, status));
-    EP_TRY(share(b, group->nodes, (size_t)bytes, group->timeout, segments, &host->memory));
+    EP_TRY(share(b, group->nodes.of, (size_t)bytes, group->timeout, segments, &host->memory));
     host->exchange = ep_exchange_create(&setup);
     if (!host->exchange)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",

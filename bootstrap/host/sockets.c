@@ -244,7 +244,7 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
 
 static int is_remote(const EpGroup *group, int32_t rank) {
-    return group->nodes[rank] != group->nodes[group->rank];
+    return group->nodes.of[rank] != group->nodes.of[group->rank];
 }
 
 /* Answer the greeting on a socket that was accepted. Returns 0 if it is no rank's that is expected.
@@ -329,7 +329,7 @@ static EpStatus connect_all(const EpGroup *group, EpSockets *self, const Card *c
 static EpStatus meet(EpGroup *group, EpSockets *self, EpStatus mine, Card *cards) {
     EpCall call = {"ep_group_create", group->rank};
     Card card = {.num_addresses = 0};
-    int spans_nodes = group->num_nodes > 1;
+    int spans_nodes = group->nodes.sizes.nodes > 1;
     if (mine == EP_OK && spans_nodes) mine = find_addresses(group, &card);
     if (mine == EP_OK && spans_nodes) mine = listen_to(group, self, &card);
     EP_TRY(ep_group_agree(group, &call, mine));

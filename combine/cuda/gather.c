@@ -27,7 +27,10 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
                          .shape = handle->shape,
                          .t = *t,
                          .record = ep_record(t->row_bytes, t->carries_values ? g->top_k : 0, 0),
+                         .owners = group->nodes.sizes.ranks,
+                         .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
                          .top_k = (int32_t)g->top_k};
+    if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values};

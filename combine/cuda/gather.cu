@@ -93,29 +93,40 @@ __device__ void send(const EpGatherArgs &a, Shared *s, uint32_t epoch, int block
 
 /* For each token of this rank: the total of the sums of all ranks that it went to. */
 
-/* Returns the position of a lane's term in its team's sum: ranks ascend, and within this rank k
- * does. */
-__device__ __forceinline__ int order_term(const Team &t, int is_term, int owner) {
-    int mine = is_term ? owner : -1, at = 0, first = threadIdx.x % 32 - t.k;
+/* Returns the place of a rank, or of another node, in the order of summation. */
+__device__ __forceinline__ int place_of(const EpGatherArgs &a, int owner) {
+    return a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
+}
+
+/* Returns the position of a lane's term in its team's sum: by place, and within this rank by k. */
+__device__ __forceinline__ int order_term(const Team &t, int is_term, int place) {
+    int mine = is_term ? place : -1, at = 0, first = threadIdx.x % 32 - t.k;
     for (int i = 0; i < t.width; i++) {
         int other = __shfl_sync(~0u, mine, first + i);
-        at += other >= 0 && (other < owner || (other == owner && i < t.k));
+        at += other >= 0 && (other < place || (other == place && i < t.k));
     }
     return at;
 }
 
-/* Returns a lane's term of its token's sum: another rank's sum, or one of this rank's own slots,
- * which are added up on their own first. */
+/* Returns the record of another node's sum; `owner` is beyond the ranks. */
+__device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner, int row) {
+    return a.nodes.records + (owner - a.group.size) * a.nodes.stride + row * a.record.bytes;
+}
+
+/* Returns a lane's term of its token's sum: the sum of another rank or node, or one of this rank's
+ * own slots, which are added up on their own first. */
 __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, const EpEntry &e,
                                           float weight) {
     const EpCudaGroup &g = a.group;
-    int is_own = e.owner == g.rank && e.slot >= 0;
+    int is_own = e.owner == g.rank && e.slot >= 0, place = place_of(a, e.owner);
     int is_sum = e.owner >= 0 && e.owner != g.rank && e.leader, own, before;
     team_rank(t, is_own, &own);
-    team_rank(t, is_sum && e.owner < g.rank, &before);
-    Term term = {NULL,        order_term(t, is_own || is_sum, e.owner), 1, -1, e.row, before,
-                 before + own};
-    if (is_sum) term.from = ep_ring(g, g.rank, e.owner, e.row), term.peer = e.owner;
+    team_rank(t, is_sum && place < place_of(a, g.rank), &before);
+    Term term = {NULL, order_term(t, is_own || is_sum, place), 1, -1, e.row, before, before + own};
+    if (is_sum && e.owner >= g.size)
+        term.from = node_sum(a, e.owner, e.row);
+    else if (is_sum)
+        term.from = ep_ring(g, g.rank, e.owner, e.row), term.peer = e.owner;
     if (is_own) term.from = a.t.rows + e.slot * a.t.row_bytes, term.weight = weight;
     return term;
 }
@@ -129,7 +140,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epo
         Term term = make_term(a, t, e, weighs ? a.t.slot_weights[e.slot] : 1);
         int alive = term.peer < 0 || ep_await_record(g, epoch, term.peer, term.row);
         if (!__all_sync(~0u, alive)) return 0;
-        post_sum(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.t.row_bytes, token,
+        post_sum(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.target.row_stride, token,
                  g.rank, valid);
         return 1;
     };
@@ -139,9 +150,10 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epo
 /* Returns the value of an entry: from its slot here, or from the record of its owner's sum. */
 __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpEntry &e, int k) {
     const EpCudaGroup &g = a.group;
-    if (e.owner < 0 || e.owner >= g.size) return 0;
+    if (e.owner < 0 || e.owner >= a.owners) return 0;
     if (e.owner == g.rank) return value_of(a, g.rank, e.row, k);
-    const char *record = ep_ring(g, g.rank, e.owner, e.row);
+    const char *record =
+        e.owner < g.size ? ep_ring(g, g.rank, e.owner, e.row) : node_sum(a, e.owner, e.row);
     return __ldcg((const float *)(record + a.record.weights) + k);
 }
 
@@ -149,8 +161,9 @@ __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpE
 __device__ void receive_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     int k = threadIdx.x % 32;
     pipeline_metadata(p, warp, METADATA_WARPS, [&](int j, uint32_t) {
-        int64_t at = (int64_t)p->index[j] * a.top_k + k;
-        if (k < a.top_k) a.t.out_values[at] = returned_value(a, a.plan.entries[at], k);
+        int64_t token = p->index[j];
+        float *out = (float *)((char *)a.t.out_values + token * a.target.value_stride);
+        if (k < a.top_k) out[k] = returned_value(a, a.plan.entries[token * a.top_k + k], k);
     });
 }
 
@@ -196,9 +209,9 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     }
     ep_arrive(a.group, epoch, 0, 0);
     /* First, since nothing has been loaded yet that could be summed. */
-    if (thread >= 0 && role.receives) zero_extra_rows(a, role, thread);
+    if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
     if (thread >= 0)
-        sum(a, &shared->pipeline, thread);
+        sum(a, &shared->pipeline, role.receives && a.rounds, thread);
     else if (role.receives)
         receive(a, &shared->pipeline, epoch, role.count);
     else

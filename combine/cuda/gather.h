@@ -9,6 +9,21 @@
 #include "handles/cuda/plan.h"
 #include "runtime/movement.h"
 
+/** Where a token's sum and values go: bytes from one token's to the next one's, behind t.out_rows
+ * and t.out_values. Of a relayed part they are records, on their way to the source. */
+typedef struct EpTarget {
+    int64_t row_stride, value_stride;
+} EpTarget;
+
+/** Sums of other nodes, which come as records over the network: terms of a token's sum. */
+typedef struct EpNodeSums {
+    const char *records; /**< [others, chunk] records; NULL: there are none */
+    int64_t stride;      /**< bytes from one node's to the next one's */
+    const int32_t
+        *order; /**< device [R + others]: the place of each rank and other node in the order of
+                     summation, which is that of the group's ranks; NULL: as numbered */
+} EpNodeSums;
+
 typedef struct EpGatherArgs {
     EpCudaGroup group;
     EpCudaPlan plan;
@@ -18,6 +33,11 @@ typedef struct EpGatherArgs {
     EpPipelineShape pipeline;
     int32_t receivers; /**< blocks that receive; the others send */
     int32_t chunk;     /**< most tokens that a block claims at a time */
+    int32_t owners;    /**< ranks, and nodes if their sums are terms; entries of others are none */
+    int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
+                         those of the other ranks are: the sum of a node for another one */
+    EpTarget target;
+    EpNodeSums nodes;
     int32_t top_k;
 } EpGatherArgs;
 
@@ -36,5 +56,9 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes);
 #ifdef __cplusplus
 }
 #endif
+
+/** Run a gather on several nodes: combine/cuda/gather_nodes.c. `args` describes it as if the plan
+ * had no parts. */
+EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args);
 
 #endif

@@ -52,10 +52,11 @@ __device__ __forceinline__ void add_terms(EpVector<T> sum[VECTORS], NextTerm<VEC
 }
 
 /* Compute VECTORS vectors of a sum, in place of its last term. The terms of the run are weighted
- * and summed on their own, then added to the total; every other term has weight 1. */
+ * and summed on their own, rounded if `rounds`, then added to the total; every other term has
+ * weight 1. */
 template <typename T, int VECTORS>
 __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &item, uint32_t first,
-                                            uint32_t weights, int at) {
+                                            uint32_t weights, int rounds, int at) {
     EpVector<T> total[VECTORS] = {};
     NextTerm<VECTORS> next = {first, ep_load_shared_float(weights), {}};
     load_vectors<VECTORS>(next.x, first, at);
@@ -65,7 +66,7 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &ite
         add_terms<T, VECTORS>(run, &next, item.run, item.run_end, s, item, weights, at);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
-            ep_add(&total[v], run[v]);
+            ep_add(&total[v], rounds ? ep_unpack<T>(ep_pack(run[v])) : run[v]);
     }
     add_terms<T, VECTORS>(total, &next, item.run_end, item.terms, s, item, weights, at);
 #pragma unroll
@@ -75,8 +76,8 @@ __device__ __forceinline__ void sum_vectors(const Stages &s, const WorkItem &ite
 
 #define VECTORS_AT_ONCE 2
 
-/* Sum the terms of all work items. By the compute warps. */
-template <typename T> __device__ void sum_rows(Pipeline *p, int thread) {
+/* Sum the terms of all work items; see sum_vectors. By the compute warps. */
+template <typename T> __device__ void sum_rows(Pipeline *p, int rounds, int thread) {
     constexpr int STEP = COMPUTE_THREADS * 16, STEPS = VECTORS_AT_ONCE * STEP;
     Stages s = pipeline_stages(p);
     uint32_t weights = ep_smem(p->weight.begin()), width = (uint32_t)p->shape.width;
@@ -89,21 +90,21 @@ template <typename T> __device__ void sum_rows(Pipeline *p, int thread) {
         int at = thread * 16;
 #pragma unroll 1
         for (; at + STEPS - STEP < item.bytes; at += STEPS)
-            sum_vectors<T, VECTORS_AT_ONCE>(s, item, first, weight, at);
+            sum_vectors<T, VECTORS_AT_ONCE>(s, item, first, weight, rounds, at);
 #pragma unroll 1
         for (; at < item.bytes; at += STEP)
-            sum_vectors<T, 1>(s, item, first, weight, at);
+            sum_vectors<T, 1>(s, item, first, weight, rounds, at);
         pipeline_computed(p, n);
     }
 }
 
-__device__ __forceinline__ void sum(const EpGatherArgs &a, Pipeline *p, int thread) {
+__device__ __forceinline__ void sum(const EpGatherArgs &a, Pipeline *p, int rounds, int thread) {
     if (a.t.type == EP_TYPE_BF16)
-        sum_rows<__nv_bfloat16>(p, thread);
+        sum_rows<__nv_bfloat16>(p, rounds, thread);
     else if (a.t.type == EP_TYPE_FP16)
-        sum_rows<__half>(p, thread);
+        sum_rows<__half>(p, rounds, thread);
     else
-        sum_rows<float>(p, thread);
+        sum_rows<float>(p, rounds, thread);
 }
 
 /* ---- posting ------------------------------------------------------------------------------- */
@@ -159,7 +160,7 @@ __device__ __forceinline__ float value_of(const EpGatherArgs &a, int source, int
     int is_flat = a.shape.layout == EP_LAYOUT_FLAT;
     int64_t slot = ep_slot(a.plan, a.group, a.top_k, source, row, is_flat ? 0 : k);
     if (!is_flat) return slot >= 0 ? a.t.slot_values[slot] : 0;
-    int expert = ep_flat_expert(a.plan, a.top_k, source, row, k);
+    int expert = ep_flat_expert(a.plan, a.group, a.top_k, source, row, k);
     return expert >= 0 && slot >= 0 ? a.t.slot_values[slot * a.top_k + k] : 0;
 }
 

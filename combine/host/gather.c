@@ -278,7 +278,7 @@ EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     x.plan = ep_host_plan(handle, gather->plan);
     x.has_rows = ep_layout_has_rows(handle->shape.layout);
     x.rank = handle->group->rank, x.size = handle->group->size;
-    x.nodes = handle->group->nodes;
+    x.nodes = handle->group->nodes.of;
     order_ranks(&x);
     x.top_k = x.plan.header->top_k;
     x.record = ep_record(g.row_bytes, g.carries_values ? x.top_k : 0, 0);

@@ -54,7 +54,7 @@ static void choose_receive(const EpGroup *group, EpScatterArgs *args) {
     int64_t offset;
     int window =
         ep_cuda_window_find(ep_cuda(group), t->out_rows, t->out_capacity * t->row_bytes, &offset);
-    args->zero_copy = !args->multiplied && window >= 0 && group->size > 1;
+    args->zero_copy = !args->multiplied && window >= 0 && args->group.size > 1;
     args->paired = window >= 0 && ep_cuda(group)->windows[window].paired ? window : -1;
     uint64_t name = args->paired >= 0 ? EP_PAIRED : (uint64_t)(window + 1);
     if (args->zero_copy) args->where = name << 40 | (uint64_t)(offset / 16);
@@ -82,7 +82,7 @@ static int64_t describe_quantising(const EpHandle *handle, EpScatterArgs *args) 
     int64_t size = (int64_t)ep_type_bytes(t->source_type);
     if (t->quant <= EP_QUANT_NONE) return 16;
     args->made_scales = ep_cuda(handle->group)->workspace;
-    args->scale_stride = made_scale_bytes(t->quant, t->row_elements);
+    args->source.scale_stride = made_scale_bytes(t->quant, t->row_elements);
     args->send.shrink = size == 4 ? 2 : 1;
     t->scales = args->made_scales;
     return size * ep_quant_block(t->quant);
@@ -94,17 +94,19 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
     const EpCuda *cuda = ep_cuda(group);
     const EpScatterTensors *t = &s->t;
     int64_t weights = t->carries_weights ? s->top_k : 0;
-    EpScatterArgs args = {.group = ep_cuda_launch_group(handle),
-                          .plan =
-                              ep_cuda_plan(handle, s->plan, s->top_k, s->num_rows, t->num_slots),
-                          .shape = handle->shape,
-                          .t = *t,
-                          .record = ep_record(t->row_bytes, weights, t->scale_bytes),
-                          .top_k = (int32_t)s->top_k,
-                          .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
-                          .scale_stride = t->scale_bytes};
+    EpScatterArgs args = {
+        .group = ep_cuda_launch_group(handle),
+        .plan = ep_cuda_plan(handle, s->plan, s->top_k, s->num_rows, t->num_slots),
+        .shape = handle->shape,
+        .t = *t,
+        .record = ep_record(t->row_bytes, weights, t->scale_bytes),
+        .top_k = (int32_t)s->top_k,
+        .multiplied = t->weighs || t->takes_dots ? (int32_t)t->type : 0,
+        .owners = group->nodes.sizes.ranks,
+        .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes}};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
+    if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
     if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     const int64_t agreed[] = {s->top_k, t->row_bytes, t->type, t->scale_bytes, t->carries_weights};

@@ -149,7 +149,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
     else if (warp >= FIRST_COMPUTE_WARP && multiplies)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_COMPUTE_WARP * 32);
-    if (zero_threads.index >= 0) zero_padding(a, role, zero_threads);
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
 __global__ void __launch_bounds__(SCATTER_THREADS, 1)

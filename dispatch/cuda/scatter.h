@@ -9,6 +9,12 @@
 #include "handles/cuda/plan.h"
 #include "runtime/movement.h"
 
+/** Where a token's row, weights and scales lie behind t.rows, t.topk_weights and t.scales: bytes
+ * from one token's to the next one's. The tokens of a relayed part are records. */
+typedef struct EpSource {
+    int64_t row_stride, weight_stride, scale_stride;
+} EpSource;
+
 typedef struct EpScatterArgs {
     EpCudaGroup group;
     EpCudaPlan plan;
@@ -18,13 +24,14 @@ typedef struct EpScatterArgs {
     EpPipelineShape send, receive; /**< of sending and of receiving blocks */
     int32_t receivers;             /**< blocks that receive; the others send */
     int32_t chunk;                 /**< most tokens that a block claims at a time */
+    int32_t owners;                /**< ranks; entries of other owners are left to others */
     int32_t top_k;
-    int32_t multiplied;   /**< type of rows that are multiplied; 0: rows are only copied */
-    int64_t scale_stride; /**< bytes from one row of t.scales to the next */
-    char *made_scales;    /**< workspace for the scales of quantised rows */
-    int32_t zero_copy;    /**< whether senders store rows into t.out_rows directly */
-    uint64_t where;       /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
-    int32_t paired;       /**< number of the paired window that t.out_rows are in; -1: in none */
+    int32_t multiplied; /**< type of rows that are multiplied; 0: rows are only copied */
+    EpSource source;
+    char *made_scales; /**< workspace for the scales of quantised rows */
+    int32_t zero_copy; /**< whether senders store rows into t.out_rows directly */
+    uint64_t where;    /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
+    int32_t paired;    /**< number of the paired window that t.out_rows are in; -1: in none */
 } EpScatterArgs;
 
 #ifdef __cplusplus
@@ -43,5 +50,10 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
 #ifdef __cplusplus
 }
 #endif
+
+/** Run a scatter on several nodes: dispatch/cuda/scatter_nodes.c. `args` describes it as if the
+ * plan had no parts; `unit` is ep_partition_scatter's. */
+EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
+                               int64_t unit);
 
 #endif

@@ -16,8 +16,9 @@ __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int sour
     const EpCudaGroup &g = a.group;
     if (source == g.rank) {
         int64_t token = a.plan.own_token[row];
-        return (uint64_t)token < (uint64_t)a.plan.use.num_rows ? a.t.rows + token * a.t.row_bytes
-                                                               : NULL;
+        return (uint64_t)token < (uint64_t)ep_num_tokens(a.plan, g)
+                   ? a.t.rows + token * a.source.row_stride
+                   : NULL;
     }
     if (a.zero_copy) return a.t.out_rows + leader_slot * a.t.row_bytes;
     return ep_ring(g, g.rank, source, row);
@@ -102,7 +103,7 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     MetadataEntry metadata = {-1, -1, 0, NULL};
     if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
     if (lane < a.top_k && a.shape.layout == EP_LAYOUT_FLAT)
-        metadata.expert = ep_flat_expert(a.plan, a.top_k, source, row, lane);
+        metadata.expert = ep_flat_expert(a.plan, g, a.top_k, source, row, lane);
     if (lane < a.top_k && a.t.carries_weights)
         metadata.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     spread_metadata(a, metadata, record + a.record.scales);

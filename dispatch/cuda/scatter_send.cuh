@@ -35,7 +35,7 @@ __device__ __forceinline__ int await_receivers(const EpScatterArgs &a, ReceiveRo
         known &= receivers->count[r] >= 0;
         if (named < 0 || part) return;
         int id = named == EP_PAIRED - 1 ? -1 : named - EP_MAX_WINDOWS;
-        ep_report(g, EP_FAULT_WINDOW, EpAwaited{g.rank, 0, id, 0, (uint32_t)r});
+        ep_report(g, EP_FAULT_WINDOW, EpAwaited{g.rank, 0, id, 0, (uint32_t)ep_member(g, r)});
         known = 0;
     });
     return __all_sync(~0u, known) && alive;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
         if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
         if (valid && peer >= 0) p->peer[cell + signal] = peer, p->row[cell + signal] = row;
         if (valid && t.k == 0) {
-            p->from[cell] = a.t.rows + token * a.t.source_row_bytes + offset;
+            p->from[cell] = a.t.rows + token * a.source.row_stride + offset;
             p->item[j] = WorkItem{
                 1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0, 0};
             p->signals[j] = piece == a.send.pieces - 1 ? signals : 0;
@@ -121,15 +121,17 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
     EpEntry e = {-1, 0, -1, 0, 0};
     MetadataEntry metadata = {-1, -1, 0, NULL};
     if (has_entry) e = a.plan.entries[token * a.top_k + lane];
-    if (e.owner >= g.size) e.owner = -1;
+    if (e.owner >= a.owners) e.owner = -1;
     if (has_entry && a.t.carries_weights)
-        metadata.weight = a.t.topk_weights[token * a.top_k + lane];
+        metadata.weight =
+            *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
+              lane);
     if (e.owner == g.rank && is_copy_only(a)) metadata.slot = ep_check_slot(a.plan, e.slot);
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
     await_scales();
-    spread_metadata(a, metadata, a.t.scales + token * a.scale_stride);
+    spread_metadata(a, metadata, a.t.scales + token * a.source.scale_stride);
 }
 
 __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
@@ -181,7 +183,7 @@ __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
-        char *scales = a.made_scales + p->index[j] * a.scale_stride;
+        char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
         quantise_piece<T>(a.t.quant, p->first[j], item.bytes,
                           scales + p->piece[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);

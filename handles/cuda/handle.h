@@ -45,7 +45,9 @@ static inline EpCudaPlan ep_cuda_plan(const EpHandle *handle, EpPlanRef ref, int
                            .is_read = 1,
                            .top_k = (int32_t)top_k,
                            .num_rows = num_rows,
-                           .num_slots = num_slots};
+                           .num_slots = num_slots,
+                           .most_tokens = -1,
+                           .fills_rest = 1};
     return plan;
 }
 
@@ -79,6 +81,9 @@ EpStatus ep_cuda_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef
 EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpPlanShape *shape);
 void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
+
+/** ep_prepare on several nodes: handles/cuda/route_nodes.c. */
+EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing);
 
 /** Free the plans whose handles are gone. Waits for the device. */
 void ep_cuda_free_plans(EpGroup *group);

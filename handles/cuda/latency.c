@@ -13,7 +13,8 @@
 static EpBufferLayout buffer_layout(const EpGroupConfig *config, int32_t num_ranks) {
     EpPlacement placement = ep_config_placement(config, num_ranks);
     EpArena arena = {.unit = EP_STEP_BYTES};
-    int64_t sets = ep_config_latency_sets(config), sources = 2 * sets * num_ranks;
+    int64_t sets = ep_config_latency_sets(config, EP_OFFERS_LATENCY),
+            sources = 2 * sets * num_ranks;
     int64_t words = EP_HEAD_COUNTS + ep_placement_most(&placement);
     int64_t units = ep_units(8 * (int64_t)config->max_top_k) + ep_units(config->max_row_bytes) +
                     ep_units(config->max_scale_bytes);
@@ -34,7 +35,9 @@ static EpBufferLayout buffer_layout(const EpGroupConfig *config, int32_t num_ran
 }
 
 int64_t ep_cuda_latency_bytes(const EpGroupConfig *config, int32_t num_ranks) {
-    return ep_config_latency_sets(config) ? buffer_layout(config, num_ranks).bytes : 0;
+    return ep_config_latency_sets(config, EP_OFFERS_LATENCY)
+               ? buffer_layout(config, num_ranks).bytes
+               : 0;
 }
 
 EpWorkspaceLayout ep_workspace_layout(const EpPlanShape *s, int64_t entries, int64_t staged_bytes) {

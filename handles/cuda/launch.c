@@ -117,6 +117,7 @@ EpStatus ep_cuda_launch(const EpHandle *handle, const EpCudaLaunch *l) {
 EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing) {
     EpPrepareArgs args;
     int64_t facts[EP_OP_FACTS];
+    if (handle->shape.nodes.nodes > 1) return ep_cuda_route_nodes(handle, routing);
     ep_cuda_describe_routing(handle, routing, &args, facts);
     args.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_OP_FACTS);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_prepare,

@@ -118,10 +118,24 @@ __device__ __forceinline__ int32_t ep_check_count(const EpCudaGroup &g, int32_t 
     return min(max(count, 0), g.layout.max_tokens);
 }
 
+/** Returns the number of this rank's tokens: of the step, or of a part of its plan. */
+__device__ __forceinline__ int32_t ep_num_tokens(const EpCudaPlan &plan, const EpCudaGroup &g) {
+    if (plan.use.most_tokens < 0) return (int32_t)plan.header->num_tokens;
+    return min(max(plan.tokens[g.rank], 0), plan.use.most_tokens);
+}
+
+/** Returns the number of a flat row among the receive rows, which may have no such slot. */
+__device__ __forceinline__ int32_t ep_flat_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
+                                                int source, int row) {
+    if (plan.sizes.form == EP_ROUTES_FLAT) return plan.flat_begin[source] + row;
+    if ((uint32_t)row >= (uint32_t)g.layout.max_tokens) return -1;
+    return plan.row_slots[(int64_t)source * g.layout.max_tokens + row];
+}
+
 /** Returns the local expert of entry k of a flat row, -1 for none: also where the row is lost. */
-__device__ __forceinline__ int32_t ep_flat_expert(const EpCudaPlan &plan, int top_k, int source,
-                                                  int row, int k) {
-    uint32_t slot = (uint32_t)plan.flat_begin[source] + (uint32_t)row;
+__device__ __forceinline__ int32_t ep_flat_expert(const EpCudaPlan &plan, const EpCudaGroup &g,
+                                                  int top_k, int source, int row, int k) {
+    uint32_t slot = (uint32_t)ep_flat_slot(plan, g, source, row);
     return slot < (uint32_t)plan.sizes.slots ? plan.routes[(int64_t)slot * top_k + k] : -1;
 }
 
@@ -130,8 +144,8 @@ __device__ __forceinline__ int32_t ep_flat_expert(const EpCudaPlan &plan, int to
 __device__ __forceinline__ EpChain ep_load_slot(const EpCudaPlan &plan, const EpCudaGroup &g,
                                                 int top_k, int source, int row, int k) {
     EpChain chain = {-1, 0};
-    if (plan.sizes.form == EP_ROUTES_FLAT) {
-        int slot = plan.flat_begin[source] + row;
+    if (plan.sizes.form == EP_ROUTES_FLAT || plan.sizes.form == EP_ROUTES_LISTED) {
+        int slot = ep_flat_slot(plan, g, source, row);
         if (k == 0 && slot < plan.header->recv_rows) chain.slot = slot;
         return chain;
     }

@@ -29,22 +29,27 @@ typedef struct EpPlanUse {
     EpPlanMark mark;
     int32_t is_read; /**< 0: the kernel writes the plan, whose memory may hold anything */
     int32_t top_k;
-    int64_t num_rows;  /**< rows of the token tensors; -1: none is given */
-    int64_t num_slots; /**< rows of the shortest tensor of slots */
+    int64_t num_rows;    /**< rows of the token tensors; -1: none is given */
+    int64_t num_slots;   /**< rows of the shortest tensor of slots */
+    int32_t most_tokens; /**< of a part: that its tensors of tokens have; -1: it is a whole plan */
+    int32_t fills_rest;  /**< whether this launch also writes the rows that have no token: padding,
+                              and those past the last token */
 } EpPlanUse;
 
 /** How a plan stores the entries of the rows that arrive. */
 typedef enum EpRouteForm {
-    EP_ROUTES_DENSE,  /**< [R, max_tokens, K]: the slot of each entry of each row; where rows have
-                           one slot (latency mode), its local expert */
-    EP_ROUTES_FLAT,   /**< [slots, K]: the local experts of each row that has a slot */
-    EP_ROUTES_CHAINED /**< for each row its first slot, for each slot the row's next one */
+    EP_ROUTES_DENSE,   /**< [R, max_tokens, K]: the slot of each entry of each row; where rows have
+                            one slot (latency mode), its local expert */
+    EP_ROUTES_FLAT,    /**< [slots, K]: the local experts of each row that has a slot */
+    EP_ROUTES_CHAINED, /**< for each row its first slot, for each slot the row's next one */
+    EP_ROUTES_LISTED   /**< several nodes, flat: as FLAT, and for each row its slot: the rows of a
+                            part come from several sources */
 } EpRouteForm;
 
 /** The form of a plan's routes, which follows from its shape alone. */
 typedef struct EpRouteSizes {
     EpRouteForm form;
-    int32_t slots; /**< FLAT: that have routes; CHAINED: that have a next one; else 0 */
+    int32_t slots; /**< FLAT, LISTED: that have routes; CHAINED: that have a next one; else 0 */
 } EpRouteSizes;
 
 /** A row's slots as a chain, by ascending k. */
@@ -53,7 +58,24 @@ typedef struct __attribute__((aligned(8))) EpChain {
     uint32_t mask; /**< bit k: entry k has a slot */
 } EpChain;
 
-/** The plan in device memory. */
+/**
+ * The plan in device memory.
+ *
+ * On several nodes a rank works on its node as it does on one: it has tokens, and sends each to the
+ * ranks of the node that need it. But its tokens are its own and those of its sources on other
+ * nodes, and they come in chunks. So such a plan has *parts*: one of each kind (EpPlanPart) for
+ * each chunk. A part is a plan of the node's ranks, with arrays of its own for tokens and rows;
+ * header, experts and flat routes are the whole plan's. In it "rank" is a rank's number on the
+ * node, and R their number. A token of a relayed part is a row that a source has sent; ascending by
+ * source, and by token of each.
+ */
+typedef enum EpPlanPart {
+    EP_PART_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
+                         entry of an expert elsewhere is R + the number of its node among the
+                         others, and its row is the place in the message there */
+    EP_PART_RELAYED /**< the rows that this rank's sources have sent: lanes * chunk places */
+} EpPlanPart;
+
 typedef struct EpCudaPlan {
     EpPlanUse use;
     EpRouteSizes sizes;
@@ -70,6 +92,9 @@ typedef struct EpCudaPlan {
     int32_t *routes;         /**< DENSE, FLAT: see EpRouteForm; -1: none */
     EpChain *chains;         /**< CHAINED: [R, max_tokens] */
     int32_t *next;           /**< CHAINED: [slots] of each slot but the last of its row */
+    int32_t *row_slots;      /**< LISTED: [R, max_tokens] slot of each row */
+    char *parts;             /**< several nodes: see ep_cuda_plan_part */
+    int64_t part_bytes[2];   /**< of each kind */
     uint64_t *tail;          /**< repeats the magic */
 } EpCudaPlan;
 
@@ -82,6 +107,19 @@ EpRouteSizes ep_route_sizes(const EpPlanShape *shape);
 
 /** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
 int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
+
+/** Returns the number of chunks of a step of max_tokens, and the most tokens of a part. */
+static inline int32_t ep_plan_chunks(const EpPlanShape *s) {
+    return (s->max_tokens + s->nodes.chunk - 1) / s->nodes.chunk;
+}
+
+EP_HOST_DEVICE static inline int32_t ep_part_tokens(const EpPlanShape *s, EpPlanPart kind) {
+    return kind == EP_PART_OWN ? s->nodes.chunk : s->nodes.lanes * s->nodes.chunk;
+}
+
+/** Locate a part of a plan. */
+EpCudaPlan ep_cuda_plan_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
+                             int32_t chunk);
 
 /**
  * The numbers that routing kernels report to the host, in pinned memory: step << 32 | number. Each

@@ -33,42 +33,6 @@
 
 /* ---- flat rows ----------------------------------------------------------------------------- */
 
-/* Compute where each source's flat rows begin: by source, without gaps. Publish their number. By a
- * warp. */
-__device__ void lay_flat_rows(const EpPrepareArgs &a, const Partition *p, int64_t step) {
-    int lane = threadIdx.x, begin = 0;
-    for (int at = 0; at < a.group.size; at += 32) {
-        int rows = at + lane < a.group.size ? p->ranks->incoming[at + lane] : 0;
-        int through = ep_warp_prefix(rows);
-        if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
-        begin += __shfl_sync(~0u, through, 31);
-    }
-    int64_t kept = min((int64_t)begin, ep_slot_limit(&a.shape, 0));
-    if (lane == 0) publish_totals(a, step, kept, begin, begin - kept);
-}
-
-/* Count the entries of the rows that are kept, in the plan. By all threads of the block. */
-__device__ void count_kept_entries(const EpPrepareArgs &a, const Partition *p) {
-    int k = a.top_k;
-    int64_t kept = a.plan.header->recv_rows;
-    for (int e = threadIdx.x; e < a.shape.num_local; e += PREPARE_THREADS)
-        a.plan.expert_counts[e] = 0;
-    clear_sources(a);
-    __syncthreads();
-    for (int r = 0; r < a.group.size; r++) {
-        int64_t begin = a.plan.flat_begin[r];
-        int64_t rows = min((int64_t)p->ranks->incoming[r], kept - begin);
-        const int32_t *routes = a.plan.routes + begin * k;
-        for (int i = threadIdx.x; i < rows * k; i += PREPARE_THREADS) {
-            int local = __ldcg(routes + i);
-            if (local < 0) continue;
-            atomicAdd(&a.plan.expert_counts[local], 1);
-            count_source(a, local, r);
-        }
-    }
-    __syncthreads();
-}
-
 /* Returns the totals of this rank's experts. */
 __device__ __forceinline__ const int32_t *own_total(const EpPrepareArgs &a, const Partition *p) {
     return p->total + ep_owner_first(&a.owners, a.group.rank);
@@ -80,18 +44,9 @@ __device__ void complete_flat(const EpPrepareArgs &a, const Partition *p, uint32
     __threadfence();
     if (*(volatile uint32_t *)&a.group.state->failed) return;
     int64_t step = step_under_way(a);
-    if (threadIdx.x < 32) lay_flat_rows(a, p, step);
-    __syncthreads();
-    int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
-    if (!all_kept) count_kept_entries(a, p);
-    if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? own_total(a, p) : NULL);
-    __syncthreads();
-    if (all_kept) publish_counted_sources(a, p, epoch);
-    publish_flat_source_rows(
-        a, *(volatile int64_t *)&a.plan.header->recv_rows,
-        [&](int source) { return a.plan.flat_begin[source]; },
-        [&](int source) { return p->ranks->incoming[source]; });
-    __syncthreads();
+    publish_flat(
+        a, step, own_total(a, p), [&](int source) { return p->ranks->incoming[source]; },
+        [&](int e, int source) { return counted(a, e, source, epoch); });
     if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens, epoch);
 }
 
@@ -124,10 +79,8 @@ __device__ __forceinline__ void publish_partitions(const EpPrepareArgs &a, Parti
     if (!__syncthreads_and(alive)) return;
     if (threadIdx.x / 32 == 1) publish_rows(a, p, step, epoch);
     if (FLAT) return; /* complete_flat publishes flat rows at the end */
-    if (threadIdx.x < 32) publish_slabs(a, step, own_total(a, p));
-    __syncthreads();
-    publish_counted_sources(a, p, epoch);
-    __syncthreads();
+    publish_all_slabs(a, step, own_total(a, p),
+                      [&](int e, int source) { return counted(a, e, source, epoch); });
     if (threadIdx.x == 0) publish_step(a, step, p->ranks->num_tokens, epoch);
 }
 

@@ -320,14 +320,11 @@ __device__ __forceinline__ void lay_slabs(const EpPrepareArgs &a, const Partitio
     }
 }
 
-/* Publish the slots by expert and source, if the caller asks for them. */
-__device__ void publish_counted_sources(const EpPrepareArgs &a, const Partition *p,
-                                        uint32_t epoch) {
-    const EpCudaGroup &g = a.group;
-    int first = ep_owner_first(&a.owners, g.rank);
-    publish_sources(a, [&](int e, int source) {
-        return ep_load_relaxed_sys(counts_of(g, g.rank, source, epoch) + first + e);
-    });
+/* Returns the entries of a source for local expert `e`, once they have been waited for. */
+__device__ __forceinline__ uint64_t counted(const EpPrepareArgs &a, int e, int source,
+                                            uint32_t epoch) {
+    int first = ep_owner_first(&a.owners, a.group.rank);
+    return ep_load_relaxed_sys(counts_of(a.group, a.group.rank, source, epoch) + first + e);
 }
 
 /* Publish the number of rows to other ranks, from other ranks, and of rows that stay. By a warp. */

@@ -66,15 +66,6 @@ __device__ void record_bad_index(const EpPrepareArgs &a, const Partition *p, int
     atomicMax(&a.group.state->bad_entry, ~(unsigned long long)entry);
 }
 
-/* Report the bad indices that all blocks have found. By one thread of the last block. */
-__device__ void report_all_bad_indices(const EpPrepareArgs &a) {
-    volatile EpCudaState *state = a.group.state;
-    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
-    if (!count) return;
-    state->bad_count = state->bad_entry = 0;
-    report_bad_indices(a, count, entry);
-}
-
 /* ---- one chunk ----------------------------------------------------------------------------- */
 
 __device__ __forceinline__ unsigned lanes_below(int lane) {

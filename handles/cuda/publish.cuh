@@ -68,6 +68,15 @@ __device__ inline void report_bad_indices(const EpPrepareArgs &a, unsigned long 
     errors->bad_reports = number;
 }
 
+/* Report the bad indices that all blocks have found. By one thread of the last block. */
+__device__ inline void report_all_bad_indices(const EpPrepareArgs &a) {
+    volatile EpCudaState *state = a.group.state;
+    unsigned long long count = state->bad_count, entry = ~state->bad_entry;
+    if (!count) return;
+    state->bad_count = state->bad_entry = 0;
+    report_bad_indices(a, count, entry);
+}
+
 /* ---- results for the host ------------------------------------------------------------------ */
 
 /* Returns the number of the step under way, among those of a handle's own plan; 0 for a named plan,
@@ -275,6 +284,74 @@ __device__ __forceinline__ void count_source(const EpPrepareArgs &a, int local, 
         atomicAdd((unsigned long long *)v.data + at, 1ull);
     else if (v.data)
         atomicAdd((int32_t *)v.data + at, 1);
+}
+
+/* ---- all slabs, all flat rows -------------------------------------------------------------- */
+
+/* Publish this rank's slabs, total[L] entries in them, and the slots of each source. By all threads
+ * of a block. */
+template <typename Count>
+__device__ void publish_all_slabs(const EpPrepareArgs &a, int64_t step, const int32_t *total,
+                                  Count count_of) {
+    if (threadIdx.x < 32) publish_slabs(a, step, total);
+    __syncthreads();
+    publish_sources(a, count_of);
+    __syncthreads();
+}
+
+/* Compute where each source's flat rows begin: by source, without gaps. Publish their number. By a
+ * warp. */
+template <typename Rows>
+__device__ void lay_flat_rows(const EpPrepareArgs &a, int64_t step, Rows rows_of) {
+    int lane = threadIdx.x, begin = 0;
+    for (int at = 0; at < a.group.size; at += 32) {
+        int rows = at + lane < a.group.size ? rows_of(at + lane) : 0;
+        int through = ep_warp_prefix(rows);
+        if (at + lane < a.group.size) a.plan.flat_begin[at + lane] = begin + through - rows;
+        begin += __shfl_sync(~0u, through, 31);
+    }
+    int64_t kept = min((int64_t)begin, ep_slot_limit(&a.shape, 0));
+    if (lane == 0) publish_totals(a, step, kept, begin, begin - kept);
+}
+
+/* Count the entries of the rows that are kept, in the plan. By all threads of the block. */
+template <typename Rows> __device__ void count_kept_entries(const EpPrepareArgs &a, Rows rows_of) {
+    int k = a.top_k;
+    int64_t kept = a.plan.header->recv_rows;
+    for (int e = threadIdx.x; e < a.shape.num_local; e += (int)blockDim.x)
+        a.plan.expert_counts[e] = 0;
+    clear_sources(a);
+    __syncthreads();
+    for (int r = 0; r < a.group.size; r++) {
+        int64_t begin = a.plan.flat_begin[r];
+        int64_t rows = min((int64_t)rows_of(r), kept - begin);
+        const int32_t *routes = a.plan.routes + begin * k;
+        for (int i = threadIdx.x; i < rows * k; i += (int)blockDim.x) {
+            int local = __ldcg(routes + i);
+            if (local < 0) continue;
+            atomicAdd(&a.plan.expert_counts[local], 1);
+            count_source(a, local, r);
+        }
+    }
+    __syncthreads();
+}
+
+/* Publish flat rows: rows_of(source), of count_of(expert, source) entries, total[L] of all sources.
+ * By all threads of a block, once the plan's routes are complete and visible to them. */
+template <typename Rows, typename Count>
+__device__ void publish_flat(const EpPrepareArgs &a, int64_t step, const int32_t *total,
+                             Rows rows_of, Count count_of) {
+    if (threadIdx.x < 32) lay_flat_rows(a, step, rows_of);
+    __syncthreads();
+    int all_kept = *(volatile int64_t *)&a.plan.header->dropped_slots == 0;
+    if (!all_kept) count_kept_entries(a, rows_of);
+    if (threadIdx.x < 32) publish_flat_experts(a, step, all_kept ? total : NULL);
+    __syncthreads();
+    if (all_kept) publish_sources(a, count_of);
+    publish_flat_source_rows(
+        a, *(volatile int64_t *)&a.plan.header->recv_rows,
+        [&](int source) { return a.plan.flat_begin[source]; }, rows_of);
+    __syncthreads();
 }
 
 /* ---- end ----------------------------------------------------------------------------------- */

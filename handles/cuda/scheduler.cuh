@@ -44,10 +44,10 @@ template <typename Args>
 __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int first, int size) {
     EpEntry none = {-1, 0, -1, 0, 0};
     int token = first + t.index;
-    int valid = t.index < size && token < a.plan.header->num_tokens && t.k < a.top_k;
+    int valid = t.index < size && token < ep_num_tokens(a.plan, a.group) && t.k < a.top_k;
     if (!valid) return none;
     EpEntry e = a.plan.entries[(int64_t)token * a.top_k + t.k];
-    if (e.owner >= a.group.size) return none;
+    if (e.owner >= a.owners) return none;
     if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
     return e;
 }
@@ -60,7 +60,7 @@ __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int fi
 template <typename Args, typename Post>
 __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
                                                 int blocks, int pieces, Post post) {
-    int tokens = (int)a.plan.header->num_tokens, size = chunk_size(t, a.chunk, tokens, blocks);
+    int tokens = ep_num_tokens(a.plan, a.group), size = chunk_size(t, a.chunk, tokens, blocks);
     int first = claimed_chunk(claim_chunk(a.group, claimer)) * size,
         next_claim = claim_chunk(a.group, claimer);
     EpEntry next_entry = entry_of(a, t, first, size);

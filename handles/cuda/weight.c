@@ -16,12 +16,13 @@
 typedef struct Work {
     EpGroup *group;
     EpCuda *cuda;
+    ncclComm_t comm; /* of all ranks */
     cudaStream_t stream;
 } Work;
 
 static EpStatus begin(EpGroup *group, EpStream stream, Work *w) {
-    *w = (Work){group, ep_cuda(group), stream};
-    if (group->size == 1 || w->cuda->comm) return EP_OK;
+    *w = (Work){group, ep_cuda(group), ep_cuda_group_comm(ep_cuda(group)), stream};
+    if (group->size == 1 || w->comm) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: sharded weights: expected a GPU for each rank, since NCCL moves them, "
                    "got ranks that share one",
@@ -43,7 +44,7 @@ static EpStatus fail(const Work *w, const char *what, EpStatus status) {
 }
 
 static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
-    EpStatus status = ep_cuda_comm_settle(w->group, what, result);
+    EpStatus status = ep_cuda_comm_settle(w->group, w->comm, what, result);
     return status == EP_OK ? EP_OK : fail(w, what, status);
 }
 
@@ -94,15 +95,15 @@ static void send_directly(const Work *w, const Gathered *g) {
                               ? g->from + i * run * g->unit
                               : g->whole + ep_shard_run_at(&g->shards, w->group->rank, i) * g->unit;
         char *first = g->whole + ep_shard_run_at(&g->shards, 0, i) * g->unit;
-        (void)w->cuda->nccl->ncclAllGather(own, first, (size_t)(run * g->unit), ncclUint8,
-                                           w->cuda->comm, w->stream);
+        (void)w->cuda->nccl->ncclAllGather(own, first, (size_t)(run * g->unit), ncclUint8, w->comm,
+                                           w->stream);
     }
 }
 
 static void send_staged(const Work *w, const Gathered *g) {
     int64_t bytes = ep_shard_elements(&g->shards) * g->unit;
     const char *own = g->from ? g->from : g->staged + w->group->rank * bytes;
-    (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->cuda->comm,
+    (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->comm,
                                        w->stream);
 }
 
@@ -347,11 +348,11 @@ static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
         next = ep_min(end, at + r->run - at % r->run);
         size_t bytes = (size_t)((next - at) * r->unit);
         if (sends)
-            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer,
-                                 r->w->cuda->comm, r->w->stream);
+            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer, r->w->comm,
+                                 r->w->stream);
         else
             (void)nccl->ncclRecv(received + (at - begin) * r->unit, bytes, ncclUint8, peer,
-                                 r->w->cuda->comm, r->w->stream);
+                                 r->w->comm, r->w->stream);
     }
 }
 
@@ -413,7 +414,7 @@ static EpStatus share_sums(const Reduction *r) {
     char *sums = (char *)r->call->workspace + r->parts.sums;
     EP_TRY(settle(&w, "ncclAllGather",
                   w.cuda->nccl->ncclAllGather(sums + w.group->rank * bytes, sums, (size_t)bytes,
-                                              ncclUint8, w.cuda->comm, w.stream)));
+                                              ncclUint8, w.comm, w.stream)));
     EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
                       .parts = 1,
                       .type = EP_TYPE_FP32,
@@ -447,5 +448,5 @@ EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
     if (w.group->size == 1 || call->count == 0) return EP_OK;
     return settle(&w, "ncclAllReduce",
                   w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
-                                              ncclUint32, ncclMax, w.cuda->comm, w.stream));
+                                              ncclUint32, ncclMax, w.comm, w.stream));
 }

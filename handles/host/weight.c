@@ -252,10 +252,10 @@ static EpStatus share_sums(Reduce *r) {
 /* Nodes are numbered in the order of their lowest ranks. A run of terms is the sum of a node. */
 static void order_terms(const EpGroup *group, Reduce *r) {
     int32_t at = 0;
-    for (int32_t node = 0; node < group->num_nodes; node++) {
+    for (int32_t node = 0; node < group->nodes.sizes.nodes; node++) {
         EpRun run = EP_RUN_BEGINS;
         for (int32_t rank = 0; rank < group->size; rank++) {
-            if (group->nodes[rank] != node) continue;
+            if (group->nodes.of[rank] != node) continue;
             r->terms[at] = (EpTerm){NULL, 1, run};
             r->term_of[rank] = at++;
             run = EP_RUN_GOES_ON;

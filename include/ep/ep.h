@@ -382,7 +382,9 @@ typedef struct EpGroupConfig {
                                   many operations may be between their phases. 0: no handle can be
                                   in latency mode. EP_DEFAULT: 4 if `mode` lets handles be in
                                   latency mode, else 0 */
-    int32_t reserved;        /**< 0 */
+    int32_t num_nodes;       /**< = nodes (EpGroupInfo.num_nodes) that the ranks are on; a group of
+                                  other nodes is refused. 0: any. ep_group_memory counts with as
+                                  many, of equal size; 0: with those of LIBEP_TOPOLOGY, or one */
 } EpGroupConfig;
 
 #define EP_MAX_LATENCY_SETS 16

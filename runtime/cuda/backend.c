@@ -8,17 +8,21 @@
 #include "combine/cuda/latency_gather.h"
 #include "dispatch/cuda/backend.h"
 #include "dispatch/cuda/latency_scatter.h"
+#include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/quantise.h"
+#include "handles/cuda/relay.h"
+#include "handles/cuda/route_nodes.h"
 #include "handles/cuda/rows_quant.h"
 #include "handles/cuda/weight.h"
 
-static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
-                    int64_t *shared_bytes, int64_t *private_bytes) {
-    ep_cuda_measure(config, num_ranks, settings, shared_bytes, private_bytes);
-    *shared_bytes += ep_cuda_latency_bytes(config, num_ranks);
+static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
+                    const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
+    ep_cuda_measure(config, nodes, settings, shared_bytes, private_bytes);
+    if (nodes->nodes == 1) *shared_bytes += ep_cuda_latency_bytes(config, num_ranks);
     *private_bytes += ep_cuda_workspace_bytes(config);
+    *private_bytes += ep_cuda_relay_bytes(config, num_ranks, nodes);
 }
 
 /* Load the kernels with their shared memory, so that no later call has to do it. */
@@ -28,6 +32,8 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_route(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
@@ -45,6 +51,7 @@ static EpStatus open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
     EP_TRY(ep_cuda_open(group));
     EP_TRY(ep_group_agree(group, &call, open_own(group)));
+    EP_TRY(ep_group_agree(group, &call, ep_cuda_relay_open(group)));
     return ep_cuda_open_latency(group, &call);
 }
 
@@ -60,6 +67,7 @@ static void close(EpGroup *group, int together) {
     }
     (void)cudaDeviceSynchronize();
     ep_cuda_close_latency(group, together);
+    ep_cuda_relay_close(group);
     ep_cuda_free_plans(group);
     (void)cudaFree(cuda->workspace);
     if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);

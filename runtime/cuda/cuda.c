@@ -199,7 +199,12 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 #define EP_RING_BYTES (44 << 20) /* of all rings together, if that makes them deep enough */
 #endif
 
-int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings) {
+/* NCCL's send and receive do not start beside a kernel that leaves fewer multiprocessors. They
+ * would run after it, so that nothing overlaps. */
+#define NCCL_SMS 20
+
+int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                       const EpSettings *settings) {
     int device = 0, sms = 2;
     if (cudaGetDevice(&device) == cudaSuccess)
         (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
@@ -208,6 +213,8 @@ int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings) 
         sms = (int)ep_min(sms, config->num_sms);
     else if (settings->num_sms != EP_COUNT_AUTO)
         sms = (int)ep_min(sms, settings->num_sms);
+    else if (nodes->nodes > 1)
+        sms -= (int)ep_min(NCCL_SMS, sms / 4);
     return (int32_t)ep_max(2, sms);
 }
 
@@ -216,9 +223,10 @@ int32_t ep_cuda_partitions(int32_t blocks) {
 }
 
 /* A ring has room for all rows of an operation, or for as many as its memory allows. */
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) {
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *nodes) {
     EpWindowLayout w = {.depth = 1, .max_tokens = config->max_tokens};
-    int64_t ranks = num_ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens;
+    int64_t ranks = nodes->ranks, rings = ep_max(1, ranks - 1), tokens = config->max_tokens;
+    int64_t routed = nodes->nodes == 1 ? ranks : 0;
     EpArena arena = {.unit = 128};
     w.record_bytes = ep_round_up(
         ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes).bytes, 128);
@@ -229,9 +237,9 @@ EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks) 
     w.sent = ep_arena_offset(&arena, ranks * EP_SENT_WORDS * 8);
     w.head = ep_arena_offset(&arena, ranks * w.depth * 8);
     w.credit = ep_arena_offset(&arena, ranks * w.depth * 8);
-    w.counts = ep_arena_offset(&arena, 2 * ranks * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
-    w.begins = ep_arena_offset(&arena, 2 * ranks * tokens * 8);
-    w.routes = ep_arena_offset(&arena, 2 * ranks * tokens * config->max_top_k * 4);
+    w.counts = ep_arena_offset(&arena, 2 * routed * EP_COUNT_WORDS(config->num_experts, ranks) * 8);
+    w.begins = ep_arena_offset(&arena, 2 * routed * tokens * 8);
+    w.routes = ep_arena_offset(&arena, 2 * routed * tokens * config->max_top_k * 4);
     w.aborted = ep_arena_offset(&arena, (1 + ranks) * EP_ABORT_BYTES);
     w.ring = ep_arena_offset(&arena, ranks > 1 ? rings * w.depth * w.record_bytes : 0);
     w.bytes = arena.bytes;

@@ -46,20 +46,22 @@ typedef struct EpCuda {
     EpCudaAsyncErrors *errors; /**< pinned */
     unsigned long long bad_reports, bad_total, lost; /**< what has been reported of `errors` */
     const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
-    ncclComm_t comm;
+    ncclComm_t comm;    /**< of the ranks on this node; NULL: there are no others */
     int owns_comm;
+    ncclComm_t network;                      /**< of all ranks, the group's own; NULL on one node */
     EpCudaWindow own;                        /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_WINDOW_NUMBERS]; /**< the caller's, by their number */
     int num_windows;                         /**< no window has a higher number */
-    cudaStream_t adopting;   /**< for adopted windows, if a communicator was lent; else NULL */
-    char **found;            /**< pinned, [size]: where its kernel finds a window's parts */
-    EpCudaOrder order;       /**< of the group's operations */
-    EpCudaNotes notes;       /**< of aborts */
-    int whole_lines;         /**< see handles/cuda/lines.cuh */
-    cudaStream_t stream;     /**< of the library's, which follows no other */
-    char *workspace;         /**< of quantising dispatches in throughput mode: a
-                                  step's scales. They follow each other */
-    struct EpCudaOwn *spare; /**< plans whose handles are gone: handles/cuda/plan.c */
+    cudaStream_t adopting;     /**< for adopted windows, if a communicator was lent; else NULL */
+    char **found;              /**< pinned, [size]: where its kernel finds a window's parts */
+    EpCudaOrder order;         /**< of the group's operations */
+    EpCudaNotes notes;         /**< of aborts */
+    int whole_lines;           /**< see handles/cuda/lines.cuh */
+    cudaStream_t stream;       /**< of the library's, which follows no other */
+    char *workspace;           /**< of quantising dispatches in throughput mode: a
+                                    step's scales. They follow each other */
+    struct EpCudaOwn *spare;   /**< plans whose handles are gone: handles/cuda/plan.c */
+    struct EpCudaRelay *relay; /**< NULL on one node; see handles/cuda/relay.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
                                               address: steps of a model bring the same tensors */
@@ -67,6 +69,11 @@ typedef struct EpCuda {
 
 static inline EpCuda *ep_cuda(const EpGroup *group) {
     return group->backend_state;
+}
+
+/** Returns the communicator of all ranks of the group, or NULL. */
+static inline ncclComm_t ep_cuda_group_comm(const EpCuda *cuda) {
+    return cuda->network ? cuda->network : cuda->comm;
 }
 
 /** Query a stream's capture status and the capture's id. The runtime's function has changed its
@@ -136,8 +143,10 @@ EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
 EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);
 
 /** Number of blocks of the kernels that move rows, for a group of this configuration on the current
- *  device. Each takes a multiprocessor of its own. */
-int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpSettings *settings);
+ *  device. Each takes a multiprocessor of its own. On several nodes some are left to NCCL, unless
+ * the caller says how many there may be. */
+int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                       const EpSettings *settings);
 
 /** Number of token partitions of prepare, in a launch that may use so many multiprocessors. */
 int32_t ep_cuda_partitions(int32_t blocks);

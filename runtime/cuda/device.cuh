@@ -102,6 +102,17 @@ __device__ __forceinline__ char *ep_ring(const EpCudaGroup &g, int receiver, int
            (ring + (row & (g.layout.depth - 1))) * g.layout.record_bytes;
 }
 
+/** Names a rank of the group, on whatever node, where a rank of this node is expected. */
+__device__ __forceinline__ int ep_elsewhere(const EpCudaGroup &g, int member) {
+    return g.size + member;
+}
+
+/** Returns the number in the group of a rank of this node, or of one that ep_elsewhere names. */
+__device__ __forceinline__ int ep_member(const EpCudaGroup &g, int rank) {
+    if (rank >= g.size) return rank - g.size;
+    return g.members && rank >= 0 ? g.members[rank] : rank;
+}
+
 /* ---- counters ------------------------------------------------------------------------------ */
 
 /** Returns the epoch of the operation under way. */
@@ -187,13 +198,17 @@ static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
         }
 }
 
-/* Copy the sentence with which a rank was aborted, if it was. Its words were complete before the
- * word that named the rank, and before all that the rank's peers stored because of it. */
-static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t rank, volatile uint64_t *out) {
+/* Copy the sentence with which a rank of the group was aborted, if it is of this node. Its words
+ * were complete before the word that named the rank, and before all that the rank's peers stored
+ * because of it. */
+static __device__ void ep_copy_why(const EpCudaGroup &g, uint32_t member, volatile uint64_t *out) {
+    int rank = 0;
+    while (rank < g.size && (uint32_t)ep_member(g, rank) != member)
+        rank++;
     const uint64_t *why = ep_aborted(g) + (1 + rank) * EP_ABORT_WORDS;
     ep_fence_sys();
 #pragma unroll 1
-    for (int i = 0; i < EP_ABORT_WORDS && rank < (uint32_t)g.size; i++)
+    for (int i = 0; i < EP_ABORT_WORDS && rank < g.size; i++)
         out[i] = ep_load_relaxed_sys(why + i);
 }
 
@@ -207,15 +222,15 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
     uint32_t aborted = (uint32_t)ep_load_relaxed_sys(ep_aborted(g));
     if (fault == EP_FAULT_LATE && aborted) {
         fault = EP_FAULT_PEER;
-        awaited.peer = (int)aborted - 1, awaited.seen = aborted - 1;
+        awaited.peer = (int)aborted - 1, awaited.seen = (uint32_t)ep_member(g, awaited.peer);
     }
     if (fault == EP_FAULT_LATE && awaited.awaited < EP_AWAIT_HEAD)
         awaited = ep_find_absent(g, awaited);
-    if (fault != EP_FAULT_ORDER)
-        ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : awaited.peer);
+    int peer = ep_member(g, awaited.peer);
+    if (fault != EP_FAULT_ORDER) ep_give_up(g, fault == EP_FAULT_PEER ? (int)awaited.seen : peer);
     volatile EpCudaFailure *out = g.failure;
     out->op = EP_DIGEST_OP(g.digest);
-    out->peer = awaited.peer, out->awaited = awaited.awaited, out->row = awaited.row;
+    out->peer = peer, out->awaited = awaited.awaited, out->row = awaited.row;
     out->expected = awaited.expected, out->seen = awaited.seen;
     out->facts = g.facts ? g.facts : ep_own_operation()->generation;
     out->peer_facts = peer_facts;
@@ -257,8 +272,9 @@ static __device__ __noinline__ int ep_finds_failure(const EpCudaGroup &g) {
 #pragma unroll 1
     for (int r = 0; r < g.size; r++) {
         uint64_t gone = ep_load_relaxed_sys(&ep_arrival(g, g.rank, r, epoch)->gone);
-        if (gone != ep_counter(epoch, 1 + (uint32_t)r)) continue;
-        ep_report(g, EP_FAULT_PEER, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)r});
+        uint32_t member = (uint32_t)ep_member(g, r);
+        if (gone != ep_counter(epoch, 1 + member)) continue;
+        ep_report(g, EP_FAULT_PEER, EpAwaited{r, EP_AWAIT_ARRIVAL, 0, epoch, member});
         return 1;
     }
     return 0;

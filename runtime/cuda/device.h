@@ -52,11 +52,11 @@
  */
 
 #include "runtime/layout.h"
+#include "runtime/nodes.h"
 
 #define EP_ABORT_WORDS 32 /* of 8 bytes, of an abort's sentence */
 
 #define EP_MAX_PARTITIONS 64 /* of a rank's tokens, each the work of one block of prepare */
-#define EP_CUDA_MAX_RANKS 72
 
 /** What a rank sends each other rank when it enters an operation. All words carry the epoch, and
  *  each is stored at once, so no order between them is needed. */
@@ -69,14 +69,14 @@ typedef struct EpArrival {
     uint64_t rows;  /**< epoch << 32 | rows there, where senders may store into them */
     uint64_t plan;  /**< epoch << 32 | generation of the plan that is read. The digest covers it;
                          this word serves the sentence */
-    uint64_t gone; /**< epoch << 32 | 1 + rank to blame, once the rank has given up. `what` says so,
-                        too, but block 0 may store its arrival over that: another block may fail
-                        before block 0 has sent all arrivals */
+    uint64_t gone;  /**< epoch << 32 | 1 + rank of the group to blame, once the rank has given up.
+                       `what` says so,  too, but block 0 may store its arrival over that: another
+                       block may fail  before block 0 has sent all arrivals */
 } EpArrival;
 
 #define EP_PAIRED 255 /* above all window + 1 */
 
-/** Offsets in a window; equal on all ranks. */
+/** Offsets in a window; equal on all ranks of a node, whose number is R. */
 typedef struct EpWindowLayout {
     int64_t arrival; /**< EpArrival [2, R], by parity of the epoch */
     int64_t sent;    /**< u64 [R, EP_SENT_WORDS]: number n of an operation of latency mode that rank
@@ -110,7 +110,9 @@ typedef struct EpWindowLayout {
 
 #define EP_PARTITIONS_BEFORE 0x80000000u /* in a word of partition_counts */
 
-EpWindowLayout ep_window_layout(const EpGroupConfig *config, int32_t num_ranks);
+/** `nodes`: of the group. On several nodes ep_prepare gets its routing over the network, so the
+ *  window has no room for counts, begins and routes. */
+EpWindowLayout ep_window_layout(const EpGroupConfig *config, const EpNodeSizes *nodes);
 
 /** Why a kernel gave up. */
 enum EpCudaFault {
@@ -211,9 +213,10 @@ typedef struct EpCudaState {
 
 /** What every kernel gets from its group. */
 typedef struct EpCudaGroup {
-    int32_t rank, size;
-    uint32_t digest; /**< of the operation under way */
-    uint64_t facts;  /**< of ep_prepare: see EpArrival */
+    int32_t rank, size;     /**< on this node: several nodes' ranks are numbered on each */
+    const int32_t *members; /**< device [size]: each one's number in the group; NULL: the same */
+    uint32_t digest;        /**< of the operation under way */
+    uint64_t facts;         /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
     int32_t partitions; /**< of the rank's tokens in prepare, each the work of one block */
     int32_t blocks;     /**< of the kernels that move rows */

@@ -10,10 +10,12 @@
 #include "handles/host/weight.h"
 #include "runtime/host/host.h"
 
-static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpSettings *settings,
-                    int64_t *shared_bytes, int64_t *private_bytes) {
+static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
+                    const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
+    (void)nodes;
     ep_host_measure(config, num_ranks, settings, shared_bytes, private_bytes);
-    *private_bytes += ep_config_latency_sets(config) * ep_host_set_bytes(config, num_ranks);
+    *private_bytes +=
+        ep_config_latency_sets(config, EP_OFFERS_LATENCY) * ep_host_set_bytes(config, num_ranks);
 }
 
 static EpStatus open(EpGroup *group) {

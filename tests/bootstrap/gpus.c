@@ -41,7 +41,7 @@ static Machine make_machine(int32_t ranks, int32_t gpus) {
 
 static int decide(Machine *m) {
     m->reason[0] = 0;
-    ep_gpus_assign(m->reports, m->size, m->nodes, m->devices);
+    ep_gpus_assign(m->reports, m->size, m->devices);
     return ep_gpus_agree(m->reports, m->size, m->nodes, m->devices, NEEDS, m->reason,
                          sizeof(m->reason));
 }
@@ -214,8 +214,37 @@ SoloTest(bootstrap_gpus, several_nodes) {
         for (int d = 0; d < 2; d++)
             m.reports[r].gpu[d] = make_gpu(4 + d);
     }
-    SAID(m, "all ranks on one node", "rank 0 and rank 2");
-    CHECK(m.devices[2] == 0 && m.devices[3] == 1, "%d, %d", m.devices[2], m.devices[3]);
+    SERVED(m, 0, 1, 0, 1);
+}
+
+/* Ranks of pretended nodes see the same GPUs, and divide them. */
+SoloTest(bootstrap_gpus, pretended_nodes) {
+    Machine m = make_machine(4, 4);
+    m.nodes[1] = m.nodes[3] = 1;
+    SERVED(m, 0, 1, 2, 3);
+    m = make_machine(2, 1);
+    m.nodes[1] = 1;
+    m.reports[0].may_share = m.reports[1].may_share = 1;
+    SAID(m, "a GPU for each rank of a group on several nodes", "ranks 0 and 1", "NVIDIA H200");
+}
+
+SoloTest(bootstrap_gpus, nodes_of_other_kinds) {
+    Machine m = make_machine(2, 1);
+    m.nodes[1] = 1;
+    m.reports[1].gpu[0] = make_gpu(4);
+    m.reports[1].gpu[0].num_sms = 78;
+    SAID(m, "GPUs of one kind", "rank 1");
+}
+
+SoloTest(bootstrap_gpus, too_many_ranks_on_a_node) {
+    static EpGpuReport reports[73];
+    int32_t nodes[73] = {0}, devices[73];
+    char reason[192] = "";
+    for (int r = 0; r < 73; r++)
+        reports[r] = (EpGpuReport){.count = 1, .wanted = 0, .gpu = {make_gpu(r)}};
+    ep_gpus_assign(reports, 73, devices);
+    CHECK(!ep_gpus_agree(reports, 73, nodes, devices, NEEDS, reason, sizeof(reason)), "served");
+    CHECK(strstr(reason, "at most 72 ranks on a node"), "%s", reason);
 }
 
 /* ---- choice of a backend ---- */

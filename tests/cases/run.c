@@ -92,10 +92,17 @@ static void run_in_mode(Case c, EpMode mode, int phases) {
     world_free(world);
 }
 
+/* Between nodes of GPUs there is no latency mode. */
+static int has_latency(const Case *c) {
+    for (int r = 0; r < c->ranks && TESTS_ON_GPU; r++)
+        if (case_node(c, r)) return 0;
+    return TESTS_HAVE_LATENCY;
+}
+
 void run_case_on_threads(const Case *c) {
     int has_throughput = c->layout != EP_LAYOUT_RANK_MAJOR;
     if (c->mode != EP_MODE_LATENCY && has_throughput) run_in_mode(*c, EP_MODE_THROUGHPUT, 0);
-    if (c->mode == EP_MODE_THROUGHPUT || !TESTS_HAVE_LATENCY) return;
+    if (c->mode == EP_MODE_THROUGHPUT || !has_latency(c)) return;
     if (TESTS_ON_GPU) {
         /* GPU time is scarce: run whole calls and separate phases alternately. */
         static int turn;

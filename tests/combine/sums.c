@@ -168,7 +168,6 @@ static int64_t count_differences(Case c, int rank) {
 /* In each type, with weights and without, the sums depend on the nodes: of the oracle, and so of
  * the library. */
 static void run_nodes(EpLayout layout) {
-    HOST_ONLY("GPUs of a group share a node");
     Case c = on_nodes;
     c.layout = layout;
     for (int i = 0; i < 6; i++) {
@@ -248,7 +247,6 @@ static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
 }
 
 ThreadTest(combine_sums, nodes_by_hand, 4) {
-    HOST_ONLY("GPUs of a group share a node");
     if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
     bootstrap->barrier(bootstrap->context, 60);
     for (size_t i = 0; i < sizeof(by_hand) / sizeof(by_hand[0]); i++)

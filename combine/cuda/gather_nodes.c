@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Gather on several nodes: each node's sums go to its relays, over the network, and into the
+ * tokens' sums. handles/cuda/relay.h has the order of it all. */
+#include "combine/cuda/gather.h"
+#include "handles/cuda/relay.h"
+
+/** The operation, and what all of its launches share. */
+typedef struct Operation {
+    const EpGather *call;
+    const EpGatherArgs *args; /* of a whole plan */
+    EpRelayRun run;
+} Operation;
+
+/* Gather a chunk's part of the plan; `args` is this launch's copy. */
+static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGatherArgs *args) {
+    const EpGroup *group = o->run.group;
+    const EpGatherTensors *t = &args->t;
+    const EpPlanShape *shape = &args->shape;
+    int64_t first = (int64_t)chunk * shape->nodes.chunk;
+    const int64_t agreed[] = {o->call->top_k,    t->row_bytes, t->type,
+                              t->carries_values, kind,         chunk};
+    args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
+    args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
+    args->plan.use.most_tokens = ep_part_tokens(shape, kind);
+    if (kind == EP_PART_OWN)
+        args->plan.use.most_tokens =
+            (int32_t)ep_max(0, ep_min(shape->nodes.chunk, o->call->num_rows - first));
+    args->group.layout.max_tokens = ep_part_tokens(shape, kind);
+    if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
+        return ep_cuda_refuse_rows(group, t->row_bytes);
+    args->group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 6);
+    return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_gather, args,
+                           args->group.blocks);
+}
+
+/* Sum what this rank relays into records, and send them to their tokens' ranks. */
+static EpStatus send_chunk(Operation *o, int32_t chunk) {
+    EpGatherArgs args = *o->args;
+    char *records = o->run.relay->send[chunk % 2];
+    cudaStream_t stream = o->run.stream.stream;
+    args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
+    args.target = (EpTarget){args.record.bytes, args.record.bytes};
+    args.rounds = 1;
+    EP_TRY(ep_relay_await_send(&o->run, stream, chunk));
+    EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
+    return ep_relay_exchange(&o->run, stream, chunk, EP_FROM_RELAYS);
+}
+
+/* Sum this rank's tokens of the chunk: its own node's ranks, and the records of the other nodes. */
+static EpStatus finish_chunk(Operation *o, int32_t chunk) {
+    EpGatherArgs args = *o->args;
+    const EpRelayTables *tables = &o->run.relay->tables;
+    int64_t first = (int64_t)chunk * args.shape.nodes.chunk;
+    args.owners = tables->ranks + tables->nodes - 1;
+    args.nodes = (EpNodeSums){.records = o->run.relay->recv[chunk % 2],
+                              .stride = args.shape.nodes.chunk * args.record.bytes,
+                              .order = tables->order};
+    args.t.out_rows += first * args.target.row_stride;
+    if (args.t.carries_values)
+        args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
+    EP_TRY(ep_relay_await(&o->run, chunk));
+    EP_TRY(gather_part(o, EP_PART_OWN, chunk, &args));
+    return ep_relay_take(&o->run, chunk);
+}
+
+EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args) {
+    Operation o = {.call = call, .args = args};
+    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    for (int32_t c = 0; c < o.run.chunks; c++) {
+        EP_TRY(send_chunk(&o, c));
+        if (c > 0) EP_TRY(finish_chunk(&o, c - 1));
+    }
+    EP_TRY(finish_chunk(&o, o.run.chunks - 1));
+    return ep_relay_end(&o.run);
+}

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Packs tokens for other nodes: a warp for each token. Memory bounds it, and the network is slower
+ * by far, so rows pass through registers.
+ */
+#include "dispatch/cuda/pack.h"
+#include "dispatch/cuda/quantise.cuh"
+#include "dispatch/cuda/scatter_metadata.cuh"
+
+#define PACK_THREADS 256
+
+/* Returns the record of lane k's entry, for one entry of each node that needs the token; else
+ * NULL. */
+__device__ __forceinline__ char *find_record(const EpPackArgs &a, int token) {
+    int k = threadIdx.x % 32;
+    if (k >= a.top_k) return NULL;
+    const EpEntry e = a.plan.entries[(int64_t)token * a.top_k + k];
+    int message = e.owner - a.group.size;
+    if (message < 0 || message >= a.messages || !e.leader) return NULL;
+    if ((uint32_t)e.row >= (uint32_t)a.places) return NULL; /* a damaged plan */
+    return a.out + ((int64_t)message * a.places + e.row) * a.record.bytes;
+}
+
+/* Quantise a row into the records. By a warp. */
+template <typename T>
+__device__ __forceinline__ void pack_quantised(const EpPackArgs &a, const char *row, char *record) {
+    int lane = threadIdx.x % 32, units = (int)(a.t.source_row_bytes / (int)sizeof(EpUnit<T>));
+    unsigned records = __ballot_sync(~0u, record != NULL);
+    for (int base = 0; base < units; base += 32) {
+        int unit = base + lane, valid = unit < units;
+        EpUnit<T> x = {};
+        EpQuantScale scale;
+        for (int i = 0; i < EpUnit<T>::PARTS && valid; i++)
+            x.part[i] = __ldcg((const uint4 *)row + unit * EpUnit<T>::PARTS + i);
+        uint4 codes = ep_quantise_unit(a.t.quant, x, valid, &scale);
+        for (unsigned left = records; left; left &= left - 1) {
+            char *to = (char *)__shfl_sync(~0u, (unsigned long long)record, __ffs(left) - 1);
+            if (!valid) continue;
+            *((uint4 *)to + unit) = codes;
+            ep_store_scale_of(a.t.quant, to + a.record.scales, unit, scale);
+        }
+    }
+}
+
+__device__ __forceinline__ void pack_row(const EpPackArgs &a, const char *row, char *record) {
+    if (a.t.quant <= EP_QUANT_NONE)
+        spread_row<uint4>(record, row, a.t.row_bytes);
+    else if (a.t.source_type == EP_TYPE_BF16)
+        pack_quantised<__nv_bfloat16>(a, row, record);
+    else if (a.t.source_type == EP_TYPE_FP16)
+        pack_quantised<__half>(a, row, record);
+    else
+        pack_quantised<float>(a, row, record);
+}
+
+/* Copy a token's weights and given scales. By a warp. */
+__device__ __forceinline__ void pack_metadata(const EpPackArgs &a, int64_t token, char *record) {
+    const char *weights = (const char *)a.t.topk_weights + token * a.source.weight_stride;
+    if (a.t.carries_weights)
+        spread_row<uint32_t>(record ? record + a.record.weights : NULL, weights,
+                             a.top_k * (int64_t)sizeof(float));
+    if (a.t.scale_bytes && a.t.quant <= EP_QUANT_NONE)
+        spread_scales(record ? record + a.record.scales : NULL,
+                      a.t.scales + token * a.source.scale_stride, a.t.scale_bytes);
+}
+
+/* A plan that is not the expected one is not read; the kernels on the node report it. */
+__device__ __forceinline__ int is_usable(const EpPackArgs &a) {
+    if (*(volatile uint32_t *)&a.group.state->failed) return 0;
+    int64_t exact = *(volatile int64_t *)&a.plan.header->exact_rows;
+    return ep_find_fault(a.plan.use, ep_load_plan(a.plan), exact) == EP_PLAN_RIGHT;
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {
+    int warps = gridDim.x * (PACK_THREADS / 32);
+    if (!__syncthreads_and(threadIdx.x || is_usable(a))) return;
+    int tokens = ep_num_tokens(a.plan, a.group);
+    for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32; token < tokens;
+         token += warps) {
+        char *record = find_record(a, token);
+        if (!__any_sync(~0u, record != NULL)) continue;
+        pack_row(a, a.t.rows + token * a.source.row_stride, record);
+        pack_metadata(a, token, record);
+    }
+}
+
+extern "C" int ep_cuda_open_pack(int shared_bytes) {
+    return ep_open_kernel(pack_tokens, shared_bytes);
+}
+
+extern "C" int ep_cuda_launch_pack(const void *args, int blocks, void *stream) {
+    return ep_launch(pack_tokens, blocks, PACK_THREADS, 0, stream, *(const EpPackArgs *)args);
+}

@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Scatter on several nodes: chunks of tokens are packed, cross the network, and are scattered on
+ * each node. handles/cuda/relay.h has the order of it all. */
+#include "dispatch/cuda/pack.h"
+#include "dispatch/cuda/scatter.h"
+#include "handles/cuda/relay.h"
+
+/** The operation, and what all of its launches share. */
+typedef struct Operation {
+    const EpScatter *call;
+    const EpScatterArgs *args; /* of a whole plan */
+    int64_t unit;
+    EpRelayRun run;
+} Operation;
+
+/* Take a chunk's part of the plan. `args` is its launch's copy. */
+static void take_part(const Operation *o, EpPlanPart kind, int32_t chunk, EpScatterArgs *args) {
+    const EpPlanShape *shape = &args->shape;
+    int64_t first = (int64_t)chunk * shape->nodes.chunk;
+    args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
+    args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
+    args->plan.use.most_tokens = ep_part_tokens(shape, kind);
+    if (kind == EP_PART_OWN)
+        args->plan.use.most_tokens =
+            (int32_t)ep_max(0, ep_min(shape->nodes.chunk, o->call->num_rows - first));
+    args->group.layout.max_tokens = ep_part_tokens(shape, kind);
+}
+
+/* Point at this rank's tokens of the chunk. */
+static void take_tokens(int64_t first, EpScatterTensors *t, const EpSource *source) {
+    t->rows += first * source->row_stride;
+    if (t->carries_weights)
+        t->topk_weights =
+            (const float *)((const char *)t->topk_weights + first * source->weight_stride);
+    if (t->scale_bytes && t->quant <= EP_QUANT_NONE) t->scales += first * source->scale_stride;
+}
+
+/* Point at the records that the sources have sent: their rows are as they travel. */
+static void take_records(const char *records, EpScatterArgs *args) {
+    EpScatterTensors *t = &args->t;
+    const EpRecord *r = &args->record;
+    args->source = (EpSource){r->bytes, r->bytes, r->bytes};
+    args->send.shrink = 0, args->made_scales = NULL;
+    t->quant = EP_QUANT_NONE, t->source_type = t->type, t->source_row_bytes = t->row_bytes;
+    t->rows = records;
+    t->topk_weights = (const float *)(records + r->weights);
+    t->scales = records + r->scales;
+}
+
+static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
+    const EpGroup *group = o->run.group;
+    EpScatterArgs args = *o->args;
+    const EpScatterTensors *t = &args.t;
+    const int64_t agreed[] = {o->call->top_k,     t->row_bytes, t->type, t->scale_bytes,
+                              t->carries_weights, kind,         chunk};
+    take_part(o, kind, chunk, &args);
+    if (kind == EP_PART_OWN)
+        take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
+    else
+        take_records(o->run.relay->recv[chunk % 2], &args);
+    if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
+                              kind == EP_PART_OWN ? o->unit : 16))
+        return ep_cuda_refuse_rows(group, t->row_bytes);
+    args.group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 7);
+    return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_scatter, &args,
+                           args.group.blocks);
+}
+
+/* Pack a chunk and send it. */
+static EpStatus send_chunk(Operation *o, int32_t chunk) {
+    cudaStream_t stream = o->run.side->pack;
+    EpScatterArgs part = *o->args;
+    take_part(o, EP_PART_OWN, chunk, &part);
+    take_tokens((int64_t)chunk * part.shape.nodes.chunk, &part.t, &part.source);
+    EpPackArgs args = {.group = part.group,
+                       .plan = part.plan,
+                       .t = part.t,
+                       .source = part.source,
+                       .record = part.record,
+                       .top_k = part.top_k,
+                       .places = part.shape.nodes.chunk,
+                       .messages = part.shape.nodes.nodes - 1,
+                       .out = o->run.relay->send[chunk % 2]};
+    EP_TRY(ep_relay_await_send(&o->run, stream, chunk));
+    EP_TRY(ep_relay_launch(&o->run, stream, ep_cuda_launch_pack, &args, args.group.blocks));
+    return ep_relay_exchange(&o->run, stream, chunk, EP_TO_RELAYS);
+}
+
+static EpStatus spread_chunk(Operation *o, int32_t chunk) {
+    EP_TRY(ep_relay_await(&o->run, chunk));
+    EP_TRY(scatter_part(o, EP_PART_RELAYED, chunk));
+    return ep_relay_take(&o->run, chunk);
+}
+
+EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
+                               int64_t unit) {
+    Operation o = {.call = call, .args = args, .unit = unit};
+    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    for (int32_t c = 0; c < o.run.chunks; c++) {
+        EP_TRY(send_chunk(&o, c));
+        EP_TRY(scatter_part(&o, EP_PART_OWN, c));
+        if (c > 0) EP_TRY(spread_chunk(&o, c - 1));
+    }
+    EP_TRY(spread_chunk(&o, o.run.chunks - 1));
+    return ep_relay_end(&o.run);
+}

@@ -1,0 +1,322 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "handles/cuda/relay.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/cuda/setup.h"
+#include "handles/cuda/route_nodes.h"
+
+/* ---- sizes --------------------------------------------------------------------------------- */
+
+static int64_t message_bytes(const EpGroupConfig *config, const EpNodeSizes *nodes) {
+    EpRecord record = ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes);
+    return nodes->chunk * record.bytes;
+}
+
+/* Locate the parts of a group's memory for the network; memory NULL: none. Returns its bytes. */
+static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
+                       char *memory, EpCudaRelay *r) {
+    EpArena arena = {.base = (uintptr_t)memory, .unit = 128};
+    r->message_bytes = message_bytes(config, nodes);
+    r->routing_bytes = ep_routing_message_bytes(config);
+    for (int i = 0; i < 2; i++) {
+        r->send[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
+        r->recv[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
+    }
+    r->routing = ep_arena_array(&arena, num_ranks, (size_t)r->routing_bytes);
+    r->counts = ep_arena_array(&arena, ep_route_counts(config, num_ranks, nodes), sizeof(int32_t));
+    return arena.bytes;
+}
+
+#define TABLES_OF_RANKS 4 /* of a group's ranks, in EpRelayTables */
+
+/* The integers of EpRelayTables. */
+static int64_t table_integers(int32_t num_ranks, const EpNodeSizes *nodes) {
+    int64_t ranks = nodes->ranks;
+    return TABLES_OF_RANKS * (int64_t)num_ranks + ranks * (4 + nodes->lanes) + nodes->nodes;
+}
+
+int64_t ep_cuda_relay_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                            const EpNodeSizes *nodes) {
+    EpCudaRelay r;
+    if (nodes->nodes <= 1) return 0;
+    return lay_out(config, num_ranks, nodes, NULL, &r) + (int64_t)sizeof(r) +
+           table_integers(num_ranks, nodes) * (int64_t)sizeof(int32_t);
+}
+
+/* ---- tables -------------------------------------------------------------------------------- */
+
+/* Integers that are laid one after the other on the host, and copied to the device together. */
+typedef struct Integers {
+    int32_t *host, *device;
+    int64_t count;
+} Integers;
+
+static int32_t *take(Integers *at, int64_t count, const int32_t **device) {
+    int32_t *host = at->host + at->count;
+    *device = at->device + at->count;
+    at->count += count;
+    return host;
+}
+
+/* Returns the number of a node among the nodes other than this one; -1: it is this one. */
+static int32_t other_of(const EpNodes *n, int32_t node) {
+    return node == n->node ? -1 : node - (node > n->node);
+}
+
+static void describe_ranks(const EpNodes *n, Integers *at, EpRelayTables *t) {
+    int32_t *other = take(at, n->group, &t->other_of), *number = take(at, n->group, &t->number_of);
+    int32_t *agent = take(at, n->group, &t->agent_of), *lane = take(at, n->group, &t->lane_of);
+    int32_t *lanes = take(at, t->ranks, &t->lanes_of);
+    int32_t *source = take(at, (int64_t)t->ranks * t->lanes, &t->source_of);
+    for (int32_t r = 0; r < n->group; r++) {
+        int here = n->of[r] == n->node;
+        other[r] = other_of(n, n->of[r]);
+        number[r] = here ? n->number[r] : -1;
+        agent[r] = n->number[here ? r : ep_nodes_relay(n, r, n->node)];
+        lane[r] = here ? -1 : lanes[agent[r]]++;
+        if (!here) source[agent[r] * t->lanes + lane[r]] = r;
+    }
+}
+
+/* A rank's place in the order of summation is its own number in the group, another node's that of
+ * its lowest rank. */
+static void describe_node(const EpGroup *group, Integers *at, EpRelayTables *t) {
+    const EpNodes *n = &group->nodes;
+    int32_t *member = take(at, t->ranks, &t->members);
+    int32_t *first = take(at, t->ranks + 1, &t->first_expert);
+    int32_t *order = take(at, t->ranks + t->nodes - 1, &t->order);
+    for (int32_t i = 0; i < t->ranks; i++) {
+        member[i] = order[i] = ep_nodes_member(n, n->node, i);
+        first[i + 1] = first[i] + ep_placement_count(&group->placement, member[i]);
+    }
+    t->experts = first[t->ranks];
+    for (int32_t node = 0; node < t->nodes; node++)
+        if (node != n->node) order[t->ranks + other_of(n, node)] = ep_nodes_member(n, node, 0);
+}
+
+static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
+    const EpNodes *n = &group->nodes;
+    EpRelayTables *t = &relay->tables;
+    size_t bytes = (size_t)table_integers(group->size, &n->sizes) * sizeof(int32_t);
+    *t =
+        (EpRelayTables){.group = group->size,
+                        .nodes = n->sizes.nodes,
+                        .ranks = n->sizes.ranks,
+                        .node = n->node,
+                        .rank = n->rank,
+                        .self = group->rank,
+                        .lanes = n->sizes.lanes,
+                        .chunk = n->sizes.chunk,
+                        .chunks = (group->config.max_tokens + n->sizes.chunk - 1) / n->sizes.chunk};
+    Integers at = {.host = calloc(1, bytes)};
+    relay->peers = calloc((size_t)(t->nodes + t->group), sizeof(*relay->peers));
+    EpStatus status = EP_ERR_NO_MEMORY;
+    if (!at.host || !relay->peers)
+        status = ep_fail(status, "rank %d: ep_group_create: out of memory", group->rank);
+    else
+        status = ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&at.device, bytes));
+    relay->integers = at.device;
+    if (status == EP_OK) {
+        describe_ranks(n, &at, t);
+        describe_node(group, &at, t);
+        status = ep_cuda_put(group, at.device, at.host, bytes);
+    }
+    free(at.host);
+    return status;
+}
+
+static void list_peers(const EpGroup *group, EpCudaRelay *relay) {
+    const EpNodes *n = &group->nodes;
+    for (int32_t node = 0; node < n->sizes.nodes; node++)
+        if (node != n->node) relay->peers[other_of(n, node)] = ep_nodes_relay(n, group->rank, node);
+    relay->num_sources = ep_nodes_sources(n, group->rank, relay->peers + n->sizes.nodes - 1);
+}
+
+/* ---- opening ------------------------------------------------------------------------------- */
+
+/* NCCL's kernels go first where multiprocessors are short: the node's kernels wait for them. */
+static EpStatus open_side(const EpGroup *group, EpCudaSide *side) {
+    int least = 0, greatest = 0;
+    EP_TRY(ep_cuda_check(group, "cudaDeviceGetStreamPriorityRange",
+                         cudaDeviceGetStreamPriorityRange(&least, &greatest)));
+    cudaStream_t *streams[] = {&side->pack, &side->wire};
+    cudaEvent_t *events[] = {&side->begun,    &side->ready[0], &side->ready[1], &side->moved[0],
+                             &side->moved[1], &side->taken[0], &side->taken[1]};
+    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
+        EP_TRY(ep_cuda_check(
+            group, "cudaStreamCreateWithPriority",
+            cudaStreamCreateWithPriority(streams[i], cudaStreamNonBlocking, greatest)));
+    for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
+        EP_TRY(ep_cuda_check(group, "cudaEventCreate",
+                             cudaEventCreateWithFlags(events[i], cudaEventDisableTiming)));
+    return EP_OK;
+}
+
+EpStatus ep_cuda_relay_open(EpGroup *group) {
+    const EpNodeSizes *nodes = &group->nodes.sizes;
+    if (nodes->nodes <= 1) return EP_OK;
+    EpCudaRelay *relay = calloc(1, sizeof(*relay));
+    ep_cuda(group)->relay = relay;
+    if (!relay)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    EP_TRY(open_tables(group, relay));
+    list_peers(group, relay);
+    ep_cuda(group)->device.members = relay->tables.members;
+    int64_t bytes = lay_out(&group->config, group->size, nodes, NULL, relay);
+    if (cudaMalloc((void **)&relay->memory, (size_t)bytes) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ep_fail(EP_ERR_NO_MEMORY,
+                       "rank %d: ep_group_create: expected %lld bytes of device memory for the "
+                       "network, got none",
+                       group->rank, (long long)bytes);
+    }
+    lay_out(&group->config, group->size, nodes, relay->memory, relay);
+    for (int i = 0; i < 2; i++)
+        EP_TRY(open_side(group, &relay->side[i]));
+    EP_INFO(
+        "%d nodes: this rank is number %d of %d on node %d, relays for %d ranks, %d tokens cross "
+        "the network at a time, %lld bytes for it",
+        nodes->nodes, group->nodes.rank, nodes->ranks, group->nodes.node, relay->num_sources,
+        nodes->chunk, (long long)bytes);
+    return EP_OK;
+}
+
+static void close_side(EpCudaSide *side) {
+    cudaStream_t streams[] = {side->pack, side->wire};
+    cudaEvent_t events[] = {side->begun,    side->ready[0], side->ready[1], side->moved[0],
+                            side->moved[1], side->taken[0], side->taken[1]};
+    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
+        if (streams[i]) (void)cudaStreamDestroy(streams[i]);
+    for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
+        if (events[i]) (void)cudaEventDestroy(events[i]);
+}
+
+void ep_cuda_relay_close(EpGroup *group) {
+    EpCudaRelay *relay = ep_cuda(group)->relay;
+    if (!relay) return;
+    close_side(&relay->side[0]);
+    close_side(&relay->side[1]);
+    (void)cudaFree(relay->memory);
+    (void)cudaFree(relay->integers);
+    free(relay->peers);
+    free(relay);
+    ep_cuda(group)->relay = NULL;
+}
+
+/* ---- an operation -------------------------------------------------------------------------- */
+
+static EpStatus record(const EpRelayRun *run, cudaEvent_t event, cudaStream_t stream) {
+    return ep_cuda_check(run->group, "cudaEventRecord", cudaEventRecord(event, stream));
+}
+
+static EpStatus await(const EpRelayRun *run, cudaStream_t stream, cudaEvent_t event) {
+    return ep_cuda_check(run->group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
+}
+
+EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
+                        EpRelayRun *run) {
+    EpCuda *cuda = ep_cuda(handle->group);
+    *run = (EpRelayRun){.handle = handle,
+                        .group = handle->group,
+                        .relay = cuda->relay,
+                        .chunks = cuda->relay->tables.chunks,
+                        .record_bytes = record_bytes};
+    EP_TRY(ep_cuda_stream(run->group, stream, &run->stream));
+    EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
+    run->side = &run->relay->side[run->stream.captures];
+    return record(run, run->side->begun, run->stream.stream);
+}
+
+/* The caller's stream has waited for the last exchange, which all packing precedes. */
+EpStatus ep_relay_end(EpRelayRun *run) {
+    return ep_cuda_order_leave(run->group, &ep_cuda(run->group)->order, &run->stream, cudaSuccess);
+}
+
+EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
+                         int (*launch)(const void *args, int blocks, void *stream),
+                         const void *args, int blocks) {
+    return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, stream));
+}
+
+EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk) {
+    return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
+}
+
+/* A failure of NCCL leaves the ranks out of step, so it ends the group. */
+static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
+    EpStatus status = ep_cuda_comm_settle(run->group, ep_cuda(run->group)->network, what, result);
+    if (status == EP_OK) return EP_OK;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = run->group->rank, finding.count = 1;
+    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
+    return ep_group_fail(run->group, &finding);
+}
+
+EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    EpCudaRelay *r = run->relay;
+    EP_TRY(record(run, run->side->ready[0], stream));
+    EP_TRY(await(run, run->side->wire, run->side->ready[0]));
+    EP_TRY(settle(run, "ncclAllGather",
+                  cuda->nccl->ncclAllGather(r->routing + r->tables.self * r->routing_bytes,
+                                            r->routing, (size_t)r->routing_bytes, ncclUint8,
+                                            cuda->network, run->side->wire)));
+    EP_TRY(record(run, run->side->moved[0], run->side->wire));
+    return await(run, stream, run->side->moved[0]);
+}
+
+/** One message, or as many as there are peers of a kind. */
+typedef struct Messages {
+    char *buffer;
+    const int32_t *peers;
+    int32_t count;
+} Messages;
+
+static Messages relays_of(const EpRelayRun *run, char *buffer) {
+    return (Messages){buffer, run->relay->peers, run->relay->tables.nodes - 1};
+}
+
+static Messages sources_of(const EpRelayRun *run, char *buffer) {
+    int32_t others = run->relay->tables.nodes - 1;
+    return (Messages){buffer, run->relay->peers + others, run->relay->num_sources};
+}
+
+/* What a call within a group has found wrong, ncclGroupEnd returns, too. */
+static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive, size_t bytes) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    cudaStream_t wire = run->side->wire;
+    (void)cuda->nccl->ncclGroupStart();
+    for (int32_t i = 0; i < send.count; i++)
+        (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i), bytes, ncclUint8,
+                                   send.peers[i], cuda->network, wire);
+    for (int32_t i = 0; i < receive.count; i++)
+        (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i), bytes, ncclUint8,
+                                   receive.peers[i], cuda->network, wire);
+    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+}
+
+EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {
+    EpCudaSide *side = run->side;
+    const EpRelayTables *t = &run->relay->tables;
+    int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
+    size_t bytes = (size_t)(ep_min(left, t->chunk) * run->record_bytes);
+    char *out = run->relay->send[chunk % 2], *in = run->relay->recv[chunk % 2];
+    EP_TRY(record(run, side->ready[chunk % 2], stream));
+    EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
+    if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
+    if (way == EP_TO_RELAYS)
+        EP_TRY(send_and_receive(run, relays_of(run, out), sources_of(run, in), bytes));
+    else
+        EP_TRY(send_and_receive(run, sources_of(run, out), relays_of(run, in), bytes));
+    return record(run, side->moved[chunk % 2], side->wire);
+}
+
+EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk) {
+    return await(run, run->stream.stream, run->side->moved[chunk % 2]);
+}
+
+EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk) {
+    return record(run, run->side->taken[chunk % 2], run->stream.stream);
+}

@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_RELAY_H
+#define EP_HANDLES_CUDA_RELAY_H
+
+/**
+ * Several nodes on GPUs: NCCL moves rows between nodes, libep's kernels move them within each.
+ *
+ *     scatter   tokens ── pack ──► send ══ network ══► recv ── scatter ──► slots of the node
+ *                  └───────────────── scatter ──────────────────────────► slots of the own node
+ *
+ *     gather    slots ── gather ──► send ══ network ══► recv ─┐
+ *               slots ─────────────────────────────────────── gather ──► the token's sum
+ *
+ * The work goes chunk by chunk (EpNodeSizes.chunk tokens of each rank) on three streams that events
+ * join: the caller's, on which the node's kernels run, one for packing, and one for NCCL. Each
+ * stage has two buffers, so chunk c + 1 is packed and crosses the network while the node's kernels
+ * move chunk c.
+ *
+ * A message has chunk places for records, filled from the first one on by the tokens that the other
+ * node needs. Its size is the same at each call, which the routing does not change: so both ends
+ * know it without asking, no call waits on the host, and all of it can be captured.
+ *
+ * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
+ * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
+ * then the exchange, then what reads it. A kernel of chunk c is launched once the exchange of c, on
+ * its own rank, is complete or not needed; then it waits for the same kernel of the ranks of its
+ * node alone, and these are launched as soon as their exchange of c is complete. The exchange of c
+ * needs multiprocessors on all ranks. Whoever holds them there is a kernel of an earlier stage,
+ * which by induction ends, or of a later one, which would wait for this exchange before it starts.
+ */
+
+#include "handles/cuda/handle.h"
+#include "handles/cuda/relay_tables.h"
+
+/** The streams and events of an operation. Captured and plain calls have their own: a stream that
+ *  is under capture takes no other work. */
+typedef struct EpCudaSide {
+    cudaStream_t pack, wire;
+    cudaEvent_t begun;    /**< the operation's place on the caller's stream */
+    cudaEvent_t ready[2]; /**< a send buffer is filled; by parity of the chunk */
+    cudaEvent_t moved[2]; /**< it has crossed the network: the send buffer is free again */
+    cudaEvent_t taken[2]; /**< the receive buffer is free again */
+} EpCudaSide;
+
+/** What a group on several nodes has for the network. */
+typedef struct EpCudaRelay {
+    EpCudaSide side[2]; /**< of plain calls, of captured ones */
+    EpRelayTables tables;
+    int32_t *integers; /**< device: of the tables */
+    int32_t num_sources;
+    int32_t *peers; /**< this rank's relays, by other node [nodes - 1]; then its sources, by lane */
+    char *memory;   /**< device: all that follows */
+    char *send[2], *recv[2];
+    int64_t message_bytes; /**< of a message in these buffers */
+    char *routing;         /**< [R] messages of ep_prepare, this rank's in its place */
+    int64_t routing_bytes; /**< of one */
+    int32_t *counts;       /**< of ep_prepare: see EpRouteArgs */
+} EpCudaRelay;
+
+/** Returns the device memory that a group takes for the network; 0 on one node. */
+int64_t ep_cuda_relay_bytes(const EpGroupConfig *config, int32_t num_ranks,
+                            const EpNodeSizes *nodes);
+
+/** Open and close it. Local. */
+EpStatus ep_cuda_relay_open(EpGroup *group);
+void ep_cuda_relay_close(EpGroup *group);
+
+/* ---- an operation -------------------------------------------------------------------------- */
+
+/** An operation under way: its kernels on the node, and the exchanges between them. */
+typedef struct EpRelayRun {
+    const EpHandle *handle;
+    EpGroup *group;
+    EpCudaRelay *relay;
+    EpCudaSide *side;
+    EpCudaStream stream; /**< the caller's */
+    int32_t chunks;
+    int64_t record_bytes;
+} EpRelayRun;
+
+/** Which way records go: to the relays, or back. */
+typedef enum EpRelayWay { EP_TO_RELAYS, EP_FROM_RELAYS } EpRelayWay;
+
+/** Begin an operation on the caller's stream, after the group's earlier ones. */
+EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
+                        EpRelayRun *run);
+
+/** End it: the caller's stream follows all of it, and later operations follow the caller's. */
+EpStatus ep_relay_end(EpRelayRun *run);
+
+/** Launch a kernel on one of the run's streams. Returns EP_OK, or what CUDA refused. */
+EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
+                         int (*launch)(const void *args, int blocks, void *stream),
+                         const void *args, int blocks);
+
+/** Give all ranks the messages of ep_prepare, each of which lies in its place in `routing`. */
+EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream);
+
+/** Make a stream wait until the operation has begun and the send buffer of a chunk is free. */
+EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk);
+
+/** Exchange the records of a chunk, once what was put on `stream` so far is done. */
+EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way);
+
+/** Make the caller's stream wait until a chunk's records are here; then, until it may be written
+ *  again, the receive buffer is the caller's: ep_relay_take ends that. */
+EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);
+EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk);
+
+/** Returns the place of a message in a buffer: of number `i` among the relays or the sources. */
+static inline char *ep_relay_message(const EpRelayRun *run, char *buffer, int32_t i) {
+    return buffer + i * run->relay->tables.chunk * run->record_bytes;
+}
+
+#endif
