@@ -379,6 +379,15 @@ static EpStatus pack(const Reduction *r) {
                          ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream));
 }
 
+/* Nodes in the order of their lowest ranks, and the ranks of each in ascending order. */
+static void order_parts(const EpNodes *nodes, EpSumArgs *args) {
+    for (int32_t i = 0; i < args->parts; i++) {
+        int32_t rank = nodes->members[i];
+        int first = i == nodes->begin[nodes->of[rank]];
+        args->order[i] = (uint16_t)(rank | (first ? EP_SUM_BEGINS : 0));
+    }
+}
+
 /* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
 static EpStatus add(const Reduction *r) {
     const EpWeight *weight = r->call->weight;
@@ -390,16 +399,19 @@ static EpStatus add(const Reduction *r) {
                       .type = weight->config.grad_type,
                       .out_type = divided ? EP_TYPE_FP32 : weight->config.reduced_type,
                       .accumulate = !divided && r->call->accumulate,
-                      .own = r->packed ? -1 : rank,
+                      .own_rank = rank,
+                      .own_whole = !r->packed,
                       .shards = weight->shards,
                       .own_shard = part.shard,
                       .own_begin = part.piece * ep_weight_piece_stride(weight),
+                      .part = r->call->workspace,
+                      .stride = r->parts.piece,
+                      .own = r->call->grad,
                       .out = r->call->out};
+    if (r->packed) args.own = element_at(r, part.shard, args.own_begin);
     if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
     args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
-    for (int32_t peer = 0; peer < args.parts; peer++)
-        args.part[peer] = (char *)r->call->workspace + peer * r->parts.piece;
-    args.part[rank] = r->packed ? element_at(r, part.shard, args.own_begin) : r->call->grad;
+    order_parts(&r->w->group->nodes, &args);
     return ep_cuda_check(r->w->group, "adding gradients",
                          ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream));
 }
@@ -420,9 +432,9 @@ static EpStatus share_sums(const Reduction *r) {
                       .type = EP_TYPE_FP32,
                       .out_type = weight->config.reduced_type,
                       .accumulate = r->call->accumulate,
-                      .own = -1,
+                      .own_rank = -1,
                       .shards = weight->shards,
-                      .part = {sums},
+                      .part = sums,
                       .out = r->call->out};
     args.vectors = args.elements % 4 == 0;
     return ep_cuda_check(w.group, "rounding gradients",

@@ -55,14 +55,15 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, int blocks, void *
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-/* Returns where a part's element number `at` lies. */
+/* Returns where element number `at` of the part number `part` lies. */
 template <typename T>
 __device__ __forceinline__ const T *element_of(const EpSumArgs &a, int part, int64_t at,
                                                int64_t run) {
-    const T *from = (const T *)a.part[part];
-    if (part != a.own) return from + at;
+    int rank = a.order[part] & ~EP_SUM_BEGINS;
+    if (rank != a.own_rank) return (const T *)(a.part + rank * a.stride) + at;
+    if (!a.own_whole) return (const T *)a.own + at;
     at += a.own_begin;
-    return from + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+    return (const T *)a.own + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
 }
 
 __device__ __forceinline__ void store_sum(float *out, float sum, int accumulate) {
@@ -77,20 +78,28 @@ __device__ __forceinline__ void store_sum(__half *out, float sum, int accumulate
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t run) {
-    float sum = 0;
-    for (int p = 0; p < a.parts; p++)
+    float total = 0, sum = 0;
+    for (int p = 0; p < a.parts; p++) {
+        if (a.order[p] & EP_SUM_BEGINS) total += sum, sum = 0;
         sum += ep_float(*element_of<T>(a, p, at, run));
-    store_sum((Out *)a.out + at, sum, a.accumulate);
+    }
+    store_sum((Out *)a.out + at, total + sum, a.accumulate);
 }
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t run) {
-    EpVector<T> sum = {};
-    for (int p = 0; p < a.parts; p++)
+    EpVector<T> total = {}, sum = {};
+    for (int p = 0; p < a.parts; p++) {
+        if (a.order[p] & EP_SUM_BEGINS) {
+            ep_add(&total, sum);
+            sum = {};
+        }
         ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, p, at, run)));
+    }
+    ep_add(&total, sum);
 #pragma unroll
     for (int e = 0; e < EpVector<T>::SIZE; e++)
-        store_sum((Out *)a.out + at + e, sum.at[e], a.accumulate);
+        store_sum((Out *)a.out + at + e, total.at[e], a.accumulate);
 }
 
 template <typename T, typename Out>

@@ -17,19 +17,26 @@ typedef struct EpArrangeArgs {
     int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 
-/** Add what all ranks have sent of a piece of a shard, in the order of `part`. */
+/** Add what all ranks have sent of a piece of a shard, in `order`: each node's parts first, then
+ * the nodes' sums. */
 typedef struct EpSumArgs {
     int64_t elements; /**< of the piece */
     int32_t parts;
     EpType type, out_type; /**< out_type: any of FP32; else `type` or FP32 */
     int32_t accumulate;
-    int32_t vectors; /**< whether all parts and `out` allow accesses of 16 bytes */
-    int32_t own;     /**< the part that lies in the whole gradient, or -1 */
+    int32_t vectors;   /**< whether all parts and `out` allow accesses of 16 bytes */
+    int32_t own_rank;  /**< whose part is `own`; -1: none */
+    int32_t own_whole; /**< 1: `own` is the whole gradient, 0: it is this part alone */
     EpShards shards;
     int64_t own_shard, own_begin; /**< its shard, and the piece's first element there */
-    const void *part[EP_CUDA_MAX_RANKS];
+    const char *part;             /**< of rank 0 */
+    int64_t stride;               /**< bytes from rank to rank */
+    const char *own;
     void *out;
+    uint16_t order[EP_MAX_RANKS]; /**< [parts] rank, with EP_SUM_BEGINS where it is the first of a
+                                       node */
 } EpSumArgs;
+#define EP_SUM_BEGINS 0x8000
 
 /** Find the amax of each block of the whole in what all shards have found, and its scale. */
 typedef struct EpMergeArgs {
