@@ -27,6 +27,7 @@ struct CUstream_st {
 
 struct CUevent_st {
     uint64_t recorded, passed; /* number of times enqueued and completed */
+    struct timespec at;        /* when it was completed last */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -244,6 +245,7 @@ static void pass_mark(void *arguments) {
     const Mark *m = arguments;
     pthread_mutex_lock(&mutex);
     if (m->event->passed < m->number) m->event->passed = m->number;
+    clock_gettime(CLOCK_MONOTONIC, &m->event->at);
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
@@ -278,6 +280,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     enqueue(s, pass_mark, &mark, sizeof(mark));
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
+    pthread_mutex_lock(&mutex);
+    int done = begin->passed == begin->recorded && end->passed == end->recorded && end->passed;
+    *ms = (float)(1e3 * (double)(end->at.tv_sec - begin->at.tv_sec) +
+                  1e-6 * (double)(end->at.tv_nsec - begin->at.tv_nsec));
+    pthread_mutex_unlock(&mutex);
+    return done ? cudaSuccess : emulated_error(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {

@@ -285,6 +285,7 @@ ThreadTest(handles_weights, on_eight_ranks, 8) {
 /* The same on fewer ranks, for machines with as many GPUs. */
 static const Given four[] = {
     {"data=2,fsdp=2,expert=1", "expert,fsdp,_", EXPERTS, {2, 512, 200}, BF16, BF16, FP32},
+    {"data=4", "_,_,_", EP_TENSOR_WEIGHT, {1, 130, 33}, BF16, BF16, BF16},
     {"fsdp=2,expert=2", "expert,_,fsdp", EXPERTS, {2, 130, 320}, BF16, BF16, BF16},
     {"fsdp=4,expert=1", "(expert,fsdp),_,_", EXPERTS, {16, 33, 144}, FP32, FP32, FP32},
     {"fsdp=2,more:fsdp=2", "_,fsdp,more", EXPERTS, {2, 260, 272}, EP_TYPE_FP16, BF16, FP32},
@@ -321,6 +322,12 @@ ThreadTest(handles_weights, beyond_the_stage, 4) {
 static void pretend_nodes(const EpBootstrap *bootstrap, const char *nodes) {
     if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
     CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
+}
+
+ThreadTest(handles_weights, on_two_nodes, 4) {
+    pretend_nodes(bootstrap, "2");
+    for (size_t i = 0; i < sizeof(four) / sizeof(four[0]); i++)
+        check_given(bootstrap, &four[i], 2);
 }
 
 /* Sums of nodes; groups along fsdp lie on one node, those along data on two or four. */

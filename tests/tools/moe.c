@@ -170,6 +170,26 @@ SoloTest(tools_moe, json_has_the_documented_keys) {
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
 }
 
+static long long number_of(const char *text, const char *key) {
+    const char *at = strstr(text, key);
+    return at ? strtoll(at + strlen(key), NULL, 10) : -1;
+}
+
+/* What the EP group and its plan take was promised. */
+SoloTest(tools_moe, memory_is_as_promised) {
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_moe_XXXXXX";
+    close(mkstemp(path));
+    snprintf(line, sizeof(line), SMALL "--threads 4 --mesh data=2,expert=2 -J %s", path);
+    check_tool("ep_moe", line, 0, "\n# memory: EP group and plan, promised ", NULL);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    long long taken = number_of(text, "\"library_bytes\": ");
+    CHECK(taken > 0 && taken == number_of(text, "\"promised_bytes\": "), "%s", text);
+    /* The router is the same on four ranks, which divide its gradient's sum: 16 x 64 in fp32. */
+    CHECK(number_of(text, "\"workspace_bytes\": ") >= 16 * 64, "%s", text);
+}
+
 /* Without a check nothing is claimed. */
 SoloTest(tools_moe, unchecked_runs_say_so) {
     check_tool("ep_moe", SMALL "--threads 2 -c 0", 0, "\n#wrong - (not checked)\n", NULL);

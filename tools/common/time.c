@@ -25,15 +25,16 @@ static Quantiles quantiles(double *samples, int64_t count) {
 }
 
 /* samples[call][iteration] are of this rank. */
-static bool sample_host(World *world, int64_t warmup, int64_t iterations, TimedCall call,
-                        void *context, int count, double *samples) {
+static bool sample(World *world, int64_t warmup, int64_t iterations, TimedCall call,
+                   double (*clock)(void *context), void *context, int count, double *samples) {
     bool ok = true;
     for (int64_t i = -warmup; i < iterations; i++) {
         for (int which = 0; which < count; which++) {
             world_barrier(world);
             double start = time_now_us();
             ok = ok && call(context, which);
-            if (i >= 0) samples[which * iterations + i] = time_now_us() - start;
+            double took = clock ? clock(context) : time_now_us() - start;
+            if (i >= 0) samples[which * iterations + i] = took;
         }
     }
     return ok;
@@ -56,12 +57,17 @@ void time_divide(Quantiles *times, int count, int64_t by) {
 
 bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
                 int count, Quantiles *out) {
+    return time_calls_by(world, warmup, iterations, call, NULL, context, count, out);
+}
+
+bool time_calls_by(World *world, int64_t warmup, int64_t iterations, TimedCall call,
+                   double (*clock)(void *context), void *context, int count, Quantiles *out) {
     double *samples = bench_alloc((size_t)(count * iterations), sizeof(double), "samples");
     if (!world_all(world, samples != NULL)) {
         free(samples);
         return false;
     }
-    bool ok = sample_host(world, warmup, iterations, call, context, count, samples);
+    bool ok = sample(world, warmup, iterations, call, clock, context, count, samples);
     ok = time_evaluate(world, ok, samples, iterations, count, out);
     free(samples);
     return ok;

@@ -28,6 +28,11 @@ typedef bool (*TimedCall)(void *context, int which);
 bool time_calls(World *world, int64_t warmup, int64_t iterations, TimedCall call, void *context,
                 int count, Quantiles *out);
 
+/** As time_calls, but the time of a call is what `clock`, if it is not NULL, says after it, in
+ *  microseconds. */
+bool time_calls_by(World *world, int64_t warmup, int64_t iterations, TimedCall call,
+                   double (*clock)(void *context), void *context, int count, Quantiles *out);
+
 /**
  * Collective. Quantiles of the slowest rank's times. samples[call][iteration] are this rank's and
  * are overwritten; `ok` says whether they are valid.

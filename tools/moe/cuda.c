@@ -27,6 +27,7 @@ enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
 typedef struct CudaState {
     Cublas *cublas;
     Scratch scratch[NUM_SCRATCH];
+    cudaEvent_t begin, end;
 } CudaState;
 
 static cudaStream_t stream_of(const MoeDevice *d) {
@@ -75,11 +76,28 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
                    "cudaMemcpyAsync");
 }
 
+static bool cuda_start(MoeDevice *d) {
+    CudaState *s = d->state;
+    d->took_us = 0;
+    return cuda_ok(cudaEventRecord(s->begin, stream_of(d)), "cudaEventRecord");
+}
+
+static bool cuda_stop(MoeDevice *d) {
+    CudaState *s = d->state;
+    float ms = 0;
+    bool ok = cuda_ok(cudaEventRecord(s->end, stream_of(d)), "cudaEventRecord") && cuda_finish(d) &&
+              cuda_ok(cudaEventElapsedTime(&ms, s->begin, s->end), "cudaEventElapsedTime");
+    d->took_us = 1e3 * (double)ms;
+    return ok;
+}
+
 static void cuda_destroy(MoeDevice *d) {
     CudaState *s = d->state;
     for (int i = 0; s && i < NUM_SCRATCH; i++)
         cudaFree(s->scratch[i].data);
     if (s) cublas_close(s->cublas);
+    if (s && s->begin) cudaEventDestroy(s->begin);
+    if (s && s->end) cudaEventDestroy(s->end);
     if (d->stream) cudaStreamDestroy(stream_of(d));
     free(s);
     d->state = NULL;
@@ -273,6 +291,9 @@ static bool open_state(MoeDevice *d) {
                        "cudaStreamCreateWithFlags"))
         return false;
     d->stream = stream;
+    if (!cuda_ok(cudaEventCreate(&s->begin), "cudaEventCreate") ||
+        !cuda_ok(cudaEventCreate(&s->end), "cudaEventCreate"))
+        return false;
     return cublas_open(stream, &s->cublas);
 }
 
@@ -293,6 +314,8 @@ bool moe_cuda_create(MoeDevice *out) {
                        .download = cuda_download,
                        .copy = cuda_copy,
                        .finish = cuda_finish,
+                       .start = cuda_start,
+                       .stop = cuda_stop,
                        .destroy = cuda_destroy,
                        .multiply = cuda_multiply,
                        .correlate = cuda_correlate,

@@ -28,6 +28,7 @@ struct MoeDevice {
     int square;        /**< a size of matrices at which a GEMM runs at full rate */
     EpStream stream;   /**< of all that runs; NULL on the host */
     void *state;
+    double took_us; /**< between the last start and stop */
 
     /** Memory of the device, zeroed; NULL with a message on failure. */
     void *(*alloc)(MoeDevice *d, size_t bytes, const char *what);
@@ -39,6 +40,10 @@ struct MoeDevice {
     bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
     /** Wait for all that was queued. */
     bool (*finish)(MoeDevice *d);
+    /** Time what is queued in between, by the device's own clock: on GPUs by events. stop waits for
+     *  it, as finish does, and sets took_us. */
+    bool (*start)(MoeDevice *d);
+    bool (*stop)(MoeDevice *d);
     void (*destroy)(MoeDevice *d);
 
     /**

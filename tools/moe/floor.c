@@ -17,10 +17,15 @@ typedef struct FloorWork {
     int32_t rows[2]; /* the one slab of the GEMM: 0, and its rows */
 } FloorWork;
 
+static double took(void *context) {
+    return ((FloorWork *)context)->layer->device.took_us;
+}
+
 static bool copy(void *context, int which) {
     FloorWork *work = context;
     MoeDevice *d = &work->layer->device;
-    return d->copy(d, work->to, work->from, (size_t)work->copied[which]) && d->finish(d);
+    return d->start(d) && d->copy(d, work->to, work->from, (size_t)work->copied[which]) &&
+           d->stop(d);
 }
 
 static bool multiply(void *context, int which) {
@@ -28,7 +33,7 @@ static bool multiply(void *context, int which) {
     MoeDevice *d = &work->layer->device;
     const Groups all = {1, &work->rows[0], &work->rows[1]};
     (void)which;
-    return d->multiply(d, &all, &work->a, &work->b, false, &work->c) && d->finish(d);
+    return d->start(d) && d->multiply(d, &all, &work->a, &work->b, false, &work->c) && d->stop(d);
 }
 
 /* On CPUs products are in fp32; GPUs multiply in the layer's type. */
@@ -76,9 +81,10 @@ bool moe_measure_floor(Layer *layer, MoeResult *out) {
     FloorWork work = {.from = NULL};
     Quantiles copies[NUM_MOE_PHASES], square;
     const int64_t iterations = layer->options->iterations;
-    bool ok = world_all(layer->world, make_work(layer, &work)) &&
-              time_calls(layer->world, 1, iterations, copy, &work, NUM_MOE_PHASES, copies) &&
-              time_calls(layer->world, 1, iterations, multiply, &work, 1, &square);
+    bool ok =
+        world_all(layer->world, make_work(layer, &work)) &&
+        time_calls_by(layer->world, 1, iterations, copy, took, &work, NUM_MOE_PHASES, copies) &&
+        time_calls_by(layer->world, 1, iterations, multiply, took, &work, 1, &square);
     free_work(&work);
     if (!ok) return false;
     const double flops_per_us = 2 * pow(layer->device.square, 3) / square.median_us;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "tools/common/data.h"
+#include "tools/common/time.h"
 #include "tools/common/util.h"
 #include "tools/moe/blas.h"
 #include "tools/moe/host_rows.h"
@@ -104,6 +105,16 @@ static bool host_finish(MoeDevice *d) {
     return true;
 }
 
+static bool host_start(MoeDevice *d) {
+    d->took_us = -time_now_us();
+    return true;
+}
+
+static bool host_stop(MoeDevice *d) {
+    d->took_us += time_now_us();
+    return true;
+}
+
 static void host_destroy(MoeDevice *d) {
     HostState *s = d->state;
     if (!s) return;
@@ -124,6 +135,8 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .download = host_copy,
                        .copy = host_copy,
                        .finish = host_finish,
+                       .start = host_start,
+                       .stop = host_stop,
                        .destroy = host_destroy,
                        .multiply = host_multiply,
                        .correlate = host_correlate,

@@ -91,6 +91,8 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     json_put_int(&j, "slots_min", result->slots_min);
     json_put_int(&j, "slots_max", result->slots_max);
     json_put_int(&j, "library_bytes", result->library_bytes);
+    json_put_int(&j, "promised_bytes", result->promised_bytes);
+    json_put_int(&j, "workspace_bytes", result->workspace_bytes);
     put_checks(&j, result);
     json_close(&j);
     return output_commit(&file);

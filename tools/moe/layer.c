@@ -101,6 +101,7 @@ static bool create_group(Layer *layer) {
     World *world = layer->world;
     EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
+    layer->group_config = config, layer->handle_config = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
     layer->ep = (EpBootstrap)EP_BOOTSTRAP_INIT;
     bool ok = bench_ok(
         ep_bootstrap_mesh(&world->boot, &layer->mesh.mesh, &layer->mesh.expert, &layer->ep),
@@ -123,6 +124,7 @@ static bool set_capacity(Layer *layer) {
     if (!world_max(layer->world, &rows, 1)) return false;
     rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
     layer->rows = config.max_recv_rows = rows;
+    layer->handle_config = config;
     ep_handle_destroy(layer->handle);
     layer->handle = NULL;
     bool ok = bench_ok(ep_handle_create(layer->group, &config, &layer->handle), "ep_handle_create");

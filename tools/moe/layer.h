@@ -67,6 +67,8 @@ typedef struct Layer {
     int64_t slots;     /**< rows without padding */
     int32_t num_local; /**< L */
     EpBootstrap ep;    /**< of the EP group */
+    EpGroupConfig group_config;
+    EpHandleConfig handle_config;
     EpGroup *group;
     EpHandle *handle;
     EpMeshComm *comm;
@@ -86,6 +88,10 @@ void layer_destroy(Layer *layer);
 
 /** Collective: create the mesh's communicators and the weights, with their shards' contents. */
 bool weights_create(Layer *layer);
+
+/** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
+ */
+int64_t weights_workspace(const Layer *layer);
 
 /** Memory of the device for a tensor that describes its shape; false with a message. */
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);

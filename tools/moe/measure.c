@@ -9,20 +9,38 @@ enum { WHOLE_STEP = NUM_MOE_PHASES, NUM_TIMED };
 
 static bool run(void *context, int which) {
     Layer *layer = context;
-    bool ok = which == WHOLE_STEP ? moe_step_run(layer) : moe_phase_run(layer, (MoePhase)which);
-    return ok && layer->device.finish(&layer->device);
+    MoeDevice *d = &layer->device;
+    bool ok = d->start(d);
+    ok = ok && (which == WHOLE_STEP ? moe_step_run(layer) : moe_phase_run(layer, (MoePhase)which));
+    return ok && d->stop(d);
+}
+
+static double took(void *context) {
+    return ((Layer *)context)->device.took_us;
 }
 
 /* An iteration is each phase alone and then a whole step, so that both see the same machine. */
 static bool time_phases(Layer *layer, MoeResult *out) {
     const MoeOptions *o = layer->options;
     Quantiles times[NUM_TIMED];
-    if (!time_calls(layer->world, o->warmup, o->iterations, run, layer, NUM_TIMED, times))
+    if (!time_calls_by(layer->world, o->warmup, o->iterations, run, took, layer, NUM_TIMED, times))
         return false;
     for (int p = 0; p < NUM_MOE_PHASES; p++)
         out->phases[p].time = times[p];
     out->step = times[WHOLE_STEP];
     return true;
+}
+
+/* What the library promised before it allocated the EP group and the handle's plan. */
+static bool count_promised(const Layer *layer, int64_t *out) {
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    bool ok =
+        bench_ok(ep_group_memory(&layer->group_config, layer->mesh.ep_size, &memory),
+                 "ep_group_memory") &&
+        bench_ok(ep_handle_cost(layer->group, &layer->handle_config, &cost), "ep_handle_cost");
+    *out = memory.shared_bytes + memory.private_bytes + cost.plan_bytes;
+    return ok;
 }
 
 /* Work of the rank that has most. */
@@ -42,12 +60,16 @@ static bool count_work(Layer *layer, MoeResult *out) {
 
 static bool count_facts(Layer *layer, MoeResult *out) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    if (!world_all(layer->world, bench_ok(ep_group_query(layer->group, &info), "ep_group_query")))
-        return false;
-    int64_t most[] = {layer->tokens, layer->slots, info.library_bytes};
+    int64_t promised = 0;
+    bool ok = bench_ok(ep_group_query(layer->group, &info), "ep_group_query") &&
+              count_promised(layer, &promised);
+    if (!world_all(layer->world, ok)) return false;
+    int64_t most[] = {layer->tokens, layer->slots, info.library_bytes, promised,
+                      weights_workspace(layer)};
     int64_t least[] = {layer->tokens, layer->slots};
-    if (!world_max(layer->world, most, 3) || !world_min(layer->world, least, 2)) return false;
+    if (!world_max(layer->world, most, 5) || !world_min(layer->world, least, 2)) return false;
     out->tokens_max = most[0], out->slots_max = most[1], out->library_bytes = most[2];
+    out->promised_bytes = most[3], out->workspace_bytes = most[4];
     out->tokens_min = least[0], out->slots_min = least[1];
     return true;
 }

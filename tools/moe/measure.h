@@ -25,7 +25,9 @@ typedef struct MoeResult {
     int gemm_size;                  /**< of that GEMM's matrices */
     int64_t tokens_min, tokens_max; /**< per rank */
     int64_t slots_min, slots_max;   /**< received, without padding */
-    int64_t library_bytes;          /**< of the EP group, the largest rank's */
+    int64_t library_bytes;          /**< of the EP group and its plan, the largest rank's */
+    int64_t promised_bytes;         /**< likewise, before they were allocated */
+    int64_t workspace_bytes;        /**< that the weights' calls take, the largest rank's */
     bool checked;
     CheckResult checks[NUM_CHECKS];
     int64_t wrong;

@@ -36,8 +36,9 @@ void moe_report_header(const MoeReport *report) {
     report_mesh(report);
     report_config(report->options);
     printf("# backend: %s; GEMM: %s\n", report->layer->device.name, report->layer->device.gemm);
-    printf("# timing:  %lld iterations after %lld, slowest rank of each\n",
-           (long long)report->options->iterations, (long long)report->options->warmup);
+    printf("# timing:  %lld iterations after %lld, slowest rank of each, %s\n",
+           (long long)report->options->iterations, (long long)report->options->warmup,
+           report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
     printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
     printf("#%-20s %11s %11s %13s %13s %11s %7s %7s\n", "phase", "median_us", "p99_us", "bytes",
@@ -84,10 +85,13 @@ static void report_table(const MoeResult *r) {
 }
 
 static void report_facts(const MoeResult *r) {
-    printf("# tokens per rank %lld to %lld, slots received %lld to %lld, EP group's memory %lld "
-           "bytes\n",
+    printf("# tokens per rank %lld to %lld, slots received %lld to %lld\n",
            (long long)r->tokens_min, (long long)r->tokens_max, (long long)r->slots_min,
-           (long long)r->slots_max, (long long)r->library_bytes);
+           (long long)r->slots_max);
+    printf("# memory: EP group and plan, promised %lld bytes, taken %lld; workspace of the weights "
+           "%lld\n",
+           (long long)r->promised_bytes, (long long)r->library_bytes,
+           (long long)r->workspace_bytes);
     if (r->gemm_flops > 0)
         printf("# plain GEMM: %.2f Gflop/s per rank, %d x %d x %d, all ranks at once\n",
                r->gemm_flops * 1e-9, r->gemm_size, r->gemm_size, r->gemm_size);

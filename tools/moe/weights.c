@@ -126,6 +126,21 @@ bool weights_create(Layer *layer) {
     return true;
 }
 
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+int64_t weights_workspace(const Layer *layer) {
+    int64_t most = 0;
+    for (int i = 0; i < NUM_WEIGHTS; i++) {
+        const Weight *w = &layer->weights[i];
+        most = larger(most, w->whole ? 0 : w->forward.sizes.gather_workspace);
+        most = larger(most, w->twice ? w->backward.sizes.gather_workspace : 0);
+        most = larger(most, w->forward.sizes.reduce_workspace);
+    }
+    return most;
+}
+
 int moe_scattered_ranks(const Layer *layer, WeightId id) {
     int32_t scattered = 1;
     ep_mesh_group(&layer->mesh.mesh, &layer->weights[id].sharding.scattered, layer->world->rank,
