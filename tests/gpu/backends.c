@@ -187,29 +187,6 @@ ThreadTest(gpu_backends, num_sms, 1) {
     }
 }
 
-/* ---- several nodes ---- */
-
-/* Pretended nodes are nodes: the CUDA backend refuses them, and AUTO takes the host backend. */
-ThreadTest(gpu_backends, several_nodes_2, 2) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "0,1", 1);
-    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
-    Case c = draw_case(2, EP_LAYOUT_EXPERT_MAJOR, EP_TYPE_BF16, 1);
-    EpGroupConfig config = case_group_config(&c);
-    EpGroup *group = NULL;
-    config.backend = EP_BACKEND_CUDA;
-    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_UNSUPPORTED, "config.backend",
-                  "expected all ranks on one node, got rank 0 and rank 1 on two");
-    CHECK(group == NULL, "a group was made");
-    config.backend = EP_BACKEND_AUTO;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    EpGroupInfo info = EP_GROUP_INFO_INIT;
-    CHECK_OK(ep_group_query(group, &info));
-    CHECK(info.backend == EP_BACKEND_HOST && info.num_nodes == 2 && info.node == bootstrap->rank,
-          "backend %d, node %d of %d", (int)info.backend, info.node, info.num_nodes);
-    CHECK(strstr(info.reason, "on one node"), "%s", info.reason);
-    ep_group_destroy(group);
-}
-
 /* ---- versions of NCCL ---- */
 
 /* Returns NCCL's version as a program finds it; 0: none. */

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Groups on several pretended nodes of GPUs: what they say of themselves, what they refuse, and
+ * that they take the memory that was promised. What they compute is tested by the cases with nodes.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/run.h"
+#include "tests/gpu/devices.h"
+
+static Case nodes_case(void) {
+    return case_complete((Case){.ranks = 4,
+                                .nodes = "0011",
+                                .experts = 12,
+                                .top_k = 4,
+                                .hidden = 256,
+                                .max_tokens = 100,
+                                .capacity = 1200});
+}
+
+/* Open a group on these nodes. */
+static EpGroup *open_on_nodes(const EpBootstrap *bootstrap, const char *nodes,
+                              const EpGroupConfig *config) {
+    EpGroup *group = NULL;
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    CHECK_OK(ep_group_create(bootstrap, config, &group));
+    return group;
+}
+
+ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
+    Case c = nodes_case();
+    EpGroupConfig config = case_group_config(&c);
+    config.num_nodes = 2;
+    EpGroup *group = open_on_nodes(bootstrap, "0,1,1,0", &config);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    REQUIRE(group, "no group");
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.backend == EP_BACKEND_CUDA && info.num_nodes == 2, "backend %d, %d nodes",
+          (int)info.backend, info.num_nodes);
+    CHECK(info.node == (bootstrap->rank == 1 || bootstrap->rank == 2), "node %d", info.node);
+    ep_group_destroy(group);
+}
+
+/* By name latency mode is refused, and AUTO is throughput mode. */
+ThreadTest(gpu_nodes, no_latency_mode_4, 4) {
+    Case c = nodes_case();
+    EpGroupConfig config = case_group_config(&c);
+    config.mode = EP_MODE_AUTO, config.latency_sets = 2;
+    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
+    EpHandleConfig handle_config = case_handle_config(&c);
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    EpHandle *handle = NULL;
+    REQUIRE(group, "no group");
+    handle_config.mode = EP_MODE_LATENCY;
+    CHECK_REFUSED(ep_handle_create(group, &handle_config, &handle), EP_ERR_UNSUPPORTED,
+                  "config.mode", "throughput mode or AUTO", "NCCL between nodes");
+    CHECK(!handle, "a handle was made");
+    handle_config.mode = EP_MODE_AUTO;
+    CHECK_OK(ep_handle_cost(group, &handle_config, &cost));
+    CHECK(cost.mode == EP_MODE_THROUGHPUT, "mode %d", (int)cost.mode);
+    ep_group_destroy(group);
+}
+
+ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
+    Case c = nodes_case();
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.num_nodes = 3;
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "config.num_nodes",
+                  "2, got 3");
+    CHECK(!group, "a group was made");
+}
+
+/* A window of the lent communicator would span nodes. */
+ThreadTest(gpu_nodes, no_adopted_windows_2, 2) {
+    Case c = nodes_case();
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
+    REQUIRE(group, "no group");
+    _Alignas(16) char window[64] = {0};
+    CHECK_REFUSED(ep_window_adopt(group, window, 0, window, sizeof(window)), EP_ERR_UNSUPPORTED,
+                  "group", "one node", "2 nodes");
+    ep_group_destroy(group);
+}
+
+static void check_promise(const EpBootstrap *bootstrap, EpGroupConfig config) {
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    REQUIRE(group, "no group");
+    CHECK_OK(ep_group_query(group, &info));
+    config.num_nodes = 2;
+    CHECK_OK(ep_group_memory(&config, bootstrap->size, &memory));
+    CHECK(memory.feasible && memory.backend == EP_BACKEND_CUDA, "%s", memory.reason);
+    CHECK(info.library_bytes == memory.shared_bytes + memory.private_bytes,
+          "%lld bytes taken, %lld promised", (long long)info.library_bytes,
+          (long long)(memory.shared_bytes + memory.private_bytes));
+    ep_group_destroy(group);
+}
+
+ThreadTest(gpu_nodes, memory_as_promised_4, 4) {
+    Case c = nodes_case();
+    check_promise(bootstrap, case_group_config(&c));
+}
+
+/* Nodes of 2 and 1 ranks. */
+ThreadTest(gpu_nodes, memory_as_promised_3, 3) {
+    Case c = nodes_case();
+    c.ranks = 3;
+    EpGroupConfig config = case_group_config(&c);
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    config.num_nodes = 2;
+    CHECK_OK(ep_group_memory(&config, 3, &memory));
+    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    REQUIRE(group, "no group");
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(bootstrap->rank == 2 || info.library_bytes == memory.shared_bytes + memory.private_bytes,
+          "%lld bytes taken, %lld promised to the larger node", (long long)info.library_bytes,
+          (long long)(memory.shared_bytes + memory.private_bytes));
+    ep_group_destroy(group);
+}
