@@ -455,7 +455,7 @@ emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_abort|b
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
-                --filter '@(combine_backward|dispatch_rows)/*'
+                --filter '@(@(combine_backward|dispatch_rows)/*|combine_quantised/@(expert_major|flat|batched|lost_slots))'
 # A layer on emulated GPUs: products in its own type, and of dequantised weights in fp32.
 run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
             --tokens 24 -n 1 -w 0 --floor 0
@@ -480,6 +480,12 @@ $B/tests/handles/bench/%.o: private cflags += $(mpi_cflags)
 $(weight_bench): $B/tests/handles/bench/weights.o $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $< $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) $(hwloc_libs) $(cuda_libs) -lm
+
+# The error of sums that travel quantised, on CPUs: make build/sum_error
+sum_error := $B/sum_error
+$(sum_error): $B/tests/combine/bench/sum_error.o $B/libep.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $^ $(ldflags) $(hwloc_libs) $(cuda_libs) -lm
 
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B

@@ -17,6 +17,7 @@ static EpGatherTensors describe_inputs(const EpHandle *handle, const EpTensor *e
                              .type = expert_out->type,
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
+                             .quant = handle->shape.sum_quant,
                              .weighs = slot_weights || topk_weights,
                              .weighs_entries = topk_weights != NULL,
                              .slot_weights = slot_weights ? slot_weights->data : NULL,
@@ -55,6 +56,7 @@ EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expe
     EpOperation o;
     EP_TRY(ep_operation_begin(&o, "ep_combine", handle, plan));
     EP_TRY(ep_arg_summed_rows(&o, "expert_out", expert_out, "out", out));
+    EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .stream = stream};
     gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
@@ -73,6 +75,7 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
     EP_TRY(ep_arg_slot_rows(&o, "expert_out", expert_out, -1, NULL));
     EP_TRY(ep_arg_summable(&o.call, "expert_out", expert_out));
     EP_TRY(ep_arg_token_bytes(&o, "expert_out", expert_out));
+    EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
     EpGather gather = {.op = &ep_op_combine, .phase = EP_PHASE_SEND, .stream = stream};
     gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);

@@ -274,6 +274,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     EP_TRY(ep_operation_begin_backward(&o, "ep_dispatch_backward", handle, plan));
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
+    EP_TRY(ep_arg_sum_elements(&o, "grad_recv_tokens", grad_recv_tokens));
     EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));
     int64_t slots = ep_slot_capacity(handle, grad_recv_tokens);
     if (grad_slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, grad_slot_weights));
@@ -282,6 +283,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
                                .type = grad_recv_tokens->type,
                                .row_bytes = ep_tensor_row_bytes(grad_recv_tokens),
                                .row_elements = ep_tensor_row_elements(grad_recv_tokens),
+                               .quant = handle->shape.sum_quant,
                                .carries_values = grad_slot_weights != NULL,
                                .slot_values = grad_slot_weights ? grad_slot_weights->data : NULL,
                                .out_rows = grad_tokens->data,

@@ -82,6 +82,10 @@ EpStatus ep_arg_reachable(const EpCall *call, const EpHandle *handle, EpCheck ch
 EpStatus ep_arg_memory(const EpCall *call, const EpGroup *group, const char *argument,
                        const EpTensor *t);
 
+/** Check the rows of a tensor [T, H] of sums: whole units of 16 elements where sums are quantised
+ * on their way. */
+EpStatus ep_arg_sum_elements(const EpOperation *o, const char *argument, const EpTensor *t);
+
 /** Refuse `t` unless it is given (not NULL) exactly if `given` is. `cause` names the latter. */
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,
                      const void *given);

@@ -28,8 +28,10 @@ typedef struct EpPlanShape {
     int64_t rows_per_expert; /**< BATCHED, else 0 */
     EpOverflow overflow;
     EpTail tail;
-    EpMode mode; /**< THROUGHPUT or LATENCY */
-    EpQuant quant;
+    EpPadding padding;
+    EpMode mode;       /**< THROUGHPUT or LATENCY */
+    EpQuant quant;     /**< of dispatch */
+    EpQuant sum_quant; /**< of partial sums: NONE or FP8 */
     EpScaleOrder scale_order;
     EpExpertIds expert_ids;
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
@@ -110,6 +112,16 @@ EP_HOST_DEVICE static inline EpSlab ep_slab(const EpPlanShape *s, int32_t expert
     slab.kept = ep_max(0, ep_min(count, limit - start));
     slab.padded = ep_min(start + ep_slab_rows(s, count), limit) - slab.offset;
     return slab;
+}
+
+/** Returns the first row of a slab that must be zero, if it is below ep_padding_end: behind the
+ *  slab's entries or, where padding is kept, behind the padding. `offsets`, `counts` and `padded`
+ *  [L] are the plan's. */
+EP_HOST_DEVICE static inline int64_t ep_padding_begin(const EpPlanShape *s, const int32_t *offsets,
+                                                      const int32_t *counts, const int32_t *padded,
+                                                      int32_t expert) {
+    int32_t kept = s->padding == EP_PADDING_KEEP ? padded[expert] : counts[expert];
+    return (int64_t)offsets[expert] + kept;
 }
 
 /**

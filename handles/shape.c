@@ -37,6 +37,24 @@ static EpStatus check_tail(const EpCall *call, const EpHandleConfig *c) {
                      "layouts, which alone deliver expert ids, got EP_TAIL_IDS");
 }
 
+/* The flat and rank-major layouts accept either, since they have no padding. */
+static EpStatus check_padding(const EpCall *call, const EpHandleConfig *c) {
+    if (c->padding == EP_PADDING_ZERO || c->padding == EP_PADDING_KEEP) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.padding", "expected an EpPadding, got %d",
+                     (int)c->padding);
+}
+
+static EpStatus check_sum_quant(const EpCall *call, const EpHandleConfig *c) {
+    if (c->sum_quant == EP_QUANT_NONE || c->sum_quant == EP_QUANT_FP8) return EP_OK;
+    if ((int)c->sum_quant < EP_QUANT_NONE || (int)c->sum_quant > EP_QUANT_FP8_POW2)
+        return ep_refuse(call, EP_ERR_RANGE, "config.sum_quant", "expected an EpQuant, got %d",
+                         (int)c->sum_quant);
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
+                     "expected EP_QUANT_NONE or EP_QUANT_FP8, the only formats in which sums "
+                     "travel, got %d",
+                     (int)c->sum_quant);
+}
+
 static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
     if (c->expert_ids != EP_IDS_LOCAL && c->expert_ids != EP_IDS_GLOBAL)
         return ep_refuse(call, EP_ERR_RANGE, "config.expert_ids", "expected an EpExpertIds, got %d",
@@ -86,6 +104,8 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
         return ep_refuse(call, EP_ERR_RANGE, "config.overflow",
                          "expected an EpOverflow or EP_DEFAULT, got %d", c->overflow);
     EP_TRY(check_tail(call, c));
+    EP_TRY(check_padding(call, c));
+    EP_TRY(check_sum_quant(call, c));
     return check_mode_and_scales(call, c);
 }
 
@@ -134,11 +154,15 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
 /* Set how rows are quantised and how scales lie; refuse what the backend lacks. */
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
-    s->quant = c->quant, s->scale_order = c->scale_order;
+    s->quant = c->quant, s->sum_quant = c->sum_quant, s->scale_order = c->scale_order;
     if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
                          "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->quant);
+    if (s->sum_quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
+                         "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
+                         (int)c->sum_quant);
     if (s->scale_order != EP_SCALES_BY_ROW && !(offers & EP_OFFERS_SCALE_COLUMNS))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.scale_order",
                          "expected EP_SCALES_BY_ROW, since this backend has no other order, got "
@@ -162,6 +186,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.capacity = inherit(c->max_recv_rows, group->max_recv_rows);
     s.overflow = (EpOverflow)inherit(c->overflow, group->overflow);
     s.tail = (EpTail)c->zero_tail;
+    s.padding = c->padding;
     s.expert_ids = c->expert_ids;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;

@@ -136,6 +136,8 @@ typedef struct EpGatherTensors {
     EpType type;
     int64_t row_bytes;
     int64_t row_elements;
+    EpQuant quant;             /**< of partial sums on their way; EP_QUANT_NONE or 0: they have the
+                                    rows' type. Equal on all ranks */
     int32_t weighs;            /**< whether weights multiply each row before it is added */
     int32_t weighs_entries;    /**< whether these are topk_weights, at the token's rank; equal on
                                     all ranks. Else slot_weights */

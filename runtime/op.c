@@ -16,12 +16,12 @@ const EpOp ep_op_dispatch = {
 const EpOp ep_op_combine = {
     3,
     "combine",
-    {"row bytes", "element type", "number of slot values", "number of topk_weights", ""},
+    {"row bytes", "element type", "number of slot values", "number of topk_weights", "sum_quant"},
     EP_OP_FACTS};
 const EpOp ep_op_dispatch_backward = {
     4,
     "dispatch backward",
-    {"row bytes", "element type", "number of slot values", "", ""},
+    {"row bytes", "element type", "number of slot values", "", "sum_quant"},
     EP_OP_FACTS};
 const EpOp ep_op_combine_backward = {
     5, "combine backward", {"row bytes", "element type", "bytes of scales", "", ""}, EP_OP_FACTS};

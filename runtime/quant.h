@@ -14,7 +14,7 @@
  *     448 / amax   one division  } -prec-div=true, its default; never a reciprocal
  *     x * inverse  one multiplication: __fmul_rn, or plain * with -fmad=false
  *     e4m3         one rounding, of integers below; cvt.rn.satfinite.e4m3x2.f32 gives the same,
- *                  but for the sign of a NaN's code: see dispatch/cuda/quantise.cuh
+ *                  but for the sign of a NaN's code: see runtime/cuda/quantise.cuh
  *
  * Powers of two need only the first division; the rest is arithmetic on exponents. The only
  * subnormal values are products x * inverse, which e4m3 rounds to zero in any case, so flushing
@@ -98,6 +98,15 @@ EP_HOST_DEVICE static inline uint8_t ep_e4m3_from_float(float value) {
     uint32_t code = magnitude < (121u << 23) ? small : normal;
     code = code > 0x7eu ? 0x7eu : code;
     return (uint8_t)(magnitude > EP_QUANT_INFINITY_BITS ? 0x7fu : code | (bits >> 24 & 0x80u));
+}
+
+/** Returns the value of an e4m3, exactly; 0x7f and 0xff are NaN. Codes below 8 count steps of 2^-9.
+ *  No subnormal float occurs on the way. */
+EP_HOST_DEVICE static inline float ep_float_from_e4m3(uint8_t code) {
+    uint32_t magnitude = code & 0x7fu, sign = (uint32_t)(code & 0x80u) << 24;
+    uint32_t small = ep_quant_bits((float)(int32_t)magnitude * (1.0f / 512));
+    uint32_t normal = magnitude == 0x7fu ? 0x7fc00000u : (magnitude << 20) + (120u << 23);
+    return ep_quant_float(sign | (magnitude < 8 ? small : normal));
 }
 
 #endif

@@ -8,6 +8,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 
 #define PEERS_BYTES (sizeof(char *) * EP_WINDOW_NUMBERS * EP_CUDA_MAX_RANKS)
 
@@ -84,6 +85,7 @@ EpStatus ep_cuda_open(EpGroup *group) {
         EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_comm_open(group)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));
+    EP_TRY(ep_cuda_watch_open(group));
     EP_INFO("cuda backend: device %d, %d blocks, window of %lld bytes, rings of %d records",
             cuda->ordinal, cuda->device.blocks, (long long)cuda->own.bytes,
             cuda->device.layout.depth);
@@ -93,6 +95,7 @@ EpStatus ep_cuda_open(EpGroup *group) {
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
+    ep_cuda_watch_close(group, together);
     ep_cuda_window_close(group, &cuda->own, together);
     ep_cuda_comm_close(group, together);
     (void)cudaFree(cuda->device.state);

@@ -9,7 +9,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
-#include "bootstrap/host/sockets.h"
+#include "bootstrap/sockets.h"
 #include "runtime/host/host.h"
 
 #define SPINS_WITH_CPUS_TO_SPARE 2000

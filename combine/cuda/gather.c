@@ -5,16 +5,36 @@
 #include "combine/cuda/backend.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/partition.h"
+#include "runtime/cuda/packed.h"
+
+static int is_quantised(const EpGatherTensors *t) {
+    return t->quant > EP_QUANT_NONE;
+}
+
+static int64_t element_bytes(const EpGatherTensors *t) {
+    return (int64_t)ep_type_bytes(t->type);
+}
+
+/* Returns the bytes of a partial sum on its way. */
+static int64_t travelling_bytes(const EpGatherTensors *t) {
+    return is_quantised(t) ? ep_packed_bytes(t->row_bytes / element_bytes(t)) : t->row_bytes;
+}
 
 int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     int32_t blocks = args->group.blocks;
     EpSpread s = ep_spread(&args->group, args->top_k);
-    EpTraffic traffic = {s.other + s.ranks, s.own + s.ranks + 1, 0};
+    double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
+    EpTraffic traffic = {s.other + sum * s.ranks, s.own + sum * s.ranks + 1, 0};
     EpGranularity granularity = ep_sum_granularity(blocks, args->t.row_bytes);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
     args->chunk = granularity.chunk;
     args->receivers = ep_receiving_blocks(blocks, traffic, args->t.row_bytes);
-    return ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16, needs, &args->pipeline);
+    int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
+    int fits = ep_shape_pipeline(shared_bytes, args->t.row_bytes, unit, needs, &args->pipeline);
+    if (is_quantised(&args->t))
+        args->packed_stride =
+            (int32_t)ep_packed_bytes(args->pipeline.stage_bytes / element_bytes(&args->t));
+    return fits;
 }
 
 EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
@@ -26,15 +46,16 @@ EpStatus ep_cuda_gather(EpHandle *handle, const EpGather *g) {
                          .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, t->num_slots),
                          .shape = handle->shape,
                          .t = *t,
-                         .record = ep_record(t->row_bytes, t->carries_values ? g->top_k : 0, 0),
+                         .record =
+                             ep_record(travelling_bytes(t), t->carries_values ? g->top_k : 0, 0),
                          .owners = group->nodes.sizes.ranks,
                          .target = {t->row_bytes, g->top_k * (int64_t)sizeof(float)},
                          .top_k = (int32_t)g->top_k};
+    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values, t->quant};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_gather_nodes(handle, g, &args);
     if (!ep_partition_gather(&args, cuda->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    const int64_t agreed[] = {g->top_k, t->row_bytes, t->type, t->carries_values};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_gather,
                                                   .args = &args,
                                                   .blocks = args.group.blocks,

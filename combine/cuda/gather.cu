@@ -3,18 +3,18 @@
  * Gather over NVLink: slots to token rows, for ep_combine and ep_dispatch_backward.
  *
  * One launch of sending and receiving blocks (pipeline_role). For every row that another rank has
- * sent, a sending block adds up the row's slots, and pushes the sum, rounded to the rows' type,
- * through the ring back to that rank. A receiving block takes this rank's tokens: it waits for the
- * sums of all ranks that a token went to, adds them in ascending rank, this rank's own slots
- * unrounded in their turn, and writes the token's row. runtime/cuda/pipeline.cuh describes the
- * warps of a block; runtime/cuda/device.h how blocks divide the work, why there is no circular
- * wait, and the memory order of records, heads and credits.
+ * sent, a sending block adds up the row's slots, and pushes the sum, rounded to the rows' type or
+ * packed (gather_packed.cuh), through the ring back to that rank. A receiving block takes this
+ * rank's tokens: it waits for the sums of all ranks that a token went to, adds them in ascending
+ * rank, this rank's own slots unrounded in their turn, and writes the token's row.
+ * runtime/cuda/pipeline.cuh describes the warps of a block; runtime/cuda/device.h how blocks divide
+ * the work, why there is no circular wait, and the memory order of records, heads and credits.
  *
  * Who waits on whom: a receiving block waits for the heads of a token's rows; a sending block waits
  * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
  * emptied a record of the ring.
  */
-#include "combine/cuda/gather_sum.cuh"
+#include "combine/cuda/gather_packed.cuh"
 
 #define GATHER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
 
@@ -33,6 +33,7 @@ __device__ __forceinline__ int await_targets(const EpCudaGroup &g, uint32_t epoc
 }
 
 /* Post the work items of a batch of rows, a row for each team. */
+template <int PACKED>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                            uint32_t number, const RowBatch &r, float weight) {
     int terms, at = team_rank(t, r.slot >= 0, &terms);
@@ -40,11 +41,12 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
-    post_sum(a, p, t, number, term, to, r.row, r.source, r.valid);
+    post_sum<PACKED>(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
 /* The scheduler warp of a sending block. A receiving block adds up the slots of own rows in
  * place. */
+template <int PACKED>
 __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows, uint32_t epoch,
                               int blocks) {
     const EpCudaGroup &g = a.group;
@@ -56,7 +58,7 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
         return __all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row));
     };
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_batch(a, p, t, number, r, weight);
+        post_batch<PACKED>(a, p, t, number, r, weight);
     };
     pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
     if (!arrived) await_targets(g, epoch);
@@ -74,15 +76,17 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     });
 }
 
+template <int PACKED>
 __device__ void send(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blocks) {
     Pipeline *p = &s->pipeline;
+    constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_sums(a, p, &s->rows, epoch, blocks);
+        schedule_sums<PACKED>(a, p, &s->rows, epoch, blocks);
     else if (warp == LOAD_WARP)
-        pipeline_load(p, WORK_COMPUTE);
+        pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, WORK_COMPUTE, 1);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, PACKED);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 1);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -132,6 +136,7 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
 }
 
 /* The scheduler warp of a receiving block. */
+template <int PACKED>
 __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
@@ -140,8 +145,8 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epo
         Term term = make_term(a, t, e, weighs ? a.t.slot_weights[e.slot] : 1);
         int alive = term.peer < 0 || ep_await_record(g, epoch, term.peer, term.row);
         if (!__all_sync(~0u, alive)) return 0;
-        post_sum(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.target.row_stride, token,
-                 g.rank, valid);
+        post_sum<PACKED>(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.target.row_stride,
+                         token, g.rank, valid);
         return 1;
     };
     pipeline_end(p, t, walk_tokens(a, t, RECEIVERS, blocks, a.pipeline.pieces, post));
@@ -178,14 +183,16 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
     }
 }
 
+template <int PACKED>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
+    constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_tokens(a, p, epoch, blocks);
+        schedule_tokens<PACKED>(a, p, epoch, blocks);
     else if (warp == LOAD_WARP)
-        pipeline_load(p, WORK_COMPUTE);
+        pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, WORK_COMPUTE, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, PACKED && a.rounds);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 0);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -194,6 +201,8 @@ __device__ void receive(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int 
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
+/* Packed sums have a kernel of their own: the other one is as fast as without them. */
+template <int PACKED>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
     gather_kernel(const __grid_constant__ EpGatherArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -210,21 +219,25 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     ep_arrive(a.group, epoch, 0, 0);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
-    if (thread >= 0)
-        sum(a, &shared->pipeline, role.receives && a.rounds, thread);
+    int rounds = role.receives && a.rounds;
+    if (thread >= 0 && PACKED)
+        sum_packed(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
+    else if (thread >= 0)
+        sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive(a, &shared->pipeline, epoch, role.count);
+        receive<PACKED>(a, &shared->pipeline, epoch, role.count);
     else
-        send(a, shared, epoch, role.count);
+        send<PACKED>(a, shared, epoch, role.count);
     ep_leave(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
-    return ep_open_kernel(gather_kernel, shared_bytes);
+    int error = ep_open_kernel(gather_kernel<0>, shared_bytes);
+    return error ? error : ep_open_kernel(gather_kernel<1>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
-    return ep_launch(gather_kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream,
-                     *a);
+    auto kernel = a->t.quant > EP_QUANT_NONE ? gather_kernel<1> : gather_kernel<0>;
+    return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

@@ -35,10 +35,12 @@ typedef struct EpGatherArgs {
     int32_t chunk;     /**< most tokens that a block claims at a time */
     int32_t owners;    /**< ranks, and nodes if their sums are terms; entries of others are none */
     int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
-                         those of the other ranks are: the sum of a node for another one */
+                         those of the other ranks are: the sum of a node for another one. Where
+                         sums are packed: that one is, and the total travels packed */
     EpTarget target;
     EpNodeSums nodes;
     int32_t top_k;
+    int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */
 } EpGatherArgs;
 
 #ifdef __cplusplus

@@ -17,8 +17,6 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     const EpGatherTensors *t = &args->t;
     const EpPlanShape *shape = &args->shape;
     int64_t first = (int64_t)chunk * shape->nodes.chunk;
-    const int64_t agreed[] = {o->call->top_k,    t->row_bytes, t->type,
-                              t->carries_values, kind,         chunk};
     args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
     args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
     args->plan.use.most_tokens = ep_part_tokens(shape, kind);
@@ -28,7 +26,7 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     args->group.layout.max_tokens = ep_part_tokens(shape, kind);
     if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    args->group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 6);
+    args->group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
     return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_gather, args,
                            args->group.blocks);
 }
@@ -65,7 +63,11 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
 
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args) {
     Operation o = {.call = call, .args = args};
-    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    EpRelayCall relay = {.stream = call->stream,
+                         .record_bytes = args->record.bytes,
+                         .plan = args->plan.header,
+                         .digest = args->group.digest};
+    EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
         EP_TRY(send_chunk(&o, c));
         if (c > 0) EP_TRY(finish_chunk(&o, c - 1));

@@ -9,6 +9,7 @@
 
 #include "combine/cuda/gather.h"
 #include "handles/cuda/scheduler.cuh"
+#include "runtime/cuda/packed.h"
 #include "runtime/cuda/rows.cuh"
 
 /* ---- sums ---------------------------------------------------------------------------------- */
@@ -118,33 +119,45 @@ typedef struct Term {
     int run, run_end; /* of the item's terms, as in WorkItem; the same in all lanes of the team */
 } Term;
 
+/* Returns the 16-byte units of a packed piece. */
+__device__ __forceinline__ int16_t packed_units(const EpGatherArgs &a, int32_t bytes) {
+    return (int16_t)(ep_packed_bytes(bytes >> (a.t.type == EP_TYPE_FP32 ? 2 : 1)) / 16);
+}
+
 /* Post the work items of a team's sum, one for each piece. The sum goes `to`; `index` is its token,
- * or its row of `source`. */
+ * or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed. */
+template <int PACKED>
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const Term &term, char *to, int index,
                                          int source, int valid) {
     int terms, signals, pieces = a.pipeline.pieces;
     team_rank(t, term.from != NULL, &terms);
     int signal = team_rank(t, term.peer >= 0, &signals);
+    int is_packed = PACKED && (term.at < term.run || term.at >= term.run_end);
+    int packs = PACKED && (source != a.group.rank || a.rounds);
     for (int piece = 0; piece < pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
         int64_t offset = (int64_t)piece * a.pipeline.stage_bytes;
+        int64_t packed_offset = (int64_t)piece * a.packed_stride;
+        int32_t bytes = piece_bytes(a.pipeline, a.t.row_bytes, piece);
         if (valid) pipeline_await_entry(p, n);
         if (valid && term.from)
-            p->from[cell + term.at] = term.from + offset, p->weight[cell + term.at] = term.weight;
+            p->from[cell + term.at] = term.from + (is_packed ? packed_offset : offset),
+                           p->weight[cell + term.at] = term.weight;
         if (valid && term.peer >= 0)
             p->peer[cell + signal] = term.peer, p->row[cell + signal] = term.row;
         if (valid && t.k == 0) {
             if (!terms) p->from[cell] = NULL; /* an empty sum needs a stage, too */
-            p->to[cell] = to + offset;
+            p->to[cell] = to + (packs ? packed_offset : offset);
             p->item[j] = WorkItem{(int16_t)max(1, terms),
                                   (int16_t)terms,
                                   1,
                                   (int16_t)terms,
-                                  piece_bytes(a.pipeline, a.t.row_bytes, piece),
+                                  bytes,
                                   (int8_t)term.run,
-                                  (int8_t)term.run_end};
+                                  (int8_t)term.run_end,
+                                  PACKED ? packed_units(a, bytes) : (int16_t)0};
             p->signals[j] = piece == pieces - 1 ? signals : 0;
             p->piece[j] = piece, p->index[j] = index, p->source[j] = source;
         }

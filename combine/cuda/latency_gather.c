@@ -23,15 +23,21 @@ static void partition(const EpHandle *handle, int64_t num_rows, int blocks,
     args->targets = ep_divisor((int32_t)ep_max(1, targets));
     args->sent = ep_partition((int32_t)num_rows * targets, args->steps, EP_SENT_STEPS,
                               senders * EP_LATENCY_WARPS);
-    args->latency.received = ep_partition((int32_t)args->t.out_num_rows, args->steps,
-                                          EP_REDUCED_AT_ONCE, receivers * EP_LATENCY_WARPS);
+    int32_t at_once = args->t.quant > EP_QUANT_NONE ? 1 : EP_REDUCED_AT_ONCE;
+    args->latency.received = ep_partition((int32_t)args->t.out_num_rows, args->steps, at_once,
+                                          receivers * EP_LATENCY_WARPS);
+}
+
+/* Returns the steps of a sum on its way. */
+static int64_t count_steps(const EpGatherTensors *t) {
+    if (t->quant <= EP_QUANT_NONE) return ep_steps(ep_units(t->row_bytes));
+    return (t->row_elements + EP_PACKED_STEP_ELEMENTS - 1) / EP_PACKED_STEP_ELEMENTS;
 }
 
 EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
     const EpGroup *group = handle->group;
     EpCudaLatency *latency = ep_cuda(group)->latency;
     int64_t tokens = g->num_rows >= 0 ? g->num_rows : handle->shape.max_tokens;
-    int64_t units = ep_units(g->t.row_bytes);
     EpLatencyGatherArgs args = {
         .group = ep_cuda_launch_group(handle),
         .plan = ep_cuda_plan(handle, g->plan, g->top_k, g->num_rows, g->t.num_slots),
@@ -39,10 +45,10 @@ EpStatus ep_cuda_latency_gather(EpHandle *handle, const EpGather *g) {
         .latency = latency->device,
         .t = g->t,
         .top_k = (int32_t)g->top_k,
-        .row_units = (int32_t)units,
-        .steps = (int32_t)ep_steps(units)};
-    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries};
-    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 4);
+        .row_units = (int32_t)ep_units(g->t.row_bytes),
+        .steps = (int32_t)count_steps(&g->t)};
+    const int64_t agreed[] = {g->top_k, g->t.row_bytes, g->t.type, g->t.weighs_entries, g->t.quant};
+    args.group.digest = ep_cuda_digest(handle, g->op, agreed, 5);
     args.latency.awaits_weights = g->t.weighs_entries;
     int blocks = ep_latency_blocks(&args.group, g->phase, tokens, args.steps,
                                    percent_of_senders(group, g->top_k), &args.latency);

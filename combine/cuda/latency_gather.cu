@@ -28,7 +28,7 @@ __device__ __forceinline__ int count_source_tokens(const EpLatencyGatherArgs &a,
     return max(0, count);
 }
 
-template <typename T>
+template <typename T, int PACKED>
 __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_gather_kernel(const __grid_constant__ EpLatencyGatherArgs a) {
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
@@ -40,23 +40,33 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
         tokens[r] = count_source_tokens(a, r);
     int alive = latency_enter(a.group, a.plan, a.latency, &op);
-    if (alive && role.sends) send_sums<T>(a, tokens, first, op);
+    if (alive && role.sends) send_sums<T, PACKED>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
-    if (alive && role.receives) receive_sums<T>(a, role, tokens[a.group.rank], op.flag);
+    if (alive && role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }
 
-/* Each type has a kernel of its own: the instruction caches hold the code of one. */
+/* Each type has kernels of its own: the instruction caches hold the code of one. */
+template <typename T> static int open_kernels(int shared_bytes) {
+    int error = ep_open_kernel(latency_gather_kernel<T, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(latency_gather_kernel<T, 1>, shared_bytes);
+}
+
 extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
-    int error = ep_open_kernel(latency_gather_kernel<__nv_bfloat16>, shared_bytes);
-    if (!error) error = ep_open_kernel(latency_gather_kernel<__half>, shared_bytes);
-    return error ? error : ep_open_kernel(latency_gather_kernel<float>, shared_bytes);
+    int error = open_kernels<__nv_bfloat16>(shared_bytes);
+    if (!error) error = open_kernels<__half>(shared_bytes);
+    return error ? error : open_kernels<float>(shared_bytes);
+}
+
+template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
+    auto kernel =
+        a.t.quant > EP_QUANT_NONE ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
+    return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 
 extern "C" int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream) {
     const EpLatencyGatherArgs *a = (const EpLatencyGatherArgs *)args;
-    auto kernel = latency_gather_kernel<float>;
-    if (a->t.type == EP_TYPE_BF16) kernel = latency_gather_kernel<__nv_bfloat16>;
-    if (a->t.type == EP_TYPE_FP16) kernel = latency_gather_kernel<__half>;
-    return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, *a);
+    if (a->t.type == EP_TYPE_BF16) return launch<__nv_bfloat16>(*a, blocks, stream);
+    if (a->t.type == EP_TYPE_FP16) return launch<__half>(*a, blocks, stream);
+    return launch<float>(*a, blocks, stream);
 }

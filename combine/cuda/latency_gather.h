@@ -12,6 +12,15 @@
 #define EP_SENT_STEPS 4      /* most steps of a part that a sending warp moves */
 #define EP_REDUCED_AT_ONCE 2 /* steps that a receiving warp reduces at a time */
 
+/**
+ * Where sums are quantised (EpHandleConfig.sum_quant), a step has three blocks of 128 elements:
+ * units 0 .. 23 are codes, 16 elements each, and unit 24 is the blocks' scales. So no block is
+ * divided between steps, which different warps may have. That is 384 elements, where a step has 240
+ * of bf16: rows of 7,168 take 19 steps instead of 30.
+ */
+#define EP_PACKED_STEP_UNITS 24
+#define EP_PACKED_STEP_ELEMENTS (EP_PACKED_STEP_UNITS * 16)
+
 typedef struct EpLatencyGatherArgs {
     EpCudaGroup group;
     EpCudaPlan plan;

@@ -14,8 +14,15 @@
 #include "combine/cuda/latency_send.cuh"
 
 #define AWAITED_AT_ONCE 3 /* ranks besides this one */
-#define STEPS_AT_ONCE EP_REDUCED_AT_ONCE
-#define OWN_AT_ONCE 2 /* own terms, while awaited steps take registers, too */
+#define OWN_AT_ONCE 2     /* own terms, while awaited steps take registers, too */
+
+/* Steps that a receiving warp reduces at a time, and this lane's units of them. A packed step has
+ * twice the elements, or more. */
+template <typename T, int PACKED> struct ReducedShape {
+    static constexpr int STEPS = PACKED ? 1 : EP_REDUCED_AT_ONCE;
+    static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+    static constexpr int UNITS = STEPS * PARTS;
+};
 
 /* Up to this number of parts, waiting warps load all of their steps again until they have arrived,
  * which sees them soonest. With more parts they load only flags, to leave the cache to others. */
@@ -61,12 +68,12 @@ __device__ __forceinline__ int next_rank(int owner, int last) {
 /* ---- this rank's own sum ------------------------------------------------------------------- */
 
 /* Load this rank's own sum as the send phase has stored it. */
-template <typename T>
+template <typename T, int UNITS>
 __device__ __forceinline__ void load_own_sum(const EpLatencyGatherArgs &a, int token,
-                                             const int unit[STEPS_AT_ONCE], uint64_t flag,
-                                             EpVector<T> own[STEPS_AT_ONCE]) {
+                                             const int unit[UNITS], uint64_t flag,
+                                             EpVector<T> own[UNITS]) {
 #pragma unroll
-    for (int u = 0; u < STEPS_AT_ONCE; u++) {
+    for (int u = 0; u < UNITS; u++) {
         if (unit[u] < 0) continue;
         const uint4 *stored = own_sum_unit<T>(a, token, unit[u], flag);
 #pragma unroll
@@ -79,11 +86,10 @@ __device__ __forceinline__ void load_own_sum(const EpLatencyGatherArgs &a, int t
     }
 }
 
-template <typename T>
-__device__ __forceinline__ void add_own(const EpVector<T> own[STEPS_AT_ONCE],
-                                        EpVector<T> sum[STEPS_AT_ONCE]) {
+template <typename T, int UNITS>
+__device__ __forceinline__ void add_own(const EpVector<T> own[UNITS], EpVector<T> sum[UNITS]) {
 #pragma unroll
-    for (int i = 0; i < STEPS_AT_ONCE; i++)
+    for (int i = 0; i < UNITS; i++)
         ep_add(&sum[i], own[i]);
 }
 
@@ -91,20 +97,21 @@ __device__ __forceinline__ void add_own(const EpVector<T> own[STEPS_AT_ONCE],
 
 /* A part's steps from some ranks, in ascending order, RANK_NONE after the last. Step i from rank[r]
  * is awaited if incoming_bit(r, i) is set. */
-typedef struct Incoming {
+template <int STEPS> struct Incoming {
     int rank[AWAITED_AT_ONCE];
     const char *from[AWAITED_AT_ONCE];
     unsigned awaited;
-    ulonglong2 x[AWAITED_AT_ONCE][STEPS_AT_ONCE];
-} Incoming;
+    ulonglong2 x[AWAITED_AT_ONCE][STEPS];
+};
 
-__device__ __forceinline__ unsigned incoming_bit(int r, int i) {
-    return 1u << (r * STEPS_AT_ONCE + i);
+template <int STEPS> __device__ __forceinline__ unsigned incoming_bit(int r, int i) {
+    return 1u << (r * STEPS + i);
 }
 
 /* List the steps of the next ranks above `last`. By a warp. */
+template <int STEPS>
 __device__ __forceinline__ void find_incoming(const EpLatencyGatherArgs &a, const TokenPart &s,
-                                              int last, uint64_t flag, Incoming *c) {
+                                              int last, uint64_t flag, Incoming<STEPS> *c) {
     const EpCudaGroup &g = a.group;
     c->awaited = 0;
 #pragma unroll
@@ -114,58 +121,61 @@ __device__ __forceinline__ void find_incoming(const EpLatencyGatherArgs &a, cons
         c->from[r] = latency_record(a.latency, a.latency.own, last, g.size, s.token, flag) +
                      s.step * EP_STEP_BYTES;
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            if (s.step + i < s.end) c->awaited |= incoming_bit(r, i);
+        for (int i = 0; i < STEPS; i++)
+            if (s.step + i < s.end) c->awaited |= incoming_bit<STEPS>(r, i);
     }
 }
 
-__device__ __forceinline__ void load_incoming(Incoming *c) {
+template <int STEPS> __device__ __forceinline__ void load_incoming(Incoming<STEPS> *c) {
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            if (c->awaited & incoming_bit(r, i))
+        for (int i = 0; i < STEPS; i++)
+            if (c->awaited & incoming_bit<STEPS>(r, i))
                 c->x[r][i] = step_load(c->from[r] + i * EP_STEP_BYTES);
 }
 
 /* Returns the steps that have not arrived. By a warp, like step_is_here. */
-__device__ __forceinline__ unsigned find_missing(const Incoming &c, uint64_t flag) {
+template <int STEPS>
+__device__ __forceinline__ unsigned find_missing(const Incoming<STEPS> &c, uint64_t flag) {
     unsigned missing = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            if (c.x[r][i].y != flag) missing |= incoming_bit(r, i);
+        for (int i = 0; i < STEPS; i++)
+            if (c.x[r][i].y != flag) missing |= incoming_bit<STEPS>(r, i);
     return __reduce_or_sync(~0u, has_flag() ? missing & c.awaited : 0u);
 }
 
 /* Load the flags of some missing steps alone, and return those still missing. By a warp. */
-__device__ __forceinline__ unsigned poll_missing(const Incoming &c, unsigned missing,
+template <int STEPS>
+__device__ __forceinline__ unsigned poll_missing(const Incoming<STEPS> &c, unsigned missing,
                                                  uint64_t flag) {
-    uint64_t seen[AWAITED_AT_ONCE][STEPS_AT_ONCE];
+    uint64_t seen[AWAITED_AT_ONCE][STEPS];
     int at = (int)(threadIdx.x % 32) * 16 + 8;
     unsigned own = has_flag() ? missing : 0, still = 0;
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            if (own & incoming_bit(r, i))
+        for (int i = 0; i < STEPS; i++)
+            if (own & incoming_bit<STEPS>(r, i))
                 seen[r][i] =
                     ep_load_relaxed_sys((const uint64_t *)(c.from[r] + i * EP_STEP_BYTES + at));
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++)
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            if (seen[r][i] != flag) still |= incoming_bit(r, i);
+        for (int i = 0; i < STEPS; i++)
+            if (seen[r][i] != flag) still |= incoming_bit<STEPS>(r, i);
     return __reduce_or_sync(~0u, still & own);
 }
 
 /* Load all steps together, again and again until all have arrived; returns those still missing
  * after many loads. Calls meanwhile() while the first loads are under way. There is one place that
  * loads, since then no load has to preserve what another has loaded: see sum_slots. By a warp. */
-template <typename Meanwhile>
-__device__ __forceinline__ unsigned receive_incoming(const EpLatencyGatherArgs &a, Incoming *c,
-                                                     uint64_t flag, Meanwhile meanwhile) {
+template <int STEPS, typename Meanwhile>
+__device__ __forceinline__ unsigned receive_incoming(const EpLatencyGatherArgs &a,
+                                                     Incoming<STEPS> *c, uint64_t flag,
+                                                     Meanwhile meanwhile) {
     int arrived = 0;
 #pragma unroll 1
     for (int polls = 0;; polls++) {
@@ -198,88 +208,92 @@ typedef struct Missing {
 
 /* Add the sums of other ranks, and this rank's own in its turn if *has_own, which is then
  * cleared. */
-template <typename T>
-__device__ __forceinline__ void add_incoming(const Incoming &c, int rank,
-                                             const EpVector<T> own[STEPS_AT_ONCE], int *has_own,
-                                             EpVector<T> sum[STEPS_AT_ONCE]) {
+template <typename T, int PACKED, int STEPS, int UNITS>
+__device__ __forceinline__ void add_incoming(const Incoming<STEPS> &c, int rank,
+                                             const EpVector<T> own[UNITS], int *has_own,
+                                             EpVector<T> sum[UNITS]) {
 #pragma unroll
     for (int r = 0; r < AWAITED_AT_ONCE; r++) {
-        if (*has_own && c.rank[r] > rank) add_own<T>(own, sum), *has_own = 0;
+        if (*has_own && c.rank[r] > rank) add_own<T, UNITS>(own, sum), *has_own = 0;
         if (c.rank[r] == RANK_NONE) break;
 #pragma unroll
-        for (int i = 0; i < STEPS_AT_ONCE; i++)
-            ep_add(&sum[i], ep_unpack<T>(step_unpack(c.x[r][i])));
+        for (int i = 0; i < STEPS; i++)
+            add_step<T, PACKED>(sum + i * (UNITS / STEPS), step_unpack(c.x[r][i]));
     }
 }
 
 /* Sum up and write some steps of a token, or return those that have not arrived in time. This
  * rank's own sum is computed while other ranks' sums are loaded. Ranks beyond the first few have a
  * loop of their own, so that no total takes registers meanwhile. */
-template <typename T>
+template <typename T, int PACKED>
 __device__ __forceinline__ Missing receive_steps(const EpLatencyGatherArgs &a, const TokenPart &s,
                                                  int slot, uint64_t flag) {
-    EpVector<T> own[STEPS_AT_ONCE] = {};
+    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS, UNITS = ReducedShape<T, PACKED>::UNITS;
+    EpVector<T> own[UNITS] = {};
     Terms t = find_terms(a, slot, s.token);
-    Incoming c;
-    int unit[STEPS_AT_ONCE], last = -1, has_own = s.has_own;
+    Incoming<STEPS> c;
+    int unit[UNITS], last = -1, has_own = s.has_own;
+    find_units<T, PACKED, UNITS>(a, s.step, 1, unit);
 #pragma unroll
-    for (int i = 0; i < STEPS_AT_ONCE; i++)
-        unit[i] = s.step + i < s.end ? own_unit(a, s.step + i) : -1;
+    for (int u = 0; u < UNITS; u++)
+        if (s.step + u / (UNITS / STEPS) >= s.end) unit[u] = -1;
     find_incoming(a, s, last, flag, &c);
-    if (s.has_own && !a.latency.senders) load_own_sum(a, s.token, unit, flag, own);
-    unsigned missing = receive_incoming(
-        a, &c, flag, [&]() { sum_slots<T, STEPS_AT_ONCE, OWN_AT_ONCE>(a, t, unit, own); });
+    if (s.has_own && !a.latency.senders) load_own_sum<T, UNITS>(a, s.token, unit, flag, own);
+    unsigned missing =
+        receive_incoming(a, &c, flag, [&]() { sum_slots<T, UNITS, OWN_AT_ONCE>(a, t, unit, own); });
     if (missing) return Missing{last, missing};
-    EpVector<T> sum[STEPS_AT_ONCE] = {};
-    add_incoming<T>(c, a.group.rank, own, &has_own, sum);
+    EpVector<T> sum[UNITS] = {};
+    add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, own, &has_own, sum);
     last = c.rank[AWAITED_AT_ONCE - 1];
 #pragma unroll 1
     while (__any_sync(~0u, s.owner > last)) {
         find_incoming(a, s, last, flag, &c);
         missing = receive_incoming(a, &c, flag, [] {});
         if (missing) return Missing{last, missing};
-        add_incoming<T>(c, a.group.rank, own, &has_own, sum);
+        add_incoming<T, PACKED, STEPS, UNITS>(c, a.group.rank, own, &has_own, sum);
         last = c.rank[AWAITED_AT_ONCE - 1];
     }
-    if (has_own) add_own<T>(own, sum);
+    if (has_own) add_own<T, UNITS>(own, sum);
 #pragma unroll
-    for (int i = 0; i < STEPS_AT_ONCE; i++)
-        if (unit[i] >= 0)
-            *((uint4 *)a.t.out_rows + ((int64_t)s.token * a.row_units + unit[i])) = ep_pack(sum[i]);
+    for (int u = 0; u < UNITS; u++)
+        if (unit[u] >= 0)
+            *((uint4 *)a.t.out_rows + ((int64_t)s.token * a.row_units + unit[u])) = ep_pack(sum[u]);
     return Missing{last, 0};
 }
 
 /* Wait for the first missing step. By a warp, which keeps nothing in registers meanwhile: what had
  * arrived is loaded again. Returns 0 on timeout. */
+template <int STEPS>
 __device__ __noinline__ int await_missing(const EpLatencyGatherArgs &a, TokenPart s,
                                           Missing missing, uint64_t flag) {
     const EpCudaGroup &g = a.group;
     int at = __ffs((int)missing.bits) - 1, rank = missing.last;
 #pragma unroll 1
-    for (int r = 0; r <= at / STEPS_AT_ONCE; r++)
+    for (int r = 0; r <= at / STEPS; r++)
         rank = next_rank(s.owner, rank);
-    int step = s.step + at % STEPS_AT_ONCE;
+    int step = s.step + at % STEPS;
     const char *from = latency_record(a.latency, a.latency.own, rank, g.size, s.token, flag) +
                        step * EP_STEP_BYTES;
     ulonglong2 x = step_load(from);
     return step_await(g, a.latency, from, flag, &x, StepOrigin{rank, EP_AWAIT_LINES, s.token});
 }
 
-/* Receive a part of a token. It has more than STEPS_AT_ONCE steps only if rows are so long that the
- * host has made longer parts. By a warp. Returns 0 on timeout. */
-template <typename T>
+/* Receive a part of a token. It has more steps than are reduced at a time only if rows are so long
+ * that the host has made longer parts. By a warp. Returns 0 on timeout. */
+template <typename T, int PACKED>
 __device__ __forceinline__ int receive_part(const EpLatencyGatherArgs &a, int token, int step,
                                             const TokenWords &w, uint64_t flag) {
+    constexpr int STEPS = ReducedShape<T, PACKED>::STEPS;
     int owner = w.owner < a.group.size ? w.owner : -1;
     int has_own = __any_sync(~0u, owner == a.group.rank);
     int end = min(step + a.latency.received.steps, a.steps);
     TokenPart s = {token, step, end, owner == a.group.rank ? -1 : owner, has_own};
 #pragma unroll 1
     while (s.step < s.end) {
-        Missing missing = receive_steps<T>(a, s, w.slot, flag);
+        Missing missing = receive_steps<T, PACKED>(a, s, w.slot, flag);
         if (!missing.bits)
-            s.step += STEPS_AT_ONCE;
-        else if (!await_missing(a, s, missing, flag))
+            s.step += STEPS;
+        else if (!await_missing<STEPS>(a, s, missing, flag))
             return 0;
     }
     return 1;
@@ -299,7 +313,7 @@ __device__ void take_heads(const EpLatencyGatherArgs &a, uint64_t flag) {
 
 /* Receive all tokens. By the receiving blocks. A warp loads the plan's words for its next part
  * while it works on one. */
-template <typename T>
+template <typename T, int PACKED>
 __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &role, int tokens,
                              uint64_t flag) {
     int warps = role.blocks * LATENCY_WARPS, i = (int)(threadIdx.x / 32) * role.blocks + role.block;
@@ -310,7 +324,7 @@ __device__ void receive_sums(const EpLatencyGatherArgs &a, const LatencyRole &ro
         int token = ep_quotient(i, partition.each), part = i - token * partition.each.by;
         TokenWords words = next;
         next = load_token(a, tokens, ep_quotient(i + warps, partition.each));
-        if (!receive_part<T>(a, token, part * a.latency.received.steps, words, flag)) break;
+        if (!receive_part<T, PACKED>(a, token, part * a.latency.received.steps, words, flag)) break;
     }
     if (role.block == role.blocks - 1) take_heads(a, flag);
 }

@@ -4,14 +4,19 @@
 
 /**
  * The sending part of latency mode's combine: for each row that a rank has sent, the sum of its
- * slots here, rounded to the rows' type, sent back to that rank.
+ * slots here, rounded to the rows' type or packed (latency_packed.cuh), sent back to that rank.
  */
 
+#include "combine/cuda/latency_packed.cuh"
 #include "combine/cuda/latency_weights.cuh"
-#include "runtime/cuda/rows.cuh"
 
-#define SUMMED_AT_ONCE 2 /* steps of a warp at a time */
-#define TERMS_AT_ONCE 4
+/* Steps that a sending warp sums at a time, and terms that it loads at once. */
+template <typename T, int PACKED> struct SumShape {
+    static constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+    static constexpr int STEPS = PACKED ? 1 : 2;
+    static constexpr int UNITS = STEPS * PARTS;
+    static constexpr int TERMS = UNITS > 2 ? 2 : 4;
+};
 
 /* ---- the slots of a row -------------------------------------------------------------------- */
 
@@ -87,10 +92,14 @@ __device__ __forceinline__ void sum_slots(const EpLatencyGatherArgs &a, const Te
     }
 }
 
-/* Returns this lane's unit of a step, -1: none. */
-__device__ __forceinline__ int own_unit(const EpLatencyGatherArgs &a, int step) {
-    int unit = step * EP_STEP_UNITS + step_unit();
-    return step_unit() >= 0 && unit < a.row_units ? unit : -1;
+/* Find this lane's units of COUNT / PARTS steps, `stride` steps apart. */
+template <typename T, int PACKED, int COUNT>
+__device__ __forceinline__ void find_units(const EpLatencyGatherArgs &a, int step, int stride,
+                                           int unit[COUNT]) {
+    constexpr int PARTS = StepParts<T, PACKED>::COUNT;
+#pragma unroll
+    for (int u = 0; u < COUNT; u++)
+        unit[u] = own_unit<T, PACKED>(a.row_units, step + u / PARTS * stride, u % PARTS);
 }
 
 /* ---- rows of other ranks ------------------------------------------------------------------- */
@@ -102,7 +111,7 @@ typedef struct SumPart {
 } SumPart;
 
 /* Send a part of a sum. Returns 0 if the row's weights do not come. */
-template <typename T>
+template <typename T, int PACKED>
 __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride, uint64_t flag) {
     const EpCudaGroup &g = a.group;
     const EpLatency &l = a.latency;
@@ -116,24 +125,25 @@ __device__ int send_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stri
         t.weight = w.weight;
     }
     char *to = latency_record(l, l.window[s.source], g.rank, g.size, s.token, flag);
+    constexpr int STEPS = SumShape<T, PACKED>::STEPS, PARTS = SumShape<T, PACKED>::PARTS;
+    constexpr int UNITS = SumShape<T, PACKED>::UNITS;
 #pragma unroll 1
-    for (int step = s.step; step < a.steps; step += SUMMED_AT_ONCE * stride) {
-        EpVector<T> sum[SUMMED_AT_ONCE] = {};
-        int unit[SUMMED_AT_ONCE];
+    for (int step = s.step; step < a.steps; step += STEPS * stride) {
+        EpVector<T> sum[UNITS] = {};
+        int unit[UNITS];
+        find_units<T, PACKED, UNITS>(a, step, stride, unit);
+        sum_slots<T, UNITS, SumShape<T, PACKED>::TERMS>(a, t, unit, sum);
 #pragma unroll
-        for (int i = 0; i < SUMMED_AT_ONCE; i++)
-            unit[i] = own_unit(a, step + i * stride);
-        sum_slots<T, SUMMED_AT_ONCE, TERMS_AT_ONCE>(a, t, unit, sum);
-#pragma unroll
-        for (int i = 0; i < SUMMED_AT_ONCE; i++) {
+        for (int i = 0; i < STEPS; i++) {
             int at = step + i * stride;
-            ulonglong2 packed = step_pack(ep_pack(sum[i]), flag);
+            uint4 own = step_sum<T, PACKED>(sum + i * PARTS, unit[i * PARTS] >= 0);
+            ulonglong2 packed = step_pack(own, flag);
             if (at < a.steps) step_store(to + at * EP_STEP_BYTES, packed, l.whole);
         }
         if (l.whole) continue;
         step_fence();
 #pragma unroll 1
-        for (int i = 0; i < SUMMED_AT_ONCE; i++)
+        for (int i = 0; i < STEPS; i++)
             if (step + i * stride < a.steps)
                 step_store_flag(to + (step + i * stride) * EP_STEP_BYTES, flag);
     }
@@ -153,21 +163,26 @@ __device__ __forceinline__ uint4 *own_sum_unit(const EpLatencyGatherArgs &a, int
 }
 
 /* Store this rank's own sum for one of its tokens, not rounded, for the receive phase. */
-template <typename T>
+template <typename T, int PACKED>
 __device__ void store_own_sum(const EpLatencyGatherArgs &a, const SumPart &s, int stride,
                               uint64_t flag) {
+    constexpr int PARTS = StepParts<T, PACKED>::COUNT;
     Terms t = find_terms(a, s.slot, s.token);
 #pragma unroll 1
     for (int step = s.step; step < a.steps; step += stride) {
-        EpVector<T> sum[1] = {};
-        int unit[1] = {own_unit(a, step)};
-        sum_slots<T, 1, 2>(a, t, unit, sum);
-        if (unit[0] < 0) continue;
-        uint4 *to = own_sum_unit<T>(a, s.token, unit[0], flag);
+        EpVector<T> sum[PARTS] = {};
+        int unit[PARTS];
+        find_units<T, PACKED, PARTS>(a, step, stride, unit);
+        sum_slots<T, PARTS, 2>(a, t, unit, sum);
 #pragma unroll
-        for (int i = 0; i < EpVector<T>::SIZE; i += 4)
-            to[i / 4] = ep_pack(EpVector<float>{
-                {sum[0].at[i], sum[0].at[i + 1], sum[0].at[i + 2], sum[0].at[i + 3]}});
+        for (int u = 0; u < PARTS; u++) {
+            if (unit[u] < 0) continue;
+            uint4 *to = own_sum_unit<T>(a, s.token, unit[u], flag);
+#pragma unroll
+            for (int i = 0; i < EpVector<T>::SIZE; i += 4)
+                to[i / 4] = ep_pack(EpVector<float>{
+                    {sum[u].at[i], sum[u].at[i + 1], sum[u].at[i + 2], sum[u].at[i + 3]}});
+        }
     }
 }
 
@@ -244,7 +259,7 @@ __device__ __forceinline__ void push_item(const EpLatencyGatherArgs &a, const in
 }
 
 /* Send or store the sums of all rows. tokens[R]: of each rank. */
-template <typename T>
+template <typename T, int PACKED>
 __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const SumPart &first,
                           const LatencyOp &op) {
     int rows = count_sums(a, tokens), expected = rows <= a.sent.rows;
@@ -264,9 +279,9 @@ __device__ void send_sums(const EpLatencyGatherArgs &a, const int *tokens, const
         if (!alive || s.token * a.targets.by >= rows || s.token >= tokens[s.source]) return;
         if (item != known) load_sum(a, &s);
         if (s.source != a.group.rank)
-            alive = send_sum<T>(a, s, stride, op.flag);
+            alive = send_sum<T, PACKED>(a, s, stride, op.flag);
         else
-            store_own_sum<T>(a, s, stride, op.flag);
+            store_own_sum<T, PACKED>(a, s, stride, op.flag);
     });
 }
 

@@ -3,13 +3,13 @@
  * Gather on the host: slots to token rows, for ep_combine and ep_dispatch_backward.
  *
  * In each round a rank adds up the slots of every row that a peer sent it in that chunk of tokens.
- * It stores the sums, rounded to the rows' type, in the peer's region of its outbox, packed in
- * order of token. Then it reads the peers' sums for its own tokens and adds them in ascending rank.
- * Its own slots take their turn unrounded.
+ * It stores the sums, rounded to the rows' type or quantised, in the peer's region of its outbox,
+ * packed in order of token. Then it reads the peers' sums for its own tokens and adds them in
+ * ascending rank. Its own slots take their turn unrounded.
  *
- * The sums from the ranks of another node are added up and rounded first, and take their turn
- * together, where the node's lowest rank stands in the group. That is what a relay on that node
- * would do, so results are those of backends that have relays.
+ * The sums from the ranks of another node are added up and rounded (quantised) first, and take
+ * their turn together, where the node's lowest rank stands in the group. That is what a relay on
+ * that node would do, so results are those of backends that have relays.
  *
  * Where a combine is weighted at the tokens' ranks, two rounds alternate: in the first each rank
  * sends the weights of the rows that a peer has from it in that chunk of tokens, packed in the same
@@ -24,6 +24,7 @@
 #include "combine/host/gather.h"
 #include "handles/host/plan.h"
 #include "runtime/host/host.h"
+#include "runtime/quant.h"
 
 typedef struct Gather {
     const EpHandle *handle;
@@ -60,9 +61,9 @@ static int list_slots(const Gather *x, int32_t row, const float *weights, EpTerm
     int count = x->plan.row_entries[row];
     for (int i = 0; i < count; i++) {
         int32_t entry = x->plan.row_entry[row] + i;
-        terms[i] =
-            (EpTerm){x->g->rows + x->plan.entry_slot[entry] * x->g->row_bytes,
-                     entry_weight(x, entry, weights), i == 0 ? EP_RUN_BEGINS : EP_RUN_GOES_ON};
+        terms[i] = (EpTerm){x->g->rows + x->plan.entry_slot[entry] * x->g->row_bytes,
+                            entry_weight(x, entry, weights),
+                            i == 0 ? EP_RUN_BEGINS : EP_RUN_GOES_ON, NULL};
     }
     return count;
 }
@@ -86,6 +87,20 @@ static void collect_values(const Gather *x, int32_t row, float *values) {
 
 /* ---- on the experts' rank ------------------------------------------------------------------ */
 
+static int is_quantised(const Gather *x) {
+    return x->g->quant > EP_QUANT_NONE;
+}
+
+/* Store a sum as it travels. */
+static void store_sum(const Gather *x, char *record, const EpTerm *terms, int count) {
+    const EpGatherTensors *g = x->g;
+    if (is_quantised(x))
+        x->math->sum_quantised(g->type, (uint8_t *)record, (float *)(record + x->record.scales),
+                               g->row_elements, terms, count);
+    else
+        x->math->sum(g->type, record, g->row_elements, terms, count);
+}
+
 /* Store the sums of one source's rows, up to token `end`, in its region. */
 static void sum_rows(Gather *x, int32_t source, int64_t end) {
     const EpGatherTensors *g = x->g;
@@ -96,7 +111,7 @@ static void sum_rows(Gather *x, int32_t source, int64_t end) {
         EpTerm terms[MAX_TERMS];
         int count = list_slots(x, row, weights, terms);
         if (weights) weights += x->top_k;
-        x->math->sum(g->type, record, g->row_elements, terms, count);
+        store_sum(x, record, terms, count);
         if (g->carries_values) collect_values(x, row, (float *)(record + x->record.weights));
     }
     x->summed[source] = row;
@@ -136,7 +151,8 @@ static void take_record(Gather *x, int32_t rank, int64_t token, EpRun run, EpTer
     x->returned[rank]++;
     if (x->g->carries_values)
         take_values(x, rank, token, (const float *)(record + x->record.weights));
-    *term = (EpTerm){record, 1, run};
+    const char *scales = is_quantised(x) ? record + x->record.scales : NULL;
+    *term = (EpTerm){record, 1, run, (const float *)scales};
 }
 
 /* Put the ranks into the order of summation: ascending, but all ranks of another node where its
@@ -159,6 +175,7 @@ static void finish_token(Gather *x, int64_t token) {
     const EpGatherTensors *g = x->g;
     EpTerm terms[MAX_TERMS];
     int32_t own_node = x->nodes[x->rank], last_node = own_node;
+    EpRun other_node = is_quantised(x) ? EP_RUN_BEGINS_QUANTISED : EP_RUN_BEGINS_ROUNDED;
     int count = 0;
     if (g->carries_values)
         memset(g->out_values + token * x->top_k, 0, (size_t)x->top_k * sizeof(float));
@@ -170,7 +187,7 @@ static void finish_token(Gather *x, int64_t token) {
         else if (node == own_node)
             take_record(x, r, token, EP_RUN_BEGINS, terms + count++);
         else if (node != last_node)
-            take_record(x, r, token, EP_RUN_BEGINS_ROUNDED, terms + count++);
+            take_record(x, r, token, other_node, terms + count++);
         else
             take_record(x, r, token, EP_RUN_GOES_ON, terms + count++);
         last_node = node;
@@ -199,7 +216,7 @@ static EpRoundHeader expected_header(const Gather *x) {
     return (EpRoundHeader){.handle = x->handle->id,
                            .plan = (uint32_t)x->plan.header->generation,
                            .fact = {g->row_bytes, g->type, g->carries_values ? x->top_k : 0,
-                                    g->weighs_entries ? x->top_k : 0},
+                                    g->weighs_entries ? x->top_k : 0, g->quant},
                            .tokens = (int32_t)x->plan.header->num_tokens};
 }
 
@@ -268,6 +285,14 @@ static EpStatus copy_sums(const EpGroup *group, const EpGather *gather) {
     return EP_OK;
 }
 
+/* Returns how a sum lies in staging. Quantised it takes no more bytes than in any type. */
+static EpRecord sum_record(const EpGatherTensors *g, int64_t top_k) {
+    int64_t values = g->carries_values ? top_k : 0;
+    if (g->quant <= EP_QUANT_NONE) return ep_record(g->row_bytes, values, 0);
+    int64_t scales = ep_quant_scales(g->quant, g->row_elements) * (int64_t)sizeof(float);
+    return ep_record(g->row_elements, values, scales);
+}
+
 EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     if (gather->phase == EP_PHASE_RECEIVE) return copy_sums(handle->group, gather);
     EpGatherTensors g = gather->t;
@@ -281,7 +306,7 @@ EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);
     x.top_k = x.plan.header->top_k;
-    x.record = ep_record(g.row_bytes, g.carries_values ? x.top_k : 0, 0);
+    x.record = sum_record(&g, x.top_k);
     int64_t weights = g.weighs_entries ? x.top_k * (int64_t)sizeof(float) : 0;
     x.chunk = ep_exchange_body_bytes(x.exchange, EP_ROUND_EACH) / ep_max(x.record.bytes, weights);
     memcpy(x.weighed, x.plan.send_begin, (size_t)x.size * sizeof(int32_t));

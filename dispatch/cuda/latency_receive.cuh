@@ -367,16 +367,17 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
     const EpPrepareArgs &route = a.route;
     const EpPlanShape &s = route.shape;
     int local = s.num_local, batched = s.layout == EP_LAYOUT_BATCHED, lane = threadIdx.x % 32;
-    int has_slabs =
-        !ep_layout_has_rows(s.layout) && (s.alignment > 1 || (batched && s.tail == EP_TAIL_ZERO));
+    int keeps = s.padding == EP_PADDING_KEEP, has_tails = batched && s.tail == EP_TAIL_ZERO;
+    int has_slabs = !ep_layout_has_rows(s.layout) && ((s.alignment > 1 && !keeps) || has_tails);
     int64_t end = 0;
 #pragma unroll 1
     for (int at = 0; at < local && has_slabs; at += 32) {
         int e = min(at + lane, local - 1), total = workspace_total(a)[e];
         int64_t limit = ep_slot_limit(&route.shape, e), begin = workspace_offset(a)[e];
         int64_t last = min(limit, begin + ep_slab_rows(&s, total));
-        if (batched && s.tail == EP_TAIL_ZERO) last = limit;
-        zero_slots(a, begin + total, at + lane < local ? last : 0, warp, warps);
+        int64_t first = keeps ? last : begin + total;
+        if (has_tails) last = limit;
+        zero_slots(a, first, at + lane < local ? last : 0, warp, warps);
     }
     if (batched || s.tail == EP_TAIL_KEEP) return;
     if (s.layout == EP_LAYOUT_RANK_MAJOR) return zero_rank_tails(a, warp, warps);

@@ -17,7 +17,7 @@
  * a dispatch quantises, is alone in its group, or has a launch for each phase, every block takes
  * part in all of the launch's work.
  */
-#include "dispatch/cuda/quantise.cuh"
+#include "runtime/cuda/quantise.cuh"
 
 #include "dispatch/cuda/latency_receive.cuh"
 #include "dispatch/cuda/latency_send.cuh"

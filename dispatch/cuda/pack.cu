@@ -4,8 +4,8 @@
  * by far, so rows pass through registers.
  */
 #include "dispatch/cuda/pack.h"
-#include "dispatch/cuda/quantise.cuh"
 #include "dispatch/cuda/scatter_metadata.cuh"
+#include "runtime/cuda/quantise.cuh"
 
 #define PACK_THREADS 256
 

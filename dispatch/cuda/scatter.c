@@ -106,11 +106,11 @@ EpStatus ep_cuda_scatter(EpHandle *handle, const EpScatter *s) {
         .source = {t->source_row_bytes, s->top_k * (int64_t)sizeof(float), t->scale_bytes}};
     int64_t unit = describe_quantising(handle, &args);
     choose_receive(group, &args);
+    const int64_t agreed[] = {s->top_k, t->row_bytes, t->type, t->scale_bytes, t->carries_weights};
+    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     if (handle->shape.nodes.nodes > 1) return ep_cuda_scatter_nodes(handle, s, &args, unit);
     if (!ep_partition_scatter(&args, cuda->shared_bytes, unit))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    const int64_t agreed[] = {s->top_k, t->row_bytes, t->type, t->scale_bytes, t->carries_weights};
-    args.group.digest = ep_cuda_digest(handle, s->op, agreed, 5);
     return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_scatter,
                                                   .args = &args,
                                                   .blocks = args.group.blocks,

@@ -89,9 +89,10 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
     const EpPlanShape &s = a.shape;
     int batched = s.layout == EP_LAYOUT_BATCHED;
     for (int e = role.index; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += role.count) {
-        int64_t offset = a.plan.expert_offsets[e];
+        int64_t begin = ep_padding_begin(&s, a.plan.expert_offsets, a.plan.expert_counts,
+                                         a.plan.expert_padded, e);
         int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
-        zero_slots(a, offset + a.plan.expert_counts[e], end, z);
+        zero_slots(a, begin, end, z);
     }
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (batched || s.tail == EP_TAIL_KEEP || rows <= 0) return;
@@ -112,7 +113,7 @@ __device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int bloc
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 1);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
@@ -141,7 +142,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 0);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&

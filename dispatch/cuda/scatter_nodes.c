@@ -51,8 +51,6 @@ static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
     const EpGroup *group = o->run.group;
     EpScatterArgs args = *o->args;
     const EpScatterTensors *t = &args.t;
-    const int64_t agreed[] = {o->call->top_k,     t->row_bytes, t->type, t->scale_bytes,
-                              t->carries_weights, kind,         chunk};
     take_part(o, kind, chunk, &args);
     if (kind == EP_PART_OWN)
         take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
@@ -61,7 +59,7 @@ static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
     if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
                               kind == EP_PART_OWN ? o->unit : 16))
         return ep_cuda_refuse_rows(group, t->row_bytes);
-    args.group.digest = ep_cuda_digest(o->run.handle, o->call->op, agreed, 7);
+    args.group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
     return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_scatter, &args,
                            args.group.blocks);
 }
@@ -95,7 +93,11 @@ static EpStatus spread_chunk(Operation *o, int32_t chunk) {
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
                                int64_t unit) {
     Operation o = {.call = call, .args = args, .unit = unit};
-    EP_TRY(ep_relay_begin(handle, call->stream, args->record.bytes, &o.run));
+    EpRelayCall relay = {.stream = call->stream,
+                         .record_bytes = args->record.bytes,
+                         .plan = args->plan.header,
+                         .digest = args->group.digest};
+    EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
         EP_TRY(send_chunk(&o, c));
         EP_TRY(scatter_part(&o, EP_PART_OWN, c));

@@ -35,6 +35,7 @@ __device__ __forceinline__ void write_item(const EpScatterArgs &a, Pipeline *p, 
                           (int16_t)stores,
                           piece_bytes(a.receive, a.t.row_bytes, piece),
                           0,
+                          0,
                           0};
     p->signals[j] = source != a.group.rank && piece == a.receive.pieces - 1;
     p->source[j] = source, p->index[j] = row, p->piece[j] = piece;

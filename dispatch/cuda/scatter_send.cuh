@@ -7,8 +7,8 @@
  * way if the caller asks for it (quantise.cuh).
  */
 
-#include "dispatch/cuda/quantise.cuh"
 #include "dispatch/cuda/scatter_metadata.cuh"
+#include "runtime/cuda/quantise.cuh"
 
 /** Where rows go on each rank. */
 typedef struct ReceiveRows {
@@ -83,7 +83,8 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
         if (valid && t.k == 0) {
             p->from[cell] = a.t.rows + token * a.source.row_stride + offset;
             p->item[j] = WorkItem{
-                1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0, 0};
+                1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0,
+                0, 0};
             p->signals[j] = piece == a.send.pieces - 1 ? signals : 0;
             p->index[j] = token, p->piece[j] = piece;
         }
@@ -146,14 +147,6 @@ __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
 
 /* ---- quantising ---------------------------------------------------------------------------- */
 
-template <typename T> __device__ __forceinline__ EpUnit<T> load_unit(uint32_t address) {
-    EpUnit<T> x;
-#pragma unroll
-    for (int i = 0; i < EpUnit<T>::PARTS; i++)
-        x.part[i] = ep_load_shared(address + i * 16);
-    return x;
-}
-
 /* Quantise a piece of a row in place. The codes of unit u go where unit u / 2 or u / 4 was, in this
  * round or an earlier one, so all threads read their units first. */
 template <typename T>
@@ -164,7 +157,7 @@ __device__ __forceinline__ void quantise_piece(EpQuant quant, uint32_t stage, in
         int unit = base + thread, valid = unit < units;
         EpUnit<T> x = {};
         EpQuantScale scale;
-        if (valid) x = load_unit<T>(stage + unit * (uint32_t)sizeof(x));
+        if (valid) x = ep_load_unit<T>(stage + unit * (uint32_t)sizeof(x));
         uint4 codes = ep_quantise_unit(quant, x, valid, &scale);
         ep_barrier(1, COMPUTE_THREADS);
         if (!valid) continue;

@@ -271,9 +271,10 @@ static void zero_padding(const Scatter *x) {
         return;
     }
     for (int32_t e = 0; e < shape->num_local && !x->has_rows; e++) {
-        int64_t filled = plan->expert_offsets[e] + (int64_t)plan->expert_counts[e];
+        int64_t begin = ep_padding_begin(shape, plan->expert_offsets, plan->expert_counts,
+                                         plan->expert_padded, e);
         int64_t end = ep_padding_end(shape, plan->expert_offsets, plan->expert_padded, e);
-        zero_slots(x, filled, end);
+        zero_slots(x, begin, end);
     }
     if (!batched && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }

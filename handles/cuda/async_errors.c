@@ -6,7 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/handle.h"
+#include "runtime/cuda/digest.h"
 
 static const char *awaited_name(int32_t phase) {
     static const char *const names[] = {
@@ -57,33 +59,24 @@ static EpStatus report_facts(const EpGroup *group, const volatile EpCudaFailure 
 /* Report that another rank has entered another operation, or the same one with other sizes. */
 static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
-    int32_t own = EP_DIGEST_OP(f->expected), other = EP_DIGEST_OP(f->seen);
-    int32_t id = EP_DIGEST_HANDLE(f->expected), other_id = EP_DIGEST_HANDLE(f->seen);
-    char place[EP_OP_PLACE_BYTES], other_place[EP_OP_PLACE_BYTES];
-    int routes = own == ep_op_prepare.code || own == ep_op_route.code, differs = 0;
-    const char *what = "";
-    if (own != other)
-        return ep_fail(EP_ERR_ORDER,
-                       "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s",
-                       group->rank, ep_op_name(own), ep_op_place(id, place), f->peer,
-                       ep_op_name(other), ep_op_place(other_id, other_place));
-    if (id != other_id && id && other_id) {
-        finding->expected = id, finding->seen = other_id;
-        what = "the handle's id", differs = 1;
-    } else if (routes && f->facts != f->peer_facts) {
-        return report_facts(group, f, finding);
-    } else if (!routes && f->facts != f->peer_facts && f->facts && f->peer_facts) {
-        finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
-        what = "the operation that wrote the plan", differs = 1;
+    int32_t own = EP_DIGEST_OP(f->expected);
+    int routes = own == ep_op_prepare.code || own == ep_op_route.code;
+    if (ep_digests_differ_in_call(f->expected, f->seen)) {
+        if (own == EP_DIGEST_OP(f->seen))
+            finding->expected = EP_DIGEST_HANDLE(f->expected),
+            finding->seen = EP_DIGEST_HANDLE(f->seen);
+        return ep_fail_digests(group->rank, f->expected, f->peer, f->seen);
     }
-    if (differs)
-        return ep_fail(EP_ERR_ORDER, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld",
-                       group->rank, finding->phase, what, group->rank, (long long)finding->expected,
+    if (routes && f->facts != f->peer_facts) return report_facts(group, f, finding);
+    if (!routes && f->facts != f->peer_facts && f->facts && f->peer_facts) {
+        finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
+        return ep_fail(EP_ERR_ORDER,
+                       "rank %d: %s: the operation that wrote the plan differs: rank %d has %lld, "
+                       "rank %d has %lld",
+                       group->rank, finding->phase, group->rank, (long long)finding->expected,
                        f->peer, (long long)finding->seen);
-    return ep_fail(EP_ERR_ORDER,
-                   "rank %d: %s: expected the same sizes on all ranks, rank %d called it%s with "
-                   "others",
-                   group->rank, finding->phase, f->peer, ep_op_place(other_id, other_place));
+    }
+    return ep_fail_digests(group->rank, f->expected, f->peer, f->seen);
 }
 
 /* Report that a peer has given up. As on the host, the finding names the rank that it blames. */
@@ -212,6 +205,7 @@ static void poll_overflow(EpGroup *group) {
 
 void ep_cuda_poll(EpGroup *group) {
     poll_failure(group);
+    ep_cuda_watch_poll(group);
     poll_routing(group);
     poll_overflow(group);
 }

@@ -72,7 +72,7 @@ int ep_shape_pipeline(int32_t shared_bytes, int64_t row_bytes, int64_t unit, EpW
     int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_WORK_TABLE_BYTES * needs.width;
     int64_t wanted = ep_max(needs.held, ep_max(WANTED_STAGES, ep_min(needs.wanted, EP_MAX_STAGES)));
     int64_t pieces = 1, bytes = row_bytes;
-    while (room / bytes < wanted && bytes > EP_LEAST_PIECE_BYTES)
+    while (room / bytes < wanted && bytes > ep_max(EP_LEAST_PIECE_BYTES, unit))
         bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
     pieces = (row_bytes + bytes - 1) / bytes;
     int64_t active = ep_min(EP_MAX_ACTIVE, ep_max(needs.active, 4 * pieces));

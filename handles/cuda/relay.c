@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/route_nodes.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
@@ -12,6 +13,11 @@
 static int64_t message_bytes(const EpGroupConfig *config, const EpNodeSizes *nodes) {
     EpRecord record = ep_record(config->max_row_bytes, config->max_top_k, config->max_scale_bytes);
     return nodes->chunk * record.bytes;
+}
+
+/* A rank has a relay on each other node, and is the relay of at most all ranks. */
+static int64_t most_peers(int32_t num_ranks, const EpNodeSizes *nodes) {
+    return nodes->nodes - 1 + (int64_t)num_ranks;
 }
 
 /* Locate the parts of a group's memory for the network; memory NULL: none. Returns its bytes. */
@@ -25,16 +31,18 @@ static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpN
         r->recv[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
     }
     r->routing = ep_arena_array(&arena, num_ranks, (size_t)r->routing_bytes);
+    r->stamps = ep_arena_array(&arena, 1 + most_peers(num_ranks, nodes), sizeof(*r->stamps));
     r->counts = ep_arena_array(&arena, ep_route_counts(config, num_ranks, nodes), sizeof(int32_t));
     return arena.bytes;
 }
 
-#define TABLES_OF_RANKS 4 /* of a group's ranks, in EpRelayTables */
+#define TABLES_OF_RANKS 5 /* of a group's ranks, in EpRelayTables */
 
 /* The integers of EpRelayTables. */
 static int64_t table_integers(int32_t num_ranks, const EpNodeSizes *nodes) {
     int64_t ranks = nodes->ranks;
-    return TABLES_OF_RANKS * (int64_t)num_ranks + ranks * (4 + nodes->lanes) + nodes->nodes;
+    return TABLES_OF_RANKS * (int64_t)num_ranks + ranks * (4 + nodes->lanes) + nodes->nodes +
+           most_peers(num_ranks, nodes);
 }
 
 int64_t ep_cuda_relay_bytes(const EpGroupConfig *config, int32_t num_ranks,
@@ -68,10 +76,13 @@ static int32_t other_of(const EpNodes *n, int32_t node) {
 static void describe_ranks(const EpNodes *n, Integers *at, EpRelayTables *t) {
     int32_t *other = take(at, n->group, &t->other_of), *number = take(at, n->group, &t->number_of);
     int32_t *agent = take(at, n->group, &t->agent_of), *lane = take(at, n->group, &t->lane_of);
+    int32_t *by_node = take(at, n->group, &t->by_node);
     int32_t *lanes = take(at, t->ranks, &t->lanes_of);
     int32_t *source = take(at, (int64_t)t->ranks * t->lanes, &t->source_of);
     for (int32_t r = 0; r < n->group; r++) {
         int here = n->of[r] == n->node;
+        int32_t first = ep_nodes_member(n, n->of[n->members[r]], 0);
+        by_node[r] = n->members[r] | (n->members[r] == first ? EP_NODE_BEGINS : 0);
         other[r] = other_of(n, n->of[r]);
         number[r] = here ? n->number[r] : -1;
         agent[r] = n->number[here ? r : ep_nodes_relay(n, r, n->node)];
@@ -96,6 +107,18 @@ static void describe_node(const EpGroup *group, Integers *at, EpRelayTables *t) 
         if (node != n->node) order[t->ranks + other_of(n, node)] = ep_nodes_member(n, node, 0);
 }
 
+static EpStatus list_peers(const EpGroup *group, EpCudaRelay *relay) {
+    const EpNodes *n = &group->nodes;
+    relay->peers = calloc((size_t)most_peers(group->size, &n->sizes), sizeof(*relay->peers));
+    if (!relay->peers)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    for (int32_t node = 0; node < n->sizes.nodes; node++)
+        if (node != n->node) relay->peers[other_of(n, node)] = ep_nodes_relay(n, group->rank, node);
+    relay->num_sources = ep_nodes_sources(n, group->rank, relay->peers + n->sizes.nodes - 1);
+    relay->num_peers = n->sizes.nodes - 1 + relay->num_sources;
+    return EP_OK;
+}
+
 static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
     const EpNodes *n = &group->nodes;
     EpRelayTables *t = &relay->tables;
@@ -111,9 +134,8 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
                         .chunk = n->sizes.chunk,
                         .chunks = (group->config.max_tokens + n->sizes.chunk - 1) / n->sizes.chunk};
     Integers at = {.host = calloc(1, bytes)};
-    relay->peers = calloc((size_t)(t->nodes + t->group), sizeof(*relay->peers));
     EpStatus status = EP_ERR_NO_MEMORY;
-    if (!at.host || !relay->peers)
+    if (!at.host)
         status = ep_fail(status, "rank %d: ep_group_create: out of memory", group->rank);
     else
         status = ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&at.device, bytes));
@@ -121,17 +143,12 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
     if (status == EP_OK) {
         describe_ranks(n, &at, t);
         describe_node(group, &at, t);
+        memcpy(take(&at, relay->num_peers, &relay->device_peers), relay->peers,
+               (size_t)relay->num_peers * sizeof(*relay->peers));
         status = ep_cuda_put(group, at.device, at.host, bytes);
     }
     free(at.host);
     return status;
-}
-
-static void list_peers(const EpGroup *group, EpCudaRelay *relay) {
-    const EpNodes *n = &group->nodes;
-    for (int32_t node = 0; node < n->sizes.nodes; node++)
-        if (node != n->node) relay->peers[other_of(n, node)] = ep_nodes_relay(n, group->rank, node);
-    relay->num_sources = ep_nodes_sources(n, group->rank, relay->peers + n->sizes.nodes - 1);
 }
 
 /* ---- opening ------------------------------------------------------------------------------- */
@@ -161,8 +178,8 @@ EpStatus ep_cuda_relay_open(EpGroup *group) {
     ep_cuda(group)->relay = relay;
     if (!relay)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    EP_TRY(list_peers(group, relay));
     EP_TRY(open_tables(group, relay));
-    list_peers(group, relay);
     ep_cuda(group)->device.members = relay->tables.members;
     int64_t bytes = lay_out(&group->config, group->size, nodes, NULL, relay);
     if (cudaMalloc((void **)&relay->memory, (size_t)bytes) != cudaSuccess) {
@@ -215,20 +232,6 @@ static EpStatus await(const EpRelayRun *run, cudaStream_t stream, cudaEvent_t ev
     return ep_cuda_check(run->group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
 }
 
-EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
-                        EpRelayRun *run) {
-    EpCuda *cuda = ep_cuda(handle->group);
-    *run = (EpRelayRun){.handle = handle,
-                        .group = handle->group,
-                        .relay = cuda->relay,
-                        .chunks = cuda->relay->tables.chunks,
-                        .record_bytes = record_bytes};
-    EP_TRY(ep_cuda_stream(run->group, stream, &run->stream));
-    EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
-    run->side = &run->relay->side[run->stream.captures];
-    return record(run, run->side->begun, run->stream.stream);
-}
-
 /* The caller's stream has waited for the last exchange, which all packing precedes. */
 EpStatus ep_relay_end(EpRelayRun *run) {
     return ep_cuda_order_leave(run->group, &ep_cuda(run->group)->order, &run->stream, cudaSuccess);
@@ -244,14 +247,75 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
     return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
 }
 
-/* A failure of NCCL leaves the ranks out of step, so it ends the group. */
+/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
+ * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found
+ * does.
+ */
 static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
-    EpStatus status = ep_cuda_comm_settle(run->group, ep_cuda(run->group)->network, what, result);
+    EpGroup *group = run->group;
+    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
+    ep_cuda_network_leave(group);
     if (status == EP_OK) return EP_OK;
     EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = run->group->rank, finding.count = 1;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
     strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    return ep_group_fail(run->group, &finding);
+    ep_cuda_watch_poll(group);
+    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+}
+
+/* An exchange is complete on the wire's stream: let the watcher know. */
+static EpStatus mark(EpRelayRun *run, int last) {
+    run->mark.last = last;
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_move(&run->mark, run->side->wire));
+}
+
+/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
+ * size is always the same, go first. A rank that is a relay and a source of this one gets two. */
+static EpStatus exchange_stamps(EpRelayRun *run) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    const EpCudaRelay *r = run->relay;
+    cudaStream_t wire = run->side->wire;
+    EP_TRY(ep_cuda_network_enter(run->group));
+    (void)cuda->nccl->ncclGroupStart();
+    for (int32_t i = 0; i < r->num_peers; i++) {
+        (void)cuda->nccl->ncclSend(r->stamps, sizeof(*r->stamps), ncclUint8, r->peers[i],
+                                   cuda->network, wire);
+        (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
+                                   cuda->network, wire);
+    }
+    EP_TRY(settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd()));
+    return ep_cuda_check(run->group, "kernel launch", ep_cuda_launch_compare(&run->mark, wire));
+}
+
+static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
+    const EpCudaRelay *r = run->relay;
+    run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
+                             .generation = call->plan ? &call->plan->generation : NULL,
+                             .stamps = r->stamps,
+                             .peers = r->device_peers,
+                             .num_peers = r->num_peers};
+    run->mark.group.digest = call->digest;
+    ep_cuda_watch_describe(run->group, &run->mark);
+}
+
+EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+    EpCuda *cuda = ep_cuda(handle->group);
+    *run = (EpRelayRun){.handle = handle,
+                        .group = handle->group,
+                        .relay = cuda->relay,
+                        .chunks = cuda->relay->tables.chunks,
+                        .record_bytes = call->record_bytes};
+    EP_TRY(ep_cuda_stream(run->group, call->stream, &run->stream));
+    EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
+    run->side = &run->relay->side[run->stream.captures];
+    describe_marks(run, call);
+    EP_TRY(ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_begin(&run->mark, run->stream.stream)));
+    EP_TRY(record(run, run->side->begun, run->stream.stream));
+    EP_TRY(await(run, run->side->wire, run->side->begun));
+    return exchange_stamps(run);
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
@@ -259,10 +323,12 @@ EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
     EpCudaRelay *r = run->relay;
     EP_TRY(record(run, run->side->ready[0], stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
+    EP_TRY(ep_cuda_network_enter(run->group));
     EP_TRY(settle(run, "ncclAllGather",
                   cuda->nccl->ncclAllGather(r->routing + r->tables.self * r->routing_bytes,
                                             r->routing, (size_t)r->routing_bytes, ncclUint8,
                                             cuda->network, run->side->wire)));
+    EP_TRY(mark(run, 1));
     EP_TRY(record(run, run->side->moved[0], run->side->wire));
     return await(run, stream, run->side->moved[0]);
 }
@@ -287,6 +353,7 @@ static Messages sources_of(const EpRelayRun *run, char *buffer) {
 static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive, size_t bytes) {
     const EpCuda *cuda = ep_cuda(run->group);
     cudaStream_t wire = run->side->wire;
+    EP_TRY(ep_cuda_network_enter(run->group));
     (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < send.count; i++)
         (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i), bytes, ncclUint8,
@@ -310,6 +377,7 @@ EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, 
         EP_TRY(send_and_receive(run, relays_of(run, out), sources_of(run, in), bytes));
     else
         EP_TRY(send_and_receive(run, sources_of(run, out), relays_of(run, in), bytes));
+    EP_TRY(mark(run, chunk == run->chunks - 1));
     return record(run, side->moved[chunk % 2], side->wire);
 }
 

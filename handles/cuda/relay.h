@@ -29,6 +29,7 @@
  * which by induction ends, or of a later one, which would wait for this exchange before it starts.
  */
 
+#include "bootstrap/cuda/mark.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/relay_tables.h"
 
@@ -48,8 +49,12 @@ typedef struct EpCudaRelay {
     EpRelayTables tables;
     int32_t *integers; /**< device: of the tables */
     int32_t num_sources;
-    int32_t *peers; /**< this rank's relays, by other node [nodes - 1]; then its sources, by lane */
-    char *memory;   /**< device: all that follows */
+    int32_t *peers; /**< [num_peers] this rank's relays, by other node [nodes - 1]; then its
+                       sources, by lane */
+    int32_t num_peers;
+    EpStamp *stamps; /**< device [1 + num_peers] */
+    const int32_t *device_peers;
+    char *memory; /**< device: all that follows */
     char *send[2], *recv[2];
     int64_t message_bytes; /**< of a message in these buffers */
     char *routing;         /**< [R] messages of ep_prepare, this rank's in its place */
@@ -72,6 +77,7 @@ typedef struct EpRelayRun {
     const EpHandle *handle;
     EpGroup *group;
     EpCudaRelay *relay;
+    EpMarkArgs mark; /**< of the operation, for the watcher */
     EpCudaSide *side;
     EpCudaStream stream; /**< the caller's */
     int32_t chunks;
@@ -81,9 +87,17 @@ typedef struct EpRelayRun {
 /** Which way records go: to the relays, or back. */
 typedef enum EpRelayWay { EP_TO_RELAYS, EP_FROM_RELAYS } EpRelayWay;
 
-/** Begin an operation on the caller's stream, after the group's earlier ones. */
-EpStatus ep_relay_begin(const EpHandle *handle, EpStream stream, int64_t record_bytes,
-                        EpRelayRun *run);
+/** What begins. */
+typedef struct EpRelayCall {
+    EpStream stream;
+    int64_t record_bytes;
+    const EpPlanHeader *plan; /**< device: that is read; NULL: none */
+    uint32_t digest;          /**< of the operation and all that ranks must agree on */
+} EpRelayCall;
+
+/** Begin an operation on the caller's stream, after the group's earlier ones: ranks of other nodes
+ *  learn which it is, and this one learns which theirs are. */
+EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);
@@ -106,6 +120,12 @@ EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, 
  *  again, the receive buffer is the caller's: ep_relay_take ends that. */
 EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);
 EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk);
+
+/** Returns the digest of an operation's launch for a part. It takes the sizes' place, which ranks
+ * have compared by their stamps before, or on the way to the rank that they share a node with. */
+static inline uint32_t ep_relay_part_digest(uint32_t digest, EpPlanPart kind, int32_t chunk) {
+    return digest + ((uint32_t)(2 * chunk + (int32_t)kind) << 16);
+}
 
 /** Returns the place of a message in a buffer: of number `i` among the relays or the sources. */
 static inline char *ep_relay_message(const EpRelayRun *run, char *buffer, int32_t i) {

@@ -13,6 +13,8 @@
 
 #include <stdint.h>
 
+#define EP_NODE_BEGINS (1 << 30) /* in by_node: this rank is the lowest of its node */
+
 typedef struct EpRelayTables {
     int32_t group, nodes, ranks; /**< ranks of the group, its nodes, ranks of this node */
     int32_t node, rank;          /**< this rank's node, and its number there */
@@ -26,6 +28,7 @@ typedef struct EpRelayTables {
     const int32_t *lane_of;      /**< [group] its lane there; -1: it is its own agent */
     const int32_t *lanes_of;     /**< [ranks] lanes of each agent */
     const int32_t *source_of;    /**< [ranks, lanes] the rank of each lane */
+    const int32_t *by_node;      /**< [group] ranks by node, ascending on each: EP_NODE_BEGINS */
     const int32_t *members;      /**< [ranks] the rank of each number */
     const int32_t *first_expert; /**< [ranks + 1] first of its experts, among those of this node */
     const int32_t

@@ -102,8 +102,11 @@ EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing) {
     EpRelayRun run;
     EpRouteArgs args;
     EpCudaOwn *own = routing->plan.is_named ? NULL : handle->own_state;
-    EP_TRY(ep_relay_begin(handle, routing->stream, 0, &run));
-    describe(handle, routing, run.relay, &args);
+    describe(handle, routing, ep_cuda(handle->group)->relay, &args);
+    /* The facts travel with the routing: who finds that they differ can say which does. */
+    EpRelayCall call = {.stream = routing->stream,
+                        .digest = ep_cuda_digest(handle, &ep_op_prepare, NULL, 0)};
+    EP_TRY(ep_relay_begin(handle, &call, &run));
     int64_t seen = own ? ep_cuda_steps_seen(own) : 0;
     EP_TRY(run_kernels(&run, &args));
     EP_TRY(ep_relay_end(&run));

@@ -113,6 +113,12 @@ __device__ __forceinline__ int is_first(unsigned lanes) {
     return __ffs(lanes) - 1 == (int)(threadIdx.x % 32);
 }
 
+/* Returns whether this rank has not failed: the same in all threads of a block, whoever may fail
+ * meanwhile. */
+__device__ __forceinline__ int is_alive(const EpRouteArgs &a) {
+    return __syncthreads_and(*(volatile uint32_t *)&a.p.group.state->failed == 0);
+}
+
 /* ---- collect ------------------------------------------------------------------------------- */
 
 /* Returns the expert of an entry, -1 for none: also where an earlier k has it, if one is enough. */
@@ -187,7 +193,7 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     uint32_t epoch = ep_epoch(a.p.group);
     int others = a.t.nodes - 1;
     if (threadIdx.x == 0) ep_set_operation(a.p.group, 0);
-    if (ep_failed_before(a.p.group, epoch)) return;
+    if (!is_alive(a)) return;
     for (int number = blockIdx.x; number < num_pieces(a); number += gridDim.x) {
         __syncthreads();
         for (int c = threadIdx.x; c < a.columns + others; c += EP_ROUTE_THREADS)
@@ -263,7 +269,7 @@ __device__ __forceinline__ void sum_places(const EpRouteArgs &a, int i) {
 __global__ void __launch_bounds__(SUM_THREADS) sum_pieces(const __grid_constant__ EpRouteArgs a) {
     __shared__ int32_t sums[32][SUM_COLUMNS];
     int columns = a.t.experts + a.t.ranks, blocks = (columns + SUM_COLUMNS - 1) / SUM_COLUMNS;
-    if (ep_failed_before(a.p.group, ep_epoch(a.p.group))) return;
+    if (!is_alive(a)) return;
     if ((int)blockIdx.x < blocks) {
         sum_columns(a, blockIdx.x * SUM_COLUMNS, sums);
         return;
@@ -540,7 +546,7 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     extern __shared__ uint4 memory[];
     Tables t = open_tables(a, ep_keep_shared(memory));
     uint32_t epoch = ep_epoch(a.p.group);
-    int alive = __syncthreads_and(*(volatile uint32_t *)&a.p.group.state->failed == 0);
+    int alive = is_alive(a);
     if (alive) {
         lay_node_slabs(a, t);
         for (int number = blockIdx.x; number < num_pieces(a); number += gridDim.x)

@@ -4,7 +4,9 @@
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/quantise.h"
+#include "handles/cuda/relay.h"
 #include "runtime/cuda/order.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
@@ -45,13 +47,16 @@ static EpStatus fail(const Work *w, const char *what, EpStatus status) {
 
 static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
     EpStatus status = ep_cuda_comm_settle(w->group, w->comm, what, result);
+    ep_cuda_network_leave(w->group);
     return status == EP_OK ? EP_OK : fail(w, what, status);
 }
 
 /* The calls between group_start and group_end return what is wrong with their arguments, and
  * ncclGroupEnd returns the same, so only its result counts. */
-static void group_start(const Work *w) {
+static EpStatus group_start(const Work *w) {
+    EP_TRY(ep_cuda_network_enter(w->group));
     (void)w->cuda->nccl->ncclGroupStart();
+    return EP_OK;
 }
 
 static EpStatus group_end(const Work *w, const char *what) {
@@ -115,7 +120,7 @@ static EpStatus arrange(const Work *w, const Gathered *g) {
 }
 
 static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
-    group_start(w);
+    EP_TRY(group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
     EP_TRY(group_end(w, "ncclAllGather"));
@@ -358,7 +363,7 @@ static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
 
 static EpStatus exchange(const Reduction *r) {
     int32_t size = r->w->group->size, rank = r->w->group->rank;
-    group_start(r->w);
+    EP_TRY(group_start(r->w));
     for (int32_t i = 1; i < size; i++) {
         exchange_piece(r, (rank + i) % size, 1);
         exchange_piece(r, (rank - i + size) % size, 0);
@@ -379,39 +384,32 @@ static EpStatus pack(const Reduction *r) {
                          ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream));
 }
 
-/* Nodes in the order of their lowest ranks, and the ranks of each in ascending order. */
-static void order_parts(const EpNodes *nodes, EpSumArgs *args) {
-    for (int32_t i = 0; i < args->parts; i++) {
-        int32_t rank = nodes->members[i];
-        int first = i == nodes->begin[nodes->of[rank]];
-        args->order[i] = (uint16_t)(rank | (first ? EP_SUM_BEGINS : 0));
-    }
-}
-
 /* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
 static EpStatus add(const Reduction *r) {
     const EpWeight *weight = r->call->weight;
     int32_t rank = r->w->group->rank;
     EpReducedPart part = weight->reduced[rank];
+    const EpCudaRelay *relay = r->w->cuda->relay;
+    int64_t stride = ep_weight_piece_stride(weight);
     int divided = weight->replicates != NULL;
     EpSumArgs args = {.elements = ep_weight_piece_length(weight, part.piece),
                       .parts = r->w->group->size,
                       .type = weight->config.grad_type,
                       .out_type = divided ? EP_TYPE_FP32 : weight->config.reduced_type,
                       .accumulate = !divided && r->call->accumulate,
-                      .own_rank = rank,
-                      .own_whole = !r->packed,
+                      .rank = rank,
+                      .in_whole = !r->packed,
                       .shards = weight->shards,
                       .own_shard = part.shard,
-                      .own_begin = part.piece * ep_weight_piece_stride(weight),
-                      .part = r->call->workspace,
+                      .own_begin = part.piece * stride,
+                      .mine = r->packed ? element_at(r, part.shard, part.piece * stride)
+                                        : r->call->grad,
+                      .received = r->call->workspace,
                       .stride = r->parts.piece,
-                      .own = r->call->grad,
+                      .by_node = relay ? relay->tables.by_node : NULL,
                       .out = r->call->out};
-    if (r->packed) args.own = element_at(r, part.shard, args.own_begin);
     if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
     args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
-    order_parts(&r->w->group->nodes, &args);
     return ep_cuda_check(r->w->group, "adding gradients",
                          ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream));
 }
@@ -424,6 +422,7 @@ static EpStatus share_sums(const Reduction *r) {
     EP_TRY(begin(weight->replicates, r->call->stream, &w));
     int64_t bytes = 4 * ep_weight_piece_stride(weight);
     char *sums = (char *)r->call->workspace + r->parts.sums;
+    EP_TRY(ep_cuda_network_enter(w.group));
     EP_TRY(settle(&w, "ncclAllGather",
                   w.cuda->nccl->ncclAllGather(sums + w.group->rank * bytes, sums, (size_t)bytes,
                                               ncclUint8, w.comm, w.stream)));
@@ -432,9 +431,8 @@ static EpStatus share_sums(const Reduction *r) {
                       .type = EP_TYPE_FP32,
                       .out_type = weight->config.reduced_type,
                       .accumulate = r->call->accumulate,
-                      .own_rank = -1,
                       .shards = weight->shards,
-                      .part = sums,
+                      .mine = sums,
                       .out = r->call->out};
     args.vectors = args.elements % 4 == 0;
     return ep_cuda_check(w.group, "rounding gradients",
@@ -458,6 +456,7 @@ EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
     Work w;
     EP_TRY(begin(call->group, call->stream, &w));
     if (w.group->size == 1 || call->count == 0) return EP_OK;
+    EP_TRY(ep_cuda_network_enter(w.group));
     return settle(&w, "ncclAllReduce",
                   w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
                                               ncclUint32, ncclMax, w.comm, w.stream));

@@ -55,15 +55,24 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, int blocks, void *
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-/* Returns where element number `at` of the part number `part` lies. */
+/* Returns where element number `at` of a rank's part lies. */
 template <typename T>
-__device__ __forceinline__ const T *element_of(const EpSumArgs &a, int part, int64_t at,
+__device__ __forceinline__ const T *element_of(const EpSumArgs &a, int rank, int64_t at,
                                                int64_t run) {
-    int rank = a.order[part] & ~EP_SUM_BEGINS;
-    if (rank != a.own_rank) return (const T *)(a.part + rank * a.stride) + at;
-    if (!a.own_whole) return (const T *)a.own + at;
+    if (rank != a.rank) return (const T *)(a.received + rank * a.stride) + at;
+    if (!a.in_whole) return (const T *)a.mine + at;
     at += a.own_begin;
-    return (const T *)a.own + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+    return (const T *)a.mine + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+}
+
+/* Call add(rank) for each part in the order of summation, and next_node() before each node. */
+template <typename NextNode, typename Add>
+__device__ __forceinline__ void walk_parts(const EpSumArgs &a, NextNode next_node, Add add) {
+    for (int p = 0; p < a.parts; p++) {
+        int rank = a.by_node ? a.by_node[p] : p;
+        if (rank & EP_NODE_BEGINS) next_node();
+        add(rank & ~EP_NODE_BEGINS);
+    }
 }
 
 __device__ __forceinline__ void store_sum(float *out, float sum, int accumulate) {
@@ -78,24 +87,21 @@ __device__ __forceinline__ void store_sum(__half *out, float sum, int accumulate
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t run) {
-    float total = 0, sum = 0;
-    for (int p = 0; p < a.parts; p++) {
-        if (a.order[p] & EP_SUM_BEGINS) total += sum, sum = 0;
-        sum += ep_float(*element_of<T>(a, p, at, run));
-    }
+    float total = 0, sum = 0; /* of the nodes before, of this one */
+    walk_parts(
+        a, [&] { total += sum, sum = 0; },
+        [&](int rank) { sum += ep_float(*element_of<T>(a, rank, at, run)); });
     store_sum((Out *)a.out + at, total + sum, a.accumulate);
 }
 
 template <typename T, typename Out>
 __device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t run) {
-    EpVector<T> total = {}, sum = {};
-    for (int p = 0; p < a.parts; p++) {
-        if (a.order[p] & EP_SUM_BEGINS) {
-            ep_add(&total, sum);
-            sum = {};
-        }
-        ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, p, at, run)));
-    }
+    EpVector<T> total = {}, sum = {}; /* of the nodes before, of this one */
+    walk_parts(
+        a, [&] { ep_add(&total, sum), sum = {}; },
+        [&](int rank) {
+            ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, rank, at, run)));
+        });
     ep_add(&total, sum);
 #pragma unroll
     for (int e = 0; e < EpVector<T>::SIZE; e++)

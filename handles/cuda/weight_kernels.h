@@ -4,6 +4,7 @@
 
 /** Kernels of sharded weights (weight.cu); quantise.h has the one that quantises. */
 
+#include "handles/cuda/relay_tables.h"
 #include "handles/shards.h"
 #include "runtime/cuda/device.h"
 
@@ -17,26 +18,24 @@ typedef struct EpArrangeArgs {
     int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 
-/** Add what all ranks have sent of a piece of a shard, in `order`: each node's parts first, then
- * the nodes' sums. */
+/** Add what all ranks have sent of a piece of a shard: by node, ascending on each. */
 typedef struct EpSumArgs {
     int64_t elements; /**< of the piece */
     int32_t parts;
     EpType type, out_type; /**< out_type: any of FP32; else `type` or FP32 */
     int32_t accumulate;
-    int32_t vectors;   /**< whether all parts and `out` allow accesses of 16 bytes */
-    int32_t own_rank;  /**< whose part is `own`; -1: none */
-    int32_t own_whole; /**< 1: `own` is the whole gradient, 0: it is this part alone */
+    int32_t vectors;  /**< whether all parts and `out` allow accesses of 16 bytes */
+    int32_t rank;     /**< whose part is `mine` */
+    int32_t in_whole; /**< whether that lies in the whole gradient */
     EpShards shards;
     int64_t own_shard, own_begin; /**< its shard, and the piece's first element there */
-    const char *part;             /**< of rank 0 */
-    int64_t stride;               /**< bytes from rank to rank */
-    const char *own;
+    const void *mine;
+    const char *received;   /**< the other parts, by rank */
+    int64_t stride;         /**< bytes from one to the next */
+    const int32_t *by_node; /**< device [parts]: ranks by node, with EP_NODE_BEGINS; NULL: as they
+                                 are, on one node */
     void *out;
-    uint16_t order[EP_MAX_RANKS]; /**< [parts] rank, with EP_SUM_BEGINS where it is the first of a
-                                       node */
 } EpSumArgs;
-#define EP_SUM_BEGINS 0x8000
 
 /** Find the amax of each block of the whole in what all shards have found, and its scale. */
 typedef struct EpMergeArgs {

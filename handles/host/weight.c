@@ -226,7 +226,7 @@ static void take_sums(void *context, int32_t peer, int64_t at, int64_t length,
     const Reduce *r = context;
     const EpWeight *weight = r->call->weight;
     EpType type = weight->config.reduced_type;
-    EpTerm term = {message, 1, EP_RUN_BEGINS};
+    EpTerm term = {message, 1, EP_RUN_BEGINS, NULL};
     int64_t first = peer * ep_weight_piece_stride(weight) + at / 4;
     r->math->reduce(EP_TYPE_FP32, &term, 1, type, r->call->accumulate,
                     (char *)r->call->out + first * (int64_t)ep_type_bytes(type),
@@ -256,7 +256,7 @@ static void order_terms(const EpGroup *group, Reduce *r) {
         EpRun run = EP_RUN_BEGINS;
         for (int32_t rank = 0; rank < group->size; rank++) {
             if (group->nodes.of[rank] != node) continue;
-            r->terms[at] = (EpTerm){NULL, 1, run};
+            r->terms[at] = (EpTerm){NULL, 1, run, NULL};
             r->term_of[rank] = at++;
             run = EP_RUN_GOES_ON;
         }

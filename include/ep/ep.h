@@ -731,6 +731,14 @@ typedef enum EpTail {
                            tells rows from tail without the counts */
 } EpTail;
 
+/** What becomes of padding, the rows of a slab behind its last slot. FLAT and RANK_MAJOR have none.
+ */
+typedef enum EpPadding {
+    EP_PADDING_ZERO = 1, /**< it becomes zero */
+    EP_PADDING_KEEP = 2 /**< it is not written: for experts that go by the counts, or that keep each
+                             row's results in that row */
+} EpPadding;
+
 /** Which plans the calls on a handle use. */
 typedef enum EpPlans {
     EP_PLANS_OWNED = 1, /**< the handle's own, which the library allocates; a call may still name
@@ -739,9 +747,9 @@ typedef enum EpPlans {
                              destroyed in less than 5 us, also while a stream is being captured */
 } EpPlans;
 
-/** Configuration of a handle, equal on every rank except overflow, zero_tail, scale_order, num_sms,
- *  plans and expert_ids, which each rank may choose. ep_prepare (latency mode: ep_dispatch)
- *  compares it with the peers; every operation compares `id`. */
+/** Configuration of a handle, equal on every rank except overflow, zero_tail, padding, scale_order,
+ *  num_sms, plans and expert_ids, which each rank may choose. ep_prepare (latency mode:
+ * ep_dispatch) compares it with the peers; every operation compares `id`. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -766,6 +774,10 @@ typedef struct EpHandleConfig {
                                  compared */
     EpExpertIds expert_ids; /**< numbers of experts in recv_topk_idx */
     int32_t reserved;       /**< 0 */
+    EpPadding padding;      /**< whether dispatch and combine_backward write padding */
+    EpQuant sum_quant;      /**< how the partial sums of ep_combine and ep_dispatch_backward travel:
+                                 NONE, in the rows' type, or FP8, half as many bytes as BF16. Those
+                                 operations compare it with the peers. See ep_combine */
 } EpHandleConfig;
 
 #define EP_MAX_HANDLE_ID 4095
@@ -774,7 +786,7 @@ typedef struct EpHandleConfig {
     {                                                                                           \
         sizeof(EpHandleConfig), EP_LAYOUT_EXPERT_MAJOR, EP_DEFAULT, EP_DEFAULT, EP_DEFAULT,     \
             EP_DEFAULT, EP_DEFAULT, 0, EP_DEFAULT, EP_QUANT_NONE, EP_SCALES_BY_ROW, EP_DEFAULT, \
-            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0                                                  \
+            EP_PLANS_OWNED, 0, EP_IDS_LOCAL, 0, EP_PADDING_ZERO, EP_QUANT_NONE                  \
     }
 
 /** Compute the bytes of a plan of handles with this configuration on this rank. They depend on its
@@ -816,9 +828,9 @@ void ep_handle_destroy(EpHandle *handle);
 
 /**
  * Get the handle's own plan as a tensor, which operations may name on other handles of the group
- * with an equal configuration (quant, scale_order, zero_tail, overflow, expert_ids and num_sms may
- * differ). *plan is written only on success; its memory is valid until the handle is destroyed.
- * EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ * with an equal configuration (quant, sum_quant, scale_order, zero_tail, padding, overflow,
+ * expert_ids and num_sms may differ). *plan is written only on success; its memory is valid until
+ * the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
  */
 EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 
@@ -958,7 +970,8 @@ typedef struct EpPrepare {
  *
  * The handle's scale_order sets the order of recv_scales; shapes here are for EP_SCALES_BY_ROW.
  *
- * Padding rows within slabs become zero: tokens, weights and scales.
+ * Padding rows within slabs become zero: tokens, weights and scales. EP_PADDING_KEEP: they are not
+ * written.
  *
  * If the handle quantises (EpHandleConfig.quant), tokens are BF16, FP16 or FP32 with H a multiple
  * of 16, recv_tokens is FP8_E4M3, `scales` is NULL, and recv_scales is required. With blocks of
@@ -1010,6 +1023,11 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
  * rounded once more to the rows' type. The token's rank adds it in the place of the node's lowest
  * rank: the lowest of all ranks there, with a slot of the token or not. So sums depend on routing,
  * placement of experts and nodes.
+ *
+ * With EpHandleConfig.sum_quant = EP_QUANT_FP8 sums are not rounded to the rows' type where they
+ * travel. They are quantised from FP32, as ep_dispatch quantises a row of FP32, and each receiver
+ * adds scale * e4m3, one rounding. The same holds for each sum of a node. H is then a multiple of
+ * 16, else EP_ERR_ROW_BYTES. docs/semantics.md has the error of that.
  */
 EpStatus ep_combine(EpHandle *handle, const EpTensor *plan, const EpTensor *expert_out,
                     const EpTensor *slot_weights, const EpTensor *topk_weights, EpStream stream,
@@ -1036,9 +1054,9 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
  * slot_weights       as in the combine, or NULL if it was unweighted
  * expert_out         as in the combine; required with grad_slot_weights, otherwise NULL
  * grad_expert_out    like expert_out: w * grad_out[t], rounded to FP32 and then to the rows' type,
- *                    or grad_out[t] itself if unweighted; padding rows zero
- * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding zero; or
- *                    NULL. Deterministic, summed in FP32.
+ *                    or grad_out[t] itself if unweighted; padding as in ep_dispatch
+ * grad_slot_weights  like slot_weights, FP32: dot(expert_out[slot], grad_out[t]), padding
+ *                    likewise; or NULL. Deterministic, summed in FP32.
  */
 EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTensor *grad_out,
                              const EpTensor *slot_weights, const EpTensor *expert_out,

@@ -4,6 +4,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
 #include "combine/cuda/gather.h"
 #include "combine/cuda/latency_gather.h"
 #include "dispatch/cuda/backend.h"
@@ -74,6 +75,12 @@ static void close(EpGroup *group, int together) {
     ep_cuda_close(group, together);
 }
 
+/* A rank of another node lets the watcher know, one of this node its window. */
+static int32_t find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+    int32_t rank = ep_cuda_watch_find(group, sentence);
+    return rank >= 0 ? rank : ep_cuda_find_aborted(group, sentence);
+}
+
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .name = "cuda",
                                       .offers = EP_CUDA_OFFERS,
@@ -83,7 +90,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .close = close,
                                       .poll = ep_cuda_poll,
                                       .abort = ep_cuda_abort,
-                                      .find_aborted = ep_cuda_find_aborted,
+                                      .find_aborted = find_aborted,
                                       .finish = ep_cuda_finish,
                                       .open_window = ep_cuda_open_window,
                                       .close_window = ep_cuda_close_window,

@@ -61,6 +61,7 @@ typedef struct EpCuda {
     char *workspace;           /**< of quantising dispatches in throughput mode: a
                                     step's scales. They follow each other */
     struct EpCudaOwn *spare;   /**< plans whose handles are gone: handles/cuda/plan.c */
+    struct EpCudaWatch *watch;           /**< NULL on one node; see bootstrap/cuda/watch.h */
     struct EpCudaRelay *relay; /**< NULL on one node; see handles/cuda/relay.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the

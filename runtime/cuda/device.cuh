@@ -147,13 +147,6 @@ __device__ __forceinline__ void ep_set_operation(const EpCudaGroup &g, uint32_t 
     *ep_own_operation() = EpOwnOperation{g.digest + (generation << 16), generation};
 }
 
-/** Returns whether two ranks' digests are of the same operation. A handle without an id matches any
- *  handle. */
-__device__ __forceinline__ int ep_same_operation(uint32_t a, uint32_t b) {
-    const uint32_t id = EP_MAX_HANDLE_ID << 4;
-    return a == b || (((a ^ b) & ~id) == 0 && (!(a & id) || !(b & id)));
-}
-
 /* ---- waiting ------------------------------------------------------------------------------- */
 
 #define EP_POLLS_PER_CLOCK_READ 256

@@ -175,6 +175,13 @@ typedef struct EpCudaFailure {
 #define EP_DIGEST_HANDLE(digest) ((int32_t)((digest) >> 4 & EP_MAX_HANDLE_ID))
 #define EP_DIGEST_SIZES(digest) ((uint32_t)(digest) >> 16)
 
+/** Returns whether two ranks' digests are of the same operation. A handle without an id matches any
+ *  handle. */
+EP_HOST_DEVICE static inline int ep_same_operation(uint32_t a, uint32_t b) {
+    const uint32_t id = EP_MAX_HANDLE_ID << 4;
+    return a == b || (((a ^ b) & ~id) == 0 && (!(a & id) || !(b & id)));
+}
+
 /** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
  *  that it blames. */
 #define EP_OP_GONE 15

@@ -119,5 +119,5 @@ int32_t ep_cuda_find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
     int32_t rank = look(&cuda->device, &cuda->notes, sentence);
     restore_calls(mode);
     ep_cuda_restore(before);
-    return rank;
+    return rank < 0 ? rank : ep_nodes_member(&group->nodes, group->nodes.node, rank);
 }

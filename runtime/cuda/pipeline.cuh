@@ -9,7 +9,7 @@
  *
  *     scheduler warp   produces work items: claims rows, waits for other ranks, fills an entry
  *     load warp        bulk copies: global memory -> stages
- *     compute warps    (WORK_CONVERT, WORK_COMPUTE) stages -> stages, in place; all of them on one
+ *     compute warps    (all but WORK_COPY) stages -> stages, in place; all of them on one
  *                      item, so that its stages are soon free: bytes in flight limit the speed
  *     store warps      bulk copies: stages -> global memory, here or on a peer; they take turns
  *     metadata warps   (optional) weights and scales, too small for bulk copies; they take turns
@@ -98,8 +98,9 @@ enum WorkStep {
 enum PipelineWork {
     WORK_COPY,    /* nothing: the one stage goes to each store */
     WORK_CONVERT, /* likewise, after compute warps have replaced its contents */
-    WORK_COMPUTE  /* compute warps leave a stage for each store, the last ones, and free the others
+    WORK_COMPUTE, /* compute warps leave a stage for each store, the last ones, and free the others
                    */
+    WORK_PACKED   /* likewise; loads outside of the run are packed, and stores may be */
 };
 
 /** A work item as the scheduler warp writes it. */
@@ -110,6 +111,7 @@ struct alignas(16) WorkItem {
     int16_t terms;       /* rows to add, or slots to multiply for */
     int32_t bytes;       /* of each load; a store has bytes >> shrink (EpPipelineShape) */
     int8_t run, run_end; /* terms [run, run_end): weighted, summed on their own */
+    int16_t packed;      /* WORK_PACKED: 16-byte units of a packed piece */
 };
 
 /** An array in shared memory, by its distance from this struct: so compilers know that it lies
@@ -310,7 +312,23 @@ __device__ __forceinline__ void pipeline_load_end(Pipeline *p, uint32_t n) {
 
 /** Returns the stages at an item's begin that are free once it is computed; it stores the rest. */
 __device__ __forceinline__ int pipeline_input_stages(const WorkItem &item, PipelineWork work) {
-    return work == WORK_COMPUTE ? item.loads - item.stores : 0;
+    return work == WORK_COMPUTE || work == WORK_PACKED ? item.loads - item.stores : 0;
+}
+
+/** Returns where a packed load lies in its stage: at the end of the item's bytes. */
+__device__ __forceinline__ uint32_t pipeline_packed_offset(const WorkItem &item) {
+    return (uint32_t)item.bytes - (uint32_t)item.packed * 16;
+}
+
+/* Returns whether load `i` of an item is packed. */
+__device__ __forceinline__ bool pipeline_is_packed(const WorkItem &item, int i, PipelineWork work) {
+    return work == WORK_PACKED && (i < item.run || i >= item.run_end);
+}
+
+/* Returns the bytes of all loads of an item. */
+__device__ __forceinline__ uint32_t pipeline_loaded_bytes(const WorkItem &item, PipelineWork work) {
+    int whole = work == WORK_PACKED ? item.run_end - item.run : item.loaded;
+    return (uint32_t)(whole * item.bytes + (item.loaded - whole) * item.packed * 16);
 }
 
 /** The last item that was given a stage: its number * 2, + 1 if it holds the stage until
@@ -347,12 +365,14 @@ __device__ __forceinline__ void pipeline_load(Pipeline *p, PipelineWork work) {
             const char *source = from[j * width + i];
             pipeline_await_stage(p, p->holder[stage], n);
             p->holder[stage] = STAGE_HOLDER(n, i >= inputs);
+            uint32_t skipped = pipeline_is_packed(item, i, work) ? pipeline_packed_offset(item) : 0;
             if (source)
-                ep_bulk_load(s.begin + stage * s.bytes, source, (uint32_t)item.bytes, full + j * 8);
+                ep_bulk_load(s.begin + stage * s.bytes + skipped, source,
+                             (uint32_t)item.bytes - skipped, full + j * 8);
         }
         if (lane == 0) {
             p->first[j] = s.begin + at * s.bytes;
-            ep_mbarrier_expect(&p->barrier[ITEM_LOADED][j], (uint32_t)(item.loaded * item.bytes));
+            ep_mbarrier_expect(&p->barrier[ITEM_LOADED][j], pipeline_loaded_bytes(item, work));
         } else {
             ep_mbarrier_arrive(&p->barrier[ITEM_LOADED][j]);
         }
@@ -375,10 +395,10 @@ __device__ __forceinline__ void pipeline_computed(Pipeline *p, uint32_t n) {
 /**
  * Store every STORE_WARPS-th item, from number `warp` on. ITEM_STORED completes when the stores are
  * written, if the receiver is signaled (`until_written`), or else when they are read from their
- * stages. By one thread of each store warp.
+ * stages. `packs` (WORK_PACKED): stores are packed. By one thread of each store warp.
  */
 __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWork work,
-                                               int until_written) {
+                                               int until_written, int packs) {
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;
@@ -397,10 +417,11 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
         if (item.loads == PIPELINE_END) break;
         uint32_t at = stage_of(s, p->first[j], pipeline_input_stages(item, work));
         uint32_t bytes = (uint32_t)item.bytes >> shrink;
+        if (work == WORK_PACKED && packs) bytes = (uint32_t)item.packed * 16;
         if (computes) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
         for (int i = 0; i < item.stores; i++) {
             ep_bulk_store(to[cell + i], at, bytes);
-            if (work == WORK_COMPUTE) at = stage_of(s, at, 1);
+            if (work >= WORK_COMPUTE) at = stage_of(s, at, 1);
         }
         ep_bulk_commit();
         if (pending >= 0) {

@@ -59,6 +59,19 @@ __device__ __forceinline__ uint32_t ep_convert_e4m3x2(float low, float high) {
     return codes;
 }
 
+/** Returns the values of the two e4m3 in the lower half of `codes`, exactly: that of the lower byte
+ *  first. */
+__device__ __forceinline__ float2 ep_convert_from_e4m3x2(uint32_t codes) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
+    float2 values;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(values.x), "=f"(values.y)
+        : "r"(halves));
+    return values;
+}
+
 /** Load what does not change while the kernel runs. The load stays where the caller puts it: it is
  *  not moved to its use. */
 __device__ __forceinline__ uint4 ep_load_unchanging(const void *address) {

@@ -10,8 +10,9 @@
 #include <string.h>
 
 #include "runtime/dtype.h"
+#include "runtime/quant.h"
 
-#define TILE 128
+#define TILE 128 /* a block of EP_QUANT_FP8, too */
 #define CHAINS 64
 #define DOT_PART 4096 /* elements, so that a chain adds up 64: errors grow with that number */
 
@@ -25,13 +26,57 @@ static inline void add_run(float *restrict total, const float *restrict part, in
         total[i] = (first ? 0.0f : total[i]) + part[i];
 }
 
-/* Returns whether the sum of some run is rounded. On one node none is, and whole tiles are compiled
- * without that. */
-static inline int rounds_a_run(const EpTerm *terms, int count) {
+/* Returns whether the sum of some run is rounded, or a term is quantised. Neither is so on one node
+ * without sum_quant, and whole tiles are compiled without that. */
+static inline int has_travelled(const EpTerm *terms, int count) {
     for (int j = 0; j < count; j++)
-        if (terms[j].run == EP_RUN_BEGINS_ROUNDED) return 1;
+        if (terms[j].run >= EP_RUN_BEGINS_ROUNDED || terms[j].scales) return 1;
     return 0;
 }
+
+/* ---- quantised tiles ------------------------------------------------------------------------ */
+
+static inline EpQuantScale find_scale(const float *x, int n) {
+    uint32_t amax = EP_QUANT_LEAST_BITS;
+    for (int i = 0; i < n; i++) {
+        uint32_t magnitude = ep_quant_magnitude(x[i]);
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    return ep_quant_scale(EP_QUANT_FP8, amax);
+}
+
+/* Quantise the tile at element `at` of a row. */
+static inline void quantise_tile(const float *restrict x, int64_t at, int n, uint8_t *restrict out,
+                                 float *restrict scales) {
+    EpQuantScale scale = find_scale(x, n);
+    for (int i = 0; i < n; i++)
+        out[at + i] = ep_e4m3_from_float(x[i] * scale.inverse);
+    scales[at / TILE] = ep_quant_float(scale.stored);
+}
+
+/* Replace a tile by what its receiver makes of it. */
+static inline void requantise_tile(float *restrict x, int n) {
+    EpQuantScale scale = find_scale(x, n);
+    for (int i = 0; i < n; i++)
+        x[i] = ep_quant_float(scale.stored) *
+               ep_float_from_e4m3(ep_e4m3_from_float(x[i] * scale.inverse));
+}
+
+static inline void start_codes(float *restrict part, const EpTerm *term, int64_t at, int n) {
+    const uint8_t *codes = (const uint8_t *)term->row + at;
+    float scale = term->scales[at / TILE];
+    for (int i = 0; i < n; i++)
+        part[i] = scale * ep_float_from_e4m3(codes[i]);
+}
+
+static inline void add_codes(float *restrict part, const EpTerm *term, int64_t at, int n) {
+    const uint8_t *codes = (const uint8_t *)term->row + at;
+    float scale = term->scales[at / TILE];
+    for (int i = 0; i < n; i++)
+        part[i] += scale * ep_float_from_e4m3(codes[i]);
+}
+
+/* ---- tiles in each type --------------------------------------------------------------------- */
 
 static inline float load_element(EpType type, const void *row, int64_t at) {
     if (type == EP_TYPE_FP32) return ((const float *)row)[at];
@@ -83,44 +128,64 @@ static void write_tile(EpType type, void *out, int64_t at, const float *sum, int
         for (int i = 0; i < n; i++)                                                                \
             part[i] = fmaf(weight, to_float(row[i]), part[i]);                                     \
     }                                                                                              \
+    static inline void end_run_##name(float *restrict part, EpRun run, int n) {                    \
+        if (run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                              \
+        if (run == EP_RUN_BEGINS_QUANTISED) requantise_tile(part, n);                              \
+    }                                                                                              \
     /* Sum a tile into `part` or `total`. Returns the one that has the sum. */                     \
     static inline const float *add_tiles_##name(float *restrict total, float *restrict part,       \
                                                 const EpTerm *terms, int count, int64_t at, int n, \
-                                                int rounds) {                                      \
+                                                int travelled) {                                   \
         EpRun run = EP_RUN_BEGINS;                                                                 \
         int runs = 0;                                                                              \
         for (int j = 0; j < count; j++) {                                                          \
             const element *row = (const element *)terms[j].row + at;                               \
+            int is_codes = travelled && terms[j].scales;                                           \
             if (terms[j].run == EP_RUN_GOES_ON) {                                                  \
-                add_tile_##name(part, row, terms[j].weight, n);                                    \
+                if (is_codes)                                                                      \
+                    add_codes(part, &terms[j], at, n);                                             \
+                else                                                                               \
+                    add_tile_##name(part, row, terms[j].weight, n);                                \
                 continue;                                                                          \
             }                                                                                      \
-            if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                \
+            if (travelled) end_run_##name(part, run, n);                                           \
             if (runs++) add_run(total, part, n, runs == 2);                                        \
             run = terms[j].run;                                                                    \
-            start_tile_##name(part, row, terms[j].weight, n);                                      \
+            if (is_codes)                                                                          \
+                start_codes(part, &terms[j], at, n);                                               \
+            else                                                                                   \
+                start_tile_##name(part, row, terms[j].weight, n);                                  \
         }                                                                                          \
-        if (rounds && run == EP_RUN_BEGINS_ROUNDED) round_tile_##name(part, n);                    \
+        if (travelled) end_run_##name(part, run, n);                                               \
         if (runs > 1) add_run(total, part, n, 0);                                                  \
         return runs > 1 ? total : part;                                                            \
     }                                                                                              \
     static inline void sum_tile_##name(element *restrict out, const EpTerm *terms, int count,      \
-                                       int64_t at, int n, int rounds) {                            \
+                                       int64_t at, int n, int travelled) {                         \
         float total[TILE], part[TILE];                                                             \
-        const float *sum = add_tiles_##name(total, part, terms, count, at, n, rounds);             \
+        const float *sum = add_tiles_##name(total, part, terms, count, at, n, travelled);          \
         for (int i = 0; i < n; i++)                                                                \
             out[at + i] = from_float(sum[i] + 0.0f);                                               \
     }                                                                                              \
     static void sum_##name(element *restrict out, int64_t n, const EpTerm *terms, int count) {     \
         int64_t at = 0;                                                                            \
-        int rounds = rounds_a_run(terms, count);                                                   \
+        int travelled = has_travelled(terms, count);                                               \
         if (count == 0) memset(out, 0, (size_t)n * sizeof(element));                               \
         if (count == 0) return;                                                                    \
-        for (; !rounds && at + TILE <= n; at += TILE)                                              \
+        for (; !travelled && at + TILE <= n; at += TILE)                                           \
             sum_tile_##name(out, terms, count, at, TILE, 0);                                       \
         for (; at < n; at += TILE) {                                                               \
             int left = (int)(n - at < TILE ? n - at : TILE);                                       \
-            sum_tile_##name(out, terms, count, at, left, rounds);                                  \
+            sum_tile_##name(out, terms, count, at, left, travelled);                               \
+        }                                                                                          \
+    }                                                                                              \
+    static void quantise_##name(uint8_t *out, float *scales, int64_t n, const EpTerm *terms,       \
+                                int count) {                                                       \
+        float total[TILE], part[TILE] = {0};                                                       \
+        for (int64_t at = 0; at < n; at += TILE) {                                                 \
+            int left = (int)(n - at < TILE ? n - at : TILE);                                       \
+            const float *sum = add_tiles_##name(total, part, terms, count, at, left, 0);           \
+            quantise_tile(sum, at, left, out, scales);                                             \
         }                                                                                          \
     }                                                                                              \
     static void reduce_##name(const EpTerm *terms, int count, EpType out_type, int accumulate,     \
@@ -169,6 +234,16 @@ static void sum(EpType type, void *out, int64_t n, const EpTerm *terms, int coun
         sum_fp32(out, n, terms, count);
 }
 
+static void sum_quantised(EpType type, uint8_t *out, float *scales, int64_t n, const EpTerm *terms,
+                          int count) {
+    if (type == EP_TYPE_BF16)
+        quantise_bf16(out, scales, n, terms, count);
+    else if (type == EP_TYPE_FP16)
+        quantise_fp16(out, scales, n, terms, count);
+    else
+        quantise_fp32(out, scales, n, terms, count);
+}
+
 static void reduce(EpType type, const EpTerm *terms, int count, EpType out_type, int accumulate,
                    void *out, int64_t n) {
     if (type == EP_TYPE_BF16)
@@ -198,4 +273,4 @@ static float dot(EpType type, const void *a, const void *b, int64_t n) {
 #define NAME_OF(x) STRING(x)
 
 extern const EpRowMath EP_ROWMATH;
-const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, reduce, scale, dot};
+const EpRowMath EP_ROWMATH = {NAME_OF(EP_ROWMATH), sum, sum_quantised, reduce, scale, dot};

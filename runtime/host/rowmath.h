@@ -16,14 +16,21 @@
 /**
  * One term of a sum. Terms come in runs; a run is summed on its own from +0 and then added to the
  * total, which also starts from +0. `run` says which terms begin a run, and whether that run's sum
- * is rounded to the rows' type before it is added.
+ * is rounded to the rows' type, or quantised, before it is added.
  */
-typedef enum EpRun { EP_RUN_GOES_ON, EP_RUN_BEGINS, EP_RUN_BEGINS_ROUNDED } EpRun;
+typedef enum EpRun {
+    EP_RUN_GOES_ON,
+    EP_RUN_BEGINS,
+    EP_RUN_BEGINS_ROUNDED,
+    EP_RUN_BEGINS_QUANTISED
+} EpRun;
 
 typedef struct EpTerm {
     const void *row;
     float weight;
     EpRun run;
+    const float *scales; /**< NULL, or the row is e4m3 with a scale for each block of EP_QUANT_FP8,
+                              and the weight is 1 */
 } EpTerm;
 
 typedef struct EpRowMath {
@@ -31,6 +38,9 @@ typedef struct EpRowMath {
     /** out[i] = round(sum over runs of (fmaf chain over the run's terms)), where some runs are
      *  rounded too; zeros if count is 0. */
     void (*sum)(EpType type, void *out, int64_t n, const EpTerm *terms, int count);
+    /** The same sum, quantised as EP_QUANT_FP8 in place of rounded. Terms are of `type`. */
+    void (*sum_quantised)(EpType type, uint8_t *out, float *scales, int64_t n, const EpTerm *terms,
+                          int count);
     /** The same with weights of 1, no run rounded, rounded to the type `out_type`: BF16, FP16 or
      *  FP32. `accumulate`: what out[i] holds is added to the sum before it is rounded. */
     void (*reduce)(EpType type, const EpTerm *terms, int count, EpType out_type, int accumulate,

@@ -2,6 +2,7 @@
 #include "tests/cases/case.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "tests/harness/check.h"
 #include "tests/oracle/quant.h"
@@ -10,8 +11,18 @@ static int64_t round_up(int64_t n, int64_t to) {
     return (n + to - 1) / to * to;
 }
 
+/* LIBEP_TEST_NODES=2 runs the cases that say nothing of nodes on two of them. */
+static void divide_nodes(Case *c) {
+    const char *text = getenv("LIBEP_TEST_NODES");
+    int nodes = text ? atoi(text) : 0;
+    if (nodes < 2 || c->ranks < 2 || c->ranks >= (int)sizeof(c->nodes)) return;
+    for (int r = 0; r < c->ranks; r++)
+        c->nodes[r] = (char)('0' + r * (nodes < c->ranks ? nodes : c->ranks) / c->ranks);
+}
+
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
+    if (!c.nodes[0]) divide_nodes(&c);
     if (!c.experts) c.experts = 2 * c.ranks;
     if (!c.top_k) c.top_k = 2;
     if (!c.hidden) c.hidden = 24;
@@ -24,6 +35,9 @@ Case case_complete(Case c) {
     if (!c.overflow) c.overflow = EP_OVERFLOW_ERROR;
     int64_t most = (int64_t)c.ranks * c.max_tokens * (c.duplicates ? c.top_k : 1);
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
+    if (!c.padding) c.padding = EP_PADDING_ZERO;
+    if (!c.sum_quant) c.sum_quant = EP_QUANT_NONE;
+    if (c.sum_quant != EP_QUANT_NONE) c.hidden = (int)round_up(c.hidden, 16);
     if (!c.quant) c.quant = EP_QUANT_NONE;
     if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
     if (c.quant != EP_QUANT_NONE) {
@@ -51,15 +65,17 @@ const char *case_describe(const Case *c) {
         "masked=%d%% invalid=%d%% duplicates=%d merged=%d row_type=%d sum_type=%d index_type=%d "
         "layout=%d alignment=%d capacity=%lld rows_per_expert=%lld overflow=%d weighted=%d "
         "weights_at_combine=%d "
-        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d quant=%d scale_order=%d mode=%d "
+        "scale_bytes=%d counted=%d spare_rows=%d zero_tail=%d padding=%d sum_quant=%d quant=%d "
+        "scale_order=%d "
+        "mode=%d "
         "num_sms=%d phases=%d global_ids=%d seed=%llu",
         c->ranks, c->nodes, c->experts, c->top_k, c->hidden, c->max_tokens, (int)c->spread,
         (int)c->routing, c->target, c->masked_percent, c->invalid_percent, c->duplicates, c->merged,
         (int)c->row_type, (int)c->sum_type, (int)c->index_type, (int)c->layout, c->alignment,
         (long long)c->capacity, (long long)c->rows_per_expert, (int)c->overflow, c->weighted,
         c->weights_at_combine, c->scale_bytes, c->counted, c->spare_rows, c->zero_tail,
-        (int)c->quant, (int)c->scale_order, (int)c->mode, c->num_sms, c->phases, c->global_ids,
-        (unsigned long long)c->seed);
+        (int)c->padding, (int)c->sum_quant, (int)c->quant, (int)c->scale_order, (int)c->mode,
+        c->num_sms, c->phases, c->global_ids, (unsigned long long)c->seed);
     return text;
 }
 
@@ -147,6 +163,8 @@ EpHandleConfig case_handle_config(const Case *c) {
     else
         config.max_recv_rows = c->capacity;
     config.zero_tail = c->zero_tail;
+    config.padding = c->padding;
+    config.sum_quant = c->sum_quant;
     config.mode = c->mode;
     config.id = c->id;
     if (c->named) config.plans = EP_PLANS_NAMED;

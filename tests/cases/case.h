@@ -57,6 +57,8 @@ typedef struct Case {
     int counted;             /**< num_tokens is given, and input tensors have max_tokens rows */
     int spare_rows;          /**< rows of the receive buffers beyond those needed */
     int zero_tail;           /**< an EpTail; IDS where the layout has no ids: KEEP */
+    EpPadding padding;       /**< ZERO */
+    EpQuant sum_quant;       /**< NONE; FP8 rounds `hidden` up */
     EpQuant quant;           /**< NONE; others round `hidden` up and produce their own scales */
     EpScaleOrder scale_order; /**< BY_ROW */
     EpMode mode;              /**< THROUGHPUT, but LATENCY where the layout is RANK_MAJOR; latency

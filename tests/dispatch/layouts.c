@@ -101,6 +101,40 @@ Test(dispatch_layouts, tail_is_zeroed_on_request, .timeout = 120) {
                        .zero_tail = 1});
 }
 
+/* Padding keeps what was there, in every output of dispatch and combine backward. With a tail that
+ * becomes zero, each kind of row is as its own field says. Some slabs have no slots at all. */
+Test(dispatch_layouts, padding_is_kept_on_request, .timeout = 120) {
+    for (int i = 0; i < 4; i++)
+        run_layouts((Case){.ranks = 3,
+                           .experts = 23,
+                           .top_k = 3,
+                           .weighted = i % 2,
+                           .scale_bytes = i % 2 ? 8 : 0,
+                           .alignment = i < 2 ? 4 : 128,
+                           .spare_rows = 11,
+                           .rows_per_expert = i < 2 ? 30 : 200,
+                           .zero_tail = i / 2,
+                           .quant = i == 2 ? EP_QUANT_FP8 : EP_QUANT_NONE,
+                           .padding = EP_PADDING_KEEP,
+                           .seed = (uint64_t)i});
+}
+
+/* The capacity ends within the padding of a slab, or within its slots. */
+Test(dispatch_layouts, padding_is_kept_up_to_the_capacity, .timeout = 120) {
+    for (int capacity = 20; capacity < 60; capacity += 13)
+        run_layouts((Case){.ranks = 2,
+                           .experts = 5,
+                           .top_k = 2,
+                           .alignment = 16,
+                           .weighted = 1,
+                           .capacity = capacity,
+                           .rows_per_expert = 21,
+                           .zero_tail = capacity % 2,
+                           .spare_rows = 6,
+                           .overflow = EP_OVERFLOW_DROP,
+                           .padding = EP_PADDING_KEEP});
+}
+
 Test(dispatch_layouts, static_capacity, .timeout = 120) {
     run_layouts((Case){.ranks = 3,
                        .experts = 7,

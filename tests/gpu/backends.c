@@ -38,6 +38,7 @@ static Case draw_case(int ranks, EpLayout layout, EpType type, int weighted) {
                                 .capacity = 1300,
                                 .rows_per_expert = 272,
                                 .overflow = EP_OVERFLOW_DROP,
+                                .padding = weighted ? EP_PADDING_KEEP : EP_PADDING_ZERO,
                                 .layout = layout,
                                 .counted = weighted,
                                 .seed = (uint64_t)(100 * layout + 10 * (int)type + weighted)});
@@ -52,6 +53,13 @@ static Case draw_quantised(int ranks, EpQuant quant) {
     return case_complete(c);
 }
 
+/* Sums that travel quantised: each type once, each with another layout. */
+static Case draw_packed(int ranks, EpType type) {
+    Case c = draw_case(ranks, (EpLayout)type, type, type != EP_TYPE_FP16);
+    c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
+    return case_complete(c);
+}
+
 /* Latency mode with fewer tokens, whole or in phases. Some cases quantise if both backends do. */
 static Case draw_latency_case(int ranks, int i) {
     Case c = draw_case(ranks, (EpLayout)(1 + i % 4), types[i / 4 % 3], i % 2);
@@ -59,6 +67,7 @@ static Case draw_latency_case(int ranks, int i) {
     c.max_tokens = LATENCY_TOKENS, c.capacity = 240, c.rows_per_expert = 64;
     if (i % 5 == 3 && gpu_has_quant())
         c.quant = (EpQuant)(EP_QUANT_FP8 + i / 5 % 3), c.hidden = 256;
+    if (i % 4 == i / 4 % 4 && gpu_has_quant()) c.sum_quant = EP_QUANT_FP8, c.hidden = 256;
     return case_complete(c);
 }
 
@@ -108,6 +117,7 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
 
 static Case draw_any(int ranks, int i, EpMode mode) {
     if (mode == EP_MODE_LATENCY) return draw_latency_case(ranks, i);
+    if (i >= 21) return draw_packed(ranks, types[i - 21]);
     if (i >= 18) return draw_quantised(ranks, (EpQuant)(i - 16));
     return draw_case(ranks, (EpLayout)(1 + i % 3), types[i / 3 % 3], i / 9);
 }
@@ -117,7 +127,7 @@ static void both_backends(const EpBootstrap *bootstrap, EpMode mode) {
                          group_on(bootstrap, EP_BACKEND_HOST, mode)};
     REQUIRE(groups[0] && groups[1], "no group");
     cudaStream_t stream = new_stream();
-    for (int i = 0; i < 21; i++) {
+    for (int i = 0; i < 24; i++) {
         Case c = draw_any(bootstrap->size, i, mode);
         World *world = world_new(&c);
         check_note("%s", case_describe(&c));

@@ -15,7 +15,8 @@
 enum { HANDLES = 9, ROUNDS = 60, DELAY_BYTES = 2 << 20 };
 
 /* Handles 0 to 2 and 8: latency mode, each layout. 3 and 4: latency mode with quantised rows. 5 to
- * 7: throughput mode, each layout that it has. The combines of 2 and 3 get topk_weights. */
+ * 7: throughput mode, each layout that it has. The combines of 2 and 3 get topk_weights. The
+ * sums of 1 and 5 travel quantised. */
 static Case handle_case(int ranks, int handle) {
     int throughput = handle >= 5 && handle < 8, quantised = handle == 3 || handle == 4;
     /* A round has at most 12 send phases. */
@@ -36,6 +37,7 @@ static Case handle_case(int ranks, int handle) {
               .overflow = EP_OVERFLOW_DROP,
               .layout = handle == 8 ? EP_LAYOUT_RANK_MAJOR : (EpLayout)(1 + handle % 3),
               .mode = throughput ? EP_MODE_THROUGHPUT : EP_MODE_LATENCY};
+    if (handle % 4 == 1 && gpu_has_quant()) c.sum_quant = EP_QUANT_FP8;
     if (quantised && gpu_has_quant()) c.quant = handle == 3 ? EP_QUANT_FP8 : EP_QUANT_MXFP8;
     return case_complete(c);
 }

@@ -85,10 +85,12 @@ void gpu_group_destroy(EpGroup *group);
 #define ep_handle_destroy gpu_handle_destroy
 #define ep_group_destroy gpu_group_destroy
 
+int gpu_has_latency(void);
+
 /* tests/harness/check.h explains these. */
 #define TESTS_ON_GPU 1
 #define TEST_BACKEND EP_BACKEND_CUDA
-#define TESTS_HAVE_LATENCY 1
+#define TESTS_HAVE_LATENCY gpu_has_latency()
 #define TESTS_HAVE_QUANT 1
 #define TESTS_HAVE_SOURCE_COUNTS 1
 #define GPU_SKIP_UNLESS(enough, ranks)                                                    \

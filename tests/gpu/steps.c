@@ -28,7 +28,8 @@ static uint64_t number_from(const char *name, uint64_t standard) {
     return text ? strtoull(text, NULL, 10) : standard;
 }
 
-/* The second handle of each layout has so little capacity that some steps drop rows. */
+/* The second handle of each layout has so little capacity that some steps drop rows. The sums of
+ * two handles travel quantised. */
 static Case handle_case(int ranks, int handle) {
     int tight = handle >= 3;
     return case_complete((Case){.ranks = ranks,
@@ -44,6 +45,7 @@ static Case handle_case(int ranks, int handle) {
                                 .overflow = EP_OVERFLOW_DROP,
                                 .layout = (EpLayout)(1 + handle % 3),
                                 .masked_percent = 10,
+                                .sum_quant = handle % 5 ? EP_QUANT_NONE : EP_QUANT_FP8,
                                 .counted = 1});
 }
 

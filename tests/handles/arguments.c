@@ -203,13 +203,14 @@ typedef struct WrongConfig {
     const char *field, *got;
 } WrongConfig;
 
-#define CONFIG(...)                                                                     \
-    {                                                                                   \
-        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,        \
-        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,      \
-        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT,      \
-        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, .num_sms = EP_DEFAULT, \
-        .plans = EP_PLANS_OWNED, .expert_ids = EP_IDS_LOCAL, __VA_ARGS__                \
+#define CONFIG(...)                                                                      \
+    {                                                                                    \
+        .struct_size = sizeof(EpHandleConfig), .layout = EP_LAYOUT_EXPERT_MAJOR,         \
+        .top_k = EP_DEFAULT, .alignment = EP_DEFAULT, .max_recv_rows = EP_DEFAULT,       \
+        .rows_per_expert = EP_DEFAULT, .overflow = EP_DEFAULT, .mode = EP_DEFAULT,       \
+        .quant = EP_QUANT_NONE, .scale_order = EP_SCALES_BY_ROW, .num_sms = EP_DEFAULT,  \
+        .plans = EP_PLANS_OWNED, .expert_ids = EP_IDS_LOCAL, .padding = EP_PADDING_ZERO, \
+        .sum_quant = EP_QUANT_NONE, __VA_ARGS__                                          \
     }
 
 #pragma GCC diagnostic push
@@ -242,6 +243,12 @@ static const WrongConfig wrong_configs[] = {
     {CONFIG(.overflow = 3), EP_ERR_RANGE, "overflow", "3"},
     {CONFIG(.zero_tail = 3), EP_ERR_RANGE, "zero_tail", "3"},
     {CONFIG(.zero_tail = EP_TAIL_IDS), EP_ERR_UNSUPPORTED, "zero_tail", "EP_TAIL_IDS"},
+    {CONFIG(.sum_quant = 0), EP_ERR_RANGE, "config.sum_quant", "got 0"},
+    {CONFIG(.sum_quant = 6), EP_ERR_RANGE, "config.sum_quant", "got 6"},
+    {CONFIG(.sum_quant = EP_QUANT_MXFP8), EP_ERR_UNSUPPORTED, "config.sum_quant",
+     "EP_QUANT_NONE or EP_QUANT_FP8"},
+    {CONFIG(.padding = 0), EP_ERR_RANGE, "padding", "0"},
+    {CONFIG(.padding = 3), EP_ERR_RANGE, "padding", "3"},
     {CONFIG(.layout = EP_LAYOUT_BATCHED), EP_ERR_RANGE, "rows_per_expert", ""},
     {CONFIG(.layout = EP_LAYOUT_BATCHED, .rows_per_expert = 0), EP_ERR_RANGE, "rows_per_expert",
      "0"},

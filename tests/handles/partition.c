@@ -127,6 +127,39 @@ SoloTest(handles_partition, quantised_in_whole_blocks) {
     }
 }
 
+/* Rows whose sums are packed are cut into pieces of whole groups of 512 elements. Half the bytes on
+ * the wire leave more blocks to what does not shrink. */
+SoloTest(handles_partition, packed_in_whole_groups) {
+    for (int64_t elements = 16; elements <= 32768; elements += 16) {
+        EpGatherArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                          .top_k = 8,
+                          .t.type = EP_TYPE_BF16,
+                          .t.quant = EP_QUANT_FP8,
+                          .t.row_bytes = 2 * elements};
+        check_note("%lld elements", (long long)elements);
+        CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+        check_division(&a.group, a.receivers, a.chunk);
+        check_pipeline(&a.pipeline, a.t.row_bytes, 1024, 8, H200_SHARED_BYTES);
+        int64_t groups = (a.pipeline.stage_bytes / 2 + 511) / 512;
+        CHECK(a.packed_stride == a.pipeline.stage_bytes / 2 + 16 * groups, "%d bytes of %d",
+              a.packed_stride, a.pipeline.stage_bytes);
+    }
+}
+
+/* FP32 needs twice the shared memory for a group: with the least that a group may have, and many
+ * experts per token, it is refused. */
+SoloTest(handles_partition, packed_without_room) {
+    EpGatherArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
+                      .top_k = 32,
+                      .t.type = EP_TYPE_FP32,
+                      .t.quant = EP_QUANT_FP8,
+                      .t.row_bytes = 16384};
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    config.max_row_bytes = 16384, config.max_top_k = 32;
+    CHECK(!ep_partition_gather(&a, (int32_t)ep_cuda_least_shared(&config, 4)), "not refused");
+    CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+}
+
 SoloTest(handles_partition, too_little_shared_memory) {
     EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
                        .top_k = 8,

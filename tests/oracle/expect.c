@@ -5,10 +5,7 @@
 #include <string.h>
 
 #include "tests/oracle/number.h"
-
-static int written(const World *world, const Row *row) {
-    return row->kind != ROW_TAIL || world->c.zero_tail == EP_TAIL_ZERO;
-}
+#include "tests/oracle/quant.h"
 
 static void set_index(const World *world, Image *image, int64_t i, int64_t expert) {
     int32_t narrow = (int32_t)expert;
@@ -90,7 +87,7 @@ void expect_dispatch(const World *world, int rank, ExpectedRows *out) {
         int no_ids = what->kind == ROW_TAIL && world->c.zero_tail == EP_TAIL_IDS;
         for (int k = 0; no_ids && k < world->c.top_k; k++)
             set_index(world, &out->index, row * world->c.top_k + k, -1);
-        if (!written(world, what)) continue;
+        if (!world_writes(world, what)) continue;
         expect_row(&out->tokens, row, case_recv_bytes(&world->c), what, from->sent);
         expect_scales(world, rank, row, &out->scales);
         expect_weights(world, rank, row, out);
@@ -137,16 +134,26 @@ typedef struct Sum {
     int rank, token, weighted;
     float total[EP_MAX_ROW_BYTES / 2];
     float node[EP_MAX_ROW_BYTES / 2]; /**< of the ranks of another node */
+    float part[EP_MAX_ROW_BYTES / 2]; /**< of one rank */
 } Sum;
 
-/* Add the terms on `peer` to `to`, rounded if they travel. */
-static void add_rank(const Sum *sum, int peer, int travels, float *to) {
+/* Replace a sum by what arrives of it on another rank. */
+static void travel(const Case *c, float *row) {
+    if (c->sum_quant == EP_QUANT_FP8) quant_travel(row, c->hidden);
+    for (int h = 0; c->sum_quant != EP_QUANT_FP8 && h < c->hidden; h++)
+        row[h] = number_round(c->sum_type, row[h]);
+}
+
+/* Add the terms on `peer` to `to`. */
+static void add_rank(Sum *sum, int peer, int travels, float *to) {
     const Case *c = &sum->world->c;
     Terms terms = terms_of(sum->world, sum->rank, sum->token, peer);
-    for (int h = 0; terms.count && h < c->hidden; h++) {
-        float part = partial_sum(sum->world, peer, &terms, h, sum->weighted);
-        to[h] += travels ? number_round(c->sum_type, part) : part;
-    }
+    if (!terms.count) return;
+    for (int h = 0; h < c->hidden; h++)
+        sum->part[h] = partial_sum(sum->world, peer, &terms, h, sum->weighted);
+    if (travels) travel(c, sum->part);
+    for (int h = 0; h < c->hidden; h++)
+        to[h] += sum->part[h];
 }
 
 /* Add what another node's ranks have to the total, in the place of its lowest rank. */
@@ -155,8 +162,9 @@ static void add_node(Sum *sum, int lowest) {
     memset(sum->node, 0, (size_t)c->hidden * sizeof(float));
     for (int peer = lowest; peer < c->ranks; peer++)
         if (case_node(c, peer) == lowest) add_rank(sum, peer, 1, sum->node);
+    travel(c, sum->node);
     for (int h = 0; h < c->hidden; h++)
-        sum->total[h] += number_round(c->sum_type, sum->node[h]);
+        sum->total[h] += sum->node[h];
 }
 
 static void expect_sums(const World *world, int rank, int weighted, Image *out) {
@@ -199,7 +207,7 @@ void expect_combine_backward(const World *world, int rank, Image *rows) {
     const RankWorld *me = &world->rank[rank];
     for (int64_t row = 0; row < me->buffer_rows; row++) {
         const Row *what = &me->row[row];
-        if (written(world, what))
+        if (world_writes(world, what))
             memset(rows->data + (size_t)row * case_sum_bytes(c), 0, case_sum_bytes(c));
         if (what->kind != ROW_FILLED) continue;
         for (int h = 0; h < c->hidden; h++) {

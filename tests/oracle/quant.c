@@ -85,3 +85,16 @@ void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_
         quant_block(quant, x, n, out + first, scales + b * quant_scale_bytes(quant));
     }
 }
+
+/* The product of a scale and a code has few enough digits to be exact in double precision. */
+void quant_travel(float *row, int elements) {
+    for (int first = 0; first < elements; first += 128) {
+        int n = elements - first < 128 ? elements - first : 128;
+        uint8_t codes[128], scale[4];
+        float value;
+        quant_block(EP_QUANT_FP8, row + first, n, codes, scale);
+        memcpy(&value, scale, 4);
+        for (int i = 0; i < n; i++)
+            row[first + i] = (float)((double)value * quant_decode(codes[i]));
+    }
+}

@@ -21,6 +21,9 @@ void quant_row(EpQuant quant, EpType type, const void *row, int elements, uint8_
 /** Quantise `n` elements that share a scale. */
 void quant_block(EpQuant quant, const float *x, int n, uint8_t *out, uint8_t *scale);
 
+/** Replace floats, a row that is quantised as EP_QUANT_FP8, by what a receiver makes of it. */
+void quant_travel(float *row, int elements);
+
 /** The value of an e4m3 code, and the code nearest to a value. */
 double quant_decode(uint8_t code);
 uint8_t quant_encode(double value);

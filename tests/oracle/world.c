@@ -27,6 +27,11 @@ int world_live(const World *world, int rank, int token, int k) {
     return token < me->tokens && expert >= 0 && expert < world->c.experts;
 }
 
+int world_writes(const World *world, const Row *row) {
+    if (row->kind == ROW_TAIL) return world->c.zero_tail == EP_TAIL_ZERO;
+    return row->kind == ROW_FILLED || world->c.padding != EP_PADDING_KEEP;
+}
+
 int world_row_weights(const Case *c) {
     return case_has_rows(c) ? c->top_k : 1;
 }

@@ -74,6 +74,9 @@ int world_owner(const Case *c, int64_t expert);
  * duplicates are merged, no entry of the token at a lower k names it. */
 int world_live(const World *world, int rank, int token, int k);
 
+/** Returns whether dispatch and combine backward write a row of the receive buffer. */
+int world_writes(const World *world, const Row *row);
+
 /** Returns the floats per row of recv_topk_weights: K in FLAT and RANK_MAJOR, else 1. */
 int world_row_weights(const Case *c);
 

@@ -57,6 +57,18 @@ SoloTest(runtime_quant, e4m3_keeps_its_own_values) {
     CHECK(ep_e4m3_from_float(-NAN) == 0x7f && ep_e4m3_from_float(NAN) == 0x7f, "NaN");
 }
 
+SoloTest(runtime_quant, values_of_all_codes) {
+    for (int code = 0; code < 256; code++) {
+        double expected = quant_decode((uint8_t)code);
+        float got = ep_float_from_e4m3((uint8_t)code);
+        if (isnan(expected))
+            CHECK(isnan(got), "0x%02x: %a is no NaN", code, (double)got);
+        else
+            CHECK((double)got == expected && !signbit(got) == !(code & 0x80),
+                  "0x%02x: %a instead of %a", code, (double)got, expected);
+    }
+}
+
 enum { MOST = 300 };
 
 static void check_row(EpQuant quant, EpType type, const void *row, int n) {

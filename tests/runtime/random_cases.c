@@ -62,6 +62,9 @@ static Case draw_case(uint64_t seed) {
     if (c.mode == EP_MODE_LATENCY && random_percent(&random, 25)) c.layout = EP_LAYOUT_RANK_MAJOR;
     c.global_ids = PICK(&random, 0, 1);
     c.weights_at_combine = PICK(&random, 0, 0, 1);
+    if (TESTS_HAVE_QUANT)
+        c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);
+    c.padding = (EpPadding)PICK(&random, EP_PADDING_ZERO, EP_PADDING_KEEP);
     return c;
 }
 

@@ -172,6 +172,8 @@ SoloTest(tools_bench, defaults_of_latency_mode) {
         {"--mode latency --layout rank-major", "alignment 1, layout rank-major,"},
         {"--mode latency --capacity 3000", "alignment 1, layout expert,"},
         {"--mode latency --tokens 3 --uneven", "uneven tokens"},
+        {"--padding keep --align 32", "quant none, sums bf16, padding keep"},
+        {"--sum-quant fp8 --dtype fp32", "quant none, sums fp8, padding zero"},
         {"--mode throughput --tokens 3", "alignment 128, layout expert,"},
         {"--mode auto --tokens 3", "alignment 128, layout expert,"},
     };

@@ -41,6 +41,10 @@ SoloTest(tools_models, both_modes_of_each) {
         "\nother                throughput        16  prepare ",
         "\nother                latency           16  dispatch ",
     };
+    static const char *const lines[] = {"\n# 16 tokens, throughput: median_us, ",
+                                        "\n# 32 tokens, latency: median_us, ",
+                                        "\n# tiny                     64     2       4   ",
+                                        "\n# other                   128     1       3   "};
     static const char *const keys[] = {
         "\"models\": [",         "\"model\": \"tiny\"", "\"model\": \"other\"", "\"hidden\": 128",
         "\"mode\": \"latency\"", "\"sweep\": [",        "\"wrong\": 0",         "\"models_file\""};
@@ -55,11 +59,38 @@ SoloTest(tools_models, both_modes_of_each) {
     CHECK(result.err[0] == 0, "progress on what is no terminal: %s", result.err);
     for (int i = 0; i < LENGTH(rows); i++)
         CHECK(strstr(result.out, rows[i]), "no '%s' in: %s", rows[i], result.out);
+    for (int i = 0; i < LENGTH(lines); i++)
+        CHECK(strstr(result.out, lines[i]), "no '%s' in: %s", lines[i], result.out);
     process_result_free(&result);
     read_file(path, text, sizeof(text));
     unlink(path);
     for (int i = 0; i < LENGTH(keys); i++)
         CHECK(strstr(text, keys[i]), "no %s: %s", keys[i], text);
+}
+
+/* Tokens of its own, with floors: the table has ratios, and the share of padding. One of 128 rows
+ * of the only expert is a slot. */
+SoloTest(tools_models, table_with_floors) {
+    static char text[262144];
+    char path[] = "/tmp/ep_tests_json_XXXXXX", line[256];
+    close(mkstemp(path));
+    write_file(models_path, "one 256 1 1\n");
+    snprintf(line, sizeof(line), "-n 1 -w 0 --threads 1 --tokens 1 -J %s --models=%s", path,
+             models_path);
+    ProcessResult result = run_bench(line);
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    const char *row = strstr(result.out, "\n# one                     256     1       1   99.2  ");
+    CHECK(row, "%s", result.out);
+    double us = 0, ratio = 0;
+    char bound = 0;
+    CHECK(row && sscanf(strstr(row, "99.2") + 4, "%lf %lf%c", &us, &ratio, &bound) == 3 && us > 0 &&
+              ratio > 0 && bound == 'm',
+          "%g %g %c", us, ratio, bound);
+    process_result_free(&result);
+    read_file(path, text, sizeof(text));
+    unlink(path);
+    CHECK(strstr(text, "\"zero_bytes\": 65024"), "%s", text); /* 127 rows of 512 bytes */
+    CHECK(strstr(text, "\"floor_is\": \"memory\""), "%s", text);
 }
 
 SoloTest(tools_models, from_128_to_8192_tokens) {

@@ -119,11 +119,17 @@ static bool create_group(Case *c) {
            world_allgather(c->world, &info.node, c->nodes, sizeof(info.node));
 }
 
+bool case_zeroes_row(const Case *c, int64_t row) {
+    return c->slots.rows[row].state == ROW_PADDING && c->options->padding == EP_PADDING_ZERO;
+}
+
 EpHandleConfig case_handle_config(const Case *c) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     config.layout = c->slots.layout;
     config.top_k = (int32_t)c->options->top_k;
     config.quant = c->quant;
+    config.sum_quant = (EpQuant)c->options->sum_quant;
+    config.padding = (EpPadding)c->options->padding;
     if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
     return config;
 }
@@ -146,6 +152,9 @@ static void describe_received(Case *c) {
     c->recv_type = (EpType)o->type, c->recv_scale_type = EP_TYPE_UINT8;
     c->recv_scale_bytes = (size_t)o->scale_bytes;
     c->quant = (EpQuant)o->quant;
+    c->sum_bytes = c->row_bytes;
+    if (o->sum_quant != EP_QUANT_NONE)
+        c->sum_bytes = (size_t)(o->hidden + quant_scales(EP_QUANT_FP8, o->hidden) * 4);
     if (c->quant == EP_QUANT_NONE) return;
     c->recv_type = EP_TYPE_FP8_E4M3, c->recv_bytes = (size_t)o->hidden;
     c->recv_scale_type = quant_scale_type(c->quant);

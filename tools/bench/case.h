@@ -72,6 +72,7 @@ typedef struct Case {
     Slots slots;
     int64_t tokens;   /**< T of this rank */
     size_t row_bytes; /**< of a token or slot row */
+    size_t sum_bytes; /**< of a partial sum on its way */
     EpQuant quant;    /**< of dispatch; if not NONE, received rows differ from sent rows */
     EpType recv_type, recv_scale_type;
     size_t recv_bytes, recv_scale_bytes; /**< of a row in slots_out after dispatch, of its scales */
@@ -100,6 +101,9 @@ bool case_ask_backend(World *world, const Options *options, EpGroupMemory *out);
 /** Collective. False on every rank, with a message, if any rank fails. */
 bool case_create(World *world, const Options *options, int64_t size, Case *out);
 void case_destroy(Case *c);
+
+/** Returns whether dispatch and combine_backward zero a row of the receive buffer. */
+bool case_zeroes_row(const Case *c, int64_t row);
 
 /** Returns the configuration of the case's handle. */
 EpHandleConfig case_handle_config(const Case *c);
@@ -143,6 +147,9 @@ bool phase_fetch(Case *c, PhaseId phase);
  * dispatch_backward moves the gradients of these weights.
  */
 int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
+
+/** The same for rows and entries that go to other ranks, where sums may travel quantised. */
+int64_t phase_remote_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries);
 
 /** Identities of contents, see data_id. `owner` is the rank that holds the slot. */
 uint64_t case_token_id(const Case *c, int rank, int64_t token);

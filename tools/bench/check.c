@@ -152,9 +152,15 @@ static bool sum_on_rank(Check *check, int64_t token, int owner, bool weighted) {
     return any;
 }
 
-/* Round a sum to the rows' type, as it travels. check->row then holds it in that type. */
+/* Round or quantise a sum, as it travels. */
 static void round_sum(Check *check, float *sum) {
-    EpType type = (EpType)check->c->options->type;
+    const Options *o = check->c->options;
+    EpType type = (EpType)o->type;
+    if (o->sum_quant != EP_QUANT_NONE) {
+        quant_row(EP_QUANT_FP8, sum, o->hidden, check->row, check->scales);
+        quant_to_float(check->row, check->scales, o->hidden, sum);
+        return;
+    }
     data_from_float(type, sum, check->row, check->c->options->hidden);
     data_to_float(type, check->row, sum, check->c->options->hidden);
 }

@@ -5,6 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "tools/bench/device.h"
 #include "tools/bench/measure.h"
@@ -12,12 +15,40 @@
 
 /* ---- host: memcpy -------------------------------------------------------------------------- */
 
-enum { COPY_INDEX, COPY_ROWS, NUM_COPIES };
+/* What a phase at least moves: indices; rows; rows, and the zeros of padding, by memset or past the
+ * caches, whichever is faster. */
+enum { COPY_INDEX, COPY_ROWS, COPY_AND_SET, COPY_AND_STREAM, NUM_COPIES };
 
 typedef struct HostCopy {
     Case *c;
     void *index; /* destination of the indices */
 } HostCopy;
+
+/* Zero memory past the caches, if the CPU has such stores: they do not read what they replace. Both
+ * are multiples of 16. */
+static void stream_zeros(char *to, size_t bytes) {
+#ifdef __SSE2__
+    for (size_t at = 0; at < bytes; at += 16)
+        _mm_stream_si128((__m128i *)(void *)(to + at), _mm_setzero_si128());
+    _mm_sfence();
+#else
+    memset(to, 0, bytes);
+#endif
+}
+
+/* The padding of each slab at once. */
+static void zero_padding(Case *c, bool streams) {
+    for (int64_t row = 0, begin = 0; row <= c->slots.num_rows; row++) {
+        if (row < c->slots.num_rows && case_zeroes_row(c, row)) continue;
+        char *to = c->buffers.slots_out + (size_t)begin * c->row_bytes;
+        size_t bytes = (size_t)(row - begin) * c->row_bytes;
+        if (bytes && streams)
+            stream_zeros(to, bytes);
+        else if (bytes)
+            memset(to, 0, bytes);
+        begin = row + 1;
+    }
+}
 
 static bool copy(void *context, int which) {
     HostCopy *host = context;
@@ -31,6 +62,7 @@ static bool copy(void *context, int which) {
     for (int64_t i = 0; i < c->slots.num_slots; i++)
         memcpy(c->buffers.slots_out + (size_t)i * c->row_bytes,
                c->buffers.slots_in + (size_t)i * c->row_bytes, c->row_bytes);
+    if (which != COPY_ROWS) zero_padding(c, which == COPY_AND_STREAM);
     return true;
 }
 
@@ -40,8 +72,14 @@ bool floor_measure_host(Case *c, Floor *out) {
         c, bench_alloc((size_t)(c->tokens * c->options->top_k), sizeof(int64_t), "floor")};
     bool ok = world_all(c->world, host.index != NULL) &&
               time_calls(c->world, 1, c->options->iterations, copy, &host, NUM_COPIES, copies);
-    for (int p = 0; ok && p < NUM_PHASES; p++)
-        out->mem_us[p] = copies[p == PHASE_PREPARE ? COPY_INDEX : COPY_ROWS].median_us;
+    if (ok) {
+        double set = copies[COPY_AND_SET].median_us, stream = copies[COPY_AND_STREAM].median_us;
+        out->mem_us[PHASE_PREPARE] = copies[COPY_INDEX].median_us;
+        out->mem_us[PHASE_COMBINE] = copies[COPY_ROWS].median_us;
+        out->mem_us[PHASE_DISPATCH_BACKWARD] = copies[COPY_ROWS].median_us;
+        out->mem_us[PHASE_DISPATCH] = set < stream ? set : stream;
+        out->mem_us[PHASE_COMBINE_BACKWARD] = set < stream ? set : stream;
+    }
     free(host.index);
     return ok;
 }
@@ -97,7 +135,7 @@ static int64_t count_between(const Case *c, PhaseId phase, int source, int owner
                        routing_owner(&c->routing, c->routing.experts[i]) == owner;
         rows += entries > before;
     }
-    return phase_bytes(c, phase, rows, entries);
+    return phase_remote_bytes(c, phase, rows, entries);
 }
 
 /* Bytes that this rank sends to `peer`, rounded up to the kernel's unit of 16 bytes. */

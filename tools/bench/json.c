@@ -15,6 +15,7 @@ static void put_shape(Json *j, const Options *o) {
     json_put_int(j, "top_k", o->top_k);
     json_put_int(j, "experts", o->experts);
     json_put_int(j, "alignment", o->alignment);
+    json_put_text(j, "padding", options_padding_name(o->padding));
     json_put_text(j, "layout", options_layout_name(o->layout));
     json_put_int(j, "capacity", o->capacity);
     json_put_text(j, "overflow", options_overflow_name(o->overflow));
@@ -23,6 +24,7 @@ static void put_shape(Json *j, const Options *o) {
     json_put_text(j, "mode", options_mode_name(o->mode));
     json_put_bool(j, "split", o->split);
     json_put_text(j, "quant", options_quant_name(o->quant));
+    json_put_text(j, "sum_quant", options_quant_name(o->sum_quant));
     json_put_text(j, "idx", options_type_name(o->index_type));
 }
 
@@ -62,11 +64,13 @@ static void put_phase(Json *j, const PhaseResult *phase) {
     json_put_int(j, "remote_bytes", phase->remote_bytes);
     json_put_int(j, "local_bytes", phase->local_bytes);
     json_put_int(j, "useful_bytes", phase->useful_bytes);
+    if (phase->zero_bytes > 0) json_put_int(j, "zero_bytes", phase->zero_bytes);
     if (phase->memory_bytes > 0) json_put_int(j, "memory_bytes", phase->memory_bytes);
     if (phase->wire_us > 0) json_put_real(j, "wire_us", phase->wire_us);
     if (phase->mem_us > 0) json_put_real(j, "mem_us", phase->mem_us);
     if (phase_floor_us(phase) > 0) {
         json_put_real(j, "floor_us", phase_floor_us(phase));
+        json_put_text(j, "floor_is", phase_floor_is_wire(phase) ? "wire" : "memory");
         json_put_real(j, "floor_ratio", phase->time.median_us / phase_floor_us(phase));
     }
     if (phase->issue_us >= 0) json_put_real(j, "issue_us", phase->issue_us);

@@ -39,12 +39,27 @@ static RowCounts count_rank(const Case *c, int rank, int64_t *seen) {
     return counts;
 }
 
+static int64_t count_zero_rows(const Case *c) {
+    int64_t rows = 0;
+    for (int64_t row = 0; row < c->slots.num_rows; row++)
+        rows += case_zeroes_row(c, row);
+    return rows;
+}
+
+/* `zeros`: rows of padding on all ranks. */
+static void set_zero_bytes(const Case *c, int64_t zeros, SizeResult *out) {
+    int64_t ranks = c->world->size, recv = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
+    out->phases[PHASE_DISPATCH].zero_bytes = zeros * recv / ranks;
+    out->phases[PHASE_COMBINE_BACKWARD].zero_bytes = zeros * (int64_t)c->row_bytes / ranks;
+}
+
 static void set_bytes(const Case *c, const RowCounts *sum, int64_t slots, SizeResult *out) {
     int64_t ranks = c->world->size, entries = sum->remote_entries + sum->local_entries;
     for (int p = 0; p < NUM_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
         PhaseId id = (PhaseId)p;
-        phase->remote_bytes = phase_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
+        phase->remote_bytes =
+            phase_remote_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
         phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
         phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
     }
@@ -79,9 +94,9 @@ static bool count_bytes(Case *c, SizeResult *out) {
                       c->slots.num_slots,
                       c->slots.recv_rows};
     int64_t least[] = {c->tokens, c->slots.num_slots};
-    int64_t sums[] = {mine.remote_rows, mine.local_rows, mine.remote_entries, mine.local_entries,
-                      c->slots.num_slots};
-    if (!world_max(world, most, 6) || !world_min(world, least, 2) || !world_sum(world, sums, 5))
+    int64_t sums[] = {mine.remote_rows,   mine.local_rows,    mine.remote_entries,
+                      mine.local_entries, c->slots.num_slots, count_zero_rows(c)};
+    if (!world_max(world, most, 6) || !world_min(world, least, 2) || !world_sum(world, sums, 6))
         return false;
     out->travelled_bytes = most[0], out->library_bytes = most[1], out->promised_bytes = most[2];
     out->tokens = most[3], out->slots_max = most[4], out->rows_max = most[5];
@@ -89,6 +104,7 @@ static bool count_bytes(Case *c, SizeResult *out) {
     out->dropped = c->slots.all_dropped;
     RowCounts sum = {sums[0], sums[1], sums[2], sums[3]};
     set_bytes(c, &sum, sums[4], out);
+    set_zero_bytes(c, sums[5], out);
     set_baseline_bytes(c, &sum, sums[2] + sums[3], out);
     int64_t memory[NUM_PHASES];
     memory_count(c, memory);
@@ -233,8 +249,12 @@ static bool measure_times(Case *c, SizeResult *out) {
 
 /* ---- floor and baseline -------------------------------------------------------------------- */
 
+bool phase_floor_is_wire(const PhaseResult *phase) {
+    return phase->wire_us > phase->mem_us;
+}
+
 double phase_floor_us(const PhaseResult *phase) {
-    return phase->wire_us > phase->mem_us ? phase->wire_us : phase->mem_us;
+    return phase_floor_is_wire(phase) ? phase->wire_us : phase->mem_us;
 }
 
 static bool time_floor(Case *c, SizeResult *out) {

@@ -21,6 +21,7 @@ typedef struct PhaseResult {
     bool absent;    /**< this mode has no such phase */
     Quantiles time; /**< of one call; with graphs, of one of options->chain calls in a graph */
     int64_t remote_bytes, local_bytes, useful_bytes; /**< per rank, mean over the ranks */
+    int64_t zero_bytes;     /**< of padding, written as rows and scales; mean */
     int64_t memory_bytes;   /**< in the memory of a rank's GPU, mean; 0: not counted */
     double wire_us, mem_us; /**< two lower bounds, see Floor; negative: not measured */
     double issue_us;        /**< host's time to issue the call; negative: not measured */
@@ -31,6 +32,8 @@ typedef struct PhaseResult {
 
 /** The larger of the phase's lower bounds; negative: none was measured. */
 double phase_floor_us(const PhaseResult *phase);
+/** Whether that is the wire's. */
+bool phase_floor_is_wire(const PhaseResult *phase);
 
 typedef struct SplitPhaseResult {
     Quantiles time;
@@ -95,7 +98,8 @@ bool floor_measure_device(Case *c, Floor *out);
  *  from one GPU to another; negative: not measured. */
 bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
 
-/* ---- reporting (report.c, json.c) ---------------------------------------------------------- */
+/* ---- reporting (report.c, summary.c, json.c)
+ * ---------------------------------------------------------- */
 
 /** What the head of the report describes. */
 typedef struct Report {
@@ -124,6 +128,8 @@ typedef struct RunList {
 /** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
 void report_header(const RunList *list);
 void report_size(const Run *run, const SizeResult *result);
+/** With --models: all of them side by side, in lines that begin with '#'. */
+void report_summary(const RunList *list);
 void report_footer(const RunList *list, int64_t wrong);
 
 /** Write the results as JSON to `path`. Of a single run, the last size's are at the top level. */

@@ -57,7 +57,7 @@ static MemoryCounts count(const Case *c) {
         for (int64_t t = 0; t < c->routing.tokens[r]; t++)
             count_received(c, r, t, &counts);
     for (int64_t row = 0; row < c->slots.num_rows; row++)
-        counts.padding += c->slots.rows[row].state == ROW_PADDING;
+        counts.padding += case_zeroes_row(c, row);
     return counts;
 }
 
@@ -78,10 +78,11 @@ static int64_t dispatch_bytes(const Case *c, const MemoryCounts *n) {
 /* Slots are read once, other ranks' sums are written by them and read here, tokens are written. */
 static int64_t combine_bytes(const Case *c, const MemoryCounts *n, bool backward) {
     const int64_t number = (int64_t)sizeof(float);
-    const int64_t rows = n->slots + 2 * n->far_pairs + n->tokens;
+    const int64_t rows = (n->slots + n->tokens) * (int64_t)c->row_bytes;
+    const int64_t sums = 2 * n->far_pairs * (int64_t)c->sum_bytes;
     int64_t numbers = n->slots;
     if (backward) numbers = n->slot_entries + 2 * n->far_entries + n->tokens * c->options->top_k;
-    return rows * (int64_t)c->row_bytes + (c->options->weighted ? numbers * number : 0);
+    return rows + sums + (c->options->weighted ? numbers * number : 0);
 }
 
 /* As dispatch. With weights a row that arrives is read before its first slot, too, is written, and

@@ -95,6 +95,8 @@ static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
                                  {"batched", EP_LAYOUT_BATCHED},
                                  {"rank-major", EP_LAYOUT_RANK_MAJOR},
                                  {NULL, 0}};
+static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
+static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice overflows[] = {
     {"error", EP_OVERFLOW_ERROR}, {"drop", EP_OVERFLOW_DROP}, {NULL, 0}};
 
@@ -141,6 +143,8 @@ static const Option specs[] = {
      "the installed models.txt)"},
     {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
+    {0, "padding", "zero|keep", option_parse_choice, AT(padding), 0, 0, paddings,
+     "what becomes of the rows that pad slabs (default zero)"},
     {0, "dtype", "bf16|fp16|fp32", option_parse_choice, AT(type), 0, 0, option_types,
      "element type of the rows (default bf16)"},
     {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
@@ -172,6 +176,8 @@ static const Option specs[] = {
      "with --mode latency: dispatch and combine as send and wait calls"},
     {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
      option_quants, "dispatch quantises (default none)"},
+    {0, "sum-quant", "none|fp8", option_parse_choice, AT(sum_quant), 0, 0, sum_quants,
+     "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "baseline", NULL, option_parse_flag, AT(baseline), 0, 0, NULL,
      "also measure packing, MPI or NCCL and unpacking without libep"},
     {0, "floor", "0|1", option_parse_int, AT(floor), 0, 1, NULL,
@@ -196,6 +202,10 @@ const char *options_layout_name(int64_t layout) {
     return option_choice_name(layouts, layout);
 }
 
+const char *options_padding_name(int64_t padding) {
+    return option_choice_name(paddings, padding);
+}
+
 const char *options_overflow_name(int64_t overflow) {
     return option_choice_name(overflows, overflow);
 }
@@ -210,6 +220,11 @@ const char *options_mode_name(int64_t mode) {
 
 const char *options_quant_name(int64_t quant) {
     return option_choice_name(option_quants, quant);
+}
+
+const char *options_sums_name(const Options *options) {
+    return options->sum_quant == EP_QUANT_NONE ? options_type_name(options->type)
+                                               : options_quant_name(options->sum_quant);
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -240,9 +255,9 @@ static void set_defaults(Options *o) {
     o->hidden = 7168, o->top_k = 8, o->experts = 256;
     o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
     o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
-    o->overflow = EP_OVERFLOW_ERROR;
+    o->overflow = EP_OVERFLOW_ERROR, o->padding = EP_PADDING_ZERO;
     o->backend = EP_BACKEND_AUTO;
-    o->mode = EP_MODE_THROUGHPUT, o->quant = EP_QUANT_NONE;
+    o->mode = EP_MODE_THROUGHPUT, o->quant = o->sum_quant = EP_QUANT_NONE;
     o->seed = 1;
 }
 
@@ -325,6 +340,9 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
         return bench_refuse("--baseline: expected --layout expert, got --layout %s",
                             options_layout_name(o->layout));
+    if (o->baseline && o->padding != EP_PADDING_ZERO)
+        return bench_refuse("--baseline: expected --padding zero, got --padding %s",
+                            options_padding_name(o->padding));
     if (o->baseline && o->capacity)
         return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
                             (long long)o->capacity);
@@ -339,6 +357,9 @@ static bool validate_together(const Options *o) {
     if (o->quant != EP_QUANT_NONE && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_quant_name(o->quant), (long long)o->hidden);
+    if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
+        return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
+                            options_quant_name(o->sum_quant), (long long)o->hidden);
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return true;

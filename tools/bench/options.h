@@ -28,6 +28,7 @@ typedef struct Options {
     const char *json_path;
     int64_t hidden, top_k, experts;
     int64_t alignment; /**< 0 until defaults are filled in */
+    int64_t padding;   /**< EpPadding */
     int64_t type;      /**< EpType of the rows */
     RoutingKind routing;
     double zipf_exponent;
@@ -43,6 +44,7 @@ typedef struct Options {
     int64_t backend;    /**< EpBackend */
     int64_t mode;       /**< EpMode */
     int64_t quant;      /**< EpQuant */
+    int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
     int64_t floor;
@@ -70,10 +72,14 @@ bool options_check_sweep(const Options *options);
 /** Names of values as the command line spells them, e.g. "bf16", "expert". */
 const char *options_type_name(int64_t type);
 const char *options_layout_name(int64_t layout);
+const char *options_padding_name(int64_t padding);
 const char *options_overflow_name(int64_t overflow);
 const char *options_backend_name(int64_t backend);
 const char *options_mode_name(int64_t mode);
 const char *options_quant_name(int64_t quant);
+
+/** How sums travel: "fp8", or the name of the rows' type. */
+const char *options_sums_name(const Options *options);
 
 /** "zipf:1.2", "file:trace.txt", ... */
 void options_routing_name(const Options *options, char *out, size_t bytes);

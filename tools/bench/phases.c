@@ -164,6 +164,12 @@ int64_t phase_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries)
     return rows * row + entries * weight;
 }
 
+int64_t phase_remote_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t entries) {
+    bool sums = phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD;
+    int64_t saved = sums ? rows * (int64_t)(c->row_bytes - c->sum_bytes) : 0;
+    return phase_bytes(c, phase, rows, entries) - saved;
+}
+
 /* ---- poison -------------------------------------------------------------------------------- */
 
 static void poison(void *data, size_t count, size_t bytes) {

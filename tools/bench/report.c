@@ -21,9 +21,10 @@ static void report_models(const RunList *list) {
     printf("# config:  %d ranks (%s), %s, routing %s, masked %g, %s tokens, seed %lld\n",
            world->size, world->threads ? "threads" : "MPI", options_type_name(o->type), routing,
            o->masked, o->uneven ? "uneven" : "even", (long long)o->seed);
-    printf("#          %s, scales %lld bytes, indices %s, quant %s\n",
+    printf("#          %s, scales %lld bytes, indices %s, quant %s, sums %s, padding %s\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
-           options_type_name(o->index_type), options_quant_name(o->quant));
+           options_type_name(o->index_type), options_quant_name(o->quant), options_sums_name(o),
+           options_padding_name(o->padding));
     for (int i = 0; i < list->count && strcmp(list->runs[i].model, list->runs[0].model) == 0; i++) {
         o = &list->runs[i].options;
         printf("#          mode %s%s: alignment %lld, layout %s\n", options_mode_name(o->mode),
@@ -53,8 +54,9 @@ static void report_config(const Report *report) {
            : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
                ? "what the routing needs"
                : "exact sizing");
-    printf("#          mode %s%s, quant %s\n", options_mode_name(o->mode),
-           o->split ? " as send and wait" : "", options_quant_name(o->quant));
+    printf("#          mode %s%s, quant %s, sums %s, padding %s\n", options_mode_name(o->mode),
+           o->split ? " as send and wait" : "", options_quant_name(o->quant), options_sums_name(o),
+           options_padding_name(o->padding));
 }
 
 /* The reason may begin with the backend's name, which is then not repeated. */
@@ -238,6 +240,7 @@ void report_size(const Run *run, const SizeResult *result) {
 }
 
 void report_footer(const RunList *list, int64_t wrong) {
+    if (list->models.count) report_summary(list);
     if (list->runs[0].options.check)
         printf("#wrong %lld\n", (long long)wrong);
     else

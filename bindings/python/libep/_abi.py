@@ -185,6 +185,13 @@ class Tail(IntEnum):
     IDS = 2
 
 
+class Padding(IntEnum):
+    """Whether padding, the rows of a slab behind its last slot, becomes zero or is not written."""
+
+    ZERO = 1
+    KEEP = 2
+
+
 class Plans(IntEnum):
     """Whether a handle has a plan of its own, or each call names one."""
 
@@ -321,6 +328,8 @@ class EpHandleConfig(Structure):
         ("id", c_int32),
         ("expert_ids", c_int),
         ("reserved", c_int32),
+        ("padding", c_int),
+        ("sum_quant", c_int),
     ]
 
 
@@ -485,6 +494,8 @@ INITIAL_VALUES: dict[type, dict[str, Any]] = {
         "num_sms": DEFAULT,
         "plans": Plans.OWNED,
         "expert_ids": ExpertIds.LOCAL,
+        "padding": Padding.ZERO,
+        "sum_quant": Quant.NONE,
     },
     EpHandleCost: {"mode": Mode.AUTO},
     EpHandleInfo: {"mode": Mode.AUTO},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ._abi import Duplicates, ExpertIds, Mode, Overflow, Plans, Quant, ScaleOrder, Tail
+    from ._abi import Duplicates, ExpertIds, Mode, Overflow, Padding, Plans, Quant, ScaleOrder, Tail
 
     AnyStruct = TypeVar("AnyStruct", bound=Structure)
 
@@ -62,6 +62,8 @@ class HandleFields(TypedDict, total=False):
     plans: Plans  # (OWNED)
     id: int  # a number that ranks compare and that sentences name; 0: none (0)
     expert_ids: ExpertIds  # (LOCAL)
+    padding: Padding  # (ZERO)
+    sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
 
 
 def _fill(struct: type[AnyStruct], fields: Mapping[str, Any]) -> AnyStruct:

@@ -34,6 +34,9 @@ using std::min;
 struct __align__(8) int2 {
     int32_t x, y;
 };
+struct float2 {
+    float x, y;
+};
 struct __align__(16) uint4 {
     uint32_t x, y, z, w;
 };

@@ -78,6 +78,18 @@ static inline uint32_t ep_convert_e4m3x2(float low, float high) {
     return emulated_e4m3(low) | emulated_e4m3(high) << 8;
 }
 
+static inline float emulated_from_e4m3(uint32_t code) {
+    int exponent = (int)(code >> 3 & 15), mantissa = (int)(code & 7);
+    float value =
+        exponent ? ldexpf((float)(8 + mantissa), exponent - 10) : ldexpf((float)mantissa, -9);
+    if ((code & 0x7f) == 0x7f) value = NAN;
+    return code & 0x80 ? -value : value;
+}
+
+static inline float2 ep_convert_from_e4m3x2(uint32_t codes) {
+    return {emulated_from_e4m3(codes & 0xff), emulated_from_e4m3(codes >> 8 & 0xff)};
+}
+
 /* ---- words shared with other blocks and ranks ---- */
 
 template <typename T> static inline T emulated_load(const T *address, int order) {

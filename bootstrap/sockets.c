@@ -11,7 +11,7 @@
  * Somebody else's connection has no secret, and is closed. A rank that fails closes its sockets,
  * so ranks that wait for its answer fail as well.
  */
-#include "bootstrap/host/sockets.h"
+#include "bootstrap/sockets.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -244,7 +244,7 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
 
 static int is_remote(const EpGroup *group, int32_t rank) {
-    return group->nodes.of[rank] != group->nodes.of[group->rank];
+    return group->nodes.of[rank] != group->nodes.node;
 }
 
 /* Answer the greeting on a socket that was accepted. Returns 0 if it is no rank's that is expected.

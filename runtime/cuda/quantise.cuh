@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_DISPATCH_CUDA_QUANTISE_CUH
-#define EP_DISPATCH_CUDA_QUANTISE_CUH
+#ifndef EP_RUNTIME_CUDA_QUANTISE_CUH
+#define EP_RUNTIME_CUDA_QUANTISE_CUH
 
 /**
  * Quantise one row by a group of threads, with the same bits as ep_quantise (runtime/quant.h).
@@ -19,6 +19,31 @@ template <typename T> struct EpUnit {
     static constexpr int PARTS = sizeof(T); /* of 16 bytes */
     uint4 part[PARTS];
 };
+
+/** Load a unit from shared memory. */
+template <typename T> __device__ __forceinline__ EpUnit<T> ep_load_unit(uint32_t address) {
+    EpUnit<T> x;
+#pragma unroll
+    for (int i = 0; i < EpUnit<T>::PARTS; i++)
+        x.part[i] = ep_load_shared(address + i * 16);
+    return x;
+}
+
+/** Returns the unit of floats that vectors of rows of type T have. */
+template <typename T>
+__device__ __forceinline__ EpUnit<float> ep_unit_of_floats(const EpVector<T> *vector) {
+    constexpr int SIZE = EpVector<T>::SIZE;
+    EpUnit<float> x;
+#pragma unroll
+    for (int i = 0; i < EpUnit<float>::PARTS; i++) {
+        EpVector<float> v;
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            v.at[e] = vector[(4 * i + e) / SIZE].at[(4 * i + e) % SIZE];
+        x.part[i] = ep_pack(v);
+    }
+    return x;
+}
 
 /** Returns the largest magnitude of a unit as bits; with `finite`, of its finite elements alone. */
 template <typename T>
@@ -123,6 +148,20 @@ __device__ __forceinline__ void ep_store_scale_of(EpQuant quant, void *scales, i
                                                   const EpQuantScale &scale) {
     int log = ep_quant_log(quant);
     if ((unit & ((1 << log) - 1)) == 0) ep_store_scale(quant, scales, unit >> log, scale);
+}
+
+/** Returns part `part` of the unit that 16 codes and their scale stand for: one product each. */
+template <typename T>
+__device__ __forceinline__ EpVector<T> ep_dequantise(const uint4 &codes, int part, float scale) {
+    const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+    EpVector<T> v;
+#pragma unroll
+    for (int e = 0; e < EpVector<T>::SIZE; e += 2) {
+        int at = part * EpVector<T>::SIZE + e;
+        float2 values = ep_convert_from_e4m3x2(word[at / 4] >> at % 4 * 8);
+        v.at[e] = scale * values.x, v.at[e + 1] = scale * values.y;
+    }
+    return v;
 }
 
 template <typename T>

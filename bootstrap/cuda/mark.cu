@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/cuda/mark.h"
+#include "runtime/cuda/device.cuh"
+
+#define COMPARE_THREADS 128
+
+/* The group's operations follow each other, so no two of these kernels run at a time. */
+__device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
+    uint64_t marks = a.counts[1] + 1;
+    a.counts[1] = marks;
+    ep_store_relaxed_sys(&a.marks->moved, marks << 1 | under_way);
+}
+
+/* By one thread. */
+__global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
+    int failed = *(volatile uint32_t *)&a.group.state->failed != 0;
+    uint64_t number = a.counts[0] + 1;
+    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
+    a.counts[0] = number;
+    *a.stamps = EpStamp{failed ? EP_DIGEST(EP_OP_GONE, 0, 0) : a.group.digest, (uint32_t)number,
+                        generation, 0};
+    ep_store_relaxed_sys(&a.marks->begun, number << 32 | a.group.digest);
+    mark(a, 1);
+}
+
+/* By one thread. */
+__global__ void mark_move(const __grid_constant__ EpMarkArgs a) {
+    mark(a, !a.last);
+}
+
+/* Report a rank that has failed, or is in another operation or reads another plan. */
+__device__ void report_stamp(const EpMarkArgs &a, const EpStamp &own, const EpStamp &theirs,
+                             int member) {
+    int gone = EP_DIGEST_OP(theirs.digest) == EP_OP_GONE;
+    if (EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
+    ep_report(a.group, gone ? EP_FAULT_PEER : EP_FAULT_ORDER,
+              EpAwaited{ep_elsewhere(a.group, member), EP_AWAIT_ARRIVAL, 0, own.digest,
+                        gone ? (uint32_t)member : theirs.digest},
+              theirs.generation);
+}
+
+/* By one block. */
+__global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
+    const EpStamp own = a.stamps[0];
+    int alive = *(volatile uint32_t *)&a.group.state->failed == 0;
+    if (threadIdx.x == 0) *ep_own_operation() = EpOwnOperation{own.digest, own.generation};
+    if (!__syncthreads_and(alive)) return; /* the stamps may not have come */
+    for (int i = threadIdx.x; i < a.num_peers; i += COMPARE_THREADS) {
+        const EpStamp theirs = a.stamps[1 + i];
+        int is_same = ep_same_operation(own.digest, theirs.digest) && own.number == theirs.number &&
+                      own.generation == theirs.generation;
+        if (!is_same) report_stamp(a, own, theirs, a.peers[i]);
+    }
+    if (threadIdx.x == 0) mark(a, 1);
+}
+
+extern "C" int ep_cuda_open_mark(void) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, mark_begin);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mark_move);
+    return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, compare_stamps);
+}
+
+extern "C" int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream) {
+    return ep_launch(mark_begin, 1, 1, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream) {
+    return ep_launch(compare_stamps, 1, COMPARE_THREADS, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_move(const EpMarkArgs *args, void *stream) {
+    return ep_launch(mark_move, 1, 1, 0, stream, *args);
+}

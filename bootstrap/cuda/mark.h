@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_CUDA_MARK_H
+#define EP_BOOTSTRAP_CUDA_MARK_H
+
+/**
+ * Kernels at the ends of an operation that crosses the network. They tell the watcher how far this
+ * rank has come. And they compare what ranks are in: before any row, each rank sends its relays and
+ * its sources a stamp, whose size is always the same. Ranks of a node compare their operations
+ * themselves, so no two ranks of the group differ unnoticed.
+ */
+
+#include "runtime/cuda/device.h"
+
+/** In pinned memory. One store each, so their order does not matter. */
+typedef struct EpWatchMarks {
+    uint64_t begun; /**< operations that cross the network << 32 | digest of the latest one */
+    uint64_t moved; /**< marks so far << 1 | whether an operation is under way */
+} EpWatchMarks;
+
+/** What a rank says of the operation that it has entered. */
+typedef struct EpStamp {
+    uint32_t digest, number; /**< as in EpWatchMarks.begun; EP_OP_GONE: the rank has failed */
+    uint32_t generation;     /**< of the plan that it reads; 0: none */
+    uint32_t reserved;
+} EpStamp;
+
+typedef struct EpMarkArgs {
+    EpCudaGroup group; /**< with the operation's digest */
+    EpWatchMarks *marks;
+    uint64_t *counts;           /**< device [2]: operations, marks */
+    const uint64_t *generation; /**< begin: of the plan that is read, or NULL */
+    EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
+    const int32_t *peers;       /**< device [num_peers]: their numbers in the group */
+    int32_t num_peers;
+    int32_t last; /**< move: whether the operation has no further exchange */
+} EpMarkArgs;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** See ep_cuda_open_prepare. */
+int ep_cuda_open_mark(void);
+
+/** The operation begins: write this rank's stamp. */
+int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
+
+/** The peers' stamps are here: compare them with this rank's. */
+int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream);
+
+/** An exchange is complete. */
+int ep_cuda_launch_move(const EpMarkArgs *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

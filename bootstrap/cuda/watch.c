@@ -1,0 +1,448 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bootstrap/cuda/watch.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/sockets.h"
+#include "runtime/cuda/digest.h"
+#include "runtime/op.h"
+#include "runtime/wait.h"
+
+#define TICK_NANOSECONDS 2000000
+#define MOST_BEAT_SECONDS 1.0
+#define SILENT_BEATS 4     /* a rank that is not heard for so long is not there */
+#define GRACE_SECONDS 0.5  /* for ranks that know whom to blame: their waits end at the same time \
+                            */
+#define FLUSH_SECONDS 1.0  /* to send what the others must know, before the connections close */
+#define FAILED_FOREVER ~0u /* of EpCudaState.failed: no operation has this number */
+
+/* ---- what watchers tell each other --------------------------------------------------------- */
+
+typedef enum NoteKind { NOTE_BEAT = 1, NOTE_FAILED, NOTE_LEAVING } NoteKind;
+
+typedef struct Note {
+    int32_t kind;
+    int32_t by, blamed; /* who has given up first, and because of whom */
+    uint64_t begun;     /* as in EpWatchMarks */
+    char why[EP_ABORT_BYTES];
+} Note;
+
+/** Another rank, on another node. */
+typedef struct Peer {
+    int32_t rank;
+    Note in, out;
+    void *receiving, *sending; /* requests, NULL: none */
+    int told;                  /* whether it was told that this rank fails or leaves */
+    int left;                  /* whether it leaves */
+    double heard;              /* when, last */
+    uint64_t begun;
+} Peer;
+
+/** Why the group cannot go on. */
+typedef enum LossKind {
+    LOSS_NONE,
+    LOSS_OWN,    /* this rank fails, as its group learns in other ways */
+    LOSS_FAILED, /* `peer` has given up on the group because of `blamed` */
+    LOSS_CLOSED, /* `peer` has closed its connection */
+    LOSS_LATE,   /* an exchange is late because of `blamed`, -1: not known */
+    LOSS_ORDER,  /* `peer` is in another operation */
+    LOSS_NCCL    /* NCCL reports `result` */
+} LossKind;
+
+typedef struct Loss {
+    int kind; /* LossKind; stored with release, last */
+    int32_t peer, blamed;
+    uint32_t own, other; /* digests: of this rank's operation; LOSS_ORDER: of the peer's */
+    ncclResult_t result;
+    char why[EP_ABORT_BYTES];
+} Loss;
+
+typedef struct EpCudaWatch {
+    EpGroup *group;
+    EpBootstrap messages;
+    int has_messages, started;
+    pthread_t thread;
+    int stop;     /* 1: this rank leaves; 2: without a word */
+    int busy;     /* whether the group's thread is in a call of NCCL on the network */
+    int is_ended; /* whether the communicator was aborted */
+    Loss loss;
+    Peer *peers;
+    int32_t num_peers;
+    double beat, next_beat;
+    double since; /* nothing has moved */
+    double
+        disagrees; /* since when this rank has found that it does with another one; 0: it has not */
+    EpWatchMarks *marks; /* pinned */
+    uint64_t *counts;    /* device */
+    uint64_t moved;      /* as seen last */
+    cudaStream_t stream;
+    uint32_t *failed; /* pinned: FAILED_FOREVER */
+} EpCudaWatch;
+
+static const EpCuda *cuda_of(const EpCudaWatch *w) {
+    return ep_cuda(w->group);
+}
+
+static uint64_t load(const uint64_t *word) {
+    return __atomic_load_n(word, __ATOMIC_RELAXED);
+}
+
+static uint64_t begun(const EpCudaWatch *w) {
+    return load(&w->marks->begun);
+}
+
+static uint32_t number_of(uint64_t begun) {
+    return (uint32_t)(begun >> 32);
+}
+
+static int is_lost(const EpCudaWatch *w) {
+    return __atomic_load_n(&w->loss.kind, __ATOMIC_ACQUIRE);
+}
+
+/* ---- ending this rank's part --------------------------------------------------------------- */
+
+/* Kernels that run look at the word where they wait, later ones first. It is there before the
+ * communicator ends: nothing is done with what has not arrived. Other threads may be capturing,
+ * which this copy has nothing to do with. */
+static void stop_kernels(EpCudaWatch *w) {
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    uint32_t *word = &cuda_of(w)->device.state->failed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    (void)cudaMemcpyAsync(word, w->failed, sizeof(*word), cudaMemcpyHostToDevice, w->stream);
+    (void)cudaStreamSynchronize(w->stream);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
+
+/* The group's thread sees the loss and leaves, or has not entered: see ep_cuda_network_enter. */
+static void end_communicator(EpCudaWatch *w) {
+    EpWait wait;
+    ep_wait_begin(&wait, w->group->timeout, 0);
+    while (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST))
+        if (!ep_wait_pause(&wait)) return;
+    (void)cuda_of(w)->nccl->ncclCommAbort(cuda_of(w)->network);
+    w->is_ended = 1;
+}
+
+static void lose(EpCudaWatch *w, LossKind kind, int32_t peer, int32_t blamed, const char *why) {
+    if (w->loss.kind) return;
+    w->loss.peer = peer, w->loss.blamed = blamed;
+    w->loss.own = (uint32_t)begun(w);
+    memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
+    __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
+    stop_kernels(w);
+    end_communicator(w);
+}
+
+/* ---- messages ------------------------------------------------------------------------------ */
+
+/* Returns whether this rank's exchange has not moved for the timeout and `grace` seconds more. */
+static int is_late(EpCudaWatch *w, double grace) {
+    uint64_t moved = load(&w->marks->moved);
+    double now = ep_clock();
+    if (moved != w->moved || !(moved & 1)) w->since = now;
+    w->moved = moved;
+    return now - w->since >= w->group->timeout + grace;
+}
+
+/* A rank that is in an operation of the same number must be in the same one. */
+static void compare(EpCudaWatch *w, const Peer *p) {
+    uint64_t own = begun(w);
+    if (number_of(own) != number_of(p->begun) ||
+        ep_same_operation((uint32_t)own, (uint32_t)p->begun))
+        return;
+    w->loss.other = (uint32_t)p->begun;
+    lose(w, LOSS_ORDER, p->rank, p->rank, "");
+}
+
+static void take_note(EpCudaWatch *w, Peer *p) {
+    Note note = p->in;
+    note.why[sizeof(note.why) - 1] = 0;
+    p->heard = ep_clock(), p->begun = note.begun;
+    if (note.kind == NOTE_LEAVING) p->left = 1;
+    if (note.kind == NOTE_BEAT) compare(w, p);
+    if (note.kind == NOTE_FAILED && is_late(w, 0) && note.blamed >= 0)
+        lose(w, LOSS_LATE, note.blamed, note.blamed, ""); /* this rank has waited as long */
+    else if (note.kind == NOTE_FAILED)
+        lose(w, LOSS_FAILED, note.by, note.blamed, note.why);
+}
+
+/* A rank of another node that has left or failed closes its connection, too. */
+static void listen_to(EpCudaWatch *w, Peer *p) {
+    const EpBootstrap *m = &w->messages;
+    int done = 1;
+    EpStatus status = EP_OK;
+    while (!p->left && done && status == EP_OK) {
+        if (!p->receiving)
+            status = m->irecv(m->context, p->rank, 0, &p->in, sizeof(p->in), &p->receiving);
+        if (status == EP_OK) status = m->test(m->context, &p->receiving, &done);
+        if (status == EP_OK && done) take_note(w, p);
+    }
+    if (status == EP_OK) return;
+    p->left = 1;
+    lose(w, LOSS_CLOSED, p->rank, p->rank, "");
+}
+
+/* Returns whether the note is on its way; not where the last one is still being sent. */
+static int tell(EpCudaWatch *w, Peer *p, NoteKind kind) {
+    const EpBootstrap *m = &w->messages;
+    int done = 1;
+    if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
+    if (!done) return 0;
+    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->group->rank;
+    p->out = (Note){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
+    memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
+    (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
+    return 1;
+}
+
+static void tell_all(EpCudaWatch *w) {
+    int loses = is_lost(w), beats = !loses && ep_clock() >= w->next_beat;
+    if (beats) w->next_beat = ep_clock() + w->beat;
+    for (int32_t i = 0; i < w->num_peers; i++) {
+        Peer *p = &w->peers[i];
+        if (p->left) continue;
+        if (beats) (void)tell(w, p, NOTE_BEAT);
+        if (loses && !p->told) p->told = tell(w, p, NOTE_FAILED);
+    }
+}
+
+/* ---- watching this rank -------------------------------------------------------------------- */
+
+/* Ranks that disagree find that out themselves, at about the same time, and say what differs. */
+static int gave_time(EpCudaWatch *w) {
+    if (w->disagrees == 0) w->disagrees = ep_clock();
+    return ep_clock() - w->disagrees > GRACE_SECONDS;
+}
+
+/* The group's thread, an abort, or kernels may have found a failure. */
+static void look_at_group(EpCudaWatch *w) {
+    EpAbort *abort = &w->group->abort;
+    const EpCudaFailure *f = cuda_of(w)->device.failure;
+    int32_t blamed = w->group->rank;
+    pthread_mutex_lock(&abort->mutex);
+    int failed = abort->failed, aborted = abort->requested;
+    if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
+    pthread_mutex_unlock(&abort->mutex);
+    int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
+    if (fault == EP_FAULT_ORDER && !gave_time(w)) fault = 0;
+    if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
+        blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
+    if (aborted || failed || fault)
+        lose(w, LOSS_OWN, w->group->rank, blamed, aborted ? abort->sentence : "");
+}
+
+/* Returns the rank to blame for an exchange that is late, or -1. */
+static int32_t find_late(const EpCudaWatch *w) {
+    uint32_t least = number_of(begun(w));
+    int32_t blamed = -1;
+    for (int32_t i = 0; i < w->num_peers; i++) {
+        const Peer *p = &w->peers[i];
+        if (ep_clock() - p->heard > SILENT_BEATS * w->beat) return p->rank;
+        if (number_of(p->begun) >= least) continue;
+        least = number_of(p->begun), blamed = p->rank;
+    }
+    return blamed;
+}
+
+static void look_at_exchange(EpCudaWatch *w) {
+    if (!is_late(w, GRACE_SECONDS)) return;
+    int32_t blamed = find_late(w);
+    lose(w, LOSS_LATE, blamed >= 0 ? blamed : w->group->rank, blamed, "");
+}
+
+static void look_at_nccl(EpCudaWatch *w) {
+    ncclResult_t result = ncclSuccess;
+    if (cuda_of(w)->nccl->ncclCommGetAsyncError(cuda_of(w)->network, &result) != ncclSuccess ||
+        result == ncclSuccess || result == ncclInProgress)
+        return;
+    w->loss.result = result;
+    lose(w, LOSS_NCCL, w->group->rank, w->group->rank, "");
+}
+
+/* ---- the thread ---------------------------------------------------------------------------- */
+
+/* Tell all that this rank leaves, and wait for what is being sent. */
+static void say_goodbye(EpCudaWatch *w) {
+    double end = ep_clock() + FLUSH_SECONDS;
+    int lost = is_lost(w), busy = 1;
+    while (busy && ep_clock() < end) {
+        busy = 0;
+        for (int32_t i = 0; i < w->num_peers; i++) {
+            Peer *p = &w->peers[i];
+            int done = 1;
+            if (p->left) continue;
+            if (!lost && !p->told) p->told = tell(w, p, NOTE_LEAVING);
+            if (p->sending && w->messages.test(w->messages.context, &p->sending, &done) != EP_OK)
+                p->left = 1;
+            busy |= !p->left && (!p->told || !done);
+        }
+    }
+}
+
+static void *watch(void *context) {
+    EpCudaWatch *w = context;
+    const struct timespec tick = {.tv_nsec = TICK_NANOSECONDS};
+    int before = ep_cuda_use(cuda_of(w)->ordinal), stop;
+    while (!(stop = __atomic_load_n(&w->stop, __ATOMIC_ACQUIRE))) {
+        for (int32_t i = 0; i < w->num_peers && !is_lost(w); i++)
+            listen_to(w, &w->peers[i]);
+        if (!is_lost(w)) look_at_group(w);
+        if (!is_lost(w)) look_at_exchange(w);
+        if (!is_lost(w)) look_at_nccl(w);
+        tell_all(w);
+        nanosleep(&tick, NULL);
+    }
+    if (stop == 1) say_goodbye(w);
+    ep_cuda_restore(before);
+    return NULL;
+}
+
+/* Signals are for the threads of the program. */
+static EpStatus start(EpCudaWatch *w) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&w->thread, NULL, watch, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    w->started = !error;
+    if (!error) return EP_OK;
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s", w->group->rank,
+                   strerror(error));
+}
+
+/* ---- opening ------------------------------------------------------------------------------- */
+
+static EpStatus allocate(EpCudaWatch *w) {
+    const EpGroup *group = w->group;
+    w->peers = calloc((size_t)group->size, sizeof(*w->peers));
+    if (!w->peers)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    for (int32_t r = 0; r < group->size; r++)
+        if (group->nodes.of[r] != group->nodes.node)
+            w->peers[w->num_peers++] = (Peer){.rank = r, .heard = ep_clock()};
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&w->marks, sizeof(*w->marks), 0)));
+    EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
+                         cudaHostAlloc((void **)&w->failed, sizeof(*w->failed), 0)));
+    EP_TRY(ep_cuda_check(group, "cudaMalloc",
+                         cudaMalloc((void **)&w->counts, 2 * sizeof(*w->counts))));
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(w->counts, 0, 2 * sizeof(*w->counts))));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mark()));
+    memset(w->marks, 0, sizeof(*w->marks));
+    *w->failed = FAILED_FOREVER;
+    return ep_cuda_check(group, "cudaStreamCreate",
+                         cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+}
+
+EpStatus ep_cuda_watch_open(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    if (group->nodes.sizes.nodes == 1) return EP_OK;
+    EpCudaWatch *w = calloc(1, sizeof(*w));
+    ep_cuda(group)->watch = w;
+    EpStatus status = EP_OK;
+    if (!w)
+        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    EP_TRY(ep_group_agree(group, &call, status));
+    w->group = group;
+    w->beat = group->timeout / 4 < MOST_BEAT_SECONDS ? group->timeout / 4 : MOST_BEAT_SECONDS;
+    EP_TRY(ep_group_agree(group, &call, allocate(w)));
+    status = ep_sockets_open(group, &w->messages);
+    w->has_messages = status == EP_OK;
+    EP_TRY(ep_group_agree(group, &call, status));
+    return ep_group_agree(group, &call, start(w));
+}
+
+void ep_cuda_watch_close(EpGroup *group, int together) {
+    EpCuda *cuda = ep_cuda(group);
+    EpCudaWatch *w = cuda->watch;
+    if (!w) return;
+    __atomic_store_n(&w->stop, together || is_lost(w) ? 1 : 2, __ATOMIC_RELEASE);
+    if (w->started) pthread_join(w->thread, NULL);
+    if (w->is_ended) cuda->network = NULL;
+    if (w->has_messages) ep_bootstrap_destroy(&w->messages);
+    if (w->stream) (void)cudaStreamDestroy(w->stream);
+    (void)cudaFreeHost(w->marks);
+    (void)cudaFreeHost(w->failed);
+    (void)cudaFree(w->counts);
+    free(w->peers);
+    free(w);
+    cuda->watch = NULL;
+}
+
+/* ---- the group's thread -------------------------------------------------------------------- */
+
+/* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. */
+EpStatus ep_cuda_network_enter(EpGroup *group) {
+    EpCudaWatch *w = ep_cuda(group)->watch;
+    if (!w) return EP_OK;
+    __atomic_store_n(&w->busy, 1, __ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
+    ep_cuda_network_leave(group);
+    group->backend->poll(group);
+    return ep_group_usable(group);
+}
+
+void ep_cuda_network_leave(EpGroup *group) {
+    EpCudaWatch *w = ep_cuda(group)->watch;
+    if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
+}
+
+void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
+    const EpCudaWatch *w = ep_cuda(group)->watch;
+    args->marks = w->marks, args->counts = w->counts;
+}
+
+/* Whether the group does not learn of a loss in other ways. */
+static int is_others(int kind) {
+    return kind != LOSS_NONE && kind != LOSS_OWN;
+}
+
+static EpStatus report_late(const EpGroup *group, const Loss *loss, const char *phase) {
+    if (loss->blamed < 0)
+        return ep_fail(EP_ERR_TIMEOUT,
+                       "rank %d: %s: expected an exchange with other nodes to end within %g s, and "
+                       "all ranks there are in it",
+                       group->rank, phase, group->timeout);
+    return ep_fail(EP_ERR_TIMEOUT,
+                   "rank %d: %s: rank %d did not arrive within %g s (waiting for its node's data)",
+                   group->rank, phase, loss->blamed, group->timeout);
+}
+
+static EpStatus report(const EpGroup *group, const Loss *loss, const char *phase) {
+    if (loss->kind == LOSS_FAILED)
+        return ep_fail_peer(group->rank, phase, loss->peer, loss->blamed, loss->why);
+    if (loss->kind == LOSS_CLOSED)
+        return ep_fail(
+            EP_ERR_PEER,
+            "rank %d: %s: rank %d has closed its connection, as a process does that ends",
+            group->rank, phase, loss->peer);
+    if (loss->kind == LOSS_ORDER)
+        return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
+    if (loss->kind == LOSS_LATE) return report_late(group, loss, phase);
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL between nodes: %s", group->rank, phase,
+                   ep_cuda(group)->nccl->ncclGetErrorString(loss->result));
+}
+
+void ep_cuda_watch_poll(EpGroup *group) {
+    const EpCudaWatch *w = ep_cuda(group)->watch;
+    if (!w || group->failed != EP_OK) return;
+    if (!is_others(is_lost(w))) return;
+    EpFinding finding = EP_FINDING_INIT;
+    const char *phase = w->loss.own ? ep_op_find(EP_DIGEST_OP(w->loss.own))->name : "network";
+    finding.rank = group->rank, finding.peer = w->loss.blamed, finding.count = 1;
+    strncpy(finding.phase, phase, sizeof(finding.phase) - 1);
+    finding.status = report(group, &w->loss, phase);
+    ep_group_fail(group, &finding);
+}
+
+int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+    const EpCudaWatch *w = ep_cuda(group)->watch;
+    if (!w || !is_others(is_lost(w)) || w->loss.peer == group->rank) return -1;
+    memcpy(sentence, w->loss.why, EP_ABORT_BYTES);
+    return w->loss.peer;
+}

@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BOOTSTRAP_CUDA_WATCH_H
+#define EP_BOOTSTRAP_CUDA_WATCH_H
+
+/**
+ * The watcher of a group on several nodes: a thread of each rank. NCCL has no deadline, and the
+ * words by which ranks of a node learn of each other do not cross the network. So the watchers of
+ * ranks on different nodes are connected by TCP (bootstrap/sockets.h), and tell each other
+ *
+ *     what they are in   each second: how many operations the rank has begun, and the latest one
+ *     that a rank fails  at once: whom it blames and, if it was aborted, why
+ *     that a rank ends   the connection closes: its process has ended, or was killed
+ *
+ * A watcher also sees how far this rank's own exchanges have come: kernels store that into pinned
+ * memory (EpWatchMark), in replayed graphs, too. An exchange that has not moved for the group's
+ * timeout is late. The rank to blame is the one that has begun fewer operations, or of which
+ * nothing was heard. Ranks in different operations would send each other messages of different
+ * sizes, which NCCL does not find out: the watchers compare the digests of operations of the same
+ * number.
+ *
+ * Once something is lost, the watcher ends this rank's part: kernels leave, the communicator of the
+ * network is aborted, which ends its kernels. What was lost waits here until the group's thread
+ * takes it (ep_cuda_poll).
+ */
+
+#include "bootstrap/cuda/mark.h"
+#include "runtime/cuda/cuda.h"
+
+/** Collective, on several nodes: connect the watchers. Then start this rank's. */
+EpStatus ep_cuda_watch_open(EpGroup *group);
+
+/** Stop the watcher. `together`: the others do so now, and are not to take it for a loss. */
+void ep_cuda_watch_close(EpGroup *group, int together);
+
+/** Bring a loss into the group. */
+void ep_cuda_watch_poll(EpGroup *group);
+
+/** Returns a rank whose loss has ended the group, with the reason, or -1: see
+ *  EpBackendOps.find_aborted. */
+int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
+
+/**
+ * Surround calls of NCCL on the communicator of the network, which the watcher may abort at any
+ * other time. On failure something is lost, and the communicator is not to be used; `leave` is then
+ * left out.
+ */
+EpStatus ep_cuda_network_enter(EpGroup *group);
+void ep_cuda_network_leave(EpGroup *group);
+
+/** Set the watcher's part of the arguments of the kernels that tell it how far this rank is. */
+void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args);
+
+#endif
