@@ -271,7 +271,7 @@ class EpGroupConfig(Structure):
         ("num_sms", c_int32),
         ("duplicates", c_int),
         ("latency_sets", c_int32),
-        ("reserved", c_int32),
+        ("num_nodes", c_int32),
     ]
 
 

@@ -43,6 +43,7 @@ class GroupFields(TypedDict, total=False):
     num_sms: int  # multiprocessors that operations may use (LIBEP_NUM_SMS)
     duplicates: Duplicates  # = an expert that a token names twice (KEEP)
     latency_sets: int  # = operations of latency mode in flight
+    num_nodes: int  # = nodes that the ranks are on; another number is refused; 0: any (0)
 
 
 class HandleFields(TypedDict, total=False):
