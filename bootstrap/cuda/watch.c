@@ -15,8 +15,9 @@
 
 #define TICK_NANOSECONDS 2000000
 #define MOST_BEAT_SECONDS 1.0
-#define SILENT_BEATS 4     /* a rank that is not heard for so long is not there */
-#define GRACE_SECONDS 0.5  /* for ranks that know whom to blame: their waits end at the same time \
+#define SILENT_BEATS 4 /* a rank that is not heard for so long is not there */
+#define GRACE_SECONDS                                                                             \
+    0.5                    /* for ranks that know whom to blame: their waits end at the same time \
                             */
 #define FLUSH_SECONDS 1.0  /* to send what the others must know, before the connections close */
 #define FAILED_FOREVER ~0u /* of EpCudaState.failed: no operation has this number */
@@ -266,7 +267,7 @@ static void look_at_nccl(EpCudaWatch *w) {
 
 /* ---- the thread ---------------------------------------------------------------------------- */
 
-/* Tell all that this rank leaves, and wait for what is being sent. */
+/* Tell all that this rank leaves, or fails, and wait for what is being sent. */
 static void say_goodbye(EpCudaWatch *w) {
     double end = ep_clock() + FLUSH_SECONDS;
     int lost = is_lost(w), busy = 1;
@@ -276,7 +277,7 @@ static void say_goodbye(EpCudaWatch *w) {
             Peer *p = &w->peers[i];
             int done = 1;
             if (p->left) continue;
-            if (!lost && !p->told) p->told = tell(w, p, NOTE_LEAVING);
+            if (!p->told) p->told = tell(w, p, lost ? NOTE_FAILED : NOTE_LEAVING);
             if (p->sending && w->messages.test(w->messages.context, &p->sending, &done) != EP_OK)
                 p->left = 1;
             busy |= !p->left && (!p->told || !done);
@@ -297,7 +298,8 @@ static void *watch(void *context) {
         tell_all(w);
         nanosleep(&tick, NULL);
     }
-    if (stop == 1) say_goodbye(w);
+    if (!is_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
+    if (stop == 1 || is_lost(w)) say_goodbye(w);
     ep_cuda_restore(before);
     return NULL;
 }
@@ -361,7 +363,7 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     EpCuda *cuda = ep_cuda(group);
     EpCudaWatch *w = cuda->watch;
     if (!w) return;
-    __atomic_store_n(&w->stop, together || is_lost(w) ? 1 : 2, __ATOMIC_RELEASE);
+    __atomic_store_n(&w->stop, together ? 1 : 2, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
     if (w->is_ended) cuda->network = NULL;
     if (w->has_messages) ep_bootstrap_destroy(&w->messages);

@@ -7,6 +7,7 @@
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch.h"
 #include "handles/cuda/route_nodes.h"
+#include "runtime/wait.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 
@@ -271,9 +272,8 @@ static EpStatus mark(EpRelayRun *run, int last) {
                          ep_cuda_launch_move(&run->mark, run->side->wire));
 }
 
-/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
- * size is always the same, go first. A rank that is a relay and a source of this one gets two. */
-static EpStatus exchange_stamps(EpRelayRun *run) {
+/* A rank that is a relay and a source of this one gets two. */
+static EpStatus send_stamps(EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     const EpCudaRelay *r = run->relay;
     cudaStream_t wire = run->side->wire;
@@ -285,8 +285,25 @@ static EpStatus exchange_stamps(EpRelayRun *run) {
         (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
                                    cuda->network, wire);
     }
-    EP_TRY(settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd()));
-    return ep_cuda_check(run->group, "kernel launch", ep_cuda_launch_compare(&run->mark, wire));
+    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+}
+
+static EpStatus send_routing(EpRelayRun *run) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    EpCudaRelay *r = run->relay;
+    char *own = r->routing + r->tables.self * r->routing_bytes;
+    EP_TRY(ep_cuda_network_enter(run->group));
+    return settle(run, "ncclAllGather",
+                  cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
+                                            cuda->network, run->side->wire));
+}
+
+/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
+ * size is always the same, go first. */
+static EpStatus exchange_stamps(EpRelayRun *run) {
+    EP_TRY(send_stamps(run));
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_compare(&run->mark, run->side->wire));
 }
 
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
@@ -319,18 +336,33 @@ EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelay
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
-    const EpCuda *cuda = ep_cuda(run->group);
-    EpCudaRelay *r = run->relay;
     EP_TRY(record(run, run->side->ready[0], stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
-    EP_TRY(ep_cuda_network_enter(run->group));
-    EP_TRY(settle(run, "ncclAllGather",
-                  cuda->nccl->ncclAllGather(r->routing + r->tables.self * r->routing_bytes,
-                                            r->routing, (size_t)r->routing_bytes, ncclUint8,
-                                            cuda->network, run->side->wire)));
+    EP_TRY(send_routing(run));
     EP_TRY(mark(run, 1));
     EP_TRY(record(run, run->side->moved[0], run->side->wire));
     return await(run, stream, run->side->moved[0]);
+}
+
+EpStatus ep_cuda_relay_connect(EpGroup *group) {
+    EpCudaRelay *relay = ep_cuda(group)->relay;
+    EpRelayRun run = {.group = group, .relay = relay};
+    cudaError_t error;
+    EpWait wait;
+    if (!relay) return EP_OK;
+    run.side = &relay->side[0];
+    EP_TRY(send_stamps(&run));
+    EP_TRY(send_routing(&run));
+    ep_wait_begin(&wait, group->timeout > EP_NCCL_SECONDS ? group->timeout : EP_NCCL_SECONDS, 0);
+    while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        if (!ep_wait_pause(&wait))
+            return ep_fail(EP_ERR_TIMEOUT,
+                           "rank %d: ep_group_create: expected the first messages between nodes "
+                           "within %g s, got none",
+                           group->rank, wait.timeout);
+    }
+    return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
 /** One message, or as many as there are peers of a kind. */

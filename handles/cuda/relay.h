@@ -68,6 +68,10 @@ int64_t ep_cuda_relay_bytes(const EpGroupConfig *config, int32_t num_ranks,
 
 /** Open and close it. Local. */
 EpStatus ep_cuda_relay_open(EpGroup *group);
+
+/** Collective: let NCCL connect the ranks that exchange rows, which it does with the first message:
+ *  not in an operation, whose deadline is shorter, or in a capture. */
+EpStatus ep_cuda_relay_connect(EpGroup *group);
 void ep_cuda_relay_close(EpGroup *group);
 
 /* ---- an operation -------------------------------------------------------------------------- */
