@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* An operation on several nodes: its streams, its exchanges, and what the watcher must know of it. */
+#include "handles/cuda/relay.h"
+
+#include <string.h>
+
+#include "bootstrap/cuda/setup.h"
+#include "bootstrap/cuda/watch.h"
+#include "runtime/wait.h"
+
+static EpStatus record(const EpRelayRun *run, cudaEvent_t event, cudaStream_t stream) {
+    return ep_cuda_check(run->group, "cudaEventRecord", cudaEventRecord(event, stream));
+}
+
+static EpStatus await(const EpRelayRun *run, cudaStream_t stream, cudaEvent_t event) {
+    return ep_cuda_check(run->group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
+}
+
+/* The caller's stream has waited for the last exchange, which all packing precedes. */
+EpStatus ep_relay_end(EpRelayRun *run) {
+    return ep_cuda_order_leave(run->group, &ep_cuda(run->group)->order, &run->stream, cudaSuccess);
+}
+
+EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
+                         int (*launch)(const void *args, int blocks, void *stream),
+                         const void *args, int blocks) {
+    return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, stream));
+}
+
+EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk) {
+    return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
+}
+
+/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
+ * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found
+ * does.
+ */
+static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
+    EpGroup *group = run->group;
+    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
+    ep_cuda_network_leave(group);
+    if (status == EP_OK) return EP_OK;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
+    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
+    ep_cuda_watch_poll(group);
+    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+}
+
+/* An exchange is complete on the wire's stream: let the watcher know. */
+static EpStatus mark(EpRelayRun *run, int last) {
+    run->mark.last = last;
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_move(&run->mark, run->side->wire));
+}
+
+/* A rank that is a relay and a source of this one gets two. */
+static EpStatus send_stamps(EpRelayRun *run) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    const EpCudaRelay *r = run->relay;
+    cudaStream_t wire = run->side->wire;
+    EP_TRY(ep_cuda_network_enter(run->group));
+    (void)cuda->nccl->ncclGroupStart();
+    for (int32_t i = 0; i < r->num_peers; i++) {
+        (void)cuda->nccl->ncclSend(r->stamps, sizeof(*r->stamps), ncclUint8, r->peers[i],
+                                   cuda->network, wire);
+        (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
+                                   cuda->network, wire);
+    }
+    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+}
+
+static EpStatus send_routing(EpRelayRun *run) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    EpCudaRelay *r = run->relay;
+    char *own = r->routing + r->tables.self * r->routing_bytes;
+    EP_TRY(ep_cuda_network_enter(run->group));
+    return settle(run, "ncclAllGather",
+                  cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
+                                            cuda->network, run->side->wire));
+}
+
+/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
+ * size is always the same, go first. */
+static EpStatus exchange_stamps(EpRelayRun *run) {
+    EP_TRY(send_stamps(run));
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_compare(&run->mark, run->side->wire));
+}
+
+static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
+    const EpCudaRelay *r = run->relay;
+    run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
+                             .generation = call->plan ? &call->plan->generation : NULL,
+                             .stamps = r->stamps,
+                             .peers = r->device_peers,
+                             .num_peers = r->num_peers};
+    run->mark.group.digest = call->digest;
+    ep_cuda_watch_describe(run->group, &run->mark);
+}
+
+EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+    EpCuda *cuda = ep_cuda(handle->group);
+    *run = (EpRelayRun){.handle = handle,
+                        .group = handle->group,
+                        .relay = cuda->relay,
+                        .chunks = cuda->relay->tables.chunks,
+                        .record_bytes = call->record_bytes};
+    EP_TRY(ep_cuda_stream(run->group, call->stream, &run->stream));
+    EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
+    run->side = &run->relay->side[run->stream.captures];
+    describe_marks(run, call);
+    EP_TRY(ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_begin(&run->mark, run->stream.stream)));
+    EP_TRY(record(run, run->side->begun, run->stream.stream));
+    EP_TRY(await(run, run->side->wire, run->side->begun));
+    return exchange_stamps(run);
+}
+
+EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
+    EP_TRY(record(run, run->side->ready[0], stream));
+    EP_TRY(await(run, run->side->wire, run->side->ready[0]));
+    EP_TRY(send_routing(run));
+    EP_TRY(mark(run, 1));
+    EP_TRY(record(run, run->side->moved[0], run->side->wire));
+    return await(run, stream, run->side->moved[0]);
+}
+
+EpStatus ep_cuda_relay_connect(EpGroup *group) {
+    EpCudaRelay *relay = ep_cuda(group)->relay;
+    EpRelayRun run = {.group = group, .relay = relay};
+    cudaError_t error;
+    EpWait wait;
+    if (!relay) return EP_OK;
+    run.side = &relay->side[0];
+    EP_TRY(send_stamps(&run));
+    EP_TRY(send_routing(&run));
+    ep_wait_begin(&wait, group->timeout > EP_NCCL_SECONDS ? group->timeout : EP_NCCL_SECONDS, 0);
+    while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        if (!ep_wait_pause(&wait))
+            return ep_fail(EP_ERR_TIMEOUT,
+                           "rank %d: ep_group_create: expected the first messages between nodes "
+                           "within %g s, got none",
+                           group->rank, wait.timeout);
+    }
+    return ep_cuda_check(group, "NCCL between nodes", error);
+}
+
+/** One message, or as many as there are peers of a kind. */
+typedef struct Messages {
+    char *buffer;
+    const int32_t *peers;
+    int32_t count;
+} Messages;
+
+static Messages relays_of(const EpRelayRun *run, char *buffer) {
+    return (Messages){buffer, run->relay->peers, run->relay->tables.nodes - 1};
+}
+
+static Messages sources_of(const EpRelayRun *run, char *buffer) {
+    int32_t others = run->relay->tables.nodes - 1;
+    return (Messages){buffer, run->relay->peers + others, run->relay->num_sources};
+}
+
+/* What a call within a group has found wrong, ncclGroupEnd returns, too. */
+static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive, size_t bytes) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    cudaStream_t wire = run->side->wire;
+    EP_TRY(ep_cuda_network_enter(run->group));
+    (void)cuda->nccl->ncclGroupStart();
+    for (int32_t i = 0; i < send.count; i++)
+        (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i), bytes, ncclUint8,
+                                   send.peers[i], cuda->network, wire);
+    for (int32_t i = 0; i < receive.count; i++)
+        (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i), bytes, ncclUint8,
+                                   receive.peers[i], cuda->network, wire);
+    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+}
+
+EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {
+    EpCudaSide *side = run->side;
+    const EpRelayTables *t = &run->relay->tables;
+    int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
+    size_t bytes = (size_t)(ep_min(left, t->chunk) * run->record_bytes);
+    char *out = run->relay->send[chunk % 2], *in = run->relay->recv[chunk % 2];
+    EP_TRY(record(run, side->ready[chunk % 2], stream));
+    EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
+    if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
+    if (way == EP_TO_RELAYS)
+        EP_TRY(send_and_receive(run, relays_of(run, out), sources_of(run, in), bytes));
+    else
+        EP_TRY(send_and_receive(run, sources_of(run, out), relays_of(run, in), bytes));
+    EP_TRY(mark(run, chunk == run->chunks - 1));
+    return record(run, side->moved[chunk % 2], side->wire);
+}
+
+EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk) {
+    return await(run, run->stream.stream, run->side->moved[chunk % 2]);
+}
+
+EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk) {
+    return record(run, run->side->taken[chunk % 2], run->stream.stream);
+}
