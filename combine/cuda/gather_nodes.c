@@ -66,6 +66,7 @@ EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGa
     EpRelayCall relay = {.stream = call->stream,
                          .record_bytes = args->record.bytes,
                          .plan = args->plan.header,
+                         .own_plan = !call->plan.is_named,
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {

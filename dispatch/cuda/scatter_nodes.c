@@ -96,6 +96,7 @@ EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const Ep
     EpRelayCall relay = {.stream = call->stream,
                          .record_bytes = args->record.bytes,
                          .plan = args->plan.header,
+                         .own_plan = !call->plan.is_named,
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {

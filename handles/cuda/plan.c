@@ -8,6 +8,7 @@
 
 #include "bootstrap/cuda/setup.h"
 #include "handles/cuda/handle.h"
+#include "runtime/wait.h"
 
 EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
     int64_t rows = (int64_t)s->num_ranks * s->max_tokens, capacity = s->capacity;
@@ -82,6 +83,12 @@ EpCudaPlan ep_cuda_plan_part(const EpPlanShape *s, const EpCudaPlan *whole, EpPl
     EpArena arena = {.base = (uintptr_t)whole->parts + (uintptr_t)at, .unit = 128};
     take_rows(s, s->nodes.ranks, ep_part_tokens(s, kind), &arena, &part);
     return part;
+}
+
+int64_t ep_info_words(const EpPlanShape *s) {
+    const EpNodeSizes *n = &s->nodes;
+    int64_t several = n->nodes > 1 ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->lanes) : 0;
+    return ep_info_chunks(s) + several;
 }
 
 int64_t ep_cuda_plan_bytes(const EpPlanShape *shape) {
@@ -228,9 +235,29 @@ int64_t ep_cuda_steps_seen(EpCudaOwn *own) {
 void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captured,
                             int64_t before) {
     if (!captured) own->awaited = 1 + ep_max(own->awaited, before);
-    own->issued = 1;
+    own->issued = 1, own->captured = captured;
     own->num_rows = routing->num_rows, own->top_k = routing->top_k;
     own->exact = routing->num_tokens == NULL;
+}
+
+/* Exact sizing: the caller has read the numbers before it made room for the rows, so this waits only
+ * on a rank that has none. */
+EpStatus ep_cuda_await_numbers(EpHandle *handle, const int32_t **number) {
+    EpCudaOwn *own = handle->own_state;
+    EpWait wait;
+    ep_wait_begin(&wait, handle->group->timeout, 0);
+    update_step(own);
+    while (own->step <= own->first || own->step < own->awaited) {
+        handle->group->backend->poll(handle->group);
+        EP_TRY(ep_group_usable(handle->group));
+        if (!ep_wait_pause(&wait))
+            return ep_fail(EP_ERR_TIMEOUT,
+                           "rank %d: expected ep_prepare to finish within %g s, it has not",
+                           handle->group->rank, handle->group->timeout);
+        update_step(own);
+    }
+    *number = own->number;
+    return EP_OK;
 }
 
 static void read_own(EpCudaOwn *state, int32_t local, EpStep *out) {

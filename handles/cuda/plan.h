@@ -134,13 +134,19 @@ enum EpInfoWord {
     EP_INFO_SENT, /**< rows to other ranks, from them, and rows that stay */
     EP_INFO_RECEIVED,
     EP_INFO_LOCAL,
-    EP_INFO_EXPERTS /**< counts [L], padded [L], offsets [L + 1] */
+    EP_INFO_EXPERTS /**< counts [L], padded [L], offsets [L + 1]. On several nodes then the words
+                         from ep_info_chunks on */
 };
 
-/** Returns the number of words that routing kernels report. */
-static inline int64_t ep_info_words(const EpPlanShape *shape) {
+/** Returns the word with the number of chunks that any rank has tokens in. The places that are filled
+ *  in each chunk's messages follow: [chunks, others + lanes], to the other nodes and from the
+ *  sources. */
+EP_HOST_DEVICE static inline int64_t ep_info_chunks(const EpPlanShape *shape) {
     return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
 }
+
+/** Returns the number of words that routing kernels report. */
+int64_t ep_info_words(const EpPlanShape *shape);
 
 /** An optional vector of integers, in device or pinned memory. */
 typedef struct EpCudaVector {

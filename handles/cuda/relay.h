@@ -17,8 +17,10 @@
  * move chunk c.
  *
  * A message has chunk places for records, filled from the first one on by the tokens that the other
- * node needs. Its size is the same at each call, which the routing does not change: so both ends
- * know it without asking, no call waits on the host, and all of it can be captured.
+ * node needs. All places are sent, whatever the routing is: so both ends know the size without
+ * asking, no call waits on the host, and all of it can be captured. With exact sizing the host knows
+ * the routing's numbers before it makes room for the rows, so there only filled places are sent, of
+ * the chunks that any rank has tokens in: if the plan is the handle's own, outside of captures.
  *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
@@ -85,6 +87,7 @@ typedef struct EpRelayRun {
     EpCudaSide *side;
     EpCudaStream stream; /**< the caller's */
     int32_t chunks;
+    const int32_t *places; /**< of each message: see ep_info_chunks; NULL: all */
     int64_t record_bytes;
 } EpRelayRun;
 
@@ -97,11 +100,12 @@ typedef struct EpRelayCall {
     int64_t record_bytes;
     const EpPlanHeader *plan; /**< device: that is read; NULL: none */
     uint32_t digest;          /**< of the operation and all that ranks must agree on */
+    int32_t own_plan;         /**< whether that is the handle's own */
 } EpRelayCall;
 
 /** Begin an operation on the caller's stream, after the group's earlier ones: ranks of other nodes
  *  learn which it is, and this one learns which theirs are. */
-EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
+EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);

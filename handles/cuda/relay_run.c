@@ -100,7 +100,21 @@ static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     ep_cuda_watch_describe(run->group, &run->mark);
 }
 
-EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+/* All ranks come to the same answer: the capacity is a fact of ep_prepare, but for ranks without
+ * experts in the batched layout, which is never exact; and what is captured is captured on all. */
+static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+    const EpCudaOwn *own = handle->own_state;
+    const int32_t *number;
+    int is_exact = handle->shape.capacity == 0 && handle->shape.layout != EP_LAYOUT_BATCHED;
+    int knows = call->plan && call->own_plan && is_exact;
+    if (!knows || own->captured || run->stream.captures) return EP_OK;
+    EP_TRY(ep_cuda_await_numbers(handle, &number));
+    number += ep_info_chunks(&handle->shape);
+    run->chunks = number[0], run->places = number + 1;
+    return EP_OK;
+}
+
+EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
     EpCuda *cuda = ep_cuda(handle->group);
     *run = (EpRelayRun){.handle = handle,
                         .group = handle->group,
@@ -108,6 +122,7 @@ EpStatus ep_relay_begin(const EpHandle *handle, const EpRelayCall *call, EpRelay
                         .chunks = cuda->relay->tables.chunks,
                         .record_bytes = call->record_bytes};
     EP_TRY(ep_cuda_stream(run->group, call->stream, &run->stream));
+    EP_TRY(choose_places(handle, call, run));
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
@@ -148,50 +163,59 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
-/** One message, or as many as there are peers of a kind. */
+/** The messages to or from peers of a kind. */
 typedef struct Messages {
     char *buffer;
     const int32_t *peers;
     int32_t count;
+    const int32_t *places; /* of each that are sent; NULL: `most` */
+    int64_t most;
 } Messages;
 
-static Messages relays_of(const EpRelayRun *run, char *buffer) {
-    return (Messages){buffer, run->relay->peers, run->relay->tables.nodes - 1};
+/* Returns the messages of a chunk to or from this rank's relays, or its sources. */
+static Messages messages_of(const EpRelayRun *run, int32_t chunk, char *buffer, int with_relays) {
+    const EpRelayTables *t = &run->relay->tables;
+    int32_t others = t->nodes - 1;
+    int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
+    Messages m = {buffer, run->relay->peers, others, run->places, ep_min(left, t->chunk)};
+    if (m.places) m.places += chunk * (others + t->lanes);
+    if (with_relays) return m;
+    m.peers += others, m.count = run->relay->num_sources;
+    if (m.places) m.places += others;
+    return m;
 }
 
-static Messages sources_of(const EpRelayRun *run, char *buffer) {
-    int32_t others = run->relay->tables.nodes - 1;
-    return (Messages){buffer, run->relay->peers + others, run->relay->num_sources};
+/* An empty message has a place, too: no exchange is without messages on any rank. */
+static size_t message_size(const EpRelayRun *run, const Messages *m, int32_t i) {
+    int64_t places = m->places ? ep_min(ep_max(1, m->places[i]), m->most) : m->most;
+    return (size_t)(places * run->record_bytes);
 }
 
 /* What a call within a group has found wrong, ncclGroupEnd returns, too. */
-static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive, size_t bytes) {
+static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive) {
     const EpCuda *cuda = ep_cuda(run->group);
     cudaStream_t wire = run->side->wire;
     EP_TRY(ep_cuda_network_enter(run->group));
     (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < send.count; i++)
-        (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i), bytes, ncclUint8,
-                                   send.peers[i], cuda->network, wire);
+        (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i),
+                                   message_size(run, &send, i), ncclUint8, send.peers[i],
+                                   cuda->network, wire);
     for (int32_t i = 0; i < receive.count; i++)
-        (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i), bytes, ncclUint8,
-                                   receive.peers[i], cuda->network, wire);
+        (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i),
+                                   message_size(run, &receive, i), ncclUint8, receive.peers[i],
+                                   cuda->network, wire);
     return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
 }
 
 EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {
     EpCudaSide *side = run->side;
-    const EpRelayTables *t = &run->relay->tables;
-    int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
-    size_t bytes = (size_t)(ep_min(left, t->chunk) * run->record_bytes);
-    char *out = run->relay->send[chunk % 2], *in = run->relay->recv[chunk % 2];
+    int to_relays = way == EP_TO_RELAYS;
     EP_TRY(record(run, side->ready[chunk % 2], stream));
     EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
     if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
-    if (way == EP_TO_RELAYS)
-        EP_TRY(send_and_receive(run, relays_of(run, out), sources_of(run, in), bytes));
-    else
-        EP_TRY(send_and_receive(run, sources_of(run, out), relays_of(run, in), bytes));
+    EP_TRY(send_and_receive(run, messages_of(run, chunk, run->relay->send[chunk % 2], to_relays),
+                            messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays)));
     EP_TRY(mark(run, chunk == run->chunks - 1));
     return record(run, side->moved[chunk % 2], side->wire);
 }

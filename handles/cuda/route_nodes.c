@@ -37,6 +37,7 @@ static int64_t lay_counts(const Sizes *s, int32_t *memory, EpRouteCounts *out) {
 #define TAKE(field, count) out->field = ep_arena_array(&arena, count, sizeof(int32_t))
     TAKE(before, s->group * pieces * s->columns);
     TAKE(places, pieces * s->others);
+    TAKE(filled, s->chunks * s->others);
     TAKE(total, s->experts + s->ranks);
     TAKE(own, parts);
     TAKE(relayed, parts);

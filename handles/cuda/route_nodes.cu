@@ -153,6 +153,7 @@ __device__ __forceinline__ void sum_places(const EpRouteArgs &a, int i) {
         int count = *at;
         *at = sum, sum += count;
     }
+    a.counts.filled[i] = sum;
 }
 
 __global__ void __launch_bounds__(SUM_THREADS) sum_pieces(const __grid_constant__ EpRouteArgs a) {
@@ -207,6 +208,24 @@ __device__ void publish_rows(const EpRouteArgs &a, int64_t step) {
     publish_row_counts(a.p, step, *a.counts.sent, a.counts.total[column] - local, local);
 }
 
+/* Tell the host how many chunks there are, and how much of each message is filled. By all threads. */
+__device__ void publish_places(const EpRouteArgs &a, int64_t step) {
+    int word = (int)ep_info_chunks(&a.p.shape), others = a.t.nodes - 1, most = 1;
+    for (int r = 0; r < a.t.group; r++)
+        most = max(most, tokens_of(a, r));
+    int chunks = (most + a.t.chunk - 1) / a.t.chunk, width = others + a.t.lanes;
+    if (threadIdx.x == 0) publish_word(a.p, step, word, chunks);
+    for (int i = threadIdx.x; i < a.t.chunks * width; i += EP_ROUTE_THREADS) {
+        int chunk = i / width, at = i % width, lane = at - others, places = 0;
+        if (lane < 0)
+            places = a.counts.filled[chunk * others + at];
+        else if (lane < a.t.lanes_of[a.t.rank])
+            places = a.counts.needed[a.t.source_of[a.t.rank * a.t.lanes + lane] * a.t.chunks +
+                                     chunk];
+        publish_word(a.p, step, word + 1 + i, places);
+    }
+}
+
 __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     const EpPrepareArgs &p = a.p;
     int64_t step = step_under_way(p);
@@ -214,6 +233,7 @@ __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     auto rows_of = [&](int source) { return count_of(a, source, flat); };
     auto counted = [&](int e, int source) { return count_of(a, source, first + e); };
     if (threadIdx.x == 0) publish_rows(a, step);
+    publish_places(a, step);
     store_tokens(a);
     if (p.shape.layout == EP_LAYOUT_FLAT)
         publish_flat(p, step, a.counts.total + first, rows_of, counted);

@@ -40,6 +40,7 @@ typedef struct EpRouteCounts {
     int32_t *before; /**< [R, chunks, pieces, columns] count of a piece; then the sum before it */
     int32_t *places; /**< [chunks, pieces, others] of this rank's tokens: those that need each other
                           node; then the sum before */
+    int32_t *filled; /**< [chunks, others] places of this rank's messages that have a record */
     int32_t *total;  /**< [E + m] of the first columns */
     int32_t *own;    /**< [chunks, m, m] rows of each agent's own part to each rank */
     int32_t *relayed; /**< [chunks, m, m] rows of each agent's relayed part to each rank */
