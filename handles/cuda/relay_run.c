@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An operation on several nodes: its streams, its exchanges, and what the watcher must know of it. */
+/* An operation on several nodes: its streams, its exchanges, and what the watcher must know of it.
+ */
 #include "handles/cuda/relay.h"
 
 #include <string.h>
@@ -89,6 +90,8 @@ static EpStatus exchange_stamps(EpRelayRun *run) {
                          ep_cuda_launch_compare(&run->mark, run->side->wire));
 }
 
+#define EXACT_SIZES EP_DIGEST(0, 0, 0x8000) /* in a stamp: only filled places are sent */
+
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     const EpCudaRelay *r = run->relay;
     run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
@@ -96,7 +99,7 @@ static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
                              .stamps = r->stamps,
                              .peers = r->device_peers,
                              .num_peers = r->num_peers};
-    run->mark.group.digest = call->digest;
+    run->mark.group.digest = call->digest ^ (run->places ? EXACT_SIZES : 0);
     ep_cuda_watch_describe(run->group, &run->mark);
 }
 

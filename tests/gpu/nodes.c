@@ -3,7 +3,6 @@
  * that they take the memory that was promised. What they compute is tested by the cases with nodes.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/devices.h"
