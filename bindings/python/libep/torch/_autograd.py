@@ -99,8 +99,8 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
         )
     which = _choose(handle, topk_idx)
     if not isinstance(which, int) and _is_watched():
-        made = _ops.prepare_new(handle.key, topk_idx, num_tokens)
-        return Plan(*made, topk_idx.shape[0], handle.group.num_local_experts)
+        block, numbers = _ops.prepare_new(handle.key, topk_idx, num_tokens)
+        return Plan(block, numbers, topk_idx.shape[0], handle.group.num_local_experts)
     plan = make_plan(handle, topk_idx)
     _through(which).prepare(which, topk_idx, num_tokens, plan.bytes, plan.numbers)
     return plan
