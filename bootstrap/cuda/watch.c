@@ -386,7 +386,8 @@ EpStatus ep_cuda_network_enter(EpGroup *group) {
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
     ep_cuda_network_leave(group);
     group->backend->poll(group);
-    return ep_group_usable(group);
+    EP_TRY(ep_group_usable(group));
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator between nodes has ended", group->rank);
 }
 
 void ep_cuda_network_leave(EpGroup *group) {
@@ -444,7 +445,7 @@ void ep_cuda_watch_poll(EpGroup *group) {
 
 int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]) {
     const EpCudaWatch *w = ep_cuda(group)->watch;
-    if (!w || !is_others(is_lost(w)) || w->loss.peer == group->rank) return -1;
+    if (!w || !is_lost(w)) return -1;
     memcpy(sentence, w->loss.why, EP_ABORT_BYTES);
     return w->loss.peer;
 }

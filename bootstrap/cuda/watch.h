@@ -35,7 +35,7 @@ void ep_cuda_watch_close(EpGroup *group, int together);
 /** Bring a loss into the group. */
 void ep_cuda_watch_poll(EpGroup *group);
 
-/** Returns a rank whose loss has ended the group, with the reason, or -1: see
+/** Returns the rank whose loss has ended the group, perhaps this one, with the reason, or -1: see
  *  EpBackendOps.find_aborted. */
 int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 

@@ -45,7 +45,7 @@ static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
     finding.status = status, finding.rank = group->rank, finding.count = 1;
     if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
     strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    ep_cuda_watch_poll(group);
+    group->backend->poll(group);
     return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
 }
 
