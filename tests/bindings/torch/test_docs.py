@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 
 import torch
 from conftest import HERE, make_group, run_threads
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import libep
 import libep.torch as ep
@@ -34,6 +36,29 @@ def test_first_program():
     ]
 
 
+def test_selective_checkpoint():
+    def body(bootstrap):
+        with make_group(bootstrap) as group:
+            handle = ep.Handle(group)
+            topk_idx = torch.tensor([[0, 5]] * 3, device=group.device)
+            weights = torch.full((3, 2), 0.5, device=group.device)
+
+            def layer(x):
+                received = ep.dispatch(handle, x, topk_idx, weights)
+                rows = 3 * received.tokens
+                return ep.combine(handle, received.plan, rows, received.topk_weights)
+
+            x = torch.ones(3, 16, device=group.device, requires_grad=True)
+            names = {"functools": functools, "libep": libep, "layer": layer, "x": x}
+            names["checkpoint"] = checkpoint
+            names["create_selective_checkpoint_contexts"] = create_selective_checkpoint_contexts
+            exec(PROGRAMS[1], names)
+            names.pop("y").sum().backward()
+            assert torch.equal(x.grad, torch.full_like(x, 3))
+
+    run_threads(2, body)
+
+
 def test_receive_memory():
     def body(bootstrap):
         with make_group(bootstrap, dtype=torch.bfloat16) as group:
@@ -42,7 +67,7 @@ def test_receive_memory():
             topk_idx = torch.tensor([[0, 5]] * 3, device=group.device)
             weights = torch.full((3, 2), 0.5, device=group.device)
             names = dict(locals(), libep=libep, torch=torch)
-            exec(PROGRAMS[1], names)
+            exec(PROGRAMS[2], names)
             received = names.pop("received")
             out = ep.combine(layer, received.plan, received.tokens, received.topk_weights)
             assert torch.equal(out, tokens)
@@ -61,11 +86,11 @@ def test_two_phases():
             weights = torch.full((3, 2), 0.5, device=group.device)
             shared_expert, experts = torch.neg, lambda rows, counts: 3 * rows
             names = dict(locals(), libep=libep, torch=torch)
-            exec(PROGRAMS[2], names)
+            exec(PROGRAMS[3], names)
             assert torch.equal(names["out"], 3 * x) and torch.equal(names["shared"], -x)
 
     run_threads(2, body)
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
