@@ -112,8 +112,10 @@ static EpStatus check_links(EpGroup *group, int *linked) {
     return EP_OK;
 }
 
+/* Only latency mode has lines, which several nodes, with any number of ranks, have not. */
 EpStatus ep_cuda_choose_lines(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
+    if (group->nodes.sizes.nodes > 1) return EP_OK;
     EpLines wish = group->settings.lines;
     int linked = 0;
     int32_t all[EP_CUDA_MAX_RANKS];

@@ -15,12 +15,15 @@
 
 #define TICK_NANOSECONDS 2000000
 #define MOST_BEAT_SECONDS 1.0
-#define SILENT_BEATS 4 /* a rank that is not heard for so long is not there */
-#define GRACE_SECONDS                                                                             \
-    0.5                    /* for ranks that know whom to blame: their waits end at the same time \
-                            */
-#define FLUSH_SECONDS 1.0  /* to send what the others must know, before the connections close */
-#define FAILED_FOREVER ~0u /* of EpCudaState.failed: no operation has this number */
+/* A rank that is not heard for so many beats is not there. */
+#define SILENT_BEATS 4
+/* Ranks that know whom to blame get this time to say so: their waits end together with this one's.
+ */
+#define GRACE_SECONDS 0.5
+/* To send what the others must know, before the connections close. */
+#define FLUSH_SECONDS 1.0
+/* Of EpCudaState.failed: no operation has this number. */
+#define FAILED_FOREVER ~0u
 
 /* ---- what watchers tell each other --------------------------------------------------------- */
 

@@ -15,15 +15,8 @@ typedef struct Operation {
 static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGatherArgs *args) {
     const EpGroup *group = o->run.group;
     const EpGatherTensors *t = &args->t;
-    const EpPlanShape *shape = &args->shape;
-    int64_t first = (int64_t)chunk * shape->nodes.chunk;
-    args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
-    args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
-    args->plan.use.most_tokens = ep_part_tokens(shape, kind);
-    if (kind == EP_PART_OWN)
-        args->plan.use.most_tokens =
-            (int32_t)ep_max(0, ep_min(shape->nodes.chunk, o->call->num_rows - first));
-    args->group.layout.max_tokens = ep_part_tokens(shape, kind);
+    ep_relay_take_part(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
+                       &args->group);
     if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     args->group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);

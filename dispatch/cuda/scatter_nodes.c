@@ -15,15 +15,8 @@ typedef struct Operation {
 
 /* Take a chunk's part of the plan. `args` is its launch's copy. */
 static void take_part(const Operation *o, EpPlanPart kind, int32_t chunk, EpScatterArgs *args) {
-    const EpPlanShape *shape = &args->shape;
-    int64_t first = (int64_t)chunk * shape->nodes.chunk;
-    args->plan = ep_cuda_plan_part(shape, &o->args->plan, kind, chunk);
-    args->plan.use.fills_rest = kind == EP_PART_OWN && chunk == 0;
-    args->plan.use.most_tokens = ep_part_tokens(shape, kind);
-    if (kind == EP_PART_OWN)
-        args->plan.use.most_tokens =
-            (int32_t)ep_max(0, ep_min(shape->nodes.chunk, o->call->num_rows - first));
-    args->group.layout.max_tokens = ep_part_tokens(shape, kind);
+    ep_relay_take_part(&args->shape, &o->args->plan, kind, chunk, o->call->num_rows, &args->plan,
+                       &args->group);
 }
 
 /* Point at this rank's tokens of the chunk. */

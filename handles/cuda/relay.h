@@ -18,9 +18,10 @@
  *
  * A message has chunk places for records, filled from the first one on by the tokens that the other
  * node needs. All places are sent, whatever the routing is: so both ends know the size without
- * asking, no call waits on the host, and all of it can be captured. With exact sizing the host knows
- * the routing's numbers before it makes room for the rows, so there only filled places are sent, of
- * the chunks that any rank has tokens in: if the plan is the handle's own, outside of captures.
+ * asking, no call waits on the host, and all of it can be captured. With exact sizing the host
+ * knows the routing's numbers before it makes room for the rows, so there only filled places are
+ * sent, of the chunks that any rank has tokens in: if the plan is the handle's own, outside of
+ * captures.
  *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
@@ -128,6 +129,11 @@ EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, 
  *  again, the receive buffer is the caller's: ep_relay_take ends that. */
 EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);
 EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk);
+
+/** Take a chunk's part of a plan for a launch: its plan, and the group with the part's number of
+ *  tokens. `num_rows`: T of the token tensors. */
+void ep_relay_take_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
+                        int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group);
 
 /** Returns the digest of an operation's launch for a part. It takes the sizes' place, which ranks
  * have compared by their stamps before, or on the way to the rank that they share a node with. */

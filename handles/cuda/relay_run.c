@@ -22,6 +22,16 @@ EpStatus ep_relay_end(EpRelayRun *run) {
     return ep_cuda_order_leave(run->group, &ep_cuda(run->group)->order, &run->stream, cudaSuccess);
 }
 
+void ep_relay_take_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
+                        int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group) {
+    int64_t left = num_rows - (int64_t)chunk * shape->nodes.chunk;
+    int32_t most = ep_part_tokens(shape, kind);
+    *plan = ep_cuda_plan_part(shape, whole, kind, chunk);
+    plan->use.fills_rest = kind == EP_PART_OWN && chunk == 0;
+    plan->use.most_tokens = kind == EP_PART_OWN ? (int32_t)ep_max(0, ep_min(most, left)) : most;
+    group->layout.max_tokens = most;
+}
+
 EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
                          int (*launch)(const void *args, int blocks, void *stream),
                          const void *args, int blocks) {
