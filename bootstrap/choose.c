@@ -21,6 +21,7 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->device = devices[b->rank];
     out->assigned = all[b->rank].wanted == EP_DEFAULT && all[b->rank].current != out->device;
     out->shared = ep_gpus_shared(all, b->size, devices);
+    out->nccl = ep_gpus_nccl(all, b->size, devices);
     out->alone = ep_gpus_alone(all, b->size, b->rank);
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
@@ -37,6 +38,7 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
                              "expected 0 .. %d GPUs of rank %d, got %d", EP_GPUS_LISTED, r,
                              all[r].count);
         all[r].reason[sizeof(all[r].reason) - 1] = 0;
+        all[r].nccl_host[sizeof(all[r].nccl_host) - 1] = 0;
         for (int32_t d = 0; d < all[r].count; d++) {
             EpGpu *gpu = &all[r].gpu[d];
             gpu->bus[sizeof(gpu->bus) - 1] = 0, gpu->name[sizeof(gpu->name) - 1] = 0;

@@ -205,25 +205,43 @@ static int check_node_sizes(const int32_t *nodes, int32_t size, Reason reason) {
     return 1;
 }
 
-/* Check two ranks. On one node either their GPUs differ, or both ranks may share one. Ranks of
- * different nodes meet over NCCL, which wants a GPU for each. */
+/* NCCL_HOSTID of both ranks says that they are on different hosts. */
+static int are_hosts(const EpGpuReport *a, const EpGpuReport *b) {
+    return a->nccl_host[0] && b->nccl_host[0] && strcmp(a->nccl_host, b->nccl_host) != 0;
+}
+
+/* Check two ranks: either their GPUs differ, or both ranks may share one. Ranks of different nodes
+ * meet over NCCL. */
 static int check_pair(const EpGpuReport *all, const int32_t *nodes, const int32_t *devices,
                       int32_t r, int32_t s, Reason reason) {
     const EpGpu *a = &all[r].gpu[devices[r]], *b = &all[s].gpu[devices[s]];
-    if (is_same_gpu(a, b) && nodes[r] != nodes[s])
+    if (!is_same_gpu(a, b)) return check_kinds(a, r, b, s, reason);
+    if (!check_shared(all, a, r, s, reason)) return 0;
+    if (nodes[r] != nodes[s] && !are_hosts(&all[r], &all[s]))
         return refuse(reason,
                       "expected a GPU for each rank of a group on several nodes, got one for ranks "
-                      "%d and %d: %s, %s",
+                      "%d and %d: %s, %s (to find mistakes, they may share where NCCL_HOSTID of "
+                      "every rank differs)",
                       r, s, a->name, a->bus);
-    if (is_same_gpu(a, b)) return check_shared(all, a, r, s, reason);
-    return check_kinds(a, r, b, s, reason);
+    return 1;
+}
+
+static int share_gpu(const EpGpuReport *all, const int32_t *devices, int32_t r, int32_t s) {
+    return is_same_gpu(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]]);
 }
 
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices) {
     for (int32_t r = 0; r < size; r++)
         for (int32_t s = 0; s < r; s++)
-            if (is_same_gpu(&all[r].gpu[devices[r]], &all[s].gpu[devices[s]])) return 1;
+            if (share_gpu(all, devices, r, s)) return 1;
     return 0;
+}
+
+int ep_gpus_nccl(const EpGpuReport *all, int32_t size, const int32_t *devices) {
+    for (int32_t r = 0; r < size; r++)
+        for (int32_t s = 0; s < r; s++)
+            if (share_gpu(all, devices, r, s) && !are_hosts(&all[r], &all[s])) return 0;
+    return 1;
 }
 
 int ep_gpus_agree(const EpGpuReport *all, int32_t size, const int32_t *nodes,

@@ -33,6 +33,7 @@ typedef struct EpGpuReport {
     int32_t process;   /**< process id */
     int32_t may_share; /**< may share its GPU with other ranks: setting LIBEP_SHARE_GPUS */
     char reason[192];
+    char nccl_host[64]; /**< NCCL_HOSTID: ranks that differ in it are on different hosts for NCCL */
     EpGpu gpu[EP_GPUS_LISTED];
 } EpGpuReport;
 
@@ -61,6 +62,9 @@ int ep_gpus_alone(const EpGpuReport *all, int32_t size, int32_t rank);
 
 /** Returns 1 if some ranks use the same GPU. */
 int ep_gpus_shared(const EpGpuReport *all, int32_t size, const int32_t *devices);
+
+/** Returns 1 if NCCL can connect all ranks. It refuses ranks of one host that use the same GPU. */
+int ep_gpus_nccl(const EpGpuReport *all, int32_t size, const int32_t *devices);
 
 /**
  * Returns 1 if the CUDA backend can serve these ranks with these devices, whose blocks need

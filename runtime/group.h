@@ -28,7 +28,8 @@ typedef struct EpChoice {
     int32_t device;   /* this rank's CUDA device, -1 on the host backend */
     int32_t assigned; /* 1 if libep chose it and it was not current before */
     int32_t alone;    /* 1 if no other rank of the group is in this process */
-    int32_t shared;   /* 1 if some ranks share a GPU, which NCCL does not support */
+    int32_t shared;   /* 1 if some ranks share a GPU, whose memory NCCL does not map */
+    int32_t nccl;     /* 1 if NCCL can connect all ranks */
     char bus[20];     /* the device's PCI bus id, "" on the host backend */
     char gpu[64];     /* the device's name and bus id, "" on the host backend */
     char reason[256]; /* why this backend and not the other */
@@ -68,7 +69,8 @@ struct EpGroup {
 
 /** Returns a group's private bytes without its backend's. */
 static inline int64_t ep_group_own_bytes(int32_t num_ranks) {
-    return (int64_t)sizeof(EpGroup) + num_ranks * (int64_t)(4 * sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
+    return (int64_t)sizeof(EpGroup) +
+           num_ranks * (int64_t)(4 * sizeof(int32_t) + EP_RENDEZVOUS_BYTES);
 }
 
 /** ep_group_enter and ep_group_leave surround calls that use the backend; see EpBackendOps. */

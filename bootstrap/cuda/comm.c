@@ -2,7 +2,8 @@
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
  * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
- * memory, and one of all ranks, for the network.
+ * memory, and one of all ranks, for the network. Where ranks share GPUs, ipc.c maps their memory,
+ * and the communicator of all ranks remains.
  */
 #include <stdlib.h>
 
@@ -112,11 +113,12 @@ EpStatus ep_cuda_comm_open(EpGroup *group) {
         cuda->comm = group->config.nccl_comm;
         return EP_OK;
     }
+    int has_network = n->sizes.nodes > 1, has_node = !has_network || !group->choice.shared;
     cuda->owns_comm = 1;
-    EP_TRY(exchange_id(group, &node));
-    if (n->sizes.nodes > 1) EP_TRY(exchange_id(group, &network));
-    EP_TRY(open(group, &node));
-    return n->sizes.nodes > 1 ? open(group, &network) : EP_OK;
+    if (has_node) EP_TRY(exchange_id(group, &node));
+    if (has_network) EP_TRY(exchange_id(group, &network));
+    if (has_node) EP_TRY(open(group, &node));
+    return has_network ? open(group, &network) : EP_OK;
 }
 
 static void close(const EpNccl *nccl, ncclComm_t comm, int together) {

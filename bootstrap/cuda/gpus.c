@@ -2,6 +2,7 @@
 /* Reports this process's GPUs without creating a context on any of them. */
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -113,7 +114,9 @@ static int check_nccl(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepor
 
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out) {
     int count = 0;
+    const char *host = getenv("NCCL_HOSTID");
     *out = (EpGpuReport){.wanted = config->device, .process = (int32_t)getpid()};
+    snprintf(out->nccl_host, sizeof(out->nccl_host), "%s", host ? host : "");
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
         explain(error, out);

@@ -81,7 +81,7 @@ EpStatus ep_cuda_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
     EP_TRY(ep_group_agree(group, &call, open_device(group)));
     EpCuda *cuda = ep_cuda(group);
-    if (group->size > 1 && !group->choice.shared)
+    if (group->size > 1 && group->choice.nccl)
         EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_comm_open(group)));
     EP_TRY(ep_cuda_window_open(group, &call, &cuda->own, cuda->device.window));
     EP_TRY(ep_cuda_choose_lines(group));

@@ -33,9 +33,15 @@ static char *own_part(const Opening *o) {
     return o->peers[o->group->nodes.rank];
 }
 
+/* Returns the NCCL that maps the group's windows, or NULL: its rank is alone, or ranks share GPUs.
+ */
+static const EpNccl *mapping_nccl(const EpGroup *group) {
+    return group->choice.shared ? NULL : ep_cuda(group)->nccl;
+}
+
 static EpStatus allocate(const Opening *o) {
     EpCudaWindow *w = o->window;
-    const EpNccl *nccl = ep_cuda(o->group)->nccl;
+    const EpNccl *nccl = mapping_nccl(o->group);
     void *memory = NULL;
     int failed = nccl ? nccl->ncclMemAlloc(&memory, (size_t)w->bytes) != ncclSuccess
                       : cudaMalloc(&memory, (size_t)w->bytes) != cudaSuccess;
@@ -68,7 +74,7 @@ static EpStatus take_memory(Opening *o) {
 static EpStatus register_memory(Opening *o) {
     EpCudaWindow *w = o->window;
     const EpCuda *cuda = ep_cuda(o->group);
-    if (!cuda->comm) return EP_OK;
+    if (!cuda->comm || !mapping_nccl(o->group)) return EP_OK;
     ncclWindow_t *answer = calloc(1, sizeof(*answer));
     if (!answer) return ep_refuse(o->call, EP_ERR_NO_MEMORY, "window", "out of memory");
     EpStatus status = ep_cuda_comm_settle(
@@ -161,7 +167,7 @@ void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together) {
         (void)ep_cuda_comm_settle(group, cuda->comm, "ncclCommWindowDeregister",
                                   cuda->nccl->ncclCommWindowDeregister(cuda->comm, w.nccl));
     if (!w.owned || !w.memory) return;
-    if (cuda->nccl)
+    if (mapping_nccl(group))
         cuda->nccl->ncclMemFree(w.memory);
     else
         (void)cudaFree(w.memory);

@@ -27,7 +27,7 @@ static EpStatus begin(EpGroup *group, EpStream stream, Work *w) {
     if (group->size == 1 || w->comm) return EP_OK;
     return ep_fail(EP_ERR_UNSUPPORTED,
                    "rank %d: sharded weights: expected a GPU for each rank, since NCCL moves them, "
-                   "got ranks that share one",
+                   "got ranks that share one (they may where NCCL_HOSTID of every rank differs)",
                    group->rank);
 }
 

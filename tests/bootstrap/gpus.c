@@ -239,6 +239,31 @@ SoloTest(bootstrap_gpus, pretended_nodes) {
     SAID(m, "a GPU for each rank of a group on several nodes", "ranks 0 and 1", "NVIDIA H200");
 }
 
+/* NCCL takes ranks whose NCCL_HOSTID differs for different hosts, so it connects those that share.
+ */
+SoloTest(bootstrap_gpus, shared_by_pretended_nodes) {
+    Machine m = make_machine(4, 1);
+    m.pretended = 1;
+    for (int r = 0; r < 4; r++) {
+        m.reports[r].may_share = 1, m.nodes[r] = r / 2;
+        m.reports[r].nccl_host[0] = (char)('0' + r);
+    }
+    SERVED(m, 0, 0, 0, 0);
+    CHECK_DOMAINS(m, 0, 0, 1, 1);
+    CHECK(ep_gpus_nccl(m.reports, 4, m.devices), "not connected");
+    m.reports[2].may_share = 0;
+    SAID(m, "a GPU for each rank", "ranks 0 and 2", "LIBEP_SHARE_GPUS=yes");
+    m.reports[2].may_share = 1, m.reports[3].nccl_host[0] = '1';
+    SAID(m, "ranks 1 and 3", "NCCL_HOSTID of every rank");
+    CHECK(!ep_gpus_nccl(m.reports, 4, m.devices), "connected");
+    m.reports[3].nccl_host[0] = 0;
+    SAID(m, "ranks 0 and 3", "NCCL_HOSTID of every rank");
+    for (int r = 0; r < 4; r++)
+        m.nodes[r] = 0;
+    SERVED(m, 0, 0, 0, 0);
+    CHECK(!ep_gpus_nccl(m.reports, 4, m.devices), "connected");
+}
+
 /* A fabric joins the GPUs of machines, clique by clique; pretended nodes stay apart. */
 SoloTest(bootstrap_gpus, one_fabric) {
     Machine m = make_machine(4, 1);

@@ -35,9 +35,18 @@ bool ranked_is(void) {
     return getenv("OMPI_COMM_WORLD_SIZE") != NULL;
 }
 
+/* NCCL connects ranks that share a GPU if it takes each for a host of its own. */
+static void part_hosts(void) {
+#if TESTS_ON_GPU
+    if (gpu_shares(atoi(getenv("OMPI_COMM_WORLD_SIZE"))))
+        setenv("NCCL_HOSTID", getenv("OMPI_COMM_WORLD_RANK"), 1);
+#endif
+}
+
 static const EpBootstrap *enter(void) {
     int provided;
     if (entered) return &world;
+    part_hosts();
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
     world = (EpBootstrap)EP_BOOTSTRAP_INIT;
     EpStatus status = ep_bootstrap_mpi(MPI_COMM_WORLD, &world);
