@@ -24,6 +24,10 @@
 /** Refuse a bootstrap that lacks a required part. */
 EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
 
+/** ep_group_create, for a purpose. */
+EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpPurpose purpose,
+                       EpGroup **out);
+
 /* ---- topology ------------------------------------------------------------------------------ */
 
 /**

@@ -68,6 +68,7 @@ typedef struct Agreement {
     EpHello *all;      /* [size] */
     EpGpuReport *gpus; /* [size] */
     EpChoice choice;
+    EpPurpose purpose;
 } Agreement;
 
 static void free_owned(EpGroup *group) {
@@ -126,7 +127,7 @@ static void fill_group(EpGroup *group, const EpBootstrap *bootstrap, const EpGro
     group->id = agreed->all[0].id;
     group->tag = (int32_t)(group->id & TAG_MASK);
     group->numa = agreed->all[rank].location.numa, group->cpus = agreed->all[rank].location.cpus;
-    group->choice = agreed->choice;
+    group->choice = agreed->choice, group->purpose = agreed->purpose;
     group->backend = ep_backend_ops(group->choice.backend);
     unsigned offers = ep_backend_offers(group->backend, &group->nodes.sizes);
     group->latency_sets = ep_config_latency_sets(config, offers);
@@ -199,14 +200,15 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
                      config->num_nodes);
 }
 
-EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *given, EpGroup **out) {
+EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *given, EpPurpose purpose,
+                       EpGroup **out) {
     EpCall call = {"ep_group_create", -1};
     EP_TRY(ep_bootstrap_check(&call, bootstrap));
     call.rank = bootstrap->rank;
     EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     EpHello mine;
-    Agreement agreed = {.group = NULL};
+    Agreement agreed = {.group = NULL, .purpose = purpose};
     describe_self(&call, bootstrap, given, out, &config, &settings, &mine);
     if (mine.status == EP_OK) configure_log(&settings, bootstrap->rank);
     double timeout = ep_config_timeout(&config, &settings);
@@ -220,6 +222,10 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *give
     if (status == EP_OK) status = build(&call, bootstrap, &config, &settings, &agreed, out);
     agreement_free(&agreed);
     return status;
+}
+
+EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *given, EpGroup **out) {
+    return ep_group_open(bootstrap, given, EP_FOR_TOKENS, out);
 }
 
 static int is_usable(EpGroup *group) {

@@ -77,6 +77,10 @@ EpStatus ep_mesh_comm_gather(EpMeshComm *comm, const EpCall *call, const void *m
 EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *along,
                             EpGroup **out);
 
+/** Add to the sentence of a group that has failed which ranks of the mesh it is of, since its
+ *  sentences number its own ranks. Returns `status`. */
+EpStatus ep_mesh_comm_explain(const EpMeshComm *comm, const EpGroup *group, EpStatus status);
+
 /* ---- text ---------------------------------------------------------------------------------- */
 
 /** Text that is being written: what does not fit is counted, and not written. */

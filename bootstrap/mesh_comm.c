@@ -4,6 +4,7 @@
  * made on demand, by all ranks together and in the same order, and live as long as the
  * communicator.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,7 +58,7 @@ static EpStatus open_link(const EpMeshComm *comm, EpMeshLink *link) {
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;
     EP_TRY(ep_bootstrap_mesh(&comm->world, &comm->mesh, &link->along, &link->bootstrap));
-    return ep_group_create(&link->bootstrap, &config, &link->group);
+    return ep_group_open(&link->bootstrap, &config, EP_FOR_WEIGHTS, &link->group);
 }
 
 /* From now on an abort reaches the group. One that came before does so now. */
@@ -91,6 +92,35 @@ EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *
     add_link(comm, link);
     *out = link->group;
     return EP_OK;
+}
+
+#define MOST_LISTED 8 /* ranks in a sentence */
+
+static const EpMeshLink *link_of(const EpMeshComm *comm, const EpGroup *group) {
+    const EpMeshLink *link = comm->links;
+    while (link && link->group != group)
+        link = link->next;
+    return link;
+}
+
+/* The ranks of a group ascend from 0 if it has all of them. */
+EpStatus ep_mesh_comm_explain(const EpMeshComm *comm, const EpGroup *group, EpStatus status) {
+    if (status == EP_OK || group->failed == EP_OK || group->size == comm->world.size) return status;
+    const EpMeshLink *link = link_of(comm, group);
+    char said[EP_SENTENCE_BYTES], axes[EP_AXES_TEXT_BYTES], list[16 * MOST_LISTED] = "";
+    EpText text = {list, sizeof(list), 0};
+    int32_t *ranks = malloc(sizeof(*ranks) * (size_t)group->size);
+    snprintf(said, sizeof(said), "%s", ep_last_error());
+    if (link && ranks &&
+        ep_mesh_group(&comm->mesh, &link->along, comm->world.rank, NULL, NULL, ranks) == EP_OK) {
+        for (int32_t r = 0; r < group->size && r < MOST_LISTED; r++)
+            ep_text_add(&text, "%s%d", r ? ", " : "", ranks[r]);
+        status = ep_fail(status, "%s; its ranks, along %s, are %s%s of the mesh", said,
+                         ep_axes_text(&comm->mesh, &link->along, axes), list,
+                         group->size > MOST_LISTED ? " .." : "");
+    }
+    free(ranks);
+    return status;
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
@@ -205,6 +235,15 @@ EpStatus ep_mesh_comm_abort(EpMeshComm *comm, const char *sentence) {
         (void)ep_group_abort(link->group, sentence);
     pthread_mutex_unlock(&comm->mutex);
     return EP_OK;
+}
+
+EpStatus ep_mesh_comm_status(EpMeshComm *comm) {
+    EpCall call = {"ep_mesh_comm_status", -1};
+    EP_TRY(ep_object_check(&call, "comm", comm, EP_OBJECT_MESH_COMM));
+    EpStatus status = EP_OK;
+    for (EpMeshLink *link = comm->links; link && status == EP_OK; link = link->next)
+        status = ep_mesh_comm_explain(comm, link->group, ep_group_status(link->group, NULL));
+    return status;
 }
 
 void ep_mesh_comm_destroy(EpMeshComm *comm) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Connects the ranks of a group that are on different nodes:
+ * Connects the ranks of a group (ep_sockets_connect says which):
  *
  *   1. Each rank listens on a port of its own. The ranks gather ports, addresses and secrets.
- *   2. Each rank connects to all lower ranks on other nodes, in ascending order, and then accepts
+ *   2. Each rank connects to all lower ones of these, in ascending order, and then accepts
  *      connections from all higher ones. Who connects sends a greeting with the other's secret, and
  *      waits for the answer. Rank 0 connects to nobody, so it answers; then rank 1 can go on, and
  * so forth: no ring of ranks wait for each other.
@@ -243,10 +243,6 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
 
-static int is_remote(const EpGroup *group, int32_t rank) {
-    return group->nodes.of[rank] != group->nodes.node;
-}
-
 /* Answer the greeting on a socket that was accepted. Returns 0 if it is no rank's that is expected.
  */
 static int answer(const EpGroup *group, EpSockets *self, const Card *cards, int socket,
@@ -257,7 +253,7 @@ static int answer(const EpGroup *group, EpSockets *self, const Card *cards, int 
     if (move_all(socket, &theirs, sizeof(theirs), 0, end)) return 0;
     int32_t peer = expected.rank = theirs.rank;
     if (memcmp(&theirs, &expected, sizeof(theirs)) || peer <= group->rank || peer >= group->size ||
-        !is_remote(group, peer) || self->connection[peer].socket >= 0)
+        !ep_sockets_connect(group, peer) || self->connection[peer].socket >= 0)
         return 0;
     Greeting mine = greet(group, &cards[peer]);
     if (move_all(socket, &mine, sizeof(mine), 1, end)) return 0;
@@ -268,7 +264,7 @@ static int answer(const EpGroup *group, EpSockets *self, const Card *cards, int 
 /* Returns the lowest rank above this one that has yet to connect, or the number of ranks. */
 static int32_t first_missing(const EpGroup *group, const EpSockets *self) {
     int32_t r = group->rank + 1;
-    while (r < group->size && (!is_remote(group, r) || self->connection[r].socket >= 0))
+    while (r < group->size && (!ep_sockets_connect(group, r) || self->connection[r].socket >= 0))
         r++;
     return r;
 }
@@ -321,20 +317,26 @@ static EpSockets *make_sockets(const EpGroup *group) {
 static EpStatus connect_all(const EpGroup *group, EpSockets *self, const Card *cards) {
     double end = ep_clock() + group->timeout * SHARE_TO_CONNECT;
     for (int32_t r = 0; r < group->rank; r++)
-        if (is_remote(group, r)) EP_TRY(connect_lower(group, self, cards, r, end));
+        if (ep_sockets_connect(group, r)) EP_TRY(connect_lower(group, self, cards, r, end));
     return accept_higher(group, self, cards, end);
+}
+
+static int connects_any(const EpGroup *group) {
+    for (int32_t r = 0; r < group->size; r++)
+        if (ep_sockets_connect(group, r)) return 1;
+    return 0;
 }
 
 /* The ranks of a group on one node gather, too: groups of a mesh may have to gather together. */
 static EpStatus meet(EpGroup *group, EpSockets *self, EpStatus mine, Card *cards) {
     EpCall call = {"ep_group_create", group->rank};
     Card card = {.num_addresses = 0};
-    int spans_nodes = group->nodes.sizes.nodes > 1;
-    if (mine == EP_OK && spans_nodes) mine = find_addresses(group, &card);
-    if (mine == EP_OK && spans_nodes) mine = listen_to(group, self, &card);
+    int connects = connects_any(group);
+    if (mine == EP_OK && connects) mine = find_addresses(group, &card);
+    if (mine == EP_OK && connects) mine = listen_to(group, self, &card);
     EP_TRY(ep_group_agree(group, &call, mine));
     EP_TRY(ep_group_gather(group, &card, cards, sizeof(card)));
-    return spans_nodes ? connect_all(group, self, cards) : EP_OK;
+    return connects ? connect_all(group, self, cards) : EP_OK;
 }
 
 EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out) {

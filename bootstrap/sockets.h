@@ -3,8 +3,8 @@
 #define EP_BOOTSTRAP_SOCKETS_H
 
 /**
- * Messages between nodes over TCP, for bootstraps that have none: one connection for each pair of
- * ranks on different nodes.
+ * Messages over TCP, for bootstraps that have none: one connection for each pair of ranks on
+ * different nodes. Where NCCL moves weights, also of ranks on one node: their watchers need it.
  *
  *     sockets.c           finds addresses, connects the ranks
  *     socket_messages.c   moves messages: the callbacks isend, irecv, test and cancel
@@ -48,9 +48,14 @@ typedef struct EpSockets {
     EpConnection connection[];
 } EpSockets;
 
+/** Returns whether this rank and another one are connected. */
+static inline int ep_sockets_connect(const EpGroup *group, int32_t rank) {
+    int all = group->purpose == EP_FOR_WEIGHTS && group->backend->id == EP_BACKEND_CUDA;
+    return all ? rank != group->rank : group->nodes.of[rank] != group->nodes.node;
+}
+
 /**
- * Collective over a group whose bootstrap sends no messages: connect each pair of ranks on different
- * nodes. `*out` gets what sends messages; destroy it with ep_bootstrap_destroy. It has only the four
+ * Collective over a group whose bootstrap sends no messages: connect its ranks. `*out` gets what sends messages; destroy it with ep_bootstrap_destroy. It has only the four
  * callbacks of messages. The status is this rank's alone.
  */
 EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out);

@@ -79,6 +79,11 @@ typedef struct EpWeightAmax {
     EpStream stream;
 } EpWeightAmax;
 
+/** Returns a number for a form: ranks that gather in different forms differ in it. */
+static inline int64_t ep_weight_form_code(const EpWeightForm *form) {
+    return form->quant * 1000 + form->blocks * 100 + form->transposed * 10 + form->by_rank;
+}
+
 /** Elements from piece to piece of a shard; the last ones may be shorter, or empty. */
 int64_t ep_weight_piece_stride(const EpWeight *weight);
 

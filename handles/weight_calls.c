@@ -23,6 +23,10 @@ static EpStatus begin(WeightCall *c, const char *name, const EpWeight *weight) {
     return EP_OK;
 }
 
+static EpStatus check_usable(const EpWeight *weight, EpGroup *group) {
+    return ep_mesh_comm_explain(weight->comm, group, ep_group_usable(group));
+}
+
 static EpStatus check_tensor(const WeightCall *c, const char *argument, const EpTensor *t,
                              EpType type, int32_t ndim, const int64_t *shape) {
     EP_TRY(ep_arg_tensor(&c->call, argument, t, ndim));
@@ -68,7 +72,7 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     EpWeightGather gather = {.weight = weight, .view = &view, .stream = stream};
     EpGroup *group = weight->gathers;
     const EpSharding *s = &weight->sharding;
-    EP_TRY(ep_group_usable(group));
+    EP_TRY(check_usable(weight, group));
     EP_TRY(ep_weight_view(&c.call, weight, form, &view));
     EP_TRY(check_tensor(&c, "shard", shard, weight->config.type, s->ndim, s->stored));
     EP_TRY(check_workspace(&c, workspace, view.sizes.gather_workspace, &gather.workspace));
@@ -81,7 +85,7 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     int before = ep_group_enter(group, c.call.name);
     EpStatus status = group->backend->gather_weight(&gather);
     ep_group_leave(group, before);
-    return status;
+    return ep_mesh_comm_explain(weight->comm, group, status);
 }
 
 /* ---- reduce -------------------------------------------------------------------------------- */
@@ -94,8 +98,8 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     EpGroup *group = weight->reduces;
     const EpSharding *s = &weight->sharding;
     EpWeightView view;
-    EP_TRY(ep_group_usable(group));
-    if (weight->replicates) EP_TRY(ep_group_usable(weight->replicates));
+    EP_TRY(check_usable(weight, group));
+    if (weight->replicates) EP_TRY(check_usable(weight, weight->replicates));
     EP_TRY(ep_weight_view(&c.call, weight, NULL, &view));
     EP_TRY(check_tensor(&c, "grad", grad, weight->config.grad_type, s->ndim, s->used));
     if (accumulate != 0 && accumulate != 1)
@@ -109,7 +113,8 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     int before = ep_group_enter(group, c.call.name);
     EpStatus status = group->backend->reduce_weight(&reduce);
     ep_group_leave(group, before);
-    return status;
+    if (group->failed == EP_OK && weight->replicates) group = weight->replicates;
+    return ep_mesh_comm_explain(weight->comm, group, status);
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */
@@ -127,7 +132,7 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                          "EP_AMAX_EXPERT");
     EpGroup *group = weight->maximises[scope == EP_AMAX_EXPERT];
     int64_t count = scope == EP_AMAX_EXPERT ? weight->sharding.stored[0] : 1;
-    EP_TRY(ep_group_usable(group));
+    EP_TRY(check_usable(weight, group));
     EP_TRY(ep_arg_tensor(&c.call, "amax", amax, 1));
     EP_TRY(ep_arg_float(&c.call, "amax", amax));
     EP_TRY(ep_arg_dim(&c.call, "amax", amax, 0, count, "size"));
@@ -141,5 +146,5 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
     int before = ep_group_enter(group, c.call.name);
     EpStatus status = group->backend->reduce_amax(&reduction);
     ep_group_leave(group, before);
-    return status;
+    return ep_mesh_comm_explain(weight->comm, group, status);
 }

@@ -35,6 +35,12 @@ typedef struct EpChoice {
     char reason[256]; /* why this backend and not the other */
 } EpChoice;
 
+/** What a group moves. */
+typedef enum EpPurpose {
+    EP_FOR_TOKENS, /* rows of tokens: by libep's own kernels and messages */
+    EP_FOR_WEIGHTS /* sharded weights: on GPUs by NCCL */
+} EpPurpose;
+
 struct EpGroup {
     EpObject object;
     EpBootstrap bootstrap;
@@ -47,6 +53,7 @@ struct EpGroup {
     void *gathered; /* [size] of EP_RENDEZVOUS_BYTES; so a rendezvous allocates nothing */
     int32_t numa, cpus;
     EpChoice choice;
+    EpPurpose purpose;
     int32_t bound; /* 1 if bound to the CPUs near its GPU */
     double timeout;
     uint64_t id;              /* identifies this group's handle memory */

@@ -46,8 +46,12 @@ const char *ep_op_name(int32_t code) {
     return code == ep_op_route.code ? "dispatch in latency mode" : ep_op_find(code)->name;
 }
 
-const char *ep_op_place(int32_t id, char out[EP_OP_PLACE_BYTES]) {
+const char *ep_op_owner(int32_t code) {
+    return code >= ep_op_weight_gather.code && code <= ep_op_weight_amax.code ? "weight" : "handle";
+}
+
+const char *ep_op_place(int32_t code, int32_t id, char out[EP_OP_PLACE_BYTES]) {
     out[0] = 0;
-    if (id) snprintf(out, EP_OP_PLACE_BYTES, " on handle %d", id);
+    if (id) snprintf(out, EP_OP_PLACE_BYTES, " on %s %d", ep_op_owner(code), id);
     return out;
 }

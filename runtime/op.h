@@ -26,10 +26,13 @@ extern const EpOp ep_op_prepare, ep_op_route, ep_op_dispatch, ep_op_combine,
 /** Returns the operation with this code, or one named "?" if there is none. */
 const EpOp *ep_op_find(int32_t code);
 
+/** Returns what this operation is one of: "handle" or "weight". */
+const char *ep_op_owner(int32_t code);
+
 #define EP_OP_PLACE_BYTES 32
 
-/** Write " on handle ID", or "" for a handle without an id, into `out`. Returns `out`. */
-const char *ep_op_place(int32_t id, char out[EP_OP_PLACE_BYTES]);
+/** Write " on handle ID", or weight, or "" for a handle without an id, into `out`. Returns `out`. */
+const char *ep_op_place(int32_t code, int32_t id, char out[EP_OP_PLACE_BYTES]);
 
 /** Returns the name of the operation with this code, unique among operations. */
 const char *ep_op_name(int32_t code);

@@ -49,7 +49,7 @@ __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
         const EpStamp theirs = a.stamps[1 + i];
         int is_same = ep_same_operation(own.digest, theirs.digest) && own.number == theirs.number &&
                       own.generation == theirs.generation;
-        if (!is_same) report_stamp(a, own, theirs, a.peers[i]);
+        if (!is_same) report_stamp(a, own, theirs, a.peers ? a.peers[i] : i);
     }
     if (threadIdx.x == 0) mark(a, 1);
 }

@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/setup.h"
 #include "bootstrap/sockets.h"
 #include "runtime/cuda/digest.h"
 #include "runtime/op.h"
@@ -36,7 +37,7 @@ typedef struct Note {
     char why[EP_ABORT_BYTES];
 } Note;
 
-/** Another rank, on another node. */
+/** Another rank, which this one is connected with. */
 typedef struct Peer {
     int32_t rank;
     Note in, out;
@@ -71,9 +72,10 @@ typedef struct EpCudaWatch {
     EpBootstrap messages;
     int has_messages, started;
     pthread_t thread;
-    int stop;     /* 1: this rank leaves; 2: without a word */
-    int busy;     /* whether the group's thread is in a call of NCCL on the network */
-    int is_ended; /* whether the communicator was aborted */
+    int stop;        /* 1: this rank leaves; 2: without a word */
+    ncclComm_t comm; /* of all ranks */
+    int busy;        /* whether the group's thread is in a call of NCCL on it */
+    int is_ended;    /* whether the communicator was aborted */
     Loss loss;
     Peer *peers;
     int32_t num_peers;
@@ -83,6 +85,7 @@ typedef struct EpCudaWatch {
         disagrees; /* since when this rank has found that it does with another one; 0: it has not */
     EpWatchMarks *marks; /* pinned */
     uint64_t *counts;    /* device */
+    EpStamp *stamps;     /* device [1 + ranks], in a group of weights; else NULL */
     uint64_t moved;      /* as seen last */
     cudaStream_t stream;
     uint32_t *failed; /* pinned: FAILED_FOREVER */
@@ -128,7 +131,7 @@ static void end_communicator(EpCudaWatch *w) {
     ep_wait_begin(&wait, w->group->timeout, 0);
     while (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST))
         if (!ep_wait_pause(&wait)) return;
-    (void)cuda_of(w)->nccl->ncclCommAbort(cuda_of(w)->network);
+    (void)cuda_of(w)->nccl->ncclCommAbort(w->comm);
     w->is_ended = 1;
 }
 
@@ -261,7 +264,7 @@ static void look_at_exchange(EpCudaWatch *w) {
 
 static void look_at_nccl(EpCudaWatch *w) {
     ncclResult_t result = ncclSuccess;
-    if (cuda_of(w)->nccl->ncclCommGetAsyncError(cuda_of(w)->network, &result) != ncclSuccess ||
+    if (cuda_of(w)->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess ||
         result == ncclSuccess || result == ncclInProgress)
         return;
     w->loss.result = result;
@@ -328,7 +331,7 @@ static EpStatus allocate(EpCudaWatch *w) {
     if (!w->peers)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     for (int32_t r = 0; r < group->size; r++)
-        if (group->nodes.of[r] != group->nodes.node)
+        if (ep_sockets_connect(group, r))
             w->peers[w->num_peers++] = (Peer){.rank = r, .heard = ep_clock()};
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
                          cudaHostAlloc((void **)&w->marks, sizeof(*w->marks), 0)));
@@ -337,6 +340,10 @@ static EpStatus allocate(EpCudaWatch *w) {
     EP_TRY(ep_cuda_check(group, "cudaMalloc",
                          cudaMalloc((void **)&w->counts, 2 * sizeof(*w->counts))));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(w->counts, 0, 2 * sizeof(*w->counts))));
+    if (group->purpose == EP_FOR_WEIGHTS)
+        EP_TRY(ep_cuda_check(
+            group, "cudaMalloc",
+            cudaMalloc((void **)&w->stamps, (size_t)(1 + group->size) * sizeof(*w->stamps))));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mark()));
     memset(w->marks, 0, sizeof(*w->marks));
     *w->failed = FAILED_FOREVER;
@@ -346,14 +353,15 @@ static EpStatus allocate(EpCudaWatch *w) {
 
 EpStatus ep_cuda_watch_open(EpGroup *group) {
     EpCall call = {"ep_group_create", group->rank};
-    if (group->nodes.sizes.nodes == 1) return EP_OK;
+    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
+    if (!comm || (group->nodes.sizes.nodes == 1 && group->purpose == EP_FOR_TOKENS)) return EP_OK;
     EpCudaWatch *w = calloc(1, sizeof(*w));
     ep_cuda(group)->watch = w;
     EpStatus status = EP_OK;
     if (!w)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_group_agree(group, &call, status));
-    w->group = group;
+    w->group = group, w->comm = comm;
     w->beat = group->timeout / 4 < MOST_BEAT_SECONDS ? group->timeout / 4 : MOST_BEAT_SECONDS;
     EP_TRY(ep_group_agree(group, &call, allocate(w)));
     status = ep_sockets_open(group, &w->messages);
@@ -368,12 +376,14 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     if (!w) return;
     __atomic_store_n(&w->stop, together ? 1 : 2, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
-    if (w->is_ended) cuda->network = NULL;
+    if (w->is_ended && w->comm == cuda->network) cuda->network = NULL;
+    if (w->is_ended && w->comm == cuda->comm) cuda->comm = NULL;
     if (w->has_messages) ep_bootstrap_destroy(&w->messages);
     if (w->stream) (void)cudaStreamDestroy(w->stream);
     (void)cudaFreeHost(w->marks);
     (void)cudaFreeHost(w->failed);
     (void)cudaFree(w->counts);
+    (void)cudaFree(w->stamps);
     free(w->peers);
     free(w);
     cuda->watch = NULL;
@@ -381,26 +391,39 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
 
 /* ---- the group's thread -------------------------------------------------------------------- */
 
+static void leave(EpCudaWatch *w) {
+    if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
+}
+
 /* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. */
 EpStatus ep_cuda_network_enter(EpGroup *group) {
     EpCudaWatch *w = ep_cuda(group)->watch;
     if (!w) return EP_OK;
     __atomic_store_n(&w->busy, 1, __ATOMIC_SEQ_CST);
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
-    ep_cuda_network_leave(group);
+    leave(w);
     group->backend->poll(group);
     EP_TRY(ep_group_usable(group));
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator between nodes has ended", group->rank);
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator of all ranks has ended", group->rank);
 }
 
-void ep_cuda_network_leave(EpGroup *group) {
-    EpCudaWatch *w = ep_cuda(group)->watch;
-    if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
+EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result) {
+    EpCuda *cuda = ep_cuda(group);
+    EpStatus status = ep_cuda_comm_settle(group, ep_cuda_group_comm(cuda), what, result);
+    leave(cuda->watch);
+    if (status == EP_OK) return EP_OK;
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
+    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
+    group->backend->poll(group);
+    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
 }
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
     const EpCudaWatch *w = ep_cuda(group)->watch;
     args->marks = w->marks, args->counts = w->counts;
+    if (w->stamps) args->stamps = w->stamps;
 }
 
 /* Whether the group does not learn of a loss in other ways. */
@@ -411,11 +434,11 @@ static int is_others(int kind) {
 static EpStatus report_late(const EpGroup *group, const Loss *loss, const char *phase) {
     if (loss->blamed < 0)
         return ep_fail(EP_ERR_TIMEOUT,
-                       "rank %d: %s: expected an exchange with other nodes to end within %g s, and "
-                       "all ranks there are in it",
+                       "rank %d: %s: expected an exchange over NCCL to end within %g s, and all "
+                       "ranks are in it",
                        group->rank, phase, group->timeout);
     return ep_fail(EP_ERR_TIMEOUT,
-                   "rank %d: %s: rank %d did not arrive within %g s (waiting for its node's data)",
+                   "rank %d: %s: rank %d did not arrive within %g s (waiting for data by NCCL)",
                    group->rank, phase, loss->blamed, group->timeout);
 }
 
@@ -430,7 +453,7 @@ static EpStatus report(const EpGroup *group, const Loss *loss, const char *phase
     if (loss->kind == LOSS_ORDER)
         return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == LOSS_LATE) return report_late(group, loss, phase);
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL between nodes: %s", group->rank, phase,
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: NCCL: %s", group->rank, phase,
                    ep_cuda(group)->nccl->ncclGetErrorString(loss->result));
 }
 

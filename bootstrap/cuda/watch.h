@@ -3,9 +3,10 @@
 #define EP_BOOTSTRAP_CUDA_WATCH_H
 
 /**
- * The watcher of a group on several nodes: a thread of each rank. NCCL has no deadline, and the
- * words by which ranks of a node learn of each other do not cross the network. So the watchers of
- * ranks on different nodes are connected by TCP (bootstrap/sockets.h), and tell each other
+ * The watcher of a group whose data NCCL moves, between nodes or as weights: a thread of each rank.
+ * NCCL has no deadline, and the words by which ranks of a node learn of each other do not cross the
+ * network. So the watchers of ranks on different nodes, for weights of all ranks, are connected by
+ * TCP (bootstrap/sockets.h), and tell each other
  *
  *     what they are in   each second: how many operations the rank has begun, and the latest one
  *     that a rank fails  at once: whom it blames and, if it was aborted, why
@@ -26,7 +27,7 @@
 #include "bootstrap/cuda/mark.h"
 #include "runtime/cuda/cuda.h"
 
-/** Collective, on several nodes: connect the watchers. Then start this rank's. */
+/** Collective, where NCCL moves data: connect the watchers. Then start this rank's. */
 EpStatus ep_cuda_watch_open(EpGroup *group);
 
 /** Stop the watcher. `together`: the others do so now, and are not to take it for a loss. */
@@ -40,14 +41,17 @@ void ep_cuda_watch_poll(EpGroup *group);
 int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 
 /**
- * Surround calls of NCCL on the communicator of the network, which the watcher may abort at any
- * other time. On failure something is lost, and the communicator is not to be used; `leave` is then
- * left out.
+ * Surround calls of NCCL on the communicator of all ranks, which the watcher may abort at any other
+ * time. If `enter` fails, something is lost, and neither the communicator nor `settle` is to be
+ * called. `settle` waits until NCCL has enqueued what the call `what` started with this result. If
+ * that fails, the group fails, since ranks are out of step: by what the watcher has found, or else
+ * by this.
  */
 EpStatus ep_cuda_network_enter(EpGroup *group);
-void ep_cuda_network_leave(EpGroup *group);
+EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);
 
-/** Set the watcher's part of the arguments of the kernels that tell it how far this rank is. */
+/** Set the watcher's part of the arguments of the kernels that tell it how far this rank is; in a
+ *  group of weights also where stamps are, own and all ranks'. */
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args);
 
 #endif

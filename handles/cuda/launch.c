@@ -1,14 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Describes and launches kernels: the part common to all operations, and ep_prepare. */
 #include "handles/cuda/handle.h"
+#include "runtime/cuda/digest.h"
 
-/* Hashes with FNV-1a. */
 uint32_t ep_cuda_digest(const EpHandle *handle, const EpOp *op, const int64_t *values, int count) {
-    uint32_t hash = 2166136261u;
-    const unsigned char *byte = (const unsigned char *)values;
-    for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
-        hash = (hash ^ byte[i]) * 16777619u;
-    return EP_DIGEST(op->code, handle->id, (hash ^ hash >> 16) & 0xffff);
+    return ep_digest_of(op, handle->id, values, count);
 }
 
 static EpCudaVector vector_of(const EpTensor *t) {

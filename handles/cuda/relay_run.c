@@ -42,23 +42,6 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
     return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
 }
 
-/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
- * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found
- * does.
- */
-static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
-    EpGroup *group = run->group;
-    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
-    ep_cuda_network_leave(group);
-    if (status == EP_OK) return EP_OK;
-    EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = group->rank, finding.count = 1;
-    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
-    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    group->backend->poll(group);
-    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
-}
-
 /* An exchange is complete on the wire's stream: let the watcher know. */
 static EpStatus mark(EpRelayRun *run, int last) {
     run->mark.last = last;
@@ -79,7 +62,7 @@ static EpStatus send_stamps(EpRelayRun *run) {
         (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
                                    cuda->network, wire);
     }
-    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+    return ep_cuda_network_settle(run->group, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
 }
 
 static EpStatus send_routing(EpRelayRun *run) {
@@ -87,9 +70,10 @@ static EpStatus send_routing(EpRelayRun *run) {
     EpCudaRelay *r = run->relay;
     char *own = r->routing + r->tables.self * r->routing_bytes;
     EP_TRY(ep_cuda_network_enter(run->group));
-    return settle(run, "ncclAllGather",
-                  cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
-                                            cuda->network, run->side->wire));
+    return ep_cuda_network_settle(run->group, "ncclAllGather",
+                                  cuda->nccl->ncclAllGather(own, r->routing,
+                                                            (size_t)r->routing_bytes, ncclUint8,
+                                                            cuda->network, run->side->wire));
 }
 
 /* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
@@ -218,7 +202,7 @@ static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receiv
         (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i),
                                    message_size(run, &receive, i), ncclUint8, receive.peers[i],
                                    cuda->network, wire);
-    return settle(run, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+    return ep_cuda_network_settle(run->group, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
 }
 
 EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {

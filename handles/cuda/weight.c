@@ -3,64 +3,17 @@
 
 #include <string.h>
 
-#include "bootstrap/cuda/setup.h"
-#include "bootstrap/cuda/watch.h"
 #include "handles/cuda/quantise.h"
 #include "handles/cuda/relay.h"
-#include "runtime/cuda/order.h"
+#include "handles/cuda/weight_nccl.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
 
 #define MOST_PIECES 1024 /* of one shard, in one group of NCCL calls: experts of a rank */
 #define PIECE_BYTES 64   /* shorter ones are not worth a call */
 
-/** A call on its group and stream. */
-typedef struct Work {
-    EpGroup *group;
-    EpCuda *cuda;
-    ncclComm_t comm; /* of all ranks */
-    cudaStream_t stream;
-} Work;
-
-static EpStatus begin(EpGroup *group, EpStream stream, Work *w) {
-    *w = (Work){group, ep_cuda(group), ep_cuda_group_comm(ep_cuda(group)), stream};
-    if (group->size == 1 || w->comm) return EP_OK;
-    return ep_fail(EP_ERR_UNSUPPORTED,
-                   "rank %d: sharded weights: expected a GPU for each rank, since NCCL moves them, "
-                   "got ranks that share one (they may where NCCL_HOSTID of every rank differs)",
-                   group->rank);
-}
-
-static int blocks_of(const Work *w) {
+static int blocks_of(const EpWeightWork *w) {
     return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM;
-}
-
-/* ---- NCCL ---------------------------------------------------------------------------------- */
-
-/* A failure of NCCL, in a call that peers may have begun, ends the group. */
-static EpStatus fail(const Work *w, const char *what, EpStatus status) {
-    EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = w->group->rank, finding.count = 1;
-    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    return ep_group_fail(w->group, &finding);
-}
-
-static EpStatus settle(const Work *w, const char *what, ncclResult_t result) {
-    EpStatus status = ep_cuda_comm_settle(w->group, w->comm, what, result);
-    ep_cuda_network_leave(w->group);
-    return status == EP_OK ? EP_OK : fail(w, what, status);
-}
-
-/* The calls between group_start and group_end return what is wrong with their arguments, and
- * ncclGroupEnd returns the same, so only its result counts. */
-static EpStatus group_start(const Work *w) {
-    EP_TRY(ep_cuda_network_enter(w->group));
-    (void)w->cuda->nccl->ncclGroupStart();
-    return EP_OK;
-}
-
-static EpStatus group_end(const Work *w, const char *what) {
-    return settle(w, what, w->cuda->nccl->ncclGroupEnd());
 }
 
 /* ---- shards -------------------------------------------------------------------------------- */
@@ -93,7 +46,7 @@ static int64_t staged_bytes(const EpShards *s, int64_t unit) {
     return ep_round_up(ep_shards_number(s) * ep_shard_elements(s) * unit, 64);
 }
 
-static void send_directly(const Work *w, const Gathered *g) {
+static void send_directly(const EpWeightWork *w, const Gathered *g) {
     int64_t run = ep_shards_run(&g->shards);
     for (int64_t i = 0; i < runs_of(&g->shards); i++) {
         const char *own = g->from
@@ -101,29 +54,29 @@ static void send_directly(const Work *w, const Gathered *g) {
                               : g->whole + ep_shard_run_at(&g->shards, w->group->rank, i) * g->unit;
         char *first = g->whole + ep_shard_run_at(&g->shards, 0, i) * g->unit;
         (void)w->cuda->nccl->ncclAllGather(own, first, (size_t)(run * g->unit), ncclUint8, w->comm,
-                                           w->stream);
+                                           w->stream.stream);
     }
 }
 
-static void send_staged(const Work *w, const Gathered *g) {
+static void send_staged(const EpWeightWork *w, const Gathered *g) {
     int64_t bytes = ep_shard_elements(&g->shards) * g->unit;
     const char *own = g->from ? g->from : g->staged + w->group->rank * bytes;
     (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->comm,
-                                       w->stream);
+                                       w->stream.stream);
 }
 
-static EpStatus arrange(const Work *w, const Gathered *g) {
+static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
     EpArrangeArgs args = {
         .shards = g->shards, .flat = g->staged, .whole = g->whole, .unit = (int32_t)g->unit};
     return ep_cuda_check(w->group, "arranging shards",
-                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream));
+                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream.stream));
 }
 
-static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
-    EP_TRY(group_start(w));
+static EpStatus gather_all(const EpWeightWork *w, const Gathered *g, int count) {
+    EP_TRY(ep_weight_group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
-    EP_TRY(group_end(w, "ncclAllGather"));
+    EP_TRY(ep_weight_group_end(w, "ncclAllGather"));
     for (int i = 0; i < count; i++)
         if (g[i].staged) EP_TRY(arrange(w, &g[i]));
     return EP_OK;
@@ -131,13 +84,13 @@ static EpStatus gather_all(const Work *w, const Gathered *g, int count) {
 
 /* ---- gather -------------------------------------------------------------------------------- */
 
-static EpStatus copy(const Work *w, void *to, const void *from, int64_t bytes) {
+static EpStatus copy(const EpWeightWork *w, void *to, const void *from, int64_t bytes) {
     return ep_cuda_check(
         w->group, "cudaMemcpyAsync",
-        cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, w->stream));
+        cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, w->stream.stream));
 }
 
-static EpStatus gather_plain(const Work *w, const EpWeightGather *call) {
+static EpStatus gather_plain(const EpWeightWork *w, const EpWeightGather *call) {
     const EpWeightView *view = call->view;
     Gathered g = {.shards = view->shards,
                   .unit = (int64_t)ep_type_bytes(view->sizes.type),
@@ -168,7 +121,7 @@ static Parts parts_of(const EpWeightView *view) {
 }
 
 /* All of a quantising launch but `phase` and where scales are. */
-static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
+static EpQuantiseArgs describe_quant(const EpWeightWork *w, const EpWeightGather *call,
                                      const Gathered *rows) {
     const EpWeightView *view = call->view;
     const EpShards *s = &view->shards;
@@ -194,13 +147,13 @@ static EpQuantiseArgs describe_quant(const Work *w, const EpWeightGather *call,
     return args;
 }
 
-static EpStatus launch_quant(const Work *w, const EpQuantiseArgs *args) {
+static EpStatus launch_quant(const EpWeightWork *w, const EpQuantiseArgs *args) {
     return ep_cuda_check(w->group, "quantising a shard",
-                         ep_cuda_launch_quantise(args, blocks_of(w), w->stream));
+                         ep_cuda_launch_quantise(args, blocks_of(w), w->stream.stream));
 }
 
-static EpStatus gather_whole_blocks(const Work *w, const EpWeightGather *call, const Parts *p,
-                                    Gathered g[2]) {
+static EpStatus gather_whole_blocks(const EpWeightWork *w, const EpWeightGather *call,
+                                    const Parts *p, Gathered g[2]) {
     const EpWeightView *view = call->view;
     EpQuantiseArgs args = describe_quant(w, call, &g[0]);
     char *workspace = call->workspace;
@@ -222,7 +175,7 @@ static EpStatus gather_whole_blocks(const Work *w, const EpWeightGather *call, c
 }
 
 /* Agree on the amaxes of blocks that lie in several shards, then quantise. */
-static EpStatus gather_straddling(const Work *w, const EpWeightGather *call, const Parts *p,
+static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *call, const Parts *p,
                                   const Gathered *rows) {
     const EpWeightView *view = call->view;
     EpMergeArgs merge = {.quant = view->form.quant, .shards = view->shards, .scales = call->scales};
@@ -244,7 +197,7 @@ static EpStatus gather_straddling(const Work *w, const EpWeightGather *call, con
                   .whole = (char *)found};
     EP_TRY(gather_all(w, &g, 1));
     EP_TRY(ep_cuda_check(w->group, "merging amaxes",
-                         ep_cuda_launch_merge(&merge, blocks_of(w), w->stream)));
+                         ep_cuda_launch_merge(&merge, blocks_of(w), w->stream.stream)));
     args.phase = EP_QUANT_CONVERT;
     args.scale_step[0] = merge.blocks[1] * merge.blocks[2], args.scale_step[1] = merge.blocks[2];
     args.scales = merge.amaxes + args.begin[0] * args.scale_step[0] +
@@ -254,7 +207,7 @@ static EpStatus gather_straddling(const Work *w, const EpWeightGather *call, con
     return gather_all(w, rows, 1);
 }
 
-static EpStatus gather_quantised(const Work *w, const EpWeightGather *call) {
+static EpStatus gather_quantised(const EpWeightWork *w, const EpWeightGather *call) {
     Parts p = parts_of(call->view);
     Gathered g[2] = {{.shards = call->view->shards,
                       .unit = 1,
@@ -265,10 +218,14 @@ static EpStatus gather_quantised(const Work *w, const EpWeightGather *call) {
 }
 
 EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
-    Work w;
-    EP_TRY(begin(call->weight->gathers, call->stream, &w));
-    return call->view->form.quant == EP_QUANT_NONE ? gather_plain(&w, call)
-                                                   : gather_quantised(&w, call);
+    EpWeightWork w;
+    const EpWeightView *view = call->view;
+    EpWeightFacts facts = {
+        &ep_op_weight_gather, call->weight->number, ep_weight_form_code(&view->form),
+        ep_shard_elements(&view->shards) * (int64_t)ep_type_bytes(view->sizes.type)};
+    EP_TRY(ep_weight_begin(call->weight->gathers, &facts, call->stream, &w));
+    return ep_weight_end(&w, view->form.quant == EP_QUANT_NONE ? gather_plain(&w, call)
+                                                               : gather_quantised(&w, call));
 }
 
 /* ---- reduce -------------------------------------------------------------------------------- */
@@ -314,14 +271,14 @@ void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
 
 /** A reduction. */
 typedef struct Reduction {
-    const Work *w;
+    const EpWeightWork *w;
     const EpWeightReduce *call;
     ReduceParts parts;
     const char *packed; /* shards of this rank's gradient, or NULL: they go directly */
     int64_t unit, run;  /* bytes of an element; elements that lie side by side */
 } Reduction;
 
-static Reduction describe_reduction(const Work *w, const EpWeightReduce *call) {
+static Reduction describe_reduction(const EpWeightWork *w, const EpWeightReduce *call) {
     const EpWeight *weight = call->weight;
     Reduction r = {.w = w, .call = call, .parts = reduce_parts(weight)};
     r.unit = (int64_t)ep_type_bytes(weight->config.grad_type);
@@ -354,21 +311,21 @@ static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
         size_t bytes = (size_t)((next - at) * r->unit);
         if (sends)
             (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer, r->w->comm,
-                                 r->w->stream);
+                                 r->w->stream.stream);
         else
             (void)nccl->ncclRecv(received + (at - begin) * r->unit, bytes, ncclUint8, peer,
-                                 r->w->comm, r->w->stream);
+                                 r->w->comm, r->w->stream.stream);
     }
 }
 
 static EpStatus exchange(const Reduction *r) {
     int32_t size = r->w->group->size, rank = r->w->group->rank;
-    EP_TRY(group_start(r->w));
+    EP_TRY(ep_weight_group_start(r->w));
     for (int32_t i = 1; i < size; i++) {
         exchange_piece(r, (rank + i) % size, 1);
         exchange_piece(r, (rank - i + size) % size, 0);
     }
-    return group_end(r->w, "ncclSend and ncclRecv");
+    return ep_weight_group_end(r->w, "ncclSend and ncclRecv");
 }
 
 /* Shards are packed one by one, since a packed shard begins on a multiple of 64 bytes. */
@@ -381,7 +338,7 @@ static EpStatus pack(const Reduction *r) {
                           .back = 1,
                           .stride = shard_stride(weight)};
     return ep_cuda_check(r->w->group, "packing shards",
-                         ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream));
+                         ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream.stream));
 }
 
 /* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
@@ -411,21 +368,19 @@ static EpStatus add(const Reduction *r) {
     if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
     args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
     return ep_cuda_check(r->w->group, "adding gradients",
-                         ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream));
+                         ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream.stream));
 }
 
 /* Gather the sums of the pieces, which lie one after the other as the shard's elements do, and
  * round them. */
-static EpStatus share_sums(const Reduction *r) {
+static EpStatus share_sums(const Reduction *r, const EpWeightWork *w) {
     const EpWeight *weight = r->call->weight;
-    Work w;
-    EP_TRY(begin(weight->replicates, r->call->stream, &w));
     int64_t bytes = 4 * ep_weight_piece_stride(weight);
     char *sums = (char *)r->call->workspace + r->parts.sums;
-    EP_TRY(ep_cuda_network_enter(w.group));
-    EP_TRY(settle(&w, "ncclAllGather",
-                  w.cuda->nccl->ncclAllGather(sums + w.group->rank * bytes, sums, (size_t)bytes,
-                                              ncclUint8, w.comm, w.stream)));
+    EP_TRY(ep_weight_group_start(w));
+    (void)w->cuda->nccl->ncclAllGather(sums + w->group->rank * bytes, sums, (size_t)bytes,
+                                       ncclUint8, w->comm, w->stream.stream);
+    EP_TRY(ep_weight_group_end(w, "ncclAllGather"));
     EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
                       .parts = 1,
                       .type = EP_TYPE_FP32,
@@ -435,29 +390,42 @@ static EpStatus share_sums(const Reduction *r) {
                       .mine = sums,
                       .out = r->call->out};
     args.vectors = args.elements % 4 == 0;
-    return ep_cuda_check(w.group, "rounding gradients",
-                         ep_cuda_launch_sum(&args, blocks_of(&w), w.stream));
+    return ep_cuda_check(w->group, "rounding gradients",
+                         ep_cuda_launch_sum(&args, blocks_of(w), w->stream.stream));
+}
+
+static EpStatus reduce(const Reduction *r) {
+    if (r->packed) EP_TRY(pack(r));
+    if (r->w->group->size > 1) EP_TRY(exchange(r));
+    return add(r);
 }
 
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
-    Work w;
-    EP_TRY(begin(call->weight->reduces, call->stream, &w));
+    EpWeightWork w, sharing;
+    const EpWeight *weight = call->weight;
+    EpWeightFacts facts = {&ep_op_weight_reduce, weight->number, call->accumulate,
+                           reduce_parts(weight).piece};
+    EP_TRY(ep_weight_begin(weight->reduces, &facts, call->stream, &w));
     Reduction r = describe_reduction(&w, call);
-    if (r.packed) EP_TRY(pack(&r));
-    if (w.group->size > 1) EP_TRY(exchange(&r));
-    EP_TRY(add(&r));
-    return call->weight->replicates ? share_sums(&r) : EP_OK;
+    EP_TRY(ep_weight_end(&w, reduce(&r)));
+    if (!weight->replicates) return EP_OK;
+    EP_TRY(ep_weight_begin(weight->replicates, &facts, call->stream, &sharing));
+    return ep_weight_end(&sharing, share_sums(&r, &sharing));
 }
 
 /* ---- amax ---------------------------------------------------------------------------------- */
 
 /* Numbers >= 0 compare as their bits do, and every NaN is larger than all of them. */
 EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
-    Work w;
-    EP_TRY(begin(call->group, call->stream, &w));
-    if (w.group->size == 1 || call->count == 0) return EP_OK;
-    EP_TRY(ep_cuda_network_enter(w.group));
-    return settle(&w, "ncclAllReduce",
-                  w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count,
-                                              ncclUint32, ncclMax, w.comm, w.stream));
+    EpWeightWork w;
+    EpWeightFacts facts = {&ep_op_weight_amax, call->weight->number, call->scope, 4 * call->count};
+    if (call->group->size == 1 || call->count == 0) return EP_OK;
+    EP_TRY(ep_weight_begin(call->group, &facts, call->stream, &w));
+    EpStatus status = ep_weight_group_start(&w);
+    if (status == EP_OK) {
+        (void)w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count, ncclUint32,
+                                          ncclMax, w.comm, w.stream.stream);
+        status = ep_weight_group_end(&w, "ncclAllReduce");
+    }
+    return ep_weight_end(&w, status);
 }

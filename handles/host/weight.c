@@ -125,10 +125,6 @@ static void take_shard(void *context, int32_t peer, int64_t at, int64_t length,
 }
 
 /* A number for the form, as ranks compare it. */
-static int64_t encode_form(const EpWeightForm *form) {
-    return form->quant * 1000 + form->blocks * 100 + form->transposed * 10 + form->by_rank;
-}
-
 static EpStatus gather(const EpWeightGather *call, Gather *g) {
     Rounds rounds = {.group = call->weight->gathers,
                      .op = &ep_op_weight_gather,
@@ -138,7 +134,7 @@ static EpStatus gather(const EpWeightGather *call, Gather *g) {
                      .fill = fill_shard,
                      .take = take_shard};
     rounds.fact[0] = call->weight->number;
-    rounds.fact[1] = encode_form(&call->view->form);
+    rounds.fact[1] = ep_weight_form_code(&call->view->form);
     rounds.fact[2] = rounds.bytes;
     g->rank = rounds.group->rank;
     return run_rounds(&rounds);

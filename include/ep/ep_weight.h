@@ -46,8 +46,7 @@ typedef struct EpMeshCommConfig {
     size_t struct_size;
     EpBackend backend;      /**< = AUTO, HOST or CUDA */
     int32_t device;         /**< this rank's CUDA device, or EP_DEFAULT, as in EpGroupConfig */
-    double timeout_seconds; /**< deadline of waits, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT. Not of
-                                 waits within NCCL: see docs/mesh.md */
+    double timeout_seconds; /**< deadline of waits, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT */
 } EpMeshCommConfig;
 
 #define EP_MESH_COMM_CONFIG_INIT \
@@ -63,9 +62,15 @@ typedef struct EpMeshCommConfig {
 EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
                              const EpMeshCommConfig *config, EpMeshComm **out);
 
-/** End all waits of this rank in its weights' operations; see ep_group_abort. By any thread. On the
- *  CUDA backend a wait within NCCL goes on. */
+/** End all waits of this rank in its weights' operations; see ep_group_abort. By any thread. */
 EpStatus ep_mesh_comm_abort(EpMeshComm *comm, const char *sentence);
+
+/**
+ * Whether the ranks can go on, as ep_group_status says of a group: EP_OK, or the failure of the
+ * first group that has failed, with its sentence. On the CUDA backend operations fail after their
+ * calls have returned: ask once the stream has finished. Local; waits for nothing.
+ */
+EpStatus ep_mesh_comm_status(EpMeshComm *comm);
 
 /** Destroy the communicators and all weights of this rank. Collective over the mesh. NULL is
  *  allowed. */

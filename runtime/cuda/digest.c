@@ -1,8 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/cuda/digest.h"
 
+#include <string.h>
+
 #include "runtime/cuda/device.h"
 #include "runtime/op.h"
+
+/* Hashes with FNV-1a. */
+uint32_t ep_digest_of(const EpOp *op, int32_t id, const int64_t *values, int count) {
+    uint32_t hash = 2166136261u;
+    const unsigned char *byte = (const unsigned char *)values;
+    for (size_t i = 0; i < (size_t)count * sizeof(*values); i++)
+        hash = (hash ^ byte[i]) * 16777619u;
+    return EP_DIGEST(op->code, id, (hash ^ hash >> 16) & 0xffff);
+}
 
 static int differ_in_handle(uint32_t own, uint32_t other) {
     int32_t id = EP_DIGEST_HANDLE(own), other_id = EP_DIGEST_HANDLE(other);
@@ -20,8 +31,11 @@ EpStatus ep_fail_digests(int32_t rank, uint32_t own, int32_t peer, uint32_t othe
     if (op != other_op)
         return ep_fail(EP_ERR_ORDER,
                        "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s", rank,
-                       ep_op_name(op), ep_op_place(id, place), peer, ep_op_name(other_op),
-                       ep_op_place(other_id, other_place));
+                       ep_op_name(op), ep_op_place(op, id, place), peer, ep_op_name(other_op),
+                       ep_op_place(other_op, other_id, other_place));
+    if (differ_in_handle(own, other) && strcmp(ep_op_owner(op), "weight") == 0)
+        return ep_fail(EP_ERR_ORDER, "rank %d: %s: weight differs: rank %d has %d, rank %d has %d",
+                       rank, ep_op_find(op)->name, rank, id, peer, other_id);
     if (differ_in_handle(own, other))
         return ep_fail(EP_ERR_ORDER,
                        "rank %d: %s: the handle's id differs: rank %d has %d, rank %d has %d", rank,
@@ -29,5 +43,5 @@ EpStatus ep_fail_digests(int32_t rank, uint32_t own, int32_t peer, uint32_t othe
     return ep_fail(EP_ERR_ORDER,
                    "rank %d: %s: expected the same sizes on all ranks, rank %d called it%s with "
                    "others",
-                   rank, ep_op_find(op)->name, peer, ep_op_place(other_id, other_place));
+                   rank, ep_op_find(op)->name, peer, ep_op_place(other_op, other_id, other_place));
 }

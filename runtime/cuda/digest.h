@@ -2,9 +2,14 @@
 #ifndef EP_RUNTIME_CUDA_DIGEST_H
 #define EP_RUNTIME_CUDA_DIGEST_H
 
-/** What ranks say of operations that differ, by their digests (EP_DIGEST). */
+/** Digests of operations (EP_DIGEST), and what ranks say of operations that differ. */
 
+#include "runtime/op.h"
 #include "runtime/status.h"
+
+/** Returns the digest of an operation of a handle, or weight, that all ranks call with these values.
+ *  `id` 0 matches any. */
+uint32_t ep_digest_of(const EpOp *op, int32_t id, const int64_t *values, int count);
 
 /** Returns whether two digests are of different calls, or of different handles. */
 int ep_digests_differ_in_call(uint32_t own, uint32_t other);

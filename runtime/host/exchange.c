@@ -395,8 +395,8 @@ static EpStatus fail_header(EpExchange *x, EpStatus status, int32_t peer, const 
 static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     char mine[EP_OP_PLACE_BYTES], other[EP_OP_PLACE_BYTES];
     ep_fail(EP_ERR_ORDER, "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s",
-            x->rank, ep_op_name(x->header.op), ep_op_place(x->header.handle, mine), peer,
-            ep_op_name(theirs->op), ep_op_place(theirs->handle, other));
+            x->rank, ep_op_name(x->header.op), ep_op_place(x->header.op, x->header.handle, mine), peer,
+            ep_op_name(theirs->op), ep_op_place(theirs->op, theirs->handle, other));
     return fail_exchange(x, EP_ERR_ORDER, peer, x->header.op, theirs->op);
 }
 

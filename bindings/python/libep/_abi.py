@@ -606,6 +606,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     # ep_weight.h, whose structs are opaque here
     "ep_mesh_comm_create": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "ep_mesh_comm_abort": (c_int, [c_void_p, c_char_p]),
+    "ep_mesh_comm_status": (c_int, [c_void_p]),
     "ep_mesh_comm_destroy": (None, [c_void_p]),
     "ep_weight_create": (c_int, [c_void_p, c_void_p, c_void_p]),
     "ep_weight_destroy": (None, [c_void_p]),
