@@ -115,7 +115,7 @@ cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a, cubla
     check_reach(b, type_b, op_b ? k : n, ldb);
     check_reach(c, type_c, n, ldc);
     const Product p = {m, n, k, op_a, op_b, lda, ldb, ldc, a, b, c, type_a, type_c};
-    emulated_enqueue(handle->stream, multiply, &p, sizeof(p));
+    emulated_enqueue(handle->stream, multiply, NULL, &p, sizeof(p));
     return CUBLAS_STATUS_SUCCESS;
 }
 

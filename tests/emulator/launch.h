@@ -22,9 +22,14 @@ typedef struct EmulatedGrid {
 void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                              const void *arguments, size_t bytes);
 
-/** Enqueue a call of run(arguments) on a stream, with a copy of the arguments. */
-void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments), const void *arguments,
-                      size_t bytes);
+/** Enqueue a call of run(arguments) on a stream, with a copy of the arguments. A stream under
+ *  capture records it: then `renew`, unless NULL, is called with the copy that a replay uses, when
+ *  that is launched. */
+void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments),
+                      void (*renew)(void *arguments), const void *arguments, size_t bytes);
+
+/** Returns whether a stream is under capture. */
+int emulated_captures(cudaStream_t stream);
 
 /** Run all blocks of a grid, each in its own OS thread, and wait for the last. */
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),

@@ -52,6 +52,7 @@ typedef struct Message {
 
 /* One rank's part in a collective on a stream. */
 typedef struct Collective {
+    ncclComm_t comm; /* where it is captured: its replays are numbered when they are launched */
     Shared *shared;
     int rank;
     Kind kind;
@@ -251,6 +252,35 @@ static void run_collective(void *arguments) {
     free_messages(c->messages);
 }
 
+static Message *copy_messages(const Message *m) {
+    Message *first = NULL, **end = &first;
+    for (; m; m = m->next, end = &(*end)->next) {
+        *end = malloc(sizeof(**end));
+        if (!*end) emulated_die("no memory for messages");
+        **end = *m, (*end)->next = NULL;
+    }
+    return first;
+}
+
+/* A replay of a captured collective is launched. */
+static void renew_collective(void *arguments) {
+    Collective *c = arguments;
+    pthread_mutex_lock(&mutex);
+    c->number = c->comm->collectives++;
+    c->shared->running++;
+    pthread_mutex_unlock(&mutex);
+    c->messages = copy_messages(c->messages);
+}
+
+/* Give a collective its place in the order of the calls; replays get theirs later. The messages of
+ * a captured one stay with the graph. */
+static void number_collective(ncclComm_t comm, Collective *c) {
+    c->comm = comm, c->shared = comm->shared, c->rank = comm->rank;
+    if (emulated_captures(c->stream)) return;
+    c->number = comm->collectives++;
+    comm->shared->running++;
+}
+
 /* Enqueue collectives. On a nonblocking communicator ncclCommGetAsyncError does so later, and until
  * then no other call may use the communicator. */
 static ncclResult_t enqueue_all(ncclComm_t comm, const Collective *calls, int count) {
@@ -263,16 +293,15 @@ static ncclResult_t enqueue_all(ncclComm_t comm, const Collective *calls, int co
     if (!mine) emulated_die("no memory for collectives");
     for (int i = 0; i < count; i++) {
         mine[i] = calls[i];
-        mine[i].shared = comm->shared, mine[i].rank = comm->rank;
-        mine[i].number = comm->collectives++;
-        comm->shared->running++;
+        number_collective(comm, &mine[i]);
     }
     int blocking = comm->blocking;
     if (!blocking) comm->waiting = mine, comm->num_waiting = count, comm->starting = START_LATER;
     pthread_mutex_unlock(&mutex);
     if (!blocking) return ncclInProgress;
     for (int i = 0; i < count; i++)
-        emulated_enqueue(mine[i].stream, run_collective, &mine[i], sizeof(mine[i]));
+        emulated_enqueue(mine[i].stream, run_collective, renew_collective, &mine[i],
+                         sizeof(mine[i]));
     free(mine);
     return ncclSuccess;
 }
@@ -383,8 +412,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
 /* Enqueue what waits. Other threads may ask meanwhile. */
 static void start(ncclComm_t comm) {
     for (int i = 0; i < comm->num_waiting; i++)
-        emulated_enqueue(comm->waiting[i].stream, run_collective, &comm->waiting[i],
-                         sizeof(comm->waiting[i]));
+        emulated_enqueue(comm->waiting[i].stream, run_collective, renew_collective,
+                         &comm->waiting[i], sizeof(comm->waiting[i]));
     pthread_mutex_lock(&mutex);
     free(comm->waiting);
     comm->waiting = NULL, comm->num_waiting = 0, comm->starting = 0;

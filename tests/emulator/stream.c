@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Streams: queues of tasks, each with an OS thread that runs them. */
+/* Streams: queues of tasks, each with an OS thread that runs them. Under capture a stream records
+ * its tasks (graph.h). */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,6 +8,7 @@
 #include <time.h>
 
 #include "tests/emulator/device.h"
+#include "tests/emulator/graph.h"
 #include "tests/emulator/launch.h"
 
 enum { QUEUE = 256, ARGUMENT_BYTES = 4096 + 64 };
@@ -20,14 +22,18 @@ struct CUstream_st {
     struct CUstream_st *next;
     int device, closing;
     unsigned long long id, capture; /* id: unique; capture: id of the current capture, 0: none */
-    uint64_t begun, done;           /* number of tasks enqueued and completed */
+    cudaGraph_t graph;              /* of that capture */
+    int lane;
+    uint64_t begun, done; /* number of tasks enqueued and completed */
     Task task[QUEUE];
     pthread_t thread;
 };
 
 struct CUevent_st {
-    uint64_t recorded, passed; /* number of times enqueued and completed */
-    struct timespec at;        /* when it was completed last */
+    uint64_t recorded, passed;  /* number of times enqueued and completed */
+    struct timespec at;         /* when it was completed last */
+    unsigned long long capture; /* where it was recorded last; 0: in none */
+    int mark;
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -73,11 +79,9 @@ static cudaStream_t resolve(cudaStream_t stream) {
     return defaults[device];
 }
 
-/* Enqueue a task; drop it if the stream is capturing. Returns the value of `done` once the task is
- * completed. The lock is held. */
+/* Enqueue a task. Returns the value of `done` once the task is completed. The lock is held. */
 static uint64_t enqueue(cudaStream_t s, void (*run)(void *), const void *arguments, size_t bytes) {
     if (bytes > ARGUMENT_BYTES) emulated_die("%zu bytes of arguments", bytes);
-    if (s->capture) return s->begun;
     while (s->begun - s->done == QUEUE)
         pthread_cond_wait(&changed, &mutex);
     Task *task = &s->task[s->begun % QUEUE];
@@ -93,12 +97,16 @@ static void wait_for(const struct CUstream_st *s, uint64_t number) {
         pthread_cond_wait(&changed, &mutex);
 }
 
-static void submit(cudaStream_t stream, void (*run)(void *), const void *arguments, size_t bytes,
-                   int waits) {
+static void submit(cudaStream_t stream, void (*run)(void *), void (*renew)(void *),
+                   const void *arguments, size_t bytes, int waits) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
-    uint64_t number = enqueue(s, run, arguments, bytes);
-    if (waits) wait_for(s, number);
+    if (s->capture) {
+        emulated_graph_record(s->graph, s->lane, run, renew, arguments, bytes);
+    } else {
+        uint64_t number = enqueue(s, run, arguments, bytes);
+        if (waits) wait_for(s, number);
+    }
     pthread_mutex_unlock(&mutex);
 }
 
@@ -146,16 +154,18 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
-    wait_for(s, s->begun);
+    int can = !s->capture;
+    if (can) wait_for(s, s->begun);
     pthread_mutex_unlock(&mutex);
-    return cudaSuccess;
+    return can ? cudaSuccess : emulated_error(cudaErrorStreamCaptureUnsupported);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
-    int busy = s->begun != s->done;
+    int busy = s->begun != s->done, can = !s->capture;
     pthread_mutex_unlock(&mutex);
+    if (!can) return emulated_error(cudaErrorStreamCaptureUnsupported);
     return busy ? cudaErrorNotReady : cudaSuccess;
 }
 
@@ -210,23 +220,23 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
     int pageable = emulated_reaches(to, bytes) && !emulated_reaches(from, bytes);
     LateCopy l = {.bytes = !pageable ? 0 : bytes < sizeof(l.data) ? bytes : sizeof(l.data)};
     size_t first = bytes - l.bytes;
-    if (first) submit(NULL, copy, &(Copy){to, from, 0, first}, sizeof(Copy), 1);
+    if (first) submit(NULL, copy, NULL, &(Copy){to, from, 0, first}, sizeof(Copy), 1);
     if (!l.bytes) return cudaSuccess;
     l.to = (char *)to + first;
     memcpy(l.data, (const char *)from + first, l.bytes);
-    submit(NULL, copy_late, &l, sizeof(l), 0);
+    submit(NULL, copy_late, NULL, &l, sizeof(l), 0);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream) {
     (void)kind;
-    if (bytes) submit(stream, copy, &(Copy){to, from, 0, bytes}, sizeof(Copy), 0);
+    if (bytes) submit(stream, copy, NULL, &(Copy){to, from, 0, bytes}, sizeof(Copy), 0);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
-    if (bytes) submit(stream, copy, &(Copy){to, NULL, value, bytes}, sizeof(Copy), 0);
+    if (bytes) submit(stream, copy, NULL, &(Copy){to, NULL, value, bytes}, sizeof(Copy), 0);
     return cudaSuccess;
 }
 
@@ -276,8 +286,14 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
-    Mark mark = {event, s->capture ? 0 : ++event->recorded};
-    enqueue(s, pass_mark, &mark, sizeof(mark));
+    event->capture = s->capture;
+    if (s->capture) {
+        event->mark = emulated_graph_add_mark(s->graph);
+        emulated_graph_pass(s->graph, s->lane, event->mark);
+    } else {
+        Mark mark = {event, ++event->recorded};
+        enqueue(s, pass_mark, &mark, sizeof(mark));
+    }
     pthread_mutex_unlock(&mutex);
     return cudaSuccess;
 }
@@ -291,13 +307,39 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) 
     return done ? cudaSuccess : emulated_error(cudaErrorInvalidValue);
 }
 
+/* Returns a stream that is in this capture, or NULL if it has ended. */
+static cudaStream_t capturing_stream(unsigned long long capture) {
+    cudaStream_t s = streams;
+    while (s && s->capture != capture)
+        s = s->next;
+    return s;
+}
+
+/* A stream joins the capture of the event that it waits for. Within a capture it cannot wait for an
+ * event from elsewhere. */
+static cudaError_t await_captured(cudaStream_t s, const struct CUevent_st *event) {
+    const struct CUstream_st *other = event->capture ? capturing_stream(event->capture) : NULL;
+    if (s->capture && s->capture != event->capture) return cudaErrorStreamCaptureIsolation;
+    if (!other) return cudaErrorCapturedEvent;
+    if (!s->capture)
+        s->capture = other->capture, s->graph = other->graph,
+        s->lane = emulated_graph_add_lane(s->graph);
+    emulated_graph_await(s->graph, s->lane, event->mark);
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
+    cudaError_t error = cudaSuccess;
     pthread_mutex_lock(&mutex);
+    cudaStream_t s = resolve(stream);
     Mark mark = {event, event->recorded};
-    enqueue(resolve(stream), wait_for_mark, &mark, sizeof(mark));
+    if (event->capture || (s->capture && event->recorded))
+        error = await_captured(s, event);
+    else if (!s->capture)
+        enqueue(s, wait_for_mark, &mark, sizeof(mark));
     pthread_mutex_unlock(&mutex);
-    return cudaSuccess;
+    return error == cudaSuccess ? cudaSuccess : emulated_error(error);
 }
 
 /* ---- kernels ---- */
@@ -318,15 +360,22 @@ void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void
     Launch launch = {.grid = *grid, .kernel = kernel};
     if (bytes > sizeof(launch.arguments)) emulated_die("%zu bytes of arguments", bytes);
     memcpy(launch.arguments, arguments, bytes);
-    submit(grid->stream, run_kernel, &launch, sizeof(launch), 0);
+    submit(grid->stream, run_kernel, NULL, &launch, sizeof(launch), 0);
 }
 
-void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments), const void *arguments,
-                      size_t bytes) {
-    submit(stream, run, arguments, bytes, 0);
+void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments),
+                      void (*renew)(void *arguments), const void *arguments, size_t bytes) {
+    submit(stream, run, renew, arguments, bytes, 0);
 }
 
-/* ---- captures: they make no graphs ---- */
+/* ---- captures ---- */
+
+int emulated_captures(cudaStream_t stream) {
+    pthread_mutex_lock(&mutex);
+    int captures_now = resolve(stream)->capture != 0;
+    pthread_mutex_unlock(&mutex);
+    return captures_now;
+}
 
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
     pthread_mutex_lock(&mutex);
@@ -349,9 +398,11 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCapt
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
     (void)mode;
     pthread_mutex_lock(&mutex);
-    resolve(stream)->capture = ++captures;
+    cudaStream_t s = resolve(stream);
+    int is_new = !s->capture;
+    if (is_new) s->capture = ++captures, s->graph = emulated_graph_open(), s->lane = 0;
     pthread_mutex_unlock(&mutex);
-    return cudaSuccess;
+    return is_new ? cudaSuccess : emulated_error(cudaErrorIllegalState);
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
@@ -361,32 +412,18 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
     return cudaSuccess;
 }
 
+/* All streams that have joined the capture leave it. */
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out) {
     pthread_mutex_lock(&mutex);
-    resolve(stream)->capture = 0;
+    cudaStream_t s = resolve(stream);
+    unsigned long long capture = s->capture;
+    *out = capture && s->lane == 0 ? s->graph : NULL;
+    for (cudaStream_t other = streams; other && *out; other = other->next)
+        if (other->capture == capture) other->capture = 0, other->graph = NULL;
     pthread_mutex_unlock(&mutex);
+    if (!*out) return emulated_error(cudaErrorIllegalState);
+    if (!emulated_graph_is_unjoined(*out)) return cudaSuccess;
+    cudaGraphDestroy(*out);
     *out = NULL;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph,
-                                 unsigned long long flags) {
-    (void)graph, (void)flags;
-    *out = NULL;
-    return emulated_error(cudaErrorNotSupported);
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-    (void)exec, (void)stream;
-    return emulated_error(cudaErrorNotSupported);
-}
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    (void)graph;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-    (void)exec;
-    return cudaSuccess;
+    return emulated_error(cudaErrorStreamCaptureUnjoined);
 }

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef TESTS_EMULATOR_GRAPH_H
+#define TESTS_EMULATOR_GRAPH_H
+
+/**
+ * Graphs: what streams recorded under capture, in lanes. A stream that joins the capture has a lane
+ * of its own; marks stand for the events between lanes. A replay runs each lane in a thread.
+ */
+
+#include <stddef.h>
+
+#include <cuda_runtime_api.h>
+
+cudaGraph_t emulated_graph_open(void);
+/** Returns the number of a new lane; the first is 0, that of the stream which began the capture. */
+int emulated_graph_add_lane(cudaGraph_t graph);
+/** Returns the number of a new mark. */
+int emulated_graph_add_mark(cudaGraph_t graph);
+
+/** Record a task with a copy of its arguments. `renew`, unless NULL, is called with the copy that a
+ *  replay uses, in the order of the recording, when the replay is launched. */
+void emulated_graph_record(cudaGraph_t graph, int lane, void (*run)(void *arguments),
+                           void (*renew)(void *arguments), const void *arguments, size_t bytes);
+void emulated_graph_pass(cudaGraph_t graph, int lane, int mark);
+void emulated_graph_await(cudaGraph_t graph, int lane, int mark);
+
+/** Returns whether some lane goes on after what all others wait for: a capture must not end so. */
+int emulated_graph_is_unjoined(const struct CUgraph_st *graph);
+
+#endif
