@@ -2,6 +2,7 @@
 #include "bootstrap/cuda/watch.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,6 +76,7 @@ typedef struct EpCudaWatch {
     int stop;        /* 1: this rank leaves; 2: without a word */
     ncclComm_t comm; /* of all ranks */
     int busy;        /* whether the group's thread is in a call of NCCL on it */
+    int looks;       /* whether the watcher is, which ends soon */
     int is_ended;    /* whether the communicator was aborted */
     Loss loss;
     Peer *peers;
@@ -262,11 +264,23 @@ static void look_at_exchange(EpCudaWatch *w) {
     lose(w, LOSS_LATE, blamed >= 0 ? blamed : w->group->rank, blamed, "");
 }
 
-static void look_at_nccl(EpCudaWatch *w) {
+/* In a nonblocking communicator ncclCommGetAsyncError also takes the end of a call that NCCL
+ * enqueues in the background, and frees what belongs to it. So only one thread may ask at a time:
+ * not this one while the group's thread is in a call. That thread will see an error itself, or the
+ * next look does. */
+static ncclResult_t ask_nccl(EpCudaWatch *w) {
     ncclResult_t result = ncclSuccess;
-    if (cuda_of(w)->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess ||
-        result == ncclSuccess || result == ncclInProgress)
-        return;
+    __atomic_store_n(&w->looks, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST) ||
+        cuda_of(w)->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess)
+        result = ncclSuccess;
+    __atomic_store_n(&w->looks, 0, __ATOMIC_SEQ_CST);
+    return result;
+}
+
+static void look_at_nccl(EpCudaWatch *w) {
+    ncclResult_t result = ask_nccl(w);
+    if (result == ncclSuccess || result == ncclInProgress) return;
     w->loss.result = result;
     lose(w, LOSS_NCCL, w->group->rank, w->group->rank, "");
 }
@@ -395,11 +409,14 @@ static void leave(EpCudaWatch *w) {
     if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. */
+/* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. The
+ * same holds for `looks`. */
 EpStatus ep_cuda_network_enter(EpGroup *group) {
     EpCudaWatch *w = ep_cuda(group)->watch;
     if (!w) return EP_OK;
     __atomic_store_n(&w->busy, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&w->looks, __ATOMIC_SEQ_CST))
+        sched_yield();
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
     leave(w);
     group->backend->poll(group);

@@ -58,7 +58,7 @@ EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGa
     Operation o = {.call = call, .args = args};
     EpRelayCall relay = {.stream = call->stream,
                          .record_bytes = args->record.bytes,
-                         .plan = args->plan.header,
+                         .plan = &args->plan,
                          .own_plan = !call->plan.is_named,
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));

@@ -88,7 +88,7 @@ EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const Ep
     Operation o = {.call = call, .args = args, .unit = unit};
     EpRelayCall relay = {.stream = call->stream,
                          .record_bytes = args->record.bytes,
-                         .plan = args->plan.header,
+                         .plan = &args->plan,
                          .own_plan = !call->plan.is_named,
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));

@@ -138,8 +138,8 @@ enum EpInfoWord {
                          from ep_info_chunks on */
 };
 
-/** Returns the word with the number of chunks that any rank has tokens in. The places that are filled
- *  in each chunk's messages follow: [chunks, others + lanes], to the other nodes and from the
+/** Returns the word with the number of chunks that any rank has tokens in. The places that are
+ * filled in each chunk's messages follow: [chunks, others + lanes], to the other nodes and from the
  *  sources. */
 EP_HOST_DEVICE static inline int64_t ep_info_chunks(const EpPlanShape *shape) {
     return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
@@ -173,12 +173,21 @@ typedef struct EpPrepareArgs {
     EpCudaAsyncErrors *errors; /**< pinned */
 } EpPrepareArgs;
 
+/** The arguments of the kernel that checks a plan, the whole of it, for an operation on several
+ *  nodes. A wrong plan fails the group. */
+typedef struct EpCheckArgs {
+    EpCudaGroup group;
+    EpCudaPlan plan;
+} EpCheckArgs;
+
 /* Each kernel has two functions of this kind, in its .cu file. The first one is called once per
  * device, before the first launch: it loads the kernel and lets it have `shared_bytes` of shared
  * memory. The second one launches `blocks` blocks on a cudaStream_t with its EpPrepareArgs,
  * EpScatterArgs, ... Both return a cudaError_t, 0 for success. */
 int ep_cuda_open_prepare(int shared_bytes);
 int ep_cuda_launch_prepare(const void *args, int blocks, void *stream);
+int ep_cuda_open_check(int shared_bytes);
+int ep_cuda_launch_check(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

@@ -99,9 +99,9 @@ typedef enum EpRelayWay { EP_TO_RELAYS, EP_FROM_RELAYS } EpRelayWay;
 typedef struct EpRelayCall {
     EpStream stream;
     int64_t record_bytes;
-    const EpPlanHeader *plan; /**< device: that is read; NULL: none */
-    uint32_t digest;          /**< of the operation and all that ranks must agree on */
-    int32_t own_plan;         /**< whether that is the handle's own */
+    const EpCudaPlan *plan; /**< that is read, the whole of it; NULL: none */
+    uint32_t digest;        /**< of the operation and all that ranks must agree on */
+    int32_t own_plan;       /**< whether that plan is the handle's own */
 } EpRelayCall;
 
 /** Begin an operation on the caller's stream, after the group's earlier ones: ranks of other nodes

@@ -89,7 +89,7 @@ static EpStatus exchange_stamps(EpRelayRun *run) {
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     const EpCudaRelay *r = run->relay;
     run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
-                             .generation = call->plan ? &call->plan->generation : NULL,
+                             .generation = call->plan ? &call->plan->header->generation : NULL,
                              .stamps = r->stamps,
                              .peers = r->device_peers,
                              .num_peers = r->num_peers};
@@ -111,6 +111,13 @@ static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelay
     return EP_OK;
 }
 
+/* A rank whose plan is wrong has failed before it sends its stamp. */
+static EpStatus check_plan(EpRelayRun *run, const EpRelayCall *call) {
+    if (!call->plan) return EP_OK;
+    EpCheckArgs args = {run->mark.group, *call->plan};
+    return ep_relay_launch(run, run->stream.stream, ep_cuda_launch_check, &args, 1);
+}
+
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
     EpCuda *cuda = ep_cuda(handle->group);
     *run = (EpRelayRun){.handle = handle,
@@ -123,6 +130,7 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
+    EP_TRY(check_plan(run, call));
     EP_TRY(ep_cuda_check(run->group, "kernel launch",
                          ep_cuda_launch_begin(&run->mark, run->stream.stream)));
     EP_TRY(record(run, run->side->begun, run->stream.stream));

@@ -35,6 +35,7 @@ static EpStatus load_kernels(const EpGroup *group) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_route(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_pack(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_check(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_scatter(bytes)));
     return ep_cuda_check(group, "loading kernels", ep_cuda_open_latency_gather(bytes));
 }
