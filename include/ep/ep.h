@@ -642,7 +642,8 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  * to the deadline, which then fails the group. So no rank may wait for the end of this call on
  * another rank before it enters operations that the other has enqueued.
  *
- * EP_ERR_UNSUPPORTED: no communicator was lent, or the window does not reach all ranks.
+ * EP_ERR_UNSUPPORTED: no communicator was lent, the group is on several nodes, or the window does
+ * not reach all ranks.
  * EP_ERR_RANGE: `id` is out of range or in use, all ids are in use, `bytes` is 0, or the memory
  * overlaps another window of the group. EP_ERR_ADDRESS: `memory` is not a multiple of 16, is no
  * memory of the device, or is not in the window. EP_ERR_FOREIGN: NCCL does not know the window.
