@@ -332,12 +332,15 @@ typedef enum EpOverflow {
  * RANK_MAJOR), and there is no backward. Rows on their way lie in buffers of the group: see
  * latency_sets.
  *
- * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS and sizes are static, otherwise
- * THROUGHPUT. A program that asks for AUTO uses only what both modes support.
+ * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the group is on
+ * one node, otherwise THROUGHPUT. A program that asks for AUTO uses only what both modes support.
+ *
+ * On several nodes GPUs have no latency mode. The host backend has, for programs that ask for it by
+ * name.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
-/** The largest max_tokens for which AUTO means LATENCY. */
+/** The largest max_tokens for which AUTO means LATENCY, on one node. */
 #define EP_LATENCY_TOKENS 256
 
 /** "Use the default", in fields that allow it. */
