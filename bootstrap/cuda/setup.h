@@ -12,7 +12,7 @@
  *     adopt.c            windows of the borrowed communicator that the caller made
  *     ipc.c              windows where ranks share GPUs, which NCCL does not support
  *     probe.cu           kernels that find a window's addresses and probe whether peers reach it
- *     links.c            what connects the GPUs
+ *     links.c, nvml.c    what connects the GPUs
  *     watch.c, mark.cu   on several nodes: who fails, and what is late
  *     setup.c            the group's device memory; opening and closing all of these
  */
