@@ -282,7 +282,9 @@ EpStatus ep_poll_abort(void);
 
 /**
  * Make bootstraps for `size` ranks (1 .. EP_MAX_RANKS) that are threads of this process: out[size].
- * out[r] belongs to the thread that is rank r. Destroy each once. EP_ERR_RANGE, EP_ERR_NO_MEMORY.
+ * out[r] belongs to the thread that is rank r. out[0] must be initialized, and stands for all:
+ * EpBootstrap all[8] = {EP_BOOTSTRAP_INIT}. They are written only on success. Destroy each once.
+ * EP_ERR_RANGE, EP_ERR_STRUCT_SIZE, EP_ERR_NO_MEMORY.
  */
 EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out);
 
