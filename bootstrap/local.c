@@ -364,10 +364,10 @@ static EpBootstrap describe(Local *self) {
 
 EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out) {
     EpCall call = {"ep_bootstrap_local", -1};
-    if (!out) return ep_refuse(&call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
     if (size < 1 || size > EP_MAX_RANKS)
         return ep_refuse(&call, EP_ERR_RANGE, "size", "expected 1 .. %d, got %d", EP_MAX_RANKS,
                          size);
+    EP_TRY(ep_check_struct(&call, "out[0]", out, sizeof(*out)));
     SharedState *state = state_create(size);
     Local **contexts = calloc((size_t)size, sizeof(*contexts));
     int32_t made = 0;

@@ -259,8 +259,18 @@ static void mpi_destroy(void *context) {
     free(self);
 }
 
-EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
+static EpStatus check_out(const EpBootstrap *out) {
     if (!out) return fail(EP_ERR_NULL, "ep_bootstrap_mpi: out: expected a pointer, got NULL");
+    if (out->struct_size == sizeof(*out)) return EP_OK;
+    return fail(EP_ERR_STRUCT_SIZE,
+                "ep_bootstrap_mpi: out: expected struct_size %zu, got %zu (initialize it with "
+                "EP_BOOTSTRAP_INIT)",
+                sizeof(*out), out->struct_size);
+}
+
+EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
+    EpStatus status = check_out(out);
+    if (status != EP_OK) return status;
     int initialized = 0, finalized = 0;
     MPI_Initialized(&initialized);
     MPI_Finalized(&finalized);
@@ -272,7 +282,7 @@ EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out) {
                                  "MPI_COMM_NULL");
     MpiContext *self = calloc(1, sizeof(*self));
     if (!self) return fail(EP_ERR_NO_MEMORY, "ep_bootstrap_mpi: out of memory");
-    EpStatus status = check(self, "MPI_Comm_dup", MPI_Comm_dup(comm, &self->comm));
+    status = check(self, "MPI_Comm_dup", MPI_Comm_dup(comm, &self->comm));
     if (status != EP_OK) {
         free(self);
         return status;

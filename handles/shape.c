@@ -130,8 +130,8 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
     if (s->mode == EP_MODE_THROUGHPUT && rank_major)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.mode",
                          "expected latency mode in the rank-major layout (EP_MODE_AUTO selects it "
-                         "for max_tokens up to %d in a group with buffers for it), got throughput "
-                         "mode",
+                         "for max_tokens up to %d on one node, in a group with buffers for it), "
+                         "got throughput mode",
                          EP_LATENCY_TOKENS);
     if (s->mode == EP_MODE_THROUGHPUT) return EP_OK;
     if (!(offers & EP_OFFERS_LATENCY))

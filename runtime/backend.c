@@ -40,6 +40,8 @@ const EpBackendOps *ep_backend_ops(EpBackend backend) {
 }
 
 unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes) {
-    int relays = backend->id == EP_BACKEND_CUDA && nodes->nodes > 1;
-    return relays ? backend->offers & ~EP_OFFERS_LATENCY : backend->offers;
+    unsigned offers = backend->offers;
+    if (nodes->nodes == 1)
+        return offers & EP_OFFERS_LATENCY ? offers | EP_OFFERS_AUTO_LATENCY : offers;
+    return backend->id == EP_BACKEND_CUDA ? offers & ~EP_OFFERS_LATENCY : offers;
 }

@@ -160,7 +160,8 @@ EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not
                             size_t reason_bytes);
 
 /** Returns the features that a backend offers to a group on these nodes. Between nodes of GPUs NCCL
- *  moves the rows, which takes longer than latency mode does: there is none. */
+ *  moves the rows, which takes longer than latency mode does: there is none. So EP_MODE_AUTO chooses
+ *  it on one node alone, on both backends: a program does the same on CPUs and on GPUs. */
 unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes);
 
 /** Returns the table of a backend, or NULL if this build does not have it. */

@@ -84,16 +84,17 @@ double ep_config_timeout(const EpGroupConfig *config, const EpSettings *settings
 
 EpMode ep_config_mode(EpMode wish, int32_t max_tokens, int static_size, unsigned offers) {
     if (wish != EP_MODE_AUTO) return wish;
-    int fits = max_tokens <= EP_LATENCY_TOKENS && static_size && offers & EP_OFFERS_LATENCY;
+    int fits = max_tokens <= EP_LATENCY_TOKENS && static_size && offers & EP_OFFERS_AUTO_LATENCY;
     return fits ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
 }
 
-/* By default a group has sets if a handle without a mode of its own may be in latency mode. */
+/* By default a group has sets if a handle without a mode of its own may be in latency mode on one
+ * node: how much memory a group takes on the host backend does not depend on nodes. */
 int32_t ep_config_latency_sets(const EpGroupConfig *config, unsigned offers) {
     enum { USUAL_SETS = 4 };
     if (!(offers & EP_OFFERS_LATENCY)) return 0;
     if (config->latency_sets != EP_DEFAULT) return config->latency_sets;
-    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_LATENCY);
+    EpMode mode = ep_config_mode(config->mode, config->max_tokens, 1, EP_OFFERS_AUTO_LATENCY);
     return mode == EP_MODE_LATENCY ? USUAL_SETS : 0;
 }
 

@@ -26,6 +26,7 @@ EpPlacement ep_config_placement(const EpGroupConfig *config, int32_t num_ranks);
 #define EP_OFFERS_QUANT 2u         /* EpHandleConfig.quant */
 #define EP_OFFERS_SCALE_COLUMNS 4u /* EP_SCALES_BY_COLUMN */
 #define EP_OFFERS_SOURCE_COUNTS 8u /* EpPlanTensors.source_counts */
+#define EP_OFFERS_AUTO_LATENCY 16u /* EP_MODE_AUTO may be latency mode: see ep_backend_offers */
 
 /** Returns THROUGHPUT or LATENCY. `static_size`: the receive buffers' size does not depend on the
  *  routing. */

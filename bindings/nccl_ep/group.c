@@ -130,6 +130,17 @@ static NepPeerPointer find_peer_pointer(void) {
     return function;
 }
 
+/* Here, where all ranks learn of it together, and not with the first handle. */
+static int check_nodes(const char *call, ncclEpGroup_t group, const EpGroupInfo *info) {
+    if (info->num_nodes == 1 || !nep_is_low_latency(group)) return NCCL_SUCCESS;
+    return nep_fail(call, NCCL_INVALID_USAGE,
+                    "rank %d: config.algorithm: expected %d (high throughput) on %d nodes, since "
+                    "NCCL between nodes of GPUs takes longer than low latency does, got %d (low "
+                    "latency)",
+                    info->rank, NCCL_EP_ALGO_HIGH_THROUGHPUT, info->num_nodes,
+                    NCCL_EP_ALGO_LOW_LATENCY);
+}
+
 static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *comm) {
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     EpGroupConfig config = describe(&group->config, comm);
@@ -137,6 +148,7 @@ static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *co
     NEP_TRY(nep_result(call, ep_bootstrap_nccl(comm, &group->bootstrap)));
     NEP_TRY(nep_result(call, ep_group_create(&group->bootstrap, &config, &group->ep)));
     NEP_TRY(nep_result(call, ep_group_query(group->ep, &info)));
+    NEP_TRY(check_nodes(call, group, &info));
     group->peer_pointer = find_peer_pointer();
     group->rank = info.rank, group->size = info.size, group->num_local = info.num_local_experts;
     return NCCL_SUCCESS;

@@ -65,13 +65,16 @@ static EpStatus write_row(const EpGroup *group, const EpCall *call, int32_t numb
 
 /* ---- checks -------------------------------------------------------------------------------- */
 
-static EpStatus check_group(const EpGroup *group, const EpCall *call) {
+static EpStatus check_nodes(const EpGroup *group, const EpCall *call) {
+    if (group->nodes.sizes.nodes == 1) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "group",
+                     "expected one on one node, since a window of the borrowed communicator "
+                     "spans all of them, got %d nodes",
+                     group->nodes.sizes.nodes);
+}
+
+static EpStatus check_lent(const EpGroup *group, const EpCall *call) {
     const EpCuda *cuda = ep_cuda(group);
-    if (group->nodes.sizes.nodes > 1)
-        return ep_refuse(call, EP_ERR_UNSUPPORTED, "group",
-                         "expected one on one node, since a window of the borrowed communicator "
-                         "spans all of them, got %d nodes",
-                         group->nodes.sizes.nodes);
     if (cuda->adopting && (cuda->nccl || group->size == 1)) return EP_OK;
     return ep_refuse(
         call, EP_ERR_UNSUPPORTED, "group",
@@ -184,7 +187,8 @@ static EpStatus beside_captures(EpGroup *group, const EpCall *call, const EpWind
 }
 
 EpStatus ep_cuda_adopt_window(EpGroup *group, const EpCall *call, const EpWindow *window) {
-    EP_TRY(check_group(group, call));
+    EP_TRY(check_nodes(group, call));
+    EP_TRY(check_lent(group, call));
     return beside_captures(group, call, window, adopt);
 }
 
@@ -195,7 +199,7 @@ EpStatus ep_cuda_release_window(EpGroup *group, const EpCall *call, const EpWind
 EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window, void **memory,
                                size_t *bytes) {
     void *begin = NULL;
-    EP_TRY(check_group(group, call));
+    EP_TRY(check_lent(group, call));
     EP_TRY(ep_cuda_check_pointer(group, call, "window", window));
     EP_TRY(find_begin(group, call, window, &begin));
     if (!begin)

@@ -2,8 +2,9 @@
 /*
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
  * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
- * memory, and one of all ranks, for the network. Where ranks share GPUs, ipc.c maps their memory,
- * and the communicator of all ranks remains.
+ * memory, and one of all ranks, for the network. Both are split from the one that the caller lends,
+ * or made from new ids. Where ranks share GPUs, ipc.c maps their memory, and the communicator of
+ * all ranks remains.
  */
 #include <stdlib.h>
 
@@ -16,28 +17,32 @@ static EpStatus check(const EpGroup *group, const char *call, ncclResult_t resul
                    ep_cuda(group)->nccl->ncclGetErrorString(result));
 }
 
-/* Returns the seconds to wait for NCCL, which may need longer than the group's timeout. */
-static double nccl_timeout(const EpGroup *group) {
+double ep_cuda_comm_timeout(const EpGroup *group) {
     return group->timeout > EP_NCCL_SECONDS ? group->timeout : EP_NCCL_SECONDS;
 }
 
 EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
-    return ep_group_agree_within(group, call, mine, nccl_timeout(group) + group->timeout);
+    return ep_group_agree_within(group, call, mine, ep_cuda_comm_timeout(group) + group->timeout);
 }
 
-EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
-                             ncclResult_t result) {
-    const EpCuda *cuda = ep_cuda(group);
-    double seconds = nccl_timeout(group);
-    (void)ep_group_await(group);
-    result = ep_nccl_settle(cuda->nccl, comm, result, seconds);
-    EpStatus status = result == ncclInProgress ? ep_poll_abort() : check(group, call, result);
-    (void)ep_group_await(NULL);
-    if (status != EP_OK || result != ncclInProgress) return status;
+EpStatus ep_cuda_comm_check(const EpGroup *group, const char *call, ncclResult_t result,
+                            double seconds) {
+    if (result != ncclInProgress) return check(group, call, result);
+    EP_TRY(ep_poll_abort());
     EP_INFO("%s: no answer within %g s", call, seconds);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: expected all %d ranks to come within %g s, got no answer",
                    group->rank, call, group->size, seconds);
+}
+
+EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
+                             ncclResult_t result) {
+    double seconds = ep_cuda_comm_timeout(group);
+    (void)ep_group_await(group);
+    result = ep_nccl_settle(ep_cuda(group)->nccl, comm, result, seconds);
+    EpStatus status = ep_cuda_comm_check(group, call, result, seconds);
+    (void)ep_group_await(NULL);
+    return status;
 }
 
 /* Check that a borrowed communicator numbers the ranks as the bootstrap does. */
@@ -101,24 +106,41 @@ static EpStatus open(EpGroup *group, const Opening *o) {
 
 /* All ids are exchanged before any communicator is made: a rank whose NCCL fails must not leave
  * others in the bootstrap. */
-EpStatus ep_cuda_comm_open(EpGroup *group) {
+static EpStatus open_from_ids(EpGroup *group, int has_node, int has_network) {
     EpCuda *cuda = ep_cuda(group);
     const EpNodes *n = &group->nodes;
-    char reason[192];
     Opening node = {ep_nodes_member(n, n->node, 0), n->rank, n->sizes.ranks, {{0}}, &cuda->comm};
     Opening network = {0, group->rank, group->size, {{0}}, &cuda->network};
-    cuda->nccl = ep_nccl_load(reason, sizeof(reason));
-    if (group->config.nccl_comm) EP_TRY(check_borrowed(group, cuda));
-    if (group->config.nccl_comm && n->sizes.nodes == 1) {
-        cuda->comm = group->config.nccl_comm;
-        return EP_OK;
-    }
-    int has_network = n->sizes.nodes > 1, has_node = !has_network || !group->choice.shared;
-    cuda->owns_comm = 1;
     if (has_node) EP_TRY(exchange_id(group, &node));
     if (has_network) EP_TRY(exchange_id(group, &network));
     if (has_node) EP_TRY(open(group, &node));
     return has_network ? open(group, &network) : EP_OK;
+}
+
+/* A rank that is alone on its node needs no communicator there, but all ranks take part. */
+static EpStatus open_from_lent(EpGroup *group, int has_node) {
+    EpCuda *cuda = ep_cuda(group);
+    const EpNodes *n = &group->nodes;
+    int color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR;
+    if (has_node && n->sizes.nodes < group->size)
+        EP_TRY(ep_cuda_comm_split(group, color, &cuda->comm));
+    return ep_cuda_comm_split(group, 0, &cuda->network);
+}
+
+EpStatus ep_cuda_comm_open(EpGroup *group) {
+    EpCuda *cuda = ep_cuda(group);
+    int has_network = group->nodes.sizes.nodes > 1,
+        has_node = !has_network || !group->choice.shared;
+    char reason[192];
+    cuda->nccl = ep_nccl_load(reason, sizeof(reason));
+    if (group->config.nccl_comm) EP_TRY(check_borrowed(group, cuda));
+    if (group->config.nccl_comm && !has_network) {
+        cuda->comm = group->config.nccl_comm;
+        return EP_OK;
+    }
+    cuda->owns_comm = 1;
+    if (group->config.nccl_comm) return open_from_lent(group, has_node);
+    return open_from_ids(group, has_node, has_network);
 }
 
 static void close(const EpNccl *nccl, ncclComm_t comm, int together) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds out whether NVLink connects the ranks' GPUs. */
-#include <dlfcn.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/nvml.h"
 #include "bootstrap/cuda/setup.h"
 
 /* Returns 1 if NVLink connects two devices of this process. Only GPUs that NVLink connects have
@@ -17,51 +17,23 @@ static int are_linked(int device, int other) {
     return 0;
 }
 
-/* Functions of NVML, which is a part of the driver. They return 0 on success. */
-typedef struct Nvml {
-    int (*init)(void);
-    int (*shutdown)(void);
-    int (*by_bus)(const char *bus, void **device);
-    int (*link_state)(void *device, unsigned link, int *active);
-    int (*link_end)(void *device, unsigned link, int *type); /* NULL in old drivers */
-} Nvml;
-
-#define MOST_LINKS 18
-#define END_IS_A_SWITCH 2 /* NVML_NVLINK_DEVICE_TYPE_SWITCH */
-
 /* Number of a GPU's active links, and of those that lead to a switch. */
 typedef struct Links {
     int active, switched;
 } Links;
 
-static Links count_links(const Nvml *nvml, const char *bus) {
-    void *device;
-    Links links = {0, 0};
-    if (nvml->init()) return links;
-    for (unsigned link = 0; link < MOST_LINKS && !nvml->by_bus(bus, &device); link++) {
-        int active = 0, end = -1;
-        if (nvml->link_state(device, link, &active) || !active) continue;
-        links.active++;
-        if (nvml->link_end && !nvml->link_end(device, link, &end))
-            links.switched += end == END_IS_A_SWITCH;
-    }
-    nvml->shutdown();
-    return links;
-}
-
 static Links links_of(const char *bus) {
-    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) return (Links){0, 0};
-    void *const symbols[] = {dlsym(library, "nvmlInit_v2"), dlsym(library, "nvmlShutdown"),
-                             dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2"),
-                             dlsym(library, "nvmlDeviceGetNvLinkState"),
-                             dlsym(library, "nvmlDeviceGetNvLinkRemoteDeviceType")};
-    Nvml nvml;
-    int complete = symbols[0] && symbols[1] && symbols[2] && symbols[3];
-    _Static_assert(sizeof(nvml) == sizeof(symbols), "pointers to functions and to data");
-    memcpy(&nvml, symbols, sizeof(nvml));
-    Links links = complete ? count_links(&nvml, bus) : (Links){0, 0};
-    dlclose(library);
+    EpNvml nvml;
+    Links links = {0, 0};
+    if (!ep_nvml_open(bus, &nvml)) return links;
+    for (unsigned link = 0; link < EP_NVML_LINKS; link++) {
+        int active = 0, end = -1;
+        if (nvml.link_state(nvml.device, link, &active) || !active) continue;
+        links.active++;
+        if (nvml.link_end && !nvml.link_end(nvml.device, link, &end))
+            links.switched += end == EP_NVML_SWITCH;
+    }
+    ep_nvml_close(&nvml);
     return links;
 }
 

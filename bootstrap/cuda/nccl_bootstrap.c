@@ -175,11 +175,10 @@ static EpStatus gather_chunks(NcclContext *self, uint64_t call, const char *in, 
     return run_round(self, deadline);
 }
 
-/* Refuse all further gathers over this communicator. */
-static void fail_all(const NcclContext *self, EpStatus status) {
+void ep_nccl_bootstrap_refuse(ncclComm_t comm, EpStatus status) {
     pthread_mutex_lock(&mutex);
     for (NcclContext *c = contexts; c; c = c->next) {
-        if (c->comm != self->comm || c->failed != EP_OK) continue;
+        if (c->comm != comm || c->failed != EP_OK) continue;
         c->failed = status;
         snprintf(c->sentence, sizeof(c->sentence), "%s", ep_last_error());
     }
@@ -193,7 +192,7 @@ static EpStatus gather(NcclContext *self, uint64_t call, const void *in, void *o
     int before = ep_cuda_use(self->device);
     EpStatus status = gather_chunks(self, call, in, out, bytes, &deadline);
     ep_cuda_restore(before);
-    if (status != EP_OK && status != EP_ERR_ORDER) fail_all(self, status);
+    if (status != EP_OK && status != EP_ERR_ORDER) ep_nccl_bootstrap_refuse(self->comm, status);
     return status;
 }
 

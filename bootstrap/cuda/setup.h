@@ -6,13 +6,13 @@
  * What the CUDA backend sets up with the peers.
  *
  *     gpus.c, fabric.c   this process's GPUs, before any is used
- *     comm.c             NCCL communicators, the group's own or a borrowed one
+ *     comm.c, split.c    NCCL communicators: the group's own, a borrowed one, splits of that
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
  *     windows.c          windows: device memory that all ranks map
  *     adopt.c            windows of the borrowed communicator that the caller made
  *     ipc.c              windows where ranks share GPUs, which NCCL does not support
  *     probe.cu           kernels that find a window's addresses and probe whether peers reach it
- *     links.c            what connects the GPUs
+ *     links.c, nvml.c    what connects the GPUs
  *     watch.c, mark.cu   on several nodes: who fails, and what is late
  *     setup.c            the group's device memory; opening and closing all of these
  */
@@ -40,11 +40,16 @@ EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window,
 
 /* NCCL's calls do not block: it works in a thread of its own while the rank waits with a timeout,
  * so a rank that stays away is an error. A borrowed communicator may be blocking; then the rank
- * waits as long as NCCL does. */
+ * waits as long as NCCL does, except for a split. */
 
-/** Collective: create the group's communicators, whose unique ids travel over the bootstrap, or
- *  check the borrowed one. */
+/** Collective: create the group's communicators, from the borrowed one or from unique ids that
+ *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
+
+/** Collective: split the borrowed communicator. Ranks of one color have a communicator together,
+ *  numbered as in the group; those of NCCL_SPLIT_NOCOLOR have none. After a failure the borrowed
+ *  one can only be aborted, and bootstraps over it refuse all gathers. */
+EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out);
 
 /** Destroy the group's own communicators if all ranks do so (`together`), else abort it. */
 void ep_cuda_comm_close(EpGroup *group, int together);
@@ -53,9 +58,16 @@ void ep_cuda_comm_close(EpGroup *group, int together);
  *  waiting where this rank failed at once. */
 EpStatus ep_cuda_comm_agree(EpGroup *group, const EpCall *call, EpStatus mine);
 
-/** Wait until a communicator of the group has finished `call`, which returned `result`. Returns
- *  EP_ERR_SYSTEM if NCCL failed, another error if it has not answered: at the deadline, or because
- *  the group was aborted. */
+/** Returns the seconds to wait for NCCL, which may need longer than the group's timeout. */
+double ep_cuda_comm_timeout(const EpGroup *group);
+
+/** Returns EP_OK if `call` has ended well, EP_ERR_SYSTEM if NCCL failed, another error if it has
+ *  not answered (ncclInProgress): at the deadline, or because the group was aborted. */
+EpStatus ep_cuda_comm_check(const EpGroup *group, const char *call, ncclResult_t result,
+                            double seconds);
+
+/** Wait until a communicator of the group has finished `call`, which returned `result`; see
+ *  ep_cuda_comm_check. */
 EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
                              ncclResult_t result);
 
@@ -65,6 +77,9 @@ EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
  * example) would not return: leave the memory allocated instead.
  */
 int ep_nccl_bootstrap_is_pending(const EpBootstrap *bootstrap);
+
+/** Refuse all further gathers over the communicator, with this status and its sentence. */
+void ep_nccl_bootstrap_refuse(ncclComm_t comm, EpStatus status);
 
 /* ---- windows ------------------------------------------------------------------------------- */
 

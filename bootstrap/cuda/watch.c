@@ -68,16 +68,29 @@ typedef struct Loss {
     char why[EP_ABORT_BYTES];
 } Loss;
 
+/** How the watcher stops. */
+typedef enum Stop {
+    STOP_NOT,
+    STOP_TOGETHER,
+    STOP_ALONE,     /* without a word, unless something is lost */
+    STOP_ABANDONED, /* likewise; the communicator stays, and so does the watcher if it hangs */
+} Stop;
+
 typedef struct EpCudaWatch {
-    EpGroup *group;
+    EpGroup *group; /* its failures alone: the watcher may outlive it */
+    const EpCuda *cuda;
+    int32_t rank;
+    double timeout;
     EpBootstrap messages;
     int has_messages, started;
     pthread_t thread;
-    int stop;        /* 1: this rank leaves; 2: without a word */
+    int stop;        /* Stop */
     ncclComm_t comm; /* of all ranks */
     int busy;        /* whether the group's thread is in a call of NCCL on it */
     int looks;       /* whether the watcher is, which ends soon */
+    int ending;      /* whether the thread aborts the communicator, or has done so */
     int is_ended;    /* whether the communicator was aborted */
+    int done;        /* the thread has ended */
     Loss loss;
     Peer *peers;
     int32_t num_peers;
@@ -92,10 +105,6 @@ typedef struct EpCudaWatch {
     cudaStream_t stream;
     uint32_t *failed; /* pinned: FAILED_FOREVER */
 } EpCudaWatch;
-
-static const EpCuda *cuda_of(const EpCudaWatch *w) {
-    return ep_cuda(w->group);
-}
 
 static uint64_t load(const uint64_t *word) {
     return __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -113,6 +122,10 @@ static int is_lost(const EpCudaWatch *w) {
     return __atomic_load_n(&w->loss.kind, __ATOMIC_ACQUIRE);
 }
 
+static Stop stops(const EpCudaWatch *w) {
+    return (Stop)__atomic_load_n(&w->stop, __ATOMIC_ACQUIRE);
+}
+
 /* ---- ending this rank's part --------------------------------------------------------------- */
 
 /* Kernels that run look at the word where they wait, later ones first. It is there before the
@@ -120,7 +133,7 @@ static int is_lost(const EpCudaWatch *w) {
  * which this copy has nothing to do with. */
 static void stop_kernels(EpCudaWatch *w) {
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    uint32_t *word = &cuda_of(w)->device.state->failed;
+    uint32_t *word = &w->cuda->device.state->failed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     (void)cudaMemcpyAsync(word, w->failed, sizeof(*word), cudaMemcpyHostToDevice, w->stream);
     (void)cudaStreamSynchronize(w->stream);
@@ -130,10 +143,12 @@ static void stop_kernels(EpCudaWatch *w) {
 /* The group's thread sees the loss and leaves, or has not entered: see ep_cuda_network_enter. */
 static void end_communicator(EpCudaWatch *w) {
     EpWait wait;
-    ep_wait_begin(&wait, w->group->timeout, 0);
+    ep_wait_begin(&wait, w->timeout, 0);
     while (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST))
         if (!ep_wait_pause(&wait)) return;
-    (void)cuda_of(w)->nccl->ncclCommAbort(w->comm);
+    if (stops(w) == STOP_ABANDONED) return;
+    __atomic_store_n(&w->ending, 1, __ATOMIC_RELEASE);
+    (void)w->cuda->nccl->ncclCommAbort(w->comm);
     w->is_ended = 1;
 }
 
@@ -155,7 +170,7 @@ static int is_late(EpCudaWatch *w, double grace) {
     double now = ep_clock();
     if (moved != w->moved || !(moved & 1)) w->since = now;
     w->moved = moved;
-    return now - w->since >= w->group->timeout + grace;
+    return now - w->since >= w->timeout + grace;
 }
 
 /* A rank that is in an operation of the same number must be in the same one. */
@@ -202,7 +217,7 @@ static int tell(EpCudaWatch *w, Peer *p, NoteKind kind) {
     int done = 1;
     if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
     if (!done) return 0;
-    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->group->rank;
+    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->rank;
     p->out = (Note){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
     memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
     (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
@@ -231,8 +246,8 @@ static int gave_time(EpCudaWatch *w) {
 /* The group's thread, an abort, or kernels may have found a failure. */
 static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
-    const EpCudaFailure *f = cuda_of(w)->device.failure;
-    int32_t blamed = w->group->rank;
+    const EpCudaFailure *f = w->cuda->device.failure;
+    int32_t blamed = w->rank;
     pthread_mutex_lock(&abort->mutex);
     int failed = abort->failed, aborted = abort->requested;
     if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
@@ -242,7 +257,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (aborted || failed || fault)
-        lose(w, LOSS_OWN, w->group->rank, blamed, aborted ? abort->sentence : "");
+        lose(w, LOSS_OWN, w->rank, blamed, aborted ? abort->sentence : "");
 }
 
 /* Returns the rank to blame for an exchange that is late, or -1. */
@@ -261,7 +276,7 @@ static int32_t find_late(const EpCudaWatch *w) {
 static void look_at_exchange(EpCudaWatch *w) {
     if (!is_late(w, GRACE_SECONDS)) return;
     int32_t blamed = find_late(w);
-    lose(w, LOSS_LATE, blamed >= 0 ? blamed : w->group->rank, blamed, "");
+    lose(w, LOSS_LATE, blamed >= 0 ? blamed : w->rank, blamed, "");
 }
 
 /* In a nonblocking communicator ncclCommGetAsyncError also takes the end of a call that NCCL
@@ -272,7 +287,7 @@ static ncclResult_t ask_nccl(EpCudaWatch *w) {
     ncclResult_t result = ncclSuccess;
     __atomic_store_n(&w->looks, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST) ||
-        cuda_of(w)->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess)
+        w->cuda->nccl->ncclCommGetAsyncError(w->comm, &result) != ncclSuccess)
         result = ncclSuccess;
     __atomic_store_n(&w->looks, 0, __ATOMIC_SEQ_CST);
     return result;
@@ -282,7 +297,7 @@ static void look_at_nccl(EpCudaWatch *w) {
     ncclResult_t result = ask_nccl(w);
     if (result == ncclSuccess || result == ncclInProgress) return;
     w->loss.result = result;
-    lose(w, LOSS_NCCL, w->group->rank, w->group->rank, "");
+    lose(w, LOSS_NCCL, w->rank, w->rank, "");
 }
 
 /* ---- the thread ---------------------------------------------------------------------------- */
@@ -308,8 +323,8 @@ static void say_goodbye(EpCudaWatch *w) {
 static void *watch(void *context) {
     EpCudaWatch *w = context;
     const struct timespec tick = {.tv_nsec = TICK_NANOSECONDS};
-    int before = ep_cuda_use(cuda_of(w)->ordinal), stop;
-    while (!(stop = __atomic_load_n(&w->stop, __ATOMIC_ACQUIRE))) {
+    int before = ep_cuda_use(w->cuda->ordinal);
+    while (stops(w) == STOP_NOT) {
         for (int32_t i = 0; i < w->num_peers && !is_lost(w); i++)
             listen_to(w, &w->peers[i]);
         if (!is_lost(w)) look_at_group(w);
@@ -319,8 +334,9 @@ static void *watch(void *context) {
         nanosleep(&tick, NULL);
     }
     if (!is_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
-    if (stop == 1 || is_lost(w)) say_goodbye(w);
+    if (stops(w) == STOP_TOGETHER || is_lost(w)) say_goodbye(w);
     ep_cuda_restore(before);
+    __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
     return NULL;
 }
 
@@ -333,7 +349,7 @@ static EpStatus start(EpCudaWatch *w) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     w->started = !error;
     if (!error) return EP_OK;
-    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s", w->group->rank,
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s", w->rank,
                    strerror(error));
 }
 
@@ -375,7 +391,8 @@ EpStatus ep_cuda_watch_open(EpGroup *group) {
     if (!w)
         status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
     EP_TRY(ep_group_agree(group, &call, status));
-    w->group = group, w->comm = comm;
+    w->group = group, w->cuda = ep_cuda(group), w->comm = comm;
+    w->rank = group->rank, w->timeout = group->timeout;
     w->beat = group->timeout / 4 < MOST_BEAT_SECONDS ? group->timeout / 4 : MOST_BEAT_SECONDS;
     EP_TRY(ep_group_agree(group, &call, allocate(w)));
     status = ep_sockets_open(group, &w->messages);
@@ -388,7 +405,7 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     EpCuda *cuda = ep_cuda(group);
     EpCudaWatch *w = cuda->watch;
     if (!w) return;
-    __atomic_store_n(&w->stop, together ? 1 : 2, __ATOMIC_RELEASE);
+    __atomic_store_n(&w->stop, together ? STOP_TOGETHER : STOP_ALONE, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
     if (w->is_ended && w->comm == cuda->network) cuda->network = NULL;
     if (w->is_ended && w->comm == cuda->comm) cuda->comm = NULL;
@@ -401,6 +418,24 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     free(w->peers);
     free(w);
     cuda->watch = NULL;
+}
+
+/* Aborting the communicator frees memory, which may wait for the device: a watcher that does so
+ * already is left to it. From then on it needs the group no more. */
+void ep_cuda_watch_abandon(EpGroup *group) {
+    EpCudaWatch *w = ep_cuda(group)->watch;
+    const struct timespec tick = {.tv_nsec = TICK_NANOSECONDS};
+    if (!w || !w->started) return;
+    __atomic_store_n(&w->stop, STOP_ABANDONED, __ATOMIC_RELEASE);
+    while (!__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) &&
+           !__atomic_load_n(&w->ending, __ATOMIC_ACQUIRE))
+        nanosleep(&tick, NULL);
+    if (!__atomic_load_n(&w->done, __ATOMIC_ACQUIRE)) {
+        (void)pthread_detach(w->thread);
+        return;
+    }
+    pthread_join(w->thread, NULL);
+    ep_bootstrap_destroy(&w->messages);
 }
 
 /* ---- the group's thread -------------------------------------------------------------------- */

@@ -33,6 +33,10 @@ EpStatus ep_cuda_watch_open(EpGroup *group);
 /** Stop the watcher. `together`: the others do so now, and are not to take it for a loss. */
 void ep_cuda_watch_close(EpGroup *group, int together);
 
+/** Stop the watcher where the device may be busy for ever, and leave its memory and the
+ *  communicator. */
+void ep_cuda_watch_abandon(EpGroup *group);
+
 /** Bring a loss into the group. */
 void ep_cuda_watch_poll(EpGroup *group);
 

@@ -282,7 +282,9 @@ EpStatus ep_poll_abort(void);
 
 /**
  * Make bootstraps for `size` ranks (1 .. EP_MAX_RANKS) that are threads of this process: out[size].
- * out[r] belongs to the thread that is rank r. Destroy each once. EP_ERR_RANGE, EP_ERR_NO_MEMORY.
+ * out[r] belongs to the thread that is rank r. out[0] must be initialized, and stands for all:
+ * EpBootstrap all[8] = {EP_BOOTSTRAP_INIT}. They are written only on success. Destroy each once.
+ * EP_ERR_RANGE, EP_ERR_STRUCT_SIZE, EP_ERR_NO_MEMORY.
  */
 EpStatus ep_bootstrap_local(int32_t size, EpBootstrap *out);
 
@@ -332,12 +334,15 @@ typedef enum EpOverflow {
  * RANK_MAJOR), and there is no backward. Rows on their way lie in buffers of the group: see
  * latency_sets.
  *
- * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS and sizes are static, otherwise
- * THROUGHPUT. A program that asks for AUTO uses only what both modes support.
+ * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the group is on
+ * one node, otherwise THROUGHPUT. A program that asks for AUTO uses only what both modes support.
+ *
+ * On several nodes GPUs have no latency mode. The host backend has, for programs that ask for it by
+ * name.
  */
 typedef enum EpMode { EP_MODE_AUTO = 1, EP_MODE_THROUGHPUT = 2, EP_MODE_LATENCY = 3 } EpMode;
 
-/** The largest max_tokens for which AUTO means LATENCY. */
+/** The largest max_tokens for which AUTO means LATENCY, on one node. */
 #define EP_LATENCY_TOKENS 256
 
 /** "Use the default", in fields that allow it. */
@@ -642,7 +647,8 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  * to the deadline, which then fails the group. So no rank may wait for the end of this call on
  * another rank before it enters operations that the other has enqueued.
  *
- * EP_ERR_UNSUPPORTED: no communicator was lent, or the window does not reach all ranks.
+ * EP_ERR_UNSUPPORTED: no communicator was lent, the group is on several nodes, or the window does
+ * not reach all ranks.
  * EP_ERR_RANGE: `id` is out of range or in use, all ids are in use, `bytes` is 0, or the memory
  * overlaps another window of the group. EP_ERR_ADDRESS: `memory` is not a multiple of 16, is no
  * memory of the device, or is not in the window. EP_ERR_FOREIGN: NCCL does not know the window.

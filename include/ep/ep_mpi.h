@@ -25,7 +25,8 @@ extern "C" {
  * Make a bootstrap with the ranks of `comm`. Collective over `comm`. libep duplicates `comm` and
  * never sends on the caller's communicator. Ranks of a node use POSIX shared memory; messages
  * between nodes use MPI_Isend and MPI_Irecv. MPI must be initialized, with MPI_THREAD_SERIALIZED or
- * more if calls come from different threads. Destroy the bootstrap before MPI_Finalize.
+ * more if calls come from different threads. Destroy the bootstrap before MPI_Finalize. *out must be
+ * initialized (EP_BOOTSTRAP_INIT; else EP_ERR_STRUCT_SIZE) and is written only on success.
  */
 EpStatus ep_bootstrap_mpi(MPI_Comm comm, EpBootstrap *out);
 

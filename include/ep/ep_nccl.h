@@ -64,6 +64,17 @@ EpStatus ep_bootstrap_nccl(ncclComm_t comm, EpBootstrap *out);
  * ranks, in the same order. It stays the caller's and must outlive the group. Its device is the
  * rank's device (config.device is EP_DEFAULT or the same). Either all ranks lend one or none does.
  * Its windows can be adopted: see ep_window_adopt.
+ *
+ * A group on several nodes splits its own communicators from `comm` (ncclCommSplit). Therefore:
+ *
+ * - `comm` is idle while ep_group_create runs: no operation on it is under way on any rank's
+ *   streams, and no other thread uses it. NCCL may deadlock otherwise.
+ * - It was created with splitShare = 0, NCCL's default: where communicators share resources, the
+ *   end of one ends the others, and libep aborts its own when a rank fails. Then `comm` goes on.
+ * - If NCCL does not complete a split on some rank, ep_group_create returns EP_ERR_SYSTEM with
+ *   NCCL's reason there, EP_ERR_TIMEOUT on the ranks that waited. Then abort `comm`
+ *   (ncclCommAbort): NCCL may still be waiting in it, and bootstraps over it refuse all gathers.
+ *
  * A group on the host backend, or a build without CUDA, refuses it with EP_ERR_UNSUPPORTED.
  */
 static inline void ep_group_config_set_nccl(EpGroupConfig *config, ncclComm_t comm) {

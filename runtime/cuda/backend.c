@@ -65,6 +65,7 @@ static void close(EpGroup *group, int together) {
     if (!cuda) return;
     if (ep_nccl_bootstrap_is_pending(&group->bootstrap)) {
         EP_WARN("a gather of the bootstrap is still on the device: the group's memory stays");
+        ep_cuda_watch_abandon(group);
         group->backend_state = NULL;
         return;
     }

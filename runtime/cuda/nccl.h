@@ -17,6 +17,7 @@
     X(ncclGetErrorString)     \
     X(ncclGetUniqueId)        \
     X(ncclCommInitRankConfig) \
+    X(ncclCommSplit)          \
     X(ncclCommGetAsyncError)  \
     X(ncclCommCount)          \
     X(ncclCommUserRank)       \

@@ -63,7 +63,7 @@ ThreadTest(bootstrap_local, shared_memory_of_a_node, 4) {
  * the heap, so libc counts it as mapped. */
 SoloTest(bootstrap_local, block_of_a_share_that_fails) {
     enum { BYTES = 64 << 20 };
-    EpBootstrap b[2];
+    EpBootstrap b[2] = {EP_BOOTSTRAP_INIT};
     void *segments[2] = {NULL, NULL}, *memory = NULL;
     REQUIRE_OK(ep_bootstrap_local(2, b));
     size_t before = mallinfo2().hblkhd;
@@ -77,7 +77,7 @@ SoloTest(bootstrap_local, block_of_a_share_that_fails) {
 
 /* Each rank arrives after the previous one has given up. */
 SoloTest(bootstrap_local, never_all_at_once) {
-    EpBootstrap b[2];
+    EpBootstrap b[2] = {EP_BOOTSTRAP_INIT};
     REQUIRE_OK(ep_bootstrap_local(2, b));
     CHECK_REFUSED(b[0].barrier(b[0].context, 0.05), EP_ERR_TIMEOUT, "rank 0:", "rank 1 did not");
     CHECK_REFUSED(b[1].barrier(b[1].context, 0.05), EP_ERR_TIMEOUT, "rank 1:", "rank 0 did not");
@@ -92,7 +92,10 @@ SoloTest(bootstrap_local, sizes_out_of_range) {
     CHECK_REFUSED(ep_bootstrap_local(-4, out), EP_ERR_RANGE, "size", "-4");
     CHECK_REFUSED(ep_bootstrap_local(1025, out), EP_ERR_RANGE, "size", "1025");
     CHECK_REFUSED(ep_bootstrap_local(2, NULL), EP_ERR_NULL, "out");
+    CHECK_REFUSED(ep_bootstrap_local(2, out), EP_ERR_STRUCT_SIZE, "out[0]", "expected struct_size",
+                  "EP_..._INIT");
     CHECK(*(unsigned char *)out == 0x5a, "the output was written");
+    out[0] = (EpBootstrap)EP_BOOTSTRAP_INIT; /* stands for all */
     REQUIRE_OK(ep_bootstrap_local(1024, out));
     CHECK(out[1023].rank == 1023 && out[0].size == 1024, "%d of %d", out[1023].rank, out[0].size);
     for (int r = 0; r < 1024; r++)

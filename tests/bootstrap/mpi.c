@@ -130,6 +130,9 @@ RankedTest(mpi_communicators, wrong_arguments, 1, 30) {
     EpBootstrap out = EP_BOOTSTRAP_INIT;
     CHECK_REFUSED(ep_bootstrap_mpi(MPI_COMM_NULL, &out), EP_ERR_NULL, "comm");
     CHECK_REFUSED(ep_bootstrap_mpi(MPI_COMM_WORLD, NULL), EP_ERR_NULL, "out");
+    out.struct_size = 8;
+    CHECK_REFUSED(ep_bootstrap_mpi(MPI_COMM_WORLD, &out), EP_ERR_STRUCT_SIZE, "ep_bootstrap_mpi",
+                  "out: expected struct_size", "got 8", "EP_BOOTSTRAP_INIT");
     CHECK(out.allgather == NULL && bootstrap->size == 1, "the output was written");
 }
 

@@ -105,7 +105,7 @@ ThreadTest(bootstrap_topology, synthetic_machine_is_seen, 4) {
 /* The group of a thread bound to one CPU reports one CPU, on one NUMA node. */
 SoloTest(bootstrap_topology, cpus_of_a_bound_thread) {
     cpu_set_t before, one;
-    EpBootstrap bootstrap;
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     REQUIRE(sched_getaffinity(0, sizeof(before), &before) == 0, "no affinity");
     int cpu = 0;
     while (!CPU_ISSET(cpu, &before))

@@ -33,6 +33,7 @@ Case fixture_case(EpLayout layout) {
 void fixture_open(Fixture *fixture, const Case *c) {
     memset(fixture, 0, sizeof(*fixture));
     fixture->world = world_new(c);
+    fixture->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
     REQUIRE_OK(ep_bootstrap_local(1, &fixture->bootstrap));
     fixture->group = open_group(&fixture->bootstrap, &fixture->world->c);
     REQUIRE(fixture->group, "no group");

@@ -21,6 +21,11 @@
 
 enum { MAX_RANKS = EMULATED_MAX_GPUS, VERSION = 22803 }; /* or EMULATED_NCCL */
 
+/* What a rank says in a split. */
+typedef struct Part {
+    int color, key;
+} Part;
+
 /* The state of a communicator that its ranks share. Collective calls are rounds: a round is over
  * when all ranks have arrived. */
 typedef struct Shared {
@@ -31,6 +36,7 @@ typedef struct Shared {
     int members; /* ranks that have not destroyed it */
     unsigned rounds;
     void *values[2][MAX_RANKS]; /* of the current and the previous round, which may still be read */
+    Part parts[2][MAX_RANKS];   /* likewise, if the round is a split */
     /* Collectives on streams. */
     int running;                  /* tasks on streams that use this struct */
     int present, leaving;         /* ranks in the current collective; of these, who has copied */
@@ -87,6 +93,9 @@ struct ncclComm {
     int pending; /* has arrived in a round that was not over at the last check */
     unsigned round;
     ncclWindow_t *window; /* output for the window of that round, or NULL */
+    ncclComm_t *part;     /* output for the communicator of that round, or NULL */
+    int part_blocking;
+    int inside;           /* whether a call waits for the round */
     unsigned collectives; /* number of collectives called */
     int starting;         /* Starting; 0: nothing waits */
     int num_waiting;
@@ -119,9 +128,43 @@ static int has_finished(const struct ncclComm *comm) {
     return !comm->pending || comm->shared->rounds != comm->round;
 }
 
-static ncclResult_t take_window(ncclComm_t comm) {
+static Shared *find_shared(const ncclUniqueId *id, int size) {
+    Shared *c = all_shared;
+    while (c && memcmp(c->id, id->internal, sizeof(c->id)))
+        c = c->next;
+    if (c) return c;
+    c = calloc(1, sizeof(*c));
+    if (!c) emulated_die("no memory for a communicator");
+    memcpy(c->id, id->internal, sizeof(c->id));
+    c->size = c->members = size, c->next = all_shared, all_shared = c;
+    return c;
+}
+
+/* Make this rank's communicator of a split. Ranks of a color are numbered by key, then by rank. */
+static void take_part(ncclComm_t comm) {
+    const Part *all = comm->shared->parts[comm->round % 2], *own = &all[comm->rank];
+    ncclComm_t *out = comm->part, made = calloc(1, sizeof(*made));
+    ncclUniqueId id = {{0}};
+    int size = 0, rank = 0;
+    if (!made) emulated_die("no memory for a communicator");
+    for (int r = 0; r < comm->shared->size; r++) {
+        if (all[r].color != own->color) continue;
+        size++;
+        rank += all[r].key < own->key || (all[r].key == own->key && r < comm->rank);
+    }
+    snprintf(id.internal, sizeof(id.internal), "%.90s, round %u, color %d", comm->shared->id,
+             comm->round, own->color);
+    made->shared = find_shared(&id, size), made->rank = rank, made->device = comm->device;
+    made->blocking = comm->part_blocking;
+    *out = made;
+}
+
+/* Finish the round: hand out what it has made. */
+static ncclResult_t take_result(ncclComm_t comm) {
     ncclWindow_t *out = comm->window, window = NULL;
     comm->pending = 0, comm->window = NULL;
+    if (comm->part) take_part(comm);
+    comm->part = NULL;
     if (!out) return ncclSuccess;
     if (cudaMalloc((void **)&window, sizeof(*window)) != cudaSuccess) return ncclSystemError;
     memset(window, 0, sizeof(*window));
@@ -135,22 +178,15 @@ static ncclResult_t take_window(ncclComm_t comm) {
 /* Take part in a round. With `blocking` 0 return at once: ncclCommGetAsyncError completes the
  * round. */
 static ncclResult_t synchronise(ncclComm_t comm, void *mine, ncclWindow_t *window, int blocking) {
+    const Shared *c = comm->shared;
     arrive(comm, mine, window);
-    while (blocking && !has_finished(comm))
+    comm->inside = blocking;
+    while (blocking && !has_finished(comm) && !c->aborted[comm->rank])
         pthread_cond_wait(&round_over, &mutex);
-    return blocking ? take_window(comm) : ncclInProgress;
-}
-
-static Shared *find_shared(const ncclUniqueId *id, int size) {
-    Shared *c = all_shared;
-    while (c && memcmp(c->id, id->internal, sizeof(c->id)))
-        c = c->next;
-    if (c) return c;
-    c = calloc(1, sizeof(*c));
-    if (!c) emulated_die("no memory for a communicator");
-    memcpy(c->id, id->internal, sizeof(c->id));
-    c->size = c->members = size, c->next = all_shared, all_shared = c;
-    return c;
+    comm->inside = 0;
+    if (!blocking) return ncclInProgress;
+    pthread_cond_broadcast(&round_over);
+    return c->aborted[comm->rank] ? ncclSystemError : take_result(comm);
 }
 
 /* ---- collectives on streams ---- */
@@ -409,6 +445,29 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
     return result;
 }
 
+/* Returns whether this rank's split shall fail, as EMULATED_SPLIT_FAILS says. */
+static int fails_to_split(const struct ncclComm *comm) {
+    const char *rank = getenv("EMULATED_SPLIT_FAILS");
+    return rank && atoi(rank) == comm->rank;
+}
+
+/* Only the communicator that is split says when a split is complete, and whether it blocks. */
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
+                           ncclConfig_t *config) {
+    *out = NULL;
+    if (fails_to_split(comm)) return ncclSystemError;
+    pthread_mutex_lock(&mutex);
+    ncclResult_t result = ncclInvalidArgument;
+    if (has_finished(comm) && !comm->starting) {
+        comm->shared->parts[comm->shared->rounds % 2][comm->rank] = (Part){color, key};
+        comm->part = color == NCCL_SPLIT_NOCOLOR ? NULL : out;
+        comm->part_blocking = config->blocking;
+        result = synchronise(comm, NULL, NULL, comm->blocking);
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
 /* Enqueue what waits. Other threads may ask meanwhile. */
 static void start(ncclComm_t comm) {
     for (int i = 0; i < comm->num_waiting; i++)
@@ -422,7 +481,7 @@ static void start(ncclComm_t comm) {
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
     pthread_mutex_lock(&mutex);
-    *out = has_finished(comm) ? take_window(comm) : ncclInProgress;
+    *out = has_finished(comm) ? take_result(comm) : ncclInProgress;
     int starts = comm->starting == START_NEXT;
     if (comm->starting && !starts) *out = ncclInProgress;
     if (comm->starting > START_NEXT) comm->starting--;
@@ -461,6 +520,8 @@ static ncclResult_t destroy(ncclComm_t comm, int abort) {
     if (comm->starting) c->running -= comm->num_waiting; /* nothing will enqueue them now */
     c->aborted[comm->rank] = abort, c->any_aborted |= abort;
     pthread_cond_broadcast(&round_over);
+    while (comm->inside)
+        pthread_cond_wait(&round_over, &mutex);
     if (--c->members == 0) {
         while (c->running)
             pthread_cond_wait(&round_over, &mutex);
@@ -591,6 +652,7 @@ static const struct {
     FUNCTION(ncclGetErrorString),
     FUNCTION(ncclGetUniqueId),
     FUNCTION(ncclCommInitRankConfig),
+    FUNCTION(ncclCommSplit),
     FUNCTION(ncclCommGetAsyncError),
     FUNCTION(ncclCommCount),
     FUNCTION(ncclCommUserRank),

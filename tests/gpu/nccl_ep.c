@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Frameworks' calls of NCCL EP, on libep: training, flat rows, decoding, windows, misuse. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bindings/nccl_ep/adapter.h"
 #include "tests/gpu/devices.h"
+#include "tests/gpu/has.h"
 #include "tests/gpu/nccl_ep_step.h"
 #include "tests/harness/threads.h"
 
@@ -245,12 +247,15 @@ ThreadTest(gpu_nccl_ep, decode_expert_major_1, 1) {
     run_decoding(bootstrap, decoding_case(bootstrap->size, EP_LAYOUT_BATCHED));
 }
 ThreadTest(gpu_nccl_ep, decode_expert_major_2, 2) {
+    GPU_NEEDS_LATENCY();
     run_decoding(bootstrap, decoding_case(bootstrap->size, EP_LAYOUT_BATCHED));
 }
 ThreadTest(gpu_nccl_ep, decode_rank_major_2, 2) {
+    GPU_NEEDS_LATENCY();
     run_decoding(bootstrap, decoding_case(bootstrap->size, EP_LAYOUT_RANK_MAJOR));
 }
 ThreadTest(gpu_nccl_ep, decode_rank_major_4, 4) {
+    GPU_NEEDS_LATENCY();
     run_decoding(bootstrap, decoding_case(bootstrap->size, EP_LAYOUT_RANK_MAJOR));
 }
 
@@ -285,14 +290,17 @@ static void run_quantised(const EpBootstrap *bootstrap, EpLayout layout) {
 }
 
 ThreadTest(gpu_nccl_ep, quantised_expert_major, 2) {
+    GPU_NEEDS_LATENCY();
     run_quantised(bootstrap, EP_LAYOUT_BATCHED);
 }
 ThreadTest(gpu_nccl_ep, quantised_rank_major, 2) {
+    GPU_NEEDS_LATENCY();
     run_quantised(bootstrap, EP_LAYOUT_RANK_MAJOR);
 }
 
 /* Two layers, whose halves interleave. */
 ThreadTest(gpu_nccl_ep, two_in_flight, 2) {
+    GPU_NEEDS_LATENCY();
     NcclEpRank rank;
     NcclEpStep s[2];
     Case c = decoding_case(bootstrap->size, EP_LAYOUT_BATCHED);
@@ -334,17 +342,24 @@ static int count_windows(const struct ncclEpGroup *group, const NcclWindow *wind
     return count;
 }
 
+static int is_on_one_node(const struct ncclEpGroup *group) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group->ep, &info));
+    return info.num_nodes == 1;
+}
+
 /* Run a step whose receive rows lie in the window, behind `skipped` bytes. `named`: the tensors
- * name the window and an offset, else their address. */
+ * name the window and an offset, else their address. On several nodes rows are staged. */
 static void step_in_window(NcclEpRank *rank, const Case *c, int step, const NcclWindow *window,
                            size_t skipped, int named) {
     NcclEpStep s;
+    int expected = named && is_on_one_node(rank->group);
     nccl_ep_step_open(&s, rank, c, step, window, skipped);
     if (!named) s.window = NULL;
     CHECK_NCCL(nccl_ep_create(&s));
     check_all(&s);
-    CHECK(count_windows(rank->group, window) == named, "%d windows where rows arrive, named %d",
-          count_windows(rank->group, window), named);
+    CHECK(count_windows(rank->group, window) == expected, "%d windows where rows arrive, not %d",
+          count_windows(rank->group, window), expected);
     nccl_ep_step_close(&s);
 }
 
@@ -419,6 +434,7 @@ ThreadTest(gpu_nccl_ep, caller_allocates, 2) {
 
 /* No rank is masked, and none can be. */
 ThreadTest(gpu_nccl_ep, masks, 2) {
+    GPU_NEEDS_LATENCY();
     NcclEpRank rank;
     int *device = NULL, got[2] = {7, 7}, error = 7;
     const int all[] = {1, 1}, some[] = {1, 0};
@@ -438,6 +454,57 @@ ThreadTest(gpu_nccl_ep, masks, 2) {
     CHECK(error == 0, "error %d", error);
     CHECK_NCCL(ncclEpErrorClear(rank.group));
     CHECK_CUDA(cudaFree(device));
+    nccl_ep_close(&rank);
+}
+
+/* ---- several nodes ------------------------------------------------------------------------- */
+
+/* What was printed to stderr since then; rank 0 reads it, when all ranks have written. */
+typedef struct Printed {
+    FILE *before, *file;
+} Printed;
+
+static void print_apart(const EpBootstrap *bootstrap, Printed *p) {
+    if (bootstrap->rank == 0) p->before = stderr, stderr = p->file = tmpfile();
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+}
+
+static void read_printed(const EpBootstrap *bootstrap, Printed *p, char *text, size_t bytes) {
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    if (bootstrap->rank) return;
+    stderr = p->before;
+    rewind(p->file);
+    text[fread(text, 1, bytes - 1, p->file)] = 0;
+    fclose(p->file);
+}
+
+/* Low latency is refused when the group is made, on all ranks; the communicator then serves a group
+ * of high throughput. */
+ThreadTest(gpu_nccl_ep, no_low_latency_on_nodes, 4) {
+    Case c = decoding_case(bootstrap->size, EP_LAYOUT_BATCHED);
+    Printed printed = {NULL, NULL};
+    char text[4096] = "";
+    NcclEpRank rank = {.harness = bootstrap};
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_LOW_LATENCY, 0);
+    if (!nccl_serves(&rank.nccl, bootstrap->size)) return;
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
+    rank.comm = nccl_communicator(&rank.nccl, bootstrap, 1);
+    rank.stream = new_stream();
+    print_apart(bootstrap, &printed);
+    CHECK(ncclEpCreateGroup(&rank.group, rank.comm, &config) == NCCL_INVALID_USAGE, "a group");
+    CHECK(!rank.group, "a group was made");
+    read_printed(bootstrap, &printed, text, sizeof(text));
+    for (int r = 0; r < bootstrap->size && bootstrap->rank == 0; r++) {
+        char expected[160];
+        snprintf(expected, sizeof(expected),
+                 "libnccl_ep: ncclEpCreateGroup: rank %d: config.algorithm: expected 1 (high "
+                 "throughput) on 2 nodes, since NCCL between nodes",
+                 r);
+        CHECK(strstr(text, expected), "no \"%s\" in: %s", expected, text);
+    }
+    c = training_case(bootstrap->size);
+    config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1);
+    CHECK_NCCL(ncclEpCreateGroup(&rank.group, rank.comm, &config));
     nccl_ep_close(&rank);
 }
 

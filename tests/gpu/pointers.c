@@ -144,7 +144,7 @@ SoloTest(gpu_pointers, device_memory_on_the_host_backend) {
     Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
     fixture_open(&fixture, &c);
     EpGroupConfig config = case_group_config(&c);
-    EpBootstrap bootstrap;
+    EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     EpGroup *group = NULL;
     EpHandle *handle = NULL;
     config.backend = EP_BACKEND_HOST;

@@ -81,6 +81,49 @@ ThreadTest(handles_latency, who_gets_it, 1) {
     }
 }
 
+static void check_mode(EpGroup *group, int layout, int mode, EpMode expected) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpHandleCost cost = EP_HANDLE_COST_INIT;
+    config.layout = layout, config.mode = mode, config.max_recv_rows = 100;
+    CHECK_OK(ep_handle_cost(group, &config, &cost));
+    CHECK(cost.mode == expected, "mode %d for %d", (int)cost.mode, mode);
+}
+
+/* On several nodes AUTO is throughput mode on both backends. By name the host backend has latency
+ * mode there, without other settings; GPUs have none. */
+static void check_modes_on_nodes(EpGroup *group) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    EpHandle *handle = NULL;
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.num_nodes == 2 && info.mode == EP_MODE_THROUGHPUT, "%d nodes, mode %d",
+          info.num_nodes, (int)info.mode);
+    check_mode(group, EP_LAYOUT_FLAT, EP_DEFAULT, EP_MODE_THROUGHPUT);
+    check_mode(group, EP_LAYOUT_FLAT, EP_MODE_AUTO, EP_MODE_THROUGHPUT);
+    config.layout = EP_LAYOUT_RANK_MAJOR;
+    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "config.mode",
+                  "rank-major", "on one node", "got throughput");
+    config.layout = EP_LAYOUT_FLAT, config.mode = EP_MODE_LATENCY;
+    if (TEST_BACKEND == EP_BACKEND_HOST)
+        check_mode(group, EP_LAYOUT_FLAT, EP_MODE_LATENCY, EP_MODE_LATENCY);
+    else
+        CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "config.mode",
+                      "NCCL between nodes");
+    CHECK(!handle, "a handle was made");
+}
+
+ThreadTest(handles_latency, auto_on_two_nodes, 2) {
+    Case c = case_complete((Case){.ranks = 2, .nodes = "01"});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+    check_modes_on_nodes(group);
+    ep_group_destroy(group);
+}
+
 /* The rank-major layout is refused where AUTO means throughput mode, and needs no capacity. */
 SoloTest(handles_latency, rank_major_needs_latency_mode) {
     NEEDS_LATENCY();

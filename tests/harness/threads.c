@@ -38,6 +38,7 @@ static void assert_no_failure(RankThread *threads, int ranks) {
 
 static RankThread *threads_new(int ranks, RankBody body, void *arg) {
     EpBootstrap *bootstraps = calloc((size_t)ranks, sizeof(*bootstraps));
+    bootstraps[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
     cr_assert(ep_bootstrap_local(ranks, bootstraps) == EP_OK, "%s", ep_last_error());
     RankThread *threads = calloc((size_t)ranks, sizeof(*threads));
     for (int r = 0; r < ranks; r++) {

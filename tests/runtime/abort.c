@@ -219,7 +219,10 @@ static EpBootstrap all[RANKS];
 
 /* Returns a new bootstrap: after an abort ranks may be out of step. */
 static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
-    if (bootstrap->rank == 0) CHECK_OK(ep_bootstrap_local(RANKS, all));
+    if (bootstrap->rank == 0) {
+        all[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
+        CHECK_OK(ep_bootstrap_local(RANKS, all));
+    }
     CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
     return all[bootstrap->rank];
 }

@@ -507,8 +507,10 @@ Test(runtime_group, two_groups_of_other_ranks_at_once, .timeout = 120) {
     Case second = {.ranks = 3, .experts = 11, .top_k = 5, .max_tokens = 40, .seed = 2};
     two.world[0] = world_new(&first);
     two.world[1] = world_new(&second);
-    for (int set = 0; set < 2; set++)
+    for (int set = 0; set < 2; set++) {
+        two.bootstrap[set][0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
         cr_assert(ep_bootstrap_local(3, two.bootstrap[set]) == EP_OK);
+    }
     run_on_threads(6, one_of_two_groups, &two);
     for (int set = 0; set < 2; set++) {
         for (int r = 0; r < 3; r++)

@@ -200,6 +200,7 @@ static int run_threads(int count, WorldBody body, void *argument) {
     Thread *threads = calloc((size_t)count, sizeof(Thread));
     EpBootstrap *boots = calloc((size_t)count, sizeof(EpBootstrap));
     int status = BENCH_EXIT_WRONG;
+    if (boots) boots[0] = (EpBootstrap)EP_BOOTSTRAP_INIT;
     if (!threads || !boots || ep_bootstrap_local(count, boots) != EP_OK) {
         fprintf(stderr, "%s: --threads %d: %s\n", bench_program, count, ep_last_error());
         goto done;
@@ -226,7 +227,7 @@ bool world_launched(void) {
 static int run_mpi(WorldBody body, void *argument) {
     int provided;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
-    World world = {.rank = 0};
+    World world = {.rank = 0, .boot = EP_BOOTSTRAP_INIT};
     MPI_Comm_rank(MPI_COMM_WORLD, &world.rank);
     MPI_Comm_size(MPI_COMM_WORLD, &world.size);
     if (ep_bootstrap_mpi(MPI_COMM_WORLD, &world.boot) != EP_OK) {

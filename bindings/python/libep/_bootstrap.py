@@ -70,7 +70,7 @@ class Bootstrap:
         """Make the bootstraps of `size` ranks that are threads of this process, one for each."""
         if not 1 <= size <= _abi.MAX_RANKS:
             raise EpError(Status.RANGE, f"size: expected 1 .. {_abi.MAX_RANKS}, got {size}")
-        structs = (_abi.EpBootstrap * size)()
+        structs = (_abi.EpBootstrap * size)(_abi.initialized(_abi.EpBootstrap))
         check(library.ep_bootstrap_local(size, structs))
         return [Bootstrap(struct, is_thread=True) for struct in structs]
 

@@ -199,7 +199,7 @@ static void *run_rank(void *arg) {
 /* ---- all ----------------------------------------------------------------------------------- */
 
 static Error run(int ranks, Kind kind, EpQuant quant) {
-    EpBootstrap bootstraps[MOST_RANKS];
+    EpBootstrap bootstraps[MOST_RANKS] = {EP_BOOTSTRAP_INIT};
     Rank rank[MOST_RANKS];
     pthread_t thread[MOST_RANKS];
     Error all = {0, 0, 0};

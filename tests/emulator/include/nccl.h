@@ -28,16 +28,19 @@ typedef struct {
 } ncclUniqueId;
 
 typedef struct {
-    int blocking;
+    int blocking, splitShare;
 } ncclConfig_t;
 #define NCCL_CONFIG_INITIALIZER \
-    { 1 }
+    { 1, 0 }
+#define NCCL_SPLIT_NOCOLOR -1
 
 ncclResult_t ncclGetVersion(int *version);
 const char *ncclGetErrorString(ncclResult_t result);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank,
                                     ncclConfig_t *config);
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
+                           ncclConfig_t *config);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out);
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *out);
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out);

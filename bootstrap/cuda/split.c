@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Communicators split from the one that the caller lends.
+ *
+ * They share no resources with it. Communicators that share are ended by the same word: where the
+ * watcher ends the group's, it would end the caller's, too. It is the lent communicator's
+ * configuration that decides this, by its splitShare; NCCL does not ask the new one's.
+ *
+ * The lent communicator also decides whether the call blocks. A blocking one holds the calling
+ * thread until all ranks have come, without a deadline, and a split can only be withdrawn by
+ * aborting the lent communicator, which is the caller's to do. So a thread of its own makes the
+ * call. Where the rank gives up, the thread and its struct stay: NCCL may still write there.
+ */
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/setup.h"
+#include "runtime/wait.h"
+
+typedef struct Split {
+    const EpNccl *nccl;
+    ncclComm_t lent;
+    int color, key;
+    ncclComm_t made;
+    ncclResult_t result;
+    int returned; /* stored with release, last */
+} Split;
+
+static void *call_nccl(void *argument) {
+    Split *s = argument;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0, config.splitShare = 0;
+    s->result = s->nccl->ncclCommSplit(s->lent, s->color, s->key, &s->made, &config);
+    __atomic_store_n(&s->returned, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* Without a thread the call is made here: the other ranks are on their way into it. */
+static void start(Split *s) {
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* the thread takes none of the program's */
+    int error = pthread_create(&thread, NULL, call_nccl, s);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error)
+        (void)call_nccl(s);
+    else
+        (void)pthread_detach(thread);
+}
+
+/* Wait until both communicators have settled. Returns ncclInProgress if they have not in time. */
+static ncclResult_t await(const Split *s, double seconds) {
+    EpWait wait;
+    double end = ep_clock() + seconds;
+    ep_wait_begin(&wait, seconds, 0);
+    while (!__atomic_load_n(&s->returned, __ATOMIC_ACQUIRE))
+        if (ep_poll_abort() != EP_OK || !ep_wait_pause(&wait)) return ncclInProgress;
+    ncclResult_t result = ep_nccl_settle(s->nccl, s->lent, s->result, end - ep_clock());
+    if (result != ncclSuccess || !s->made) return result;
+    return ep_nccl_settle(s->nccl, s->made, ncclSuccess, end - ep_clock());
+}
+
+/* A failed split may have left something in `made`. NCCL wants the lent communicator to be aborted
+ * before it, so it stays, too. */
+static EpStatus split(EpGroup *group, Split *s, ncclComm_t *out) {
+    double seconds = ep_cuda_comm_timeout(group);
+    start(s);
+    (void)ep_group_await(group);
+    ncclResult_t result = await(s, seconds);
+    EpStatus status = ep_cuda_comm_check(group, "ncclCommSplit", result, seconds);
+    (void)ep_group_await(NULL);
+    if (status == EP_OK) *out = s->made;
+    if (result != ncclInProgress) free(s);
+    if (status != EP_OK) ep_nccl_bootstrap_refuse(group->config.nccl_comm, status);
+    return status;
+}
+
+/* All ranks have the memory, and are here, before any of them enters NCCL. */
+EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out) {
+    EpCall call = {"ep_group_create", group->rank};
+    Split *s = calloc(1, sizeof(*s));
+    EpStatus status = ep_group_agree(
+        group, &call, s ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory"));
+    if (status != EP_OK) {
+        free(s);
+        return status;
+    }
+    *s = (Split){.nccl = ep_cuda(group)->nccl,
+                 .lent = group->config.nccl_comm,
+                 .color = color,
+                 .key = group->rank};
+    return ep_cuda_comm_agree(group, &call, split(group, s, out));
+}
