@@ -5,7 +5,7 @@
 /** Compares the layer's output and gradients with the dense reference, on rank 0. */
 
 #include "tools/moe/layer.h"
-#include "tools/moe/phases.h"
+#include "tools/moe/step.h"
 #include "tools/moe/reference.h"
 
 typedef enum CheckId {

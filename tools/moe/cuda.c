@@ -24,10 +24,13 @@ typedef struct Scratch {
 
 enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
 
+/* The last two have no time. */
+enum { BEGIN, END, FORKED, JOINED, NUM_EVENTS };
+
 typedef struct CudaState {
     Cublas *cublas;
     Scratch scratch[NUM_SCRATCH];
-    cudaEvent_t begin, end;
+    cudaEvent_t events[NUM_EVENTS];
 } CudaState;
 
 static cudaStream_t stream_of(const MoeDevice *d) {
@@ -76,17 +79,33 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
                    "cudaMemcpyAsync");
 }
 
+static bool follow(MoeDevice *d, cudaStream_t later, int which, cudaStream_t earlier) {
+    cudaEvent_t event = ((CudaState *)d->state)->events[which];
+    return cuda_ok(cudaEventRecord(event, earlier), "cudaEventRecord") &&
+           cuda_ok(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
+}
+
+static bool cuda_fork(MoeDevice *d) {
+    return follow(d, (cudaStream_t)d->side, FORKED, stream_of(d));
+}
+
+static bool cuda_join(MoeDevice *d) {
+    return follow(d, stream_of(d), JOINED, (cudaStream_t)d->side);
+}
+
 static bool cuda_start(MoeDevice *d) {
     CudaState *s = d->state;
     d->took_us = 0;
-    return cuda_ok(cudaEventRecord(s->begin, stream_of(d)), "cudaEventRecord");
+    return cuda_ok(cudaEventRecord(s->events[BEGIN], stream_of(d)), "cudaEventRecord");
 }
 
 static bool cuda_stop(MoeDevice *d) {
     CudaState *s = d->state;
     float ms = 0;
-    bool ok = cuda_ok(cudaEventRecord(s->end, stream_of(d)), "cudaEventRecord") && cuda_finish(d) &&
-              cuda_ok(cudaEventElapsedTime(&ms, s->begin, s->end), "cudaEventElapsedTime");
+    bool ok = cuda_ok(cudaEventRecord(s->events[END], stream_of(d)), "cudaEventRecord") &&
+              cuda_finish(d) &&
+              cuda_ok(cudaEventElapsedTime(&ms, s->events[BEGIN], s->events[END]),
+                      "cudaEventElapsedTime");
     d->took_us = 1e3 * (double)ms;
     return ok;
 }
@@ -96,12 +115,13 @@ static void cuda_destroy(MoeDevice *d) {
     for (int i = 0; s && i < NUM_SCRATCH; i++)
         cudaFree(s->scratch[i].data);
     if (s) cublas_close(s->cublas);
-    if (s && s->begin) cudaEventDestroy(s->begin);
-    if (s && s->end) cudaEventDestroy(s->end);
+    for (int i = 0; s && i < NUM_EVENTS; i++)
+        if (s->events[i]) cudaEventDestroy(s->events[i]);
+    if (d->side) cudaStreamDestroy((cudaStream_t)d->side);
     if (d->stream) cudaStreamDestroy(stream_of(d));
     free(s);
     d->state = NULL;
-    d->stream = NULL;
+    d->stream = d->side = NULL;
 }
 
 /* It grows in the first step, which is not timed. */
@@ -284,17 +304,43 @@ static bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *sca
 
 /* ---- the device ---------------------------------------------------------------------------- */
 
-static bool open_state(MoeDevice *d) {
+static bool open_stream(int priority, EpStream *out) {
     cudaStream_t stream;
+    if (!cuda_ok(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority),
+                 "cudaStreamCreateWithPriority"))
+        return false;
+    *out = stream;
+    return true;
+}
+
+/* The few blocks of NCCL on the second stream go first where multiprocessors are short. */
+static bool open_streams(MoeDevice *d) {
+    int least = 0, greatest = 0;
+    return cuda_ok(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                   "cudaDeviceGetStreamPriorityRange") &&
+           open_stream(least, &d->stream) && open_stream(greatest, &d->side);
+}
+
+static bool open_events(CudaState *s) {
+    bool ok = true;
+    for (int i = 0; ok && i < NUM_EVENTS; i++)
+        ok = cuda_ok(
+            cudaEventCreateWithFlags(&s->events[i], i < FORKED ? 0 : cudaEventDisableTiming),
+            "cudaEventCreateWithFlags");
+    return ok;
+}
+
+static bool count_multiprocessors(int *out) {
+    int device;
+    return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&
+           cuda_ok(cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, device),
+                   "cudaDeviceGetAttribute");
+}
+
+static bool open_state(MoeDevice *d) {
     CudaState *s = d->state = bench_alloc(1, sizeof(CudaState), "the GPU's state");
-    if (!s || !cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
-                       "cudaStreamCreateWithFlags"))
-        return false;
-    d->stream = stream;
-    if (!cuda_ok(cudaEventCreate(&s->begin), "cudaEventCreate") ||
-        !cuda_ok(cudaEventCreate(&s->end), "cudaEventCreate"))
-        return false;
-    return cublas_open(stream, &s->cublas);
+    return s && count_multiprocessors(&d->multiprocessors) && open_streams(d) && open_events(s) &&
+           cublas_open(d->stream, &s->cublas);
 }
 
 static void describe(MoeDevice *d) {
@@ -314,6 +360,8 @@ bool moe_cuda_create(MoeDevice *out) {
                        .download = cuda_download,
                        .copy = cuda_copy,
                        .finish = cuda_finish,
+                       .fork = cuda_fork,
+                       .join = cuda_join,
                        .start = cuda_start,
                        .stop = cuda_stop,
                        .destroy = cuda_destroy,

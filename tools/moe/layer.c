@@ -7,7 +7,7 @@
 #include "tools/common/gpu.h"
 #include "tools/common/util.h"
 #include "tools/moe/fault.h"
-#include "tools/moe/phases.h"
+#include "tools/moe/step.h"
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 
@@ -97,11 +97,22 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     return config;
 }
 
+/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
+#define NCCL_SMS 20
+
+static EpHandleConfig handle_config(const Layer *layer) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    const int sms = layer->device.multiprocessors;
+    const int rest = sms - (sms / 4 < NCCL_SMS ? sms / 4 : NCCL_SMS);
+    if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
+    return config;
+}
+
 static bool create_group(Layer *layer) {
     World *world = layer->world;
     EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    layer->group_config = config, layer->handle_config = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
+    layer->group_config = config, layer->handle_config = handle_config(layer);
     layer->ep = (EpBootstrap)EP_BOOTSTRAP_INIT;
     bool ok = bench_ok(
         ep_bootstrap_mesh(&world->boot, &layer->mesh.mesh, &layer->mesh.expert, &layer->ep),
@@ -109,7 +120,8 @@ static bool create_group(Layer *layer) {
     if (!world_all(world, ok)) return false;
     ok = bench_ok(ep_group_create(&layer->ep, &config, &layer->group), "ep_group_create") &&
          bench_ok(ep_group_query(layer->group, &info), "ep_group_query") &&
-         bench_ok(ep_handle_create(layer->group, NULL, &layer->handle), "ep_handle_create");
+         bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
+                  "ep_handle_create");
     layer->num_local = info.num_local_experts;
     return world_all(world, ok);
 }
@@ -117,17 +129,16 @@ static bool create_group(Layer *layer) {
 /* With exact sizing a GPU's dispatch would wait for the host in each step. So there the handle gets
  * a capacity: what the rank that receives most needs. */
 static bool set_capacity(Layer *layer) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int64_t alignment = layer->options->alignment;
     int64_t rows = layer->rows;
     if (layer->device.backend == EP_BACKEND_HOST) return true;
     if (!world_max(layer->world, &rows, 1)) return false;
     rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
-    layer->rows = config.max_recv_rows = rows;
-    layer->handle_config = config;
+    layer->rows = layer->handle_config.max_recv_rows = rows;
     ep_handle_destroy(layer->handle);
     layer->handle = NULL;
-    bool ok = bench_ok(ep_handle_create(layer->group, &config, &layer->handle), "ep_handle_create");
+    bool ok = bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
+                       "ep_handle_create");
     return world_all(layer->world, ok) &&
            world_all(layer->world, moe_phase_run(layer, MOE_PREPARE));
 }
@@ -181,11 +192,16 @@ bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, 
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1]};
-    if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
+    if (!create_device(out)) return false;
+    /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
+    out->overlaps = options->overlap && world->size > mesh->ep_size;
+    out->weights_stream = out->device.stream;
+    if (!create_group(out) || !weights_create(out)) return false;
     bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);
-    return world_all(world, ok && make_slot_tensors(out));
+    if (!world_all(world, ok && make_slot_tensors(out))) return false;
+    return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
 }
 
 static void release(Layer *layer, EpTensor *tensor) {

@@ -79,7 +79,9 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
-    int fault; /**< the MoePhase whose output is damaged, for tests; negative: none */
+    bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.h */
+    EpStream weights_stream; /**< of these calls: the device's stream, or its second one */
+    int fault;               /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;
 
 /** Collective. False on every rank, with a message, if any rank fails. */
