@@ -471,12 +471,16 @@ emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
 emulate_nodes = LIBEP_TEST_NODES=2 EMULATED_GPUS=8 $(emulated_tests) -j2
 nodes_few := @(@(dispatch_layouts|dispatch_overflow|runtime_group|runtime_deadline)/*|runtime_abort/[!o]*|combine_sums/nodes*|runtime_random/several*|dispatch_quant/two_nodes*|gpu_plans/*_2|gpu_backends/equal_2)
 nodes_all := @(@(dispatch_*|combine_*|handles_pipeline|handles_arguments|runtime_group|runtime_deadline|runtime_random|gpu_plans|gpu_zero_copy|gpu_streams|gpu_pointers)/*|runtime_abort/[!o]*|handles_plans/[!o]*|gpu_backends/equal_[24])
-# A layer on emulated GPUs: products in its own type, on two nodes, and of dequantised weights in
-# fp32.
-run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
-            --tokens 24 -n 1 -w 0 --floor 0
-emulate_layer = LIBEP_TOPOLOGY=2 $(run_layer) --weights early --uneven && \
-                $(run_layer) --quant fp8 --blocks rows --dtype fp16
+# A layer on emulated GPUs: products in its own type, with weights and then tokens on two nodes; of
+# dequantised weights in fp32; on one stream. Dispatch and NCCL's kernels do not fit on a GPU
+# together: see tools/moe/step.c.
+run_layer = $(emulated_moe) --backend cuda --threads 4 --hidden 64 --ffn 48 --tokens 24 -n 2 -w 0 \
+            --floor 0
+emulate_layer = \
+    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh fsdp=2,expert=2 --uneven && \
+    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh expert=2,fsdp=2 --weights early && \
+    EMULATED_PLACES=4 EMULATED_NCCL_BLOCKS=2 $(run_layer) --quant fp8 --blocks rows --dtype fp16 && \
+    $(run_layer) --mesh data=2,expert=2 --overlap 0
 check-emulated: $(emulated_tests) $(emulated_moe)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')

@@ -91,6 +91,10 @@ void layer_destroy(Layer *layer);
 /** Collective: create the mesh's communicators and the weights, with their shards' contents. */
 bool weights_create(Layer *layer);
 
+/** Fill what calls of weights write with NaN, so that a step that reads it too early is wrong.
+ * Later steps find what the one before has written, which is the same. */
+bool weights_spoil(Layer *layer);
+
 /** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
  */
 int64_t weights_workspace(const Layer *layer);
