@@ -19,6 +19,17 @@ typedef struct Groups {
     const int32_t *first, *count;
 } Groups;
 
+static inline int64_t tensor_elements(const EpTensor *tensor) {
+    int64_t count = 1;
+    for (int d = 0; d < tensor->ndim; d++)
+        count *= tensor->shape[d];
+    return count;
+}
+
+static inline int64_t tensor_bytes(const EpTensor *tensor) {
+    return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
+}
+
 typedef struct MoeDevice MoeDevice;
 
 struct MoeDevice {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/** The layer's arithmetic on CPUs: grouped GEMMs and memory. The rest is in host_rows.c. */
+/** The layer's arithmetic on CPUs: grouped GEMMs and memory. The rest is in host_rows.h. */
 
 #include <stdlib.h>
 #include <string.h>

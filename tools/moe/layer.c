@@ -11,17 +11,6 @@
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 
-int64_t tensor_elements(const EpTensor *tensor) {
-    int64_t count = 1;
-    for (int d = 0; d < tensor->ndim; d++)
-        count *= tensor->shape[d];
-    return count;
-}
-
-int64_t tensor_bytes(const EpTensor *tensor) {
-    return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
-}
-
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
     tensor->data = layer->device.alloc(&layer->device, (size_t)tensor_bytes(tensor), what);
     return tensor->data != NULL;
@@ -182,8 +171,11 @@ static bool create_device(Layer *layer) {
     const MoeOptions *o = layer->options;
     const bool cuda = o->backend == EP_BACKEND_CUDA;
     if (cuda && !gpu_select(layer->world)) return false;
-    return world_all(layer->world, cuda ? create_cuda(layer)
-                                        : moe_host_create(&layer->device, (int)o->gemm_threads));
+    bool ok = cuda ? create_cuda(layer) : moe_host_create(&layer->device, (int)o->gemm_threads);
+    layer->weights_stream = layer->device.stream;
+    /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
+    layer->overlaps = o->overlap && layer->world->size > layer->mesh.ep_size;
+    return world_all(layer->world, ok);
 }
 
 bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
@@ -192,11 +184,7 @@ bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, 
     out->tokens = moe_tokens_of(options, world->size, world->rank);
     out->all[1] = (int32_t)out->tokens;
     out->all_tokens = (Groups){1, &out->all[0], &out->all[1]};
-    if (!create_device(out)) return false;
-    /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
-    out->overlaps = options->overlap && world->size > mesh->ep_size;
-    out->weights_stream = out->device.stream;
-    if (!create_group(out) || !weights_create(out)) return false;
+    if (!create_device(out) || !create_group(out) || !weights_create(out)) return false;
     bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);

@@ -80,7 +80,7 @@ typedef struct Layer {
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
     bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.h */
-    EpStream weights_stream; /**< of these calls: the device's stream, or its second one */
+    EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
     int fault;               /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;
 
@@ -103,8 +103,6 @@ int64_t weights_workspace(const Layer *layer);
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
 /** Bring a tensor's contents from the host's memory. */
 bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
-int64_t tensor_elements(const EpTensor *tensor);
-int64_t tensor_bytes(const EpTensor *tensor);
 
 /** The number of ranks that have a shard each of the weight as it is used. */
 int moe_scattered_ranks(const Layer *layer, WeightId id);

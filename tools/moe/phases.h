@@ -39,7 +39,7 @@ const char *moe_phase_name(MoePhase phase);
 /** Whether the layer has the phase: some exist only for quantised weights. */
 bool moe_phase_exists(const Layer *layer, MoePhase phase);
 
-/** Queue its work: calls of w1 and w2 on Layer.weights_stream, all else on the device's. False,
+/** Queue its work: calls of weights on Layer.weights_stream, all else on the device's. False,
  *  with a message, if it fails. The layer has the phase. */
 bool moe_phase_queue(Layer *layer, MoePhase phase);
 
