@@ -458,25 +458,53 @@ run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
 
-# The tests that emulated GPUs can run: they have no graphs, separate processes cannot share them,
-# and ten thousand steps would take a day. emulated_wide runs with many blocks, which divide the
-# work more finely but take long.
-emulated_few := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_abort|bootstrap_cuda_windows|bootstrap_lying|gpu_abort|gpu_routes|gpu_pointers|gpu_shared|gpu_order|gpu_nodes|gpu_weights|gpu_adopt_graphs)/*|gpu_graphs/and_plain_calls_1|gpu_plan_graphs/latency*_1|gpu_nccl_ep_graphs/decode_in_halves_2|gpu_backends/@(equal_4|num_sms)|gpu_zero_copy/as_staged_[12]|gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised)|gpu_adopt_old/wrong_arguments_2|gpu_resident/two_blocks_2|gpu_streams/pipeline_1|gpu_plans/*_2|bootstrap_nccl/*|gpu_nccl/borrowed_2|gpu_nccl_split/@(uneven*|fails_4)|gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc)|gpu_nccl_ep/@(train_2|flat_global*|dropped*|overflow*|decode_*_2|quantised*|two_in_flight|rows_in_windows|wrong*|group_goes*))
-emulated_all := @(@(dispatch_*|combine_*|handles_*|runtime_group|runtime_abort|bootstrap_cuda_windows|bootstrap_departed|bootstrap_lying|bootstrap_nccl|gpu_nccl|gpu_nccl_split|gpu_nccl_bootstrap|gpu_nccl_ep|runtime_random|gpu_backends|gpu_abort|gpu_routes|gpu_pointers|gpu_shared|gpu_order|gpu_nodes|gpu_streams|gpu_plans|gpu_weights|*_graphs|gpu_graphs|gpu_zero_copy|gpu_adopt|gpu_adopt_old|gpu_resident|gpu_faults|gpu_late*|runtime_deadline)/*)
+# The tests that emulated GPUs can run: separate processes cannot share them, and ten thousand steps
+# would take a day. emulated_wide runs with many blocks, which divide the work more finely but take
+# long. any: a filter for all of these patterns.
+space := $(subst ,, )
+any = @($(subst $(space),|,$(strip $1)))
+emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
+    bootstrap_cuda_windows bootstrap_lying bootstrap_nccl gpu_abort gpu_routes gpu_pointers gpu_shared \
+    gpu_order gpu_nodes gpu_beside gpu_weights gpu_adopt_graphs) \
+    gpu_graphs/and_plain_calls_1 gpu_plan_graphs/latency*_1 gpu_nccl_ep_graphs/decode_in_halves_2 \
+    gpu_backends/@(equal_4|num_sms) gpu_zero_copy/as_staged_[12] gpu_resident/two_blocks_2 \
+    gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised) \
+    gpu_adopt_old/wrong_arguments_2 gpu_streams/pipeline_1 gpu_plans/*_2 \
+    gpu_nccl/borrowed_2 gpu_nccl_split/@(uneven*|fails_4) \
+    gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc) \
+    gpu_nccl_ep/@(train_2|flat_global*|dropped*|overflow*|decode_*_2|quantised*|two_in_flight) \
+    gpu_nccl_ep/@(rows_in_windows|wrong*|group_goes*))
+emulated_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
+    runtime_random runtime_deadline bootstrap_cuda_windows bootstrap_departed bootstrap_lying \
+    bootstrap_nccl gpu_nccl gpu_nccl_split gpu_nccl_bootstrap gpu_nccl_ep gpu_backends gpu_abort \
+    gpu_routes gpu_pointers gpu_shared gpu_order gpu_nodes gpu_beside gpu_streams gpu_plans \
+    gpu_weights gpu_graphs gpu_plan_graphs gpu_nccl_ep_graphs gpu_adopt_graphs gpu_zero_copy \
+    gpu_adopt gpu_adopt_old gpu_resident gpu_faults gpu_late*))
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.
 emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
                 --filter '@(@(combine_backward|dispatch_rows)/*|combine_quantised/@(expert_major|flat|batched|lost_slots))'
 # The same tests on two nodes, and those of cases with nodes of their own, of up to eight ranks.
 emulate_nodes = LIBEP_TEST_NODES=2 EMULATED_GPUS=8 $(emulated_tests) -j2
-nodes_few := @(@(dispatch_layouts|dispatch_overflow|runtime_group|runtime_deadline)/*|runtime_abort/[!o]*|combine_sums/nodes*|runtime_random/several*|dispatch_quant/two_nodes*|gpu_plans/*_2|gpu_backends/equal_2|gpu_graphs/and_plain_calls_2|gpu_weights/*|gpu_faults/overwritten_memory_*|gpu_nccl_ep/@(train_4|no_low*))
-nodes_all := @(@(dispatch_*|combine_*|handles_pipeline|handles_arguments|runtime_group|runtime_deadline|runtime_random|gpu_plans|gpu_graphs|gpu_weights|gpu_zero_copy|gpu_streams|gpu_pointers|gpu_nccl|gpu_nccl_ep)/*|gpu_plan_graphs/@(expert_major|flat)*|runtime_abort/[!o]*|handles_plans/[!o]*|gpu_backends/equal_[24]|gpu_faults/overwritten_memory_*|gpu_nccl_bootstrap/@(groups*|absent*|departs_before*))
-# A layer on emulated GPUs: products in its own type, on two nodes, and of dequantised weights in
-# fp32.
-run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \
-            --tokens 24 -n 1 -w 0 --floor 0
-emulate_layer = LIBEP_TOPOLOGY=2 $(run_layer) --weights early --uneven && \
-                $(run_layer) --quant fp8 --blocks rows --dtype fp16
+nodes_few := $(call any,$(addsuffix /*,dispatch_layouts dispatch_overflow runtime_group \
+    runtime_deadline gpu_weights) runtime_abort/[!o]* combine_sums/nodes* runtime_random/several* \
+    dispatch_quant/two_nodes* gpu_plans/*_2 gpu_backends/equal_2 gpu_graphs/and_plain_calls_2 \
+    gpu_faults/overwritten_memory_* gpu_nccl_ep/@(train_4|no_low*))
+nodes_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_pipeline handles_arguments \
+    runtime_group runtime_deadline runtime_random gpu_plans gpu_graphs gpu_weights gpu_zero_copy \
+    gpu_streams gpu_pointers gpu_nccl gpu_nccl_ep) gpu_plan_graphs/@(expert_major|flat)* \
+    runtime_abort/[!o]* handles_plans/[!o]* gpu_backends/equal_[24] \
+    gpu_faults/overwritten_memory_* gpu_nccl_bootstrap/@(groups*|absent*|departs_before*))
+# A layer on emulated GPUs: products in its own type, with weights and then tokens on two nodes; of
+# dequantised weights in fp32; on one stream. Dispatch and NCCL's kernels do not fit on a GPU
+# together: see tools/moe/step.c.
+run_layer = $(emulated_moe) --backend cuda --threads 4 --hidden 64 --ffn 48 --tokens 24 -n 2 -w 0 \
+            --floor 0
+emulate_layer = \
+    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh fsdp=2,expert=2 --uneven && \
+    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh expert=2,fsdp=2 --weights early && \
+    EMULATED_PLACES=4 EMULATED_NCCL_BLOCKS=2 $(run_layer) --quant fp8 --blocks rows --dtype fp16 && \
+    $(run_layer) --mesh data=2,expert=2 --overlap 0
 check-emulated: $(emulated_tests) $(emulated_moe)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')

@@ -35,6 +35,11 @@ int emulated_captures(cudaStream_t stream);
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments);
 
+/** Take and leave places for blocks, of which a GPU has EMULATED_PLACES: for what has blocks and is
+ *  not run by emulated_run_grid. */
+void emulated_take_places(int device, int count);
+void emulated_leave_places(int device, int count);
+
 /** Abort the process: a kernel or the library did what no GPU would accept. */
 void emulated_die(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
 

@@ -252,6 +252,12 @@ static void free_messages(Message *m) {
     }
 }
 
+/* Blocks of a kernel of NCCL: EMULATED_NCCL_BLOCKS (1). */
+static int count_blocks(void) {
+    const char *text = getenv("EMULATED_NCCL_BLOCKS");
+    return text ? atoi(text) : 1;
+}
+
 /* Runs on the stream's thread. Collectives of a communicator take turns, on all streams. A rank
  * stays until all ranks have read its data. */
 static void run_collective(void *arguments) {
@@ -259,6 +265,7 @@ static void run_collective(void *arguments) {
     Shared *s = c->shared;
     int reduces = c->kind == SUM || c->kind == MAX;
     uint32_t *reduced = reduces ? calloc(1, c->bytes) : NULL;
+    emulated_take_places(emulated_device(), count_blocks());
     pthread_mutex_lock(&mutex);
     while (waits(c, s->collectives != c->number))
         ;
@@ -284,6 +291,7 @@ static void run_collective(void *arguments) {
     s->running--;
     pthread_cond_broadcast(&round_over);
     pthread_mutex_unlock(&mutex);
+    emulated_leave_places(emulated_device(), count_blocks());
     free(reduced);
     free_messages(c->messages);
 }

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "tests/emulator/device.h"
 #include "tests/emulator/worker.h"
 
 /* A grid that is running. */
@@ -14,6 +15,7 @@ typedef struct GridRun {
     const void *arguments;
     uint64_t seed;
     unsigned next, left; /* block to start next; blocks that have not ended */
+    int device;
 } GridRun;
 
 typedef struct Worker {
@@ -27,6 +29,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t ended = PTHREAD_COND_INITIALIZER;
 static Worker *idle;
 static uint64_t launches;
+static int taken[EMULATED_MAX_GPUS]; /* places of each GPU */
 
 void emulated_die(const char *format, ...) {
     va_list values;
@@ -37,6 +40,37 @@ void emulated_die(const char *format, ...) {
     va_end(values);
     abort();
 }
+
+/* ---- places -------------------------------------------------------------------------------- */
+
+/* A GPU has places for so many blocks at a time, of all its kernels together. */
+static int places(void) {
+    const char *text = getenv("EMULATED_PLACES");
+    return text ? atoi(text) : 1 << 30;
+}
+
+static void leave(int device) {
+    taken[device]--;
+    pthread_cond_broadcast(&ended);
+}
+
+/* One by one: a kernel that waits for the rest of its places keeps those that it has. */
+void emulated_take_places(int device, int count) {
+    pthread_mutex_lock(&mutex);
+    for (int i = 0; i < count; taken[device]++, i++)
+        while (taken[device] >= places())
+            pthread_cond_wait(&ended, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
+void emulated_leave_places(int device, int count) {
+    pthread_mutex_lock(&mutex);
+    for (int i = 0; i < count; i++)
+        leave(device);
+    pthread_mutex_unlock(&mutex);
+}
+
+/* ---- grids --------------------------------------------------------------------------------- */
 
 static void *work(void *context) {
     Worker *me = context;
@@ -50,10 +84,12 @@ static void *work(void *context) {
                            run->arguments);
         pthread_mutex_lock(&mutex);
         if (--run->left == 0) pthread_cond_broadcast(&ended);
-        if (run->left && run->next < run->grid->blocks)
+        if (run->left && run->next < run->grid->blocks) {
             me->index = run->next++;
-        else
+        } else {
+            leave(run->device);
             me->run = NULL, me->next = idle, idle = me;
+        }
     }
     return NULL;
 }
@@ -92,13 +128,15 @@ static unsigned most_resident(void) {
 
 void emulated_run_grid(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                        const void *arguments) {
-    GridRun run = {grid, kernel, arguments, 0, 0, grid->blocks};
+    GridRun run = {grid, kernel, arguments, 0, 0, grid->blocks, emulated_device()};
     unsigned resident = most_resident();
     pthread_mutex_lock(&mutex);
     run.seed = next_seed();
-    while (run.next < grid->blocks && run.next < resident)
-        call(&run, run.next++);
-    while (run.left)
-        pthread_cond_wait(&ended, &mutex);
+    while (run.left) {
+        if (run.next < grid->blocks && run.next < resident && taken[run.device] < places())
+            taken[run.device]++, call(&run, run.next++);
+        else
+            pthread_cond_wait(&ended, &mutex);
+    }
     pthread_mutex_unlock(&mutex);
 }

@@ -119,6 +119,10 @@ static const BadOptions bad_options[] = {
     {"--blocks tiles", "--quant"},
     {"--quant mxfp8 --blocks tiles", "rows with --quant mxfp8"},
     {"--backend tpu", "\"tpu\""},
+    {"--overlap 2", "--overlap: "},
+    {"--overlap yes", "\"yes\""},
+    {"--overlap 1", "--overlap: expected 0 on the host, whose calls have finished"},
+    {"--backend host --overlap 1", "--overlap: expected 0 on the host"},
     {"--threads 2 --idle 3", "at most the 2 ranks"},
     {"--threads 2 --mesh expert=4", "a mesh of the 2 ranks, got expert=4 of 4"},
     {"--threads 2 --mesh expert", "--mesh: "},
@@ -137,6 +141,7 @@ SoloTest(tools_moe, bad_options_are_refused) {
 
 SoloTest(tools_moe, help_and_version) {
     check_tool("ep_moe", "--help", 0, "--gemm-threads", NULL);
+    check_tool("ep_moe", "--help", 0, "--overlap", NULL);
     check_tool("ep_moe", "--version", 0, "ep_moe 0.2.0", NULL);
 }
 
@@ -155,6 +160,8 @@ SoloTest(tools_moe, json_has_the_documented_keys) {
         "\"bytes\"",
         "\"flops\": ",
         "\"gemm_flops_per_second\"",
+        "\"overlap\": false",
+        "\"overlaps\"",
         "\"step\"",
         "\"checks\"",
         "\"largest_error\"",

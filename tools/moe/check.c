@@ -215,7 +215,8 @@ bool check_open(Layer *layer, MoeCheck *out) {
     bool ok = world->rank != 0 ||
               reference_create(layer->options, &layer->mesh, world->size, &out->reference);
     if (!world_all(world, ok) || !world_sum(world, &tokens, 1) ||
-        !world_all(world, moe_step_run(layer)) || !take_choice(out) || !compute(out, tokens))
+        !world_all(world, weights_spoil(layer) && moe_step_run(layer)) || !take_choice(out) ||
+        !compute(out, tokens))
         return false;
     out->results[CHECK_EXPERTS].elements = tokens;
     out->results[CHECK_EXPERTS].wrong = out->reference.bad_choices;

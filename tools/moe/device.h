@@ -19,14 +19,28 @@ typedef struct Groups {
     const int32_t *first, *count;
 } Groups;
 
+static inline int64_t tensor_elements(const EpTensor *tensor) {
+    int64_t count = 1;
+    for (int d = 0; d < tensor->ndim; d++)
+        count *= tensor->shape[d];
+    return count;
+}
+
+static inline int64_t tensor_bytes(const EpTensor *tensor) {
+    return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
+}
+
 typedef struct MoeDevice MoeDevice;
 
 struct MoeDevice {
     const char *name;
-    EpBackend backend; /**< HOST or CUDA */
-    char gemm[256];    /**< what multiplies matrices, for the report */
-    int square;        /**< a size of matrices at which a GEMM runs at full rate */
-    EpStream stream;   /**< of all that runs; NULL on the host */
+    EpBackend backend;   /**< HOST or CUDA */
+    char gemm[256];      /**< what multiplies matrices, for the report */
+    int square;          /**< a size of matrices at which a GEMM runs at full rate */
+    int multiprocessors; /**< of the GPU; 0 on the host */
+    EpStream stream;     /**< of all that runs, but for what is forked; NULL on the host */
+    EpStream side;       /**< a second stream; NULL on the host, where calls have finished when they
+                              return */
     void *state;
     double took_us; /**< between the last start and stop */
 
@@ -38,8 +52,13 @@ struct MoeDevice {
     bool (*download)(MoeDevice *d, void *to, const void *from, size_t bytes);
     /** Within the device's memory. */
     bool (*copy)(MoeDevice *d, void *to, const void *from, size_t bytes);
-    /** Wait for all that was queued. */
+    /** Wait for all that was queued on `stream`. */
     bool (*finish)(MoeDevice *d);
+    /** What is queued on `side` after fork follows what was queued on `stream` before. What is
+     *  queued on `stream` after join follows what was queued on `side` before. The host waits for
+     *  neither. */
+    bool (*fork)(MoeDevice *d);
+    bool (*join)(MoeDevice *d);
     /** Time what is queued in between, by the device's own clock: on GPUs by events. stop waits for
      *  it, as finish does, and sets took_us. */
     bool (*start)(MoeDevice *d);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/** The layer's arithmetic on CPUs: grouped GEMMs and memory. The rest is in host_rows.c. */
+/** The layer's arithmetic on CPUs: grouped GEMMs and memory. The rest is in host_rows.h. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -100,6 +100,7 @@ static bool host_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
     return true;
 }
 
+/* finish, fork and join: what was called is over. */
 static bool host_finish(MoeDevice *d) {
     (void)d;
     return true;
@@ -135,6 +136,8 @@ bool moe_host_create(MoeDevice *out, int threads) {
                        .download = host_copy,
                        .copy = host_copy,
                        .finish = host_finish,
+                       .fork = host_finish,
+                       .join = host_finish,
                        .start = host_start,
                        .stop = host_stop,
                        .destroy = host_destroy,

@@ -27,6 +27,8 @@ static void put_config(Json *j, const MoeReport *report) {
     json_put_text(j, "quant", option_choice_name(option_quants, o->quant));
     if (o->quant != EP_QUANT_NONE) json_put_text(j, "blocks", moe_blocks_name(o->blocks));
     json_put_int(j, "alignment", o->alignment);
+    json_put_bool(j, "overlap", report->layer->overlaps);
+    if (report->layer->overlaps) json_put_int(j, "num_sms", report->layer->handle_config.num_sms);
     json_put_int(j, "iterations", o->iterations);
     json_put_int(j, "warmup", o->warmup);
     json_put_bool(j, "check", o->check);
@@ -58,6 +60,26 @@ static void put_phases(Json *j, const MoeResult *r) {
     json_end(j, ']');
 }
 
+static void put_overlaps(Json *j, const MoeResult *r) {
+    json_begin(j, "overlaps", '[');
+    for (int i = 0; i < NUM_MOE_OVERLAPS; i++) {
+        const MoeOverlap *o = moe_overlap((MoeOverlapId)i);
+        if (!r->overlaps[i].exists) continue;
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", moe_phase_name(o->phase));
+        json_begin(j, "beside", '[');
+        for (int b = 0; b < MOE_BESIDE; b++)
+            json_put_text(j, NULL, moe_phase_name(o->beside[b]));
+        json_end(j, ']');
+        json_put_real(j, "median_us", r->overlaps[i].together.median_us);
+        json_put_real(j, "p99_us", r->overlaps[i].together.p99_us);
+        json_put_real(j, "apart_us", r->overlaps[i].apart.median_us);
+        json_put_real(j, "hidden", moe_overlap_hidden(r, (MoeOverlapId)i));
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+}
+
 static void put_checks(Json *j, const MoeResult *r) {
     if (!r->checked) return;
     json_begin(j, "checks", '[');
@@ -82,6 +104,7 @@ bool moe_json_write(const MoeReport *report, const MoeResult *result, const char
     put_config(&j, report);
     json_put_machine(&j, &report->machine);
     put_phases(&j, result);
+    put_overlaps(&j, result);
     json_begin(&j, "step", '{');
     put_times(&j, result->step, result->floor_us);
     json_end(&j, '}');

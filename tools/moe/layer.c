@@ -7,20 +7,9 @@
 #include "tools/common/gpu.h"
 #include "tools/common/util.h"
 #include "tools/moe/fault.h"
-#include "tools/moe/phases.h"
+#include "tools/moe/step.h"
 
 /* ---- tensors ------------------------------------------------------------------------------- */
-
-int64_t tensor_elements(const EpTensor *tensor) {
-    int64_t count = 1;
-    for (int d = 0; d < tensor->ndim; d++)
-        count *= tensor->shape[d];
-    return count;
-}
-
-int64_t tensor_bytes(const EpTensor *tensor) {
-    return tensor_elements(tensor) * (int64_t)ep_type_bytes(tensor->type);
-}
 
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what) {
     tensor->data = layer->device.alloc(&layer->device, (size_t)tensor_bytes(tensor), what);
@@ -97,11 +86,22 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
     return config;
 }
 
+/* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
+#define NCCL_SMS 20
+
+static EpHandleConfig handle_config(const Layer *layer) {
+    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
+    const int sms = layer->device.multiprocessors;
+    const int rest = sms - (sms / 4 < NCCL_SMS ? sms / 4 : NCCL_SMS);
+    if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
+    return config;
+}
+
 static bool create_group(Layer *layer) {
     World *world = layer->world;
     EpGroupConfig config = group_config(layer->options, layer->device.backend);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    layer->group_config = config, layer->handle_config = (EpHandleConfig)EP_HANDLE_CONFIG_INIT;
+    layer->group_config = config, layer->handle_config = handle_config(layer);
     layer->ep = (EpBootstrap)EP_BOOTSTRAP_INIT;
     bool ok = bench_ok(
         ep_bootstrap_mesh(&world->boot, &layer->mesh.mesh, &layer->mesh.expert, &layer->ep),
@@ -109,7 +109,8 @@ static bool create_group(Layer *layer) {
     if (!world_all(world, ok)) return false;
     ok = bench_ok(ep_group_create(&layer->ep, &config, &layer->group), "ep_group_create") &&
          bench_ok(ep_group_query(layer->group, &info), "ep_group_query") &&
-         bench_ok(ep_handle_create(layer->group, NULL, &layer->handle), "ep_handle_create");
+         bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
+                  "ep_handle_create");
     layer->num_local = info.num_local_experts;
     return world_all(world, ok);
 }
@@ -117,17 +118,16 @@ static bool create_group(Layer *layer) {
 /* With exact sizing a GPU's dispatch would wait for the host in each step. So there the handle gets
  * a capacity: what the rank that receives most needs. */
 static bool set_capacity(Layer *layer) {
-    EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int64_t alignment = layer->options->alignment;
     int64_t rows = layer->rows;
     if (layer->device.backend == EP_BACKEND_HOST) return true;
     if (!world_max(layer->world, &rows, 1)) return false;
     rows = rows > 0 ? (rows + alignment - 1) / alignment * alignment : alignment;
-    layer->rows = config.max_recv_rows = rows;
-    layer->handle_config = config;
+    layer->rows = layer->handle_config.max_recv_rows = rows;
     ep_handle_destroy(layer->handle);
     layer->handle = NULL;
-    bool ok = bench_ok(ep_handle_create(layer->group, &config, &layer->handle), "ep_handle_create");
+    bool ok = bench_ok(ep_handle_create(layer->group, &layer->handle_config, &layer->handle),
+                       "ep_handle_create");
     return world_all(layer->world, ok) &&
            world_all(layer->world, moe_phase_run(layer, MOE_PREPARE));
 }
@@ -171,8 +171,11 @@ static bool create_device(Layer *layer) {
     const MoeOptions *o = layer->options;
     const bool cuda = o->backend == EP_BACKEND_CUDA;
     if (cuda && !gpu_select(layer->world)) return false;
-    return world_all(layer->world, cuda ? create_cuda(layer)
-                                        : moe_host_create(&layer->device, (int)o->gemm_threads));
+    bool ok = cuda ? create_cuda(layer) : moe_host_create(&layer->device, (int)o->gemm_threads);
+    layer->weights_stream = layer->device.stream;
+    /* Where every rank is in one EP group, nothing of w1 and w2 travels. */
+    layer->overlaps = o->overlap && layer->world->size > layer->mesh.ep_size;
+    return world_all(layer->world, ok);
 }
 
 bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, Layer *out) {
@@ -185,7 +188,8 @@ bool layer_create(World *world, const MoeOptions *options, const MoeMesh *mesh, 
     bool ok = make_token_tensors(out) && fill_tokens(out, T_TOKENS, INPUT_TOKENS) &&
               fill_tokens(out, T_GRAD_OUT, INPUT_GRAD_OUT);
     ok = world_all(world, ok) && find_rows(out);
-    return world_all(world, ok && make_slot_tensors(out));
+    if (!world_all(world, ok && make_slot_tensors(out))) return false;
+    return out->device.backend == EP_BACKEND_HOST || moe_weights_warm_up(out);
 }
 
 static void release(Layer *layer, EpTensor *tensor) {

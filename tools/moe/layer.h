@@ -79,7 +79,9 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
-    int fault; /**< the MoePhase whose output is damaged, for tests; negative: none */
+    bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.h */
+    EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
+    int fault;               /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;
 
 /** Collective. False on every rank, with a message, if any rank fails. */
@@ -89,6 +91,10 @@ void layer_destroy(Layer *layer);
 /** Collective: create the mesh's communicators and the weights, with their shards' contents. */
 bool weights_create(Layer *layer);
 
+/** Fill what calls of weights write with NaN, so that a step that reads it too early is wrong.
+ * Later steps find what the one before has written, which is the same. */
+bool weights_spoil(Layer *layer);
+
 /** Bytes of the largest workspace that one call of a weight takes: on one stream all may share it.
  */
 int64_t weights_workspace(const Layer *layer);
@@ -97,8 +103,6 @@ int64_t weights_workspace(const Layer *layer);
 bool tensor_alloc(Layer *layer, EpTensor *tensor, const char *what);
 /** Bring a tensor's contents from the host's memory. */
 bool tensor_fill(Layer *layer, const EpTensor *tensor, const void *contents);
-int64_t tensor_elements(const EpTensor *tensor);
-int64_t tensor_bytes(const EpTensor *tensor);
 
 /** The number of ranks that have a shard each of the weight as it is used. */
 int moe_scattered_ranks(const Layer *layer, WeightId id);

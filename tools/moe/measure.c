@@ -1,25 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/moe/measure.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "tools/common/util.h"
 
-enum { WHOLE_STEP = NUM_MOE_PHASES, NUM_TIMED };
+/* What an iteration times. The step is last: the check compares what it has written. */
+enum {
+    TOGETHER = NUM_MOE_PHASES,
+    APART = TOGETHER + NUM_MOE_OVERLAPS,
+    WHOLE_STEP = APART + NUM_MOE_OVERLAPS,
+    NUM_TIMED
+};
+
+static bool run_timed(Layer *layer, int which) {
+    if (which == WHOLE_STEP) return moe_step_run(layer);
+    if (which >= APART) return moe_overlap_run_apart(layer, (MoeOverlapId)(which - APART));
+    if (which >= TOGETHER) return moe_overlap_run(layer, (MoeOverlapId)(which - TOGETHER));
+    return moe_phase_run(layer, (MoePhase)which);
+}
 
 static bool run(void *context, int which) {
     Layer *layer = context;
     MoeDevice *d = &layer->device;
-    bool ok = d->start(d);
-    ok = ok && (which == WHOLE_STEP ? moe_step_run(layer) : moe_phase_run(layer, (MoePhase)which));
-    return ok && d->stop(d);
+    return d->start(d) && run_timed(layer, which) && d->stop(d);
 }
 
 static double took(void *context) {
     return ((Layer *)context)->device.took_us;
 }
 
-/* An iteration is each phase alone and then a whole step, so that both see the same machine. */
+/* An iteration is each phase alone, each overlap, and then a whole step, so that all of them see
+ * the same machine. */
 static bool time_phases(Layer *layer, MoeResult *out) {
     const MoeOptions *o = layer->options;
     Quantiles times[NUM_TIMED];
@@ -27,6 +40,9 @@ static bool time_phases(Layer *layer, MoeResult *out) {
         return false;
     for (int p = 0; p < NUM_MOE_PHASES; p++)
         out->phases[p].time = times[p];
+    for (int i = 0; i < NUM_MOE_OVERLAPS; i++)
+        out->overlaps[i] = (OverlapResult){moe_overlap_exists(layer, (MoeOverlapId)i),
+                                           times[TOGETHER + i], times[APART + i]};
     out->step = times[WHOLE_STEP];
     return true;
 }
@@ -107,4 +123,11 @@ int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase) {
             wrong = (wrong < 0 ? 0 : wrong) + result->checks[i].wrong;
     }
     return wrong;
+}
+
+double moe_overlap_hidden(const MoeResult *result, MoeOverlapId id) {
+    const OverlapResult *o = &result->overlaps[id];
+    const double alone = result->phases[moe_overlap(id)->phase].time.median_us;
+    const double added = o->apart.median_us - alone;
+    return added > 0 ? (o->apart.median_us - o->together.median_us) / added : NAN;
 }

@@ -8,7 +8,7 @@
 #include "tools/common/time.h"
 #include "tools/moe/check.h"
 #include "tools/moe/layer.h"
-#include "tools/moe/phases.h"
+#include "tools/moe/step.h"
 
 typedef struct PhaseResult {
     bool exists;
@@ -17,8 +17,15 @@ typedef struct PhaseResult {
     double floor_us;      /**< negative: not measured */
 } PhaseResult;
 
+/** Times of an overlap's phases: beside each other, and one after the other on one stream. */
+typedef struct OverlapResult {
+    bool exists;
+    Quantiles together, apart;
+} OverlapResult;
+
 typedef struct MoeResult {
     PhaseResult phases[NUM_MOE_PHASES];
+    OverlapResult overlaps[NUM_MOE_OVERLAPS];
     Quantiles step;
     double floor_us;                /**< of the step: the sum of the phases'; negative: none */
     double gemm_flops;              /**< per second and rank, of a plain GEMM; 0: not measured */
@@ -50,6 +57,10 @@ bool moe_measure_floor(Layer *layer, MoeResult *out);
 
 /** The elements found wrong in what a phase writes; negative: it is not checked. */
 int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase);
+
+/** How much of what the weights' calls add to their phase's time its overlap saves: 1 if the phase
+ *  takes no longer with them than alone. NAN if they add nothing. */
+double moe_overlap_hidden(const MoeResult *result, MoeOverlapId id);
 
 /** The text report on stdout, in the manner of ep_bench's. */
 void moe_report_header(const MoeReport *report);

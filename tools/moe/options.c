@@ -6,6 +6,7 @@
 #include "tools/common/world.h"
 
 #define MAX_COUNT (1 << 24)
+#define NOT_GIVEN (-1)
 
 static const Choice weights_at[] = {{"early", WEIGHTS_EARLY}, {"late", WEIGHTS_LATE}, {NULL, 0}};
 static const Choice blocks[] = {{"rows", EP_BLOCKS_ROWS}, {"tiles", EP_BLOCKS_TILES}, {NULL, 0}};
@@ -46,6 +47,10 @@ static const Option options_of_moe[] = {
      "slabs are padded to multiples of this power of two (default 1)"},
     {0, "backend", "auto|host|cuda", option_parse_choice, AT(backend), 0, 0, option_backends,
      "where the layer runs (default auto: the host)"},
+    {0, "overlap", "0|1", option_parse_int, AT(overlap), 0, 1, NULL,
+     "gather w1 and w2, and reduce their gradients, on a second stream while tokens travel "
+     "(default "
+     "1 with --backend cuda; on the host calls do not overlap, and 1 is refused)"},
     {'n', "iterations", "N", option_parse_int, AT(iterations), 1, 1000000, NULL,
      "timed iterations (default 20)"},
     {'w', "warmup", "N", option_parse_int, AT(warmup), 0, 1000000, NULL,
@@ -90,7 +95,7 @@ const char *moe_blocks_name(int64_t value) {
 static void set_defaults(MoeOptions *o) {
     *o = (MoeOptions){.tokens = 128, .hidden = 256, .ffn = 256, .top_k = 4};
     o->type = EP_TYPE_BF16, o->weights_at = WEIGHTS_LATE, o->quant = EP_QUANT_NONE;
-    o->alignment = 1, o->backend = EP_BACKEND_AUTO;
+    o->alignment = 1, o->backend = EP_BACKEND_AUTO, o->overlap = NOT_GIVEN;
     o->iterations = 20, o->warmup = 3, o->check = 1, o->floor = 1, o->seed = 1;
 }
 
@@ -110,6 +115,10 @@ static bool validate(const MoeOptions *o) {
         return bench_refuse("--blocks: expected --quant with it, got none");
     if (o->blocks == EP_BLOCKS_TILES && o->quant == EP_QUANT_MXFP8)
         return bench_refuse("--blocks: expected rows with --quant mxfp8, got tiles");
+    if (o->overlap == 1 && o->backend != EP_BACKEND_CUDA)
+        return bench_refuse(
+            "--overlap: expected 0 on the host, whose calls have finished when they "
+            "return, got 1");
     if (o->threads && world_launched())
         return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
     return validate_row("hidden", o->hidden, o->type);
@@ -120,6 +129,7 @@ bool moe_options_parse(MoeOptions *options, int argc, char **argv) {
     if (!option_parse(&table, argc, argv, options)) return false;
     if (options->help || options->version) return true;
     if (!validate(options)) return false;
+    if (options->overlap == NOT_GIVEN) options->overlap = options->backend == EP_BACKEND_CUDA;
     bool rows = options->quant == EP_QUANT_MXFP8;
     if (!options->blocks) options->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     return true;

@@ -27,6 +27,7 @@ typedef struct MoeOptions {
     int64_t blocks;     /**< EpBlocks of gathered weights; 0 until defaults are filled in */
     int64_t alignment;
     int64_t backend;
+    int64_t overlap; /**< 1: calls of w1 and w2 run beside dispatch, on a second stream */
     int64_t iterations, warmup;
     int64_t check, floor;
     int64_t seed;

@@ -2,7 +2,6 @@
 #include "tools/moe/phases.h"
 
 #include "tools/common/util.h"
-#include "tools/moe/fault.h"
 
 #define TENSOR(id) (&layer->tensors[T_##id])
 #define DEVICE(call, ...) layer->device.call(&layer->device, __VA_ARGS__)
@@ -48,7 +47,7 @@ static bool gather(Layer *layer, WeightId id, Gathered *g) {
     Weight *w = &layer->weights[id];
     return bench_ok(ep_weight_gather(w->weight, &g->form, &w->shard,
                                      g->sizes.gather_workspace ? &g->workspace : NULL,
-                                     layer->device.stream, &g->full,
+                                     layer->weights_stream, &g->full,
                                      is_quantised(layer) ? &g->scales : NULL),
                     "ep_weight_gather");
 }
@@ -174,7 +173,7 @@ static bool reduce(Layer *layer, WeightId id) {
     Weight *w = &layer->weights[id];
     const bool space = w->forward.sizes.reduce_workspace > 0;
     return bench_ok(ep_weight_reduce(w->weight, &w->grad, 0, space ? &w->reduce_workspace : NULL,
-                                     layer->device.stream, &w->grad_shard),
+                                     layer->weights_stream, &w->grad_shard),
                     "ep_weight_reduce");
 }
 
@@ -245,17 +244,6 @@ bool moe_phase_exists(const Layer *layer, MoePhase phase) {
     }
 }
 
-bool moe_phase_run(Layer *layer, MoePhase phase) {
-    if (!moe_phase_exists(layer, phase)) return true;
-    bool ok = phases[phase].run(layer);
-    if (ok && (int)phase == layer->fault && layer->world->rank == 0)
-        ok = moe_fault_plant(layer, moe_phase_output(layer, phase));
-    return ok;
-}
-
-bool moe_step_run(Layer *layer) {
-    bool ok = true;
-    for (int p = 0; ok && p < NUM_MOE_PHASES; p++)
-        ok = moe_phase_run(layer, (MoePhase)p);
-    return ok;
+bool moe_phase_queue(Layer *layer, MoePhase phase) {
+    return phases[phase].run(layer);
 }

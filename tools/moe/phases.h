@@ -2,7 +2,7 @@
 #ifndef MOE_PHASES_H
 #define MOE_PHASES_H
 
-/** The phases of a step, in the order in which they run. */
+/** The phases of a step, in the order in which they run on one stream. */
 
 #include "tools/moe/layer.h"
 
@@ -39,9 +39,9 @@ const char *moe_phase_name(MoePhase phase);
 /** Whether the layer has the phase: some exist only for quantised weights. */
 bool moe_phase_exists(const Layer *layer, MoePhase phase);
 
-/** False, with a message, if it fails. Does nothing where the layer does not have it. */
-bool moe_phase_run(Layer *layer, MoePhase phase);
-bool moe_step_run(Layer *layer);
+/** Queue its work: calls of weights on Layer.weights_stream, all else on the device's. False,
+ *  with a message, if it fails. The layer has the phase. */
+bool moe_phase_queue(Layer *layer, MoePhase phase);
 
 /** What a phase writes, for tests that damage it; NULL: nothing that they can damage. */
 const EpTensor *moe_phase_output(const Layer *layer, MoePhase phase);

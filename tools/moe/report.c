@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
 #include <stdio.h>
 
 #include "tools/common/option.h"
@@ -27,6 +28,14 @@ static void report_config(const MoeOptions *o) {
                option_choice_name(option_quants, o->quant), moe_blocks_name(o->blocks));
 }
 
+static void report_backend(const Layer *layer) {
+    printf("# backend: %s; GEMM: %s\n", layer->device.name, layer->device.gemm);
+    if (layer->overlaps)
+        printf("# overlap: w1, w2 and their gradients on a second stream; dispatch takes up to %d "
+               "multiprocessors\n",
+               (int)layer->handle_config.num_sms);
+}
+
 void moe_report_header(const MoeReport *report) {
     const int version = ep_version();
     printf("# ep_moe: libep %d.%d.%d: one MoE layer, forward and backward\n", version / 10000,
@@ -35,7 +44,7 @@ void moe_report_header(const MoeReport *report) {
            report->machine.cores, report->machine.date);
     report_mesh(report);
     report_config(report->options);
-    printf("# backend: %s; GEMM: %s\n", report->layer->device.name, report->layer->device.gemm);
+    report_backend(report->layer);
     printf("# timing:  %lld iterations after %lld, slowest rank of each, %s\n",
            (long long)report->options->iterations, (long long)report->options->warmup,
            report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
@@ -84,6 +93,22 @@ static void report_table(const MoeResult *r) {
            sum);
 }
 
+static void report_overlaps(const MoeResult *r) {
+    for (int i = 0; i < NUM_MOE_OVERLAPS; i++) {
+        const MoeOverlap *o = moe_overlap((MoeOverlapId)i);
+        const OverlapResult *times = &r->overlaps[i];
+        const double hidden = moe_overlap_hidden(r, (MoeOverlapId)i);
+        if (!times->exists) continue;
+        printf("# overlap: %s beside %s and %s: %.1f us, one after the other %.1f us; %s hidden: ",
+               moe_phase_name(o->phase), moe_phase_name(o->beside[0]), moe_phase_name(o->beside[1]),
+               times->together.median_us, times->apart.median_us, o->moves);
+        if (isnan(hidden))
+            printf("-\n");
+        else
+            printf("%.0f %%\n", 100 * hidden);
+    }
+}
+
 static void report_facts(const MoeResult *r) {
     printf("# tokens per rank %lld to %lld, slots received %lld to %lld\n",
            (long long)r->tokens_min, (long long)r->tokens_max, (long long)r->slots_min,
@@ -116,6 +141,7 @@ static void report_checks(const MoeResult *r) {
 void moe_report_result(const MoeReport *report, const MoeResult *result) {
     (void)report;
     report_table(result);
+    report_overlaps(result);
     report_facts(result);
     report_checks(result);
     fflush(stdout);

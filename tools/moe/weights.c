@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <stdlib.h>
+#include <string.h>
 
 #include "tools/common/data.h"
 #include "tools/common/util.h"
@@ -124,6 +125,31 @@ bool weights_create(Layer *layer) {
     for (int i = 0; i < NUM_WEIGHTS; i++)
         if (!world_all(layer->world, create_weight(layer, (WeightId)i))) return false;
     return true;
+}
+
+/* Bytes of all ones are NaN in every type of weights and scales. */
+static bool spoil(Layer *layer, const EpTensor *t) {
+    const size_t bytes = t->data ? (size_t)tensor_bytes(t) : 0;
+    if (bytes == 0) return true;
+    char *nans = bench_alloc(1, bytes, "a spoilt weight");
+    if (nans) memset(nans, 0xff, bytes);
+    bool ok = nans && tensor_fill(layer, t, nans);
+    free(nans);
+    return ok;
+}
+
+static bool spoil_gathered(Layer *layer, const Gathered *g) {
+    return spoil(layer, &g->full) && spoil(layer, &g->scales);
+}
+
+bool weights_spoil(Layer *layer) {
+    bool ok = true;
+    for (int i = 0; ok && i < NUM_WEIGHTS; i++) {
+        const Weight *w = &layer->weights[i];
+        ok = spoil_gathered(layer, &w->forward) && spoil_gathered(layer, &w->backward) &&
+             spoil(layer, &w->grad_shard);
+    }
+    return ok;
 }
 
 static int64_t larger(int64_t a, int64_t b) {
