@@ -94,9 +94,10 @@ EpStatus ep_cuda_window_open(EpGroup *group, const EpCall *call, EpCudaWindow *w
 /** Close a window. Unless all ranks do so now (`together`), a window that peers can reach stays. */
 void ep_cuda_window_close(EpGroup *group, EpCudaWindow *window, int together);
 
-/** Collective: map all ranks' parts of a window by CUDA IPC. peers[size] become their addresses.
- *  The caller must call ep_cuda_ipc_unmap even after a failure. EP_ERR_UNSUPPORTED: CUDA IPC cannot
- *  share the memory. */
+/** Collective: map the parts of a window that the ranks of this node have, by CUDA IPC. peers[ranks
+ *  of the node] become their addresses, NULL where a rank has none, which then fails. The caller
+ *  must call ep_cuda_ipc_unmap even after a failure. EP_ERR_UNSUPPORTED: CUDA IPC cannot share the
+ *  memory. EP_ERR_BOOTSTRAP: a rank's part is not in its allocation. */
 EpStatus ep_cuda_ipc_map(EpGroup *group, const EpCall *call, EpCudaWindow *window, char **peers);
 
 /** Collective: unmap the peers' parts. Returns 0 if some rank did not: then this rank's part must

@@ -91,14 +91,8 @@ static EpStatus register_memory(Opening *o) {
     return ep_refuse(o->call, EP_ERR_UNSUPPORTED, "window", "expected one from NCCL, got none");
 }
 
-static EpStatus find_peers(Opening *o) {
+static EpStatus check_reached(const Opening *o) {
     int32_t size = node_size(o), missing = 0;
-    if (o->group->choice.shared) return ep_cuda_ipc_map(o->group, o->call, o->window, o->peers);
-    if (o->window->kind == EP_WINDOW_NCCL)
-        EP_TRY(ep_cuda_check(o->group, "finding the window's pointers",
-                             ep_window_pointers(o->window->nccl, size, o->peers)));
-    else
-        o->peers[0] = o->window->memory;
     for (int32_t r = 0; r < size; r++)
         missing += o->peers[r] == NULL;
     if (!missing) return EP_OK;
@@ -107,11 +101,23 @@ static EpStatus find_peers(Opening *o) {
                      missing);
 }
 
+static EpStatus find_peers(Opening *o) {
+    int32_t size = node_size(o);
+    if (o->group->choice.shared) return ep_cuda_ipc_map(o->group, o->call, o->window, o->peers);
+    if (o->window->kind == EP_WINDOW_NCCL)
+        EP_TRY(ep_cuda_check(o->group, "finding the window's pointers",
+                             ep_window_pointers(o->window->nccl, size, o->peers)));
+    else
+        o->peers[0] = o->window->memory;
+    return check_reached(o);
+}
+
 /* A probe: every rank stores a value into every rank's part, then counts the values in its own.
  * This step saves and clears the words that probes overwrite; count_probes restores them. */
 static EpStatus prepare_probe(Opening *o) {
     size_t bytes = (size_t)node_size(o) * sizeof(uint32_t);
     char *own = own_part(o);
+    EP_TRY(check_reached(o)); /* all ranks have said that they have a part */
     EP_TRY(ep_cuda_check(o->group, "reading the window",
                          cudaMemcpy(o->words, own, bytes, cudaMemcpyDeviceToHost)));
     /* Zero owned memory again through the window, whose mapping may differ from the memory's. */

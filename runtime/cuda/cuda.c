@@ -33,12 +33,13 @@ static void find_driver(void) {
     release_handle = (ReleaseHandle)(uintptr_t)dlsym(driver, "cuMemRelease");
 }
 
-void *ep_cuda_allocation(const void *memory) {
+void *ep_cuda_allocation(const void *memory, int64_t *bytes) {
     CUdeviceptr begin = 0;
-    size_t bytes = 0;
+    size_t size = 0;
     pthread_once(&once, find_driver);
     if (!address_range) return NULL;
-    CUresult result = address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)memory);
+    CUresult result = address_range(&begin, &size, (CUdeviceptr)(uintptr_t)memory);
+    *bytes = (int64_t)size;
     return result == CUDA_SUCCESS ? (void *)(uintptr_t)begin : NULL;
 }
 

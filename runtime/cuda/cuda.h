@@ -33,7 +33,7 @@ typedef struct EpCudaWindow {
     int paired;     /**< see EP_WINDOW_PAIRED */
     EpCudaWindowKind kind;
     ncclWindow_t nccl; /**< of EP_WINDOW_NCCL */
-    void **mapped;     /**< [size] of EP_WINDOW_IPC: each rank's mapping, or NULL */
+    void **mapped;     /**< [ranks of the node] of EP_WINDOW_IPC: each rank's mapping, or NULL */
 } EpCudaWindow;
 
 #define EP_VALIDATED 256
@@ -114,8 +114,8 @@ static inline void ep_cuda_restore(int before) {
     if (before != EP_STAY) ep_cuda_switch_back(before);
 }
 
-/** Returns the start of the allocation that contains this device memory, or NULL. */
-void *ep_cuda_allocation(const void *memory);
+/** Returns the start of the allocation that contains this device memory, and its size, or NULL. */
+void *ep_cuda_allocation(const void *memory, int64_t *bytes);
 
 /** What lies behind mapped memory: the driver's handle of the allocation, 0 if none is mapped
  * there, and the place in it, both equal for two mappings of the same byte; and the bytes from

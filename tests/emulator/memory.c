@@ -144,23 +144,6 @@ cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
     return error == cudaSuccess ? cudaFree(memory) : error;
 }
 
-/* ---- other processes: not supported ---- */
-
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory) {
-    (void)out, (void)memory;
-    return cudaErrorNotSupported;
-}
-
-cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned flags) {
-    (void)out, (void)handle, (void)flags;
-    return cudaErrorNotSupported;
-}
-
-cudaError_t cudaIpcCloseMemHandle(void *memory) {
-    (void)memory;
-    return cudaErrorNotSupported;
-}
-
 /* ---- queries ---- */
 
 cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
@@ -196,4 +179,26 @@ int emulated_reaches(const void *memory, size_t bytes) {
     int reaches = a && (const char *)memory + bytes <= a->memory + a->bytes;
     pthread_rwlock_unlock(&lock);
     return reaches;
+}
+
+/* ---- other processes, which are threads ---- */
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *memory) {
+    void *begin = NULL;
+    size_t bytes;
+    if (!emulated_allocation(memory, &begin, &bytes) || begin != memory)
+        return cudaErrorInvalidValue;
+    memset(out, 0, sizeof(*out));
+    memcpy(out, &memory, sizeof(memory));
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned flags) {
+    (void)flags;
+    memcpy(out, &handle, sizeof(*out));
+    return emulated_reaches(*out, 1) ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *memory) {
+    return emulated_reaches(memory, 1) ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Mapping windows by CUDA IPC, as where ranks share GPUs: the parts of a node's ranks, in their
+ * order, and what a peer says of its part. Ranks are threads here, to which the emulated CUDA maps
+ * memory, too. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bootstrap/bootstrap.h"
+#include "bootstrap/cuda/setup.h"
+#include "tests/cases/run.h"
+#include "tests/gpu/device_step.h"
+
+enum { PART_BYTES = 4096, PARTS = 4 };
+
+static const EpCall call = {"ep_window_register", 0};
+
+/* A group, whose windows nobody needs, and a part in the middle of an allocation. */
+typedef struct Mapping {
+    EpGroup *group;
+    char *allocation;
+    EpCudaWindow window;
+    char *peers[EP_CUDA_MAX_RANKS];
+} Mapping;
+
+#ifdef EP_NCCL_SECONDS
+static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    EpGroupConfig config = case_group_config(&c);
+    *m = (Mapping){.group = NULL};
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    if (!CHECK_OK(ep_group_create(bootstrap, &config, &m->group))) return false;
+    if (!CHECK_CUDA(cudaMalloc((void **)&m->allocation, PARTS * PART_BYTES))) return false;
+    m->window.memory = m->allocation + bootstrap->rank % PARTS * PART_BYTES;
+    m->window.bytes = PART_BYTES;
+    return true;
+}
+
+static void close_mapping(Mapping *m) {
+    CHECK(ep_cuda_ipc_unmap(m->group, &m->window) && !m->window.mapped, "not unmapped");
+    CHECK_CUDA(cudaFree(m->allocation));
+    ep_group_destroy(m->group);
+}
+
+static void map_node(const EpBootstrap *bootstrap, const char *nodes) {
+    Mapping m;
+    char *all[8];
+    if (!open_mapping(bootstrap, nodes, &m)) return;
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &m.window.memory, all, sizeof(*all), 60));
+    CHECK_OK(ep_cuda_ipc_map(m.group, &call, &m.window, m.peers));
+    const EpNodes *n = &m.group->nodes;
+    for (int i = 0; i < n->sizes.ranks; i++)
+        CHECK(m.peers[i] == all[ep_nodes_member(n, n->node, i)], "part %d of node %d", i, n->node);
+    CHECK(!m.peers[n->sizes.ranks], "more parts than ranks of the node");
+    close_mapping(&m);
+}
+
+/* Rank 0's bootstrap says something else of rank 1's part. */
+typedef struct Liar {
+    EpBootstrap whole;
+    int64_t offset, bytes;
+} Liar;
+
+static EpStatus lie(void *context, const void *in, void *out, size_t bytes, double timeout) {
+    const Liar *liar = context;
+    EP_TRY(liar->whole.allgather(liar->whole.context, in, out, bytes, timeout));
+    char *part = (char *)out + bytes + sizeof(cudaIpcMemHandle_t);
+    memcpy(part, &liar->offset, sizeof(liar->offset));
+    memcpy(part + sizeof(liar->offset), &liar->bytes, sizeof(liar->bytes));
+    return EP_OK;
+}
+
+static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t bytes) {
+    Mapping m;
+    if (!open_mapping(bootstrap, "", &m)) return;
+    Liar liar = {m.group->bootstrap, offset, bytes};
+    if (bootstrap->rank == 0)
+        m.group->bootstrap.context = &liar, m.group->bootstrap.allgather = lie;
+    EpStatus status = ep_cuda_ipc_map(m.group, &call, &m.window, m.peers);
+    m.group->bootstrap = liar.whole;
+    if (bootstrap->rank == 0) {
+        CHECK_REFUSED(status, EP_ERR_BOOTSTRAP, "bootstrap.allgather", "4096 bytes of rank 1",
+                      "within its allocation");
+        CHECK(!m.window.mapped[1] && !m.peers[1], "rank 1 is mapped");
+    } else {
+        CHECK_OK(status);
+    }
+    close_mapping(&m);
+}
+#else
+static void map_node(const EpBootstrap *bootstrap, const char *nodes) {
+    (void)bootstrap, (void)nodes;
+    check_left_out("CUDA maps no memory to the process that has allocated it");
+}
+
+static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t bytes) {
+    (void)offset, (void)bytes;
+    map_node(bootstrap, "");
+}
+#endif
+
+ThreadTest(gpu_ipc, one_node_3, 3) {
+    map_node(bootstrap, "");
+}
+ThreadTest(gpu_ipc, two_nodes_4, 4) {
+    map_node(bootstrap, "0,1,0,1");
+}
+ThreadTest(gpu_ipc, uneven_nodes_3, 3) {
+    map_node(bootstrap, "0,1,1");
+}
+ThreadTest(gpu_ipc, before_the_allocation_2, 2) {
+    map_wrong_part(bootstrap, -1, PARTS * PART_BYTES);
+}
+ThreadTest(gpu_ipc, behind_the_allocation_2, 2) {
+    map_wrong_part(bootstrap, PARTS * PART_BYTES - PART_BYTES + 1, PARTS * PART_BYTES);
+}
+ThreadTest(gpu_ipc, in_too_small_an_allocation_2, 2) {
+    map_wrong_part(bootstrap, 0, PART_BYTES - 1);
+}
+ThreadTest(gpu_ipc, far_from_the_allocation_2, 2) {
+    map_wrong_part(bootstrap, INT64_MAX, INT64_MIN);
+}
