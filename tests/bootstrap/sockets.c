@@ -3,10 +3,12 @@
 #include <arpa/inet.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "bootstrap/sockets.h"
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 
@@ -208,4 +210,41 @@ ThreadTest(bootstrap_sockets, strangers_are_sent_away, 3) {
 /* No rank waits for them. */
 ThreadTest(bootstrap_sockets, silent_strangers_are_not_waited_for, 3) {
     run_disturbed(bootstrap, 8);
+}
+
+/* ---- a peer that ends ---- */
+
+/* Rank 0's end of a connection to rank 1, whose end is *other. */
+static EpSockets *open_pair(int *other) {
+    int ends[2];
+    EpSockets *self = calloc(1, sizeof(*self) + 2 * sizeof(self->connection[0]));
+    if (!self || socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends)) abort();
+    self->size = 2, self->listener = -1;
+    self->connection[0].socket = -1, self->connection[1].socket = ends[0];
+    *other = ends[1];
+    return self;
+}
+
+/* Its last message is received, and what is sent to it counts as sent, although more is awaited. */
+SoloTest(bootstrap_sockets, last_message_of_a_peer_that_ends) {
+    static const char said[] = "the last words";
+    uint64_t length = sizeof(said);
+    char first[32], second[32];
+    void *send = NULL, *receive[2] = {NULL, NULL};
+    int other, done = 0;
+    EpSockets *self = open_pair(&other);
+    CHECK_OK(ep_socket_irecv(self, 1, 0, first, sizeof(first), &receive[0]));
+    CHECK_OK(ep_socket_irecv(self, 1, 0, second, sizeof(second), &receive[1]));
+    CHECK_OK(ep_socket_isend(self, 1, 0, said, sizeof(said), &send));
+    CHECK(write(other, &length, sizeof(length)) == sizeof(length) &&
+              write(other, said, sizeof(said)) == sizeof(said),
+          "no message");
+    close(other);
+    CHECK_OK(ep_socket_test(self, &send, &done));
+    CHECK(done && !send, "the message to it is still being sent");
+    CHECK_OK(ep_socket_test(self, &receive[0], &done));
+    CHECK(done && !receive[0] && !strcmp(first, said), "its last message was not received");
+    CHECK_REFUSED(ep_socket_test(self, &receive[1], &done), EP_ERR_PEER, "closed its connection");
+    close(self->connection[1].socket);
+    free(self);
 }
