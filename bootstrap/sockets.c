@@ -35,7 +35,8 @@
  * not still come in time. */
 #define SHARE_TO_CONNECT 0.5
 #define SECONDS_TO_CONNECT 10.0 /* to one address, where others may be tried */
-#define SECONDS_TO_GREET 2.0    /* for whoever connects; others wait meanwhile */
+#define SECONDS_TO_GREET 2.0    /* for whoever connects */
+#define MOST_ARRIVALS 64
 
 /* What a rank tells the others. Addresses are IPv6, or IPv4 mapped into it. */
 typedef struct Card {
@@ -197,7 +198,9 @@ static int connect_to(const struct in6_addr *to, uint16_t port, double end) {
     int made = make_socket(&family);
     if (made < 0) return -1;
     socklen_t length = make_address(family, to, port, &address);
-    if (connect(made, (struct sockaddr *)(void *)&address, length))
+    if (family == AF_INET && !IN6_IS_ADDR_V4MAPPED(to))
+        error = EAFNOSUPPORT;
+    else if (connect(made, (struct sockaddr *)(void *)&address, length))
         error = errno == EINPROGRESS ? wait_for(made, POLLOUT, end) : errno;
     if (!error) getsockopt(made, SOL_SOCKET, SO_ERROR, &error, &bytes);
     if (!error) return made;
@@ -243,22 +246,80 @@ static EpStatus connect_lower(const EpGroup *group, EpSockets *self, const Card 
 
 /* ---- accepting connections from higher ranks ------------------------------------------------ */
 
-/* Answer the greeting on a socket that was accepted. Returns 0 if it is no rank's that is expected.
- */
+/** Connections that have yet to say whose they are. Somebody else's may say nothing, so no rank
+ * waits for one of them alone. */
+typedef struct Arrivals {
+    int count;
+    struct pollfd poll[1 + MOST_ARRIVALS]; /* of the listener, then theirs */
+    Greeting greeting[MOST_ARRIVALS];
+    size_t heard[MOST_ARRIVALS]; /* bytes of the greeting */
+    double end[MOST_ARRIVALS];
+} Arrivals;
+
+static void remove_arrival(Arrivals *a, int i) {
+    int last = --a->count;
+    a->poll[1 + i] = a->poll[1 + last];
+    a->greeting[i] = a->greeting[last];
+    a->heard[i] = a->heard[last], a->end[i] = a->end[last];
+}
+
+/* Wait until somebody connects or speaks, or has been silent for too long. Those for whom there is
+ * no room wait in the listener's queue. Returns 0, or ETIMEDOUT after `end`. */
+static int wait_for_arrivals(Arrivals *a, double end) {
+    double now = ep_clock(), left = end - now;
+    if (left <= 0) return ETIMEDOUT;
+    for (int i = 0; i < a->count; i++)
+        if (a->end[i] - now < left) left = a->end[i] - now;
+    a->poll[0].events = a->count < MOST_ARRIVALS ? POLLIN : 0;
+    int milliseconds = left < 0 ? 0 : left < 1 ? 1 + (int)(1e3 * left) : 1000;
+    for (int i = 0; i <= a->count; i++)
+        a->poll[i].revents = 0;
+    return poll(a->poll, 1 + (nfds_t)a->count, milliseconds) < 0 && errno != EINTR ? errno : 0;
+}
+
+/* Accept one connection, if there is one. Returns 0, or errno. */
+static int accept_arrival(Arrivals *a) {
+    if (!(a->poll[0].revents & POLLIN)) return 0;
+    int made = accept4(a->poll[0].fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (made < 0) return errno == EMFILE || errno == ENFILE ? errno : 0;
+    int i = a->count++;
+    a->poll[1 + i] = (struct pollfd){.fd = made, .events = POLLIN};
+    a->heard[i] = 0, a->end[i] = ep_clock() + SECONDS_TO_GREET;
+    return 0;
+}
+
+/* Receive what there is of a greeting. Returns 1 if it is complete, -1 if it will not be. */
+static int hear(Arrivals *a, int i) {
+    char *at = (char *)&a->greeting[i] + a->heard[i];
+    size_t room = sizeof(a->greeting[i]) - a->heard[i];
+    if (!a->poll[1 + i].revents) return ep_clock() < a->end[i] ? 0 : -1;
+    ssize_t moved = recv(a->poll[1 + i].fd, at, room, 0);
+    if (moved < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
+    a->heard[i] += (size_t)moved;
+    return moved == 0 ? -1 : (size_t)moved == room;
+}
+
+/* Answer a greeting. Returns 0 if it is no rank's that is expected. */
 static int answer(const EpGroup *group, EpSockets *self, const Card *cards, int socket,
-                  double end) {
-    Greeting theirs, expected = greet(group, &cards[group->rank]);
-    double soon = ep_clock() + SECONDS_TO_GREET;
-    if (soon < end) end = soon;
-    if (move_all(socket, &theirs, sizeof(theirs), 0, end)) return 0;
-    int32_t peer = expected.rank = theirs.rank;
-    if (memcmp(&theirs, &expected, sizeof(theirs)) || peer <= group->rank || peer >= group->size ||
+                  const Greeting *theirs) {
+    Greeting expected = greet(group, &cards[group->rank]);
+    int32_t peer = expected.rank = theirs->rank;
+    if (memcmp(theirs, &expected, sizeof(expected)) || peer <= group->rank || peer >= group->size ||
         !ep_sockets_connect(group, peer) || self->connection[peer].socket >= 0)
         return 0;
     Greeting mine = greet(group, &cards[peer]);
-    if (move_all(socket, &mine, sizeof(mine), 1, end)) return 0;
+    if (move_all(socket, &mine, sizeof(mine), 1, ep_clock() + SECONDS_TO_GREET)) return 0;
     adopt(self, peer, socket);
     return 1;
+}
+
+static void hear_arrivals(const EpGroup *group, EpSockets *self, const Card *cards, Arrivals *a) {
+    for (int i = a->count - 1; i >= 0; i--) {
+        int heard = hear(a, i), socket = a->poll[1 + i].fd;
+        if (heard == 0) continue;
+        if (heard < 0 || !answer(group, self, cards, socket, &a->greeting[i])) close(socket);
+        remove_arrival(a, i);
+    }
 }
 
 /* Returns the lowest rank above this one that has yet to connect, or the number of ranks. */
@@ -269,21 +330,30 @@ static int32_t first_missing(const EpGroup *group, const EpSockets *self) {
     return r;
 }
 
-static EpStatus accept_higher(const EpGroup *group, EpSockets *self, const Card *cards,
-                              double end) {
+static EpStatus accept_all(const EpGroup *group, EpSockets *self, const Card *cards, Arrivals *a,
+                           double end) {
     for (int32_t missing; (missing = first_missing(group, self)) < group->size;) {
-        int error = wait_for(self->listener, POLLIN, end);
+        int error = wait_for_arrivals(a, end);
         if (error == ETIMEDOUT)
             return ep_fail(EP_ERR_TIMEOUT,
                            "rank %d: ep_group_create: messages between nodes: rank %d did not "
                            "connect within %g s",
                            group->rank, missing, SHARE_TO_CONNECT * group->timeout);
-        int made = error ? -1 : accept4(self->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (made < 0 && (errno == EMFILE || errno == ENFILE || error))
-            return fail_system(group, "accepting", error ? error : errno);
-        if (made >= 0 && !answer(group, self, cards, made, end)) close(made);
+        hear_arrivals(group, self, cards, a);
+        if (!error) error = accept_arrival(a);
+        if (error) return fail_system(group, "accepting", error);
     }
     return EP_OK;
+}
+
+static EpStatus accept_higher(const EpGroup *group, EpSockets *self, const Card *cards,
+                              double end) {
+    Arrivals arrivals = {.count = 0};
+    arrivals.poll[0].fd = self->listener;
+    EpStatus status = accept_all(group, self, cards, &arrivals, end);
+    for (int i = 0; i < arrivals.count; i++)
+        close(arrivals.poll[1 + i].fd);
+    return status;
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */

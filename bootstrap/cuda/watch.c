@@ -22,6 +22,8 @@
 /* Ranks that know whom to blame get this time to say so: their waits end together with this one's.
  */
 #define GRACE_SECONDS 0.5
+/* Ranks that disagree all find it themselves, on a busy machine not at the same time. */
+#define DISAGREE_SECONDS 2.0
 /* To send what the others must know, before the connections close. */
 #define FLUSH_SECONDS 1.0
 /* Of EpCudaState.failed: no operation has this number. */
@@ -240,7 +242,7 @@ static void tell_all(EpCudaWatch *w) {
 /* Ranks that disagree find that out themselves, at about the same time, and say what differs. */
 static int gave_time(EpCudaWatch *w) {
     if (w->disagrees == 0) w->disagrees = ep_clock();
-    return ep_clock() - w->disagrees > GRACE_SECONDS;
+    return ep_clock() - w->disagrees > DISAGREE_SECONDS;
 }
 
 /* The group's thread, an abort, or kernels may have found a failure. */

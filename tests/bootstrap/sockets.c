@@ -3,10 +3,12 @@
 #include <arpa/inet.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "bootstrap/sockets.h"
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 
@@ -144,15 +146,23 @@ ThreadTest(bootstrap_sockets, one_node_needs_no_interface, 2) {
  * connects to every rank's port, and says something else than a rank would. */
 typedef struct Listened {
     EpBootstrap whole;
+    int each; /* strangers at each port; several: they say nothing */
     int strangers;
 } Listened;
 
 enum { MOST_STRANGERS = 64 };
 static int stranger[MOST_STRANGERS];
 
-/* Connect to each port of this process that listens on the loopback interface. */
-static int disturb(void) {
+/* Connect to a port. */
+static void disturb_one(const struct sockaddr_in6 *address, socklen_t bytes, int speaks, int *out) {
     static const char rubbish[64] = "GET / HTTP/1.1\r\n\r\n";
+    *out = socket(address->sin6_family, SOCK_STREAM, 0);
+    if (!connect(*out, (const struct sockaddr *)(const void *)address, bytes) && speaks)
+        (void)!write(*out, rubbish, sizeof(rubbish));
+}
+
+/* Connect to each port of this process that listens on the loopback interface. */
+static int disturb(int each) {
     int count = 0;
     for (int fd = 3; fd < 256 && count < MOST_STRANGERS; fd++) {
         struct sockaddr_in6 address;
@@ -160,10 +170,8 @@ static int disturb(void) {
         int listens = 0;
         if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) || !listens) continue;
         if (getsockname(fd, (struct sockaddr *)(void *)&address, &bytes)) continue;
-        stranger[count] = socket(address.sin6_family, SOCK_STREAM, 0);
-        if (!connect(stranger[count], (struct sockaddr *)(void *)&address, bytes))
-            (void)!write(stranger[count], rubbish, sizeof(rubbish));
-        count++;
+        for (int i = 0; i < each && count < MOST_STRANGERS; i++)
+            disturb_one(&address, bytes, each == 1, &stranger[count++]);
     }
     return count;
 }
@@ -172,7 +180,7 @@ static EpStatus listened_gather(void *context, const void *in, void *out, size_t
                                 double timeout) {
     Listened *self = context;
     EpStatus status = self->whole.allgather(self->whole.context, in, out, bytes, timeout);
-    if (self->whole.rank == 0) self->strangers += disturb();
+    if (self->whole.rank == 0) self->strangers += disturb(self->each);
     return status;
 }
 
@@ -181,14 +189,62 @@ static EpStatus listened_barrier(void *context, double timeout) {
     return self->whole.barrier(self->whole.context, timeout);
 }
 
-/* Others that connect to the ports are sent away, and the group is made. */
-ThreadTest(bootstrap_sockets, strangers_are_sent_away, 3) {
-    Listened self = {.whole = *bootstrap};
+static void run_disturbed(const EpBootstrap *bootstrap, int each) {
+    Listened self = {.whole = *bootstrap, .each = each};
     EpBootstrap own = without_messages(bootstrap);
     own.context = &self, own.allgather = listened_gather, own.barrier = listened_barrier;
     set(bootstrap, "LIBEP_TOPOLOGY", "3");
+    double begin = now();
     run_case(&own, &(Case){.ranks = 3, .nodes = "012", .weighted = 1});
-    if (bootstrap->rank == 0) CHECK(self.strangers > 0, "nobody was disturbed");
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    if (bootstrap->rank == 0) CHECK(self.strangers >= each, "nobody was disturbed");
     for (int i = 0; bootstrap->rank == 0 && i < MOST_STRANGERS && stranger[i]; i++)
         close(stranger[i]);
+}
+
+/* Others that connect to the ports are sent away, and the group is made. */
+ThreadTest(bootstrap_sockets, strangers_are_sent_away, 3) {
+    run_disturbed(bootstrap, 1);
+}
+
+/* No rank waits for them. */
+ThreadTest(bootstrap_sockets, silent_strangers_are_not_waited_for, 3) {
+    run_disturbed(bootstrap, 8);
+}
+
+/* ---- a peer that ends ---- */
+
+/* Rank 0's end of a connection to rank 1, whose end is *other. */
+static EpSockets *open_pair(int *other) {
+    int ends[2];
+    EpSockets *self = calloc(1, sizeof(*self) + 2 * sizeof(self->connection[0]));
+    if (!self || socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends)) abort();
+    self->size = 2, self->listener = -1;
+    self->connection[0].socket = -1, self->connection[1].socket = ends[0];
+    *other = ends[1];
+    return self;
+}
+
+/* Its last message is received, and what is sent to it counts as sent, although more is awaited. */
+SoloTest(bootstrap_sockets, last_message_of_a_peer_that_ends) {
+    static const char said[] = "the last words";
+    uint64_t length = sizeof(said);
+    char first[32], second[32];
+    void *send = NULL, *receive[2] = {NULL, NULL};
+    int other, done = 0;
+    EpSockets *self = open_pair(&other);
+    CHECK_OK(ep_socket_irecv(self, 1, 0, first, sizeof(first), &receive[0]));
+    CHECK_OK(ep_socket_irecv(self, 1, 0, second, sizeof(second), &receive[1]));
+    CHECK_OK(ep_socket_isend(self, 1, 0, said, sizeof(said), &send));
+    CHECK(write(other, &length, sizeof(length)) == sizeof(length) &&
+              write(other, said, sizeof(said)) == sizeof(said),
+          "no message");
+    close(other);
+    CHECK_OK(ep_socket_test(self, &send, &done));
+    CHECK(done && !send, "the message to it is still being sent");
+    CHECK_OK(ep_socket_test(self, &receive[0], &done));
+    CHECK(done && !receive[0] && !strcmp(first, said), "its last message was not received");
+    CHECK_REFUSED(ep_socket_test(self, &receive[1], &done), EP_ERR_PEER, "closed its connection");
+    close(self->connection[1].socket);
+    free(self);
 }

@@ -218,6 +218,85 @@ ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
     plans_close(&p);
 }
 
+/* ---- named by some ranks ------------------------------------------------------------------- */
+
+/* Put the ranks on these nodes. */
+static void pretend(const EpBootstrap *bootstrap, const char *nodes) {
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
+    bootstrap->barrier(bootstrap->context, 60);
+}
+
+/* The handle's own plan, which the ranks that name it name in dispatch. */
+static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, int64_t capacity,
+                              int names) {
+    Case c = case_complete((Case){.ranks = bootstrap->size, .capacity = capacity});
+    World *world = world_new(&c);
+    pretend(bootstrap, nodes);
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Step step = {group, handle, world, bootstrap->rank, NULL};
+    EpTensor plan = {0};
+    REQUIRE(handle, "no handle");
+    for (int i = 0; i < 3; i++) {
+        step.plan = NULL;
+        step_prepare(&step);
+        CHECK_OK(ep_handle_plan(handle, &plan));
+        if (names) step.plan = &plan;
+        step_dispatch(&step);
+    }
+    ep_handle_destroy(handle);
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+ThreadTest(handles_plans, named_by_one_rank, RANKS) {
+    int is_last = bootstrap->rank == RANKS - 1;
+    run_named_by_some(bootstrap, "1", 0, is_last);
+    run_named_by_some(bootstrap, "0,1,0", 100, is_last);
+}
+
+ThreadTest(handles_plans, named_by_all_ranks_on_nodes, RANKS) {
+    run_named_by_some(bootstrap, "0,1,0", 0, 1);
+}
+
+/* With exact sizing GPUs of several nodes send filled places alone, but all where a plan is named:
+ * ranks must agree. The host backend always sends what is needed. */
+static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
+    Case c = case_complete((Case){.ranks = bootstrap->size});
+    World *world = world_new(&c);
+    pretend(bootstrap, nodes);
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    Step step = {group, handle, world, bootstrap->rank, NULL};
+    _Alignas(16) static _Thread_local char room[1 << 14];
+    EpTensor plan = {0};
+    int names = bootstrap->rank == bootstrap->size - 1;
+    REQUIRE(handle, "no handle");
+    step_prepare(&step);
+    CHECK_OK(ep_handle_plan(handle, &plan));
+    EpTensor tokens = step_tokens(&step), rows = step_recv_tokens(&step, room);
+    EpStatus status = ep_dispatch(handle, names ? &plan : NULL, NULL, &tokens, NULL, NULL, NULL,
+                                  &rows, NULL, NULL, NULL);
+    if (status == EP_OK) status = ep_group_status(group, NULL);
+    /* Who shares its node with the other rank may learn of it from a third one. */
+    int compares = names || bootstrap->size == 2;
+    if (!TESTS_ON_GPU)
+        CHECK_OK(status);
+    else if (compares || status != EP_ERR_PEER)
+        CHECK_REFUSED(status, EP_ERR_ORDER, "dispatch: expected the same sizes on all ranks");
+    ep_group_destroy(group);
+    world_free(world);
+}
+
+ThreadTest(handles_plans, one_of_two_nodes_names_it, 2) {
+    run_named_alone(bootstrap, "0,1");
+}
+
+ThreadTest(handles_plans, one_of_a_node_names_it, 4) {
+    run_named_alone(bootstrap, "0,0,1,1");
+}
+
 /* ---- wrong plans --------------------------------------------------------------------------- */
 
 /* Returns the status of an operation. On GPUs kernels look at the plan, so the group has it. */
