@@ -501,7 +501,7 @@ nodes_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_pipeline han
 run_layer = $(emulated_moe) --backend cuda --threads 4 --hidden 64 --ffn 48 --tokens 24 -n 2 -w 0 \
             --floor 0
 emulate_layer = \
-    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh fsdp=2,expert=2 --uneven && \
+    LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh fsdp=2,expert=2 --uneven --regather 1 && \
     LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh expert=2,fsdp=2 --weights early && \
     EMULATED_PLACES=4 EMULATED_NCCL_BLOCKS=2 $(run_layer) --quant fp8 --blocks rows --dtype fp16 && \
     $(run_layer) --mesh data=2,expert=2 --overlap 0

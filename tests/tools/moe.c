@@ -17,6 +17,8 @@ SoloTest(tools_moe, layers_agree_with_a_dense_one) {
         "--threads 4 --mesh expert=4 --dtype fp32",
         "--threads 4 --mesh expert=4 --dtype fp32 --weights early --align 8",
         "--threads 4 --mesh fsdp=2,expert=2 --weights early",
+        "--threads 4 --mesh fsdp=2,expert=2 --dtype fp32 --regather 1",
+        "--threads 2 --regather 1",
         "--threads 6 --mesh fsdp=2,expert=3 --dtype fp16 --uneven",
         "--threads 8 --mesh data=2,fsdp=2,expert=2 --dtype fp32 --uneven --idle 2",
         "--threads 8 --mesh expert=2,data=2,fsdp=2 --dtype fp16 --weights early",
@@ -41,7 +43,7 @@ SoloTest(tools_moe, quantised_weights) {
     static const char *const lines[] = {
         "--quant fp8 --hidden 144",
         "--quant fp8 --blocks rows --weights early",
-        "--quant fp8-pow2 --hidden 272",
+        "--quant fp8-pow2 --hidden 272 --regather 1",
         "--quant fp8-ue8m0 --blocks rows",
         "--quant mxfp8 --dtype bf16",
         "--quant fp8-ue8m0 --dtype fp16",
@@ -77,6 +79,8 @@ SoloTest(tools_moe, faults_are_found) {
         "combine",
         "reduce_w1",
         "combine_backward",
+        "gather_w2_backward",
+        "gather_w1_backward",
         "gemm2_grad_input",
         "gemm2_grad_weight",
         "reduce_w2",
@@ -93,7 +97,9 @@ SoloTest(tools_moe, faults_are_found) {
         const char *quant = strstr(phases[i], "dequantise") ? "--quant fp8 --blocks rows" : "";
         char line[320];
         snprintf(line, sizeof(line),
-                 SMALL "--threads 4 --mesh fsdp=2,expert=2 --experts 4 --dtype fp32 %s", quant);
+                 SMALL
+                 "--threads 4 --mesh fsdp=2,expert=2 --experts 4 --dtype fp32 --regather 1 %s",
+                 quant);
         setenv("LIBEP_TEST_MOE_FAULT", phases[i], 1);
         check_note("a fault in %s", phases[i]);
         check_tool("ep_moe", line, 1, "\n# wrong: ", "elements are wrong");
@@ -119,6 +125,7 @@ static const BadOptions bad_options[] = {
     {"--blocks tiles", "--quant"},
     {"--quant mxfp8 --blocks tiles", "rows with --quant mxfp8"},
     {"--backend tpu", "\"tpu\""},
+    {"--regather 2", "--regather"},
     {"--overlap 2", "--overlap: "},
     {"--overlap yes", "\"yes\""},
     {"--overlap 1", "--overlap: expected 0 on the host, whose calls have finished"},

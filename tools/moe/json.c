@@ -26,6 +26,7 @@ static void put_config(Json *j, const MoeReport *report) {
     json_put_text(j, "weights", moe_weights_name(o->weights_at));
     json_put_text(j, "quant", option_choice_name(option_quants, o->quant));
     if (o->quant != EP_QUANT_NONE) json_put_text(j, "blocks", moe_blocks_name(o->blocks));
+    json_put_bool(j, "regather", o->regather);
     json_put_int(j, "alignment", o->alignment);
     json_put_bool(j, "overlap", report->layer->overlaps);
     if (report->layer->overlaps) json_put_int(j, "num_sms", report->layer->handle_config.num_sms);

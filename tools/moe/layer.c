@@ -215,8 +215,8 @@ void layer_destroy(Layer *layer) {
         release(layer, &w->grad);
         release(layer, &w->grad_shard);
         release(layer, &w->reduce_workspace);
+        if (w->two_forms) release_gathered(layer, &w->backward);
         release_gathered(layer, &w->forward);
-        release_gathered(layer, &w->backward);
     }
     for (int i = 0; i < NUM_TENSORS; i++)
         release(layer, &layer->tensors[i]);

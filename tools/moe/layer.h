@@ -29,8 +29,9 @@ typedef struct Weight {
     EpSharding sharding;
     EpTensor shard, grad, grad_shard, reduce_workspace;
     Gathered forward;
-    Gathered backward; /**< only where `twice` */
-    bool twice;        /**< each direction has a form of its own */
+    Gathered backward; /**< the same as forward, but where `two_forms` */
+    bool two_forms;    /**< each direction has its own */
+    bool twice;        /**< it is gathered for each direction */
     bool whole;        /**< the shard is what the rank uses: there is nothing to gather */
 } Weight;
 

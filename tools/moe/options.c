@@ -43,6 +43,9 @@ static const Option options_of_moe[] = {
     {0, "blocks", "rows|tiles", option_parse_choice, AT(blocks), 0, 0, blocks,
      "what shares a scale: a row's 128 elements, with a gather for each direction, or 128 x 128 "
      "(default tiles; mxfp8: rows of 32)"},
+    {0, "regather", "0|1", option_parse_int, AT(regather), 0, 1, NULL,
+     "gather w1 and w2 again for backward, into the same memory (default 0; --blocks rows always "
+     "gathers for each direction)"},
     {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
      "slabs are padded to multiples of this power of two (default 1)"},
     {0, "backend", "auto|host|cuda", option_parse_choice, AT(backend), 0, 0, option_backends,

@@ -25,6 +25,7 @@ typedef struct MoeOptions {
     int64_t weights_at; /**< WeightsAt */
     int64_t quant;      /**< EpQuant of gathered weights */
     int64_t blocks;     /**< EpBlocks of gathered weights; 0 until defaults are filled in */
+    int64_t regather;   /**< 1: w1 and w2 are gathered for backward, too */
     int64_t alignment;
     int64_t backend;
     int64_t overlap; /**< 1: calls of w1 and w2 run beside dispatch, on a second stream */

@@ -103,11 +103,6 @@ static bool run_combine_backward(Layer *layer) {
                     "ep_combine_backward");
 }
 
-static const Gathered *backward_of(const Layer *layer, WeightId id) {
-    const Weight *w = &layer->weights[id];
-    return w->twice ? &w->backward : &w->forward;
-}
-
 static bool run_gather_w1_backward(Layer *layer) {
     return gather(layer, WEIGHT_W1, &layer->weights[WEIGHT_W1].backward);
 }
@@ -123,7 +118,7 @@ static bool run_dequantise_backward(Layer *layer) {
 
 /* The gradient of a product's input: the weight is transposed where forward it was not. */
 static bool multiply_backward(Layer *layer, TensorId in, WeightId id, TensorId out) {
-    const Gathered *g = backward_of(layer, id);
+    const Gathered *g = &layer->weights[id].backward;
     return DEVICE(multiply, &layer->experts, &layer->tensors[in], &g->values, !g->form.transposed,
                   &layer->tensors[out]);
 }
@@ -191,9 +186,9 @@ static bool run_reduce_router(Layer *layer) {
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* When a phase exists: always, where weights are not whole, where they are quantised, and where
- * each direction gathers its own. */
-enum { ALWAYS, SHARDED, QUANTISED, TWICE };
+/* When a phase exists: always, where weights are not whole, where they are quantised, where they
+ * are gathered for each direction, and where that is of quantised weights. */
+enum { ALWAYS, SHARDED, QUANTISED, TWICE, QUANTISED_TWICE };
 
 static const struct {
     const char *name;
@@ -213,7 +208,7 @@ static const struct {
     [MOE_COMBINE_BACKWARD] = {"combine_backward", run_combine_backward, ALWAYS},
     [MOE_GATHER_W2_BACKWARD] = {"gather_w2_backward", run_gather_w2_backward, TWICE},
     [MOE_GATHER_W1_BACKWARD] = {"gather_w1_backward", run_gather_w1_backward, TWICE},
-    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", run_dequantise_backward, TWICE},
+    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", run_dequantise_backward, QUANTISED_TWICE},
     [MOE_GEMM2_INPUT] = {"gemm2_grad_input", run_gemm2_input, ALWAYS},
     [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", run_gemm2_weight, ALWAYS},
     [MOE_ACTIVATION_BACKWARD] = {"activation_backward", run_activation_backward, ALWAYS},
@@ -239,6 +234,8 @@ bool moe_phase_exists(const Layer *layer, MoePhase phase) {
         return is_quantised(layer);
     case TWICE:
         return w1->twice;
+    case QUANTISED_TWICE:
+        return w1->twice && is_quantised(layer);
     default:
         return true;
     }

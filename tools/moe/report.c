@@ -22,10 +22,11 @@ static void report_config(const MoeOptions *o) {
     printf("#          weights %s, alignment %lld", moe_weights_name(o->weights_at),
            (long long)o->alignment);
     if (o->quant == EP_QUANT_NONE)
-        printf(", gathered as they are\n");
+        printf(", gathered as they are");
     else
-        printf(", gathered as %s in %s, dequantised before the GEMMs\n",
+        printf(", gathered as %s in %s, dequantised before the GEMMs",
                option_choice_name(option_quants, o->quant), moe_blocks_name(o->blocks));
+    printf("%s\n", o->regather ? ", again for backward" : "");
 }
 
 static void report_backend(const Layer *layer) {

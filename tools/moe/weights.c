@@ -82,13 +82,24 @@ static bool create_gathered(Layer *layer, WeightId id, Gathered *g) {
 /* Blocks of a row lie along the dimension that the product sums over: [E, out, in] forward. Tiles
  * have the same bytes in both orientations, so one gather serves both. */
 static void choose_forms(const MoeOptions *o, WeightId id, Weight *w) {
+    const bool quantised = o->quant != EP_QUANT_NONE;
     w->forward.form = (EpWeightForm)EP_WEIGHT_FORM_INIT;
-    if (id == WEIGHT_ROUTER || o->quant == EP_QUANT_NONE) return;
+    if (id == WEIGHT_ROUTER) return;
+    w->two_forms = quantised && o->blocks == EP_BLOCKS_ROWS;
+    w->twice = w->two_forms || o->regather;
+    if (!quantised) return;
     w->forward.form.quant = (EpQuant)o->quant;
     w->forward.form.blocks = (EpBlocks)o->blocks;
     w->backward.form = w->forward.form;
-    w->twice = o->blocks == EP_BLOCKS_ROWS;
-    w->forward.form.transposed = w->twice;
+    w->forward.form.transposed = w->two_forms;
+}
+
+/* Weights in one form are gathered into one place, for both directions. */
+static bool create_forms(Layer *layer, WeightId id, Weight *w) {
+    if (!create_gathered(layer, id, &w->forward)) return false;
+    if (w->two_forms) return create_gathered(layer, id, &w->backward);
+    w->backward = w->forward;
+    return true;
 }
 
 static bool create_weight(Layer *layer, WeightId id) {
@@ -101,14 +112,13 @@ static bool create_weight(Layer *layer, WeightId id) {
         return false;
     choose_forms(layer->options, id, w);
     w->whole = s->scattered.num == 0 && w->forward.form.quant == EP_QUANT_NONE;
+    w->twice = w->twice && !w->whole;
     w->shard = tensor_of(config->type, s->ndim, s->stored);
     w->grad = tensor_of(config->grad_type, s->ndim, s->used);
     w->grad_shard = tensor_of(config->reduced_type, s->ndim, s->stored);
     if (!tensor_alloc(layer, &w->shard, "a weight's shard") ||
         !tensor_alloc(layer, &w->grad, "a weight's gradient") ||
-        !tensor_alloc(layer, &w->grad_shard, "a shard's gradient") ||
-        !create_gathered(layer, id, &w->forward) ||
-        (w->twice && !create_gathered(layer, id, &w->backward)))
+        !tensor_alloc(layer, &w->grad_shard, "a shard's gradient") || !create_forms(layer, id, w))
         return false;
     w->reduce_workspace = workspace_of(w->forward.sizes.reduce_workspace);
     return tensor_alloc(layer, &w->reduce_workspace, "a workspace") && fill_shard(layer, id);
@@ -161,7 +171,7 @@ int64_t weights_workspace(const Layer *layer) {
     for (int i = 0; i < NUM_WEIGHTS; i++) {
         const Weight *w = &layer->weights[i];
         most = larger(most, w->whole ? 0 : w->forward.sizes.gather_workspace);
-        most = larger(most, w->twice ? w->backward.sizes.gather_workspace : 0);
+        most = larger(most, w->whole ? 0 : w->backward.sizes.gather_workspace);
         most = larger(most, w->forward.sizes.reduce_workspace);
     }
     return most;

@@ -134,6 +134,10 @@ static const EpTensor *weight_output(const Layer *layer, MoePhase phase) {
         return &w1->forward.full;
     case MOE_GATHER_W2:
         return &w2->forward.full;
+    case MOE_GATHER_W1_BACKWARD:
+        return &w1->backward.full;
+    case MOE_GATHER_W2_BACKWARD:
+        return &w2->backward.full;
     case MOE_DEQUANTISE:
         return &w1->forward.values;
     case MOE_DEQUANTISE_BACKWARD:
