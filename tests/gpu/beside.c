@@ -2,7 +2,8 @@
 /* Weights that are gathered on one stream while rows travel on another. Emulated GPUs have no room
  * for both kernels; of libep's, two blocks get to run. On each rank one of the two comes first, so
  * that kernels that wait for each other would make a circle: ranks 0 and 1 of a group wait for the
- * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. */
+ * gather's ranks 4 and 5, whose group waits for 6 and 7, which wait for 2 and 3. With
+ * EMULATED_NCCL_BLOCKS=3 one block of libep's gets to run: then dispatch ends at its deadline. */
 #include <stdlib.h>
 #include <unistd.h>
 
