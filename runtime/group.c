@@ -65,7 +65,25 @@ EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out) {
                                            ep_backend_offers(group->backend, &group->nodes.sizes))};
     snprintf(info.gpu, sizeof(info.gpu), "%s", group->choice.gpu);
     snprintf(info.reason, sizeof(info.reason), "%s", group->choice.reason);
+    group->backend->describe(group, &info);
     ep_write_struct(out, &info);
+    return EP_OK;
+}
+
+EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
+    EpCall call = {"ep_group_relay", -1};
+    EP_TRY(ep_object_check(&call, "group", group, EP_OBJECT_GROUP));
+    call.rank = group->rank;
+    int32_t nodes = group->nodes.sizes.nodes;
+    if (!rank) return ep_refuse(&call, EP_ERR_NULL, "rank", "expected a pointer, got NULL");
+    if (node < 0 || node >= nodes)
+        return ep_refuse(&call, EP_ERR_RANGE, "node", "expected 0 .. %d, got %d", nodes - 1, node);
+    if (group->backend->id == EP_BACKEND_HOST)
+        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
+                         "expected one of the cuda backend, since ranks of the host backend send to "
+                         "each other directly");
+    *rank = node == group->nodes.node ? group->rank
+                                      : ep_nodes_relay(&group->nodes, group->rank, node);
     return EP_OK;
 }
 

@@ -222,10 +222,13 @@ static bool agree(const EpBootstrap *boot, bool ok) {
 
 /* ---- topology ------------------------------------------------------------------------------ */
 
+#define MOST_NODES 64 /* of which rails are printed */
+
 /** What one rank sends to the others about itself. */
 typedef struct RankInfo {
     char host[64];
     EpGroupInfo info;
+    int32_t relay[MOST_NODES]; /**< this rank's relay on each node, or -1 */
 } RankInfo;
 
 static EpGroupConfig configuration(const Options *o) {
@@ -249,6 +252,8 @@ static bool describe_rank(const EpBootstrap *boot, const Options *o, RankInfo *o
     gethostname(out->host, sizeof(out->host) - 1);
     bool ok = ep_group_create(boot, &config, &group) == EP_OK &&
               ep_group_query(group, &out->info) == EP_OK;
+    for (int node = 0; node < MOST_NODES; node++)
+        if (!ok || ep_group_relay(group, node, &out->relay[node]) != EP_OK) out->relay[node] = -1;
     ep_group_destroy(group);
     return ok;
 }
@@ -266,6 +271,31 @@ static void print_rank(int rank, const RankInfo *rank_info) {
            info->num_cpus, experts, gpu);
 }
 
+/* Print each node's ranks in a row: those of a column exchange what their nodes need of each other,
+ * so they should share a rail of the network. */
+static void print_nodes(const RankInfo *all) {
+    const EpGroupInfo *first = &all[0].info;
+    printf("\nnodes: %s within a node", first->within);
+    if (first->num_nodes > 1) printf(", %s between nodes", first->between);
+    printf("\n");
+    for (int node = 0; node < first->num_nodes && first->num_nodes > 1; node++) {
+        printf("  node %d: rank", node);
+        for (int r = 0; r < first->size; r++)
+            if (all[r].info.node == node) printf(" %3d", r);
+        printf("\n");
+    }
+    if (first->num_nodes == 1 || all[0].relay[0] < 0) return;
+    printf("relays: for another node, a rank sends to one rank there\n  rank ");
+    for (int node = 0; node < first->num_nodes && node < MOST_NODES; node++)
+        printf("  node %d", node);
+    for (int r = 0; r < first->size; r++) {
+        printf("\n%6d ", r);
+        for (int node = 0; node < first->num_nodes && node < MOST_NODES; node++)
+            printf(node == all[r].info.node ? "       -" : "  %6d", all[r].relay[node]);
+    }
+    printf("\n");
+}
+
 static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInfo *info) {
     RankInfo mine = {.host = ""};
     RankInfo *all = calloc((size_t)boot->size, sizeof(RankInfo));
@@ -279,6 +309,7 @@ static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInf
                mine.info.backend == EP_BACKEND_CUDA ? "  gpu" : "");
         for (int r = 0; r < boot->size; r++)
             print_rank(r, &all[r]);
+        if (boot->size > 1) print_nodes(all);
     }
     *info = mine.info;
     free(all);

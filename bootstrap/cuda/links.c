@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds out whether NVLink connects the ranks' GPUs. */
+/* Finds out whether NVLink connects the ranks' GPUs, and says what connects the ranks. */
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
@@ -71,32 +73,58 @@ static EpStatus check_buses(const EpGroup *group, const Bus *all) {
     return EP_OK;
 }
 
-/* Collective: *linked becomes 1 if NVLink connects this rank's GPU with every other rank's. Ranks
- * that share a GPU have no link. */
-static EpStatus check_links(EpGroup *group, int *linked) {
-    Bus mine, all[EP_CUDA_MAX_RANKS];
+/* Ranks that share a GPU have no link. */
+static int is_linked_to_all(const EpGroup *group, const Bus *all) {
+    const EpNodes *n = &group->nodes;
+    int linked = !group->choice.shared && (n->sizes.ranks > 1 || has_links(group));
+    for (int32_t i = 0; i < n->sizes.ranks && linked; i++) {
+        int32_t r = ep_nodes_member(n, n->node, i);
+        linked = r == group->rank || is_linked_to(group, all[r].id);
+    }
+    return linked;
+}
+
+/* Collective: set cuda->linked, 1 if NVLink connects this rank's GPU with every other one of its
+ * node. */
+static EpStatus check_links(EpGroup *group) {
+    EpCall call = {"ep_group_create", group->rank};
+    Bus mine, *all = calloc((size_t)group->size, sizeof(*all));
+    EpStatus status = all ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory");
+    status = ep_group_agree(group, &call, status);
     memcpy(mine.id, group->choice.bus, sizeof(mine.id));
-    EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
-    EP_TRY(check_buses(group, all));
-    *linked = !group->choice.shared && (group->size > 1 || has_links(group));
-    for (int32_t r = 0; r < group->size && *linked; r++)
-        *linked = r == group->rank || is_linked_to(group, all[r].id);
-    return EP_OK;
+    if (status == EP_OK) status = ep_group_gather(group, &mine, all, sizeof(mine));
+    if (status == EP_OK) status = check_buses(group, all);
+    if (status == EP_OK) ep_cuda(group)->linked = is_linked_to_all(group, all);
+    free(all);
+    return status;
 }
 
 /* Only latency mode has lines, which several nodes, with any number of ranks, have not. */
 EpStatus ep_cuda_choose_lines(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
-    if (group->nodes.sizes.nodes > 1) return EP_OK;
     EpLines wish = group->settings.lines;
-    int linked = 0;
     int32_t all[EP_CUDA_MAX_RANKS];
-    EP_TRY(check_links(group, &linked));
-    int32_t mine = wish == EP_LINES_AUTO ? linked : wish == EP_LINES_WHOLE;
+    EP_TRY(check_links(group));
+    if (group->nodes.sizes.nodes > 1) return EP_OK;
+    int32_t mine = wish == EP_LINES_AUTO ? cuda->linked : wish == EP_LINES_WHOLE;
     EpStatus status = ep_group_gather(group, &mine, all, sizeof(mine));
     cuda->whole_lines = status == EP_OK;
     for (int32_t r = 0; r < group->size; r++)
         cuda->whole_lines = cuda->whole_lines && all[r];
     EP_DEBUG("lines of latency mode: %s", cuda->whole_lines ? "whole" : "fenced");
     return status;
+}
+
+void ep_cuda_describe(const EpGroup *group, EpGroupInfo *out) {
+    const EpCuda *cuda = ep_cuda(group);
+    int alone = group->nodes.sizes.ranks == 1;
+    snprintf(out->within, sizeof(out->within), "%s",
+             alone                  ? "one GPU"
+             : group->choice.shared ? "CUDA IPC, shared GPUs"
+             : cuda->linked         ? "NVLink"
+                                    : "peer access, no NVLink");
+    if (group->nodes.sizes.nodes == 1) return;
+    int version = cuda->nccl->version;
+    snprintf(out->between, sizeof(out->between), "NCCL %d.%d.%d", version / 10000,
+             version / 100 % 100, version % 100);
 }

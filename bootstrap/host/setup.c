@@ -3,6 +3,7 @@
  * Opens and closes the host backend of a group: shared segments, the exchange that uses them, and
  * windows.
  */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -136,4 +137,12 @@ EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *windo
 void ep_host_close_window(EpGroup *group, EpWindow *window, int together) {
     (void)group, (void)together;
     if (window->owned) free(window->memory);
+}
+
+void ep_host_describe(const EpGroup *group, EpGroupInfo *out) {
+    snprintf(out->within, sizeof(out->within), "%s",
+             group->nodes.sizes.ranks > 1 ? "shared memory" : "one rank");
+    if (group->nodes.sizes.nodes == 1) return;
+    snprintf(out->between, sizeof(out->between), "%s",
+             group->bootstrap.isend ? "messages of the bootstrap" : "TCP");
 }

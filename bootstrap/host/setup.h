@@ -14,6 +14,7 @@ void ep_host_measure(const EpGroupConfig *config, int32_t num_ranks, const EpSet
                      int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_host_open(EpGroup *group);
 void ep_host_close(EpGroup *group, int together);
+void ep_host_describe(const EpGroup *group, EpGroupInfo *out);
 EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
 void ep_host_close_window(EpGroup *group, EpWindow *window, int together);
 

@@ -499,16 +499,27 @@ typedef struct EpGroupInfo {
     char reason[256];          /**< why this backend was chosen */
     EpMode mode;               /**< THROUGHPUT or LATENCY, for handles of default EpHandleConfig */
     int32_t reserved;          /**< 0 */
+    char within[48];           /**< how ranks of a node reach each other: "NVLink" */
+    char between[48];          /**< how nodes do: "NCCL 2.28.9"; "" on one node */
 } EpGroupInfo;
 
 #define EP_GROUP_INFO_INIT                                                                 \
     {                                                                                      \
         sizeof(EpGroupInfo), 0, 0, 0, 0, 0, EP_BACKEND_AUTO, 0, 0, 0, 0, 0, -1, 0, "", "", \
-            EP_MODE_AUTO, 0                                                                \
+            EP_MODE_AUTO, 0, "", ""                                                        \
     }
 
 /** Read the facts about a group. Local. */
 EpStatus ep_group_query(const EpGroup *group, EpGroupInfo *out);
+
+/**
+ * On several nodes of GPUs: the rank of a node to which this rank sends what that node needs, and
+ * from which it gets that node's sums; this rank itself for its own node. Local.
+ *
+ * EP_ERR_RANGE: no such node. EP_ERR_UNSUPPORTED: the host backend, whose ranks send to each other
+ * directly.
+ */
+EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank);
 
 /**
  * Placement: rank `rank` of `num_ranks` owns experts *first .. *first + *count - 1. Each rank owns

@@ -56,6 +56,7 @@ typedef struct EpCuda {
     char **found;              /**< pinned, [size]: where its kernel finds a window's parts */
     EpCudaOrder order;         /**< of the group's operations */
     EpCudaNotes notes;         /**< of aborts */
+    int linked;                /**< whether NVLink connects the GPUs of this node */
     int whole_lines;           /**< see handles/cuda/lines.cuh */
     cudaStream_t stream;       /**< of the library's, which follows no other */
     char *workspace;           /**< of quantising dispatches in throughput mode: a

@@ -3,6 +3,7 @@
  * that they take the memory that was promised. What they compute is tested by the cases with nodes.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/devices.h"
@@ -27,6 +28,20 @@ static EpGroup *open_on_nodes(const EpBootstrap *bootstrap, const char *nodes,
     return group;
 }
 
+/* Ranks of equal number on nodes 0, 3 and 1, 2 send to each other. */
+static void check_relays(const EpGroup *group, const EpGroupInfo *info) {
+    static const int32_t elsewhere[] = {1, 0, 3, 2};
+    int32_t rank = -1;
+    CHECK_OK(ep_group_relay(group, info->node, &rank));
+    CHECK(rank == info->rank, "relay %d on its own node", rank);
+    CHECK_OK(ep_group_relay(group, 1 - info->node, &rank));
+    CHECK(rank == elsewhere[info->rank], "relay %d", rank);
+    CHECK_REFUSED(ep_group_relay(group, 2, &rank), EP_ERR_RANGE, "node", "0 .. 1, got 2");
+    CHECK_REFUSED(ep_group_relay(group, -1, &rank), EP_ERR_RANGE, "node", "0 .. 1, got -1");
+    CHECK_REFUSED(ep_group_relay(group, 0, NULL), EP_ERR_NULL, "rank", "got NULL");
+    CHECK(rank == elsewhere[info->rank], "a refused call has changed the output");
+}
+
 ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
     Case c = nodes_case();
     EpGroupConfig config = case_group_config(&c);
@@ -38,6 +53,9 @@ ThreadTest(gpu_nodes, known_to_the_group_4, 4) {
     CHECK(info.backend == EP_BACKEND_CUDA && info.num_nodes == 2, "backend %d, %d nodes",
           (int)info.backend, info.num_nodes);
     CHECK(info.node == (bootstrap->rank == 1 || bootstrap->rank == 2), "node %d", info.node);
+    CHECK(info.within[0] && strncmp(info.between, "NCCL 2.", 7) == 0, "within %s, between %s",
+          info.within, info.between);
+    check_relays(group, &info);
     ep_group_destroy(group);
 }
 

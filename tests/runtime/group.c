@@ -383,6 +383,7 @@ ThreadTest(runtime_group, what_a_group_says_of_itself, 3) {
     const char *nodes = getenv("LIBEP_TEST_NODES");
     CHECK(nodes || (info.node == 0 && info.num_nodes == 1), "node %d of %d", info.node,
           info.num_nodes);
+    CHECK(info.within[0] && (nodes || !info.between[0]), "%s, %s", info.within, info.between);
     CHECK(info.num_cpus >= 1, "%d CPUs", info.num_cpus);
     CHECK((info.device >= 0) == TESTS_ON_GPU && (info.gpu[0] != 0) == TESTS_ON_GPU && !info.bound,
           "%d: %s", info.device, info.gpu);

@@ -307,6 +307,8 @@ class EpGroupInfo(Structure):
         ("reason", c_char * 256),
         ("mode", c_int),
         ("reserved", c_int32),
+        ("within", c_char * 48),
+        ("between", c_char * 48),
     ]
 
 
@@ -537,6 +539,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_group_destroy": (None, [c_void_p]),
     "ep_group_abort": (c_int, [c_void_p, c_char_p]),
     "ep_group_query": (c_int, [c_void_p, POINTER(EpGroupInfo)]),
+    "ep_group_relay": (c_int, [c_void_p, c_int32, POINTER(c_int32)]),
     "ep_group_status": (c_int, [c_void_p, POINTER(EpFinding)]),
     "ep_group_memory": (c_int, [POINTER(EpGroupConfig), c_int32, POINTER(EpGroupMemory)]),
     "ep_expert_range": (c_int, [c_int32, c_int32, c_int32, POINTER(c_int32), POINTER(c_int32)]),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from ctypes import byref, c_size_t, c_void_p, sizeof
+from ctypes import byref, c_int32, c_size_t, c_void_p, sizeof
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,6 +43,8 @@ class GroupInfo(NamedTuple):
     gpu: str
     reason: str
     mode: Mode
+    within: str
+    between: str
 
 
 class GroupMemory(NamedTuple):
@@ -160,8 +162,16 @@ class Group:
             mode=Mode(info.mode),
             gpu=info.gpu.decode(),
             reason=info.reason.decode(),
+            within=info.within.decode(),
+            between=info.between.decode(),
         )
         return GroupInfo(**values)
+
+    def relay(self, node: int) -> int:
+        """On several nodes of GPUs, the rank of a node to which this rank sends. Local."""
+        rank = c_int32()
+        self.call(library.ep_group_relay, self.require(), node, byref(rank))
+        return rank.value
 
     def status(self) -> Finding:
         """Find what went wrong since the last query, without waiting. Status.OK: nothing.
