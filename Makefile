@@ -470,7 +470,7 @@ emulate_small = EMULATED_SMS=2 EMULATED_SHARED=49152 $(emulated_tests) -j2 \
 # The same tests on two nodes, and those of cases with nodes of their own, of up to eight ranks.
 emulate_nodes = LIBEP_TEST_NODES=2 EMULATED_GPUS=8 $(emulated_tests) -j2
 nodes_few := @(@(dispatch_layouts|dispatch_overflow|runtime_group|runtime_deadline)/*|runtime_abort/[!o]*|combine_sums/nodes*|runtime_random/several*|dispatch_quant/two_nodes*|gpu_plans/*_2|gpu_backends/equal_2|gpu_faults/overwritten_memory_*)
-nodes_all := @(@(dispatch_*|combine_*|handles_pipeline|handles_arguments|runtime_group|runtime_deadline|runtime_random|gpu_plans|gpu_zero_copy|gpu_streams|gpu_pointers)/*|runtime_abort/[!o]*|handles_plans/[!o]*|gpu_backends/equal_[24]|gpu_faults/overwritten_memory_*)
+nodes_all := @(@(dispatch_*|combine_*|handles_pipeline|handles_arguments|runtime_group|runtime_deadline|runtime_random|gpu_plans|gpu_zero_copy|gpu_streams|gpu_pointers)/*|runtime_abort/[!o]*|handles_plans/[!o]*|gpu_backends/equal_[24]|gpu_faults/overwritten_memory_*|bootstrap_departed/*)
 # A layer on emulated GPUs: products in its own type, on two nodes, and of dequantised weights in
 # fp32.
 run_layer = $(emulated_moe) --backend cuda --threads 4 --mesh fsdp=2,expert=2 --hidden 64 --ffn 48 \

@@ -42,21 +42,23 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
     return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
 }
 
-/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
- * leaves the ranks out of step, so it ends the group, unless a loss that the watcher has found
- * does.
- */
-static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
-    EpGroup *group = run->group;
-    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
-    ep_cuda_network_leave(group);
-    if (status == EP_OK) return EP_OK;
+/* End the group, unless a loss that the watcher has found does. */
+static EpStatus give_up(EpGroup *group, const char *what, EpStatus status) {
     EpFinding finding = EP_FINDING_INIT;
     finding.status = status, finding.rank = group->rank, finding.count = 1;
     if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
     strncpy(finding.phase, what, sizeof(finding.phase) - 1);
     group->backend->poll(group);
     return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+}
+
+/* Wait until NCCL has enqueued a call, and let the watcher have the communicator again. A failure
+ * leaves the ranks out of step. */
+static EpStatus settle(EpRelayRun *run, const char *what, ncclResult_t result) {
+    EpGroup *group = run->group;
+    EpStatus status = ep_cuda_comm_settle(group, ep_cuda(group)->network, what, result);
+    ep_cuda_network_leave(group);
+    return status == EP_OK ? EP_OK : give_up(group, what, status);
 }
 
 /* An exchange is complete on the wire's stream: let the watcher know. */
@@ -163,6 +165,8 @@ EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
     return await(run, stream, run->side->moved[0]);
 }
 
+/* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
+ * would keep the GPU busy, and this rank waiting, until the missing rank comes. */
 EpStatus ep_cuda_relay_connect(EpGroup *group) {
     EpCudaRelay *relay = ep_cuda(group)->relay;
     EpRelayRun run = {.group = group, .relay = relay};
@@ -176,11 +180,14 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
         (void)cudaGetLastError();
         if (!ep_wait_pause(&wait))
-            return ep_fail(EP_ERR_TIMEOUT,
-                           "rank %d: ep_group_create: expected the first messages between nodes "
-                           "within %g s, got none",
-                           group->rank, wait.timeout);
+            return give_up(group, "ep_group_create",
+                           ep_fail(EP_ERR_TIMEOUT,
+                                   "rank %d: ep_group_create: expected the first messages between "
+                                   "nodes within %g s, got none",
+                                   group->rank, wait.timeout));
     }
+    group->backend->poll(group);
+    EP_TRY(ep_group_usable(group));
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
