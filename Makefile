@@ -492,7 +492,7 @@ nodes_few := $(call any,$(addsuffix /*,dispatch_layouts dispatch_overflow runtim
     gpu_faults/overwritten_memory_* gpu_nccl_ep/@(train_4|no_low*))
 nodes_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_pipeline handles_arguments \
     runtime_group runtime_deadline runtime_random gpu_plans gpu_graphs gpu_weights gpu_zero_copy \
-    gpu_streams gpu_pointers gpu_nccl gpu_nccl_ep) gpu_plan_graphs/@(expert_major|flat)* \
+    gpu_streams gpu_pointers gpu_nccl gpu_nccl_ep bootstrap_departed) gpu_plan_graphs/@(expert_major|flat)* \
     runtime_abort/[!o]* handles_plans/[!o]* gpu_backends/equal_[24] \
     gpu_faults/overwritten_memory_* gpu_nccl_bootstrap/@(groups*|absent*|departs_before*))
 # A layer on emulated GPUs: products in its own type, with weights and then tokens on two nodes; of

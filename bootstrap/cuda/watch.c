@@ -246,7 +246,7 @@ static int gave_time(EpCudaWatch *w) {
 }
 
 /* The group's thread, an abort, or kernels may have found a failure. */
-static void look_at_group(EpCudaWatch *w) {
+static void look_at_group(EpCudaWatch *w, int at_end) {
     EpAbort *abort = &w->group->abort;
     const EpCudaFailure *f = w->cuda->device.failure;
     int32_t blamed = w->rank;
@@ -255,7 +255,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (fault == EP_FAULT_ORDER && !gave_time(w)) fault = 0;
+    if (fault == EP_FAULT_ORDER && !aborted && !at_end && !gave_time(w)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (aborted || failed || fault)
@@ -329,13 +329,13 @@ static void *watch(void *context) {
     while (stops(w) == STOP_NOT) {
         for (int32_t i = 0; i < w->num_peers && !is_lost(w); i++)
             listen_to(w, &w->peers[i]);
-        if (!is_lost(w)) look_at_group(w);
+        if (!is_lost(w)) look_at_group(w, 0);
         if (!is_lost(w)) look_at_exchange(w);
         if (!is_lost(w)) look_at_nccl(w);
         tell_all(w);
         nanosleep(&tick, NULL);
     }
-    if (!is_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
+    if (!is_lost(w)) look_at_group(w, 1); /* the group may have failed a moment ago */
     if (stops(w) == STOP_TOGETHER || is_lost(w)) say_goodbye(w);
     ep_cuda_restore(before);
     __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
@@ -461,17 +461,20 @@ EpStatus ep_cuda_network_enter(EpGroup *group) {
     return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator of all ranks has ended", group->rank);
 }
 
+EpStatus ep_cuda_network_give_up(EpGroup *group, const char *phase, EpStatus status) {
+    EpFinding finding = EP_FINDING_INIT;
+    finding.status = status, finding.rank = group->rank, finding.count = 1;
+    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
+    strncpy(finding.phase, phase, sizeof(finding.phase) - 1);
+    group->backend->poll(group);
+    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+}
+
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result) {
     EpCuda *cuda = ep_cuda(group);
     EpStatus status = ep_cuda_comm_settle(group, ep_cuda_group_comm(cuda), what, result);
     leave(cuda->watch);
-    if (status == EP_OK) return EP_OK;
-    EpFinding finding = EP_FINDING_INIT;
-    finding.status = status, finding.rank = group->rank, finding.count = 1;
-    if (status == EP_ERR_PEER) finding.peer = group->aborted_peer;
-    strncpy(finding.phase, what, sizeof(finding.phase) - 1);
-    group->backend->poll(group);
-    return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
+    return status == EP_OK ? EP_OK : ep_cuda_network_give_up(group, what, status);
 }
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {

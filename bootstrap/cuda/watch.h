@@ -54,6 +54,10 @@ int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 EpStatus ep_cuda_network_enter(EpGroup *group);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);
 
+/** Fail the group by what the watcher has found or, if that is nothing, by `status` in `phase`.
+ *  Returns the group's failure. */
+EpStatus ep_cuda_network_give_up(EpGroup *group, const char *phase, EpStatus status);
+
 /** Set the watcher's part of the arguments of the kernels that tell it how far this rank is; in a
  *  group of weights also where stamps are, own and all ranks'. */
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args);

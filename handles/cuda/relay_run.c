@@ -147,6 +147,8 @@ EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
     return await(run, stream, run->side->moved[0]);
 }
 
+/* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
+ * would keep the GPU busy, and this rank waiting, until the missing rank comes. */
 EpStatus ep_cuda_relay_connect(EpGroup *group) {
     EpCudaRelay *relay = ep_cuda(group)->relay;
     EpRelayRun run = {.group = group, .relay = relay};
@@ -160,11 +162,14 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
         (void)cudaGetLastError();
         if (!ep_wait_pause(&wait))
-            return ep_fail(EP_ERR_TIMEOUT,
-                           "rank %d: ep_group_create: expected the first messages between nodes "
-                           "within %g s, got none",
-                           group->rank, wait.timeout);
+            return ep_cuda_network_give_up(group, "ep_group_create",
+                           ep_fail(EP_ERR_TIMEOUT,
+                                   "rank %d: ep_group_create: expected the first messages between "
+                                   "nodes within %g s, got none",
+                                   group->rank, wait.timeout));
     }
+    group->backend->poll(group);
+    EP_TRY(ep_group_usable(group));
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
