@@ -239,14 +239,15 @@ static void tell_all(EpCudaWatch *w) {
 
 /* ---- watching this rank -------------------------------------------------------------------- */
 
-/* Ranks that disagree find that out themselves, at about the same time, and say what differs. */
+/* Ranks that disagree find that out themselves, at about the same time, and say what differs:
+ * unless they learn first that this rank has failed. */
 static int gave_time(EpCudaWatch *w) {
     if (w->disagrees == 0) w->disagrees = ep_clock();
     return ep_clock() - w->disagrees > DISAGREE_SECONDS;
 }
 
 /* The group's thread, an abort, or kernels may have found a failure. */
-static void look_at_group(EpCudaWatch *w, int at_end) {
+static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
     const EpCudaFailure *f = w->cuda->device.failure;
     int32_t blamed = w->rank;
@@ -255,7 +256,7 @@ static void look_at_group(EpCudaWatch *w, int at_end) {
     if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (fault == EP_FAULT_ORDER && !aborted && !at_end && !gave_time(w)) return;
+    if (fault == EP_FAULT_ORDER && !aborted && !gave_time(w)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (aborted || failed || fault)
@@ -329,13 +330,17 @@ static void *watch(void *context) {
     while (stops(w) == STOP_NOT) {
         for (int32_t i = 0; i < w->num_peers && !is_lost(w); i++)
             listen_to(w, &w->peers[i]);
-        if (!is_lost(w)) look_at_group(w, 0);
+        if (!is_lost(w)) look_at_group(w);
         if (!is_lost(w)) look_at_exchange(w);
         if (!is_lost(w)) look_at_nccl(w);
         tell_all(w);
         nanosleep(&tick, NULL);
     }
-    if (!is_lost(w)) look_at_group(w, 1); /* the group may have failed a moment ago */
+    if (!is_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
+    while (!is_lost(w) && w->disagrees > 0) {
+        nanosleep(&tick, NULL);
+        look_at_group(w);
+    }
     if (stops(w) == STOP_TOGETHER || is_lost(w)) say_goodbye(w);
     ep_cuda_restore(before);
     __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
