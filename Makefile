@@ -132,7 +132,7 @@ package_files := $B/ep.pc $B/ep-mpi.pc $B/epConfig.cmake $B/epConfigVersion.cmak
 nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
 
-.PHONY: all help libs demo check check-gpu check-emulated check-nccl-ep \
+.PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
         python wheel check-python check-python-gpu jax-handlers check-jax check-torch \
         run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
@@ -449,8 +449,9 @@ run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
-# Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. They
-# do not support fibers, so only the plain build runs the emulated kernels.
+# Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
+# thread sanitizer does not support fibers, and emulated kernels take long, so "make check" runs these
+# in the plain build alone; "make ASAN=1 check-nodes-emulated" runs them with the address sanitizer.
 run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
@@ -483,6 +484,10 @@ check-emulated: $(emulated_tests) $(emulated_moe)
 	$(if $(CHECK_ARGS),,$(emulate_small))
 	$(if $(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_all)')
 	$(if $(CHECK_ARGS),,$(emulate_layer))
+
+# The small part of it that is about several nodes. The stacks of fibers hide leaks.
+check-nodes-emulated: $(emulated_tests)
+	ASAN_OPTIONS=detect_leaks=0 $(emulate_nodes) --filter '$(nodes_few)'
 
 # Times any library with NCCL EP's interface, on GPUs: see the head of its source.
 nccl_ep_bench := $B/nccl_ep_bench
