@@ -24,7 +24,7 @@ typedef struct EpCudaOwn {
     int64_t first;   /**< steps of earlier handles */
     int64_t awaited; /**< lowest step that the last prepare outside captures can produce */
     int issued;      /**< whether a prepare was issued, or captured */
-    int captured;    /**< whether the last one was captured */
+    int captured;    /**< whether one of them was captured: a graph may repeat it at any time */
     int64_t num_rows, top_k, exact; /**< of the last prepare issued */
 } EpCudaOwn;
 
@@ -89,8 +89,8 @@ EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing);
 /** Free the plans whose handles are gone. Waits for the device. */
 void ep_cuda_free_plans(EpGroup *group);
 
-/** Wait for the numbers of the step that the handle's own plan was prepared for, outside of captures:
- *  see EpInfoWord. They stay until the next call. */
+/** Wait for the numbers of the step that the handle's own plan was prepared for, outside of
+ * captures: see EpInfoWord. They stay until the next call. */
 EpStatus ep_cuda_await_numbers(EpHandle *handle, const int32_t **number);
 
 /** Returns the number of steps that kernels have reported so far. */

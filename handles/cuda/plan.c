@@ -174,7 +174,7 @@ EpStatus ep_cuda_open_plan(EpHandle *handle, const EpCall *call) {
         group->library_bytes += own->bytes;
     }
     own->first = own->awaited = ep_max(own->awaited, ep_cuda_steps_seen(own));
-    own->issued = 0;
+    own->issued = own->captured = 0;
     handle->own_state = own;
     handle->own.memory = own->memory;
     return EP_OK;
@@ -235,13 +235,13 @@ int64_t ep_cuda_steps_seen(EpCudaOwn *own) {
 void ep_cuda_routing_issued(EpCudaOwn *own, const EpRouting *routing, int captured,
                             int64_t before) {
     if (!captured) own->awaited = 1 + ep_max(own->awaited, before);
-    own->issued = 1, own->captured = captured;
+    own->issued = 1, own->captured |= captured;
     own->num_rows = routing->num_rows, own->top_k = routing->top_k;
     own->exact = routing->num_tokens == NULL;
 }
 
-/* Exact sizing: the caller has read the numbers before it made room for the rows, so this waits only
- * on a rank that has none. */
+/* Exact sizing: the caller has read the numbers before it made room for the rows, so this waits
+ * only on a rank that has none. */
 EpStatus ep_cuda_await_numbers(EpHandle *handle, const int32_t **number) {
     EpCudaOwn *own = handle->own_state;
     EpWait wait;

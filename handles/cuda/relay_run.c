@@ -116,7 +116,9 @@ static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
 }
 
 /* All ranks come to the same answer: the capacity is a fact of ep_prepare, but for ranks without
- * experts in the batched layout, which is never exact; and what is captured is captured on all. */
+ * experts in the batched layout, which is never exact; and what is captured is captured on all. A
+ * graph may prepare the plan anew while some hosts have read the numbers of the step before: so
+ * once a prepare has been captured, all places are sent. */
 static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
     const EpCudaOwn *own = handle->own_state;
     const int32_t *number;
