@@ -219,7 +219,8 @@ static void tell_all(EpCudaWatch *w) {
 
 /* ---- watching this rank -------------------------------------------------------------------- */
 
-/* Ranks that disagree find that out themselves, at about the same time, and say what differs. */
+/* Ranks that disagree find that out themselves, at about the same time, and say what differs:
+ * unless they learn first that this rank has failed. */
 static int gave_time(EpCudaWatch *w) {
     if (w->disagrees == 0) w->disagrees = ep_clock();
     return ep_clock() - w->disagrees > GRACE_SECONDS;
@@ -235,7 +236,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (fault == EP_FAULT_ORDER && !gave_time(w)) fault = 0;
+    if (fault == EP_FAULT_ORDER && !aborted && !gave_time(w)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (aborted || failed || fault)
@@ -316,6 +317,10 @@ static void *watch(void *context) {
         nanosleep(&tick, NULL);
     }
     if (!is_lost(w)) look_at_group(w); /* the group may have failed a moment ago */
+    while (!is_lost(w) && w->disagrees > 0) {
+        nanosleep(&tick, NULL);
+        look_at_group(w);
+    }
     if (stop == 1 || is_lost(w)) say_goodbye(w);
     ep_cuda_restore(before);
     return NULL;
