@@ -9,14 +9,20 @@ EpStatus ep_group_fail_aborted(const EpGroup *group, const char *phase) {
                    phase[0] ? ": " : "", group->abort.sentence);
 }
 
+static void keep_sentence(EpGroup *group) {
+    snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
+}
+
+/* Other threads read failure and sentence once the abort says that the group has failed. */
 EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
     group->failure = *finding;
+    keep_sentence(group);
     if (ep_abort_fail(&group->abort)) {
         group->failure.peer = -1, group->failure.expected = group->failure.seen = -1;
         group->failure.status = ep_group_fail_aborted(group, finding->phase);
+        keep_sentence(group);
     }
     group->failed = group->failure.status;
-    snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
     EP_WARN("group failed: %s", group->failure_sentence);
     return group->failed;
 }

@@ -250,17 +250,21 @@ static int gave_time(EpCudaWatch *w) {
 static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
     const EpCudaFailure *f = w->cuda->device.failure;
+    const EpFinding *failure = &w->group->failure;
+    const char *why = "";
     int32_t blamed = w->rank;
     pthread_mutex_lock(&abort->mutex);
     int failed = abort->failed, aborted = abort->requested;
-    if (failed && w->group->failure.peer >= 0) blamed = w->group->failure.peer;
+    if (failed && failure->peer >= 0) blamed = failure->peer;
+    if (failed && failure->status == EP_ERR_PEER) why = w->group->failure_sentence;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (fault == EP_FAULT_ORDER && !aborted && !gave_time(w)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
+    if (fault == EP_FAULT_PEER && !failed) why = (const char *)f->why;
     if (aborted || failed || fault)
-        lose(w, LOSS_OWN, w->rank, blamed, aborted ? abort->sentence : "");
+        lose(w, LOSS_OWN, w->rank, blamed, aborted ? abort->sentence : why);
 }
 
 /* Returns the rank to blame for an exchange that is late, or -1. */

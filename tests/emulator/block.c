@@ -14,8 +14,8 @@
 
 enum { MAX_THREADS = 1024, WARP = 32, NAMED = 16, BUCKETS = 256, BACK_OFF_AFTER = 64 };
 
-/* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only that
- * their stacks are mapped memory. */
+/* Under the address sanitizer variables lie far apart. It knows nothing of fibers, and sees only
+ * that their stacks are mapped memory. */
 #ifdef __SANITIZE_ADDRESS__
 #define STACK_BYTES ((size_t)256 << 10)
 #else

@@ -224,13 +224,15 @@ static int count_before(const Message *first, const Message *m) {
 }
 
 static void receive(const Collective *c) {
+    const Shared *s = c->shared;
     for (const Message *m = c->messages; m; m = m->next) {
         if (m->is_send) continue;
-        const Message *sent =
-            find_send(c->shared->given[m->peer], c->rank, count_before(c->messages, m));
-        while ((!sent || sent->bytes != m->bytes) && waits(c, 1))
+        const Message *sent = NULL; /* of a rank that aborts, they are freed */
+        if (!s->aborted[m->peer])
+            sent = find_send(s->given[m->peer], c->rank, count_before(c->messages, m));
+        while ((s->aborted[m->peer] || !sent || sent->bytes != m->bytes) && waits(c, 1))
             ; /* NCCL does not find out, and never ends */
-        if (c->shared->aborted[c->rank]) return;
+        if (s->aborted[c->rank]) return;
         memcpy(m->memory, sent->memory, m->bytes);
     }
 }
