@@ -11,16 +11,24 @@ __device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
     ep_store_relaxed_sys(&a.marks->moved, marks << 1 | under_way);
 }
 
+__device__ __forceinline__ void write_stamp(const EpMarkArgs &a) {
+    int failed = *(volatile uint32_t *)&a.group.state->failed != 0;
+    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
+    *a.stamps = EpStamp{failed ? EP_DIGEST(EP_OP_GONE, 0, 0) : a.group.digest,
+                        (uint32_t)a.counts[0], generation, 0};
+}
+
 /* By one thread. */
 __global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
-    int failed = *(volatile uint32_t *)&a.group.state->failed != 0;
-    uint64_t number = a.counts[0] + 1;
-    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
-    a.counts[0] = number;
-    *a.stamps = EpStamp{failed ? EP_DIGEST(EP_OP_GONE, 0, 0) : a.group.digest, (uint32_t)number,
-                        generation, 0};
-    ep_store_relaxed_sys(&a.marks->begun, number << 32 | a.group.digest);
+    a.counts[0]++;
+    write_stamp(a);
+    ep_store_relaxed_sys(&a.marks->begun, a.counts[0] << 32 | a.group.digest);
     mark(a, 1);
+}
+
+/* By one thread. */
+__global__ void write_seal(const __grid_constant__ EpMarkArgs a) {
+    write_stamp(a);
 }
 
 /* By one thread. */
@@ -51,18 +59,23 @@ __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
                       own.generation == theirs.generation;
         if (!is_same) report_stamp(a, own, theirs, a.peers ? a.peers[i] : i);
     }
-    if (threadIdx.x == 0) mark(a, 1);
+    if (threadIdx.x == 0) mark(a, !a.last);
 }
 
 extern "C" int ep_cuda_open_mark(void) {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, mark_begin);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mark_move);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, write_seal);
     return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, compare_stamps);
 }
 
 extern "C" int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream) {
     return ep_launch(mark_begin, 1, 1, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_seal(const EpMarkArgs *args, void *stream) {
+    return ep_launch(write_seal, 1, 1, 0, stream, *args);
 }
 
 extern "C" int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream) {

@@ -6,7 +6,9 @@
  * Kernels at the ends of an operation that crosses the network. They tell the watcher how far this
  * rank has come. And they compare what ranks are in: before any row, each rank sends its relays and
  * its sources a stamp, whose size is always the same. Ranks of a node compare their operations
- * themselves, so no two ranks of the group differ unnoticed.
+ * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as well:
+ * a rank that has failed since then still sends messages, which others wait for, but their rows are
+ * not what they should be.
  */
 
 #include "runtime/cuda/device.h"
@@ -32,7 +34,7 @@ typedef struct EpMarkArgs {
     EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
     const int32_t *peers;       /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
     int32_t num_peers;
-    int32_t last; /**< move: whether the operation has no further exchange */
+    int32_t last; /**< move, compare: whether the operation has no further exchange */
 } EpMarkArgs;
 
 #ifdef __cplusplus
@@ -45,7 +47,11 @@ int ep_cuda_open_mark(void);
 /** The operation begins: write this rank's stamp. */
 int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
 
-/** The peers' stamps are here: compare them with this rank's. */
+/** Rows are about to be sent: write this rank's stamp anew, in case it has failed meanwhile and they
+ *  are none. */
+int ep_cuda_launch_seal(const EpMarkArgs *args, void *stream);
+
+/** The peers' stamps are here: compare them with this rank's. An exchange is complete, too. */
 int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream);
 
 /** An exchange is complete. */

@@ -42,9 +42,9 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
     return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
 }
 
-/* An exchange is complete on the wire's stream: let the watcher know. */
-static EpStatus mark(EpRelayRun *run, int last) {
-    run->mark.last = last;
+/* The only exchange is complete on the wire's stream: let the watcher know. */
+static EpStatus mark_end(EpRelayRun *run) {
+    run->mark.last = 1;
     return ep_cuda_check(run->group, "kernel launch",
                          ep_cuda_launch_move(&run->mark, run->side->wire));
 }
@@ -144,7 +144,7 @@ EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
     EP_TRY(record(run, run->side->ready[0], stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
     EP_TRY(send_routing(run));
-    EP_TRY(mark(run, 1));
+    EP_TRY(mark_end(run));
     EP_TRY(record(run, run->side->moved[0], run->side->wire));
     return await(run, stream, run->side->moved[0]);
 }
@@ -164,11 +164,12 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
         (void)cudaGetLastError();
         if (!ep_wait_pause(&wait))
-            return ep_cuda_network_give_up(group, "ep_group_create",
-                           ep_fail(EP_ERR_TIMEOUT,
-                                   "rank %d: ep_group_create: expected the first messages between "
-                                   "nodes within %g s, got none",
-                                   group->rank, wait.timeout));
+            return ep_cuda_network_give_up(
+                group, "ep_group_create",
+                ep_fail(EP_ERR_TIMEOUT,
+                        "rank %d: ep_group_create: expected the first messages between "
+                        "nodes within %g s, got none",
+                        group->rank, wait.timeout));
     }
     group->backend->poll(group);
     EP_TRY(ep_group_usable(group));
@@ -203,32 +204,60 @@ static size_t message_size(const EpRelayRun *run, const Messages *m, int32_t i) 
     return (size_t)(places * run->record_bytes);
 }
 
-/* What a call within a group has found wrong, ncclGroupEnd returns, too. */
-static EpStatus send_and_receive(EpRelayRun *run, Messages send, Messages receive) {
+/* Send a message with this rank's stamp, or receive one with its sender's. */
+static void send_message(const EpRelayRun *run, const Messages *m, int32_t i) {
     const EpCuda *cuda = ep_cuda(run->group);
+    const EpStamp *stamp = run->relay->stamps;
     cudaStream_t wire = run->side->wire;
+    (void)cuda->nccl->ncclSend(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
+    (void)cuda->nccl->ncclSend(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
+                               ncclUint8, m->peers[i], cuda->network, wire);
+}
+
+static void receive_message(const EpRelayRun *run, const Messages *m, int32_t i) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    EpStamp *stamp = run->relay->stamps + 1 + i;
+    cudaStream_t wire = run->side->wire;
+    (void)cuda->nccl->ncclRecv(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
+    (void)cuda->nccl->ncclRecv(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
+                               ncclUint8, m->peers[i], cuda->network, wire);
+}
+
+/* What a call within a group has found wrong, ncclGroupEnd returns, too. */
+static EpStatus send_and_receive(EpRelayRun *run, const Messages *send, const Messages *receive) {
+    const EpCuda *cuda = ep_cuda(run->group);
+    EP_TRY(ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_seal(&run->mark, run->side->wire)));
     EP_TRY(ep_cuda_network_enter(run->group));
     (void)cuda->nccl->ncclGroupStart();
-    for (int32_t i = 0; i < send.count; i++)
-        (void)cuda->nccl->ncclSend(ep_relay_message(run, send.buffer, i),
-                                   message_size(run, &send, i), ncclUint8, send.peers[i],
-                                   cuda->network, wire);
-    for (int32_t i = 0; i < receive.count; i++)
-        (void)cuda->nccl->ncclRecv(ep_relay_message(run, receive.buffer, i),
-                                   message_size(run, &receive, i), ncclUint8, receive.peers[i],
-                                   cuda->network, wire);
+    for (int32_t i = 0; i < send->count; i++)
+        send_message(run, send, i);
+    for (int32_t i = 0; i < receive->count; i++)
+        receive_message(run, receive, i);
     return ep_cuda_network_settle(run->group, "ncclGroupEnd", cuda->nccl->ncclGroupEnd());
+}
+
+/* Compare the stamps that came with these messages: before anything reads their rows, this rank has
+ * failed if a sender has. */
+static EpStatus check_stamps(const EpRelayRun *run, const Messages *received, int last) {
+    EpMarkArgs args = run->mark;
+    args.peers += received->peers - run->relay->peers;
+    args.num_peers = received->count;
+    args.last = last;
+    return ep_cuda_check(run->group, "kernel launch",
+                         ep_cuda_launch_compare(&args, run->side->wire));
 }
 
 EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {
     EpCudaSide *side = run->side;
     int to_relays = way == EP_TO_RELAYS;
+    Messages out = messages_of(run, chunk, run->relay->send[chunk % 2], to_relays);
+    Messages in = messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays);
     EP_TRY(record(run, side->ready[chunk % 2], stream));
     EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
     if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
-    EP_TRY(send_and_receive(run, messages_of(run, chunk, run->relay->send[chunk % 2], to_relays),
-                            messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays)));
-    EP_TRY(mark(run, chunk == run->chunks - 1));
+    EP_TRY(send_and_receive(run, &out, &in));
+    EP_TRY(check_stamps(run, &in, chunk == run->chunks - 1));
     return record(run, side->moved[chunk % 2], side->wire);
 }
 

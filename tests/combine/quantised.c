@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "tests/cases/fixture.h"
+#include "tests/harness/ranked.h"
 #include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 
@@ -233,8 +234,7 @@ ThreadTest(combine_quantised, one_plan_for_both, 3) {
 
 /* Rank 1 sends its sums as they are. */
 static void disagree(const EpBootstrap *bootstrap, EpMode mode) {
-    if (bootstrap->rank == 0) setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     Case c = case_complete(
         (Case){.ranks = 2, .hidden = 1024, .mode = mode, .capacity = 60, .spread = SPREAD_FULL});
     World *world = world_new(&c);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 #include "tests/oracle/expect.h"
 #include "tests/oracle/number.h"
 
@@ -247,8 +248,7 @@ static void check_by_hand(const EpBootstrap *bootstrap, const ByHand *hand) {
 }
 
 ThreadTest(combine_sums, nodes_by_hand, 4) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,0,1");
     for (size_t i = 0; i < sizeof(by_hand) / sizeof(by_hand[0]); i++)
         check_by_hand(bootstrap, &by_hand[i]);
 }

@@ -489,9 +489,17 @@ static void start(ncclComm_t comm) {
     pthread_mutex_unlock(&mutex);
 }
 
+/* Returns whether a collective of this rank can never complete, because a peer has aborted. NCCL
+ * notices that as the peer closes its connections, before anything else may tell the rank. */
+static int is_forsaken(const struct ncclComm *comm) {
+    const Shared *c = comm->shared;
+    return c->any_aborted && c->collectives < comm->collectives;
+}
+
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out) {
     pthread_mutex_lock(&mutex);
     *out = has_finished(comm) ? take_result(comm) : ncclInProgress;
+    if (*out == ncclSuccess && is_forsaken(comm)) *out = ncclRemoteError;
     int starts = comm->starting == START_NEXT;
     if (comm->starting && !starts) *out = ncclInProgress;
     if (comm->starting > START_NEXT) comm->starting--;

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ep_group_abort while kernels wait on streams, with other work behind them, and while a stream is
- * being captured. */
+/* ep_group_abort while kernels wait on streams, with other work behind them; while a stream is
+ * being captured; and at any moment of a step. */
 #include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "tests/gpu/devices.h"
 #include "tests/gpu/failing.h"
+#include "tests/harness/ranked.h"
 
 #define WHY "the watchdog has had enough"
 
@@ -88,4 +91,106 @@ ThreadTest(gpu_abort, dispatch_in_latency_mode_4, 4) {
 ThreadTest(gpu_abort, combine_in_latency_mode_2, 2) {
     GPU_NEEDS_LATENCY();
     aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE);
+}
+
+/* ---- at any moment ---- */
+
+enum { ROUNDS = 20 };
+
+/* On one node, "", or on several, where the rows of a rank cross the network in several chunks. */
+static Case any_case(const EpBootstrap *bootstrap, const char *nodes) {
+    int ranks = bootstrap->size;
+    Case c = {.ranks = ranks,
+              .experts = 2 * ranks,
+              .top_k = 3,
+              .hidden = 264,
+              .max_tokens = 150,
+              .weighted = 1,
+              .capacity = 900,
+              .alignment = 4,
+              .layout = EP_LAYOUT_EXPERT_MAJOR};
+    snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
+    if (nodes[0]) set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    if (nodes[0]) set_on_ranks(bootstrap, "LIBEP_NODE_CHUNK", "20000");
+    return case_complete(c);
+}
+
+typedef struct Aborter {
+    EpGroup *group;
+    unsigned microseconds;
+} Aborter;
+
+static void *abort_later(void *context) {
+    const Aborter *a = context;
+    usleep(a->microseconds);
+    (void)ep_group_abort(a->group, WHY);
+    return NULL;
+}
+
+static cudaGraphExec_t capture_step(DeviceStep *gpu) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    CHECK_CUDA(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
+    device_step_issue(gpu, device_step_all(&gpu->c));
+    CHECK_CUDA(cudaStreamEndCapture(gpu->stream, &graph));
+    if (graph) CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    if (graph) CHECK_CUDA(cudaGraphDestroy(graph));
+    return exec;
+}
+
+/* One rank aborts during a step, after 1 us to 130 ms. A rank whose status is EP_OK after the step
+ * has right outputs. Returns whether that was so. */
+static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, DeviceStep *gpu,
+                             int round) {
+    pthread_t thread;
+    uint32_t draw = (uint32_t)(round + 1) * 2654435761u >> 8;
+    Aborter aborter = {group, (1u << draw % 18) + draw % 1000 * (draw % 18 > 10)};
+    World *world = device_step_world(&gpu->c, round);
+    int aborts = bootstrap->rank == round % bootstrap->size;
+    check_note("round %d: %s", round, case_describe(&world->c));
+    device_step_load(gpu, world);
+    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
+    cudaGraphExec_t exec = capture_step(gpu);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (aborts) CHECK(!pthread_create(&thread, NULL, abort_later, &aborter), "no thread");
+    CHECK_CUDA(cudaGraphLaunch(exec, gpu->stream));
+    CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
+    int is_right = ep_group_status(group, NULL) == EP_OK;
+    if (is_right) device_step_replayed(gpu, device_step_all(&gpu->c));
+    if (is_right) device_step_check(gpu);
+    if (aborts) pthread_join(thread, NULL);
+    while (ep_group_status(group, NULL) == EP_OK)
+        usleep(1000); /* else this rank would wait for the others when it destroys the group */
+    bootstrap->barrier(bootstrap->context, 60);
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
+    world_free(world);
+    return is_right;
+}
+
+static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
+    Case c = any_case(bootstrap, nodes);
+    int right = 0;
+    for (int round = 0; round < ROUNDS && !check_failure()[0]; round++) {
+        DeviceStep gpu;
+        EpGroup *group = open_group(bootstrap, &c);
+        cudaStream_t stream = new_stream();
+        REQUIRE(group, "no group");
+        device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, stream,
+                         NULL);
+        right += abort_during_step(group, bootstrap, &gpu, round);
+        device_step_close(&gpu);
+        CHECK_CUDA(cudaStreamDestroy(stream));
+        ep_group_destroy(group);
+    }
+    check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right, ROUNDS);
+}
+
+ThreadTest(gpu_abort, any_moment_2, 2) {
+    any_moment(bootstrap, "");
+}
+ThreadTest(gpu_abort, any_moment_on_nodes_2, 2) {
+    any_moment(bootstrap, "01");
+}
+ThreadTest(gpu_abort, any_moment_on_nodes_4, 4) {
+    any_moment(bootstrap, "0011");
 }

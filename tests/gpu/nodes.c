@@ -7,6 +7,7 @@
 
 #include "tests/cases/run.h"
 #include "tests/gpu/devices.h"
+#include "tests/harness/ranked.h"
 
 static Case nodes_case(void) {
     return case_complete((Case){.ranks = 4,
@@ -22,8 +23,7 @@ static Case nodes_case(void) {
 static EpGroup *open_on_nodes(const EpBootstrap *bootstrap, const char *nodes,
                               const EpGroupConfig *config) {
     EpGroup *group = NULL;
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     CHECK_OK(ep_group_create(bootstrap, config, &group));
     return group;
 }
@@ -84,8 +84,7 @@ ThreadTest(gpu_nodes, other_nodes_than_expected_2, 2) {
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.num_nodes = 3;
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "config.num_nodes",
                   "2, got 3");
     CHECK(!group, "a group was made");

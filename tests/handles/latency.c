@@ -8,6 +8,7 @@
 
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
+#include "tests/harness/ranked.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -117,8 +118,7 @@ ThreadTest(handles_latency, auto_on_two_nodes, 2) {
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.mode = EP_MODE_AUTO, config.max_recv_rows = 100, config.latency_sets = EP_DEFAULT;
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     check_modes_on_nodes(group);
     ep_group_destroy(group);

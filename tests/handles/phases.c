@@ -8,6 +8,7 @@
 
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
+#include "tests/harness/ranked.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -298,10 +299,7 @@ ThreadTest(handles_phases, many_pending, RANKS) {
 /* Two nodes, and a stage so small that rows travel in many rounds. */
 ThreadTest(handles_phases, many_pending_on_two_nodes, RANKS) {
     HOST_ONLY("GPUs of a group share a node");
-    if (bootstrap->rank == 0) {
-        setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
-        setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    }
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,0,1");
+    set_on_ranks(bootstrap, "LIBEP_STAGE_BYTES", "3000");
     run_overlapping(bootstrap, test_seed() + 1, "0101");
 }

@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "tests/cases/fixture.h"
+#include "tests/harness/ranked.h"
 
 enum { RANKS = 3, PLANS = 3 };
 
@@ -220,19 +221,12 @@ ThreadTest(handles_plans, exactly_the_bytes_asked_for, 1) {
 
 /* ---- named by some ranks ------------------------------------------------------------------- */
 
-/* Put the ranks on these nodes. */
-static void pretend(const EpBootstrap *bootstrap, const char *nodes) {
-    bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
-    bootstrap->barrier(bootstrap->context, 60);
-}
-
 /* The handle's own plan, which the ranks that name it name in dispatch. */
 static void run_named_by_some(const EpBootstrap *bootstrap, const char *nodes, int64_t capacity,
                               int names) {
     Case c = case_complete((Case){.ranks = bootstrap->size, .capacity = capacity});
     World *world = world_new(&c);
-    pretend(bootstrap, nodes);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
     Step step = {group, handle, world, bootstrap->rank, NULL};
@@ -265,7 +259,7 @@ ThreadTest(handles_plans, named_by_all_ranks_on_nodes, RANKS) {
 static void run_named_alone(const EpBootstrap *bootstrap, const char *nodes) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
     World *world = world_new(&c);
-    pretend(bootstrap, nodes);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     EpGroup *group = open_group(bootstrap, &c);
     EpHandle *handle = group ? open_handle(group, &c) : NULL;
     Step step = {group, handle, world, bootstrap->rank, NULL};

@@ -319,20 +319,15 @@ ThreadTest(handles_weights, beyond_the_stage, 4) {
     check_given(bootstrap, &given, 1);
 }
 
-static void pretend_nodes(const EpBootstrap *bootstrap, const char *nodes) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
-}
-
 ThreadTest(handles_weights, on_two_nodes, 4) {
-    pretend_nodes(bootstrap, "2");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     for (size_t i = 0; i < sizeof(four) / sizeof(four[0]); i++)
         check_given(bootstrap, &four[i], 2);
 }
 
 /* Sums of nodes; groups along fsdp lie on one node, those along data on two or four. */
 ThreadTest(handles_weights, on_four_nodes, 8) {
-    pretend_nodes(bootstrap, "4");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "4");
     for (int i = 0; i < EIGHT; i++)
         check_given(bootstrap, &eight[i], 4);
 }
@@ -416,7 +411,6 @@ ThreadTest(handles_weights, random_meshes_of_four, 4) {
 
 ThreadTest(handles_weights, random_meshes_with_a_tiny_stage, 8) {
     HOST_ONLY("no LIBEP_STAGE_BYTES on GPUs");
-    if (bootstrap->rank == 0) setenv("LIBEP_STAGE_BYTES", "3000", 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
+    set_on_ranks(bootstrap, "LIBEP_STAGE_BYTES", "3000");
     check_random(bootstrap, 815, 25);
 }

@@ -35,6 +35,12 @@ bool ranked_is(void) {
     return getenv("OMPI_COMM_WORLD_SIZE") != NULL;
 }
 
+void set_on_ranks(const EpBootstrap *bootstrap, const char *name, const char *value) {
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0 || ranked_is()) setenv(name, value, 1);
+    bootstrap->barrier(bootstrap->context, 60);
+}
+
 /* NCCL connects ranks that share a GPU if it takes each for a host of its own. */
 static void part_hosts(void) {
 #if TESTS_ON_GPU

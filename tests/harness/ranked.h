@@ -28,6 +28,9 @@ void ranked_instead(int ranks, RankBody body, void *arg);
 /** Returns whether this process runs under mpirun. */
 bool ranked_is(void);
 
+/** Set a variable of the environment on all ranks, which call this together: threads share it. */
+void set_on_ranks(const EpBootstrap *bootstrap, const char *name, const char *value);
+
 /** Finalise MPI at the end of a process under mpirun, if it was initialised. */
 void ranked_leave(void);
 

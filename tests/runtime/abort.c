@@ -11,6 +11,7 @@
 #include "tests/cases/calls.h"
 #include "tests/cases/run.h"
 #include "tests/harness/random.h"
+#include "tests/harness/ranked.h"
 
 enum { RANKS = 3, ABORTED = 0, ABSENT = 2 };
 
@@ -341,7 +342,7 @@ OnThreads(while_meeting_in_mem_free) {
 }
 
 /* Rank 0 is aborted first; the others then meet without it, or destroy their groups. */
-ThreadTest(runtime_abort, before_the_others_meet, RANKS) {
+OnThreads(before_the_others_meet) {
     Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     void *out = &rank;
     REQUIRE(rank.step.handle, "no handle");
@@ -384,8 +385,7 @@ OnThreads(while_destroying) {
 /* Each rank is a node of its own: peers learn of the abort by a message. Rank 0 is aborted while it
  * waits for rank 2 (`waits`), or while it does not. */
 static void on_several_nodes(const EpBootstrap *bootstrap, int waits) {
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "3", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "3");
     Rank rank = rank_open(bootstrap, EP_MODE_THROUGHPUT);
     EpStatus status = EP_OK;
     Aborter aborter;

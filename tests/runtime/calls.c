@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 #include "tests/harness/watch.h"
 
 enum { RANKS = 3, ROOM = 1 << 16 };
@@ -80,8 +81,7 @@ ThreadTest(runtime_calls, nothing_is_asked_of_the_system, RANKS) {
 ThreadTest(runtime_calls, nothing_is_asked_in_many_rounds, RANKS) {
     HOST_ONLY("what CUDA itself asks for on a launch is not the library's");
     if (TESTS_SANITIZED) return;
-    if (bootstrap->rank == 0) setenv("LIBEP_STAGE_BYTES", "1", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_STAGE_BYTES", "1");
     check_calls(bootstrap, EP_MODE_THROUGHPUT);
     check_calls(bootstrap, EP_MODE_LATENCY);
 }

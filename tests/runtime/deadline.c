@@ -152,8 +152,7 @@ ThreadTest(runtime_deadline, late_rank_learns_of_the_failure, RANKS) {
 
 /* LIBEP_TIMEOUT is the timeout of a group whose configuration names none. */
 ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
-    if (bootstrap->rank == 0 || ranked_is()) setenv("LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_TIMEOUT", TESTS_ON_GPU ? "3" : "0.3");
     TimedRank h = timed_open(bootstrap, EP_DEFAULT);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);
@@ -164,8 +163,7 @@ ThreadTest(runtime_deadline, deadline_from_the_setting, RANKS) {
 /* A spinning wait also ends at the timeout, with any LIBEP_SPIN. */
 ThreadTest(runtime_deadline, deadline_of_a_wait_that_spins, RANKS) {
     HOST_ONLY("no LIBEP_SPIN on GPUs");
-    if (bootstrap->rank == 0) setenv("LIBEP_SPIN", "1000000000", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_SPIN", "1000000000");
     TimedRank h = timed_open(bootstrap, SOON);
     REQUIRE(h.handle, "no handle");
     if (bootstrap->rank != ABSENT) check_timeout(&h.step, 0);

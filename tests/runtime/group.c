@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/ranked.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -314,8 +315,7 @@ static EpStatus create_and_prepare(EpGroup *group, const Disagreement *d, int ot
 
 ThreadTest(runtime_group, handles_that_disagree, 3) {
     /* A failed group logs a warning. */
-    if (bootstrap->rank == 0) setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL});
     for (int i = 0; i < LENGTH(disagreements); i++) {
         const Disagreement *d = &disagreements[i];
@@ -356,8 +356,7 @@ static EpStatus create_and_dispatch(EpGroup *group, const Case *c, int batched) 
 
 ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
     NEEDS_LATENCY();
-    if (bootstrap->rank == 0) setenv("LIBEP_LOG_FILE", "/dev/null", 1);
-    bootstrap->barrier(bootstrap->context, 60);
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
     Case c = case_complete((Case){.ranks = 3, .spread = SPREAD_FULL, .sets = 2});
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");

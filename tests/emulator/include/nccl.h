@@ -17,6 +17,7 @@ typedef enum {
     ncclUnhandledCudaError = 1,
     ncclSystemError = 2,
     ncclInvalidArgument = 4,
+    ncclRemoteError = 6,
     ncclInProgress = 7
 } ncclResult_t;
 typedef enum { ncclUint8 = 1, ncclInt32 = 2, ncclUint32 = 3 } ncclDataType_t;
