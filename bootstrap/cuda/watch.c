@@ -22,8 +22,9 @@
 /* Ranks that know whom to blame get this time to say so: their waits end together with this one's.
  */
 #define GRACE_SECONDS 0.5
-/* Ranks that disagree all find it themselves, on a busy machine not at the same time. */
-#define DISAGREE_SECONDS 2.0
+/* A rank that has found a failure itself gives others this time, on a busy machine. Ranks that
+ * disagree all find it, and say what differs. NCCL knows that a peer is gone, who knows why. */
+#define EXPLAIN_SECONDS 2.0
 /* To send what the others must know, before the connections close. */
 #define FLUSH_SECONDS 1.0
 /* Of EpCudaState.failed: no operation has this number. */
@@ -98,8 +99,8 @@ typedef struct EpCudaWatch {
     int32_t num_peers;
     double beat, next_beat;
     double since; /* nothing has moved */
-    double
-        disagrees; /* since when this rank has found that it does with another one; 0: it has not */
+    double disagrees;    /* since when this rank has found that; 0: it has not */
+    double nccl_fails;   /* since when NCCL reports an error; 0: it does not */
     EpWatchMarks *marks; /* pinned */
     uint64_t *counts;    /* device */
     EpStamp *stamps;     /* device [1 + ranks], in a group of weights; else NULL */
@@ -126,6 +127,32 @@ static int is_lost(const EpCudaWatch *w) {
 
 static Stop stops(const EpCudaWatch *w) {
     return (Stop)__atomic_load_n(&w->stop, __ATOMIC_ACQUIRE);
+}
+
+/* ---- telling the others -------------------------------------------------------------------- */
+
+/* Returns whether the note is on its way; not where the last one is still being sent. */
+static int tell(EpCudaWatch *w, Peer *p, NoteKind kind) {
+    const EpBootstrap *m = &w->messages;
+    int done = 1;
+    if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
+    if (!done) return 0;
+    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->rank;
+    p->out = (Note){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
+    memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
+    (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
+    return 1;
+}
+
+static void tell_all(EpCudaWatch *w) {
+    int loses = is_lost(w), beats = !loses && ep_clock() >= w->next_beat;
+    if (beats) w->next_beat = ep_clock() + w->beat;
+    for (int32_t i = 0; i < w->num_peers; i++) {
+        Peer *p = &w->peers[i];
+        if (p->left) continue;
+        if (beats) (void)tell(w, p, NOTE_BEAT);
+        if (loses && !p->told) p->told = tell(w, p, NOTE_FAILED);
+    }
 }
 
 /* ---- ending this rank's part --------------------------------------------------------------- */
@@ -161,10 +188,11 @@ static void lose(EpCudaWatch *w, LossKind kind, int32_t peer, int32_t blamed, co
     memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
     __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
     stop_kernels(w);
+    tell_all(w); /* before they see that the communicator has ended */
     end_communicator(w);
 }
 
-/* ---- messages ------------------------------------------------------------------------------ */
+/* ---- hearing from the others --------------------------------------------------------------- */
 
 /* Returns whether this rank's exchange has not moved for the timeout and `grace` seconds more. */
 static int is_late(EpCudaWatch *w, double grace) {
@@ -213,37 +241,12 @@ static void listen_to(EpCudaWatch *w, Peer *p) {
     lose(w, LOSS_CLOSED, p->rank, p->rank, "");
 }
 
-/* Returns whether the note is on its way; not where the last one is still being sent. */
-static int tell(EpCudaWatch *w, Peer *p, NoteKind kind) {
-    const EpBootstrap *m = &w->messages;
-    int done = 1;
-    if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
-    if (!done) return 0;
-    int32_t by = w->loss.kind == LOSS_FAILED ? w->loss.peer : w->rank;
-    p->out = (Note){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
-    memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
-    (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
-    return 1;
-}
-
-static void tell_all(EpCudaWatch *w) {
-    int loses = is_lost(w), beats = !loses && ep_clock() >= w->next_beat;
-    if (beats) w->next_beat = ep_clock() + w->beat;
-    for (int32_t i = 0; i < w->num_peers; i++) {
-        Peer *p = &w->peers[i];
-        if (p->left) continue;
-        if (beats) (void)tell(w, p, NOTE_BEAT);
-        if (loses && !p->told) p->told = tell(w, p, NOTE_FAILED);
-    }
-}
-
 /* ---- watching this rank -------------------------------------------------------------------- */
 
-/* Ranks that disagree find that out themselves, at about the same time, and say what differs:
- * unless they learn first that this rank has failed. */
-static int gave_time(EpCudaWatch *w) {
-    if (w->disagrees == 0) w->disagrees = ep_clock();
-    return ep_clock() - w->disagrees > DISAGREE_SECONDS;
+/* Returns whether others have had time to say what they know. */
+static int gave_time(double *since) {
+    if (*since == 0) *since = ep_clock();
+    return ep_clock() - *since > EXPLAIN_SECONDS;
 }
 
 /* The group's thread, an abort, or kernels may have found a failure. */
@@ -259,7 +262,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (failed && failure->status == EP_ERR_PEER) why = w->group->failure_sentence;
     pthread_mutex_unlock(&abort->mutex);
     int fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
-    if (fault == EP_FAULT_ORDER && !aborted && !gave_time(w)) return;
+    if (fault == EP_FAULT_ORDER && !aborted && !gave_time(&w->disagrees)) return;
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (fault == EP_FAULT_PEER && !failed) why = (const char *)f->why;
@@ -302,7 +305,7 @@ static ncclResult_t ask_nccl(EpCudaWatch *w) {
 
 static void look_at_nccl(EpCudaWatch *w) {
     ncclResult_t result = ask_nccl(w);
-    if (result == ncclSuccess || result == ncclInProgress) return;
+    if (result == ncclSuccess || result == ncclInProgress || !gave_time(&w->nccl_fails)) return;
     w->loss.result = result;
     lose(w, LOSS_NCCL, w->rank, w->rank, "");
 }
@@ -470,6 +473,14 @@ EpStatus ep_cuda_network_enter(EpGroup *group) {
     return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator of all ranks has ended", group->rank);
 }
 
+/* The watcher may hear why NCCL fails. */
+static void await_explanation(const EpCudaWatch *w) {
+    EpWait wait;
+    ep_wait_begin(&wait, EXPLAIN_SECONDS, 0);
+    while (w && !is_lost(w) && ep_wait_pause(&wait))
+        ;
+}
+
 EpStatus ep_cuda_network_give_up(EpGroup *group, const char *phase, EpStatus status) {
     EpFinding finding = EP_FINDING_INIT;
     finding.status = status, finding.rank = group->rank, finding.count = 1;
@@ -483,7 +494,9 @@ EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t r
     EpCuda *cuda = ep_cuda(group);
     EpStatus status = ep_cuda_comm_settle(group, ep_cuda_group_comm(cuda), what, result);
     leave(cuda->watch);
-    return status == EP_OK ? EP_OK : ep_cuda_network_give_up(group, what, status);
+    if (status == EP_OK) return EP_OK;
+    if (status == EP_ERR_SYSTEM) await_explanation(cuda->watch);
+    return ep_cuda_network_give_up(group, what, status);
 }
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
