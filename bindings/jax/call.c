@@ -31,9 +31,10 @@ static XLA_FFI_Error *refuse(const JaxCall *call, EpStatus status, const char *w
 
 /* ---- what XLA gives ------------------------------------------------------------------------- */
 
-/* XLA asks each handler once which interface it was built for. */
+/* XLA asks each handler once which interface it was built for. The type of the extensions has
+ * another name from jaxlib 0.11 on. */
 static int answer_metadata(const XLA_FFI_CallFrame *frame) {
-    for (XLA_FFI_Extension_Base *e = frame->extension_start; e; e = e->next) {
+    for (__typeof__(&*frame->extension_start) e = frame->extension_start; e; e = e->next) {
         if (e->type != XLA_FFI_Extension_Metadata) continue;
         XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)e)->metadata;
         metadata->api_version.major_version = XLA_FFI_API_MAJOR;
