@@ -102,11 +102,11 @@ __device__ __forceinline__ void receive_metadata(const EpScatterArgs &a, int sou
     int lane = threadIdx.x % 32;
     const char *record = ep_ring(g, g.rank, source, row);
     MetadataEntry metadata = {-1, -1, 0, NULL};
+    if (lane < a.top_k && a.t.carries_weights)
+        metadata.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     if (lane < a.top_k) metadata.slot = ep_slot(a.plan, g, a.top_k, source, row, lane);
     if (lane < a.top_k && a.shape.layout == EP_LAYOUT_FLAT)
         metadata.expert = ep_flat_expert(a.plan, g, a.top_k, source, row, lane);
-    if (lane < a.top_k && a.t.carries_weights)
-        metadata.weight = __ldcg((const float *)(record + a.record.weights) + lane);
     spread_metadata(a, metadata, record + a.record.scales);
 }
 

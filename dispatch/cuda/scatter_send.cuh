@@ -122,11 +122,11 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
     EpEntry e = {-1, 0, -1, 0, 0};
     MetadataEntry metadata = {-1, -1, 0, NULL};
     if (has_entry) e = a.plan.entries[token * a.top_k + lane];
-    if (e.owner >= a.owners) e.owner = -1;
     if (has_entry && a.t.carries_weights)
         metadata.weight =
             *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
               lane);
+    if (e.owner >= a.owners) e.owner = -1; /* damaged; now, since both loads overlap */
     if (e.owner == g.rank && is_copy_only(a)) metadata.slot = ep_check_slot(a.plan, e.slot);
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)

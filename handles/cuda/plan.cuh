@@ -15,7 +15,7 @@
 typedef struct FoundPlan {
     EpPlanMark mark;
     uint32_t generation;
-    int64_t top_k, num_rows, num_tokens, recv_rows;
+    int64_t top_k, num_rows, num_tokens, recv_rows, exact_rows;
 } FoundPlan;
 
 /* Load what is checked. The loads overlap. In latency mode token tensors have all rows. */
@@ -26,7 +26,8 @@ __device__ __forceinline__ FoundPlan ep_load_plan(const EpCudaPlan &plan) {
                        h->top_k,
                        h->num_rows,
                        h->num_tokens,
-                       h->recv_rows};
+                       h->recv_rows,
+                       h->exact_rows};
     return found;
 }
 
@@ -36,12 +37,11 @@ __device__ __forceinline__ int ep_same_mark(const EpPlanMark &a, const EpPlanMar
 
 /* Returns what is wrong with a plan (EpPlanFault). Rows behind num_tokens are optional where it was
  * given, so T may be anything from there on. */
-__device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPlan &found,
-                                             int64_t exact) {
+__device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPlan &found) {
     if (!ep_same_mark(found.mark, use.mark)) return EP_PLAN_MARK;
     if (found.top_k != use.top_k) return EP_PLAN_TOP_K;
-    int64_t least = exact ? found.num_rows : found.num_tokens;
-    int has_rows = exact ? use.num_rows == least : use.num_rows >= least;
+    int64_t least = found.exact_rows ? found.num_rows : found.num_tokens;
+    int has_rows = found.exact_rows ? use.num_rows == least : use.num_rows >= least;
     if (found.num_tokens < 0 || (use.num_rows >= 0 && !has_rows)) return EP_PLAN_TOKENS;
     if (found.recv_rows < 0 || found.recv_rows > use.num_slots) return EP_PLAN_ROWS;
     return EP_PLAN_RIGHT;
@@ -53,7 +53,7 @@ static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const E
     const FoundPlan found = ep_load_plan(plan);
     int64_t expected = plan.use.top_k, seen = found.top_k;
     if (fault == EP_PLAN_TOKENS)
-        expected = plan.header->exact_rows ? found.num_rows : found.num_tokens,
+        expected = found.exact_rows ? found.num_rows : found.num_tokens,
         seen = plan.use.num_rows;
     if (fault == EP_PLAN_ROWS) expected = found.recv_rows, seen = plan.use.num_slots;
     g.failure->mark = found.mark, g.failure->expected_config = plan.use.mark.config;
@@ -71,15 +71,11 @@ __device__ __forceinline__ int ep_enter_with(const EpCudaGroup &g, const EpCudaP
                                              Epoch epoch_of) {
     int fault = EP_PLAN_RIGHT, failed = 0;
     if (threadIdx.x == 0) {
-        uint32_t generation = 0;
-        if (plan.use.is_read) {
-            FoundPlan found = ep_load_plan(plan);
-            int64_t exact = *(volatile int64_t *)&plan.header->exact_rows;
-            fault = ep_find_fault(plan.use, found, exact);
-            generation = found.generation;
-        }
-        failed = ep_failed_before(g, epoch_of());
-        ep_set_operation(g, generation);
+        FoundPlan found = {};
+        if (plan.use.is_read) found = ep_load_plan(plan);
+        failed = ep_failed_before(g, epoch_of()); /* its load overlaps with those of the plan */
+        if (plan.use.is_read) fault = ep_find_fault(plan.use, found);
+        ep_set_operation(g, found.generation);
     }
     if (__syncthreads_and(!fault && !failed)) return 1;
     if (fault && !failed) ep_report_plan(g, plan, fault);

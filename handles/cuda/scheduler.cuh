@@ -38,15 +38,20 @@ __device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, i
 
 /* ---- tokens -------------------------------------------------------------------------------- */
 
-/** Returns entry k of this team's token in the chunk from `first` on, or an empty entry past the
- *  end. */
+/** Begin to load entry k of this team's token in the chunk from `first` on; past the end it is an
+ *  empty entry. check_entry completes it. */
 template <typename Args>
 __device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int first, int size) {
     EpEntry none = {-1, 0, -1, 0, 0};
     int token = first + t.index;
     int valid = t.index < size && token < ep_num_tokens(a.plan, a.group) && t.k < a.top_k;
-    if (!valid) return none;
-    EpEntry e = a.plan.entries[(int64_t)token * a.top_k + t.k];
+    return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
+}
+
+/* The words may be damaged. Only here is the entry waited for: not while it is being loaded. */
+template <typename Args>
+__device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
+    EpEntry none = {-1, 0, -1, 0, 0};
     if (e.owner >= a.owners) return none;
     if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
     return e;
@@ -66,7 +71,7 @@ __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, in
     EpEntry next_entry = entry_of(a, t, first, size);
     uint32_t n = 0;
     while (first < tokens) {
-        EpEntry entry = next_entry;
+        EpEntry entry = check_entry(a, next_entry);
         int token = first + t.index, valid = t.index < size && token < tokens;
         int next_first = claimed_chunk(next_claim) * size;
         next_entry = entry_of(a, t, next_first, size);
@@ -129,10 +134,8 @@ __device__ __forceinline__ void load_next_chunk(const Args &a, RowWalk *walk, in
         int source = max(0, lane_source(a.group, w, takes_own));
         int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
         const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
-        int begin = begins[min(walk->next_first, tokens)];
-        int end = begins[min(walk->next_first + walk->size, tokens)];
-        walk->begin[w] = ep_check_count(a.group, begin);
-        walk->end[w] = max(walk->begin[w], ep_check_count(a.group, end));
+        walk->begin[w] = begins[min(walk->next_first, tokens)];
+        walk->end[w] = begins[min(walk->next_first + walk->size, tokens)];
     }
 }
 
@@ -167,10 +170,11 @@ __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int take
 #pragma unroll
         for (int w = 0; w < RANK_WORDS; w++) {
             if (w * 32 >= a.group.size) break;
-            int turn = w * 32 + lane,
-                through = total + ep_warp_prefix(walk->end[w] - walk->begin[w]);
+            int turn = w * 32 + lane, begin = ep_check_count(a.group, walk->begin[w]);
+            int rows = max(0, ep_check_count(a.group, walk->end[w]) - begin);
+            int through = total + ep_warp_prefix(rows);
             if (turn < a.group.size)
-                walk->rows->begin[turn] = walk->begin[w], walk->rows->through[turn] = through;
+                walk->rows->begin[turn] = begin, walk->rows->through[turn] = through;
             total = __shfl_sync(~0u, through, 31);
         }
         __syncwarp();
