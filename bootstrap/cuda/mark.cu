@@ -12,7 +12,7 @@ __device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
 }
 
 __device__ __forceinline__ void write_stamp(const EpMarkArgs &a) {
-    int failed = *(volatile uint32_t *)&a.group.state->failed != 0;
+    int failed = ep_failed(a.group) != 0;
     uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
     *a.stamps = EpStamp{failed ? EP_DIGEST(EP_OP_GONE, 0, 0) : a.group.digest,
                         (uint32_t)a.counts[0], generation, 0};
@@ -50,7 +50,7 @@ __device__ void report_stamp(const EpMarkArgs &a, const EpStamp &own, const EpSt
 /* By one block. */
 __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
     const EpStamp own = a.stamps[0];
-    int alive = *(volatile uint32_t *)&a.group.state->failed == 0;
+    int alive = ep_failed(a.group) == 0;
     if (threadIdx.x == 0) *ep_own_operation() = EpOwnOperation{own.digest, own.generation};
     if (!__syncthreads_and(alive)) return; /* the stamps may not have come */
     for (int i = threadIdx.x; i < a.num_peers; i += COMPARE_THREADS) {

@@ -211,8 +211,9 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     Shared *shared = ep_keep_shared(&s);
     Role role = pipeline_role(a.receivers);
     uint32_t epoch = ep_epoch(a.group);
+    EpLook look = ep_look(a.group, a.plan);
     pipeline_open(&shared->pipeline, a.pipeline, memory, a.t.carries_values, a.top_k);
-    if (!ep_enter(a.group, a.plan, epoch)) {
+    if (!ep_enter(a.group, a.plan, look, epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }

@@ -399,7 +399,7 @@ __device__ void count_kept(const EpPrepareArgs &a) {
 __device__ __noinline__ void publish_flat_kept(const EpLatencyScatterArgs &a, LatencyOp op) {
     const EpPrepareArgs &route = a.route;
     __threadfence();
-    if (*(volatile uint32_t *)&route.group.state->failed) return;
+    if (ep_failed(route.group)) return;
     int64_t step = step_under_way(route), rows = flat_rows(a), kept = flat_rows_kept(a);
     if (threadIdx.x < 32) publish_sizes(a, step);
     if (threadIdx.x == 0) publish_totals(route, step, kept, rows, rows - kept);

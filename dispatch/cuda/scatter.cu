@@ -159,10 +159,11 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     __shared__ Shared s;
     Shared *shared = ep_keep_shared(&s);
     uint32_t epoch = ep_epoch(a.group);
+    EpLook look = ep_look(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
-    if (!ep_enter(a.group, a.plan, epoch)) {
+    if (!ep_enter(a.group, a.plan, look, epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }

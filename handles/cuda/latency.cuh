@@ -77,7 +77,7 @@ __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaP
         int right = latency_find(g, l, &found);
         if (threadIdx.x % 32 == 0) shared = found, is_right = right;
     }
-    int alive = ep_enter(g, plan, 0);
+    int alive = ep_enter(g, plan, ep_look(g, plan), 0);
     *op = shared;
     if (__builtin_expect(!alive || is_right, 1)) return alive;
     if (threadIdx.x == 0)

@@ -60,31 +60,38 @@ static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const E
     ep_report(g, EP_FAULT_PLAN, EpAwaited{g.rank, fault, 0, (uint32_t)expected, (uint32_t)seen});
 }
 
+/** What thread 0 checks when its block enters an operation. */
+typedef struct EpLook {
+    FoundPlan plan;
+    uint32_t failed; /* see ep_failed */
+} EpLook;
+
+/** Begin to load what ep_enter checks. What a kernel does until then overlaps with the loads; it
+ *  may read the caller's inputs alone. */
+__device__ __forceinline__ EpLook ep_look(const EpCudaGroup &g, const EpCudaPlan &plan) {
+    EpLook look = {};
+    if (threadIdx.x) return look;
+    if (plan.use.is_read) look.plan = ep_load_plan(plan);
+    look.failed = ep_failed(g);
+    return look;
+}
+
 /**
- * Check that the operation may run. The caller's inputs may be read before. Returns 0 if nothing
- * may be read, written or sent: this rank has failed in an earlier operation, which left plan and
- * rings void; or the plan is not the expected one, which fails this operation. By all threads of
- * every block, before anything else.
+ * Check that the operation may run. Returns 0 if nothing may be read, written or sent: this rank
+ * has failed in an earlier operation, which left plan and rings void; or the plan is not the
+ * expected one, which fails this operation. By all threads of every block, before anything else.
  */
-template <typename Epoch>
-__device__ __forceinline__ int ep_enter_with(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                             Epoch epoch_of) {
+__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                        const EpLook &look, uint32_t epoch) {
     int fault = EP_PLAN_RIGHT, failed = 0;
     if (threadIdx.x == 0) {
-        FoundPlan found = {};
-        if (plan.use.is_read) found = ep_load_plan(plan);
-        failed = ep_failed_before(g, epoch_of()); /* its load overlaps with those of the plan */
-        if (plan.use.is_read) fault = ep_find_fault(plan.use, found);
-        ep_set_operation(g, found.generation);
+        failed = ep_failed_before(look.failed, epoch);
+        if (plan.use.is_read) fault = ep_find_fault(plan.use, look.plan);
+        ep_set_operation(g, look.plan.generation);
     }
     if (__syncthreads_and(!fault && !failed)) return 1;
     if (fault && !failed) ep_report_plan(g, plan, fault);
     return 0;
-}
-
-__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                        uint32_t epoch) {
-    return ep_enter_with(g, plan, [=] { return epoch; });
 }
 
 /** Enter the operation when its epoch is not known yet: load it with the rest, and give it to all
@@ -93,7 +100,8 @@ __device__ __forceinline__ int ep_enter_next(const EpCudaGroup &g, const EpCudaP
                                              uint32_t *epoch) {
     __shared__ uint32_t shared;
     if (threadIdx.x == EP_EPOCH_THREAD) shared = ep_epoch(g);
-    int alive = ep_enter_with(g, plan, [&] { return ep_epoch(g); });
+    EpLook look = ep_look(g, plan);
+    int alive = ep_enter(g, plan, look, threadIdx.x ? 0 : ep_epoch(g));
     *epoch = shared;
     return alive;
 }

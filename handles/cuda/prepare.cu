@@ -42,7 +42,7 @@ __device__ __forceinline__ const int32_t *own_total(const EpPrepareArgs &a, cons
  * After a failure the plan is undefined and not read. */
 __device__ void complete_flat(const EpPrepareArgs &a, const Partition *p, uint32_t epoch) {
     __threadfence();
-    if (*(volatile uint32_t *)&a.group.state->failed) return;
+    if (ep_failed(a.group)) return;
     int64_t step = step_under_way(a);
     publish_flat(
         a, step, own_total(a, p), [&](int source) { return p->ranks->incoming[source]; },

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     char *message = a.messages + a.t.self * a.message_bytes;
     int32_t *routing = (int32_t *)((EpRoutingHead *)message + 1);
     int tokens = count_tokens(a.p), thread = blockIdx.x * blockDim.x + threadIdx.x;
-    if (ep_failed_before(a.p.group, epoch)) tokens = 0, digest = EP_DIGEST(EP_OP_GONE, 0, 0);
+    if (ep_failed_before(ep_failed(a.p.group), epoch)) tokens = 0, digest = EP_DIGEST(EP_OP_GONE, 0, 0);
     for (int64_t i = thread; i < (int64_t)tokens * a.p.top_k; i += gridDim.x * blockDim.x)
         routing[i] = collect_entry(a, i / a.p.top_k, (int)(i % a.p.top_k));
     if (thread == 0) {

@@ -117,7 +117,7 @@ __device__ __forceinline__ int is_first(unsigned lanes) {
 /* Returns whether this rank has not failed: the same in all threads of a block, whoever may fail
  * meanwhile. */
 __device__ __forceinline__ int is_alive(const EpRouteArgs &a) {
-    return __syncthreads_and(*(volatile uint32_t *)&a.p.group.state->failed == 0);
+    return __syncthreads_and(ep_failed(a.p.group) == 0);
 }
 
 #endif

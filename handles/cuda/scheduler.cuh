@@ -41,14 +41,16 @@ __device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, i
 /** Begin to load entry k of this team's token in the chunk from `first` on; past the end it is an
  *  empty entry. check_entry completes it. */
 template <typename Args>
-__device__ __forceinline__ EpEntry entry_of(const Args &a, const Team &t, int first, int size) {
+__device__ __forceinline__ EpEntry load_entry(const Args &a, const Team &t, int first, int size,
+                                              int tokens) {
     EpEntry none = {-1, 0, -1, 0, 0};
     int token = first + t.index;
-    int valid = t.index < size && token < ep_num_tokens(a.plan, a.group) && t.k < a.top_k;
+    int valid = t.index < size && token < tokens && t.k < a.top_k;
     return valid ? a.plan.entries[(int64_t)token * a.top_k + t.k] : none;
 }
 
-/* The words may be damaged. Only here is the entry waited for: not while it is being loaded. */
+/* The words may be damaged. Only here the entry is waited for: the next one, and the claim after
+ * it, are on their way by then. */
 template <typename Args>
 __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
     EpEntry none = {-1, 0, -1, 0, 0};
@@ -68,15 +70,15 @@ __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, in
     int tokens = ep_num_tokens(a.plan, a.group), size = chunk_size(t, a.chunk, tokens, blocks);
     int first = claimed_chunk(claim_chunk(a.group, claimer)) * size,
         next_claim = claim_chunk(a.group, claimer);
-    EpEntry next_entry = entry_of(a, t, first, size);
+    EpEntry next_entry = load_entry(a, t, first, size, tokens);
     uint32_t n = 0;
     while (first < tokens) {
-        EpEntry entry = check_entry(a, next_entry);
+        EpEntry entry = next_entry;
         int token = first + t.index, valid = t.index < size && token < tokens;
         int next_first = claimed_chunk(next_claim) * size;
-        next_entry = entry_of(a, t, next_first, size);
+        next_entry = load_entry(a, t, next_first, size, tokens);
         next_claim = claim_chunk(a.group, claimer);
-        if (!post(entry, token, valid, n + t.index * pieces)) break;
+        if (!post(check_entry(a, entry), token, valid, n + t.index * pieces)) break;
         n += min(size, tokens - first) * pieces;
         first = next_first;
     }

@@ -147,6 +147,11 @@ __device__ __forceinline__ void ep_set_operation(const EpCudaGroup &g, uint32_t 
     *ep_own_operation() = EpOwnOperation{g.digest + (generation << 16), generation};
 }
 
+/** Returns the operation in which this rank has failed; 0: it has not. */
+__device__ __forceinline__ uint32_t ep_failed(const EpCudaGroup &g) {
+    return *(volatile uint32_t *)&g.state->failed;
+}
+
 /* ---- waiting ------------------------------------------------------------------------------- */
 
 #define EP_POLLS_PER_CLOCK_READ 256
@@ -239,7 +244,7 @@ static __device__ __noinline__ void ep_report(const EpCudaGroup &g, int fault, E
 __device__ __forceinline__ int ep_keep_waiting(const EpCudaGroup &g, EpTimeout *timeout,
                                                const EpAwaited &awaited) {
     if (__builtin_expect(++timeout->polls % EP_POLLS_PER_CLOCK_READ != 0, 1)) return 1;
-    if (*(volatile uint32_t *)&g.state->failed) return 0;
+    if (ep_failed(g)) return 0;
     int aborted = ep_load_relaxed_sys(ep_aborted(g)) != 0;
     uint64_t now = ep_global_timer();
     timeout->start = timeout->start ? timeout->start : now;
@@ -353,6 +358,7 @@ static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int pe
                                                     uint32_t what, uint64_t where) {
     const uint64_t *plan = &ep_arrival(g, g.rank, peer, epoch)->plan;
     uint64_t word = 0;
+#pragma unroll 1
     for (int i = 0; i < EP_POLLS_PER_CLOCK_READ && (uint32_t)(word >> 32) != epoch; i++)
         word = ep_load_relaxed_sys(plan);
     uint64_t facts = g.facts ? where & EP_WHERE : (uint32_t)word;
@@ -409,9 +415,8 @@ __device__ __forceinline__ int ep_await_arrivals(const EpCudaGroup &g, uint32_t 
     return __all_sync(~0u, alive);
 }
 
-/** Returns whether this rank has failed in an earlier operation. */
-__device__ __forceinline__ int ep_failed_before(const EpCudaGroup &g, uint32_t epoch) {
-    uint32_t failed = *(volatile uint32_t *)&g.state->failed;
+/** Returns whether that is an earlier one than the operation under way. */
+__device__ __forceinline__ int ep_failed_before(uint32_t failed, uint32_t epoch) {
     return failed != 0 && failed != epoch;
 }
 

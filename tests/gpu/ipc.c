@@ -9,6 +9,7 @@
 #include "bootstrap/cuda/setup.h"
 #include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
+#include "tests/harness/ranked.h"
 
 enum { PART_BYTES = 4096, PARTS = 4 };
 
@@ -27,8 +28,7 @@ static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mappin
     Case c = case_complete((Case){.ranks = bootstrap->size});
     EpGroupConfig config = case_group_config(&c);
     *m = (Mapping){.group = NULL};
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", nodes, 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     if (!CHECK_OK(ep_group_create(bootstrap, &config, &m->group))) return false;
     if (!CHECK_CUDA(cudaMalloc((void **)&m->allocation, PARTS * PART_BYTES))) return false;
     m->window.memory = m->allocation + bootstrap->rank % PARTS * PART_BYTES;

@@ -166,7 +166,8 @@ _gather_quantised.defvjp(
 def quantise(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[..., N] as e4m3 [..., N] and float32 scales [..., ceil(N / BLOCK)].
 
-    The arithmetic is EP_QUANT_FP8's, docs/semantics.md.
+    The arithmetic is EP_QUANT_FP8's, docs/semantics.md. But XLA's divisions on GPUs are off by a unit
+    in the last place at times.
     """
     last = array.shape[-1]
     wide = array.astype(jnp.float32)

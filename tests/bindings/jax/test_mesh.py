@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import EXPERTS, HIDDEN, INNER, TOKENS, assert_close, make_mesh
+from conftest import DEVICE, EXPERTS, HIDDEN, INNER, TOKENS, assert_close, make_mesh
 from hlo import calls, collectives
 from jax.sharding import PartitionSpec as P
 from mesh_model import (
@@ -217,11 +217,13 @@ def test_quantise(last):
         part = x[..., block * BLOCK : (block + 1) * BLOCK]
         amax = np.where(np.isfinite(part), np.abs(part), 0).max(-1, keepdims=True)
         amax = np.maximum(amax, np.float32(2**-100))
-        assert np.array_equal(scales[..., block], (amax / np.float32(448))[..., 0])
+        rounding = 0 if DEVICE == "cpu" else 2.0**-22  # of XLA's divisions on GPUs
+        np.testing.assert_allclose(scales[..., block], (amax / 448)[..., 0], rounding)
         scaled = np.clip(part * (np.float32(448) / amax), -448, 448)
         expected = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         got = elements[..., block * BLOCK : (block + 1) * BLOCK].view(np.uint8)
-        np.testing.assert_array_equal(got, expected)
+        steps = np.abs(got.astype(int) - expected.astype(int))
+        assert steps.max() <= (rounding > 0)
     back = np.asarray(dequantise(elements, scales, jnp.float32))
     assert np.abs(back - x)[0].max() <= np.abs(x[0]).max() / 16
 

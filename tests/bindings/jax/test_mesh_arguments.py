@@ -178,6 +178,7 @@ def test_gathered_and_split(bootstrap):
 
 def test_explicit_axes(bootstrap):
     """A mesh of jax.make_mesh, whose arrays have a spec in their type."""
+    make_mesh(*LAYOUT.sizes, names=NAMES)  # or skip
     mesh = jax.make_mesh(LAYOUT.sizes, NAMES, axis_types=(AxisType.Explicit,) * 3)
     ep = bootstrap(mesh, "expert")
     params, x = parameters(8), tokens(8, LAYOUT)

@@ -8,9 +8,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import assert_close, dense, make_mesh, moe, parameters, route, specs, tokens
+from conftest import DEVICE, assert_close, dense, make_mesh, moe, parameters, route, specs, tokens
 from jax.errors import JaxRuntimeError
 from jax.sharding import PartitionSpec as P
+
+
+finds_mistakes = pytest.mark.skipif(DEVICE != "cpu", reason="orders of GPUs are not looked at")
 
 
 def run(mesh, body, params, x):
@@ -43,6 +46,7 @@ def makes_one_up(ep, params, x):
     return moe(ep, params, x, ep.order() + 7)[0]
 
 
+@finds_mistakes
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize(
     "mistake", [begins_twice, takes_an_order_twice, skips_a_call, makes_one_up]
@@ -58,6 +62,7 @@ def test_mistakes(bootstrap, size, mistake):
         ep.close()
 
 
+@finds_mistakes
 def test_the_sentence(bootstrap):
     mesh = make_mesh(1)
     ep = bootstrap(mesh)
@@ -131,9 +136,10 @@ def test_a_tail_without_gradient(bootstrap):
     """Backward begins before the tail; join puts it after the tail."""
     mesh = make_mesh(2)
     params, x = parameters(4), tokens(4, 2)
-    ep = bootstrap(mesh)
-    with pytest.raises(JaxRuntimeError, match="EP_ERR_ORDER|has given up|EP_ERR_ABORTED"):
-        run(mesh, functools.partial(with_tail, ep, lambda order, loss: loss), params, x)
+    if DEVICE == "cpu":
+        ep = bootstrap(mesh)
+        with pytest.raises(JaxRuntimeError, match="EP_ERR_ORDER|has given up|EP_ERR_ABORTED"):
+            run(mesh, functools.partial(with_tail, ep, lambda order, loss: loss), params, x)
     ep = bootstrap(mesh)
     expected = jax.grad(lambda x: jnp.sum(dense(params, x) ** 2))(x)
     for _ in range(5):
