@@ -6,6 +6,8 @@
  * or made from new ids. Where ranks share GPUs, ipc.c maps their memory, and the communicator of
  * all ranks remains.
  */
+#include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
@@ -143,14 +145,47 @@ EpStatus ep_cuda_comm_open(EpGroup *group) {
     return open_from_ids(group, has_node, has_network);
 }
 
-static void close(const EpNccl *nccl, ncclComm_t comm, int together) {
-    if (comm && together) nccl->ncclCommDestroy(comm);
-    if (comm && !together) nccl->ncclCommAbort(comm);
+/* ---- the end ------------------------------------------------------------------------------- */
+
+typedef struct Ending {
+    const EpNccl *nccl;
+    ncclComm_t comm;
+    int aborts;
+} Ending;
+
+static void end(const Ending *e) {
+    (void)(e->aborts ? e->nccl->ncclCommAbort(e->comm) : e->nccl->ncclCommDestroy(e->comm));
+}
+
+static void *end_later(void *ending) {
+    end(ending);
+    free(ending);
+    return NULL;
+}
+
+/* Signals are for the threads of the program. */
+static int start_thread(Ending *e) {
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&thread, NULL, end_later, e);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return !error && pthread_detach(thread) == 0;
+}
+
+void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {
+    Ending ending = {cuda->nccl, comm, aborts};
+    Ending *later = comm && cuda->captured ? malloc(sizeof(*later)) : NULL;
+    if (later) *later = ending;
+    if (!comm || (later && start_thread(later))) return;
+    free(later);
+    end(&ending);
 }
 
 void ep_cuda_comm_close(EpGroup *group, int together) {
     EpCuda *cuda = ep_cuda(group);
-    close(cuda->nccl, cuda->network, together);
-    if (cuda->owns_comm) close(cuda->nccl, cuda->comm, together);
+    ep_cuda_comm_end(cuda, cuda->network, !together);
+    if (cuda->owns_comm) ep_cuda_comm_end(cuda, cuda->comm, !together);
     cuda->comm = cuda->network = NULL, cuda->owns_comm = 0;
 }

@@ -51,8 +51,12 @@ EpStatus ep_cuda_comm_open(EpGroup *group);
  *  one can only be aborted, and bootstraps over it refuse all gathers. */
 EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out);
 
-/** Destroy the group's own communicators if all ranks do so (`together`), else abort it. */
+/** Destroy the group's own communicators if all ranks do so (`together`), else abort them. */
 void ep_cuda_comm_close(EpGroup *group, int together);
+
+/** Destroy or abort a communicator. NCCL waits until the graphs are gone that its calls lie in: then
+ *  that is left to a thread of its own. */
+void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts);
 
 /** ep_group_agree after a call of NCCL. Its timeout is longer, since NCCL may keep other ranks
  *  waiting where this rank failed at once. */

@@ -177,7 +177,7 @@ static void end_communicator(EpCudaWatch *w) {
         if (!ep_wait_pause(&wait)) return;
     if (stops(w) == STOP_ABANDONED) return;
     __atomic_store_n(&w->ending, 1, __ATOMIC_RELEASE);
-    (void)w->cuda->nccl->ncclCommAbort(w->comm);
+    ep_cuda_comm_end(w->cuda, w->comm, 1);
     w->is_ended = 1;
 }
 
@@ -460,10 +460,12 @@ static void leave(EpCudaWatch *w) {
 
 /* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. The
  * same holds for `looks`. */
-EpStatus ep_cuda_network_enter(EpGroup *group) {
-    EpCudaWatch *w = ep_cuda(group)->watch;
+EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream) {
+    EpCuda *cuda = ep_cuda(group);
+    EpCudaWatch *w = cuda->watch;
     if (!w) return EP_OK;
     __atomic_store_n(&w->busy, 1, __ATOMIC_SEQ_CST);
+    cuda->captured |= stream->captures;
     while (__atomic_load_n(&w->looks, __ATOMIC_SEQ_CST))
         sched_yield();
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;

@@ -54,7 +54,7 @@ static EpStatus send_stamps(EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     const EpCudaRelay *r = run->relay;
     cudaStream_t wire = run->side->wire;
-    EP_TRY(ep_cuda_network_enter(run->group));
+    EP_TRY(ep_cuda_network_enter(run->group, &run->stream));
     (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < r->num_peers; i++) {
         (void)cuda->nccl->ncclSend(r->stamps, sizeof(*r->stamps), ncclUint8, r->peers[i],
@@ -69,7 +69,7 @@ static EpStatus send_routing(EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     EpCudaRelay *r = run->relay;
     char *own = r->routing + r->tables.self * r->routing_bytes;
-    EP_TRY(ep_cuda_network_enter(run->group));
+    EP_TRY(ep_cuda_network_enter(run->group, &run->stream));
     return ep_cuda_network_settle(run->group, "ncclAllGather",
                                   cuda->nccl->ncclAllGather(own, r->routing,
                                                             (size_t)r->routing_bytes, ncclUint8,
@@ -228,7 +228,7 @@ static EpStatus send_and_receive(EpRelayRun *run, const Messages *send, const Me
     const EpCuda *cuda = ep_cuda(run->group);
     EP_TRY(ep_cuda_check(run->group, "kernel launch",
                          ep_cuda_launch_seal(&run->mark, run->side->wire)));
-    EP_TRY(ep_cuda_network_enter(run->group));
+    EP_TRY(ep_cuda_network_enter(run->group, &run->stream));
     (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < send->count; i++)
         send_message(run, send, i);

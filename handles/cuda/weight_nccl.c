@@ -28,7 +28,7 @@ static EpStatus launched(const EpWeightWork *w, int error) {
 static EpStatus compare(const EpWeightWork *w) {
     EpStamp *own = w->mark.stamps, *all = own + 1;
     EP_TRY(launched(w, ep_cuda_launch_begin(&w->mark, w->stream.stream)));
-    EP_TRY(ep_cuda_network_enter(w->group));
+    EP_TRY(ep_cuda_network_enter(w->group, &w->stream));
     EP_TRY(ep_cuda_network_settle(w->group, "ncclAllGather",
                                   w->cuda->nccl->ncclAllGather(own, all, sizeof(*own), ncclUint8,
                                                                w->comm, w->stream.stream)));
@@ -54,7 +54,7 @@ EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream st
 /* The calls in between return what is wrong with their arguments, and ncclGroupEnd returns the
  * same, so only its result counts. */
 EpStatus ep_weight_group_start(const EpWeightWork *w) {
-    EP_TRY(ep_cuda_network_enter(w->group));
+    EP_TRY(ep_cuda_network_enter(w->group, &w->stream));
     (void)w->cuda->nccl->ncclGroupStart();
     return EP_OK;
 }

@@ -48,8 +48,9 @@ typedef struct EpCuda {
     const EpNccl *nccl; /**< NULL in a group of one rank, and where ranks share GPUs */
     ncclComm_t comm;    /**< of the ranks on this node; NULL: there are no others */
     int owns_comm;
-    ncclComm_t network;                      /**< of all ranks, the group's own; NULL on one node */
-    EpCudaWindow own;                        /**< the library's own: rings and flags */
+    ncclComm_t network; /**< of all ranks, the group's own; NULL on one node */
+    int captured;       /**< whether calls on the communicator of all ranks lie in graphs */
+    EpCudaWindow own;   /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_WINDOW_NUMBERS]; /**< the caller's, by their number */
     int num_windows;                         /**< no window has a higher number */
     cudaStream_t adopting;     /**< for adopted windows, if a communicator was lent; else NULL */
@@ -62,7 +63,7 @@ typedef struct EpCuda {
     char *workspace;           /**< of quantising dispatches in throughput mode: a
                                     step's scales. They follow each other */
     struct EpCudaOwn *spare;   /**< plans whose handles are gone: handles/cuda/plan.c */
-    struct EpCudaWatch *watch;           /**< NULL on one node; see bootstrap/cuda/watch.h */
+    struct EpCudaWatch *watch; /**< NULL on one node; see bootstrap/cuda/watch.h */
     struct EpCudaRelay *relay; /**< NULL on one node; see handles/cuda/relay.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the

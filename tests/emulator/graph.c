@@ -16,7 +16,7 @@ typedef struct Item {
     ItemKind kind;
     int lane, mark;
     void (*run)(void *arguments);
-    void (*renew)(void *arguments);
+    EmulatedReplays replays;
     void *arguments;
     size_t bytes;
 } Item;
@@ -77,10 +77,11 @@ static void add(cudaGraph_t graph, Item item) {
 }
 
 void emulated_graph_record(cudaGraph_t graph, int lane, void (*run)(void *arguments),
-                           void (*renew)(void *arguments), const void *arguments, size_t bytes) {
+                           const EmulatedReplays *replays, const void *arguments, size_t bytes) {
+    static const EmulatedReplays none;
     void *copy = allocate(bytes);
     memcpy(copy, arguments, bytes);
-    add(graph, (Item){TASK, lane, 0, run, renew, copy, bytes});
+    add(graph, (Item){TASK, lane, 0, run, replays ? *replays : none, copy, bytes});
 }
 
 void emulated_graph_pass(cudaGraph_t graph, int lane, int mark) {
@@ -143,8 +144,11 @@ static void release(cudaGraph_t graph) {
     int left = --graph->owners;
     pthread_mutex_unlock(&mutex);
     if (left) return;
-    for (int i = 0; i < graph->count; i++)
-        free(graph->item[i].arguments);
+    for (int i = 0; i < graph->count; i++) {
+        const Item *item = &graph->item[i];
+        if (item->replays.drop) item->replays.drop(item->arguments);
+        free(item->arguments);
+    }
     free(graph->item);
     free(graph);
 }
@@ -193,7 +197,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
         if (item->kind != TASK) continue;
         r->arguments[i] = allocate(item->bytes);
         memcpy(r->arguments[i], item->arguments, item->bytes);
-        if (item->renew) item->renew(r->arguments[i]);
+        if (item->replays.renew) item->replays.renew(r->arguments[i]);
     }
     pthread_mutex_lock(&mutex);
     graph->owners++;

@@ -9,7 +9,7 @@
 
 #include <stddef.h>
 
-#include <cuda_runtime_api.h>
+#include "tests/emulator/launch.h"
 
 cudaGraph_t emulated_graph_open(void);
 /** Returns the number of a new lane; the first is 0, that of the stream which began the capture. */
@@ -17,10 +17,10 @@ int emulated_graph_add_lane(cudaGraph_t graph);
 /** Returns the number of a new mark. */
 int emulated_graph_add_mark(cudaGraph_t graph);
 
-/** Record a task with a copy of its arguments. `renew`, unless NULL, is called with the copy that a
- *  replay uses, in the order of the recording, when the replay is launched. */
+/** Record a task with a copy of its arguments. When a replay is launched, they are renewed in the
+ *  order of the recording. */
 void emulated_graph_record(cudaGraph_t graph, int lane, void (*run)(void *arguments),
-                           void (*renew)(void *arguments), const void *arguments, size_t bytes);
+                           const EmulatedReplays *replays, const void *arguments, size_t bytes);
 void emulated_graph_pass(cudaGraph_t graph, int lane, int mark);
 void emulated_graph_await(cudaGraph_t graph, int lane, int mark);
 

@@ -22,11 +22,16 @@ typedef struct EmulatedGrid {
 void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void *arguments),
                              const void *arguments, size_t bytes);
 
+/** What becomes of the arguments of a task that a graph has recorded. */
+typedef struct EmulatedReplays {
+    void (*renew)(void *arguments); /**< a replay is launched, which uses this copy of them */
+    void (*drop)(void *arguments);  /**< the graph is gone */
+} EmulatedReplays;
+
 /** Enqueue a call of run(arguments) on a stream, with a copy of the arguments. A stream under
- *  capture records it: then `renew`, unless NULL, is called with the copy that a replay uses, when
- *  that is launched. */
+ *  capture records it: see EmulatedReplays, which may be NULL. */
 void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments),
-                      void (*renew)(void *arguments), const void *arguments, size_t bytes);
+                      const EmulatedReplays *replays, const void *arguments, size_t bytes);
 
 /** Returns whether a stream is under capture. */
 int emulated_captures(cudaStream_t stream);

@@ -97,6 +97,7 @@ struct ncclComm {
     int part_blocking;
     int inside;           /* whether a call waits for the round */
     unsigned collectives; /* number of collectives called */
+    int captured;         /* of these, those in graphs that are still there */
     int starting;         /* Starting; 0: nothing waits */
     int num_waiting;
     Collective *waiting;
@@ -318,11 +319,26 @@ static void renew_collective(void *arguments) {
     c->messages = copy_messages(c->messages);
 }
 
+/* The graph with a captured collective is gone. */
+static void drop_collective(void *arguments) {
+    Collective *c = arguments;
+    pthread_mutex_lock(&mutex);
+    c->comm->captured--;
+    pthread_cond_broadcast(&round_over);
+    pthread_mutex_unlock(&mutex);
+    free_messages(c->messages);
+}
+
+static const EmulatedReplays collective_replays = {renew_collective, drop_collective};
+
 /* Give a collective its place in the order of the calls; replays get theirs later. The messages of
  * a captured one stay with the graph. */
 static void number_collective(ncclComm_t comm, Collective *c) {
     c->comm = comm, c->shared = comm->shared, c->rank = comm->rank;
-    if (emulated_captures(c->stream)) return;
+    if (emulated_captures(c->stream)) {
+        comm->captured++;
+        return;
+    }
     c->number = comm->collectives++;
     comm->shared->running++;
 }
@@ -346,7 +362,7 @@ static ncclResult_t enqueue_all(ncclComm_t comm, const Collective *calls, int co
     pthread_mutex_unlock(&mutex);
     if (!blocking) return ncclInProgress;
     for (int i = 0; i < count; i++)
-        emulated_enqueue(mine[i].stream, run_collective, renew_collective, &mine[i],
+        emulated_enqueue(mine[i].stream, run_collective, &collective_replays, &mine[i],
                          sizeof(mine[i]));
     free(mine);
     return ncclSuccess;
@@ -481,7 +497,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
 /* Enqueue what waits. Other threads may ask meanwhile. */
 static void start(ncclComm_t comm) {
     for (int i = 0; i < comm->num_waiting; i++)
-        emulated_enqueue(comm->waiting[i].stream, run_collective, renew_collective,
+        emulated_enqueue(comm->waiting[i].stream, run_collective, &collective_replays,
                          &comm->waiting[i], sizeof(comm->waiting[i]));
     pthread_mutex_lock(&mutex);
     free(comm->waiting);
@@ -532,13 +548,14 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out) {
     return check_ready(comm);
 }
 
+/* Like NCCL, wait until the graphs are gone which its collectives were captured in. */
 static ncclResult_t destroy(ncclComm_t comm, int abort) {
     pthread_mutex_lock(&mutex);
     Shared *c = comm->shared, **at = &all_shared;
     if (comm->starting) c->running -= comm->num_waiting; /* nothing will enqueue them now */
     c->aborted[comm->rank] = abort, c->any_aborted |= abort;
     pthread_cond_broadcast(&round_over);
-    while (comm->inside)
+    while (comm->inside || comm->captured)
         pthread_cond_wait(&round_over, &mutex);
     if (--c->members == 0) {
         while (c->running)

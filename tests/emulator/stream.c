@@ -97,12 +97,12 @@ static void wait_for(const struct CUstream_st *s, uint64_t number) {
         pthread_cond_wait(&changed, &mutex);
 }
 
-static void submit(cudaStream_t stream, void (*run)(void *), void (*renew)(void *),
+static void submit(cudaStream_t stream, void (*run)(void *), const EmulatedReplays *replays,
                    const void *arguments, size_t bytes, int waits) {
     pthread_mutex_lock(&mutex);
     cudaStream_t s = resolve(stream);
     if (s->capture) {
-        emulated_graph_record(s->graph, s->lane, run, renew, arguments, bytes);
+        emulated_graph_record(s->graph, s->lane, run, replays, arguments, bytes);
     } else {
         uint64_t number = enqueue(s, run, arguments, bytes);
         if (waits) wait_for(s, number);
@@ -364,8 +364,8 @@ void emulated_enqueue_kernel(const EmulatedGrid *grid, void (*kernel)(const void
 }
 
 void emulated_enqueue(cudaStream_t stream, void (*run)(void *arguments),
-                      void (*renew)(void *arguments), const void *arguments, size_t bytes) {
-    submit(stream, run, renew, arguments, bytes, 0);
+                      const EmulatedReplays *replays, const void *arguments, size_t bytes) {
+    submit(stream, run, replays, arguments, bytes, 0);
 }
 
 /* ---- captures ---- */

@@ -140,9 +140,9 @@ static cudaGraphExec_t capture_step(DeviceStep *gpu) {
 }
 
 /* One rank aborts during a step, after 1 us to 130 ms. A rank whose status is EP_OK after the step
- * has right outputs. Returns whether that was so. */
+ * has right outputs. Returns whether that was so; *exec is the step's graph. */
 static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, DeviceStep *gpu,
-                             int round) {
+                             int round, cudaGraphExec_t *exec) {
     pthread_t thread;
     uint32_t draw = (uint32_t)(round + 1) * 2654435761u >> 8;
     Aborter aborter = {group, (1u << draw % 18) + draw % 1000 * (draw % 18 > 10)};
@@ -151,10 +151,10 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     check_note("round %d: %s", round, case_describe(&world->c));
     device_step_load(gpu, world);
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
-    cudaGraphExec_t exec = capture_step(gpu);
+    *exec = capture_step(gpu);
     bootstrap->barrier(bootstrap->context, 60);
     if (aborts) CHECK(!pthread_create(&thread, NULL, abort_later, &aborter), "no thread");
-    CHECK_CUDA(cudaGraphLaunch(exec, gpu->stream));
+    CHECK_CUDA(cudaGraphLaunch(*exec, gpu->stream));
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
     int is_right = ep_group_status(group, NULL) == EP_OK;
     if (is_right) device_step_replayed(gpu, device_step_all(&gpu->c));
@@ -165,7 +165,6 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     while (gpu->c.nodes[0] && ep_group_status(group, NULL) == EP_OK)
         usleep(1000);
     bootstrap->barrier(bootstrap->context, 60);
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
     world_free(world);
     return is_right;
 }
@@ -180,10 +179,13 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
         REQUIRE(group, "no group");
         device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, stream,
                          NULL);
-        right += abort_during_step(group, bootstrap, &gpu, round);
+        cudaGraphExec_t exec = NULL;
+        right += abort_during_step(group, bootstrap, &gpu, round, &exec);
+        if (round % 2) CHECK_CUDA(cudaGraphExecDestroy(exec));
         device_step_close(&gpu);
         CHECK_CUDA(cudaStreamDestroy(stream));
         ep_group_destroy(group);
+        if (round % 2 == 0) CHECK_CUDA(cudaGraphExecDestroy(exec));
     }
     check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right,
                rounds);

@@ -155,9 +155,9 @@ ThreadTest(gpu_weights, replayed_2, 2) {
         check_values(&l, step);
     }
     CHECK_OK(ep_mesh_comm_status(l.comm));
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
     CHECK_CUDA(cudaStreamDestroy(other));
     close_layer(&l);
+    CHECK_CUDA(cudaGraphExecDestroy(exec)); /* the communicator must not wait for that */
 }
 
 ThreadTest(gpu_weights, absent_from_a_replay_2, 2) {
@@ -174,6 +174,6 @@ ThreadTest(gpu_weights, absent_from_a_replay_2, 2) {
                       "rank 0: weight gather: rank 1 did not arrive within 3 s");
     }
     CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
     close_layer(&l);
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
 }

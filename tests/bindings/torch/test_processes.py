@@ -166,7 +166,10 @@ handle = ep.Handle(g)
 child = os.fork()
 if child == 0:
     try:
-        layer(handle, x)
+        if device == "cpu":
+            layer(handle, x)
+        else:  # PyTorch has no GPU in a child
+            ep.Handle(g)
     except EpError as error:
         say(error.status.name, error)
     g.close()
