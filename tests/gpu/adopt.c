@@ -69,7 +69,7 @@ static size_t most_bytes(int ranks) {
 static bool lender_open(Lender *l, const EpBootstrap *bootstrap, int lends, double seconds) {
     int version = 0, size = bootstrap->size;
     *l = (Lender){.bytes = most_bytes(size)};
-    if (!nccl_serves(&l->nccl, size)) return false;
+    if (!nccl_maps(&l->nccl, size)) return false;
     l->comm = nccl_communicator(&l->nccl, bootstrap, 1);
     if (!CHECK(l->comm, "no communicator")) return false;
     l->nccl.get_version(&version);
@@ -388,14 +388,14 @@ static void wrong_arguments(const EpBootstrap *bootstrap, int tells_begin) {
 ThreadTest(gpu_adopt, wrong_arguments_2, 2) {
     Nccl nccl;
     int version = 0;
-    if (!nccl_serves(&nccl, 2)) return;
+    if (!nccl_maps(&nccl, 2)) return;
     nccl.get_version(&version);
     wrong_arguments(bootstrap, version >= 22900);
 }
 ThreadTest(gpu_adopt_old, wrong_arguments_2, 2) {
     Nccl nccl;
     int version = 0;
-    if (!nccl_serves(&nccl, 2)) return;
+    if (!nccl_maps(&nccl, 2)) return;
     nccl.get_version(&version);
     wrong_arguments(bootstrap, version >= 22900);
 }

@@ -30,6 +30,9 @@ typedef struct Nccl {
 /** Load NCCL. Returns false and skips the test if NCCL cannot serve so many ranks here. */
 bool nccl_serves(Nccl *nccl, int ranks);
 
+/** Likewise, if it cannot map the ranks' windows either. */
+bool nccl_maps(Nccl *nccl, int ranks);
+
 /** Create a communicator of the bootstrap's ranks on their current devices. A nonblocking one may
  *  still be initializing when this returns. */
 ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking);

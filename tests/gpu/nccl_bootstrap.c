@@ -197,6 +197,7 @@ ThreadTest(gpu_nccl_bootstrap, groups_4, 4) {
 /* Handles in latency mode and windows gather while the group works. */
 ThreadTest(gpu_nccl_bootstrap, latency_and_windows, 2) {
     Framework f;
+    GPU_NEEDS_LATENCY();
     if (!framework_open(&f, bootstrap, 0)) return;
     Case c = group_case(bootstrap->size);
     c.mode = EP_MODE_LATENCY;

@@ -8,6 +8,7 @@
 #include "tests/gpu/devices.h"
 #include "tests/gpu/has.h"
 #include "tests/gpu/nccl_ep_step.h"
+#include "tests/harness/ranked.h"
 #include "tests/harness/threads.h"
 
 enum { PAGE = 4096, MICRO_BATCHES = 3 };
@@ -371,6 +372,7 @@ ThreadTest(gpu_nccl_ep, rows_in_windows, 2) {
     ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1);
     size_t bytes = (2 * device_step_bytes(&c) + 5 * PAGE) / PAGE * PAGE;
     config.zero_copy = NCCL_EP_ZERO_COPY_ON;
+    if (!nccl_maps(&rank.nccl, bootstrap->size)) return;
     if (!nccl_ep_open(&rank, bootstrap, &config)) return;
     for (int i = 0; i < 3; i++) {
         NcclWindow window = nccl_window_open(&rank.nccl, rank.comm, bytes + (size_t)i * 8 * PAGE);
@@ -487,7 +489,7 @@ ThreadTest(gpu_nccl_ep, no_low_latency_on_nodes, 4) {
     NcclEpRank rank = {.harness = bootstrap};
     ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_LOW_LATENCY, 0);
     if (!nccl_serves(&rank.nccl, bootstrap->size)) return;
-    if (bootstrap->rank == 0) setenv("LIBEP_TOPOLOGY", "2", 1);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     rank.comm = nccl_communicator(&rank.nccl, bootstrap, 1);
     rank.stream = new_stream();
     print_apart(bootstrap, &printed);

@@ -7,6 +7,7 @@
 #include "tests/cases/run.h"
 #include "tests/gpu/communicator.h"
 #include "tests/gpu/failing.h"
+#include "tests/harness/ranked.h"
 
 #define WHY "the watchdog has had enough"
 
@@ -16,11 +17,6 @@ static void silence_log(void) {
 }
 
 TestSuite(gpu_nccl_split, .init = silence_log);
-
-static void set_for_all(const EpBootstrap *bootstrap, const char *name, const char *value) {
-    if (bootstrap->rank == 0) setenv(name, value, 1);
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-}
 
 /* A case on these nodes, one digit for each rank. */
 static Case divided_case(const EpBootstrap *bootstrap, const char *nodes) {
@@ -35,7 +31,7 @@ static Case divided_case(const EpBootstrap *bootstrap, const char *nodes) {
     memcpy(c.nodes, nodes, (size_t)bootstrap->size);
     for (int r = 0; r < bootstrap->size; r++)
         topology[2 * r] = nodes[r], topology[2 * r + 1] = r + 1 < bootstrap->size ? ',' : 0;
-    set_for_all(bootstrap, "LIBEP_TOPOLOGY", topology);
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", topology);
     return case_complete(c);
 }
 
@@ -150,7 +146,7 @@ static void fail_on_rank_1(const EpBootstrap *harness, const Failure *f) {
     Case c = divided_case(harness, "0011");
     EpGroupConfig config = lending_config(&c, comm);
     config.timeout_seconds = FAILING_TIMEOUT;
-    set_for_all(harness, "EMULATED_SPLIT_FAILS", "1");
+    set_on_ranks(harness, "EMULATED_SPLIT_FAILS", "1");
     double begin = failing_now();
     const EpBootstrap *bootstrap = f->bootstraps ? &lent : harness;
     check_refusal(bootstrap, f, ep_group_create(bootstrap, &config, &group));
