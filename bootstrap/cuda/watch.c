@@ -15,6 +15,8 @@
 /* Ranks that know whom to blame get this time to say so: their waits end together with this one's.
  */
 #define GRACE_SECONDS 0.5
+/* For a word to reach this rank's kernels. */
+#define STOP_SECONDS 0.25
 /* To send what the others must know, before the connections close. */
 #define FLUSH_SECONDS 1.0
 
@@ -62,15 +64,20 @@ static void tell_all(EpCudaWatch *w) {
 
 /* ---- ending this rank's part --------------------------------------------------------------- */
 
-/* Kernels that run look at the word where they wait, later ones first. It is there before the
- * communicator ends: nothing is done with what has not arrived. Other threads may be capturing,
- * which this copy has nothing to do with. */
+/* Kernels that run look at the word where they wait, later ones first. It should be there before
+ * the communicator ends: nothing is done with what has not arrived. But the others must hear of the
+ * loss whatever this GPU is busy with. Other threads may be capturing, which this copy has nothing
+ * to do with. */
 static void stop_kernels(EpCudaWatch *w) {
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     uint32_t *word = &w->cuda->device.state->failed;
+    EpWait wait;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     (void)cudaMemcpyAsync(word, w->failed, sizeof(*word), cudaMemcpyHostToDevice, w->stream);
-    (void)cudaStreamSynchronize(w->stream);
+    ep_wait_begin(&wait, STOP_SECONDS, 0);
+    while (cudaStreamQuery(w->stream) == cudaErrorNotReady && ep_wait_pause(&wait))
+        ;
+    (void)cudaGetLastError();
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 

@@ -43,8 +43,7 @@ static EpStatus allocate(EpCudaWatch *w) {
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mark()));
     memset(w->marks, 0, sizeof(*w->marks));
     *w->failed = FAILED_FOREVER;
-    return ep_cuda_check(group, "cudaStreamCreate",
-                         cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+    return ep_cuda_open_stream(group, 0, &w->stream);
 }
 
 EpStatus ep_cuda_watch_open(EpGroup *group) {

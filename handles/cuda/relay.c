@@ -154,16 +154,11 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
 
 /* NCCL's kernels go first where multiprocessors are short: the node's kernels wait for them. */
 static EpStatus open_side(const EpGroup *group, EpCudaSide *side) {
-    int least = 0, greatest = 0;
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetStreamPriorityRange",
-                         cudaDeviceGetStreamPriorityRange(&least, &greatest)));
     cudaStream_t *streams[] = {&side->pack, &side->wire};
     cudaEvent_t *events[] = {&side->begun,    &side->ready[0], &side->ready[1], &side->moved[0],
                              &side->moved[1], &side->taken[0], &side->taken[1]};
     for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
-        EP_TRY(ep_cuda_check(
-            group, "cudaStreamCreateWithPriority",
-            cudaStreamCreateWithPriority(streams[i], cudaStreamNonBlocking, greatest)));
+        EP_TRY(ep_cuda_open_stream(group, 1, streams[i]));
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
         EP_TRY(ep_cuda_check(group, "cudaEventCreate",
                              cudaEventCreateWithFlags(events[i], cudaEventDisableTiming)));

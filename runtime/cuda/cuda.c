@@ -183,6 +183,15 @@ EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t by
     return ep_cuda_check(group, "cudaMemcpy", error);
 }
 
+EpStatus ep_cuda_open_stream(const EpGroup *group, int below, cudaStream_t *out) {
+    int least = 0, greatest = 0; /* the number of a higher priority is lower */
+    EP_TRY(ep_cuda_check(group, "cudaDeviceGetStreamPriorityRange",
+                         cudaDeviceGetStreamPriorityRange(&least, &greatest)));
+    int priority = greatest + below < least ? greatest + below : least;
+    return ep_cuda_check(group, "cudaStreamCreateWithPriority",
+                         cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, priority));
+}
+
 EpStatus ep_cuda_captures(const EpGroup *group, EpStream stream, int32_t *captured) {
     EpCudaStream now;
     EP_TRY(ep_cuda_stream(group, stream, &now));

@@ -145,6 +145,11 @@ EpStatus ep_cuda_check(const EpGroup *group, const char *what, int error);
  *  of pageable memory is still being copied, and callers' streams do not wait for it. */
 EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t bytes);
 
+/** Create a stream whose priority is so many steps below the highest, as far as there are. Those of
+ *  the highest, 0, end kernels that wait: with few hardware queues, their copies must not queue up
+ *  behind work that waits for such kernels. */
+EpStatus ep_cuda_open_stream(const EpGroup *group, int below, cudaStream_t *out);
+
 /** Number of blocks of the kernels that move rows, for a group of this configuration on the current
  *  device. Each takes a multiprocessor of its own. On several nodes some are left to NCCL, unless
  * the caller says how many there may be. */

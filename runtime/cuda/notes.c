@@ -11,18 +11,8 @@
 
 _Static_assert(EP_ABORT_BYTES == 8 * EP_ABORT_WORDS, "host and kernels agree on the sentence");
 
-/* The stream has the highest priority, and so, with few hardware queues, one of its own: its copies
- * must not queue up behind work that waits for a kernel which the abort is to end. */
-static EpStatus create_stream(const EpGroup *group, cudaStream_t *stream) {
-    int least = 0, greatest = 0;
-    EP_TRY(ep_cuda_check(group, "cudaDeviceGetStreamPriorityRange",
-                         cudaDeviceGetStreamPriorityRange(&least, &greatest)));
-    return ep_cuda_check(group, "cudaStreamCreateWithPriority",
-                         cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
-}
-
 EpStatus ep_cuda_notes_open(const EpGroup *group, EpCudaNotes *notes) {
-    EP_TRY(create_stream(group, &notes->stream));
+    EP_TRY(ep_cuda_open_stream(group, 0, &notes->stream));
     EP_TRY(ep_cuda_check(group, "cudaHostAlloc",
                          cudaHostAlloc((void **)&notes->out, 2 * sizeof(*notes->out), 0)));
     memset(notes->out, 0, 2 * sizeof(*notes->out));
