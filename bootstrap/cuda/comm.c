@@ -171,7 +171,8 @@ static int start_thread(Ending *e) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&thread, NULL, end_later, e);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return !error && pthread_detach(thread) == 0;
+    if (!error) (void)pthread_detach(thread);
+    return !error;
 }
 
 void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .._abi import Quant, Status
+from .._abi import Status
 from .._library import EpError
 from . import _calls, _ops
 from ._handle import Plan
@@ -69,7 +69,11 @@ def _through(which: Union[Handle, int]) -> Any:
 
 
 def _needs_grad(*tensors: Optional[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _refuse_second_derivative(name: str) -> None:
@@ -207,7 +211,7 @@ def make_received(
     """The outputs of a dispatch without gradient, not yet written."""
     rows = _rows(handle, plan, given)
     recv_scales, dtype = None, tokens.dtype
-    if handle.quant != Quant.NONE:
+    if handle.quantises:
         count, scale_dtype = row_scales(handle.quant, tokens.shape[-1])
         dtype = torch.float8_e4m3fn
         recv_scales = tokens.new_empty(handle.scales_shape(rows, count), dtype=scale_dtype)
@@ -254,7 +258,7 @@ def dispatch(
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
     """
     needs_grad = _needs_grad(tokens, topk_weights)
-    if needs_grad and (handle.is_latency or scales is not None or handle.quant != Quant.NONE):
+    if needs_grad and (handle.is_latency or scales is not None or handle.quantises):
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected tensors without gradient in latency mode, and where rows are "

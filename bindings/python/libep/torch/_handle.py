@@ -115,7 +115,18 @@ class Handle(CoreHandle):
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
         self.quant = fields.get("quant", Quant.NONE)
         self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
-        self._rows_per_expert = fields.get("rows_per_expert", 0)
+        # What calls ask for is computed once: comparing enums takes as long as half a call.
+        self.quantises = self.quant != Quant.NONE
+        """Whether dispatch quantises."""
+        self.is_exact = self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
+        """Whether sizes are exact: dispatch reads the number of rows on the host."""
+        self.is_per_token = self.layout in (Layout.FLAT, Layout.RANK_MAJOR)
+        """Whether a receive row is one of a (token, rank), so that it has K weights."""
+        self._own_lead: Optional[tuple[int, ...]] = None
+        if self.layout == Layout.BATCHED:
+            self._own_lead = (group.num_local_experts, fields.get("rows_per_expert", 0))
+        elif self.layout == Layout.RANK_MAJOR:
+            self._own_lead = (group.size, group.fields["max_tokens"])
         self.num_numbers = 3 * group.num_local_experts + 4 + group.size
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
@@ -134,11 +145,6 @@ class Handle(CoreHandle):
     def stream(self) -> int:
         """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
         return current_stream(self.ordinal)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether sizes are exact: dispatch reads the number of rows on the host."""
-        return self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
 
     def outputs(self, numbers: Optional[CoreTensor]) -> Optional[PlanTensors]:
         """The outputs of prepare that make up Plan.numbers.
@@ -182,16 +188,7 @@ class Handle(CoreHandle):
 
         rows  of the receive buffer; BATCHED and RANK_MAJOR have their own number
         """
-        if self.layout == Layout.BATCHED:
-            return (self.group.num_local_experts, self._rows_per_expert)
-        if self.layout == Layout.RANK_MAJOR:
-            return (self.group.size, self.group.fields["max_tokens"])
-        return (rows,)
-
-    @property
-    def is_per_token(self) -> bool:
-        """Whether a receive row is one of a (token, rank), so that it has K weights."""
-        return self.layout in (Layout.FLAT, Layout.RANK_MAJOR)
+        return (rows,) if self._own_lead is None else self._own_lead
 
     def weights_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of recv_topk_weights."""
