@@ -30,7 +30,7 @@ typedef struct EpMarkArgs {
     EpCudaGroup group; /**< with the operation's digest */
     EpWatchMarks *marks;
     uint64_t *counts;           /**< device [2]: operations, marks */
-    const uint64_t *generation; /**< begin: of the plan that is read, or NULL */
+    const uint64_t *generation; /**< begin, seal: of the plan that is read, or NULL */
     EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
     const int32_t *peers;       /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
     int32_t num_peers;

@@ -124,7 +124,6 @@ static void take_shard(void *context, int32_t peer, int64_t at, int64_t length,
                length);
 }
 
-/* A number for the form, as ranks compare it. */
 static EpStatus gather(const EpWeightGather *call, Gather *g) {
     Rounds rounds = {.group = call->weight->gathers,
                      .op = &ep_op_weight_gather,
