@@ -6,12 +6,11 @@
  * or made from new ids. Where ranks share GPUs, ipc.c maps their memory, and the communicator of
  * all ranks remains.
  */
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "runtime/thread.h"
 
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
@@ -163,23 +162,16 @@ static void *end_later(void *ending) {
     return NULL;
 }
 
-/* Signals are for the threads of the program. */
-static int start_thread(Ending *e) {
-    pthread_t thread;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&thread, NULL, end_later, e);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!error) (void)pthread_detach(thread);
-    return !error;
-}
-
 void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {
     Ending ending = {cuda->nccl, comm, aborts};
     Ending *later = comm && cuda->captured ? malloc(sizeof(*later)) : NULL;
+    pthread_t thread;
+    if (!comm) return;
     if (later) *later = ending;
-    if (!comm || (later && start_thread(later))) return;
+    if (later && ep_thread_start(&thread, end_later, later) == 0) {
+        (void)pthread_detach(thread);
+        return;
+    }
     free(later);
     end(&ending);
 }

@@ -11,12 +11,11 @@
  * aborting the lent communicator, which is the caller's to do. So a thread of its own makes the
  * call. Where the rank gives up, the thread and its struct stay: NCCL may still write there.
  */
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 typedef struct Split {
@@ -40,12 +39,7 @@ static void *call_nccl(void *argument) {
 /* Without a thread the call is made here: the other ranks are on their way into it. */
 static void start(Split *s) {
     pthread_t thread;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* the thread takes none of the program's */
-    int error = pthread_create(&thread, NULL, call_nccl, s);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error)
+    if (ep_thread_start(&thread, call_nccl, s) != 0)
         (void)call_nccl(s);
     else
         (void)pthread_detach(thread);

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The watcher's thread. */
-#include <signal.h>
 #include <string.h>
 #include <time.h>
 
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch_state.h"
 #include "runtime/cuda/digest.h"
+#include "runtime/thread.h"
 #include "runtime/wait.h"
 
-#define TICK_NANOSECONDS 2000000
 /* A rank that is not heard for so many beats is not there. */
 #define SILENT_BEATS 4
 /* Ranks that know whom to blame get this time to say so: their waits end together with this one's.
@@ -244,7 +243,7 @@ static void say_goodbye(EpCudaWatch *w) {
 
 static void *watch(void *context) {
     EpCudaWatch *w = context;
-    const struct timespec tick = {.tv_nsec = TICK_NANOSECONDS};
+    const struct timespec tick = {.tv_nsec = EP_WATCH_TICK_NANOSECONDS};
     int before = ep_cuda_use(w->cuda->ordinal);
     while (stops(w) == EP_STOP_NOT) {
         for (int32_t i = 0; i < w->num_peers && !ep_watch_lost(w); i++)
@@ -266,13 +265,8 @@ static void *watch(void *context) {
     return NULL;
 }
 
-/* Signals are for the threads of the program. */
 EpStatus ep_watch_start(EpCudaWatch *w) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&w->thread, NULL, watch, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = ep_thread_start(&w->thread, watch, w);
     w->started = !error;
     if (!error) return EP_OK;
     return ep_fail(EP_ERR_SYSTEM, "rank %d: ep_group_create: starting a thread: %s", w->rank,

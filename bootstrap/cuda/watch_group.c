@@ -15,7 +15,6 @@
 #include "runtime/wait.h"
 
 #define MOST_BEAT_SECONDS 1.0
-#define LOOK_NANOSECONDS 2000000
 /* Of EpCudaState.failed: no operation has this number. */
 #define FAILED_FOREVER ~0u
 
@@ -89,12 +88,12 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
  * already is left to it. From then on it needs the group no more. */
 void ep_cuda_watch_abandon(EpGroup *group) {
     EpCudaWatch *w = ep_cuda(group)->watch;
-    const struct timespec look = {.tv_nsec = LOOK_NANOSECONDS};
+    const struct timespec tick = {.tv_nsec = EP_WATCH_TICK_NANOSECONDS};
     if (!w || !w->started) return;
     __atomic_store_n(&w->stop, EP_STOP_ABANDONED, __ATOMIC_RELEASE);
     while (!__atomic_load_n(&w->done, __ATOMIC_ACQUIRE) &&
            !__atomic_load_n(&w->ending, __ATOMIC_ACQUIRE))
-        nanosleep(&look, NULL);
+        nanosleep(&tick, NULL);
     if (!__atomic_load_n(&w->done, __ATOMIC_ACQUIRE)) {
         (void)pthread_detach(w->thread);
         return;

@@ -10,6 +10,8 @@
 
 #include "bootstrap/cuda/watch.h"
 
+#define EP_WATCH_TICK_NANOSECONDS 2000000
+
 /** A rank that has found a failure itself gives others this time, on a busy machine. Ranks that
  *  disagree all find it, and say what differs. NCCL knows that a peer is gone, who knows why. */
 #define EP_EXPLAIN_SECONDS 2.0

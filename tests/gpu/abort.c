@@ -160,6 +160,7 @@ static int abort_during_step(EpGroup *group, const EpBootstrap *bootstrap, Devic
     if (is_right) device_step_replayed(gpu, device_step_all(&gpu->c));
     if (is_right) device_step_check(gpu);
     if (aborts) pthread_join(thread, NULL);
+    if (aborts) CHECK_STATUS(ep_group_status(group, NULL), EP_ERR_ABORTED);
     /* On several nodes this rank hears of the abort soon. Else it would wait for the others when it
      * destroys the group. */
     while (gpu->c.nodes[0] && ep_group_status(group, NULL) == EP_OK)

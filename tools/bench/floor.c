@@ -256,18 +256,11 @@ static bool measure_memory(Copies *copies, int64_t bytes, double *us) {
     return ok;
 }
 
-static bool count_multiprocessors(int *out) {
-    int device;
-    return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&
-           cuda_ok(cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, device),
-                   "cudaDeviceGetAttribute");
-}
-
 bool floor_measure_device(Case *c, Floor *out) {
     Copies copies = {.c = c};
     int64_t bytes[NUM_PHASES];
     if (!c->device->flags) return true;
-    if (!world_all(c->world, count_multiprocessors(&copies.multiprocessors))) return false;
+    if (!world_all(c->world, gpu_multiprocessors(&copies.multiprocessors))) return false;
     memory_count(c, bytes);
     for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++) {
         if (!phase_exists(c, (PhaseId)p)) continue;

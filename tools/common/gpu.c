@@ -14,6 +14,13 @@ bool cuda_ok(cudaError_t status, const char *call) {
     return status == cudaSuccess || bench_fail("%s: %s", call, cudaGetErrorString(status));
 }
 
+bool gpu_multiprocessors(int *out) {
+    int device;
+    return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&
+           cuda_ok(cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, device),
+                   "cudaDeviceGetAttribute");
+}
+
 bool gpu_built(void) {
     return true;
 }

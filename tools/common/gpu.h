@@ -22,6 +22,9 @@ void gpu_name(char *out, size_t bytes);
 /** True for cudaSuccess. Else false, with a message that names the call. */
 bool cuda_ok(cudaError_t status, const char *call);
 
+/** Set *out to the number of multiprocessors of the selected GPU. Returns as cuda_ok does. */
+bool gpu_multiprocessors(int *out);
+
 #endif
 
 #endif

@@ -129,16 +129,9 @@ static bool open_events(CudaState *s) {
     return ok;
 }
 
-static bool count_multiprocessors(int *out) {
-    int device;
-    return cuda_ok(cudaGetDevice(&device), "cudaGetDevice") &&
-           cuda_ok(cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, device),
-                   "cudaDeviceGetAttribute");
-}
-
 static bool open_state(MoeDevice *d) {
     CudaState *s = d->state = bench_alloc(1, sizeof(CudaState), "the GPU's state");
-    return s && count_multiprocessors(&d->multiprocessors) && open_streams(d) && open_events(s) &&
+    return s && gpu_multiprocessors(&d->multiprocessors) && open_streams(d) && open_events(s) &&
            cublas_open(d->stream, &s->cublas);
 }
 
