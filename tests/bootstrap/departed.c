@@ -87,6 +87,19 @@ static void check_create_result(EpStatus status, const EpGroup *group, int gone,
     CHECK(seconds < NOT_SOON, "it took %.1f s", seconds);
 }
 
+/* Returns how many ranks had a group. */
+static int end_round(const EpBootstrap *bootstrap, EpGroup *group) {
+    int made = group != NULL, each[RANKS], count = 0;
+    ep_group_destroy(group);
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &made, each, sizeof(made), 60));
+    for (int r = 0; r < RANKS; r++)
+        count += each[r];
+    if (bootstrap->rank == 0)
+        for (int r = 0; r < RANKS; r++)
+            ep_bootstrap_destroy(&all[r]);
+    return count;
+}
+
 /* Create a group while one rank departs. Returns how many ranks have a group. */
 static int create(const EpBootstrap *bootstrap, int collectives) {
     EpBootstrap own = next_bootstrap(bootstrap);
@@ -105,15 +118,7 @@ static int create(const EpBootstrap *bootstrap, int collectives) {
     check_create_result(status, group, bootstrap->rank == DEPARTING && departing.gone,
                         seconds_now() - start);
     departing.collectives = 1 << 20; /* keep it until the group is destroyed */
-    int made = group != NULL, each[RANKS], count = 0;
-    ep_group_destroy(group);
-    CHECK_OK(bootstrap->allgather(bootstrap->context, &made, each, sizeof(made), 60));
-    for (int r = 0; r < RANKS; r++)
-        count += each[r];
-    if (bootstrap->rank == 0)
-        for (int r = 0; r < RANKS; r++)
-            ep_bootstrap_destroy(&all[r]);
-    return count;
+    return end_round(bootstrap, group);
 }
 
 ThreadTest(bootstrap_departed, after_each_collective, RANKS) {
@@ -149,15 +154,7 @@ static int create_stopped(const EpBootstrap *bootstrap, int collectives) {
         CHECK(seconds_now() - start < NOT_SOON, "it took %.1f s", seconds_now() - start);
         others_left++;
     }
-    int made = group != NULL, each[RANKS], count = 0;
-    ep_group_destroy(group);
-    CHECK_OK(bootstrap->allgather(bootstrap->context, &made, each, sizeof(made), 60));
-    for (int r = 0; r < RANKS; r++)
-        count += each[r];
-    if (bootstrap->rank == 0)
-        for (int r = 0; r < RANKS; r++)
-            ep_bootstrap_destroy(&all[r]);
-    return count;
+    return end_round(bootstrap, group);
 }
 
 ThreadTest(bootstrap_departed, stopped_after_each_collective, RANKS) {
