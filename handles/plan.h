@@ -42,15 +42,17 @@ typedef struct EpPlanShape {
 /** The first bytes of a plan. The first four fields, and the tail that repeats the magic, say
  *  whose it is: see ep_plan_check. */
 typedef struct EpPlanHeader {
+    /* CUDA kernels load these words two at a time: see ep_load_plan. */
     uint64_t magic;      /**< EP_PLAN_MAGIC once a prepare has completed */
     uint64_t group;      /**< id of the group */
     uint64_t config;     /**< see ep_plan_config */
     uint64_t generation; /**< number of the group's operation that wrote it, equal on all ranks */
-    int64_t step;        /**< number of plans written here, of a handle's own plan */
-    int64_t num_tokens, top_k;
+    int64_t num_tokens, recv_rows;
     int64_t num_rows;   /**< rows of topk_idx; may exceed num_tokens where that was given */
-    int64_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
-    int64_t recv_rows, needed_rows, dropped_slots;
+    int32_t exact_rows; /**< 1: token tensors have exactly num_rows rows; 0: at least num_tokens */
+    int32_t top_k;
+    int64_t step; /**< number of plans written here, of a handle's own plan */
+    int64_t needed_rows, dropped_slots;
     int64_t most_tokens; /**< largest T of any rank: gives the number of rounds */
     /* CUDA: rows to other ranks, from them, and rows that stay; the host counts them */
     int32_t rows_sent, rows_received, rows_kept, reserved;

@@ -5,10 +5,11 @@
  * two kernels that it launches, or uses the default stream; and the calling thread's captures are
  * told not to mind.
  *
- * The table of addresses (EpCudaGroup.peers) may be read meanwhile. A sending kernel reads the row
+ * The table of addresses (EpCudaGroup.peers) may be read meanwhile. A sending kernel uses the row
  * of a window only where a receiver's arrival names it. Until this rank has adopted the id, such a
- * kernel finds NULL and fails the group (await_receivers); so no kernel that goes well reads the
- * row before it is complete, whatever graph or stream it comes from. One that does read it now
+ * kernel finds NULL and fails the group (note_receiver); so no kernel that goes well uses the row
+ * before it is complete, whatever graph or stream it comes from. It may have looked before: what it
+ * found then, if not NULL, is what it finds later. One that does read it now
  * finds NULL or the address, since each is stored at once. A kernel launched after this call finds
  * the address: the row is in the GPU's memory when the call returns, and caches of a multiprocessor
  * do not outlive a kernel. The row is cleared again once no operation of any rank uses the window,

@@ -27,11 +27,6 @@ typedef struct Shared {
 
 /* For each row of another rank: the sum of its slots, sent back to that rank. */
 
-/* Wait for all ranks' arrivals. By a warp. Returns 0 on failure. */
-__device__ __forceinline__ int await_targets(const EpCudaGroup &g, uint32_t epoch) {
-    return ep_await_arrivals(g, epoch, [](int, uint64_t) {});
-}
-
 /* Post the work items of a batch of rows, a row for each team. */
 template <int PACKED>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
@@ -53,7 +48,7 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
     Team t = make_team(a.top_k, a.pipeline);
     int arrived = 0;
     auto await = [&](const RowBatch &r) {
-        if (!arrived && !(arrived = await_targets(g, epoch))) return 0;
+        if (!arrived && !(arrived = ep_await_arrivals(g, epoch))) return 0;
         int waits = r.valid && t.k == 0;
         return __all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row));
     };
@@ -61,7 +56,7 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
         post_batch<PACKED>(a, p, t, number, r, weight);
     };
     pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
-    if (!arrived) await_targets(g, epoch);
+    if (!arrived) ep_await_arrivals(g, epoch);
 }
 
 /* The metadata warps of a sending block: copy the values of a row's slots into the record of its
@@ -210,10 +205,10 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_COMPUTE_WARP * 32;
     Shared *shared = ep_keep_shared(&s);
     Role role = pipeline_role(a.receivers);
-    uint32_t epoch = ep_epoch(a.group);
+    uint32_t epoch;
     EpLook look = ep_look(a.group, a.plan);
     pipeline_open(&shared->pipeline, a.pipeline, memory, a.t.carries_values, a.top_k);
-    if (!ep_enter(a.group, a.plan, look, epoch)) {
+    if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }

@@ -67,7 +67,7 @@ __device__ __forceinline__ void pack_metadata(const EpPackArgs &a, int64_t token
 /* A plan that is not the expected one is not read; the kernels on the node report it. */
 __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
     if (ep_failed(a.group)) return 0;
-    return ep_find_fault(a.plan.use, ep_load_plan(a.plan)) == EP_PLAN_RIGHT;
+    return ep_is_right(a.plan.use, ep_load_plan(a.plan));
 }
 
 __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {

@@ -40,8 +40,9 @@ typedef struct ZeroThreads {
 
 template <typename Word> __device__ void zero_words(char *out, int64_t bytes, ZeroThreads z) {
     int64_t words = bytes / (int64_t)sizeof(Word);
+#pragma unroll 4
     for (int64_t at = z.index; at < words; at += z.count)
-        ((Word *)out)[at] = 0;
+        ((Word *)out)[at] = Word{};
 }
 
 __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
@@ -75,25 +76,34 @@ __device__ void zero_slots(const EpScatterArgs &a, int64_t begin, int64_t end, Z
     if (begin >= end) return;
     set_no_experts(a, begin, end, z);
     if (a.shape.tail == EP_TAIL_IDS) return; /* such layouts have no padding but the tail */
-    for (int64_t at = begin * a.t.row_bytes + z.index * 16; at < end * a.t.row_bytes;
-         at += z.count * 16)
-        *(uint4 *)(a.t.out_rows + at) = make_uint4(0, 0, 0, 0);
+    zero_words<uint4>(a.t.out_rows + begin * a.t.row_bytes, (end - begin) * a.t.row_bytes, z);
     int64_t values = a.shape.layout == EP_LAYOUT_FLAT && a.t.carries_weights ? a.top_k : 1;
     if (a.t.out_weights)
         zero_bytes((char *)(a.t.out_weights + begin * values), (end - begin) * values * 4, z);
     if (a.t.scale_bytes) zero_scales(a, begin, end, z);
 }
 
+/* Zero a receiving block's part of all slabs' padding. Where slabs are few, each is divided, so
+ * that every block has a part, or two of half the size. */
+__device__ void zero_slabs(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
+    const EpPlanShape &s = a.shape;
+    int parts = max(1, 2 * role.count / max(s.num_local, 1));
+    for (int i = role.index; i < s.num_local * parts; i += role.count) {
+        int e = i / parts;
+        int64_t begin = ep_padding_begin(&s, a.plan.expert_offsets, a.plan.expert_counts,
+                                         a.plan.expert_padded, e);
+        int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
+        int64_t rows = (max(end - begin, (int64_t)0) + parts - 1) / parts;
+        begin += i % parts * rows;
+        zero_slots(a, begin, min(begin + rows, end), z);
+    }
+}
+
 /* Zero a receiving block's part of all padding. */
 __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThreads z) {
     const EpPlanShape &s = a.shape;
     int batched = s.layout == EP_LAYOUT_BATCHED;
-    for (int e = role.index; e < s.num_local && s.layout != EP_LAYOUT_FLAT; e += role.count) {
-        int64_t begin = ep_padding_begin(&s, a.plan.expert_offsets, a.plan.expert_counts,
-                                         a.plan.expert_padded, e);
-        int64_t end = ep_padding_end(&s, a.plan.expert_offsets, a.plan.expert_padded, e);
-        zero_slots(a, begin, end, z);
-    }
+    if (s.layout != EP_LAYOUT_FLAT) zero_slabs(a, role, z);
     int64_t tail = a.plan.header->recv_rows, rows = a.t.out_capacity - tail;
     if (batched || s.tail == EP_TAIL_KEEP || rows <= 0) return;
     rows = (rows + role.count - 1) / role.count;
@@ -158,12 +168,12 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     extern __shared__ __align__(128) char memory[];
     __shared__ Shared s;
     Shared *shared = ep_keep_shared(&s);
-    uint32_t epoch = ep_epoch(a.group);
+    uint32_t epoch;
     EpLook look = ep_look(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
-    if (!ep_enter(a.group, a.plan, look, epoch)) {
+    if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }

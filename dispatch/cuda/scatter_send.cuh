@@ -16,29 +16,45 @@ typedef struct ReceiveRows {
     int64_t count[EP_CUDA_MAX_RANKS]; /* of rows there, which no slot may exceed */
 } ReceiveRows;
 
-/* Wait for all ranks' arrivals, which say where their rows go. By a warp. Returns 0 on failure,
- * also if rows go to a window that this rank has not adopted or, where it is paired, receives not
- * in. Its address may be stored meanwhile
+/* Load the address of a rank's part of a window. It may be stored meanwhile
  * (bootstrap/cuda/adopt.c), so the load is not one of constants. */
+__device__ __forceinline__ uint64_t load_part(const EpCudaGroup &g, int window, int r) {
+    return ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
+}
+
+/* Note where a rank's rows go. `part` is its part of window `guessed`, loaded before its arrival
+ * was here; `rows` as in ep_await_rows. Returns 0 if that window has not been adopted here or,
+ * where it is paired, is not the one that this rank receives in. */
+__device__ __forceinline__ int note_receiver(const EpScatterArgs &a, ReceiveRows *receivers,
+                                             uint32_t epoch, int r, uint64_t where, uint64_t rows,
+                                             int guessed, uint64_t part) {
+    const EpCudaGroup &g = a.group;
+    int named = (int)(where >> 40) - 1, window = named == EP_PAIRED - 1 ? a.paired : named;
+    uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16;
+    if (window < 0) part = 0;
+    if (window >= 0 && (window != guessed || !part)) part = load_part(g, window, r);
+    receivers->rows[r] = part ? (char *)(part + offset) : (char *)NULL;
+    receivers->count[r] = part ? ep_await_rows(g, r, epoch, rows) : 0;
+    if (receivers->count[r] < 0) return 0;
+    if (named < 0 || part) return 1;
+    int id = named == EP_PAIRED - 1 ? -1 : named - EP_MAX_WINDOWS;
+    ep_report(g, EP_FAULT_WINDOW, EpAwaited{g.rank, 0, id, 0, (uint32_t)ep_member(g, r)});
+    return 0;
+}
+
+/* Wait for all ranks' arrivals, which say where their rows go. Most ranks receive in the window in
+ * which this one does, so its addresses are loaded first. By a warp. Returns 0 on failure. */
 __device__ __forceinline__ int await_receivers(const EpScatterArgs &a, ReceiveRows *receivers,
                                                uint32_t epoch) {
     const EpCudaGroup &g = a.group;
-    int known = 1;
-    int alive = ep_await_arrivals(g, epoch, [&](int r, uint64_t where) {
-        int window = (int)(where >> 40) - 1, named = window;
-        if (named == EP_PAIRED - 1) window = a.paired;
-        uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16, part = 0;
-        if (window >= 0)
-            part = ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
-        receivers->rows[r] = part ? (char *)(part + offset) : (char *)NULL;
-        receivers->count[r] = part ? ep_await_rows(g, r, epoch) : 0;
-        known &= receivers->count[r] >= 0;
-        if (named < 0 || part) return;
-        int id = named == EP_PAIRED - 1 ? -1 : named - EP_MAX_WINDOWS;
-        ep_report(g, EP_FAULT_WINDOW, EpAwaited{g.rank, 0, id, 0, (uint32_t)ep_member(g, r)});
-        known = 0;
-    });
-    return __all_sync(~0u, known) && alive;
+    int own = (int)(a.where >> 40) - 1, guessed = own == EP_PAIRED - 1 ? a.paired : own;
+    int alive = 1;
+    for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
+        uint64_t where = 0, rows = 0, part = guessed >= 0 ? load_part(g, guessed, r) : 0;
+        alive = ep_await_arrival(g, r, epoch, &where, &rows) &&
+                note_receiver(a, receivers, epoch, r, where, rows, guessed, part);
+    }
+    return __all_sync(~0u, alive);
 }
 
 /* Whether rows are not multiplied. Own rows then go from here straight to their slots; otherwise

@@ -48,22 +48,21 @@ typedef struct LatencyOp {
     uint32_t number; /**< its number among the group's operations of latency mode: see ep_sent */
 } LatencyOp;
 
-/* Find the operation under way: its set, and its number there. Returns whether the set is as it
- * must be: free for a kernel that sends, in flight for one that only receives. All words are loaded
- * together, a set's in a lane of its own. By a warp; the result is lane 0's. */
-__device__ __forceinline__ int latency_find(const EpCudaGroup &g, const EpLatency &l,
-                                            LatencyOp *op) {
-    const volatile EpLatencyState *state = l.state;
-    const volatile EpLatencySet *own = &state->set[threadIdx.x % 32 % EP_MAX_LATENCY_SETS];
-    unsigned long long sent = own->sent, done = own->done, last = own->number;
-    uint32_t set = l.senders ? state->turn : state->set_of[l.token];
-    uint32_t number = *(volatile uint32_t *)&g.state->sent + 1;
+/* Find the operation under way: its set, and its number there; of a kernel that only receives also
+ * its number among all. Returns whether the set is as it must be: free for a kernel that sends, in
+ * flight for one that only receives. A lane loads the counts of a set. By a warp; the result is
+ * lane 0's. */
+__device__ __forceinline__ int latency_find(const EpLatency &l, LatencyOp *op) {
+    const EpLatencyState *state = l.state;
+    const ulonglong2 count = ep_load_relaxed_gpu_pair(
+        (const uint64_t *)&state->count[min((int)threadIdx.x % 32, l.sets - 1)]);
+    uint32_t set = ep_load_relaxed_gpu32(l.senders ? &state->turn : &state->set_of[l.token]);
     set %= EP_MAX_LATENCY_SETS;
-    sent = __shfl_sync(~0u, sent, set), done = __shfl_sync(~0u, done, set);
-    last = __shfl_sync(~0u, last, set);
-    if (!l.senders) number = (uint32_t)last;
-    *op = LatencyOp{EP_FLAG(done + 1, set), number};
-    return l.senders ? sent == done : sent == done + 1;
+    unsigned long long sent = __shfl_sync(~0u, count.x, set), done = __shfl_sync(~0u, count.y, set);
+    op->flag = EP_FLAG(done + 1, set), op->number = 0;
+    if (l.senders) return sent == done;
+    op->number = (uint32_t)ep_load_relaxed_gpu(&state->set[set].number);
+    return sent == done + 1;
 }
 
 /** Enter an operation, as ep_enter does, and give it to all threads. Epoch 0 stands for none: in
@@ -72,12 +71,15 @@ __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaP
                                              const EpLatency &l, LatencyOp *op) {
     __shared__ LatencyOp shared;
     __shared__ int is_right;
+    EpLook look = ep_look(g, plan);
+    if (threadIdx.x == 0 && l.senders) shared.number = look.number;
     if (threadIdx.x / 32 == OP_WARP) {
         LatencyOp found;
-        int right = latency_find(g, l, &found);
-        if (threadIdx.x % 32 == 0) shared = found, is_right = right;
+        int right = latency_find(l, &found);
+        if (threadIdx.x % 32 == 0) shared.flag = found.flag, is_right = right;
+        if (threadIdx.x % 32 == 0 && !l.senders) shared.number = found.number;
     }
-    int alive = ep_enter(g, plan, ep_look(g, plan), 0);
+    int alive = ep_enter_as(g, plan, look, 0);
     *op = shared;
     if (__builtin_expect(!alive || is_right, 1)) return alive;
     if (threadIdx.x == 0)
@@ -105,10 +107,10 @@ __device__ __forceinline__ void latency_pass(const EpCudaGroup &g, const EpLaten
     int set = EP_FLAG_SET(op.flag);
     if (threadIdx.x || ticket != gridDim.x - 1) return;
     *(volatile uint32_t *)latency_tickets(l, op) = 0;
-    if (l.receives) state->set[set].done = EP_FLAG_NUMBER(op.flag);
+    if (l.receives) state->count[set].done = EP_FLAG_NUMBER(op.flag);
     if (!l.senders) return;
     state->claimed = 0;
-    state->set[set].sent = EP_FLAG_NUMBER(op.flag);
+    state->count[set].sent = EP_FLAG_NUMBER(op.flag);
     *(volatile uint32_t *)&g.state->sent = op.number;
     if (l.receives) return;
     state->turn = set + 1 < l.sets ? set + 1 : 0;

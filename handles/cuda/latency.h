@@ -84,10 +84,14 @@ enum EpHeadWord {
 #define EP_FLAG_NUMBER(flag) ((flag) >> EP_FLAG_SET_BITS)
 #define EP_FLAG_BUFFER(flag) (EP_FLAG_SET(flag) * 2 + (int)((flag) >> EP_FLAG_SET_BITS & 1))
 
-/** What a rank knows of one set. */
+/** How far a set's operations are. Every block loads all sets' at once. */
+typedef struct __attribute__((aligned(16))) EpLatencyCount {
+    uint64_t sent; /**< operations whose send phase has finished */
+    uint64_t done; /**< completed operations: sent, or one less while one is in flight */
+} EpLatencyCount;
+
+/** What else a rank knows of one set. */
 typedef struct EpLatencySet {
-    uint64_t sent;   /**< operations whose send phase has finished */
-    uint64_t done;   /**< completed operations: sent, or one less while one is in flight */
     uint64_t number; /**< lower half of the flag << 32 | number of the operation last sent, among
                           all operations of the group: see ep_sent */
     uint32_t passed; /**< blocks of a kernel that only receives which no longer need this */
@@ -97,6 +101,7 @@ typedef struct EpLatencySet {
 /** Device memory of latency mode that no peer touches. Kernels that send follow each other; those
  *  that only receive may run beside them, one for each set. */
 typedef struct EpLatencyState {
+    EpLatencyCount count[EP_MAX_LATENCY_SETS];
     uint32_t turn;    /**< the set that the next operation uses */
     uint32_t passed;  /**< blocks of the kernel that sends which no longer need this: see
                            latency_pass */

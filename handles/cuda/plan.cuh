@@ -9,52 +9,78 @@
 #include "handles/cuda/plan.h"
 #include "runtime/cuda/device.cuh"
 
-#define EP_EPOCH_THREAD 32 /* in another warp than thread 0, which checks the plan */
-
 /* What is found in a plan. */
 typedef struct FoundPlan {
     EpPlanMark mark;
     uint32_t generation;
-    int64_t top_k, num_rows, num_tokens, recv_rows, exact_rows;
+    int32_t top_k, exact_rows;
+    int64_t num_rows, num_tokens, recv_rows;
 } FoundPlan;
 
-/* Load what is checked. The loads overlap. In latency mode token tensors have all rows. */
+/*
+ * Load what is checked. All blocks read these few lines at about the same time, and the cache
+ * serves a line's loads one after the other. So each load takes two words, and one thread of a
+ * block loads them: at once, while plain loads would move to where their results are used. In
+ * latency mode token tensors have all rows.
+ */
 __device__ __forceinline__ FoundPlan ep_load_plan(const EpCudaPlan &plan) {
-    const volatile EpPlanHeader *h = plan.header;
-    FoundPlan found = {{h->magic, h->group, h->config, *(volatile uint64_t *)plan.tail},
-                       (uint32_t)h->generation,
-                       h->top_k,
-                       h->num_rows,
-                       h->num_tokens,
-                       h->recv_rows,
-                       h->exact_rows};
+    const uint64_t *h = (const uint64_t *)plan.header;
+    const ulonglong2 id = ep_load_relaxed_gpu_pair(h), config = ep_load_relaxed_gpu_pair(h + 2),
+                     rows = ep_load_relaxed_gpu_pair(h + 4), call = ep_load_relaxed_gpu_pair(h + 6);
+    const uint64_t tail = ep_load_relaxed_gpu(plan.tail);
+    FoundPlan found;
+    found.mark = EpPlanMark{id.x, id.y, config.x, tail};
+    found.generation = (uint32_t)config.y;
+    found.num_tokens = (int64_t)rows.x, found.recv_rows = (int64_t)rows.y;
+    found.num_rows = (int64_t)call.x;
+    found.exact_rows = (int32_t)call.y, found.top_k = (int32_t)(call.y >> 32);
     return found;
 }
 
+static_assert(offsetof(EpPlanHeader, config) == 16 && offsetof(EpPlanHeader, num_tokens) == 32 &&
+                  offsetof(EpPlanHeader, num_rows) == 48 &&
+                  offsetof(EpPlanHeader, exact_rows) == 56,
+              "see ep_load_plan");
+static_assert(offsetof(EpCudaState, epoch) == 0 && offsetof(EpCudaState, failed) == 8 &&
+                  offsetof(EpCudaState, sent) == 12,
+              "see ep_look");
+
 __device__ __forceinline__ int ep_same_mark(const EpPlanMark &a, const EpPlanMark &b) {
-    return a.magic == b.magic && a.group == b.group && a.config == b.config && a.tail == b.tail;
+    return !((a.magic ^ b.magic) | (a.group ^ b.group) | (a.config ^ b.config) | (a.tail ^ b.tail));
 }
 
-/* Returns what is wrong with a plan (EpPlanFault). Rows behind num_tokens are optional where it was
+/* Whether the numbers fit those of the call. Rows behind num_tokens are optional where it was
  * given, so T may be anything from there on. */
+__device__ __forceinline__ int ep_fits_tokens(const EpPlanUse &use, const FoundPlan &found) {
+    int64_t least = found.exact_rows ? found.num_rows : found.num_tokens;
+    int has_rows = found.exact_rows ? use.num_rows == least : use.num_rows >= least;
+    return (found.num_tokens >= 0) & (use.num_rows < 0 || has_rows);
+}
+
+__device__ __forceinline__ int ep_fits_rows(const EpPlanUse &use, const FoundPlan &found) {
+    return (uint64_t)found.recv_rows <= (uint64_t)use.num_slots;
+}
+
+/* Returns whether a plan is the expected one. Without branches, since every block waits for it. */
+__device__ __forceinline__ int ep_is_right(const EpPlanUse &use, const FoundPlan &found) {
+    return ep_same_mark(found.mark, use.mark) & (found.top_k == use.top_k) &
+           ep_fits_tokens(use, found) & ep_fits_rows(use, found);
+}
+
+/* Returns what is wrong with a plan (EpPlanFault). */
 __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPlan &found) {
     if (!ep_same_mark(found.mark, use.mark)) return EP_PLAN_MARK;
     if (found.top_k != use.top_k) return EP_PLAN_TOP_K;
-    int64_t least = found.exact_rows ? found.num_rows : found.num_tokens;
-    int has_rows = found.exact_rows ? use.num_rows == least : use.num_rows >= least;
-    if (found.num_tokens < 0 || (use.num_rows >= 0 && !has_rows)) return EP_PLAN_TOKENS;
-    if (found.recv_rows < 0 || found.recv_rows > use.num_slots) return EP_PLAN_ROWS;
-    return EP_PLAN_RIGHT;
+    return ep_fits_tokens(use, found) ? EP_PLAN_ROWS : EP_PLAN_TOKENS;
 }
 
 /* Report a plan that is not the expected one. All blocks find the same. */
-static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                                   int fault) {
+static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const EpCudaPlan &plan) {
     const FoundPlan found = ep_load_plan(plan);
+    int fault = ep_find_fault(plan.use, found);
     int64_t expected = plan.use.top_k, seen = found.top_k;
     if (fault == EP_PLAN_TOKENS)
-        expected = found.exact_rows ? found.num_rows : found.num_tokens,
-        seen = plan.use.num_rows;
+        expected = found.exact_rows ? found.num_rows : found.num_tokens, seen = plan.use.num_rows;
     if (fault == EP_PLAN_ROWS) expected = found.recv_rows, seen = plan.use.num_slots;
     g.failure->mark = found.mark, g.failure->expected_config = plan.use.mark.config;
     ep_report(g, EP_FAULT_PLAN, EpAwaited{g.rank, fault, 0, (uint32_t)expected, (uint32_t)seen});
@@ -64,6 +90,8 @@ static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const E
 typedef struct EpLook {
     FoundPlan plan;
     uint32_t failed; /* see ep_failed */
+    uint32_t epoch;  /* of an operation of throughput mode */
+    uint32_t number; /* of an operation of latency mode that sends: see ep_sent */
 } EpLook;
 
 /** Begin to load what ep_enter checks. What a kernel does until then overlaps with the loads; it
@@ -72,36 +100,37 @@ __device__ __forceinline__ EpLook ep_look(const EpCudaGroup &g, const EpCudaPlan
     EpLook look = {};
     if (threadIdx.x) return look;
     if (plan.use.is_read) look.plan = ep_load_plan(plan);
-    look.failed = ep_failed(g);
+    const ulonglong2 state = ep_load_relaxed_gpu_pair((const uint64_t *)g.state);
+    look.epoch = (uint32_t)state.x + 1;
+    look.failed = (uint32_t)state.y, look.number = (uint32_t)(state.y >> 32) + 1;
     return look;
 }
 
-/**
- * Check that the operation may run. Returns 0 if nothing may be read, written or sent: this rank
- * has failed in an earlier operation, which left plan and rings void; or the plan is not the
- * expected one, which fails this operation. By all threads of every block, before anything else.
- */
-__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                        const EpLook &look, uint32_t epoch) {
-    int fault = EP_PLAN_RIGHT, failed = 0;
+/* Check that the operation may run, `epoch` being its number. */
+__device__ __forceinline__ int ep_enter_as(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                           const EpLook &look, uint32_t epoch) {
+    int is_right = 1, failed = 0;
     if (threadIdx.x == 0) {
         failed = ep_failed_before(look.failed, epoch);
-        if (plan.use.is_read) fault = ep_find_fault(plan.use, look.plan);
+        is_right = (plan.use.is_read == 0) | ep_is_right(plan.use, look.plan);
         ep_set_operation(g, look.plan.generation);
     }
-    if (__syncthreads_and(!fault && !failed)) return 1;
-    if (fault && !failed) ep_report_plan(g, plan, fault);
+    if (__syncthreads_and(is_right & !failed)) return 1;
+    if (!is_right && !failed) ep_report_plan(g, plan);
     return 0;
 }
 
-/** Enter the operation when its epoch is not known yet: load it with the rest, and give it to all
- *  threads. */
-__device__ __forceinline__ int ep_enter_next(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                             uint32_t *epoch) {
+/**
+ * Check that the operation may run, and give all threads its epoch. Returns 0 if nothing may be
+ * read, written or sent: this rank has failed in an earlier operation, which left plan and rings
+ * void; or the plan is not the expected one, which fails this operation. By all threads of every
+ * block, before anything else.
+ */
+__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                        const EpLook &look, uint32_t *epoch) {
     __shared__ uint32_t shared;
-    if (threadIdx.x == EP_EPOCH_THREAD) shared = ep_epoch(g);
-    EpLook look = ep_look(g, plan);
-    int alive = ep_enter(g, plan, look, threadIdx.x ? 0 : ep_epoch(g));
+    if (threadIdx.x == 0) shared = look.epoch;
+    int alive = ep_enter_as(g, plan, look, look.epoch);
     *epoch = shared;
     return alive;
 }

@@ -107,9 +107,10 @@ template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs 
     constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     Partition p = open_partition(a, memory);
     Index index = load_own_index(a, &p, p.begin);
+    EpLook look = ep_look(a.group, a.plan);
     uint32_t epoch;
     init_tables(a, &p);
-    if (!ep_enter_next(a.group, a.plan, &epoch)) {
+    if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }

@@ -288,7 +288,7 @@ __device__ __forceinline__ int await_counts(const EpPrepareArgs &a, Partition *p
 __device__ __forceinline__ int await_all(const EpPrepareArgs &a, Partition *p, uint32_t epoch) {
     const EpCudaGroup &g = a.group;
     int r = PREPARE_THREADS - 1 - threadIdx.x, before;
-    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL);
+    int alive = r >= g.size || ep_await_arrival(g, r, epoch, NULL, NULL);
 #pragma unroll 1
     for (int c = threadIdx.x; c <= p->columns && alive; c += PREPARE_THREADS)
         alive = add_sources(a, p, c, epoch, &before);

@@ -405,7 +405,7 @@ static void complete_plan(Prepare *p) {
     header->top_k = p->routing->top_k;
     header->step = p->routing->plan.is_named ? 0 : header->step + 1;
     header->group = p->group->id;
-    header->config = ep_plan_config(p->shape, (int32_t)header->top_k);
+    header->config = ep_plan_config(p->shape, header->top_k);
     header->generation = p->generation;
     *p->plan.tail = EP_PLAN_MAGIC;
     header->magic = EP_PLAN_MAGIC;

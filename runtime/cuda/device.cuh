@@ -347,9 +347,9 @@ __device__ __forceinline__ void ep_send_arrival(const EpCudaGroup &g, int peer, 
                                                 uint64_t where, uint32_t rows) {
     EpArrival *arrival = ep_arrival(g, peer, g.rank, epoch);
     const EpOwnOperation own = *ep_own_operation();
+    if (rows) ep_store_relaxed_sys(&arrival->rows, ep_counter(epoch, rows));
     ep_store_relaxed_sys(&arrival->where, (uint64_t)epoch << 48 | where);
     ep_store_relaxed_sys(&arrival->what, ep_counter(epoch, own.digest));
-    if (rows) ep_store_relaxed_sys(&arrival->rows, ep_counter(epoch, rows));
     if (own.generation) ep_store_relaxed_sys(&arrival->plan, ep_counter(epoch, own.generation));
 }
 
@@ -368,17 +368,18 @@ static __device__ __noinline__ void ep_report_other(const EpCudaGroup &g, int pe
 
 /**
  * Wait until a rank has entered the operation, and check that it is the same one there. `where` may
- * be NULL. Returns 0 on timeout, if the rank has given up, or if it is in another operation or
- * mode.
+ * be NULL, and so may *rows, the word beside it, arrived or not: see ep_await_rows. Returns 0 on
+ * timeout, if the rank has given up, or if it is in another operation or mode.
  */
 __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, uint32_t epoch,
-                                                uint64_t *where) {
+                                                uint64_t *where, uint64_t *rows) {
     const EpArrival *arrival = ep_arrival(g, g.rank, peer, epoch);
     EpTimeout timeout = {0, 0};
     uint64_t what, at;
     do {
         what = ep_load_relaxed_sys(&arrival->what);
         at = ep_load_relaxed_sys(&arrival->where);
+        if (rows) *rows = ep_load_relaxed_sys(&arrival->rows);
         if (EP_DIGEST_OP((uint32_t)what) == EP_OP_GONE) {
             ep_report(g, EP_FAULT_PEER,
                       EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, EP_DIGEST_SIZES((uint32_t)what)});
@@ -401,17 +402,12 @@ __device__ __forceinline__ int ep_await_arrival(const EpCudaGroup &g, int peer, 
     return 0;
 }
 
-/** Wait until all ranks have entered the operation: only then may anything be stored there.
- *  take(rank, where) gets each arrival's `where`, which locates the rank's receive rows. Returns 0
- *  as ep_await_arrival does. By a warp. */
-template <typename Take>
-__device__ __forceinline__ int ep_await_arrivals(const EpCudaGroup &g, uint32_t epoch, Take take) {
+/** Wait until all ranks have entered the operation: only then may anything be stored there. Returns
+ *  0 as ep_await_arrival does. By a warp. */
+__device__ __forceinline__ int ep_await_arrivals(const EpCudaGroup &g, uint32_t epoch) {
     int alive = 1;
-    for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
-        uint64_t where = 0;
-        alive = ep_await_arrival(g, r, epoch, &where);
-        if (alive) take(r, where);
-    }
+    for (int r = threadIdx.x % 32; r < g.size && alive; r += 32)
+        alive = ep_await_arrival(g, r, epoch, NULL, NULL);
     return __all_sync(~0u, alive);
 }
 
@@ -427,13 +423,13 @@ __device__ __forceinline__ void ep_arrive(const EpCudaGroup &g, uint32_t epoch, 
         ep_send_arrival(g, r, epoch, where, rows);
 }
 
-/** Wait for the number of rows at the `where` of a rank that has arrived with one. Returns -1 on
- *  timeout. */
-__device__ __forceinline__ int64_t ep_await_rows(const EpCudaGroup &g, int peer, uint32_t epoch) {
+/** Wait for the number of rows at the `where` of a rank that has arrived with one. `word` is what
+ *  ep_await_arrival has loaded. Returns -1 on timeout. */
+__device__ __forceinline__ int64_t ep_await_rows(const EpCudaGroup &g, int peer, uint32_t epoch,
+                                                 uint64_t word) {
     const uint64_t *rows = &ep_arrival(g, g.rank, peer, epoch)->rows;
     EpTimeout timeout = {0, 0};
-    uint64_t word;
-    while ((uint32_t)((word = ep_load_relaxed_sys(rows)) >> 32) != epoch)
+    for (; (uint32_t)(word >> 32) != epoch; word = ep_load_relaxed_sys(rows))
         if (!ep_keep_waiting(g, &timeout,
                              EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, epoch, (uint32_t)(word >> 32)}))
             return -1;

@@ -121,8 +121,9 @@ enum EpCudaFault {
     EP_FAULT_PEER,     /**< another rank has given up; `seen` is the rank that it blames */
     EP_FAULT_PLAN,     /**< the named memory does not hold the expected plan: see EpPlanFault */
     EP_FAULT_FLIGHT,   /**< latency mode: the set of buffers is in other use */
-    EP_FAULT_WINDOW    /**< rank `seen` receives in the adopted window `row`, unknown here; -1: in a
+    EP_FAULT_WINDOW,   /**< rank `seen` receives in the adopted window `row`, unknown here; -1: in a
                             paired one */
+    EP_FAULT_ENDED     /**< several nodes: an exchange ended before another rank's data was here */
 };
 
 /** What a wait waits for. */
@@ -207,7 +208,7 @@ typedef struct EpCudaAsyncErrors {
 } EpCudaAsyncErrors;
 
 /** Device memory of a group that no peer sees. Zeroed at create. */
-typedef struct EpCudaState {
+typedef struct __attribute__((aligned(16))) EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
     uint32_t failed;              /**< the operation in which this rank has failed, 0: none */

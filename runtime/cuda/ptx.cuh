@@ -158,6 +158,12 @@ __device__ __forceinline__ void ep_store_relaxed_gpu_pair(uint64_t *address, con
                  : "memory");
 }
 
+__device__ __forceinline__ uint32_t ep_load_relaxed_gpu32(const uint32_t *address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint32_t ep_load_relaxed_sys32(const uint32_t *address) {
     uint32_t value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

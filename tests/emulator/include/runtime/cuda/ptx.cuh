@@ -127,6 +127,10 @@ static inline uint64_t ep_load_relaxed_gpu(const uint64_t *address) {
     return emulated_load(address, __ATOMIC_RELAXED);
 }
 
+static inline uint32_t ep_load_relaxed_gpu32(const uint32_t *address) {
+    return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
 static inline ulonglong2 ep_load_relaxed_gpu_pair(const uint64_t *address) {
     if ((uintptr_t)address % 16) emulated_die("a pair of words at %p", (const void *)address);
     unsigned long long first = emulated_load(address, __ATOMIC_RELAXED);
