@@ -11,6 +11,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
 #include "runtime/thread.h"
+#include "runtime/wait.h"
 
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {
     if (result == ncclSuccess) return EP_OK;
@@ -152,8 +153,28 @@ typedef struct Ending {
     int aborts;
 } Ending;
 
+static int endings; /* communicators that are being ended */
+
+/* A process that exits takes down what NCCL's threads use while they end a communicator. One that
+ * waits for a graph, which may never be destroyed, is not waited for for long. */
+#define EXIT_SECONDS 5
+
+static void await_endings(void) {
+    EpWait wait;
+    ep_wait_begin(&wait, EXIT_SECONDS, 0);
+    while (__atomic_load_n(&endings, __ATOMIC_ACQUIRE) && ep_wait_pause(&wait))
+        ;
+}
+
+/* Handlers run in the reverse order of their registration. NCCL has registered its own by now, so
+ * this one runs first. */
+static void await_endings_at_exit(void) {
+    (void)atexit(await_endings);
+}
+
 static void end(const Ending *e) {
     (void)(e->aborts ? e->nccl->ncclCommAbort(e->comm) : e->nccl->ncclCommDestroy(e->comm));
+    __atomic_sub_fetch(&endings, 1, __ATOMIC_RELEASE);
 }
 
 static void *end_later(void *ending) {
@@ -163,10 +184,13 @@ static void *end_later(void *ending) {
 }
 
 void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     Ending ending = {cuda->nccl, comm, aborts};
     Ending *later = comm && cuda->captured ? malloc(sizeof(*later)) : NULL;
     pthread_t thread;
     if (!comm) return;
+    (void)pthread_once(&once, await_endings_at_exit);
+    __atomic_add_fetch(&endings, 1, __ATOMIC_RELAXED);
     if (later) *later = ending;
     if (later && ep_thread_start(&thread, end_later, later) == 0) {
         (void)pthread_detach(thread);

@@ -36,14 +36,22 @@ __global__ void mark_move(const __grid_constant__ EpMarkArgs a) {
     mark(a, !a.last);
 }
 
-/* Report a rank that has failed, or is in another operation or reads another plan. */
+/* Returns what a stamp tells that differs from this rank's. One of an earlier operation is what was
+ * here before: nothing has come, since the communicator has ended. */
+__device__ __forceinline__ int stamp_fault(const EpStamp &own, const EpStamp &theirs) {
+    if (EP_DIGEST_OP(theirs.digest) == EP_OP_GONE) return EP_FAULT_PEER;
+    return (int32_t)(own.number - theirs.number) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
+}
+
+/* Report a rank that has failed, is in another operation or reads another plan, or sends nothing.
+ */
 __device__ void report_stamp(const EpMarkArgs &a, const EpStamp &own, const EpStamp &theirs,
                              int member) {
-    int gone = EP_DIGEST_OP(theirs.digest) == EP_OP_GONE;
+    int fault = stamp_fault(own, theirs);
     if (EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
-    ep_report(a.group, gone ? EP_FAULT_PEER : EP_FAULT_ORDER,
+    ep_report(a.group, fault,
               EpAwaited{ep_elsewhere(a.group, member), EP_AWAIT_ARRIVAL, 0, own.digest,
-                        gone ? (uint32_t)member : theirs.digest},
+                        fault == EP_FAULT_PEER ? (uint32_t)member : theirs.digest},
               theirs.generation);
 }
 

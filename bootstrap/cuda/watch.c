@@ -63,11 +63,12 @@ static void tell_all(EpCudaWatch *w) {
 
 /* ---- ending this rank's part --------------------------------------------------------------- */
 
-/* Kernels that run look at the word where they wait, later ones first. It should be there before
- * the communicator ends: nothing is done with what has not arrived. But the others must hear of the
- * loss whatever this GPU is busy with. Other threads may be capturing, which this copy has nothing
- * to do with. */
-static void stop_kernels(EpCudaWatch *w) {
+/* Kernels that run look at the word where they wait, later ones first. Other threads may be
+ * capturing, which this copy has nothing to do with. A thread of its own, since any call may wait
+ * in the driver: a thread that frees memory holds a lock there until the GPU is idle. */
+static void *stop_kernels(void *watch) {
+    EpCudaWatch *w = watch;
+    int before = ep_cuda_use(w->cuda->ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     uint32_t *word = &w->cuda->device.state->failed;
     EpWait wait;
@@ -78,6 +79,23 @@ static void stop_kernels(EpCudaWatch *w) {
         ;
     (void)cudaGetLastError();
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    ep_cuda_restore(before);
+    __atomic_store_n(&w->stopped, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static void begin_to_stop(EpCudaWatch *w) {
+    w->has_stopper = ep_thread_start(&w->stopper, stop_kernels, w) == 0;
+    if (!w->has_stopper) (void)stop_kernels(w);
+}
+
+/* The word should be there before the communicator ends: kernels then do nothing with what has not
+ * arrived, instead of finding that its stamps are wrong. */
+static void await_stopped(const EpCudaWatch *w) {
+    EpWait wait;
+    ep_wait_begin(&wait, STOP_SECONDS, 0);
+    while (!__atomic_load_n(&w->stopped, __ATOMIC_ACQUIRE) && ep_wait_pause(&wait))
+        ;
 }
 
 /* The group's thread sees the loss and leaves, or has not entered: see ep_cuda_network_enter. */
@@ -98,8 +116,9 @@ static void lose(EpCudaWatch *w, EpLossKind kind, int32_t peer, int32_t blamed, 
     w->loss.own = (uint32_t)begun(w);
     memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
     __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
-    stop_kernels(w);
+    begin_to_stop(w);
     tell_all(w); /* before they see that the communicator has ended */
+    await_stopped(w);
     end_communicator(w);
 }
 
@@ -260,6 +279,7 @@ static void *watch(void *context) {
         look_at_group(w);
     }
     if (stops(w) == EP_STOP_TOGETHER || ep_watch_lost(w)) say_goodbye(w);
+    if (w->has_stopper) pthread_join(w->stopper, NULL);
     ep_cuda_restore(before);
     __atomic_store_n(&w->done, 1, __ATOMIC_RELEASE);
     return NULL;

@@ -40,16 +40,20 @@ void ep_cuda_watch_abandon(EpGroup *group);
 /** Bring a loss into the group. */
 void ep_cuda_watch_poll(EpGroup *group);
 
+/** Returns whether the watcher knows of a loss that ep_cuda_watch_poll brings. Gives it time to
+ * hear of one: call it when an exchange has ended without its data. */
+int ep_cuda_watch_explains(const EpGroup *group);
+
 /** Returns the rank whose loss has ended the group, perhaps this one, with the reason, or -1: see
  *  EpBackendOps.find_aborted. */
 int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 
 /**
  * Surround calls of NCCL on the communicator of all ranks, which the watcher may abort at any other
- * time. `stream`: the operation's. If `enter` fails, something is lost, and neither the communicator nor `settle` is to be
- * called. `settle` waits until NCCL has enqueued what the call `what` started with this result. If
- * that fails, the group fails, since ranks are out of step: by what the watcher has found, or else
- * by this.
+ * time. `stream`: the operation's. If `enter` fails, something is lost, and neither the
+ * communicator nor `settle` is to be called. `settle` waits until NCCL has enqueued what the call
+ * `what` started with this result. If that fails, the group fails, since ranks are out of step: by
+ * what the watcher has found, or else by this.
  */
 EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);

@@ -35,10 +35,11 @@ static EpStatus allocate(EpCudaWatch *w) {
     EP_TRY(ep_cuda_check(group, "cudaMalloc",
                          cudaMalloc((void **)&w->counts, 2 * sizeof(*w->counts))));
     EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(w->counts, 0, 2 * sizeof(*w->counts))));
-    if (group->purpose == EP_FOR_WEIGHTS)
-        EP_TRY(ep_cuda_check(
-            group, "cudaMalloc",
-            cudaMalloc((void **)&w->stamps, (size_t)(1 + group->size) * sizeof(*w->stamps))));
+    size_t stamps = (size_t)(1 + group->size) * sizeof(*w->stamps);
+    if (group->purpose == EP_FOR_WEIGHTS) {
+        EP_TRY(ep_cuda_check(group, "cudaMalloc", cudaMalloc((void **)&w->stamps, stamps)));
+        EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(w->stamps, 0, stamps)));
+    }
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_mark()));
     memset(w->marks, 0, sizeof(*w->marks));
     *w->failed = FAILED_FOREVER;
@@ -160,6 +161,12 @@ void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
 /* Whether the group does not learn of a loss in other ways. */
 static int is_others(int kind) {
     return kind != EP_LOSS_NONE && kind != EP_LOSS_OWN;
+}
+
+int ep_cuda_watch_explains(const EpGroup *group) {
+    const EpCudaWatch *w = ep_cuda(group)->watch;
+    await_explanation(w);
+    return w && is_others(ep_watch_lost(w));
 }
 
 static EpStatus report_late(const EpGroup *group, const EpLoss *loss, const char *phase) {

@@ -92,7 +92,9 @@ typedef struct EpCudaWatch {
     EpStamp *stamps;     /* device [1 + ranks], in a group of weights; else NULL */
     uint64_t moved;      /* as seen last */
     cudaStream_t stream;
-    uint32_t *failed; /* pinned: FAILED_FOREVER */
+    uint32_t *failed;  /* pinned: FAILED_FOREVER */
+    pthread_t stopper; /* gives the word to the kernels */
+    int has_stopper, stopped;
 } EpCudaWatch;
 
 /** Returns what is lost, once it is complete (EpLossKind). */

@@ -138,16 +138,26 @@ static EpStatus report_flight(const EpGroup *group, const volatile EpCudaFailure
                    group->rank, finding->phase, (int)f->expected);
 }
 
+/* Report that an exchange has ended, and nobody knows why. */
+static EpStatus report_ended(const EpGroup *group, const volatile EpCudaFailure *f,
+                             EpFinding *finding) {
+    finding->expected = finding->seen = -1;
+    return ep_fail(EP_ERR_SYSTEM, "rank %d: %s: expected data of rank %d by NCCL, got none",
+                   group->rank, finding->phase, f->peer);
+}
+
 /* The acquire orders the failure's fields, which the kernel writes before `fault`, after it. */
 static void poll_failure(EpGroup *group) {
     static EpStatus (*const report[])(const EpGroup *, const volatile EpCudaFailure *,
                                       EpFinding *) = {
         [EP_FAULT_LATE] = report_timeout,  [EP_FAULT_ORDER] = report_order,
         [EP_FAULT_PEER] = report_peer,     [EP_FAULT_PLAN] = report_plan,
-        [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window};
+        [EP_FAULT_FLIGHT] = report_flight, [EP_FAULT_WINDOW] = report_window,
+        [EP_FAULT_ENDED] = report_ended};
     const volatile EpCudaFailure *f = ep_cuda(group)->device.failure;
     int32_t fault = __atomic_load_n(&f->fault, __ATOMIC_ACQUIRE);
     if (!fault || group->failed != EP_OK) return;
+    if (fault == EP_FAULT_ENDED && ep_cuda_watch_explains(group)) return;
     EpFinding finding = EP_FINDING_INIT;
     finding.rank = group->rank, finding.peer = f->peer;
     finding.expected = f->expected, finding.seen = f->seen, finding.count = 1;

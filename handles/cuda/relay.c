@@ -184,6 +184,9 @@ EpStatus ep_cuda_relay_open(EpGroup *group) {
                        group->rank, (long long)bytes);
     }
     lay_out(&group->config, group->size, nodes, relay->memory, relay);
+    /* A stamp that is still 0 tells that nothing has come. */
+    EP_TRY(ep_cuda_check(group, "cudaMemset", cudaMemset(relay->memory, 0, (size_t)bytes)));
+    EP_TRY(ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(NULL)));
     for (int i = 0; i < 2; i++)
         EP_TRY(open_side(group, &relay->side[i]));
     EP_INFO(

@@ -202,6 +202,7 @@ ThreadTest(combine_quantised, by_hand, 2) {
 }
 
 ThreadTest(combine_quantised, by_hand_in_latency_mode, 2) {
+    NEEDS_LATENCY();
     NEEDS_QUANT();
     sum_by_hand(bootstrap, EP_MODE_LATENCY);
 }
@@ -261,6 +262,7 @@ ThreadTest(combine_quantised, ranks_disagree, 2) {
 }
 
 ThreadTest(combine_quantised, ranks_disagree_in_latency_mode, 2) {
+    NEEDS_LATENCY();
     NEEDS_QUANT();
     disagree(bootstrap, EP_MODE_LATENCY);
 }

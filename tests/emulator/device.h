@@ -10,6 +10,8 @@
 int emulated_device(void);
 /** Returns whether this process has used the device. */
 int emulated_is_in_use(int device);
+/** Wait until the calling thread's device is idle, and let nobody copy to it meanwhile. */
+void emulated_drain(void);
 /** Record an error for cudaGetLastError, and return it. */
 cudaError_t emulated_error(cudaError_t error);
 

@@ -121,7 +121,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
 
 /* Synchronise first: outstanding tasks may still use the memory. */
 cudaError_t cudaFree(void *memory) {
-    if (memory) (void)cudaDeviceSynchronize();
+    if (memory) emulated_drain();
     return release(memory);
 }
 

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tests/emulator/launch.h"
 #include "tests/emulator/nccl_state.h"
@@ -104,11 +105,26 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out) {
     return ncclSuccess;
 }
 
+/* Like NCCL's threads, an end that is under way needs what the process takes down when it exits. */
+static int being_torn_down;
+
+static void find_torn_down(void) {
+    if (!__atomic_load_n(&being_torn_down, __ATOMIC_ACQUIRE)) return;
+    fprintf(stderr, "emulated NCCL: the process exits while a communicator ends\n");
+    abort();
+}
+
+static void look_at_exit(void) {
+    (void)atexit(find_torn_down);
+}
+
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, int rank,
                                     ncclConfig_t *config) {
     if (size > MAX_RANKS) return ncclInvalidArgument;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     ncclComm_t comm = calloc(1, sizeof(*comm));
     if (!comm) return ncclSystemError;
+    (void)pthread_once(&once, look_at_exit);
     pthread_mutex_lock(&nccl_mutex);
     comm->shared = find_shared(&id, size), comm->rank = rank, comm->device = emulated_device();
     comm->blocking = config->blocking;
@@ -184,10 +200,18 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out) {
     return check_ready(comm);
 }
 
+/* It takes a while where graphs have put it off. */
+static void tear_down(void) {
+    __atomic_add_fetch(&being_torn_down, 1, __ATOMIC_RELAXED);
+    usleep(20000);
+    __atomic_sub_fetch(&being_torn_down, 1, __ATOMIC_RELEASE);
+}
+
 /* Like NCCL, wait until the graphs are gone which its collectives were captured in. */
 static ncclResult_t destroy(ncclComm_t comm, int abort) {
     pthread_mutex_lock(&nccl_mutex);
     Shared *c = comm->shared, **at = &all_shared;
+    int graphs = comm->captured;
     if (comm->starting) c->running -= comm->num_waiting; /* nothing will enqueue them now */
     c->aborted[comm->rank] = abort, c->any_aborted |= abort;
     pthread_cond_broadcast(&nccl_changed);
@@ -202,6 +226,7 @@ static ncclResult_t destroy(ncclComm_t comm, int abort) {
         free(c);
     }
     pthread_mutex_unlock(&nccl_mutex);
+    if (graphs) tear_down();
     free(comm->waiting);
     free(comm);
     return ncclSuccess;

@@ -40,6 +40,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static cudaStream_t streams, defaults[EMULATED_MAX_GPUS];
 static unsigned long long ids, captures;
+static int drains[EMULATED_MAX_GPUS]; /* threads that free memory of a device */
 
 /* ---- queues ---- */
 
@@ -184,6 +185,26 @@ cudaError_t cudaDeviceSynchronize(void) {
     return cudaSuccess;
 }
 
+/* As the driver does where memory is freed: nothing is enqueued until the device is idle. */
+void emulated_drain(void) {
+    int device = emulated_device();
+    pthread_mutex_lock(&mutex);
+    drains[device]++;
+    while (busy_stream(device))
+        pthread_cond_wait(&changed, &mutex);
+    drains[device]--;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+static void await_drains(cudaStream_t stream) {
+    int device = stream ? stream->device : emulated_device();
+    pthread_mutex_lock(&mutex);
+    while (drains[device])
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
 /* ---- copies ---- */
 
 typedef struct Copy {
@@ -231,6 +252,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpy
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream) {
     (void)kind;
+    await_drains(stream);
     if (bytes) submit(stream, copy, NULL, &(Copy){to, from, 0, bytes}, sizeof(Copy), 0);
     return cudaSuccess;
 }

@@ -93,6 +93,45 @@ ThreadTest(gpu_abort, combine_in_latency_mode_2, 2) {
     aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE);
 }
 
+/* ---- while memory is freed ---- */
+
+static void *free_main(void *memory) {
+    return cudaFreeHost(memory) == cudaSuccess ? memory : NULL;
+}
+
+/* A thread frees memory while kernels wait for the absent rank: until the GPU is idle, the driver
+ * lets no other thread enqueue anything. The absent rank aborts. */
+ThreadTest(gpu_abort, while_memory_is_freed_on_nodes_2, 2) {
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    pthread_t thread;
+    void *memory = NULL, *freed = NULL;
+    snprintf(c.nodes, sizeof(c.nodes), "01");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+    CHECK_CUDA(cudaHostAlloc(&memory, 64, 0));
+    double begin = failing_now();
+    if (bootstrap->rank != failing.absent) {
+        CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
+        REQUIRE(!pthread_create(&thread, NULL, free_main, memory), "no thread");
+        usleep(100000);
+        CHECK(cudaStreamQuery(failing.gpu.stream) == cudaErrorNotReady, "nothing waits");
+        (void)cudaGetLastError();
+        bootstrap->barrier(bootstrap->context, 60);
+        pthread_join(thread, &freed);
+        CHECK(freed == memory, "the memory was not freed");
+        CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
+        CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_PEER, "rank 1", WHY);
+    } else {
+        bootstrap->barrier(bootstrap->context, 60);
+        CHECK_OK(ep_group_abort(failing.group, WHY));
+        CHECK_CUDA(cudaFreeHost(memory));
+    }
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    bootstrap->barrier(bootstrap->context, 60);
+    failing_close(&failing);
+}
+
 /* ---- at any moment ---- */
 
 /* Processes that share a GPU wait for its turns. */
@@ -188,8 +227,7 @@ static void any_moment(const EpBootstrap *bootstrap, const char *nodes) {
         ep_group_destroy(group);
         if (round % 2 == 0) CHECK_CUDA(cudaGraphExecDestroy(exec));
     }
-    check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right,
-               rounds);
+    check_note("rank %d: %d of %d rounds ended before the abort", bootstrap->rank, right, rounds);
 }
 
 ThreadTest(gpu_abort, any_moment_2, 2) {
