@@ -117,8 +117,8 @@ static void lose(EpCudaWatch *w, EpLossKind kind, int32_t peer, int32_t blamed, 
     memcpy(w->loss.why, why, strnlen(why, EP_ABORT_BYTES - 1));
     __atomic_store_n(&w->loss.kind, (int)kind, __ATOMIC_SEQ_CST);
     begin_to_stop(w);
-    tell_all(w); /* before they see that the communicator has ended */
     await_stopped(w);
+    tell_all(w); /* before they see that the communicator has ended */
     end_communicator(w);
 }
 

@@ -262,6 +262,14 @@ ThreadTest(gpu_nccl_bootstrap, absent_rank_3, 3) {
     absent(bootstrap, 0);
 }
 
+/* Ranks whose deadlines are about the same: the later ones may hear that the first has given up. */
+static void check_departed(EpStatus status, const EpBootstrap *b) {
+    if (status == EP_ERR_PEER && b->size > 2)
+        CHECK_REFUSED(status, EP_ERR_PEER, "has given up");
+    else
+        CHECK_REFUSED(status, EP_ERR_TIMEOUT, missing_words(b));
+}
+
 /* A rank departs while a group with a handle lives: the others' calls end at their deadlines,
  * though their gathers stay on the device until the communicator is aborted. */
 static void departed(const EpBootstrap *harness, int destroys_at_once) {
@@ -273,9 +281,7 @@ static void departed(const EpBootstrap *harness, int destroys_at_once) {
     REQUIRE(failing_open(&failing, &f.bootstrap, &c, 2), "no group");
     if (harness->rank != failing.absent) {
         double begin = failing_now();
-        if (!destroys_at_once)
-            CHECK_REFUSED(ep_mem_alloc(failing.group, 4096, &memory), EP_ERR_TIMEOUT,
-                          missing_words(harness));
+        if (!destroys_at_once) check_departed(ep_mem_alloc(failing.group, 4096, &memory), harness);
         ep_group_destroy(failing.group);
         CHECK(failing_now() - begin < FAILING_LIMIT, "after %.2f s", failing_now() - begin);
     }
