@@ -42,8 +42,8 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
 /* The scheduler warp of a sending block. A receiving block adds up the slots of own rows in
  * place. */
 template <int PACKED>
-__device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows, uint32_t epoch,
-                              int blocks) {
+__device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
+                              const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
     int arrived = 0;
@@ -55,7 +55,8 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
         post_batch<PACKED>(a, p, t, number, r, weight);
     };
-    pipeline_end(p, t, walk_rows(a, rows, t, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
+    pipeline_end(p, t,
+                 walk_rows(a, rows, t, start, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
     if (!arrived) ep_await_arrivals(g, epoch);
 }
 
@@ -72,12 +73,13 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, int warp) {
 }
 
 template <int PACKED>
-__device__ void send(const EpGatherArgs &a, Shared *s, uint32_t epoch, int blocks) {
+__device__ void send(const EpGatherArgs &a, Shared *s, const Start &start, uint32_t epoch,
+                     int blocks) {
     Pipeline *p = &s->pipeline;
     constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_sums<PACKED>(a, p, &s->rows, epoch, blocks);
+        schedule_sums<PACKED>(a, p, &s->rows, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -132,7 +134,8 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
 
 /* The scheduler warp of a receiving block. */
 template <int PACKED>
-__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
+__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start &start,
+                                uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
@@ -144,7 +147,8 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, uint32_t epo
                          token, g.rank, valid);
         return 1;
     };
-    pipeline_end(p, t, walk_tokens(a, t, RECEIVERS, blocks, a.pipeline.pieces, post));
+    auto ready = [] { return 1; };
+    pipeline_end(p, t, walk_tokens(a, t, start, RECEIVERS, blocks, a.pipeline.pieces, ready, post));
 }
 
 /* Returns the value of an entry: from its slot here, or from the record of its owner's sum. */
@@ -179,11 +183,12 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 }
 
 template <int PACKED>
-__device__ void receive(const EpGatherArgs &a, Pipeline *p, uint32_t epoch, int blocks) {
+__device__ void receive(const EpGatherArgs &a, Pipeline *p, const Start &start, uint32_t epoch,
+                        int blocks) {
     constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_tokens<PACKED>(a, p, epoch, blocks);
+        schedule_tokens<PACKED>(a, p, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -204,9 +209,13 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     __shared__ Shared s;
     int thread = (int)threadIdx.x - FIRST_COMPUTE_WARP * 32;
     Shared *shared = ep_keep_shared(&s);
-    Role role = pipeline_role(a.receivers);
     uint32_t epoch;
     EpLook look = ep_look(a.group, a.plan);
+    Role role = pipeline_role(a.receivers);
+    Start start = {0, 0};
+    if (threadIdx.x / 32 == SCHEDULER_WARP)
+        start =
+            role.receives ? start_tokens(a, RECEIVERS) : start_rows(a, &shared->rows, SENDERS, 0);
     pipeline_open(&shared->pipeline, a.pipeline, memory, a.t.carries_values, a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
@@ -221,9 +230,9 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive<PACKED>(a, &shared->pipeline, epoch, role.count);
+        receive<PACKED>(a, &shared->pipeline, start, epoch, role.count);
     else
-        send<PACKED>(a, shared, epoch, role.count);
+        send<PACKED>(a, shared, start, epoch, role.count);
     ep_leave(a.group, epoch, 0);
 }
 

@@ -113,12 +113,13 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-__device__ void send(const EpScatterArgs &a, Shared *s, uint32_t epoch, int blocks) {
+__device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
+                     int blocks) {
     Pipeline *p = &s->pipeline;
     PipelineWork work = a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_tokens(a, p, &s->receivers, epoch, blocks);
+        schedule_tokens(a, p, &s->receivers, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
@@ -139,7 +140,8 @@ __device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
     return !a.multiplied && has_metadata(a);
 }
 
-__device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const Role &role) {
+__device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
+                        const Role &role) {
     Pipeline *p = &s->pipeline;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int multiplies = a.multiplied != 0, moves_metadata = has_metadata_to_receive(a);
@@ -148,7 +150,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, uint32_t epoch, const
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     if (warp == SCHEDULER_WARP)
-        schedule_rows(a, p, &s->rows, epoch, role.count);
+        schedule_rows(a, p, &s->rows, start, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -171,6 +173,10 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     uint32_t epoch;
     EpLook look = ep_look(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
+    Start start = {0, 0};
+    if (threadIdx.x / 32 == SCHEDULER_WARP)
+        start = role.receives ? start_rows(a, &shared->rows, RECEIVERS, takes_own_rows(a))
+                              : start_tokens(a, SENDERS);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
@@ -179,9 +185,9 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     }
     ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
     if (role.receives)
-        receive(a, shared, epoch, role);
+        receive(a, shared, start, epoch, role);
     else
-        send(a, shared, epoch, role.count);
+        send(a, shared, start, epoch, role.count);
     ep_leave(a.group, epoch, 0);
 }
 

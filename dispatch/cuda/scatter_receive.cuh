@@ -76,9 +76,14 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, co
     }
 }
 
-/* The scheduler warp of a receiving block. Sending blocks store own rows that are only copied. */
-__device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows, uint32_t epoch,
-                              int blocks) {
+/* Whether receiving blocks take own rows. Sending blocks store those that are only copied. */
+__device__ __forceinline__ int takes_own_rows(const EpScatterArgs &a) {
+    return a.multiplied != 0;
+}
+
+/* The scheduler warp of a receiving block. */
+__device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
+                              const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
     auto await = [&](const RowBatch &r) {
@@ -89,9 +94,9 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
         post_row(a, p, t, number, r, weight);
     };
-    pipeline_end(
-        p, t,
-        walk_rows(a, rows, t, RECEIVERS, blocks, a.receive.pieces, a.multiplied != 0, await, post));
+    pipeline_end(p, t,
+                 walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces,
+                           takes_own_rows(a), await, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

@@ -110,20 +110,18 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
 
 /* The scheduler warp of a sending block. */
 __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows *receivers,
-                                uint32_t epoch, int blocks) {
+                                const Start &start, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.send);
-    int arrived = 0;
     if (!is_copy_only(a) && a.group.size == 1) return pipeline_end(p, t, 0);
+    auto ready = [&] { return await_receivers(a, receivers, epoch); };
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         char *to;
         int peer;
-        if (!arrived && !(arrived = await_receivers(a, receivers, epoch))) return 0;
         if (!__all_sync(~0u, choose_target(a, receivers, epoch, e, &to, &peer))) return 0;
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
-    pipeline_end(p, t, walk_tokens(a, t, SENDERS, blocks, a.send.pieces, post));
-    if (!arrived) await_receivers(a, receivers, epoch);
+    pipeline_end(p, t, walk_tokens(a, t, start, SENDERS, blocks, a.send.pieces, ready, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

@@ -95,7 +95,7 @@ typedef struct EpLook {
 } EpLook;
 
 /** Begin to load what ep_enter checks. What a kernel does until then overlaps with the loads; it
- *  may read the caller's inputs alone. */
+ *  may read the caller's inputs, and words of the plan that are void until ep_enter has returned. */
 __device__ __forceinline__ EpLook ep_look(const EpCudaGroup &g, const EpCudaPlan &plan) {
     EpLook look = {};
     if (threadIdx.x) return look;
@@ -124,7 +124,7 @@ __device__ __forceinline__ int ep_enter_as(const EpCudaGroup &g, const EpCudaPla
  * Check that the operation may run, and give all threads its epoch. Returns 0 if nothing may be
  * read, written or sent: this rank has failed in an earlier operation, which left plan and rings
  * void; or the plan is not the expected one, which fails this operation. By all threads of every
- * block, before anything else.
+ * block.
  */
 __device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
                                         const EpLook &look, uint32_t *epoch) {

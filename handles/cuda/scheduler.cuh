@@ -7,9 +7,12 @@
  * (walk_tokens), or the rows produced here by every rank's tokens (walk_rows). Blocks claim chunks
  * in ascending order; runtime/cuda/device.h explains why. `Args` is EpScatterArgs or EpGatherArgs.
  *
- * The next chunk is claimed and looked up while the current one is posted. The caller's post() may
- * wait for all rows of a batch at once: a chunk has no more tokens than a ring has entries, so none
- * of them waits for another one's credit.
+ * The first chunk is claimed before the block has entered its operation (Start), each other one
+ * while the one before is posted. Where there are no more chunks than blocks, each block gets one:
+ * others have claimed their first one by the time that a block claims its second.
+ *
+ * The caller's post() may wait for all rows of a batch at once: a chunk has no more tokens than a
+ * ring has entries, so none of them waits for another one's credit.
  */
 
 #include "handles/cuda/plan.cuh"
@@ -36,7 +39,21 @@ __device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, i
     return max(1, min(min(most, t.count), tokens / (blocks * CHUNKS_PER_BLOCK)));
 }
 
+/** How a scheduler warp starts: what it needs of the group and of the plan before anything else. It
+ *  loads this before ep_enter, so that all these loads overlap with those of ep_look. The plan's
+ *  words are void until ep_enter has returned. */
+typedef struct Start {
+    int claim;  /* of the first chunk */
+    int tokens; /* of this rank; or the most of any source of this lane */
+} Start;
+
 /* ---- tokens -------------------------------------------------------------------------------- */
+
+/** Start to walk this rank's tokens. */
+template <typename Args> __device__ __forceinline__ Start start_tokens(const Args &a, int claimer) {
+    int claim = claim_chunk(a.group, claimer);
+    return Start{claim, ep_num_tokens(a.plan, a.group)};
+}
 
 /** Begin to load entry k of this team's token in the chunk from `first` on; past the end it is an
  *  empty entry. check_entry completes it. */
@@ -51,8 +68,7 @@ __device__ __forceinline__ EpEntry load_entry(const Args &a, const Team &t, int 
 
 /* The words may be damaged. Only here the entry is waited for: the next one, and the claim after
  * it, are on their way by then. */
-template <typename Args>
-__device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
+template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
     EpEntry none = {-1, 0, -1, 0, 0};
     if (e.owner >= a.owners) return none;
     if (e.owner == a.group.rank) e.slot = ep_check_slot(a.plan, e.slot);
@@ -62,16 +78,18 @@ __device__ __forceinline__ EpEntry check_entry(const Args &a, EpEntry e) {
 /**
  * Claim this rank's tokens and pass them to `post(entry, token, valid, number of the team's first
  * item)`, one token per team, until post returns 0: a wait has failed. A token makes `pieces`
- * items. Returns the number of items.
+ * items. Returns the number of items. `ready()` is called once, while the first entries are loaded;
+ * it returns 0 if a wait has failed.
  */
-template <typename Args, typename Post>
-__device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, int claimer,
-                                                int blocks, int pieces, Post post) {
-    int tokens = ep_num_tokens(a.plan, a.group), size = chunk_size(t, a.chunk, tokens, blocks);
-    int first = claimed_chunk(claim_chunk(a.group, claimer)) * size,
-        next_claim = claim_chunk(a.group, claimer);
+template <typename Args, typename Ready, typename Post>
+__device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, const Start &start,
+                                                int claimer, int blocks, int pieces, Ready ready,
+                                                Post post) {
+    int tokens = start.tokens, size = chunk_size(t, a.chunk, tokens, blocks);
+    int first = claimed_chunk(start.claim) * size, next_claim = claim_chunk(a.group, claimer);
     EpEntry next_entry = load_entry(a, t, first, size, tokens);
     uint32_t n = 0;
+    if (!ready()) return 0;
     while (first < tokens) {
         EpEntry entry = next_entry;
         int token = first + t.index, valid = t.index < size && token < tokens;
@@ -141,21 +159,29 @@ __device__ __forceinline__ void load_next_chunk(const Args &a, RowWalk *walk, in
     }
 }
 
-/** Start to walk the rows of all sources. By the scheduler warp. */
+/** Start to walk the rows of all sources. */
 template <typename Args>
-__device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                             int claimer, int blocks, int takes_own) {
-    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0}, {0}, 0, claimer};
+__device__ __forceinline__ Start start_rows(const Args &a, ChunkRows *rows, int claimer,
+                                            int takes_own) {
+    Start start = {claim_chunk(a.group, claimer), 0};
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
         int source = lane_source(a.group, w, takes_own);
         int tokens = source >= 0 ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
         rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
-        walk.most_tokens = max(walk.most_tokens, tokens);
+        start.tokens = max(start.tokens, tokens);
     }
-    walk.most_tokens = __reduce_max_sync(~0u, walk.most_tokens);
+    return start;
+}
+
+template <typename Args>
+__device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                             const Start &start, int claimer, int blocks,
+                                             int takes_own) {
+    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0}, {0}, 0, claimer};
+    walk.most_tokens = __reduce_max_sync(~0u, start.tokens);
     walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks);
-    walk.next_first = claimed_chunk(claim_chunk(a.group, claimer)) * walk.size;
+    walk.next_first = claimed_chunk(start.claim) * walk.size;
     load_next_chunk(a, &walk, takes_own);
     walk.next_claim = claim_chunk(a.group, claimer);
     return walk;
@@ -232,9 +258,9 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
  */
 template <typename Args, typename Await, typename Post>
 __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                              int claimer, int blocks, int pieces, int takes_own,
-                                              Await await, Post post) {
-    RowWalk walk = open_rows(a, rows, t, claimer, blocks, takes_own);
+                                              const Start &start, int claimer, int blocks,
+                                              int pieces, int takes_own, Await await, Post post) {
+    RowWalk walk = open_rows(a, rows, t, start, claimer, blocks, takes_own);
     RowBatch batch = take_batch(a, &walk, t, takes_own);
     follow_chains(a, t, &batch);
     uint32_t n = 0;
