@@ -28,7 +28,7 @@ typedef struct Shared {
 /* For each row of another rank: the sum of its slots, sent back to that rank. */
 
 /* Post the work items of a batch of rows, a row for each team. */
-template <int PACKED>
+template <Form FORM>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                            uint32_t number, const RowBatch &r, float weight) {
     int terms, at = team_rank(t, r.slot >= 0, &terms);
@@ -36,12 +36,12 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
-    post_sum<PACKED>(a, p, t, number, term, to, r.row, r.source, r.valid);
+    post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
 /* The scheduler warp of a sending block. A receiving block adds up the slots of own rows in
  * place. */
-template <int PACKED>
+template <Form FORM>
 __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
                               const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
@@ -53,7 +53,7 @@ __device__ void schedule_sums(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
         return __all_sync(~0u, !waits || ep_await_room(g, epoch, r.source, r.row));
     };
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_batch<PACKED>(a, p, t, number, r, weight);
+        post_batch<FORM>(a, p, t, number, r, weight);
     };
     pipeline_end(p, t,
                  walk_rows(a, rows, t, start, SENDERS, blocks, a.pipeline.pieces, 0, await, post));
@@ -72,18 +72,18 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, int warp) {
     });
 }
 
-template <int PACKED>
+template <Form FORM>
 __device__ void send(const EpGatherArgs &a, Shared *s, const Start &start, uint32_t epoch,
                      int blocks) {
     Pipeline *p = &s->pipeline;
-    constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_sums<PACKED>(a, p, &s->rows, start, epoch, blocks);
+        schedule_sums<FORM>(a, p, &s->rows, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, PACKED);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, FORM == PACKED);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 1);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -95,8 +95,8 @@ __device__ void send(const EpGatherArgs &a, Shared *s, const Start &start, uint3
 /* For each token of this rank: the total of the sums of all ranks that it went to. */
 
 /* Returns the place of a rank, or of another node, in the order of summation. */
-__device__ __forceinline__ int place_of(const EpGatherArgs &a, int owner) {
-    return a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
+template <Form FORM> __device__ __forceinline__ int place_of(const EpGatherArgs &a, int owner) {
+    return FORM != ONE_NODE && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
 }
 
 /* Returns the position of a lane's term in its team's sum: by place, and within this rank by k. */
@@ -116,15 +116,16 @@ __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner
 
 /* Returns a lane's term of its token's sum: the sum of another rank or node, or one of this rank's
  * own slots, which are added up on their own first. */
+template <Form FORM>
 __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, const EpEntry &e,
                                           float weight) {
     const EpCudaGroup &g = a.group;
-    int is_own = e.owner == g.rank && e.slot >= 0, place = place_of(a, e.owner);
+    int is_own = e.owner == g.rank && e.slot >= 0, place = place_of<FORM>(a, e.owner);
     int is_sum = e.owner >= 0 && e.owner != g.rank && e.leader, own, before;
     team_rank(t, is_own, &own);
-    team_rank(t, is_sum && place < place_of(a, g.rank), &before);
+    team_rank(t, is_sum && place < place_of<FORM>(a, g.rank), &before);
     Term term = {NULL, order_term(t, is_own || is_sum, place), 1, -1, e.row, before, before + own};
-    if (is_sum && e.owner >= g.size)
+    if (FORM != ONE_NODE && is_sum && e.owner >= g.size)
         term.from = node_sum(a, e.owner, e.row);
     else if (is_sum)
         term.from = ep_ring(g, g.rank, e.owner, e.row), term.peer = e.owner;
@@ -133,18 +134,18 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
 }
 
 /* The scheduler warp of a receiving block. */
-template <int PACKED>
+template <Form FORM>
 __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start &start,
                                 uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         int weighs = a.t.weighs && e.owner == g.rank && e.slot >= 0;
-        Term term = make_term(a, t, e, weighs ? a.t.slot_weights[e.slot] : 1);
+        Term term = make_term<FORM>(a, t, e, weighs ? a.t.slot_weights[e.slot] : 1);
         int alive = term.peer < 0 || ep_await_record(g, epoch, term.peer, term.row);
         if (!__all_sync(~0u, alive)) return 0;
-        post_sum<PACKED>(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.target.row_stride,
-                         token, g.rank, valid);
+        post_sum<FORM>(a, p, t, number, term, a.t.out_rows + (int64_t)token * a.target.row_stride,
+                       token, g.rank, valid);
         return 1;
     };
     auto ready = [] { return 1; };
@@ -182,17 +183,17 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
     }
 }
 
-template <int PACKED>
+template <Form FORM>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const Start &start, uint32_t epoch,
                         int blocks) {
-    constexpr PipelineWork work = PACKED ? WORK_PACKED : WORK_COMPUTE;
+    constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_tokens<PACKED>(a, p, start, epoch, blocks);
+        schedule_tokens<FORM>(a, p, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, PACKED && a.rounds);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, FORM == PACKED && a.rounds);
     else if (warp == SIGNAL_WARP)
         pipeline_signal(p, a.group, epoch, 0);
     else if (warp >= FIRST_METADATA_WARP && a.t.carries_values)
@@ -201,8 +202,7 @@ __device__ void receive(const EpGatherArgs &a, Pipeline *p, const Start &start, 
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-/* Packed sums have a kernel of their own: the other one is as fast as without them. */
-template <int PACKED>
+template <Form FORM>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
     gather_kernel(const __grid_constant__ EpGatherArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -224,25 +224,29 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     ep_arrive(a.group, epoch, 0, 0);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
-    int rounds = role.receives && a.rounds;
-    if (thread >= 0 && PACKED)
+    int rounds = FORM != ONE_NODE && role.receives && a.rounds;
+    if (thread >= 0 && FORM == PACKED)
         sum_packed(a, &shared->pipeline, rounds, !role.receives || rounds, thread);
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive<PACKED>(a, &shared->pipeline, start, epoch, role.count);
+        receive<FORM>(a, &shared->pipeline, start, epoch, role.count);
     else
-        send<PACKED>(a, shared, start, epoch, role.count);
+        send<FORM>(a, shared, start, epoch, role.count);
     ep_leave(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {
-    int error = ep_open_kernel(gather_kernel<0>, shared_bytes);
-    return error ? error : ep_open_kernel(gather_kernel<1>, shared_bytes);
+    int error = ep_open_kernel(gather_kernel<ONE_NODE>, shared_bytes);
+    if (!error) error = ep_open_kernel(gather_kernel<NODES>, shared_bytes);
+    return error ? error : ep_open_kernel(gather_kernel<PACKED>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_gather(const void *args, int blocks, void *stream) {
     const EpGatherArgs *a = (const EpGatherArgs *)args;
-    auto kernel = a->t.quant > EP_QUANT_NONE ? gather_kernel<1> : gather_kernel<0>;
+    int has_nodes = a->rounds || a->nodes.order || a->nodes.records;
+    auto kernel = a->t.quant > EP_QUANT_NONE ? gather_kernel<PACKED>
+                  : has_nodes                ? gather_kernel<NODES>
+                                             : gather_kernel<ONE_NODE>;
     return ep_launch(kernel, blocks, GATHER_THREADS, pipeline_bytes(a->pipeline), stream, *a);
 }

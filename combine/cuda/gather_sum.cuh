@@ -12,6 +12,14 @@
 #include "runtime/cuda/packed.h"
 #include "runtime/cuda/rows.cuh"
 
+/* Which sums a kernel can add up. Each form is a kernel of its own, since code that does not run is
+ * not free: the compiler then orders the rest worse, and blocks wait longer for instructions. */
+enum Form {
+    ONE_NODE,
+    NODES, /* of this node for another one; and with the sums of other nodes */
+    PACKED /* either, with sums that travel packed: gather_packed.cuh */
+};
+
 /* ---- sums ---------------------------------------------------------------------------------- */
 
 /* Load VECTORS vectors of a stage; each has an element for each compute thread. */
@@ -126,15 +134,15 @@ __device__ __forceinline__ int16_t packed_units(const EpGatherArgs &a, int32_t b
 
 /* Post the work items of a team's sum, one for each piece. The sum goes `to`; `index` is its token,
  * or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed. */
-template <int PACKED>
+template <Form FORM>
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const Term &term, char *to, int index,
                                          int source, int valid) {
     int terms, signals, pieces = a.pipeline.pieces;
     team_rank(t, term.from != NULL, &terms);
     int signal = team_rank(t, term.peer >= 0, &signals);
-    int is_packed = PACKED && (term.at < term.run || term.at >= term.run_end);
-    int packs = PACKED && (source != a.group.rank || a.rounds);
+    int is_packed = FORM == PACKED && (term.at < term.run || term.at >= term.run_end);
+    int packs = FORM == PACKED && (source != a.group.rank || a.rounds);
     for (int piece = 0; piece < pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
@@ -157,7 +165,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
                                   bytes,
                                   (int8_t)term.run,
                                   (int8_t)term.run_end,
-                                  PACKED ? packed_units(a, bytes) : (int16_t)0};
+                                  FORM == PACKED ? packed_units(a, bytes) : (int16_t)0};
             p->signals[j] = piece == pieces - 1 ? signals : 0;
             p->piece[j] = piece, p->index[j] = index, p->source[j] = source;
         }
