@@ -40,7 +40,6 @@ typedef struct ZeroThreads {
 
 template <typename Word> __device__ void zero_words(char *out, int64_t bytes, ZeroThreads z) {
     int64_t words = bytes / (int64_t)sizeof(Word);
-#pragma unroll 4
     for (int64_t at = z.index; at < words; at += z.count)
         ((Word *)out)[at] = Word{};
 }
