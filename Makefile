@@ -117,6 +117,9 @@ nccl_ep_home := libep/nccl_ep
 jax_c := $(wildcard bindings/jax/*.c)
 jax_o := $(jax_c:%.c=$B/%.o)
 jax_so := $B/libep_jax.so
+torch_c := $(wildcard bindings/torch/*.c)
+torch_o := $(torch_c:%.c=$B/%.o)
+torch_so := $B/libep_torch.so
 JAXLIB_INCLUDE ?= $(firstword $(wildcard $B/python-jax/lib/python3*/site-packages/jaxlib/include))
 common_c := $(wildcard tools/common/*.c)
 bench_c := tools/ep_bench.c $(wildcard tools/bench/*.c)
@@ -149,7 +152,7 @@ $B/flags: $(if $(filter-out $(flags),$(file <$B/flags))$(filter-out $(file <$B/f
 	$(file >$@,$(flags))
 .PHONY: again
 again:
-$(lib_o) $(nccl_ep_o) $(jax_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(moe_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
+$(lib_o) $(nccl_ep_o) $(jax_o) $(torch_o) $B/bootstrap/mpi.o $(common_c:%.c=$B/%.o) $(bench_c:%.c=$B/%.o) $(info_c:%.c=$B/%.o) $(moe_c:%.c=$B/%.o) $(tests_c:%.c=$B/%.o): $B/flags
 
 $B/%.o: %.c
 	@mkdir -p $(@D)
@@ -194,6 +197,12 @@ $(jax_so): $(jax_o) bindings/jax/libep_jax.map $B/libep.so
 	$(call say,LD,$@)
 	$Q$(CC) -shared -Wl,--version-script=bindings/jax/libep_jax.map -Wl,-rpath,'$$ORIGIN' \
 	    -o $@ $(jax_o) $(ldflags) -L$B -lep -lm
+
+# As libep_jax.so. Python itself has the other symbols that it wants.
+$(torch_so): $(torch_o) bindings/torch/libep_torch.map $B/libep.so
+	$(call say,LD,$@)
+	$Q$(CC) -shared -Wl,--version-script=bindings/torch/libep_torch.map -Wl,-rpath,'$$ORIGIN' \
+	    -o $@ $(torch_o) $(ldflags) -L$B -lep
 
 $B/%.so: $B/%.so.$(SOVERSION)
 	$Qln -sf $(<F) $@
@@ -543,11 +552,11 @@ check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 jax-handlers: $(jax_so)
 
 # The Python package where its parts meet: links to its sources and libraries, and its version.
-python: $B/libep.so $(nccl_ep_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
+python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $B/python/libep/lib $B/python/libep/nccl_ep/lib
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
-	$Qln -s '$(CURDIR)/$B/libep.so.$(SOVERSION)' $B/python/libep/lib
+	$Qln -s '$(CURDIR)/$B/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
 	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
 	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
 	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py

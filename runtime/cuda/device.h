@@ -207,8 +207,10 @@ typedef struct EpCudaAsyncErrors {
     unsigned long long overflow;    /**< of a latest loss: rows needed << 32 | capacity */
 } EpCudaAsyncErrors;
 
-/** Device memory of a group that no peer sees. Zeroed at create. */
-typedef struct __attribute__((aligned(16))) EpCudaState {
+/** Device memory of a group that no peer sees. Zeroed at create. `claimed` is in the same sector as
+ *  `finished`: so a block's claims have reached its memory before its count there, though a block may
+ *  end before it has seen what it claimed last. */
+typedef struct __attribute__((aligned(32))) EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
     uint32_t failed;              /**< the operation in which this rank has failed, 0: none */

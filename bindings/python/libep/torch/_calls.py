@@ -16,6 +16,7 @@ from .._handle import Handle as CoreHandle
 from .._handle import Prepare
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
+from . import _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ def prepare(
     plan: Tensor,
     numbers: Optional[Tensor],
 ) -> None:
+    # In latency mode prepare records the tensors, which somebody must keep.
+    if not handle.is_latency and handle.call_fast(_fast.PREPARE, topk_idx, num_tokens, plan, numbers):
+        return
     CoreHandle.prepare(
         handle,
         _given(handle, topk_idx, "topk_idx"),
@@ -110,6 +114,8 @@ def dispatch(
     recv_scales: Optional[Tensor],
     recv_topk_idx: Optional[Tensor],
 ) -> None:
+    if handle.call_fast(_fast.DISPATCH, plan, tokens, topk_weights, scales, recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx):
+        return
     CoreHandle.dispatch(
         handle,
         _given(handle, tokens, "tokens"),
@@ -148,6 +154,8 @@ def dispatch_routed(
     recv_scales: Optional[Tensor],
     recv_topk_idx: Optional[Tensor],
 ) -> None:
+    if handle.call_fast(_fast.DISPATCH_ROUTED, topk_idx, num_tokens, tokens, topk_weights, scales, plan, numbers, recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx):
+        return
     CoreHandle.dispatch(
         handle,
         _given(handle, tokens, "tokens"),
@@ -171,6 +179,8 @@ def combine(
     topk_weights: Optional[Tensor],
     out: Tensor,
 ) -> None:
+    if handle.call_fast(_fast.COMBINE, plan, expert_out, slot_weights, topk_weights, out):
+        return
     CoreHandle.combine(
         handle,
         _given(handle, expert_out, "expert_out"),
@@ -191,6 +201,8 @@ def combine_backward(
     grad_expert_out: Tensor,
     grad_slot_weights: Optional[Tensor],
 ) -> None:
+    if handle.call_fast(_fast.COMBINE_BACKWARD, plan, grad_out, slot_weights, expert_out, grad_expert_out, grad_slot_weights):
+        return
     CoreHandle.combine_backward(
         handle,
         _given(handle, grad_out, "grad_out"),
@@ -211,6 +223,8 @@ def dispatch_backward(
     grad_tokens: Tensor,
     grad_topk_weights: Optional[Tensor],
 ) -> None:
+    if handle.call_fast(_fast.DISPATCH_BACKWARD, plan, grad_recv_tokens, grad_slot_weights, grad_tokens, grad_topk_weights):
+        return
     CoreHandle.dispatch_backward(
         handle,
         _given(handle, grad_recv_tokens, "grad_recv_tokens"),

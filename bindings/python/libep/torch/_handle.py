@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import weakref
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from .._abi import Layout, Mode, Plans, Quant, ScaleOrder, Status, Tail, Type
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
-from .._library import EpError
+from .._library import EpError, last_error
 from .._tensor import Tensor as CoreTensor
+from . import _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
@@ -130,6 +132,10 @@ class Handle(CoreHandle):
         self.num_numbers = 3 * group.num_local_experts + 4 + group.size
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
+        self._facts = _fast.HandleFacts(
+            _fast.exchange, self._pointer, self.ordinal, group.num_local_experts, group.size
+        )
+        self._facts_at = ctypes.addressof(self._facts)
         _handles[self.key] = self
 
     def __deepcopy__(self, _: object) -> Handle:
@@ -145,6 +151,15 @@ class Handle(CoreHandle):
     def stream(self) -> int:
         """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
         return current_stream(self.ordinal)
+
+    def call_fast(self, operation: int, *tensors: Optional[Tensor]) -> bool:
+        """Run an operation on the current stream, by _fast.call. False: it must go the slower way."""
+        if _fast.call is None or self._pointer is None or self.group.pointer is None:
+            return False
+        status = self.group.run(_fast.call, self._facts_at, operation, tensors)
+        if status > 0:
+            raise last_error(status)
+        return status != _fast.LEFT
 
     def outputs(self, numbers: Optional[CoreTensor]) -> Optional[PlanTensors]:
         """The outputs of prepare that make up Plan.numbers.

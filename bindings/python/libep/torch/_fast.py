@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations in one call of C, where PyTorch says how C finds a tensor's memory (2.10 and later).
+
+In Python each tensor of a call takes about a microsecond. bindings/torch/call.c is the other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._library import FOLDER
+
+if TYPE_CHECKING:
+    from typing import Callable, Optional
+
+PREPARE, DISPATCH, DISPATCH_ROUTED, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD = range(6)
+LEFT = -1
+"""What `call` returns where the slower way must be taken. Nothing has happened then."""
+
+_MAJOR = 1  # of DLPack's exchange interface
+
+
+class HandleFacts(ctypes.Structure):
+    """EpTorchHandle of call.c."""
+
+    _fields_ = [
+        ("exchange", ctypes.c_void_p),
+        ("handle", ctypes.c_void_p),
+        ("device", ctypes.c_int32),
+        ("num_local_experts", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+    ]
+
+
+def _find_exchange() -> Optional[int]:
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return None
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = (
+        ctypes.c_void_p,
+        [
+            ctypes.py_object,
+            ctypes.c_char_p,
+        ],
+    )
+    address: int = get_pointer(capsule, b"dlpack_exchange_api")
+    return address if ctypes.c_uint32.from_address(address).value == _MAJOR else None
+
+
+def _load() -> Optional[Callable[[int, int, tuple[object, ...]], int]]:
+    path = os.path.join(FOLDER, "lib", "libep_torch.so")
+    if exchange is None or not os.path.exists(path):
+        return None
+    function = ctypes.PyDLL(path).ep_torch_call
+    function.restype = ctypes.c_int32
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.py_object]
+    return function  # type: ignore[no-any-return]
+
+
+exchange = _find_exchange()
+call = _load()
+"""Takes the address of a HandleFacts, an operation, and a tuple of tensors and None. Returns a
+Status, or LEFT. None where PyTorch is older."""

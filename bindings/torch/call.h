@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_BINDINGS_TORCH_CALL_H
+#define EP_BINDINGS_TORCH_CALL_H
+
+/**
+ * libep_torch.so: one call from Python for an operation of libep.torch. It finds the tensors'
+ * addresses and shapes through DLPack's exchange interface, and calls the operation. In Python each
+ * tensor takes about a microsecond, and a call has five to eleven.
+ *
+ * Whatever is out of the ordinary is left to Python, which says what is wrong with it.
+ * libep/torch/_fast.py is the other side.
+ */
+
+#include <ep/ep.h>
+
+#include "bindings/torch/dlpack.h"
+
+/** The operations. */
+enum {
+    TORCH_PREPARE,
+    TORCH_DISPATCH,
+    TORCH_DISPATCH_ROUTED,
+    TORCH_COMBINE,
+    TORCH_COMBINE_BACKWARD,
+    TORCH_DISPATCH_BACKWARD
+};
+
+/** What a libep.torch.Handle knows of itself. */
+typedef struct EpTorchHandle {
+    const DlExchange *exchange;
+    EpHandle *handle;
+    int32_t device; /**< CUDA's number of the GPU; -1: the CPU */
+    int32_t num_local_experts, num_ranks;
+} EpTorchHandle;
+
+/** What ep_torch_call returns where Python must go the slower way. Nothing has happened then. */
+#define EP_TORCH_LEFT (-1)
+
+/**
+ * Call operation `op` with a tuple of tensors and None, in the order of the arguments in
+ * libep/torch/_calls.py, on the current stream. Called with the interpreter's lock, which others
+ * may have while the operation runs. Returns an EpStatus, or EP_TORCH_LEFT.
+ */
+int32_t ep_torch_call(const EpTorchHandle *handle, int32_t op, void *objects);
+
+#endif
