@@ -38,10 +38,13 @@ typedef struct ZeroThreads {
     int index, count;
 } ZeroThreads;
 
+/* Nobody reads the zeros soon, so they leave the cache first (__stcs); several stores at once would
+ * delay the rows. */
 template <typename Word> __device__ void zero_words(char *out, int64_t bytes, ZeroThreads z) {
     int64_t words = bytes / (int64_t)sizeof(Word);
+#pragma unroll 1
     for (int64_t at = z.index; at < words; at += z.count)
-        ((Word *)out)[at] = Word{};
+        __stcs((Word *)out + at, Word{});
 }
 
 __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {

@@ -163,6 +163,9 @@ def test_fork():
 (boot,) = libep.Bootstrap.local(1)
 g = group(boot)
 handle = ep.Handle(g)
+import warnings
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks while threads run
 child = os.fork()
 if child == 0:
     try:

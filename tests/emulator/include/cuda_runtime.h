@@ -256,6 +256,9 @@ template <typename T> static inline T __ldcg(const T *address) {
     memcpy(&value, address, sizeof(value));
     return value;
 }
+template <typename T> static inline void __stcs(T *address, T value) {
+    *address = value;
+}
 
 /* ---- atomics ---- */
 
