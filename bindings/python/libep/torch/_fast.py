@@ -40,14 +40,8 @@ def _find_exchange() -> Optional[int]:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return None
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = (
-        ctypes.c_void_p,
-        [
-            ctypes.py_object,
-            ctypes.c_char_p,
-        ],
-    )
+    kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    get_pointer = kind(("PyCapsule_GetPointer", ctypes.pythonapi))
     address: int = get_pointer(capsule, b"dlpack_exchange_api")
     return address if ctypes.c_uint32.from_address(address).value == _MAJOR else None
 
@@ -57,9 +51,10 @@ def _load() -> Optional[Callable[[int, int, tuple[object, ...]], int]]:
     if exchange is None or not os.path.exists(path):
         return None
     function = ctypes.PyDLL(path).ep_torch_call
+    function.__name__ = "call of libep.torch"  # in sentences
     function.restype = ctypes.c_int32
     function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.py_object]
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 exchange = _find_exchange()
