@@ -21,6 +21,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -356,8 +357,6 @@ static EpStatus accept_higher(const EpGroup *group, EpSockets *self, const Card 
     return status;
 }
 
-/* ---- life ---------------------------------------------------------------------------------- */
-
 static void close_socket(int *socket) {
     if (*socket >= 0) close(*socket);
     *socket = -1;
@@ -369,7 +368,52 @@ static void close_all(EpSockets *self) {
         close_socket(&self->connection[r].socket);
 }
 
+/* ---- forks --------------------------------------------------------------------------------- */
+
+static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
+static EpSockets *first_open;
+
+static void before_fork(void) {
+    pthread_mutex_lock(&open_lock);
+}
+
+static void after_fork(void) {
+    pthread_mutex_unlock(&open_lock);
+}
+
+static void after_fork_in_child(void) {
+    for (EpSockets *s = first_open; s; s = s->next)
+        close_all(s);
+    first_open = NULL;
+    pthread_mutex_unlock(&open_lock);
+}
+
+static void watch_forks(void) {
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
+}
+
+static void note_open(EpSockets *self) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&open_lock);
+    self->next = first_open, first_open = self;
+    pthread_mutex_unlock(&open_lock);
+}
+
+static void forget_open(const EpSockets *self) {
+    pthread_mutex_lock(&open_lock);
+    for (EpSockets **at = &first_open; *at; at = &(*at)->next)
+        if (*at == self) {
+            *at = self->next;
+            break;
+        }
+    pthread_mutex_unlock(&open_lock);
+}
+
+/* ---- life ---------------------------------------------------------------------------------- */
+
 static void sockets_destroy(void *context) {
+    forget_open(context);
     close_all(context);
     free(context);
 }
@@ -381,6 +425,7 @@ static EpSockets *make_sockets(const EpGroup *group) {
     self->rank = group->rank, self->size = group->size, self->listener = -1;
     for (int32_t r = 0; r < group->size; r++)
         self->connection[r].socket = -1;
+    note_open(self);
     return self;
 }
 

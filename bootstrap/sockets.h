@@ -13,7 +13,8 @@
  * received in order, whatever their tag: a group uses one.
  *
  * A process that ends closes its connections, so its peers learn of it at once. A rank that finds
- * one closed still receives what was sent before. A send on it counts as done.
+ * one closed still receives what was sent before. A send on it counts as done. Children of a fork
+ * close their copies: else the peers would learn nothing as long as a child lives.
  */
 
 #include "runtime/group.h"
@@ -44,7 +45,8 @@ typedef struct EpConnection {
 
 typedef struct EpSockets {
     int32_t rank, size;
-    int listener; /**< -1: none */
+    int listener;           /**< -1: none */
+    struct EpSockets *next; /**< of the process's open ones */
     EpConnection connection[];
 } EpSockets;
 
@@ -55,8 +57,9 @@ static inline int ep_sockets_connect(const EpGroup *group, int32_t rank) {
 }
 
 /**
- * Collective over a group whose bootstrap sends no messages: connect its ranks. `*out` gets what sends messages; destroy it with ep_bootstrap_destroy. It has only the four
- * callbacks of messages. The status is this rank's alone.
+ * Collective over a group whose bootstrap sends no messages: connect its ranks. `*out` gets what
+ * sends messages; destroy it with ep_bootstrap_destroy. It has only the four callbacks of messages.
+ * The status is this rank's alone.
  */
 EpStatus ep_sockets_open(EpGroup *group, EpBootstrap *out);
 

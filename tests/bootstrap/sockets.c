@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -102,6 +104,43 @@ ThreadTest(bootstrap_sockets, two_groups, 3) {
     }
     ep_group_destroy(two);
     ep_group_destroy(one);
+    world_free(world);
+}
+
+/* ---- forks ---- */
+
+static int count_sockets(void) {
+    int count = 0;
+    for (int fd = 0; fd < 1024; fd++) {
+        struct stat facts;
+        count += fstat(fd, &facts) == 0 && S_ISSOCK(facts.st_mode);
+    }
+    return count;
+}
+
+/* A child has no connection, and its parent's group goes on. */
+ThreadTest(bootstrap_sockets, children_close_their_copies, 3) {
+    EpBootstrap own = without_messages(bootstrap);
+    set(bootstrap, "LIBEP_TOPOLOGY", "3");
+    Case c = {.ranks = 3, .nodes = "012", .weighted = 1, .seed = 4};
+    World *world = world_new(&c);
+    int before = count_sockets(), status = 0;
+    bootstrap->barrier(bootstrap->context, 60);
+    EpGroup *group = open_group(&own, &world->c);
+    REQUIRE(group, "no group");
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == 0) {
+        int here = count_sockets() - before;
+        CHECK(here == 6, "%d sockets instead of one for each of two peers of three ranks", here);
+        pid_t child = fork();
+        if (child == 0) _exit(count_sockets() - before);
+        REQUIRE(child > 0 && waitpid(child, &status, 0) == child, "no child");
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child has %d sockets",
+              WEXITSTATUS(status));
+    }
+    Step step = {group, open_handle(group, &world->c), world, own.rank, NULL};
+    step_all(&step);
+    ep_group_destroy(group);
     world_free(world);
 }
 
