@@ -70,26 +70,16 @@ static void run_rank(void) {
 }
 
 static void start(const char *test, const char *ranks) {
-    const char *argv[] = {"mpirun",
-                          "--oversubscribe",
-                          "--bind-to",
-                          "none",
-                          "--enable-recovery",
-                          "--mca",
-                          "orte_abort_on_non_zero_status",
-                          "0",
-                          "--timeout",
-                          "60",
-                          "-n",
-                          ranks,
-                          self_path(),
-                          "-j1",
-                          "--filter",
-                          test,
-                          NULL};
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-    ProcessResult result = process_run(argv, 1);
+    const char *arguments[] = {"--enable-recovery",
+                               "--mca",
+                               "orte_abort_on_non_zero_status",
+                               "0",
+                               self_path(),
+                               "-j1",
+                               "--filter",
+                               test,
+                               NULL};
+    ProcessResult result = mpirun_run(atoi(ranks), 60, arguments);
     for (int rank = 0; rank < atoi(ranks) - 1; rank++) {
         char line[64];
         snprintf(line, sizeof(line), "rank %d has survived: well", rank);

@@ -74,6 +74,22 @@ ProcessResult process_run(const char *const *argv, int merge) {
     return result;
 }
 
+ProcessResult mpirun_run(int ranks, int seconds, const char *const *arguments) {
+    char count[16], limit[16];
+    const char *argv[40] = {
+        "mpirun", "--oversubscribe", "--bind-to", "none", "--timeout", limit, "-n", count};
+    size_t used = 8, most = sizeof(argv) / sizeof(argv[0]) - 1;
+    snprintf(count, sizeof(count), "%d", ranks);
+    snprintf(limit, sizeof(limit), "%d", seconds);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    while (*arguments) {
+        cr_assert(used < most, "too many arguments");
+        argv[used++] = *arguments++;
+    }
+    return process_run(argv, 1);
+}
+
 void process_result_free(ProcessResult *result) {
     free(result->out);
     free(result->err);

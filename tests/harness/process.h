@@ -17,6 +17,10 @@ typedef struct ProcessResult {
 
 /** Run argv[0] (found on PATH) and wait for it. With `merge`, stderr goes to `out` too. */
 ProcessResult process_run(const char *const *argv, int merge);
+/** Run a program on `ranks` ranks, which mpirun ends after `seconds`, and merge its output.
+ *  `arguments`: more options of mpirun, then the program and its own; NULL is the last. */
+ProcessResult mpirun_run(int ranks, int seconds, const char *const *arguments);
+
 void process_result_free(ProcessResult *result);
 
 /** Returns the path of a file of this build ("ep_bench"), in static memory. */

@@ -10,15 +10,8 @@
 #include "tests/harness/process.h"
 
 static void start_mpirun(const char *test, int ranks, int seconds) {
-    char count[16], limit[16];
-    snprintf(count, sizeof(count), "%d", ranks);
-    snprintf(limit, sizeof(limit), "%d", seconds);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-    const char *argv[] = {
-        "mpirun", "--oversubscribe", "--bind-to", "none", "--tag-output", "--timeout", limit, "-n",
-        count,    self_path(),       "-j1",       "-S",   "--filter",     test,        NULL};
-    ProcessResult result = process_run(argv, 1);
+    const char *arguments[] = {"--tag-output", self_path(), "-j1", "-S", "--filter", test, NULL};
+    ProcessResult result = mpirun_run(ranks, seconds, arguments);
     cr_assert(result.exit_status == 0, "mpirun -n %d exits with %d:\n%s", ranks, result.exit_status,
               result.out);
     bool left_out = strstr(result.out, "[SKIP]") != NULL;

@@ -218,29 +218,9 @@ SoloTest(tools_bench, overflow_ends_the_run) {
 
 static void check_mpirun(int ranks, const char *option, const char *value, int exit_status,
                          const char *output) {
-    char count[16];
-    snprintf(count, sizeof(count), "%d", ranks);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-    const char *argv[] = {"mpirun",
-                          "--oversubscribe",
-                          "--bind-to",
-                          "none",
-                          "--timeout",
-                          "60",
-                          "-n",
-                          count,
-                          build_path("ep_bench"),
-                          "-n",
-                          "1",
-                          "-w",
-                          "0",
-                          "--hidden",
-                          "64",
-                          option,
-                          value,
-                          NULL};
-    ProcessResult result = process_run(argv, 1);
+    const char *arguments[] = {
+        build_path("ep_bench"), "-n", "1", "-w", "0", "--hidden", "64", option, value, NULL};
+    ProcessResult result = mpirun_run(ranks, 60, arguments);
     CHECK(result.exit_status == exit_status, "exit status %d: %s", result.exit_status, result.out);
     CHECK(strstr(result.out, output), "no '%s' in: %s", output, result.out);
     process_result_free(&result);
@@ -269,17 +249,10 @@ SoloTest(mpi_bench, a_killed_rank_is_named_in_time) {
              "if [ $OMPI_COMM_WORLD_RANK = 1 ]; then sleep 2; kill -9 $p; exec sleep 60; fi; "
              "wait $p",
              build_path("ep_bench"));
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
     setenv("LIBEP_TIMEOUT", "9", 1);
     setenv("LIBEP_LOG_FILE", log, 1);
-    const char *argv[] = {"mpirun",    "--oversubscribe",
-                          "--bind-to", "none",
-                          "--timeout", "60",
-                          "-n",        "3",
-                          "sh",        "-c",
-                          script,      NULL};
-    ProcessResult result = process_run(argv, 1);
+    const char *arguments[] = {"sh", "-c", script, NULL};
+    ProcessResult result = mpirun_run(3, 60, arguments);
     CHECK(stat(log, &warned) == 0, "no file %s", log);
     double seconds = difftime(time(NULL), warned.st_mtime);
     unlink(log);

@@ -101,25 +101,11 @@ SoloTest(mpi_info, nodes_and_their_ranks) {
     static const char *const parts[] = {"topology: 4 ranks on 2 nodes", "between nodes",
                                         "node 0: rank   0   2\n", "node 1: rank   1   3\n"};
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
     setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
-    const char *argv[] = {"mpirun",
-                          "--oversubscribe",
-                          "--bind-to",
-                          "none",
-                          "--timeout",
-                          "60",
-                          "-n",
-                          "4",
-                          "-x",
-                          "LIBEP_TOPOLOGY",
-                          "-x",
-                          "LIBEP_BACKEND=host",
-                          build_path("ep_info"),
-                          NULL};
-    ProcessResult result = process_run(argv, 0);
-    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.err);
+    const char *arguments[] = {
+        "-x", "LIBEP_TOPOLOGY", "-x", "LIBEP_BACKEND=host", build_path("ep_info"), NULL};
+    ProcessResult result = mpirun_run(4, 60, arguments);
+    CHECK(result.exit_status == 0, "exits with %d: %s", result.exit_status, result.out);
     for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++)
         CHECK(strstr(result.out, parts[i]), "no '%s' in: %s", parts[i], result.out);
     process_result_free(&result);

@@ -211,12 +211,8 @@ SoloTest(tools_moe, unchecked_runs_say_so) {
 
 SoloTest(mpi_moe, default_run_under_mpirun) {
     if (TESTS_SANITIZED) cr_skip_test("MPI does not run under a sanitizer");
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-    const char *argv[] = {
-        "mpirun", "--oversubscribe",    "--bind-to", "none", "--timeout", "60", "-n",
-        "4",      build_path("ep_moe"), "-n",        "1",    "-w",        "0",  NULL};
-    ProcessResult result = process_run(argv, 1);
+    const char *arguments[] = {build_path("ep_moe"), "-n", "1", "-w", "0", NULL};
+    ProcessResult result = mpirun_run(4, 60, arguments);
     CHECK(result.exit_status == 0, "exit status %d: %s", result.exit_status, result.out);
     CHECK(strstr(result.out, "# mesh:    fsdp=2,expert=2: 4 ranks (MPI)"), "%s", result.out);
     CHECK(strstr(result.out, "\n#wrong 0\n"), "%s", result.out);
