@@ -45,6 +45,10 @@ void check_note(const char *format, ...) {
     va_end(arguments);
 }
 
+const char *check_noted(void) {
+    return note;
+}
+
 const char *check_failure(void) {
     return failure;
 }

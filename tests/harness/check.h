@@ -27,6 +27,9 @@ bool check_refused(EpStatus got, EpStatus expected, const char *const *parts, co
 /** Set a note that is printed with this thread's first failure from now on. */
 __attribute__((format(printf, 1, 2))) void check_note(const char *format, ...);
 
+/** Returns this thread's note, or "". */
+const char *check_noted(void);
+
 /** Returns this thread's first failure, or "". */
 const char *check_failure(void);
 void check_clear(void);

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests of the oracle and the harness: a check that never fails would hide everything. */
 #include <math.h>
+#include <signal.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "tests/harness/image.h"
 #include "tests/oracle/number.h"
@@ -14,6 +17,32 @@ SoloTest(harness_check, first_failure_is_kept) {
     check_clear();
     CHECK(kept, "the first failure was lost");
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+
+/* A child crashes; what it prints names the signal and where it was. It still ends by the signal.
+ */
+SoloTest(harness_crash, says_where) {
+    int ends[2], status = 0;
+    char text[8192] = "";
+    CHECK(pipe(ends) == 0, "no pipe");
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        check_note("seed %d", 7);
+        raise(SIGSEGV);
+        _exit(0);
+    }
+    close(ends[1]);
+    for (ssize_t used = 0, got; (size_t)used + 1 < sizeof(text); used += got)
+        if ((got = read(ends[0], text + used, sizeof(text) - 1 - (size_t)used)) <= 0) break;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "status %#x", (unsigned)status);
+    CHECK(strstr(text, "signal 11") && strstr(text, "seed 7") && strstr(text, "(+0x"), "%s", text);
+}
+
+#endif
 
 SoloTest(harness_image, images_show_every_byte) {
     Image a = image_new(100, 16), b = image_new(100, 16);
