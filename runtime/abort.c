@@ -73,6 +73,7 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence) {
     int closed = abort->phase == EP_ABORT_CLOSED;
     if (!closed && !abort->failed && !abort->requested) {
         copy_sentence(abort->sentence, sentence);
+        __atomic_store_n(&abort->asked, 1, __ATOMIC_RELEASE);
         request(group);
     }
     pthread_mutex_unlock(&abort->mutex);

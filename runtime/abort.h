@@ -27,9 +27,12 @@ typedef enum EpAbortPhase {
 } EpAbortPhase;
 
 typedef struct EpAbort {
-    pthread_mutex_t mutex; /**< of the fields below; only `requested` is read without it */
+    pthread_mutex_t mutex; /**< of the fields below; only those stored with release are read
+                                without it */
     EpAbortPhase phase;    /**< set by the group's thread */
     int failed;            /**< whether the group has failed for another reason */
+    int asked;             /**< whether an abort has stored its sentence, and tells the peers now;
+                                stored with release */
     int requested;         /**< whether the group was aborted; stored with release, last */
     char sentence[EP_ABORT_BYTES];
 } EpAbort;

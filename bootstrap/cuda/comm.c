@@ -150,6 +150,7 @@ EpStatus ep_cuda_comm_open(EpGroup *group) {
 typedef struct Ending {
     const EpNccl *nccl;
     ncclComm_t comm;
+    int device; /* of the rank: NCCL opens what is current, in a new thread the first one */
     int aborts;
 } Ending;
 
@@ -173,7 +174,9 @@ static void await_endings_at_exit(void) {
 }
 
 static void end(const Ending *e) {
+    int before = ep_cuda_use(e->device);
     (void)(e->aborts ? e->nccl->ncclCommAbort(e->comm) : e->nccl->ncclCommDestroy(e->comm));
+    ep_cuda_restore(before);
     __atomic_sub_fetch(&endings, 1, __ATOMIC_RELEASE);
 }
 
@@ -185,7 +188,7 @@ static void *end_later(void *ending) {
 
 void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    Ending ending = {cuda->nccl, comm, aborts};
+    Ending ending = {cuda->nccl, comm, cuda->ordinal, aborts};
     Ending *later = comm && cuda->captured ? malloc(sizeof(*later)) : NULL;
     pthread_t thread;
     if (!comm) return;

@@ -21,6 +21,7 @@
 typedef struct Split {
     const EpNccl *nccl;
     ncclComm_t lent;
+    int device; /* of the rank: NCCL opens what is current, in a new thread the first one */
     int color, key;
     ncclComm_t made;
     ncclResult_t result;
@@ -31,7 +32,9 @@ static void *call_nccl(void *argument) {
     Split *s = argument;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0, config.splitShare = 0;
+    int before = ep_cuda_use(s->device);
     s->result = s->nccl->ncclCommSplit(s->lent, s->color, s->key, &s->made, &config);
+    ep_cuda_restore(before);
     __atomic_store_n(&s->returned, 1, __ATOMIC_RELEASE);
     return NULL;
 }
@@ -84,6 +87,7 @@ EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out) {
     }
     *s = (Split){.nccl = ep_cuda(group)->nccl,
                  .lent = group->config.nccl_comm,
+                 .device = ep_cuda(group)->ordinal,
                  .color = color,
                  .key = group->rank};
     return ep_cuda_comm_agree(group, &call, split(group, s, out));

@@ -179,6 +179,14 @@ static int gave_time(double *since) {
     return ep_clock() - *since > EP_EXPLAIN_SECONDS;
 }
 
+/* Another thread has the lock of the group's aborts. One that aborts tells the peers of the node
+ * first, with calls of CUDA, which hang while yet another thread waits for the GPU to free memory.
+ * What keeps the GPU busy may be the communicator, which this rank is to end. */
+static void look_at_abort(EpCudaWatch *w, const EpAbort *abort) {
+    if (__atomic_load_n(&abort->asked, __ATOMIC_ACQUIRE) && gave_time(&w->abort_hangs))
+        lose(w, EP_LOSS_OWN, w->rank, w->rank, abort->sentence);
+}
+
 /* The group's thread, an abort, or kernels may have found a failure. */
 static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
@@ -186,7 +194,10 @@ static void look_at_group(EpCudaWatch *w) {
     const EpFinding *failure = &w->group->failure;
     const char *why = "";
     int32_t blamed = w->rank;
-    pthread_mutex_lock(&abort->mutex);
+    if (pthread_mutex_trylock(&abort->mutex)) {
+        look_at_abort(w, abort);
+        return;
+    }
     int failed = abort->failed, aborted = abort->requested;
     if (failed && failure->peer >= 0) blamed = failure->peer;
     if (failed && failure->status == EP_ERR_PEER) why = w->group->failure_sentence;

@@ -87,6 +87,7 @@ typedef struct EpCudaWatch {
     double since;        /* nothing has moved */
     double disagrees;    /* since when this rank has found that it does; 0: it does not */
     double nccl_fails;   /* since when NCCL reports an error; 0: it does not */
+    double abort_hangs;  /* since when an abort has been on its way; 0: none is */
     EpWatchMarks *marks; /* pinned */
     uint64_t *counts;    /* device */
     EpStamp *stamps;     /* device [1 + ranks], in a group of weights; else NULL */

@@ -48,13 +48,14 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
 /* ---- description --------------------------------------------------------------------------- */
 
 /* Choose zero-copy receive: rows that are only copied are stored straight into their slots, if
- * these lie in a window of the group. Each rank sends the others its address there. */
+ * these lie in a window of the group. Each rank sends the others its address there. A rank without
+ * slots sends none: senders wait for the number of slots behind an address, which is not 0. */
 static void choose_receive(const EpGroup *group, EpScatterArgs *args) {
     const EpScatterTensors *t = &args->t;
     int64_t offset;
     int window =
         ep_cuda_window_find(ep_cuda(group), t->out_rows, t->out_capacity * t->row_bytes, &offset);
-    args->zero_copy = !args->multiplied && window >= 0 && args->group.size > 1;
+    args->zero_copy = !args->multiplied && window >= 0 && t->num_slots > 0 && args->group.size > 1;
     args->paired = window >= 0 && ep_cuda(group)->windows[window].paired ? window : -1;
     uint64_t name = args->paired >= 0 ? EP_PAIRED : (uint64_t)(window + 1);
     if (args->zero_copy) args->where = name << 40 | (uint64_t)(offset / 16);

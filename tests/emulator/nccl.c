@@ -134,6 +134,14 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int size, ncclUniqueId id, 
     return result;
 }
 
+/* NCCL opens the device that is current in some calls, with hundreds of megabytes of its memory. */
+static void check_device(const struct ncclComm *comm) {
+    if (emulated_device() == comm->device) return;
+    fprintf(stderr, "emulated NCCL: device %d is current in a call for device %d\n",
+            emulated_device(), comm->device);
+    abort();
+}
+
 /* Returns whether this rank's split shall fail, as EMULATED_SPLIT_FAILS says. */
 static int fails_to_split(const struct ncclComm *comm) {
     const char *rank = getenv("EMULATED_SPLIT_FAILS");
@@ -144,6 +152,7 @@ static int fails_to_split(const struct ncclComm *comm) {
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
                            ncclConfig_t *config) {
     *out = NULL;
+    check_device(comm);
     if (fails_to_split(comm)) return ncclSystemError;
     pthread_mutex_lock(&nccl_mutex);
     ncclResult_t result = ncclInvalidArgument;
@@ -209,6 +218,7 @@ static void tear_down(void) {
 
 /* Like NCCL, wait until the graphs are gone which its collectives were captured in. */
 static ncclResult_t destroy(ncclComm_t comm, int abort) {
+    check_device(comm);
     pthread_mutex_lock(&nccl_mutex);
     Shared *c = comm->shared, **at = &all_shared;
     int graphs = comm->captured;

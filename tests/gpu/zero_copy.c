@@ -109,6 +109,74 @@ ThreadTest(gpu_zero_copy, as_staged_4, 4) {
     zero_copy(bootstrap);
 }
 
+/* ---- receive tensors without rows ---------------------------------------------------------- */
+
+enum { TOKENS = 37, HIDDEN = 24, ROW_BYTES = 2 * HIDDEN };
+
+/* Every token goes to one expert of rank `target`. Each rank sends rows of a byte of its own, so
+ * the target's rows have these bytes in the order of the ranks. */
+static void send_to(const EpBootstrap *bootstrap, EpHandle *handle, int target, int32_t *index,
+                    char *tokens, char *window) {
+    int rank = bootstrap->rank, ranks = bootstrap->size;
+    EpTensor choices = ep_tensor_2d(index, EP_TYPE_INT32, TOKENS, 1),
+             rows = ep_tensor_2d(tokens, EP_TYPE_BF16, TOKENS, HIDDEN);
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    int32_t host[TOKENS];
+    for (int i = 0; i < TOKENS; i++)
+        host[i] = 2 * target + 1;
+    CHECK_CUDA(cudaMemcpy(index, host, sizeof(host), cudaMemcpyDefault));
+    CHECK_CUDA(cudaMemset(tokens, 1 + rank, (size_t)TOKENS * ROW_BYTES));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_OK(ep_prepare(handle, NULL, &choices, NULL, NULL, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_OK(ep_handle_info(handle, &info));
+    CHECK(info.recv_rows == (rank == target ? ranks * TOKENS : 0), "%lld rows",
+          (long long)info.recv_rows);
+    EpTensor received = ep_tensor_2d(window, EP_TYPE_BF16, info.recv_rows, HIDDEN);
+    CHECK_OK(ep_dispatch(handle, NULL, NULL, &rows, NULL, NULL, NULL, &received, NULL, NULL, NULL));
+    CHECK_CUDA(cudaDeviceSynchronize());
+}
+
+static void check_rows(const char *window, int64_t rows) {
+    size_t bytes = (size_t)rows * ROW_BYTES;
+    char *got = gpu_allocate_zeroed(1, bytes + 1);
+    CHECK_CUDA(cudaMemcpy(got, window, bytes, cudaMemcpyDefault));
+    for (size_t i = 0; i < bytes; i++)
+        if (got[i] != 1 + (char)(i / ((size_t)TOKENS * ROW_BYTES)))
+            CHECK(0, "byte %zu is %d", i, got[i]);
+    gpu_release(got);
+}
+
+/* With exact sizing, a rank that gets nothing names a tensor of no rows, in a window all the same.
+ */
+static void no_rows(const EpBootstrap *bootstrap) {
+    Case c = case_complete((Case){.ranks = (int)bootstrap->size, .top_k = 1, .max_tokens = TOKENS});
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    int32_t *index = NULL;
+    void *tokens = NULL, *window = NULL;
+    REQUIRE(handle, "no handle");
+    REQUIRE_CUDA(cudaMalloc((void **)&index, sizeof(*index) * TOKENS));
+    REQUIRE_CUDA(cudaMalloc(&tokens, (size_t)TOKENS * ROW_BYTES));
+    REQUIRE_OK(ep_mem_alloc(group, (size_t)(c.ranks * TOKENS * ROW_BYTES), &window));
+    for (int target = 0; target < c.ranks; target++) {
+        send_to(bootstrap, handle, target, index, tokens, window);
+        REQUIRE_OK(ep_group_status(group, NULL));
+        if (target == bootstrap->rank) check_rows(window, (int64_t)c.ranks * TOKENS);
+    }
+    ep_handle_destroy(handle);
+    ep_group_destroy(group);
+    CHECK_CUDA(cudaFree(index));
+    CHECK_CUDA(cudaFree(tokens));
+}
+
+ThreadTest(gpu_zero_copy, no_rows_2, 2) {
+    no_rows(bootstrap);
+}
+ThreadTest(gpu_zero_copy, no_rows_4, 4) {
+    no_rows(bootstrap);
+}
+
 /* ---- allocation ---------------------------------------------------------------------------- */
 
 /* Allocate device memory and check that it is aligned and zeroed. */

@@ -24,7 +24,8 @@ static void report(int signal, siginfo_t *info, void *context) {
     char line[512];
     alarm(10);
     snprintf(line, sizeof(line), "\nsignal %d (%s) at address %p; %.200s; %.200s\n", signal,
-             strsignal(signal), info->si_addr, check_noted(), check_failure());
+             strsignal(signal), signal == SIGABRT ? NULL : info->si_addr, check_noted(),
+             check_failure());
     if (write(STDERR_FILENO, line, strlen(line)) > 0)
         backtrace_symbols_fd(frames, backtrace(frames, MOST_FRAMES), STDERR_FILENO);
     raise(signal);
