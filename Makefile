@@ -605,6 +605,8 @@ deps:
 	@sh tools/deps.sh
 
 install: libs $(tools)
+	$(if $(filter-out 1,$(words $(DESTDIR)$(LIBDIR)$(INCLUDEDIR)$(BINDIR)$(SHAREDIR))),\
+	    $(error install: expected folders without blanks, got $(DESTDIR)$(PREFIX)))
 	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(LIBDIR)/cmake/ep \
 	    $(DESTDIR)$(INCLUDEDIR)/ep $(DESTDIR)$(BINDIR)
 	install -m 644 include/ep/*.h $(DESTDIR)$(INCLUDEDIR)/ep

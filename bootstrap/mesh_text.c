@@ -57,7 +57,7 @@ static int32_t take_size(Reader *r) {
     (void)take(r, 0);
     long size = isdigit((unsigned char)*r->at) ? strtol(r->at, &end, 10) : 0;
     if (size < 1 || size > INT32_MAX) {
-        (void)expected(r, "a size of at least 1");
+        (void)expected(r, "a size of 1 to 2147483647");
         return 1;
     }
     r->at = end;

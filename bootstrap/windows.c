@@ -5,6 +5,8 @@
  * closes the window on all ranks or on none. So a window has the same number on every rank.
  * Windows that ranks adopt each on their own are in adopt.c.
  */
+#include <string.h>
+
 #include "bootstrap/bootstrap.h"
 
 #define PAGE_BYTES 4096
@@ -80,7 +82,10 @@ static EpStatus finish(EpGroup *group) {
 static EpStatus rendezvous(EpGroup *group, const EpCall *call, Code code, EpStatus status,
                            EpWindow *window) {
     if (status == EP_OK) status = finish(group);
-    Descriptor mine = {ep_rank_status(status), (int32_t)code, window->number, window->bytes};
+    Descriptor mine;
+    memset(&mine, 0, sizeof(mine)); /* the peers get its padding, too */
+    mine.status = ep_rank_status(status);
+    mine.code = (int32_t)code, mine.number = window->number, mine.bytes = window->bytes;
     _Static_assert(sizeof(mine) <= EP_RENDEZVOUS_BYTES, "the group has memory for it");
     return gather_descriptors(group, call, &mine, group->gathered, window);
 }

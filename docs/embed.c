@@ -57,10 +57,12 @@ static int get(const Store *store, int32_t rank, void *value, size_t bytes) {
     return read == bytes;
 }
 
-static EpStatus await(const Store *store, int32_t rank, void *value, size_t bytes, time_t end) {
+static EpStatus await(const Store *store, int32_t rank, void *value, size_t bytes, double end) {
     char sentence[96];
     while (!get(store, rank, value, bytes)) {
-        if (time(NULL) > end) {
+        EpStatus status = ep_poll_abort(); /* another thread may have aborted the group */
+        if (status != EP_OK) return status;
+        if ((double)time(NULL) > end) {
             snprintf(sentence, sizeof(sentence), "rank %d: store: rank %d did not arrive",
                      (int)store->rank, (int)rank);
             return ep_set_last_error(EP_ERR_TIMEOUT, sentence);
@@ -75,7 +77,7 @@ static EpStatus await(const Store *store, int32_t rank, void *value, size_t byte
 static EpStatus gather(void *context, const void *in, void *out, size_t bytes, double timeout) {
     Store *store = (Store *)context;
     char old[128];
-    time_t end = time(NULL) + (time_t)timeout + 1;
+    double end = (double)time(NULL) + timeout + 1;
     EpStatus status = put(store, in, bytes);
     for (int32_t r = 0; r < store->size && status == EP_OK; r++)
         status = await(store, r, (char *)out + (size_t)r * bytes, bytes, end);

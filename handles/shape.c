@@ -81,6 +81,8 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
     if (c->id < 0 || c->id > EP_MAX_HANDLE_ID)
         return ep_refuse(call, EP_ERR_RANGE, "config.id", "expected 0 .. %d, got %d",
                          EP_MAX_HANDLE_ID, c->id);
+    if (c->reserved)
+        return ep_refuse(call, EP_ERR_RANGE, "config.reserved", "expected 0, got %d", c->reserved);
     return c->num_sms ? ep_config_check_sms(call, c->num_sms) : EP_OK;
 }
 
@@ -273,6 +275,13 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     if (!backend) return EP_OK;
     m->backend = backend->id;
     EpNodeSizes nodes = ep_config_nodes(config, num_ranks, settings);
+    if (config->num_nodes > num_ranks) {
+        snprintf(m->reason, sizeof(m->reason),
+                 "expected a rank or more on each of %d nodes, got "
+                 "%d ranks",
+                 config->num_nodes, num_ranks);
+        return EP_OK;
+    }
     backend->measure(config, num_ranks, &nodes, settings, &m->shared_bytes, &m->private_bytes);
     m->private_bytes += ep_group_own_bytes(num_ranks);
     m->feasible = 1;

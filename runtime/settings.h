@@ -12,35 +12,36 @@
 #include "ep/ep.h"
 #include "runtime/log.h"
 
-#define EP_SETTINGS_MAP(X)                                                                     \
-    X(backend, EpBackend, "LIBEP_BACKEND", "choice: auto|host|cuda", "auto",                   \
-      "backend of groups whose configuration says AUTO")                                       \
-    X(timeout, double, "LIBEP_TIMEOUT", "seconds", "100",                                      \
-      "deadline of every wait for another rank")                                               \
-    X(stage_bytes, int64_t, "LIBEP_STAGE_BYTES", "bytes", "32M",                               \
-      "staging memory per rank and group on the host backend; equal on all ranks")             \
-    X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "16M",                                 \
-      "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks")   \
-    X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                      \
-      "multiprocessors that operations of the cuda backend may use; auto: all, on several "    \
-      "nodes all but 20")                                                                      \
-    X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                  \
-      "gpu: bind each rank to the CPUs near its GPU when a group is created")                  \
-    X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                          \
-      "which tensors' memory the cuda backend validates before an operation")                  \
-    X(share_gpus, EpShareGpus, "LIBEP_SHARE_GPUS", "choice: no|yes", "no",                     \
-      "yes: ranks in separate processes may share a GPU; for debugging, not for speed")        \
-    X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                      \
-      "how rows of latency mode signal their arrival; auto: whole lines over NVLink")          \
-    X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                            \
-      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")        \
-    X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                              \
-      "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "    \
-      "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine (hwloc)") \
-    X(interface, EpSettingText, "LIBEP_INTERFACE", "text", "",                                 \
-      "network interface of libep's own messages between nodes, as eth0; empty: any")          \
-    X(log_level, EpLogLevel, "LIBEP_LOG", "choice: warn|info|debug|trace", "warn",             \
-      "how much to log")                                                                       \
+#define EP_SETTINGS_MAP(X)                                                                   \
+    X(backend, EpBackend, "LIBEP_BACKEND", "choice: auto|host|cuda", "auto",                 \
+      "backend of groups whose configuration says AUTO")                                     \
+    X(timeout, double, "LIBEP_TIMEOUT", "seconds", "100",                                    \
+      "deadline of every wait for another rank")                                             \
+    X(stage_bytes, int64_t, "LIBEP_STAGE_BYTES", "bytes", "32M",                             \
+      "staging memory per rank and group on the host backend; equal on all ranks")           \
+    X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "16M",                               \
+      "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
+    X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
+      "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
+      "nodes all but 20")                                                                    \
+    X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                \
+      "gpu: bind each rank to the CPUs near its GPU when a group is created")                \
+    X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                        \
+      "which tensors' memory the cuda backend validates before an operation")                \
+    X(share_gpus, EpShareGpus, "LIBEP_SHARE_GPUS", "choice: no|yes", "no",                   \
+      "yes: ranks in separate processes may share a GPU; for debugging, not for speed")      \
+    X(lines, EpLines, "LIBEP_LINES", "choice: auto|whole|fenced", "auto",                    \
+      "how rows of latency mode signal their arrival; auto: whole lines over NVLink")        \
+    X(spin, int64_t, "LIBEP_SPIN", "count", "auto",                                          \
+      "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")      \
+    X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                            \
+      "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "  \
+      "lists each one's node, for up to 128 ranks; /numa:2 core:4 pu:1 after it gives each " \
+      "node a machine (hwloc)")                                                              \
+    X(interface, EpSettingText, "LIBEP_INTERFACE", "text", "",                               \
+      "network interface of libep's own messages between nodes, as eth0; empty: any")        \
+    X(log_level, EpLogLevel, "LIBEP_LOG", "choice: warn|info|debug|trace", "warn",           \
+      "how much to log")                                                                     \
     X(log_file, EpSettingText, "LIBEP_LOG_FILE", "text", "", "where to log; empty: stderr")
 
 #define EP_COUNT_AUTO (-1)

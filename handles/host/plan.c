@@ -200,6 +200,26 @@ static int are_entries_sound(const EpPlanShape *s, const EpPlan *plan) {
     return sound;
 }
 
+/* Returns whether a token has an entry on a rank. */
+static int has_owner(const EpPlan *plan, int64_t token, int64_t top_k, int32_t rank) {
+    int found = 0;
+    for (int64_t i = token * top_k; i < (token + 1) * top_k; i++)
+        found |= plan->owner[i] == rank;
+    return found;
+}
+
+/* Returns whether each row that this rank sends has an entry on its rank, so that a token has at
+ * most K rows, and whether this rank receives as many rows from itself as it sends itself: combine
+ * counts the latter, and finds their slots as the former's. */
+static int are_sent_rows_sound(const EpPlanShape *s, const EpPlan *plan, int64_t top_k) {
+    const int32_t *sent = plan->send_begin + s->rank, *received = plan->recv_begin + s->rank;
+    int sound = sent[1] - sent[0] == received[1] - received[0];
+    for (int32_t r = 0; r < s->num_ranks; r++)
+        for (int32_t i = plan->send_begin[r]; i < plan->send_begin[r + 1] && sound; i++)
+            sound = has_owner(plan, plan->send_token[i], top_k, r);
+    return sound;
+}
+
 static int is_sound(const EpPlanShape *s, const EpPlan *plan, int64_t top_k) {
     int32_t ranks = s->num_ranks, tokens = (int32_t)plan->header->num_tokens, sound = 1;
     if (!is_header_sound(s, plan->header, top_k) || !are_slabs_sound(s, plan)) return 0;
@@ -211,7 +231,8 @@ static int is_sound(const EpPlanShape *s, const EpPlan *plan, int64_t top_k) {
            are_ranges(plan->recv_begin, ranks, ep_plan_max_rows(s)) &&
            are_tokens(plan->send_token, plan->send_begin, ranks, &tokens, 0) &&
            are_tokens(plan->row_token, plan->recv_begin, ranks, plan->rank_tokens, 1) &&
-           plan->rank_tokens[s->rank] == tokens && are_entries_sound(s, plan);
+           plan->rank_tokens[s->rank] == tokens && are_sent_rows_sound(s, plan, top_k) &&
+           are_entries_sound(s, plan);
 }
 
 static EpStatus check_named(const EpHandle *handle, const EpCall *call, const EpPlan *plan) {

@@ -334,8 +334,9 @@ typedef enum EpOverflow {
  * RANK_MAJOR), and there is no backward. Rows on their way lie in buffers of the group: see
  * latency_sets.
  *
- * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS, sizes are static and the group is on
- * one node, otherwise THROUGHPUT. A program that asks for AUTO uses only what both modes support.
+ * AUTO: LATENCY if max_tokens is at most EP_LATENCY_TOKENS, sizes are static, the group is on one
+ * node and has sets of buffers (latency_sets), otherwise THROUGHPUT. A program that asks for AUTO
+ * uses only what both modes support.
  *
  * On several nodes GPUs have no latency mode. The host backend has, for programs that ask for it by
  * name.
@@ -439,8 +440,9 @@ void ep_group_destroy(EpGroup *group);
  * a thread that handles Ctrl-C. It takes a lock, so do not call it in a signal handler itself. It
  * does not wait for anything.
  *
- * From then on the group has failed on this rank: a call that waits ends, and calls are refused
- * with EP_ERR_ABORTED and `sentence`. Destroy the group. Operations that are enqueued on streams
+ * From then on the group has failed on this rank: a call that waits ends. Operations,
+ * ep_handle_info, ep_group_status and calls about memory that peers reach are refused with
+ * EP_ERR_ABORTED and `sentence`. Destroy the group. Operations that are enqueued on streams
  * and need not wait still complete. Other ranks that wait for this one, or for any rank in a wait
  * that has become long, get EP_ERR_PEER, soon and not at their deadline: "rank 1: dispatch: rank 0
  * has given up on the group: <sentence>". docs/semantics.md says how they learn of it.
@@ -473,9 +475,10 @@ typedef struct EpGroupMemory {
 
 /**
  * Compute the memory of a group of `num_ranks` ranks. Local; creates and allocates nothing. An
- * infeasible configuration returns EP_OK with feasible = 0 and a reason. An invalid one returns
- * what ep_group_create would. What takes several ranks to know (whether each has a GPU of its own,
- * all of one kind) is found only by ep_group_create.
+ * infeasible configuration returns EP_OK with feasible = 0 and a reason: a backend that cannot be
+ * had here, or sizes for which no handle of default EpHandleConfig can be created. An invalid one
+ * returns what ep_group_create would. Whether a machine has the memory, and what takes several ranks
+ * to know (whether each has a GPU of its own, all of one kind), is found only by ep_group_create.
  */
 EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out);
 
@@ -658,8 +661,8 @@ EpStatus ep_window_deregister(EpGroup *group, void *memory);
  * to the deadline, which then fails the group. So no rank may wait for the end of this call on
  * another rank before it enters operations that the other has enqueued.
  *
- * EP_ERR_UNSUPPORTED: no communicator was lent, the group is on several nodes, or the window does
- * not reach all ranks.
+ * EP_ERR_UNSUPPORTED, on the CUDA backend: no communicator was lent, the group is on several nodes,
+ * or the window does not reach all ranks.
  * EP_ERR_RANGE: `id` is out of range or in use, all ids are in use, `bytes` is 0, or the memory
  * overlaps another window of the group. EP_ERR_ADDRESS: `memory` is not a multiple of 16, is no
  * memory of the device, or is not in the window. EP_ERR_FOREIGN: NCCL does not know the window.
@@ -855,7 +858,8 @@ EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 typedef struct EpHandleInfo {
     size_t struct_size;
     int64_t step;                 /**< number of times that this plan was made: by ep_prepare, or
-                                       in latency mode by ep_dispatch */
+                                       in latency mode by ep_dispatch; 0 if a call has named its
+                                       memory as the plan to make */
     int64_t num_tokens;           /**< tokens of this rank that count: T, or num_tokens' value */
     int64_t top_k;                /**< K */
     int64_t recv_rows;            /**< rows that dispatch fills: the end of the last slab; BATCHED:

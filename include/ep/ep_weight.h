@@ -123,6 +123,9 @@ EpStatus ep_weight_sharding(const EpWeight *weight, EpSharding *out);
  * the gathered weight. Matrix units read fp8 along the dimension that a product sums over. So a
  * layer gathers a weight [E, in, out] `transposed` for the forward pass, [E, out, in], and as it is
  * for the gradient of the input. With tiles both have the same bytes and scales, transposed.
+ *
+ * EP_ERR_UNSUPPORTED: a form that its fields exclude below, tiles with MXFP8, or tiles or
+ * transposing of a weight of one dimension.
  */
 typedef struct EpWeightForm {
     size_t struct_size;
@@ -163,7 +166,7 @@ EpStatus ep_weight_sizes(const EpWeight *weight, const EpWeightForm *form, EpWei
  * workspace  UINT8, [>= gather_workspace] on a multiple of 64 bytes; may be NULL if that is 0. It
  *            holds nothing between calls: weights may share it on one stream.
  * out        EpWeightSizes.shape
- * scales     EpWeightSizes.scale_shape; NULL where nothing is quantised
+ * scales     EpWeightSizes.scale_shape; NULL where nothing is quantised, else EP_ERR_UNSUPPORTED
  */
 EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
                           const EpTensor *workspace, EpStream stream, const EpTensor *out,

@@ -48,10 +48,10 @@ SoloTest(bootstrap_mesh, refuses_text) {
     EpMesh mesh = EP_MESH_INIT;
     check_text_refused("", "a name");
     check_text_refused("data", "'=' and a size, got \"\" in \"data\"");
-    check_text_refused("data=", "a size of at least 1");
-    check_text_refused("data=0", "a size of at least 1, got \"0\"");
-    check_text_refused("data=-2", "a size of at least 1");
-    check_text_refused("data=99999999999999999999", "a size of at least 1");
+    check_text_refused("data=", "a size of 1 to 2147483647");
+    check_text_refused("data=0", "a size of 1 to 2147483647, got \"0\"");
+    check_text_refused("data=-2", "a size of 1 to 2147483647");
+    check_text_refused("data=99999999999999999999", "a size of 1 to 2147483647");
     check_text_refused("data=2,", "a name");
     check_text_refused("data=2 3", "',' or the end, got \"3\"");
     check_text_refused("d-p=2", "'=' and a size, got \"-p=2\"");

@@ -227,6 +227,7 @@ static const WrongConfig wrong_configs[] = {
      "config.mode", "got throughput mode"},
     {CONFIG(.layout = EP_LAYOUT_RANK_MAJOR, .mode = EP_MODE_LATENCY, .rows_per_expert = 8),
      EP_ERR_RANGE, "rows_per_expert", "8"},
+    {CONFIG(.reserved = 5), EP_ERR_RANGE, "config.reserved", "got 5"},
     {CONFIG(.expert_ids = 0), EP_ERR_RANGE, "expert_ids", "got 0"},
     {CONFIG(.layout = EP_LAYOUT_FLAT, .expert_ids = 3), EP_ERR_RANGE, "expert_ids", "got 3"},
     {CONFIG(.expert_ids = EP_IDS_GLOBAL), EP_ERR_UNSUPPORTED, "config.expert_ids",

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "handles/host/plan.h"
 #include "tests/cases/fixture.h"
 #include "tests/harness/ranked.h"
 
@@ -384,6 +385,44 @@ ThreadTest(handles_plans, damaged_inside, 1) {
             if ((i < 1024 || i >= 1024 + used) && !CHECK(room[i] == 0x77, "byte %zu", i)) break;
         plans_close(&p);
     }
+}
+
+/* Rows that a plan counts as sent, but not as received, have entries that nothing has checked. */
+ThreadTest(handles_plans, damaged_own_rows, 1) {
+    HOST_ONLY("the host backend checks a plan's numbers");
+    Plans p;
+    Case c = plain;
+    EpPlan plan;
+    c.ranks = 1, c.spread = SPREAD_FULL;
+    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    step_prepare(&p.step[0]);
+    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    int32_t row = plan.recv_begin[1] - 1;
+    plan.recv_begin[1] = row;
+    plan.row_entry[row] = 959619703;
+    CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
+                  "damaged numbers");
+    plans_close(&p);
+}
+
+/* A row without an entry on its rank: with many of them a token had more rows than entries. */
+ThreadTest(handles_plans, damaged_owner, 2) {
+    HOST_ONLY("the host backend checks a plan's numbers");
+    Plans p;
+    Case c = plain;
+    EpPlan plan;
+    c.ranks = 2, c.spread = SPREAD_FULL;
+    REQUIRE(plans_open(&p, bootstrap, c), "no handle");
+    step_prepare(&p.step[0]);
+    ep_plan_map(&p.handle->shape, p.plan[0].data, &plan);
+    if (bootstrap->rank == 0) {
+        int64_t first = (int64_t)plan.send_token[plan.send_begin[1]] * c.top_k;
+        for (int64_t i = first; i < first + c.top_k; i++)
+            if (plan.owner[i] == 1) plan.owner[i] = -1;
+        CHECK_REFUSED(call_combine(&p.step[0], &p.plan[0]), EP_ERR_HANDLE_MEMORY, "rank 0", "plan",
+                      "damaged numbers");
+    }
+    plans_close(&p);
 }
 
 /* Another number of tokens than the plan's. */

@@ -17,12 +17,17 @@
 enum { MOST_FRAMES = 64 };
 
 /* The signal is raised again and ends the process as this returns. What is called here may wait for
- * a lock that the crash left: the alarm ends that wait. */
+ * a lock that the crash left: the alarm ends that wait. Other threads that crash wait for the first
+ * one. */
 static void report(int signal, siginfo_t *info, void *context) {
     (void)context;
     void *frames[MOST_FRAMES];
     char line[512];
+    static int reported;
     alarm(10);
+    while (__atomic_exchange_n(&reported, 1, __ATOMIC_RELAXED))
+        pause();
+    sigaction(signal, &(struct sigaction){.sa_handler = SIG_DFL}, NULL);
     snprintf(line, sizeof(line), "\nsignal %d (%s) at address %p; %.200s; %.200s\n", signal,
              strsignal(signal), signal == SIGABRT ? NULL : info->si_addr, check_noted(),
              check_failure());
@@ -33,7 +38,7 @@ static void report(int signal, siginfo_t *info, void *context) {
 
 __attribute__((constructor)) static void report_crashes(void) {
     static const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-    struct sigaction action = {.sa_sigaction = report, .sa_flags = SA_SIGINFO | SA_RESETHAND};
+    struct sigaction action = {.sa_sigaction = report, .sa_flags = SA_SIGINFO};
     for (size_t i = 0; i < sizeof(signals) / sizeof(*signals); i++)
         sigaction(signals[i], &action, NULL);
 }

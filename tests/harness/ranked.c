@@ -28,9 +28,12 @@ bool ranked_is(void) {
     return getenv("OMPI_COMM_WORLD_SIZE") != NULL;
 }
 
+/* No thread may look into the environment while another one changes it, so all look before the
+ * barrier. */
 void set_on_ranks(const EpBootstrap *bootstrap, const char *name, const char *value) {
+    bool sets = bootstrap->rank == 0 || ranked_is();
     bootstrap->barrier(bootstrap->context, 60);
-    if (bootstrap->rank == 0 || ranked_is()) setenv(name, value, 1);
+    if (sets) setenv(name, value, 1);
     bootstrap->barrier(bootstrap->context, 60);
 }
 

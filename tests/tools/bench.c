@@ -79,6 +79,7 @@ static const BadOptions bad_options[] = {
     {"--threads 9999", "--threads"},
     {"--threads 2 --baseline", "--baseline"},
     {"--threads 2 -J /nonexistent/folder/x.json", "/nonexistent/folder/x.json"},
+    {"--threads 2 -J /tmp", "cannot write /tmp: Is a directory"},
     {"--threads 2 --save-routing /nonexistent/folder/x --tokens 4", "/nonexistent/folder/x"},
     {"--models --hidden 64", "--hidden"},
     {"--models --top-k 2", "--top-k"},

@@ -106,6 +106,11 @@ SoloTest(tools_trace, bad_traces_are_refused) {
     }
 }
 
+/* /dev/zero is one line without an end. */
+SoloTest(tools_trace, endless_lines_are_refused) {
+    check_run("--threads 2 --routing file:/dev/zero", 2, NULL, "a line of less than 4096");
+}
+
 SoloTest(tools_trace, a_folder_is_refused) {
     check_run("--threads 2 --routing file:/tmp", 2, NULL, "/tmp");
 }

@@ -14,11 +14,13 @@ enum { VERSION = 1 };
 
 /* ---- reading: a line at a time, a number at a time ----------------------------------------- */
 
+/* A line of a token has at most EP_MAX_TOP_K numbers. What has longer lines is not a trace. */
+enum { MOST_CHARS = 4096 };
+
 typedef struct Reader {
     const char *path;
     FILE *stream;
-    char *line, *at;
-    size_t capacity;
+    char line[MOST_CHARS + 1], *at;
     int64_t number; /* line number */
 } Reader;
 
@@ -33,23 +35,37 @@ static bool refuse(const Reader *in, const char *expected, const char *got) {
                         expected, shown);
 }
 
+/* Read a line with its newline. Returns its length, up to MOST_CHARS, or 0 where the file ends. */
+static size_t read_line(Reader *in) {
+    size_t length = 0;
+    for (int c = 0; c != '\n' && length < MOST_CHARS;) {
+        if ((c = getc_unlocked(in->stream)) == EOF) break;
+        in->line[length++] = (char)c;
+    }
+    in->line[length] = 0;
+    return length;
+}
+
 static bool next_line(Reader *in, const char *expected) {
     in->number++;
     errno = 0;
-    ssize_t length = getline(&in->line, &in->capacity, in->stream);
-    if (length < 0 && errno)
+    size_t length = read_line(in);
+    if (ferror(in->stream))
         return bench_refuse("%s:%lld: expected %s, got an error: %s", in->path,
                             (long long)in->number, expected, strerror(errno));
-    if (length < 0)
+    if (!length)
         return bench_refuse("%s:%lld: expected %s, got the end of the file", in->path,
                             (long long)in->number, expected);
+    if (length == MOST_CHARS && in->line[length - 1] != '\n')
+        return bench_refuse("%s:%lld: expected a line of less than %d characters, got a longer one",
+                            in->path, (long long)in->number, MOST_CHARS);
     if (in->line[length - 1] != '\n')
         return bench_refuse("%s:%lld: expected a complete line, got the end of the file in the "
                             "middle of one",
                             in->path, (long long)in->number);
     in->line[length - 1] = 0;
     in->at = in->line;
-    if (strlen(in->line) + 1 < (size_t)length)
+    if (strlen(in->line) + 1 < length)
         return bench_refuse("%s:%lld: expected %s, got a line with a zero byte", in->path,
                             (long long)in->number, expected);
     return true;
@@ -175,7 +191,6 @@ bool trace_read(const char *path, const TraceShape *shape, Routing *out) {
     if (ok && rows.used) memcpy(out->experts, rows.experts, rows.used * sizeof(int32_t));
     free(tokens);
     free(rows.experts);
-    free(in.line);
     fclose(in.stream);
     return ok;
 }

@@ -93,7 +93,10 @@ static bool is_special(const char *path) {
 }
 
 bool output_open(OutputFile *file, const char *path) {
+    struct stat status;
     *file = (OutputFile){.path = path};
+    if (stat(path, &status) == 0 && S_ISDIR(status.st_mode))
+        return bench_refuse("cannot write %s: %s", path, strerror(EISDIR));
     if (strlen(path) > 4096)
         return bench_refuse("a path of %zu characters is too long to write to", strlen(path));
     if (!is_special(path))
