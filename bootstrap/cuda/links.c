@@ -40,10 +40,12 @@ static Links links_of(const char *bus) {
 }
 
 /* Returns 1 if NVLink connects this rank's GPU with the one at `bus`. If this process does not see
- * that GPU, a link from this rank's GPU to a switch counts. */
+ * that GPU, a link from this rank's GPU to a switch counts. So it does if the GPU seems to be this
+ * rank's own: ranks that share one are not asked here, so it is at the same place of another
+ * machine, which NVLink joins with this one. */
 static int is_linked_to(const EpGroup *group, const char *bus) {
     int other;
-    if (cudaDeviceGetByPCIBusId(&other, bus) == cudaSuccess)
+    if (cudaDeviceGetByPCIBusId(&other, bus) == cudaSuccess && other != group->choice.device)
         return are_linked(group->choice.device, other);
     (void)cudaGetLastError();
     return links_of(group->choice.bus).switched > 0;
