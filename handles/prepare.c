@@ -21,7 +21,7 @@ static EpStatus check_topk_idx(const EpOperation *o, const EpTensor *t) {
         EP_TRY(ep_arg_dim(call, "topk_idx", t, 1, handle->top_k, "the handle's top_k"));
     else if (o->plan.is_named)
         EP_TRY(ep_arg_dim(call, "topk_idx", t, 1, handle->shape.max_top_k,
-                          "the group's max_top_k, since the handle has no top_k"));
+                          "K (the group's max_top_k, since the handle has no top_k)"));
     return EP_OK;
 }
 

@@ -103,8 +103,8 @@ static EpStatus report_routing(const EpFinding *f) {
 
 static EpStatus report_overflow(const EpFinding *f) {
     return ep_fail(f->status,
-                   "rank %d: ep_prepare: expected at most %lld receive rows, needed %lld; %lld "
-                   "slots were lost",
+                   "rank %d: ep_prepare: expected at most %lld receive rows (batched layout: of an "
+                   "expert), needed %lld; %lld slots were lost",
                    f->rank, (long long)f->expected, (long long)f->seen, (long long)f->count);
 }
 
