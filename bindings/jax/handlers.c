@@ -1,12 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The operations as handlers. Above each one are its operands and results, in their order. */
+#include <stdio.h>
+
 #include "bindings/jax/handlers.h"
 
 /** XLA looks these up by name. */
 XLA_FFI_Handler ep_jax_prepare, ep_jax_dispatch, ep_jax_combine, ep_jax_dispatch_backward,
     ep_jax_combine_backward;
 
-/* order, topk_idx[, num_tokens] -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
+/* A mesh with the same devices in another order would give a rank the experts of another. A GPU's
+ * operand is in its memory: reading it would wait for the stream, and could not be captured. */
+static EpStatus check_place(const JaxCall *call, const EpTensor *place) {
+    const JaxRank *rank = call->rank;
+    char sentence[160];
+    if (!rank->on_host || *(const int32_t *)place->data == rank->number) return EP_OK;
+    snprintf(sentence, sizeof(sentence),
+             "rank %d: prepare: expected place %d in shard_map, as in bootstrap's mesh, got %d",
+             rank->number, rank->number, *(const int32_t *)place->data);
+    return ep_set_last_error(EP_ERR_FOREIGN, sentence);
+}
+
+/* order, topk_idx, place[, num_tokens]
+ *     -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
 XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
@@ -16,8 +31,11 @@ XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     out.expert_padded = jax_result(&call, 3);
     out.expert_offsets = jax_result(&call, 4);
     out.totals = jax_result(&call, 5);
-    return jax_end(&call, ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1),
-                                     jax_operand(&call, 2), call.stream, &out));
+    EpStatus status = check_place(&call, jax_operand(&call, 2));
+    if (status == EP_OK)
+        status = ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1),
+                            jax_operand(&call, 3), call.stream, &out);
+    return jax_end(&call, status);
 }
 
 /* order, plan, tokens[, topk_weights] -> order, recv_tokens[, recv_topk_weights] */

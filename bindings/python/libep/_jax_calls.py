@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval, xla
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from . import _abi
+from ._jax_regions import check_devices
 from ._library import FOLDER
 
 # _library has loaded libep.so by now, so the handlers use that instance.
@@ -74,6 +75,10 @@ def _make(name: str) -> Primitive:
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
 
     def lower(ctx: Any, *operands: Any, key: int, num_orders: int, outputs: Outputs) -> Any:
+        # While JAX traces, no mesh has devices. Here it has some, unless it is an AbstractMesh.
+        mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+        if isinstance(mesh, Mesh):
+            check_devices(name, key, mesh)
         return jax.ffi.ffi_lowering(target)(ctx, *operands, key=np.int64(key))
 
     primitive = Primitive(f"ep_{name}")

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from . import _jax_calls as calls
@@ -55,6 +56,7 @@ class Operations:
 
     key: int
     axes: tuple[str, ...]
+    on_host: bool
     num_local_experts: int
     max_tokens: int
     top_k: int
@@ -72,7 +74,7 @@ class Operations:
     ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
         self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
         tokens, topk_idx, *weights = _vary_alike(self.axes, tokens, topk_idx, topk_weights)
-        routing = _vary_alike(self.axes, topk_idx, num_tokens)
+        routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
         order, *numbers = self._bind(calls.prepare, order, *routing, outputs=self._plan_types())
         arrays = dict(zip(_PLAN_ARRAYS, numbers))
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
@@ -100,6 +102,13 @@ class Operations:
         outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
         order, out = self._bind(calls.combine, order, *operands, outputs=outputs)
         return out, order
+
+    def _place(self) -> jax.Array:
+        """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
+
+        On GPUs it would be in device memory, and prepare would wait for the stream to read it.
+        """
+        return jax.lax.axis_index(self.axes) if self.on_host else jnp.int32(0)
 
     def _bind(
         self, call: Primitive, order: jax.Array, *operands: jax.Array, outputs: Sequence[Any]

@@ -11,13 +11,13 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import numpy as np
 
 from . import _abi, _jax_calls
 from ._abi import Backend, Plans, Status, Tail
 from ._bootstrap import Bootstrap
 from ._group import Group
 from ._handle import Handle
+from ._jax_regions import lines, remember_devices
 from ._library import EpError, last_error
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Ranks:
     def __init__(
         self,
         mesh: jax.sharding.Mesh,
-        axes: Sequence[str],
+        axes: tuple[str, ...],
         top_k: int,
         fields: Mapping[str, Any],
     ) -> None:
@@ -50,7 +50,7 @@ class Ranks:
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
         makers = []
-        for number, devices in enumerate(_lines(mesh, axes)):
+        for number, devices in enumerate(lines(mesh, axes)):
             for bootstrap in _bootstraps(f"libep/jax/{self.key}/{number}", devices):
                 device = devices[bootstrap.rank]
                 self.bootstraps.append(bootstrap)
@@ -63,8 +63,10 @@ class Ranks:
             self._close_groups()
             raise
         self.plan_bytes: int = self.ranks[0].handle.plan_bytes
+        self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
             _add(self.key, rank)
+        remember_devices(self.key, mesh, axes)
         _open[self.key] = self
 
     def check(self) -> None:
@@ -95,14 +97,6 @@ class Ranks:
 
 def _close_rank(key: int, rank: _Rank) -> None:
     _jax_calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
-
-
-def _lines(mesh: jax.sharding.Mesh, axes: Sequence[str]) -> np.ndarray:
-    """The devices as [groups, ranks]: along the last dimension only `axes` vary."""
-    places = [mesh.axis_names.index(axis) for axis in axes]
-    others = [place for place in range(mesh.devices.ndim) if place not in places]
-    size = int(np.prod([mesh.devices.shape[place] for place in places]))
-    return mesh.devices.transpose(others + places).reshape(-1, size)
 
 
 def _bootstraps(prefix: str, devices: Sequence[Any]) -> Iterable[Bootstrap]:

@@ -23,10 +23,40 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+# Of each Ep, by its key: the axes of its groups, and their devices.
+_lines: dict[int, tuple[tuple[str, ...], frozenset[tuple[Any, ...]]]] = {}
+
 
 def product(mesh: Union[Mesh, AbstractMesh], axes: Sequence[str]) -> int:
     """The number of devices along axes."""
     return int(np.prod([mesh.shape[axis] for axis in axes]))
+
+
+def lines(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
+    """The devices as [groups, ranks]: along the last dimension only `axes` vary."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    others = [place for place in range(mesh.devices.ndim) if place not in places]
+    return mesh.devices.transpose(others + places).reshape(-1, product(mesh, axes))
+
+
+def remember_devices(key: int, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Let check_devices know the groups of a key."""
+    _lines[key] = axes, frozenset(map(tuple, lines(mesh, axes)))
+
+
+def check_devices(name: str, key: int, mesh: Mesh) -> None:
+    """Refuse a shard_map over a mesh whose groups have other devices, or another order of them.
+
+    A device is the rank that it was for bootstrap. shard_map would give it the experts of another.
+    """
+    axes, expected = _lines[key]
+    for line in lines(mesh, axes):
+        if tuple(line) not in expected:
+            raise EpError(
+                Status.FOREIGN,
+                f"{name}: expected a shard_map whose devices along {axes} are those of the mesh "
+                f"that bootstrap got, in its order, got devices {[device.id for device in line]}",
+            )
 
 
 def axes_of(array: jax.Array) -> frozenset[str]:

@@ -154,6 +154,7 @@ class Ep:
         self._operations = Operations(
             key=ranks.key,
             axes=regions.axes,
+            on_host=ranks.on_host,
             num_local_experts=self.num_local_experts,
             max_tokens=self.max_tokens,
             top_k=self.top_k,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -10,9 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import EXPERTS, HIDDEN, TOKENS, TOP_K, make_mesh, moe, parameters, specs, tokens
+from conftest import (
+    DEVICE,
+    EXPERTS,
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    make_mesh,
+    moe,
+    parameters,
+    specs,
+    tokens,
+)
 from jax._src.dispatch import runtime_tokens
 from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import libep.jax
@@ -133,11 +146,69 @@ def test_another_shard_map(bootstrap):
         jax.shard_map(ep.order, mesh=make_mesh(4), in_specs=(), out_specs=P("ep"))()
 
 
-def test_another_mesh(bootstrap):
-    ep = bootstrap(make_mesh(2))
-    others = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("ep",))
-    with pytest.raises(JaxRuntimeError, match="expected a device of group .*EP_ERR_FOREIGN"):
-        jax.block_until_ready(round_trip(ep, others)(tokens(1, 2), indices(2)))
+@pytest.mark.parametrize("devices", [[2, 3], [1, 0], [0, 2]])
+def test_another_mesh(bootstrap, devices):
+    """Other devices, or the same in another order, are refused before the program runs."""
+    make_mesh(4)  # or skip
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    other, x = Mesh(np.array(jax.devices())[devices], ("ep",)), tokens(1, 2)
+    sentence = "prepare: expected a shard_map whose .*, got devices " + re.escape(str(devices))
+    with pytest.raises(EpError, match=sentence) as caught:
+        round_trip(ep, other)(x, indices(2))
+    assert caught.value.status is Status.FOREIGN
+    with jax.set_mesh(other), pytest.raises(EpError, match=sentence):
+        round_trip(ep, None)(x, indices(2))
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
+
+
+def test_a_mesh_of_the_same_groups(bootstrap):
+    """Other axes of a mesh may be others: the devices along the group's axis count."""
+    one = make_mesh(2, 2, names=("data", "ep"))
+    ep = bootstrap(one)
+    turned = Mesh(one.devices[::-1], ("pipe", "ep"))
+    program = jax.shard_map(
+        lambda x, idx: ep.dispatch(ep.order(), x, idx)[0],
+        mesh=turned,
+        in_specs=P(("pipe", "ep")),
+        out_specs=P(("pipe", "ep")),
+    )
+    assert jax.jit(program)(tokens(1, 4), indices(4)).shape == (4 * ep.max_recv_rows, HIDDEN)
+    crossed = Mesh(np.stack([one.devices[0], one.devices[1, ::-1]]), ("data", "ep"))
+    with pytest.raises(EpError, match=r"got devices \[3, 2\]"):
+        round_trip(ep, crossed)(tokens(1, 2), indices(2))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="places of GPUs are not compared")
+@pytest.mark.parametrize(
+    "devices, sentence",
+    [([1, 0], r"place \d in shard_map, as in"), ([2, 3], "a device of group")],
+)
+def test_another_mesh_that_is_abstract(bootstrap, devices, sentence):
+    """A shard_map over an AbstractMesh has no devices before it runs."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    program, x = round_trip(ep, mesh.abstract_mesh), tokens(1, 2)
+    split = NamedSharding(mesh, P("ep"))
+    y = program(jax.device_put(x, split), jax.device_put(indices(2), split))
+    np.testing.assert_array_equal(y, TOP_K * x)
+    split = NamedSharding(Mesh(np.array(jax.devices())[devices], ("ep",)), P("ep"))
+    with pytest.raises(JaxRuntimeError, match=f"expected .*{sentence}.*EP_ERR_FOREIGN"):
+        jax.block_until_ready(
+            program(jax.device_put(x, split), jax.device_put(indices(2), split))
+        )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="places of GPUs are not compared")
+def test_set_mesh_of_a_compiled_program(bootstrap):
+    """JAX lowers a program once for all meshes of jax.set_mesh that have the same axes."""
+    mesh, x = make_mesh(2), tokens(1, 2)
+    program = round_trip(bootstrap(mesh), None)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(program(x, indices(2)), TOP_K * x)
+    with jax.set_mesh(Mesh(mesh.devices[::-1], ("ep",))):
+        with pytest.raises(JaxRuntimeError, match="expected place .*EP_ERR_FOREIGN"):
+            jax.block_until_ready(program(x, indices(2)))
 
 
 def test_a_plan_that_is_none(bootstrap):
