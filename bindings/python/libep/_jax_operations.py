@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from . import _jax_calls as calls
 from ._abi import Status
-from ._jax_regions import axes_of, vary
+from ._jax_regions import axes_of, is_array, kind_of, vary
 from ._library import EpError
 
 if TYPE_CHECKING:
@@ -129,7 +129,11 @@ class Operations:
         ]
 
     def check_plan(self, name: str, plan: Plan) -> None:
-        """Refuse a plan of another group."""
+        """Refuse what is no plan, or that of another group."""
+        if not isinstance(plan, Plan):
+            raise EpError(
+                Status.TYPE, f"{name}: plan: expected the Plan of dispatch, got {kind_of(plan)}"
+            )
         if plan.group != self.key:
             raise EpError(
                 Status.FOREIGN,
@@ -174,7 +178,19 @@ class Operations:
             )
 
 
+def check_order(name: str, order: Any, count: int) -> None:
+    """Refuse what is not the order of `count` devices."""
+    if not is_array(order) or order.dtype.name != "float32" or order.shape != (count,):
+        raise EpError(
+            Status.TYPE,
+            f"{name}: order: expected what ep.order() or the last call returned, "
+            f"float32{[count]}, got {kind_of(order)}",
+        )
+
+
 def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple[Any, ...]) -> None:
+    if not is_array(array):
+        raise EpError(Status.TYPE, f"{name}: expected an array, got {kind_of(array)}")
     if array.dtype.name not in types:
         raise EpError(Status.TYPE, f"{name}: expected {' or '.join(types)}, got {array.dtype.name}")
     given = array.shape

@@ -59,6 +59,16 @@ def check_devices(name: str, key: int, mesh: Mesh) -> None:
             )
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is an array, of JAX or NumPy."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def kind_of(value: Any) -> str:
+    """The type and shape of an array, the type of anything else."""
+    return f"{value.dtype}{list(value.shape)}" if is_array(value) else type(value).__name__
+
+
 def axes_of(array: jax.Array) -> frozenset[str]:
     """The mesh axes over which shard_map lets an array vary."""
     kind: Any = jax.typeof(array)
@@ -134,6 +144,8 @@ class Regions:
 
     def _check_split(self, name: str, array: jax.Array) -> None:
         count = product(self.mesh, self.token_axes)
+        if not is_array(array):
+            raise EpError(Status.TYPE, f"{name}: expected arrays, got {kind_of(array)}")
         if array.ndim == 0 or array.shape[0] % count:
             raise EpError(
                 Status.SHAPE,

@@ -32,7 +32,7 @@ from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
 from . import _jax_weights as sharded
 from ._abi import Status
 from ._config import max_recv_rows as worst_case_rows
-from ._jax_operations import Operations, Plan
+from ._jax_operations import Operations, Plan, check_order
 from ._jax_ranks import Ranks
 from ._jax_regions import Regions, product, vary
 from ._library import EpError
@@ -193,6 +193,7 @@ class Ep:
 
         Differentiable in tokens and topk_weights.
         """
+        self._check_order("dispatch", order)
         operands = (order, tokens, topk_idx, topk_weights, num_tokens)
         return self._regions.run("dispatch", self._operations.dispatch, operands)
 
@@ -213,6 +214,7 @@ class Ep:
 
         Differentiable in expert_out and recv_weights.
         """
+        self._check_order("combine", order)
         self._operations.check_plan("combine", plan)
         operands = (order, expert_out, plan, recv_weights)
         return self._regions.run("combine", self._operations.combine, operands)
@@ -280,8 +282,14 @@ class Ep:
         Backward begins with the last call that the loss depends on. If calls follow that one, such
         as those of a layer without gradient, join the loss to the order of the last call of all.
         """
+        self._check_order("join", order)
         joined: jax.Array = _join(order, value)
         return joined
+
+    def _check_order(self, name: str, order: jax.Array) -> None:
+        is_inside = self._regions.is_inside(name)
+        count = 1 if is_inside else product(self._regions.mesh, self._regions.token_axes)
+        check_order(name, order, count)
 
     # ---- the group ----------------------------------------------------------------------------
 

@@ -146,6 +146,65 @@ def test_another_shard_map(bootstrap):
         jax.shard_map(ep.order, mesh=make_mesh(4), in_specs=(), out_specs=P("ep"))()
 
 
+# The first operands of calls that forget the order, or have something else in its place.
+NO_ORDERS = {
+    "forgotten": (lambda order, x, idx: (x, idx, None), r"float32\[12, 16\]"),
+    "none": (lambda order, x, idx: (None, x, idx), "NoneType"),
+    "number": (lambda order, x, idx: (0.0, x, idx), "float"),
+    "bfloat16": (lambda order, x, idx: (order.astype(jnp.bfloat16), x, idx), r"bfloat16\[1\]"),
+    "long": (lambda order, x, idx: (jnp.zeros(3), x, idx), r"float32\[3\]"),
+}
+
+
+@pytest.mark.parametrize("case", NO_ORDERS)
+def test_no_order(bootstrap, case):
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    operands, got = NO_ORDERS[case]
+
+    def body(x, idx):
+        return ep.dispatch(*operands(ep.order(), x, idx))[0]
+
+    sentence = r"dispatch: order: expected what ep\.order\(\) or .*, float32\[1\], got " + got
+    with pytest.raises(EpError, match=sentence) as caught:
+        jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(
+            tokens(1, 2), indices(2)
+        )
+    assert caught.value.status is Status.TYPE
+
+
+def test_no_order_outside_shard_map(bootstrap):
+    """Outside, an order is that of all devices."""
+    ep = bootstrap(make_mesh(2))
+    x, idx = tokens(1, 2), indices(2)
+    rows, weights, plan, order = ep.dispatch(ep.order(), x, idx)
+    got = {
+        "dispatch": lambda: ep.dispatch(x, idx, weights),
+        "combine": lambda: ep.combine(rows, plan, weights),
+        "join": lambda: ep.join(jnp.zeros(1), order),
+    }
+    for name, call in got.items():
+        with pytest.raises(EpError, match=rf"{name}: order: .*, float32\[2\], got float32"):
+            call()
+    assert ep.combine(order, rows, plan)[0].shape == x.shape
+
+
+def test_arguments_that_are_no_arrays(bootstrap):
+    ep = bootstrap(make_mesh(2))
+    x, idx = tokens(1, 2), indices(2)
+    with pytest.raises(EpError, match="dispatch: expected arrays, got int"):
+        ep.dispatch(ep.order(), x, idx.tolist())
+    with pytest.raises(EpError, match="dispatch: topk_idx: expected an array, got NoneType"):
+        ep.dispatch(ep.order(), x, None)
+    rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+    for name, call in {
+        "combine": lambda: ep.combine(order, rows, plan.bytes),
+        "experts": lambda: ep.experts(lambda *a: a[0], rows, plan.bytes, (), ()),
+    }.items():
+        with pytest.raises(EpError, match=rf"{name}: plan: expected the Plan of .*, got uint8\["):
+            call()
+
+
 @pytest.mark.parametrize("devices", [[2, 3], [1, 0], [0, 2]])
 def test_another_mesh(bootstrap, devices):
     """Other devices, or the same in another order, are refused before the program runs."""
