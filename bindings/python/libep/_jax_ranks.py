@@ -21,7 +21,7 @@ from ._jax_regions import lines, remember_devices
 from ._library import EpError, last_error
 
 if TYPE_CHECKING:
-    from typing import Any, Callable, Iterable, Mapping, Sequence
+    from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 CLOSE_SECONDS = 1.0
 """How long closing waits for a program that is using the group."""
@@ -71,13 +71,11 @@ class Ranks:
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
-        for rank in self.ranks:
-            finding = _abi.initialized(_abi.EpFinding)
-            status = _jax_calls.library.ep_jax_rank_status(
-                self.key, rank.ordinal, ctypes.byref(finding)
-            )
-            if status:
-                raise last_error(status)
+        errors = [error for rank in self.ranks if (error := _rank_error(self.key, rank))]
+        if errors:
+            # All in one: a rank reports a finding once, and the next check is about later steps.
+            sentences = dict.fromkeys(map(str, errors))
+            raise EpError(errors[0].status, "; ".join(sentences))
 
     def release(self) -> None:
         """Let programs use the groups no more."""
@@ -93,6 +91,12 @@ class Ranks:
         _run_threads([rank.group.close for rank in self.ranks])
         for bootstrap in self.bootstraps:
             bootstrap.close()
+
+
+def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
+    finding = _abi.initialized(_abi.EpFinding)
+    status = _jax_calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
+    return last_error(status) if status else None
 
 
 def _close_rank(key: int, rank: _Rank) -> None:

@@ -299,6 +299,18 @@ def test_routing_errors(bootstrap):
     ep.check()
 
 
+def test_routing_errors_of_several_ranks(bootstrap):
+    """One check reports all ranks, so that a later one is not about this step."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh)
+    idx = indices(2).at[5, 1].set(EXPERTS).at[TOKENS + 7, 0].set(EXPERTS)
+    round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
+    with pytest.raises(EpError, match="rank 0: .*token 5.*; rank 1: .*token 7") as caught:
+        ep.check()
+    assert caught.value.status is Status.ROUTING
+    ep.check()
+
+
 def test_what_is_not_supported(bootstrap):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
