@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 
 from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
 from . import _jax_weights as sharded
-from ._abi import Status
+from ._abi import Mode, Status
 from ._config import max_recv_rows as worst_case_rows
 from ._jax_operations import Operations, Plan, check_order
 from ._jax_ranks import Ranks
@@ -39,10 +39,17 @@ from ._library import EpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Optional, Union
+    from typing import Any, NoReturn, Optional, Union
 
 __all__ = ["Ep", "Plan", "after", "bootstrap"]
 
+# Fields of a group that bootstrap sets, and what they follow from.
+_OWN_FIELDS = {
+    "backend": "mesh",
+    "device": "mesh",
+    "max_top_k": "top_k",
+    "max_row_bytes": "hidden and dtype",
+}
 _PLAN_ALIGNMENT = 256  # a plan in an array of plans is aligned like a buffer of XLA
 
 
@@ -76,21 +83,23 @@ def bootstrap(
     With several processes (jax.distributed) each of them calls this, in the same order relative to
     other calls of bootstrap. EpError if the configuration is refused.
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    tokens = tuple(mesh.axis_names) if token_axes is None else tuple(token_axes)
-    _check_axes(mesh, "axis", axes)
-    _check_axes(mesh, "token_axes", tokens)
+    if not isinstance(mesh, jax.sharding.Mesh):
+        _refuse(Status.TYPE, "mesh", "a jax.sharding.Mesh", type(mesh).__name__)
+    axes = _check_axes(mesh, "axis", axis)
+    tokens = _check_axes(mesh, "token_axes", mesh.axis_names if token_axes is None else token_axes)
+    numbers = dict(num_experts=num_experts, max_tokens=max_tokens, hidden=hidden, top_k=top_k)
+    if max_recv_rows is not None:
+        numbers["max_recv_rows"] = max_recv_rows
+    _check_numbers(numbers)
+    _check_fields(fields)
+    if max_recv_rows == 0:
+        _refuse(Status.UNSUPPORTED, "max_recv_rows", "a number of rows", "0 for exact sizes")
     if not set(axes) <= set(tokens):
-        raise EpError(
-            Status.RANGE, f"bootstrap: token_axes: expected {axes} among them, got {tokens}"
-        )
+        _refuse(Status.RANGE, "token_axes", f"{axes} among them", tokens)
     size = product(mesh, axes)
     if num_experts % size:
-        raise EpError(
-            Status.RANGE,
-            f"bootstrap: num_experts: expected a multiple of the {size} "
-            f"devices along {axis!r}, got {num_experts}",
-        )
+        expected = f"a multiple of the {size} devices along {axis!r}"
+        _refuse(Status.RANGE, "num_experts", expected, num_experts)
     config = dict(
         fields,
         num_experts=num_experts,
@@ -116,18 +125,39 @@ def after(order: jax.Array, other: jax.Array) -> jax.Array:
     return order + 0 * other  # XLA keeps this: other might be NaN
 
 
-def _check_axes(mesh: jax.sharding.Mesh, field: str, axes: tuple[str, ...]) -> None:
+def _refuse(status: Status, field: str, expected: str, got: object) -> NoReturn:
+    raise EpError(status, f"bootstrap: {field}: expected {expected}, got {got}")
+
+
+def _check_axes(
+    mesh: jax.sharding.Mesh, field: str, given: Union[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The axes as a tuple."""
+    if not isinstance(given, (str, tuple, list)):
+        _refuse(Status.TYPE, field, "an axis of the mesh or a tuple of them", repr(given))
+    axes = (given,) if isinstance(given, str) else tuple(given)
     for name in axes:
         if name not in mesh.axis_names:
-            raise EpError(
-                Status.RANGE,
-                f"bootstrap: {field}: expected one of the mesh's axes {mesh.axis_names}, "
-                f"got {name!r}",
-            )
+            _refuse(Status.RANGE, field, f"one of the mesh's axes {mesh.axis_names}", repr(name))
     if len(set(axes)) < max(1, len(axes)):
-        raise EpError(
-            Status.RANGE, f"bootstrap: {field}: expected one or more axes, each once, got {axes}"
-        )
+        _refuse(Status.RANGE, field, "one or more axes, each once", axes)
+    return axes
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for field, number in numbers.items():
+        if not isinstance(number, (int, np.integer)):
+            _refuse(Status.TYPE, field, "an integer", repr(number))
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Refuse what bootstrap sets itself, and what operations do not support."""
+    for field in fields:
+        if field in _OWN_FIELDS:
+            expected = f"none, since it follows from {_OWN_FIELDS[field]}"
+            _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
+    if fields.get("mode") == Mode.LATENCY:
+        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", "Mode.LATENCY")
 
 
 class Ep:

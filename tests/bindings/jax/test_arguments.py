@@ -57,6 +57,14 @@ def round_trip(ep, mesh):
         ({"top_k": 33}, "TOP_K", "max_top_k"),
         ({"hidden": 3}, "ROW_BYTES", "max_row_bytes"),
         ({"alignment": 3}, "ALIGNMENT", "alignment"),
+        ({"axis": None}, "TYPE", "axis: expected an axis of the mesh or a tuple .*, got None"),
+        ({"num_experts": "8"}, "TYPE", "num_experts: expected an integer, got '8'"),
+        ({"max_recv_rows": 8.0}, "TYPE", "max_recv_rows: expected an integer, got 8.0"),
+        ({"max_recv_rows": 0}, "UNSUPPORTED", "max_recv_rows: expected a number of rows, got 0"),
+        ({"backend": libep.Backend.HOST}, "UNSUPPORTED", "backend: expected none, since .* mesh"),
+        ({"device": 0}, "UNSUPPORTED", "device: expected none, since it follows from mesh, got 0"),
+        ({"max_row_bytes": 64}, "UNSUPPORTED", "max_row_bytes: expected none, since .* hidden"),
+        ({"mode": libep.Mode.LATENCY}, "UNSUPPORTED", "mode: expected Mode.THROUGHPUT, got"),
     ],
 )
 def test_bootstrap(bootstrap, fields, status, sentence):
@@ -64,6 +72,13 @@ def test_bootstrap(bootstrap, fields, status, sentence):
         bootstrap(make_mesh(2), **fields)
     assert caught.value.status is Status[status]
     bootstrap(make_mesh(2))  # nothing was left behind
+
+
+def test_what_is_no_mesh(bootstrap):
+    for mesh in (None, make_mesh(2).abstract_mesh):
+        with pytest.raises(EpError, match="mesh: expected a jax.sharding.Mesh, got") as caught:
+            bootstrap(mesh)
+        assert caught.value.status is Status.TYPE
 
 
 def test_unknown_field(bootstrap):
