@@ -193,6 +193,19 @@ class Ep:
             plan_bytes=self.plan_bytes,
         )
 
+    def __deepcopy__(self, _: object) -> Ep:
+        """The Ep itself: copies of a model share its groups, since plans and orders are values."""
+        return self
+
+    def __copy__(self) -> Ep:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a libep.jax.Ep belongs to its process: save the arrays of a model, and call bootstrap "
+            "anew"
+        )
+
     # ---- operations ---------------------------------------------------------------------------
 
     def order(self) -> jax.Array:

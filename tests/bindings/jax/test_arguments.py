@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
 import time
@@ -418,6 +420,16 @@ def test_fresh_after_a_failure(bootstrap):
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
     with pytest.raises(EpError, match="abort"):
         ep.check()
+
+
+def test_copies(bootstrap):
+    """A copy of a model that holds an Ep shares it; none is saved."""
+    mesh, x = make_mesh(2), tokens(1, 2)
+    ep = bootstrap(mesh)
+    assert copy.deepcopy({"ep": ep})["ep"] is ep and copy.copy(ep) is ep
+    with pytest.raises(TypeError, match="Ep belongs to its process: .* call bootstrap anew"):
+        pickle.dumps(ep)
+    np.testing.assert_array_equal(round_trip(ep, mesh)(x, indices(2)), TOP_K * x)
 
 
 def test_import_alone():
