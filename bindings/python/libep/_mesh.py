@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int32, c_int64
-from typing import NamedTuple, Optional, Sequence, Union
+from typing import Iterable, NamedTuple, Optional, Sequence, Union
 
 from . import _abi
 from ._abi import AxisRole, Status, TensorKind, initialized
@@ -15,9 +15,11 @@ from ._library import EpError, check, library
 Axes = Union[str, Sequence[str]]
 """Axes by name, outermost first: "expert", "(fsdp,expert)", ("fsdp", "expert"), or () for none."""
 
-Spec = Union[str, Sequence[Optional[Axes]]]
-"""For each dimension of a tensor the axes that shard it: "expert,fsdp,_" or ("expert", "fsdp", None).
-A PartitionSpec of JAX is one, too, if it has an entry for each dimension."""
+# Iterable, since a PartitionSpec is no Sequence.
+Spec = Union[str, Iterable[Optional[Axes]]]
+"""For each dimension of a tensor the axes that shard it, "expert,fsdp,_" or
+("expert", "fsdp", None). A PartitionSpec of JAX is one, too, if it has an entry for each
+dimension."""
 
 _TEXT_BYTES = 4096  # enough for any sharding in words
 

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn, Optional, Union
 
+    from ._mesh import Spec
+
+    _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
+
 __all__ = ["Ep", "Plan", "after", "bootstrap"]
 
 # Fields of a group that bootstrap sets, and what they follow from.
