@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from ._abi import Backend, Plans, Status, Tail
 from ._bootstrap import Bootstrap
 from ._group import Group
 from ._handle import Handle
+from ._info import settings
 from ._jax_regions import lines, remember_devices
 from ._library import EpError, last_error
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 CLOSE_SECONDS = 1.0
-"""How long closing waits for a program that is using the group."""
+"""How long closing waits for a call that is waiting for other ranks."""
+
+_POLL_SECONDS = 0.001
 
 _keys = itertools.count(1)
 _open: dict[int, Ranks] = {}
@@ -66,6 +70,9 @@ class Ranks:
         self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
             _add(self.key, rank)
+        self._devices = set(mesh.local_devices)
+        timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
+        self._wait_seconds = float(timeout)
         remember_devices(self.key, mesh, axes)
         _open[self.key] = self
 
@@ -81,6 +88,18 @@ class Ranks:
         """Let programs use the groups no more."""
         _run_threads([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
 
+    def wait(self) -> None:
+        """Wait for the arrays that programs are computing on the groups' devices.
+
+        No longer than a rank waits for its peers. It asks, since a wait of JAX has no deadline.
+        """
+        if self.key not in _open:
+            return
+        deadline = time.monotonic() + self._wait_seconds
+        for array in jax.live_arrays(next(iter(self._devices)).platform):
+            while _is_computed(array, self._devices) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+
     def close(self) -> None:
         """Destroy the groups. A second call does nothing."""
         if _open.pop(self.key, None) is not None:
@@ -91,6 +110,16 @@ class Ranks:
         _run_threads([rank.group.close for rank in self.ranks])
         for bootstrap in self.bootstraps:
             bootstrap.close()
+
+
+def _is_computed(array: Any, devices: set[Any]) -> bool:
+    """Whether a program on one of the devices is computing an array."""
+    # The manual of JAX does not have is_ready. Should it go, there is no wait.
+    is_ready = getattr(array, "is_ready", lambda: True)
+    try:
+        return not is_ready() and not devices.isdisjoint(array.sharding.device_set)
+    except RuntimeError:
+        return False  # another thread has deleted it
 
 
 def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:

@@ -350,16 +350,20 @@ class Ep:
     def close(self) -> None:
         """Destroy the groups. A second call does nothing. All processes close together.
 
-        Wait for the programs that use the group first (jax.block_until_ready). Programs that call
-        afterwards get an error. Arrays stay valid.
+        Waits for the arrays that programs are computing on the devices of this process, no longer
+        than timeout_seconds. Programs that call afterwards get an error. Arrays stay valid.
         """
+        self._ranks.wait()
         self._ranks.close()
 
     def __enter__(self) -> Ep:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._ranks.close()  # programs may wait for a rank that does not come
 
 
 @jax.custom_vjp

@@ -17,6 +17,7 @@ from conftest import (
     DEVICE,
     EXPERTS,
     HIDDEN,
+    SECONDS,
     TOKENS,
     TOP_K,
     make_mesh,
@@ -369,10 +370,8 @@ def test_closed(bootstrap):
         ep.check()
 
 
-def test_closed_while_a_program_runs(bootstrap):
-    """One rank is late, the other waits for it in libep: close ends the wait."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
+def held_program(ep, mesh):
+    """A program whose rank 0 waits in the middle. Returns what runs it, and two events."""
     begun, go = threading.Event(), threading.Event()
 
     def hold(rank, order):
@@ -389,14 +388,39 @@ def test_closed_while_a_program_runs(bootstrap):
     program = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
     )
+    return program, begun, go
+
+
+def test_closed_while_a_program_runs(bootstrap):
+    """close waits for what has been enqueued."""
+    mesh, x = make_mesh(2), tokens(1, 2)
+    ep = bootstrap(mesh)
+    program, _, go = held_program(ep, mesh)
+    with ep:
+        y = program(x, indices(2))
+        threading.Timer(3, go.set).start()
+    assert y.is_ready()
+    np.testing.assert_array_equal(y, TOP_K * x)
+
+
+@pytest.mark.parametrize("leaves_by_error", [True, False])
+def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
+    """One rank is late, the other waits for it in libep: the wait ends."""
+    mesh = make_mesh(2)
+    ep = bootstrap(mesh, timeout_seconds=SECONDS if leaves_by_error else 2)
+    program, begun, go = held_program(ep, mesh)
     y = program(tokens(1, 2), indices(2))
     assert begun.wait(15)
     time.sleep(0.5)
     start = time.monotonic()
-    threading.Timer(3, go.set).start()
-    ep.close()
+    threading.Timer(4, go.set).start()
+    if leaves_by_error:
+        with pytest.raises(ZeroDivisionError), ep:
+            raise ZeroDivisionError
+    else:
+        ep.close()
     assert time.monotonic() - start < 10
-    with pytest.raises(JaxRuntimeError, match="closed"):
+    with pytest.raises(JaxRuntimeError, match="closed" if leaves_by_error else "rank"):
         y.block_until_ready()
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
