@@ -115,6 +115,59 @@ def test_saved_rows_that_were_overwritten_are_noticed(alone):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_another_tensor_of_the_memory_is_noticed(alone, is_inference):
+    """Weights' gradients need the rows, which the second step overwrites through a new tensor."""
+    group = alone()
+    memory = ep.ReceiveMemory(group, ROWS * HIDDEN * 4)
+    handle = ep.Handle(group)
+    x = torch.randn(3, HIDDEN, device=group.device)
+    idx = torch.tensor([[0, 1]] * 3, device=group.device)
+    weights = torch.ones(3, 2, device=group.device, requires_grad=True)
+
+    def step(x, weights):
+        recv = memory.tensor((handle.capacity, HIDDEN), torch.float32)
+        received = ep.dispatch(handle, x, idx, weights, recv_tokens=recv)
+        return ep.combine(handle, received.plan, received.tokens, received.topk_weights)
+
+    out = step(x, weights)
+    with torch.inference_mode(is_inference):
+        step(2 * x, weights.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    del out
+    step(x, weights).sum().backward()
+    assert torch.allclose(weights.grad, x.sum(1, keepdim=True).expand(3, 2))
+
+
+def test_tensors_do_not_share_histories(alone):
+    """Rows with a gradient that are copied into the memory concern one tensor alone."""
+    memory = ep.ReceiveMemory(alone(), 1024)
+    first = memory.tensor((4, 16), torch.float32)
+    first.copy_(torch.ones(4, 16, device=first.device, requires_grad=True))
+    assert first.requires_grad
+    assert not memory.tensor((4, 16), torch.float32).requires_grad
+    del first
+    memory.free()
+
+
+def test_arguments_of_receive_memory(alone):
+    group = alone()
+    for size, error in [(3.5, TypeError), ("8", TypeError), (True, TypeError), (-5, EpError)]:
+        with pytest.raises(error, match="bytes: expected"):
+            ep.ReceiveMemory(group, size)
+    memory = ep.ReceiveMemory(group, 1024)
+    for shape, error in [(8, TypeError), ((2.0, 4), TypeError), ((-1, -16), EpError)]:
+        with pytest.raises(error, match="shape: expected"):
+            memory.tensor(shape, torch.float32)
+    with pytest.raises(TypeError, match="dtype: expected a torch.dtype, got 'float32'"):
+        memory.tensor((4,), "float32")
+    storage = memory.tensor((0, 16), torch.float32).untyped_storage()
+    assert memory.is_used()
+    del storage
+    assert not memory.is_used()
+
+
 def test_an_exception_is_not_masked(alone):
     """The frames of an exception hold tensors. The group is aborted, and closed at the end."""
     group = alone()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+import math
+import operator
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +15,7 @@ from .._abi import Status
 from .._library import EpError
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Sequence
+    from typing import Optional, Sequence
 
     from torch import Tensor
 
@@ -32,6 +34,26 @@ class _Memory:
         }
 
 
+def _make_whole(address: int, size: int, device: torch.device) -> Tensor:
+    """All of the memory, as bytes. Not an inference tensor, which would have no version counter."""
+    with torch.inference_mode(False):
+        if device.type == "cpu":
+            owner = (ctypes.c_uint8 * size).from_address(address)
+            return torch.frombuffer(owner, dtype=torch.uint8)
+        return torch.as_tensor(_Memory(address, size), device=device)
+
+
+def _lengths(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple. TypeError for what is none, EpError RANGE for negative lengths."""
+    try:
+        lengths = tuple(operator.index(length) for length in shape)
+    except TypeError:
+        raise TypeError(f"shape: expected a sequence of ints, got {shape!r}") from None
+    if any(length < 0 for length in lengths):
+        raise EpError(Status.RANGE, f"shape: expected lengths of 0 or more, got {lengths}")
+    return lengths
+
+
 class ReceiveMemory:
     """Memory that the peers of a group reach, for tensors that dispatch fills. Collective to make.
 
@@ -46,10 +68,15 @@ class ReceiveMemory:
     """
 
     def __init__(self, group: Group, bytes: int) -> None:
+        if isinstance(bytes, bool) or not isinstance(bytes, int):
+            raise TypeError(f"bytes: expected an int, got {bytes!r}")
+        if bytes < 1:
+            raise EpError(Status.RANGE, f"bytes: expected at least 1, got {bytes}")
         self.group = group
         self.bytes = bytes
         self._address: Optional[int] = group.mem_alloc(bytes)
-        self._owner: Optional[weakref.ref[Any]] = None
+        self._whole = _make_whole(self._address, bytes, group.device)
+        self._unused = self._count_uses()
         group.receive_memory.append(self)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
@@ -57,37 +84,34 @@ class ReceiveMemory:
 
         shape, dtype  of the tensor
         offset        in bytes, from the start; a multiple of 16. Tensors may overlap.
+
+        Autograd notices where a tensor that it has saved was overwritten through another one.
         """
         if self._address is None or self.group.pointer is None:
             raise EpError(Status.DESTROYED, f"rank {self.group.rank}: the receive memory was freed")
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        lengths = _lengths(shape)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+        size = dtype.itemsize * math.prod(lengths)
         if offset % 16 or offset < 0 or offset + size > self.bytes:
             raise EpError(
                 Status.RANGE,
                 f"rank {self.group.rank}: receive memory: expected a tensor within {self.bytes} "
                 f"bytes, at a multiple of 16, got {size} bytes at {offset}",
             )
-        return self._whole()[offset : offset + size].view(dtype).view(tuple(shape))
+        # All tensors share the version counter of the whole. detach: an operation in place that has
+        # a gradient gives this tensor a history, and the whole none.
+        with torch.inference_mode(False):
+            return self._whole[offset : offset + size].view(dtype).view(lengths).detach()
 
-    def _whole(self) -> Tensor:
-        owner = None if self._owner is None else self._owner()
-        assert self._address is not None
-        if self.group.device.type == "cpu":
-            if owner is None:
-                owner = (ctypes.c_uint8 * self.bytes).from_address(self._address)
-            whole = torch.frombuffer(owner, dtype=torch.uint8)
-        else:
-            if owner is None:
-                owner = _Memory(self._address, self.bytes)
-            whole = torch.as_tensor(owner, device=self.group.device)
-        self._owner = weakref.ref(owner)
-        return whole
+    def _count_uses(self) -> tuple[int, int]:
+        """The references to the storage: of tensors, and of programs that hold it itself."""
+        storage = self._whole.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
     def is_used(self) -> bool:
         """Whether a tensor lies in the memory."""
-        return self._owner is not None and self._owner() is not None
+        return self._count_uses() != self._unused
 
     def free(self) -> None:
         """Free the memory, after the operations that use it. Collective. Twice does nothing."""
