@@ -41,6 +41,34 @@ dist.destroy_process_group()
     assert [out[1] for out in outs[1:]] == ["0 2", "1 2"]
 
 
+def test_a_store_serves_process_groups_one_after_the_other():
+    """The keys of one are still there when the next one begins."""
+    source = """
+from datetime import timedelta
+from torch.testing._internal.distributed import fake_pg  # ranks meet through libep alone
+initialize()
+ports = [None]
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+if rank == 0:
+    ports = [store.port]
+dist.broadcast_object_list(ports)
+if rank:
+    store = dist.TCPStore("127.0.0.1", ports[0], timeout=timedelta(seconds=60))
+dist.destroy_process_group()
+for turn in range(3):
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    for number in range(2):
+        with group() as g:
+            for k in range(turn + number):
+                time.sleep(0.2 * rank)
+                ep.ReceiveMemory(g, 4096 * (k + 1)).free()
+            assert torch.equal(layer(ep.Handle(g), x), x)
+    dist.destroy_process_group()
+say("good")
+"""
+    assert [good(result) for result in run(source, source)] == ["good\n"] * 2
+
+
 def test_compiled_ranks():
     """Two layers in one program on each of two ranks, with another number of tokens on each."""
     source = """

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 
 _FIRST_SECONDS, _MOST_SECONDS = 0.0005, 0.01  # between two looks into the store
 
-_counts: weakref.WeakKeyDictionary[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_prefixes: weakref.WeakKeyDictionary[ProcessGroup, Iterator[str]] = weakref.WeakKeyDictionary()
+
+
+def _make_prefixes(group: ProcessGroup) -> Iterator[str]:
+    """The prefixes of the keys of a process group's bootstraps, the same on all ranks.
+
+    A store may outlive process groups, and the next one of the same name must not read the keys of
+    the last. So each rank counts in the store the process groups of this name that it has used.
+    """
+    name = f"libep/{group.group_name}"
+    incarnation = group.get_group_store().add(f"{name}/uses/{dist.get_rank(group)}", 1)
+    return (f"{name}/{incarnation}/{number}" for number in itertools.count())
 
 
 def _member(process_group: Optional[ProcessGroup]) -> ProcessGroup:
@@ -45,13 +56,16 @@ def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstra
 
     Uses the store of the process group alone, never its collectives: so it serves every backend
     (gloo, nccl, ...), and a wait ends by an abort, Ctrl-C or the deadline. All ranks make their
-    bootstraps of one process group in the same order. The bootstrap keeps the store alive; the
+    bootstraps of one process group in the same order. A store may serve one process group after the
+    other, if all ranks use libep with the same ones. The bootstrap keeps the store alive; the
     process that serves the store (rank 0 of a TCPStore) ends last, or closes its groups with the
     others.
     """
     group = _member(process_group)
     store = group.get_group_store()
-    number = next(_counts.setdefault(group, itertools.count()))
+    if group not in _prefixes:
+        _prefixes[group] = _make_prefixes(group)
+    prefix = next(_prefixes[group])
 
     def get(key: str, seconds: float) -> Optional[bytes]:
         # Store.wait would log a warning for each of its timeouts.
@@ -69,7 +83,7 @@ def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstra
         store.set,  # type: ignore[arg-type]
         get,
         store.delete_key,
-        prefix=f"libep/{group.group_name}/{number}",
+        prefix=prefix,
     )
 
 
