@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICE, assert_equal
+from conftest import DEVICE, assert_equal, make_group, run_threads
 
 import libep
 import libep.torch as ep
@@ -62,6 +62,130 @@ def test_refused(step, case, grad):
     given[which] = spoil(given[which])
     with pytest.raises(error, match=words):
         ep.dispatch(handle, given["x"], given["idx"], given["weights"])
+
+
+@pytest.mark.parametrize("capacity", [0, 12])
+def test_a_refused_dispatch_took_no_part(capacity):
+    """One rank is refused, corrects its call, and calls again; the other one notices nothing."""
+
+    def body(bootstrap):
+        with make_group(bootstrap, max_recv_rows=capacity, max_scale_bytes=16) as group:
+            handle = ep.Handle(group)
+            x = torch.ones(T, H, device=group.device)
+            idx = torch.tensor([[0, 5]] * T, device=group.device)
+            weights = torch.ones(T, 2, device=group.device)
+            scales, recv = x[:, :4].contiguous(), x.new_empty(20, H)
+            good = dict(tokens=x, routing=idx, topk_weights=weights, recv_tokens=recv)
+            bad = [
+                dict(tokens=x.double()),
+                dict(tokens=x[:2]),
+                dict(tokens=x[None]),
+                dict(tokens=x[:, ::2]),
+                dict(tokens=x.repeat(1, 2)),
+                dict(topk_weights=weights.bfloat16()),
+                dict(topk_weights=weights[:, :1].contiguous()),
+                dict(topk_weights=weights[:2]),
+                dict(scales=scales.repeat(1, 2)),
+                dict(scales=scales[:2]),
+                dict(recv_tokens=recv.bfloat16()),
+                dict(recv_tokens=recv[:, :8].contiguous()),
+                dict(recv_tokens=recv.view(-1)),
+            ]
+            if capacity:
+                bad.append(dict(recv_tokens=recv[: capacity - 1]))
+            for change in bad if bootstrap.rank else ():
+                (name,) = change
+                with pytest.raises((TypeError, EpError), match=f"{name}: expected .*, got "):
+                    ep.dispatch(handle, **{**good, **change})
+            received = ep.dispatch(handle, **good)
+            assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)
+
+    run_threads(2, body)
+
+
+def test_tokens_that_num_tokens_leaves_out(step):
+    """With num_tokens, tokens may have more rows than count, and other ones than topk_idx."""
+    handle, x, idx, _ = step
+    count = torch.tensor([2], device=x.device)
+    received = ep.dispatch(handle, x, idx, num_tokens=count)
+    assert received.plan.totals.tolist()[0] == 4
+
+
+ARGUMENTS = [
+    ("tokens", lambda x, idx, w: dict(tokens=x.tolist())),
+    ("tokens", lambda x, idx, w: dict(tokens=x.cpu().numpy())),
+    ("tokens", lambda x, idx, w: dict(tokens=None)),
+    ("tokens", lambda x, idx, w: dict(tokens=torch._neg_view(x))),
+    ("topk_idx", lambda x, idx, w: dict(routing=None)),
+    ("topk_idx", lambda x, idx, w: dict(routing=idx.tolist())),
+    ("weights", lambda x, idx, w: dict(topk_weights=w.tolist())),
+    ("num_tokens", lambda x, idx, w: dict(num_tokens=3)),
+    ("num_tokens", lambda x, idx, w: dict(num_tokens=idx[0, 0])),
+    ("recv_tokens", lambda x, idx, w: dict(recv_tokens=x.view(-1))),
+    ("recv_tokens", lambda x, idx, w: dict(recv_tokens=[x])),
+]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", range(len(ARGUMENTS)))
+def test_arguments_of_other_kinds(step, case, grad):
+    handle, x, idx, weights = step
+    weights = weights.clone().requires_grad_(grad)
+    name, change = ARGUMENTS[case]
+    given = dict(tokens=x, routing=idx, topk_weights=weights)
+    with pytest.raises((TypeError, EpError), match=f"{name}: expected .*, got "):
+        ep.dispatch(handle, **{**given, **change(x, idx, weights.detach())})
+
+
+def test_handles_and_plans_of_other_kinds(step):
+    handle, x, idx, _ = step
+    received = ep.dispatch(handle, x, idx)
+    for other in (None, handle.group, libep.Handle(handle.group)):
+        for call in (
+            lambda: ep.prepare(other, idx),
+            lambda: ep.dispatch(other, x, idx),
+            lambda: ep.combine(other, received.plan, received.tokens),
+        ):
+            with pytest.raises(TypeError, match="handle: expected a libep.torch.Handle, got "):
+                call()
+    with pytest.raises(TypeError, match="plan: expected .*, got .*Received: give its plan"):
+        ep.combine(handle, received, received.tokens)
+    with pytest.raises(TypeError, match="topk_idx: expected a torch.Tensor, got .*Received"):
+        ep.dispatch(handle, x, received)
+
+
+@pytest.mark.parametrize("which", ["tokens", "expert_out"])
+def test_forward_mode_is_refused(step, which):
+    handle, x, idx, _ = step
+    received = ep.dispatch(handle, x, idx)
+    with torch.autograd.forward_ad.dual_level():
+        ep.combine(handle, received.plan, received.tokens)  # no tangent
+        rows = x if which == "tokens" else received.tokens
+        dual = torch.autograd.forward_ad.make_dual(rows, torch.ones_like(rows))
+        with pytest.raises(EpError, match=f"{which}: expected a tensor without tangent") as caught:
+            if which == "tokens":
+                ep.dispatch(handle, dual, idx)
+            else:
+                ep.combine(handle, received.plan, dual)
+        assert caught.value.status == Status.UNSUPPORTED
+
+
+def test_transforms_of_torch_func_are_refused(step):
+    handle, x, idx, weights = step
+
+    def layer(x):
+        received = ep.dispatch(handle, x, idx, weights)
+        return ep.combine(handle, received.plan, received.tokens, received.topk_weights).sum()
+
+    for call in (
+        lambda: torch.func.grad(layer)(x),
+        lambda: torch.func.jvp(layer, (x,), (x,)),
+        lambda: torch.vmap(layer)(x[None]),
+        lambda: torch.func.grad(lambda w: ep.dispatch(handle, x, idx, w).topk_weights.sum())(weights),
+    ):
+        with pytest.raises(EpError, match="torch.func|tangent") as caught:
+            call()
+        assert caught.value.status == Status.UNSUPPORTED
 
 
 def test_combine_refuses(step):

@@ -170,6 +170,34 @@ def test_selective_checkpoint(seed, sizes, layout, monkeypatch):
     assert set(counts.values()) == {2 * SIZE}, counts
 
 
+@pytest.mark.parametrize("layout", [libep.Layout.EXPERT_MAJOR, libep.Layout.FLAT])
+def test_selective_checkpoint_where_the_experts_alone_have_gradients(alone, layout, monkeypatch):
+    """Operations without gradient are kept, too."""
+    calls = []
+    for name in ("prepare", "dispatch", "combine"):
+        call = getattr(_calls, name)
+        monkeypatch.setattr(
+            _calls, name, lambda *given, call=call, name=name: (calls.append(name), call(*given))
+        )
+    group = alone()
+    handle = ep.Handle(group, layout=layout)
+    x = torch.ones(3, 16, device=group.device)
+    idx = torch.tensor([[0, 1]] * 3, device=group.device)
+    scale = torch.full((16,), 3.0, device=group.device, requires_grad=True)
+
+    def layer(x):
+        received = ep.dispatch(handle, x, idx)
+        still = ep.combine(handle, received.plan, received.tokens)
+        return still + ep.combine(handle, received.plan, torch.sin(received.tokens * scale))
+
+    keep = functools.partial(create_selective_checkpoint_contexts, ep.EXCHANGES)
+    checkpoint(layer, x, use_reentrant=False, context_fn=keep).sum().backward()
+    assert collections.Counter(calls) == {"prepare": 1, "dispatch": 1, "combine": 2}
+    slots = 6 if layout == libep.Layout.EXPERT_MAJOR else 3  # FLAT: one for a token
+    expected = slots * torch.cos(torch.tensor(3.0, device=group.device))
+    assert torch.allclose(scale.grad, expected.expand(16))
+
+
 def test_backward_twice(seed):
     def body(bootstrap):
         with make_group(bootstrap) as group:

@@ -6,20 +6,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .._abi import Status
 from .._library import EpError
-from . import _calls, _ops
-from ._handle import Plan
+from . import _calls, _checks, _inputs, _ops
+from ._handle import Handle, Plan
 from ._quant import row_scales
 
 if TYPE_CHECKING:
     from typing import Any, Optional, Union
 
     from torch import Tensor
-
-    from ._handle import Handle
 
 
 class Received(NamedTuple):
@@ -53,26 +52,45 @@ class _Shapes(NamedTuple):
 _EAGER = (torch.Tensor, torch.nn.Parameter)
 
 
-def _choose(handle: Handle, tensor: Tensor) -> Union[Handle, int]:
-    if torch.compiler.is_compiling() or type(tensor) not in _EAGER:
+_count_modes = torch._C._len_torch_dispatch_stack
+
+
+def _choose(handle: Handle, name: str, tensor: Tensor) -> Union[Handle, int]:
+    if is_compiling():
         return handle.key
-    return handle
+    if type(tensor) in _EAGER and forward_ad._current_level < 0 and not tensor.is_neg():
+        return handle
+    _checks.require_usable(name, tensor)
+    return handle if type(tensor) in _EAGER else handle.key
 
 
 def _is_watched() -> bool:
     """Whether a dispatch mode, such as that of a selective checkpoint, watches eager calls."""
-    return _get_current_dispatch_mode() is not None
+    return _count_modes() > 0
 
 
 def _through(which: Union[Handle, int]) -> Any:
-    return _ops if isinstance(which, int) else _calls
+    if type(which) is Handle:
+        return _calls
+    if isinstance(which, int):
+        return _ops
+    _checks.require_handle(which)
+    return _calls
 
 
-def _needs_grad(*tensors: Optional[Tensor]) -> bool:
-    if torch.is_grad_enabled():
+def needs_grad(*tensors: Optional[Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensor = None
+    try:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
+                if not is_compiling():
+                    _checks.refuse_transforms()
                 return True
+    except AttributeError:
+        _checks.require_tensor("weights", tensor)
+        raise
     return False
 
 
@@ -96,12 +114,17 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
 
     dispatch calls it by itself, unless it is given a plan.
     """
-    if handle.is_latency:
+    which = _choose(handle, "topk_idx", topk_idx)
+    try:
+        is_latency = handle.is_latency
+    except AttributeError:
+        _checks.require_handle(handle)
+        raise
+    if is_latency:
         raise EpError(
             Status.UNSUPPORTED,
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
         )
-    which = _choose(handle, topk_idx)
     if not isinstance(which, int) and _is_watched():
         block, numbers = _ops.prepare_new(handle.key, topk_idx, num_tokens)
         return Plan(block, numbers, topk_idx.shape[0], handle.group.num_local_experts)
@@ -257,20 +280,38 @@ def dispatch(
     Returns a Received. Its tensors are new, except tokens in recv_tokens. Differentiable with
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
     """
-    needs_grad = _needs_grad(tokens, topk_weights)
-    if needs_grad and (handle.is_latency or scales is not None or handle.quantises):
+    which = _choose(handle, "tokens", tokens)
+    try:
+        is_latency = handle.is_latency
+    except AttributeError:
+        _checks.require_handle(handle)
+        raise
+    has_gradient = needs_grad(tokens, topk_weights)
+    if has_gradient and (is_latency or scales is not None or handle.quantises):
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected tensors without gradient in latency mode, and where rows are "
             "quantised or have scales: call it under torch.no_grad(), or detach them",
         )
-    which = _choose(handle, tokens)
-    if handle.is_latency:
+    if is_latency:
         return _dispatch_routed(
             handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens
         )
-    plan = routing if isinstance(routing, Plan) else prepare(handle, routing, num_tokens)
-    if not needs_grad:
+    if isinstance(routing, Plan):
+        plan = routing
+    else:
+        if not isinstance(which, int) and (
+            scales is not None
+            or recv_tokens is not None
+            or not _inputs.are_plain(handle, routing, tokens, topk_weights)
+        ):
+            inputs = tokens, topk_weights, scales, recv_tokens
+            _inputs.require(handle, routing, inputs, has_count=num_tokens is not None)
+        plan = prepare(handle, routing, num_tokens)
+    if not has_gradient:
+        if not isinstance(which, int) and _is_watched() and scales is None and recv_tokens is None:
+            if not handle.quantises:
+                return _dispatch_new(handle, plan, tokens, topk_weights)
         received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
         _through(which).dispatch(
             which,
@@ -283,7 +324,7 @@ def dispatch(
             received.scales,
             received.topk_idx,
         )
-        _mark_written(which, recv_tokens)
+        mark_written(which, recv_tokens)
         return received
     rows = _rows(handle, plan, recv_tokens)
     lead = handle.lead(rows)
@@ -296,11 +337,21 @@ def dispatch(
     recv, weights, idx = _Dispatch.apply(  # type: ignore[no-untyped-call]
         which, plan.bytes, tokens, topk_weights, shapes, recv_tokens
     )
-    _mark_written(which, recv_tokens)
+    mark_written(which, recv_tokens)
     return Received(recv, weights, plan, None, idx)
 
 
-def _mark_written(which: Union[Handle, int], given: Optional[Tensor]) -> None:
+def _dispatch_new(
+    handle: Handle, plan: Plan, tokens: Tensor, topk_weights: Optional[Tensor]
+) -> Received:
+    """As an op that returns its outputs, which a dispatch mode can keep."""
+    rows = count_rows(handle, plan)
+    made = _ops.dispatch_new(handle.key, plan.bytes, tokens, topk_weights, rows)
+    recv, weights, idx = _ops.split_received(made, topk_weights is not None)
+    return Received(recv, weights, plan, None, idx)
+
+
+def mark_written(which: Union[Handle, int], given: Optional[Tensor]) -> None:
     """Let autograd notice that a tensor which it may have saved was overwritten."""
     if given is not None and not isinstance(which, int):
         torch.autograd.graph.increment_version(given)
@@ -333,18 +384,22 @@ def _dispatch_routed(
         received.scales,
         received.topk_idx,
     )
-    _mark_written(which, given)
+    mark_written(which, given)
     return received
 
 
 def require_indices(routing: Union[Tensor, Plan]) -> Tensor:
     """The routing of a dispatch in latency mode, which makes its plan itself."""
+    if type(routing) in _EAGER:
+        return routing  # type: ignore[return-value]
     if isinstance(routing, Plan):
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: routing: expected topk_idx in latency mode, got a Plan: each dispatch makes "
             "its own",
         )
+    if not is_compiling():
+        _checks.require_tensor("topk_idx", routing)
     return routing
 
 
@@ -403,10 +458,17 @@ def combine(
     Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
     expert_out and weights in throughput mode.
     """
-    which = _choose(handle, expert_out)
-    if not _needs_grad(expert_out, weights, topk_weights):
-        out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
-        _through(which).combine(which, plan.bytes, expert_out, weights, topk_weights, out)
+    which = _choose(handle, "expert_out", expert_out)
+    try:
+        block, num_tokens = plan.bytes, plan.num_tokens
+    except AttributeError:
+        _checks.refuse_plan(plan)
+    if not needs_grad(expert_out, weights, topk_weights):
+        if not isinstance(which, int) and _is_watched() and topk_weights is None:
+            made: Tensor = _ops.combine_new(which.key, block, expert_out, weights, num_tokens)
+            return made
+        out = expert_out.new_empty((num_tokens, expert_out.shape[-1]))
+        _through(which).combine(which, block, expert_out, weights, topk_weights, out)
         return out
     if handle.is_latency or topk_weights is not None:
         raise EpError(
@@ -415,6 +477,6 @@ def combine(
             "torch.no_grad(), or detach them",
         )
     combined: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
-        which, plan.bytes, expert_out, weights, plan.num_tokens
+        which, block, expert_out, weights, num_tokens
     )
     return combined

@@ -16,7 +16,7 @@ from .._handle import Handle as CoreHandle
 from .._handle import Prepare
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
-from . import _fast
+from . import _checks, _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._group import Group
     from ._handle import Handle
 
-_TYPES = {
+TYPES = {
     torch.bfloat16: Type.BF16,
     torch.float16: Type.FP16,
     torch.float32: Type.FP32,
@@ -39,19 +39,19 @@ _TYPES = {
 }
 for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):  # of newer versions; libep sees plain bytes
     if hasattr(torch, _name):
-        _TYPES[getattr(torch, _name)] = Type.UINT8
+        TYPES[getattr(torch, _name)] = Type.UINT8
 
 
 def _convert(tensor: Tensor) -> CoreTensor:
-    kind = _TYPES.get(tensor.dtype)
+    kind = TYPES.get(tensor.dtype)
     if kind is None or not tensor.is_contiguous():
         _refuse(tensor)
     return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
 
 
 def _refuse(tensor: Tensor) -> NoReturn:
-    if tensor.dtype not in _TYPES:
-        names = ", ".join(str(dtype) for dtype in _TYPES)
+    if tensor.dtype not in TYPES:
+        names = ", ".join(str(dtype) for dtype in TYPES)
         raise TypeError(f"expected elements of one of the types {names}, got {tensor.dtype}")
     raise TypeError(
         f"expected a C-contiguous tensor, got strides {tuple(tensor.stride())} for shape "
@@ -68,19 +68,36 @@ def _given(
     """The argument `name` for the core. None stays None."""
     if tensor is None:
         return None
+    try:
+        kind = refuse_memory(owner, tensor, name)
+        pointer = tensor.data_ptr()
+    except AttributeError:
+        _checks.require_tensor(name, tensor)
+        raise
+    except RuntimeError:  # of tensors that have no memory
+        _checks.refuse_derivatives(name, tensor)
+        raise
+    try:
+        return CoreTensor(pointer, kind, tensor.shape, tensor)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
+def refuse_memory(owner: Union[Handle, Group], tensor: Tensor, name: str) -> Type:
+    """The tensor's type. TypeError if the tensor is elsewhere, not contiguous or of no known type."""
     if tensor.get_device() != owner.ordinal:
         raise TypeError(
             f"{name}: expected a tensor on {owner.device}, where the group is, got one on "
             f"{tensor.device}"
         )
     # As _convert, whose call would take as long as the checks.
-    kind = _TYPES.get(tensor.dtype)
+    kind = TYPES.get(tensor.dtype)
     if kind is None or not tensor.is_contiguous():
         try:
             _refuse(tensor)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-    return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
+    return kind
 
 
 def prepare(

@@ -129,6 +129,8 @@ class Handle(CoreHandle):
             self._own_lead = (group.num_local_experts, fields.get("rows_per_expert", 0))
         elif self.layout == Layout.RANK_MAJOR:
             self._own_lead = (group.size, group.fields["max_tokens"])
+        self.max_row_bytes = group.fields["max_row_bytes"]
+        """Most bytes of a row of tokens."""
         self.num_numbers = 3 * group.num_local_experts + 4 + group.size
         """Elements of Plan.numbers."""
         self._outputs = threading.local()
