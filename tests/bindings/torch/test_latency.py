@@ -171,3 +171,41 @@ def test_phases_need_latency_mode(alone):
         ep.dispatch_send(handle, x, idx)
     assert caught.value.status == Status.UNSUPPORTED
     assert group.status().status == libep.Status.OK
+
+
+def test_phases_have_no_gradient(alone):
+    group = alone(mode=Mode.LATENCY)
+    handle = ep.Handle(group, layout=Layout.BATCHED, rows_per_expert=ROWS)
+    x = torch.ones(2, 16, device=group.device, requires_grad=True)
+    idx = torch.tensor([[0, 1]] * 2, device=group.device)
+    weights = torch.ones(2, 2, device=group.device, requires_grad=True)
+
+    def refused(call, *arguments, **options):
+        with pytest.raises(EpError, match=f"{call.__name__}: .*without gradient") as caught:
+            call(*arguments, **options)
+        assert caught.value.status == Status.UNSUPPORTED
+
+    refused(ep.dispatch_send, handle, x, idx)
+    refused(ep.dispatch_send, handle, x.detach(), idx, weights)
+    received, hook = ep.dispatch_send(handle, x.detach(), idx)
+    hook()
+    refused(ep.combine_send, handle, received.plan, received.tokens, topk_weights=weights)
+    with torch.no_grad():
+        out, hook = ep.combine_send(handle, received.plan, received.tokens, topk_weights=weights)
+    hook()
+    assert_equal(out, 2 * x.detach())
+
+
+def test_a_hook_writes_the_given_rows(alone):
+    """Autograd notices it where it has saved them."""
+    group = alone(mode=Mode.LATENCY)
+    handle = ep.Handle(group, layout=Layout.BATCHED, rows_per_expert=ROWS)
+    x = torch.ones(2, 16, device=group.device)
+    idx = torch.tensor([[0, 1]] * 2, device=group.device)
+    recv = x.new_zeros(6, ROWS, 16)
+    factor = torch.ones(6, 1, 1, device=group.device, requires_grad=True)
+    product = recv * factor
+    _, hook = ep.dispatch_send(handle, x, idx, recv_tokens=recv)
+    hook()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()

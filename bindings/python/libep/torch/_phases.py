@@ -10,7 +10,14 @@ import torch
 from .._abi import Status
 from .._library import EpError
 from . import _calls
-from ._autograd import Received, make_plan, make_received, require_indices
+from ._autograd import (
+    Received,
+    make_plan,
+    make_received,
+    mark_written,
+    needs_grad,
+    require_indices,
+)
 
 if TYPE_CHECKING:
     from typing import Callable, Optional
@@ -50,6 +57,15 @@ class Hook:
         self._receive, self._tensors = None, ()
 
 
+def _refuse_gradient(name: str, *tensors: Optional[Tensor]) -> None:
+    if needs_grad(*tensors):
+        raise EpError(
+            Status.UNSUPPORTED,
+            f"{name}: expected tensors without gradient: call it under torch.no_grad(), or detach "
+            "them",
+        )
+
+
 def dispatch_send(
     handle: Handle,
     tokens: Tensor,
@@ -66,6 +82,7 @@ def dispatch_send(
     Until then the handle takes no other operation; other handles do. Inputs may be overwritten once
     the send phase has run. No gradient.
     """
+    _refuse_gradient("dispatch_send", tokens, topk_weights, scales)
     idx = require_indices(topk_idx)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
@@ -77,6 +94,7 @@ def dispatch_send(
         _calls.dispatch_wait(
             handle, received.tokens, received.topk_weights, received.scales, received.topk_idx
         )
+        mark_written(handle, recv_tokens)
 
     tensors = (plan.bytes, plan.numbers, idx, num_tokens, received.tokens)
     return received, Hook(
@@ -96,6 +114,7 @@ def combine_send(
 
     Returns [T, H], and the hook that completes it. No gradient.
     """
+    _refuse_gradient("combine_send", expert_out, weights, topk_weights)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
     _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights)
     return out, Hook(handle, lambda: _calls.combine_wait(handle, out), (plan.bytes, out))
