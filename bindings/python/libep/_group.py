@@ -16,12 +16,14 @@ from ._library import EpError, check, library
 from ._tensor import read, written
 
 if TYPE_CHECKING:
-    from typing import Callable, Optional
+    from typing import Callable, Optional, TypeVar
 
     from typing_extensions import Unpack
 
     from ._config import GroupFields
     from ._tensor import TensorLike
+
+    AnyGroup = TypeVar("AnyGroup", bound="Group")
 
 
 class GroupInfo(NamedTuple):
@@ -315,7 +317,7 @@ class Group:
         self.pointer = None
         self._lost = why
 
-    def __enter__(self) -> Group:
+    def __enter__(self: AnyGroup) -> AnyGroup:
         return self
 
     def __exit__(self, kind: object, error: Optional[BaseException], _: object) -> None:

@@ -14,12 +14,14 @@ from ._library import EpError, last_error, library
 from ._tensor import Tensor, read, written
 
 if TYPE_CHECKING:
-    from typing import Any, Callable, Optional
+    from typing import Any, Callable, Optional, TypeVar
 
     from typing_extensions import Unpack
 
     from ._config import HandleFields
     from ._tensor import TensorLike
+
+    AnyHandle = TypeVar("AnyHandle", bound="Handle")
 
 
 class HandleInfo(NamedTuple):
@@ -427,7 +429,7 @@ class Handle:
         if handle is not None:
             self._group.orphans.append(handle)
 
-    def __enter__(self) -> Handle:
+    def __enter__(self: AnyHandle) -> AnyHandle:
         return self
 
     def __exit__(self, *_: object) -> None:
