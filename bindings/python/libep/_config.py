@@ -6,16 +6,31 @@ from __future__ import annotations
 from ctypes import byref, c_int32, c_int64
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from ._abi import Backend, EpGroupConfig, EpHandleConfig, Layout, Rows, initialized
+from ._abi import (
+    Backend,
+    Duplicates,
+    EpGroupConfig,
+    EpHandleConfig,
+    ExpertIds,
+    Layout,
+    Mode,
+    Overflow,
+    Padding,
+    Plans,
+    Quant,
+    Rows,
+    ScaleOrder,
+    Tail,
+    initialized,
+)
 from ._library import check, library
 
 if TYPE_CHECKING:
     from ctypes import Structure
+    from enum import IntEnum
     from typing import Any, Mapping, TypeVar
 
     from typing_extensions import Unpack
-
-    from ._abi import Duplicates, ExpertIds, Mode, Overflow, Padding, Plans, Quant, ScaleOrder, Tail
 
     AnyStruct = TypeVar("AnyStruct", bound=Structure)
 
@@ -23,7 +38,8 @@ if TYPE_CHECKING:
 class GroupFields(TypedDict, total=False):
     """Configuration of a group. ep.h (EpGroupConfig) describes each field.
 
-    num_experts, max_tokens, max_top_k and max_row_bytes are required. Fields marked = have the
+    num_experts, max_tokens, max_top_k and max_row_bytes are required. A member of an enum may be
+    given by its name ("host"). Fields marked = have the
     same value on every rank.
     """
 
@@ -67,6 +83,41 @@ class HandleFields(TypedDict, total=False):
     sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
 
 
+_ENUMS: dict[str, type[IntEnum]] = {
+    "backend": Backend,
+    "duplicates": Duplicates,
+    "expert_ids": ExpertIds,
+    "layout": Layout,
+    "mode": Mode,
+    "overflow": Overflow,
+    "padding": Padding,
+    "plans": Plans,
+    "quant": Quant,
+    "scale_order": ScaleOrder,
+    "sum_quant": Quant,
+    "zero_tail": Tail,
+}
+"""The fields whose values are members of an enum."""
+
+
+def _member(name: str, text: str) -> int:
+    """The member that a text names, in lower or upper case."""
+    if name not in _ENUMS:
+        raise TypeError(f"{name}: expected a number, got {text!r}")
+    members = _ENUMS[name].__members__
+    if text.upper() not in members:
+        names = ", ".join(member.lower() for member in members)
+        raise ValueError(f"{name}: expected one of {names}, got {text!r}")
+    return members[text.upper()]
+
+
+def name_members(fields: Any) -> None:
+    """Put members of enums in the place of their names, in a dictionary of fields."""
+    for name, value in fields.items():
+        if isinstance(value, str) and name in _ENUMS:
+            fields[name] = _member(name, value)
+
+
 def _fill(struct: type[AnyStruct], fields: Mapping[str, Any]) -> AnyStruct:
     config = initialized(struct)
     known = [field[0] for field in struct._fields_ if field[0] not in ("struct_size", "reserved")]
@@ -74,6 +125,8 @@ def _fill(struct: type[AnyStruct], fields: Mapping[str, Any]) -> AnyStruct:
         if name not in known:
             names = ", ".join(known)
             raise TypeError(f"expected fields of {struct.__name__} ({names}), got {name}")
+        if isinstance(value, str):
+            value = _member(name, value)
         try:
             setattr(config, name, value)
         except TypeError:

@@ -98,6 +98,7 @@ def test_output_in_read_only_memory(handle):
         (dict(num_expert=4), TypeError, "expected fields of EpGroupConfig .*, got num_expert$"),
         (dict(num_experts=1 << 32), OverflowError, "num_experts: 4294967296 does not fit"),
         (dict(num_experts="4"), TypeError, "num_experts: expected a number, got '4'"),
+        (dict(backend="gpu"), ValueError, "backend: expected one of auto, host, cuda, got 'gpu'"),
         (dict(num_experts=4.5), TypeError, "num_experts: expected a number, got 4.5"),
         (dict(struct_size=8), TypeError, "got struct_size"),
     ],
@@ -294,3 +295,14 @@ def watchdog_rank(bootstrap):
 
 def test_watchdog_aborts_a_wait():
     run_threads(2, watchdog_rank)
+
+
+def test_names_of_members():
+    """Fields take members of enums by name, in any case."""
+    for name in "latency", "LATENCY", "Latency":
+        with Bootstrap.local(1)[0] as bootstrap:
+            with Group(bootstrap, **{**FIELDS, "backend": "host", "mode": name}) as group:
+                facts = group.query()
+                assert facts.mode is libep.Mode.LATENCY and facts.backend is libep.Backend.HOST
+                with Handle(group, layout="rank_major") as handle:
+                    assert handle.mode is libep.Mode.LATENCY

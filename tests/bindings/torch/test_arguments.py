@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -312,6 +313,53 @@ def test_bootstraps():
         ep.create_group(local, num_experts=4, max_tokens=4, hidden=17, top_k=1)
     assert caught.value.status in (Status.RANGE, Status.ROW_BYTES)
     local.close()
+
+
+def test_blocks_keep_the_type():
+    """`with` has the type of a subclass, for programs whose types are checked."""
+    for kind in ep.Group, ep.Handle:
+        signature = inspect.signature(kind.__enter__)
+        given = signature.parameters["self"].annotation
+        assert given.startswith("Any") and signature.return_annotation == given
+
+
+GROUP = dict(num_experts=4, max_tokens=4, hidden=16, top_k=1)
+
+
+def test_process_groups_of_other_kinds():
+    with pytest.raises(EpError, match="process_group: .*init_process_group") as caught:
+        ep.create_group(process_group=None, **GROUP)
+    assert caught.value.status == Status.BOOTSTRAP
+    bootstraps = libep.Bootstrap.local(1)
+
+    class Mesh:
+        def get_group(self, name):
+            raise NotImplementedError
+
+    for other, words in [
+        ("gloo", "got builtins.str"),
+        (bootstraps, "got builtins.list: give the element of this rank"),
+        (Mesh(), "Mesh: take one of its dimensions"),
+        (torch.distributed.GroupMember.NON_GROUP_MEMBER, "belongs to, got NON_GROUP_MEMBER"),
+    ]:
+        with pytest.raises(TypeError, match=f"process_group: expected .*{words}"):
+            ep.create_group(other, **GROUP)
+    with pytest.raises(TypeError, match="dtype: expected a torch.dtype, got 'float32'"):
+        ep.create_group(bootstraps[0], dtype="float32", **GROUP)
+    with pytest.raises(TypeError, match="group: expected a libep.torch.Group, got .*NoneType"):
+        ep.Handle(None)
+    bootstraps[0].close()
+
+
+def test_names_of_members(alone):
+    """The package compares fields itself: names become members first."""
+    group = alone(mode="latency", backend="host" if DEVICE == "cpu" else "cuda")
+    handle = ep.Handle(group, layout="batched", rows_per_expert=8)
+    assert handle.is_latency and handle.layout is libep.Layout.BATCHED
+    idx = torch.tensor([[0, 1]] * T, device=group.device)
+    assert ep.dispatch(handle, torch.ones(T, H, device=group.device), idx).tokens.shape == (6, 8, H)
+    with pytest.raises(ValueError, match="layout: expected one of .*flat.*, got 'round'"):
+        ep.Handle(group, layout="round")
 
 
 def test_import_of_libep_does_not_import_torch():

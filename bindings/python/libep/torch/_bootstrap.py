@@ -16,7 +16,7 @@ from .._bootstrap import Bootstrap
 from .._library import EpError
 
 if TYPE_CHECKING:
-    from typing import Iterator, Optional, Union
+    from typing import Iterator, NoReturn, Optional, Union
 
     from torch.distributed import ProcessGroup
 
@@ -38,17 +38,36 @@ def _make_prefixes(group: ProcessGroup) -> Iterator[str]:
 
 def _member(process_group: Optional[ProcessGroup]) -> ProcessGroup:
     """The process group, or the default one."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_available():
+        raise EpError(Status.BOOTSTRAP, "process_group: expected a PyTorch with torch.distributed")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        _refuse_other(process_group)
+    if not dist.is_initialized():
         raise EpError(
             Status.BOOTSTRAP,
-            "bootstrap: expected an initialized torch.distributed: call init_process_group first",
+            "process_group: expected an initialized torch.distributed, got one that is not: call "
+            "init_process_group first",
         )
     group = dist.group.WORLD if process_group is None else process_group
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"expected a ProcessGroup that this rank belongs to, got {type(group).__qualname__}"
-        )
+    assert group is not None
     return group
+
+
+def _refuse_other(given: object) -> NoReturn:
+    if given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "process_group: expected a ProcessGroup that this rank belongs to, got "
+            "NON_GROUP_MEMBER: only its members create the group"
+        )
+    hint = ""
+    if hasattr(given, "get_group"):
+        hint = ': take one of its dimensions, such as mesh.get_group("ep")'
+    elif isinstance(given, list):
+        hint = ": give the element of this rank"
+    raise TypeError(
+        "process_group: expected a ProcessGroup that this rank belongs to, a libep.Bootstrap or "
+        f"None, got {type(given).__module__}.{type(given).__qualname__}{hint}"
+    )
 
 
 def from_process_group(process_group: Optional[ProcessGroup] = None) -> Bootstrap:

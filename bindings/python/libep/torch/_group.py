@@ -11,6 +11,7 @@ import torch
 from .._abi import Backend, Status
 from .._bootstrap import Bootstrap
 from .._config import max_recv_rows as worst_case_rows
+from .._config import name_members
 from .._group import Group as CoreGroup
 from .._library import EpError
 from ._bootstrap import from_process_group, nccl_comm
@@ -47,6 +48,7 @@ class Group(CoreGroup):
     """
 
     def __init__(self, bootstrap: Bootstrap, **fields: Unpack[GroupFields]) -> None:
+        name_members(fields)
         if fields.get("backend") != Backend.HOST and torch.cuda.is_available():
             fields.setdefault("device", torch.cuda.current_device())
         super().__init__(bootstrap, **fields)
@@ -99,7 +101,7 @@ class Group(CoreGroup):
 
 
 def create_group(
-    meeting: Union[ProcessGroup, Bootstrap, None] = None,
+    process_group: Union[ProcessGroup, Bootstrap, None] = None,
     *,
     num_experts: int,
     max_tokens: int,
@@ -112,7 +114,7 @@ def create_group(
 ) -> Group:
     """Create a group from a process group. Collective over it.
 
-    meeting        how the ranks meet: a ProcessGroup, None for the default one, or a
+    process_group  how the ranks meet: a ProcessGroup, None for the default one, or a
                    libep.Bootstrap, such as those of ranks that are threads (libep.Bootstrap.local)
     num_experts    experts of all ranks together; each rank owns a contiguous block
     max_tokens     most tokens of a rank in one call
@@ -126,6 +128,8 @@ def create_group(
     All ranks call it in the same order, relative to other groups of the same process group. Waits
     for them up to `timeout_seconds`. EpError if the configuration is refused or ranks disagree.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
     config: dict[str, Any] = {
         **fields,
         "num_experts": num_experts,
@@ -134,8 +138,11 @@ def create_group(
         "max_row_bytes": hidden * dtype.itemsize,
     }
     if lend_nccl:
-        config["nccl_comm"] = nccl_comm(meeting)
-    bootstrap = meeting if isinstance(meeting, Bootstrap) else from_process_group(meeting)
+        config["nccl_comm"] = nccl_comm(process_group)
+    if isinstance(process_group, Bootstrap):
+        bootstrap = process_group
+    else:
+        bootstrap = from_process_group(process_group)
     if max_recv_rows is None:
         max_recv_rows = max(
             worst_case_rows(bootstrap.size, rank, **config) for rank in range(bootstrap.size)

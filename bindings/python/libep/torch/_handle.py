@@ -10,12 +10,13 @@ import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._abi import Layout, Mode, Plans, Quant, ScaleOrder, Status, Tail, Type
+from .._config import name_members
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
 from .._library import EpError, last_error
 from .._tensor import Tensor as CoreTensor
 from . import _fast
-from ._group import current_stream
+from ._group import Group, current_stream
 
 if TYPE_CHECKING:
     from typing import NoReturn, Optional
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .._config import HandleFields
-    from ._group import Group
 
 _keys = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
@@ -102,6 +102,12 @@ class Handle(CoreHandle):
     """
 
     def __init__(self, group: Group, **fields: Unpack[HandleFields]) -> None:
+        if not isinstance(group, Group):
+            kind = type(group)
+            raise TypeError(
+                f"group: expected a libep.torch.Group, got {kind.__module__}.{kind.__qualname__}"
+            )
+        name_members(fields)
         fields.setdefault("plans", Plans.NAMED)
         if fields.get("mode", group.fields.get("mode", Mode.THROUGHPUT)) == Mode.THROUGHPUT:
             fields.setdefault("zero_tail", Tail.ZERO)

@@ -66,7 +66,7 @@ def require(handle: Handle, topk_idx: Tensor, inputs: Inputs, has_count: bool) -
     tokens, weights, scales, recv = inputs
     _checks.require_usable("topk_idx", topk_idx)
     for name, value in zip(("tokens", "topk_weights", "scales", "recv_tokens"), inputs):
-        if value is not None or name == "tokens":
+        if value is not None:
             _checks.require_usable(name, value)
             refuse_memory(handle, value, name)
             _require_dims(name, value, 1, MAX_DIMS)
@@ -139,7 +139,7 @@ def _require_scales(handle: Handle, topk_idx: Tensor, scales: Tensor, has_count:
 def _require_recv_tokens(handle: Handle, tokens: Tensor, recv: Tensor) -> None:
     dtype = torch.float8_e4m3fn if handle.quantises else tokens.dtype
     if recv.dtype != dtype:
-        _refuse(Status.TYPE, "recv_tokens", dtype, recv.dtype)
+        _refuse(Status.TYPE, "recv_tokens", str(dtype), recv.dtype)
     lead = handle.lead(handle.capacity)
     _require_dims("recv_tokens", recv, len(lead) + 1, len(lead) + 1)
     if recv.shape[-1] != tokens.shape[-1]:
