@@ -136,6 +136,23 @@ def test_tiles_between_experts(alone, seed):
         ep.quantise_rows(group, x.double().to(group.device))
 
 
+def test_rows_that_are_refused(alone):
+    group = alone(alignment=128)
+    x = torch.ones(128, 16, device=group.device)
+    for given, error, words in [
+        (dict(rows=x.tolist()), TypeError, "rows: expected a torch.Tensor, got .*list"),
+        (dict(rows=x[0]), EpError, "rows: expected 2 or 3 dimensions, got 1"),
+        (dict(rows=x.clone().requires_grad_()), EpError, "rows: .*without gradient, got"),
+        (dict(rows=x, num_rows=3), TypeError, "num_rows: expected a torch.Tensor, got .*int"),
+        (dict(rows=x, quant=Quant.NONE), TypeError, "quant: expected one of .*FP8.*, got .*NONE"),
+        (dict(rows=x, quant="fp9"), TypeError, "quant: expected one of .*FP8.*, got 'fp9'"),
+    ]:
+        with pytest.raises(error, match=words):
+            ep.quantise_rows(group, **given)
+    with torch.no_grad():
+        ep.quantise_rows(group, x.clone().requires_grad_())
+
+
 def test_no_gradient(alone):
     group = alone(hidden=128, max_scale_bytes=16)
     handle = ep.Handle(group, quant=Quant.FP8)

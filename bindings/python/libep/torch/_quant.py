@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Blocks, Quant, ScaleOrder
-from . import _calls
+from .._abi import Blocks, Quant, ScaleOrder, Status
+from .._library import EpError
+from . import _calls, _checks
 
 if TYPE_CHECKING:
     from typing import Optional
@@ -30,6 +31,25 @@ def row_scales(quant: Quant, hidden: int) -> tuple[int, torch.dtype]:
     """Scales of a row of `hidden` elements, and their type."""
     block, dtype = _QUANTS[Quant(quant)]
     return -(-hidden // block), dtype
+
+
+def _form(quant: Quant) -> tuple[int, torch.dtype]:
+    if quant not in _QUANTS:
+        names = ", ".join(known.name for known in _QUANTS)
+        raise TypeError(f"quant: expected one of {names}, got {quant!r}")
+    return _QUANTS[quant]
+
+
+def _require_rows(rows: Tensor) -> None:
+    _checks.require_usable("rows", rows)
+    if rows.ndim not in (2, 3):
+        raise EpError(Status.NDIM, f"rows: expected 2 or 3 dimensions, got {rows.ndim}")
+    if torch.is_grad_enabled() and rows.requires_grad:
+        raise EpError(
+            Status.UNSUPPORTED,
+            "rows: expected a tensor without gradient, got one that requires it: call quantise_rows "
+            "under torch.no_grad(), or detach it",
+        )
 
 
 def quantise_rows(
@@ -56,7 +76,8 @@ def quantise_rows(
     Returns (values, scales): float8_e4m3fn, and float32 or float8_e8m0fnu. ep_quant.h gives their
     shapes. EpError ALIGNMENT if a block would have rows of two experts.
     """
-    block, dtype = _QUANTS[Quant(quant)]
+    block, dtype = _form(quant)
+    _require_rows(rows)
     *lead, first, last = rows.shape
     if transposed:
         first, last = last, first
