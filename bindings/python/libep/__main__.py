@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
+
 from ._info import main
 
-main()
+sys.exit(main())

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import NamedTuple
 
 from . import _abi
 from ._group import Group
-from ._library import FOLDER, PATH, check, library, version
+from ._library import FOLDER, PATH, EpError, check, library, version
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,9 +63,22 @@ def info(num_ranks: int = 1) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print info() as text: python -m libep."""
-    facts = info()
+def main() -> int:
+    """Print info() as text: python -m libep. Returns the exit status."""
+    from argparse import ArgumentParser  # import libep does not need it
+
+    ArgumentParser(
+        prog="python -m libep", description="Print the version, the backend and why, and settings."
+    ).parse_args()
+    try:
+        _show(info())
+    except EpError as error:
+        print(f"libep: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(facts: dict[str, Any]) -> None:
     print(f"libep {facts['version']}\nlibrary: {facts['library']}")
     backend, reason = facts["backend"].name.lower(), facts["reason"]
     print("backend:", reason if reason.startswith(backend) else f"{backend}: {reason}")

@@ -143,6 +143,27 @@ def test_info():
     assert os.path.exists(os.path.join(facts["nccl_ep_home"], "lib/libnccl_ep.so.0"))
 
 
+def tell(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "libep", *arguments],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, **settings),
+    )
+
+
+def test_command():
+    done = tell()
+    assert done.returncode == 0 and done.stdout.startswith(f"libep {libep.__version__}\n")
+    assert "LIBEP_TIMEOUT" in done.stdout
+    assert tell("--help").stdout.startswith("usage: python -m libep ")
+    done = tell("--nonsense")
+    assert done.returncode == 2 and "unrecognized arguments: --nonsense" in done.stderr
+    done = tell(LIBEP_TIMEOUT="x")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("libep: setting LIBEP_TIMEOUT: expected a positive number")
+
+
 def test_unknown_setting():
     source = (
         "import libep\ntry: libep.settings()\nexcept libep.EpError as e: print(e.status.name, e)"
