@@ -155,6 +155,20 @@ def test_handles_and_plans_of_other_kinds(step):
         ep.dispatch(handle, x, received)
 
 
+def test_forward_mode_of_weights_is_refused(step):
+    handle, x, idx, weights = step
+    received = ep.dispatch(handle, x, idx, weights)
+    with torch.autograd.forward_ad.dual_level():
+        dual = [
+            torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+            for w in (weights, received.topk_weights)
+        ]
+        with pytest.raises(EpError, match="weights: expected a tensor without tangent"):
+            ep.dispatch(handle, x, idx, dual[0])
+        with pytest.raises(EpError, match="weights: expected a tensor without tangent"):
+            ep.combine(handle, received.plan, received.tokens, dual[1])
+
+
 @pytest.mark.parametrize("which", ["tokens", "expert_out"])
 def test_forward_mode_is_refused(step, which):
     handle, x, idx, _ = step
@@ -178,11 +192,14 @@ def test_transforms_of_torch_func_are_refused(step):
         received = ep.dispatch(handle, x, idx, weights)
         return ep.combine(handle, received.plan, received.tokens, received.topk_weights).sum()
 
+    def weigh(weights):
+        return ep.dispatch(handle, x, idx, weights).topk_weights.sum()
+
     for call in (
         lambda: torch.func.grad(layer)(x),
         lambda: torch.func.jvp(layer, (x,), (x,)),
         lambda: torch.vmap(layer)(x[None]),
-        lambda: torch.func.grad(lambda w: ep.dispatch(handle, x, idx, w).topk_weights.sum())(weights),
+        lambda: torch.func.grad(weigh)(weights),
     ):
         with pytest.raises(EpError, match="torch.func|tangent") as caught:
             call()

@@ -51,7 +51,6 @@ class _Shapes(NamedTuple):
 # with its key. Either is passed as `which`.
 _EAGER = (torch.Tensor, torch.nn.Parameter)
 
-
 _count_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -79,6 +78,11 @@ def _through(which: Union[Handle, int]) -> Any:
 
 
 def needs_grad(*tensors: Optional[Tensor]) -> bool:
+    """Whether autograd follows one. EpError for tensors of forward mode and of torch.func."""
+    if forward_ad._current_level >= 0 and not is_compiling():
+        for given in tensors:
+            if given is not None:
+                _checks.refuse_derivatives("weights", given)
     if not torch.is_grad_enabled():
         return False
     tensor = None
@@ -308,24 +312,36 @@ def dispatch(
             inputs = tokens, topk_weights, scales, recv_tokens
             _inputs.require(handle, routing, inputs, has_count=num_tokens is not None)
         plan = prepare(handle, routing, num_tokens)
-    if not has_gradient:
-        if not isinstance(which, int) and _is_watched() and scales is None and recv_tokens is None:
-            if not handle.quantises:
-                return _dispatch_new(handle, plan, tokens, topk_weights)
-        received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
-        _through(which).dispatch(
-            which,
-            plan.bytes,
-            tokens,
-            topk_weights,
-            scales,
-            received.tokens,
-            received.topk_weights,
-            received.scales,
-            received.topk_idx,
-        )
-        mark_written(which, recv_tokens)
-        return received
+    if has_gradient:
+        return _dispatch_followed(handle, which, plan, tokens, topk_weights, recv_tokens)
+    is_bare = scales is None and recv_tokens is None and not handle.quantises
+    if is_bare and not isinstance(which, int) and _is_watched():
+        return _dispatch_new(handle, plan, tokens, topk_weights)
+    received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
+    _through(which).dispatch(
+        which,
+        plan.bytes,
+        tokens,
+        topk_weights,
+        scales,
+        received.tokens,
+        received.topk_weights,
+        received.scales,
+        received.topk_idx,
+    )
+    mark_written(which, recv_tokens)
+    return received
+
+
+def _dispatch_followed(
+    handle: Handle,
+    which: Union[Handle, int],
+    plan: Plan,
+    tokens: Tensor,
+    topk_weights: Optional[Tensor],
+    recv_tokens: Optional[Tensor],
+) -> Received:
+    """With a gradient."""
     rows = _rows(handle, plan, recv_tokens)
     lead = handle.lead(rows)
     shapes = _Shapes(

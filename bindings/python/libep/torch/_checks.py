@@ -18,29 +18,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def require_handle(handle: object) -> None:
     """TypeError unless it is a handle of libep.torch."""
     if not isinstance(handle, Handle):
-        kind = type(handle)
-        raise TypeError(
-            f"handle: expected a libep.torch.Handle, got {kind.__module__}.{kind.__qualname__}"
-        )
+        raise TypeError(f"handle: expected a libep.torch.Handle, got {_kind(handle)}")
 
 
 def require_tensor(name: str, value: Any) -> None:
     """TypeError unless the argument `name` is a tensor."""
     if not isinstance(value, torch.Tensor):
-        kind = type(value)
-        raise TypeError(f"{name}: expected a torch.Tensor, got {kind.__module__}.{kind.__qualname__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {_kind(value)}")
 
 
 def refuse_plan(plan: object) -> NoReturn:
     """Raise TypeError for what is given in the place of a plan."""
-    kind = type(plan)
     hint = ": give its plan" if hasattr(plan, "plan") else ""
-    raise TypeError(
-        f"plan: expected a libep.torch.Plan, got {kind.__module__}.{kind.__qualname__}{hint}"
-    )
+    raise TypeError(f"plan: expected a libep.torch.Plan, got {_kind(plan)}{hint}")
 
 
 def require_usable(name: str, value: Any) -> None:

@@ -47,8 +47,8 @@ def _require_rows(rows: Tensor) -> None:
     if torch.is_grad_enabled() and rows.requires_grad:
         raise EpError(
             Status.UNSUPPORTED,
-            "rows: expected a tensor without gradient, got one that requires it: call quantise_rows "
-            "under torch.no_grad(), or detach it",
+            "rows: expected a tensor without gradient, got one that requires it: call "
+            "quantise_rows under torch.no_grad(), or detach it",
         )
 
 
