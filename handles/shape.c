@@ -277,9 +277,8 @@ static EpStatus measure(const EpCall *call, const EpGroupConfig *config, int32_t
     EpNodeSizes nodes = ep_config_nodes(config, num_ranks, settings);
     if (config->num_nodes > num_ranks) {
         snprintf(m->reason, sizeof(m->reason),
-                 "expected a rank or more on each of %d nodes, got "
-                 "%d ranks",
-                 config->num_nodes, num_ranks);
+                 "expected a rank or more on each of %d nodes, got %d ranks", config->num_nodes,
+                 num_ranks);
         return EP_OK;
     }
     backend->measure(config, num_ranks, &nodes, settings, &m->shared_bytes, &m->private_bytes);

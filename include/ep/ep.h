@@ -476,9 +476,10 @@ typedef struct EpGroupMemory {
 /**
  * Compute the memory of a group of `num_ranks` ranks. Local; creates and allocates nothing. An
  * infeasible configuration returns EP_OK with feasible = 0 and a reason: a backend that cannot be
- * had here, or sizes for which no handle of default EpHandleConfig can be created. An invalid one
- * returns what ep_group_create would. Whether a machine has the memory, and what takes several ranks
- * to know (whether each has a GPU of its own, all of one kind), is found only by ep_group_create.
+ * had here, more nodes than ranks, or sizes for which no handle of default EpHandleConfig can be
+ * created. An invalid one returns what ep_group_create would. Whether a machine has the memory, and
+ * what takes several ranks to know (whether each has a GPU of its own, all of one kind), is found
+ * only by ep_group_create.
  */
 EpStatus ep_group_memory(const EpGroupConfig *config, int32_t num_ranks, EpGroupMemory *out);
 

@@ -81,6 +81,18 @@ SoloTest(runtime_memory, infeasible_configurations_are_named) {
           "not feasible: %s", memory.reason);
 }
 
+SoloTest(runtime_memory, more_nodes_than_ranks) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    config.num_experts = 8, config.max_tokens = 4, config.max_top_k = 2, config.max_row_bytes = 64;
+    config.backend = EP_BACKEND_HOST, config.num_nodes = 3;
+    CHECK_OK(ep_group_memory(&config, 2, &memory));
+    CHECK(!memory.feasible && strstr(memory.reason, "each of 3 nodes, got 2 ranks"), "%s",
+          memory.reason);
+    CHECK_OK(ep_group_memory(&config, 3, &memory));
+    CHECK(memory.feasible, "%s", memory.reason);
+}
+
 /* Sizes of the largest numbers do not overflow: each is at least its largest part. */
 SoloTest(runtime_memory, sizes_of_the_largest_configurations) {
     static const int ranks[] = {1, 72, EP_MAX_RANKS};
