@@ -39,8 +39,7 @@ class GroupFields(TypedDict, total=False):
     """Configuration of a group. ep.h (EpGroupConfig) describes each field.
 
     num_experts, max_tokens, max_top_k and max_row_bytes are required. A member of an enum may be
-    given by its name ("host"). Fields marked = have the
-    same value on every rank.
+    given by its name ("host"). Fields marked = have the same value on every rank.
     """
 
     num_experts: int  # = experts of all ranks together

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import assert_equal, make_group, on_device, run_threads
 from reference import World, expert_major
+from torch.autograd import forward_ad
 
 import libep
 import libep.torch as ep
@@ -194,6 +195,24 @@ def test_phases_have_no_gradient(alone):
         out, hook = ep.combine_send(handle, received.plan, received.tokens, topk_weights=weights)
     hook()
     assert_equal(out, 2 * x.detach())
+
+
+def test_phases_refuse_rows_that_memory_does_not_hold(alone):
+    group = alone(mode=Mode.LATENCY)
+    handle = ep.Handle(group, layout=Layout.BATCHED, rows_per_expert=ROWS)
+    x = torch.ones(2, 16, device=group.device)
+    idx = torch.tensor([[0, 1]] * 2, device=group.device)
+    with pytest.raises(TypeError, match="tokens: .*resolve_neg"):
+        ep.dispatch_send(handle, torch._neg_view(x), idx)
+    with forward_ad.dual_level(), pytest.raises(EpError, match="tokens: .*tangent"):
+        ep.dispatch_send(handle, forward_ad.make_dual(x, x), idx)
+    received, hook = ep.dispatch_send(handle, x, idx)
+    hook()
+    with pytest.raises(TypeError, match="expert_out: .*resolve_neg"):
+        ep.combine_send(handle, received.plan, torch._neg_view(received.tokens))
+    out, hook = ep.combine_send(handle, received.plan, received.tokens)
+    hook()
+    assert_equal(out, 2 * x)
 
 
 def test_a_hook_writes_the_given_rows(alone):

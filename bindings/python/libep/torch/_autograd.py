@@ -63,6 +63,15 @@ def _choose(handle: Handle, name: str, tensor: Tensor) -> Union[Handle, int]:
     return handle if type(tensor) in _EAGER else handle.key
 
 
+def _is_latency(handle: Handle) -> bool:
+    """TypeError for what is no handle."""
+    try:
+        return handle.is_latency
+    except AttributeError:
+        _checks.require_handle(handle)
+        raise
+
+
 def _is_watched() -> bool:
     """Whether a dispatch mode, such as that of a selective checkpoint, watches eager calls."""
     return _count_modes() > 0
@@ -119,12 +128,7 @@ def prepare(handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor] = Non
     dispatch calls it by itself, unless it is given a plan.
     """
     which = _choose(handle, "topk_idx", topk_idx)
-    try:
-        is_latency = handle.is_latency
-    except AttributeError:
-        _checks.require_handle(handle)
-        raise
-    if is_latency:
+    if _is_latency(handle):
         raise EpError(
             Status.UNSUPPORTED,
             "prepare: expected a handle in throughput mode: in latency mode dispatch prepares",
@@ -285,11 +289,7 @@ def dispatch(
     respect to tokens and topk_weights in throughput mode, without scales and quantising.
     """
     which = _choose(handle, "tokens", tokens)
-    try:
-        is_latency = handle.is_latency
-    except AttributeError:
-        _checks.require_handle(handle)
-        raise
+    is_latency = _is_latency(handle)
     has_gradient = needs_grad(tokens, topk_weights)
     if has_gradient and (is_latency or scales is not None or handle.quantises):
         raise EpError(

@@ -9,7 +9,7 @@ import torch
 
 from .._abi import Status
 from .._library import EpError
-from . import _calls
+from . import _calls, _checks
 from ._autograd import (
     Received,
     make_plan,
@@ -57,11 +57,14 @@ class Hook:
         self._receive, self._tensors = None, ()
 
 
-def _refuse_gradient(name: str, *tensors: Optional[Tensor]) -> None:
-    if needs_grad(*tensors):
+def _require_plain(call: str, name: str, rows: Tensor, *others: Optional[Tensor]) -> None:
+    """Refuse rows, the argument `name`, that libep would read wrongly, and tensors with gradient."""
+    if not torch.compiler.is_compiling():
+        _checks.require_usable(name, rows)
+    if needs_grad(rows, *others):
         raise EpError(
             Status.UNSUPPORTED,
-            f"{name}: expected tensors without gradient: call it under torch.no_grad(), or detach "
+            f"{call}: expected tensors without gradient: call it under torch.no_grad(), or detach "
             "them",
         )
 
@@ -82,7 +85,7 @@ def dispatch_send(
     Until then the handle takes no other operation; other handles do. Inputs may be overwritten once
     the send phase has run. No gradient.
     """
-    _refuse_gradient("dispatch_send", tokens, topk_weights, scales)
+    _require_plain("dispatch_send", "tokens", tokens, topk_weights, scales)
     idx = require_indices(topk_idx)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
@@ -114,7 +117,7 @@ def combine_send(
 
     Returns [T, H], and the hook that completes it. No gradient.
     """
-    _refuse_gradient("combine_send", expert_out, weights, topk_weights)
+    _require_plain("combine_send", "expert_out", expert_out, weights, topk_weights)
     out = expert_out.new_empty((plan.num_tokens, expert_out.shape[-1]))
     _calls.combine_send(handle, plan.bytes, expert_out, weights, topk_weights)
     return out, Hook(handle, lambda: _calls.combine_wait(handle, out), (plan.bytes, out))
