@@ -61,14 +61,15 @@ static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure 
                              EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected);
     int routes = own == ep_op_prepare.code || own == ep_op_route.code;
-    if (ep_digests_differ_in_call(f->expected, f->seen)) {
+    if (!ep_same_call(f->expected, f->seen)) {
         if (own == EP_DIGEST_OP(f->seen))
             finding->expected = EP_DIGEST_HANDLE(f->expected),
             finding->seen = EP_DIGEST_HANDLE(f->seen);
         return ep_fail_digests(group->rank, f->expected, f->peer, f->seen);
     }
-    if (routes && f->facts != f->peer_facts) return report_facts(group, f, finding);
-    if (!routes && f->facts != f->peer_facts && f->facts && f->peer_facts) {
+    int has_facts = f->facts && f->peer_facts && f->facts != f->peer_facts;
+    if (has_facts && routes) return report_facts(group, f, finding);
+    if (has_facts) {
         finding->expected = (int64_t)f->facts, finding->seen = (int64_t)f->peer_facts;
         return ep_fail(EP_ERR_ORDER,
                        "rank %d: %s: the operation that wrote the plan differs: rank %d has %lld, "

@@ -124,11 +124,27 @@ __device__ __forceinline__ int ep_is_in_throughput_mode(const EpCudaGroup &g,
     return (int32_t)((uint32_t)(sent >> 32) - number) < 0;
 }
 
+/** Which step a wait waits for: the report, if it times out. */
+typedef struct StepOrigin {
+    int source, awaited, row; /* awaited: EpAwait */
+} StepOrigin;
+
+/* Returns whether a wait for a head goes on although the peer's digest has other sizes. The head
+ * says which ones, and may arrive after the number that came with the digest. If it does not, half
+ * of the timeout is enough. */
+__device__ __forceinline__ int ep_leaves_to_head(const EpCudaGroup &g, int awaited, uint64_t start,
+                                                 uint32_t digest, uint32_t other) {
+    if (awaited != EP_AWAIT_HEAD || !ep_same_call(digest, other)) return 0;
+    return !start || ep_global_timer() - start < g.timeout_ns / 2;
+}
+
 /* Returns whether a peer has entered another operation than this rank's current one of latency
  * mode; reports it. A peer may be some operations ahead. This rank reports only once it has sent
- * its own operation's number to all ranks, since it leaves afterwards. */
+ * its own operation's number to all ranks, since it leaves afterwards. `start` is 0 unless the wait
+ * is long. */
 __device__ __forceinline__ int ep_peer_differs(const EpCudaGroup &g, const EpLatency &latency,
-                                               int peer, uint32_t flag, int is_long) {
+                                               int peer, int awaited, uint32_t flag,
+                                               uint64_t start) {
     uint64_t own = *(volatile uint64_t *)latency_number(latency, flag);
     uint32_t digest = ep_own_operation()->digest;
     uint32_t number = (uint32_t)own;
@@ -137,24 +153,24 @@ __device__ __forceinline__ int ep_peer_differs(const EpCudaGroup &g, const EpLat
     int is_known = (uint32_t)(own >> 32) == flag && EP_DIGEST_OP(digest);
     int has_sent = (uint32_t)(word >> 32) == number;
     int differs = has_sent ? !ep_same_operation(digest, (uint32_t)word)
-                           : is_long && ep_is_in_throughput_mode(g, latency, peer, number, &word);
-    if (is_known && differs) {
-        ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_AWAIT_HEAD, 0, digest, (uint32_t)word});
-        return 1;
-    }
-    return 0;
+                           : start && ep_is_in_throughput_mode(g, latency, peer, number, &word);
+    if (!is_known || !differs) return 0;
+    if (ep_leaves_to_head(g, awaited, start, digest, (uint32_t)word)) return 0;
+    ep_report(g, EP_FAULT_ORDER, EpAwaited{peer, EP_AWAIT_HEAD, 0, digest, (uint32_t)word});
+    return 1;
 }
 
 /* Returns whether the peer that this rank waits for has given up, or has entered another operation;
  * reports either. In a combine that awaits weights that peer may have stopped because a third rank
  * has entered another operation. So in a long wait this rank looks for it, too. */
 static __device__ __noinline__ int ep_is_elsewhere(const EpCudaGroup &g, const EpLatency &latency,
-                                                   int peer, uint32_t flag, int is_long) {
-    int all = latency.awaits_weights && is_long, end = all ? g.size : peer + 1;
+                                                   const StepOrigin &origin, uint32_t flag,
+                                                   uint64_t start) {
+    int all = latency.awaits_weights && start, end = all ? g.size : origin.source + 1;
 #pragma unroll 1
-    for (int r = all ? 0 : peer; r < end; r++)
-        if (ep_peer_differs(g, latency, r, flag, is_long)) return 1;
-    return ep_has_given_up(g, peer);
+    for (int r = all ? 0 : origin.source; r < end; r++)
+        if (ep_peer_differs(g, latency, r, origin.awaited, flag, start)) return 1;
+    return ep_has_given_up(g, origin.source);
 }
 
 /* Find the rank to blame for a timeout in a combine that awaits weights. The peer that this rank
@@ -172,11 +188,6 @@ static __device__ EpAwaited ep_find_unsent(const EpCudaGroup &g, const EpLatency
     }
     return awaited;
 }
-
-/** Which step a wait waits for: the report, if it times out. */
-typedef struct StepOrigin {
-    int source, awaited, row; /* awaited: EpAwait */
-} StepOrigin;
 
 /* State of a long wait. */
 typedef struct WaitState {
@@ -196,7 +207,7 @@ static __device__ __noinline__ WaitState ep_check_wait(const EpCudaGroup *g,
         awaited = ep_find_unsent(*g, *latency, awaited);
     int alive = ep_keep_waiting(*g, &timeout, awaited);
     return WaitState{timeout.start,
-                     alive && !ep_is_elsewhere(*g, *latency, origin.source, expected, start != 0)};
+                     alive && !ep_is_elsewhere(*g, *latency, origin, expected, start)};
 }
 
 /**

@@ -183,6 +183,12 @@ EP_HOST_DEVICE static inline int ep_same_operation(uint32_t a, uint32_t b) {
     return a == b || (((a ^ b) & ~id) == 0 && (!(a & id) || !(b & id)));
 }
 
+/** Returns whether two ranks' digests are of the same operation and handle. Their sizes may differ.
+ */
+EP_HOST_DEVICE static inline int ep_same_call(uint32_t a, uint32_t b) {
+    return ep_same_operation(a & 0xffff, b & 0xffff);
+}
+
 /** Stands for an operation's code once a rank has given up for good. The sizes are then the rank
  *  that it blames. */
 #define EP_OP_GONE 15
@@ -208,8 +214,8 @@ typedef struct EpCudaAsyncErrors {
 } EpCudaAsyncErrors;
 
 /** Device memory of a group that no peer sees. Zeroed at create. `claimed` is in the same sector as
- *  `finished`: so a block's claims have reached its memory before its count there, though a block may
- *  end before it has seen what it claimed last. */
+ *  `finished`: so a block's claims have reached its memory before its count there, though a block
+ * may end before it has seen what it claimed last. */
 typedef struct __attribute__((aligned(32))) EpCudaState {
     uint32_t epoch;               /**< completed operations of the group */
     uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */

@@ -20,10 +20,6 @@ static int differ_in_handle(uint32_t own, uint32_t other) {
     return id != other_id && id && other_id;
 }
 
-int ep_digests_differ_in_call(uint32_t own, uint32_t other) {
-    return EP_DIGEST_OP(own) != EP_DIGEST_OP(other) || differ_in_handle(own, other);
-}
-
 EpStatus ep_fail_digests(int32_t rank, uint32_t own, int32_t peer, uint32_t other) {
     int32_t op = EP_DIGEST_OP(own), other_op = EP_DIGEST_OP(other);
     int32_t id = EP_DIGEST_HANDLE(own), other_id = EP_DIGEST_HANDLE(other);

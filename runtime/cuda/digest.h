@@ -11,9 +11,6 @@
  *  `id` 0 matches any. */
 uint32_t ep_digest_of(const EpOp *op, int32_t id, const int64_t *values, int count);
 
-/** Returns whether two digests are of different calls, or of different handles. */
-int ep_digests_differ_in_call(uint32_t own, uint32_t other);
-
 /** Set the sentence of a rank that finds another one in another operation, or in the same one with
  *  other sizes. Returns EP_ERR_ORDER. */
 EpStatus ep_fail_digests(int32_t rank, uint32_t own, int32_t peer, uint32_t other);
