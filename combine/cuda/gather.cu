@@ -99,14 +99,19 @@ template <Form FORM> __device__ __forceinline__ int place_of(const EpGatherArgs 
     return FORM != ONE_NODE && a.nodes.order && owner >= 0 ? a.nodes.order[owner] : owner;
 }
 
-/* Returns the position of a lane's term in its team's sum: by place, and within this rank by k. */
+/* Returns the position of a lane's term in its team's sum: by place, and within this rank by k.
+ * Counts the lanes before it bit by bit of the places, from the highest bit down: as long as the
+ * bits are equal, a lane with 0 where this one has 1 comes first. On one rank there is no bit to
+ * compare. */
 __device__ __forceinline__ int order_term(const Team &t, int is_term, int place) {
-    int mine = is_term ? place : -1, at = 0, first = threadIdx.x % 32 - t.k;
-    for (int i = 0; i < t.width; i++) {
-        int other = __shfl_sync(~0u, mine, first + i);
-        at += other >= 0 && (other < place || (other == place && i < t.k));
+    int highest = __reduce_max_sync(~0u, is_term ? place : 0);
+    unsigned equal = __ballot_sync(~0u, is_term) & t.mask, before = 0;
+    for (int bit = 31 - __clz(highest); bit >= 0; bit--) {
+        unsigned ones = __ballot_sync(~0u, place >> bit & 1);
+        if (place >> bit & 1) before |= equal & ~ones;
+        equal &= place >> bit & 1 ? ones : ~ones;
     }
-    return at;
+    return __popc(before | (equal & ((1u << threadIdx.x % 32) - 1)));
 }
 
 /* Returns the record of another node's sum; `owner` is beyond the ranks. */
