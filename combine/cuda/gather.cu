@@ -221,7 +221,8 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     if (threadIdx.x / 32 == SCHEDULER_WARP)
         start =
             role.receives ? start_tokens(a, RECEIVERS) : start_rows(a, &shared->rows, SENDERS, 0);
-    pipeline_open(&shared->pipeline, a.pipeline, memory, a.t.carries_values, a.top_k);
+    pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
+                  a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
         return;

@@ -31,18 +31,25 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
+#define USUAL_SLOTS 4
+
+/* Returns the size of rows that receiving blocks handle in about the same time. Rows that are
+ * multiplied for few slots count as smaller ones. */
+static int64_t received_bytes(const EpScatterArgs *a) {
+    int64_t slots = a->multiplied ? ep_min(a->top_k, USUAL_SLOTS) : USUAL_SLOTS;
+    return ep_max(1, a->t.row_bytes * (1 + 2 * slots) / (1 + 2 * USUAL_SLOTS));
+}
+
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
     int32_t blocks = args->group.blocks;
-    /* Multiplying keeps the compute warps busy, not the scheduler, however small the rows are. */
-    int64_t bytes = args->multiplied ? EP_LARGE_ROW_BYTES : args->t.row_bytes;
-    EpGranularity receive = ep_sum_granularity(blocks, bytes);
-    EpGranularity send = args->multiplied ? receive : ep_copy_granularity(blocks, bytes);
+    EpGranularity sum = ep_sum_granularity(blocks, received_bytes(args)), send = sum;
+    if (!args->multiplied) send = ep_copy_granularity(blocks, args->t.row_bytes);
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     args->chunk = send.chunk;
     args->receivers = ep_receiving_blocks(blocks, traffic_of(args), args->t.row_bytes);
     return ep_shape_pipeline(shared_bytes, args->t.source_row_bytes, unit, sends, &args->send) &&
-           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16,
-                             receive_needs(args, receive.active), &args->receive);
+           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16, receive_needs(args, sum.active),
+                             &args->receive);
 }
 
 /* ---- description --------------------------------------------------------------------------- */

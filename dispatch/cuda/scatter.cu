@@ -162,8 +162,8 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
-    else if (warp >= FIRST_COMPUTE_WARP && multiplies)
-        multiply(a, p, &s->dots, threadIdx.x - FIRST_COMPUTE_WARP * 32);
+    else if (warp >= FIRST_MULTIPLY_WARP && multiplies)
+        multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
     if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
         start = role.receives ? start_rows(a, &shared->rows, RECEIVERS, takes_own_rows(a))
                               : start_tokens(a, SENDERS);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
+                  role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
                   role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);

@@ -122,25 +122,41 @@ __device__ void receive_all_metadata(const EpScatterArgs &a, Pipeline *p, int wa
 
 /* ---- multiplying --------------------------------------------------------------------------- */
 
+/* Rows that are multiplied have no metadata, so a metadata warp multiplies, too. Where pieces are
+ * small, each half of the warps takes every other pair of a row's slots. */
+#define MULTIPLY_WARPS 16
+#define FIRST_MULTIPLY_WARP (FIRST_COMPUTE_WARP + COMPUTE_WARPS - MULTIPLY_WARPS)
 #define SLOTS_AT_ONCE 2
+static_assert(FIRST_MULTIPLY_WARP >= FIRST_METADATA_WARP, "other warps have work");
 
-/** Dot products of a row's slots, by warp, over all pieces of the row. There are two sets, so that
- *  one can be read while the next row's is written. */
+/* The warps that multiply by a slot, among those that do so at the same time. */
+typedef struct MultiplyGroup {
+    int index, count; /* of this group; of all groups */
+    int warps, thread;
+} MultiplyGroup;
+
+__device__ __forceinline__ MultiplyGroup make_group(const Stages &s, int thread) {
+    int count = s.bytes <= MULTIPLY_WARPS / 2 * 32 * 16 ? 2 : 1, warps = MULTIPLY_WARPS / count;
+    return MultiplyGroup{thread / (warps * 32), count, warps, thread % (warps * 32)};
+}
+
+/** Dot products of a row's slots, by warp of its group, over all pieces of the row. There are two
+ *  sets, so that one can be read while the next row's is written. */
 typedef struct Dots {
-    float partial[2][EP_MAX_TOP_K][COMPUTE_WARPS];
+    float partial[2][EP_MAX_TOP_K][MULTIPLY_WARPS];
 } Dots;
 
 /* Multiply a row in shared memory by the weights of N slots from slot `base` on. Each product,
  * rounded, replaces its slot's stage; with dot products, these are summed over the row and what the
  * stage held. Each thread sums the products of its vectors in order, each warp those of its
- * threads, finish_dots those of the warps: always in the same order. */
+ * threads, finish_dots those of the warps: always in the same order. By a group. */
 template <typename T, int N>
 __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stages &s,
                                              const WorkItem &item, uint32_t first,
-                                             const float *weight, int base, int thread,
-                                             float (*partial)[COMPUTE_WARPS], int accumulates) {
+                                             const float *weight, int base, const MultiplyGroup &g,
+                                             float (*partial)[MULTIPLY_WARPS], int accumulates) {
     float dot[N] = {0};
-    for (int at = thread * 16; at < item.bytes; at += COMPUTE_THREADS * 16) {
+    for (int at = g.thread * 16; at < item.bytes; at += g.warps * 32 * 16) {
         uint4 x = ep_load_shared(first + at), y[N];
         EpVector<T> row = ep_unpack<T>(x);
 #pragma unroll
@@ -162,19 +178,19 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
     for (int i = 0; i < N; i++) {
         for (int d = 16; d > 0; d /= 2)
             dot[i] += __shfl_xor_sync(~0u, dot[i], d);
-        float *sum = &partial[base + i][thread / 32];
-        if (thread % 32 == 0) *sum = accumulates ? *sum + dot[i] : dot[i];
+        float *sum = &partial[base + i][g.thread / 32];
+        if (g.thread % 32 == 0) *sum = accumulates ? *sum + dot[i] : dot[i];
     }
 }
 
 /* Add up the warps' sums behind the last piece of a row, a thread for each slot. */
 __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipeline *p, uint32_t n,
-                                            const float (*partial)[COMPUTE_WARPS], int slots,
-                                            int thread) {
-    ep_barrier(1, COMPUTE_THREADS);
+                                            const float (*partial)[MULTIPLY_WARPS], int warps,
+                                            int slots, int thread) {
+    ep_barrier(1, MULTIPLY_WARPS * 32);
     if (thread >= slots) return;
     float dot = 0;
-    for (int w = 0; w < COMPUTE_WARPS; w++)
+    for (int w = 0; w < warps; w++)
         dot += partial[thread][w];
     a.t.out_weights[p->slot[n % PIPELINE_ENTRIES * p->shape.width + thread]] = dot;
 }
@@ -183,20 +199,21 @@ template <typename T>
 __device__ void multiply_rows(const EpScatterArgs &a, Pipeline *p, Dots *dots, int thread) {
     int pieces = p->shape.pieces;
     Stages s = pipeline_stages(p);
+    MultiplyGroup g = make_group(s, thread);
     for (uint32_t n = 0, row = 0;; n++) {
         pipeline_wait(p->barrier[ITEM_LOADED], n);
         WorkItem item = p->item[n % PIPELINE_ENTRIES];
         if (item.loads == PIPELINE_END) return;
         uint32_t first = p->first[n % PIPELINE_ENTRIES];
         const float *weight = &p->weight[n % PIPELINE_ENTRIES * p->shape.width];
-        int piece = p->piece[n % PIPELINE_ENTRIES], base = 0;
-        float(*partial)[COMPUTE_WARPS] = dots->partial[row % 2];
-        for (; base + SLOTS_AT_ONCE <= item.terms; base += SLOTS_AT_ONCE)
-            multiply_few<T, SLOTS_AT_ONCE>(a, s, item, first, weight, base, thread, partial, piece);
+        int piece = p->piece[n % PIPELINE_ENTRIES], base = g.index * SLOTS_AT_ONCE;
+        float(*partial)[MULTIPLY_WARPS] = dots->partial[row % 2];
+        for (; base + SLOTS_AT_ONCE <= item.terms; base += g.count * SLOTS_AT_ONCE)
+            multiply_few<T, SLOTS_AT_ONCE>(a, s, item, first, weight, base, g, partial, piece);
         if (base < item.terms)
-            multiply_few<T, 1>(a, s, item, first, weight, base, thread, partial, piece);
+            multiply_few<T, 1>(a, s, item, first, weight, base, g, partial, piece);
         if (a.t.takes_dots && piece == pieces - 1)
-            finish_dots(a, p, n, partial, item.terms, thread);
+            finish_dots(a, p, n, partial, g.warps, item.terms, thread);
         row += piece == pieces - 1;
         pipeline_computed(p, n);
     }

@@ -2,24 +2,27 @@
 /* Launch heuristics of throughput mode. */
 #include "handles/cuda/partition.h"
 
-#define MANY_BLOCKS 64
+#define LARGE_ROW_BYTES 16384
 
 /* ---- tokens and work items ----------------------------------------------------------------- */
 
-/* At the end, each block finishes alone what it has begun. With many blocks all of that arrives at
- * about the same time, while receivers wait for it in order. So many blocks claim few tokens at a
- * time and have few items under way. The scheduler warps of few blocks are short of time, so they
- * claim as many tokens as they schedule at once. So do those that move small rows, of which more
- * pass in the same time. */
+/* At the end, each block finishes alone what it has begun, while receivers wait for it in order. So
+ * as much is under way in all blocks together, however many they are: many blocks claim few tokens
+ * at a time and have few items under way, few blocks have more. Of small rows more pass in the same
+ * time, and scheduler warps are short of time: so blocks claim more of them. */
 #define MOST_CHUNK 4
+#define FULL_BLOCKS 132 /* for which the granularities of large rows were found */
 _Static_assert(MOST_CHUNK <= EP_MIN_RING_DEPTH, "a claim's rows fit into a ring: see device.h");
-static const EpGranularity coarsest = {MOST_CHUNK, EP_MAX_ACTIVE};
+
+static int32_t at_most(int32_t most, double value) {
+    return value < most ? (int32_t)(value + .5) : most;
+}
 
 static EpGranularity scale(int32_t blocks, EpGranularity large, int64_t row_bytes) {
-    int64_t fold = ep_max(1, (EP_LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
-    if (blocks < MANY_BLOCKS) return coarsest;
-    return (EpGranularity){(int32_t)ep_min(coarsest.chunk, fold * large.chunk),
-                           (int32_t)ep_min(coarsest.active, fold * large.active)};
+    int64_t rows = ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
+    double fold = blocks < FULL_BLOCKS ? (double)(rows * FULL_BLOCKS) / blocks : (double)rows;
+    return (EpGranularity){at_most(MOST_CHUNK, fold * large.chunk),
+                           at_most(EP_MAX_ACTIVE, fold * large.active)};
 }
 
 EpGranularity ep_copy_granularity(int32_t blocks, int64_t row_bytes) {
@@ -43,15 +46,19 @@ static double clamp(double value, double least, double greatest) {
     return value < least ? least : value > greatest ? greatest : value;
 }
 
+#define MANY_BLOCKS 64
 #define SENDERS_PER_STORE .12 /* fraction of the blocks, per store of a row that leaves */
+#define MEMORY_SENDERS 56     /* as many blocks copy rows at the rate of a GPU's memory */
 #define SMALL_SUM_BYTES 4096  /* summing smaller rows takes longer than the wire */
 
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
  * blocks divide as the traffic does. Of many blocks that only copy rows, as many send as fill the
- * wire: the more they store per row that leaves, the more of them. Where rows are summed or
- * multiplied, at least a quarter of the blocks send, and of large rows at most half. */
+ * wire: the more they store per row that leaves, the more of them. Where no row leaves, as many as
+ * the memory is good for, and the others write zeros. Where rows are summed or multiplied, at least
+ * a quarter of the blocks send, and of large rows at most half. */
 static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
     double received = traffic.received / (traffic.sent + traffic.received);
+    if (traffic.received <= 0) return 1 - clamp((double)MEMORY_SENDERS / blocks, .5, .75);
     if (blocks < MANY_BLOCKS || traffic.sent <= 0) return clamp(received, .25, 1);
     if (traffic.stores > 0) return 1 - clamp(SENDERS_PER_STORE * traffic.stores, .2, .5);
     return clamp(received, row_bytes < SMALL_SUM_BYTES ? .25 : .5, .75);

@@ -11,8 +11,6 @@
 
 #include "runtime/cuda/device.h"
 
-#define EP_LARGE_ROW_BYTES 16384
-
 /** How finely blocks divide the work. */
 typedef struct EpGranularity {
     int32_t chunk;  /**< most tokens that a block claims at a time */

@@ -231,8 +231,9 @@ __device__ __forceinline__ void pipeline_init_tables(Pipeline *p, const EpPipeli
 
 /* Initialise the barriers. One takes 54 cycles, lane by lane, so a single warp would take 6 us for
  * all of them: each warp has some. By one thread of each warp. */
-__device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int has_metadata, int posters) {
-    const int arrivals[ITEM_BARRIERS] = {posters, 32, COMPUTE_WARPS, 1, 1 + 32 * has_metadata, 1};
+__device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int compute_warps,
+                                                       int has_metadata, int posters) {
+    const int arrivals[ITEM_BARRIERS] = {posters, 32, compute_warps, 1, 1 + 32 * has_metadata, 1};
     for (int step = 0; step < ITEM_BARRIERS; step++)
         for (int j = threadIdx.x / 32; j < PIPELINE_ENTRIES; j += (int)blockDim.x / 32)
             ep_mbarrier_init(&p->barrier[step][j], arrivals[step]);
@@ -243,9 +244,11 @@ __device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int has_meta
 /** Initialise the pipeline, which is open after the block's next barrier. `has_metadata`: whether
  *  metadata warps run. By all threads of the block. */
 __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape &shape,
-                                              char *memory, int has_metadata, int top_k) {
+                                              char *memory, int compute_warps, int has_metadata,
+                                              int top_k) {
     if (threadIdx.x == 0) pipeline_init_tables(p, shape, memory);
-    if (threadIdx.x % 32 == 0) pipeline_init_barriers(p, has_metadata, team_width(top_k));
+    if (threadIdx.x % 32 == 0)
+        pipeline_init_barriers(p, compute_warps, has_metadata, team_width(top_k));
 }
 
 /* ---- scheduler warp ------------------------------------------------------------------------ */

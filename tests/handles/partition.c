@@ -184,6 +184,7 @@ static const Measured measured[] = {
     {1, 132, 66, 131, 131}, /* own tokens go directly to their slots, or nothing is sent */
     {2, 132, 66, 72, 99},   /* the wire decides, and multiplying takes three quarters */
     {4, 132, 104, 66, 99},  /* more rows of a token travel: fewer blocks fill the wire */
+    {1, 64, 16, 63, 63},    /* of fewer blocks, most are needed for the copies */
     {2, 24, 10, 13, 22},    {4, 24, 12, 9, 20},
 };
 
@@ -253,28 +254,37 @@ SoloTest(handles_partition, room_for_two_rows) {
     }
 }
 
-/* Blocks claim large rows by one or two, small rows by four; few blocks claim by four. */
+/* Blocks claim large rows by one or two, small rows by four; few blocks claim by four. Rows that
+ * are multiplied for few slots count as smaller ones. */
 SoloTest(handles_partition, tokens_at_once) {
     static const struct {
         int64_t row_bytes;
-        int32_t blocks, dispatch, combine;
+        int32_t top_k, blocks, dispatch, combine, combine_backward;
     } cases[] = {
-        {14336, 132, 2, 1}, {8192, 132, 4, 2}, {4096, 132, 4, 4},
-        {2048, 132, 4, 4},  {14336, 24, 4, 4},
+        {14336, 8, 132, 2, 1, 1}, {8192, 8, 132, 4, 2, 2},  {4096, 8, 132, 4, 4, 4},
+        {2048, 8, 132, 4, 4, 4},  {14336, 8, 24, 4, 4, 4},  {14336, 8, 64, 4, 2, 2},
+        {8192, 2, 132, 4, 2, 4},  {10240, 1, 132, 4, 2, 4},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
-                           .top_k = 8,
+                           .top_k = cases[i].top_k,
                            .t.row_bytes = cases[i].row_bytes,
                            .t.source_row_bytes = cases[i].row_bytes};
-        EpGatherArgs g = {
-            .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = s.t.row_bytes};
+        EpScatterArgs b = s;
+        EpGatherArgs g = {.group = s.group,
+                          .top_k = s.top_k,
+                          .t.type = EP_TYPE_BF16,
+                          .t.row_bytes = s.t.row_bytes};
+        b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
         CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
+                  ep_partition_scatter(&b, H200_SHARED_BYTES, 16) &&
                   ep_partition_gather(&g, H200_SHARED_BYTES),
               "refused");
-        check_note("rows of %lld bytes, %d blocks", (long long)s.t.row_bytes, cases[i].blocks);
+        check_note("rows of %lld bytes, top-%d, %d blocks", (long long)s.t.row_bytes, s.top_k,
+                   cases[i].blocks);
         CHECK(s.chunk == cases[i].dispatch, "dispatch: %d", s.chunk);
         CHECK(g.chunk == cases[i].combine, "combine: %d", g.chunk);
+        CHECK(b.chunk == cases[i].combine_backward, "combine_backward: %d", b.chunk);
     }
 }
 
