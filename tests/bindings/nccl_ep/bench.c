@@ -143,6 +143,7 @@ static ncclEpTensor_t *make(Tensor *t, int type, size_t a, size_t b, size_t c, i
         bytes = (bytes + (2 << 20) - 1) >> 21 << 21;
         MUST(nccl.alloc(&memory, bytes));
         MUST(nccl.register_window(comm, memory, bytes, (ncclWindow_t *)&t->nccl.win_hdl, 1));
+        if (!t->nccl.win_hdl) die("ncclCommWindowRegister gave no window", -1);
     } else {
         MUST(cudaMalloc(&memory, bytes));
         t->nccl.data = memory;
