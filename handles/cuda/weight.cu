@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Copies of shards to their places, and sums of gradients. Both are bound by memory: threads of a
+ * Copies of shards to their places, and sums of gradients. Both are bound by memory: lanes of a
  * warp take neighbouring pieces, 16 bytes each where addresses allow that. No thread waits for
  * another one, so that any number of blocks is right.
  */
@@ -11,25 +11,70 @@
 
 #define THREADS 256
 
+/* ---- runs ---------------------------------------------------------------------------------- */
+
+#define SEGMENT 256 /* most pieces of a run that a warp takes at a time */
+
+/* Where a run begins in two places, in pieces. */
+typedef struct RunPlaces {
+    int64_t packed, whole;
+} RunPlaces;
+
+/* Call work(piece in the packed place, piece in the whole) for each piece of `runs` runs of `run`
+ * pieces: places_of(i) says where run i begins. That takes hundreds of instructions, most of them
+ * divisions. So each lane asks for another segment, and tells the others. Of short runs a warp
+ * takes several at once. By all warps of the grid. */
+template <typename PlacesOf, typename Work>
+__device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf places_of,
+                                          Work work) {
+    int lane = threadIdx.x % 32, width = 32;
+    while (width / 2 >= run)
+        width /= 2;
+    int64_t warps = (int64_t)gridDim.x * (THREADS / 32);
+    int64_t warp = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    int64_t each = (run + SEGMENT - 1) / SEGMENT, segments = runs * each;
+    int at_once = 32 / width, least = (int)min((segments + warps - 1) / warps, (int64_t)32);
+    int turn = (least + at_once - 1) / at_once * at_once;
+    for (int64_t first = warp * turn; first < segments; first += warps * turn) {
+        int64_t mine = first + lane;
+        RunPlaces places = {0, 0};
+        int length = 0;
+        if (lane < turn && mine < segments) {
+            int64_t begin = mine % each * SEGMENT;
+            places = places_of(mine / each);
+            places.packed += begin, places.whole += begin;
+            length = (int)min(run - begin, (int64_t)SEGMENT);
+        }
+        for (int i = lane / width; i < turn; i += at_once) {
+            int64_t packed = __shfl_sync(~0u, places.packed, i);
+            int64_t whole = __shfl_sync(~0u, places.whole, i);
+            int pieces = __shfl_sync(~0u, length, i);
+            for (int at = lane % width; at < pieces; at += width)
+                work(packed + at, whole + at);
+        }
+    }
+}
+
 /* ---- places -------------------------------------------------------------------------------- */
 
 template <typename Piece> __device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
-    int64_t run = ep_shards_run(&a.shards) * a.unit / (int64_t)sizeof(Piece);
-    int64_t shard = ep_shard_elements(&a.shards) * a.unit / (int64_t)sizeof(Piece);
-    int64_t all = shard * ep_shards_number(&a.shards);
+    int per_piece = (int)sizeof(Piece) / a.unit;
+    int64_t run = ep_shards_run(&a.shards) / per_piece;
+    if (ep_shard_elements(&a.shards) == 0) return;
+    int64_t shard = ep_shard_elements(&a.shards) / per_piece, runs = shard / run;
     int64_t stride = a.stride ? a.stride / (int64_t)sizeof(Piece) : shard;
     Piece *flat = (Piece *)(uintptr_t)a.flat, *whole = (Piece *)a.whole;
-    for (int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x; at < all;
-         at += (int64_t)gridDim.x * THREADS) {
-        int64_t place = ep_shard_run_at(&a.shards, at / shard, at % shard / run) * a.unit /
-                            (int64_t)sizeof(Piece) +
-                        at % shard % run;
-        int64_t packed = at / shard * stride + at % shard;
-        if (a.back)
-            flat[packed] = whole[place];
-        else
-            whole[place] = flat[packed];
-    }
+    auto places_of = [&](int64_t i) {
+        int64_t place = ep_shard_run_at(&a.shards, i / runs, i % runs) / per_piece;
+        return RunPlaces{i / runs * stride + i % runs * run, place};
+    };
+    walk_runs(runs * ep_shards_number(&a.shards), run, places_of,
+              [&](int64_t packed, int64_t place) {
+                  if (a.back)
+                      flat[packed] = whole[place];
+                  else
+                      whole[place] = flat[packed];
+              });
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -55,14 +100,12 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, int blocks, void *
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-/* Returns where element number `at` of a rank's part lies. */
+/* Returns where element number `at` of a rank's part lies. This rank's may lie in the whole. */
 template <typename T>
 __device__ __forceinline__ const T *element_of(const EpSumArgs &a, int rank, int64_t at,
-                                               int64_t run) {
+                                               int64_t in_whole) {
     if (rank != a.rank) return (const T *)(a.received + rank * a.stride) + at;
-    if (!a.in_whole) return (const T *)a.mine + at;
-    at += a.own_begin;
-    return (const T *)a.mine + ep_shard_run_at(&a.shards, a.own_shard, at / run) + at % run;
+    return (const T *)a.mine + (a.in_whole ? in_whole : at);
 }
 
 /* Call add(rank) for each part in the order of summation, and next_node() before each node. */
@@ -75,50 +118,87 @@ __device__ __forceinline__ void walk_parts(const EpSumArgs &a, NextNode next_nod
     }
 }
 
-__device__ __forceinline__ void store_sum(float *out, float sum, int accumulate) {
-    *out = accumulate ? *out + sum : sum;
+/* Returns what is stored where a sum is `sum`: rounded by the caller, once. */
+template <typename Out>
+__device__ __forceinline__ float final_sum(const Out *out, float sum, int accumulate) {
+    return accumulate ? ep_float(*out) + sum : sum;
 }
-__device__ __forceinline__ void store_sum(__nv_bfloat16 *out, float sum, int accumulate) {
-    *out = __float2bfloat16_rn(accumulate ? ep_float(*out) + sum : sum);
+
+__device__ __forceinline__ void store_sum(float *out, float sum) {
+    *out = sum;
 }
-__device__ __forceinline__ void store_sum(__half *out, float sum, int accumulate) {
-    *out = __float2half_rn(accumulate ? ep_float(*out) + sum : sum);
+__device__ __forceinline__ void store_sum(__nv_bfloat16 *out, float sum) {
+    *out = __float2bfloat16_rn(sum);
+}
+__device__ __forceinline__ void store_sum(__half *out, float sum) {
+    *out = __float2half_rn(sum);
 }
 
 template <typename T, typename Out>
-__device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t run) {
+__device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t in_whole) {
     float total = 0, sum = 0; /* of the nodes before, of this one */
+    Out *out = (Out *)a.out + at;
     walk_parts(
         a, [&] { total += sum, sum = 0; },
-        [&](int rank) { sum += ep_float(*element_of<T>(a, rank, at, run)); });
-    store_sum((Out *)a.out + at, total + sum, a.accumulate);
+        [&](int rank) { sum += ep_float(*element_of<T>(a, rank, at, in_whole)); });
+    store_sum(out, final_sum(out, total + sum, a.accumulate));
 }
 
+/* N neighbouring elements of `out`, which are loaded and stored as one. */
+template <typename Out, int N> struct alignas(N * sizeof(Out) < 16 ? N * sizeof(Out) : 16) Sums {
+    Out at[N];
+};
+
 template <typename T, typename Out>
-__device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t run) {
+__device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t in_whole) {
+    typedef Sums<Out, EpVector<T>::SIZE> Result;
     EpVector<T> total = {}, sum = {}; /* of the nodes before, of this one */
+    Result *out = (Result *)((Out *)a.out + at), result;
     walk_parts(
         a, [&] { ep_add(&total, sum), sum = {}; },
         [&](int rank) {
-            ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, rank, at, run)));
+            ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, rank, at, in_whole)));
         });
     ep_add(&total, sum);
+    if (a.accumulate) result = *out;
 #pragma unroll
     for (int e = 0; e < EpVector<T>::SIZE; e++)
-        store_sum((Out *)a.out + at + e, total.at[e], a.accumulate);
+        store_sum(&result.at[e], final_sum(&result.at[e], total.at[e], a.accumulate));
+    *out = result;
+}
+
+template <typename T, typename Out>
+__device__ __forceinline__ void sum_at(const EpSumArgs &a, int64_t at, int64_t in_whole) {
+    if (a.vectors)
+        sum_vector<T, Out>(a, at, in_whole);
+    else
+        sum_element<T, Out>(a, at, in_whole);
+}
+
+/* Sum where this rank's part lies in the whole. A piece of a shard may begin and end within a run
+ * of the whole. */
+template <typename T, typename Out>
+__device__ __forceinline__ void sum_runs(const EpSumArgs &a, int width) {
+    int64_t run = ep_shards_run(&a.shards), first = a.own_begin / run;
+    int64_t runs = (a.own_begin + a.elements + run - 1) / run - first;
+    auto places_of = [&](int64_t i) {
+        int64_t place = ep_shard_run_at(&a.shards, a.own_shard, first + i);
+        return RunPlaces{((first + i) * run - a.own_begin) / width, place / width};
+    };
+    walk_runs(runs, run / width, places_of, [&](int64_t piece, int64_t place) {
+        int64_t at = piece * width;
+        if (at >= 0 && at < a.elements) sum_at<T, Out>(a, at, place * width);
+    });
 }
 
 template <typename T, typename Out>
 __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ EpSumArgs a) {
-    int64_t run = ep_shards_run(&a.shards);
     int width = a.vectors ? EpVector<T>::SIZE : 1;
+    if (a.elements == 0) return;
+    if (a.in_whole) return sum_runs<T, Out>(a, width);
     for (int64_t at = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * width; at < a.elements;
-         at += (int64_t)gridDim.x * THREADS * width) {
-        if (a.vectors)
-            sum_vector<T, Out>(a, at, run);
-        else
-            sum_element<T, Out>(a, at, run);
-    }
+         at += (int64_t)gridDim.x * THREADS * width)
+        sum_at<T, Out>(a, at, 0);
 }
 
 template <typename T, typename Out>
