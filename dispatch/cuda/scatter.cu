@@ -115,13 +115,14 @@ __device__ void zero_padding(const EpScatterArgs &a, const Role &role, ZeroThrea
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
+template <Form FORM>
 __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
                      int blocks) {
     Pipeline *p = &s->pipeline;
-    PipelineWork work = a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
+    PipelineWork work = FORM == COPIED && a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == SCHEDULER_WARP)
-        schedule_tokens(a, p, &s->receivers, start, epoch, blocks);
+        schedule_tokens<FORM>(a, p, &s->receivers, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
@@ -133,26 +134,28 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint
         quantise(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              has_metadata(a))
-        send_all_metadata(a, p, warp - FIRST_METADATA_WARP, work);
+        send_all_metadata<FORM>(a, p, warp - FIRST_METADATA_WARP, work);
 }
 
 /* Whether metadata warps work in receiving blocks. Rows that are multiplied have no metadata:
  * compute warps write their dot products. */
+template <Form FORM>
 __device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
-    return !a.multiplied && has_metadata(a);
+    return FORM == COPIED && has_metadata(a);
 }
 
+template <Form FORM>
 __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
                         const Role &role) {
     Pipeline *p = &s->pipeline;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int multiplies = a.multiplied != 0, moves_metadata = has_metadata_to_receive(a);
-    PipelineWork work = multiplies ? WORK_COMPUTE : WORK_COPY;
+    constexpr PipelineWork work = FORM == MULTIPLIED ? WORK_COMPUTE : WORK_COPY;
+    int moves_metadata = has_metadata_to_receive<FORM>(a);
     int first_free =
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     if (warp == SCHEDULER_WARP)
-        schedule_rows(a, p, &s->rows, start, epoch, role.count);
+        schedule_rows<FORM>(a, p, &s->rows, start, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -162,11 +165,12 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
-    else if (warp >= FIRST_MULTIPLY_WARP && multiplies)
+    else if (FORM == MULTIPLIED && warp >= FIRST_MULTIPLY_WARP)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
     if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
+template <Form FORM>
 __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     scatter_kernel(const __grid_constant__ EpScatterArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -177,30 +181,32 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     Role role = pipeline_role(a.receivers);
     Start start = {0, 0};
     if (threadIdx.x / 32 == SCHEDULER_WARP)
-        start = role.receives ? start_rows(a, &shared->rows, RECEIVERS, takes_own_rows(a))
+        start = role.receives ? start_rows(a, &shared->rows, RECEIVERS, FORM == MULTIPLIED)
                               : start_tokens(a, SENDERS);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
-                  role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
-                  role.receives ? has_metadata_to_receive(a) : has_metadata(a), a.top_k);
+                  FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
+                  role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_leave(a.group, epoch, 0);
         return;
     }
     ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
     if (role.receives)
-        receive(a, shared, start, epoch, role);
+        receive<FORM>(a, shared, start, epoch, role);
     else
-        send(a, shared, start, epoch, role.count);
+        send<FORM>(a, shared, start, epoch, role.count);
     ep_leave(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {
-    return ep_open_kernel(scatter_kernel, shared_bytes);
+    int error = ep_open_kernel(scatter_kernel<COPIED>, shared_bytes);
+    return error ? error : ep_open_kernel(scatter_kernel<MULTIPLIED>, shared_bytes);
 }
 
 extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
     size_t send = pipeline_bytes(a->send), receive = pipeline_bytes(a->receive);
     size_t shared = send > receive ? send : receive;
-    return ep_launch(scatter_kernel, blocks, SCATTER_THREADS, shared, stream, *a);
+    auto kernel = a->multiplied ? scatter_kernel<MULTIPLIED> : scatter_kernel<COPIED>;
+    return ep_launch(kernel, blocks, SCATTER_THREADS, shared, stream, *a);
 }

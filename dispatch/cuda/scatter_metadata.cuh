@@ -10,6 +10,10 @@
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/scheduler.cuh"
 
+/* What becomes of rows. Each form is a kernel of its own, since code that does not run is not free.
+ */
+enum Form { COPIED, MULTIPLIED };
+
 /* Whether rows have metadata. */
 __device__ __forceinline__ int has_metadata(const EpScatterArgs &a) {
     return a.t.carries_weights || a.t.scale_bytes || a.t.out_idx;

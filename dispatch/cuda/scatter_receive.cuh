@@ -46,10 +46,12 @@ __device__ __forceinline__ void write_item(const EpScatterArgs &a, Pipeline *p, 
  * store to each slot except the one where the sender has stored the row. Where they are multiplied,
  * each slot has a stage of its own, which holds the slot's row of slot_rows if dot products are
  * taken. */
+template <Form FORM>
 __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const RowBatch &r, float weight) {
     int valid = r.valid, slot = r.slot, slots, at = team_rank(t, slot >= 0, &slots);
-    int is_stored = a.zero_copy && r.source != a.group.rank, multiplies = a.multiplied != 0;
+    constexpr int multiplies = FORM == MULTIPLIED;
+    int is_stored = !multiplies && a.zero_copy && r.source != a.group.rank;
     int stores = is_stored && slots ? slots - 1 : slots;
     int loads = multiplies ? 1 + slots : stores > 0;
     int loaded = multiplies && !a.t.takes_dots ? 1 : loads;
@@ -76,12 +78,8 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, co
     }
 }
 
-/* Whether receiving blocks take own rows. Sending blocks store those that are only copied. */
-__device__ __forceinline__ int takes_own_rows(const EpScatterArgs &a) {
-    return a.multiplied != 0;
-}
-
-/* The scheduler warp of a receiving block. */
+/* The scheduler warp of a receiving block. Sending blocks store own rows that are only copied. */
+template <Form FORM>
 __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
                               const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
@@ -92,11 +90,11 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
         return __all_sync(~0u, alive);
     };
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_row(a, p, t, number, r, weight);
+        post_row<FORM>(a, p, t, number, r, weight);
     };
     pipeline_end(p, t,
                  walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces,
-                           takes_own_rows(a), await, post));
+                           FORM == MULTIPLIED, await, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

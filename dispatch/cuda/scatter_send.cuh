@@ -57,20 +57,16 @@ __device__ __forceinline__ int await_receivers(const EpScatterArgs &a, ReceiveRo
     return __all_sync(~0u, alive);
 }
 
-/* Whether rows are not multiplied. Own rows then go from here straight to their slots; otherwise
- * the receiving block takes them. */
-__device__ __forceinline__ int is_copy_only(const EpScatterArgs &a) {
-    return a.multiplied == 0;
-}
-
 /* Choose where this lane stores its team's token (*to, NULL: nowhere), and which rank it signals
- * (*peer, -1: none); wait until there is room in the ring. Returns 0 on timeout. */
+ * (*peer, -1: none); wait until there is room in the ring. Own rows that are only copied go from
+ * here straight to their slots. Returns 0 on timeout. */
+template <Form FORM>
 __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const ReceiveRows *receivers,
                                              uint32_t epoch, const EpEntry &e, char **to,
                                              int *peer) {
     const EpCudaGroup &g = a.group;
     *to = NULL, *peer = -1;
-    if (e.owner == g.rank && is_copy_only(a) && e.slot >= 0)
+    if (FORM == COPIED && e.owner == g.rank && e.slot >= 0)
         *to = a.t.out_rows + e.slot * a.t.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.leader) return 1;
     *peer = e.owner;
@@ -109,15 +105,16 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
 }
 
 /* The scheduler warp of a sending block. */
+template <Form FORM>
 __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows *receivers,
                                 const Start &start, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.send);
-    if (!is_copy_only(a) && a.group.size == 1) return pipeline_end(p, t, 0);
+    if (FORM == MULTIPLIED && a.group.size == 1) return pipeline_end(p, t, 0);
     auto ready = [&] { return await_receivers(a, receivers, epoch); };
     auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
         char *to;
         int peer;
-        if (!__all_sync(~0u, choose_target(a, receivers, epoch, e, &to, &peer))) return 0;
+        if (!__all_sync(~0u, choose_target<FORM>(a, receivers, epoch, e, &to, &peer))) return 0;
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
@@ -128,7 +125,7 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
 
 /* Copy a token's weights and scales into the records that go to peers and to its own slots. By a
  * warp. `await_scales()` returns once the scales are there. */
-template <typename Await>
+template <Form FORM, typename Await>
 __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t token,
                                               Await await_scales) {
     const EpCudaGroup &g = a.group;
@@ -141,7 +138,7 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
             *((const float *)((const char *)a.t.topk_weights + token * a.source.weight_stride) +
               lane);
     if (e.owner >= a.owners) e.owner = -1; /* damaged; now, since both loads overlap */
-    if (e.owner == g.rank && is_copy_only(a)) metadata.slot = ep_check_slot(a.plan, e.slot);
+    if (FORM == COPIED && e.owner == g.rank) metadata.slot = ep_check_slot(a.plan, e.slot);
     if (e.owner == g.rank) metadata.expert = e.expert;
     if (e.owner >= 0 && e.owner != g.rank && e.leader)
         metadata.record = ep_ring(g, e.owner, g.rank, e.row);
@@ -149,11 +146,12 @@ __device__ __forceinline__ void send_metadata(const EpScatterArgs &a, int64_t to
     spread_metadata(a, metadata, a.t.scales + token * a.source.scale_stride);
 }
 
+template <Form FORM>
 __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
                                   PipelineWork work) {
     int count = work == WORK_CONVERT ? METADATA_WARPS : ALL_METADATA_WARPS;
     pipeline_metadata(p, warp, count, [&](int j, uint32_t n) {
-        send_metadata(a, p->index[j], [&] {
+        send_metadata<FORM>(a, p->index[j], [&] {
             if (work == WORK_CONVERT) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
         });
     });

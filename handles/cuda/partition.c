@@ -48,8 +48,8 @@ static double clamp(double value, double least, double greatest) {
 
 #define MANY_BLOCKS 64
 #define SENDERS_PER_STORE .12 /* fraction of the blocks, per store of a row that leaves */
-#define MEMORY_SENDERS 56     /* as many blocks copy rows at the rate of a GPU's memory */
-#define SMALL_SUM_BYTES 4096  /* summing smaller rows takes longer than the wire */
+#define MEMORY_SENDERS 66     /* as many blocks copy rows at the rate of a GPU's memory */
+#define SMALL_ROW_BYTES 4096  /* smaller rows keep blocks busy, not the wire or the memory */
 
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
  * blocks divide as the traffic does. Of many blocks that only copy rows, as many send as fill the
@@ -58,10 +58,12 @@ static double clamp(double value, double least, double greatest) {
  * a quarter of the blocks send, and of large rows at most half. */
 static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
     double received = traffic.received / (traffic.sent + traffic.received);
-    if (traffic.received <= 0) return 1 - clamp((double)MEMORY_SENDERS / blocks, .5, .75);
+    int is_small = row_bytes < SMALL_ROW_BYTES;
+    if (traffic.received <= 0)
+        return 1 - clamp((double)MEMORY_SENDERS / blocks, is_small ? .75 : .5, .75);
     if (blocks < MANY_BLOCKS || traffic.sent <= 0) return clamp(received, .25, 1);
     if (traffic.stores > 0) return 1 - clamp(SENDERS_PER_STORE * traffic.stores, .2, .5);
-    return clamp(received, row_bytes < SMALL_SUM_BYTES ? .25 : .5, .75);
+    return clamp(received, is_small ? .25 : .5, .75);
 }
 
 int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {

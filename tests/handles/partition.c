@@ -220,6 +220,10 @@ SoloTest(handles_partition, senders_of_smaller_rows) {
                        .t.source_row_bytes = 2048};
     CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
     CHECK(s.receivers == 104, "rows of 2 KiB: %d", s.receivers);
+    EpScatterArgs alone = s;
+    alone.group.size = 1, alone.zero_copy = 0;
+    CHECK(ep_partition_scatter(&alone, H200_SHARED_BYTES, 16), "refused");
+    CHECK(alone.receivers == 33, "on one rank: %d", alone.receivers);
     s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.quant = EP_QUANT_FP8;
     CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
     CHECK(s.receivers == 104, "quantised: %d", s.receivers);
