@@ -10,8 +10,7 @@
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/scheduler.cuh"
 
-/* What becomes of rows. Each form is a kernel of its own, since code that does not run is not free.
- */
+/* What becomes of rows. Each form has a kernel of its own: code that does not run is not free. */
 enum Form { COPIED, MULTIPLIED };
 
 /* Whether rows have metadata. */

@@ -183,8 +183,7 @@ EP_HOST_DEVICE static inline int ep_same_operation(uint32_t a, uint32_t b) {
     return a == b || (((a ^ b) & ~id) == 0 && (!(a & id) || !(b & id)));
 }
 
-/** Returns whether two ranks' digests are of the same operation and handle. Their sizes may differ.
- */
+/** Returns whether two ranks' digests are of the same operation and handle, with any sizes. */
 EP_HOST_DEVICE static inline int ep_same_call(uint32_t a, uint32_t b) {
     return ep_same_operation(a & 0xffff, b & 0xffff);
 }

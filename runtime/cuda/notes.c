@@ -7,7 +7,7 @@
 #include "runtime/log.h"
 #include "runtime/wait.h"
 
-#define SECONDS_TO_READ 0.1 /* on a busy machine */
+#define SECONDS_TO_COPY 0.1 /* on a busy machine; else some microseconds */
 
 _Static_assert(EP_ABORT_BYTES == 8 * EP_ABORT_WORDS, "host and kernels agree on the sentence");
 
@@ -42,6 +42,17 @@ static cudaError_t copy(const EpCudaNotes *notes, void *to, const void *from, si
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, notes->stream);
 }
 
+/* Wait until copies are done. Returns 0 if they fail or take long. */
+static int await_copies(const EpCudaNotes *notes) {
+    EpWait wait;
+    cudaError_t error;
+    ep_wait_begin(&wait, SECONDS_TO_COPY, 0);
+    while ((error = cudaStreamQuery(notes->stream)) == cudaErrorNotReady && ep_wait_pause(&wait))
+        ;
+    if (error != cudaSuccess) (void)cudaGetLastError();
+    return error == cudaSuccess;
+}
+
 /* ---- aborting ------------------------------------------------------------------------------ */
 
 /* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
@@ -68,6 +79,9 @@ int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
     memcpy(notes->out->why, sentence, EP_ABORT_BYTES);
     enum cudaStreamCaptureMode mode = allow_calls();
     cudaError_t error = tell_all(&cuda->device, notes);
+    /* Peers that look must find the word before this rank goes on: it may be in its next group
+     * while they destroy this one. */
+    if (error == cudaSuccess) (void)await_copies(notes);
     restore_calls(mode);
     if (error == cudaSuccess) return 1;
     (void)cudaGetLastError();
@@ -80,14 +94,9 @@ int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
 
 /* Read from this rank's own window, if the stream does it soon. Returns 0 if not. */
 static int read_window(const EpCudaNotes *notes, void *to, const char *from, size_t bytes) {
-    EpWait wait;
-    cudaError_t error = copy(notes, to, from, bytes);
-    ep_wait_begin(&wait, SECONDS_TO_READ, 0);
-    while (error == cudaSuccess && (error = cudaStreamQuery(notes->stream)) == cudaErrorNotReady &&
-           ep_wait_pause(&wait))
-        error = cudaSuccess;
-    if (error != cudaSuccess) (void)cudaGetLastError();
-    return error == cudaSuccess;
+    if (copy(notes, to, from, bytes) == cudaSuccess) return await_copies(notes);
+    (void)cudaGetLastError();
+    return 0;
 }
 
 static int32_t look(const EpCudaGroup *g, const EpCudaNotes *notes, char *sentence) {
