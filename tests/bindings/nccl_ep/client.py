@@ -2,11 +2,13 @@
 """NVIDIA's released nccl.ep package as a client of libnccl_ep.so.0 on libep.
 
     LD_PRELOAD=build/emulated/libnccl_ep.so python client.py     two ranks on emulated GPUs
+    LD_PRELOAD=build/libep/nccl_ep/lib/libnccl_ep.so.0 python client.py --gpus 4
 
 Ranks are threads, since emulated GPUs belong to one process. The expected results come from a walk
 over all ranks' inputs in numpy.
 """
 
+import argparse
 import ctypes
 import os
 import sys
@@ -16,7 +18,7 @@ import numpy as np
 
 import nccl.ep as ep
 
-RANKS, EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, ALIGNMENT = 2, 7, 3, 136, 37, 8
+EXPERTS, TOP_K, HIDDEN, MAX_TOKENS, ALIGNMENT = 7, 3, 136, 37, 8
 INT32, INT64, FLOAT32 = 2, 4, 7  # numbers of NCCL's data types
 TYPES = {np.dtype(np.int32): INT32, np.dtype(np.int64): INT64, np.dtype(np.float32): FLOAT32}
 NAMES = {ep.Layout.EXPERT_MAJOR: "expert-major", ep.Layout.RANK_MAJOR: "rank-major",
@@ -30,6 +32,9 @@ class Emulated:
         self.library = ctypes.CDLL(None)
         self.library.emulated_communicator.restype = ctypes.c_void_p
         self.library.emulated_allocate.restype = ctypes.c_void_p
+
+    def open(self, rank):
+        """Called by the rank's thread before all else."""
 
     def communicator(self, rank, name):
         comm = self.library.emulated_communicator(RANKS, rank, name.encode())
@@ -53,6 +58,67 @@ class Emulated:
         return array, ep.Tensor(address, dtype=TYPES[values.dtype], shape=values.shape)
 
 
+class UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+def open_library(name, package):
+    """A shared library of the system, or else of NVIDIA's Python package."""
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        folder = __import__(package, fromlist=["__path__"]).__path__[0]
+        return ctypes.CDLL(os.path.join(folder, "lib", name))
+
+
+class Gpus:
+    """Memory and communicators of real GPUs, one for each rank. An array is a copy of its device
+    memory, made anew by synchronize()."""
+
+    def __init__(self):
+        self.cuda = open_library("libcudart.so.13", "nvidia.cu13")
+        self.nccl = open_library("libnccl.so.2", "nvidia.nccl")
+        self.local = threading.local()
+        self.id = UniqueId()
+        assert self.nccl.ncclGetUniqueId(ctypes.byref(self.id)) == 0
+
+    def call(self, function, *args):
+        error = getattr(self.cuda, function)(*args)
+        assert error == 0, f"{function} returned {error}"
+
+    def open(self, rank):
+        self.call("cudaSetDevice", rank)
+        self.local.arrays = []
+
+    def communicator(self, rank, name):
+        comm = ctypes.c_void_p()
+        error = self.nccl.ncclCommInitRank(ctypes.byref(comm), RANKS, self.id, rank)
+        assert error == 0, f"ncclCommInitRank returned {error}"
+        return comm.value
+
+    def destroy(self, comm):
+        assert self.nccl.ncclCommDestroy(ctypes.c_void_p(comm)) == 0
+        for _, address in self.local.arrays:
+            self.call("cudaFree", address)
+
+    def synchronize(self):
+        self.call("cudaDeviceSynchronize")
+        for array, address in self.local.arrays:
+            self.copy(array.ctypes.data, address.value, array.nbytes)
+
+    def copy(self, to, source, size):
+        default = 4  # cudaMemcpyDefault
+        self.call("cudaMemcpy", ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(size),
+                  default)
+
+    def array(self, values):
+        array, address = np.array(values, order="C"), ctypes.c_void_p()
+        self.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(max(array.nbytes, 1)))
+        self.copy(address.value, array.ctypes.data, array.nbytes)
+        self.local.arrays.append((array, address))
+        return array, ep.Tensor(address.value, dtype=TYPES[array.dtype], shape=array.shape)
+
+
 class Communicator:
     """What nccl.ep needs of an nccl.core.Communicator."""
 
@@ -62,11 +128,15 @@ class Communicator:
 
 # ---- inputs and expected results ----------------------------------------------------------------
 
-FIRST = [0, (EXPERTS + 1) // 2, EXPERTS]  # each rank's first expert
+parser = argparse.ArgumentParser()
+parser.add_argument("--gpus", type=int, default=0, help="ranks, each on a real GPU (0: emulated)")
+options = parser.parse_args()
+RANKS = options.gpus or 2
+FIRST = [-(-EXPERTS * r // RANKS) for r in range(RANKS + 1)]  # each rank's first expert
 
 
 def make_inputs(seed):
-    """Routing, weights, tokens of all ranks; rank 1 has fewer tokens."""
+    """Routing, weights, tokens of all ranks; later ranks have fewer tokens."""
     random = np.random.default_rng(seed)
     inputs = []
     for rank in range(RANKS):
@@ -285,10 +355,11 @@ def tests():
 
 def run(name, body, *args):
     """Run a test on all ranks; returns whether it passed."""
-    device, failures = Emulated(), []
+    device, failures = Gpus() if options.gpus else Emulated(), []
 
     def rank_body(rank):
         try:
+            device.open(rank)
             comm = device.communicator(rank, name)
             body(device, comm, rank, *args)
             device.destroy(comm)
@@ -307,7 +378,8 @@ def run(name, body, *args):
 
 
 def main():
-    print(f"nccl.ep is served by {ep.get_lib_path()}, version {ep.get_lib_version()}")
+    print(f"nccl.ep is served by {ep.get_lib_path()}, version {ep.get_lib_version()};",
+          f"{RANKS} ranks on {'real' if options.gpus else 'emulated'} GPUs")
     passed = [run(*test) for test in tests()]
     print(f"{sum(passed)} passed, {len(passed) - sum(passed)} failed")
     sys.stdout.flush()
