@@ -431,7 +431,9 @@ typedef struct EpGroupConfig {
 EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 
 /** Destroy a group and its handles. Each rank waits, up to the deadline, until its peers have
- *  finished their last call; in this sense it is collective. NULL is allowed. */
+ *  finished their last call; in this sense it is collective. A group that has failed or was aborted
+ *  is destroyed without waiting, so its ranks are out of step on the bootstrap: the next group needs
+ *  a new one. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
 /**
