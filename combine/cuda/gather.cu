@@ -157,11 +157,19 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start 
     pipeline_end(p, t, walk_tokens(a, t, start, RECEIVERS, blocks, a.pipeline.pieces, ready, post));
 }
 
+/* Returns the value of an entry whose slot is here. The entry names the slot, unless it shares a flat
+ * row: the row's chain of slots would take up to K loads, one after another. */
+__device__ __forceinline__ float own_value(const EpGatherArgs &a, const EpEntry &e, int k) {
+    if (a.shape.layout == EP_LAYOUT_FLAT) return value_of(a, a.group.rank, e.row, k);
+    int slot = ep_check_slot(a.plan, e.slot);
+    return slot >= 0 ? a.t.slot_values[slot] : 0;
+}
+
 /* Returns the value of an entry: from its slot here, or from the record of its owner's sum. */
 __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpEntry &e, int k) {
     const EpCudaGroup &g = a.group;
     if (e.owner < 0 || e.owner >= a.owners) return 0;
-    if (e.owner == g.rank) return value_of(a, g.rank, e.row, k);
+    if (e.owner == g.rank) return own_value(a, e, k);
     const char *record =
         e.owner < g.size ? ep_ring(g, g.rank, e.owner, e.row) : node_sum(a, e.owner, e.row);
     return __ldcg((const float *)(record + a.record.weights) + k);
@@ -224,6 +232,7 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
                   a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
+        ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
         return;
     }

@@ -39,10 +39,14 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
 #pragma unroll 1
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
         tokens[r] = count_source_tokens(a, r);
-    int alive = latency_enter(a.group, a.plan, a.latency, &op);
-    if (alive && role.sends) send_sums<T, PACKED>(a, tokens, first, op);
+    if (!latency_enter(a.group, a.plan, a.latency, &op)) {
+        latency_report(a.group, a.plan, a.latency);
+        latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
+        return;
+    }
+    if (role.sends) send_sums<T, PACKED>(a, tokens, first, op);
     uint32_t ticket = latency_ticket(a.latency, op);
-    if (alive && role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
+    if (role.receives) receive_sums<T, PACKED>(a, role, tokens[a.group.rank], op.flag);
     latency_pass(a.group, a.latency, op, ticket);
 }
 

@@ -55,11 +55,15 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
     reset_heads();
-    int alive = latency_enter(g, a.route.plan, l, &op);
-    if (alive && role.sends && a.route.shape.merges) merge_duplicates(a);
-    if (alive && role.sends) send_all(a, op);
+    if (!latency_enter(g, a.route.plan, l, &op)) {
+        latency_report(g, a.route.plan, l);
+        latency_pass(g, l, op, latency_ticket(l, op));
+        return;
+    }
+    if (role.sends && a.route.shape.merges) merge_duplicates(a);
+    if (role.sends) send_all(a, op);
     uint32_t ticket = latency_ticket(l, op);
-    if (alive && role.receives) receive(a, role, op);
+    if (role.receives) receive(a, role, op);
     latency_pass(g, l, op, ticket);
 }
 

@@ -187,6 +187,7 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
                   FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.top_k);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
+        ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
         return;
     }

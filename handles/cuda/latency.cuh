@@ -65,26 +65,41 @@ __device__ __forceinline__ int latency_find(const EpLatency &l, LatencyOp *op) {
     return sent == done + 1;
 }
 
+/** What the threads of a block that load it tell the others. */
+typedef struct LatencyEntry {
+    LatencyOp op;
+    int is_right; /**< see latency_find */
+} LatencyEntry;
+
+__device__ __forceinline__ LatencyEntry *latency_entry(void) {
+    __shared__ LatencyEntry entry;
+    return &entry;
+}
+
 /** Enter an operation, as ep_enter does, and give it to all threads. Epoch 0 stands for none: in
  *  latency mode a rank that has failed once does nothing more. */
 __device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
                                              const EpLatency &l, LatencyOp *op) {
-    __shared__ LatencyOp shared;
-    __shared__ int is_right;
+    LatencyEntry *entry = latency_entry();
     EpLook look = ep_look(g, plan);
-    if (threadIdx.x == 0 && l.senders) shared.number = look.number;
+    if (threadIdx.x == 0 && l.senders) entry->op.number = look.number;
     if (threadIdx.x / 32 == OP_WARP) {
         LatencyOp found;
         int right = latency_find(l, &found);
-        if (threadIdx.x % 32 == 0) shared.flag = found.flag, is_right = right;
-        if (threadIdx.x % 32 == 0 && !l.senders) shared.number = found.number;
+        if (threadIdx.x % 32 == 0) entry->op.flag = found.flag, entry->is_right = right;
+        if (threadIdx.x % 32 == 0 && !l.senders) entry->op.number = found.number;
     }
     int alive = ep_enter_as(g, plan, look, 0);
-    *op = shared;
-    if (__builtin_expect(!alive || is_right, 1)) return alive;
-    if (threadIdx.x == 0)
+    *op = entry->op;
+    return alive & entry->is_right;
+}
+
+/** Report why latency_enter has returned 0, as ep_report_plan does. */
+static __device__ __noinline__ void latency_report(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                   const EpLatency &l) {
+    ep_report_plan(g, plan);
+    if (threadIdx.x == 0 && !latency_entry()->is_right)
         ep_report(g, EP_FAULT_FLIGHT, EpAwaited{g.rank, 0, 0, (uint32_t)l.sets, 0});
-    return 0;
 }
 
 /**

@@ -74,8 +74,13 @@ __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPl
     return ep_fits_tokens(use, found) ? EP_PLAN_ROWS : EP_PLAN_TOKENS;
 }
 
-/* Report a plan that is not the expected one. All blocks find the same. */
+/**
+ * Report why ep_enter has returned 0: the plan is not the expected one, unless this rank has failed
+ * already. All blocks find the same. Only on a path that leaves the kernel: behind a call compilers
+ * no longer know that the threads of a warp are together, and guard every later branch.
+ */
 static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const EpCudaPlan &plan) {
+    if (threadIdx.x || ep_failed(g)) return;
     const FoundPlan found = ep_load_plan(plan);
     int fault = ep_find_fault(plan.use, found);
     int64_t expected = plan.use.top_k, seen = found.top_k;
@@ -115,16 +120,14 @@ __device__ __forceinline__ int ep_enter_as(const EpCudaGroup &g, const EpCudaPla
         is_right = (plan.use.is_read == 0) | ep_is_right(plan.use, look.plan);
         ep_set_operation(g, look.plan.generation);
     }
-    if (__syncthreads_and(is_right & !failed)) return 1;
-    if (!is_right && !failed) ep_report_plan(g, plan);
-    return 0;
+    return __syncthreads_and(is_right & !failed);
 }
 
 /**
  * Check that the operation may run, and give all threads its epoch. Returns 0 if nothing may be
  * read, written or sent: this rank has failed in an earlier operation, which left plan and rings
- * void; or the plan is not the expected one, which fails this operation. By all threads of every
- * block.
+ * void; or the plan is not the expected one, which is for the caller to report (ep_report_plan). By
+ * all threads of every block.
  */
 __device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
                                         const EpLook &look, uint32_t *epoch) {

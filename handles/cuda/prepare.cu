@@ -111,6 +111,7 @@ template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs 
     uint32_t epoch;
     init_tables(a, &p);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
+        ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
         return;
     }
