@@ -262,7 +262,7 @@ emulated_c := $(all_lib_c) $(nccl_ep_c) $(gpu_tests_c) $(wildcard tests/emulator
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
               $(row_sets:%=$B/emulated/runtime/host/rowmath_%.o)
 emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
-                  -DEP_NCCL_SECONDS=2 \
+                  -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 $B/emulated/%.o: private cflags = $(emulated_cflags) \
     $(if $(filter tests/%,$<),$(mpi_cflags) $(if $(filter tests/emulator/%,$<),,$(on_gpu)))

@@ -23,6 +23,8 @@ static int agree_on_gpus(const EpBootstrap *b, const EpGroupConfig *config,
     out->shared = ep_gpus_shared(all, b->size, devices);
     out->nccl = ep_gpus_nccl(all, b->size, devices);
     out->alone = ep_gpus_alone(all, b->size, b->rank);
+    for (int32_t r = 0; r < b->size; r++)
+        out->threads |= !ep_gpus_alone(all, b->size, r);
     snprintf(out->bus, sizeof(out->bus), "%s", gpu->bus);
     snprintf(out->gpu, sizeof(out->gpu), "%s, %s", gpu->name, gpu->bus);
     return 1;

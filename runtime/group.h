@@ -28,6 +28,7 @@ typedef struct EpChoice {
     int32_t device;   /* this rank's CUDA device, -1 on the host backend */
     int32_t assigned; /* 1 if libep chose it and it was not current before */
     int32_t alone;    /* 1 if no other rank of the group is in this process */
+    int32_t threads;  /* 1 if some process has several ranks */
     int32_t shared;   /* 1 if some ranks share a GPU, whose memory NCCL does not map */
     int32_t nccl;     /* 1 if NCCL can connect all ranks */
     char bus[20];     /* the device's PCI bus id, "" on the host backend */

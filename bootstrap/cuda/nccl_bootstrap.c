@@ -226,8 +226,12 @@ static int is_pending(const NcclContext *self) {
     return pending;
 }
 
+int ep_nccl_bootstrap_is(const EpBootstrap *bootstrap) {
+    return bootstrap->allgather == nccl_allgather;
+}
+
 int ep_nccl_bootstrap_is_pending(const EpBootstrap *bootstrap) {
-    return bootstrap->allgather == nccl_allgather && is_pending(bootstrap->context);
+    return ep_nccl_bootstrap_is(bootstrap) && is_pending(bootstrap->context);
 }
 
 static void release(const NcclContext *self) {

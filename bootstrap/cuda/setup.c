@@ -92,6 +92,15 @@ EpStatus ep_cuda_open(EpGroup *group) {
     return EP_OK;
 }
 
+/* In a process with several ranks, what one rank frees may wait for kernels on the GPUs of the
+ * others, and the last one to end its communicator frees what NCCL has of all of them. So no rank
+ * goes on to kernels that wait for its peers before they have freed everything. Ranks whose
+ * bootstrap meets by such kernels do without: see ep_bootstrap_nccl. */
+static void await_freed(EpGroup *group) {
+    if (group->choice.threads && !ep_nccl_bootstrap_is(&group->bootstrap))
+        (void)ep_group_meet(group);
+}
+
 void ep_cuda_close(EpGroup *group, int together) {
     EpCuda *cuda = group->backend_state;
     if (!cuda) return;
@@ -109,4 +118,5 @@ void ep_cuda_close(EpGroup *group, int together) {
     (void)cudaGetLastError();
     free(cuda);
     group->backend_state = NULL;
+    if (together) await_freed(group);
 }

@@ -75,6 +75,9 @@ EpStatus ep_cuda_comm_check(const EpGroup *group, const char *call, ncclResult_t
 EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
                              ncclResult_t result);
 
+/** Returns 1 if the bootstrap is one of ep_bootstrap_nccl, whose ranks meet on their GPUs. */
+int ep_nccl_bootstrap_is(const EpBootstrap *bootstrap);
+
 /**
  * Returns 1 if the bootstrap is one of ep_bootstrap_nccl and a failed gather of it may still be on
  * the device. Until the caller aborts its communicator, what waits for the device (cudaFree, for

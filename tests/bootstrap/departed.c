@@ -122,7 +122,7 @@ static int create(const EpBootstrap *bootstrap, int collectives) {
 }
 
 ThreadTest(bootstrap_departed, after_each_collective, RANKS) {
-#if TESTS_ON_GPU && !defined(EP_NCCL_SECONDS)
+#if TESTS_ON_GPU && !defined(TESTS_EMULATED)
     HOST_ONLY("NCCL is given a minute to set up, each time");
 #endif
     int made = 0, collectives = 0;
@@ -158,7 +158,7 @@ static int create_stopped(const EpBootstrap *bootstrap, int collectives) {
 }
 
 ThreadTest(bootstrap_departed, stopped_after_each_collective, RANKS) {
-#if TESTS_ON_GPU && !defined(EP_NCCL_SECONDS)
+#if TESTS_ON_GPU && !defined(TESTS_EMULATED)
     HOST_ONLY("NCCL is given a minute to set up, each time");
 #endif
     int made = 0, collectives = 1;

@@ -67,18 +67,17 @@ static size_t most_bytes(int ranks) {
 
 /* Where NCCL tells where a window begins, ranks adopt different parts of it. */
 static bool lender_open(Lender *l, const EpBootstrap *bootstrap, int lends, double seconds) {
-    int version = 0, size = bootstrap->size;
+    int size = bootstrap->size;
     *l = (Lender){.bytes = most_bytes(size)};
     if (!nccl_maps(&l->nccl, size)) return false;
     l->comm = nccl_communicator(&l->nccl, bootstrap, 1);
     if (!CHECK(l->comm, "no communicator")) return false;
-    l->nccl.get_version(&version);
     Case c = adopt_case(size, 1);
     EpGroupConfig config = case_group_config(&c);
     config.timeout_seconds = seconds;
     if (lends) ep_group_config_set_nccl(&config, l->comm);
     if (!CHECK_OK(ep_group_create(bootstrap, &config, &l->group))) return false;
-    size_t skipped = version >= 22900 ? (size_t)(1 + bootstrap->rank) * 128 : 0;
+    size_t skipped = nccl_locates(&l->nccl) ? (size_t)(1 + bootstrap->rank) * 128 : 0;
     for (int i = 0; i < 2; i++) {
         size_t bytes = (l->bytes + (size_t)(1 + size) * 128 + PAGE - 1) / PAGE * PAGE;
         l->window[i] = nccl_window_open(&l->nccl, l->comm, bytes);
@@ -119,18 +118,15 @@ static void check_step(const Lender *l, const EpBootstrap *bootstrap, int i, voi
     world_free(world);
 }
 
-/* NCCL tells where a window begins from 2.29 on. */
 static void check_locating(const Lender *l) {
-    int version = 0;
     void *found = NULL;
     size_t bytes = 0;
-    l->nccl.get_version(&version);
     CHECK_REFUSED(ep_window_locate(l->group, NULL, &found, &bytes), EP_ERR_NULL, "window");
     CHECK_REFUSED(ep_window_locate(l->group, l->window[0].window, NULL, &bytes), EP_ERR_NULL,
                   "memory");
     for (int i = 0; i < 2; i++) {
         EpStatus status = ep_window_locate(l->group, l->window[i].window, &found, &bytes);
-        if (version < 22900) {
+        if (!nccl_locates(&l->nccl)) {
             CHECK_REFUSED(status, EP_ERR_UNSUPPORTED, "window", "NCCL 2.29");
             CHECK(!found && !bytes, "%p, %zu", found, bytes);
         } else if (CHECK_OK(status)) {
@@ -184,6 +180,15 @@ ThreadTest(gpu_adopt_old, rows_2, 2) {
     rows_in_windows(bootstrap);
 }
 
+/* Take all other ids by name, each for a part of the window: then there is none without a name. */
+static void take_all_others(const Lender *l) {
+    char *memory = l->memory[0];
+    for (int i = 1; i < EP_MAX_ADOPTED_WINDOWS; i++)
+        if (ep_window_adopt(l->group, l->window[0].window, i, memory + i * 16, 16) != EP_OK)
+            CHECK_OK(ep_window_adopt(l->group, l->window[0].window, 0, memory + i * 16, 16));
+    CHECK_REFUSED(adopt(l, 0, EP_WINDOW_PAIRED), EP_ERR_RANGE, "ep_window_adopt: id", "at most 64");
+}
+
 /* Windows without ids: ranks adopt them in different orders, and receive at different offsets. */
 static void rows_in_paired_windows(const EpBootstrap *bootstrap) {
     Lender l;
@@ -199,11 +204,7 @@ static void rows_in_paired_windows(const EpBootstrap *bootstrap) {
     bootstrap->barrier(bootstrap->context, 60);
     CHECK_OK(ep_window_release(l.group, l.memory[0]));
     check_step(&l, bootstrap, 2, l.memory[1]);
-    for (int i = 1; i < EP_MAX_ADOPTED_WINDOWS; i++) /* all others are taken by name */
-        if (ep_window_adopt(l.group, l.window[0].window, i, l.memory[0] + i * 16, 16) != EP_OK)
-            CHECK_OK(ep_window_adopt(l.group, l.window[0].window, 0, l.memory[0] + i * 16, 16));
-    CHECK_REFUSED(adopt(&l, 0, EP_WINDOW_PAIRED), EP_ERR_RANGE, "ep_window_adopt: id",
-                  "at most 64");
+    if (nccl_locates(&l.nccl)) take_all_others(&l);
     bootstrap->barrier(bootstrap->context, 60);
     lender_close(&l);
 }
@@ -344,7 +345,22 @@ ThreadTest(gpu_adopt, received_elsewhere_2, 2) {
 
 /* ---- wrong arguments ----------------------------------------------------------------------- */
 
-static void wrong_arguments(const EpBootstrap *bootstrap, int tells_begin) {
+/* Memory of another window. Where windows lie side by side, here and where NCCL has mapped them, it
+ * is what an offset in the first one leads to, on all ranks. */
+static void refuse_other_window(const Lender *l) {
+    char *memory = l->window[1].memory;
+    EpStatus status = ep_window_adopt(l->group, l->window[0].window, 0, memory, 64);
+#ifdef TESTS_EMULATED
+    CHECK_REFUSED(status, EP_ERR_ADDRESS, "memory");
+#else
+    if (status == EP_OK)
+        CHECK_OK(ep_window_release(l->group, memory));
+    else
+        CHECK_REFUSED(status, EP_ERR_ADDRESS, "memory");
+#endif
+}
+
+static void wrong_arguments(const EpBootstrap *bootstrap) {
     Lender l;
     if (!lender_open(&l, bootstrap, 1, 60)) return;
     void *window = l.window[0].window, *plain = NULL;
@@ -359,12 +375,11 @@ static void wrong_arguments(const EpBootstrap *bootstrap, int tells_begin) {
                   "multiple of 16");
     CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, 0), EP_ERR_RANGE, "bytes");
     CHECK_REFUSED(ep_window_adopt(l.group, window, 0, plain, PAGE), EP_ERR_ADDRESS, "memory");
-    CHECK_REFUSED(ep_window_adopt(l.group, window, 0, l.window[1].memory, 64), EP_ERR_ADDRESS,
-                  "memory");
+    refuse_other_window(&l);
     CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, (size_t)1 << 40), EP_ERR_ADDRESS,
                   "not in it");
     CHECK_REFUSED(ep_window_adopt(l.group, window, 0, begin, SIZE_MAX), EP_ERR_RANGE, "bytes");
-    if (tells_begin) {
+    if (nccl_locates(&l.nccl)) {
         CHECK_REFUSED(ep_window_adopt(l.group, plain, 0, begin, bytes), EP_ERR_FOREIGN, "window",
                       "borrowed communicator");
         CHECK_OK(ep_window_adopt(l.group, window, 0, begin + 64, bytes - 64));
@@ -386,18 +401,10 @@ static void wrong_arguments(const EpBootstrap *bootstrap, int tells_begin) {
 }
 
 ThreadTest(gpu_adopt, wrong_arguments_2, 2) {
-    Nccl nccl;
-    int version = 0;
-    if (!nccl_maps(&nccl, 2)) return;
-    nccl.get_version(&version);
-    wrong_arguments(bootstrap, version >= 22900);
+    wrong_arguments(bootstrap);
 }
 ThreadTest(gpu_adopt_old, wrong_arguments_2, 2) {
-    Nccl nccl;
-    int version = 0;
-    if (!nccl_maps(&nccl, 2)) return;
-    nccl.get_version(&version);
-    wrong_arguments(bootstrap, version >= 22900);
+    wrong_arguments(bootstrap);
 }
 
 /* The group has made its own communicator. */

@@ -44,6 +44,12 @@ bool nccl_maps(Nccl *nccl, int ranks) {
     return false;
 }
 
+bool nccl_locates(const Nccl *nccl) {
+    int version = 0;
+    nccl->get_version(&version);
+    return version >= 22900;
+}
+
 /* Wait until a nonblocking communicator has completed a call. Returns false if it failed. */
 static bool is_done(const Nccl *nccl, ncclComm_t comm, ncclResult_t result) {
     while (result == ncclInProgress)

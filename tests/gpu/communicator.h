@@ -33,6 +33,9 @@ bool nccl_serves(Nccl *nccl, int ranks);
 /** Likewise, if it cannot map the ranks' windows either. */
 bool nccl_maps(Nccl *nccl, int ranks);
 
+/** Returns whether NCCL tells where a window begins, as it does from 2.29 on. */
+bool nccl_locates(const Nccl *nccl);
+
 /** Create a communicator of the bootstrap's ranks on their current devices. A nonblocking one may
  *  still be initializing when this returns. */
 ncclComm_t nccl_communicator(const Nccl *nccl, const EpBootstrap *bootstrap, int blocking);

@@ -23,7 +23,7 @@ typedef struct Mapping {
     char *peers[EP_CUDA_MAX_RANKS];
 } Mapping;
 
-#ifdef EP_NCCL_SECONDS
+#ifdef TESTS_EMULATED
 static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
     EpGroupConfig config = case_group_config(&c);

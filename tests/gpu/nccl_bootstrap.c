@@ -354,7 +354,7 @@ static int create_departing(const EpBootstrap *harness, int calls, int borrows) 
 }
 
 static void create_departing_each(const EpBootstrap *harness, int borrows) {
-#ifdef EP_NCCL_SECONDS
+#ifdef TESTS_EMULATED
     int calls = 0;
     while (calls < 60 && !create_departing(harness, calls, borrows))
         calls++;

@@ -127,7 +127,7 @@ typedef struct Failure {
     int bootstraps; /* whether the bootstrap is of the lent communicator */
 } Failure;
 
-#ifdef EP_NCCL_SECONDS
+#ifdef TESTS_EMULATED
 static void check_refusal(const EpBootstrap *bootstrap, const Failure *f, EpStatus status) {
     EpStatus expected = bootstrap->rank == 1 ? EP_ERR_SYSTEM : EP_ERR_TIMEOUT;
     CHECK_REFUSED(status, expected, "ncclCommSplit");

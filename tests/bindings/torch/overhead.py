@@ -6,12 +6,14 @@
 
 Times are microseconds, the fastest of several runs. On GPUs the host's time of a call is that of
 enqueueing it. The layer is 8,192 tokens of 7168 bfloat16 a rank, top-8 of 32 experts a rank, inner
-size 2048, forward and backward. The plain one sorts tokens by expert, and exchanges rows by
-all_to_all_single, one for every (token, expert).
+size 2048, forward and backward; then once more without the experts, which return what they got. The
+plain one sorts tokens by expert, and exchanges rows by all_to_all_single, one for every (token,
+expert).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -187,9 +189,9 @@ def experts_of(rows, up, down, ends):
     return F.grouped_mm(F.gelu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
 
 
-def plain_layer(x, idx, weights, up, down):
-    """A layer without libep: sort, count, exchange, sort again."""
-    ranks, local = dist.get_world_size(), up.shape[0]
+def plain_layer(x, idx, weights, local, experts):
+    """A layer without libep: sort, count, exchange, sort again. `local` is the number of experts."""
+    ranks = dist.get_world_size()
     order = idx.flatten().argsort(stable=True)
     sent = torch.bincount(idx.flatten(), minlength=ranks * local)
     received = torch.empty_like(sent)
@@ -205,7 +207,7 @@ def plain_layer(x, idx, weights, up, down):
     place = torch.arange(len(rows), device=x.device) + shift[expert[by_expert]]
     slabs = rows.new_zeros(len(rows) + ALIGNMENT * local, rows.shape[1])
     slabs = slabs.index_copy(0, place, rows[by_expert])
-    rows = experts_of(slabs, up, down, ends.int())[place]
+    rows = experts(slabs, ends.int())[place]
     back = torch.empty_like(rows).index_copy(0, by_expert, rows)
     rows = Exchange.apply(back, *sizes[::-1])
     rows = rows * weights.flatten()[order, None].to(rows.dtype)
@@ -235,14 +237,20 @@ def layer_times():
     idx = torch.rand(TOKENS, experts, device=group.device).topk(TOP_K)[1]
     weights = torch.rand(TOKENS, TOP_K, device=group.device).requires_grad_()
 
-    def with_libep():
+    def mlp(rows, ends):
+        return experts_of(rows, up, down, ends)
+
+    def nothing(rows, ends):
+        return rows
+
+    def with_libep(experts=mlp):
         received = ep.dispatch(layer, x, idx, weights)
         plan = received.plan
-        rows = experts_of(received.tokens, up, down, plan.expert_ends)
+        rows = experts(received.tokens, plan.expert_ends)
         return ep.combine(layer, plan, rows, received.topk_weights)
 
-    def plain():
-        return plain_layer(x, idx, weights, up, down)
+    def plain(experts=mlp):
+        return plain_layer(x, idx, weights, EXPERTS_PER_RANK, experts)
 
     def both_ways(forward):
         def step():
@@ -255,7 +263,13 @@ def layer_times():
     if rank == 0:
         print(f"# a layer on {ranks} ranks; results differ by {difference.item():.1e} at most")
         print_row("# us per step", "forward", "with bwd.")
-    for name, forward in (("libep.torch", with_libep), ("all_to_all_single and sorts", plain)):
+    rows = {
+        "libep.torch": with_libep,
+        "all_to_all_single and sorts": plain,
+        "libep.torch, without experts": functools.partial(with_libep, nothing),
+        "all_to_all_single, without experts": functools.partial(plain, nothing),
+    }
+    for name, forward in rows.items():
         times = [gpu_time(forward, 5), gpu_time(both_ways(forward), 5)]
         if rank == 0:
             print_row(name, *(f"{t:.0f}" for t in times))
