@@ -261,7 +261,7 @@ emulated_tests := $B/tests/ep_emulated_tests
 emulated_c := $(all_lib_c) $(nccl_ep_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
               $(row_sets:%=$B/emulated/runtime/host/rowmath_%.o)
-emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 \
+emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 -DEP_SLICE_BYTES=1024 \
                   -DEP_NCCL_SECONDS=2 -DTESTS_EMULATED=1 \
                   -Itests/emulator/include -Iinclude -I.
 $B/emulated/%.o: private cflags = $(emulated_cflags) \
@@ -475,7 +475,7 @@ space := $(subst ,, )
 any = @($(subst $(space),|,$(strip $1)))
 emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
     bootstrap_cuda_windows bootstrap_lying bootstrap_nccl gpu_abort gpu_routes gpu_pointers gpu_shared \
-    gpu_ipc gpu_order gpu_nodes gpu_beside gpu_weights gpu_adopt_graphs) \
+    gpu_ipc gpu_order gpu_nodes gpu_beside gpu_weights gpu_weight_slices gpu_adopt_graphs) \
     gpu_graphs/and_plain_calls_1 gpu_plan_graphs/latency*_1 gpu_nccl_ep_graphs/decode_in_halves_2 \
     gpu_backends/@(equal_4|num_sms) gpu_zero_copy/as_staged_[12] gpu_resident/two_blocks_2 \
     gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised) \
@@ -488,7 +488,7 @@ emulated_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime
     runtime_random runtime_deadline bootstrap_cuda_windows bootstrap_departed bootstrap_lying \
     bootstrap_nccl gpu_nccl gpu_nccl_split gpu_nccl_bootstrap gpu_nccl_ep gpu_backends gpu_abort \
     gpu_routes gpu_pointers gpu_shared gpu_ipc gpu_order gpu_nodes gpu_beside gpu_streams gpu_plans \
-    gpu_weights gpu_graphs gpu_plan_graphs gpu_nccl_ep_graphs gpu_adopt_graphs gpu_zero_copy \
+    gpu_weights gpu_weight_slices gpu_graphs gpu_plan_graphs gpu_nccl_ep_graphs gpu_adopt_graphs gpu_zero_copy \
     gpu_adopt gpu_adopt_old gpu_resident gpu_faults gpu_late*))
 emulated_wide := gpu_backends/equal_[12]
 # GPUs with little shared memory and few blocks: rows pass in many pieces, several at once a block.

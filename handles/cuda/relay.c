@@ -160,8 +160,7 @@ static EpStatus open_side(const EpGroup *group, EpCudaSide *side) {
     for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
         EP_TRY(ep_cuda_open_stream(group, 1, streams[i]));
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
-        EP_TRY(ep_cuda_check(group, "cudaEventCreate",
-                             cudaEventCreateWithFlags(events[i], cudaEventDisableTiming)));
+        EP_TRY(ep_cuda_open_event(group, events[i]));
     return EP_OK;
 }
 

@@ -10,11 +10,11 @@
 #include "runtime/wait.h"
 
 static EpStatus record(const EpRelayRun *run, cudaEvent_t event, cudaStream_t stream) {
-    return ep_cuda_check(run->group, "cudaEventRecord", cudaEventRecord(event, stream));
+    return ep_cuda_record(run->group, event, stream);
 }
 
 static EpStatus await(const EpRelayRun *run, cudaStream_t stream, cudaEvent_t event) {
-    return ep_cuda_check(run->group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
+    return ep_cuda_await(run->group, stream, event);
 }
 
 /* The caller's stream has waited for the last exchange, which all packing precedes. */

@@ -5,16 +5,12 @@
 
 #include "handles/cuda/quantise.h"
 #include "handles/cuda/relay.h"
-#include "handles/cuda/weight_nccl.h"
+#include "handles/cuda/weight_slices.h"
 #include "runtime/layout.h"
 #include "runtime/quant.h"
 
 #define MOST_PIECES 1024 /* of one shard, in one group of NCCL calls: experts of a rank */
 #define PIECE_BYTES 64   /* shorter ones are not worth a call */
-
-static int blocks_of(const EpWeightWork *w) {
-    return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM;
-}
 
 /* ---- shards -------------------------------------------------------------------------------- */
 
@@ -23,8 +19,7 @@ static int64_t runs_of(const EpShards *s) {
     return elements ? elements / ep_shards_run(s) : 0;
 }
 
-/* Whether NCCL puts all shards of this into place: one dimension is gathered, in few pieces. */
-static int goes_directly(const EpShards *s, int64_t unit) {
+int ep_weight_goes_directly(const EpShards *s, int64_t unit) {
     int gathered = (s->count[0] > 1) + (s->count[1] > 1) + (s->count[2] > 1);
     int64_t runs = runs_of(s);
     return gathered == 0 ||
@@ -42,7 +37,7 @@ typedef struct Gathered {
 } Gathered;
 
 static int64_t staged_bytes(const EpShards *s, int64_t unit) {
-    if (goes_directly(s, unit)) return 0;
+    if (ep_weight_goes_directly(s, unit)) return 0;
     return ep_round_up(ep_shards_number(s) * ep_shard_elements(s) * unit, 64);
 }
 
@@ -54,35 +49,84 @@ static void send_directly(const EpWeightWork *w, const Gathered *g) {
                               : g->whole + ep_shard_run_at(&g->shards, w->group->rank, i) * g->unit;
         char *first = g->whole + ep_shard_run_at(&g->shards, 0, i) * g->unit;
         (void)w->cuda->nccl->ncclAllGather(own, first, (size_t)(run * g->unit), ncclUint8, w->comm,
-                                           w->stream.stream);
+                                           w->wire);
     }
 }
 
 static void send_staged(const EpWeightWork *w, const Gathered *g) {
     int64_t bytes = ep_shard_elements(&g->shards) * g->unit;
     const char *own = g->from ? g->from : g->staged + w->group->rank * bytes;
-    (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->comm,
-                                       w->stream.stream);
+    (void)w->cuda->nccl->ncclAllGather(own, g->staged, (size_t)bytes, ncclUint8, w->comm, w->wire);
 }
 
 static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
     EpArrangeArgs args = {
         .shards = g->shards, .flat = g->staged, .whole = g->whole, .unit = (int32_t)g->unit};
     return ep_cuda_check(w->group, "arranging shards",
-                         ep_cuda_launch_arrange(&args, blocks_of(w), w->stream.stream));
+                         ep_cuda_launch_arrange(&args, ep_weight_blocks(w), w->stream.stream));
 }
 
-static EpStatus gather_all(const EpWeightWork *w, const Gathered *g, int count) {
+static EpStatus move_all(const EpWeightWork *w, const Gathered *g, int count) {
     EP_TRY(ep_weight_group_start(w));
     for (int i = 0; i < count; i++)
         (g[i].staged ? send_staged : send_directly)(w, &g[i]);
-    EP_TRY(ep_weight_group_end(w, "ncclAllGather"));
+    return ep_weight_group_end(w, "ncclAllGather");
+}
+
+static EpStatus gather_all(const EpWeightWork *w, const Gathered *g, int count) {
+    EP_TRY(move_all(w, g, count));
     for (int i = 0; i < count; i++)
         if (g[i].staged) EP_TRY(arrange(w, &g[i]));
     return EP_OK;
 }
 
-/* ---- gather -------------------------------------------------------------------------------- */
+/* ---- gather, in slices ---------------------------------------------------------------------- */
+
+/** A gather of a weight or, quantised, of its rows and of their scales. */
+typedef struct Gathering {
+    const EpWeightGather *call;
+    Gathered part[2];
+    int count;
+} Gathering;
+
+/* Returns a slice of what is gathered. More than one only where dimension 0 is not. */
+static Gathered take_slice(const Gathered *whole, EpSlice slice) {
+    Gathered g = *whole;
+    int64_t row = g.shards.part[1] * g.shards.part[2] * g.unit;
+    g.shards.part[0] = slice.rows;
+    if (g.from) g.from += slice.first * row;
+    if (g.staged) g.staged += slice.first * row * ep_shards_number(&g.shards);
+    g.whole += slice.first * ep_shards_whole(&g.shards, 1) * ep_shards_whole(&g.shards, 2) * g.unit;
+    return g;
+}
+
+static EpStatus move_slice(const EpWeightWork *w, const void *gathering, EpSlice slice) {
+    const Gathering *all = gathering;
+    Gathered g[2];
+    if (w->group->size == 1) return EP_OK;
+    for (int i = 0; i < all->count; i++)
+        g[i] = take_slice(&all->part[i], slice);
+    return move_all(w, g, all->count);
+}
+
+static EpStatus arrange_slice(const EpWeightWork *w, const void *gathering, EpSlice slice) {
+    const Gathering *all = gathering;
+    for (int i = 0; i < all->count && w->group->size > 1; i++) {
+        Gathered g = take_slice(&all->part[i], slice);
+        if (g.staged) EP_TRY(arrange(w, &g));
+    }
+    return EP_OK;
+}
+
+/* A gather without kernels is one call of NCCL's. */
+static int count_slices(const EpWeightWork *w, const Gathering *all, int has_kernels) {
+    const Gathered *g = &all->part[0];
+    int64_t others = w->group->size - 1;
+    if (!has_kernels || others == 0 || g->shards.count[0] > 1) return 1;
+    return ep_weight_slices(g->shards.part[0], others * ep_shard_elements(&g->shards) * g->unit);
+}
+
+/* ---- gather ---------------------------------------------------------------------------------- */
 
 static EpStatus copy(const EpWeightWork *w, void *to, const void *from, int64_t bytes) {
     return ep_cuda_check(
@@ -90,16 +134,21 @@ static EpStatus copy(const EpWeightWork *w, void *to, const void *from, int64_t 
         cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, w->stream.stream));
 }
 
-static EpStatus gather_plain(const EpWeightWork *w, const EpWeightGather *call) {
-    const EpWeightView *view = call->view;
-    Gathered g = {.shards = view->shards,
-                  .unit = (int64_t)ep_type_bytes(view->sizes.type),
-                  .from = call->shard,
-                  .whole = call->out};
+static EpStatus gather_plain(EpWeightWork *w, const EpWeightGather *call) {
+    static const EpSliceStages stages = {.move = move_slice, .after = arrange_slice};
+    const EpShards *shards = &call->view->shards;
+    Gathering all = {call,
+                     {{.shards = *shards,
+                       .unit = (int64_t)ep_type_bytes(call->view->sizes.type),
+                       .from = call->shard,
+                       .whole = call->out}},
+                     1};
+    Gathered *g = &all.part[0];
     if (w->group->size == 1)
-        return copy(w, call->out, call->shard, ep_shard_elements(&g.shards) * g.unit);
-    if (staged_bytes(&g.shards, g.unit)) g.staged = call->workspace;
-    return gather_all(w, &g, 1);
+        return copy(w, call->out, call->shard, ep_shard_elements(shards) * g->unit);
+    if (staged_bytes(shards, g->unit)) g->staged = call->workspace;
+    return ep_weight_run_slices(w, &stages, &all, shards->part[0],
+                                count_slices(w, &all, g->staged != NULL));
 }
 
 /* ---- gather, quantised --------------------------------------------------------------------- */
@@ -120,27 +169,28 @@ static Parts parts_of(const EpWeightView *view) {
     return p;
 }
 
-/* All of a quantising launch but `phase` and where scales are. */
+/* All of a quantising launch of some rows but `phase` and where scales are. `g` are these rows. */
 static EpQuantiseArgs describe_quant(const EpWeightWork *w, const EpWeightGather *call,
-                                     const Gathered *rows) {
+                                     const Gathered *g, int64_t first_row) {
     const EpWeightView *view = call->view;
-    const EpShards *s = &view->shards;
+    const EpShards *s = &g->shards;
     int transposed = view->form.transposed;
+    size_t row_bytes = (size_t)(s->part[1] * s->part[2]) * ep_type_bytes(call->weight->config.type);
     EpQuantiseArgs args = {.quant = view->form.quant,
                            .type = call->weight->config.type,
                            .tiles = view->form.blocks == EP_BLOCKS_TILES,
-                           .from = call->shard,
+                           .from = (const char *)call->shard + (size_t)first_row * row_bytes,
                            .scale_step = {0, 0, 1}};
     memcpy(args.part, s->part, sizeof(args.part));
     ep_shard_begin(s, w->group->rank, args.begin);
     args.step[0] = s->part[1] * s->part[2];
     args.step[1] = transposed ? 1 : s->part[2];
     args.step[2] = transposed ? s->part[1] : 1;
-    if (rows->staged) {
-        args.out = (uint8_t *)rows->staged + w->group->rank * ep_shard_elements(s);
+    if (g->staged) {
+        args.out = (uint8_t *)g->staged + w->group->rank * ep_shard_elements(s);
         args.out_step[0] = s->part[1] * s->part[2], args.out_step[1] = s->part[2];
     } else {
-        args.out = (uint8_t *)rows->whole + ep_shard_run_at(s, w->group->rank, 0);
+        args.out = (uint8_t *)g->whole + ep_shard_run_at(s, w->group->rank, 0);
         args.out_step[0] = ep_shards_whole(s, 1) * ep_shards_whole(s, 2);
         args.out_step[1] = ep_shards_whole(s, 2);
     }
@@ -149,29 +199,36 @@ static EpQuantiseArgs describe_quant(const EpWeightWork *w, const EpWeightGather
 
 static EpStatus launch_quant(const EpWeightWork *w, const EpQuantiseArgs *args) {
     return ep_cuda_check(w->group, "quantising a shard",
-                         ep_cuda_launch_quantise(args, blocks_of(w), w->stream.stream));
+                         ep_cuda_launch_quantise(args, ep_weight_blocks(w), w->stream.stream));
 }
 
-static EpStatus gather_whole_blocks(const EpWeightWork *w, const EpWeightGather *call,
-                                    const Parts *p, Gathered g[2]) {
-    const EpWeightView *view = call->view;
-    EpQuantiseArgs args = describe_quant(w, call, &g[0]);
-    char *workspace = call->workspace;
+static EpStatus quantise_slice(const EpWeightWork *w, const void *gathering, EpSlice slice) {
+    const Gathering *all = gathering;
+    Gathered rows = take_slice(&all->part[0], slice), g = take_slice(&all->part[1], slice);
+    EpQuantiseArgs args = describe_quant(w, all->call, &rows, slice.first);
+    int64_t own = w->group->rank * ep_shard_elements(&g.shards);
     args.phase = EP_QUANT_WHOLE;
-    g[1] = (Gathered){.shards = p->scales,
-                      .unit = (int64_t)ep_type_bytes(view->sizes.scale_type),
-                      .whole = call->scales,
-                      .staged = p->scale_rows ? workspace + p->rows : NULL};
-    int64_t own = w->group->rank * ep_shard_elements(&p->scales);
-    args.scales = g[1].staged
-                      ? g[1].staged + own * g[1].unit
-                      : g[1].whole + ep_shard_run_at(&p->scales, w->group->rank, 0) * g[1].unit;
-    args.scale_step[0] = g[1].staged
-                             ? p->scales.part[1] * p->scales.part[2]
-                             : ep_shards_whole(&p->scales, 1) * ep_shards_whole(&p->scales, 2);
-    args.scale_step[1] = g[1].staged ? p->scales.part[2] : ep_shards_whole(&p->scales, 2);
-    EP_TRY(launch_quant(w, &args));
-    return w->group->size == 1 ? EP_OK : gather_all(w, g, 2);
+    args.scales = g.staged ? g.staged + own * g.unit
+                           : g.whole + ep_shard_run_at(&g.shards, w->group->rank, 0) * g.unit;
+    args.scale_step[0] = g.staged ? g.shards.part[1] * g.shards.part[2]
+                                  : ep_shards_whole(&g.shards, 1) * ep_shards_whole(&g.shards, 2);
+    args.scale_step[1] = g.staged ? g.shards.part[2] : ep_shards_whole(&g.shards, 2);
+    return launch_quant(w, &args);
+}
+
+/* A block of scales lies in one row of dimension 0, so there are as many rows of scales. */
+static EpStatus gather_whole_blocks(EpWeightWork *w, const EpWeightGather *call, const Parts *p,
+                                    const Gathered *rows) {
+    static const EpSliceStages stages = {quantise_slice, move_slice, arrange_slice};
+    const EpWeightView *view = call->view;
+    Gathering all = {call,
+                     {*rows,
+                      {.shards = p->scales,
+                       .unit = (int64_t)ep_type_bytes(view->sizes.scale_type),
+                       .whole = call->scales,
+                       .staged = p->scale_rows ? (char *)call->workspace + p->rows : NULL}},
+                     2};
+    return ep_weight_run_slices(w, &stages, &all, view->shards.part[0], count_slices(w, &all, 1));
 }
 
 /* Agree on the amaxes of blocks that lie in several shards, then quantise. */
@@ -187,7 +244,7 @@ static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *c
     merge.amaxes = (uint32_t *)((char *)call->workspace + p->rows);
     uint32_t *found = merge.amaxes + merge.blocks[0] * merge.blocks[1] * merge.blocks[2];
     merge.found = found;
-    EpQuantiseArgs args = describe_quant(w, call, rows);
+    EpQuantiseArgs args = describe_quant(w, call, rows, 0);
     args.phase = EP_QUANT_FIND;
     args.scales = found + w->group->rank * touched;
     args.scale_step[0] = merge.touched[1] * merge.touched[2], args.scale_step[1] = merge.touched[2];
@@ -197,7 +254,7 @@ static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *c
                   .whole = (char *)found};
     EP_TRY(gather_all(w, &g, 1));
     EP_TRY(ep_cuda_check(w->group, "merging amaxes",
-                         ep_cuda_launch_merge(&merge, blocks_of(w), w->stream.stream)));
+                         ep_cuda_launch_merge(&merge, ep_weight_blocks(w), w->stream.stream)));
     args.phase = EP_QUANT_CONVERT;
     args.scale_step[0] = merge.blocks[1] * merge.blocks[2], args.scale_step[1] = merge.blocks[2];
     args.scales = merge.amaxes + args.begin[0] * args.scale_step[0] +
@@ -207,14 +264,14 @@ static EpStatus gather_straddling(const EpWeightWork *w, const EpWeightGather *c
     return gather_all(w, rows, 1);
 }
 
-static EpStatus gather_quantised(const EpWeightWork *w, const EpWeightGather *call) {
+static EpStatus gather_quantised(EpWeightWork *w, const EpWeightGather *call) {
     Parts p = parts_of(call->view);
-    Gathered g[2] = {{.shards = call->view->shards,
-                      .unit = 1,
-                      .whole = call->out,
-                      .staged = p.rows ? call->workspace : NULL}};
-    if (call->view->straddles) return gather_straddling(w, call, &p, g);
-    return gather_whole_blocks(w, call, &p, g);
+    Gathered rows = {.shards = call->view->shards,
+                     .unit = 1,
+                     .whole = call->out,
+                     .staged = p.rows ? call->workspace : NULL};
+    return call->view->straddles ? gather_straddling(w, call, &p, &rows)
+                                 : gather_whole_blocks(w, call, &p, &rows);
 }
 
 EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
@@ -228,35 +285,7 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
                                                                : gather_quantised(&w, call));
 }
 
-/* ---- reduce -------------------------------------------------------------------------------- */
-
-/* Exchanged shards lie on multiples of 16 bytes, so that they can be added 16 bytes at a time. */
-static int64_t shard_stride(const EpWeight *weight) {
-    return ep_round_up(
-        ep_shard_elements(&weight->shards) * (int64_t)ep_type_bytes(weight->config.grad_type), 64);
-}
-
-static int packs(const EpWeight *weight) {
-    return !goes_directly(&weight->shards, (int64_t)ep_type_bytes(weight->config.grad_type));
-}
-
-/* The parts of the workspace: what each rank has sent of this rank's piece; packed shards; the sums
- * of all pieces of this rank's shard. */
-typedef struct ReduceParts {
-    int64_t piece, packed, sums, bytes;
-} ReduceParts;
-
-static ReduceParts reduce_parts(const EpWeight *weight) {
-    int64_t stride = ep_weight_piece_stride(weight);
-    int32_t pieces = weight->replicates ? weight->replicates->size : 0;
-    ReduceParts p = {.piece = stride * (int64_t)ep_type_bytes(weight->config.grad_type)};
-    if (weight->reduces->size == 1) return p;
-    p.packed = p.piece * weight->reduces->size;
-    p.sums = p.packed;
-    if (packs(weight)) p.sums += ep_shards_number(&weight->shards) * shard_stride(weight);
-    p.bytes = p.sums + pieces * stride * 4;
-    return p;
-}
+/* ---- sizes ----------------------------------------------------------------------------------- */
 
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
     EpWeightSizes *sizes = &view->sizes;
@@ -266,166 +295,5 @@ void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
         Parts p = parts_of(view);
         sizes->gather_workspace = p.amaxes + p.rows + p.scale_rows;
     }
-    sizes->reduce_workspace = reduce_parts(weight).bytes;
-}
-
-/** A reduction. */
-typedef struct Reduction {
-    const EpWeightWork *w;
-    const EpWeightReduce *call;
-    ReduceParts parts;
-    const char *packed; /* shards of this rank's gradient, or NULL: they go directly */
-    int64_t unit, run;  /* bytes of an element; elements that lie side by side */
-} Reduction;
-
-static Reduction describe_reduction(const EpWeightWork *w, const EpWeightReduce *call) {
-    const EpWeight *weight = call->weight;
-    Reduction r = {.w = w, .call = call, .parts = reduce_parts(weight)};
-    r.unit = (int64_t)ep_type_bytes(weight->config.grad_type);
-    r.run = ep_shards_run(&weight->shards);
-    if (w->group->size == 1 || !packs(weight)) return r;
-    r.packed = (char *)call->workspace + r.parts.packed;
-    r.run = ep_shard_elements(&weight->shards);
-    return r;
-}
-
-/* Returns where element `at` of a shard lies in this rank's gradient. */
-static const char *element_at(const Reduction *r, int32_t shard, int64_t at) {
-    const EpWeight *weight = r->call->weight;
-    if (r->packed) return r->packed + shard * shard_stride(weight) + at * r->unit;
-    int64_t begin = ep_shard_run_at(&weight->shards, shard, at / r->run);
-    return (const char *)r->call->grad + (begin + at % r->run) * r->unit;
-}
-
-/* Send a rank its piece of this rank's gradient (`sends`), or receive its part of this rank's
- * piece, a message for each run. */
-static void exchange_piece(const Reduction *r, int32_t peer, int sends) {
-    const EpWeight *weight = r->call->weight;
-    const EpNccl *nccl = r->w->cuda->nccl;
-    EpReducedPart part = weight->reduced[sends ? peer : r->w->group->rank];
-    int64_t begin = part.piece * ep_weight_piece_stride(weight);
-    int64_t end = begin + ep_weight_piece_length(weight, part.piece);
-    char *received = (char *)r->call->workspace + peer * r->parts.piece;
-    for (int64_t at = begin, next; at < end; at = next) {
-        next = ep_min(end, at + r->run - at % r->run);
-        size_t bytes = (size_t)((next - at) * r->unit);
-        if (sends)
-            (void)nccl->ncclSend(element_at(r, part.shard, at), bytes, ncclUint8, peer, r->w->comm,
-                                 r->w->stream.stream);
-        else
-            (void)nccl->ncclRecv(received + (at - begin) * r->unit, bytes, ncclUint8, peer,
-                                 r->w->comm, r->w->stream.stream);
-    }
-}
-
-static EpStatus exchange(const Reduction *r) {
-    int32_t size = r->w->group->size, rank = r->w->group->rank;
-    EP_TRY(ep_weight_group_start(r->w));
-    for (int32_t i = 1; i < size; i++) {
-        exchange_piece(r, (rank + i) % size, 1);
-        exchange_piece(r, (rank - i + size) % size, 0);
-    }
-    return ep_weight_group_end(r->w, "ncclSend and ncclRecv");
-}
-
-/* Shards are packed one by one, since a packed shard begins on a multiple of 64 bytes. */
-static EpStatus pack(const Reduction *r) {
-    const EpWeight *weight = r->call->weight;
-    EpArrangeArgs args = {.shards = weight->shards,
-                          .flat = r->packed,
-                          .whole = (char *)(uintptr_t)r->call->grad,
-                          .unit = (int32_t)r->unit,
-                          .back = 1,
-                          .stride = shard_stride(weight)};
-    return ep_cuda_check(r->w->group, "packing shards",
-                         ep_cuda_launch_arrange(&args, blocks_of(r->w), r->w->stream.stream));
-}
-
-/* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
-static EpStatus add(const Reduction *r) {
-    const EpWeight *weight = r->call->weight;
-    int32_t rank = r->w->group->rank;
-    EpReducedPart part = weight->reduced[rank];
-    const EpCudaRelay *relay = r->w->cuda->relay;
-    int64_t stride = ep_weight_piece_stride(weight);
-    int divided = weight->replicates != NULL;
-    EpSumArgs args = {.elements = ep_weight_piece_length(weight, part.piece),
-                      .parts = r->w->group->size,
-                      .type = weight->config.grad_type,
-                      .out_type = divided ? EP_TYPE_FP32 : weight->config.reduced_type,
-                      .accumulate = !divided && r->call->accumulate,
-                      .rank = rank,
-                      .in_whole = !r->packed,
-                      .shards = weight->shards,
-                      .own_shard = part.shard,
-                      .own_begin = part.piece * stride,
-                      .mine = r->packed ? element_at(r, part.shard, part.piece * stride)
-                                        : r->call->grad,
-                      .received = r->call->workspace,
-                      .stride = r->parts.piece,
-                      .by_node = relay ? relay->tables.by_node : NULL,
-                      .out = r->call->out};
-    if (divided) args.out = (char *)r->call->workspace + r->parts.sums + 4 * args.own_begin;
-    args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
-    return ep_cuda_check(r->w->group, "adding gradients",
-                         ep_cuda_launch_sum(&args, blocks_of(r->w), r->w->stream.stream));
-}
-
-/* Gather the sums of the pieces, which lie one after the other as the shard's elements do, and
- * round them. */
-static EpStatus share_sums(const Reduction *r, const EpWeightWork *w) {
-    const EpWeight *weight = r->call->weight;
-    int64_t bytes = 4 * ep_weight_piece_stride(weight);
-    char *sums = (char *)r->call->workspace + r->parts.sums;
-    EP_TRY(ep_weight_group_start(w));
-    (void)w->cuda->nccl->ncclAllGather(sums + w->group->rank * bytes, sums, (size_t)bytes,
-                                       ncclUint8, w->comm, w->stream.stream);
-    EP_TRY(ep_weight_group_end(w, "ncclAllGather"));
-    EpSumArgs args = {.elements = ep_shard_elements(&weight->shards),
-                      .parts = 1,
-                      .type = EP_TYPE_FP32,
-                      .out_type = weight->config.reduced_type,
-                      .accumulate = r->call->accumulate,
-                      .shards = weight->shards,
-                      .mine = sums,
-                      .out = r->call->out};
-    args.vectors = args.elements % 4 == 0;
-    return ep_cuda_check(w->group, "rounding gradients",
-                         ep_cuda_launch_sum(&args, blocks_of(w), w->stream.stream));
-}
-
-static EpStatus reduce(const Reduction *r) {
-    if (r->packed) EP_TRY(pack(r));
-    if (r->w->group->size > 1) EP_TRY(exchange(r));
-    return add(r);
-}
-
-EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {
-    EpWeightWork w, sharing;
-    const EpWeight *weight = call->weight;
-    EpWeightFacts facts = {&ep_op_weight_reduce, weight->number, call->accumulate,
-                           reduce_parts(weight).piece};
-    EP_TRY(ep_weight_begin(weight->reduces, &facts, call->stream, &w));
-    Reduction r = describe_reduction(&w, call);
-    EP_TRY(ep_weight_end(&w, reduce(&r)));
-    if (!weight->replicates) return EP_OK;
-    EP_TRY(ep_weight_begin(weight->replicates, &facts, call->stream, &sharing));
-    return ep_weight_end(&sharing, share_sums(&r, &sharing));
-}
-
-/* ---- amax ---------------------------------------------------------------------------------- */
-
-/* Numbers >= 0 compare as their bits do, and every NaN is larger than all of them. */
-EpStatus ep_cuda_weight_amax(const EpWeightAmax *call) {
-    EpWeightWork w;
-    EpWeightFacts facts = {&ep_op_weight_amax, call->weight->number, call->scope, 4 * call->count};
-    if (call->group->size == 1 || call->count == 0) return EP_OK;
-    EP_TRY(ep_weight_begin(call->group, &facts, call->stream, &w));
-    EpStatus status = ep_weight_group_start(&w);
-    if (status == EP_OK) {
-        (void)w.cuda->nccl->ncclAllReduce(call->amax, call->amax, (size_t)call->count, ncclUint32,
-                                          ncclMax, w.comm, w.stream.stream);
-        status = ep_weight_group_end(&w, "ncclAllReduce");
-    }
-    return ep_weight_end(&w, status);
+    sizes->reduce_workspace = ep_weight_reduce_bytes(weight);
 }

@@ -3,7 +3,11 @@
 #define EP_HANDLES_CUDA_WEIGHT_H
 
 /**
- * Sharded weights on the CUDA backend: NCCL moves the bytes, and small kernels do the rest.
+ * Sharded weights on the CUDA backend: NCCL moves the bytes, and small kernels do the rest, slice
+ * by slice of a large weight (weight_slices.h).
+ *
+ *     weight.c         gather, sizes
+ *     weight_reduce.c  reduce, amax
  *
  *     gather   Where one dimension is gathered, the shards of one expert lie side by side in the
  *              weight: one ncclAllGather for each expert, all in one group, straight from the shard
@@ -26,5 +30,12 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *gather);
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *reduce);
 EpStatus ep_cuda_weight_amax(const EpWeightAmax *amax);
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view);
+
+/** Returns whether NCCL puts all shards of elements of `unit` bytes into place: one dimension is
+ *  gathered, in few pieces. */
+int ep_weight_goes_directly(const EpShards *s, int64_t unit);
+
+/** Bytes of the workspace of a reduction. */
+int64_t ep_weight_reduce_bytes(const EpWeight *weight);
 
 #endif

@@ -39,7 +39,7 @@ EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream st
                          EpWeightWork *w) {
     EpCuda *cuda = ep_cuda(group);
     *w = (EpWeightWork){.group = group, .cuda = cuda, .comm = ep_cuda_group_comm(cuda)};
-    w->stream.stream = stream;
+    w->stream.stream = w->wire = stream;
     EP_TRY(check_comm(w));
     if (group->size == 1) return EP_OK;
     EP_TRY(ep_cuda_stream(group, stream, &w->stream));

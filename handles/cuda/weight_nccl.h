@@ -23,8 +23,9 @@
 typedef struct EpWeightWork {
     EpGroup *group;
     EpCuda *cuda;
-    ncclComm_t comm; /**< of all ranks; NULL in a group of one */
-    EpCudaStream stream;
+    ncclComm_t comm;     /**< of all ranks; NULL in a group of one */
+    EpCudaStream stream; /**< the caller's */
+    cudaStream_t wire;   /**< of the calls of NCCL that move the weight: see weight_slices.h */
     EpMarkArgs mark;
 } EpWeightWork;
 

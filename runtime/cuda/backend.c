@@ -17,6 +17,7 @@
 #include "handles/cuda/route_nodes.h"
 #include "handles/cuda/rows_quant.h"
 #include "handles/cuda/weight.h"
+#include "handles/cuda/weight_slices.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
@@ -54,6 +55,7 @@ static EpStatus open(EpGroup *group) {
     EP_TRY(ep_cuda_open(group));
     EP_TRY(ep_group_agree(group, &call, open_own(group)));
     EP_TRY(ep_group_agree(group, &call, ep_cuda_relay_open(group)));
+    EP_TRY(ep_group_agree(group, &call, ep_cuda_slices_open(group)));
     EP_TRY(ep_cuda_comm_agree(group, &call, ep_cuda_relay_connect(group)));
     return ep_cuda_open_latency(group, &call);
 }
@@ -72,6 +74,7 @@ static void close(EpGroup *group, int together) {
     (void)cudaDeviceSynchronize();
     ep_cuda_close_latency(group, together);
     ep_cuda_relay_close(group);
+    ep_cuda_slices_close(group);
     ep_cuda_free_plans(group);
     (void)cudaFree(cuda->workspace);
     if (cuda->stream) (void)cudaStreamDestroy(cuda->stream);

@@ -192,6 +192,19 @@ EpStatus ep_cuda_open_stream(const EpGroup *group, int below, cudaStream_t *out)
                          cudaStreamCreateWithPriority(out, cudaStreamNonBlocking, priority));
 }
 
+EpStatus ep_cuda_open_event(const EpGroup *group, cudaEvent_t *out) {
+    return ep_cuda_check(group, "cudaEventCreate",
+                         cudaEventCreateWithFlags(out, cudaEventDisableTiming));
+}
+
+EpStatus ep_cuda_record(const EpGroup *group, cudaEvent_t event, cudaStream_t stream) {
+    return ep_cuda_check(group, "cudaEventRecord", cudaEventRecord(event, stream));
+}
+
+EpStatus ep_cuda_await(const EpGroup *group, cudaStream_t stream, cudaEvent_t event) {
+    return ep_cuda_check(group, "cudaStreamWaitEvent", cudaStreamWaitEvent(stream, event, 0));
+}
+
 EpStatus ep_cuda_captures(const EpGroup *group, EpStream stream, int32_t *captured) {
     EpCudaStream now;
     EP_TRY(ep_cuda_stream(group, stream, &now));

@@ -53,18 +53,19 @@ typedef struct EpCuda {
     EpCudaWindow own;   /**< the library's own: rings and flags */
     EpCudaWindow windows[EP_WINDOW_NUMBERS]; /**< the caller's, by their number */
     int num_windows;                         /**< no window has a higher number */
-    cudaStream_t adopting;     /**< for adopted windows, if a communicator was lent; else NULL */
-    char **found;              /**< pinned, [size]: where its kernel finds a window's parts */
-    EpCudaOrder order;         /**< of the group's operations */
-    EpCudaNotes notes;         /**< of aborts */
-    int linked;                /**< whether NVLink connects the GPUs of this node */
-    int whole_lines;           /**< see handles/cuda/lines.cuh */
-    cudaStream_t stream;       /**< of the library's, which follows no other */
-    char *workspace;           /**< of quantising dispatches in throughput mode: a
-                                    step's scales. They follow each other */
-    struct EpCudaOwn *spare;   /**< plans whose handles are gone: handles/cuda/plan.c */
-    struct EpCudaWatch *watch; /**< NULL on one node; see bootstrap/cuda/watch.h */
-    struct EpCudaRelay *relay; /**< NULL on one node; see handles/cuda/relay.h */
+    cudaStream_t adopting;       /**< for adopted windows, if a communicator was lent; else NULL */
+    char **found;                /**< pinned, [size]: where its kernel finds a window's parts */
+    EpCudaOrder order;           /**< of the group's operations */
+    EpCudaNotes notes;           /**< of aborts */
+    int linked;                  /**< whether NVLink connects the GPUs of this node */
+    int whole_lines;             /**< see handles/cuda/lines.cuh */
+    cudaStream_t stream;         /**< of the library's, which follows no other */
+    char *workspace;             /**< of quantising dispatches in throughput mode: a
+                                      step's scales. They follow each other */
+    struct EpCudaOwn *spare;     /**< plans whose handles are gone: handles/cuda/plan.c */
+    struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/cuda/watch.h */
+    struct EpCudaRelay *relay;   /**< NULL on one node; see handles/cuda/relay.h */
+    struct EpCudaSlices *slices; /**< NULL: none; see handles/cuda/weight_slices.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
                                               address: steps of a model bring the same tensors */
@@ -149,6 +150,11 @@ EpStatus ep_cuda_put(const EpGroup *group, void *to, const void *from, size_t by
  *  the highest, 0, end kernels that wait: with few hardware queues, their copies must not queue up
  *  behind work that waits for such kernels. */
 EpStatus ep_cuda_open_stream(const EpGroup *group, int below, cudaStream_t *out);
+
+/** Create, record and wait for an event that orders streams. */
+EpStatus ep_cuda_open_event(const EpGroup *group, cudaEvent_t *out);
+EpStatus ep_cuda_record(const EpGroup *group, cudaEvent_t event, cudaStream_t stream);
+EpStatus ep_cuda_await(const EpGroup *group, cudaStream_t stream, cudaEvent_t event);
 
 /** Number of blocks of the kernels that move rows, for a group of this configuration on the current
  *  device. Each takes a multiprocessor of its own. On several nodes some are left to NCCL, unless

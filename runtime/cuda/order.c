@@ -3,14 +3,9 @@
 
 #include "runtime/cuda/cuda.h"
 
-static EpStatus create_event(const EpGroup *group, EpCudaLast *last) {
-    return ep_cuda_check(group, "cudaEventCreate",
-                         cudaEventCreateWithFlags(&last->event, cudaEventDisableTiming));
-}
-
 EpStatus ep_cuda_order_open(const EpGroup *group, EpCudaOrder *order) {
-    EP_TRY(create_event(group, &order->plain));
-    return create_event(group, &order->captured);
+    EP_TRY(ep_cuda_open_event(group, &order->plain.event));
+    return ep_cuda_open_event(group, &order->captured.event);
 }
 
 void ep_cuda_order_close(EpCudaOrder *order) {
@@ -56,8 +51,7 @@ EpStatus ep_cuda_order_enter(const EpGroup *group, EpCudaOrder *order, const EpC
     const EpCudaLast *last = last_of(order, stream);
     int follows = last->set && (!stream->captures || last->at.id == stream->id);
     if (!follows || is_same(last, stream)) return EP_OK;
-    return ep_cuda_check(group, "cudaStreamWaitEvent",
-                         cudaStreamWaitEvent(stream->stream, last->event, 0));
+    return ep_cuda_await(group, stream->stream, last->event);
 }
 
 EpStatus ep_cuda_order_leave(const EpGroup *group, EpCudaOrder *order, const EpCudaStream *stream,
@@ -65,7 +59,7 @@ EpStatus ep_cuda_order_leave(const EpGroup *group, EpCudaOrder *order, const EpC
     EpCudaLast *last = last_of(order, stream);
     EP_TRY(ep_cuda_check(group, "kernel launch", launched));
     last->at = *stream, last->set = 1;
-    return ep_cuda_check(group, "cudaEventRecord", cudaEventRecord(last->event, stream->stream));
+    return ep_cuda_record(group, last->event, stream->stream);
 }
 
 void ep_cuda_order_forget(EpCudaOrder *order, const EpCudaStream *stream) {

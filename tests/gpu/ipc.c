@@ -13,8 +13,6 @@
 
 enum { PART_BYTES = 4096, PARTS = 4 };
 
-static const EpCall call = {"ep_window_register", 0};
-
 /* A group, whose windows nobody needs, and a part in the middle of an allocation. */
 typedef struct Mapping {
     EpGroup *group;
@@ -24,6 +22,8 @@ typedef struct Mapping {
 } Mapping;
 
 #ifdef TESTS_EMULATED
+static const EpCall call = {"ep_window_register", 0};
+
 static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
     Case c = case_complete((Case){.ranks = bootstrap->size});
     EpGroupConfig config = case_group_config(&c);

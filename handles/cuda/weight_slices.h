@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EP_HANDLES_CUDA_WEIGHT_SLICES_H
+#define EP_HANDLES_CUDA_WEIGHT_SLICES_H
+
+/**
+ * Large weights go in slices of their first dimension, so that kernels work while NCCL moves bytes:
+ *
+ *     caller's stream   before 0   before 1            after 0   before 2            after 1  ...
+ *                             \             \        /                  \          /
+ *     wire                      move 0 ────────────── move 1 ──────────── move 2 ────────────  ...
+ *
+ * before: a kernel quantises or packs a slice; move: calls of NCCL; after: a kernel puts a slice
+ * into place, or adds it up. Only the first `before` and the last `after` add to NCCL's time.
+ *
+ * A block of NCCL needs nearly all registers of a multiprocessor, so it starts where none of these
+ * kernels' blocks is left. Their blocks are many and short, and the stream of NCCL has a higher
+ * priority: as they end, multiprocessors go to NCCL first.
+ */
+
+#include "handles/cuda/weight_nccl.h"
+
+/* Bytes that a rank receives in a slice: NCCL takes some 200 us for them over NVLink, about as long
+ * as the host needs to start a slice. */
+#ifndef EP_SLICE_BYTES
+#define EP_SLICE_BYTES (64 << 20)
+#endif
+#define EP_MOST_SLICES 8
+
+/** Some rows of the first dimension. */
+typedef struct EpSlice {
+    int64_t first, rows;
+} EpSlice;
+
+/** The stages of an operation; before and after may be NULL. */
+typedef struct EpSliceStages {
+    EpStatus (*before)(const EpWeightWork *w, const void *operation, EpSlice slice);
+    EpStatus (*move)(const EpWeightWork *w, const void *operation, EpSlice slice);
+    EpStatus (*after)(const EpWeightWork *w, const void *operation, EpSlice slice);
+} EpSliceStages;
+
+/** Returns how many slices an operation is worth that receives `bytes` in `rows` rows. */
+int ep_weight_slices(int64_t rows, int64_t bytes);
+
+/** Run an operation in `slices` slices of its `rows` rows; one slice is all of it, on the caller's
+ *  stream alone. */
+EpStatus ep_weight_run_slices(EpWeightWork *w, const EpSliceStages *stages, const void *operation,
+                              int64_t rows, int slices);
+
+/** Returns how many blocks a kernel of a stage has that memory bounds. */
+int ep_weight_blocks(const EpWeightWork *w);
+
+/** The streams and events of slices, in groups that move weights. Local. */
+EpStatus ep_cuda_slices_open(EpGroup *group);
+void ep_cuda_slices_close(EpGroup *group);
+
+#endif
