@@ -20,11 +20,15 @@ static int64_t travelling_bytes(const EpGatherTensors *t) {
     return is_quantised(t) ? ep_packed_bytes(t->row_bytes / element_bytes(t)) : t->row_bytes;
 }
 
+#define MOST_RECEIVING .56 /* of many blocks: the others send sums */
+
 int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     int32_t blocks = args->group.blocks;
     EpSpread s = ep_spread(&args->group, args->top_k);
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
-    EpTraffic traffic = {s.other + sum * s.ranks, s.own + sum * s.ranks + 1, 0};
+    EpTraffic traffic = {.sent = s.other + sum * s.ranks,
+                         .received = s.own + sum * s.ranks + 1,
+                         .most = MOST_RECEIVING};
     EpGranularity granularity = ep_sum_granularity(blocks, args->t.row_bytes);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
     args->chunk = granularity.chunk;

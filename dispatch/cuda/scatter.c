@@ -10,16 +10,24 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
+#define MOST_MULTIPLYING .75 /* of many blocks: the others send */
+
 /* Count a token's loads and stores. Receiving blocks multiply the rank's own rows, so without other
- * ranks nothing is sent. */
+ * ranks nothing is sent. Of rows in windows the first slot is stored by the sender. */
 static EpTraffic traffic_of(const EpScatterArgs *a) {
     EpSpread s = ep_spread(&a->group, a->top_k);
     double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
     double loaded = (double)a->t.source_row_bytes / (double)a->t.row_bytes;
+    double arrived_in_place = a->zero_copy ? s.ranks : 0;
     if (a->multiplied)
-        return (EpTraffic){s.ranks > 0 ? 1 + s.ranks : 0, 1 + s.ranks + multiplied, 0};
-    return (EpTraffic){loaded + s.own + s.ranks, s.other + (a->zero_copy ? 0 : s.ranks),
-                       s.ranks > 0 ? (s.own + s.ranks) / s.ranks : 0};
+        return (EpTraffic){.sent = s.ranks > 0 ? 1 + s.ranks : 0,
+                           .received = 2 + s.ranks + multiplied,
+                           .most = MOST_MULTIPLYING};
+    EpTraffic t = {.sent = loaded + s.own + s.ranks,
+                   .received = s.other + s.ranks - arrived_in_place};
+    ep_copy_times(a->group.blocks, a->top_k, a->t.row_bytes, s.own + s.ranks, s.ranks,
+                  s.other - arrived_in_place, &t);
+    return t;
 }
 
 /* Returns what items of receiving blocks need. If rows are multiplied, an item also has a stage for

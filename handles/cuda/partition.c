@@ -46,24 +46,50 @@ static double clamp(double value, double least, double greatest) {
     return value < least ? least : value > greatest ? greatest : value;
 }
 
+/* Found by experiment, on H100s and H200s. An item is under way for ITEM_US beside what its stores
+ * take of its block. A warp schedules fewer rows at once where they have more than 8 experts, each
+ * of which is a lane. */
+#define ITEM_US 5.
+#define STORED_BYTES_PER_US 49e3
+#define WIRE_BYTES_PER_US 350e3
+#define ARRIVED_ITEM_US .6
+#define WIDER_ITEM_US .45 /* more, each time that the lanes double */
+#define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
+
+void ep_copy_times(int32_t blocks, int32_t top_k, int64_t row_bytes, double stored, double arrived,
+                   double copied, EpTraffic *traffic) {
+    double row_us = (double)row_bytes / STORED_BYTES_PER_US, item_us = ARRIVED_ITEM_US;
+    for (int32_t lanes = 8; lanes < top_k; lanes *= 2)
+        item_us += WIDER_ITEM_US;
+    traffic->send_us = ITEM_US / ep_copy_granularity(blocks, row_bytes).active + stored * row_us;
+    traffic->receive_us = arrived * item_us + copied * row_us;
+    traffic->wire_us = arrived * (double)row_bytes / WIRE_BYTES_PER_US;
+}
+
 #define MANY_BLOCKS 64
-#define SENDERS_PER_STORE .12 /* fraction of the blocks, per store of a row that leaves */
-#define MEMORY_SENDERS 66     /* as many blocks copy rows at the rate of a GPU's memory */
-#define SMALL_ROW_BYTES 4096  /* smaller rows keep blocks busy, not the wire or the memory */
+#define LEAST_SENDERS .2
+#define MEMORY_SENDERS 66    /* as many blocks copy rows at the rate of a GPU's memory */
+#define SMALL_ROW_BYTES 4096 /* smaller rows keep blocks busy, not the wire or the memory */
+
+/* Of many blocks that only copy rows, as many send as fill the wire, if the others keep up. */
+static double copying_fraction(int32_t blocks, const EpTraffic *t) {
+    double wanted = SPARE_SENDERS * t->send_us / t->wire_us / blocks;
+    double balanced = t->send_us / (t->send_us + t->receive_us);
+    return 1 - clamp(wanted < balanced ? wanted : balanced, LEAST_SENDERS, 1 - LEAST_SENDERS);
+}
 
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
- * blocks divide as the traffic does. Of many blocks that only copy rows, as many send as fill the
- * wire: the more they store per row that leaves, the more of them. Where no row leaves, as many as
- * the memory is good for, and the others write zeros. Where rows are summed or multiplied, at least
- * a quarter of the blocks send, and of large rows at most half. */
+ * blocks divide as the traffic does. Where no row leaves, as many send as the memory is good for,
+ * and the others write zeros. Where rows are summed or multiplied, at least a quarter of the blocks
+ * send, and of large rows at most half. */
 static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
     double received = traffic.received / (traffic.sent + traffic.received);
     int is_small = row_bytes < SMALL_ROW_BYTES;
     if (traffic.received <= 0)
         return 1 - clamp((double)MEMORY_SENDERS / blocks, is_small ? .75 : .5, .75);
     if (blocks < MANY_BLOCKS || traffic.sent <= 0) return clamp(received, .25, 1);
-    if (traffic.stores > 0) return 1 - clamp(SENDERS_PER_STORE * traffic.stores, .2, .5);
-    return clamp(received, is_small ? .25 : .5, .75);
+    if (traffic.wire_us > 0) return copying_fraction(blocks, &traffic);
+    return clamp(received, is_small ? .25 : .5, traffic.most);
 }
 
 int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {

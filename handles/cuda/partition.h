@@ -31,11 +31,18 @@ typedef struct EpSpread {
 
 EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k);
 
-/** Rows that a token moves through each kind of block, counted in loads and stores. */
+/** What a token takes of each kind of block, and of the wire. */
 typedef struct EpTraffic {
-    double sent, received;
-    double stores; /**< of a sender, per row that leaves, where rows are only copied; else 0 */
+    double sent, received;      /**< loads and stores of rows */
+    double send_us, receive_us; /**< a block's time, where rows are only copied; else 0 */
+    double wire_us;             /**< likewise the wire's, 0 without other ranks */
+    double most;                /**< of many blocks the largest fraction that receives */
 } EpTraffic;
+
+/** Set the times of a copy: a sending block stores `stored` rows for a token; receiving blocks get
+ *  `arrived` rows of it, and store `copied` rows for these. */
+void ep_copy_times(int32_t blocks, int32_t top_k, int64_t row_bytes, double stored, double arrived,
+                   double copied, EpTraffic *traffic);
 
 /** Returns how many of the blocks receive. */
 int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes);
