@@ -9,7 +9,14 @@
 #include "runtime/cuda/rows.cuh"
 #include "runtime/quant.h"
 
-#define THREADS 256
+/* Threads of a block that shares its multiprocessor, or has it alone. */
+#define THREADS(ALONE) ((ALONE) ? 512 : 256)
+
+template <typename Kernel, typename Args>
+static int launch(Kernel *shared, Kernel *alone, EpGrid grid, void *stream, const Args &args) {
+    return ep_launch(grid.shared ? alone : shared, grid.blocks, THREADS(grid.shared),
+                     (size_t)grid.shared, stream, args);
+}
 
 /* ---- runs ---------------------------------------------------------------------------------- */
 
@@ -30,8 +37,8 @@ __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf pl
     int lane = threadIdx.x % 32, width = 32;
     while (width / 2 >= run)
         width /= 2;
-    int64_t warps = (int64_t)gridDim.x * (THREADS / 32);
-    int64_t warp = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    int64_t warps = (int64_t)gridDim.x * (blockDim.x / 32);
+    int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int64_t each = (run + SEGMENT - 1) / SEGMENT, segments = runs * each;
     int at_once = 32 / width, least = (int)min((segments + warps - 1) / warps, (int64_t)32);
     int turn = (least + at_once - 1) / at_once * at_once;
@@ -77,12 +84,14 @@ template <typename Piece> __device__ __forceinline__ void arrange(const EpArrang
               });
 }
 
-__global__ void __launch_bounds__(THREADS)
+template <int ALONE>
+__global__ void __launch_bounds__(THREADS(ALONE), ALONE)
     arrange_vectors(const __grid_constant__ EpArrangeArgs a) {
     arrange<uint4>(a);
 }
 
-__global__ void __launch_bounds__(THREADS)
+template <int ALONE>
+__global__ void __launch_bounds__(THREADS(ALONE), ALONE)
     arrange_elements(const __grid_constant__ EpArrangeArgs a) {
     if (a.unit == 4)
         arrange<uint32_t>(a);
@@ -93,9 +102,10 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 /* Runs that are multiples of 16 bytes begin on multiples of 16, as tensors do. */
-extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, int blocks, void *stream) {
+extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, EpGrid grid, void *stream) {
     int whole = ep_shards_run(&a->shards) * a->unit % 16 == 0;
-    return ep_launch(whole ? arrange_vectors : arrange_elements, blocks, THREADS, 0, stream, *a);
+    if (whole) return launch(arrange_vectors<0>, arrange_vectors<1>, grid, stream, *a);
+    return launch(arrange_elements<0>, arrange_elements<1>, grid, stream, *a);
 }
 
 /* ---- sums ---------------------------------------------------------------------------------- */
@@ -191,33 +201,33 @@ __device__ __forceinline__ void sum_runs(const EpSumArgs &a, int width) {
     });
 }
 
-template <typename T, typename Out>
-__global__ void __launch_bounds__(THREADS) sum_parts(const __grid_constant__ EpSumArgs a) {
+template <typename T, typename Out, int ALONE>
+__global__ void __launch_bounds__(THREADS(ALONE), ALONE)
+    sum_parts(const __grid_constant__ EpSumArgs a) {
     int width = a.vectors ? EpVector<T>::SIZE : 1;
     if (a.elements == 0) return;
     if (a.in_whole) return sum_runs<T, Out>(a, width);
-    for (int64_t at = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * width; at < a.elements;
-         at += (int64_t)gridDim.x * THREADS * width)
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; at < a.elements;
+         at += (int64_t)gridDim.x * blockDim.x * width)
         sum_at<T, Out>(a, at, 0);
 }
 
 template <typename T, typename Out>
-static int launch_sum(const EpSumArgs *a, int blocks, void *stream) {
-    return ep_launch(sum_parts<T, Out>, blocks, THREADS, 0, stream, *a);
+static int launch_sum(const EpSumArgs *a, EpGrid grid, void *stream) {
+    return launch(sum_parts<T, Out, 0>, sum_parts<T, Out, 1>, grid, stream, *a);
 }
 
-extern "C" int ep_cuda_launch_sum(const EpSumArgs *a, int blocks, void *stream) {
+extern "C" int ep_cuda_launch_sum(const EpSumArgs *a, EpGrid grid, void *stream) {
     if (a->out_type == EP_TYPE_FP32) {
-        if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16, float>(a, blocks, stream);
-        if (a->type == EP_TYPE_FP16) return launch_sum<__half, float>(a, blocks, stream);
-        return launch_sum<float, float>(a, blocks, stream);
+        if (a->type == EP_TYPE_BF16) return launch_sum<__nv_bfloat16, float>(a, grid, stream);
+        if (a->type == EP_TYPE_FP16) return launch_sum<__half, float>(a, grid, stream);
+        return launch_sum<float, float>(a, grid, stream);
     }
     if (a->out_type == EP_TYPE_BF16)
-        return a->type == EP_TYPE_FP32
-                   ? launch_sum<float, __nv_bfloat16>(a, blocks, stream)
-                   : launch_sum<__nv_bfloat16, __nv_bfloat16>(a, blocks, stream);
-    return a->type == EP_TYPE_FP32 ? launch_sum<float, __half>(a, blocks, stream)
-                                   : launch_sum<__half, __half>(a, blocks, stream);
+        return a->type == EP_TYPE_FP32 ? launch_sum<float, __nv_bfloat16>(a, grid, stream)
+                                       : launch_sum<__nv_bfloat16, __nv_bfloat16>(a, grid, stream);
+    return a->type == EP_TYPE_FP32 ? launch_sum<float, __half>(a, grid, stream)
+                                   : launch_sum<__half, __half>(a, grid, stream);
 }
 
 /* ---- blocks that lie in several shards ----------------------------------------------------- */
@@ -235,10 +245,10 @@ __device__ static uint32_t found_by(const EpMergeArgs &a, int64_t shard, const i
     return a.found[(e * a.touched[1] + at[1]) * a.touched[2] + at[2]];
 }
 
-__global__ void __launch_bounds__(THREADS) merge_amaxes(const __grid_constant__ EpMergeArgs a) {
+__global__ void __launch_bounds__(THREADS(0)) merge_amaxes(const __grid_constant__ EpMergeArgs a) {
     int64_t all = a.blocks[0] * a.blocks[1] * a.blocks[2], shards = ep_shards_number(&a.shards);
-    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < all;
-         i += (int64_t)gridDim.x * THREADS) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < all;
+         i += (int64_t)gridDim.x * blockDim.x) {
         int64_t block[3] = {i / a.blocks[2] / a.blocks[1], i / a.blocks[2] % a.blocks[1],
                             i % a.blocks[2]};
         uint32_t amax = EP_QUANT_LEAST_BITS;
@@ -254,5 +264,20 @@ __global__ void __launch_bounds__(THREADS) merge_amaxes(const __grid_constant__ 
 }
 
 extern "C" int ep_cuda_launch_merge(const EpMergeArgs *a, int blocks, void *stream) {
-    return ep_launch(merge_amaxes, blocks, THREADS, 0, stream, *a);
+    return ep_launch(merge_amaxes, blocks, THREADS(0), 0, stream, *a);
+}
+
+/* ---- loading ------------------------------------------------------------------------------- */
+
+/* Only blocks that are alone ask for shared memory. */
+extern "C" int ep_cuda_open_weight_kernels(int shared_bytes) {
+    int error = ep_open_kernel(arrange_vectors<1>, shared_bytes);
+    if (!error) error = ep_open_kernel(arrange_elements<1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<__nv_bfloat16, float, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<__half, float, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<float, float, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<__nv_bfloat16, __nv_bfloat16, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<__half, __half, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_parts<float, __nv_bfloat16, 1>, shared_bytes);
+    return error ? error : ep_open_kernel(sum_parts<float, __half, 1>, shared_bytes);
 }

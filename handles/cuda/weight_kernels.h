@@ -8,6 +8,12 @@
 #include "handles/shards.h"
 #include "runtime/cuda/device.h"
 
+/** The blocks of a launch that memory bounds. With `shared` bytes of shared memory, more than half
+ * of a multiprocessor's, each has one of its own; 0: they share them. */
+typedef struct EpGrid {
+    int blocks, shared;
+} EpGrid;
+
 /** Copy shards that lie one after the other to their places in the whole, or back. */
 typedef struct EpArrangeArgs {
     EpShards shards;
@@ -50,8 +56,10 @@ typedef struct EpMergeArgs {
 #ifdef __cplusplus
 extern "C" {
 #endif
-int ep_cuda_launch_arrange(const EpArrangeArgs *args, int blocks, void *stream);
-int ep_cuda_launch_sum(const EpSumArgs *args, int blocks, void *stream);
+/** For launches with shared memory. */
+int ep_cuda_open_weight_kernels(int shared_bytes);
+int ep_cuda_launch_arrange(const EpArrangeArgs *args, EpGrid grid, void *stream);
+int ep_cuda_launch_sum(const EpSumArgs *args, EpGrid grid, void *stream);
 int ep_cuda_launch_merge(const EpMergeArgs *args, int blocks, void *stream);
 #ifdef __cplusplus
 }

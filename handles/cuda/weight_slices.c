@@ -6,6 +6,7 @@
 #include "handles/cuda/quantise.h"
 #include "runtime/layout.h"
 
+#define NCCL_SMS 32    /* as many blocks as NCCL has at most for a gather */
 #define SHORT_BLOCKS 8 /* in place of one */
 
 /** Captured and plain calls have their own: a stream under capture takes no other work. */
@@ -24,6 +25,8 @@ EpStatus ep_cuda_slices_open(EpGroup *group) {
     ep_cuda(group)->slices = s;
     if (!s)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    EP_TRY(ep_cuda_check(group, "loading kernels",
+                         ep_cuda_open_weight_kernels(ep_cuda(group)->shared_bytes)));
     for (int i = 0; i < 2; i++) {
         EP_TRY(ep_cuda_open_stream(group, 1, &s->side[i].wire));
         EP_TRY(ep_cuda_open_event(group, &s->side[i].ready));
@@ -49,9 +52,18 @@ int ep_weight_slices(int64_t rows, int64_t bytes) {
     return (int)ep_max(1, ep_min(EP_MOST_SLICES, ep_min(rows, bytes / EP_SLICE_BYTES)));
 }
 
+static int is_sliced(const EpWeightWork *w) {
+    return w->wire != w->stream.stream;
+}
+
 int ep_weight_blocks(const EpWeightWork *w) {
-    int blocks = w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM;
-    return w->wire == w->stream.stream ? blocks : blocks * SHORT_BLOCKS;
+    return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM * (is_sliced(w) ? SHORT_BLOCKS : 1);
+}
+
+EpGrid ep_weight_grid(const EpWeightWork *w) {
+    if (!is_sliced(w)) return (EpGrid){ep_weight_blocks(w), 0};
+    return (EpGrid){(int)ep_max(1, w->cuda->device.blocks - NCCL_SMS),
+                    w->cuda->shared_bytes / 2 + 1024};
 }
 
 static EpSlice slice_of(int64_t rows, int slices, int number) {

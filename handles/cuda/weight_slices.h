@@ -12,11 +12,13 @@
  * before: a kernel quantises or packs a slice; move: calls of NCCL; after: a kernel puts a slice
  * into place, or adds it up. Only the first `before` and the last `after` add to NCCL's time.
  *
- * A block of NCCL needs nearly all registers of a multiprocessor, so it starts where none of these
- * kernels' blocks is left. Their blocks are many and short, and the stream of NCCL has a higher
- * priority: as they end, multiprocessors go to NCCL first.
+ * A block of NCCL needs nearly all registers of a multiprocessor, so it starts where no other block
+ * is. Many small blocks are in its way, whatever the priorities: where one ends the next one
+ * starts. So kernels that only copy or add have large blocks, one to a multiprocessor, and leave
+ * some to NCCL. Those that quantise have too much to wait for, and are faster in many small ones.
  */
 
+#include "handles/cuda/weight_kernels.h"
 #include "handles/cuda/weight_nccl.h"
 
 /* Bytes that a rank receives in a slice: NCCL takes some 200 us for them over NVLink, about as long
@@ -46,8 +48,11 @@ int ep_weight_slices(int64_t rows, int64_t bytes);
 EpStatus ep_weight_run_slices(EpWeightWork *w, const EpSliceStages *stages, const void *operation,
                               int64_t rows, int slices);
 
-/** Returns how many blocks a kernel of a stage has that memory bounds. */
+/** Returns how many blocks a kernel of `before` has. */
 int ep_weight_blocks(const EpWeightWork *w);
+
+/** Returns the blocks of a kernel of `after`. */
+EpGrid ep_weight_grid(const EpWeightWork *w);
 
 /** The streams and events of slices, in groups that move weights. Local. */
 EpStatus ep_cuda_slices_open(EpGroup *group);
