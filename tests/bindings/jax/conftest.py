@@ -22,6 +22,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
 
+# GPUs would multiply float32 with fewer bits: then a router may choose other experts than the dense one.
+jax.config.update("jax_default_matmul_precision", "highest")
+
 SECONDS = 20  # deadline of waits
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 

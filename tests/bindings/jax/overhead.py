@@ -1,25 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what a call of libep.jax costs, beside the C functions.
+"""Print what a call of libep.jax costs beside the C functions, and a layer beside plain JAX.
 
-    python overhead.py [cpu|cuda]
+    python overhead.py [cpu|cuda] [loop|ragged_dot]
 
-One rank, 8 tokens, so that a call is what the host does for it. Times are microseconds, the fastest
-of several runs. What a call takes in a compiled program is the difference between a program with
-many calls and one with few, over the number of calls. Programs wait for each other by the order,
-which one returns and the next one takes.
+Times are microseconds, the fastest of several runs.
+
+Calls: one rank, on the first device, 8 tokens, so that a call is what the host does for it. What a
+call takes in a compiled program is the difference between a program with many calls and one with
+few, over the number of calls. Programs wait for each other by the order, which one returns and the
+next one takes.
 
 On GPUs the time of a program is that of the host or of the GPU, whichever takes longer, and XLA may
 put calls into command buffers. XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps it from that.
+
+A layer, if there are several devices: all of them, in this process. Each has 8,192 tokens of 7168
+bfloat16, top-8, and 32 experts of inner size 2048; forward, then forward and backward; then once
+more without the experts, which return what they got. The time is that of a step, of steps enqueued
+back to back. The plain one sorts tokens by expert, and exchanges rows by ragged_all_to_all, one for
+every (token, expert); received rows are sorted again. Both have room for twice the rows of an even
+routing. Results that are compared are the output and all gradients, with experts and without. The
+difference is relative to an array's largest element.
+
+On CPUs (XLA_FLAGS=--xla_force_host_platform_device_count=N) the layer is small, to try the script:
+256 tokens of 64, top-2, 4 experts of inner size 32. XLA has no ragged_all_to_all there, so the
+plain one gathers all rows.
+
+The experts multiply in a loop over the experts, or by jax.lax.ragged_dot. XLA may make the latter a
+product of all rows and all experts, on GPUs too, and the more so its gradient. Then an operand of
+the layer on GPUs has 60 GB.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import time
+from typing import NamedTuple
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+EXPERT_DOT = sys.argv[2] if len(sys.argv) > 2 else "loop"
 os.environ["JAX_PLATFORMS"] = DEVICE
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -39,6 +60,22 @@ TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 16, 2, 8
 FEW, MANY = 10, 110  # calls in a program
 PLAN_NUMBERS = ("expert_counts", "expert_padded", "expert_offsets", "totals")
 COLUMNS = ("prepare", "dispatch", "combine", "step", "with backward")
+
+
+class Sizes(NamedTuple):
+    """A layer on one device."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    top_k: int
+    experts: int
+
+
+LAYER = Sizes(8192, 7168, 2048, 8, 32) if DEVICE == "cuda" else Sizes(256, 64, 32, 2, 4)
+ENTRIES = LAYER.tokens * LAYER.top_k  # (token, expert)
+ROWS = 2 * ENTRIES  # received
+ALIGNMENT = 8  # rows of a slab
 
 
 def print_row(name, columns):
@@ -263,6 +300,266 @@ def make_arrays(ep, mesh, order, x, idx, w):
     return jax.block_until_ready(made)
 
 
+# ---- a layer -----------------------------------------------------------------------------------
+
+
+def masked_rows(most, rows, start, size):
+    """Rows from `start`, `most` of them, zero behind `size`."""
+    part = jax.lax.dynamic_slice_in_dim(rows, start, most)
+    return jnp.where(jnp.arange(most)[:, None] < size, part, 0)
+
+
+def products(most, rows, weights, sizes, transpose=False):
+    """Each expert's rows by its weights, expert after expert."""
+
+    def multiply(out, expert):
+        weight, start, size = expert
+        part = masked_rows(most, rows, start, size) @ (weight.T if transpose else weight)
+        # The next expert overwrites the rows behind `size`.
+        return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0), None
+
+    zeros = jnp.zeros((len(rows), weights.shape[1 if transpose else 2]), rows.dtype)
+    zeros = jax.lax.pcast(zeros, "ep", to="varying")
+    return jax.lax.scan(multiply, zeros, (weights, jnp.cumsum(sizes) - sizes, sizes))[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def loop_dot(most, rows, weights, sizes):
+    """What jax.lax.ragged_dot computes. No expert has more than `most` rows."""
+    return products(most, rows, weights, sizes)
+
+
+def loop_dot_backward(most, kept, grad):
+    rows, weights, sizes = kept
+
+    def weight_gradient(_, place):
+        return None, masked_rows(most, rows, *place).T @ masked_rows(most, grad, *place)
+
+    grad_rows = products(most, grad, weights, sizes, transpose=True)
+    grad_weights = jax.lax.scan(weight_gradient, None, (jnp.cumsum(sizes) - sizes, sizes))[1]
+    return grad_rows, grad_weights, None
+
+
+loop_dot.defvjp(lambda most, *operands: (loop_dot(most, *operands), operands), loop_dot_backward)
+
+
+def mlp_of(most):
+    """Experts of no more than `most` rows each."""
+    dots = {"loop": functools.partial(loop_dot, most), "ragged_dot": jax.lax.ragged_dot}
+    dot = dots[EXPERT_DOT]
+    return lambda rows, sizes, up, down: dot(jax.nn.gelu(dot(rows, up, sizes)), down, sizes)
+
+
+def no_experts(rows, sizes):
+    return rows
+
+
+def libep_layer(ep, experts, idx, x, w, *weights):
+    rows, row_w, plan, order = ep.dispatch(ep.order(), x, idx, w)
+    rows = experts(rows, plan.expert_padded, *weights)
+    return ep.combine(order, rows, plan, row_w)[0]
+
+
+# ---- a layer without libep
+
+
+def emulated_all_to_all(rows, out, input_offsets, send_sizes, output_offsets, sizes, *, axis_name):
+    """jax.lax.ragged_all_to_all, which XLA does not have on CPUs."""
+    sources = jax.lax.all_gather(rows, axis_name)
+    offsets = jnp.stack([input_offsets, output_offsets], 1)
+    offsets = jax.lax.all_to_all(offsets, axis_name, 0, 0, tiled=True)
+    for source, (first, place), size in zip(sources, offsets, sizes):
+        number = jnp.arange(len(out)) - place
+        is_sent = (0 <= number) & (number < size)
+        out = jnp.where(is_sent[:, None], source[jnp.where(is_sent, first + number, 0)], out)
+    return out
+
+
+all_to_all = emulated_all_to_all if DEVICE == "cpu" else jax.lax.ragged_all_to_all
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange(lengths, rows, there, back):
+    """Rows to other devices: `lengths` are those of the operand and the result."""
+    out = jax.lax.pcast(jnp.zeros((lengths[1], rows.shape[1]), rows.dtype), "ep", to="varying")
+    return all_to_all(rows, out, *there, axis_name="ep")
+
+
+exchange.defvjp(
+    lambda lengths, rows, there, back: (exchange(lengths, rows, there, back), (there, back)),
+    lambda lengths, kept, grad: (exchange(lengths[::-1], grad, *kept[::-1]), None, None),
+)
+
+
+def exchange_places(counts):
+    """Offsets and sizes of an exchange, and of the one back. counts: [from, to] rows."""
+    me = jax.lax.axis_index("ep")
+    at_source = jnp.cumsum(counts, 1) - counts
+    at_target = jnp.cumsum(counts, 0) - counts
+    there = at_source[me], counts[me], at_target[me], counts[:, me]
+    back = at_target[:, me], counts[:, me], at_source[:, me], counts[me]
+    return there, back
+
+
+def inverse(permutation):
+    """The permutation that undoes another."""
+    places = jnp.arange(len(permutation), dtype=permutation.dtype)
+    return jnp.zeros_like(permutation).at[permutation].set(places, unique_indices=True)
+
+
+@jax.custom_vjp
+def permute(rows, permutation, back):
+    """`back` is the inverse, so that the gradient is a gather, too."""
+    return rows[permutation]
+
+
+permute.defvjp(
+    lambda rows, permutation, back: (rows[permutation], (permutation, back)),
+    lambda kept, grad: (grad[kept[1]], None, None),
+)
+
+
+@jax.custom_vjp
+def spread(x, permutation, back):
+    """A row for each entry, permuted."""
+    return x[permutation // LAYER.top_k]
+
+
+spread.defvjp(
+    lambda x, permutation, back: (spread(x, permutation, back), back),
+    lambda back, grad: (grad[back].reshape(-1, LAYER.top_k, grad.shape[1]).sum(1), None, None),
+)
+
+
+def by_local_expert(counts):
+    """The permutation that sorts received rows by expert. counts: [device, expert] rows."""
+    numbers = jnp.tile(jnp.arange(LAYER.experts), len(counts))
+    numbers = jnp.append(numbers, LAYER.experts)  # the rows behind
+    counts = jnp.append(counts.flatten(), ROWS - counts.sum())
+    return jnp.argsort(jnp.repeat(numbers, counts, total_repeat_length=ROWS))
+
+
+def plain_layer(experts, idx, x, w, *weights):
+    """A layer without libep: sort, count, exchange, sort again."""
+    devices = jax.lax.axis_size("ep")
+    by_expert = jnp.argsort(idx.flatten())
+    from_expert = inverse(by_expert)
+    sent = jnp.bincount(idx.flatten(), length=devices * LAYER.experts)
+    counts = jax.lax.all_gather(sent, "ep").reshape(devices, devices, LAYER.experts)
+    there, back = exchange_places(counts.sum(2))
+    rows = spread(x, by_expert, from_expert)
+    rows = exchange((ENTRIES, ROWS), rows, there, back)
+    received = counts[:, jax.lax.axis_index("ep")]
+    by_local = by_local_expert(received)
+    from_local = inverse(by_local)
+    rows = permute(rows, by_local, from_local)
+    rows = experts(rows, received.sum(0), *weights)
+    rows = permute(rows, from_local, by_local)
+    rows = exchange((ROWS, ENTRIES), rows, back, there)
+    rows = permute(rows, from_expert, by_expert).reshape(*w.shape, -1)
+    return (rows.astype(w.dtype) * w[:, :, None]).sum(1).astype(x.dtype)
+
+
+# ---- times of both
+
+
+def layer_programs(mesh, layer, experts):
+    """A layer forward, and with the gradients of tokens and weights.
+
+    Both take the gradient of the result, then idx, x, w and the experts' weights.
+    """
+    layer = functools.partial(layer, experts)
+
+    def forward(grad, idx, *arguments):
+        return layer(idx, *arguments)
+
+    def both(grad, idx, *arguments):
+        out, pullback = jax.vjp(functools.partial(layer, idx), *arguments)
+        return out, *pullback(grad)
+
+    return on_mesh(mesh, forward), on_mesh(mesh, both)
+
+
+def layer_arguments(mesh):
+    """What layer_programs take, on all devices, and the most rows of an expert."""
+    place = NamedSharding(mesh, P("ep"))
+    experts = mesh.size * LAYER.experts
+    scores = np.random.default_rng(0).random((mesh.size * LAYER.tokens, experts), np.float32)
+    idx = np.argpartition(scores, LAYER.top_k)[:, : LAYER.top_k].astype(np.int32)
+    most = -(-np.bincount(idx.flatten()).max() // ALIGNMENT) * ALIGNMENT
+
+    @functools.partial(jax.jit, out_shardings=place)
+    def make(key):
+        keys = jax.random.split(key, 5)
+        normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+        grad, x = (normal(key, (len(idx), LAYER.hidden)) for key in keys[:2])
+        up = normal(keys[2], (experts, LAYER.hidden, LAYER.inner)) * 0.01
+        down = normal(keys[3], (experts, LAYER.inner, LAYER.hidden)) * 0.01
+        return grad, x, jax.random.uniform(keys[4], idx.shape), up, down
+
+    grad, *others = make(jax.random.key(0))
+    return [grad, jax.device_put(idx, place), *others], int(most)
+
+
+@jax.jit
+def difference(results, expected):
+    """The largest difference, relative to the largest element of each array."""
+
+    def compare(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.abs(a - b).max() / jnp.abs(b).max()
+
+    return jnp.stack([compare(*pair) for pair in zip(results, expected)]).max()
+
+
+def time_step(step):
+    """Time of one step of several, which do not wait for each other."""
+
+    def run(count):
+        for _ in range(count):
+            results = step()
+        jax.block_until_ready(results)
+
+    return fastest(run, 5)
+
+
+def print_layer_times():
+    mesh = Mesh(np.array(jax.devices()), ("ep",))
+    ep = libep.jax.bootstrap(
+        mesh,
+        "ep",
+        num_experts=mesh.size * LAYER.experts,
+        max_tokens=LAYER.tokens,
+        hidden=LAYER.hidden,
+        top_k=LAYER.top_k,
+        max_recv_rows=ROWS,
+        alignment=ALIGNMENT,
+        dtype=jnp.bfloat16,
+    )
+    arguments, most = layer_arguments(mesh)
+    with_libep = functools.partial(libep_layer, ep)
+    mlp = mlp_of(most), arguments
+    nothing = no_experts, arguments[:-2]
+    rows = {
+        "libep.jax": (with_libep, *mlp),
+        "ragged_all_to_all and sorts": (plain_layer, *mlp),
+        "libep.jax, without experts": (with_libep, *nothing),
+        "ragged_all_to_all, without experts": (plain_layer, *nothing),
+    }
+    steps = {}
+    for name, (layer, experts, given) in rows.items():
+        programs = layer_programs(mesh, layer, experts)
+        steps[name] = [functools.partial(program, *given) for program in programs]
+    both = [step for _, step in steps.values()]
+    differences = [difference(one(), other()) for one, other in zip(both[::2], both[1::2])]
+    print(f"# a layer on {mesh.size} devices; results differ by {np.max(differences):.1e} at most")
+    print_row("# us per step", ("forward", "with bwd."))
+    for name, pair in steps.items():
+        print_row(name, [f"{time_step(step):.0f}" for step in pair])
+    ep.check()
+    ep.close()
+
+
 def main():
     mesh = Mesh(np.array(jax.devices()[:1]), ("ep",))
     ep = libep.jax.bootstrap(
@@ -275,6 +572,8 @@ def main():
     print_program_times(ep, mesh, arguments)
     ep.check()
     ep.close()
+    if jax.device_count() > 1:
+        print_layer_times()
 
 
 if __name__ == "__main__":

@@ -297,12 +297,15 @@ def test_a_plan_that_is_none(bootstrap):
         plan = jax.tree.map(jnp.zeros_like, plan)
         return ep.combine(order, rows, plan)[0]
 
-    with pytest.raises(JaxRuntimeError, match="EP_ERR_NOT_PREPARED|given up"):
+    # On GPUs a program ends as usual, and the status of the group says that its results are void.
+    sentence = "EP_ERR_NOT_PREPARED|given up|expected a plan, which ep_prepare writes"
+    with pytest.raises((JaxRuntimeError, EpError), match=sentence):
         jax.block_until_ready(
             jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(
                 tokens(1, 2), indices(2)
             )
         )
+        ep.check()
 
 
 def test_routing_errors(bootstrap):
@@ -370,6 +373,9 @@ def test_closed(bootstrap):
         ep.check()
 
 
+holds_programs = pytest.mark.skipif(DEVICE != "cpu", reason="calls of GPUs are only enqueued")
+
+
 def held_program(ep, mesh):
     """A program whose rank 0 waits in the middle. Returns what runs it, and two events."""
     begun, go = threading.Event(), threading.Event()
@@ -391,6 +397,7 @@ def held_program(ep, mesh):
     return program, begun, go
 
 
+@holds_programs
 def test_closed_while_a_program_runs(bootstrap):
     """close waits for what has been enqueued."""
     mesh, x = make_mesh(2), tokens(1, 2)
@@ -403,6 +410,7 @@ def test_closed_while_a_program_runs(bootstrap):
     np.testing.assert_array_equal(y, TOP_K * x)
 
 
+@holds_programs
 @pytest.mark.parametrize("leaves_by_error", [True, False])
 def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
     """One rank is late, the other waits for it in libep: the wait ends."""
@@ -425,6 +433,7 @@ def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="orders of GPUs are not looked at")
 def test_fresh_after_a_failure(bootstrap):
     """A program that failed takes its group with it, and no other."""
     mesh = make_mesh(2)
