@@ -79,7 +79,8 @@ __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPl
  * already. All blocks find the same. Only on a path that leaves the kernel: behind a call compilers
  * no longer know that the threads of a warp are together, and guard every later branch.
  */
-static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g, const EpCudaPlan &plan) {
+[[maybe_unused]] static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g,
+                                                                    const EpCudaPlan &plan) {
     if (threadIdx.x || ep_failed(g)) return;
     const FoundPlan found = ep_load_plan(plan);
     int fault = ep_find_fault(plan.use, found);
@@ -100,7 +101,8 @@ typedef struct EpLook {
 } EpLook;
 
 /** Begin to load what ep_enter checks. What a kernel does until then overlaps with the loads; it
- *  may read the caller's inputs, and words of the plan that are void until ep_enter has returned. */
+ *  may read the caller's inputs, and words of the plan that are void until ep_enter has returned.
+ */
 __device__ __forceinline__ EpLook ep_look(const EpCudaGroup &g, const EpCudaPlan &plan) {
     EpLook look = {};
     if (threadIdx.x) return look;
