@@ -27,11 +27,12 @@ typedef struct RunPlaces {
     int64_t packed, whole;
 } RunPlaces;
 
-/* Call work(piece in the packed place, piece in the whole) for each piece of `runs` runs of `run`
- * pieces: places_of(i) says where run i begins. That takes hundreds of instructions, most of them
- * divisions. So each lane asks for another segment, and tells the others. Of short runs a warp
- * takes several at once. By all warps of the grid. */
-template <typename PlacesOf, typename Work>
+/* Call work(piece in the packed place, piece in the whole, step, left) for the pieces of `runs`
+ * runs of `run` pieces, up to AT_ONCE at a time: work has that one and those `step` and `2 * step`
+ * behind it and so on, but no more than `left`. places_of(i) says where run i begins. That takes
+ * hundreds of instructions, most of them divisions. So each lane asks for another segment, and
+ * tells the others. Of short runs a warp takes several at once. By all warps of the grid. */
+template <int AT_ONCE, typename PlacesOf, typename Work>
 __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf places_of,
                                           Work work) {
     int lane = threadIdx.x % 32, width = 32;
@@ -56,15 +57,33 @@ __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf pl
             int64_t packed = __shfl_sync(~0u, places.packed, i);
             int64_t whole = __shfl_sync(~0u, places.whole, i);
             int pieces = __shfl_sync(~0u, length, i);
-            for (int at = lane % width; at < pieces; at += width)
-                work(packed + at, whole + at);
+            for (int at = lane % width; at < pieces; at += AT_ONCE * width)
+                work(packed + at, whole + at, width,
+                     AT_ONCE == 1 ? 1 : (pieces - at + width - 1) / width);
         }
     }
 }
 
 /* ---- places -------------------------------------------------------------------------------- */
 
-template <typename Piece> __device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
+/* A thread that has few others beside it has more loads under way. */
+#define LOADS(ALONE) ((ALONE) ? 8 : 1)
+
+/* Copy pieces that lie `step` apart in both places. No load is conditional, or each would be waited
+ * for before the next. */
+template <int AT_ONCE, typename Piece>
+__device__ __forceinline__ void copy_pieces(Piece *to, const Piece *from, int step, int left) {
+    Piece x[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+        x[i] = from[(int64_t)min(i, left - 1) * step];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+        if (i < left) to[(int64_t)i * step] = x[i];
+}
+
+template <typename Piece, int ALONE>
+__device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
     int per_piece = (int)sizeof(Piece) / a.unit;
     int64_t run = ep_shards_run(&a.shards) / per_piece;
     if (ep_shard_elements(&a.shards) == 0) return;
@@ -75,30 +94,30 @@ template <typename Piece> __device__ __forceinline__ void arrange(const EpArrang
         int64_t place = ep_shard_run_at(&a.shards, i / runs, i % runs) / per_piece;
         return RunPlaces{i / runs * stride + i % runs * run, place};
     };
-    walk_runs(runs * ep_shards_number(&a.shards), run, places_of,
-              [&](int64_t packed, int64_t place) {
-                  if (a.back)
-                      flat[packed] = whole[place];
-                  else
-                      whole[place] = flat[packed];
-              });
+    auto copy = [&](int64_t packed, int64_t place, int step, int left) {
+        if (a.back)
+            copy_pieces<LOADS(ALONE)>(flat + packed, whole + place, step, left);
+        else
+            copy_pieces<LOADS(ALONE)>(whole + place, flat + packed, step, left);
+    };
+    walk_runs<LOADS(ALONE)>(runs * ep_shards_number(&a.shards), run, places_of, copy);
 }
 
 template <int ALONE>
 __global__ void __launch_bounds__(THREADS(ALONE), ALONE)
     arrange_vectors(const __grid_constant__ EpArrangeArgs a) {
-    arrange<uint4>(a);
+    arrange<uint4, ALONE>(a);
 }
 
 template <int ALONE>
 __global__ void __launch_bounds__(THREADS(ALONE), ALONE)
     arrange_elements(const __grid_constant__ EpArrangeArgs a) {
     if (a.unit == 4)
-        arrange<uint32_t>(a);
+        arrange<uint32_t, ALONE>(a);
     else if (a.unit == 2)
-        arrange<uint16_t>(a);
+        arrange<uint16_t, ALONE>(a);
     else
-        arrange<uint8_t>(a);
+        arrange<uint8_t, ALONE>(a);
 }
 
 /* Runs that are multiples of 16 bytes begin on multiples of 16, as tensors do. */
@@ -195,7 +214,7 @@ __device__ __forceinline__ void sum_runs(const EpSumArgs &a, int width) {
         int64_t place = ep_shard_run_at(&a.shards, a.own_shard, first + i);
         return RunPlaces{((first + i) * run - a.own_begin) / width, place / width};
     };
-    walk_runs(runs, run / width, places_of, [&](int64_t piece, int64_t place) {
+    walk_runs<1>(runs, run / width, places_of, [&](int64_t piece, int64_t place, int, int) {
         int64_t at = piece * width;
         if (at >= 0 && at < a.elements) sum_at<T, Out>(a, at, place * width);
     });
