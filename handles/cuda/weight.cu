@@ -13,8 +13,8 @@
 #define THREADS(ALONE) ((ALONE) ? 512 : 256)
 
 template <typename Kernel, typename Args>
-static int launch(Kernel *shared, Kernel *alone, EpGrid grid, void *stream, const Args &args) {
-    return ep_launch(grid.shared ? alone : shared, grid.blocks, THREADS(grid.shared),
+static int launch(Kernel *beside, Kernel *alone, EpGrid grid, void *stream, const Args &args) {
+    return ep_launch(grid.shared ? alone : beside, grid.blocks, THREADS(grid.shared),
                      (size_t)grid.shared, stream, args);
 }
 
@@ -28,11 +28,11 @@ typedef struct RunPlaces {
 } RunPlaces;
 
 /* Call work(piece in the packed place, piece in the whole, step, left) for the pieces of `runs`
- * runs of `run` pieces, up to AT_ONCE at a time: work has that one and those `step` and `2 * step`
+ * runs of `run` pieces, up to PIECES at a time: work has that one and those `step` and `2 * step`
  * behind it and so on, but no more than `left`. places_of(i) says where run i begins. That takes
  * hundreds of instructions, most of them divisions. So each lane asks for another segment, and
  * tells the others. Of short runs a warp takes several at once. By all warps of the grid. */
-template <int AT_ONCE, typename PlacesOf, typename Work>
+template <int PIECES, typename PlacesOf, typename Work>
 __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf places_of,
                                           Work work) {
     int lane = threadIdx.x % 32, width = 32;
@@ -57,9 +57,9 @@ __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf pl
             int64_t packed = __shfl_sync(~0u, places.packed, i);
             int64_t whole = __shfl_sync(~0u, places.whole, i);
             int pieces = __shfl_sync(~0u, length, i);
-            for (int at = lane % width; at < pieces; at += AT_ONCE * width)
+            for (int at = lane % width; at < pieces; at += PIECES * width)
                 work(packed + at, whole + at, width,
-                     AT_ONCE == 1 ? 1 : (pieces - at + width - 1) / width);
+                     PIECES == 1 ? 1 : (pieces - at + width - 1) / width);
         }
     }
 }
@@ -71,14 +71,14 @@ __device__ __forceinline__ void walk_runs(int64_t runs, int64_t run, PlacesOf pl
 
 /* Copy pieces that lie `step` apart in both places. No load is conditional, or each would be waited
  * for before the next. */
-template <int AT_ONCE, typename Piece>
+template <int PIECES, typename Piece>
 __device__ __forceinline__ void copy_pieces(Piece *to, const Piece *from, int step, int left) {
-    Piece x[AT_ONCE];
+    Piece x[PIECES];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
+    for (int i = 0; i < PIECES; i++)
         x[i] = from[(int64_t)min(i, left - 1) * step];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
+    for (int i = 0; i < PIECES; i++)
         if (i < left) to[(int64_t)i * step] = x[i];
 }
 

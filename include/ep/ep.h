@@ -255,8 +255,9 @@ typedef struct EpBootstrap {
 
     /**
      * Optional, all four or none, equal on all ranks (NULL: libep connects ranks on different nodes
-     * by TCP when a group on the host backend is created). Nonblocking point-to-point messages, in order for each (pair of ranks, tag). test sets
-     * *done, and releases the request once it is done. cancel releases it without waiting.
+     * by TCP when a group on the host backend is created). Nonblocking point-to-point messages, in
+     * order for each (pair of ranks, tag). test sets *done, and releases the request once it is
+     * done. cancel releases it without waiting.
      */
     EpStatus (*isend)(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,
                       void **request);
@@ -431,9 +432,10 @@ typedef struct EpGroupConfig {
 EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 
 /** Destroy a group and its handles. Each rank waits, up to the deadline, until its peers have
- *  finished their last call; in this sense it is collective. A group that has failed or was aborted
- *  is destroyed without waiting, so its ranks are out of step on the bootstrap: the next group needs
- *  a new one. NULL is allowed. */
+ *  finished their last call; in this sense it is collective. Where ranks share a process it also
+ *  waits until all of them have freed their memory. A group that has failed or was aborted is
+ *  destroyed without waiting, so its ranks are out of step on the bootstrap: the next group needs a
+ *  new one. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
 /**

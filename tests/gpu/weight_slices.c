@@ -28,7 +28,6 @@ typedef struct Large {
 } Large;
 
 static void open_large(const EpBootstrap *world, int dim, Large *l) {
-    static const char *const specs[] = {"fsdp,_,_", "_,fsdp,_", "_,_,fsdp"};
     EpMesh mesh = EP_MESH_INIT;
     EpMeshCommConfig comm = EP_MESH_COMM_CONFIG_INIT;
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
@@ -39,7 +38,7 @@ static void open_large(const EpBootstrap *world, int dim, Large *l) {
     config.type = config.grad_type = EP_TYPE_FP32;
     config.shape[0] = EXPERTS, config.shape[1] = ROWS, config.shape[2] = COLUMNS;
     REQUIRE_OK(ep_mesh_parse("fsdp=2", &mesh));
-    REQUIRE_OK(ep_spec_parse(&mesh, specs[dim], &config.spec));
+    REQUIRE_OK(ep_spec_parse(&mesh, dim == 1 ? "_,fsdp,_" : "_,_,fsdp", &config.spec));
     REQUIRE_OK(ep_mesh_comm_create(world, &mesh, &comm, &l->comm));
     REQUIRE_OK(ep_weight_create(l->comm, &config, &l->weight));
     REQUIRE_OK(ep_weight_sizes(l->weight, NULL, &sizes));
