@@ -4,9 +4,6 @@
 
 #include "bindings/jax/handlers.h"
 
-/* FP32 counts exactly to here; then the order begins again at 1. */
-#define MAX_ORDER (1 << 23)
-
 /* ---- errors -------------------------------------------------------------------------------- */
 
 /* XLA adds the name of the code to the message; the status says more. */
@@ -57,13 +54,11 @@ static int read_key(const XLA_FFI_Attrs *attrs, int64_t *key) {
     return 0;
 }
 
-static XLA_FFI_Error *read_device(const XLA_FFI_CallFrame *frame, int32_t *ordinal, int64_t *run) {
-    XLA_FFI_DeviceOrdinal_Get_Args device = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, NULL,
-                                             frame->ctx, 0};
-    XLA_FFI_RunId_Get_Args id = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, NULL, frame->ctx, 0};
-    XLA_FFI_Error *error = frame->api->XLA_FFI_DeviceOrdinal_Get(&device);
-    if (!error) error = frame->api->XLA_FFI_RunId_Get(&id);
-    *ordinal = device.device_ordinal, *run = id.run_id;
+static XLA_FFI_Error *read_device(const XLA_FFI_CallFrame *frame, int32_t *ordinal) {
+    XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, NULL,
+                                           frame->ctx, 0};
+    XLA_FFI_Error *error = frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
+    *ordinal = args.device_ordinal;
     return error;
 }
 
@@ -98,50 +93,26 @@ static EpType type_of(XLA_FFI_DataType type) {
     }
 }
 
-/* libep refuses a number of dimensions that it does not have, with EP_ERR_NDIM. */
-static void read_buffers(int64_t size, void *const *buffers, EpTensor *out) {
-    for (int64_t i = 0; i < size && i < JAX_BUFFERS; i++) {
-        const XLA_FFI_Buffer *buffer = buffers[i];
+/* All but the first buffer, which is the token. Returns how many. libep refuses a number of
+ * dimensions that it does not have, with EP_ERR_NDIM. */
+static int64_t read_buffers(int64_t size, void *const *buffers, EpTensor *out) {
+    int64_t count = size - 1 < JAX_BUFFERS ? size - 1 : JAX_BUFFERS;
+    for (int64_t i = 0; i < count; i++) {
+        const XLA_FFI_Buffer *buffer = buffers[i + 1];
         out[i] = ep_tensor_3d(buffer->data, type_of(buffer->dtype), 1, 1, 1);
         out[i].ndim = (int32_t)buffer->rank;
         for (int64_t d = 0; d < buffer->rank && d < EP_MAX_DIMS; d++)
             out[i].shape[d] = buffer->dims[d];
     }
+    return count;
 }
 
 const EpTensor *jax_operand(const JaxCall *call, int64_t index) {
-    return index < call->frame->args.size ? &call->operands[index] : NULL;
+    return index < call->num_operands ? &call->operands[index] : NULL;
 }
 
 const EpTensor *jax_result(const JaxCall *call, int64_t index) {
-    return index < call->frame->rets.size ? &call->results[index] : NULL;
-}
-
-/* ---- order --------------------------------------------------------------------------------- */
-
-static int64_t order_of(const JaxRank *rank) {
-    return rank->calls == 0 ? 0 : (rank->calls - 1) % MAX_ORDER + 1;
-}
-
-/* A GPU's numbers are not read: its calls run in the order of the program's schedule, which is the
- * same on all devices. */
-static int is_in_order(const JaxCall *call, int num_orders) {
-    const JaxRank *rank = call->rank;
-    int is_new_run = call->run != rank->run, is_given = 0;
-    if (!rank->on_host) return 1;
-    for (int i = 0; i < num_orders; i++) {
-        float order = *(const float *)call->operands[i].data;
-        if (order == (float)order_of(rank) && rank->calls > 0) return 1;
-        is_given |= order != 0;
-    }
-    return is_new_run && !is_given;
-}
-
-static void advance(JaxCall *call) {
-    JaxRank *rank = call->rank;
-    rank->calls++;
-    rank->run = call->run;
-    if (rank->on_host) *(float *)call->results[0].data = (float)order_of(rank);
+    return index < call->num_results ? &call->results[index] : NULL;
 }
 
 /* ---- a call -------------------------------------------------------------------------------- */
@@ -152,7 +123,7 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
     char why[160];
     if (!read_key(&call->frame->attrs, &key))
         return refuse(call, EP_ERR_NULL, "expected the attribute key, a 64-bit integer, got none");
-    XLA_FFI_Error *error = read_device(call->frame, &ordinal, &call->run);
+    XLA_FFI_Error *error = read_device(call->frame, &ordinal);
     if (error) return error;
     call->rank = jax_rank_find(key, ordinal);
     if (call->rank) return NULL;
@@ -162,40 +133,28 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
     return refuse(call, EP_ERR_FOREIGN, why);
 }
 
-static XLA_FFI_Error *check_call(JaxCall *call, int num_orders) {
-    const JaxRank *rank = call->rank;
-    if (rank->is_closed) return refuse(call, EP_ERR_DESTROYED, "the group is closed");
-    if (!rank->on_host) return read_stream(call->frame, &call->stream);
-    if (is_in_order(call, num_orders)) return NULL;
-    const char *why = "expected the order that the last call on this device returned, got another: "
-                      "pass each call's order to the next call";
-    ep_group_abort(rank->group, why);
-    return refuse(call, EP_ERR_ORDER, why);
-}
-
-int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, int num_orders,
-              XLA_FFI_Error **result) {
+int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result) {
     *result = NULL;
     if (answer_metadata(frame)) return 0;
     memset(call, 0, sizeof(*call));
     call->frame = frame, call->name = name;
     if ((*result = find_rank(call)) != NULL) return 0;
-    read_buffers(frame->args.size, frame->args.args, call->operands);
-    read_buffers(frame->rets.size, frame->rets.rets, call->results);
+    call->num_operands = read_buffers(frame->args.size, frame->args.args, call->operands);
+    call->num_results = read_buffers(frame->rets.size, frame->rets.rets, call->results);
+    if (!call->rank->on_host && (*result = read_stream(frame, &call->stream)) != NULL) return 0;
     pthread_mutex_lock(&call->rank->mutex);
-    if ((*result = check_call(call, num_orders)) == NULL) {
-        call->handle = call->rank->handle;
-        return 1;
+    if (call->rank->is_closed) {
+        *result = refuse(call, EP_ERR_DESTROYED, "the group is closed");
+        pthread_mutex_unlock(&call->rank->mutex);
+        return 0;
     }
-    pthread_mutex_unlock(&call->rank->mutex);
-    return 0;
+    call->handle = call->rank->handle;
+    return 1;
 }
 
 XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status) {
     XLA_FFI_Error *error = NULL;
-    if (status == EP_OK) {
-        advance(call);
-    } else {
+    if (status != EP_OK) {
         error = make_error(call->frame, status);
         ep_group_abort(call->rank->group, ep_last_error());
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations as handlers. Above each one are its operands and results, in their order. */
+/* The operations as handlers. Above each one are its operands and results behind the token. */
 #include <stdio.h>
 
 #include "bindings/jax/handlers.h"
@@ -20,65 +20,65 @@ static EpStatus check_place(const JaxCall *call, const EpTensor *place) {
     return ep_set_last_error(EP_ERR_FOREIGN, sentence);
 }
 
-/* order, topk_idx, place[, num_tokens]
- *     -> order, plan, expert_counts, expert_padded, expert_offsets, totals */
+/* topk_idx, place[, num_tokens]
+ *     -> plan, expert_counts, expert_padded, expert_offsets, totals */
 XLA_FFI_Error *ep_jax_prepare(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
-    if (!jax_begin(&call, frame, "prepare", 1, &result)) return result;
+    if (!jax_begin(&call, frame, "prepare", &result)) return result;
     EpPlanTensors out = EP_PLAN_TENSORS_INIT;
-    out.expert_counts = jax_result(&call, 2);
-    out.expert_padded = jax_result(&call, 3);
-    out.expert_offsets = jax_result(&call, 4);
-    out.totals = jax_result(&call, 5);
-    EpStatus status = check_place(&call, jax_operand(&call, 2));
+    out.expert_counts = jax_result(&call, 1);
+    out.expert_padded = jax_result(&call, 2);
+    out.expert_offsets = jax_result(&call, 3);
+    out.totals = jax_result(&call, 4);
+    EpStatus status = check_place(&call, jax_operand(&call, 1));
     if (status == EP_OK)
-        status = ep_prepare(call.handle, jax_result(&call, 1), jax_operand(&call, 1),
-                            jax_operand(&call, 3), call.stream, &out);
+        status = ep_prepare(call.handle, jax_result(&call, 0), jax_operand(&call, 0),
+                            jax_operand(&call, 2), call.stream, &out);
     return jax_end(&call, status);
 }
 
-/* order, plan, tokens[, topk_weights] -> order, recv_tokens[, recv_topk_weights] */
+/* plan, tokens[, topk_weights] -> recv_tokens[, recv_topk_weights] */
 XLA_FFI_Error *ep_jax_dispatch(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
-    if (!jax_begin(&call, frame, "dispatch", 1, &result)) return result;
+    if (!jax_begin(&call, frame, "dispatch", &result)) return result;
     return jax_end(&call,
-                   ep_dispatch(call.handle, jax_operand(&call, 1), NULL, jax_operand(&call, 2),
-                               jax_operand(&call, 3), NULL, call.stream, jax_result(&call, 1),
-                               jax_result(&call, 2), NULL, NULL));
+                   ep_dispatch(call.handle, jax_operand(&call, 0), NULL, jax_operand(&call, 1),
+                               jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0),
+                               jax_result(&call, 1), NULL, NULL));
 }
 
-/* order, plan, expert_out[, slot_weights] -> order, out */
+/* plan, expert_out[, slot_weights] -> out */
 XLA_FFI_Error *ep_jax_combine(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
-    if (!jax_begin(&call, frame, "combine", 1, &result)) return result;
+    if (!jax_begin(&call, frame, "combine", &result)) return result;
     return jax_end(&call,
-                   ep_combine(call.handle, jax_operand(&call, 1), jax_operand(&call, 2),
-                              jax_operand(&call, 3), NULL, call.stream, jax_result(&call, 1)));
+                   ep_combine(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                              jax_operand(&call, 2), NULL, call.stream, jax_result(&call, 0)));
 }
 
-/* order, order, plan, grad_recv_tokens[, grad_slot_weights]
- *     -> order, grad_tokens[, grad_topk_weights] */
+/* plan, grad_recv_tokens[, grad_slot_weights]
+ *     -> grad_tokens[, grad_topk_weights] */
 XLA_FFI_Error *ep_jax_dispatch_backward(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
-    if (!jax_begin(&call, frame, "dispatch_backward", 2, &result)) return result;
+    if (!jax_begin(&call, frame, "dispatch_backward", &result)) return result;
     return jax_end(&call,
-                   ep_dispatch_backward(call.handle, jax_operand(&call, 2), jax_operand(&call, 3),
-                                        jax_operand(&call, 4), call.stream, jax_result(&call, 1),
-                                        jax_result(&call, 2)));
+                   ep_dispatch_backward(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                        jax_operand(&call, 2), call.stream, jax_result(&call, 0),
+                                        jax_result(&call, 1)));
 }
 
-/* order, order, plan, grad_out[, slot_weights, expert_out]
- *     -> order, grad_expert_out[, grad_slot_weights] */
+/* plan, grad_out[, slot_weights, expert_out]
+ *     -> grad_expert_out[, grad_slot_weights] */
 XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
     JaxCall call;
     XLA_FFI_Error *result;
-    if (!jax_begin(&call, frame, "combine_backward", 2, &result)) return result;
+    if (!jax_begin(&call, frame, "combine_backward", &result)) return result;
     return jax_end(&call,
-                   ep_combine_backward(call.handle, jax_operand(&call, 2), jax_operand(&call, 3),
-                                       jax_operand(&call, 4), jax_operand(&call, 5), call.stream,
-                                       jax_result(&call, 1), jax_result(&call, 2)));
+                   ep_combine_backward(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
+                                       jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
+                                       jax_result(&call, 0), jax_result(&call, 1)));
 }

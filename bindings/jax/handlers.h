@@ -6,17 +6,15 @@
  * libep_jax.so: libep's operations as custom calls of XLA programs (XLA FFI handlers).
  *
  *     ranks.c      the ranks of this process: libep/jax.py adds them, calls find them
- *     call.c       one call: attributes, buffers as tensors, the order of calls, errors
+ *     call.c       one call: attributes, buffers as tensors, errors
  *     handlers.c   the five operations
  *
  * A program knows its group by an integer, the attribute "key". The rank follows from the device on
  * which the program runs.
  *
  * Order. XLA runs independent calls of a program in any order, which may differ between devices. So
- * each call takes an array of one FP32 number, `order`, and returns another. On the host backend
- * this number counts the rank's calls, and a call is refused unless it takes the number that the
- * rank's last call returned. A program's first call may take 0. Thus the calls of a rank form one
- * chain. docs/jax.md explains why that suffices.
+ * the first operand of each call, and its first result, is a token of XLA: it has no bytes, and
+ * puts a call after the one that returned it. libep/_jax_calls.py threads the tokens.
  */
 
 #include <pthread.h>
@@ -36,8 +34,6 @@ typedef struct JaxRank {
     EpGroup *group;
     EpHandle *handle;
     int is_closed;         /**< group and handle are gone */
-    int64_t calls;         /**< how many calls this rank has made; returned as the order */
-    int64_t run;           /**< run of the last call */
     pthread_mutex_t mutex; /**< held during a call on the group */
 } JaxRank;
 
@@ -57,7 +53,7 @@ EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out);
 
 /* ---- a call: call.c ------------------------------------------------------------------------ */
 
-/** Buffers of a call: at most 7 operands or results. */
+/** Buffers of a call: at most so many operands or results, without the token. */
 #define JAX_BUFFERS 8
 
 typedef struct JaxCall {
@@ -66,22 +62,19 @@ typedef struct JaxCall {
     JaxRank *rank; /**< locked between jax_begin and jax_end */
     EpHandle *handle;
     EpStream stream;
-    int64_t run;
+    int64_t num_operands, num_results;
     EpTensor operands[JAX_BUFFERS], results[JAX_BUFFERS];
 } JaxCall;
 
-/**
- * Begin a call whose first `num_orders` operands, and first result, are orders. Returns 1 if the
- * operation may run; jax_end must follow. Otherwise *result is what the handler returns.
- */
-int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, int num_orders,
-              XLA_FFI_Error **result);
+/** Begin a call. Returns 1 if the operation may run; jax_end must follow. Otherwise *result is what
+ *  the handler returns. */
+int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result);
 
 /** End a call with the status of its operation, and return what the handler returns. A failed call
  *  aborts the group: the program has failed, and its peers need not wait for the deadline. */
 XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
 
-/** An operand or a result as a tensor; NULL if the call has fewer. */
+/** An operand or a result behind the token, as a tensor; NULL if the call has fewer. */
 const EpTensor *jax_operand(const JaxCall *call, int64_t index);
 const EpTensor *jax_result(const JaxCall *call, int64_t index);
 

@@ -23,7 +23,6 @@ int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_hos
     if (!rank) return 0;
     rank->key = key, rank->ordinal = ordinal, rank->number = number, rank->on_host = on_host;
     rank->group = group, rank->handle = handle;
-    rank->run = -1;
     pthread_mutex_init(&rank->mutex, NULL);
     pthread_mutex_lock(&list_mutex);
     rank->next = list;

@@ -38,25 +38,20 @@ def make_parameters(key):
     }
 
 
-def moe_layer(ep, params, x, order):
+def moe_layer(ep, params, x):
     """One layer. What crosses devices are the rows of dispatch and combine."""
     weights, idx = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), TOP_K)
-    rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights)
     rows = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], plan.expert_padded))
     rows = jax.lax.ragged_dot(rows, params["down"], plan.expert_padded)
-    y, order = ep.combine(order, rows, plan, row_weights)
-    return x + y, order
+    y = ep.combine(rows, plan, row_weights)
+    return x + y
 
 
 def forward(ep, params, x):
-    """All layers, on each device's own tokens. The order is a part of what scan carries."""
+    """All layers, on each device's own tokens."""
     layer = jax.checkpoint(functools.partial(moe_layer, ep), prevent_cse=False)
-
-    def step(carry, layer_params):
-        return layer(layer_params, *carry), None
-
-    (x, _), _ = jax.lax.scan(step, (x, ep.order()), params)
-    return x
+    return jax.lax.scan(lambda x, layer_params: (layer(layer_params, x), None), x, params)[0]
 
 
 def make_step(ep):
@@ -67,7 +62,7 @@ def make_step(ep):
     def loss(params, x, target):
         return jnp.mean((model(params, x) - target) ** 2)
 
-    @jax.jit
+    @libep.jax.jit
     def step(params, x, target):
         value, grads = jax.value_and_grad(loss)(params, x, target)
         return value, jax.tree.map(lambda p, g: p - RATE * np.sqrt(HIDDEN) * g, params, grads)

@@ -76,31 +76,26 @@ def whole(weight):
     return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P()))
 
 
-def moe_layer(ep, params, x, order):
+def moe_layer(ep, params, x):
     weights, idx = ep.per_device(route, x @ params["router"])
-    rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights)
     experts = {name: params[name] for name in EXPERT_SPECS}
     rows = ep.experts(mlp, rows, plan, experts, EXPERT_SPECS, quantise=FP8)
-    y, order = ep.combine(order, rows, plan, row_weights)
+    y = ep.combine(rows, plan, row_weights)
     shared = jax.nn.gelu(x @ whole(params["shared_up"])) @ whole(params["shared_down"])
-    return x + y + shared, order
+    return x + y + shared
 
 
 def forward(ep, params, x):
     layer = jax.checkpoint(functools.partial(moe_layer, ep), prevent_cse=False)
-
-    def step(carry, layer_params):
-        return layer(layer_params, *carry), None
-
-    (x, _), _ = jax.lax.scan(step, (x, ep.order()), params)
-    return x
+    return jax.lax.scan(lambda x, layer_params: (layer(layer_params, x), None), x, params)[0]
 
 
 def make_step(ep):
     def loss(params, x, target):
         return jnp.mean((forward(ep, params, x) - target) ** 2)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(libep.jax.jit, donate_argnums=0)
     def step(params, x, target):
         value, grads = jax.value_and_grad(loss)(params, x, target)
         return value, jax.tree.map(lambda p, g: p - RATE * g, params, grads)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handlers of libep_jax.so as primitives of JAX.
 
-A call is primitive.bind(*orders, *operands, key=, num_orders=, outputs=), which returns an order
-and the outputs. The comments in bindings/jax/handlers.c of the source tree list the operands.
+A call is primitive.bind(*operands, key=, outputs=), which returns the outputs. The comments in
+bindings/jax/handlers.c of the source tree list the operands.
+
+All calls have one effect of JAX, which is ordered: JAX gives each call a token that the call before
+it in the program returned, and takes one from it. So XLA runs them in the order in which they were
+traced, on every device.
 """
 
 from __future__ import annotations
@@ -10,10 +14,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import time
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core, effects
+from jax._src.dispatch import runtime_tokens
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
@@ -21,6 +28,8 @@ from jax.sharding import Mesh, PartitionSpec
 from . import _abi
 from ._jax_regions import check_devices
 from ._library import FOLDER
+
+_POLL_SECONDS = 0.001
 
 # _library has loaded libep.so by now, so the handlers use that instance.
 _PATH = os.path.join(FOLDER, "lib", "libep_jax.so")
@@ -43,24 +52,63 @@ library = _load()
 
 
 Outputs = tuple[tuple[tuple[int, ...], str], ...]
-"""Shape and type of each output of a call, without the order."""
+"""Shape and type of each output of a call."""
 
 
-def type_outputs(*avals: Any, num_orders: int, outputs: Outputs, **_: Any) -> list[Any]:
-    """Outputs vary over the mesh axes over which the operands vary, the order over its own."""
-    like = avals[num_orders]
+class _Call(effects.Effect):
+    """The effect of a call: whatever the group, calls stay in the order of the program."""
+
+    __str__ = lambda _: "libep"  # noqa: E731
+
+
+CALL = _Call()
+try:
+    for _kind in (
+        effects.ordered_effects,
+        effects.shardable_ordered_effects,  # each device has its own token
+        effects.lowerable_effects,
+        effects.control_flow_allowed_effects,
+        effects.custom_derivatives_allowed_effects,
+        effects.remat_allowed_effects,
+    ):
+        _kind.add_type(_Call)
+except AttributeError as error:  # these are not public
+    raise ImportError(
+        f"libep.jax: expected JAX 0.10.2 to 0.11.2, got {jax.__version__}: {error}"
+    ) from None
+
+
+def forget_failed_order(seconds: float) -> None:
+    """Let programs run after one that failed: JAX would hand on the failed token.
+
+    Waits so long for a program that is about to end.
+    """
+    tokens = runtime_tokens.current_tokens  # of this thread
+    token: Any = tokens.get(CALL)
+    if token is None:
+        return
+    deadline = time.monotonic() + seconds
+    while not token._buf.is_ready():
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        tokens.pop(CALL)
+
+
+def type_outputs(like: Any, *_: Any, outputs: Outputs, **__: Any) -> list[Any]:
+    """Outputs vary over the mesh axes over which the operands vary."""
     sharding = like.sharding.update(spec=PartitionSpec())
-    return [avals[0]] + [
+    return [
         like.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, sharding=sharding)
         for shape, dtype in outputs
     ]
 
 
 def _keep_outputs(_saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> tuple[Any, ...]:
-    """How jax.checkpoint treats a call: it saves the outputs, and never makes the call again.
-
-    A repeated call would take the order of the first, which is not the last call's any more.
-    """
+    """How jax.checkpoint treats a call: it saves the outputs, and never makes the call again."""
     count = len(eqn.outvars)
     if not any(unknown):
         return eqn, None, [False] * count, [False] * count, []
@@ -74,17 +122,26 @@ def _make(name: str) -> Primitive:
     for platform in ("cpu", "CUDA"):
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
 
-    def lower(ctx: Any, *operands: Any, key: int, num_orders: int, outputs: Outputs) -> Any:
+    lower_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+
+    def lower(ctx: Any, *operands: Any, key: int, **_: Any) -> Any:
         # While JAX traces, no mesh has devices. Here it has some, unless it is an AbstractMesh.
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
         if isinstance(mesh, Mesh):
             check_devices(name, key, mesh)
-        return jax.ffi.ffi_lowering(target)(ctx, *operands, key=np.int64(key))
+        with_token = ctx.replace(
+            avals_in=[core.abstract_token, *ctx.avals_in],
+            avals_out=[core.abstract_token, *ctx.avals_out],
+        )
+        token = ctx.tokens_in.get(CALL)
+        token, *results = lower_call(with_token, token, *operands, key=np.int64(key))
+        ctx.set_tokens_out(mlir.TokenSet({CALL: token}))
+        return results
 
     primitive = Primitive(f"ep_{name}")
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    primitive.def_abstract_eval(type_outputs)
+    primitive.def_effectful_abstract_eval(lambda *a, **k: (type_outputs(*a, **k), {CALL}))
     mlir.register_lowering(primitive, lower)
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _keep_outputs
     return primitive

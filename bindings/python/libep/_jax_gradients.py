@@ -2,11 +2,7 @@
 """Derivatives of the calls.
 
 A call's derivative is a linear call, such as ep_dispatch_tangent. It never runs: JAX transposes it,
-and its transpose is libep's backward call. The order is differentiated like the rows. So the
-gradient of an order is an order, and the backward calls form a chain, too, from last to first.
-
-A backward call takes two orders: the one that its forward call returned, and the gradient of that,
-which the backward call before it returned. The latter is zero for the first backward call.
+and its transpose is libep's backward call.
 
 This is not jax.custom_vjp, since jax.checkpoint would not find the rule of _jax_calls inside a
 custom_vjp that is not differentiated.
@@ -41,7 +37,7 @@ def _types(arrays: Iterable[Any]) -> calls.Outputs:
 
 
 def _make_tangent(name: str, backward: Primitive) -> Primitive:
-    """The derivative of a call. Operands: order and plan, others that are kept, the linear ones."""
+    """The derivative of a call. Operands: the plan, others that are kept, the linear ones."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise EpError(
@@ -52,18 +48,9 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
     def transpose(
         gradients: Sequence[Any], *operands: Any, key: int, num_kept: int, **_: Any
     ) -> list[Any]:
-        (order, plan, *others), linear = operands[:num_kept], operands[num_kept:]
-        grad_order, *grads = map(ad.instantiate_zeros, gradients)
-        results = backward.bind(
-            order,
-            grad_order,
-            plan,
-            *grads,
-            *others,
-            key=key,
-            num_orders=2,
-            outputs=_types(linear[1:]),
-        )
+        (plan, *others), linear = operands[:num_kept], operands[num_kept:]
+        grads = map(ad.instantiate_zeros, gradients)
+        results = backward.bind(plan, *grads, *others, key=key, outputs=_types(linear))
         pairs = zip(linear, results)
         return [None] * num_kept + [g if ad.is_undefined_primal(x) else None for x, g in pairs]
 
@@ -81,13 +68,12 @@ _combine_tangent = _make_tangent("combine", calls.combine_backward)
 
 
 def _bind_tangent(
-    tangent: Primitive, kept: list[Any], linear: list[Any], key: int, outputs: calls.Outputs
+    tangent: Primitive, kept: Sequence[Any], linear: list[Any], key: int, outputs: calls.Outputs
 ) -> list[Any]:
     results: list[Any] = tangent.bind(
         *kept,
         *map(ad.instantiate_zeros, linear),
         key=key,
-        num_orders=1,
         num_kept=len(kept),
         outputs=outputs,
     )
@@ -95,33 +81,31 @@ def _bind_tangent(
 
 
 def _differentiate_prepare(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    primals: Sequence[Any], _: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    order, *numbers = calls.prepare.bind(*primals, **params)
-    return [order, *numbers], [tangents[0], *map(_zero, numbers)]
+    numbers = calls.prepare.bind(*primals, **params)
+    return numbers, list(map(_zero, numbers))
 
 
 def _differentiate_dispatch(
-    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs, **params: Any
+    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
 ) -> tuple[list[Any], list[Any]]:
-    results = calls.dispatch.bind(*primals, key=key, outputs=outputs, **params)
-    t_order, _, t_tokens, *t_weights = tangents
-    linear = [t_order, t_tokens, *[t for t in t_weights if not _is_zero(t)]]
-    kept = [results[0], primals[1]]
-    found = _bind_tangent(_dispatch_tangent, kept, linear, key, outputs[: len(linear) - 1])
+    results = calls.dispatch.bind(*primals, key=key, outputs=outputs)
+    _, t_tokens, *t_weights = tangents
+    linear = [t_tokens, *[t for t in t_weights if not _is_zero(t)]]
+    found = _bind_tangent(_dispatch_tangent, primals[:1], linear, key, outputs[: len(linear)])
     return results, found + [_zero(result) for result in results[len(found) :]]
 
 
 def _differentiate_combine(
-    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs, **params: Any
+    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
 ) -> tuple[list[Any], list[Any]]:
-    results = calls.combine.bind(*primals, key=key, outputs=outputs, **params)
-    _, plan, expert_out, *weights = primals
-    t_order, _, t_expert_out, *t_weights = tangents
+    results = calls.combine.bind(*primals, key=key, outputs=outputs)
+    plan, expert_out, *weights = primals
+    _, t_expert_out, *t_weights = tangents
     t_weights = [t for t in t_weights if not _is_zero(t)]
-    kept = [results[0], plan, *weights, *([expert_out] if t_weights else [])]
-    linear = [t_order, t_expert_out, *t_weights]
-    found = _bind_tangent(_combine_tangent, kept, linear, key, outputs)
+    kept = [plan, *weights, *([expert_out] if t_weights else [])]
+    found = _bind_tangent(_combine_tangent, kept, [t_expert_out, *t_weights], key, outputs)
     return results, found
 
 

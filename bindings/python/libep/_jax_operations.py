@@ -66,42 +66,38 @@ class Operations:
 
     def dispatch(
         self,
-        order: jax.Array,
         tokens: jax.Array,
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array],
         num_tokens: Optional[jax.Array],
-    ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
         self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
         tokens, topk_idx, *weights = _vary_alike(self.axes, tokens, topk_idx, topk_weights)
         routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
-        order, *numbers = self._bind(calls.prepare, order, *routing, outputs=self._plan_types())
+        numbers = self._bind(calls.prepare, *routing, outputs=self._plan_types())
         arrays = dict(zip(_PLAN_ARRAYS, numbers))
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
         rows = self.max_recv_rows
         received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
-        order, recv_tokens, *recv_weights = self._bind(
+        recv_tokens, *recv_weights = self._bind(
             calls.dispatch,
-            order,
             plan.bytes,
             tokens,
             *weights,
             outputs=received[: 1 + len(weights)],
         )
-        return recv_tokens, recv_weights[0] if recv_weights else None, plan, order
+        return recv_tokens, recv_weights[0] if recv_weights else None, plan
 
     def combine(
         self,
-        order: jax.Array,
         expert_out: jax.Array,
         plan: Plan,
         recv_weights: Optional[jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> jax.Array:
         self._check_rows(expert_out, recv_weights)
         operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights)
         outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
-        order, out = self._bind(calls.combine, order, *operands, outputs=outputs)
-        return out, order
+        return self._bind(calls.combine, *operands, outputs=outputs)[0]
 
     def _place(self) -> jax.Array:
         """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
@@ -111,11 +107,9 @@ class Operations:
         return jax.lax.axis_index(self.axes) if self.on_host else jnp.int32(0)
 
     def _bind(
-        self, call: Primitive, order: jax.Array, *operands: jax.Array, outputs: Sequence[Any]
+        self, call: Primitive, *operands: jax.Array, outputs: Sequence[Any]
     ) -> list[jax.Array]:
-        results: list[jax.Array] = call.bind(
-            order, *operands, key=self.key, num_orders=1, outputs=tuple(outputs)
-        )
+        results: list[jax.Array] = call.bind(*operands, key=self.key, outputs=tuple(outputs))
         return results
 
     def _plan_types(self) -> list[tuple[tuple[int, ...], str]]:
@@ -176,16 +170,6 @@ class Operations:
                 f"{name}: expected rows of a multiple of 16 bytes up to "
                 f"{self.max_row_bytes}, got {size}",
             )
-
-
-def check_order(name: str, order: Any, count: int) -> None:
-    """Refuse what is not the order of `count` devices."""
-    if not is_array(order) or order.dtype.name != "float32" or order.shape != (count,):
-        raise EpError(
-            Status.TYPE,
-            f"{name}: order: expected what ep.order() or the last call returned, "
-            f"float32{[count]}, got {kind_of(order)}",
-        )
 
 
 def _check(name: str, array: jax.Array, types: tuple[str, ...], shape: tuple[Any, ...]) -> None:

@@ -50,6 +50,7 @@ class Ranks:
         top_k: int,
         fields: Mapping[str, Any],
     ) -> None:
+        _jax_calls.forget_failed_order(0.0)
         self.key = next(_keys)
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
@@ -78,6 +79,7 @@ class Ranks:
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
+        _jax_calls.forget_failed_order(0.0)
         errors = [error for rank in self.ranks if (error := _rank_error(self.key, rank))]
         if errors:
             # All in one: a rank reports a finding once, and the next check is about later steps.
@@ -105,6 +107,7 @@ class Ranks:
         if _open.pop(self.key, None) is not None:
             self.release()
             self._close_groups()
+            _jax_calls.forget_failed_order(CLOSE_SECONDS)
 
     def _close_groups(self) -> None:
         _run_threads([rank.group.close for rank in self.ranks])

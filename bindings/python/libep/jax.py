@@ -3,20 +3,17 @@
 
     ep = libep.jax.bootstrap(mesh, "expert", num_experts=64, max_tokens=512, hidden=1024, top_k=4)
 
-    def layer(x, experts, order):
+    def layer(x, experts):
         weights, idx = router(x)
-        rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights)
         rows = ep.experts(mlp, rows, plan, experts, P("expert", "fsdp", None))
-        y, order = ep.combine(order, rows, plan, row_weights)
-        return y, order
+        return ep.combine(rows, plan, row_weights)
 
 Works under jit, grad, scan and checkpoint. docs/jax.md of the source tree is the manual.
 
 Order. All ranks of a group make the same calls in the same order. XLA runs independent calls in any
-order, so the calls of a program form a chain: each takes an `order`, an array that the call before
-returned, and returns another. ep.order() begins the chain. Backward continues it by itself: the
-gradient of an order is an order. On CPUs a call that takes anything but the last call's order is an
-error (EP_ERR_ORDER), on every run.
+order, so the calls of a program, of all groups, form a chain: they run in the order in which they
+were traced, on every device, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,9 +29,10 @@ from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
 from . import _jax_weights as sharded
 from ._abi import Mode, Status
 from ._config import max_recv_rows as worst_case_rows
-from ._jax_operations import Operations, Plan, check_order
+from ._jax_operations import Operations, Plan
+from ._jax_program import whole
 from ._jax_ranks import Ranks
-from ._jax_regions import Regions, product, vary
+from ._jax_regions import Regions, product
 from ._library import EpError
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 
-__all__ = ["Ep", "Plan", "after", "bootstrap"]
+__all__ = ["Ep", "Plan", "bootstrap", "jit"]
 
 # Fields of a group that bootstrap sets, and what they follow from.
 _OWN_FIELDS = {
@@ -117,16 +115,17 @@ def bootstrap(
     return Ep(Ranks(mesh, axes, top_k, config), Regions(mesh, axes, tokens), config)
 
 
-def after(order: jax.Array, other: jax.Array) -> jax.Array:
-    """Return `order`, so that the next call waits for the call that returned `other`, too.
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """jax.jit for a function that is a whole program, such as a training step.
 
-    For a program that uses two groups. Two calls of different groups may wait for each other, where
-    nothing orders them: on one device the first runs before the second, on another device after it.
-    Backward has the opposite order.
+    options  those of jax.jit
+
+    JAX orders calls of libep over programs, too: each program waits for the one before, on whatever
+    devices, and the call of a program takes some 0.2 ms of the host. Here the function's own calls
+    are in order, and no more. So use it where programs are called one after the other, or where
+    they have no group in common. The function cannot be differentiated from outside, or mapped.
     """
-    if order.shape != other.shape:
-        other = jnp.max(other)
-    return order + 0 * other  # XLA keeps this: other might be NaN
+    return jax.jit(whole(function), **options)
 
 
 def _refuse(status: Status, field: str, expected: str, got: object) -> NoReturn:
@@ -170,8 +169,7 @@ class Ep:
     Shapes are those of one device: T tokens, K = top_k, H elements per row, L local experts, and
     `rows` = max_recv_rows. The operations are called inside shard_map over the axis, with such
     arrays, or outside of any shard_map, with arrays of all devices: those of one device after the
-    other along the first dimension, sharded by P(token_axes). Outside, order and Plan are such
-    arrays, too.
+    other along the first dimension, sharded by P(token_axes). Outside, a Plan has such arrays, too.
     """
 
     def __init__(self, ranks: Ranks, regions: Regions, config: dict[str, Any]) -> None:
@@ -198,7 +196,7 @@ class Ep:
         )
 
     def __deepcopy__(self, _: object) -> Ep:
-        """The Ep itself: copies of a model share its groups, since plans and orders are values."""
+        """The Ep itself: copies of a model share its groups, since plans are values."""
         return self
 
     def __copy__(self) -> Ep:
@@ -212,24 +210,15 @@ class Ep:
 
     # ---- operations ---------------------------------------------------------------------------
 
-    def order(self) -> jax.Array:
-        """Begin the chain of a program's calls. Once in each program, before its first call."""
-        # Inside shard_map it varies over all axes, for libep.jax.after.
-        inside = self._regions.is_inside("order")
-        axes = jax.sharding.get_abstract_mesh().manual_axes if inside else self._regions.token_axes
-        return self._regions.run("order", lambda: vary(jnp.zeros(1, jnp.float32), axes), ())
-
     def dispatch(
         self,
-        order: jax.Array,
         tokens: jax.Array,
         topk_idx: jax.Array,
         topk_weights: Optional[jax.Array] = None,
         num_tokens: Optional[jax.Array] = None,
-    ) -> tuple[jax.Array, Optional[jax.Array], Plan, jax.Array]:
-        """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan, order).
+    ) -> tuple[jax.Array, Optional[jax.Array], Plan]:
+        """Send each token's row to its experts. Return (recv_tokens, recv_weights, plan).
 
-        order         what the last call returned
         tokens        [T, H] float32, bfloat16 or float16
         topk_idx      [T, K] int32 or int64: the expert of each entry; negative: none
         topk_weights  [T, K] float32, or None
@@ -240,20 +229,17 @@ class Ep:
 
         Differentiable in tokens and topk_weights.
         """
-        self._check_order("dispatch", order)
-        operands = (order, tokens, topk_idx, topk_weights, num_tokens)
+        operands = (tokens, topk_idx, topk_weights, num_tokens)
         return self._regions.run("dispatch", self._operations.dispatch, operands)
 
     def combine(
         self,
-        order: jax.Array,
         expert_out: jax.Array,
         plan: Plan,
         recv_weights: Optional[jax.Array] = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return each expert's rows to their tokens and add them up. Return (out, order).
+    ) -> jax.Array:
+        """Return each expert's rows to their tokens and add them up.
 
-        order         what the last call returned
         expert_out    [rows, H], where recv_tokens had the experts' inputs
         plan          of the dispatch
         recv_weights  [rows] float32: each row's factor, or None for 1
@@ -261,9 +247,8 @@ class Ep:
 
         Differentiable in expert_out and recv_weights.
         """
-        self._check_order("combine", order)
         self._operations.check_plan("combine", plan)
-        operands = (order, expert_out, plan, recv_weights)
+        operands = (expert_out, plan, recv_weights)
         return self._regions.run("combine", self._operations.combine, operands)
 
     def experts(
@@ -323,21 +308,6 @@ class Ep:
         """
         return self._regions.run("per_device", function, arrays)
 
-    def join(self, order: jax.Array, value: jax.Array) -> jax.Array:
-        """Return `value`, whose gradient waits for the call that returned `order`.
-
-        Backward begins with the last call that the loss depends on. If calls follow that one, such
-        as those of a layer without gradient, join the loss to the order of the last call of all.
-        """
-        self._check_order("join", order)
-        joined: jax.Array = _join(order, value)
-        return joined
-
-    def _check_order(self, name: str, order: jax.Array) -> None:
-        is_inside = self._regions.is_inside(name)
-        count = 1 if is_inside else product(self._regions.mesh, self._regions.token_axes)
-        check_order(name, order, count)
-
     # ---- the group ----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -364,12 +334,3 @@ class Ep:
             self.close()
         else:
             self._ranks.close()  # programs may wait for a rank that does not come
-
-
-@jax.custom_vjp
-def _join(order: jax.Array, value: jax.Array) -> jax.Array:
-    return value
-
-
-# The first backward call takes the gradient of an order: here it is the last forward call's order.
-_join.defvjp(lambda order, value: (value, order), lambda order, gradient: (order, gradient))

@@ -103,14 +103,14 @@ def route(params, x):
     return idx, weights
 
 
-def moe(ep, params, x, order):
+def moe(ep, params, x):
     """A Mixture-of-Experts layer with a residual connection, inside shard_map."""
     idx, weights = route(params, x)
-    rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights)
     hidden = jax.nn.gelu(jax.lax.ragged_dot(rows, params["up"], plan.expert_padded))
     rows = jax.lax.ragged_dot(hidden, params["down"], plan.expert_padded)
-    y, order = ep.combine(order, rows, plan, row_weights)
-    return x + y, order
+    y = ep.combine(rows, plan, row_weights)
+    return x + y
 
 
 def dense(params, x):

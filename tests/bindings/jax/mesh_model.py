@@ -110,37 +110,33 @@ def mlp(rows, sizes, weights):
     return jax.lax.ragged_dot(hidden, weights["down"], sizes)
 
 
-def layer(ep, layout, params, x, order):
+def layer(ep, layout, params, x):
     """A layer with a shared expert and a residual connection, outside shard_map."""
 
     def whole(weight):
         return jax.lax.with_sharding_constraint(weight, NamedSharding(layout.mesh, P()))
 
     weights, idx = ep.per_device(route, scores(x, params["router"]))
-    rows, row_weights, plan, order = ep.dispatch(order, x, idx, weights)
+    rows, row_weights, plan = ep.dispatch(x, idx, weights)
     experts = {name: params[name] for name in layout.experts}
     rows = ep.experts(mlp, rows, plan, experts, layout.experts, quantise=layout.fp8)
-    y, order = ep.combine(order, rows, plan, row_weights)
+    y = ep.combine(rows, plan, row_weights)
     shared = jax.nn.gelu(x @ whole(params["shared_up"])) @ whole(params["shared_down"])
-    return x + y + shared, order
+    return x + y + shared
 
 
 def model(ep, layout, params, x):
     """A matrix and one layer."""
     whole = jax.lax.with_sharding_constraint(params["first"], NamedSharding(layout.mesh, P()))
-    return layer(ep, layout, params, x @ whole, ep.order())[0]
+    return layer(ep, layout, params, x @ whole)
 
 
 def stack(ep, layout, params, x):
     """A matrix and all layers of stacked parameters, under scan and checkpoint."""
     whole = jax.lax.with_sharding_constraint(params["first"], NamedSharding(layout.mesh, P()))
-    repeated = jax.checkpoint(
-        lambda x, order, params: layer(ep, layout, params, x, order), prevent_cse=False
-    )
+    repeated = jax.checkpoint(lambda x, params: layer(ep, layout, params, x), prevent_cse=False)
     layers = {name: value for name, value in params.items() if name != "first"}
-    carry = (x @ whole, ep.order())
-    (x, _), _ = jax.lax.scan(lambda carry, p: (repeated(*carry, p), None), carry, layers)
-    return x
+    return jax.lax.scan(lambda x, p: (repeated(x, p), None), x @ whole, layers)[0]
 
 
 def rounded_to_fp8(weight):

@@ -7,8 +7,8 @@ Times are microseconds, the fastest of several runs.
 
 Calls: one rank, on the first device, 8 tokens, so that a call is what the host does for it. What a
 call takes in a compiled program is the difference between a program with many calls and one with
-few, over the number of calls. Programs wait for each other by the order, which one returns and the
-next one takes.
+few, over the number of calls. A program takes the tokens that the one before returned, so programs
+wait for each other.
 
 On GPUs the time of a program is that of the host or of the GPU, whichever takes longer, and XLA may
 put calls into command buffers. XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps it from that.
@@ -183,57 +183,55 @@ def print_all_c_times(ep, arrays):
 # ---- programs ----------------------------------------------------------------------------------
 
 
-def on_mesh(mesh, body):
-    """A program of body(order, x, idx, w), which uses all of these and returns arrays."""
+def on_mesh(mesh, body, jit=libep.jax.jit):
+    """A program of body(x, idx, w), which uses all of these and returns arrays, tokens first."""
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    return jax.jit(mapped, keep_unused=True)
+    return jit(mapped, keep_unused=True)
 
 
-def forward(ep, order, x, idx, w):
-    recv, recv_w, plan, order = ep.dispatch(order, x, idx, w)
-    out, order = ep.combine(order, recv, plan, recv_w)
-    return order, out
+def forward(ep, x, idx, w):
+    recv, recv_w, plan = ep.dispatch(x, idx, w)
+    return ep.combine(recv, plan, recv_w)
 
 
-def backward(ep, order, x, idx, w, count=1):
-    """Gradients of `count` steps, one after the other. That of the order is the last order."""
+def backward(ep, x, idx, w, count=1):
+    """Gradients of `count` steps, one after the other."""
 
-    def loss(order, x, w):
+    def loss(x, w):
         for _ in range(count):
-            order, x = forward(ep, order, x, idx, w)
+            x = forward(ep, x, idx, w)
         return jnp.sum(x)
 
-    value, (order, *grads) = jax.value_and_grad(loss, (0, 1, 2))(order, x, w)
-    return order, value[None], *grads
+    value, grads = jax.value_and_grad(loss, (0, 1))(x, w)
+    return *grads, value[None]
 
 
 def programs_of(ep, mesh, count):
     """For each column a program with so many calls of it, after one dispatch."""
     operations = ep._operations
 
-    def prepare(order, x, idx, w, received):
+    def prepare(x, idx, w, received):
         operands = _vary_alike(operations.axes, idx, operations._place())
-        return operations._bind(calls.prepare, order, *operands, outputs=operations._plan_types())
+        return operations._bind(calls.prepare, *operands, outputs=operations._plan_types())
 
-    def dispatch(order, x, idx, w, received):
-        recv, recv_w, plan, _ = received
+    def dispatch(x, idx, w, received):
+        recv, recv_w, plan = received
         outputs = [(array.shape, array.dtype.name) for array in (recv, recv_w)]
-        return operations._bind(calls.dispatch, order, plan.bytes, x, w, outputs=outputs)
+        return operations._bind(calls.dispatch, plan.bytes, x, w, outputs=outputs)
 
-    def combine(order, x, idx, w, received):
-        recv, recv_w, plan, _ = received
-        return ep.combine(order, recv, plan, recv_w)[::-1]
+    def combine(x, idx, w, received):
+        recv, recv_w, plan = received
+        return [ep.combine(recv, plan, recv_w)]
 
-    def step(order, x, idx, w, received):
-        return forward(ep, order, x, idx, w)
+    def step(x, idx, w, received):
+        return [forward(ep, x, idx, w)]
 
     def repeat(operation):
-        def body(order, x, idx, w):
-            received = ep.dispatch(order, x, idx, w)
-            order = received[-1]
+        def body(x, idx, w):
+            received = ep.dispatch(x, idx, w)
             for _ in range(count):
-                order, *others = operation(order, x, idx, w, received)
-            return order, *others
+                results = operation(x, idx, w, received)
+            return x + 1, *results
 
         return on_mesh(mesh, body)
 
@@ -243,12 +241,12 @@ def programs_of(ep, mesh, count):
 
 def time_program(program, arguments, count, waits=False):
     """Time of a program. It waits for each run, or for the last alone."""
-    order, *others = arguments
+    x, *others = arguments
 
     def run(count):
-        nonlocal order
+        tokens = x
         for _ in range(count):
-            order, *_ = results = program(order, *others)
+            tokens, *_ = results = program(tokens, *others)
             if waits:
                 jax.block_until_ready(results)
         jax.block_until_ready(results)
@@ -265,36 +263,39 @@ def time_calls(few, many, arguments):
 def print_program_times(ep, mesh, arguments):
     pairs = zip(programs_of(ep, mesh, FEW), programs_of(ep, mesh, MANY))
     print_row("a call in a program", (time_calls(*pair, arguments) for pair in pairs))
-    step = on_mesh(mesh, lambda *arguments: forward(ep, *arguments))
-    both = on_mesh(mesh, lambda *arguments: backward(ep, *arguments))
-    empty = on_mesh(mesh, lambda order, x, idx, w: (order + 1, x + 1))
-    empty_both = on_mesh(mesh, lambda order, x, idx, w: (order + 1, x[0, :1], x + 1, w + 1))
-    rows = {"a program of one step": (step, both), "a program without libep": (empty, empty_both)}
+    step, both = (lambda *a: (forward(ep, *a),)), functools.partial(backward, ep)
+    empty = lambda x, idx, w: (x + 1,)  # noqa: E731
+    empty_both = lambda x, idx, w: (x + 1, w + 1, x[0, :1])  # noqa: E731
+    rows = {
+        "a program of one step, libep.jax.jit": [on_mesh(mesh, body) for body in (step, both)],
+        "the same, jax.jit": [on_mesh(mesh, body, jax.jit) for body in (step, both)],
+        "a program without libep": [on_mesh(mesh, body) for body in (empty, empty_both)],
+    }
     for name, programs in rows.items():
         times = (time_program(program, arguments, 1000) for program in programs)
         print_row(name, ("", "", "", *times))
 
 
 def make_arguments(ep, mesh):
-    """order, tokens, experts and weights, where programs expect them."""
+    """Tokens, experts and weights, where programs expect them."""
     generator = np.random.default_rng(0)
     x = generator.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
     idx = generator.integers(0, EXPERTS, (TOKENS, TOP_K)).astype(np.int32)
     w = generator.random((TOKENS, TOP_K)).astype(np.float32)
     place = NamedSharding(mesh, P("ep"))
-    return [jax.device_put(array, place) for array in (ep.order(), x, idx, w)]
+    return [jax.device_put(array, place) for array in (x, idx, w)]
 
 
-def make_arrays(ep, mesh, order, x, idx, w):
+def make_arrays(ep, mesh, x, idx, w):
     """Arrays for the C functions: a step's, and memory for gradients."""
 
-    def body(order, x, idx, w):
-        recv, recv_w, plan, order = ep.dispatch(order, x, idx, w)
-        out, order = ep.combine(order, recv, plan, recv_w)
+    def body(x, idx, w):
+        recv, recv_w, plan = ep.dispatch(x, idx, w)
+        out = ep.combine(recv, plan, recv_w)
         numbers = {name: getattr(plan, name) for name in ("bytes", *PLAN_NUMBERS)}
         return dict(numbers, recv=recv, recv_w=recv_w, out=out)
 
-    made = on_mesh(mesh, body)(order, x, idx, w)
+    made = on_mesh(mesh, body)(x, idx, w)
     made.update(x=x, idx=idx, w=w)
     made.update({f"grad_{name}": made[name] + 1 for name in ("x", "w", "recv", "recv_w")})
     return jax.block_until_ready(made)
@@ -355,9 +356,9 @@ def no_experts(rows, sizes):
 
 
 def libep_layer(ep, experts, idx, x, w, *weights):
-    rows, row_w, plan, order = ep.dispatch(ep.order(), x, idx, w)
+    rows, row_w, plan = ep.dispatch(x, idx, w)
     rows = experts(rows, plan.expert_padded, *weights)
-    return ep.combine(order, rows, plan, row_w)[0]
+    return ep.combine(rows, plan, row_w)
 
 
 # ---- a layer without libep

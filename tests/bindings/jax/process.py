@@ -5,7 +5,9 @@ python process.py ADDRESS PROCESSES NUMBER DEVICES
 """
 
 import os
+import re
 import sys
+import time
 
 address, processes, number, devices = sys.argv[1], *map(int, sys.argv[2:])
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
@@ -43,16 +45,15 @@ with libep.jax.bootstrap(mesh, "ep", **SIZES) as ep:
     def body(x, idx):
         """Each expert multiplies by its number plus one; two layers in a row."""
 
-        def layer(x, order):
-            rows, _, plan, order = ep.dispatch(order, x, idx)
+        def layer(x):
+            rows, _, plan = ep.dispatch(x, idx)
             first = jax.lax.axis_index("ep") * ep.num_local_experts
             expert = jnp.searchsorted(
                 plan.expert_offsets[1:], jnp.arange(ep.max_recv_rows), side="right"
             )
-            return ep.combine(order, rows * (1.0 + first + expert)[:, None], plan)
+            return ep.combine(rows * (1.0 + first + expert)[:, None], plan)
 
-        y, order = layer(x, ep.order())
-        return layer(y, order)[0]
+        return layer(layer(x))
 
     program = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     factor = (1.0 + idx).sum(1, keepdims=True) ** 2
@@ -66,7 +67,7 @@ with libep.jax.bootstrap(mesh, "ep", **SIZES) as ep:
 
 # Outside shard_map, with groups that have devices of both processes. Shards of the experts lie on
 # devices of one process.
-mesh = jax.sharding.Mesh(mesh.devices.reshape(processes, devices), ("expert", "fsdp"))
+line, mesh = mesh, jax.sharding.Mesh(mesh.devices.reshape(processes, devices), ("expert", "fsdp"))
 TOKEN_AXES = ("fsdp", "expert")
 factors = np.arange(1, EXPERTS * HIDDEN + 1, dtype=np.float32).reshape(EXPERTS, HIDDEN)
 if devices > 1:
@@ -80,9 +81,9 @@ if devices > 1:
 
         @jax.jit
         def loss(factors, x, idx):
-            rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
+            rows, _, plan = ep.dispatch(x, idx)
             rows = ep.experts(scale, rows, plan, factors, P("expert", "fsdp"))
-            return jnp.sum(ep.combine(order, rows, plan)[0] ** 2)
+            return jnp.sum(ep.combine(rows, plan) ** 2)
 
         split = P(TOKEN_AXES)
         given = (
@@ -97,5 +98,24 @@ if devices > 1:
         for shard in got.addressable_shards:
             np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
         ep.check()
+
+# Processes that call other programs: an error on each, and nobody waits for the deadline.
+with libep.jax.bootstrap(line, "ep", **SIZES) as ep:
+
+    def on_line(body):
+        return libep.jax.jit(jax.shard_map(body, mesh=line, in_specs=P("ep"), out_specs=P("ep")))
+
+    given = place(x, line), place(idx, line)
+    rows, _, plan = on_line(ep.dispatch)(*given)
+    jax.block_until_ready(rows)
+    begin = time.monotonic()
+    try:
+        again = on_line(ep.dispatch)(*given) if number == 0 else on_line(ep.combine)(rows, plan)
+        jax.block_until_ready(again)
+    except jax.errors.JaxRuntimeError as error:
+        assert re.search("EP_ERR_ORDER|EP_ERR_PEER|EP_ERR_ABORTED", str(error)), error
+        assert time.monotonic() - begin < SIZES["timeout_seconds"] / 2
+    else:
+        raise AssertionError("processes ran different programs, and none of them failed")
 print(f"process {number}: {len(jax.local_devices())} of {size} devices")
 jax.distributed.shutdown()

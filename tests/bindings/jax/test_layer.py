@@ -45,22 +45,14 @@ def sharded(mesh, body, layers=None, **options):
     )
 
 
-def one_layer(ep, params, x):
-    return moe(ep, params, x, ep.order())[0]
-
-
 def stack(ep, params, x, wrap=lambda layer: layer):
     """All layers of stacked parameters, one after the other, as a scan."""
 
     @wrap
-    def layer(x, order, params):
-        return moe(ep, params, x, order)
+    def layer(x, params):
+        return moe(ep, params, x)
 
-    def step(carry, params):
-        return layer(*carry, params), None
-
-    (x, _), _ = jax.lax.scan(step, (x, ep.order()), params)
-    return x
+    return jax.lax.scan(lambda x, params: (layer(x, params), None), x, params)[0]
 
 
 def dense_stack(params, x):
@@ -72,7 +64,7 @@ def test_single_precision(bootstrap, size, nodes):
     mesh = make_mesh(size)
     ep = bootstrap(mesh)
     params, x = parameters(size), tokens(size, size)
-    apply = sharded(mesh, functools.partial(one_layer, ep))
+    apply = sharded(mesh, functools.partial(moe, ep))
     assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
     assert_close(loss_of(apply)(params, x), loss_of(dense)(params, x), SINGLE)
     ep.check()
@@ -84,7 +76,7 @@ def test_half_precision(bootstrap, dtype, nodes):
     ep = bootstrap(mesh, dtype=dtype)
     params, x = parameters(5, dtype=dtype), tokens(5, 2, dtype=dtype)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
-    got = loss_of(sharded(mesh, functools.partial(one_layer, ep)))(params, x)
+    got = loss_of(sharded(mesh, functools.partial(moe, ep)))(params, x)
     assert got[1][1].dtype == dtype
     # Rows are rounded in about four places; the tokens' gradients pass through the router, too.
     assert_close(got[1], loss_of(dense)(*wide)[1], 8 * float(jnp.finfo(dtype).eps))
@@ -94,7 +86,7 @@ def test_without_check_vma(bootstrap):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x = parameters(6), tokens(6, 2)
-    apply = sharded(mesh, functools.partial(one_layer, ep), check_vma=False)
+    apply = sharded(mesh, functools.partial(moe, ep), check_vma=False)
     assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
     got, expected = loss_of(apply)(params, x), loss_of(dense)(params, x)
     assert_close(got[1][1], expected[1][1], SINGLE)
@@ -112,7 +104,7 @@ def test_experts_in_a_loop(bootstrap):
     )
 
     def body(x, idx):
-        rows, none, plan, order = ep.dispatch(ep.order(), x, idx)
+        rows, none, plan = ep.dispatch(x, idx)
         assert none is None
         first = jax.lax.axis_index("ep") * ep.num_local_experts
         number = jnp.arange(ep.max_recv_rows)
@@ -120,7 +112,7 @@ def test_experts_in_a_loop(bootstrap):
         for e in range(ep.num_local_experts):
             inside = (plan.expert_offsets[e] <= number) & (number < plan.expert_offsets[e + 1])
             factor = jnp.where(inside, 1.0 + first + e, factor)
-        y, _ = ep.combine(order, rows * factor[:, None], plan)
+        y = ep.combine(rows * factor[:, None], plan)
         return y, plan.expert_counts, plan.expert_padded, plan.totals[None]
 
     y, counts, padded, totals = jax.jit(
@@ -135,7 +127,7 @@ def test_experts_in_a_loop(bootstrap):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("wrap", ["plain", "checkpoint", "prevent_cse", "dots"])
 def test_scan(bootstrap, size, wrap):
-    """Layers under scan: each keeps its own plan for backward, and checkpoint keeps the order."""
+    """Layers under scan: each keeps its own plan for backward."""
     wrappers = {
         "plain": lambda layer: layer,
         "checkpoint": functools.partial(jax.checkpoint, prevent_cse=False),
@@ -153,16 +145,15 @@ def test_scan(bootstrap, size, wrap):
 
 
 def test_unrolled_checkpoint(bootstrap):
-    """Without scan nothing but the order keeps the layers' calls apart."""
+    """Layers one after the other without scan."""
     mesh, layers = make_mesh(4), 4
     ep = bootstrap(mesh)
     params, x = parameters(8, layers), tokens(8, 4)
 
     def body(params, x):
-        order = ep.order()
         for i in range(layers):
             layer = jax.checkpoint(functools.partial(moe, ep))
-            x, order = layer(jax.tree.map(lambda a: a[i], params), x, order)
+            x = layer(jax.tree.map(lambda a: a[i], params), x)
         return x
 
     step = loss_of(sharded(mesh, body, layers))
@@ -172,15 +163,13 @@ def test_unrolled_checkpoint(bootstrap):
 
 
 def test_independent_layers(bootstrap):
-    """Two layers of one program that need nothing of each other: the order alone joins them."""
+    """Two layers of one program that need nothing of each other."""
     mesh = make_mesh(4)
     ep = bootstrap(mesh)
     first, second, x = parameters(9), parameters(10), tokens(9, 4)
 
     def body(params, x):
-        y, order = moe(ep, params[0], x, ep.order())
-        z, _ = moe(ep, params[1], x, order)
-        return y * z
+        return moe(ep, params[0], x) * moe(ep, params[1], x)
 
     apply = jax.shard_map(
         body, mesh=mesh, in_specs=((specs(), specs()), P("ep")), out_specs=P("ep")
@@ -192,7 +181,7 @@ def test_independent_layers(bootstrap):
 
 
 def test_pullbacks_of_two_micro_batches(bootstrap):
-    """F0 F1 B0 B1 by hand: the order goes into a pullback as a gradient, and comes out of it."""
+    """F0 F1 B0 B1 by hand."""
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x, grads = parameters(11), tokens(11, 4), tokens(12, 4)
@@ -200,11 +189,8 @@ def test_pullbacks_of_two_micro_batches(bootstrap):
     def body(params, x, grads):
         parts, cotangents = jnp.split(x, 2), jnp.split(grads, 2)
         layer = functools.partial(moe, ep, params)
-        (_, order), pull_0 = jax.vjp(layer, parts[0], ep.order())
-        (_, order), pull_1 = jax.vjp(layer, parts[1], order)
-        grad_0, order = pull_0((cotangents[0], order))
-        grad_1, order = pull_1((cotangents[1], order))
-        return jnp.concatenate([grad_0, grad_1])
+        pulls = [jax.vjp(layer, part)[1] for part in parts]
+        return jnp.concatenate([pull(c)[0] for pull, c in zip(pulls, cotangents)])
 
     got = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=(specs(), P("ep"), P("ep")), out_specs=P("ep"))
@@ -213,25 +199,14 @@ def test_pullbacks_of_two_micro_batches(bootstrap):
     assert_close(got, expected, SINGLE)
 
 
-def test_order_passes_from_program_to_program(bootstrap):
+def test_programs_one_after_the_other(bootstrap):
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x = parameters(13), tokens(13, 2)
-    begin = jax.jit(jax.shard_map(ep.order, mesh=mesh, in_specs=(), out_specs=P("ep")))
-    layer = jax.jit(
-        jax.shard_map(
-            functools.partial(moe, ep),
-            mesh=mesh,
-            in_specs=(specs(), P("ep"), P("ep")),
-            out_specs=P("ep"),
-        )
-    )
-    y, order = x, begin()
-    expected = x
-    for _ in range(3):
-        y, order = layer(params, y, order)
-        expected = dense(params, expected)
-    assert_close(y, expected, SINGLE)
+    layer = jax.jit(sharded(mesh, functools.partial(moe, ep)))
+    independent = [layer(params, x + i) for i in range(10)]
+    for i, y in enumerate(independent):
+        assert_close(y, dense(params, x + i), SINGLE)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -243,7 +218,7 @@ def test_fewer_tokens_than_rows(bootstrap, inside):
     is_token = (jnp.arange(4 * TOKENS) % TOKENS < jnp.repeat(counts, TOKENS))[:, None]
 
     def body(x, idx, weights, up, down, counts):
-        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights, counts)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights, counts)
         experts = {"up": up, "down": down}
 
         def mlp(rows, sizes, experts):
@@ -251,7 +226,7 @@ def test_fewer_tokens_than_rows(bootstrap, inside):
             return jax.lax.ragged_dot(hidden, experts["down"], sizes)
 
         rows = ep.experts(mlp, rows, plan, experts, P("ep"))
-        return ep.combine(order, rows, plan, row_weights)[0]
+        return ep.combine(rows, plan, row_weights)
 
     if inside:
         body = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
@@ -275,7 +250,7 @@ def test_two_axes(bootstrap):
     assert ep.num_ranks == 2
     params, x = parameters(14), tokens(14, 4)
     apply = jax.shard_map(
-        functools.partial(one_layer, ep),
+        functools.partial(moe, ep),
         mesh=mesh,
         in_specs=(specs(), P(("data", "ep"))),
         out_specs=P(("data", "ep")),
@@ -290,7 +265,7 @@ def test_axis_of_two_names(bootstrap):
     params, x = parameters(15), tokens(15, 4)
     split = {"router": P(), "up": P(("a", "b")), "down": P(("a", "b"))}
     apply = jax.shard_map(
-        functools.partial(one_layer, ep),
+        functools.partial(moe, ep),
         mesh=mesh,
         in_specs=(split, P(("a", "b"))),
         out_specs=P(("a", "b")),
@@ -306,8 +281,8 @@ def test_capacity(bootstrap):
     idx = jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (2 * TOKENS, 1))
 
     def body(x, idx):
-        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
-        return ep.combine(order, rows, plan)[0], plan.totals[None]
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan), plan.totals[None]
 
     y, totals = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, idx)
     needed = 2 * TOKENS * TOP_K

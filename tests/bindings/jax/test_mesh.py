@@ -29,7 +29,6 @@ from mesh_model import (
     tokens,
 )
 
-import libep.jax
 from libep._jax_weights import BLOCK, dequantise, quantise
 
 SINGLE = 1e-5
@@ -121,10 +120,10 @@ def test_inside_shard_map(bootstrap, name):
 
     def body(params, x):
         weights, idx = route(scores(x, params["router"]))
-        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights)
         experts = {name: params[name] for name in layout.experts}
         rows = ep.experts(mlp, rows, plan, experts, layout.experts, quantise=layout.fp8)
-        return x + ep.combine(order, rows, plan, row_weights)[0]
+        return x + ep.combine(rows, plan, row_weights)
 
     specs = {"router": P(), **layout.experts}
     apply = jax.shard_map(body, mesh=layout.mesh, in_specs=(specs, split), out_specs=split)
@@ -243,8 +242,8 @@ def test_four_groups(bootstrap):
 
     @jax.jit
     def program(x, idx):
-        rows, _, plan, order = ep.dispatch(ep.order(), x, idx)
-        return ep.combine(order, rows, plan)[0], plan.expert_counts
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan), plan.expert_counts
 
     y, counts = program(x, idx)
     assert_close(y, 2 * x, SINGLE)
@@ -271,19 +270,16 @@ def test_two_groups(bootstrap, names, sizes, axis, token_axes):
     assert (one.num_ranks, two.num_ranks) == (2, 4)
     params, x = parameters(6), tokens(6, first)
 
-    def other_layer(x, order):
+    def other_layer(x):
         weights, idx = two.per_device(route, scores(x, params["router"]))
-        rows, row_weights, plan, order = two.dispatch(order, x, idx, weights)
+        rows, row_weights, plan = two.dispatch(x, idx, weights)
         experts = {name: params[name] for name in first.experts}
         rows = two.experts(mlp, rows, plan, experts, P(axis))
-        y, order = two.combine(order, rows, plan, row_weights)
-        return x + y, order
+        return x + two.combine(rows, plan, row_weights)
 
     def apply(params, x):
-        y, order = layer(one, first, params, x, one.order())
-        z, other = other_layer(x, libep.jax.after(two.order(), order))
-        w, _ = layer(one, first, params, z, libep.jax.after(order, other))
-        return y + w
+        y, z = layer(one, first, params, x), other_layer(x)  # neither needs the other
+        return y + layer(one, first, params, z)
 
     def reference(params, x):
         def no_shared(x):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import HIDDEN, TOKENS, assert_close, make_mesh
-from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_model import LAYOUTS, dense_model, mlp, parameters, route, scores, tokens
@@ -27,10 +26,10 @@ def run(ep, params, x, specs=P("expert", "fsdp"), combine=None, quantise=False):
     @jax.jit
     def program(params, x):
         weights, idx = ep.per_device(route, scores(x, params["router"]))
-        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights)
         experts = {name: params[name] for name in ("up", "down")}
         rows = ep.experts(mlp, rows, plan, experts, specs, quantise=quantise)
-        return (combine or ep).combine(order, rows, plan, row_weights)[0]
+        return (combine or ep).combine(rows, plan, row_weights)
 
     return jax.block_until_ready(program(params, x))
 
@@ -88,15 +87,6 @@ def test_two_groups_mixed_up(bootstrap):
     with pytest.raises(EpError, match="combine: plan: expected one of this Ep's") as caught:
         run(one, params, x, combine=two)
     assert caught.value.status is Status.FOREIGN
-
-    @jax.jit
-    def wrong_order(x):
-        idx = jnp.zeros((x.shape[0], 3), jnp.int32)
-        rows, _, plan, order = one.dispatch(one.order(), x, idx)
-        return two.dispatch(order, x, idx)[0]
-
-    with pytest.raises(JaxRuntimeError, match="EP_ERR_ORDER|EP_ERR_ABORTED"):
-        jax.block_until_ready(wrong_order(x))
 
 
 def test_a_part_of_the_axes_is_manual(bootstrap):
@@ -201,13 +191,13 @@ def test_an_axis_that_does_not_split_tokens(bootstrap):
 
     def apply(params, x):
         weights, idx = ep.per_device(route, scores(x, params["router"]))
-        rows, row_weights, plan, order = ep.dispatch(ep.order(), x, idx, weights)
+        rows, row_weights, plan = ep.dispatch(x, idx, weights)
 
         def half(*operands):
             return jax.lax.psum(mlp(*operands), "tensor")
 
         rows = ep.experts(half, rows, plan, {k: params[k] for k in specs}, specs)
-        return x + ep.combine(order, rows, plan, row_weights)[0]
+        return x + ep.combine(rows, plan, row_weights)
 
     def reference(params, x):
         silent = {**params, "first": jnp.eye(HIDDEN), "shared_down": 0 * params["shared_down"]}
