@@ -28,9 +28,9 @@ static XLA_FFI_Error *refuse(const JaxCall *call, EpStatus status, const char *w
 
 /* ---- what XLA gives ------------------------------------------------------------------------- */
 
-/* XLA asks each handler once which interface it was built for. The type of the extensions has
- * another name from jaxlib 0.11 on. */
-static int answer_metadata(const XLA_FFI_CallFrame *frame) {
+/* XLA asks for which interface a handler was built. The type of the extensions has another name
+ * from jaxlib 0.11 on. */
+int jax_answer_metadata(const XLA_FFI_CallFrame *frame) {
     for (__typeof__(&*frame->extension_start) e = frame->extension_start; e; e = e->next) {
         if (e->type != XLA_FFI_Extension_Metadata) continue;
         XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)e)->metadata;
@@ -93,7 +93,7 @@ static EpType type_of(XLA_FFI_DataType type) {
     }
 }
 
-/* All but the first buffer, which is the token. Returns how many. libep refuses a number of
+/* All but the first buffer, which is the order. Returns how many. libep refuses a number of
  * dimensions that it does not have, with EP_ERR_NDIM. */
 static int64_t read_buffers(int64_t size, void *const *buffers, EpTensor *out) {
     int64_t count = size - 1 < JAX_BUFFERS ? size - 1 : JAX_BUFFERS;
@@ -135,7 +135,7 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
 
 int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result) {
     *result = NULL;
-    if (answer_metadata(frame)) return 0;
+    if (jax_answer_metadata(frame)) return 0;
     memset(call, 0, sizeof(*call));
     call->frame = frame, call->name = name;
     if ((*result = find_rank(call)) != NULL) return 0;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations as handlers. Above each one are its operands and results behind the token. */
+/* The operations as handlers. Above each one are its operands and results behind the order. */
 #include <stdio.h>
 
 #include "bindings/jax/handlers.h"
 
 /** XLA looks these up by name. */
 XLA_FFI_Handler ep_jax_prepare, ep_jax_dispatch, ep_jax_combine, ep_jax_dispatch_backward,
-    ep_jax_combine_backward;
+    ep_jax_combine_backward, ep_jax_order;
 
 /* A mesh with the same devices in another order would give a rank the experts of another. A GPU's
  * operand is in its memory: reading it would wait for the stream, and could not be captured. */
@@ -81,4 +81,10 @@ XLA_FFI_Error *ep_jax_combine_backward(XLA_FFI_CallFrame *frame) {
                    ep_combine_backward(call.handle, jax_operand(&call, 0), jax_operand(&call, 1),
                                        jax_operand(&call, 2), jax_operand(&call, 3), call.stream,
                                        jax_result(&call, 0), jax_result(&call, 1)));
+}
+
+/* token -> order, or order -> token: for the compiler alone. */
+XLA_FFI_Error *ep_jax_order(XLA_FFI_CallFrame *frame) {
+    jax_answer_metadata(frame);
+    return NULL;
 }

@@ -13,8 +13,9 @@
  * which the program runs.
  *
  * Order. XLA runs independent calls of a program in any order, which may differ between devices. So
- * the first operand of each call, and its first result, is a token of XLA: it has no bytes, and
- * puts a call after the one that returned it. libep/_jax_calls.py threads the tokens.
+ * the first operand of each call, and its first result, is an order: a byte that nobody reads,
+ * which puts a call after the one that returned it. libep/_jax_calls.py passes it from call to
+ * call.
  */
 
 #include <pthread.h>
@@ -53,7 +54,7 @@ EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out);
 
 /* ---- a call: call.c ------------------------------------------------------------------------ */
 
-/** Buffers of a call: at most so many operands or results, without the token. */
+/** Buffers of a call: at most so many operands or results, without the order. */
 #define JAX_BUFFERS 8
 
 typedef struct JaxCall {
@@ -66,6 +67,9 @@ typedef struct JaxCall {
     EpTensor operands[JAX_BUFFERS], results[JAX_BUFFERS];
 } JaxCall;
 
+/** Answer XLA, which asks each handler once what it is. Returns 1 if this call is that. */
+int jax_answer_metadata(const XLA_FFI_CallFrame *frame);
+
 /** Begin a call. Returns 1 if the operation may run; jax_end must follow. Otherwise *result is what
  *  the handler returns. */
 int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result);
@@ -74,7 +78,7 @@ int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI
  *  aborts the group: the program has failed, and its peers need not wait for the deadline. */
 XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status);
 
-/** An operand or a result behind the token, as a tensor; NULL if the call has fewer. */
+/** An operand or a result behind the order, as a tensor; NULL if the call has fewer. */
 const EpTensor *jax_operand(const JaxCall *call, int64_t index);
 const EpTensor *jax_result(const JaxCall *call, int64_t index);
 

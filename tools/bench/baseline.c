@@ -9,7 +9,7 @@
 
 /* ---- the plan: also of the baseline on GPUs ------------------------------------------------ */
 
-static void finish_traffic(Traffic *traffic, int ranks) {
+void baseline_finish_traffic(Traffic *traffic, int ranks) {
     traffic->total = 0;
     for (int r = 0; r < ranks; r++) {
         traffic->offsets[r] = (int)traffic->total;
@@ -17,7 +17,7 @@ static void finish_traffic(Traffic *traffic, int ranks) {
     }
 }
 
-static int32_t expert_at(const BaselinePlan *p, int64_t entry) {
+int32_t baseline_expert_at(const BaselinePlan *p, int64_t entry) {
     const Case *c = p->c;
     return c->options->index_type == EP_TYPE_INT64
                ? (int32_t)((const int64_t *)c->buffers.index)[entry]
@@ -28,7 +28,7 @@ static void count_destinations(BaselinePlan *p) {
     const Case *c = p->c;
     memset(p->sent.counts, 0, (size_t)c->world->size * sizeof(int));
     for (int64_t i = 0; i < c->tokens * c->routing.top_k; i++) {
-        int32_t expert = expert_at(p, i);
+        int32_t expert = baseline_expert_at(p, i);
         if (expert >= 0) p->sent.counts[routing_owner(&c->routing, expert)]++;
     }
 }
@@ -39,7 +39,7 @@ static void permute(BaselinePlan *p) {
     for (int r = 0; r < c->world->size; r++)
         p->cursor[r] = p->sent.offsets[r];
     for (int64_t i = 0; i < c->tokens * c->routing.top_k; i++) {
-        int32_t expert = expert_at(p, i);
+        int32_t expert = baseline_expert_at(p, i);
         p->entry_at[i] = -1;
         if (expert < 0) continue;
         int64_t at = p->cursor[routing_owner(&c->routing, expert)]++;
@@ -72,8 +72,8 @@ void baseline_plan_make(BaselinePlan *p) {
     int ranks = p->c->world->size;
     count_destinations(p);
     MPI_Alltoall(p->sent.counts, 1, MPI_INT, p->received.counts, 1, MPI_INT, p->comm);
-    finish_traffic(&p->sent, ranks);
-    finish_traffic(&p->received, ranks);
+    baseline_finish_traffic(&p->sent, ranks);
+    baseline_finish_traffic(&p->received, ranks);
     permute(p);
     MPI_Alltoallv(p->send_expert, p->sent.counts, p->sent.offsets, MPI_INT32_T, p->recv_expert,
                   p->received.counts, p->received.offsets, MPI_INT32_T, p->comm);

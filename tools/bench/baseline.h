@@ -5,7 +5,9 @@
 /**
  * The baseline: what a user would write without libep. It packs rows per slot by destination, sends
  * them with MPI_Alltoallv, and unpacks them into aligned slabs; combine goes the other way and sums
- * on the token's rank. On GPUs it uses NCCL's sends and receives and a few plain kernels.
+ * on the token's rank. On GPUs it uses NCCL's sends and receives and a few plain kernels. On
+ * several nodes of GPUs there is a bound besides: NCCL's sends and receives of the rows that cross
+ * the network in libep, and no more.
  */
 
 #include <mpi.h>
@@ -24,6 +26,9 @@ typedef enum BaselinePhase {
 typedef struct BaselineResult {
     Quantiles times[NUM_BASELINE_PHASES];
     int64_t wrong[NUM_BASELINE_PHASES];
+    Quantiles network;     /**< NCCL alone moves what crosses the network in a dispatch; median 0:
+                                not measured, since there is one node, or no GPU */
+    int64_t network_bytes; /**< which a rank sends then, maximum */
 } BaselineResult;
 
 const char *baseline_phase_name(BaselinePhase phase);
@@ -57,6 +62,12 @@ typedef struct BaselinePlan {
 
 bool baseline_plan_alloc(const Case *c, BaselinePlan *out);
 void baseline_plan_free(BaselinePlan *plan);
+
+/** Set offsets and total of traffic whose counts are known. */
+void baseline_finish_traffic(Traffic *traffic, int ranks);
+
+/** The expert of an entry, from the indices in the host's buffers; negative: none. */
+int32_t baseline_expert_at(const BaselinePlan *plan, int64_t entry);
 
 /** Collective over plan->comm. Computes the plan from the indices in the host's buffers. */
 void baseline_plan_make(BaselinePlan *plan);

@@ -275,6 +275,90 @@ static bool combine(Baseline *b) {
     return exchange(b, out, in, c->row_bytes) && ok && sum_rows(b);
 }
 
+/* ---- what crosses the network -------------------------------------------------------------- */
+
+/* A row crosses the network once for each other node that needs it, to one rank there. */
+typedef struct Network {
+    Baseline *b;
+    Traffic sent, received;
+    char *send_rows, *recv_rows;
+    int32_t *nodes; /* of each rank */
+} Network;
+
+static int64_t rows_for_node(const Network *net, int32_t node) {
+    const Case *c = net->b->c;
+    int top_k = c->routing.top_k;
+    int64_t rows = 0;
+    for (int64_t token = 0; token < c->tokens; token++) {
+        bool needs = false;
+        for (int k = 0; k < top_k && !needs; k++) {
+            int32_t expert = baseline_expert_at(&net->b->plan, token * top_k + k);
+            needs = expert >= 0 && net->nodes[routing_owner(&c->routing, expert)] == node;
+        }
+        rows += needs;
+    }
+    return rows;
+}
+
+static bool count_network(Network *net, const EpGroupInfo *info) {
+    const BaselinePlan *plan = &net->b->plan;
+    MPI_Allgather(&info->node, 1, MPI_INT32_T, net->nodes, 1, MPI_INT32_T, plan->comm);
+    bool ok = true;
+    for (int32_t node = 0; node < info->num_nodes; node++) {
+        int32_t relay;
+        if (node == info->node) continue;
+        bool found = bench_ok(ep_group_relay(net->b->c->group, node, &relay), "ep_group_relay");
+        if (found) net->sent.counts[relay] = (int)rows_for_node(net, node);
+        ok = found && ok;
+    }
+    MPI_Alltoall(net->sent.counts, 1, MPI_INT, net->received.counts, 1, MPI_INT, plan->comm);
+    baseline_finish_traffic(&net->sent, net->b->c->world->size);
+    baseline_finish_traffic(&net->received, net->b->c->world->size);
+    return ok;
+}
+
+static bool run_network(void *context, int which) {
+    Network *net = context;
+    (void)which;
+    Packed out = {net->send_rows, &net->sent}, in = {net->recv_rows, &net->received};
+    net->b->ok = exchange(net->b, out, in, net->b->c->row_bytes) && net->b->ok;
+    return true;
+}
+
+static bool time_network(Network *net, const EpGroupInfo *info, BaselineResult *out) {
+    Case *c = net->b->c;
+    bool ok = count_network(net, info);
+    net->b->ok = ok;
+    net->send_rows = alloc(net->b, (size_t)net->sent.total, c->row_bytes);
+    net->recv_rows = alloc(net->b, (size_t)net->received.total, c->row_bytes);
+    out->network_bytes = net->sent.total * (int64_t)c->row_bytes;
+    return world_all(c->world, net->b->ok) && world_max(c->world, &out->network_bytes, 1) &&
+           device_time_calls(c, c->options->iterations, run_network, net, 1, &out->network, NULL) &&
+           world_all(c->world, net->b->ok);
+}
+
+static bool measure_network(Baseline *b, BaselineResult *out) {
+    World *world = b->c->world;
+    size_t ranks = (size_t)world->size;
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    if (!world_all(world, bench_ok(ep_group_query(b->c->group, &info), "ep_group_query")))
+        return false;
+    if (info.num_nodes == 1) return true;
+    int *numbers = bench_alloc(4 * ranks, sizeof(int), "the network's traffic");
+    Network net = {.b = b, .nodes = bench_alloc(ranks, sizeof(int32_t), "nodes")};
+    bool ok = world_all(world, numbers && net.nodes);
+    if (ok) {
+        net.sent = (Traffic){numbers, numbers + ranks, 0};
+        net.received = (Traffic){numbers + 2 * ranks, numbers + 3 * ranks, 0};
+        ok = time_network(&net, &info, out);
+    }
+    cudaFree(net.send_rows);
+    cudaFree(net.recv_rows);
+    free(numbers);
+    free(net.nodes);
+    return ok;
+}
+
 /* ---- the measurement ----------------------------------------------------------------------- */
 
 /* b->ok keeps a failure until the end. */
@@ -307,7 +391,7 @@ static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     bool ok = device_time_calls(c, o->iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
     return world_all(c->world, ok && b->ok) &&
            world_all(c->world, !o->check || check_results(b, check, out)) &&
-           world_sum(c->world, out->wrong, NUM_BASELINE_PHASES);
+           world_sum(c->world, out->wrong, NUM_BASELINE_PHASES) && measure_network(b, out);
 }
 
 bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out) {

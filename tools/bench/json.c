@@ -115,6 +115,10 @@ static void put_baseline(Json *j, const SizeResult *r) {
     json_begin(j, "baseline", '{');
     json_put_real(j, "median_us", r->baseline_us);
     json_put_real(j, "speedup", r->speedup);
+    if (r->network_us > 0) {
+        json_put_real(j, "network_us", r->network_us);
+        json_put_int(j, "network_bytes", r->network_bytes);
+    }
     json_begin(j, "phases", '[');
     for (int p = NUM_PHASES; p < r->num_phases; p++)
         put_phase(j, &r->phases[p]);

@@ -292,6 +292,7 @@ static bool time_baseline(Case *c, Check *check, SizeResult *out) {
     out->baseline_us =
         result.times[BASELINE_DISPATCH].median_us + result.times[BASELINE_COMBINE].median_us;
     out->speedup = ours > 0 ? out->baseline_us / ours : 0;
+    out->network_us = result.network.median_us, out->network_bytes = result.network_bytes;
     return true;
 }
 

@@ -61,7 +61,9 @@ typedef struct SizeResult {
     double empty_node_us; /**< latency mode: an empty kernel in a graph; negative: not measured */
     double flag_us; /**< latency mode: a word from one GPU to another; negative: not measured */
     double baseline_us, speedup; /**< 0: not measured */
-    char no_floor[256];          /**< why a floor was not measured, or "" */
+    double network_us;           /**< BaselineResult.network; 0: not measured */
+    int64_t network_bytes;
+    char no_floor[256]; /**< why a floor was not measured, or "" */
     int64_t wrong;
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;

@@ -219,15 +219,24 @@ static void report_new_handle(const SizeResult *r) {
            (long long)r->tokens, r->new_handle_us, r->destroy_us);
 }
 
+static void report_baseline(const SizeResult *r) {
+    if (r->num_phases == NUM_PHASES) return;
+    printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
+           (long long)r->tokens, r->baseline_us, r->baseline_us / r->speedup, r->speedup);
+    if (r->network_us <= 0) return;
+    printf("# tokens %lld: NCCL alone moves the %lld bytes that cross the network each way in "
+           "%.1f us; dispatch takes %.2f times that, combine %.2f\n",
+           (long long)r->tokens, (long long)r->network_bytes, r->network_us,
+           r->phases[PHASE_DISPATCH].time.median_us / r->network_us,
+           r->phases[PHASE_COMBINE].time.median_us / r->network_us);
+}
+
 static void report_rest(const SizeResult *result) {
     report_facts(result);
     report_split(result);
     report_new_handle(result);
     report_device(result);
-    if (result->num_phases > NUM_PHASES)
-        printf("# tokens %lld: baseline dispatch + combine %.1f us, libep %.1f us: speedup %.2f\n",
-               (long long)result->tokens, result->baseline_us,
-               result->baseline_us / result->speedup, result->speedup);
+    report_baseline(result);
 }
 
 /* With --models the table is all; the JSON has the rest. */

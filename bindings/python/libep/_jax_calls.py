@@ -7,6 +7,12 @@ bindings/jax/handlers.c of the source tree list the operands.
 All calls have one effect of JAX, which is ordered: JAX gives each call a token that the call before
 it in the program returned, and takes one from it. So XLA runs them in the order in which they were
 traced, on every device.
+
+Tokens are for JAX alone. What a handler takes and returns is an order, an array of one byte that it
+does not look at. A call that does nothing makes one from a token, or a token from one. Between two
+calls both are left out, so tokens remain at the bounds of functions and loops. XLA for GPUs needs
+this: it fuses a call with the slice that an operand is, and its pass priority-fusion ends the
+process where a token is in such a fusion (jaxlib 0.11.2).
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core, effects
+from jax._src.lib.mlir import ir
 from jax._src.dispatch import runtime_tokens
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval, xla
@@ -116,12 +123,36 @@ def _keep_outputs(_saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> 
     return None, eqn, [True] * count, [True] * count, residuals
 
 
-def _make(name: str) -> Primitive:
+def _register(name: str) -> str:
+    """Let programs call a handler by the name that this returns."""
     target = f"ep_jax_{name}"
     capsule = jax.ffi.pycapsule(getattr(library, target))
     for platform in ("cpu", "CUDA"):
         jax.ffi.register_ffi_target(target, capsule, platform=platform)
+    return target
 
+
+_CONVERT = _register("order")
+_ORDER = core.ShapedArray((1,), np.dtype(np.uint8))
+
+
+def _convert(ctx: Any, value: Any, source: Any, target: Any) -> Any:
+    """A token from an order, or an order from a token."""
+    kinds = ctx.replace(avals_in=[source], avals_out=[target])
+    return jax.ffi.ffi_lowering(_CONVERT)(kinds, value)[0]
+
+
+def _order_from(ctx: Any, token: Any) -> Any:
+    made_by = token.owner
+    attributes = getattr(made_by, "attributes", ())  # the owner of an argument is a block
+    name = "call_target_name"
+    if name in attributes and ir.StringAttr(attributes[name]).value == _CONVERT:
+        return made_by.operands[0]
+    return _convert(ctx, token, core.abstract_token, _ORDER)
+
+
+def _make(name: str) -> Primitive:
+    target = _register(name)
     lower_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
 
     def lower(ctx: Any, *operands: Any, key: int, **_: Any) -> Any:
@@ -129,12 +160,10 @@ def _make(name: str) -> Primitive:
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
         if isinstance(mesh, Mesh):
             check_devices(name, key, mesh)
-        with_token = ctx.replace(
-            avals_in=[core.abstract_token, *ctx.avals_in],
-            avals_out=[core.abstract_token, *ctx.avals_out],
-        )
-        token = ctx.tokens_in.get(CALL)
-        token, *results = lower_call(with_token, token, *operands, key=np.int64(key))
+        order = _order_from(ctx, ctx.tokens_in.get(CALL))
+        kinds = ctx.replace(avals_in=[_ORDER, *ctx.avals_in], avals_out=[_ORDER, *ctx.avals_out])
+        order, *results = lower_call(kinds, order, *operands, key=np.int64(key))
+        token = _convert(ctx, order, _ORDER, core.abstract_token)
         ctx.set_tokens_out(mlir.TokenSet({CALL: token}))
         return results
 
@@ -142,7 +171,8 @@ def _make(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_effectful_abstract_eval(lambda *a, **k: (type_outputs(*a, **k), {CALL}))
-    mlir.register_lowering(primitive, lower)
+    # Not in a function of its own, whose bounds would need tokens.
+    mlir.register_lowering(primitive, lower, cacheable=False)
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _keep_outputs
     return primitive
 
