@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
     LatencyOp op;
     LatencyRole role = latency_role(a.latency);
+    latency_begin();
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1
@@ -65,7 +66,7 @@ extern "C" int ep_cuda_open_latency_gather(int shared_bytes) {
 template <typename T> static int launch(const EpLatencyGatherArgs &a, int blocks, void *stream) {
     auto kernel =
         a.t.quant > EP_QUANT_NONE ? latency_gather_kernel<T, 1> : latency_gather_kernel<T, 0>;
-    return ep_launch(kernel, blocks, LATENCY_THREADS, 0, stream, a);
+    return ep_launch_early(kernel, blocks, LATENCY_THREADS, 0, stream, a);
 }
 
 extern "C" int ep_cuda_launch_latency_gather(const void *args, int blocks, void *stream) {

@@ -52,9 +52,10 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     const EpLatency &l = a.latency;
     LatencyOp op;
     LatencyRole role = latency_role(l);
+    reset_heads();
+    latency_begin();
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
-    reset_heads();
     if (!latency_enter(g, a.route.plan, l, &op)) {
         latency_report(g, a.route.plan, l);
         latency_pass(g, l, op, latency_ticket(l, op));
@@ -73,6 +74,6 @@ extern "C" int ep_cuda_open_latency_scatter(int shared_bytes) {
 
 extern "C" int ep_cuda_launch_latency_scatter(const void *args, int blocks, void *stream) {
     const EpLatencyScatterArgs *a = (const EpLatencyScatterArgs *)args;
-    return ep_launch(latency_scatter_kernel, blocks, LATENCY_THREADS, a->workspace.bytes, stream,
-                     *a);
+    return ep_launch_early(latency_scatter_kernel, blocks, LATENCY_THREADS, a->workspace.bytes,
+                           stream, *a);
 }

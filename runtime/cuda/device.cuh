@@ -40,6 +40,26 @@ static int ep_launch(Kernel *kernel, int blocks, int threads, size_t shared, voi
                             shared, (cudaStream_t)stream);
 }
 
+/**
+ * Launch a kernel as ep_launch does, so that its blocks may start before the kernel before it on
+ * the stream has ended: as soon as all of that one's blocks have called ep_grid_release or have
+ * ended. Such a kernel reads and writes nothing before its ep_grid_wait. After a kernel that does
+ * not call ep_grid_release, or after anything else, it starts as any other; in a captured graph it
+ * is the same.
+ */
+template <typename Kernel, typename Args>
+static int ep_launch_early(Kernel *kernel, int blocks, int threads, size_t shared, void *stream,
+                           const Args &args) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks), config.blockDim = dim3((unsigned)threads);
+    config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
+    config.attrs = &early, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args);
+}
+
 /* ---- warps --------------------------------------------------------------------------------- */
 
 /** Returns the sum of the values of lanes 0 to this one. */

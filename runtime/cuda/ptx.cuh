@@ -195,6 +195,18 @@ __device__ __forceinline__ void ep_fence_sys(void) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+/** Wait until the kernels that this one's launch follows have ended. What they have written can be
+ *  read afterwards. */
+__device__ __forceinline__ void ep_grid_wait(void) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+/** Let blocks of the next kernel start, if it is launched early, once all blocks of this one have
+ *  called this or have ended. */
+__device__ __forceinline__ void ep_grid_release(void) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 __device__ __forceinline__ uint64_t ep_global_timer(void) {
     uint64_t value;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));

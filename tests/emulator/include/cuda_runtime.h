@@ -89,7 +89,7 @@ static void emulated_launch(const EmulatedGrid &grid, void (*kernel)(P...), cons
 
 struct dim3 {
     unsigned x;
-    explicit dim3(unsigned count) : x(count) {}
+    explicit dim3(unsigned count = 1) : x(count) {}
 };
 
 /* For kernels with one argument. */
@@ -97,6 +97,32 @@ template <typename A>
 static cudaError_t cudaLaunchKernel(void (*kernel)(const A &), dim3 blocks, dim3 threads,
                                     void **arguments, size_t shared, cudaStream_t stream) {
     emulated_launch({blocks.x, threads.x, shared, stream}, kernel, *(const A *)arguments[0]);
+    return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+};
+
+template <typename A>
+static cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(const A &),
+                                      const A &argument) {
+    emulated_launch(
+        {config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, config->stream}, kernel,
+        argument);
     return cudaSuccess;
 }
 
