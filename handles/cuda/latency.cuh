@@ -37,13 +37,14 @@ __device__ __forceinline__ char *latency_weights(const EpLatency &l, char *windo
 
 /* ---- begin and end ------------------------------------------------------------------------- */
 
-/** Begin a kernel, before anything of the device's memory is read or written: wait for the kernels
- *  before it, then let the blocks of the next one start, which wait here. So a launch costs less
- *  where operations follow each other. In this order, the blocks of one kernel at a time wait for
- *  another; and all blocks of that one run, so that they take no room from what they wait for. */
+/** Begin a kernel, before anything of the device's memory is read or written. The kernel was launched
+ *  early: its blocks start when those of the kernel before have ended, and wait here for the rest
+ *  of what ending takes. So a launch costs less where operations follow each other. They do not
+ *  start while blocks of the kernel before wait for other ranks (it never calls
+ *  griddepcontrol.launch_dependents): they would hold multiprocessors that another group may need
+ *  for these ranks to come. */
 __device__ __forceinline__ void latency_begin(void) {
     ep_grid_wait();
-    ep_grid_release();
 }
 
 /* What a kernel loads at its start is loaded by threads of different warps, so that the loads
