@@ -11,24 +11,29 @@ __device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
     ep_store_relaxed_sys(&a.marks->moved, marks << 1 | under_way);
 }
 
-__device__ __forceinline__ void write_stamp(const EpMarkArgs &a) {
-    int failed = ep_failed(a.group) != 0;
-    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
-    *a.stamps = EpStamp{failed ? EP_DIGEST(EP_OP_GONE, 0, 0) : a.group.digest,
-                        (uint32_t)a.counts[0], generation, 0};
+/* If this rank has failed, let its stamp say so. Whom it blames it has told its node: see
+ * ep_give_up. */
+__device__ __forceinline__ void seal(const EpMarkArgs &a) {
+    const EpCudaGroup &g = a.group;
+    if (!ep_failed(g)) return;
+    a.stamps->digest = EP_DIGEST(EP_OP_GONE, 0, 0);
+    a.stamps->blamed = (uint32_t)ep_load_relaxed_sys(
+        &ep_arrival(g, g.rank, g.rank, ep_epoch(g))->gone);
 }
 
 /* By one thread. */
 __global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
     a.counts[0]++;
-    write_stamp(a);
+    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
+    *a.stamps = EpStamp{a.group.digest, (uint32_t)a.counts[0], generation, 0};
+    seal(a);
     ep_store_relaxed_sys(&a.marks->begun, a.counts[0] << 32 | a.group.digest);
     mark(a, 1);
 }
 
 /* By one thread. */
 __global__ void write_seal(const __grid_constant__ EpMarkArgs a) {
-    write_stamp(a);
+    seal(a);
 }
 
 /* By one thread. */
@@ -43,15 +48,18 @@ __device__ __forceinline__ int stamp_fault(const EpStamp &own, const EpStamp &th
     return (int32_t)(own.number - theirs.number) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
 }
 
-/* Report a rank that has failed, is in another operation or reads another plan, or sends nothing.
- */
+/* Report a rank that has failed, is in another operation or reads another plan, or sends nothing. A
+ * replay's arguments have the digest of an earlier operation, the stamp this one's. */
 __device__ void report_stamp(const EpMarkArgs &a, const EpStamp &own, const EpStamp &theirs,
                              int member) {
     int fault = stamp_fault(own, theirs);
     if (EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
-    ep_report(a.group, fault,
+    EpCudaGroup group = a.group;
+    group.digest = own.digest;
+    uint32_t blamed = theirs.blamed ? theirs.blamed - 1 : (uint32_t)member;
+    ep_report(group, fault,
               EpAwaited{ep_elsewhere(a.group, member), EP_AWAIT_ARRIVAL, 0, own.digest,
-                        fault == EP_FAULT_PEER ? (uint32_t)member : theirs.digest},
+                        fault == EP_FAULT_PEER ? blamed : theirs.digest},
               theirs.generation);
 }
 

@@ -9,6 +9,10 @@
  * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as well:
  * a rank that has failed since then still sends messages, which others wait for, but their rows are
  * not what they should be.
+ *
+ * An exchange is replayed together with the kernels at its ends (replay.h), whose arguments are then
+ * those of an earlier operation. So these know of the operation what its beginning has written into
+ * this rank's stamp.
  */
 
 #include "runtime/cuda/device.h"
@@ -23,14 +27,14 @@ typedef struct EpWatchMarks {
 typedef struct EpStamp {
     uint32_t digest, number; /**< as in EpWatchMarks.begun; EP_OP_GONE: the rank has failed */
     uint32_t generation;     /**< of the plan that it reads; 0: none */
-    uint32_t reserved;
+    uint32_t blamed;         /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
 } EpStamp;
 
 typedef struct EpMarkArgs {
-    EpCudaGroup group; /**< with the operation's digest */
+    EpCudaGroup group; /**< begin: with the operation's digest */
     EpWatchMarks *marks;
     uint64_t *counts;           /**< device [2]: operations, marks */
-    const uint64_t *generation; /**< begin, seal: of the plan that is read, or NULL */
+    const uint64_t *generation; /**< begin: of the plan that is read, or NULL */
     EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
     const int32_t *peers;       /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
     int32_t num_peers;
@@ -47,8 +51,8 @@ int ep_cuda_open_mark(void);
 /** The operation begins: write this rank's stamp. */
 int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
 
-/** Rows are about to be sent: write this rank's stamp anew, in case it has failed meanwhile and they
- *  are none. */
+/** Rows are about to be sent: let this rank's stamp say so if it has failed meanwhile, and they are
+ *  none. */
 int ep_cuda_launch_seal(const EpMarkArgs *args, void *stream);
 
 /** The peers' stamps are here: compare them with this rank's. An exchange is complete, too. */

@@ -52,11 +52,13 @@ int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
  * Surround calls of NCCL on the communicator of all ranks, which the watcher may abort at any other
  * time. `stream`: the operation's. If `enter` fails, something is lost, and neither the
  * communicator nor `settle` is to be called. `settle` waits until NCCL has enqueued what the call
- * `what` started with this result. If that fails, the group fails, since ranks are out of step: by
- * what the watcher has found, or else by this.
+ * `what` started with this result, and leaves. `leave` does so with the status of what was done. If
+ * that is a failure, the group fails, since ranks are out of step: by what the watcher has found,
+ * or else by this.
  */
 EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);
+EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status);
 
 /** Fail the group by what the watcher has found or, if that is nothing, by `status` in `phase`.
  *  Returns the group's failure. */

@@ -72,6 +72,7 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     if (!w) return;
     __atomic_store_n(&w->stop, together ? EP_STOP_TOGETHER : EP_STOP_ALONE, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
+    ep_cuda_replays_close(&w->replays);
     if (w->is_ended && w->comm == cuda->network) cuda->network = NULL;
     if (w->is_ended && w->comm == cuda->comm) cuda->comm = NULL;
     if (w->has_messages) ep_bootstrap_destroy(&w->messages);
@@ -105,22 +106,18 @@ void ep_cuda_watch_abandon(EpGroup *group) {
 
 /* ---- the group's thread -------------------------------------------------------------------- */
 
-static void leave(EpCudaWatch *w) {
-    if (w) __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
-}
-
 /* Either this thread sees the loss, or the watcher sees `busy`: both words are in one order. The
  * same holds for `looks`. */
 EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
     EpCudaWatch *w = cuda->watch;
     if (!w) return EP_OK;
-    __atomic_store_n(&w->busy, 1, __ATOMIC_SEQ_CST);
+    ep_watch_say(w, EP_BUSY_WITH_NCCL);
     cuda->captured |= stream->captures;
     while (__atomic_load_n(&w->looks, __ATOMIC_SEQ_CST))
         sched_yield();
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
-    leave(w);
+    ep_watch_say(w, EP_BUSY_NOT);
     group->backend->poll(group);
     EP_TRY(ep_group_usable(group));
     return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator of all ranks has ended", group->rank);
@@ -143,13 +140,17 @@ EpStatus ep_cuda_network_give_up(EpGroup *group, const char *phase, EpStatus sta
     return group->failed != EP_OK ? ep_group_usable(group) : ep_group_fail(group, &finding);
 }
 
-EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result) {
-    EpCuda *cuda = ep_cuda(group);
-    EpStatus status = ep_cuda_comm_settle(group, ep_cuda_group_comm(cuda), what, result);
-    leave(cuda->watch);
+EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status) {
+    EpCudaWatch *w = ep_cuda(group)->watch;
+    if (w) ep_watch_say(w, EP_BUSY_NOT);
     if (status == EP_OK) return EP_OK;
-    if (status == EP_ERR_SYSTEM) await_explanation(cuda->watch);
+    if (status == EP_ERR_SYSTEM) await_explanation(w);
     return ep_cuda_network_give_up(group, what, status);
+}
+
+EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result) {
+    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
+    return ep_cuda_network_leave(group, what, ep_cuda_comm_settle(group, comm, what, result));
 }
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {

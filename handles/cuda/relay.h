@@ -125,6 +125,12 @@ EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk
 /** Exchange the records of a chunk, once what was put on `stream` so far is done. */
 EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way);
 
+/** The exchanges alone, on the wire's stream: relay_exchange.c. Stamps are compared, and the
+ * watcher learns of the end of what is an operation. */
+EpStatus ep_relay_send_stamps(const EpRelayRun *run);
+EpStatus ep_relay_send_routing(const EpRelayRun *run);
+EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
+
 /** Make the caller's stream wait until a chunk's records are here; then, until it may be written
  *  again, the receive buffer is the caller's: ep_relay_take ends that. */
 EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);

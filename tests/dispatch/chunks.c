@@ -54,6 +54,30 @@ Test(dispatch_chunks, between_nodes, .timeout = 120) {
     run_with_stage("2K", c);
 }
 
+/* With exact sizing ranks repeat a step of some sizes, but not all of them in every chunk. */
+static void repeated_body(const EpBootstrap *bootstrap, void *arg) {
+    const World *world = arg;
+    EpGroup *group = open_group(bootstrap, &world->c);
+    EpHandle *handle = group ? open_handle(group, &world->c) : NULL;
+    for (int i = 0; handle && i < 4; i++) {
+        Step step = {group, handle, world, bootstrap->rank, NULL};
+        step_all(&step);
+    }
+    ep_group_destroy(group);
+}
+
+Test(dispatch_chunks, repeated_between_nodes, .timeout = 120) {
+    GPU_NEEDS(4);
+    Case c = base_case;
+    c.ranks = 4, c.spread = SPREAD_RANDOM, c.masked_percent = 60;
+    memcpy(c.nodes, "0101", 4);
+    setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
+    setenv("LIBEP_NODE_CHUNK", "1000", 1);
+    World *world = world_new(&c);
+    run_ranks(4, repeated_body, world);
+    world_free(world);
+}
+
 /* Dispatch only: the oracle would take seconds for the sums, which other cases test. */
 static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
     const World *world = arg;

@@ -32,7 +32,7 @@ static void gather(const Collective *c) {
     const Shared *s = c->shared;
     for (int r = 0; r < s->size; r++) {
         char *to = (char *)c->to + (size_t)r * c->bytes;
-        while (s->bytes[r] != c->bytes && waits(c, 1))
+        while ((s->bytes[r] != c->bytes || s->replayed[r] != c->replayed) && waits(c, 1))
             ; /* NCCL does not find out, and never ends */
         if (s->aborted[c->rank]) return;
         if (to != s->given[r]) memcpy(to, s->given[r], c->bytes);
@@ -59,7 +59,7 @@ static void receive(const Collective *c) {
     for (const Message *m = c->messages; m; m = m->next) {
         if (m->is_send) continue;
         const Message *sent = NULL; /* of a rank that aborts, they are freed */
-        if (!s->aborted[m->peer])
+        if (!s->aborted[m->peer] && s->replayed[m->peer] == c->replayed)
             sent = find_send(s->given[m->peer], c->rank, count_before(c->messages, m));
         while ((s->aborted[m->peer] || !sent || sent->bytes != m->bytes) && waits(c, 1))
             ; /* NCCL does not find out, and never ends */
@@ -103,7 +103,7 @@ static void run_collective(void *arguments) {
     while (waits(c, s->collectives != c->number))
         ;
     s->given[c->rank] = c->kind == EXCHANGE ? (const void *)c->messages : c->from;
-    s->bytes[c->rank] = c->bytes;
+    s->bytes[c->rank] = c->bytes, s->replayed[c->rank] = c->replayed;
     s->present++;
     pthread_cond_broadcast(&nccl_changed);
     while (waits(c, s->present < s->size || s->any_aborted))
@@ -165,7 +165,8 @@ static const EmulatedReplays collective_replays = {renew_collective, drop_collec
  * a captured one stay with the graph. */
 static void number_collective(ncclComm_t comm, Collective *c) {
     c->comm = comm, c->shared = comm->shared, c->rank = comm->rank;
-    if (emulated_captures(c->stream)) {
+    c->replayed = emulated_captures(c->stream);
+    if (c->replayed) {
         comm->captured++;
         return;
     }

@@ -36,6 +36,7 @@ typedef struct Shared {
     unsigned collectives;         /* completed */
     const void *given[MAX_RANKS]; /* each rank's data in the current collective */
     size_t bytes[MAX_RANKS];
+    int replayed[MAX_RANKS]; /* whether it comes from a graph, as on all ranks or on none */
     int aborted[MAX_RANKS], any_aborted; /* then no collective completes */
 } Shared;
 
@@ -56,6 +57,7 @@ typedef struct Collective {
     int rank;
     Kind kind;
     unsigned number; /* of the collective; equal on all ranks */
+    int replayed;    /* whether it comes from a graph */
     const void *from;
     void *to;
     size_t bytes;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A process is killed between two steps. The calls of its peers end at the timeout with an error
- * that names its rank, and the peers go on. mpirun runs with --enable-recovery to keep them. */
+/* A process is killed between two steps. The calls of its peers end with an error that names its
+ * rank, on one node at the timeout, and the peers go on. mpirun runs with --enable-recovery to keep
+ * them. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,45 +24,52 @@ static Case killed_case(int ranks) {
                                 .capacity = 900});
 }
 
-/* The killed rank's peers get a timeout in dispatch, and every later call is refused. */
-static void check_survivor(const DeviceStep *gpu, const char *gone) {
+/* The killed rank's peers get an error in dispatch, and every later call is refused. */
+static void check_survivor(const DeviceStep *gpu, int nodes, const char *gone) {
+    EpStatus expected = nodes > 1 ? EP_ERR_PEER : EP_ERR_TIMEOUT;
     EpStatus status = device_step_try(gpu, STEP_DISPATCH);
-    CHECK(status == EP_OK || status == EP_ERR_TIMEOUT, "%d: %s", (int)status, ep_last_error());
+    CHECK(status == EP_OK || status == expected, "%d: %s", (int)status, ep_last_error());
     CHECK_CUDA(cudaStreamSynchronize(gpu->stream));
-    CHECK_REFUSED(ep_group_status(gpu->step.group, NULL), EP_ERR_TIMEOUT, gone, "dispatch");
-    CHECK_REFUSED(device_step_try(gpu, STEP_PREPARE), EP_ERR_TIMEOUT, gone);
+    CHECK_REFUSED(ep_group_status(gpu->step.group, NULL), expected, gone,
+                  nodes > 1 ? "closed its connection" : "dispatch");
+    CHECK_REFUSED(device_step_try(gpu, STEP_PREPARE), expected, gone);
     ep_group_destroy(gpu->step.group);
 }
 
-static void run_until_killed(const EpBootstrap *bootstrap) {
+/* From the third step on exchanges between nodes are replayed. */
+static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
     DeviceStep gpu;
     char gone[32];
     Case c = killed_case(bootstrap->size);
+    if (nodes > 1) setenv("LIBEP_TOPOLOGY", "2", 1), snprintf(c.nodes, sizeof(c.nodes), "01");
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.timeout_seconds = 3;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
     device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, new_stream(),
                      NULL);
-    device_step_load(&gpu, world_new(&c));
-    bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
-    device_step_issue(&gpu, STEP_ALL);
-    device_step_check(&gpu);
+    World *world = world_new(&c);
+    for (int step = 0; step < 3; step++) {
+        device_step_load(&gpu, world);
+        bootstrap->barrier(bootstrap->context, 60); /* no rank is late because of setup */
+        device_step_issue(&gpu, STEP_ALL);
+        device_step_check(&gpu);
+    }
     bootstrap->barrier(bootstrap->context, 60);
     if (bootstrap->rank == bootstrap->size - 1) raise(SIGKILL);
     snprintf(gone, sizeof(gone), "rank %d", bootstrap->size - 1);
-    check_survivor(&gpu, gone);
+    check_survivor(&gpu, nodes, gone);
 }
 
 /* Does not return: MPI_Finalize does not succeed after a process has died. */
-static void run_rank(void) {
+static void run_rank(int nodes) {
     int provided;
     EpBootstrap bootstrap = EP_BOOTSTRAP_INIT;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
     setenv("LIBEP_LOG_FILE", "/dev/null", 1);
     if (CHECK_OK(ep_bootstrap_mpi(MPI_COMM_WORLD, &bootstrap))) {
         gpu_take(bootstrap.rank);
-        run_until_killed(&bootstrap);
+        run_until_killed(&bootstrap, nodes);
     }
     printf("rank %d has survived: %s\n", bootstrap.rank,
            check_failure()[0] ? check_failure() : "well");
@@ -88,15 +96,18 @@ static void start(const char *test, const char *ranks) {
     process_result_free(&result);
 }
 
-static void killed_peer(const char *test, const char *ranks) {
+static void killed_peer(const char *test, const char *ranks, int nodes) {
     if (!gpu_serve(atoi(ranks))) cr_skip_test("needs %s GPUs, there are %d", ranks, gpu_count());
-    if (ranked_is()) run_rank();
+    if (ranked_is()) run_rank(nodes);
     start(test, ranks);
 }
 
 Test(mpi_gpu_killed, of_two, .timeout = 90) {
-    killed_peer("mpi_gpu_killed/of_two", "2");
+    killed_peer("mpi_gpu_killed/of_two", "2", 1);
 }
 Test(mpi_gpu_killed, of_four, .timeout = 90) {
-    killed_peer("mpi_gpu_killed/of_four", "4");
+    killed_peer("mpi_gpu_killed/of_four", "4", 1);
+}
+Test(mpi_gpu_killed, of_two_nodes, .timeout = 90) {
+    killed_peer("mpi_gpu_killed/of_two_nodes", "2", 2);
 }
