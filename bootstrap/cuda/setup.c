@@ -69,6 +69,7 @@ static EpStatus open_device(EpGroup *group) {
     g->rank = group->nodes.rank, g->size = group->nodes.sizes.ranks;
     g->num_experts = group->config.num_experts;
     g->layout = ep_window_layout(&group->config, &group->nodes.sizes);
+    g->most_blocks = ep_cuda_multiprocessors();
     g->blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);
     g->partitions = ep_cuda_partitions(g->blocks);
     g->timeout_ns = (uint64_t)(group->timeout * 1e9);

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     __shared__ int tokens[EP_CUDA_MAX_RANKS];
     LatencyOp op;
     LatencyRole role = latency_role(a.latency);
-    latency_begin();
+    latency_begin(a.latency);
     SumPart first = load_first_sum(a);
     if (role.sends && is_all_claimed(a)) claims_begin(a.latency);
 #pragma unroll 1

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     LatencyOp op;
     LatencyRole role = latency_role(l);
     reset_heads();
-    latency_begin();
+    latency_begin(l);
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
     if (!latency_enter(g, a.route.plan, l, &op)) {

@@ -120,6 +120,7 @@ int ep_latency_blocks(const EpCudaGroup *group, EpPhase phase, int64_t tokens, i
     blocks = ep_min(most, ep_max(3, blocks));
     int divided = phase == EP_PHASE_BOTH && percent != EP_ALL_SEND && group->size > 1;
     int32_t senders = (int32_t)(divided ? ep_max(1, blocks * percent / 100) : blocks);
+    latency->releases = group->blocks >= group->most_blocks;
     latency->receives = phase != EP_PHASE_SEND;
     latency->first_receiver = divided ? senders : 0;
     latency->senders = phase == EP_PHASE_RECEIVE ? 0 : senders;

@@ -37,14 +37,17 @@ __device__ __forceinline__ char *latency_weights(const EpLatency &l, char *windo
 
 /* ---- begin and end ------------------------------------------------------------------------- */
 
-/** Begin a kernel, before anything of the device's memory is read or written. The kernel was launched
- *  early: its blocks start when those of the kernel before have ended, and wait here for the rest
- *  of what ending takes. So a launch costs less where operations follow each other. They do not
- *  start while blocks of the kernel before wait for other ranks (it never calls
- *  griddepcontrol.launch_dependents): they would hold multiprocessors that another group may need
- *  for these ranks to come. */
-__device__ __forceinline__ void latency_begin(void) {
+/** Begin a kernel, before anything of the device's memory is read or written: wait for the kernel
+ *  before it, and let blocks of the next one start, which wait here. So a launch costs less where
+ *  operations follow each other. Blocks that wait hold multiprocessors while this kernel waits for
+ *  other ranks, and these might wait for a kernel of another group that finds no room. So they
+ *  start early only where the group has the whole GPU: then groups do not work at the same time
+ *  (docs/semantics.md). All blocks of this kernel have started by then, so the next one, whose
+ *  blocks let nobody start yet, takes no room from it. Elsewhere the next kernel's blocks start
+ *  where this one's have ended. */
+__device__ __forceinline__ void latency_begin(const EpLatency &l) {
     ep_grid_wait();
+    if (l.releases) ep_grid_release();
 }
 
 /* What a kernel loads at its start is loaded by threads of different warps, so that the loads

@@ -145,6 +145,7 @@ typedef struct EpLatency {
     int32_t senders;        /**< blocks that send: the first ones */
     int32_t first_receiver; /**< this block and later ones receive; those that also send receive
                                afterwards */
+    int32_t releases;       /**< whether blocks of the next kernel may start: see latency_begin */
     int32_t awaits_weights; /**< whether ranks wait for others before they have sent all */
     EpPartition received; /**< among the receiving warps, if no rank has more rows than this one */
     EpDivisor ranks;      /**< of the group */

@@ -226,12 +226,17 @@ EpStatus ep_cuda_finish(EpGroup *group) {
  * would run after it, so that nothing overlaps. */
 #define NCCL_SMS 20
 
-int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpNodeSizes *nodes,
-                       const EpSettings *settings) {
+int32_t ep_cuda_multiprocessors(void) {
     int device = 0, sms = 2;
     if (cudaGetDevice(&device) == cudaSuccess)
         (void)cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     (void)cudaGetLastError();
+    return sms;
+}
+
+int32_t ep_cuda_blocks(const EpGroupConfig *config, const EpNodeSizes *nodes,
+                       const EpSettings *settings) {
+    int sms = ep_cuda_multiprocessors();
     if (config->num_sms != EP_DEFAULT)
         sms = (int)ep_min(sms, config->num_sms);
     else if (settings->num_sms != EP_COUNT_AUTO)

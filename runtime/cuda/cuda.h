@@ -156,6 +156,9 @@ EpStatus ep_cuda_open_event(const EpGroup *group, cudaEvent_t *out);
 EpStatus ep_cuda_record(const EpGroup *group, cudaEvent_t event, cudaStream_t stream);
 EpStatus ep_cuda_await(const EpGroup *group, cudaStream_t stream, cudaEvent_t event);
 
+/** Multiprocessors of the current device. */
+int32_t ep_cuda_multiprocessors(void);
+
 /** Number of blocks of the kernels that move rows, for a group of this configuration on the current
  *  device. Each takes a multiprocessor of its own. On several nodes some are left to NCCL, unless
  * the caller says how many there may be. */

@@ -41,10 +41,10 @@ static int ep_launch(Kernel *kernel, int blocks, int threads, size_t shared, voi
 }
 
 /**
- * Launch a kernel as ep_launch does, but let its blocks start as soon as all blocks of the kernel
- * before it on the stream have ended, before what they wrote can be read. It reads and writes nothing
- * before its ep_grid_wait. After anything but a kernel it starts as any other; in a captured graph
- * it is the same.
+ * Launch a kernel as ep_launch does, so that its blocks may start before what the kernel before it
+ * on the stream wrote can be read: once all of that one's blocks have called ep_grid_release or
+ * have ended. It reads and writes nothing before its ep_grid_wait. After anything but a kernel it
+ * starts as any other; in a captured graph it is the same.
  */
 template <typename Kernel, typename Args>
 static int ep_launch_early(Kernel *kernel, int blocks, int threads, size_t shared, void *stream,

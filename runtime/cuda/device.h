@@ -233,8 +233,9 @@ typedef struct EpCudaGroup {
     uint32_t digest;        /**< of the operation under way */
     uint64_t facts;         /**< of ep_prepare: see EpArrival */
     int32_t num_experts;
-    int32_t partitions; /**< of the rank's tokens in prepare, each the work of one block */
-    int32_t blocks;     /**< of the kernels that move rows */
+    int32_t partitions;  /**< of the rank's tokens in prepare, each the work of one block */
+    int32_t blocks;      /**< of the kernels that move rows */
+    int32_t most_blocks; /**< where they have the whole GPU */
     EpWindowLayout layout;
     char *window[EP_CUDA_MAX_RANKS]; /**< of each rank, as mapped here */
     EpCudaState *state;

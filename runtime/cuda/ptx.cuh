@@ -201,6 +201,12 @@ __device__ __forceinline__ void ep_grid_wait(void) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+/** Let blocks of the next kernel start, if it is launched early, once all blocks of this one have
+ *  called this or have ended. */
+__device__ __forceinline__ void ep_grid_release(void) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 __device__ __forceinline__ uint64_t ep_global_timer(void) {
     uint64_t value;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));

@@ -89,7 +89,8 @@ static void emulated_launch(const EmulatedGrid &grid, void (*kernel)(P...), cons
 
 struct dim3 {
     unsigned x;
-    explicit dim3(unsigned count = 1) : x(count) {}
+    dim3() : x(1) {}
+    explicit dim3(unsigned count) : x(count) {}
 };
 
 /* For kernels with one argument. */

@@ -187,6 +187,7 @@ static inline uint64_t ep_global_timer(void) {
 
 /* Emulated kernels of a stream never overlap. */
 static inline void ep_grid_wait(void) {}
+static inline void ep_grid_release(void) {}
 
 static inline void ep_barrier(int id, int threads) {
     emulated_barrier(id, threads);
