@@ -19,9 +19,9 @@
       "deadline of every wait for another rank")                                             \
     X(stage_bytes, int64_t, "LIBEP_STAGE_BYTES", "bytes", "32M",                             \
       "staging memory per rank and group on the host backend; equal on all ranks")           \
-    X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "16M",                               \
+    X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
-    X(node_graphs, int64_t, "LIBEP_NODE_GRAPHS", "count", "auto",                            \
+    X(node_graphs, int64_t, "LIBEP_NODE_GRAPHS", "count", "0",                               \
       "cuda backend on several nodes: exchanges that may be kept as graphs, to be replayed " \
       "when they repeat; auto: 64, the most; equal on all ranks")                            \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \

@@ -96,10 +96,19 @@ static EpStatus exchange_id(EpGroup *group, Opening *o) {
     return status;
 }
 
-static EpStatus open(EpGroup *group, const Opening *o) {
-    const EpCuda *cuda = ep_cuda(group);
+ncclConfig_t ep_cuda_comm_config(const EpGroup *group) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    if (group->purpose != EP_FOR_WEIGHTS) return config;
+    int blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);
+    config.minCTAs = (int)ep_min(EP_WEIGHT_CTAS, ep_max(1, blocks / 2));
+    config.maxCTAs = config.minCTAs;
+    return config;
+}
+
+static EpStatus open(EpGroup *group, const Opening *o) {
+    const EpCuda *cuda = ep_cuda(group);
+    ncclConfig_t config = ep_cuda_comm_config(group);
     if (o->size == 1) return EP_OK;
     ncclResult_t result =
         cuda->nccl->ncclCommInitRankConfig(o->out, o->size, o->id, o->rank, &config);

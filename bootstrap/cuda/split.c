@@ -23,6 +23,7 @@ typedef struct Split {
     ncclComm_t lent;
     int device; /* of the rank: NCCL opens what is current, in a new thread the first one */
     int color, key;
+    ncclConfig_t config;
     ncclComm_t made;
     ncclResult_t result;
     int returned; /* stored with release, last */
@@ -30,10 +31,8 @@ typedef struct Split {
 
 static void *call_nccl(void *argument) {
     Split *s = argument;
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0, config.splitShare = 0;
     int before = ep_cuda_use(s->device);
-    s->result = s->nccl->ncclCommSplit(s->lent, s->color, s->key, &s->made, &config);
+    s->result = s->nccl->ncclCommSplit(s->lent, s->color, s->key, &s->made, &s->config);
     ep_cuda_restore(before);
     __atomic_store_n(&s->returned, 1, __ATOMIC_RELEASE);
     return NULL;
@@ -89,6 +88,8 @@ EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out) {
                  .lent = group->config.nccl_comm,
                  .device = ep_cuda(group)->ordinal,
                  .color = color,
-                 .key = group->rank};
+                 .key = group->rank,
+                 .config = ep_cuda_comm_config(group)};
+    s->config.splitShare = 0;
     return ep_cuda_comm_agree(group, &call, split(group, s, out));
 }

@@ -63,7 +63,7 @@ static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
     EpArrangeArgs args = {
         .shards = g->shards, .flat = g->staged, .whole = g->whole, .unit = (int32_t)g->unit};
     return ep_cuda_check(w->group, "arranging shards",
-                         ep_cuda_launch_arrange(&args, ep_weight_grid(w), w->stream.stream));
+                         ep_cuda_launch_arrange(&args, ep_weight_arrange_grid(w), w->stream.stream));
 }
 
 static EpStatus move_all(const EpWeightWork *w, const Gathered *g, int count) {

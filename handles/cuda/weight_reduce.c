@@ -123,7 +123,7 @@ static EpStatus pack(const EpWeightWork *w, const void *reduction, EpSlice slice
     args.shards.part[0] = slice.rows;
     return ep_cuda_check(
         w->group, "packing shards",
-        ep_cuda_launch_arrange(&args, (EpGrid){ep_weight_blocks(w), 0}, w->stream.stream));
+        ep_cuda_launch_arrange(&args, ep_weight_packing_grid(w), w->stream.stream));
 }
 
 /* Add this rank's piece to the output or, where others have the other pieces, for them to take. */
@@ -156,7 +156,7 @@ static EpStatus add(const EpWeightWork *w, const void *reduction, EpSlice slice)
                       .out = out + begin * (int64_t)ep_type_bytes(out_type)};
     args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
     return ep_cuda_check(w->group, "adding gradients",
-                         ep_cuda_launch_sum(&args, ep_weight_grid(w), w->stream.stream));
+                         ep_cuda_launch_sum(&args, ep_weight_sum_grid(w), w->stream.stream));
 }
 
 /* Gather the sums of the pieces, which lie one after the other as the shard's elements do, and
@@ -179,7 +179,7 @@ static EpStatus share_sums(const Reduction *r, const EpWeightWork *w) {
                       .out = r->call->out};
     args.vectors = args.elements % 4 == 0;
     return ep_cuda_check(w->group, "rounding gradients",
-                         ep_cuda_launch_sum(&args, ep_weight_grid(w), w->stream.stream));
+                         ep_cuda_launch_sum(&args, ep_weight_sum_grid(w), w->stream.stream));
 }
 
 /* Pieces of a shard are not divided into slices. */

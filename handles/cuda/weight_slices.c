@@ -3,11 +3,13 @@
 
 #include <stdlib.h>
 
+#include "bootstrap/cuda/setup.h"
 #include "handles/cuda/quantise.h"
 #include "runtime/layout.h"
 
-#define NCCL_SMS 32    /* as many blocks as NCCL has at most for a gather */
-#define SHORT_BLOCKS 8 /* in place of one */
+#define SHORT_BLOCKS 8    /* in place of one */
+#define PACKING_BLOCKS 2  /* on a multiprocessor: more keep NCCL from starting */
+#define ARRANGE_BLOCKS 32 /* copy as fast as the wire brings; more slow NCCL down */
 
 /** Captured and plain calls have their own: a stream under capture takes no other work. */
 typedef struct EpCudaSlices {
@@ -60,10 +62,23 @@ int ep_weight_blocks(const EpWeightWork *w) {
     return w->cuda->device.blocks * EP_QUANT_BLOCKS_PER_SM * (is_sliced(w) ? SHORT_BLOCKS : 1);
 }
 
-EpGrid ep_weight_grid(const EpWeightWork *w) {
+EpGrid ep_weight_packing_grid(const EpWeightWork *w) {
     if (!is_sliced(w)) return (EpGrid){ep_weight_blocks(w), 0};
-    return (EpGrid){(int)ep_max(1, w->cuda->device.blocks - NCCL_SMS),
-                    w->cuda->shared_bytes / 2 + 1024};
+    return (EpGrid){w->cuda->device.blocks * PACKING_BLOCKS, 0};
+}
+
+static EpGrid grid_beside(const EpWeightWork *w, int most) {
+    if (!is_sliced(w)) return (EpGrid){ep_weight_blocks(w), 0};
+    int left = w->cuda->device.blocks - EP_WEIGHT_CTAS;
+    return (EpGrid){(int)ep_max(1, ep_min(most, left)), w->cuda->shared_bytes / 2 + 1024};
+}
+
+EpGrid ep_weight_arrange_grid(const EpWeightWork *w) {
+    return grid_beside(w, ARRANGE_BLOCKS);
+}
+
+EpGrid ep_weight_sum_grid(const EpWeightWork *w) {
+    return grid_beside(w, w->cuda->device.blocks);
 }
 
 static EpSlice slice_of(int64_t rows, int slices, int number) {

@@ -48,11 +48,13 @@ int ep_weight_slices(int64_t rows, int64_t bytes);
 EpStatus ep_weight_run_slices(EpWeightWork *w, const EpSliceStages *stages, const void *operation,
                               int64_t rows, int slices);
 
-/** Returns how many blocks a kernel of `before` has. */
+/** Returns how many blocks a kernel has that quantises. */
 int ep_weight_blocks(const EpWeightWork *w);
 
-/** Returns the blocks of a kernel of `after`. */
-EpGrid ep_weight_grid(const EpWeightWork *w);
+/** Returns the blocks of a kernel that packs, that puts shards into place, that adds. */
+EpGrid ep_weight_packing_grid(const EpWeightWork *w);
+EpGrid ep_weight_arrange_grid(const EpWeightWork *w);
+EpGrid ep_weight_sum_grid(const EpWeightWork *w);
 
 /** The streams and events of slices, in groups that move weights. Local. */
 EpStatus ep_cuda_slices_open(EpGroup *group);

@@ -41,7 +41,11 @@ static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
     DeviceStep gpu;
     char gone[32];
     Case c = killed_case(bootstrap->size);
-    if (nodes > 1) setenv("LIBEP_TOPOLOGY", "2", 1), snprintf(c.nodes, sizeof(c.nodes), "01");
+    if (nodes > 1) {
+        setenv("LIBEP_TOPOLOGY", "2", 1);
+        setenv("LIBEP_NODE_GRAPHS", "auto", 1);
+        snprintf(c.nodes, sizeof(c.nodes), "01");
+    }
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     config.timeout_seconds = 3;

@@ -87,12 +87,12 @@ static EpGroupConfig group_config(const MoeOptions *o, EpBackend backend) {
 }
 
 /* NCCL's kernels start beside one of libep if it leaves them so many multiprocessors. */
-#define NCCL_SMS 20
+#define NCCL_SMS 48
 
 static EpHandleConfig handle_config(const Layer *layer) {
     EpHandleConfig config = EP_HANDLE_CONFIG_INIT;
     const int sms = layer->device.multiprocessors;
-    const int rest = sms - (sms / 4 < NCCL_SMS ? sms / 4 : NCCL_SMS);
+    const int rest = sms - (sms / 2 < NCCL_SMS ? sms / 2 : NCCL_SMS);
     if (layer->overlaps) config.num_sms = rest > 2 ? rest : 2;
     return config;
 }

@@ -29,10 +29,10 @@ typedef struct {
 } ncclUniqueId;
 
 typedef struct {
-    int blocking, splitShare;
+    int blocking, splitShare, minCTAs, maxCTAs;
 } ncclConfig_t;
 #define NCCL_CONFIG_INITIALIZER \
-    { 1, 0 }
+    { 1, 0, 0, 0 }
 #define NCCL_SPLIT_NOCOLOR -1
 
 ncclResult_t ncclGetVersion(int *version);
