@@ -10,6 +10,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "runtime/log.h"
 #include "runtime/thread.h"
 #include "runtime/wait.h"
 
@@ -138,11 +139,21 @@ static EpStatus open_from_lent(EpGroup *group, int has_node) {
     return ep_cuda_comm_split(group, 0, &cuda->network);
 }
 
+/* NCCL has threads of its own for the network. Where a process has one core, as mpirun gives to
+ * each rank by default, they and the caller take turns: over sockets nothing may move for minutes.
+ */
+static void warn_of_one_core(const EpGroup *group) {
+    if (group->cpus > 1) return;
+    EP_WARN("this process may run on one CPU only, where NCCL's threads for the network want some, "
+            "too: expected mpirun --bind-to none, or more CPUs for each rank");
+}
+
 EpStatus ep_cuda_comm_open(EpGroup *group) {
     EpCuda *cuda = ep_cuda(group);
     int has_network = group->nodes.sizes.nodes > 1,
         has_node = !has_network || !group->choice.shared;
     char reason[192];
+    if (has_network) warn_of_one_core(group);
     cuda->nccl = ep_nccl_load(reason, sizeof(reason));
     if (group->config.nccl_comm) EP_TRY(check_borrowed(group, cuda));
     if (group->config.nccl_comm && !has_network) {

@@ -199,17 +199,6 @@ static int nccl_version(void) {
     return get_version && get_version(&version) == 0 ? version : 0;
 }
 
-/* Count the lines of the log that have `part`. */
-static int count_lines(const char *path, const char *part) {
-    char line[1024];
-    int count = 0;
-    FILE *file = fopen(path, "r");
-    while (file && fgets(line, sizeof(line), file))
-        count += strstr(line, part) != NULL;
-    if (file) fclose(file);
-    return count;
-}
-
 /* A version of NCCL after those that libep was tested with is used, with one warning. Emulated GPUs
  * take the version from the environment. */
 ThreadTest(gpu_backends, newer_nccl_2, 2) {

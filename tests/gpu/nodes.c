@@ -2,8 +2,11 @@
 /* Groups on several pretended nodes of GPUs: what they say of themselves, what they refuse, and
  * that they take the memory that was promised. What they compute is tested by the cases with nodes.
  */
+#include <sched.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tests/cases/run.h"
 #include "tests/gpu/devices.h"
@@ -40,6 +43,36 @@ static void check_relays(const EpGroup *group, const EpGroupInfo *info) {
     CHECK_REFUSED(ep_group_relay(group, -1, &rank), EP_ERR_RANGE, "node", "0 .. 1, got -1");
     CHECK_REFUSED(ep_group_relay(group, 0, NULL), EP_ERR_NULL, "rank", "got NULL");
     CHECK(rank == elsewhere[info->rank], "a refused call has changed the output");
+}
+
+/* A rank on one core is told so, since NCCL's threads need some, too. Only rank 0 is on one. */
+ThreadTest(gpu_nodes, on_one_core_2, 2) {
+    static char path[] = "/tmp/libep-core-XXXXXX";
+    cpu_set_t before, one;
+    Case c = nodes_case();
+    c.ranks = 2;
+    EpGroupConfig config = case_group_config(&c);
+    REQUIRE(sched_getaffinity(0, sizeof(before), &before) == 0, "no affinity");
+    if (bootstrap->rank == 0) {
+        int file = mkstemp(path);
+        REQUIRE(file >= 0, "no log file");
+        close(file);
+        setenv("LIBEP_LOG_FILE", path, 1);
+        CPU_ZERO(&one);
+        for (int cpu = 0; CPU_COUNT(&one) == 0; cpu++)
+            if (CPU_ISSET(cpu, &before)) CPU_SET(cpu, &one);
+        CHECK(sched_setaffinity(0, sizeof(one), &one) == 0, "sched_setaffinity");
+    }
+    REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
+    EpGroup *group = open_on_nodes(bootstrap, "0,1", &config);
+    REQUIRE(group, "no group");
+    ep_group_destroy(group);
+    if (bootstrap->rank == 0) {
+        int lines = count_lines(path, "may run on one CPU only");
+        CHECK(lines == (CPU_COUNT(&before) > 1 ? 1 : 2), "%d warnings", lines);
+        unlink(path);
+        sched_setaffinity(0, sizeof(before), &before);
+    }
 }
 
 ThreadTest(gpu_nodes, known_to_the_group_4, 4) {

@@ -73,3 +73,13 @@ void check_skip(void) {
 void check_assert(void) {
     cr_assert(failure[0] == 0, "%s", failure);
 }
+
+int count_lines(const char *path, const char *part) {
+    char line[4096];
+    int count = 0;
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof(line), file))
+        count += strstr(line, part) != NULL;
+    if (file) fclose(file);
+    return count;
+}

@@ -50,6 +50,9 @@ void check_skip(void);
     check_refused((call), (expected), (const char *const[]){__VA_ARGS__, NULL}, __FILE__, \
                   __LINE__, #call)
 
+/** Returns how many lines of a file, such as a log, have `part`. */
+int count_lines(const char *path, const char *part);
+
 /** Return from the (void) function when a check fails. */
 #define REQUIRE(condition, ...)                     \
     do {                                            \
