@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 #include "bindings/jax/handlers.h"
 
@@ -133,6 +134,12 @@ static XLA_FFI_Error *find_rank(JaxCall *call) {
     return refuse(call, EP_ERR_FOREIGN, why);
 }
 
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_REALTIME, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
 int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI_Error **result) {
     *result = NULL;
     if (jax_answer_metadata(frame)) return 0;
@@ -149,6 +156,7 @@ int jax_begin(JaxCall *call, XLA_FFI_CallFrame *frame, const char *name, XLA_FFI
         return 0;
     }
     call->handle = call->rank->handle;
+    __atomic_store_n(&call->rank->began, now(), __ATOMIC_RELAXED);
     return 1;
 }
 
@@ -158,6 +166,7 @@ XLA_FFI_Error *jax_end(JaxCall *call, EpStatus status) {
         error = make_error(call->frame, status);
         ep_group_abort(call->rank->group, ep_last_error());
     }
+    __atomic_store_n(&call->rank->began, 0, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&call->rank->mutex);
     return error;
 }

@@ -36,6 +36,7 @@ typedef struct JaxRank {
     EpHandle *handle;
     int is_closed;         /**< group and handle are gone */
     pthread_mutex_t mutex; /**< held during a call on the group */
+    int64_t began; /**< when a call that is under way began, in ns of CLOCK_REALTIME; 0: none */
 } JaxRank;
 
 /** Find a rank. Returns NULL if the process has no such rank. */
@@ -48,6 +49,10 @@ int ep_jax_rank_add(int64_t key, int32_t ordinal, int32_t number, int32_t on_hos
 /** Refuse calls from now on, and return once none is under way. A call that is still waiting for
  *  peers after `seconds` is aborted. The caller may then destroy group and handle. */
 void ep_jax_rank_close(int64_t key, int32_t ordinal, double seconds);
+
+/** Returns 1 if a call of the host backend is under way that began before a time, in seconds of
+ *  CLOCK_REALTIME. */
+int ep_jax_rank_waits(int64_t key, int32_t ordinal, double before);
 
 /** ep_group_status, between the calls of running programs. */
 EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out);

@@ -52,6 +52,12 @@ void ep_jax_rank_close(int64_t key, int32_t ordinal, double seconds) {
     pthread_mutex_unlock(&rank->mutex);
 }
 
+int ep_jax_rank_waits(int64_t key, int32_t ordinal, double before) {
+    JaxRank *rank = jax_rank_find(key, ordinal);
+    int64_t began = rank && rank->on_host ? __atomic_load_n(&rank->began, __ATOMIC_RELAXED) : 0;
+    return began && (double)began * 1e-9 < before;
+}
+
 EpStatus ep_jax_rank_status(int64_t key, int32_t ordinal, EpFinding *out) {
     JaxRank *rank = jax_rank_find(key, ordinal);
     EpStatus status = EP_OK;

@@ -51,6 +51,7 @@ def _load() -> ctypes.CDLL:
     loaded.ep_jax_rank_add.argtypes = [key, ordinal, *[ctypes.c_int32] * 2, *[ctypes.c_void_p] * 2]
     loaded.ep_jax_rank_close.argtypes = [key, ordinal, ctypes.c_double]
     loaded.ep_jax_rank_close.restype = None
+    loaded.ep_jax_rank_waits.argtypes = [key, ordinal, ctypes.c_double]
     loaded.ep_jax_rank_status.argtypes = [key, ordinal, ctypes.POINTER(_abi.EpFinding)]
     return loaded
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from . import _abi, _jax_calls
+from . import _abi, _jax_calls, _process
 from ._abi import Backend, Plans, Status, Tail
 from ._bootstrap import Bootstrap
 from ._group import Group
@@ -76,6 +76,7 @@ class Ranks:
         self._wait_seconds = float(timeout)
         remember_devices(self.key, mesh, axes)
         _open[self.key] = self
+        _process.listen()  # the groups were created by other threads
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
@@ -108,6 +109,15 @@ class Ranks:
             self.release()
             self._close_groups()
             _jax_calls.forget_failed_order(CLOSE_SECONDS)
+
+    def interrupt(self, sent: float) -> None:
+        """Abort a group where a call has been waiting since before a signal.
+
+        JAX would go on waiting for its program, and Python cannot raise KeyboardInterrupt meanwhile.
+        """
+        for rank in self.ranks:
+            if _jax_calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
+                rank.group.abort(_process.INTERRUPTED)
 
     def _close_groups(self) -> None:
         _run_threads([rank.group.close for rank in self.ranks])
@@ -225,6 +235,12 @@ def _leave() -> None:
             _close_rank(ranks.key, rank)
 
 
+def _interrupt(sent: float) -> None:
+    for ranks in list(_open.values()):
+        ranks.interrupt(sent)
+
+
+_process.interrupts.append(_interrupt)
 # Functions of atexit come too late to start threads. concurrent.futures uses this one for the same
 # reason.
 threading._register_atexit(_close_local)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from socket import socket as Socket
     from typing import Optional
 
@@ -42,7 +43,11 @@ EXIT_SECONDS = 5.0
 # all ranks close a group together.
 open_groups: set[Group] = set()
 
+interrupts: list[Callable[[float], object]] = []
+"""What else is called after Ctrl-C, on the thread of this module, with the time of the signal."""
+
 _NOT_CLOSED = "the process ends, and its group was not closed"
+INTERRUPTED = "interrupted (Ctrl-C)"
 _EXIT = 255  # a byte beside the numbers of signals
 _SO_TIMESTAMPNS = 35  # of Linux; the module socket does not have it
 _starting = threading.Lock()
@@ -52,13 +57,14 @@ _watcher: Optional[tuple[Socket, Socket]] = None  # its sockets, to read from an
 def add(group: Group) -> None:
     """Watch over a new group."""
     open_groups.add(group)
-    _start_watcher()
+    listen()
 
 
 # ---- the thread -------------------------------------------------------------------------------
 
 
-def _start_watcher() -> None:
+def listen() -> None:
+    """Hear of Ctrl-C, if called by the main thread."""
     global _watcher
     with _starting:
         if _watcher is None:
@@ -105,7 +111,9 @@ def _interrupt(sent: float) -> None:
         time.sleep(GRACE_SECONDS)
         main = threading.main_thread().ident
         groups = [g for g in list(open_groups) if g.caller == main and g.began < sent]
-        _abort("interrupted (Ctrl-C)", groups)
+        _abort(INTERRUPTED, groups)
+        for interrupt in interrupts:
+            interrupt(sent)
 
 
 def _abort(sentence: str, groups: list[Group]) -> None:

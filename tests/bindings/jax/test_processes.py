@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -37,11 +39,15 @@ def run(*arguments):
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
-def test_processes(processes, devices, nodes):
+def free_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:%d" % free.getsockname()[1]
+        return "127.0.0.1:%d" % free.getsockname()[1]
+
+
+@pytest.mark.parametrize("processes, devices", [(2, 1), (2, 2)])
+def test_processes(processes, devices, nodes):
+    address = free_address()
     started = [
         subprocess.Popen(
             [
@@ -66,6 +72,56 @@ def test_processes(processes, devices, nodes):
     assert [text.splitlines()[-1] for text in printed] == [
         f"process {n}: {devices} of {processes * devices} devices" for n in range(processes)
     ]
+
+
+WAITING = """
+import os, signal, sys, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp, numpy as np, libep.jax
+from jax.sharding import PartitionSpec as P
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start tests without one
+number = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, number)
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+ep = libep.jax.bootstrap(mesh, "ep", num_experts=2, max_tokens=4, hidden=8, top_k=1)
+if number == 1:
+    time.sleep(60)  # it never comes
+body = lambda: ep.dispatch(jnp.ones((4, 8)), jnp.zeros((4, 1), jnp.int32))[0]
+program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P("ep")))
+print("waiting", flush=True)
+try:
+    jax.block_until_ready(program())
+finally:
+    print("ended", flush=True)
+    os._exit(0)  # without a word to the other process, which sleeps
+"""
+
+
+def test_ctrl_c_in_a_wait():
+    """A process that waits for another one in a program ends within seconds after SIGINT."""
+    address = free_address()
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, address, str(number)],
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    )
+    try:
+        assert first.stdout.readline() == "waiting\n"
+        time.sleep(3)  # until it waits
+        begin = time.monotonic()
+        first.send_signal(signal.SIGINT)
+        assert first.stdout.readline() == "ended\n"
+        assert time.monotonic() - begin < 5
+    finally:
+        first.kill()
+        second.kill()
+        first.communicate()
+        second.communicate()
 
 
 @pytest.mark.parametrize(
