@@ -26,11 +26,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core, effects
-from jax._src.lib.mlir import ir
 from jax._src.dispatch import runtime_tokens
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
+from jaxlib.mlir import ir
 
 from . import _abi
 from ._jax_regions import check_devices
@@ -145,7 +145,7 @@ def _convert(ctx: Any, value: Any, source: Any, target: Any) -> Any:
 
 def _order_from(ctx: Any, token: Any) -> Any:
     made_by = token.owner
-    attributes = getattr(made_by, "attributes", ())  # the owner of an argument is a block
+    attributes: Any = getattr(made_by, "attributes", ())  # the owner of an argument is a block
     name = "call_target_name"
     if name in attributes and ir.StringAttr(attributes[name]).value == _CONVERT:
         return made_by.operands[0]

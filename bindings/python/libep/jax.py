@@ -18,6 +18,7 @@ were traced, on every device, forward and backward.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -115,16 +116,20 @@ def bootstrap(
     return Ep(Ranks(mesh, axes, top_k, config), Regions(mesh, axes, tokens), config)
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Optional[Callable[..., Any]] = None, **options: Any) -> Any:
     """jax.jit for a function that is a whole program, such as a training step.
 
-    options  those of jax.jit
+    options  those of jax.jit, such as donate_argnums. With options alone: a decorator
 
     JAX orders calls of libep over programs, too: each program waits for the one before, on whatever
     devices, and the call of a program takes some 0.2 ms of the host. Here the function's own calls
     are in order, and no more. So use it where programs are called one after the other, or where
     they have no group in common. The function cannot be differentiated from outside, or mapped.
     """
+    if function is None:
+        return functools.partial(jit, **options)
+    if not callable(function):
+        raise EpError(Status.TYPE, f"jit: expected a function, got {type(function).__name__}")
     return jax.jit(whole(function), **options)
 
 

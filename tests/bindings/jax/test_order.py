@@ -189,7 +189,7 @@ def test_options_of_jit(bootstrap):
         y = layer(params, x) if kind == "layer" else x
         return {"y": scale * y, "none": None, "two": jnp.float32(2)}, (x,)
 
-    program = libep.jax.jit(step, static_argnums=2, donate_argnums=1)
+    program = libep.jax.jit(static_argnums=2, donate_argnums=1)(step)
     assert (program.__name__, program.__doc__) == ("step", "The step.")
     for kind, expected in [("layer", 3 * dense(params, x)), ("none", 3 * x)]:
         results, (same,) = program(params, x + 0, kind, scale=3.0)
@@ -215,6 +215,12 @@ def test_other_effects_within_jit(bootstrap):
     jax.block_until_ready(step(params, tokens(7, 1)))
     jax.effects_barrier()
     assert seen == [0, 1, 2]
+
+
+def test_jit_of_no_function():
+    with pytest.raises(EpError, match="jit: expected a function, got int") as caught:
+        libep.jax.jit(3)
+    assert caught.value.status is Status.TYPE
 
 
 def test_jit_within_jit(bootstrap):
