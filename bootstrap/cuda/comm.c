@@ -100,10 +100,8 @@ static EpStatus exchange_id(EpGroup *group, Opening *o) {
 ncclConfig_t ep_cuda_comm_config(const EpGroup *group) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    if (group->purpose != EP_FOR_WEIGHTS) return config;
-    int blocks = ep_cuda_blocks(&group->config, &group->nodes.sizes, &group->settings);
-    config.minCTAs = (int)ep_min(EP_WEIGHT_CTAS, ep_max(1, blocks / 2));
-    config.maxCTAs = config.minCTAs;
+    if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
+        config.minCTAs = config.maxCTAs = EP_WEIGHT_CTAS;
     return config;
 }
 

@@ -52,8 +52,9 @@ EpStatus ep_cuda_comm_open(EpGroup *group);
  *  one can only be aborted, and bootstraps over it refuse all gathers. */
 EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out);
 
-/** Blocks of a kernel of NCCL that moves weights, where there are multiprocessors enough. With what NCCL
- *  takes by itself, 24 on two H100s, a gather is not bound by the wire, and takes a fifth longer. */
+/** Blocks of a kernel of NCCL that moves weights on one node. With what NCCL takes by itself, 24 on
+ *  two H100s, a gather is not bound by the wire, and takes a fifth longer. Ranks may differ in
+ *  num_sms, but must not in this. */
 #define EP_WEIGHT_CTAS 48
 
 /** What the group's own communicators are made with. */
