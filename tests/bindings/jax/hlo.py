@@ -66,5 +66,5 @@ def collectives(text: str) -> list[Collective]:
 
 
 def calls(text: str) -> list[str]:
-    """The calls of libep in a program, sorted."""
-    return sorted(re.findall(r'custom_call_target="ep_jax_(\w+)"', text))
+    """The calls of libep in a program, sorted, without those that make an order of a token."""
+    return sorted(re.findall(r'custom_call_target="ep_jax_(?!order)(\w+)"', text))
