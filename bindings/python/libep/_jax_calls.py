@@ -20,13 +20,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import time
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import core, effects
-from jax._src.dispatch import runtime_tokens
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
@@ -35,8 +33,6 @@ from jaxlib.mlir import ir
 from . import _abi
 from ._jax_regions import check_devices
 from ._library import FOLDER
-
-_POLL_SECONDS = 0.001
 
 # _library has loaded libep.so by now, so the handlers use that instance.
 _PATH = os.path.join(FOLDER, "lib", "libep_jax.so")
@@ -84,26 +80,6 @@ except AttributeError as error:  # these are not public
     raise ImportError(
         f"libep.jax: expected JAX 0.10.2 to 0.11.2, got {jax.__version__}: {error}"
     ) from None
-
-
-def forget_failed_order(seconds: float) -> None:
-    """Let programs run after one that failed: JAX would hand on the failed token.
-
-    Waits so long for a program that is about to end.
-    """
-    tokens = runtime_tokens.current_tokens  # of this thread
-    token: Any = tokens.get(CALL)
-    if token is None:
-        return
-    deadline = time.monotonic() + seconds
-    while not token._buf.is_ready():
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(_POLL_SECONDS)
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        tokens.pop(CALL)
 
 
 def type_outputs(like: Any, *_: Any, outputs: Outputs, **__: Any) -> list[Any]:
