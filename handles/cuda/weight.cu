@@ -90,9 +90,11 @@ __device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
     int64_t shard = ep_shard_elements(&a.shards) / per_piece, runs = shard / run;
     int64_t stride = a.stride ? a.stride / (int64_t)sizeof(Piece) : shard;
     Piece *flat = (Piece *)(uintptr_t)a.flat, *whole = (Piece *)a.whole;
+    int64_t number = ep_shards_number(&a.shards) - (a.but >= 0);
     auto places_of = [&](int64_t i) {
-        int64_t place = ep_shard_run_at(&a.shards, i / runs, i % runs) / per_piece;
-        return RunPlaces{i / runs * stride + i % runs * run, place};
+        int64_t of = i / runs + (a.but >= 0 && i / runs >= a.but);
+        int64_t place = ep_shard_run_at(&a.shards, of, i % runs) / per_piece;
+        return RunPlaces{of * stride + i % runs * run, place};
     };
     auto copy = [&](int64_t packed, int64_t place, int step, int left) {
         if (a.back)
@@ -100,7 +102,7 @@ __device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
         else
             copy_pieces<LOADS(ALONE)>(whole + place, flat + packed, step, left);
     };
-    walk_runs<LOADS(ALONE)>(runs * ep_shards_number(&a.shards), run, places_of, copy);
+    walk_runs<LOADS(ALONE)>(runs * number, run, places_of, copy);
 }
 
 template <int ALONE>
@@ -129,12 +131,10 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, EpGrid grid, void 
 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
-/* Returns where element number `at` of a rank's part lies. This rank's may lie in the whole. */
+/* Returns where a rank's part lies; this rank's may lie in the whole, from whose beginning on. */
 template <typename T>
-__device__ __forceinline__ const T *element_of(const EpSumArgs &a, int rank, int64_t at,
-                                               int64_t in_whole) {
-    if (rank != a.rank) return (const T *)(a.received + rank * a.stride) + at;
-    return (const T *)a.mine + (a.in_whole ? in_whole : at);
+__device__ __forceinline__ const T *part_of(const EpSumArgs &a, int rank) {
+    return (const T *)(rank == a.rank ? (const char *)a.mine : a.received + rank * a.stride);
 }
 
 /* Call add(rank) for each part in the order of summation, and next_node() before each node. */
@@ -164,12 +164,14 @@ __device__ __forceinline__ void store_sum(__half *out, float sum) {
 }
 
 template <typename T, typename Out>
-__device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t in_whole) {
+__device__ __forceinline__ void sum_element(const EpSumArgs &a, int64_t at, int64_t to_whole) {
     float total = 0, sum = 0; /* of the nodes before, of this one */
     Out *out = (Out *)a.out + at;
     walk_parts(
         a, [&] { total += sum, sum = 0; },
-        [&](int rank) { sum += ep_float(*element_of<T>(a, rank, at, in_whole)); });
+        [&](int rank) {
+            sum += ep_float(part_of<T>(a, rank)[at + (rank == a.rank ? to_whole : 0)]);
+        });
     store_sum(out, final_sum(out, total + sum, a.accumulate));
 }
 
@@ -178,57 +180,83 @@ template <typename Out, int N> struct alignas(N * sizeof(Out) < 16 ? N * sizeof(
     Out at[N];
 };
 
-template <typename T, typename Out>
-__device__ __forceinline__ void sum_vector(const EpSumArgs &a, int64_t at, int64_t in_whole) {
+/* Of sums that a thread has under way: as LOADS. */
+#define SUMS(ALONE) ((ALONE) ? 4 : 1)
+
+/** The vectors or elements of sums that a thread takes: `left` of them, `step` apart, but none before
+ * the piece or behind it. Those repeat one that is there, which is not stored again. */
+typedef struct SumPlaces {
+    int64_t first, last; /* of them, and of all */
+    int64_t whole;       /* from a place among the sums to one in the whole */
+    int step, left;
+} SumPlaces;
+
+__device__ __forceinline__ int64_t sum_place(const SumPlaces &p, int i) {
+    return max((int64_t)0, min(p.first + (int64_t)i * p.step, p.last));
+}
+
+__device__ __forceinline__ int is_sum_place(const SumPlaces &p, int i) {
+    int64_t at = p.first + (int64_t)i * p.step;
+    return i < p.left && at >= 0 && at <= p.last;
+}
+
+template <typename T, typename Out, int N>
+__device__ __forceinline__ void sum_vectors(const EpSumArgs &a, const SumPlaces &p) {
     typedef Sums<Out, EpVector<T>::SIZE> Result;
-    EpVector<T> total = {}, sum = {}; /* of the nodes before, of this one */
-    Result *out = (Result *)((Out *)a.out + at), result;
+    EpVector<T> total[N] = {}, sum[N] = {}; /* of the nodes before, of this one */
     walk_parts(
-        a, [&] { ep_add(&total, sum), sum = {}; },
-        [&](int rank) {
-            ep_add(&sum, ep_unpack<T>(*(const uint4 *)element_of<T>(a, rank, at, in_whole)));
-        });
-    ep_add(&total, sum);
-    if (a.accumulate) result = *out;
+        a,
+        [&] {
 #pragma unroll
-    for (int e = 0; e < EpVector<T>::SIZE; e++)
-        store_sum(&result.at[e], final_sum(&result.at[e], total.at[e], a.accumulate));
-    *out = result;
+            for (int i = 0; i < N; i++)
+                ep_add(&total[i], sum[i]), sum[i] = {};
+        },
+        [&](int rank) {
+            const uint4 *from = (const uint4 *)part_of<T>(a, rank);
+            int64_t offset = rank == a.rank ? p.whole : 0;
+            uint4 x[N];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                x[i] = from[sum_place(p, i) + offset];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                ep_add(&sum[i], ep_unpack<T>(x[i]));
+        });
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        Result *out = (Result *)a.out + sum_place(p, i), result;
+        if (!is_sum_place(p, i)) continue;
+        ep_add(&total[i], sum[i]);
+        if (a.accumulate) result = *out;
+#pragma unroll
+        for (int e = 0; e < EpVector<T>::SIZE; e++)
+            store_sum(&result.at[e], final_sum(&result.at[e], total[i].at[e], a.accumulate));
+        *out = result;
+    }
 }
 
-template <typename T, typename Out>
-__device__ __forceinline__ void sum_at(const EpSumArgs &a, int64_t at, int64_t in_whole) {
-    if (a.vectors)
-        sum_vector<T, Out>(a, at, in_whole);
-    else
-        sum_element<T, Out>(a, at, in_whole);
-}
-
-/* Sum where this rank's part lies in the whole. A piece of a shard may begin and end within a run
- * of the whole. */
-template <typename T, typename Out>
-__device__ __forceinline__ void sum_runs(const EpSumArgs &a, int width) {
-    int64_t run = ep_shards_run(&a.shards), first = a.own_begin / run;
-    int64_t runs = (a.own_begin + a.elements + run - 1) / run - first;
-    auto places_of = [&](int64_t i) {
-        int64_t place = ep_shard_run_at(&a.shards, a.own_shard, first + i);
-        return RunPlaces{((first + i) * run - a.own_begin) / width, place / width};
-    };
-    walk_runs<1>(runs, run / width, places_of, [&](int64_t piece, int64_t place, int, int) {
-        int64_t at = piece * width;
-        if (at >= 0 && at < a.elements) sum_at<T, Out>(a, at, place * width);
-    });
-}
-
+/* This rank's part lies in one run, or in the runs of a shard in the whole; a piece of a shard may
+ * begin and end within one. */
 template <typename T, typename Out, int ALONE>
 __global__ void __launch_bounds__(THREADS(ALONE), ALONE)
     sum_parts(const __grid_constant__ EpSumArgs a) {
+    constexpr int N = SUMS(ALONE);
     int width = a.vectors ? EpVector<T>::SIZE : 1;
     if (a.elements == 0) return;
-    if (a.in_whole) return sum_runs<T, Out>(a, width);
-    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * width; at < a.elements;
-         at += (int64_t)gridDim.x * blockDim.x * width)
-        sum_at<T, Out>(a, at, 0);
+    int64_t begin = a.in_whole ? a.own_begin : 0;
+    int64_t run = a.in_whole ? ep_shards_run(&a.shards) : a.elements, first = begin / run;
+    int64_t runs = (begin + a.elements + run - 1) / run - first;
+    auto places_of = [&](int64_t i) {
+        int64_t at = (first + i) * run - begin;
+        int64_t place = a.in_whole ? ep_shard_run_at(&a.shards, a.own_shard, first + i) : at;
+        return RunPlaces{at / width, place / width};
+    };
+    walk_runs<N>(runs, run / width, places_of, [&](int64_t at, int64_t place, int step, int left) {
+        SumPlaces p = {at, a.elements / width - 1, place - at, step, left};
+        if (a.vectors) return sum_vectors<T, Out, N>(a, p);
+        for (int i = 0; i < left; i++)
+            if (is_sum_place(p, i)) sum_element<T, Out>(a, sum_place(p, i), p.whole);
+    });
 }
 
 template <typename T, typename Out>

@@ -21,6 +21,7 @@ typedef struct EpArrangeArgs {
     char *whole;
     int32_t unit;   /**< bytes of an element */
     int32_t back;   /**< 1: from the whole to flat memory */
+    int64_t but;    /**< a shard that is left out; -1: none */
     int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 

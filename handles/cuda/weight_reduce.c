@@ -45,8 +45,17 @@ typedef struct Reduction {
     const EpWeightReduce *call;
     ReduceParts parts;
     const char *packed; /* shards of this rank's gradient, or NULL: they go directly */
+    int packs_own;      /* whether this rank's own is among them: what it adds lies there, too */
     int64_t unit, run;  /* bytes of an element; elements that lie side by side */
 } Reduction;
+
+/* This rank's own shard is read where it lies if that is possible 16 bytes at a time, and if no
+ * other rank is sent a part of it. */
+static int packs_own(const EpWeight *weight, int32_t rank, int64_t unit) {
+    for (int32_t r = 0; r < weight->reduces->size; r++)
+        if (r != rank && weight->reduced[r].shard == weight->reduced[rank].shard) return 1;
+    return ep_shards_run(&weight->shards) * unit % 16 != 0;
+}
 
 static Reduction describe_reduction(const EpWeightWork *w, const EpWeightReduce *call) {
     const EpWeight *weight = call->weight;
@@ -55,6 +64,7 @@ static Reduction describe_reduction(const EpWeightWork *w, const EpWeightReduce 
     r.run = ep_shards_run(&weight->shards);
     if (w->group->size == 1 || !packs(weight)) return r;
     r.packed = (char *)call->workspace + r.parts.packed;
+    r.packs_own = packs_own(weight, w->group->rank, r.unit);
     r.run = ep_shard_elements(&weight->shards);
     return r;
 }
@@ -119,6 +129,7 @@ static EpStatus pack(const EpWeightWork *w, const void *reduction, EpSlice slice
                           .whole = (char *)(uintptr_t)r->call->grad + slice.first * row * others,
                           .unit = (int32_t)r->unit,
                           .back = 1,
+                          .but = r->packs_own ? -1 : weight->reduced[w->group->rank].shard,
                           .stride = shard_stride(weight)};
     args.shards.part[0] = slice.rows;
     return ep_cuda_check(
@@ -145,16 +156,17 @@ static EpStatus add(const EpWeightWork *w, const void *reduction, EpSlice slice)
                       .out_type = out_type,
                       .accumulate = !divided && r->call->accumulate,
                       .rank = rank,
-                      .in_whole = !r->packed,
+                      .in_whole = !r->packs_own,
                       .shards = weight->shards,
                       .own_shard = part.shard,
                       .own_begin = begin,
-                      .mine = r->packed ? element_at(r, part.shard, begin) : r->call->grad,
+                      .mine = r->packs_own ? element_at(r, part.shard, begin) : r->call->grad,
                       .received = (char *)r->call->workspace + first * r->unit,
                       .stride = r->parts.piece,
                       .by_node = relay ? relay->tables.by_node : NULL,
                       .out = out + begin * (int64_t)ep_type_bytes(out_type)};
-    args.vectors = (r->packed ? args.elements : r->run) * r->unit % 16 == 0;
+    int64_t run = r->packs_own ? args.elements : ep_shards_run(&weight->shards);
+    args.vectors = run * r->unit % 16 == 0;
     return ep_cuda_check(w->group, "adding gradients",
                          ep_cuda_launch_sum(&args, ep_weight_sum_grid(w), w->stream.stream));
 }

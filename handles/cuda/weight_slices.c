@@ -82,9 +82,19 @@ EpGrid ep_weight_sum_grid(const EpWeightWork *w) {
     return grid_beside(w, w->cuda->device.blocks);
 }
 
-static EpSlice slice_of(int64_t rows, int slices, int number) {
-    int64_t first = rows * number / slices;
-    return (EpSlice){first, rows * (number + 1) / slices - first};
+/* Returns where a slice begins. The first `before` and the last `after` have nothing beside them, so
+ * these slices are a quarter of the others, where there are rows enough. */
+static int64_t slice_begin(const EpSliceStages *stages, int64_t rows, int slices, int number) {
+    int64_t begins = stages->before ? 3 : 0, ends = stages->after ? 3 : 0;
+    int64_t quarters = 4 * (int64_t)slices - begins - ends;
+    if (rows < quarters) return rows * number / slices;
+    if (number == 0) return 0;
+    return number == slices ? rows : rows * (4 * number - begins) / quarters;
+}
+
+static EpSlice slice_of(const EpSliceStages *stages, int64_t rows, int slices, int number) {
+    int64_t first = slice_begin(stages, rows, slices, number);
+    return (EpSlice){first, slice_begin(stages, rows, slices, number + 1) - first};
 }
 
 static EpStatus run(const EpWeightWork *w, const void *operation, EpSlice slice,
@@ -98,18 +108,18 @@ static EpStatus run_beside(const EpWeightWork *w, const EpSliceStages *stages,
     cudaStream_t kernels = w->stream.stream;
     cudaEvent_t ready = w->cuda->slices->side[w->stream.captures].ready;
     cudaEvent_t moved = w->cuda->slices->side[w->stream.captures].moved;
-    EP_TRY(run(w, operation, slice_of(rows, slices, 0), stages->before));
+    EP_TRY(run(w, operation, slice_of(stages, rows, slices, 0), stages->before));
     EP_TRY(ep_cuda_record(w->group, ready, kernels));
     for (int i = 0; i < slices; i++) {
         EP_TRY(ep_cuda_await(w->group, w->wire, ready));
-        EP_TRY(run(w, operation, slice_of(rows, slices, i), stages->move));
+        EP_TRY(run(w, operation, slice_of(stages, rows, slices, i), stages->move));
         EP_TRY(ep_cuda_record(w->group, moved, w->wire));
         if (i + 1 < slices) {
-            EP_TRY(run(w, operation, slice_of(rows, slices, i + 1), stages->before));
+            EP_TRY(run(w, operation, slice_of(stages, rows, slices, i + 1), stages->before));
             EP_TRY(ep_cuda_record(w->group, ready, kernels));
         }
         EP_TRY(ep_cuda_await(w->group, kernels, moved));
-        EP_TRY(run(w, operation, slice_of(rows, slices, i), stages->after));
+        EP_TRY(run(w, operation, slice_of(stages, rows, slices, i), stages->after));
     }
     return EP_OK;
 }
