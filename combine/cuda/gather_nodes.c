@@ -20,21 +20,19 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     if (!ep_partition_gather(args, ep_cuda(group)->shared_bytes))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     args->group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
-    return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_gather, args,
-                           args->group.blocks);
+    return ep_relay_launch(&o->run, ep_cuda_launch_gather, args, args->group.blocks);
 }
 
 /* Sum what this rank relays into records, and send them to their tokens' ranks. */
 static EpStatus send_chunk(Operation *o, int32_t chunk) {
     EpGatherArgs args = *o->args;
     char *records = o->run.relay->send[chunk % 2];
-    cudaStream_t stream = o->run.stream.stream;
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.rounds = 1;
-    EP_TRY(ep_relay_await_send(&o->run, stream, chunk));
+    EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
-    return ep_relay_exchange(&o->run, stream, chunk, EP_FROM_RELAYS);
+    return ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS);
 }
 
 /* Sum this rank's tokens of the chunk: its own node's ranks, and the records of the other nodes. */

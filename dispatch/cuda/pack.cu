@@ -8,6 +8,7 @@
 #include "runtime/cuda/quantise.cuh"
 
 #define PACK_THREADS 256
+#define PACK_BLOCKS 4 /* on a multiprocessor: most of their time they wait for memory */
 
 /* Returns the record of lane k's entry, for one entry of each node that needs the token; else
  * NULL. */
@@ -88,5 +89,6 @@ extern "C" int ep_cuda_open_pack(int shared_bytes) {
 }
 
 extern "C" int ep_cuda_launch_pack(const void *args, int blocks, void *stream) {
-    return ep_launch(pack_tokens, blocks, PACK_THREADS, 0, stream, *(const EpPackArgs *)args);
+    return ep_launch(pack_tokens, blocks * PACK_BLOCKS, PACK_THREADS, 0, stream,
+                     *(const EpPackArgs *)args);
 }

@@ -53,13 +53,11 @@ static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
                               kind == EP_PART_OWN ? o->unit : 16))
         return ep_cuda_refuse_rows(group, t->row_bytes);
     args.group.digest = ep_relay_part_digest(o->args->group.digest, kind, chunk);
-    return ep_relay_launch(&o->run, o->run.stream.stream, ep_cuda_launch_scatter, &args,
-                           args.group.blocks);
+    return ep_relay_launch(&o->run, ep_cuda_launch_scatter, &args, args.group.blocks);
 }
 
 /* Pack a chunk and send it. */
 static EpStatus send_chunk(Operation *o, int32_t chunk) {
-    cudaStream_t stream = o->run.side->pack;
     EpScatterArgs part = *o->args;
     take_part(o, EP_PART_OWN, chunk, &part);
     take_tokens((int64_t)chunk * part.shape.nodes.chunk, &part.t, &part.source);
@@ -72,9 +70,9 @@ static EpStatus send_chunk(Operation *o, int32_t chunk) {
                        .places = part.shape.nodes.chunk,
                        .messages = part.shape.nodes.nodes - 1,
                        .out = o->run.relay->send[chunk % 2]};
-    EP_TRY(ep_relay_await_send(&o->run, stream, chunk));
-    EP_TRY(ep_relay_launch(&o->run, stream, ep_cuda_launch_pack, &args, args.group.blocks));
-    return ep_relay_exchange(&o->run, stream, chunk, EP_TO_RELAYS);
+    EP_TRY(ep_relay_await_send(&o->run, chunk));
+    EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
+    return ep_relay_exchange(&o->run, chunk, EP_TO_RELAYS);
 }
 
 static EpStatus spread_chunk(Operation *o, int32_t chunk) {

@@ -154,11 +154,9 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
 
 /* NCCL's kernels go first where multiprocessors are short: the node's kernels wait for them. */
 static EpStatus open_side(const EpGroup *group, EpCudaSide *side) {
-    cudaStream_t *streams[] = {&side->pack, &side->wire};
     cudaEvent_t *events[] = {&side->begun,    &side->ready[0], &side->ready[1], &side->moved[0],
                              &side->moved[1], &side->taken[0], &side->taken[1]};
-    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
-        EP_TRY(ep_cuda_open_stream(group, 1, streams[i]));
+    EP_TRY(ep_cuda_open_stream(group, 1, &side->wire));
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
         EP_TRY(ep_cuda_open_event(group, events[i]));
     return EP_OK;
@@ -197,11 +195,9 @@ EpStatus ep_cuda_relay_open(EpGroup *group) {
 }
 
 static void close_side(EpCudaSide *side) {
-    cudaStream_t streams[] = {side->pack, side->wire};
     cudaEvent_t events[] = {side->begun,    side->ready[0], side->ready[1], side->moved[0],
                             side->moved[1], side->taken[0], side->taken[1]};
-    for (size_t i = 0; i < sizeof(streams) / sizeof(*streams); i++)
-        if (streams[i]) (void)cudaStreamDestroy(streams[i]);
+    if (side->wire) (void)cudaStreamDestroy(side->wire);
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
         if (events[i]) (void)cudaEventDestroy(events[i]);
 }

@@ -11,10 +11,11 @@
  *     gather    slots ── gather ──► send ══ network ══► recv ─┐
  *               slots ─────────────────────────────────────── gather ──► the token's sum
  *
- * The work goes chunk by chunk (EpNodeSizes.chunk tokens of each rank) on three streams that events
- * join: the caller's, on which the node's kernels run, one for packing, and one for NCCL. Each
- * stage has two buffers, so chunk c + 1 is packed and crosses the network while the node's kernels
- * move chunk c.
+ * The work goes chunk by chunk (EpNodeSizes.chunk tokens of each rank) on two streams that events
+ * join: the caller's, on which libep's kernels run one after the other, and one for NCCL. Each
+ * stage has two buffers, so chunk c + 1 crosses the network while the node's kernels move chunk c.
+ * Kernels that share the GPU's multiprocessors take as long together as one after the other, but
+ * the one that NCCL waits for then ends last: so packing has no stream of its own.
  *
  * A message has chunk places for records, filled from the first one on by the tokens that the other
  * node needs. All places are sent, whatever the routing is: so both ends know the size without
@@ -25,21 +26,22 @@
  *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
  * free. Order all stages of an operation by their chunk: first packing or the sum of the relays,
- * then the exchange, then what reads it. A kernel of chunk c is launched once the exchange of c, on
- * its own rank, is complete or not needed; then it waits for the same kernel of the ranks of its
- * node alone, and these are launched as soon as their exchange of c is complete. The exchange of c
- * needs multiprocessors on all ranks. Whoever holds them there is a kernel of an earlier stage,
- * which by induction ends, or of a later one, which would wait for this exchange before it starts.
+ * then the exchange, then what reads it. A kernel of chunk c starts once the exchanges that it
+ * needs are complete on its own rank: that of c, if it reads the rows, and that of c - 2, whose
+ * buffers are used again. Then it waits for the same kernel of the ranks of its node alone, which
+ * start as soon as theirs are complete. The exchange of c needs multiprocessors on all ranks.
+ * Whoever holds them there is a kernel of an earlier stage, which by induction ends, or of a later
+ * one, which would wait for this exchange before it starts.
  */
 
 #include "bootstrap/cuda/mark.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/relay_tables.h"
 
-/** The streams and events of an operation. Captured and plain calls have their own: a stream that
- *  is under capture takes no other work. */
+/** NCCL's stream and the events of an operation. Captured and plain calls have their own: a stream
+ * that is under capture takes no other work. */
 typedef struct EpCudaSide {
-    cudaStream_t pack, wire;
+    cudaStream_t wire;
     cudaEvent_t begun;    /**< the operation's place on the caller's stream */
     cudaEvent_t ready[2]; /**< a send buffer is filled; by parity of the chunk */
     cudaEvent_t moved[2]; /**< it has crossed the network: the send buffer is free again */
@@ -111,19 +113,18 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
 EpStatus ep_relay_end(EpRelayRun *run);
 
-/** Launch a kernel on one of the run's streams. Returns EP_OK, or what CUDA refused. */
-EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
-                         int (*launch)(const void *args, int blocks, void *stream),
+/** Launch a kernel on the caller's stream. Returns EP_OK, or what CUDA refused. */
+EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int blocks, void *stream),
                          const void *args, int blocks);
 
 /** Give all ranks the messages of ep_prepare, each of which lies in its place in `routing`. */
-EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream);
+EpStatus ep_relay_gather(EpRelayRun *run);
 
-/** Make a stream wait until the operation has begun and the send buffer of a chunk is free. */
-EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk);
+/** Make the caller's stream wait until the send buffer of a chunk is free. */
+EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk);
 
-/** Exchange the records of a chunk, once what was put on `stream` so far is done. */
-EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way);
+/** Exchange the records of a chunk, once what is on the caller's stream so far is done. */
+EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
 /** The exchanges alone, on the wire's stream: relay_exchange.c. Stamps are compared, and the
  * watcher learns of the end of what is an operation. */

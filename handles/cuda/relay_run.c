@@ -31,14 +31,13 @@ void ep_relay_take_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPla
     group->layout.max_tokens = most;
 }
 
-EpStatus ep_relay_launch(EpRelayRun *run, cudaStream_t stream,
-                         int (*launch)(const void *args, int blocks, void *stream),
+EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int blocks, void *stream),
                          const void *args, int blocks) {
-    return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, stream));
+    return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, run->stream.stream));
 }
 
-EpStatus ep_relay_await_send(EpRelayRun *run, cudaStream_t stream, int32_t chunk) {
-    return await(run, stream, chunk < 2 ? run->side->begun : run->side->moved[chunk % 2]);
+EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk) {
+    return chunk < 2 ? EP_OK : await(run, run->stream.stream, run->side->moved[chunk % 2]);
 }
 
 #define EXACT_SIZES EP_DIGEST(0, 0, 0x8000) /* in a stamp: only filled places are sent */
@@ -74,7 +73,7 @@ static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelay
 static EpStatus check_plan(EpRelayRun *run, const EpRelayCall *call) {
     if (!call->plan) return EP_OK;
     EpCheckArgs args = {run->mark.group, *call->plan};
-    return ep_relay_launch(run, run->stream.stream, ep_cuda_launch_check, &args, 1);
+    return ep_relay_launch(run, ep_cuda_launch_check, &args, 1);
 }
 
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
@@ -97,12 +96,12 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
     return ep_relay_send_stamps(run);
 }
 
-EpStatus ep_relay_gather(EpRelayRun *run, cudaStream_t stream) {
-    EP_TRY(record(run, run->side->ready[0], stream));
+EpStatus ep_relay_gather(EpRelayRun *run) {
+    EP_TRY(record(run, run->side->ready[0], run->stream.stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
     EP_TRY(ep_relay_send_routing(run));
     EP_TRY(record(run, run->side->moved[0], run->side->wire));
-    return await(run, stream, run->side->moved[0]);
+    return await(run, run->stream.stream, run->side->moved[0]);
 }
 
 /* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
@@ -132,9 +131,9 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
-EpStatus ep_relay_exchange(EpRelayRun *run, cudaStream_t stream, int32_t chunk, EpRelayWay way) {
+EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
     EpCudaSide *side = run->side;
-    EP_TRY(record(run, side->ready[chunk % 2], stream));
+    EP_TRY(record(run, side->ready[chunk % 2], run->stream.stream));
     EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
     if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
     EP_TRY(ep_relay_send_rows(run, chunk, way));

@@ -91,12 +91,11 @@ static void describe(const EpHandle *handle, const EpRouting *routing, const EpC
 static EpStatus run_kernels(EpRelayRun *run, const EpRouteArgs *a) {
     int blocks = a->p.group.blocks * BLOCKS_PER_SM, pieces = a->t.group * a->t.chunks * a->pieces;
     int busy = (int)ep_min(blocks, pieces);
-    cudaStream_t stream = run->stream.stream;
-    EP_TRY(ep_relay_launch(run, stream, ep_cuda_collect_routes, a, blocks));
-    EP_TRY(ep_relay_gather(run, stream));
-    EP_TRY(ep_relay_launch(run, stream, ep_cuda_count_routes, a, busy));
-    EP_TRY(ep_relay_launch(run, stream, ep_cuda_sum_routes, a, a->p.group.blocks));
-    return ep_relay_launch(run, stream, ep_cuda_assign_routes, a, busy);
+    EP_TRY(ep_relay_launch(run, ep_cuda_collect_routes, a, blocks));
+    EP_TRY(ep_relay_gather(run));
+    EP_TRY(ep_relay_launch(run, ep_cuda_count_routes, a, busy));
+    EP_TRY(ep_relay_launch(run, ep_cuda_sum_routes, a, a->p.group.blocks));
+    return ep_relay_launch(run, ep_cuda_assign_routes, a, busy);
 }
 
 EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing) {

@@ -222,9 +222,10 @@ EpStatus ep_cuda_finish(EpGroup *group) {
 #define EP_RING_BYTES (44 << 20) /* of all rings together, if that makes them deep enough */
 #endif
 
-/* NCCL's send and receive do not start beside a kernel that leaves fewer multiprocessors. They
- * would run after it, so that nothing overlaps. */
-#define NCCL_SMS 20
+/* NCCL's send and receive do not start beside a kernel that leaves fewer multiprocessors: they have
+ * 16 blocks for a chunk, in clusters of four that must lie together. They would run after it, so
+ * that nothing overlaps. */
+#define NCCL_SMS 32
 
 int32_t ep_cuda_multiprocessors(void) {
     int device = 0, sms = 2;
