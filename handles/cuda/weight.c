@@ -10,7 +10,8 @@
 #include "runtime/quant.h"
 
 #define MOST_PIECES 1024 /* of one shard, in one group of NCCL calls: experts of a rank */
-#define PIECE_BYTES 64   /* shorter ones are not worth a call */
+#define MOST_SLICES 4
+#define PIECE_BYTES 64 /* shorter ones are not worth a call */
 
 /* ---- shards -------------------------------------------------------------------------------- */
 
@@ -65,8 +66,9 @@ static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
                           .whole = g->whole,
                           .unit = (int32_t)g->unit,
                           .but = -1};
-    return ep_cuda_check(w->group, "arranging shards",
-                         ep_cuda_launch_arrange(&args, ep_weight_arrange_grid(w), w->stream.stream));
+    return ep_cuda_check(
+        w->group, "arranging shards",
+        ep_cuda_launch_arrange(&args, ep_weight_arrange_grid(w), w->stream.stream));
 }
 
 static EpStatus move_all(const EpWeightWork *w, const Gathered *g, int count) {
@@ -122,11 +124,13 @@ static EpStatus arrange_slice(const EpWeightWork *w, const void *gathering, EpSl
 }
 
 /* A gather without kernels is one call of NCCL's. */
-static int count_slices(const EpWeightWork *w, const Gathering *all, int has_kernels) {
+static int count_slices(const EpWeightWork *w, const EpSliceStages *stages, const Gathering *all,
+                        int has_kernels) {
     const Gathered *g = &all->part[0];
     int64_t others = w->group->size - 1;
     if (!has_kernels || others == 0 || g->shards.count[0] > 1) return 1;
-    return ep_weight_slices(g->shards.part[0], others * ep_shard_elements(&g->shards) * g->unit);
+    return ep_weight_slices(stages, g->shards.part[0],
+                            others * ep_shard_elements(&g->shards) * g->unit);
 }
 
 /* ---- gather ---------------------------------------------------------------------------------- */
@@ -138,7 +142,7 @@ static EpStatus copy(const EpWeightWork *w, void *to, const void *from, int64_t 
 }
 
 static EpStatus gather_plain(EpWeightWork *w, const EpWeightGather *call) {
-    static const EpSliceStages stages = {.move = move_slice, .after = arrange_slice};
+    static const EpSliceStages stages = {MOST_SLICES, .move = move_slice, .after = arrange_slice};
     const EpShards *shards = &call->view->shards;
     Gathering all = {call,
                      {{.shards = *shards,
@@ -151,7 +155,7 @@ static EpStatus gather_plain(EpWeightWork *w, const EpWeightGather *call) {
         return copy(w, call->out, call->shard, ep_shard_elements(shards) * g->unit);
     if (staged_bytes(shards, g->unit)) g->staged = call->workspace;
     return ep_weight_run_slices(w, &stages, &all, shards->part[0],
-                                count_slices(w, &all, g->staged != NULL));
+                                count_slices(w, &stages, &all, g->staged != NULL));
 }
 
 /* ---- gather, quantised --------------------------------------------------------------------- */
@@ -222,7 +226,8 @@ static EpStatus quantise_slice(const EpWeightWork *w, const void *gathering, EpS
 /* A block of scales lies in one row of dimension 0, so there are as many rows of scales. */
 static EpStatus gather_whole_blocks(EpWeightWork *w, const EpWeightGather *call, const Parts *p,
                                     const Gathered *rows) {
-    static const EpSliceStages stages = {quantise_slice, move_slice, arrange_slice};
+    static const EpSliceStages stages = {MOST_SLICES, .before = quantise_slice, .move = move_slice,
+                                         .after = arrange_slice};
     const EpWeightView *view = call->view;
     Gathering all = {call,
                      {*rows,
@@ -231,7 +236,8 @@ static EpStatus gather_whole_blocks(EpWeightWork *w, const EpWeightGather *call,
                        .whole = call->scales,
                        .staged = p->scale_rows ? (char *)call->workspace + p->rows : NULL}},
                      2};
-    return ep_weight_run_slices(w, &stages, &all, view->shards.part[0], count_slices(w, &all, 1));
+    return ep_weight_run_slices(w, &stages, &all, view->shards.part[0],
+                                count_slices(w, &stages, &all, 1));
 }
 
 /* Agree on the amaxes of blocks that lie in several shards, then quantise. */

@@ -5,6 +5,8 @@
 #include "handles/cuda/weight_slices.h"
 #include "runtime/layout.h"
 
+#define MOST_SLICES 8
+
 /* ---- reduce -------------------------------------------------------------------------------- */
 
 /* Exchanged shards lie on multiples of 16 bytes, so that they can be added 16 bytes at a time. */
@@ -122,7 +124,6 @@ static EpStatus exchange(const EpWeightWork *w, const void *reduction, EpSlice s
 static EpStatus pack(const EpWeightWork *w, const void *reduction, EpSlice slice) {
     const Reduction *r = reduction;
     const EpWeight *weight = r->call->weight;
-    if (!r->packed) return EP_OK;
     int64_t row = row_of(r) * r->unit, others = weight->shards.count[1] * weight->shards.count[2];
     EpArrangeArgs args = {.shards = weight->shards,
                           .flat = r->packed + slice.first * row,
@@ -195,17 +196,19 @@ static EpStatus share_sums(const Reduction *r, const EpWeightWork *w) {
 }
 
 /* Pieces of a shard are not divided into slices. */
-static int count_slices(const EpWeightWork *w, const Reduction *r) {
+static int count_slices(const EpWeightWork *w, const EpSliceStages *stages, const Reduction *r) {
     const EpWeight *weight = r->call->weight;
     int64_t others = w->group->size - 1, bytes = others * r->parts.piece;
     if (others == 0 || weight->replicates || row_of(r) * r->unit % 16) return 1;
     if (r->packed && weight->shards.count[0] > 1) return 1;
-    return ep_weight_slices(weight->shards.part[0], bytes);
+    return ep_weight_slices(stages, weight->shards.part[0], bytes);
 }
 
 static EpStatus reduce(EpWeightWork *w, const Reduction *r) {
-    static const EpSliceStages stages = {pack, exchange, add};
-    return ep_weight_run_slices(w, &stages, r, r->call->weight->shards.part[0], count_slices(w, r));
+    const EpSliceStages stages = {MOST_SLICES, 1, .before = r->packed ? pack : NULL,
+                                  .move = exchange, .after = add};
+    return ep_weight_run_slices(w, &stages, r, r->call->weight->shards.part[0],
+                                count_slices(w, &stages, r));
 }
 
 EpStatus ep_cuda_weight_reduce(const EpWeightReduce *call) {

@@ -50,8 +50,8 @@ void ep_cuda_slices_close(EpGroup *group) {
 
 /* ---- running ------------------------------------------------------------------------------- */
 
-int ep_weight_slices(int64_t rows, int64_t bytes) {
-    return (int)ep_max(1, ep_min(EP_MOST_SLICES, ep_min(rows, bytes / EP_SLICE_BYTES)));
+int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes) {
+    return (int)ep_max(1, ep_min(stages->most, ep_min(rows, bytes / EP_SLICE_BYTES)));
 }
 
 static int is_sliced(const EpWeightWork *w) {
@@ -82,10 +82,11 @@ EpGrid ep_weight_sum_grid(const EpWeightWork *w) {
     return grid_beside(w, w->cuda->device.blocks);
 }
 
-/* Returns where a slice begins. The first `before` and the last `after` have nothing beside them, so
- * these slices are a quarter of the others, where there are rows enough. */
+/* Returns where a slice begins. Short slices are a quarter of the others, if there are rows enough.
+ */
 static int64_t slice_begin(const EpSliceStages *stages, int64_t rows, int slices, int number) {
-    int64_t begins = stages->before ? 3 : 0, ends = stages->after ? 3 : 0;
+    int64_t begins = stages->short_ends && stages->before ? 3 : 0;
+    int64_t ends = stages->short_ends && stages->after ? 3 : 0;
     int64_t quarters = 4 * (int64_t)slices - begins - ends;
     if (rows < quarters) return rows * number / slices;
     if (number == 0) return 0;

@@ -26,7 +26,6 @@
 #ifndef EP_SLICE_BYTES
 #define EP_SLICE_BYTES (64 << 20)
 #endif
-#define EP_MOST_SLICES 8
 
 /** Some rows of the first dimension. */
 typedef struct EpSlice {
@@ -35,13 +34,16 @@ typedef struct EpSlice {
 
 /** The stages of an operation; before and after may be NULL. */
 typedef struct EpSliceStages {
+    int most;       /**< slices: each takes some 45 us more than its bytes */
+    int short_ends; /**< whether the slices are short whose `before` or `after` has nothing beside
+                       it */
     EpStatus (*before)(const EpWeightWork *w, const void *operation, EpSlice slice);
     EpStatus (*move)(const EpWeightWork *w, const void *operation, EpSlice slice);
     EpStatus (*after)(const EpWeightWork *w, const void *operation, EpSlice slice);
 } EpSliceStages;
 
 /** Returns how many slices an operation is worth that receives `bytes` in `rows` rows. */
-int ep_weight_slices(int64_t rows, int64_t bytes);
+int ep_weight_slices(const EpSliceStages *stages, int64_t rows, int64_t bytes);
 
 /** Run an operation in `slices` slices of its `rows` rows; one slice is all of it, on the caller's
  *  stream alone. */

@@ -7,8 +7,9 @@
  * A weight [experts, in, out] of bf16 is sharded over all ranks. Each line has the time between
  * events on the stream and that of the call on the host, in us: the median of `repeat` calls of the
  * slowest rank. The GPU has other work until the host has enqueued the call, as it has in a step of
- * a model, so that the time on the stream is the GPU's alone. The ratio is to the line above it that begins with "nccl", and for quantised rows
- * to the time that a copy kernel needs for the same bytes.
+ * a model, so that the time on the stream is the GPU's alone. The ratio is to the line above it
+ * that begins with "nccl", and for quantised rows to the time that a copy kernel needs for the same
+ * bytes.
  */
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -160,10 +161,11 @@ static void call_nccl_gather(void *context) {
     MUST(nccl.all_gather(g->shard.data, g->out.data, g->bytes, ncclUint8, nccl_comm, stream));
 }
 
-static EpWeight *make_weight(EpMeshComm *comm, const EpMesh *mesh, const char *spec) {
+static EpWeight *make_weight(EpMeshComm *comm, const EpMesh *mesh, const char *spec,
+                             EpType reduced) {
     EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
     EpWeight *weight = NULL;
-    config.name = spec;
+    config.name = spec, config.reduced_type = reduced;
     config.shape[0] = experts, config.shape[1] = in, config.shape[2] = out;
     MUST_EP(ep_spec_parse(mesh, spec, &config.spec));
     MUST_EP(ep_weight_create(comm, &config, &weight));
@@ -197,8 +199,8 @@ static void time_gather(Gather *g, const char *name, EpQuant quant, EpBlocks blo
 
 static void time_gathers(EpMeshComm *comm, const EpMesh *mesh, void *shard, void *full,
                          void *scales, void *workspace) {
-    EpWeight *rows = make_weight(comm, mesh, "expert,fsdp,_");
-    EpWeight *last = make_weight(comm, mesh, "expert,_,fsdp");
+    EpWeight *rows = make_weight(comm, mesh, "expert,fsdp,_", EP_TYPE_FP32);
+    EpWeight *last = make_weight(comm, mesh, "expert,_,fsdp", EP_TYPE_FP32);
     Gather g = make_gather(rows, shard, full, scales, workspace);
     Gather h = make_gather(last, shard, full, scales, workspace);
     time_call("nccl all-gather, bf16", call_nccl_gather, &g, 1);
@@ -221,6 +223,13 @@ typedef struct Reduce {
     size_t elements; /* of a shard */
 } Reduce;
 
+/* What NCCL adds: as many elements of any type. */
+typedef struct Plain {
+    void *grad, *out;
+    size_t elements;
+    ncclDataType_t type;
+} Plain;
+
 static void call_reduce(void *context) {
     Reduce *r = context;
     MUST_EP(ep_weight_reduce(r->weight, &r->grad, 0, r->workspace.shape[0] ? &r->workspace : NULL,
@@ -228,25 +237,41 @@ static void call_reduce(void *context) {
 }
 
 static void call_nccl_reduce(void *context) {
-    Reduce *r = context;
-    MUST(nccl.reduce_scatter(r->grad.data, r->out.data, r->elements, ncclBfloat16, ncclSum,
-                             nccl_comm, stream));
+    Plain *p = context;
+    MUST(nccl.reduce_scatter(p->grad, p->out, p->elements, p->type, ncclSum, nccl_comm, stream));
 }
 
-static void time_reduce(EpMeshComm *comm, const EpMesh *mesh, const char *spec, const char *name,
-                        void *full, void *shard, void *workspace) {
+static void time_reduce(EpMeshComm *comm, const EpMesh *mesh, const char *spec, EpType type,
+                        const char *name, void *full, void *shard, void *workspace) {
     EpSharding s = EP_SHARDING_INIT;
     EpWeightSizes z = EP_WEIGHT_SIZES_INIT;
-    Reduce r = {.weight = make_weight(comm, mesh, spec)};
+    Reduce r = {.weight = make_weight(comm, mesh, spec, type)};
     MUST_EP(ep_weight_sharding(r.weight, &s));
     MUST_EP(ep_weight_sizes(r.weight, NULL, &z));
     r.elements = (size_t)(s.stored[0] * s.stored[1] * s.stored[2]);
     r.grad = ep_tensor_3d(full, EP_TYPE_BF16, s.used[0], s.used[1], s.used[2]);
-    r.out = ep_tensor_3d(shard, EP_TYPE_FP32, s.stored[0], s.stored[1], s.stored[2]);
+    r.out = ep_tensor_3d(shard, type, s.stored[0], s.stored[1], s.stored[2]);
     r.workspace = ep_tensor_1d(workspace, EP_TYPE_UINT8, z.reduce_workspace);
-    if (name[0] == 'i') time_call("nccl reduce-scatter, bf16", call_nccl_reduce, &r, 1);
     time_call(name, call_reduce, &r, 0);
     ep_weight_destroy(r.weight);
+}
+
+/* NCCL's sums have the type of what is added: for sums in fp32 it moves fp32. */
+static void time_reduces(EpMeshComm *comm, const EpMesh *mesh, void *full, void *shard,
+                         void *workspace) {
+    size_t elements = (size_t)experts * (size_t)in * (size_t)out / (size_t)size;
+    Plain p = {full, shard, elements, ncclBfloat16};
+    time_call("nccl reduce-scatter, bf16", call_nccl_reduce, &p, 1);
+    time_reduce(comm, mesh, "expert,fsdp,_", EP_TYPE_BF16, "in sharded, bf16", full, shard,
+                workspace);
+    time_reduce(comm, mesh, "expert,_,fsdp", EP_TYPE_BF16, "out sharded, bf16", full, shard,
+                workspace);
+    time_reduce(comm, mesh, "expert,fsdp,_", EP_TYPE_FP32, "in sharded, bf16 to fp32", full, shard,
+                workspace);
+    time_reduce(comm, mesh, "expert,_,fsdp", EP_TYPE_FP32, "out sharded, bf16 to fp32", full, shard,
+                workspace);
+    p.grad = workspace, p.type = ncclFloat32;
+    time_call("nccl reduce-scatter, fp32", call_nccl_reduce, &p, 0);
 }
 
 /* ---- rows ---------------------------------------------------------------------------------- */
@@ -331,8 +356,7 @@ int main(int argc, char **argv) {
         printf("# %d ranks, [%d, %d, %d] bf16, %.2f GB gathered\n", size, experts, in, out,
                (double)full / 1e9);
     time_gathers(comm, &mesh, a, b, scales, workspace);
-    time_reduce(comm, &mesh, "expert,fsdp,_", "in sharded, bf16 to fp32", b, a, workspace);
-    time_reduce(comm, &mesh, "expert,_,fsdp", "out sharded, bf16 to fp32", b, a, workspace);
+    time_reduces(comm, &mesh, b, a, workspace);
     time_rows(&world, a, b, scales);
     ep_mesh_comm_destroy(comm);
     ep_bootstrap_destroy(&world);
