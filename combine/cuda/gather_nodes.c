@@ -23,8 +23,8 @@ static EpStatus gather_part(Operation *o, EpPlanPart kind, int32_t chunk, EpGath
     return ep_relay_launch(&o->run, ep_cuda_launch_gather, args, args->group.blocks);
 }
 
-/* Sum what this rank relays into records, and send them to their tokens' ranks. */
-static EpStatus send_chunk(Operation *o, int32_t chunk) {
+/* Sum what this rank relays into records, for their tokens' ranks. */
+static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     EpGatherArgs args = *o->args;
     char *records = o->run.relay->send[chunk % 2];
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
@@ -32,10 +32,11 @@ static EpStatus send_chunk(Operation *o, int32_t chunk) {
     args.rounds = 1;
     EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
-    return ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS);
+    return ep_relay_is_ready(&o->run, chunk);
 }
 
-/* Sum this rank's tokens of the chunk: its own node's ranks, and the records of the other nodes. */
+/* Send a chunk's records. Then sum this rank's tokens of it: its own node's ranks, and the records
+ * of the other nodes. */
 static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     EpGatherArgs args = *o->args;
     const EpRelayTables *tables = &o->run.relay->tables;
@@ -47,6 +48,7 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     args.t.out_rows += first * args.target.row_stride;
     if (args.t.carries_values)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
+    EP_TRY(ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS));
     EP_TRY(ep_relay_await(&o->run, chunk));
     EP_TRY(gather_part(o, EP_PART_OWN, chunk, &args));
     return ep_relay_take(&o->run, chunk);
@@ -61,7 +63,7 @@ EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGa
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
-        EP_TRY(send_chunk(&o, c));
+        EP_TRY(sum_chunk(&o, c));
         if (c > 0) EP_TRY(finish_chunk(&o, c - 1));
     }
     EP_TRY(finish_chunk(&o, o.run.chunks - 1));

@@ -56,8 +56,8 @@ static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
     return ep_relay_launch(&o->run, ep_cuda_launch_scatter, &args, args.group.blocks);
 }
 
-/* Pack a chunk and send it. */
-static EpStatus send_chunk(Operation *o, int32_t chunk) {
+/* Pack a chunk for the other nodes. */
+static EpStatus pack_chunk(Operation *o, int32_t chunk) {
     EpScatterArgs part = *o->args;
     take_part(o, EP_PART_OWN, chunk, &part);
     take_tokens((int64_t)chunk * part.shape.nodes.chunk, &part.t, &part.source);
@@ -72,10 +72,12 @@ static EpStatus send_chunk(Operation *o, int32_t chunk) {
                        .out = o->run.relay->send[chunk % 2]};
     EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
-    return ep_relay_exchange(&o->run, chunk, EP_TO_RELAYS);
+    return ep_relay_is_ready(&o->run, chunk);
 }
 
+/* Send a chunk, and scatter what has come of it from the other nodes. */
 static EpStatus spread_chunk(Operation *o, int32_t chunk) {
+    EP_TRY(ep_relay_exchange(&o->run, chunk, EP_TO_RELAYS));
     EP_TRY(ep_relay_await(&o->run, chunk));
     EP_TRY(scatter_part(o, EP_PART_RELAYED, chunk));
     return ep_relay_take(&o->run, chunk);
@@ -91,7 +93,7 @@ EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const Ep
                          .digest = args->group.digest};
     EP_TRY(ep_relay_begin(handle, &relay, &o.run));
     for (int32_t c = 0; c < o.run.chunks; c++) {
-        EP_TRY(send_chunk(&o, c));
+        EP_TRY(pack_chunk(&o, c));
         EP_TRY(scatter_part(&o, EP_PART_OWN, c));
         if (c > 0) EP_TRY(spread_chunk(&o, c - 1));
     }

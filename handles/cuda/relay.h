@@ -106,8 +106,8 @@ typedef struct EpRelayCall {
     int32_t own_plan;       /**< whether that plan is the handle's own */
 } EpRelayCall;
 
-/** Begin an operation on the caller's stream, after the group's earlier ones: ranks of other nodes
- *  learn which it is, and this one learns which theirs are. */
+/** Begin an operation on the caller's stream, after the group's earlier ones. With its first
+ * exchange ranks of other nodes learn which it is, and this one learns which theirs are. */
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */
@@ -123,7 +123,11 @@ EpStatus ep_relay_gather(EpRelayRun *run);
 /** Make the caller's stream wait until the send buffer of a chunk is free. */
 EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk);
 
-/** Exchange the records of a chunk, once what is on the caller's stream so far is done. */
+/** The records of a chunk are in the send buffer, once what is on the caller's stream so far is
+ * done. */
+EpStatus ep_relay_is_ready(EpRelayRun *run, int32_t chunk);
+
+/** Exchange them. Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
 /** The exchanges alone, on the wire's stream: relay_exchange.c. Stamps are compared, and the

@@ -91,12 +91,17 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
     EP_TRY(check_plan(run, call));
     EP_TRY(ep_cuda_check(run->group, "kernel launch",
                          ep_cuda_launch_begin(&run->mark, run->stream.stream)));
-    EP_TRY(record(run, run->side->begun, run->stream.stream));
+    return record(run, run->side->begun, run->stream.stream);
+}
+
+/* The first exchange. It waits for the operation to begin, and for nothing else. */
+static EpStatus send_stamps(EpRelayRun *run) {
     EP_TRY(await(run, run->side->wire, run->side->begun));
     return ep_relay_send_stamps(run);
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run) {
+    EP_TRY(send_stamps(run));
     EP_TRY(record(run, run->side->ready[0], run->stream.stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
     EP_TRY(ep_relay_send_routing(run));
@@ -131,9 +136,13 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
+EpStatus ep_relay_is_ready(EpRelayRun *run, int32_t chunk) {
+    return record(run, run->side->ready[chunk % 2], run->stream.stream);
+}
+
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
     EpCudaSide *side = run->side;
-    EP_TRY(record(run, side->ready[chunk % 2], run->stream.stream));
+    if (chunk == 0) EP_TRY(send_stamps(run));
     EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
     if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
     EP_TRY(ep_relay_send_rows(run, chunk, way));
