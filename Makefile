@@ -548,6 +548,12 @@ $(weight_bench): $B/tests/handles/bench/weights.o $B/libep.a $B/libep_mpi.a
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $< $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) $(hwloc_libs) $(cuda_libs) -lm
 
+# What calls of meshes and weights take the host, on any machine: make build/mesh_time
+mesh_time := $B/mesh_time
+$(mesh_time): $B/tests/handles/bench/mesh_time.o $B/libep.a
+	$(call say,LD,$@)
+	$Q$(CC) -o $@ $^ $(ldflags) $(hwloc_libs) $(cuda_libs) -lm
+
 # The error of sums that travel quantised, on CPUs: make build/sum_error
 sum_error := $B/sum_error
 $(sum_error): $B/tests/combine/bench/sum_error.o $B/libep.a
