@@ -132,8 +132,7 @@ extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, EpGrid grid, void 
 /* ---- sums ---------------------------------------------------------------------------------- */
 
 /* Returns where a rank's part lies; this rank's may lie in the whole, from whose beginning on. */
-template <typename T>
-__device__ __forceinline__ const T *part_of(const EpSumArgs &a, int rank) {
+template <typename T> __device__ __forceinline__ const T *part_of(const EpSumArgs &a, int rank) {
     return (const T *)(rank == a.rank ? (const char *)a.mine : a.received + rank * a.stride);
 }
 
@@ -183,8 +182,9 @@ template <typename Out, int N> struct alignas(N * sizeof(Out) < 16 ? N * sizeof(
 /* Of sums that a thread has under way: as LOADS. */
 #define SUMS(ALONE) ((ALONE) ? 4 : 1)
 
-/** The vectors or elements of sums that a thread takes: `left` of them, `step` apart, but none before
- * the piece or behind it. Those repeat one that is there, which is not stored again. */
+/** The vectors or elements of sums that a thread takes: `left` of them, `step` apart, without those
+ * before the piece or behind it. What it loads besides lies in the parts, too, and is not stored:
+ * so no load is conditional. */
 typedef struct SumPlaces {
     int64_t first, last; /* of them, and of all */
     int64_t whole;       /* from a place among the sums to one in the whole */
