@@ -383,3 +383,20 @@ def test_import_of_libep_does_not_import_torch():
     program = "import libep, sys; assert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 30])
+def test_numbers_that_prepare_has_not_written(alone, number):
+    """What failed on the device may have left anything there: no memory is made for such rows."""
+    group = alone(max_recv_rows=0)
+    handle = ep.Handle(group)
+    x = torch.zeros(4, 16, device=group.device)
+    plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
+    plan.numbers.fill_(number)
+    with pytest.raises(EpError, match="that prepare has written") as caught:
+        ep.dispatch(handle, x, plan)
+    assert caught.value.status == Status.NOT_PREPARED
+    group.abort("the loss is not a number")
+    with pytest.raises(EpError, match="not a number") as caught:
+        ep.dispatch(handle, x, plan)
+    assert caught.value.status == Status.ABORTED

@@ -88,7 +88,7 @@ def test_layer(dtype, size, is_early, nodes):
                 for name, value in parameters(seed, dtype).items():
                     is_local = moe_torch.is_local(name)
                     layer.get_parameter(name).copy_(value[mine] if is_local else value)
-            mine_x, grad = parts[rank]
+            mine_x, grad = (part.to(group.device) for part in parts[rank])
             mine_x = mine_x.clone().requires_grad_()
             y = layer(mine_x)
             y.backward(grad.to(dtype))

@@ -84,7 +84,7 @@ def test_graph(seed, size):
                 x.grad = None
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 y = layer(handle, x, idx, weights)
                 (grad_x,) = torch.autograd.grad(y, x, grad)
             for replay in range(3):

@@ -151,6 +151,9 @@ def make_plan(handle: Handle, topk_idx: Tensor) -> Plan:
     )
 
 
+NOT_WRITTEN = "dispatch: expected a plan that prepare has written, got one that it has not"
+
+
 def count_rows(handle: Handle, plan: Plan) -> int:
     """The rows of the receive buffer: the capacity, or with exact sizing those that come."""
     if not handle.is_exact:
@@ -167,6 +170,9 @@ def count_rows(handle: Handle, plan: Plan) -> int:
             "exact sizing, where the host reads the number of rows",
         )
     rows: int = plan.numbers.tolist()[at]
+    if not 0 <= rows <= handle.most_rows:  # prepare has not written them
+        finding = handle.group.status()
+        raise EpError(finding.status or Status.NOT_PREPARED, finding.sentence or NOT_WRITTEN)
     return rows
 
 

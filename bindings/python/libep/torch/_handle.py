@@ -121,6 +121,10 @@ class Handle(CoreHandle):
         self.layout = fields.get("layout", Layout.EXPERT_MAJOR)
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
+        alignment = _given(fields.get("alignment"), group.fields.get("alignment", 1))
+        entries = group.size * group.fields["max_tokens"] * self.top_k
+        self.most_rows = entries + group.num_local_experts * alignment
+        """No step has more receive rows."""
         self.quant = fields.get("quant", Quant.NONE)
         self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
         # What calls ask for is computed once: comparing enums takes as long as half a call.
