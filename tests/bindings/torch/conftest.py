@@ -41,6 +41,16 @@ def make_group(meeting, **fields):
     return ep.create_group(meeting, **{**given, **fields})
 
 
+def use_gpu(ordinal):
+    """Make a GPU current, with memory and cuBLAS. In one process their first use may wait for all
+    GPUs, also for one whose kernel waits for this rank."""
+    torch.cuda.set_device(ordinal)
+    square = torch.ones(64, 64, device="cuda")
+    torch.mm(square, square)
+    torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+
+
 def run_threads(size, body, *arguments):
     """Call body(bootstrap, *arguments) on `size` threads, one for each rank. Return their results.
 
@@ -53,7 +63,7 @@ def run_threads(size, body, *arguments):
     def play(bootstrap):
         try:
             if DEVICE == "cuda":
-                torch.cuda.set_device(bootstrap.rank)
+                use_gpu(bootstrap.rank)
             results[bootstrap.rank] = body(bootstrap, *arguments)
         except BaseException as error:
             errors.append(error)
