@@ -32,7 +32,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.rounds = 1;
     EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
-    return ep_relay_is_ready(&o->run, chunk);
+    return ep_relay_set_ready(&o->run, chunk);
 }
 
 /* Send a chunk's records. Then sum this rank's tokens of it: its own node's ranks, and the records

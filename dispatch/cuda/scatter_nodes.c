@@ -72,7 +72,7 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
                        .out = o->run.relay->send[chunk % 2]};
     EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
-    return ep_relay_is_ready(&o->run, chunk);
+    return ep_relay_set_ready(&o->run, chunk);
 }
 
 /* Send a chunk, and scatter what has come of it from the other nodes. */

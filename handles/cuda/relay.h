@@ -125,7 +125,7 @@ EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk);
 
 /** The records of a chunk are in the send buffer, once what is on the caller's stream so far is
  * done. */
-EpStatus ep_relay_is_ready(EpRelayRun *run, int32_t chunk);
+EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk);
 
 /** Exchange them. Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);

@@ -136,7 +136,7 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     return ep_cuda_check(group, "NCCL between nodes", error);
 }
 
-EpStatus ep_relay_is_ready(EpRelayRun *run, int32_t chunk) {
+EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {
     return record(run, run->side->ready[chunk % 2], run->stream.stream);
 }
 

@@ -9,8 +9,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._abi import Layout, Mode, Plans, Quant, ScaleOrder, Status, Tail, Type
-from .._config import name_members
+from .._abi import Layout, Mode, Plans, Quant, Rows, ScaleOrder, Status, Tail, Type
+from .._config import max_recv_rows, name_members
 from .._handle import Handle as CoreHandle
 from .._handle import PlanTensors
 from .._library import EpError, last_error
@@ -121,10 +121,6 @@ class Handle(CoreHandle):
         self.layout = fields.get("layout", Layout.EXPERT_MAJOR)
         self.top_k = _given(fields.get("top_k"), group.fields["max_top_k"])
         self.capacity = _given(fields.get("max_recv_rows"), group.fields.get("max_recv_rows", 0))
-        alignment = _given(fields.get("alignment"), group.fields.get("alignment", 1))
-        entries = group.size * group.fields["max_tokens"] * self.top_k
-        self.most_rows = entries + group.num_local_experts * alignment
-        """No step has more receive rows."""
         self.quant = fields.get("quant", Quant.NONE)
         self._by_column = fields.get("scale_order") == ScaleOrder.BY_COLUMN
         # What calls ask for is computed once: comparing enums takes as long as half a call.
@@ -132,6 +128,8 @@ class Handle(CoreHandle):
         """Whether dispatch quantises."""
         self.is_exact = self.capacity == 0 and self.layout in (Layout.EXPERT_MAJOR, Layout.FLAT)
         """Whether sizes are exact: dispatch reads the number of rows on the host."""
+        self.most_rows = self._count_most_rows(fields) if self.is_exact else self.capacity
+        """No step has more receive rows."""
         self.is_per_token = self.layout in (Layout.FLAT, Layout.RANK_MAJOR)
         """Whether a receive row is one of a (token, rank), so that it has K weights."""
         self._own_lead: Optional[tuple[int, ...]] = None
@@ -158,6 +156,14 @@ class Handle(CoreHandle):
         raise TypeError(
             "a libep.torch.Handle belongs to its process: save the state_dict of a layer, and make "
             "handles anew"
+        )
+
+    def _count_most_rows(self, fields: HandleFields) -> int:
+        given = self.group.fields.copy()
+        given["max_top_k"] = self.top_k
+        given["alignment"] = _given(fields.get("alignment"), given.get("alignment", 1))
+        return max_recv_rows(
+            self.group.size, self.group.rank, self.layout, Rows.DUPLICATES, **given
         )
 
     def stream(self) -> int:
