@@ -3,8 +3,8 @@
  * A group's NCCL communicators. On one node there is one: the group's own, or one that it borrows.
  * On several nodes it owns two: one of the ranks of each node, whose windows map each other's
  * memory, and one of all ranks, for the network. Both are split from the one that the caller lends,
- * or made from new ids. Where ranks share GPUs, ipc.c maps their memory, and the communicator of
- * all ranks remains.
+ * or made from new ids (make_comm.c). Where ranks share GPUs, ipc.c maps their memory, and the
+ * communicator of all ranks remains.
  */
 #include <stdlib.h>
 
@@ -67,74 +67,54 @@ typedef struct Descriptor {
     ncclUniqueId id;
 } Descriptor;
 
-/** A communicator to open: this rank's number in it, and how many it has. */
-typedef struct Opening {
-    int32_t first; /* the lowest rank of the group in it, which makes its id */
-    int32_t rank, size;
-    ncclUniqueId id;
-    ncclComm_t *out;
-} Opening;
-
-static EpStatus gather_ids(EpGroup *group, Opening *o, Descriptor *all) {
+static EpStatus gather_ids(EpGroup *group, EpNewComm *new, Descriptor *all) {
     EpCall call = {"ep_group_create", group->rank};
     Descriptor mine = {.status = {EP_OK, ""}};
     const EpCuda *cuda = ep_cuda(group);
-    if (group->rank == o->first)
+    if (group->rank == new->first)
         mine.status =
             ep_rank_status(check(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine.id)));
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
-    o->id = all[o->first].id;
+    new->id = all[new->first].id;
     return ep_rank_status_check(&call, all, sizeof(mine), group->size);
 }
 
-static EpStatus exchange_id(EpGroup *group, Opening *o) {
+static EpStatus exchange_id(EpGroup *group, EpNewComm *new) {
     EpCall call = {"ep_group_create", group->rank};
     Descriptor *all = calloc((size_t)group->size, sizeof(*all));
     EpStatus status = ep_group_agree(
         group, &call, all ? EP_OK : ep_refuse(&call, EP_ERR_NO_MEMORY, "group", "out of memory"));
-    if (status == EP_OK) status = gather_ids(group, o, all);
+    if (status == EP_OK) status = gather_ids(group, new, all);
     free(all);
     return status;
 }
 
-ncclConfig_t ep_cuda_comm_config(const EpGroup *group) {
+ncclConfig_t ep_cuda_comm_config(const EpGroup *group, int blocks) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
+    config.blocking = blocks;
     if (group->purpose == EP_FOR_WEIGHTS && group->nodes.sizes.nodes == 1)
         config.minCTAs = config.maxCTAs = EP_WEIGHT_CTAS;
     return config;
 }
 
-static EpStatus open(EpGroup *group, const Opening *o) {
-    const EpCuda *cuda = ep_cuda(group);
-    ncclConfig_t config = ep_cuda_comm_config(group);
-    if (o->size == 1) return EP_OK;
-    ncclResult_t result =
-        cuda->nccl->ncclCommInitRankConfig(o->out, o->size, o->id, o->rank, &config);
-    return ep_cuda_comm_settle(group, *o->out, "ncclCommInitRankConfig", result);
-}
-
 /* All ids are exchanged before any communicator is made: a rank whose NCCL fails must not leave
- * others in the bootstrap. */
-static EpStatus open_from_ids(EpGroup *group, int has_node, int has_network) {
+ * others in the bootstrap. A rank that is alone on its node needs no communicator there, but all
+ * take part. */
+static EpStatus open(EpGroup *group, int has_node, int has_network) {
     EpCuda *cuda = ep_cuda(group);
     const EpNodes *n = &group->nodes;
-    Opening node = {ep_nodes_member(n, n->node, 0), n->rank, n->sizes.ranks, {{0}}, &cuda->comm};
-    Opening network = {0, group->rank, group->size, {{0}}, &cuda->network};
-    if (has_node) EP_TRY(exchange_id(group, &node));
-    if (has_network) EP_TRY(exchange_id(group, &network));
-    if (has_node) EP_TRY(open(group, &node));
-    return has_network ? open(group, &network) : EP_OK;
-}
-
-/* A rank that is alone on its node needs no communicator there, but all ranks take part. */
-static EpStatus open_from_lent(EpGroup *group, int has_node) {
-    EpCuda *cuda = ep_cuda(group);
-    const EpNodes *n = &group->nodes;
-    int color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR;
-    if (has_node && n->sizes.nodes < group->size)
-        EP_TRY(ep_cuda_comm_split(group, color, &cuda->comm));
-    return ep_cuda_comm_split(group, 0, &cuda->network);
+    int needs_ids = !group->config.nccl_comm;
+    EpNewComm node = {.first = ep_nodes_member(n, n->node, 0),
+                      .rank = n->rank,
+                      .size = n->sizes.ranks,
+                      .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
+    EpNewComm network = {
+        .rank = group->rank, .size = group->size, .blocks = group->purpose == EP_FOR_TOKENS};
+    has_node = has_node && n->sizes.nodes < group->size;
+    if (has_node && needs_ids) EP_TRY(exchange_id(group, &node));
+    if (has_network && needs_ids) EP_TRY(exchange_id(group, &network));
+    if (has_node) EP_TRY(ep_cuda_comm_make(group, &node, &cuda->comm));
+    return has_network ? ep_cuda_comm_make(group, &network, &cuda->network) : EP_OK;
 }
 
 /* NCCL has threads of its own for the network. Where a process has one core, as mpirun gives to
@@ -159,8 +139,7 @@ EpStatus ep_cuda_comm_open(EpGroup *group) {
         return EP_OK;
     }
     cuda->owns_comm = 1;
-    if (group->config.nccl_comm) return open_from_lent(group, has_node);
-    return open_from_ids(group, has_node, has_network);
+    return open(group, has_node, has_network);
 }
 
 /* ---- the end ------------------------------------------------------------------------------- */

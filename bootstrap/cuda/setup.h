@@ -6,7 +6,8 @@
  * What the CUDA backend sets up with the peers.
  *
  *     gpus.c, fabric.c   this process's GPUs, before any is used
- *     comm.c, split.c    NCCL communicators: the group's own, a borrowed one, splits of that
+ *     comm.c             NCCL communicators: the group's own, or a borrowed one
+ *     make_comm.c        makes one of them
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
  *     windows.c          windows: device memory that all ranks map
  *     adopt.c            windows of the borrowed communicator that the caller made
@@ -39,18 +40,29 @@ EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window,
 
 /* ---- the communicator ---------------------------------------------------------------------- */
 
-/* NCCL's calls do not block: it works in a thread of its own while the rank waits with a timeout,
- * so a rank that stays away is an error. A borrowed communicator may be blocking; then the rank
- * waits as long as NCCL does, except for a split. */
+/* Communicators for windows and weights do not block: NCCL works in a thread of its own while the
+ * rank waits with a timeout, so a rank that stays away is an error. For that NCCL starts a thread
+ * for each group of calls, which takes the host some 60 us. The network's communicator blocks: each
+ * operation has calls on it, which hold no thread for long once the ranks are connected. A thread
+ * of the library's connects them (EpNcclCall). A borrowed communicator may be of either kind. */
 
 /** Collective: create the group's communicators, from the borrowed one or from unique ids that
  *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);
 
-/** Collective: split the borrowed communicator. Ranks of one color have a communicator together,
- *  numbered as in the group; those of NCCL_SPLIT_NOCOLOR have none. After a failure the borrowed
- *  one can only be aborted, and bootstraps over it refuse all gathers. */
-EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out);
+/** A communicator to make: this rank's number in it and how many it has; from an id or, if one was
+ *  lent, split from that, with the ranks of one color. */
+typedef struct EpNewComm {
+    int32_t first; /**< the lowest rank of the group in it, which makes its id */
+    int32_t rank, size;
+    ncclUniqueId id;
+    int32_t color; /**< NCCL_SPLIT_NOCOLOR: none for this rank */
+    int blocks;    /**< whether its calls hold the thread that makes them */
+} EpNewComm;
+
+/** Collective: make a communicator. After a failure the borrowed one can only be aborted, and
+ *  bootstraps over it refuse all gathers; an own one in `out` the group is to abort. */
+EpStatus ep_cuda_comm_make(EpGroup *group, const EpNewComm *new, ncclComm_t *out);
 
 /** Blocks of a kernel of NCCL that moves weights on one node. With what NCCL takes by itself, 24 on
  *  two H100s, a gather is not bound by the wire, and takes a fifth longer. Ranks may differ in
@@ -58,7 +70,7 @@ EpStatus ep_cuda_comm_split(EpGroup *group, int color, ncclComm_t *out);
 #define EP_WEIGHT_CTAS 48
 
 /** What the group's own communicators are made with. */
-ncclConfig_t ep_cuda_comm_config(const EpGroup *group);
+ncclConfig_t ep_cuda_comm_config(const EpGroup *group, int blocks);
 
 /** Destroy the group's own communicators if all ranks do so (`together`), else abort them. */
 void ep_cuda_comm_close(EpGroup *group, int together);
@@ -130,8 +142,8 @@ void ep_cuda_adopting_close(EpGroup *group);
 /* ---- links --------------------------------------------------------------------------------- */
 
 /** Collective: find out whether NVLink connects the GPUs of this rank's node. Then set the group's
- *  whole_lines (handles/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects every
- *  two of the ranks' GPUs. */
+ *  whole_lines (handles/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
+ * every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 
 /** Say what connects the ranks. See EpBackendOps. */

@@ -108,11 +108,14 @@ static int await_leaving(const EpCudaWatch *w, EpWatchBusy most) {
     return 1;
 }
 
-/* Until the communicator's kernels end, CUDA's calls may wait: first its abort, which tells them so
+/* A group's thread that does not leave is held by NCCL: CUDA takes no more launches until kernels
+ * end that wait for a lost rank. The abort ends them.
+ *
+ * Until the communicator's kernels end, CUDA's calls may wait: first its abort, which tells them so
  * without one, then the graphs, which a thread of the abort waits for. What the group's thread may
  * still launch sees the abort as well. */
 static void end_communicator(EpCudaWatch *w) {
-    if (!await_leaving(w, EP_BUSY_WITH_GRAPHS)) return;
+    (void)await_leaving(w, EP_BUSY_WITH_GRAPHS);
     if (stops(w) == EP_STOP_ABANDONED) return;
     __atomic_store_n(&w->ending, 1, __ATOMIC_RELEASE);
     ep_cuda_comm_end(w->cuda, w->comm, w->replays.has_graphs, 1);

@@ -136,6 +136,10 @@ EpStatus ep_relay_send_stamps(const EpRelayRun *run);
 EpStatus ep_relay_send_routing(const EpRelayRun *run);
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
+/** The same calls as for stamps and routing, outside of any operation: NCCL connects whom they
+ *  join. */
+ncclResult_t ep_relay_call_once(const EpRelayRun *run);
+
 /** Make the caller's stream wait until a chunk's records are here; then, until it may be written
  *  again, the receive buffer is the caller's: ep_relay_take ends that. */
 EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);

@@ -12,19 +12,24 @@ enum { STAMPS = 1, ROUTING, ROWS_TO_RELAYS, ROWS_FROM_RELAYS };
 
 /* What a call within a group has found wrong, ncclGroupEnd returns, too. A rank that is a relay and
  * a source of this one gets two stamps. */
-static ncclResult_t call_for_stamps(const void *context) {
-    const EpRelayRun *run = context;
+static void add_stamps(const EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     const EpCudaRelay *r = run->relay;
     cudaStream_t wire = run->side->wire;
-    (void)cuda->nccl->ncclGroupStart();
     for (int32_t i = 0; i < r->num_peers; i++) {
         (void)cuda->nccl->ncclSend(r->stamps, sizeof(*r->stamps), ncclUint8, r->peers[i],
                                    cuda->network, wire);
         (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
                                    cuda->network, wire);
     }
-    return cuda->nccl->ncclGroupEnd();
+}
+
+static ncclResult_t call_for_stamps(const void *context) {
+    const EpRelayRun *run = context;
+    const EpNccl *nccl = ep_cuda(run->group)->nccl;
+    (void)nccl->ncclGroupStart();
+    add_stamps(run);
+    return nccl->ncclGroupEnd();
 }
 
 static int compare_stamps(const void *context) {
@@ -39,7 +44,7 @@ EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
                             &(EpExchange){.what = "ncclGroupEnd",
                                           .stream = run->side->wire,
                                           .call = call_for_stamps,
-                                          .after = run->mark.marks ? compare_stamps : NULL,
+                                          .after = compare_stamps,
                                           .context = run,
                                           .key = {STAMPS}});
 }
@@ -51,6 +56,14 @@ static ncclResult_t call_for_routing(const void *context) {
     const char *own = r->routing + r->tables.self * r->routing_bytes;
     return cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
                                      cuda->network, run->side->wire);
+}
+
+ncclResult_t ep_relay_call_once(const EpRelayRun *run) {
+    const EpNccl *nccl = ep_cuda(run->group)->nccl;
+    (void)nccl->ncclGroupStart();
+    add_stamps(run);
+    (void)call_for_routing(run);
+    return nccl->ncclGroupEnd();
 }
 
 /* It is the only exchange after the stamps: let the watcher know that it is complete. */
@@ -66,7 +79,7 @@ EpStatus ep_relay_send_routing(const EpRelayRun *run) {
                             &(EpExchange){.what = "ncclAllGather",
                                           .stream = run->side->wire,
                                           .call = call_for_routing,
-                                          .after = run->mark.marks ? mark_end : NULL,
+                                          .after = mark_end,
                                           .context = run,
                                           .key = {ROUTING}});
 }

@@ -2,6 +2,7 @@
 /* An operation on several nodes: its streams, and what the watcher must know of it. */
 #include "handles/cuda/relay.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/cuda/setup.h"
@@ -109,19 +110,46 @@ EpStatus ep_relay_gather(EpRelayRun *run) {
     return await(run, run->stream.stream, run->side->moved[0]);
 }
 
+/* ---- the first exchange -------------------------------------------------------------------- */
+
+/** Calls that let NCCL connect the ranks. */
+typedef struct Connecting {
+    EpNcclCall call;
+    EpRelayRun run;
+} Connecting;
+
+static ncclResult_t connect(EpNcclCall *call) {
+    return ep_relay_call_once(&((const Connecting *)call)->run);
+}
+
+/* NCCL holds a thread until its peers are connected. One that it still holds at the deadline leaves
+ * once the group's end aborts the communicator. */
+static EpStatus call_once(EpGroup *group, const EpRelayRun *run, double seconds) {
+    Connecting *c = calloc(1, sizeof(*c));
+    ncclResult_t result = ncclInProgress;
+    EpStatus status = EP_OK;
+    if (!c)
+        return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: out of memory", group->rank);
+    *c = (Connecting){{.make = connect, .device = ep_cuda(group)->ordinal}, *run};
+    (void)ep_group_await(group);
+    status = ep_cuda_network_enter(group, &run->stream);
+    if (status == EP_OK) {
+        if (ep_nccl_call(&c->call, seconds)) result = c->call.result;
+        status = ep_cuda_comm_check(group, "ncclGroupEnd", result, seconds);
+        status = ep_cuda_network_leave(group, "ep_group_create", status);
+    }
+    (void)ep_group_await(NULL);
+    if (result != ncclInProgress) free(c);
+    return status;
+}
+
 /* A rank that waits in vain ends the group: then the watcher ends the communicator, whose messages
  * would keep the GPU busy, and this rank waiting, until the missing rank comes. */
-EpStatus ep_cuda_relay_connect(EpGroup *group) {
-    EpCudaRelay *relay = ep_cuda(group)->relay;
-    EpRelayRun run = {.group = group, .relay = relay};
-    cudaError_t error;
+static EpStatus await_once(EpGroup *group, cudaStream_t wire, double seconds) {
     EpWait wait;
-    if (!relay) return EP_OK;
-    run.side = &relay->side[0];
-    EP_TRY(ep_relay_send_stamps(&run));
-    EP_TRY(ep_relay_send_routing(&run));
-    ep_wait_begin(&wait, group->timeout > EP_NCCL_SECONDS ? group->timeout : EP_NCCL_SECONDS, 0);
-    while ((error = cudaStreamQuery(run.side->wire)) == cudaErrorNotReady) {
+    cudaError_t error;
+    ep_wait_begin(&wait, seconds, 0);
+    while ((error = cudaStreamQuery(wire)) == cudaErrorNotReady) {
         (void)cudaGetLastError();
         if (!ep_wait_pause(&wait))
             return ep_cuda_network_give_up(
@@ -134,6 +162,15 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
     group->backend->poll(group);
     EP_TRY(ep_group_usable(group));
     return ep_cuda_check(group, "NCCL between nodes", error);
+}
+
+EpStatus ep_cuda_relay_connect(EpGroup *group) {
+    EpCudaRelay *relay = ep_cuda(group)->relay;
+    double seconds = ep_cuda_comm_timeout(group);
+    if (!relay) return EP_OK;
+    EpRelayRun run = {.group = group, .relay = relay, .side = &relay->side[0]};
+    EP_TRY(call_once(group, &run, seconds));
+    return await_once(group, run.side->wire, seconds);
 }
 
 EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {

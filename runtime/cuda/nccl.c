@@ -6,7 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/cuda/cuda.h"
 #include "runtime/log.h"
+#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 #define OLDEST_NCCL 22803 /* has symmetric windows as used here */
@@ -65,4 +67,31 @@ ncclResult_t ep_nccl_settle(const EpNccl *nccl, ncclComm_t comm, ncclResult_t re
         if (queried != ncclSuccess) return queried;
     } while (result == ncclInProgress && ep_poll_abort() == EP_OK && ep_wait_pause(&wait));
     return result;
+}
+
+static void *make_call(void *argument) {
+    EpNcclCall *call = argument;
+    int before = ep_cuda_use(call->device);
+    call->result = call->make(call);
+    ep_cuda_restore(before);
+    __atomic_store_n(&call->returned, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* Without a thread the call is made here: the other ranks are on their way into it. */
+static void start(EpNcclCall *call) {
+    pthread_t thread;
+    if (ep_thread_start(&thread, make_call, call) != 0)
+        (void)make_call(call);
+    else
+        (void)pthread_detach(thread);
+}
+
+int ep_nccl_call(EpNcclCall *call, double seconds) {
+    EpWait wait;
+    start(call);
+    ep_wait_begin(&wait, seconds, 0);
+    while (!__atomic_load_n(&call->returned, __ATOMIC_ACQUIRE))
+        if (ep_poll_abort() != EP_OK || !ep_wait_pause(&wait)) return 0;
+    return 1;
 }

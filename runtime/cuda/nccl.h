@@ -53,6 +53,22 @@ const EpNccl *ep_nccl_load(char *reason, size_t reason_bytes);
 #endif
 
 /**
+ * A call that holds its thread until all ranks have come, without a deadline: so a thread of its
+ * own makes it. It is part of a struct that `make` knows, and of the heap.
+ */
+typedef struct EpNcclCall {
+    ncclResult_t (*make)(struct EpNcclCall *call);
+    int device; /**< of the rank: NCCL opens what is current, in a new thread the first one */
+    ncclResult_t result;
+    int returned; /**< stored with release, last */
+} EpNcclCall;
+
+/** Make a call. Returns 1 if it has returned within `seconds`, with `result`; 0 at the deadline, or
+ *  because the group was aborted. Then the thread and the struct stay: NCCL may still write there.
+ */
+int ep_nccl_call(EpNcclCall *call, double seconds);
+
+/**
  * Wait until what a call has started in a non-blocking communicator is complete; `result` is what
  * the call returned. Returns ncclInProgress if it is not complete within `seconds`.
  */
