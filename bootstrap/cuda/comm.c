@@ -38,9 +38,14 @@ EpStatus ep_cuda_comm_check(const EpGroup *group, const char *call, ncclResult_t
                    group->rank, call, group->size, seconds);
 }
 
+/* Looking for aborts takes CUDA longer than most calls take NCCL. */
+#define SECONDS_BEFORE_LOOKING 1e-3
+
 EpStatus ep_cuda_comm_settle(EpGroup *group, ncclComm_t comm, const char *call,
                              ncclResult_t result) {
     double seconds = ep_cuda_comm_timeout(group);
+    result = ep_nccl_settle(ep_cuda(group)->nccl, comm, result, SECONDS_BEFORE_LOOKING);
+    if (result != ncclInProgress) return check(group, call, result);
     (void)ep_group_await(group);
     result = ep_nccl_settle(ep_cuda(group)->nccl, comm, result, seconds);
     EpStatus status = ep_cuda_comm_check(group, call, result, seconds);

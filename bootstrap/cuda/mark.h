@@ -6,13 +6,13 @@
  * Kernels at the ends of an operation that crosses the network. They tell the watcher how far this
  * rank has come. And they compare what ranks are in: before any row, each rank sends its relays and
  * its sources a stamp, whose size is always the same. Ranks of a node compare their operations
- * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as well:
- * a rank that has failed since then still sends messages, which others wait for, but their rows are
- * not what they should be.
+ * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as
+ * well: a rank that has failed since then still sends messages, which others wait for, but their
+ * rows are not what they should be.
  *
- * An exchange is replayed together with the kernels at its ends (replay.h), whose arguments are then
- * those of an earlier operation. So these know of the operation what its beginning has written into
- * this rank's stamp.
+ * An exchange is replayed together with the kernels at its ends (replay.h), whose arguments are
+ * then those of an earlier operation. So these know of the operation what its beginning has written
+ * into this rank's stamp.
  */
 
 #include "runtime/cuda/device.h"
@@ -27,7 +27,7 @@ typedef struct EpWatchMarks {
 typedef struct EpStamp {
     uint32_t digest, number; /**< as in EpWatchMarks.begun; EP_OP_GONE: the rank has failed */
     uint32_t generation;     /**< of the plan that it reads; 0: none */
-    uint32_t blamed;         /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
+    uint32_t blamed; /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
 } EpStamp;
 
 typedef struct EpMarkArgs {
@@ -36,7 +36,7 @@ typedef struct EpMarkArgs {
     uint64_t *counts;           /**< device [2]: operations, marks */
     const uint64_t *generation; /**< begin: of the plan that is read, or NULL */
     EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
-    const int32_t *peers;       /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
+    const int32_t *peers; /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
     int32_t num_peers;
     int32_t last; /**< move, compare: whether the operation has no further exchange */
 } EpMarkArgs;

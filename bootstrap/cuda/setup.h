@@ -46,6 +46,11 @@ EpStatus ep_cuda_locate_window(EpGroup *group, const EpCall *call, void *window,
  * operation has calls on it, which hold no thread for long once the ranks are connected. A thread
  * of the library's connects them (EpNcclCall). A borrowed communicator may be of either kind. */
 
+/** Returns whether calls on the communicator of all ranks hold the thread that makes them. */
+static inline int ep_cuda_network_blocks(const EpGroup *group) {
+    return group->purpose == EP_FOR_TOKENS && group->nodes.sizes.nodes > 1;
+}
+
 /** Collective: create the group's communicators, from the borrowed one or from unique ids that
  *  travel over the bootstrap, or check the borrowed one. */
 EpStatus ep_cuda_comm_open(EpGroup *group);

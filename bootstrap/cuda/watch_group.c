@@ -148,8 +148,11 @@ EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status
     return ep_cuda_network_give_up(group, what, status);
 }
 
+/* A communicator that blocks has enqueued a call that succeeds. */
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result) {
     ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
+    if (result == ncclSuccess && ep_cuda_network_blocks(group))
+        return ep_cuda_network_leave(group, what, EP_OK);
     return ep_cuda_network_leave(group, what, ep_cuda_comm_settle(group, comm, what, result));
 }
 

@@ -30,7 +30,6 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
     args.rounds = 1;
-    EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
 }
@@ -49,9 +48,7 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     if (args.t.carries_values)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_FROM_RELAYS));
-    EP_TRY(ep_relay_await(&o->run, chunk));
-    EP_TRY(gather_part(o, EP_PART_OWN, chunk, &args));
-    return ep_relay_take(&o->run, chunk);
+    return gather_part(o, EP_PART_OWN, chunk, &args);
 }
 
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args) {

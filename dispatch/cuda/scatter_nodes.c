@@ -70,7 +70,6 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
                        .places = part.shape.nodes.chunk,
                        .messages = part.shape.nodes.nodes - 1,
                        .out = o->run.relay->send[chunk % 2]};
-    EP_TRY(ep_relay_await_send(&o->run, chunk));
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
     return ep_relay_set_ready(&o->run, chunk);
 }
@@ -78,9 +77,7 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
 /* Send a chunk, and scatter what has come of it from the other nodes. */
 static EpStatus spread_chunk(Operation *o, int32_t chunk) {
     EP_TRY(ep_relay_exchange(&o->run, chunk, EP_TO_RELAYS));
-    EP_TRY(ep_relay_await(&o->run, chunk));
-    EP_TRY(scatter_part(o, EP_PART_RELAYED, chunk));
-    return ep_relay_take(&o->run, chunk);
+    return scatter_part(o, EP_PART_RELAYED, chunk);
 }
 
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,

@@ -154,8 +154,7 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
 
 /* NCCL's kernels go first where multiprocessors are short: the node's kernels wait for them. */
 static EpStatus open_side(const EpGroup *group, EpCudaSide *side) {
-    cudaEvent_t *events[] = {&side->begun,    &side->ready[0], &side->ready[1], &side->moved[0],
-                             &side->moved[1], &side->taken[0], &side->taken[1]};
+    cudaEvent_t *events[] = {&side->begun, &side->ready[0], &side->ready[1], &side->moved};
     EP_TRY(ep_cuda_open_stream(group, 1, &side->wire));
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
         EP_TRY(ep_cuda_open_event(group, events[i]));
@@ -195,8 +194,7 @@ EpStatus ep_cuda_relay_open(EpGroup *group) {
 }
 
 static void close_side(EpCudaSide *side) {
-    cudaEvent_t events[] = {side->begun,    side->ready[0], side->ready[1], side->moved[0],
-                            side->moved[1], side->taken[0], side->taken[1]};
+    cudaEvent_t events[] = {side->begun, side->ready[0], side->ready[1], side->moved};
     if (side->wire) (void)cudaStreamDestroy(side->wire);
     for (size_t i = 0; i < sizeof(events) / sizeof(*events); i++)
         if (events[i]) (void)cudaEventDestroy(events[i]);

@@ -44,8 +44,7 @@ typedef struct EpCudaSide {
     cudaStream_t wire;
     cudaEvent_t begun;    /**< the operation's place on the caller's stream */
     cudaEvent_t ready[2]; /**< a send buffer is filled; by parity of the chunk */
-    cudaEvent_t moved[2]; /**< it has crossed the network: the send buffer is free again */
-    cudaEvent_t taken[2]; /**< the receive buffer is free again */
+    cudaEvent_t moved;    /**< the latest chunk has crossed the network */
 } EpCudaSide;
 
 /** What a group on several nodes has for the network. */
@@ -120,14 +119,13 @@ EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int bl
 /** Give all ranks the messages of ep_prepare, each of which lies in its place in `routing`. */
 EpStatus ep_relay_gather(EpRelayRun *run);
 
-/** Make the caller's stream wait until the send buffer of a chunk is free. */
-EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk);
-
-/** The records of a chunk are in the send buffer, once what is on the caller's stream so far is
- * done. */
+/** The records of a chunk are in its send buffer, once what is on the caller's stream so far is
+ *  done. Chunks take turns with two buffers. That of chunk c is free once chunk c - 2 was exchanged
+ *  and read, which the caller enqueues before it fills chunk c. */
 EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk);
 
-/** Exchange them. Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
+/** Exchange them, and make the caller's stream wait until the other nodes' records are here.
+ * Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
 /** The exchanges alone, on the wire's stream: relay_exchange.c. Stamps are compared, and the
@@ -139,11 +137,6 @@ EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way
 /** The same calls as for stamps and routing, outside of any operation: NCCL connects whom they
  *  join. */
 ncclResult_t ep_relay_call_once(const EpRelayRun *run);
-
-/** Make the caller's stream wait until a chunk's records are here; then, until it may be written
- *  again, the receive buffer is the caller's: ep_relay_take ends that. */
-EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk);
-EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk);
 
 /** Take a chunk's part of a plan for a launch: its plan, and the group with the part's number of
  *  tokens. `num_rows`: T of the token tensors. */

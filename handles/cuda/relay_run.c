@@ -37,10 +37,6 @@ EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int bl
     return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, run->stream.stream));
 }
 
-EpStatus ep_relay_await_send(EpRelayRun *run, int32_t chunk) {
-    return chunk < 2 ? EP_OK : await(run, run->stream.stream, run->side->moved[chunk % 2]);
-}
-
 #define EXACT_SIZES EP_DIGEST(0, 0, 0x8000) /* in a stamp: only filled places are sent */
 
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
@@ -101,13 +97,19 @@ static EpStatus send_stamps(EpRelayRun *run) {
     return ep_relay_send_stamps(run);
 }
 
+/* Make the caller's stream follow what is on the wire's. */
+static EpStatus follow_wire(EpRelayRun *run) {
+    EpCudaSide *side = run->side;
+    EP_TRY(record(run, side->moved, side->wire));
+    return await(run, run->stream.stream, side->moved);
+}
+
 EpStatus ep_relay_gather(EpRelayRun *run) {
     EP_TRY(send_stamps(run));
     EP_TRY(record(run, run->side->ready[0], run->stream.stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
     EP_TRY(ep_relay_send_routing(run));
-    EP_TRY(record(run, run->side->moved[0], run->side->wire));
-    return await(run, run->stream.stream, run->side->moved[0]);
+    return follow_wire(run);
 }
 
 /* ---- the first exchange -------------------------------------------------------------------- */
@@ -177,19 +179,10 @@ EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {
     return record(run, run->side->ready[chunk % 2], run->stream.stream);
 }
 
+/* What has filled the send buffer follows what has read the receive buffer two chunks before. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
-    EpCudaSide *side = run->side;
     if (chunk == 0) EP_TRY(send_stamps(run));
-    EP_TRY(await(run, side->wire, side->ready[chunk % 2]));
-    if (chunk >= 2) EP_TRY(await(run, side->wire, side->taken[chunk % 2]));
+    EP_TRY(await(run, run->side->wire, run->side->ready[chunk % 2]));
     EP_TRY(ep_relay_send_rows(run, chunk, way));
-    return record(run, side->moved[chunk % 2], side->wire);
-}
-
-EpStatus ep_relay_await(EpRelayRun *run, int32_t chunk) {
-    return await(run, run->stream.stream, run->side->moved[chunk % 2]);
-}
-
-EpStatus ep_relay_take(EpRelayRun *run, int32_t chunk) {
-    return record(run, run->side->taken[chunk % 2], run->stream.stream);
+    return follow_wire(run);
 }
