@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/cuda/mark.h"
-#include "runtime/cuda/device.cuh"
+#include "bootstrap/cuda/mark.cuh"
 
 #define COMPARE_THREADS 128
 
@@ -11,29 +10,14 @@ __device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
     ep_store_relaxed_sys(&a.marks->moved, marks << 1 | under_way);
 }
 
-/* If this rank has failed, let its stamp say so. Whom it blames it has told its node: see
- * ep_give_up. */
-__device__ __forceinline__ void seal(const EpMarkArgs &a) {
-    const EpCudaGroup &g = a.group;
-    if (!ep_failed(g)) return;
-    a.stamps->digest = EP_DIGEST(EP_OP_GONE, 0, 0);
-    a.stamps->blamed = (uint32_t)ep_load_relaxed_sys(
-        &ep_arrival(g, g.rank, g.rank, ep_epoch(g))->gone);
-}
-
 /* By one thread. */
 __global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
     a.counts[0]++;
     uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
     *a.stamps = EpStamp{a.group.digest, (uint32_t)a.counts[0], generation, 0};
-    seal(a);
+    ep_seal_stamp(a.group, a.stamps);
     ep_store_relaxed_sys(&a.marks->begun, a.counts[0] << 32 | a.group.digest);
     mark(a, 1);
-}
-
-/* By one thread. */
-__global__ void write_seal(const __grid_constant__ EpMarkArgs a) {
-    seal(a);
 }
 
 /* By one thread. */
@@ -82,16 +66,11 @@ extern "C" int ep_cuda_open_mark(void) {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, mark_begin);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, mark_move);
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, write_seal);
     return error != cudaSuccess ? error : cudaFuncGetAttributes(&attributes, compare_stamps);
 }
 
 extern "C" int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream) {
     return ep_launch(mark_begin, 1, 1, 0, stream, *args);
-}
-
-extern "C" int ep_cuda_launch_seal(const EpMarkArgs *args, void *stream) {
-    return ep_launch(write_seal, 1, 1, 0, stream, *args);
 }
 
 extern "C" int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream) {

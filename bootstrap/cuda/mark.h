@@ -51,10 +51,6 @@ int ep_cuda_open_mark(void);
 /** The operation begins: write this rank's stamp. */
 int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
 
-/** Rows are about to be sent: let this rank's stamp say so if it has failed meanwhile, and they are
- *  none. */
-int ep_cuda_launch_seal(const EpMarkArgs *args, void *stream);
-
 /** The peers' stamps are here: compare them with this rank's. An exchange is complete, too. */
 int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream);
 

@@ -24,7 +24,6 @@ static EpStatus launch(const EpGroup *group, const EpExchange *e, int (*kernel)(
 }
 
 static EpStatus call(EpGroup *group, const EpCudaStream *stream, const EpExchange *e) {
-    EP_TRY(launch(group, e, e->before));
     EP_TRY(ep_cuda_network_enter(group, stream));
     EP_TRY(ep_cuda_network_settle(group, e->what, e->call(e->context)));
     return launch(group, e, e->after);
@@ -37,8 +36,7 @@ static EpStatus capture(EpGroup *group, const EpExchange *e, cudaGraphExec_t *ou
     w->replays.has_graphs = 1;
     EP_TRY(ep_cuda_check(group, "cudaStreamBeginCapture",
                          cudaStreamBeginCapture(e->stream, cudaStreamCaptureModeRelaxed)));
-    EpStatus status = launch(group, e, e->before);
-    if (status == EP_OK) status = ep_cuda_comm_settle(group, w->comm, e->what, e->call(e->context));
+    EpStatus status = ep_cuda_comm_settle(group, w->comm, e->what, e->call(e->context));
     ep_watch_say(w, EP_BUSY_WITH_GRAPHS);
     if (status == EP_OK) status = launch(group, e, e->after);
     cudaError_t error = cudaStreamEndCapture(e->stream, &graph);

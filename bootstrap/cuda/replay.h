@@ -33,10 +33,8 @@
 typedef struct EpExchange {
     const char *what; /**< NCCL's last call, for sentences */
     cudaStream_t stream;
-    int (*before)(
-        const void *context); /**< launches a kernel before, as `after` does; NULL: none */
     ncclResult_t (*call)(const void *context); /**< makes the calls: one group of them */
-    int (*after)(const void *context);
+    int (*after)(const void *context);         /**< launches a kernel after them */
     const void *context;
     int64_t
         key[EP_EXCHANGE_KEY]; /**< all that the calls and the kernels' arguments follow from;

@@ -14,6 +14,7 @@
  * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
  * emptied a record of the ring.
  */
+#include "bootstrap/cuda/mark.cuh"
 #include "combine/cuda/gather_packed.cuh"
 
 #define GATHER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
@@ -157,8 +158,8 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start 
     pipeline_end(p, t, walk_tokens(a, t, start, RECEIVERS, blocks, a.pipeline.pieces, ready, post));
 }
 
-/* Returns the value of an entry whose slot is here. The entry names the slot, unless it shares a flat
- * row: the row's chain of slots would take up to K loads, one after another. */
+/* Returns the value of an entry whose slot is here. The entry names the slot, unless it shares a
+ * flat row: the row's chain of slots would take up to K loads, one after another. */
 __device__ __forceinline__ float own_value(const EpGatherArgs &a, const EpEntry &e, int k) {
     if (a.shape.layout == EP_LAYOUT_FLAT) return value_of(a, a.group.rank, e.row, k);
     int slot = ep_check_slot(a.plan, e.slot);
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
+        if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
         return;
     }
     ep_arrive(a.group, epoch, 0, 0);
@@ -249,6 +251,7 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     else
         send<FORM>(a, shared, start, epoch, role.count);
     ep_leave(a.group, epoch, 0);
+    if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
 }
 
 extern "C" int ep_cuda_open_gather(int shared_bytes) {

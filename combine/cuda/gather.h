@@ -6,6 +6,7 @@
  * The CUDA backend's gather in throughput mode: its kernel's arguments and launch.
  */
 
+#include "bootstrap/cuda/mark.h"
 #include "handles/cuda/plan.h"
 #include "runtime/movement.h"
 
@@ -38,6 +39,8 @@ typedef struct EpGatherArgs {
                          those of the other ranks are: the sum of a node for another one. Where
                          sums are packed: that one is, and the total travels packed */
     EpTarget target;
+    EpStamp *stamp; /**< where records are filled for other nodes: this rank's, which goes with
+                       them; else NULL */
     EpNodeSums nodes;
     int32_t top_k;
     int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */

@@ -29,7 +29,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     char *records = o->run.relay->send[chunk % 2];
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
-    args.rounds = 1;
+    args.rounds = 1, args.stamp = o->run.relay->stamps;
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
 }

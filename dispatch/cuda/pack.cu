@@ -4,6 +4,8 @@
  * by far, so rows pass through registers.
  */
 #include "dispatch/cuda/pack.h"
+
+#include "bootstrap/cuda/mark.cuh"
 #include "dispatch/cuda/scatter_metadata.cuh"
 #include "runtime/cuda/quantise.cuh"
 
@@ -73,7 +75,10 @@ __device__ __forceinline__ int is_usable(const EpPackArgs &a) {
 
 __global__ void __launch_bounds__(PACK_THREADS) pack_tokens(const __grid_constant__ EpPackArgs a) {
     int warps = gridDim.x * (PACK_THREADS / 32);
-    if (!__syncthreads_and(threadIdx.x || is_usable(a))) return;
+    if (!__syncthreads_and(threadIdx.x || is_usable(a))) {
+        ep_seal_stamp(a.group, a.stamp);
+        return;
+    }
     int tokens = ep_num_tokens(a.plan, a.group);
     for (int token = (blockIdx.x * PACK_THREADS + threadIdx.x) / 32; token < tokens;
          token += warps) {

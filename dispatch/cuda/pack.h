@@ -8,6 +8,7 @@
  * relays get rows and scales as the receivers do.
  */
 
+#include "bootstrap/cuda/mark.h"
 #include "dispatch/cuda/scatter.h"
 
 typedef struct EpPackArgs {
@@ -20,6 +21,7 @@ typedef struct EpPackArgs {
     int32_t places;   /**< records of a message */
     int32_t messages; /**< other nodes */
     char *out;        /**< [messages, places] records */
+    EpStamp *stamp;   /**< this rank's, which goes with the messages */
 } EpPackArgs;
 
 #ifdef __cplusplus

@@ -69,7 +69,8 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
                        .top_k = part.top_k,
                        .places = part.shape.nodes.chunk,
                        .messages = part.shape.nodes.nodes - 1,
-                       .out = o->run.relay->send[chunk % 2]};
+                       .out = o->run.relay->send[chunk % 2],
+                       .stamp = o->run.relay->stamps};
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
     return ep_relay_set_ready(&o->run, chunk);
 }

@@ -140,11 +140,6 @@ typedef struct Rows {
     int last; /* whether the operation has no further chunk */
 } Rows;
 
-static int seal_stamp(const void *context) {
-    const Rows *rows = context;
-    return ep_cuda_launch_seal(&rows->run->mark, rows->run->side->wire);
-}
-
 static ncclResult_t call_for_rows(const void *context) {
     const Rows *rows = context;
     const EpNccl *nccl = ep_cuda(rows->run->group)->nccl;
@@ -177,7 +172,6 @@ EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way
                  .last = chunk == run->chunks - 1};
     EpExchange exchange = {.what = "ncclGroupEnd",
                            .stream = run->side->wire,
-                           .before = seal_stamp,
                            .call = call_for_rows,
                            .after = check_stamps,
                            .context = &rows,
