@@ -3,26 +3,14 @@
 
 #define COMPARE_THREADS 128
 
-/* The group's operations follow each other, so no two of these kernels run at a time. */
-__device__ __forceinline__ void mark(const EpMarkArgs &a, int under_way) {
-    uint64_t marks = a.counts[1] + 1;
-    a.counts[1] = marks;
-    ep_store_relaxed_sys(&a.marks->moved, marks << 1 | under_way);
-}
-
 /* By one thread. */
 __global__ void mark_begin(const __grid_constant__ EpMarkArgs a) {
-    a.counts[0]++;
-    uint32_t generation = a.generation ? (uint32_t)*a.generation : 0;
-    *a.stamps = EpStamp{a.group.digest, (uint32_t)a.counts[0], generation, 0};
-    ep_seal_stamp(a.group, a.stamps);
-    ep_store_relaxed_sys(&a.marks->begun, a.counts[0] << 32 | a.group.digest);
-    mark(a, 1);
+    ep_mark_begin(a);
 }
 
 /* By one thread. */
 __global__ void mark_move(const __grid_constant__ EpMarkArgs a) {
-    mark(a, !a.last);
+    ep_mark(a, !a.last);
 }
 
 /* Returns what a stamp tells that differs from this rank's. One of an earlier operation is what was
@@ -59,7 +47,7 @@ __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
                       own.generation == theirs.generation;
         if (!is_same) report_stamp(a, own, theirs, a.peers ? a.peers[i] : i);
     }
-    if (threadIdx.x == 0) mark(a, !a.last);
+    if (threadIdx.x == 0) ep_mark(a, !a.last);
 }
 
 extern "C" int ep_cuda_open_mark(void) {

@@ -33,9 +33,8 @@ typedef struct EpStamp {
 typedef struct EpMarkArgs {
     EpCudaGroup group; /**< begin: with the operation's digest */
     EpWatchMarks *marks;
-    uint64_t *counts;           /**< device [2]: operations, marks */
-    const uint64_t *generation; /**< begin: of the plan that is read, or NULL */
-    EpStamp *stamps;            /**< device [1 + peers]: this rank's, then its peers' */
+    uint64_t *counts;     /**< device [2]: operations, marks */
+    EpStamp *stamps;      /**< device [1 + peers]: this rank's, then its peers' */
     const int32_t *peers; /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
     int32_t num_peers;
     int32_t last; /**< move, compare: whether the operation has no further exchange */
@@ -48,7 +47,7 @@ extern "C" {
 /** See ep_cuda_open_prepare. */
 int ep_cuda_open_mark(void);
 
-/** The operation begins: write this rank's stamp. */
+/** An operation that reads no plan begins: write this rank's stamp. */
 int ep_cuda_launch_begin(const EpMarkArgs *args, void *stream);
 
 /** The peers' stamps are here: compare them with this rank's. An exchange is complete, too. */

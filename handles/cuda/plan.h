@@ -173,21 +173,12 @@ typedef struct EpPrepareArgs {
     EpCudaAsyncErrors *errors; /**< pinned */
 } EpPrepareArgs;
 
-/** The arguments of the kernel that checks a plan, the whole of it, for an operation on several
- *  nodes. A wrong plan fails the group. */
-typedef struct EpCheckArgs {
-    EpCudaGroup group;
-    EpCudaPlan plan;
-} EpCheckArgs;
-
 /* Each kernel has two functions of this kind, in its .cu file. The first one is called once per
  * device, before the first launch: it loads the kernel and lets it have `shared_bytes` of shared
  * memory. The second one launches `blocks` blocks on a cudaStream_t with its EpPrepareArgs,
  * EpScatterArgs, ... Both return a cudaError_t, 0 for success. */
 int ep_cuda_open_prepare(int shared_bytes);
 int ep_cuda_launch_prepare(const void *args, int blocks, void *stream);
-int ep_cuda_open_check(int shared_bytes);
-int ep_cuda_launch_check(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

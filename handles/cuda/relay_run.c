@@ -7,6 +7,7 @@
 
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch.h"
+#include "handles/cuda/check_plan.h"
 #include "runtime/wait.h"
 
 static EpStatus record(const EpRelayRun *run, cudaEvent_t event, cudaStream_t stream) {
@@ -42,7 +43,6 @@ EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int bl
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     const EpCudaRelay *r = run->relay;
     run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
-                             .generation = call->plan ? &call->plan->header->generation : NULL,
                              .stamps = r->stamps,
                              .peers = r->device_peers,
                              .num_peers = r->num_peers};
@@ -67,9 +67,11 @@ static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelay
 }
 
 /* A rank whose plan is wrong has failed before it sends its stamp. */
-static EpStatus check_plan(EpRelayRun *run, const EpRelayCall *call) {
-    if (!call->plan) return EP_OK;
-    EpCheckArgs args = {run->mark.group, *call->plan};
+static EpStatus launch_begin(EpRelayRun *run, const EpRelayCall *call) {
+    if (!call->plan)
+        return ep_cuda_check(run->group, "kernel launch",
+                             ep_cuda_launch_begin(&run->mark, run->stream.stream));
+    EpCheckArgs args = {run->mark, *call->plan};
     return ep_relay_launch(run, ep_cuda_launch_check, &args, 1);
 }
 
@@ -85,9 +87,7 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
-    EP_TRY(check_plan(run, call));
-    EP_TRY(ep_cuda_check(run->group, "kernel launch",
-                         ep_cuda_launch_begin(&run->mark, run->stream.stream)));
+    EP_TRY(launch_begin(run, call));
     return record(run, run->side->begun, run->stream.stream);
 }
 

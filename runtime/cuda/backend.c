@@ -11,6 +11,7 @@
 #include "dispatch/cuda/latency_scatter.h"
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
+#include "handles/cuda/check_plan.h"
 #include "handles/cuda/handle.h"
 #include "handles/cuda/quantise.h"
 #include "handles/cuda/relay.h"
