@@ -51,9 +51,11 @@ def dense(p, x, idx):
 
 
 def tokens_of(seed, rank, dtype):
+    """A rank's tokens and their outputs' gradient, on the CPU: a copy from another rank's GPU
+    follows that rank's kernels, which may wait for this one."""
     generator = torch.Generator().manual_seed(seed + 1000 + rank)
     x = torch.randn(TOKENS - rank, HIDDEN, generator=generator)
-    return x.to(dtype).to(DEVICE), torch.cos(torch.arange(x.numel())).view_as(x).to(DEVICE)
+    return x.to(dtype), torch.cos(torch.arange(x.numel())).view_as(x)
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -66,10 +68,12 @@ def test_layer(dtype, size, is_early, nodes):
         name: p.detach().float().requires_grad_() for name, p in parameters(seed, dtype).items()
     }
     parts = [tokens_of(seed, rank, dtype) for rank in range(size)]
-    x = torch.cat([part[0] for part in parts]).float().requires_grad_()
-    idx = torch.cat([choose(parameters(seed, dtype), part[0]) for part in parts])
+    x = torch.cat([part[0] for part in parts]).to(DEVICE).float().requires_grad_()
+    idx = torch.cat([choose(parameters(seed, dtype), part[0].to(DEVICE)) for part in parts])
     expected = dense(wanted, x, idx)
-    expected.backward(torch.cat([part[1] for part in parts]))
+    expected.backward(torch.cat([part[1] for part in parts]).to(DEVICE))
+    expected, x_grad = expected.detach().cpu(), x.grad.cpu()
+    grads_wanted = {name: value.grad.cpu() for name, value in wanted.items()}
     first = [sum(len(part[0]) for part in parts[:rank]) for rank in range(size)]
 
     def body(bootstrap):
@@ -94,15 +98,15 @@ def test_layer(dtype, size, is_early, nodes):
             y.backward(grad.to(dtype))
             rows = slice(first[rank], first[rank] + len(mine_x))
             assert_close(y, expected[rows], tolerance)
-            assert_close(mine_x.grad, x.grad[rows], 4 * tolerance)
+            assert_close(mine_x.grad, x_grad[rows], 4 * tolerance)
             for name in ("up", "down"):
-                assert_close(layer.get_parameter(name).grad, wanted[name].grad[mine], 4 * tolerance)
+                assert_close(layer.get_parameter(name).grad, grads_wanted[name][mine], 4 * tolerance)
             return {n: p.grad for n, p in layer.named_parameters() if not moe_torch.is_local(n)}
 
     grads = run_threads(size, body)
     for name in grads[0]:
         total = sum(grad[name].float().cpu() for grad in grads)
-        assert_close(total, wanted[name].grad, 4 * tolerance)
+        assert_close(total, grads_wanted[name], 4 * tolerance)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="its ranks take GPUs of their own, or CPUs")
