@@ -21,21 +21,29 @@ static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
                                                    "config.latency_sets",
                                                    "config.num_nodes",
                                                    "LIBEP_NODE_CHUNK",
-                                                   "LIBEP_NODE_GRAPHS",
                                                    "bootstrap.isend being given"};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
                        const EpSettings *settings) {
-    const int64_t fields[EP_HELLO_FIELDS] = {ep_version(),          c->num_experts,
-                                             c->max_tokens,         c->max_top_k,
-                                             c->max_row_bytes,      c->max_scale_bytes,
-                                             c->alignment,          c->max_recv_rows,
-                                             c->overflow,           c->backend,
-                                             settings->backend,     settings->stage_bytes,
-                                             c->nccl_comm != NULL,  c->mode,
-                                             c->duplicates,         c->latency_sets,
-                                             c->num_nodes,          settings->node_chunk,
-                                             settings->node_graphs, bootstrap->isend != NULL};
+    const int64_t fields[EP_HELLO_FIELDS] = {ep_version(),
+                                             c->num_experts,
+                                             c->max_tokens,
+                                             c->max_top_k,
+                                             c->max_row_bytes,
+                                             c->max_scale_bytes,
+                                             c->alignment,
+                                             c->max_recv_rows,
+                                             c->overflow,
+                                             c->backend,
+                                             settings->backend,
+                                             settings->stage_bytes,
+                                             c->nccl_comm != NULL,
+                                             c->mode,
+                                             c->duplicates,
+                                             c->latency_sets,
+                                             c->num_nodes,
+                                             settings->node_chunk,
+                                             bootstrap->isend != NULL};
     memcpy(mine->field, fields, sizeof(fields));
     memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
 }

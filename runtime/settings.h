@@ -21,12 +21,9 @@
       "staging memory per rank and group on the host backend; equal on all ranks")           \
     X(node_chunk, int64_t, "LIBEP_NODE_CHUNK", "bytes", "32M",                               \
       "cuda backend on several nodes: most that a rank sends at a time; equal on all ranks") \
-    X(node_graphs, int64_t, "LIBEP_NODE_GRAPHS", "count", "0",                               \
-      "cuda backend on several nodes: exchanges that may be kept as graphs, to be replayed " \
-      "when they repeat; auto: 64, the most; equal on all ranks")                            \
     X(num_sms, int64_t, "LIBEP_NUM_SMS", "count", "auto",                                    \
       "multiprocessors that operations of the cuda backend may use; auto: all, on several "  \
-      "nodes all but 20")                                                                    \
+      "nodes all but 32, or a quarter")                                                      \
     X(bind, EpBind, "LIBEP_BIND", "choice: none|gpu", "none",                                \
       "gpu: bind each rank to the CPUs near its GPU when a group is created")                \
     X(check, EpCheck, "LIBEP_CHECK", "choice: none|rows|all", "rows",                        \

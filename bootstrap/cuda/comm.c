@@ -188,10 +188,10 @@ static void *end_later(void *ending) {
     return NULL;
 }
 
-void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int has_graphs, int aborts) {
+void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     Ending ending = {cuda->nccl, comm, cuda->ordinal, aborts};
-    Ending *later = comm && (cuda->captured || has_graphs) ? malloc(sizeof(*later)) : NULL;
+    Ending *later = comm && cuda->captured ? malloc(sizeof(*later)) : NULL;
     pthread_t thread;
     if (!comm) return;
     (void)pthread_once(&once, await_endings_at_exit);
@@ -207,7 +207,7 @@ void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int has_graphs, int a
 
 void ep_cuda_comm_close(EpGroup *group, int together) {
     EpCuda *cuda = ep_cuda(group);
-    ep_cuda_comm_end(cuda, cuda->network, 0, !together);
-    if (cuda->owns_comm) ep_cuda_comm_end(cuda, cuda->comm, 0, !together);
+    ep_cuda_comm_end(cuda, cuda->network, !together);
+    if (cuda->owns_comm) ep_cuda_comm_end(cuda, cuda->comm, !together);
     cuda->comm = cuda->network = NULL, cuda->owns_comm = 0;
 }

@@ -20,16 +20,14 @@ __device__ __forceinline__ int stamp_fault(const EpStamp &own, const EpStamp &th
     return (int32_t)(own.number - theirs.number) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
 }
 
-/* Report a rank that has failed, is in another operation or reads another plan, or sends nothing. A
- * replay's arguments have the digest of an earlier operation, the stamp this one's. */
+/* Report a rank that has failed, is in another operation or reads another plan, or sends nothing.
+ */
 __device__ void report_stamp(const EpMarkArgs &a, const EpStamp &own, const EpStamp &theirs,
                              int member) {
     int fault = stamp_fault(own, theirs);
     if (EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
-    EpCudaGroup group = a.group;
-    group.digest = own.digest;
     uint32_t blamed = theirs.blamed ? theirs.blamed - 1 : (uint32_t)member;
-    ep_report(group, fault,
+    ep_report(a.group, fault,
               EpAwaited{ep_elsewhere(a.group, member), EP_AWAIT_ARRIVAL, 0, own.digest,
                         fault == EP_FAULT_PEER ? blamed : theirs.digest},
               theirs.generation);

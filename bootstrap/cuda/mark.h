@@ -9,10 +9,6 @@
  * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as
  * well: a rank that has failed since then still sends messages, which others wait for, but their
  * rows are not what they should be.
- *
- * An exchange is replayed together with the kernels at its ends (replay.h), whose arguments are
- * then those of an earlier operation. So these know of the operation what its beginning has written
- * into this rank's stamp.
  */
 
 #include "runtime/cuda/device.h"

@@ -15,7 +15,6 @@
  *     probe.cu           kernels that find a window's addresses and probe whether peers reach it
  *     links.c, nvml.c    what connects the GPUs
  *     watch.c, mark.cu   on several nodes: who fails, and what is late
- *     replay.c           on several nodes: exchanges that repeat, as graphs
  *     setup.c            the group's device memory; opening and closing all of these
  */
 
@@ -83,7 +82,7 @@ void ep_cuda_comm_close(EpGroup *group, int together);
 /** Destroy or abort a communicator. NCCL waits until the graphs are gone that its calls lie in:
  * then that is left to a thread of its own. `has_graphs`: whether they lie in graphs of the
  * library's, beside those of users. */
-void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int has_graphs, int aborts);
+void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts);
 
 /** ep_group_agree after a call of NCCL. Its timeout is longer, since NCCL may keep other ranks
  *  waiting where this rank failed at once. */

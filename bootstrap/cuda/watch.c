@@ -98,29 +98,22 @@ static void await_stopped(const EpCudaWatch *w) {
         ;
 }
 
-/* The group's thread sees the loss and leaves, or has not entered: see ep_cuda_network_enter.
- * Returns whether it does. */
-static int await_leaving(const EpCudaWatch *w, EpWatchBusy most) {
+/* The group's thread sees the loss and leaves, or has not entered: see ep_cuda_network_enter. One
+ * that does not leave is held by NCCL: CUDA takes no more launches until kernels end that wait for
+ * a lost rank. The abort ends them. */
+static void await_leaving(const EpCudaWatch *w) {
     EpWait wait;
     ep_wait_begin(&wait, w->timeout, 0);
-    while (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST) > (int)most)
-        if (!ep_wait_pause(&wait)) return 0;
-    return 1;
+    while (__atomic_load_n(&w->busy, __ATOMIC_SEQ_CST) && ep_wait_pause(&wait))
+        ;
 }
 
-/* A group's thread that does not leave is held by NCCL: CUDA takes no more launches until kernels
- * end that wait for a lost rank. The abort ends them.
- *
- * Until the communicator's kernels end, CUDA's calls may wait: first its abort, which tells them so
- * without one, then the graphs, which a thread of the abort waits for. What the group's thread may
- * still launch sees the abort as well. */
 static void end_communicator(EpCudaWatch *w) {
-    (void)await_leaving(w, EP_BUSY_WITH_GRAPHS);
+    await_leaving(w);
     if (stops(w) == EP_STOP_ABANDONED) return;
     __atomic_store_n(&w->ending, 1, __ATOMIC_RELEASE);
-    ep_cuda_comm_end(w->cuda, w->comm, w->replays.has_graphs, 1);
+    ep_cuda_comm_end(w->cuda, w->comm, 1);
     w->is_ended = 1;
-    if (await_leaving(w, EP_BUSY_NOT)) ep_cuda_replays_close(&w->replays);
 }
 
 static void lose(EpCudaWatch *w, EpLossKind kind, int32_t peer, int32_t blamed, const char *why) {

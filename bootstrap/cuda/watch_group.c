@@ -72,7 +72,6 @@ void ep_cuda_watch_close(EpGroup *group, int together) {
     if (!w) return;
     __atomic_store_n(&w->stop, together ? EP_STOP_TOGETHER : EP_STOP_ALONE, __ATOMIC_RELEASE);
     if (w->started) pthread_join(w->thread, NULL);
-    ep_cuda_replays_close(&w->replays);
     if (w->is_ended && w->comm == cuda->network) cuda->network = NULL;
     if (w->is_ended && w->comm == cuda->comm) cuda->comm = NULL;
     if (w->has_messages) ep_bootstrap_destroy(&w->messages);
@@ -112,12 +111,12 @@ EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream) {
     EpCuda *cuda = ep_cuda(group);
     EpCudaWatch *w = cuda->watch;
     if (!w) return EP_OK;
-    ep_watch_say(w, EP_BUSY_WITH_NCCL);
+    ep_watch_say(w, 1);
     cuda->captured |= stream->captures;
     while (__atomic_load_n(&w->looks, __ATOMIC_SEQ_CST))
         sched_yield();
     if (!__atomic_load_n(&w->loss.kind, __ATOMIC_SEQ_CST)) return EP_OK;
-    ep_watch_say(w, EP_BUSY_NOT);
+    ep_watch_say(w, 0);
     group->backend->poll(group);
     EP_TRY(ep_group_usable(group));
     return ep_fail(EP_ERR_SYSTEM, "rank %d: the communicator of all ranks has ended", group->rank);
@@ -142,7 +141,7 @@ EpStatus ep_cuda_network_give_up(EpGroup *group, const char *phase, EpStatus sta
 
 EpStatus ep_cuda_network_leave(EpGroup *group, const char *what, EpStatus status) {
     EpCudaWatch *w = ep_cuda(group)->watch;
-    if (w) ep_watch_say(w, EP_BUSY_NOT);
+    if (w) ep_watch_say(w, 0);
     if (status == EP_OK) return EP_OK;
     if (status == EP_ERR_SYSTEM) await_explanation(w);
     return ep_cuda_network_give_up(group, what, status);

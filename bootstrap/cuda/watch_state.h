@@ -8,7 +8,6 @@
 
 #include <pthread.h>
 
-#include "bootstrap/cuda/replay.h"
 #include "bootstrap/cuda/watch.h"
 
 #define EP_WATCH_TICK_NANOSECONDS 2000000
@@ -66,14 +65,6 @@ typedef enum EpWatchStop {
     EP_STOP_ABANDONED, /* likewise; the communicator stays, and so does the watcher if it hangs */
 } EpWatchStop;
 
-/** What the group's thread is at. */
-typedef enum EpWatchBusy {
-    EP_BUSY_NOT,
-    EP_BUSY_WITH_GRAPHS, /* that hold calls of NCCL: it may end the communicator, which then waits
-                            for them, but they must stay */
-    EP_BUSY_WITH_NCCL
-} EpWatchBusy;
-
 typedef struct EpCudaWatch {
     EpGroup *group; /* its failures alone: the watcher may outlive it */
     const EpCuda *cuda;
@@ -82,15 +73,13 @@ typedef struct EpCudaWatch {
     EpBootstrap messages;
     int has_messages, started;
     pthread_t thread;
-    int stop;          /* EpWatchStop */
-    ncclComm_t comm;   /* of all ranks */
-    int busy;          /* EpWatchBusy */
-    int looks;         /* whether the watcher is, which ends soon */
-    int ending;        /* whether the thread aborts the communicator, or has done so */
-    int is_ended;      /* whether the communicator was aborted */
-    EpReplays replays; /* the group's thread's; of these the graphs only while it is busy, after
-                          a loss they are the watcher's */
-    int done;          /* the thread has ended */
+    int stop;        /* EpWatchStop */
+    ncclComm_t comm; /* of all ranks */
+    int busy;        /* whether the group's thread is in NCCL */
+    int looks;       /* whether the watcher is, which ends soon */
+    int ending;      /* whether the thread aborts the communicator, or has done so */
+    int is_ended;    /* whether the communicator was aborted */
+    int done;        /* the thread has ended */
     EpLoss loss;
     EpWatchPeer *peers;
     int32_t num_peers;
@@ -114,9 +103,9 @@ static inline int ep_watch_lost(const EpCudaWatch *w) {
     return __atomic_load_n(&w->loss.kind, __ATOMIC_ACQUIRE);
 }
 
-/** Say what the group's thread is at. */
-static inline void ep_watch_say(EpCudaWatch *w, EpWatchBusy busy) {
-    __atomic_store_n(&w->busy, (int)busy, __ATOMIC_SEQ_CST);
+/** Say whether the group's thread is in NCCL. */
+static inline void ep_watch_say(EpCudaWatch *w, int busy) {
+    __atomic_store_n(&w->busy, busy, __ATOMIC_SEQ_CST);
 }
 
 /** Start the thread. */

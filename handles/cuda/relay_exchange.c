@@ -1,17 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The exchanges of an operation on several nodes, and the kernels before and after each of them,
- * which must not need more of the operation than the exchange's key has: see replay.h. */
-#include "bootstrap/cuda/replay.h"
+/* The exchanges of an operation on several nodes, and the kernels after each of them. What a call
+ * within a group has found wrong, ncclGroupEnd returns, too, so only its result counts. */
 #include "bootstrap/cuda/watch.h"
 #include "handles/cuda/relay.h"
 
-/* In an exchange's key. */
-enum { STAMPS = 1, ROUTING, ROWS_TO_RELAYS, ROWS_FROM_RELAYS };
+static EpStatus enter(const EpRelayRun *run) {
+    return ep_cuda_network_enter(run->group, &run->stream);
+}
+
+static EpStatus settle(const EpRelayRun *run, ncclResult_t result) {
+    return ep_cuda_network_settle(run->group, "ncclGroupEnd", result);
+}
+
+static EpStatus launched(const EpRelayRun *run, int error) {
+    return ep_cuda_check(run->group, "kernel launch", error);
+}
 
 /* ---- stamps and routing -------------------------------------------------------------------- */
 
-/* What a call within a group has found wrong, ncclGroupEnd returns, too. A rank that is a relay and
- * a source of this one gets two stamps. */
+/* A rank that is a relay and a source of this one gets two stamps. */
 static void add_stamps(const EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     const EpCudaRelay *r = run->relay;
@@ -24,64 +31,43 @@ static void add_stamps(const EpRelayRun *run) {
     }
 }
 
-static ncclResult_t call_for_stamps(const void *context) {
-    const EpRelayRun *run = context;
-    const EpNccl *nccl = ep_cuda(run->group)->nccl;
-    (void)nccl->ncclGroupStart();
-    add_stamps(run);
-    return nccl->ncclGroupEnd();
-}
-
-static int compare_stamps(const void *context) {
-    const EpRelayRun *run = context;
-    return ep_cuda_launch_compare(&run->mark, run->side->wire);
-}
-
-/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
- * size is always the same, go first. */
-EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
-    return ep_cuda_exchange(run->group, &run->stream,
-                            &(EpExchange){.what = "ncclGroupEnd",
-                                          .stream = run->side->wire,
-                                          .call = call_for_stamps,
-                                          .after = compare_stamps,
-                                          .context = run,
-                                          .key = {STAMPS}});
-}
-
-static ncclResult_t call_for_routing(const void *context) {
-    const EpRelayRun *run = context;
+static void add_routing(const EpRelayRun *run) {
     const EpCuda *cuda = ep_cuda(run->group);
     const EpCudaRelay *r = run->relay;
     const char *own = r->routing + r->tables.self * r->routing_bytes;
-    return cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
-                                     cuda->network, run->side->wire);
+    (void)cuda->nccl->ncclAllGather(own, r->routing, (size_t)r->routing_bytes, ncclUint8,
+                                    cuda->network, run->side->wire);
 }
 
 ncclResult_t ep_relay_call_once(const EpRelayRun *run) {
     const EpNccl *nccl = ep_cuda(run->group)->nccl;
     (void)nccl->ncclGroupStart();
     add_stamps(run);
-    (void)call_for_routing(run);
+    add_routing(run);
     return nccl->ncclGroupEnd();
 }
 
-/* It is the only exchange after the stamps: let the watcher know that it is complete. */
-static int mark_end(const void *context) {
-    const EpRelayRun *run = context;
-    EpMarkArgs args = run->mark;
-    args.last = 1;
-    return ep_cuda_launch_move(&args, run->side->wire);
+/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
+ * size is always the same, go first. */
+EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
+    const EpNccl *nccl = ep_cuda(run->group)->nccl;
+    EP_TRY(enter(run));
+    (void)nccl->ncclGroupStart();
+    add_stamps(run);
+    EP_TRY(settle(run, nccl->ncclGroupEnd()));
+    return launched(run, ep_cuda_launch_compare(&run->mark, run->side->wire));
 }
 
+/* It is the only exchange after the stamps: let the watcher know that it is complete. */
 EpStatus ep_relay_send_routing(const EpRelayRun *run) {
-    return ep_cuda_exchange(run->group, &run->stream,
-                            &(EpExchange){.what = "ncclAllGather",
-                                          .stream = run->side->wire,
-                                          .call = call_for_routing,
-                                          .after = mark_end,
-                                          .context = run,
-                                          .key = {ROUTING}});
+    const EpNccl *nccl = ep_cuda(run->group)->nccl;
+    EpMarkArgs args = run->mark;
+    args.last = 1;
+    EP_TRY(enter(run));
+    (void)nccl->ncclGroupStart();
+    add_routing(run);
+    EP_TRY(settle(run, nccl->ncclGroupEnd()));
+    return launched(run, ep_cuda_launch_move(&args, run->side->wire));
 }
 
 /* ---- rows ---------------------------------------------------------------------------------- */
@@ -133,50 +119,27 @@ static void receive_message(const EpRelayRun *run, const Messages *m, int32_t i)
                                ncclUint8, m->peers[i], cuda->network, wire);
 }
 
-/** The rows of a chunk. */
-typedef struct Rows {
-    const EpRelayRun *run;
-    Messages out, in;
-    int last; /* whether the operation has no further chunk */
-} Rows;
-
-static ncclResult_t call_for_rows(const void *context) {
-    const Rows *rows = context;
-    const EpNccl *nccl = ep_cuda(rows->run->group)->nccl;
-    (void)nccl->ncclGroupStart();
-    for (int32_t i = 0; i < rows->out.count; i++)
-        send_message(rows->run, &rows->out, i);
-    for (int32_t i = 0; i < rows->in.count; i++)
-        receive_message(rows->run, &rows->in, i);
-    return nccl->ncclGroupEnd();
-}
-
 /* Compare the stamps that came with the messages: before anything reads their rows, this rank has
  * failed if a sender has. */
-static int check_stamps(const void *context) {
-    const Rows *rows = context;
-    EpMarkArgs args = rows->run->mark;
-    args.peers += rows->in.peers - rows->run->relay->peers;
-    args.num_peers = rows->in.count;
-    args.last = rows->last;
-    return ep_cuda_launch_compare(&args, rows->run->side->wire);
+static EpStatus check_stamps(const EpRelayRun *run, int32_t chunk, const Messages *in) {
+    EpMarkArgs args = run->mark;
+    args.peers += in->peers - run->relay->peers;
+    args.num_peers = in->count;
+    args.last = chunk == run->chunks - 1;
+    return launched(run, ep_cuda_launch_compare(&args, run->side->wire));
 }
 
-/* The addresses of messages follow from the buffers and the records' size, and the lengths from
- * that and the places. With exact sizes lengths differ by pairs of ranks. */
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
+    const EpNccl *nccl = ep_cuda(run->group)->nccl;
     int to_relays = way == EP_TO_RELAYS;
-    Rows rows = {.run = run,
-                 .out = messages_of(run, chunk, run->relay->send[chunk % 2], to_relays),
-                 .in = messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays),
-                 .last = chunk == run->chunks - 1};
-    EpExchange exchange = {.what = "ncclGroupEnd",
-                           .stream = run->side->wire,
-                           .call = call_for_rows,
-                           .after = check_stamps,
-                           .context = &rows,
-                           .key = {to_relays ? ROWS_TO_RELAYS : ROWS_FROM_RELAYS,
-                                   chunk % 2 + 2 * rows.last, rows.out.most, run->record_bytes}};
-    if (run->places) exchange.key[0] = 0;
-    return ep_cuda_exchange(run->group, &run->stream, &exchange);
+    Messages out = messages_of(run, chunk, run->relay->send[chunk % 2], to_relays);
+    Messages in = messages_of(run, chunk, run->relay->recv[chunk % 2], !to_relays);
+    EP_TRY(enter(run));
+    (void)nccl->ncclGroupStart();
+    for (int32_t i = 0; i < out.count; i++)
+        send_message(run, &out, i);
+    for (int32_t i = 0; i < in.count; i++)
+        receive_message(run, &in, i);
+    EP_TRY(settle(run, nccl->ncclGroupEnd()));
+    return check_stamps(run, chunk, &in);
 }

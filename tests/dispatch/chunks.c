@@ -73,7 +73,6 @@ Test(dispatch_chunks, repeated_between_nodes, .timeout = 120) {
     memcpy(c.nodes, "0101", 4);
     setenv("LIBEP_TOPOLOGY", "0,1,0,1", 1);
     setenv("LIBEP_NODE_CHUNK", "1000", 1);
-    setenv("LIBEP_NODE_GRAPHS", "auto", 1);
     World *world = world_new(&c);
     run_ranks(4, repeated_body, world);
     world_free(world);

@@ -36,14 +36,12 @@ static void check_survivor(const DeviceStep *gpu, int nodes, const char *gone) {
     ep_group_destroy(gpu->step.group);
 }
 
-/* From the third step on exchanges between nodes are replayed. */
 static void run_until_killed(const EpBootstrap *bootstrap, int nodes) {
     DeviceStep gpu;
     char gone[32];
     Case c = killed_case(bootstrap->size);
     if (nodes > 1) {
         setenv("LIBEP_TOPOLOGY", "2", 1);
-        setenv("LIBEP_NODE_GRAPHS", "auto", 1);
         snprintf(c.nodes, sizeof(c.nodes), "01");
     }
     EpGroupConfig config = case_group_config(&c);
