@@ -85,6 +85,11 @@ static ncclResult_t synchronise(ncclComm_t comm, void *mine, ncclWindow_t *windo
     pthread_cond_broadcast(&nccl_changed);
     return c->aborted[comm->rank] ? ncclSystemError : take_result(comm);
 }
+
+ncclResult_t nccl_synchronise(ncclComm_t comm) {
+    return synchronise(comm, NULL, NULL, 1);
+}
+
 /* ---- communicators ---- */
 
 ncclResult_t ncclGetVersion(int *version) {

@@ -174,13 +174,26 @@ static void number_collective(ncclComm_t comm, Collective *c) {
     comm->shared->running++;
 }
 
+/* The first call on a communicator that blocks connects its ranks, and holds the thread until all
+ * are there. One of EMULATED_CONNECT_FAILS does not come. With the lock. */
+static ncclResult_t connect_ranks(ncclComm_t comm) {
+    const char *fails = getenv("EMULATED_CONNECT_FAILS");
+    if (!comm->blocking || comm->connected) return ncclSuccess;
+    if (fails && atoi(fails) == comm->rank) return ncclSystemError;
+    ncclResult_t result = nccl_synchronise(comm);
+    comm->connected = result == ncclSuccess;
+    return result;
+}
+
 /* Enqueue collectives. On a nonblocking communicator ncclCommGetAsyncError does so later, and until
  * then no other call may use the communicator. */
 static ncclResult_t enqueue_all(ncclComm_t comm, const Collective *calls, int count) {
     pthread_mutex_lock(&nccl_mutex);
-    if (comm->starting || !nccl_round_is_over(comm)) {
+    int is_ready = !comm->starting && nccl_round_is_over(comm);
+    ncclResult_t result = is_ready ? connect_ranks(comm) : ncclInvalidArgument;
+    if (result != ncclSuccess) {
         pthread_mutex_unlock(&nccl_mutex);
-        return ncclInvalidArgument;
+        return result;
     }
     Collective *mine = malloc((size_t)count * sizeof(*mine));
     if (!mine) emulated_die("no memory for collectives");

@@ -72,7 +72,8 @@ enum Starting { START_NOW = 1, START_NEXT, START_LATER };
 struct ncclComm {
     Shared *shared;
     int rank, device, blocking;
-    int pending; /* has arrived in a round that was not over at the last check */
+    int connected; /* its ranks are, if it blocks */
+    int pending;   /* has arrived in a round that was not over at the last check */
     unsigned round;
     ncclWindow_t *window; /* output for the window of that round, or NULL */
     ncclComm_t *part;     /* output for the communicator of that round, or NULL */
@@ -99,6 +100,9 @@ extern pthread_cond_t nccl_changed;
 static inline int nccl_round_is_over(const struct ncclComm *comm) {
     return !comm->pending || comm->shared->rounds != comm->round;
 }
+
+/** Wait until all ranks are here. With the lock. */
+ncclResult_t nccl_synchronise(ncclComm_t comm);
 
 /** NCCL has this from 2.29 on. */
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void **out);

@@ -9,7 +9,9 @@
 #include <unistd.h>
 
 #include "tests/cases/run.h"
+#include "tests/gpu/device_step.h"
 #include "tests/gpu/devices.h"
+#include "tests/gpu/failing.h"
 #include "tests/harness/ranked.h"
 
 static Case nodes_case(void) {
@@ -171,4 +173,86 @@ ThreadTest(gpu_nodes, memory_as_promised_3, 3) {
           "%lld bytes taken, %lld promised to the larger node", (long long)info.library_bytes,
           (long long)(memory.shared_bytes + memory.private_bytes));
     ep_group_destroy(group);
+}
+
+/* ---- several operations under way ---------------------------------------------------------- */
+
+enum { STEPS = 4 };
+
+/* Steps of two handles, whose rows differ in size and cross the network in several chunks, are
+ * enqueued in turns, and nothing waits between them. */
+static void two_handles(const EpBootstrap *bootstrap) {
+    Case c[2] = {nodes_case(), nodes_case()};
+    DeviceStep gpu[2];
+    World *world[2];
+    set_on_ranks(bootstrap, "LIBEP_NODE_CHUNK", "9000");
+    for (int i = 0; i < 2; i++) {
+        c[i].ranks = bootstrap->size, c[i].hidden = i ? 72 : 136, c[i].counted = 1;
+        snprintf(c[i].nodes, sizeof(c[i].nodes), "%s", bootstrap->size == 2 ? "01" : "0011");
+    }
+    EpGroupConfig config = case_group_config(&c[0]);
+    EpGroup *group = open_on_nodes(bootstrap, "2", &config);
+    REQUIRE(group, "no group");
+    for (int i = 0; i < 2; i++)
+        device_step_open(&gpu[i], group, device_step_handle(group, &c[i]), &c[i], bootstrap->rank,
+                         new_stream(), NULL);
+    for (int step = 0; step < STEPS; step++) {
+        for (int i = 0; i < 2; i++)
+            device_step_load(&gpu[i], world[i] = device_step_world(&c[i], step));
+        for (int i = 0; i < 2; i++)
+            device_step_issue(&gpu[i], STEP_ALL);
+        for (int i = 0; i < 2; i++) {
+            device_step_check(&gpu[i]);
+            world_free(world[i]);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        CHECK_CUDA(cudaStreamDestroy(gpu[i].stream));
+        device_step_close(&gpu[i]);
+    }
+    ep_group_destroy(group);
+}
+
+ThreadTest(gpu_nodes, two_handles_2, 2) {
+    two_handles(bootstrap);
+}
+ThreadTest(gpu_nodes, two_handles_4, 4) {
+    two_handles(bootstrap);
+}
+
+/* ---- connecting ---------------------------------------------------------------------------- */
+
+/* NCCL holds the other ranks while it connects them, and one does not come: they give up at the
+ * deadline, and another group can be made. */
+#ifdef TESTS_EMULATED
+static void fail_to_connect(const EpBootstrap *bootstrap) {
+    Case c = nodes_case();
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    double begin = failing_now();
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    config.timeout_seconds = FAILING_TIMEOUT;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "1");
+    EpStatus status = ep_group_create(bootstrap, &config, &group);
+    if (bootstrap->rank == 1)
+        CHECK_REFUSED(status, EP_ERR_SYSTEM, "ncclGroupEnd");
+    else
+        CHECK(status == EP_ERR_TIMEOUT || status == EP_ERR_PEER, "%d: %s", (int)status,
+              ep_last_error());
+    CHECK(!group, "a group was made");
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
+    set_on_ranks(bootstrap, "EMULATED_CONNECT_FAILS", "-1");
+    two_handles(bootstrap);
+}
+#else
+static void fail_to_connect(const EpBootstrap *bootstrap) {
+    (void)bootstrap;
+    check_left_out("only the emulated NCCL fails at will");
+}
+#endif
+
+ThreadTest(gpu_nodes, fails_to_connect_4, 4) {
+    fail_to_connect(bootstrap);
 }
