@@ -4,11 +4,11 @@
 
 /**
  * Kernels at the ends of an operation that crosses the network. They tell the watcher how far this
- * rank has come. And they compare what ranks are in: before any row, each rank sends its relays and
- * its sources a stamp, whose size is always the same. Ranks of a node compare their operations
- * themselves, so no two ranks of the group differ unnoticed. A stamp goes with each message as
- * well: a rank that has failed since then still sends messages, which others wait for, but their
- * rows are not what they should be.
+ * rank has come. And they compare what ranks are in: a stamp goes with each message, and is
+ * compared before anything reads the rows. Ranks of a node compare their operations themselves, so
+ * no two ranks of the group differ unnoticed. A rank that has failed still sends messages, which
+ * others wait for, but their rows are not what they should be, as the kernels that fill them let
+ * the stamp say (mark.cuh).
  */
 
 #include "runtime/cuda/device.h"

@@ -154,7 +154,7 @@ static void take_note(EpCudaWatch *w, EpWatchPeer *p) {
     note.why[sizeof(note.why) - 1] = 0;
     p->heard = ep_clock(), p->begun = note.begun;
     if (note.kind == EP_NOTE_LEAVING) p->left = 1;
-    if (note.kind == EP_NOTE_BEAT) compare(w, p);
+    if (note.kind != EP_NOTE_LEAVING) compare(w, p);
     if (note.kind == EP_NOTE_FAILED && is_late(w, 0) && note.blamed >= 0)
         lose(w, EP_LOSS_LATE, note.blamed, note.blamed, ""); /* this rank has waited as long */
     else if (note.kind == EP_NOTE_FAILED)

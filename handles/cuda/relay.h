@@ -42,7 +42,7 @@
  * that is under capture takes no other work. */
 typedef struct EpCudaSide {
     cudaStream_t wire;
-    cudaEvent_t begun;    /**< the operation's place on the caller's stream */
+    cudaEvent_t begun;    /**< exact sizes: the operation's place on the caller's stream */
     cudaEvent_t ready[2]; /**< a send buffer is filled; by parity of the chunk */
     cudaEvent_t moved;    /**< the latest chunk has crossed the network */
 } EpCudaSide;
@@ -105,8 +105,13 @@ typedef struct EpRelayCall {
     int32_t own_plan;       /**< whether that plan is the handle's own */
 } EpRelayCall;
 
-/** Begin an operation on the caller's stream, after the group's earlier ones. With its first
- * exchange ranks of other nodes learn which it is, and this one learns which theirs are. */
+/**
+ * Begin an operation on the caller's stream, after the group's earlier ones. With its first
+ * exchange ranks of other nodes learn which it is, and this one learns which theirs are. Ranks in
+ * different operations may send messages of different sizes, whose end NCCL waits for in vain: then
+ * the watchers, which tell each other what they are in, end it (bootstrap/cuda/watch.h). With exact
+ * sizes messages differ between steps of one operation, too: there stamps of a fixed size go first.
+ */
 EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run);
 
 /** End it: the caller's stream follows all of it, and later operations follow the caller's. */

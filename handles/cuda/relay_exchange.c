@@ -47,8 +47,6 @@ ncclResult_t ep_relay_call_once(const EpRelayRun *run) {
     return nccl->ncclGroupEnd();
 }
 
-/* Ranks that are in different operations may send messages of different sizes, so the stamps, whose
- * size is always the same, go first. */
 EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
     const EpNccl *nccl = ep_cuda(run->group)->nccl;
     EP_TRY(enter(run));
@@ -58,7 +56,8 @@ EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
     return launched(run, ep_cuda_launch_compare(&run->mark, run->side->wire));
 }
 
-/* It is the only exchange after the stamps: let the watcher know that it is complete. */
+/* Messages say which operation their ranks are in. No other exchange follows: let the watcher know
+ * that this one is complete. */
 EpStatus ep_relay_send_routing(const EpRelayRun *run) {
     const EpNccl *nccl = ep_cuda(run->group)->nccl;
     EpMarkArgs args = run->mark;

@@ -88,10 +88,10 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
     EP_TRY(launch_begin(run, call));
-    return record(run, run->side->begun, run->stream.stream);
+    return run->places ? record(run, run->side->begun, run->stream.stream) : EP_OK;
 }
 
-/* The first exchange. It waits for the operation to begin, and for nothing else. */
+/* The first exchange of exact sizes. It waits for the operation to begin, and for nothing else. */
 static EpStatus send_stamps(EpRelayRun *run) {
     EP_TRY(await(run, run->side->wire, run->side->begun));
     return ep_relay_send_stamps(run);
@@ -105,7 +105,6 @@ static EpStatus follow_wire(EpRelayRun *run) {
 }
 
 EpStatus ep_relay_gather(EpRelayRun *run) {
-    EP_TRY(send_stamps(run));
     EP_TRY(record(run, run->side->ready[0], run->stream.stream));
     EP_TRY(await(run, run->side->wire, run->side->ready[0]));
     EP_TRY(ep_relay_send_routing(run));
@@ -127,6 +126,8 @@ static ncclResult_t connect(EpNcclCall *call) {
 /* NCCL holds a thread until its peers are connected. One that it still holds at the deadline leaves
  * once the group's end aborts the communicator. */
 static EpStatus call_once(EpGroup *group, const EpRelayRun *run, double seconds) {
+    const EpNccl *nccl = ep_cuda(group)->nccl;
+    ncclComm_t comm = ep_cuda_group_comm(ep_cuda(group));
     Connecting *c = calloc(1, sizeof(*c));
     ncclResult_t result = ncclInProgress;
     EpStatus status = EP_OK;
@@ -136,7 +137,8 @@ static EpStatus call_once(EpGroup *group, const EpRelayRun *run, double seconds)
     (void)ep_group_await(group);
     status = ep_cuda_network_enter(group, &run->stream);
     if (status == EP_OK) {
-        if (ep_nccl_call(&c->call, seconds)) result = c->call.result;
+        if (ep_nccl_call(&c->call, seconds))
+            result = ep_nccl_settle(nccl, comm, c->call.result, seconds);
         status = ep_cuda_comm_check(group, "ncclGroupEnd", result, seconds);
         status = ep_cuda_network_leave(group, "ep_group_create", status);
     }
@@ -181,7 +183,7 @@ EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {
 
 /* What has filled the send buffer follows what has read the receive buffer two chunks before. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
-    if (chunk == 0) EP_TRY(send_stamps(run));
+    if (chunk == 0 && run->places) EP_TRY(send_stamps(run));
     EP_TRY(await(run, run->side->wire, run->side->ready[chunk % 2]));
     EP_TRY(ep_relay_send_rows(run, chunk, way));
     return follow_wire(run);
