@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     char *message = a.messages + a.t.self * a.message_bytes;
     int32_t *routing = (int32_t *)((EpRoutingHead *)message + 1);
     int tokens = count_tokens(a.p), thread = blockIdx.x * blockDim.x + threadIdx.x;
-    if (ep_failed_before(ep_failed(a.p.group), epoch)) tokens = 0, digest = EP_DIGEST(EP_OP_GONE, 0, 0);
+    if (ep_failed_before(ep_failed(a.p.group), epoch))
+        tokens = 0, digest = EP_DIGEST(EP_OP_GONE, 0, 0);
     for (int64_t i = thread; i < (int64_t)tokens * a.p.top_k; i += gridDim.x * blockDim.x)
         routing[i] = collect_entry(a, i / a.p.top_k, (int)(i % a.p.top_k));
     if (thread == 0) {
@@ -41,15 +42,21 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
 
 /* ---- count --------------------------------------------------------------------------------- */
 
-/* Report a rank that has given up, or is in another operation. */
+/* Returns what the head of a rank that is not in this operation tells. One of an earlier operation
+ * is what was here before: nothing has come, since the communicator has ended. */
+__device__ __forceinline__ int head_fault(const EpRoutingHead *head, uint32_t epoch) {
+    if (EP_DIGEST_OP(head->digest) == EP_OP_GONE) return EP_FAULT_PEER;
+    return (int32_t)(epoch - head->epoch) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
+}
+
+/* Report a rank that has given up, is in another operation, or sends nothing. */
 static __device__ __noinline__ void report_head(const EpRouteArgs &a, int source) {
     const EpRoutingHead *head = head_of(a, source), *own = head_of(a, a.t.self);
     EpCudaGroup g = a.p.group;
     g.size = a.t.ranks, g.members = a.t.members;
-    int gone = EP_DIGEST_OP(head->digest) == EP_OP_GONE, peer = ep_elsewhere(g, source);
-    uint32_t seen = gone ? (uint32_t)source : head->digest;
-    ep_report(g, gone ? EP_FAULT_PEER : EP_FAULT_ORDER,
-              EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, own->digest, seen}, head->facts);
+    int fault = head_fault(head, own->epoch), peer = ep_elsewhere(g, source);
+    uint32_t seen = fault == EP_FAULT_PEER ? (uint32_t)source : head->digest;
+    ep_report(g, fault, EpAwaited{peer, EP_AWAIT_ARRIVAL, 0, own->digest, seen}, head->facts);
 }
 
 /* Check that a rank is in this operation, with the same facts. By one thread. */
@@ -208,7 +215,8 @@ __device__ void publish_rows(const EpRouteArgs &a, int64_t step) {
     publish_row_counts(a.p, step, *a.counts.sent, a.counts.total[column] - local, local);
 }
 
-/* Tell the host how many chunks there are, and how much of each message is filled. By all threads. */
+/* Tell the host how many chunks there are, and how much of each message is filled. By all threads.
+ */
 __device__ void publish_places(const EpRouteArgs &a, int64_t step) {
     int word = (int)ep_info_chunks(&a.p.shape), others = a.t.nodes - 1, most = 1;
     for (int r = 0; r < a.t.group; r++)
@@ -220,8 +228,8 @@ __device__ void publish_places(const EpRouteArgs &a, int64_t step) {
         if (lane < 0)
             places = a.counts.filled[chunk * others + at];
         else if (lane < a.t.lanes_of[a.t.rank])
-            places = a.counts.needed[a.t.source_of[a.t.rank * a.t.lanes + lane] * a.t.chunks +
-                                     chunk];
+            places =
+                a.counts.needed[a.t.source_of[a.t.rank * a.t.lanes + lane] * a.t.chunks + chunk];
         publish_word(a.p, step, word + 1 + i, places);
     }
 }

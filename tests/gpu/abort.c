@@ -101,7 +101,7 @@ static void *free_main(void *memory) {
 
 /* A thread frees memory while kernels wait for the absent rank: until the GPU is idle, the driver
  * lets no other thread enqueue anything. The absent rank aborts. */
-ThreadTest(gpu_abort, while_memory_is_freed_on_nodes_2, 2) {
+static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     pthread_t thread;
@@ -112,7 +112,7 @@ ThreadTest(gpu_abort, while_memory_is_freed_on_nodes_2, 2) {
     CHECK_CUDA(cudaHostAlloc(&memory, 64, 0));
     double begin = failing_now();
     if (bootstrap->rank != failing.absent) {
-        CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
+        CHECK_OK(device_step_try(&failing.gpu, op));
         REQUIRE(!pthread_create(&thread, NULL, free_main, memory), "no thread");
         usleep(100000);
         CHECK(cudaStreamQuery(failing.gpu.stream) == cudaErrorNotReady, "nothing waits");
@@ -130,6 +130,13 @@ ThreadTest(gpu_abort, while_memory_is_freed_on_nodes_2, 2) {
     CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
     bootstrap->barrier(bootstrap->context, 60);
     failing_close(&failing);
+}
+
+ThreadTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2) {
+    abort_while_freeing(bootstrap, STEP_DISPATCH);
+}
+ThreadTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2) {
+    abort_while_freeing(bootstrap, STEP_PREPARE);
 }
 
 /* ---- at any moment ---- */
