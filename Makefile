@@ -475,7 +475,7 @@ space := $(subst ,, )
 any = @($(subst $(space),|,$(strip $1)))
 emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
     bootstrap_cuda_windows bootstrap_lying bootstrap_nccl gpu_abort gpu_routes gpu_pointers gpu_shared \
-    gpu_ipc gpu_order gpu_nodes gpu_exchanges gpu_beside gpu_weights gpu_weight_slices gpu_adopt_graphs) \
+    gpu_ipc gpu_order gpu_nodes gpu_beside gpu_weights gpu_weight_slices gpu_adopt_graphs) \
     gpu_graphs/and_plain_calls_1 gpu_plan_graphs/latency*_1 gpu_nccl_ep_graphs/decode_in_halves_2 \
     gpu_backends/@(equal_4|num_sms) gpu_zero_copy/as_staged_[12] gpu_resident/two_blocks_2 \
     gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised) \
@@ -487,7 +487,7 @@ emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime
 emulated_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
     runtime_random runtime_deadline bootstrap_cuda_windows bootstrap_departed bootstrap_lying \
     bootstrap_nccl gpu_nccl gpu_nccl_split gpu_nccl_bootstrap gpu_nccl_ep gpu_backends gpu_abort \
-    gpu_routes gpu_pointers gpu_shared gpu_ipc gpu_order gpu_nodes gpu_exchanges gpu_beside gpu_streams \
+    gpu_routes gpu_pointers gpu_shared gpu_ipc gpu_order gpu_nodes gpu_beside gpu_streams \
     gpu_plans gpu_weights gpu_weight_slices gpu_graphs gpu_plan_graphs gpu_nccl_ep_graphs gpu_adopt_graphs gpu_zero_copy \
     gpu_adopt gpu_adopt_old gpu_resident gpu_faults gpu_late*))
 emulated_wide := gpu_backends/equal_[12]
