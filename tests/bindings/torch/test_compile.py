@@ -129,16 +129,38 @@ def test_inductor(alone):
 
 
 def test_exact_sizes_in_a_graph(alone):
-    """The number of rows is data: Dynamo traces it if it is told to."""
+    """The number of rows is data, and another one in the next step."""
     group = alone(max_recv_rows=0)
     handle = ep.Handle(group)
-    x, idx, weights = inputs(group, grad=False)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        y, totals = compiled(handle, x, idx, weights)
-    expected, expected_totals = layer(handle, x, idx, weights)
-    assert_equal(y, expected)
-    assert_equal(totals, expected_totals)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for divisor in (100, 3, 1):
+        got, wanted = inputs(group), inputs(group)
+        idx = torch.where(got[1] % divisor == 0, -1, got[1])
+        y, totals = compiled(handle, got[0], idx, got[2])
+        expected, expected_totals = layer(handle, wanted[0], idx, wanted[2])
+        assert_equal(y, expected)
+        assert_equal(totals, expected_totals)
+        y.sum().backward()
+        expected.sum().backward()
+        assert_equal(got[0].grad, wanted[0].grad)
+        assert_equal(got[2].grad, wanted[2].grad)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 30])
+def test_numbers_that_prepare_has_not_written(alone, number):
+    """What failed on the device may have left anything there: no memory is made for such rows."""
+
+    def spoiled(handle, x, idx):
+        plan = ep.prepare(handle, idx)
+        plan.numbers.fill_(number)
+        return 2 * ep.dispatch(handle, x, plan).tokens
+
+    group = alone(max_recv_rows=0)
+    x, idx, _ = inputs(group, grad=False)
+    compiled = torch.compile(spoiled, fullgraph=True)
+    with pytest.raises(libep.EpError, match="that prepare has written") as caught:
+        compiled(ep.Handle(group), x, idx)
+    assert caught.value.status == libep.Status.NOT_PREPARED
 
 
 def test_latency_mode(alone):

@@ -151,29 +151,21 @@ def make_plan(handle: Handle, topk_idx: Tensor) -> Plan:
     )
 
 
-NOT_WRITTEN = "dispatch: expected a plan that prepare has written, got one that it has not"
-
-
 def count_rows(handle: Handle, plan: Plan) -> int:
     """The rows of the receive buffer: the capacity, or with exact sizing those that come."""
     if not handle.is_exact:
         return handle.capacity
-    at = 3 * plan.num_local_experts + 1
-    if torch.compiler.is_compiling():
-        traced: Any = plan.numbers[at].item()
+    if is_compiling():
+        traced: int = _ops.count_rows(handle.key, plan.numbers)
         torch._check(traced >= 0)
-        return traced  # type: ignore[no-any-return]
+        return traced
     if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected a static size (max_recv_rows) while a CUDA graph is captured, got "
             "exact sizing, where the host reads the number of rows",
         )
-    rows: int = plan.numbers.tolist()[at]
-    if not 0 <= rows <= handle.most_rows:  # prepare has not written them
-        finding = handle.group.status()
-        raise EpError(finding.status or Status.NOT_PREPARED, finding.sentence or NOT_WRITTEN)
-    return rows
+    return _calls.count_rows(handle, plan.numbers)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------

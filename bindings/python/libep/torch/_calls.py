@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._abi import Type
+from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
 from .._handle import Prepare
+from .._library import EpError
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
@@ -108,7 +109,9 @@ def prepare(
     numbers: Optional[Tensor],
 ) -> None:
     # In latency mode prepare records the tensors, which somebody must keep.
-    if not handle.is_latency and handle.call_fast(_fast.PREPARE, topk_idx, num_tokens, plan, numbers):
+    if not handle.is_latency and handle.call_fast(
+        _fast.PREPARE, topk_idx, num_tokens, plan, numbers
+    ):
         return
     CoreHandle.prepare(
         handle,
@@ -118,6 +121,20 @@ def prepare(
         stream=handle.stream(),
         out=handle.outputs(_given(handle, numbers, "numbers")),
     )
+
+
+def count_rows(handle: Handle, numbers: Tensor) -> int:
+    """The rows that come, read on the host. What a failed prepare leaves there is no number of
+    rows."""
+    rows: int = numbers.tolist()[3 * handle.group.num_local_experts + 1]
+    if not 0 <= rows <= handle.most_rows:
+        finding = handle.group.status()
+        raise EpError(
+            finding.status or Status.NOT_PREPARED,
+            finding.sentence
+            or "dispatch: expected a plan that prepare has written, got one that it has not",
+        )
+    return rows
 
 
 def dispatch(
@@ -131,7 +148,17 @@ def dispatch(
     recv_scales: Optional[Tensor],
     recv_topk_idx: Optional[Tensor],
 ) -> None:
-    if handle.call_fast(_fast.DISPATCH, plan, tokens, topk_weights, scales, recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx):
+    if handle.call_fast(
+        _fast.DISPATCH,
+        plan,
+        tokens,
+        topk_weights,
+        scales,
+        recv_tokens,
+        recv_topk_weights,
+        recv_scales,
+        recv_topk_idx,
+    ):
         return
     CoreHandle.dispatch(
         handle,
@@ -171,7 +198,20 @@ def dispatch_routed(
     recv_scales: Optional[Tensor],
     recv_topk_idx: Optional[Tensor],
 ) -> None:
-    if handle.call_fast(_fast.DISPATCH_ROUTED, topk_idx, num_tokens, tokens, topk_weights, scales, plan, numbers, recv_tokens, recv_topk_weights, recv_scales, recv_topk_idx):
+    if handle.call_fast(
+        _fast.DISPATCH_ROUTED,
+        topk_idx,
+        num_tokens,
+        tokens,
+        topk_weights,
+        scales,
+        plan,
+        numbers,
+        recv_tokens,
+        recv_topk_weights,
+        recv_scales,
+        recv_topk_idx,
+    ):
         return
     CoreHandle.dispatch(
         handle,
@@ -218,7 +258,15 @@ def combine_backward(
     grad_expert_out: Tensor,
     grad_slot_weights: Optional[Tensor],
 ) -> None:
-    if handle.call_fast(_fast.COMBINE_BACKWARD, plan, grad_out, slot_weights, expert_out, grad_expert_out, grad_slot_weights):
+    if handle.call_fast(
+        _fast.COMBINE_BACKWARD,
+        plan,
+        grad_out,
+        slot_weights,
+        expert_out,
+        grad_expert_out,
+        grad_slot_weights,
+    ):
         return
     CoreHandle.combine_backward(
         handle,
@@ -240,7 +288,14 @@ def dispatch_backward(
     grad_tokens: Tensor,
     grad_topk_weights: Optional[Tensor],
 ) -> None:
-    if handle.call_fast(_fast.DISPATCH_BACKWARD, plan, grad_recv_tokens, grad_slot_weights, grad_tokens, grad_topk_weights):
+    if handle.call_fast(
+        _fast.DISPATCH_BACKWARD,
+        plan,
+        grad_recv_tokens,
+        grad_slot_weights,
+        grad_tokens,
+        grad_topk_weights,
+    ):
         return
     CoreHandle.dispatch_backward(
         handle,

@@ -71,6 +71,22 @@ for _name, _arguments in _SCHEMAS.items():
     _define(_name, _arguments)
 
 
+# ---- the number of rows, which is data ----------------------------------------------------------
+
+
+def _count_rows(handle: int, numbers: Tensor) -> int:
+    return _calls.count_rows(find_handle(handle), numbers)
+
+
+def _any_rows(handle: int, numbers: Tensor) -> Any:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+_library.define("count_rows(int handle, Tensor numbers) -> SymInt")
+_library.impl("count_rows", _count_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("libep::count_rows", _any_rows, lib=_library)
+
+
 # ---- with new outputs ---------------------------------------------------------------------------
 
 
@@ -165,6 +181,7 @@ dispatch_routed = torch.ops.libep.dispatch_routed.default
 combine = torch.ops.libep.combine.default
 combine_backward = torch.ops.libep.combine_backward.default
 dispatch_backward = torch.ops.libep.dispatch_backward.default
+count_rows = torch.ops.libep.count_rows.default
 prepare_new = torch.ops.libep.prepare_new.default
 dispatch_new = torch.ops.libep.dispatch_new.default
 combine_new = torch.ops.libep.combine_new.default
