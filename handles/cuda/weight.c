@@ -61,11 +61,8 @@ static void send_staged(const EpWeightWork *w, const Gathered *g) {
 }
 
 static EpStatus arrange(const EpWeightWork *w, const Gathered *g) {
-    EpArrangeArgs args = {.shards = g->shards,
-                          .flat = g->staged,
-                          .whole = g->whole,
-                          .unit = (int32_t)g->unit,
-                          .but = -1};
+    EpArrangeArgs args = {
+        .shards = g->shards, .flat = g->staged, .whole = g->whole, .unit = (int32_t)g->unit};
     return ep_cuda_check(
         w->group, "arranging shards",
         ep_cuda_launch_arrange(&args, ep_weight_arrange_grid(w), w->stream.stream));

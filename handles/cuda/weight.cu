@@ -90,9 +90,9 @@ __device__ __forceinline__ void arrange(const EpArrangeArgs &a) {
     int64_t shard = ep_shard_elements(&a.shards) / per_piece, runs = shard / run;
     int64_t stride = a.stride ? a.stride / (int64_t)sizeof(Piece) : shard;
     Piece *flat = (Piece *)(uintptr_t)a.flat, *whole = (Piece *)a.whole;
-    int64_t number = ep_shards_number(&a.shards) - (a.but >= 0);
+    int64_t number = ep_shards_number(&a.shards) - (a.without > 0);
     auto places_of = [&](int64_t i) {
-        int64_t of = i / runs + (a.but >= 0 && i / runs >= a.but);
+        int64_t of = i / runs + (a.without > 0 && i / runs >= a.without - 1);
         int64_t place = ep_shard_run_at(&a.shards, of, i % runs) / per_piece;
         return RunPlaces{of * stride + i % runs * run, place};
     };

@@ -19,10 +19,10 @@ typedef struct EpArrangeArgs {
     EpShards shards;
     const char *flat;
     char *whole;
-    int32_t unit;   /**< bytes of an element */
-    int32_t back;   /**< 1: from the whole to flat memory */
-    int64_t but;    /**< a shard that is left out; -1: none */
-    int64_t stride; /**< bytes from shard to shard in flat memory; 0: no gaps */
+    int32_t unit;    /**< bytes of an element */
+    int32_t back;    /**< 1: from the whole to flat memory */
+    int64_t without; /**< 1 + a shard that is left out; 0: none */
+    int64_t stride;  /**< bytes from shard to shard in flat memory; 0: no gaps */
 } EpArrangeArgs;
 
 /** Add what all ranks have sent of a piece of a shard: by node, ascending on each. */

@@ -130,7 +130,7 @@ static EpStatus pack(const EpWeightWork *w, const void *reduction, EpSlice slice
                           .whole = (char *)(uintptr_t)r->call->grad + slice.first * row * others,
                           .unit = (int32_t)r->unit,
                           .back = 1,
-                          .but = r->packs_own ? -1 : weight->reduced[w->group->rank].shard,
+                          .without = r->packs_own ? 0 : 1 + weight->reduced[w->group->rank].shard,
                           .stride = shard_stride(weight)};
     args.shards.part[0] = slice.rows;
     return ep_cuda_check(
