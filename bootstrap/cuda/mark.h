@@ -3,10 +3,10 @@
 #define EP_BOOTSTRAP_CUDA_MARK_H
 
 /**
- * Kernels at the ends of an operation that crosses the network. They tell the watcher how far this
- * rank has come. And they compare what ranks are in: a stamp goes with each message, and is
- * compared before anything reads the rows. Ranks of a node compare their operations themselves, so
- * no two ranks of the group differ unnoticed. A rank that has failed still sends messages, which
+ * What kernels do at the ends of an operation that crosses the network. They tell the watcher how
+ * far this rank has come. And they compare what ranks are in: a stamp goes with each message, and
+ * is compared before anything reads the rows. Ranks of a node compare their operations themselves,
+ * so no two ranks of the group differ unnoticed. A rank that has failed still sends messages, which
  * others wait for, but their rows are not what they should be, as the kernels that fill them let
  * the stamp say (mark.cuh).
  */
@@ -26,14 +26,20 @@ typedef struct EpStamp {
     uint32_t blamed; /**< EP_OP_GONE: 1 + the rank of the group because of which; 0: itself */
 } EpStamp;
 
+/** What kernels at an operation's begin, at an exchange or after one need for these. */
+typedef struct EpMarks {
+    EpWatchMarks *watch;
+    uint64_t *counts;      /**< device [2]: operations, marks */
+    EpStamp *own;          /**< device: this rank's stamp */
+    const EpStamp *theirs; /**< device [num_peers]: those that have come */
+    const int32_t *peers;  /**< device [num_peers]: their ranks in the group; NULL: 0, 1 .. */
+    int32_t num_peers;
+    int32_t last; /**< whether the operation has no further exchange */
+} EpMarks;
+
 typedef struct EpMarkArgs {
     EpCudaGroup group; /**< begin: with the operation's digest */
-    EpWatchMarks *marks;
-    uint64_t *counts;     /**< device [2]: operations, marks */
-    EpStamp *stamps;      /**< device [1 + peers]: this rank's, then its peers' */
-    const int32_t *peers; /**< device [num_peers]: their numbers in the group; NULL: 0, 1 .. */
-    int32_t num_peers;
-    int32_t last; /**< move, compare: whether the operation has no further exchange */
+    EpMarks marks;
 } EpMarkArgs;
 
 #ifdef __cplusplus

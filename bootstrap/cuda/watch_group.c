@@ -157,8 +157,9 @@ EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t r
 
 void ep_cuda_watch_describe(const EpGroup *group, EpMarkArgs *args) {
     const EpCudaWatch *w = ep_cuda(group)->watch;
-    args->marks = w->marks, args->counts = w->counts;
-    if (w->stamps) args->stamps = w->stamps;
+    EpMarks *marks = &args->marks;
+    marks->watch = w->marks, marks->counts = w->counts;
+    if (w->stamps) marks->own = w->stamps, marks->theirs = w->stamps + 1;
 }
 
 /* Whether the group does not learn of a loss in other ways. */

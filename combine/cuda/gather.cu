@@ -14,8 +14,8 @@
  * for all ranks' arrivals and for credits, that is, until the other rank's receiving block has
  * emptied a record of the ring.
  */
-#include "bootstrap/cuda/mark.cuh"
 #include "combine/cuda/gather_packed.cuh"
+#include "handles/cuda/relay_marks.cuh"
 
 #define GATHER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
 
@@ -232,12 +232,16 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
             role.receives ? start_tokens(a, RECEIVERS) : start_rows(a, &shared->rows, SENDERS, 0);
     pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
                   a.top_k);
+    int reads_messages = FORM != ONE_NODE && a.marks.watch != NULL;
+    if (reads_messages) ep_look_at_stamps(a.marks, &look);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
+        if (reads_messages) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
         if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
         return;
     }
+    if (reads_messages) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, 0, 0);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);

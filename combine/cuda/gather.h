@@ -42,6 +42,7 @@ typedef struct EpGatherArgs {
     EpStamp *stamp; /**< where records are filled for other nodes: this rank's, which goes with
                        them; else NULL */
     EpNodeSums nodes;
+    EpMarks marks; /**< of the messages that these lie in; watch NULL: there are none */
     int32_t top_k;
     int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */
 } EpGatherArgs;

@@ -29,7 +29,7 @@ static EpStatus sum_chunk(Operation *o, int32_t chunk) {
     char *records = o->run.relay->send[chunk % 2];
     args.t.out_rows = records, args.t.out_values = (float *)(records + args.record.weights);
     args.target = (EpTarget){args.record.bytes, args.record.bytes};
-    args.rounds = 1, args.stamp = o->run.relay->stamps;
+    args.rounds = 1, args.stamp = o->run.relay->stamp;
     EP_TRY(gather_part(o, EP_PART_RELAYED, chunk, &args));
     return ep_relay_set_ready(&o->run, chunk);
 }
@@ -44,6 +44,7 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     args.nodes = (EpNodeSums){.records = o->run.relay->recv[chunk % 2],
                               .stride = args.shape.nodes.chunk * args.record.bytes,
                               .order = tables->order};
+    args.marks = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS);
     args.t.out_rows += first * args.target.row_stride;
     if (args.t.carries_values)
         args.t.out_values = (float *)((char *)args.t.out_values + first * args.target.value_stride);

@@ -17,6 +17,7 @@
  */
 #include "dispatch/cuda/scatter_receive.cuh"
 #include "dispatch/cuda/scatter_send.cuh"
+#include "handles/cuda/relay_marks.cuh"
 
 #define SCATTER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
 
@@ -170,7 +171,9 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
-template <Form FORM>
+/* A kernel of its own reads records of other nodes: its code would cost the others half a
+ * microsecond. */
+template <Form FORM, int READS_RECORDS>
 __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     scatter_kernel(const __grid_constant__ EpScatterArgs a) {
     extern __shared__ __align__(128) char memory[];
@@ -186,11 +189,14 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.top_k);
+    if (READS_RECORDS) ep_look_at_stamps(a.marks, &look);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
+        if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
         ep_leave(a.group, epoch, 0);
         return;
     }
+    if (READS_RECORDS) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
     if (role.receives)
         receive<FORM>(a, shared, start, epoch, role);
@@ -200,14 +206,20 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
 }
 
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {
-    int error = ep_open_kernel(scatter_kernel<COPIED>, shared_bytes);
-    return error ? error : ep_open_kernel(scatter_kernel<MULTIPLIED>, shared_bytes);
+    int error = ep_open_kernel(scatter_kernel<COPIED, 0>, shared_bytes);
+    if (!error) error = ep_open_kernel(scatter_kernel<COPIED, 1>, shared_bytes);
+    if (!error) error = ep_open_kernel(scatter_kernel<MULTIPLIED, 0>, shared_bytes);
+    return error ? error : ep_open_kernel(scatter_kernel<MULTIPLIED, 1>, shared_bytes);
+}
+
+template <Form FORM> static int launch(const EpScatterArgs &a, int blocks, void *stream) {
+    size_t send = pipeline_bytes(a.send), receive = pipeline_bytes(a.receive);
+    auto kernel = a.marks.watch ? scatter_kernel<FORM, 1> : scatter_kernel<FORM, 0>;
+    return ep_launch(kernel, blocks, SCATTER_THREADS, send > receive ? send : receive, stream, a);
 }
 
 extern "C" int ep_cuda_launch_scatter(const void *args, int blocks, void *stream) {
     const EpScatterArgs *a = (const EpScatterArgs *)args;
-    size_t send = pipeline_bytes(a->send), receive = pipeline_bytes(a->receive);
-    size_t shared = send > receive ? send : receive;
-    auto kernel = a->multiplied ? scatter_kernel<MULTIPLIED> : scatter_kernel<COPIED>;
-    return ep_launch(kernel, blocks, SCATTER_THREADS, shared, stream, *a);
+    return a->multiplied ? launch<MULTIPLIED>(*a, blocks, stream)
+                         : launch<COPIED>(*a, blocks, stream);
 }

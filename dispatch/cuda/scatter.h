@@ -6,6 +6,7 @@
  * The CUDA backend's scatter in throughput mode: its kernel's arguments and launch.
  */
 
+#include "bootstrap/cuda/mark.h"
 #include "handles/cuda/plan.h"
 #include "runtime/movement.h"
 
@@ -31,6 +32,7 @@ typedef struct EpScatterArgs {
     char *made_scales; /**< workspace for the scales of quantised rows */
     int32_t zero_copy; /**< whether senders store rows into t.out_rows directly */
     uint64_t where;    /**< zero copy: address of t.out_rows, as in an EpArrival; else 0 */
+    EpMarks marks;     /**< of the messages that records lie in; watch NULL: rows are no records */
     int32_t paired;    /**< number of the paired window that t.out_rows are in; -1: in none */
 } EpScatterArgs;
 

@@ -49,6 +49,7 @@ static EpStatus scatter_part(Operation *o, EpPlanPart kind, int32_t chunk) {
         take_tokens((int64_t)chunk * args.shape.nodes.chunk, &args.t, &args.source);
     else
         take_records(o->run.relay->recv[chunk % 2], &args);
+    if (kind == EP_PART_RELAYED) args.marks = ep_relay_marks(&o->run, chunk, EP_TO_RELAYS);
     if (!ep_partition_scatter(&args, ep_cuda(group)->shared_bytes,
                               kind == EP_PART_OWN ? o->unit : 16))
         return ep_cuda_refuse_rows(group, t->row_bytes);
@@ -70,7 +71,7 @@ static EpStatus pack_chunk(Operation *o, int32_t chunk) {
                        .places = part.shape.nodes.chunk,
                        .messages = part.shape.nodes.nodes - 1,
                        .out = o->run.relay->send[chunk % 2],
-                       .stamp = o->run.relay->stamps};
+                       .stamp = o->run.relay->stamp};
     EP_TRY(ep_relay_launch(&o->run, ep_cuda_launch_pack, &args, args.group.blocks));
     return ep_relay_set_ready(&o->run, chunk);
 }

@@ -30,7 +30,9 @@ static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpN
         r->recv[i] = ep_arena_array(&arena, nodes->most, (size_t)r->message_bytes);
     }
     r->routing = ep_arena_array(&arena, num_ranks, (size_t)r->routing_bytes);
-    r->stamps = ep_arena_array(&arena, 1 + most_peers(num_ranks, nodes), sizeof(*r->stamps));
+    r->stamp = ep_arena_array(&arena, 1, sizeof(*r->stamp));
+    for (int i = 0; i < 2; i++)
+        r->stamps[i] = ep_arena_array(&arena, most_peers(num_ranks, nodes), sizeof(*r->stamp));
     r->counts = ep_arena_array(&arena, ep_route_counts(config, num_ranks, nodes), sizeof(int32_t));
     return arena.bytes;
 }

@@ -56,14 +56,15 @@ typedef struct EpCudaRelay {
     int32_t *peers; /**< [num_peers] this rank's relays, by other node [nodes - 1]; then its
                        sources, by lane */
     int32_t num_peers;
-    EpStamp *stamps; /**< device [1 + num_peers] */
     const int32_t *device_peers;
-    char *memory; /**< device: all that follows */
-    char *send[2], *recv[2];
-    int64_t message_bytes; /**< of a message in these buffers */
-    char *routing;         /**< [R] messages of ep_prepare, this rank's in its place */
-    int64_t routing_bytes; /**< of one */
-    int32_t *counts;       /**< of ep_prepare: see EpRouteArgs */
+    char *memory;            /**< device: all that follows */
+    char *send[2], *recv[2]; /**< by parity of the chunk */
+    EpStamp *stamp;          /**< this rank's */
+    EpStamp *stamps[2];      /**< [num_peers] those that came with the messages, likewise */
+    int64_t message_bytes;   /**< of a message in these buffers */
+    char *routing;           /**< [R] messages of ep_prepare, this rank's in its place */
+    int64_t routing_bytes;   /**< of one */
+    int32_t *counts;         /**< of ep_prepare: see EpRouteArgs */
 } EpCudaRelay;
 
 /** Returns the device memory that a group takes for the network; 0 on one node. */
@@ -133,8 +134,12 @@ EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk);
  * Enqueue first what the GPU can do meanwhile: NCCL's calls take the host long. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way);
 
-/** The exchanges alone, on the wire's stream: relay_exchange.c. Stamps are compared, and the
- * watcher learns of the end of what is an operation. */
+/** Returns what kernels that read a chunk's messages need to compare their stamps, and to tell the
+ *  watcher that they have come. */
+EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way);
+
+/** The exchanges alone, on the wire's stream: relay_exchange.c. The watcher learns of the end of
+ * what is an operation. */
 EpStatus ep_relay_send_stamps(const EpRelayRun *run);
 EpStatus ep_relay_send_routing(const EpRelayRun *run);
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way);

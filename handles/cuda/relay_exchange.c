@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The exchanges of an operation on several nodes, and the kernels after each of them. What a call
- * within a group has found wrong, ncclGroupEnd returns, too, so only its result counts. */
+/* The exchanges of an operation on several nodes. What a call within a group has found wrong,
+ * ncclGroupEnd returns, too, so only its result counts. */
 #include "bootstrap/cuda/watch.h"
 #include "handles/cuda/relay.h"
 
@@ -24,9 +24,9 @@ static void add_stamps(const EpRelayRun *run) {
     const EpCudaRelay *r = run->relay;
     cudaStream_t wire = run->side->wire;
     for (int32_t i = 0; i < r->num_peers; i++) {
-        (void)cuda->nccl->ncclSend(r->stamps, sizeof(*r->stamps), ncclUint8, r->peers[i],
+        (void)cuda->nccl->ncclSend(r->stamp, sizeof(*r->stamp), ncclUint8, r->peers[i],
                                    cuda->network, wire);
-        (void)cuda->nccl->ncclRecv(r->stamps + 1 + i, sizeof(*r->stamps), ncclUint8, r->peers[i],
+        (void)cuda->nccl->ncclRecv(r->stamps[0] + i, sizeof(*r->stamp), ncclUint8, r->peers[i],
                                    cuda->network, wire);
     }
 }
@@ -61,7 +61,7 @@ EpStatus ep_relay_send_stamps(const EpRelayRun *run) {
 EpStatus ep_relay_send_routing(const EpRelayRun *run) {
     const EpNccl *nccl = ep_cuda(run->group)->nccl;
     EpMarkArgs args = run->mark;
-    args.last = 1;
+    args.marks.last = 1;
     EP_TRY(enter(run));
     (void)nccl->ncclGroupStart();
     add_routing(run);
@@ -102,30 +102,19 @@ static size_t message_size(const EpRelayRun *run, const Messages *m, int32_t i) 
 /* Send a message with this rank's stamp, or receive one with its sender's. */
 static void send_message(const EpRelayRun *run, const Messages *m, int32_t i) {
     const EpCuda *cuda = ep_cuda(run->group);
-    const EpStamp *stamp = run->relay->stamps;
+    const EpStamp *stamp = run->relay->stamp;
     cudaStream_t wire = run->side->wire;
     (void)cuda->nccl->ncclSend(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
     (void)cuda->nccl->ncclSend(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
                                ncclUint8, m->peers[i], cuda->network, wire);
 }
 
-static void receive_message(const EpRelayRun *run, const Messages *m, int32_t i) {
+static void receive_message(const EpRelayRun *run, const Messages *m, EpStamp *stamp, int32_t i) {
     const EpCuda *cuda = ep_cuda(run->group);
-    EpStamp *stamp = run->relay->stamps + 1 + i;
     cudaStream_t wire = run->side->wire;
     (void)cuda->nccl->ncclRecv(stamp, sizeof(*stamp), ncclUint8, m->peers[i], cuda->network, wire);
     (void)cuda->nccl->ncclRecv(ep_relay_message(run, m->buffer, i), message_size(run, m, i),
                                ncclUint8, m->peers[i], cuda->network, wire);
-}
-
-/* Compare the stamps that came with the messages: before anything reads their rows, this rank has
- * failed if a sender has. */
-static EpStatus check_stamps(const EpRelayRun *run, int32_t chunk, const Messages *in) {
-    EpMarkArgs args = run->mark;
-    args.peers += in->peers - run->relay->peers;
-    args.num_peers = in->count;
-    args.last = chunk == run->chunks - 1;
-    return launched(run, ep_cuda_launch_compare(&args, run->side->wire));
 }
 
 EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
@@ -138,7 +127,6 @@ EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way
     for (int32_t i = 0; i < out.count; i++)
         send_message(run, &out, i);
     for (int32_t i = 0; i < in.count; i++)
-        receive_message(run, &in, i);
-    EP_TRY(settle(run, nccl->ncclGroupEnd()));
-    return check_stamps(run, chunk, &in);
+        receive_message(run, &in, run->relay->stamps[chunk % 2] + i, i);
+    return settle(run, nccl->ncclGroupEnd());
 }

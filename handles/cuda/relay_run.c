@@ -43,9 +43,10 @@ EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int bl
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     const EpCudaRelay *r = run->relay;
     run->mark = (EpMarkArgs){.group = ep_cuda(run->group)->device,
-                             .stamps = r->stamps,
-                             .peers = r->device_peers,
-                             .num_peers = r->num_peers};
+                             .marks = {.own = r->stamp,
+                                       .theirs = r->stamps[0],
+                                       .peers = r->device_peers,
+                                       .num_peers = r->num_peers}};
     run->mark.group.digest = call->digest ^ (run->places ? EXACT_SIZES : 0);
     ep_cuda_watch_describe(run->group, &run->mark);
 }
@@ -179,6 +180,16 @@ EpStatus ep_cuda_relay_connect(EpGroup *group) {
 
 EpStatus ep_relay_set_ready(EpRelayRun *run, int32_t chunk) {
     return record(run, run->side->ready[chunk % 2], run->stream.stream);
+}
+
+EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
+    const EpCudaRelay *r = run->relay;
+    int32_t others = r->tables.nodes - 1, first = way == EP_TO_RELAYS ? others : 0;
+    EpMarks marks = run->mark.marks;
+    marks.theirs = r->stamps[chunk % 2], marks.peers = r->device_peers + first;
+    marks.num_peers = way == EP_TO_RELAYS ? r->num_sources : others;
+    marks.last = chunk == run->chunks - 1;
+    return marks;
 }
 
 /* What has filled the send buffer follows what has read the receive buffer two chunks before. */

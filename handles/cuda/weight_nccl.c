@@ -26,7 +26,7 @@ static EpStatus launched(const EpWeightWork *w, int error) {
 }
 
 static EpStatus compare(const EpWeightWork *w) {
-    EpStamp *own = w->mark.stamps, *all = own + 1;
+    EpStamp *own = w->mark.marks.own, *all = own + 1;
     EP_TRY(launched(w, ep_cuda_launch_begin(&w->mark, w->stream.stream)));
     EP_TRY(ep_cuda_network_enter(w->group, &w->stream));
     EP_TRY(ep_cuda_network_settle(w->group, "ncclAllGather",
@@ -44,7 +44,7 @@ EpStatus ep_weight_begin(EpGroup *group, const EpWeightFacts *facts, EpStream st
     if (group->size == 1) return EP_OK;
     EP_TRY(ep_cuda_stream(group, stream, &w->stream));
     EP_TRY(ep_cuda_order_enter(group, &cuda->order, &w->stream));
-    w->mark = (EpMarkArgs){.group = cuda->device, .num_peers = group->size};
+    w->mark = (EpMarkArgs){.group = cuda->device, .marks = {.num_peers = group->size}};
     w->mark.group.digest = digest_of(facts);
     ep_cuda_watch_describe(group, &w->mark);
     EpStatus status = compare(w);
@@ -65,7 +65,7 @@ EpStatus ep_weight_group_end(const EpWeightWork *w, const char *what) {
 
 EpStatus ep_weight_end(EpWeightWork *w, EpStatus status) {
     if (w->group->size == 1) return status;
-    w->mark.last = 1;
+    w->mark.marks.last = 1;
     if (status == EP_OK) {
         int error = ep_cuda_launch_move(&w->mark, w->stream.stream);
         status = ep_cuda_order_leave(w->group, &w->cuda->order, &w->stream, error);
