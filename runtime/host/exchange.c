@@ -187,27 +187,12 @@ static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, in
     return ep_fail(status, "%s", failure->sentence);
 }
 
-static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint64_t expected,
-                             uint64_t seen) {
-    ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)", x->rank,
-            x->op->name, peer, what, x->timeout, (unsigned long long)expected,
-            (unsigned long long)seen);
-    return fail_exchange(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen);
-}
-
 static uint64_t load(const EpCounter *counter) {
     return atomic_load_explicit(&counter->value, memory_order_acquire);
 }
 
 static int is_aborted(const EpExchange *x, int32_t rank) {
     return x->control[rank] && (load(&x->control[rank]->failed) & EP_ABORTED);
-}
-
-static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed) {
-    const char *why = is_aborted(x, blamed) ? x->control[blamed]->why : "";
-    ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
-    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
 }
 
 /* ---- aborts -------------------------------------------------------------------------------- */
@@ -231,10 +216,9 @@ void ep_exchange_give_up(EpExchange *x) {
     send_notes(x, x->rank);
 }
 
-static EpStatus fail_note(EpExchange *x, int32_t peer, const EpRoundHeader *note) {
-    int32_t blamed = (int32_t)note->fact[0];
-    ep_fail_peer(x->rank, x->op->name, peer, blamed, (const char *)note + LINE);
-    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+static EpStatus fail_aborted(EpExchange *x, int32_t peer) {
+    ep_fail_peer(x->rank, x->op->name, peer, peer, x->control[peer]->why);
+    return fail_exchange(x, EP_ERR_PEER, peer, -1, -1);
 }
 
 /* Look for aborts, in a wait: this rank's at every poll, since the flag is its own; now and then
@@ -246,7 +230,7 @@ static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
     }
     if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
     int32_t r = ep_exchange_find_aborted(x, NULL);
-    return r < 0 ? EP_OK : fail_peer(x, r, r);
+    return r < 0 ? EP_OK : fail_aborted(x, r);
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */
@@ -272,6 +256,59 @@ static EpStatus test_messages(EpExchange *x) {
     return EP_OK;
 }
 
+/* ---- whom to blame ------------------------------------------------------------------------- */
+
+#define GRACE_SECONDS .25
+
+/* Returns whom a rank that has given up blames, or -1: it has not, as far as is known here. */
+static int32_t find_blamed_by(const EpExchange *x, int32_t rank) {
+    int parity = (int)(x->round % BUFFERS);
+    if (x->control[rank]) return (int32_t)((load(&x->control[rank]->failed) & ~EP_ABORTED) - 1);
+    if (x->remote[rank].receiving[parity]) return -1;
+    const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
+    return header->op == NOTE ? (int32_t)header->fact[0] : -1;
+}
+
+/* A rank that is late may itself wait for another one. Its own deadline passes at about this time,
+ * so give it a moment to say so, and follow its word. Returns the rank to blame. */
+static int32_t follow_blame(EpExchange *x, int32_t blamed) {
+    EpWait wait;
+    ep_wait_begin(&wait, GRACE_SECONDS, x->spins);
+    for (int32_t hops = 0; blamed != x->rank && hops < x->size;) {
+        int32_t next = find_blamed_by(x, blamed);
+        if (next == blamed || next == x->rank) break; /* itself, or this rank */
+        if (next >= 0) blamed = next, hops++;
+        if (next < 0 && (test_messages(x) != EP_OK || !ep_wait_pause(&wait))) break;
+    }
+    return blamed;
+}
+
+/* Tell the peers at once, who may be about to blame this rank. */
+static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint64_t expected,
+                             uint64_t seen) {
+    (void)publish_failure(x, 1 + (uint64_t)peer);
+    send_notes(x, peer);
+    int32_t blamed = follow_blame(x, peer);
+    if (blamed != peer) {
+        ep_fail_peer(x->rank, x->op->name, peer, blamed, "");
+        return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+    }
+    ep_fail(EP_ERR_TIMEOUT,
+            "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)", x->rank,
+            x->op->name, peer, what, x->timeout, (unsigned long long)expected,
+            (unsigned long long)seen);
+    return fail_exchange(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen);
+}
+
+/* A peer has given up because of a rank, perhaps itself. `why`: of an abort; NULL: not known here,
+ * unless that rank is on this node. */
+static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const char *why) {
+    blamed = follow_blame(x, blamed);
+    if (!why) why = is_aborted(x, blamed) ? x->control[blamed]->why : "";
+    ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
+    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+}
+
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
                              uint64_t expected, const char *what) {
     EpWait wait;
@@ -279,7 +316,7 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
     while (load(counter) < expected) {
         uint64_t failed = load(&x->control[peer]->failed);
         if (failed && load(counter) < expected)
-            return fail_peer(x, peer, (int32_t)((failed & ~EP_ABORTED) - 1));
+            return fail_peer(x, peer, (int32_t)((failed & ~EP_ABORTED) - 1), NULL);
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_messages(x));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
@@ -395,14 +432,15 @@ static EpStatus fail_header(EpExchange *x, EpStatus status, int32_t peer, const 
 static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     char mine[EP_OP_PLACE_BYTES], other[EP_OP_PLACE_BYTES];
     ep_fail(EP_ERR_ORDER, "rank %d: %s: expected all ranks to call it%s, rank %d called %s%s",
-            x->rank, ep_op_name(x->header.op), ep_op_place(x->header.op, x->header.handle, mine), peer,
-            ep_op_name(theirs->op), ep_op_place(theirs->op, theirs->handle, other));
+            x->rank, ep_op_name(x->header.op), ep_op_place(x->header.op, x->header.handle, mine),
+            peer, ep_op_name(theirs->op), ep_op_place(theirs->op, theirs->handle, other));
     return fail_exchange(x, EP_ERR_ORDER, peer, x->header.op, theirs->op);
 }
 
 static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
     const EpRoundHeader *mine = &x->header;
-    if (theirs->op == NOTE) return fail_note(x, peer, theirs);
+    if (theirs->op == NOTE)
+        return fail_peer(x, peer, (int32_t)theirs->fact[0], (const char *)theirs + LINE);
     if (theirs->op != mine->op) return fail_other_operation(x, peer, theirs);
     if (theirs->handle != mine->handle && theirs->handle && mine->handle)
         return fail_header(x, EP_ERR_ORDER, peer, "the handle's id", mine->handle, theirs->handle);
