@@ -114,7 +114,7 @@ static EpStatus open(EpGroup *group, int has_node, int has_network) {
                       .size = n->sizes.ranks,
                       .color = n->sizes.ranks > 1 ? n->node : NCCL_SPLIT_NOCOLOR};
     EpNewComm network = {
-        .rank = group->rank, .size = group->size, .blocks = group->purpose == EP_FOR_TOKENS};
+        .rank = group->rank, .size = group->size, .blocks = ep_cuda_network_blocks(group)};
     has_node = has_node && n->sizes.nodes < group->size;
     if (has_node && needs_ids) EP_TRY(exchange_id(group, &node));
     if (has_network && needs_ids) EP_TRY(exchange_id(group, &network));

@@ -19,7 +19,7 @@ __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
     if (!__all_sync(~0u, alive)) return; /* the stamps may not have come */
     int agree = ep_stamps_agree(a.marks);
     if (threadIdx.x == 0) ep_mark(a.marks, !a.marks.last);
-    if (threadIdx.x == 0 && !agree) ep_report_stamps(a.group, a.marks);
+    if (!agree) ep_report_stamps(a.group, a.marks);
 }
 
 extern "C" int ep_cuda_open_mark(void) {

@@ -58,7 +58,7 @@ __device__ __forceinline__ int ep_stamps_agree(const EpMarks &m) {
 
 /* Returns what a stamp tells that differs from this rank's. One of an earlier operation is what was
  * here before: nothing has come, since the communicator has ended. */
-static __device__ int stamp_fault(const EpStamp &own, const EpStamp &theirs) {
+static __device__ int ep_stamp_fault(const EpStamp &own, const EpStamp &theirs) {
     if (EP_DIGEST_OP(theirs.digest) == EP_OP_GONE) return EP_FAULT_PEER;
     return (int32_t)(own.number - theirs.number) > 0 ? EP_FAULT_ENDED : EP_FAULT_ORDER;
 }
@@ -66,16 +66,16 @@ static __device__ int stamp_fault(const EpStamp &own, const EpStamp &theirs) {
 /**
  * Report a rank that has failed, is in another operation or reads another plan, or sends nothing,
  * unless this rank has failed already. On a path that leaves the kernel: see ep_report_plan. The
- * block knows its operation (ep_own_operation). By one thread.
+ * block knows its operation (ep_own_operation).
  */
 [[maybe_unused]] static __device__ __noinline__ void ep_report_stamps(const EpCudaGroup &g,
                                                                       const EpMarks &m) {
     const EpStamp own = *m.own;
-    if (EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
+    if (threadIdx.x || EP_DIGEST_OP(own.digest) == EP_OP_GONE) return;
     for (int i = 0; i < m.num_peers && !ep_failed(g); i++) {
         const EpStamp theirs = m.theirs[i];
         if (ep_stamps_match(own, theirs)) continue;
-        int fault = stamp_fault(own, theirs), member = m.peers ? m.peers[i] : i;
+        int fault = ep_stamp_fault(own, theirs), member = m.peers ? m.peers[i] : i;
         uint32_t blamed = theirs.blamed ? theirs.blamed - 1 : (uint32_t)member;
         ep_report(g, fault,
                   EpAwaited{ep_elsewhere(g, member), EP_AWAIT_ARRIVAL, 0, own.digest,

@@ -80,8 +80,7 @@ ncclConfig_t ep_cuda_comm_config(const EpGroup *group, int blocks);
 void ep_cuda_comm_close(EpGroup *group, int together);
 
 /** Destroy or abort a communicator. NCCL waits until the graphs are gone that its calls lie in:
- * then that is left to a thread of its own. `has_graphs`: whether they lie in graphs of the
- * library's, beside those of users. */
+ * then that is left to a thread of its own. */
 void ep_cuda_comm_end(const EpCuda *cuda, ncclComm_t comm, int aborts);
 
 /** ep_group_agree after a call of NCCL. Its timeout is longer, since NCCL may keep other ranks
