@@ -467,10 +467,11 @@ ThreadTest(handles_plans, wrong_tensors, 1) {
 }
 
 /* Ranks name plans that different operations wrote. */
-ThreadTest(handles_plans, of_different_operations, RANKS) {
+static void name_different_plans(const EpBootstrap *bootstrap, const char *nodes) {
     Plans p;
     Case c = plain;
     c.spread = SPREAD_FULL;
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", nodes);
     REQUIRE(plans_open(&p, bootstrap, c), "no handle");
     step_prepare(&p.step[0]);
     step_prepare(&p.step[1]);
@@ -479,6 +480,14 @@ ThreadTest(handles_plans, of_different_operations, RANKS) {
     CHECK_REFUSED(outcome(step, ep_combine(p.handle, step->plan, &rows, NULL, NULL, NULL, &out)),
                   EP_ERR_ORDER, "the operation that wrote the plan differs");
     plans_close(&p);
+}
+
+ThreadTest(handles_plans, of_different_operations, RANKS) {
+    name_different_plans(bootstrap, "1");
+}
+/* Between nodes, stamps that go with the rows tell it. */
+ThreadTest(handles_plans, of_different_operations_on_nodes, RANKS) {
+    name_different_plans(bootstrap, "0,1,2");
 }
 
 /* Without a top_k of the handle's own, K of a named plan is the group's max_top_k. */
