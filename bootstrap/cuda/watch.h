@@ -50,11 +50,11 @@ int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
 
 /**
  * Surround calls of NCCL on the communicator of all ranks, which the watcher may abort at any other
- * time. `stream`: the operation's. If `enter` fails, something is lost, and neither the
- * communicator nor `settle` is to be called. `settle` waits until NCCL has enqueued what the call
- * `what` started with this result, and leaves. `leave` does so with the status of what was done. If
- * that is a failure, the group fails, since ranks are out of step: by what the watcher has found,
- * or else by this.
+ * time, and after the timeout even then. `stream`: the operation's. If `enter` fails, something is
+ * lost, and neither the communicator nor `settle` is to be called. `settle` waits until NCCL has
+ * enqueued what the call `what` started with this result, and leaves. `leave` does so with the
+ * status of what was done. If that is a failure, the group fails, since ranks are out of step: by
+ * what the watcher has found, or else by this.
  */
 EpStatus ep_cuda_network_enter(EpGroup *group, const EpCudaStream *stream);
 EpStatus ep_cuda_network_settle(EpGroup *group, const char *what, ncclResult_t result);

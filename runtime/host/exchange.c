@@ -216,24 +216,7 @@ void ep_exchange_give_up(EpExchange *x) {
     send_notes(x, x->rank);
 }
 
-static EpStatus fail_aborted(EpExchange *x, int32_t peer) {
-    ep_fail_peer(x->rank, x->op->name, peer, peer, x->control[peer]->why);
-    return fail_exchange(x, EP_ERR_PEER, peer, -1, -1);
-}
-
-/* Look for aborts, in a wait: this rank's at every poll, since the flag is its own; now and then
- * those of all ranks on the node, since without them the group will not go on. */
-static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
-    if (ep_abort_requested(x->abort)) {
-        ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
-        return fail_exchange(x, EP_ERR_ABORTED, x->rank, -1, -1);
-    }
-    if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
-    int32_t r = ep_exchange_find_aborted(x, NULL);
-    return r < 0 ? EP_OK : fail_aborted(x, r);
-}
-
-/* ---- waiting ------------------------------------------------------------------------------- */
+/* ---- messages between nodes ----------------------------------------------------------------- */
 
 static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     int done = 0;
@@ -307,6 +290,20 @@ static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const cha
     if (!why) why = is_aborted(x, blamed) ? x->control[blamed]->why : "";
     ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
     return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+}
+
+/* ---- waiting ------------------------------------------------------------------------------- */
+
+/* Look for aborts, in a wait: this rank's at every poll, since the flag is its own; now and then
+ * those of all ranks on the node, since without them the group will not go on. */
+static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
+    if (ep_abort_requested(x->abort)) {
+        ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
+        return fail_exchange(x, EP_ERR_ABORTED, x->rank, -1, -1);
+    }
+    if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
+    int32_t r = ep_exchange_find_aborted(x, NULL);
+    return r < 0 ? EP_OK : fail_peer(x, r, r, NULL);
 }
 
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
