@@ -140,7 +140,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
                                          int source, int valid) {
     int terms, signals, pieces = a.pipeline.pieces;
     team_rank(t, term.from != NULL, &terms);
-    int signal = team_rank(t, term.peer >= 0, &signals);
+    int signal = team_rank(t, term.peer >= 0, &signals), is_last = team_is_last(t, valid);
     int is_packed = FORM == PACKED && (term.at < term.run || term.at >= term.run_end);
     int packs = FORM == PACKED && (source != a.group.rank || a.rounds);
     for (int piece = 0; piece < pieces; piece++) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
                                   (int8_t)term.run,
                                   (int8_t)term.run_end,
                                   FORM == PACKED ? packed_units(a, bytes) : (int16_t)0};
-            p->signals[j] = piece == pieces - 1 ? signals : 0;
+            p->signals[j] = pipeline_signals(signals, piece, pieces, is_last);
             p->piece[j] = piece, p->index[j] = index, p->source[j] = source;
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);

@@ -10,7 +10,12 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
-#define MOST_MULTIPLYING .75 /* of many blocks: the others send */
+#define USUAL_SLOTS 4
+
+/* Of many blocks that multiply; the others send. */
+static double most_multiplying(int32_t top_k) {
+    return top_k > USUAL_SLOTS ? .75 : .8;
+}
 
 /* Count a token's loads and stores. Receiving blocks multiply the rank's own rows, so without other
  * ranks nothing is sent. Of rows in windows the first slot is stored by the sender. */
@@ -22,7 +27,7 @@ static EpTraffic traffic_of(const EpScatterArgs *a) {
     if (a->multiplied)
         return (EpTraffic){.sent = s.ranks > 0 ? 1 + s.ranks : 0,
                            .received = 2 + s.ranks + multiplied,
-                           .most = MOST_MULTIPLYING};
+                           .most = most_multiplying(a->top_k)};
     EpTraffic t = {.sent = loaded + s.own + s.ranks,
                    .received = s.other + s.ranks - arrived_in_place};
     ep_copy_times(a->group.blocks, a->top_k, a->t.row_bytes, s.own + s.ranks, s.ranks,
@@ -38,8 +43,6 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     if (!a->multiplied) return (EpWorkNeeds){a->top_k, 1, 1, active};
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
-
-#define USUAL_SLOTS 4
 
 /* Returns the size of rows that receiving blocks handle in about the same time. Rows that are
  * multiplied for few slots count as smaller ones. */

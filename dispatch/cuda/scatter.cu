@@ -155,6 +155,8 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     int first_free =
         (moves_metadata ? FIRST_METADATA_WARP + ALL_METADATA_WARPS : FIRST_COMPUTE_WARP) * 32;
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
+    /* Warps that multiply do this first, while the first rows are still on their way. */
+    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
     if (warp == SCHEDULER_WARP)
         schedule_rows<FORM>(a, p, &s->rows, start, epoch, role.count);
     else if (warp == LOAD_WARP)
@@ -168,7 +170,6 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
     else if (FORM == MULTIPLIED && warp >= FIRST_MULTIPLY_WARP)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
-    if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
 }
 
 /* A kernel of its own reads records of other nodes: its code would cost the others half a

@@ -84,7 +84,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
                                            uint32_t number, int token, int valid, char *to, int row,
                                            int peer) {
     int stores, signals, at = team_rank(t, to != NULL, &stores);
-    int signal = team_rank(t, peer >= 0, &signals);
+    int signal = team_rank(t, peer >= 0, &signals), is_last = team_is_last(t, valid);
     for (int piece = 0; piece < a.send.pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % PIPELINE_ENTRIES, cell = j * a.send.width;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
             p->item[j] = WorkItem{
                 1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0,
                 0, 0};
-            p->signals[j] = piece == a.send.pieces - 1 ? signals : 0;
+            p->signals[j] = pipeline_signals(signals, piece, a.send.pieces, is_last);
             p->index[j] = token, p->piece[j] = piece;
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);

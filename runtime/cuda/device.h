@@ -47,7 +47,8 @@
  * a stream of its own. A wait that has become long looks at the word in its rank's own window.
  *
  * Memory order: a sender waits until a record's copies are complete, then stores the head with
- * release semantics at system scope. A receiver loads the head with acquire semantics before it
+ * release semantics at system scope. (That a bulk copy is complete is not enough: a head without a
+ * release has been seen to overtake it.) A receiver loads the head with acquire semantics before it
  * reads the record, and stores the credit after its last read.
  */
 

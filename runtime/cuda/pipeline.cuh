@@ -136,7 +136,7 @@ typedef struct Pipeline {
                                          load warp */
     uint32_t holder[EP_MAX_STAGES];   /* load warp: the last item of each stage, see STAGE_HOLDER */
     uint64_t barrier[ITEM_BARRIERS][PIPELINE_ENTRIES];
-    int32_t signals[PIPELINE_ENTRIES];                         /* how many to send */
+    int32_t signals[PIPELINE_ENTRIES]; /* how many to send, and SIGNALS_GO_ON */
     int32_t index[PIPELINE_ENTRIES], source[PIPELINE_ENTRIES]; /* token, or row and its source */
     int32_t piece[PIPELINE_ENTRIES];                           /* of the row */
     /* [PIPELINE_ENTRIES, width] */
@@ -242,11 +242,12 @@ __device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int compute_
 }
 
 /** Initialise the pipeline, which is open after the block's next barrier. `has_metadata`: whether
- *  metadata warps run. By all threads of the block. */
+ *  metadata warps run. Thread 0, which enters the operation meanwhile, has little to do here. By
+ * all threads of the block. */
 __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape &shape,
                                               char *memory, int compute_warps, int has_metadata,
                                               int top_k) {
-    if (threadIdx.x == 0) pipeline_init_tables(p, shape, memory);
+    if (threadIdx.x == SIGNAL_WARP * 32) pipeline_init_tables(p, shape, memory);
     if (threadIdx.x % 32 == 0)
         pipeline_init_barriers(p, compute_warps, has_metadata, team_width(top_k));
 }
@@ -284,6 +285,21 @@ __device__ __forceinline__ int team_rank(const Team &t, int holds, int *count) {
     unsigned lanes = __ballot_sync(~0u, holds) & t.mask;
     *count = __popc(lanes);
     return __popc(lanes & ((1u << (threadIdx.x % 32)) - 1));
+}
+
+/** Returns whether this lane's team is the last one that posts a row: `valid` in its lanes. By the
+ *  whole warp. */
+__device__ __forceinline__ int team_is_last(const Team &t, int valid) {
+    return !(__ballot_sync(~0u, valid) & ~(t.mask | (t.mask - 1)));
+}
+
+#define SIGNALS_GO_ON 0x100 /* the next item was posted together with this one */
+
+/** Returns Pipeline.signals of a piece of a row: a row has `signals` to send, with its last piece.
+ */
+__device__ __forceinline__ int pipeline_signals(int signals, int piece, int pieces, int is_last) {
+    if (piece < pieces - 1) return SIGNALS_GO_ON;
+    return is_last ? signals : signals | SIGNALS_GO_ON;
 }
 
 /** Wait until entry n may be written. A scheduler is at most `active` items ahead: what it has
@@ -482,15 +498,36 @@ __device__ __forceinline__ uint32_t spread_signals(Pipeline *p, uint32_t n, uint
     return batch;
 }
 
-/* Find this lane's signal in the batch of finished items from n on, and return the batch's
- * length. Item n is finished. Each lane tests, and so acquires, one item; __syncwarp passes that
- * on, so that any lane may signal any of them. */
-__device__ __forceinline__ uint32_t take_signals(Pipeline *p, uint32_t n, Signal *signal) {
-    uint32_t lane = threadIdx.x % 32, j = (n + lane) % PIPELINE_ENTRIES;
+/* Returns how many items from n on are finished. Item n is. Each lane tests, and so acquires, one
+ * item; __syncwarp passes that on, so that any lane may signal any of them. */
+__device__ __forceinline__ uint32_t finished_items(Pipeline *p, uint32_t n) {
+    uint32_t lane = threadIdx.x % 32;
     unsigned waiting = ~__ballot_sync(~0u, pipeline_test(p->barrier[ITEM_STORED], n + lane));
-    uint32_t batch = waiting ? __ffs((int)waiting) - 1 : 32;
     __syncwarp();
-    int signals = lane < batch ? p->signals[j] : 0, cell = j * p->shape.width;
+    return waiting ? __ffs((int)waiting) - 1 : 32;
+}
+
+/* Wait for the rest of the scheduler's batch of which the last of `count` finished items is:
+ * receivers wait for all of it, and the release for one item takes as long as that for several. An
+ * item that is posted needs no signal of those before it. Returns how many are finished then. */
+__device__ __forceinline__ uint32_t await_batch(Pipeline *p, uint32_t n, uint32_t count) {
+    while (count < 32 && p->signals[(n + count - 1) % PIPELINE_ENTRIES] & SIGNALS_GO_ON &&
+           __all_sync(~0u, pipeline_test(p->barrier[ITEM_POSTED], n + count))) {
+        pipeline_wait(p->barrier[ITEM_STORED], n + count);
+        count++;
+    }
+    return count;
+}
+
+/* Find this lane's signal among the finished items from n on, and return how many these are. Item n
+ * is finished. `heads`: records were written. */
+__device__ __forceinline__ uint32_t take_signals(Pipeline *p, uint32_t n, int heads,
+                                                 Signal *signal) {
+    uint32_t lane = threadIdx.x % 32, j = (n + lane) % PIPELINE_ENTRIES;
+    uint32_t batch = finished_items(p, n);
+    if (heads) batch = await_batch(p, n, batch);
+    int signals = lane < batch ? p->signals[j] & (SIGNALS_GO_ON - 1) : 0;
+    int cell = j * p->shape.width;
     if (__any_sync(~0u, signals > 1)) return spread_signals(p, n, batch, signals, signal);
     *signal = signals ? Signal{p->peer[cell], p->row[cell]} : Signal{-1, 0};
     return batch;
@@ -519,7 +556,7 @@ __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &
         pipeline_wait(p->barrier[ITEM_POSTED], n);
         if (p->item[n % PIPELINE_ENTRIES].loads == PIPELINE_END) return;
         pipeline_wait(p->barrier[ITEM_STORED], n);
-        batch = take_signals(p, n, &signal);
+        batch = take_signals(p, n, heads, &signal);
         __syncwarp();
         if (lane < batch)
             ep_mbarrier_arrive(&p->barrier[ITEM_SIGNALED][(n + lane) % PIPELINE_ENTRIES]);

@@ -211,6 +211,21 @@ SoloTest(handles_partition, blocks_that_receive) {
     }
 }
 
+/* Two ranks with 132 blocks: where tokens have few experts, more blocks multiply. */
+SoloTest(handles_partition, blocks_that_multiply_for_few_experts) {
+    static const struct {
+        int32_t top_k, receives;
+    } cases[] = {{1, 99}, {2, 105}, {4, 106}, {5, 99}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
+                           .top_k = cases[i].top_k,
+                           .multiplied = EP_TYPE_BF16,
+                           .t = {.takes_dots = 1, .row_bytes = 8192, .source_row_bytes = 8192}};
+        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
+        CHECK(s.receivers == cases[i].receives, "top-%d: %d blocks", cases[i].top_k, s.receivers);
+    }
+}
+
 /* Two ranks with 132 blocks: the blocks that received where a dispatch took no more than 3 % longer
  * than at best. */
 static const struct {
