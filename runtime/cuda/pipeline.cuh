@@ -242,8 +242,8 @@ __device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int compute_
 }
 
 /** Initialise the pipeline, which is open after the block's next barrier. `has_metadata`: whether
- *  metadata warps run. Thread 0, which enters the operation meanwhile, has little to do here. By
- * all threads of the block. */
+ *  metadata warps run. The signal warp places the tables: thread 0 enters the operation meanwhile.
+ *  By all threads of the block. */
 __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape &shape,
                                               char *memory, int compute_warps, int has_metadata,
                                               int top_k) {
@@ -509,7 +509,8 @@ __device__ __forceinline__ uint32_t finished_items(Pipeline *p, uint32_t n) {
 
 /* Wait for the rest of the scheduler's batch of which the last of `count` finished items is:
  * receivers wait for all of it, and the release for one item takes as long as that for several. An
- * item that is posted needs no signal of those before it. Returns how many are finished then. */
+ * item that is posted needs no signal of those before it; one that is not may wait for one, so this
+ * does not wait for it. Returns how many are finished then. */
 __device__ __forceinline__ uint32_t await_batch(Pipeline *p, uint32_t n, uint32_t count) {
     while (count < 32 && p->signals[(n + count - 1) % PIPELINE_ENTRIES] & SIGNALS_GO_ON &&
            __all_sync(~0u, pipeline_test(p->barrier[ITEM_POSTED], n + count))) {
