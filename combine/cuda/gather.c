@@ -20,7 +20,10 @@ static int64_t travelling_bytes(const EpGatherTensors *t) {
     return is_quantised(t) ? ep_packed_bytes(t->row_bytes / element_bytes(t)) : t->row_bytes;
 }
 
-#define MOST_RECEIVING .56 /* of many blocks: the others send sums */
+#define MOST_RECEIVING .58 /* of the blocks: the others send sums */
+#define LEAST_CHUNK 2      /* a scheduler warp takes two rows in the time of one */
+
+static const EpGranularity LARGE_SUMS = {1, 6};
 
 int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     int32_t blocks = args->group.blocks;
@@ -28,10 +31,11 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
     EpTraffic traffic = {.sent = s.other + sum * s.ranks,
                          .received = s.own + sum * s.ranks + 1,
-                         .most = MOST_RECEIVING};
-    EpGranularity granularity = ep_sum_granularity(blocks, args->t.row_bytes);
+                         .most = MOST_RECEIVING,
+                         .most_of_few = MOST_RECEIVING};
+    EpGranularity granularity = ep_granularity(blocks, args->t.row_bytes, LARGE_SUMS);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
-    args->chunk = granularity.chunk;
+    args->chunk = (int32_t)ep_max(LEAST_CHUNK, granularity.chunk);
     args->receivers = ep_receiving_blocks(blocks, traffic, args->t.row_bytes);
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
     int fits = ep_shape_pipeline(shared_bytes, args->t.row_bytes, unit, needs, &args->pipeline);

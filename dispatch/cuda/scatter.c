@@ -10,11 +10,15 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
-#define USUAL_SLOTS 4
+#define MOST_MULTIPLYING .78 /* of many blocks: the others send */
 
-/* Returns the largest fraction of many blocks that multiplies. Found by experiment. */
-static double most_multiplying(int32_t top_k) {
-    return top_k > USUAL_SLOTS ? .75 : .8;
+/* How finely blocks divide large rows. Receiving blocks claim as many tokens as sending ones. */
+static const EpGranularity SEND_COPIES = {2, 4}, SEND_FACTORS = {1, 8};
+#define RECEIVE_COPIES 8 /* work items under way */
+#define RECEIVE_FACTORS 4
+
+static EpGranularity granularity(const EpScatterArgs *a, EpGranularity large) {
+    return ep_granularity(a->group.blocks, a->t.row_bytes, large);
 }
 
 /* Count a token's loads and stores. Receiving blocks multiply the rank's own rows, so without other
@@ -27,11 +31,13 @@ static EpTraffic traffic_of(const EpScatterArgs *a) {
     if (a->multiplied)
         return (EpTraffic){.sent = s.ranks > 0 ? 1 + s.ranks : 0,
                            .received = 2 + s.ranks + multiplied,
-                           .most = most_multiplying(a->top_k)};
+                           .most = MOST_MULTIPLYING,
+                           .most_of_few = 1};
     EpTraffic t = {.sent = loaded + s.own + s.ranks,
-                   .received = s.other + s.ranks - arrived_in_place};
-    ep_copy_times(a->group.blocks, a->top_k, a->t.row_bytes, s.own + s.ranks, s.ranks,
-                  s.other - arrived_in_place, &t);
+                   .received = s.other + s.ranks - arrived_in_place,
+                   .most_of_few = 1};
+    ep_copy_times(granularity(a, SEND_COPIES).active, a->top_k, a->t.row_bytes, s.own + s.ranks,
+                  s.ranks, s.other - arrived_in_place, &t);
     return t;
 }
 
@@ -44,22 +50,16 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
-/* Returns the size of rows that receiving blocks handle in about the same time. Rows that are
- * multiplied for few slots count as smaller ones. */
-static int64_t received_bytes(const EpScatterArgs *a) {
-    int64_t slots = a->multiplied ? ep_min(a->top_k, USUAL_SLOTS) : USUAL_SLOTS;
-    return ep_max(1, a->t.row_bytes * (1 + 2 * slots) / (1 + 2 * USUAL_SLOTS));
-}
-
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
     int32_t blocks = args->group.blocks;
-    EpGranularity sum = ep_sum_granularity(blocks, received_bytes(args)), send = sum;
-    if (!args->multiplied) send = ep_copy_granularity(blocks, args->t.row_bytes);
+    EpGranularity send = granularity(args, args->multiplied ? SEND_FACTORS : SEND_COPIES);
+    EpGranularity receive = {1, args->multiplied ? RECEIVE_FACTORS : RECEIVE_COPIES};
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     args->chunk = send.chunk;
     args->receivers = ep_receiving_blocks(blocks, traffic_of(args), args->t.row_bytes);
     return ep_shape_pipeline(shared_bytes, args->t.source_row_bytes, unit, sends, &args->send) &&
-           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16, receive_needs(args, sum.active),
+           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16,
+                             receive_needs(args, granularity(args, receive).active),
                              &args->receive);
 }
 

@@ -128,9 +128,9 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 1, 0, 0);
     else if (warp == SIGNAL_WARP)
-        pipeline_signal(p, a.group, epoch, 1);
+        pipeline_signal(p, a.group, epoch, HEADS);
     else if (warp >= FIRST_COMPUTE_WARP && work == WORK_CONVERT)
         quantise(a, p, threadIdx.x - FIRST_COMPUTE_WARP * 32);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
@@ -162,9 +162,9 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
-        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0);
+        pipeline_store(p, warp - FIRST_STORE_WARP, work, 0, 0, 0);
     else if (warp == SIGNAL_WARP)
-        pipeline_signal(p, a.group, epoch, 0);
+        pipeline_signal(p, a.group, epoch, CREDITS);
     else if (warp >= FIRST_METADATA_WARP && warp < FIRST_METADATA_WARP + ALL_METADATA_WARPS &&
              moves_metadata)
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);

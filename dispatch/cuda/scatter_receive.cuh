@@ -84,7 +84,8 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
                               const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
-    auto await = [&](const RowBatch &r) {
+    auto look = [](const RowBatch &) { return (uint64_t)0; };
+    auto await = [&](const RowBatch &r, uint64_t) {
         int waits = r.valid && t.k == 0 && r.source != g.rank;
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
         return __all_sync(~0u, alive);
@@ -94,7 +95,7 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
     };
     pipeline_end(p, t,
                  walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces,
-                           FORM == MULTIPLIED, await, post));
+                           FORM == MULTIPLIED, 0, look, await, post));
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

@@ -70,7 +70,7 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
         *to = a.t.out_rows + e.slot * a.t.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.leader) return 1;
     *peer = e.owner;
-    if (!ep_await_room(g, epoch, e.owner, e.row)) return 0;
+    if (!ep_await_room(g, epoch, e.owner, e.row, ep_look_for_room(g, e.owner, e.row))) return 0;
     char *rows = receivers->rows[e.owner];
     if (!rows)
         *to = ep_ring(g, e.owner, g.rank, e.row);

@@ -11,26 +11,18 @@
  * at a time and have few items under way, few blocks have more. Of small rows more pass in the same
  * time, and scheduler warps are short of time: so blocks claim more of them. */
 #define MOST_CHUNK 4
-#define FULL_BLOCKS 132 /* for which the granularities of large rows were found */
+#define FULL_BLOCKS 132
 _Static_assert(MOST_CHUNK <= EP_MIN_RING_DEPTH, "a claim's rows fit into a ring: see device.h");
 
 static int32_t at_most(int32_t most, double value) {
     return value < most ? (int32_t)(value + .5) : most;
 }
 
-static EpGranularity scale(int32_t blocks, EpGranularity large, int64_t row_bytes) {
+EpGranularity ep_granularity(int32_t blocks, int64_t row_bytes, EpGranularity large) {
     int64_t rows = ep_max(1, (LARGE_ROW_BYTES + row_bytes / 2) / row_bytes);
     double fold = blocks < FULL_BLOCKS ? (double)(rows * FULL_BLOCKS) / blocks : (double)rows;
     return (EpGranularity){at_most(MOST_CHUNK, fold * large.chunk),
                            at_most(EP_MAX_ACTIVE, fold * large.active)};
-}
-
-EpGranularity ep_copy_granularity(int32_t blocks, int64_t row_bytes) {
-    return scale(blocks, (EpGranularity){2, 4}, row_bytes);
-}
-
-EpGranularity ep_sum_granularity(int32_t blocks, int64_t row_bytes) {
-    return scale(blocks, (EpGranularity){1, 8}, row_bytes);
 }
 
 /* ---- blocks -------------------------------------------------------------------------------- */
@@ -56,12 +48,12 @@ static double clamp(double value, double least, double greatest) {
 #define WIDER_ITEM_US .45 /* more, each time that the lanes double */
 #define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
 
-void ep_copy_times(int32_t blocks, int32_t top_k, int64_t row_bytes, double stored, double arrived,
+void ep_copy_times(int32_t active, int32_t top_k, int64_t row_bytes, double stored, double arrived,
                    double copied, EpTraffic *traffic) {
     double row_us = (double)row_bytes / STORED_BYTES_PER_US, item_us = ARRIVED_ITEM_US;
     for (int32_t lanes = 8; lanes < top_k; lanes *= 2)
         item_us += WIDER_ITEM_US;
-    traffic->send_us = ITEM_US / ep_copy_granularity(blocks, row_bytes).active + stored * row_us;
+    traffic->send_us = ITEM_US / active + stored * row_us;
     traffic->receive_us = arrived * item_us + copied * row_us;
     traffic->wire_us = arrived * (double)row_bytes / WIRE_BYTES_PER_US;
 }
@@ -87,7 +79,8 @@ static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_
     int is_small = row_bytes < SMALL_ROW_BYTES;
     if (traffic.received <= 0)
         return 1 - clamp((double)MEMORY_SENDERS / blocks, is_small ? .75 : .5, .75);
-    if (blocks < MANY_BLOCKS || traffic.sent <= 0) return clamp(received, .25, 1);
+    if (traffic.sent <= 0) return 1;
+    if (blocks < MANY_BLOCKS) return clamp(received, .25, traffic.most_of_few);
     if (traffic.wire_us > 0) return copying_fraction(blocks, &traffic);
     return clamp(received, is_small ? .25 : .5, traffic.most);
 }

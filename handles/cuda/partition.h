@@ -17,9 +17,9 @@ typedef struct EpGranularity {
     int32_t active; /**< work items of a block under way */
 } EpGranularity;
 
-/** Returns the granularity of blocks that copy rows, and of blocks that sum them. */
-EpGranularity ep_copy_granularity(int32_t blocks, int64_t row_bytes);
-EpGranularity ep_sum_granularity(int32_t blocks, int64_t row_bytes);
+/** Returns the granularity for rows of `row_bytes`; `large` is that of 132 blocks for large rows.
+ */
+EpGranularity ep_granularity(int32_t blocks, int64_t row_bytes, EpGranularity large);
 
 /** A token's entries under uniform routing. */
 typedef struct EpSpread {
@@ -36,12 +36,12 @@ typedef struct EpTraffic {
     double sent, received;      /**< loads and stores of rows */
     double send_us, receive_us; /**< a block's time, where rows are only copied; else 0 */
     double wire_us;             /**< likewise the wire's, 0 without other ranks */
-    double most;                /**< of many blocks the largest fraction that receives */
+    double most, most_of_few;   /**< the largest fraction of many and of few blocks that receives */
 } EpTraffic;
 
-/** Set the times of a copy: a sending block stores `stored` rows for a token; receiving blocks get
- *  `arrived` rows of it, and store `copied` rows for these. */
-void ep_copy_times(int32_t blocks, int32_t top_k, int64_t row_bytes, double stored, double arrived,
+/** Set the times of a copy: a sending block has `active` items under way, and stores `stored` rows
+ *  for a token; receiving blocks get `arrived` rows of it, and store `copied` rows for these. */
+void ep_copy_times(int32_t active, int32_t top_k, int64_t row_bytes, double stored, double arrived,
                    double copied, EpTraffic *traffic);
 
 /** Returns how many of the blocks receive. */

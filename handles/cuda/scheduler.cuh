@@ -75,6 +75,43 @@ template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Ar
     return e;
 }
 
+/** Returns the entry of another lane, as load_entry has left it. By the whole warp. */
+__device__ __forceinline__ EpEntry ep_shuffle_entry(const EpEntry &e, int lane) {
+    uint32_t names = (uint32_t)(uint16_t)e.owner | (uint32_t)(uint16_t)e.expert << 16;
+    names = __shfl_sync(~0u, names, lane);
+    return EpEntry{__shfl_sync(~0u, e.slot, lane), __shfl_sync(~0u, e.row, lane),
+                   (int16_t)(names & 0xffff), (int16_t)(names >> 16),
+                   __shfl_sync(~0u, e.leader, lane)};
+}
+
+/** How far a scheduler warp has come with this rank's tokens. */
+typedef struct TokenWalk {
+    int tokens, size;        /* of this rank; of a chunk */
+    int first;               /* token of the next chunk */
+    EpEntry entry;           /* of this team's token there, still being loaded: see check_entry */
+    int next_claim, claimer; /* claim of the chunk after it */
+} TokenWalk;
+
+template <typename Args>
+__device__ __forceinline__ TokenWalk open_tokens(const Args &a, const Team &t, const Start &start,
+                                                 int claimer, int blocks) {
+    TokenWalk walk = {};
+    walk.tokens = start.tokens, walk.claimer = claimer;
+    walk.size = chunk_size(t, a.chunk, start.tokens, blocks);
+    walk.first = claimed_chunk(start.claim) * walk.size;
+    walk.next_claim = claim_chunk(a.group, claimer);
+    walk.entry = load_entry(a, t, walk.first, walk.size, walk.tokens);
+    return walk;
+}
+
+/** Move on to the chunk after the next one. */
+template <typename Args>
+__device__ __forceinline__ void next_tokens(const Args &a, const Team &t, TokenWalk *walk) {
+    walk->first = claimed_chunk(walk->next_claim) * walk->size;
+    walk->entry = load_entry(a, t, walk->first, walk->size, walk->tokens);
+    walk->next_claim = claim_chunk(a.group, walk->claimer);
+}
+
 /**
  * Claim this rank's tokens and pass them to `post(entry, token, valid, number of the team's first
  * item)`, one token per team, until post returns 0: a wait has failed. A token makes `pieces`
@@ -85,20 +122,16 @@ template <typename Args, typename Ready, typename Post>
 __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, const Start &start,
                                                 int claimer, int blocks, int pieces, Ready ready,
                                                 Post post) {
-    int tokens = start.tokens, size = chunk_size(t, a.chunk, tokens, blocks);
-    int first = claimed_chunk(start.claim) * size, next_claim = claim_chunk(a.group, claimer);
-    EpEntry next_entry = load_entry(a, t, first, size, tokens);
+    TokenWalk walk = open_tokens(a, t, start, claimer, blocks);
     uint32_t n = 0;
     if (!ready()) return 0;
-    while (first < tokens) {
-        EpEntry entry = next_entry;
-        int token = first + t.index, valid = t.index < size && token < tokens;
-        int next_first = claimed_chunk(next_claim) * size;
-        next_entry = load_entry(a, t, next_first, size, tokens);
-        next_claim = claim_chunk(a.group, claimer);
+    while (walk.first < walk.tokens) {
+        int token = walk.first + t.index, valid = t.index < walk.size && token < walk.tokens;
+        int count = min(walk.size, walk.tokens - walk.first);
+        EpEntry entry = walk.entry;
+        next_tokens(a, t, &walk);
         if (!post(check_entry(a, entry), token, valid, n + t.index * pieces)) break;
-        n += min(size, tokens - first) * pieces;
-        first = next_first;
+        n += count * pieces;
     }
     return n;
 }
@@ -118,14 +151,19 @@ __device__ __forceinline__ int source_of(const EpCudaGroup &g, int turn) {
     return source < g.size ? source : source - g.size;
 }
 
+/** Rows of a source. */
+typedef struct RowRange {
+    int begin, end;
+} RowRange;
+
 /** How far a scheduler warp has come with the rows of all sources. */
 typedef struct RowWalk {
     ChunkRows *rows;
-    int size, most_tokens;                  /* tokens of a chunk; most tokens of any source */
-    int taken, total;                       /* rows of the current chunk */
-    int next_first;                         /* first token of the next chunk */
-    int begin[RANK_WORDS], end[RANK_WORDS]; /* the next chunk's rows, for this lane's sources */
-    int next_claim, claimer;                /* claim of the chunk after it */
+    int size, most_tokens;   /* tokens of a chunk; most tokens of any source */
+    int taken, total;        /* rows of the current chunk */
+    int next_first;          /* first token of the next chunk */
+    RowRange next;           /* the next chunk's rows, for this lane's source number 0 */
+    int next_claim, claimer; /* claim of the chunk after it */
 } RowWalk;
 
 /** One row for each team. */
@@ -143,20 +181,17 @@ __device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w, int take
     return turn < g.size - !takes_own ? source_of(g, turn) : -1;
 }
 
-/* Start to load the next chunk's rows. A lane without a source reads with 0 tokens, so that no load
- * depends on a condition, and all of them overlap. */
+/* Start to load the next chunk's rows of source number w of this lane. A lane without a source
+ * reads with 0 tokens, so that no load depends on a condition, and all of them overlap. */
 template <typename Args>
-__device__ __forceinline__ void load_next_chunk(const Args &a, RowWalk *walk, int takes_own) {
+__device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk, int w,
+                                              int takes_own) {
+    int source = max(0, lane_source(a.group, w, takes_own));
+    int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
     uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
-#pragma unroll
-    for (int w = 0; w < RANK_WORDS; w++) {
-        if (w * 32 >= a.group.size) break;
-        int source = max(0, lane_source(a.group, w, takes_own));
-        int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
-        const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
-        walk->begin[w] = begins[min(walk->next_first, tokens)];
-        walk->end[w] = begins[min(walk->next_first + walk->size, tokens)];
-    }
+    const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
+    return RowRange{begins[min(walk->next_first, tokens)],
+                    begins[min(walk->next_first + walk->size, tokens)]};
 }
 
 /** Start to walk the rows of all sources. */
@@ -178,37 +213,45 @@ template <typename Args>
 __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
                                              const Start &start, int claimer, int blocks,
                                              int takes_own) {
-    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0}, {0}, 0, claimer};
+    RowWalk walk = {rows, 1, 0, 0, 0, 0, {0, 0}, 0, claimer};
     walk.most_tokens = __reduce_max_sync(~0u, start.tokens);
     walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks);
     walk.next_first = claimed_chunk(start.claim) * walk.size;
-    load_next_chunk(a, &walk, takes_own);
+    walk.next = load_rows(a, &walk, 0, takes_own);
     walk.next_claim = claim_chunk(a.group, claimer);
     return walk;
+}
+
+/* List the next chunk's rows by source, and return their number. Those of 32 ranks are here
+ * already; those of other ranks are loaded now, since registers are few. */
+template <typename Args>
+__device__ __forceinline__ int list_rows(const Args &a, RowWalk *walk, int takes_own) {
+    int total = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int w = 0; w * 32 < a.group.size; w++) {
+        RowRange range = walk->next;
+        if (w > 0) range = load_rows(a, walk, w, takes_own);
+        int turn = w * 32 + (int)threadIdx.x % 32, lanes = min(32, a.group.size - w * 32);
+        int begin = ep_check_count(a.group, range.begin);
+        int rows = max(0, ep_check_count(a.group, range.end) - begin);
+        int through = total + ep_warp_prefix(rows, lanes);
+        if (turn < a.group.size)
+            walk->rows->begin[turn] = begin, walk->rows->through[turn] = through;
+        total = __shfl_sync(~0u, through, lanes - 1);
+    }
+    __syncwarp();
+    return total;
 }
 
 /* Move on to the next chunk that has rows. Returns 0 if there is none. */
 template <typename Args>
 __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int takes_own) {
-    int lane = threadIdx.x % 32;
     while (walk->taken >= walk->total) {
         if (walk->next_first >= walk->most_tokens) return 0;
-        int total = 0;
-        __syncwarp();
-#pragma unroll
-        for (int w = 0; w < RANK_WORDS; w++) {
-            if (w * 32 >= a.group.size) break;
-            int turn = w * 32 + lane, begin = ep_check_count(a.group, walk->begin[w]);
-            int rows = max(0, ep_check_count(a.group, walk->end[w]) - begin);
-            int through = total + ep_warp_prefix(rows);
-            if (turn < a.group.size)
-                walk->rows->begin[turn] = begin, walk->rows->through[turn] = through;
-            total = __shfl_sync(~0u, through, 31);
-        }
-        __syncwarp();
-        walk->taken = 0, walk->total = total;
+        walk->taken = 0, walk->total = list_rows(a, walk, takes_own);
         walk->next_first = claimed_chunk(walk->next_claim) * walk->size;
-        load_next_chunk(a, walk, takes_own);
+        walk->next = load_rows(a, walk, 0, takes_own);
         walk->next_claim = claim_chunk(a.group, walk->claimer);
     }
     return 1;
@@ -254,31 +297,35 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
  * included.
  *
  * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
- * during `await`, and the others of chains during `post`.
+ * during `await`, and the others of chains during `post`. `hurries`: but the first batch is posted
+ * before anything of the next one is loaded.
  */
-template <typename Args, typename Await, typename Post>
+template <typename Args, typename Look, typename Await, typename Post>
 __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
                                               const Start &start, int claimer, int blocks,
-                                              int pieces, int takes_own, Await await, Post post) {
+                                              int pieces, int takes_own, int hurries, Look look,
+                                              Await await, Post post) {
     RowWalk walk = open_rows(a, rows, t, start, claimer, blocks, takes_own);
-    RowBatch batch = take_batch(a, &walk, t, takes_own);
-    follow_chains(a, t, &batch);
+    RowBatch batch = {0, 0, 0, 0, -1, 0};
     uint32_t n = 0;
-    while (batch.count > 0) {
+    for (int takes = 1;;) {
         /* The shuffle makes the compiler wait for this slot here. Otherwise it would wait for it
          * together with the next batch's slot, which is still being loaded. */
         int slot = __shfl_sync(~0u, batch.slot, threadIdx.x % 32);
-        RowBatch next = take_batch(a, &walk, t, takes_own);
         batch.slot = slot = ep_check_slot(a.plan, slot);
         batch.valid = t.index < batch.count;
         float weight = a.t.weighs && slot >= 0 ? a.t.slot_weights[slot] : 1;
-        if (!await(batch)) break;
+        uint64_t word = look(batch);
+        RowBatch next = {0, 0, 0, 0, -1, 0};
+        if (takes) next = take_batch(a, &walk, t, takes_own);
+        if (takes && !batch.count && !next.count) return n;
+        if (batch.count && !await(batch, word)) return n;
         follow_chains(a, t, &next);
-        post(batch, weight, n + t.index * pieces);
+        if (batch.count) post(batch, weight, n + t.index * pieces);
+        takes = !hurries || n > 0 || batch.count;
         n += batch.count * pieces;
         batch = next;
     }
-    return n;
 }
 
 #endif

@@ -61,10 +61,10 @@ static int ep_launch_early(Kernel *kernel, int blocks, int threads, size_t share
 
 /* ---- warps --------------------------------------------------------------------------------- */
 
-/** Returns the sum of the values of lanes 0 to this one. */
-__device__ __forceinline__ int ep_warp_prefix(int value) {
+/** Returns the sum of the values of lanes 0 to this one, which is one of the first `lanes`. */
+__device__ __forceinline__ int ep_warp_prefix(int value, int lanes = 32) {
     int lane = (int)threadIdx.x % 32;
-    for (int d = 1; d < 32; d *= 2) {
+    for (int d = 1; d < lanes; d *= 2) {
         int other = __shfl_up_sync(~0u, value, d);
         value += lane >= d ? other : 0;
     }
@@ -349,14 +349,33 @@ __device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t ep
     return alive;
 }
 
-/** Wait until `receiver` has room for row `row`. A relaxed load is enough: the receiver has read
- *  the row that was there, and this rank reads nothing of it, so no load has to be ordered behind
- *  this one. Returns 0 on timeout. */
+/** Look once whether row `row` of another rank is here, as ep_await_record does; `timeout` is that
+ * of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
+ *  ep_fence_proxy_global has to follow before bulk copies. */
+__device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                                  int row, EpTimeout *timeout, int *alive) {
+    int seen = ep_read_counter(ep_load_acquire_sys(ep_head(g, g.rank, source, row)), epoch);
+    if (seen >= row + 1) return 1;
+    EpAwaited awaited = {source, EP_AWAIT_RECORD, row, (uint32_t)row + 1, (uint32_t)seen};
+    *alive =
+        !(ep_is_long_wait(*timeout) && ep_finds_failure(g)) && ep_keep_waiting(g, timeout, awaited);
+    return 0;
+}
+
+/** Begin to load the word that says whether `receiver` has room for row `row`. */
+__device__ __forceinline__ uint64_t ep_look_for_room(const EpCudaGroup &g, int receiver, int row) {
+    return row < g.layout.depth ? 0 : ep_load_relaxed_sys(ep_credit(g, g.rank, receiver, row));
+}
+
+/** Wait until `receiver` has room for row `row`; `word` is what ep_look_for_room has loaded. A
+ *  relaxed load is enough: the receiver has read the row that was there, and this rank reads
+ * nothing of it, so no load has to be ordered behind this one. Returns 0 on timeout. */
 __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
-                                             int row) {
+                                             int row, uint64_t word) {
     int previous = row - g.layout.depth;
-    return previous < 0 || ep_await_row(g, ep_credit(g, g.rank, receiver, row), epoch, previous,
-                                        receiver, EP_AWAIT_CREDIT, ep_load_relaxed_sys);
+    return previous < 0 || ep_read_counter(word, epoch) > previous ||
+           ep_await_row(g, ep_credit(g, g.rank, receiver, row), epoch, previous, receiver,
+                        EP_AWAIT_CREDIT, ep_load_relaxed_sys);
 }
 
 /* ---- begin and end of an operation --------------------------------------------------------- */

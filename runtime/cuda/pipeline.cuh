@@ -39,9 +39,10 @@
  *
  * No deadlock. A step of item n waits for earlier steps of item n and for items before n, and no
  * item needs more stages than there are. Only the scheduler waits for other ranks, before it writes
- * an item; runtime/cuda/device.h explains why those waits end. A store warp may delay ITEM_STORED
- * of its last item, to overlap the writes, only while its next item is ready: a later item may
- * wait, through another rank, for that signal.
+ * an item; other warps do so before their first item at most (combine/cuda/gather_send.cuh).
+ * runtime/cuda/device.h explains why those waits end. A store warp may delay ITEM_STORED of its
+ * last item, to overlap the writes, only while its next item is ready: a later item may wait,
+ * through another rank, for that signal.
  *
  * End. After the last item, or a failed wait, the scheduler writes PIPELINE_END_ITEMS entries with
  * PIPELINE_END, at least one for each warp that takes turns. So all warps leave.
@@ -205,14 +206,11 @@ __device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, in
     return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
-#define MIN_TEAM_WIDTH 8
+#define MIN_TEAM_WIDTH 4
 
 /** Returns the lanes that schedule a row together. */
 __device__ __forceinline__ int team_width(int top_k) {
-    int width = MIN_TEAM_WIDTH;
-    while (width < top_k)
-        width *= 2;
-    return width;
+    return max(MIN_TEAM_WIDTH, top_k);
 }
 
 /* Place the tables behind the stages in `memory`. By one thread. */
@@ -254,9 +252,10 @@ __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape
 
 /* ---- scheduler warp ------------------------------------------------------------------------ */
 
-/** The lanes of the scheduler warp form teams, one lane for each k; a team schedules a row. Where
- *  rows have many pieces there are fewer teams: (count - 1) * pieces < active, so that no lane
- *  waits for an entry that another lane of the warp has yet to fill. */
+/** The lanes of the scheduler warp form teams, one lane for each k; a team schedules a row. Lanes
+ *  that are left over are in no team. Where rows have many pieces there are fewer teams: (count -
+ * 1) * pieces < active, so that no lane waits for an entry that another lane of the warp has yet to
+ * fill. */
 typedef struct Team {
     int width, count; /* lanes of a team; number of teams */
     int index, k;     /* of this lane */
@@ -414,10 +413,11 @@ __device__ __forceinline__ void pipeline_computed(Pipeline *p, uint32_t n) {
 /**
  * Store every STORE_WARPS-th item, from number `warp` on. ITEM_STORED completes when the stores are
  * written, if the receiver is signaled (`until_written`), or else when they are read from their
- * stages. `packs` (WORK_PACKED): stores are packed. By one thread of each store warp.
+ * stages. `packs` (WORK_PACKED): stores are packed. `is_void`: nothing is stored, since a wait has
+ * failed. By one thread of each store warp.
  */
 __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWork work,
-                                               int until_written, int packs) {
+                                               int until_written, int packs, int is_void) {
     const Stages s = pipeline_stages(p);
     char *const *to = p->to.begin();
     int width = p->shape.width, shrink = p->shape.shrink;
@@ -438,7 +438,7 @@ __device__ __forceinline__ void pipeline_store(Pipeline *p, int warp, PipelineWo
         uint32_t bytes = (uint32_t)item.bytes >> shrink;
         if (work == WORK_PACKED && packs) bytes = (uint32_t)item.packed * 16;
         if (computes) pipeline_wait(p->barrier[ITEM_COMPUTED], n);
-        for (int i = 0; i < item.stores; i++) {
+        for (int i = 0; i < item.stores && !is_void; i++) {
             ep_bulk_store(to[cell + i], at, bytes);
             if (work >= WORK_COMPUTE) at = stage_of(s, at, 1);
         }
@@ -543,25 +543,36 @@ __device__ __forceinline__ void send_signal(const EpCudaGroup &g, uint32_t epoch
         ep_store_relaxed_sys(ep_credit(g, signal.peer, g.rank, signal.row), word);
 }
 
+/** What the signals of a block say. */
+enum Signals {
+    NO_SIGNALS, /* nothing is sent, since a wait has failed */
+    CREDITS,    /* records were read */
+    HEADS,      /* records were written to their receivers */
+    LATE_HEADS  /* likewise; and an item is under way until its head has left */
+};
+
 /**
- * Send the signals of all items. `heads`: records were written to their receivers, and the release
- * orders those writes before the head. Otherwise records were read: each load has returned its
- * value, so nothing is left to order before the credit. A fence instead of releases would empty the
- * multiprocessor's cache, from which schedulers read. By the signal warp.
+ * Send the signals of all items. A head is stored with a release, which orders the writes of its
+ * record before it. Behind a record that was read nothing is left to order: each load has returned
+ * its value. A fence instead of releases would empty the multiprocessor's cache, from which
+ * schedulers read. By the signal warp.
  */
 __device__ __forceinline__ void pipeline_signal(Pipeline *p, const EpCudaGroup &g, uint32_t epoch,
-                                                int heads) {
+                                                Signals signals) {
     uint32_t lane = threadIdx.x % 32;
+    int heads = signals >= HEADS;
     for (uint32_t n = 0, batch;; n += batch) {
         Signal signal;
         pipeline_wait(p->barrier[ITEM_POSTED], n);
         if (p->item[n % PIPELINE_ENTRIES].loads == PIPELINE_END) return;
         pipeline_wait(p->barrier[ITEM_STORED], n);
         batch = take_signals(p, n, heads, &signal);
+        if (signals == NO_SIGNALS) signal.peer = -1;
+        if (signals == LATE_HEADS && signal.peer >= 0) send_signal(g, epoch, signal, heads);
         __syncwarp();
         if (lane < batch)
             ep_mbarrier_arrive(&p->barrier[ITEM_SIGNALED][(n + lane) % PIPELINE_ENTRIES]);
-        if (signal.peer >= 0) send_signal(g, epoch, signal, heads);
+        if (signals != LATE_HEADS && signal.peer >= 0) send_signal(g, epoch, signal, heads);
     }
 }
 

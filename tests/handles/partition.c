@@ -182,8 +182,8 @@ typedef struct Measured {
 
 static const Measured measured[] = {
     {1, 132, 66, 131, 131}, /* own tokens go directly to their slots, or nothing is sent */
-    {2, 132, 52, 72, 99},   /* the wire decides, and multiplying takes three quarters */
-    {4, 132, 104, 66, 99},  /* more rows of a token travel: fewer blocks fill the wire */
+    {2, 132, 52, 72, 103},  /* the wire decides, and multiplying takes more than three quarters */
+    {4, 132, 104, 66, 103}, /* more rows of a token travel: fewer blocks fill the wire */
     {1, 64, 16, 63, 63},    /* of fewer blocks, most are needed for the copies */
     {2, 24, 10, 13, 22},    {4, 24, 12, 9, 20},
 };
@@ -211,11 +211,25 @@ SoloTest(handles_partition, blocks_that_receive) {
     }
 }
 
-/* Two ranks with 132 blocks: where tokens have few experts, more blocks multiply. */
-SoloTest(handles_partition, blocks_that_multiply_for_few_experts) {
+/* Two ranks with few blocks: tokens of one or two experts are no reason to have more of them
+ * receive. */
+SoloTest(handles_partition, few_blocks_that_sum) {
     static const struct {
-        int32_t top_k, receives;
-    } cases[] = {{1, 99}, {2, 105}, {4, 106}, {5, 99}};
+        int32_t top_k, blocks, receive;
+    } cases[] = {{1, 24, 14}, {2, 24, 14}, {1, 48, 28}, {8, 48, 26}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        EpGatherArgs g = {.group = {.size = 2, .blocks = cases[i].blocks},
+                          .top_k = cases[i].top_k,
+                          .t = {.type = EP_TYPE_BF16, .row_bytes = 8192}};
+        CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
+        CHECK(g.receivers == cases[i].receive, "top-%d: %d of %d blocks", g.top_k, g.receivers,
+              cases[i].blocks);
+    }
+}
+
+/* Two ranks with 132 blocks: for one expert of each token fewer blocks multiply. */
+SoloTest(handles_partition, blocks_that_multiply_for_few_experts) {
+    static const struct { int32_t top_k, receives; } cases[] = {{1, 99}, {2, 103}, {8, 103}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
                            .top_k = cases[i].top_k,
@@ -257,7 +271,7 @@ SoloTest(handles_partition, senders_of_other_shapes) {
         CHECK(s.receivers >= dispatched[i].least && s.receivers <= dispatched[i].most,
               "dispatch: %d, expected %d to %d", s.receivers, dispatched[i].least,
               dispatched[i].most);
-        CHECK(g.receivers >= 66 && g.receivers <= 74, "combine: %d", g.receivers);
+        CHECK(g.receivers >= 71 && g.receivers <= 79, "combine: %d", g.receivers);
     }
 }
 
@@ -308,16 +322,15 @@ SoloTest(handles_partition, room_for_two_rows) {
     }
 }
 
-/* Blocks claim large rows by one or two, small rows by four; few blocks claim by four. Rows that
- * are multiplied for few slots count as smaller ones. */
+/* Blocks claim large rows by one or two, small rows by four; few blocks claim by four. */
 SoloTest(handles_partition, tokens_at_once) {
     static const struct {
         int64_t row_bytes;
         int32_t top_k, blocks, dispatch, combine, combine_backward;
     } cases[] = {
-        {14336, 8, 132, 2, 1, 1}, {8192, 8, 132, 4, 2, 2},  {4096, 8, 132, 4, 4, 4},
-        {2048, 8, 132, 4, 4, 4},  {14336, 8, 24, 4, 4, 4},  {14336, 8, 64, 4, 2, 2},
-        {8192, 2, 132, 4, 2, 4},  {10240, 1, 132, 4, 2, 4},
+        {14336, 8, 132, 2, 2, 1}, {8192, 8, 132, 4, 2, 2}, {5760, 4, 132, 4, 3, 3},
+        {4096, 8, 132, 4, 4, 4},  {2048, 8, 132, 4, 4, 4}, {14336, 8, 24, 4, 4, 4},
+        {14336, 8, 64, 4, 2, 2},  {8192, 2, 132, 4, 2, 2}, {10240, 1, 132, 4, 2, 2},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
