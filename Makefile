@@ -479,7 +479,7 @@ emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime
     gpu_graphs/and_plain_calls_1 gpu_plan_graphs/latency*_1 gpu_nccl_ep_graphs/decode_in_halves_2 \
     gpu_backends/@(equal_4|num_sms) gpu_zero_copy/as_staged_[12] gpu_resident/two_blocks_2 \
     gpu_adopt/@(rows_2|unknown_2|released_2|nothing_lent|memory_as_promised) \
-    gpu_adopt_old/wrong_arguments_2 gpu_streams/pipeline_1 gpu_plans/*_2 \
+    gpu_adopt_old/wrong_arguments_2 gpu_streams/pipeline_1 gpu_plans/*_2 gpu_faults/nothing*_2 \
     gpu_nccl/borrowed_2 gpu_nccl_split/@(uneven*|fails_4) \
     gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc) \
     gpu_nccl_ep/@(train_2|flat_global*|dropped*|overflow*|decode_*_2|quantised*|two_in_flight) \

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "runtime/cuda/cuda.h"
 #include "tests/gpu/failing.h"
 
 /* Failed groups log a warning. */
@@ -89,6 +90,57 @@ ThreadTest(gpu_faults, stopped_peer_4, 4) {
 /* Rank 0 times out first, before the others give up. It took part, so they must not blame it. */
 ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
     stopped_peer(bootstrap, FAILING_TIMEOUT / 3);
+}
+
+/* Returns a copy of what other ranks store in this one's window while rows travel: heads, records.
+ */
+static char *copy_records(const EpGroup *group, size_t *bytes) {
+    const EpCuda *cuda = ep_cuda(group);
+    const EpWindowLayout *l = &cuda->device.layout;
+    size_t heads = (size_t)(l->credit - l->head), records = (size_t)(l->bytes - l->ring);
+    char *copy = malloc(heads + records);
+    if (!copy) abort();
+    *bytes = heads + records;
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(copy, cuda->own.memory + l->head, heads, cudaMemcpyDeviceToHost));
+    CHECK_CUDA(
+        cudaMemcpy(copy + heads, cuda->own.memory + l->ring, records, cudaMemcpyDeviceToHost));
+    return copy;
+}
+
+/* Whoever waits for a rank stores no row there: the rank may still be in the operation before.
+ * Where the wait fails, neither. */
+static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
+    FailingGroup failing;
+    size_t bytes;
+    REQUIRE(open_failing(&failing, bootstrap, FAILING_TIMEOUT), "no group");
+    failing_call(&failing.gpu, STEP_DISPATCH, EP_OK);
+    bootstrap->barrier(bootstrap->context, 60);
+    char *before = copy_records(failing.group, &bytes);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank != failing.absent) {
+        failing_call(&failing.gpu, op, EP_OK);
+        CHECK_STATUS(ep_group_status(failing.group, NULL), EP_ERR_TIMEOUT);
+    }
+    bootstrap->barrier(bootstrap->context, 60);
+    char *after = copy_records(failing.group, &bytes);
+    if (bootstrap->rank == failing.absent)
+        CHECK(!memcmp(before, after, bytes), "rows or heads were stored");
+    free(before), free(after);
+    failing_close(&failing);
+}
+
+ThreadTest(gpu_faults, nothing_stored_by_dispatch_2, 2) {
+    nothing_stored(bootstrap, STEP_DISPATCH);
+}
+ThreadTest(gpu_faults, nothing_stored_by_combine_2, 2) {
+    nothing_stored(bootstrap, STEP_COMBINE);
+}
+ThreadTest(gpu_faults, nothing_stored_by_combine_backward_4, 4) {
+    nothing_stored(bootstrap, STEP_COMBINE_BACKWARD);
+}
+ThreadTest(gpu_faults, nothing_stored_by_dispatch_backward_2, 2) {
+    nothing_stored(bootstrap, STEP_DISPATCH_BACKWARD);
 }
 
 /* ---- another order ------------------------------------------------------------------------- */
