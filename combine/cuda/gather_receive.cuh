@@ -68,7 +68,7 @@ template <Form FORM>
 __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t, TokenWalk *walk,
                                            unsigned free, HeldToken *held) {
     int i = __popc(free & ((1u << t.index * t.width) - 1)), token = walk->first + i;
-    EpEntry e = check_entry(a, ep_shuffle_entry(walk->entry, (i * t.width + t.k) % 32));
+    EpEntry e = check_entry(a, shuffle_entry(walk->entry, (i * t.width + t.k) % 32));
     Term term = make_term<FORM>(a, t, e);
     if (held->token < 0 && t.index < t.count && i < walk->size && token < walk->tokens) {
         *held = HeldToken{token, term};

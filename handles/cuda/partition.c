@@ -71,9 +71,9 @@ static double copying_fraction(int32_t blocks, const EpTraffic *t) {
 }
 
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
- * blocks divide as the traffic does. Where no row leaves, as many send as the memory is good for,
- * and the others write zeros. Where rows are summed or multiplied, at least a quarter of the blocks
- * send, and of large rows at most half. */
+ * blocks divide as the traffic does, up to most_of_few. Where nothing arrives, as many send as the
+ * memory is good for. Where rows are summed or multiplied, up to `most` receive, and of large rows
+ * at least half. */
 static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
     double received = traffic.received / (traffic.sent + traffic.received);
     int is_small = row_bytes < SMALL_ROW_BYTES;
@@ -94,7 +94,7 @@ int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
 
-/* The factor 4 of `active`: a scheduler warp posts up to four rows at once. */
+/* The factor 4 of `active`: a scheduler warp can post four rows at once, whatever their pieces. */
 int ep_shape_pipeline(int32_t shared_bytes, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
                       EpPipelineShape *shape) {
     int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_WORK_TABLE_BYTES * needs.width;

@@ -17,8 +17,8 @@ typedef struct EpGranularity {
     int32_t active; /**< work items of a block under way */
 } EpGranularity;
 
-/** Returns the granularity for rows of `row_bytes`; `large` is that of 132 blocks for large rows.
- */
+/** Returns the granularity for rows of `row_bytes`; `large` is that of 132 blocks for rows of 16
+ *  KiB. */
 EpGranularity ep_granularity(int32_t blocks, int64_t row_bytes, EpGranularity large);
 
 /** A token's entries under uniform routing. */

@@ -76,7 +76,7 @@ template <typename Args> __device__ __forceinline__ EpEntry check_entry(const Ar
 }
 
 /** Returns the entry of another lane, as load_entry has left it. By the whole warp. */
-__device__ __forceinline__ EpEntry ep_shuffle_entry(const EpEntry &e, int lane) {
+__device__ __forceinline__ EpEntry shuffle_entry(const EpEntry &e, int lane) {
     uint32_t names = (uint32_t)(uint16_t)e.owner | (uint32_t)(uint16_t)e.expert << 16;
     names = __shfl_sync(~0u, names, lane);
     return EpEntry{__shfl_sync(~0u, e.slot, lane), __shfl_sync(~0u, e.row, lane),
@@ -169,7 +169,7 @@ typedef struct RowWalk {
 /** One row for each team. */
 typedef struct RowBatch {
     int count; /* teams that have a row */
-    int valid; /* whether this team has one; set last, since registers are few */
+    int valid; /* whether this team has one */
     int source, row;
     int slot;       /* of this lane's entry of its team's row, -1: none */
     uint32_t chain; /* see ep_follow_chain */
@@ -291,10 +291,10 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
 }
 
 /**
- * Claim the rows from all ranks, one per team at a time, until a wait fails: `await(batch)` returns
- * 0. Pass them to `post(batch, weight, number of the team's first item)`. A row makes `pieces`
- * items. Returns the number of items. `takes_own`: whether rows that stay on this rank are
- * included.
+ * Claim the rows from all ranks, one per team at a time, until a wait fails: `await(batch, word)`
+ * returns 0. Pass them to `post(batch, weight, number of the team's first item)`. A row makes
+ * `pieces` items. Returns the number of items. `takes_own`: whether rows that stay on this rank are
+ * included. What `look(batch)` has begun to load before the next batch is taken, `await` gets.
  *
  * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
  * during `await`, and the others of chains during `post`. `hurries`: but the first batch is posted

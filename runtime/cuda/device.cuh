@@ -350,7 +350,7 @@ __device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t ep
 }
 
 /** Look once whether row `row` of another rank is here, as ep_await_record does; `timeout` is that
- * of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
+ *  of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
  *  ep_fence_proxy_global has to follow before bulk copies. */
 __device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t epoch, int source,
                                                   int row, EpTimeout *timeout, int *alive) {
@@ -369,7 +369,7 @@ __device__ __forceinline__ uint64_t ep_look_for_room(const EpCudaGroup &g, int r
 
 /** Wait until `receiver` has room for row `row`; `word` is what ep_look_for_room has loaded. A
  *  relaxed load is enough: the receiver has read the row that was there, and this rank reads
- * nothing of it, so no load has to be ordered behind this one. Returns 0 on timeout. */
+ *  nothing of it, so no load has to be ordered behind this one. Returns 0 on timeout. */
 __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
                                              int row, uint64_t word) {
     int previous = row - g.layout.depth;

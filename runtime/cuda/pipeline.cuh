@@ -253,9 +253,9 @@ __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape
 /* ---- scheduler warp ------------------------------------------------------------------------ */
 
 /** The lanes of the scheduler warp form teams, one lane for each k; a team schedules a row. Lanes
- *  that are left over are in no team. Where rows have many pieces there are fewer teams: (count -
- * 1) * pieces < active, so that no lane waits for an entry that another lane of the warp has yet to
- * fill. */
+ *  that are left over are in no team. Where rows have many pieces there are fewer teams:
+ *  (count - 1) * pieces < active, so that no lane waits for an entry that another lane of the warp
+ *  has yet to fill. */
 typedef struct Team {
     int width, count; /* lanes of a team; number of teams */
     int index, k;     /* of this lane */

@@ -92,8 +92,7 @@ ThreadTest(gpu_faults, stopped_peer_and_late_ones_4, 4) {
     stopped_peer(bootstrap, FAILING_TIMEOUT / 3);
 }
 
-/* Returns a copy of what other ranks store in this one's window while rows travel: heads, records.
- */
+/* Returns a copy of the heads and records that other ranks store in this one's window. */
 static char *copy_records(const EpGroup *group, size_t *bytes) {
     const EpCuda *cuda = ep_cuda(group);
     const EpWindowLayout *l = &cuda->device.layout;
@@ -108,8 +107,8 @@ static char *copy_records(const EpGroup *group, size_t *bytes) {
     return copy;
 }
 
-/* Whoever waits for a rank stores no row there: the rank may still be in the operation before.
- * Where the wait fails, neither. */
+/* Whoever waits for a rank stores no row there, since the rank may still be in the operation
+ * before; nor once the wait has failed. */
 static void nothing_stored(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     size_t bytes;

@@ -229,7 +229,13 @@ SoloTest(handles_partition, few_blocks_that_sum) {
 
 /* Two ranks with 132 blocks: for one expert of each token fewer blocks multiply. */
 SoloTest(handles_partition, blocks_that_multiply_for_few_experts) {
-    static const struct { int32_t top_k, receives; } cases[] = {{1, 99}, {2, 103}, {8, 103}};
+    static const struct {
+        int32_t top_k, receives;
+    } cases[] = {
+        {1, 99},
+        {2, 103},
+        {8, 103},
+    };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
                            .top_k = cases[i].top_k,
