@@ -78,10 +78,9 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, co
     }
 }
 
-/* The scheduler warp of a receiving block. Sending blocks store own rows that are only copied. */
-template <Form FORM>
-__device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
-                              const Start &start, uint32_t epoch, int blocks) {
+/* The scheduler warp of a receiving block that copies. Sending blocks store rows that stay here. */
+__device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
+                                const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
     auto look = [](const RowBatch &) { return (uint64_t)0; };
@@ -91,11 +90,54 @@ __device__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *ro
         return __all_sync(~0u, alive);
     };
     auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_row<FORM>(a, p, t, number, r, weight);
+        post_row<COPIED>(a, p, t, number, r, weight);
     };
-    pipeline_end(p, t,
-                 walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces,
-                           FORM == MULTIPLIED, 0, look, await, post));
+    pipeline_end(
+        p, t,
+        walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, 0, look, await, post));
+}
+
+/*
+ * The scheduler warp of a receiving block that multiplies. Rows that stay here are multiplied while
+ * those of other ranks are waited for, and after these. So blocks have work before the first row
+ * arrives, which takes some 20 us.
+ */
+__device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
+                                  const Start &start, uint32_t epoch, int blocks) {
+    Team t = make_team(a.top_k, a.receive);
+    OwnWalk own = open_own(a, t, blocks);
+    uint32_t n = 0; /* items of either kind, which walk_rows does not know */
+    int alive = 1;
+    auto post = [&](const RowBatch &r, float weight) {
+        post_row<MULTIPLIED>(a, p, t, n + t.index * a.receive.pieces, r, weight);
+        n += r.count * a.receive.pieces;
+    };
+    auto look = [](const RowBatch &) { return (uint64_t)0; };
+    auto await = [&](const RowBatch &r, uint64_t) {
+        EpTimeout timeout = {0, 0};
+        for (int here = !r.valid || t.k != 0;;) {
+            if (!here) here = ep_look_for_record(a.group, epoch, r.source, r.row, &timeout, &alive);
+            alive = __all_sync(~0u, alive);
+            if (!alive || __all_sync(~0u, here)) break;
+            if (post_own(a, t, &own, post)) timeout = EpTimeout{0, 0};
+        }
+        ep_fence_proxy_global();
+        return alive;
+    };
+    walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, 0, look, await,
+              [&](const RowBatch &r, float weight, uint32_t) { post(r, weight); });
+    while (alive && post_own(a, t, &own, post)) {
+    }
+    pipeline_end(p, t, n);
+}
+
+template <Form FORM>
+__device__ __forceinline__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
+                                              const Start &start, uint32_t epoch, int blocks) {
+    if (FORM == MULTIPLIED)
+        schedule_products(a, p, rows, start, epoch, blocks);
+    else
+        schedule_copies(a, p, rows, start, epoch, blocks);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

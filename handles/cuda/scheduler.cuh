@@ -20,7 +20,10 @@
 
 /* ---- claims -------------------------------------------------------------------------------- */
 
-enum Claimer { SENDERS, RECEIVERS };
+/** Who claims what: sending blocks, receiving blocks, and these the rows of this rank's own tokens
+ *  where they multiply rows. */
+enum Claimer { SENDERS, RECEIVERS, OWN_ROWS };
+static_assert(OWN_ROWS + 1 == EP_CLAIMERS, "each has a counter");
 
 /** Claim the next chunk, by lane 0 of a scheduler warp. claimed_chunk waits for the result. */
 __device__ __forceinline__ int claim_chunk(const EpCudaGroup &g, int claimer) {
@@ -326,6 +329,57 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
         n += batch.count * pieces;
         batch = next;
     }
+}
+
+/* ---- rows that stay here ------------------------------------------------------------------- */
+
+/** How far a scheduler warp has come with the rows of this rank's tokens that stay here. They wait
+ *  for nobody, so walk_rows leaves them out, and they are posted while rows of other ranks are
+ *  waited for. */
+typedef struct OwnWalk {
+    int total, size; /* rows; of a chunk */
+    int next_claim;  /* of the chunk after the next one */
+    RowBatch next;   /* the next chunk, one row for each team; its slots are being loaded */
+} OwnWalk;
+
+/* Take the chunk that has been claimed, and claim the one after it. */
+template <typename Args>
+__device__ __forceinline__ void next_own(const Args &a, const Team &t, OwnWalk *walk) {
+    int first = claimed_chunk(walk->next_claim) * walk->size;
+    RowBatch r = {min(walk->size, max(0, walk->total - first)), 0, a.group.rank, 0, -1, 0};
+    r.valid = t.index < r.count;
+    if (r.valid) r.row = first + t.index;
+    if (r.valid && t.k < a.top_k) {
+        EpChain chain = ep_load_slot(a.plan, a.group, a.top_k, r.source, r.row, t.k);
+        r.slot = chain.slot, r.chain = chain.mask;
+    }
+    walk->next_claim = claim_chunk(a.group, OWN_ROWS);
+    walk->next = r;
+}
+
+template <typename Args>
+__device__ __forceinline__ OwnWalk open_own(const Args &a, const Team &t, int blocks) {
+    int rank = a.group.rank, tokens = ep_check_count(a.group, a.plan.tokens[rank]);
+    uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
+    int rows = a.plan.begins[(uint64_t)(uint32_t)rank * stride + tokens];
+    OwnWalk walk = {ep_check_count(a.group, rows), 1, claim_chunk(a.group, OWN_ROWS), {}};
+    walk.size = chunk_size(t, a.chunk, walk.total, blocks);
+    next_own(a, t, &walk);
+    return walk;
+}
+
+/** Pass the next rows that stay here to `post(batch, weight)`, one for each team. Returns 0 if none
+ *  are left. */
+template <typename Args, typename Post>
+__device__ __forceinline__ int post_own(const Args &a, const Team &t, OwnWalk *walk, Post post) {
+    RowBatch batch = walk->next;
+    if (!batch.count) return 0;
+    follow_chains(a, t, &batch);
+    batch.slot = ep_check_slot(a.plan, batch.slot);
+    float weight = a.t.weighs && batch.slot >= 0 ? a.t.slot_weights[batch.slot] : 1;
+    next_own(a, t, walk);
+    post(batch, weight);
+    return 1;
 }
 
 #endif

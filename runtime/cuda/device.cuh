@@ -495,7 +495,8 @@ __device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, in
                  : publishes || finished > EP_FINISHED_BLOCKS ? EP_LAST_PUBLISHES
                                                               : EP_LAST;
         if (is_last) *(volatile uint32_t *)&g.state->finished = 0;
-        if (is_last) g.state->claimed[0] = g.state->claimed[1] = 0;
+        for (int i = 0; is_last && i < EP_CLAIMERS; i++)
+            g.state->claimed[i] = 0;
         if (is_last) *(volatile uint32_t *)&g.state->epoch = epoch;
     }
     __syncthreads();

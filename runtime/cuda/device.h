@@ -213,6 +213,8 @@ typedef struct EpCudaAsyncErrors {
     unsigned long long overflow;    /**< of a latest loss: rows needed << 32 | capacity */
 } EpCudaAsyncErrors;
 
+#define EP_CLAIMERS 3 /* scheduler.cuh names them */
+
 /** Device memory of a group that no peer sees. Zeroed at create. `claimed` is in the same sector as
  *  `finished`: so a block's claims have reached its memory before its count there, though a block
  * may end before it has seen what it claimed last. */
@@ -221,7 +223,7 @@ typedef struct __attribute__((aligned(32))) EpCudaState {
     uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
     uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
     uint32_t sent;                /**< operations of latency mode that have been sent */
-    int32_t claimed[2];           /**< chunks of tokens claimed by senders, by receivers */
+    int32_t claimed[EP_CLAIMERS]; /**< chunks of tokens or rows */
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */
     unsigned long long lost;      /**< as in EpCudaAsyncErrors, counted here first */

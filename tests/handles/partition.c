@@ -334,9 +334,9 @@ SoloTest(handles_partition, tokens_at_once) {
         int64_t row_bytes;
         int32_t top_k, blocks, dispatch, combine, combine_backward;
     } cases[] = {
-        {14336, 8, 132, 2, 2, 1}, {8192, 8, 132, 4, 2, 2}, {5760, 4, 132, 4, 3, 3},
+        {14336, 8, 132, 2, 2, 1}, {8192, 8, 132, 4, 2, 2}, {5760, 4, 132, 4, 3, 4},
         {4096, 8, 132, 4, 4, 4},  {2048, 8, 132, 4, 4, 4}, {14336, 8, 24, 4, 4, 4},
-        {14336, 8, 64, 4, 2, 2},  {8192, 2, 132, 4, 2, 2}, {10240, 1, 132, 4, 2, 2},
+        {14336, 8, 64, 4, 2, 2},  {8192, 2, 132, 4, 2, 4}, {10240, 1, 132, 4, 2, 4},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
