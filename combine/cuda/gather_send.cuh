@@ -32,7 +32,7 @@ typedef struct Sending {
 __device__ __forceinline__ Start start_sending(const EpGatherArgs &a, Sending *s) {
     if (threadIdx.x % 32 == 0) ep_mbarrier_init(&s->gate.is_open, 1);
     ep_fence_mbarrier_init();
-    return start_rows(a, &s->rows, SENDERS, 0);
+    return start_rows(a, &s->rows, SENDERS);
 }
 
 /* Wait for all ranks, and open the gate. Returns 0 if the wait has failed. By the signal warp,
@@ -80,8 +80,7 @@ __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
         post_batch<FORM>(a, p, t, number, r, weight);
     };
     int pieces = a.pipeline.pieces;
-    pipeline_end(p, t,
-                 walk_rows(a, rows, t, start, SENDERS, blocks, pieces, 0, 1, look, await, post));
+    pipeline_end(p, t, walk_rows(a, rows, t, start, SENDERS, blocks, pieces, 1, look, await, post));
 }
 
 /* The metadata warps: copy the values of a row's slots into the record of its sum. */

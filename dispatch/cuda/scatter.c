@@ -16,7 +16,7 @@
 static const EpGranularity SEND_COPIES = {2, 4}, SEND_FACTORS = {1, 8};
 #define RECEIVE_COPIES 8 /* work items under way */
 #define RECEIVE_FACTORS 4
-#define USUAL_STAGES 9 /* a row of 8 experts and its products */
+#define WHOLE_ROW_STAGES 9 /* a row of 8 experts and its products */
 
 static EpGranularity granularity(const EpScatterArgs *a, EpGranularity large) {
     return ep_granularity(a->group.blocks, a->t.row_bytes, large);
@@ -53,15 +53,15 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
 
 /* Returns how many tokens whose rows are multiplied a block claims at a time. A row of few experts
  * takes a block less time, so it counts as a smaller one. */
-static int32_t claimed_factors(const EpScatterArgs *a) {
-    int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / USUAL_STAGES);
+static int32_t factors_chunk(const EpScatterArgs *a) {
+    int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
     return ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
 }
 
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
     int32_t blocks = args->group.blocks;
     EpGranularity send = granularity(args, args->multiplied ? SEND_FACTORS : SEND_COPIES);
-    if (args->multiplied) send.chunk = claimed_factors(args);
+    if (args->multiplied) send.chunk = factors_chunk(args);
     EpGranularity receive = {1, args->multiplied ? RECEIVE_FACTORS : RECEIVE_COPIES};
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     args->chunk = send.chunk;

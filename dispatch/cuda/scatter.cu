@@ -185,8 +185,7 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     Role role = pipeline_role(a.receivers);
     Start start = {0, 0};
     if (threadIdx.x / 32 == SCHEDULER_WARP)
-        start =
-            role.receives ? start_rows(a, &shared->rows, RECEIVERS, 0) : start_tokens(a, SENDERS);
+        start = role.receives ? start_rows(a, &shared->rows, RECEIVERS) : start_tokens(a, SENDERS);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.top_k);

@@ -94,7 +94,7 @@ __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *
     };
     pipeline_end(
         p, t,
-        walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, 0, look, await, post));
+        walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, look, await, post));
 }
 
 /*
@@ -124,7 +124,7 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
         ep_fence_proxy_global();
         return alive;
     };
-    walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, 0, look, await,
+    walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, look, await,
               [&](const RowBatch &r, float weight, uint32_t) { post(r, weight); });
     while (alive && post_own(a, t, &own, post)) {
     }

@@ -4,8 +4,9 @@
 
 /**
  * How scheduler warps claim work from the plan, in chunks of tokens: this rank's own tokens
- * (walk_tokens), or the rows produced here by every rank's tokens (walk_rows). Blocks claim chunks
- * in ascending order; runtime/cuda/device.h explains why. `Args` is EpScatterArgs or EpGatherArgs.
+ * (walk_tokens), or the rows produced here by other ranks' tokens (walk_rows). Blocks claim chunks
+ * in ascending order; runtime/cuda/device.h explains why. Rows of this rank's own tokens that are
+ * multiplied have chunks of their own (OwnWalk). `Args` is EpScatterArgs or EpGatherArgs.
  *
  * The first chunk is claimed before the block has entered its operation (Start), each other one
  * while the one before is posted. Where there are no more chunks than blocks, each block gets one:
@@ -142,7 +143,7 @@ __device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, co
 /* ---- rows ---------------------------------------------------------------------------------- */
 
 /** The rows of a chunk, in shared memory, by source in turn: the next rank comes first, so that not
- *  all ranks turn to the same one. */
+ *  all ranks turn to the same one. This rank would be the last, and has none. */
 typedef struct ChunkRows {
     int32_t begin[EP_CUDA_MAX_RANKS];   /* first row of each source */
     int32_t through[EP_CUDA_MAX_RANKS]; /* rows of each source and those before it */
@@ -159,7 +160,7 @@ typedef struct RowRange {
     int begin, end;
 } RowRange;
 
-/** How far a scheduler warp has come with the rows of all sources. */
+/** How far a scheduler warp has come with the rows of other ranks. */
 typedef struct RowWalk {
     ChunkRows *rows;
     int size, most_tokens;   /* tokens of a chunk; most tokens of any source */
@@ -178,18 +179,17 @@ typedef struct RowBatch {
     uint32_t chain; /* see ep_follow_chain */
 } RowBatch;
 
-/* Returns source number w of this lane, -1: none. This rank itself is the last source. */
-__device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w, int takes_own) {
+/* Returns source number w of this lane, -1: none. */
+__device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w) {
     int turn = w * 32 + (int)threadIdx.x % 32;
-    return turn < g.size - !takes_own ? source_of(g, turn) : -1;
+    return turn < g.size - 1 ? source_of(g, turn) : -1;
 }
 
 /* Start to load the next chunk's rows of source number w of this lane. A lane without a source
  * reads with 0 tokens, so that no load depends on a condition, and all of them overlap. */
 template <typename Args>
-__device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk, int w,
-                                              int takes_own) {
-    int source = max(0, lane_source(a.group, w, takes_own));
+__device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk, int w) {
+    int source = max(0, lane_source(a.group, w));
     int tokens = walk->rows->tokens[w * 32 + threadIdx.x % 32];
     uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
     const int32_t *begins = a.plan.begins + (uint64_t)(uint32_t)source * stride;
@@ -197,14 +197,13 @@ __device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk
                     begins[min(walk->next_first + walk->size, tokens)]};
 }
 
-/** Start to walk the rows of all sources. */
+/** Start to walk the rows of other ranks. */
 template <typename Args>
-__device__ __forceinline__ Start start_rows(const Args &a, ChunkRows *rows, int claimer,
-                                            int takes_own) {
+__device__ __forceinline__ Start start_rows(const Args &a, ChunkRows *rows, int claimer) {
     Start start = {claim_chunk(a.group, claimer), 0};
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
-        int source = lane_source(a.group, w, takes_own);
+        int source = lane_source(a.group, w);
         int tokens = source >= 0 ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
         rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
         start.tokens = max(start.tokens, tokens);
@@ -214,27 +213,25 @@ __device__ __forceinline__ Start start_rows(const Args &a, ChunkRows *rows, int 
 
 template <typename Args>
 __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                             const Start &start, int claimer, int blocks,
-                                             int takes_own) {
+                                             const Start &start, int claimer, int blocks) {
     RowWalk walk = {rows, 1, 0, 0, 0, 0, {0, 0}, 0, claimer};
     walk.most_tokens = __reduce_max_sync(~0u, start.tokens);
     walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks);
     walk.next_first = claimed_chunk(start.claim) * walk.size;
-    walk.next = load_rows(a, &walk, 0, takes_own);
+    walk.next = load_rows(a, &walk, 0);
     walk.next_claim = claim_chunk(a.group, claimer);
     return walk;
 }
 
 /* List the next chunk's rows by source, and return their number. Those of 32 ranks are here
  * already; those of other ranks are loaded now, since registers are few. */
-template <typename Args>
-__device__ __forceinline__ int list_rows(const Args &a, RowWalk *walk, int takes_own) {
+template <typename Args> __device__ __forceinline__ int list_rows(const Args &a, RowWalk *walk) {
     int total = 0;
     __syncwarp();
 #pragma unroll 1
     for (int w = 0; w * 32 < a.group.size; w++) {
         RowRange range = walk->next;
-        if (w > 0) range = load_rows(a, walk, w, takes_own);
+        if (w > 0) range = load_rows(a, walk, w);
         int turn = w * 32 + (int)threadIdx.x % 32, lanes = min(32, a.group.size - w * 32);
         int begin = ep_check_count(a.group, range.begin);
         int rows = max(0, ep_check_count(a.group, range.end) - begin);
@@ -248,13 +245,12 @@ __device__ __forceinline__ int list_rows(const Args &a, RowWalk *walk, int takes
 }
 
 /* Move on to the next chunk that has rows. Returns 0 if there is none. */
-template <typename Args>
-__device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int takes_own) {
+template <typename Args> __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk) {
     while (walk->taken >= walk->total) {
         if (walk->next_first >= walk->most_tokens) return 0;
-        walk->taken = 0, walk->total = list_rows(a, walk, takes_own);
+        walk->taken = 0, walk->total = list_rows(a, walk);
         walk->next_first = claimed_chunk(walk->next_claim) * walk->size;
-        walk->next = load_rows(a, walk, 0, takes_own);
+        walk->next = load_rows(a, walk, 0);
         walk->next_claim = claim_chunk(a.group, walk->claimer);
     }
     return 1;
@@ -262,10 +258,9 @@ __device__ __forceinline__ int next_chunk(const Args &a, RowWalk *walk, int take
 
 /* Take the next rows, one per team, and start to load their slots, or the first of them. */
 template <typename Args>
-__device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, const Team &t,
-                                               int takes_own) {
+__device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, const Team &t) {
     RowBatch r = {0, 0, 0, 0, -1, 0};
-    if (!next_chunk(a, walk, takes_own)) return r;
+    if (!next_chunk(a, walk)) return r;
     int at = walk->taken + t.index, low = 0, high = a.group.size - 1;
     r.count = min(t.count, walk->total - walk->taken);
     int valid = t.index < r.count;
@@ -294,10 +289,10 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
 }
 
 /**
- * Claim the rows from all ranks, one per team at a time, until a wait fails: `await(batch, word)`
+ * Claim the rows of other ranks, one per team at a time, until a wait fails: `await(batch, word)`
  * returns 0. Pass them to `post(batch, weight, number of the team's first item)`. A row makes
- * `pieces` items. Returns the number of items. `takes_own`: whether rows that stay on this rank are
- * included. What `look(batch)` has begun to load before the next batch is taken, `await` gets.
+ * `pieces` items. Returns the number of items. What `look(batch)` has begun to load before the next
+ * batch is taken, `await` gets.
  *
  * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
  * during `await`, and the others of chains during `post`. `hurries`: but the first batch is posted
@@ -306,9 +301,9 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
 template <typename Args, typename Look, typename Await, typename Post>
 __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
                                               const Start &start, int claimer, int blocks,
-                                              int pieces, int takes_own, int hurries, Look look,
-                                              Await await, Post post) {
-    RowWalk walk = open_rows(a, rows, t, start, claimer, blocks, takes_own);
+                                              int pieces, int hurries, Look look, Await await,
+                                              Post post) {
+    RowWalk walk = open_rows(a, rows, t, start, claimer, blocks);
     RowBatch batch = {0, 0, 0, 0, -1, 0};
     uint32_t n = 0;
     for (int takes = 1;;) {
@@ -320,7 +315,7 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
         float weight = a.t.weighs && slot >= 0 ? a.t.slot_weights[slot] : 1;
         uint64_t word = look(batch);
         RowBatch next = {0, 0, 0, 0, -1, 0};
-        if (takes) next = take_batch(a, &walk, t, takes_own);
+        if (takes) next = take_batch(a, &walk, t);
         if (takes && !batch.count && !next.count) return n;
         if (batch.count && !await(batch, word)) return n;
         follow_chains(a, t, &next);
@@ -334,8 +329,7 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
 /* ---- rows that stay here ------------------------------------------------------------------- */
 
 /** How far a scheduler warp has come with the rows of this rank's tokens that stay here. They wait
- *  for nobody, so walk_rows leaves them out, and they are posted while rows of other ranks are
- *  waited for. */
+ *  for nobody, so they are posted while rows of other ranks are waited for. */
 typedef struct OwnWalk {
     int total, size; /* rows; of a chunk */
     int next_claim;  /* of the chunk after the next one */

@@ -22,9 +22,10 @@
  *
  * Each GPU assigns rows to its own blocks. Sending blocks claim tokens, a few at a time and in
  * ascending order, from a counter in their own device memory. Receiving blocks claim the rows
- * produced by every rank's tokens in the same way. (In gather the two change sides: sending blocks
- * claim rows, receiving blocks tokens.) So slow blocks do less, ranks may have different numbers of
- * blocks, and not all blocks need to be resident.
+ * produced by every rank's tokens in the same way; those of this rank's own, which wait for nobody,
+ * from a counter of their own. (In gather the two change sides: sending blocks claim rows,
+ * receiving blocks tokens.) So slow blocks do less, ranks may have different numbers of blocks, and
+ * not all blocks need to be resident.
  *
  * There is no circular wait if on each rank a sending and a receiving block are resident until
  * nothing of their kind is left to claim. Blocks 0 and 1 are that pair (ep_receivers_before): GPUs
@@ -36,7 +37,8 @@
  *   - At t's source, and at each of its receivers, a block of either kind has claimed t or will
  *     claim it: one is resident, and it waits only for tokens before those that it claims next.
  *   - That block does nothing before t but tokens of the same claim, for which there is room as
- *     well. So t is sent, and where it is waited for it arrives.
+ *     well, and rows of its own rank's tokens, which need no ring. So t is sent, and where it is
+ * waited for it arrives.
  *
  * Blocks that are not resident have claimed nothing. Where fewer than two blocks can be resident,
  * or a GPU starts blocks in another order, senders may fill the rings of receivers that do not run:
