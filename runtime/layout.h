@@ -188,9 +188,11 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
 
 #define EP_LEAST_CAPABILITY 90 /* 9.0: bulk copies between shared memory and peers */
 
-#define EP_STATIC_SHARED_BYTES 9216 /* room for the variables that kernels declare */
-#define EP_WORK_TABLE_BYTES 1024    /* of a pipeline's tables, per load or store of a work item */
-#define EP_LEAST_PIECE_BYTES 1024   /* the smallest piece of a row that a stage holds */
+#define EP_SCATTER_STATIC_BYTES 10240 /* room for the variables that the kernel declares */
+#define EP_GATHER_STATIC_BYTES 7168
+#define EP_STATIC_SHARED_BYTES EP_SCATTER_STATIC_BYTES /* of any kernel */
+#define EP_WORK_TABLE_BYTES 1024  /* of a pipeline's tables, per load or store of a work item */
+#define EP_LEAST_PIECE_BYTES 1024 /* the smallest piece of a row that a stage holds */
 
 #define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
 #define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */

@@ -20,8 +20,9 @@ static int64_t travelling_bytes(const EpGatherTensors *t) {
     return is_quantised(t) ? ep_packed_bytes(t->row_bytes / element_bytes(t)) : t->row_bytes;
 }
 
-#define MOST_RECEIVING .58 /* of the blocks: the others send sums */
-#define LEAST_CHUNK 2      /* a scheduler warp takes two rows in the time of one */
+#define LEAST_SENDING .42 /* of the blocks */
+#define MOST_SENDING .75
+#define LEAST_CHUNK 2 /* of all warps: one takes two rows in the time of one */
 
 static const EpGranularity LARGE_SUMS = {1, 6};
 
@@ -31,14 +32,20 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     double sum = (double)travelling_bytes(&args->t) / (double)args->t.row_bytes;
     EpTraffic traffic = {.sent = s.other + sum * s.ranks,
                          .received = s.own + sum * s.ranks + 1,
-                         .most = MOST_RECEIVING,
-                         .most_of_few = MOST_RECEIVING};
-    EpGranularity granularity = ep_granularity(blocks, args->t.row_bytes, LARGE_SUMS);
+                         .least_send = LEAST_SENDING,
+                         .most_send = MOST_SENDING,
+                         .most_of_few = 1 - LEAST_SENDING,
+                         .ranks = s.ranks,
+                         .scheduled = s.ranks};
+    EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
+    ep_sum_times(s, args->t.row_bytes, travelling_bytes(&args->t), &traffic);
+    EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes, traffic);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
-    args->chunk = (int32_t)ep_max(LEAST_CHUNK, granularity.chunk);
-    args->receivers = ep_receiving_blocks(blocks, traffic, args->t.row_bytes);
+    args->chunk = (int32_t)ep_max(LEAST_CHUNK, granularity.chunk) / division.schedulers;
+    args->receivers = division.receivers, args->schedulers = division.schedulers;
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
-    int fits = ep_shape_pipeline(shared_bytes, args->t.row_bytes, unit, needs, &args->pipeline);
+    int fits = ep_shape_pipeline(shared_bytes - EP_GATHER_STATIC_BYTES, args->t.row_bytes, unit,
+                                 needs, &args->pipeline);
     if (is_quantised(&args->t))
         args->packed_stride =
             (int32_t)ep_packed_bytes(args->pipeline.stage_bytes / element_bytes(&args->t));

@@ -25,8 +25,16 @@ typedef struct Shared {
     Pipeline pipeline;
     Sending sending;
 } Shared;
+static_assert(sizeof(Shared) <= EP_GATHER_STATIC_BYTES, "the pipeline has the rest");
 
 /* ---- kernel -------------------------------------------------------------------------------- */
+
+/* By a scheduler warp. */
+__device__ __forceinline__ Start start_walk(const EpGatherArgs &a, const Role &role, Sending *s,
+                                            int warp) {
+    return role.receives ? start_tokens(a, RECEIVERS)
+                         : start_rows(a, &s->rows[warp - SCHEDULER_WARP], SENDERS);
+}
 
 template <Form FORM>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
@@ -39,10 +47,11 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     EpLook look = ep_look(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
     Start start = {0, 0};
-    if (threadIdx.x / 32 == SCHEDULER_WARP)
-        start = role.receives ? start_tokens(a, RECEIVERS) : start_sending(a, &shared->sending);
+    int warp = (int)threadIdx.x / 32;
+    if (warp == SCHEDULER_WARP) start = start_walk(a, role, &shared->sending, warp);
+    if (threadIdx.x == SCHEDULER_WARP * 32) init_gate(&shared->sending.gate);
     pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
-                  a.top_k);
+                  a.schedulers, a.top_k);
     int reads_messages = FORM != ONE_NODE && a.marks.watch != NULL;
     if (reads_messages) ep_look_at_stamps(a.marks, &look);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
@@ -54,6 +63,8 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     }
     if (reads_messages) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, 0, 0);
+    if (warp > SCHEDULER_WARP && pipeline_is_scheduler(warp, a.schedulers))
+        start = start_walk(a, role, &shared->sending, warp);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
     int rounds = FORM != ONE_NODE && role.receives && a.rounds;

@@ -32,9 +32,10 @@ typedef struct EpGatherArgs {
     EpGatherTensors t;
     EpRecord record;
     EpPipelineShape pipeline;
-    int32_t receivers; /**< blocks that receive; the others send */
-    int32_t chunk;     /**< most tokens that a block claims at a time */
-    int32_t owners;    /**< ranks, and nodes if their sums are terms; entries of others are none */
+    int32_t receivers;  /**< blocks that receive; the others send */
+    int32_t schedulers; /**< warps of a block that schedule */
+    int32_t chunk;      /**< most tokens that each of them claims at a time */
+    int32_t owners;     /**< ranks, and nodes if their sums are terms; entries of others are none */
     int32_t rounds; /**< whether this rank's own partial sum is rounded to the rows' type, too, as
                          those of the other ranks are: the sum of a node for another one. Where
                          sums are packed: that one is, and the total travels packed */
@@ -55,8 +56,8 @@ extern "C" {
 int ep_cuda_open_gather(int shared_bytes);
 int ep_cuda_launch_gather(const void *args, int blocks, void *stream);
 
-/** Divide the work: sets receivers, chunk and the pipeline's shape from the other fields. Blocks
- *  have `shared_bytes` of shared memory. Returns 0 if that is too small. */
+/** Divide the work: sets receivers, schedulers, chunk and the pipeline's shape from the other
+ * fields. Blocks have `shared_bytes` of shared memory. Returns 0 if that is too small. */
 int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes);
 
 #ifdef __cplusplus

@@ -54,7 +54,7 @@ __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, 
     return term;
 }
 
-/* ---- the scheduler warp -------------------------------------------------------------------- */
+/* ---- the scheduler warps ------------------------------------------------------------------- */
 
 /* A token that a team holds until all its sums are here; -1: none. */
 typedef struct HeldToken {
@@ -79,45 +79,47 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
 }
 
 /*
- * Claim tokens, and post those whose sums are here, a token for each team. Rows come in another
- * order than they were sent in. So the teams hold two chunks or more, if these have room, and who
- * is here first is posted first. Otherwise a chunk is posted as a whole: a pass through this loop
- * takes a microsecond, whatever it posts. Looking is not waiting: no token that is held keeps
- * another one from being posted. Returns the number of items.
+ * A scheduler warp: claim tokens, and post those whose sums are here, a token for each team. Rows
+ * come in another order than they were sent in. So the teams hold two chunks or more, if these have
+ * room, and who is here first is posted first. Otherwise a chunk is posted as a whole: a pass
+ * through this loop takes a microsecond, whatever it posts. Looking is not waiting: no token that
+ * is held keeps another one from being posted.
  */
 template <Form FORM>
-__device__ uint32_t post_tokens(const EpGatherArgs &a, Pipeline *p, const Team &t,
-                                const Start &start, uint32_t epoch, int blocks) {
+__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start &start,
+                                uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
+    Team t = make_team(a.top_k, a.pipeline);
     TokenWalk walk = open_tokens(a, t, start, RECEIVERS, blocks);
     int leads = t.k == 0 && t.index < t.count;
     int is_whole = t.count < 2 * walk.size;
     HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}};
     EpTimeout timeout = {0, 0};
-    for (uint32_t n = 0;;) {
+    for (;;) {
         unsigned free = __ballot_sync(~0u, leads && held.token < 0);
         if (walk.first < walk.tokens && __popc(free) >= walk.size) {
             hold_chunk<FORM>(a, t, &walk, free, &held);
             continue;
         }
-        if (__popc(free) == t.count) return n;
+        if (__popc(free) == t.count) break;
         int alive = 1, here = 1;
         if (held.token >= 0 && held.term.peer >= 0)
             here = ep_look_for_record(g, epoch, held.term.peer, held.term.row, &timeout, &alive);
-        if (!__all_sync(~0u, alive)) return n;
+        if (!__all_sync(~0u, alive)) break;
         unsigned missing = __ballot_sync(~0u, !here);
         int ready = held.token >= 0 && !(missing & t.mask);
         unsigned posted = __ballot_sync(~0u, leads && ready);
         if (!posted || (is_whole && missing)) continue;
         ep_fence_proxy_global();
-        int before = __popc(posted & ((1u << t.index * t.width) - 1));
-        post_sum<FORM>(a, p, t, n + before * a.pipeline.pieces, held.term,
+        int before = __popc(posted & ((1u << t.index * t.width) - 1)), pieces = a.pipeline.pieces;
+        uint32_t number = pipeline_take(p, __popc(posted) * pieces) + before * pieces;
+        post_sum<FORM>(a, p, t, number, held.term,
                        a.t.out_rows + (int64_t)held.token * a.target.row_stride, held.token, g.rank,
                        ready);
-        n += __popc(posted) * a.pipeline.pieces;
         if (ready) held.token = -1;
         timeout = EpTimeout{0, 0};
     }
+    pipeline_end(p, t);
 }
 
 /* ---- the metadata warps -------------------------------------------------------------------- */
@@ -163,20 +165,12 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 
 /* ---- all warps ---------------------------------------------------------------------------- */
 
-/* The scheduler warp. */
-template <Form FORM>
-__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start &start,
-                                uint32_t epoch, int blocks) {
-    Team t = make_team(a.top_k, a.pipeline);
-    pipeline_end(p, t, post_tokens<FORM>(a, p, t, start, epoch, blocks));
-}
-
 template <Form FORM>
 __device__ void receive(const EpGatherArgs &a, Pipeline *p, const Start &start, uint32_t epoch,
                         int blocks) {
     constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == SCHEDULER_WARP)
+    if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);

@@ -23,16 +23,14 @@ typedef struct Gate {
 
 /** What a sending block has besides its pipeline. */
 typedef struct Sending {
-    ChunkRows rows;
+    ChunkRows rows[SCHEDULER_WARPS];
     Gate gate;
 } Sending;
 
-/** Start to walk the rows. The gate can be used after the block's next barrier. By the scheduler
- *  warp. */
-__device__ __forceinline__ Start start_sending(const EpGatherArgs &a, Sending *s) {
-    if (threadIdx.x % 32 == 0) ep_mbarrier_init(&s->gate.is_open, 1);
+/** Initialise the gate, which can be used after the block's next barrier. By one thread. */
+__device__ __forceinline__ void init_gate(Gate *gate) {
+    ep_mbarrier_init(&gate->is_open, 1);
     ep_fence_mbarrier_init();
-    return start_rows(a, &s->rows, SENDERS);
 }
 
 /* Wait for all ranks, and open the gate. Returns 0 if the wait has failed. By the signal warp,
@@ -55,16 +53,18 @@ __device__ __forceinline__ int await_gate(Gate *gate) {
 /* Post the work items of a batch of rows, a row for each team. */
 template <Form FORM>
 __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, const Team &t,
-                                           uint32_t number, const RowBatch &r, float weight) {
+                                           const RowBatch &r, float weight) {
     int terms, at = team_rank(t, r.slot >= 0, &terms);
     Term term = {NULL, at, weight, -1, r.row, 0, terms};
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
+    int pieces = a.pipeline.pieces;
+    uint32_t number = pipeline_take(p, r.count * pieces) + t.index * pieces;
     post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
-/* The scheduler warp. */
+/* A scheduler warp. */
 template <Form FORM>
 __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
                               const Start &start, uint32_t epoch, int blocks) {
@@ -76,11 +76,9 @@ __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *row
         int waits = r.valid && t.k == 0;
         return __all_sync(~0u, !waits || ep_await_room(a.group, epoch, r.source, r.row, word));
     };
-    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_batch<FORM>(a, p, t, number, r, weight);
-    };
-    int pieces = a.pipeline.pieces;
-    pipeline_end(p, t, walk_rows(a, rows, t, start, SENDERS, blocks, pieces, 1, look, await, post));
+    auto post = [&](const RowBatch &r, float weight) { post_batch<FORM>(a, p, t, r, weight); };
+    walk_rows(a, rows, t, start, SENDERS, blocks, 1, look, await, post);
+    pipeline_end(p, t);
 }
 
 /* The metadata warps: copy the values of a row's slots into the record of its sum. */
@@ -99,8 +97,8 @@ __device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const Start
                      uint32_t epoch, int blocks) {
     constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == SCHEDULER_WARP)
-        schedule_rows<FORM>(a, p, &s->rows, start, epoch, blocks);
+    if (pipeline_is_scheduler(warp, a.schedulers))
+        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)

@@ -10,7 +10,11 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
-#define MOST_MULTIPLYING .78 /* of many blocks: the others send */
+/* Of many blocks: fractions that send rows to be copied, or to be multiplied. */
+#define LEAST_SENDING .2
+#define MOST_SENDING .8
+#define LEAST_SENDING_FACTORS .1
+#define MOST_SENDING_FACTORS .25
 
 /* How finely blocks divide large rows. Receiving blocks claim as many tokens as sending ones. */
 static const EpGranularity SEND_COPIES = {2, 4}, SEND_FACTORS = {1, 8};
@@ -22,24 +26,45 @@ static EpGranularity granularity(const EpScatterArgs *a, EpGranularity large) {
     return ep_granularity(a->group.blocks, a->t.row_bytes, large);
 }
 
-/* Count a token's loads and stores. Receiving blocks multiply the rank's own rows, so without other
- * ranks nothing is sent. Of rows in windows the first slot is stored by the sender. */
-static EpTraffic traffic_of(const EpScatterArgs *a) {
-    EpSpread s = ep_spread(&a->group, a->top_k);
-    double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
+/* Count a token's loads and stores where rows are copied. Of rows in windows the first slot is
+ * stored by the sender. */
+static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
     double loaded = (double)a->t.source_row_bytes / (double)a->t.row_bytes;
-    double arrived_in_place = a->zero_copy ? s.ranks : 0;
-    if (a->multiplied)
-        return (EpTraffic){.sent = s.ranks > 0 ? 1 + s.ranks : 0,
-                           .received = 2 + s.ranks + multiplied,
-                           .most = MOST_MULTIPLYING,
-                           .most_of_few = 1};
+    double arrived_in_place = a->zero_copy ? s.ranks : 0, copied = s.other - arrived_in_place;
     EpTraffic t = {.sent = loaded + s.own + s.ranks,
-                   .received = s.other + s.ranks - arrived_in_place,
-                   .most_of_few = 1};
-    ep_copy_times(granularity(a, SEND_COPIES).active, a->top_k, a->t.row_bytes, s.own + s.ranks,
-                  s.ranks, s.other - arrived_in_place, &t);
+                   .received = s.ranks + copied,
+                   .receive_us = ep_copy_time(a->top_k, a->t.row_bytes, s.ranks, copied),
+                   .least_send = LEAST_SENDING,
+                   .most_send = MOST_SENDING,
+                   .most_of_few = 1,
+                   .ranks = s.ranks,
+                   .scheduled = s.ranks,
+                   .scheduled_by_receivers = 1};
+    ep_send_times(granularity(a, SEND_COPIES).active, a->t.row_bytes, s.own + s.ranks, s.ranks, &t);
     return t;
+}
+
+/* Likewise where they are multiplied. Receiving blocks multiply the rank's own rows, too, so
+ * without other ranks nothing is sent. The others send what the wire takes, so receive_us is left
+ * out. */
+static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
+    double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
+    EpTraffic t = {.sent = s.ranks > 0 ? 1 + s.ranks : 0,
+                   .received = 2 + s.ranks + multiplied,
+                   .least_send = LEAST_SENDING_FACTORS,
+                   .most_send = MOST_SENDING_FACTORS,
+                   .most_of_few = 1,
+                   .ranks = s.ranks,
+                   .scheduled = s.ranks + s.stays,
+                   .scheduled_by_receivers = 1};
+    ep_send_times(granularity(a, SEND_FACTORS).active, a->t.row_bytes, s.ranks, s.ranks, &t);
+    return t;
+}
+
+static EpDivision divide(const EpScatterArgs *a) {
+    EpSpread s = ep_spread(&a->group, a->top_k);
+    EpTraffic traffic = a->multiplied ? multiplied_traffic(a, s) : copied_traffic(a, s);
+    return ep_divide(a->group.blocks, a->top_k, a->t.row_bytes, traffic);
 }
 
 /* Returns what items of receiving blocks need. If rows are multiplied, an item also has a stage for
@@ -51,23 +76,26 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
-/* Returns how many tokens whose rows are multiplied a block claims at a time. A row of few experts
- * takes a block less time, so it counts as a smaller one. */
-static int32_t factors_chunk(const EpScatterArgs *a) {
+/* Returns how many tokens a scheduler warp claims at a time: two of them claim half as many each.
+ * Where rows are multiplied, one of few experts takes a block less time, so it counts as a smaller
+ * one; and half of three tokens is two. */
+static int32_t chunk_of(const EpScatterArgs *a, int32_t schedulers) {
+    if (!a->multiplied) return granularity(a, SEND_COPIES).chunk / schedulers;
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
-    return ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
+    int32_t chunk = ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
+    return (chunk + schedulers - 1) / schedulers;
 }
 
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
-    int32_t blocks = args->group.blocks;
+    EpDivision division = divide(args);
     EpGranularity send = granularity(args, args->multiplied ? SEND_FACTORS : SEND_COPIES);
-    if (args->multiplied) send.chunk = factors_chunk(args);
     EpGranularity receive = {1, args->multiplied ? RECEIVE_FACTORS : RECEIVE_COPIES};
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
-    args->chunk = send.chunk;
-    args->receivers = ep_receiving_blocks(blocks, traffic_of(args), args->t.row_bytes);
-    return ep_shape_pipeline(shared_bytes, args->t.source_row_bytes, unit, sends, &args->send) &&
-           ep_shape_pipeline(shared_bytes, args->t.row_bytes, 16,
+    int64_t room = shared_bytes - EP_SCATTER_STATIC_BYTES;
+    args->receivers = division.receivers, args->schedulers = division.schedulers;
+    args->chunk = chunk_of(args, division.schedulers);
+    return ep_shape_pipeline(room, args->t.source_row_bytes, unit, sends, &args->send) &&
+           ep_shape_pipeline(room, args->t.row_bytes, 16,
                              receive_needs(args, granularity(args, receive).active),
                              &args->receive);
 }

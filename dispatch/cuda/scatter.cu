@@ -24,13 +24,14 @@
 typedef struct Shared {
     Pipeline pipeline;
     union {
-        ReceiveRows receivers;
+        ReceiveRows receivers[SCHEDULER_WARPS];
         struct {
-            ChunkRows rows;
+            ChunkRows rows[SCHEDULER_WARPS];
             Dots dots;
         };
     };
 } Shared;
+static_assert(sizeof(Shared) <= EP_SCATTER_STATIC_BYTES, "the pipeline has the rest");
 
 /* ---- padding ------------------------------------------------------------------------------- */
 
@@ -122,8 +123,8 @@ __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint
     Pipeline *p = &s->pipeline;
     PipelineWork work = FORM == COPIED && a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == SCHEDULER_WARP)
-        schedule_tokens<FORM>(a, p, &s->receivers, start, epoch, blocks);
+    if (pipeline_is_scheduler(warp, a.schedulers))
+        schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], start, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
@@ -157,8 +158,8 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     ZeroThreads zero_threads = {(int)threadIdx.x - first_free, SCATTER_THREADS - first_free};
     /* Warps that multiply do this first, while the first rows are still on their way. */
     if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
-    if (warp == SCHEDULER_WARP)
-        schedule_rows<FORM>(a, p, &s->rows, start, epoch, role.count);
+    if (pipeline_is_scheduler(warp, a.schedulers))
+        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], start, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -170,6 +171,13 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
         receive_all_metadata(a, p, warp - FIRST_METADATA_WARP);
     else if (FORM == MULTIPLIED && warp >= FIRST_MULTIPLY_WARP)
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
+}
+
+/* By a scheduler warp. */
+__device__ __forceinline__ Start start_walk(const EpScatterArgs &a, const Role &role, Shared *s,
+                                            int warp) {
+    return role.receives ? start_rows(a, &s->rows[warp - SCHEDULER_WARP], RECEIVERS)
+                         : start_tokens(a, SENDERS);
 }
 
 /* A kernel of its own reads records of other nodes: its code would cost the others half a
@@ -184,11 +192,12 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     EpLook look = ep_look(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
     Start start = {0, 0};
-    if (threadIdx.x / 32 == SCHEDULER_WARP)
-        start = role.receives ? start_rows(a, &shared->rows, RECEIVERS) : start_tokens(a, SENDERS);
+    int warp = (int)threadIdx.x / 32;
+    if (warp == SCHEDULER_WARP) start = start_walk(a, role, shared, warp);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
-                  role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.top_k);
+                  role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
+                  a.top_k);
     if (READS_RECORDS) ep_look_at_stamps(a.marks, &look);
     if (!ep_enter(a.group, a.plan, look, &epoch)) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
@@ -198,6 +207,8 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     }
     if (READS_RECORDS) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
+    if (warp > SCHEDULER_WARP && pipeline_is_scheduler(warp, a.schedulers))
+        start = start_walk(a, role, shared, warp);
     if (role.receives)
         receive<FORM>(a, shared, start, epoch, role);
     else

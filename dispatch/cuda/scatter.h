@@ -24,7 +24,8 @@ typedef struct EpScatterArgs {
     EpRecord record;
     EpPipelineShape send, receive; /**< of sending and of receiving blocks */
     int32_t receivers;             /**< blocks that receive; the others send */
-    int32_t chunk;                 /**< most tokens that a block claims at a time */
+    int32_t schedulers;            /**< warps of a block that schedule */
+    int32_t chunk;                 /**< most tokens that each of them claims at a time */
     int32_t owners;                /**< ranks; entries of other owners are left to others */
     int32_t top_k;
     int32_t multiplied; /**< type of rows that are multiplied; 0: rows are only copied */
@@ -44,9 +45,9 @@ extern "C" {
 int ep_cuda_open_scatter(int shared_bytes);
 int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
 
-/** Divide the work: sets receivers, chunk and the pipelines' shapes from the other fields. Blocks
- *  have `shared_bytes` of shared memory; tokens are cut into pieces of multiples of `unit` bytes.
- *  Returns 0 if shared memory is too small. */
+/** Divide the work: sets receivers, schedulers, chunk and the pipelines' shapes from the other
+ * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into pieces of multiples of
+ * `unit` bytes. Returns 0 if shared memory is too small. */
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit);
 
 #ifdef __cplusplus

@@ -42,13 +42,13 @@ __device__ __forceinline__ void write_item(const EpScatterArgs &a, Pipeline *p, 
     p->peer[cell] = source, p->row[cell] = row;
 }
 
-/* Post the work items of a team's row, one for each piece. Where rows are copied, one load feeds a
- * store to each slot except the one where the sender has stored the row. Where they are multiplied,
- * each slot has a stage of its own, which holds the slot's row of slot_rows if dot products are
- * taken. */
+/* Post the work items of a batch's rows, one for each piece. Where rows are copied, one load feeds
+ * a store to each slot except the one where the sender has stored the row. Where they are
+ * multiplied, each slot has a stage of its own, which holds the slot's row of slot_rows if dot
+ * products are taken. */
 template <Form FORM>
-__device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, const Team &t,
-                                         uint32_t number, const RowBatch &r, float weight) {
+__device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, const Team &t,
+                                          const RowBatch &r, float weight) {
     int valid = r.valid, slot = r.slot, slots, at = team_rank(t, slot >= 0, &slots);
     constexpr int multiplies = FORM == MULTIPLIED;
     int is_stored = !multiplies && a.zero_copy && r.source != a.group.rank;
@@ -58,6 +58,7 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, co
     int leader_slot =
         __shfl_sync(~0u, slot, max(0, __ffs(__ballot_sync(~0u, slot >= 0) & t.mask) - 1));
     const char *from = valid && loads ? find_row(a, r.source, r.row, leader_slot) : NULL;
+    uint32_t number = pipeline_take(p, r.count * a.receive.pieces) + t.index * a.receive.pieces;
     for (int piece = 0; piece < a.receive.pieces; piece++) {
         uint32_t n = number + piece;
         int j = n % PIPELINE_ENTRIES, cell = j * a.receive.width, index = at - is_stored;
@@ -78,27 +79,24 @@ __device__ __forceinline__ void post_row(const EpScatterArgs &a, Pipeline *p, co
     }
 }
 
-/* The scheduler warp of a receiving block that copies. Sending blocks store rows that stay here. */
+/* A scheduler warp of a receiving block that copies. Sending blocks store rows that stay here. */
 __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
                                 const Start &start, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
     auto look = [](const RowBatch &) { return (uint64_t)0; };
     auto await = [&](const RowBatch &r, uint64_t) {
-        int waits = r.valid && t.k == 0 && r.source != g.rank;
+        int waits = r.valid && t.k == 0;
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
         return __all_sync(~0u, alive);
     };
-    auto post = [&](const RowBatch &r, float weight, uint32_t number) {
-        post_row<COPIED>(a, p, t, number, r, weight);
-    };
-    pipeline_end(
-        p, t,
-        walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, look, await, post));
+    auto post = [&](const RowBatch &r, float weight) { post_rows<COPIED>(a, p, t, r, weight); };
+    walk_rows(a, rows, t, start, RECEIVERS, blocks, 0, look, await, post);
+    pipeline_end(p, t);
 }
 
 /*
- * The scheduler warp of a receiving block that multiplies. Rows that stay here are multiplied while
+ * A scheduler warp of a receiving block that multiplies. Rows that stay here are multiplied while
  * those of other ranks are waited for, and after these. So blocks have work before the first row
  * arrives, which takes some 20 us.
  */
@@ -106,12 +104,8 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
                                   const Start &start, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.receive);
     OwnWalk own = open_own(a, t, blocks);
-    uint32_t n = 0; /* items of either kind, which walk_rows does not know */
     int alive = 1;
-    auto post = [&](const RowBatch &r, float weight) {
-        post_row<MULTIPLIED>(a, p, t, n + t.index * a.receive.pieces, r, weight);
-        n += r.count * a.receive.pieces;
-    };
+    auto post = [&](const RowBatch &r, float weight) { post_rows<MULTIPLIED>(a, p, t, r, weight); };
     auto look = [](const RowBatch &) { return (uint64_t)0; };
     auto await = [&](const RowBatch &r, uint64_t) {
         EpTimeout timeout = {0, 0};
@@ -124,11 +118,10 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
         ep_fence_proxy_global();
         return alive;
     };
-    walk_rows(a, rows, t, start, RECEIVERS, blocks, a.receive.pieces, 0, look, await,
-              [&](const RowBatch &r, float weight, uint32_t) { post(r, weight); });
+    walk_rows(a, rows, t, start, RECEIVERS, blocks, 0, look, await, post);
     while (alive && post_own(a, t, &own, post)) {
     }
-    pipeline_end(p, t, n);
+    pipeline_end(p, t);
 }
 
 template <Form FORM>

@@ -104,21 +104,23 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
     }
 }
 
-/* The scheduler warp of a sending block. */
+/* A scheduler warp of a sending block. */
 template <Form FORM>
 __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows *receivers,
                                 const Start &start, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.send);
-    if (FORM == MULTIPLIED && a.group.size == 1) return pipeline_end(p, t, 0);
+    if (FORM == MULTIPLIED && a.group.size == 1) return pipeline_end(p, t);
     auto ready = [&] { return await_receivers(a, receivers, epoch); };
-    auto post = [&](const EpEntry &e, int token, int valid, uint32_t number) {
+    auto post = [&](const EpEntry &e, int token, int valid, int count) {
         char *to;
         int peer;
         if (!__all_sync(~0u, choose_target<FORM>(a, receivers, epoch, e, &to, &peer))) return 0;
+        uint32_t number = pipeline_take(p, count * a.send.pieces) + t.index * a.send.pieces;
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
-    pipeline_end(p, t, walk_tokens(a, t, start, SENDERS, blocks, a.send.pieces, ready, post));
+    walk_tokens(a, t, start, SENDERS, blocks, ready, post);
+    pipeline_end(p, t);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */

@@ -31,7 +31,7 @@ EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k) {
     double ranks = group->size, own = top_k / ranks, missed = 1;
     for (int32_t k = 0; k < top_k; k++)
         missed *= 1 - 1 / ranks;
-    return (EpSpread){own, top_k - own, (ranks - 1) * (1 - missed), own / (1 - missed)};
+    return (EpSpread){own, top_k - own, (ranks - 1) * (1 - missed), 1 - missed, own / (1 - missed)};
 }
 
 static double clamp(double value, double least, double greatest) {
@@ -46,48 +46,89 @@ static double clamp(double value, double least, double greatest) {
 #define WIRE_BYTES_PER_US 350e3
 #define ARRIVED_ITEM_US .6
 #define WIDER_ITEM_US .45 /* more, each time that the lanes double */
-#define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
 
-void ep_copy_times(int32_t active, int32_t top_k, int64_t row_bytes, double stored, double arrived,
-                   double copied, EpTraffic *traffic) {
-    double row_us = (double)row_bytes / STORED_BYTES_PER_US, item_us = ARRIVED_ITEM_US;
+void ep_send_times(int32_t active, int64_t row_bytes, double stored, double sent,
+                   EpTraffic *traffic) {
+    traffic->send_us = ITEM_US / active + stored * (double)row_bytes / STORED_BYTES_PER_US;
+    traffic->wire_us = sent * (double)row_bytes / WIRE_BYTES_PER_US;
+}
+
+double ep_copy_time(int32_t top_k, int64_t row_bytes, double arrived, double copied) {
+    double item_us = ARRIVED_ITEM_US;
     for (int32_t lanes = 8; lanes < top_k; lanes *= 2)
         item_us += WIDER_ITEM_US;
-    traffic->send_us = ITEM_US / active + stored * row_us;
-    traffic->receive_us = arrived * item_us + copied * row_us;
-    traffic->wire_us = arrived * (double)row_bytes / WIRE_BYTES_PER_US;
+    return arrived * item_us + copied * (double)row_bytes / STORED_BYTES_PER_US;
+}
+
+#define SUM_ITEM_US .2
+#define SUMMED_BYTES_PER_US 23e3 /* loaded or stored */
+
+void ep_sum_times(EpSpread s, int64_t row_bytes, int64_t sum_bytes, EpTraffic *traffic) {
+    double row_us = (double)row_bytes / SUMMED_BYTES_PER_US;
+    double sums_us = s.ranks * (double)sum_bytes / SUMMED_BYTES_PER_US;
+    traffic->send_us = s.ranks * SUM_ITEM_US + s.other * row_us + sums_us;
+    traffic->receive_us = SUM_ITEM_US + (s.own + 1) * row_us + sums_us;
+    traffic->wire_us = s.ranks * (double)sum_bytes / WIRE_BYTES_PER_US;
 }
 
 #define MANY_BLOCKS 64
-#define LEAST_SENDERS .2
+#define SPARE_SENDERS 1.2    /* as the last rows leave, some blocks have none */
 #define MEMORY_SENDERS 66    /* as many blocks copy rows at the rate of a GPU's memory */
 #define SMALL_ROW_BYTES 4096 /* smaller rows keep blocks busy, not the wire or the memory */
 
-/* Of many blocks that only copy rows, as many send as fill the wire, if the others keep up. */
-static double copying_fraction(int32_t blocks, const EpTraffic *t) {
+/* Of many blocks as many send as fill the wire, if the others keep up. */
+static double sending_fraction(int32_t blocks, const EpTraffic *t) {
     double wanted = SPARE_SENDERS * t->send_us / t->wire_us / blocks;
     double balanced = t->send_us / (t->send_us + t->receive_us);
-    return 1 - clamp(wanted < balanced ? wanted : balanced, LEAST_SENDERS, 1 - LEAST_SENDERS);
+    return clamp(wanted < balanced ? wanted : balanced, t->least_send, t->most_send);
 }
 
 /* Returns the fraction of the blocks that receive; they also write zeros where nothing arrives. Few
  * blocks divide as the traffic does, up to most_of_few. Where nothing arrives, as many send as the
- * memory is good for. Where rows are summed or multiplied, up to `most` receive, and of large rows
- * at least half. */
-static double receiving_fraction(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
-    double received = traffic.received / (traffic.sent + traffic.received);
+ * memory is good for. */
+static double receiving_fraction(int32_t blocks, const EpTraffic *t, int64_t row_bytes) {
     int is_small = row_bytes < SMALL_ROW_BYTES;
-    if (traffic.received <= 0)
+    if (t->received <= 0)
         return 1 - clamp((double)MEMORY_SENDERS / blocks, is_small ? .75 : .5, .75);
-    if (traffic.sent <= 0) return 1;
-    if (blocks < MANY_BLOCKS) return clamp(received, .25, traffic.most_of_few);
-    if (traffic.wire_us > 0) return copying_fraction(blocks, &traffic);
-    return clamp(received, is_small ? .25 : .5, traffic.most);
+    if (t->sent <= 0) return 1;
+    if (blocks < MANY_BLOCKS)
+        return clamp(t->received / (t->sent + t->received), .25, t->most_of_few);
+    return 1 - sending_fraction(blocks, t);
 }
 
-int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes) {
-    double fraction = receiving_fraction(blocks, traffic, row_bytes);
-    return (int32_t)ep_min(blocks - 1, (int64_t)(blocks * fraction + .5));
+/* ---- scheduler warps ----------------------------------------------------------------------- */
+
+#define PASS_US \
+    2.5 /* of a scheduler warp, for a row of each of its teams: mostly waits for loads */
+#define MEMORY_BYTES_PER_US 4.3e6
+#define BLOCK_BYTES_PER_US 80e3 /* of few blocks, which do not fill the memory's rate */
+#define BUSY .9
+#define SEVERAL_RANKS 2
+
+/* Returns what a token takes of a block otherwise: of the wire, the memory or the block itself. */
+static double moving_us(const EpTraffic *t, int32_t blocks, int64_t row_bytes) {
+    double bytes = (t->sent + t->received) * (double)row_bytes;
+    double memory_us = bytes / MEMORY_BYTES_PER_US, block_us = bytes / BLOCK_BYTES_PER_US;
+    double slowest_us = blocks * (memory_us > t->wire_us ? memory_us : t->wire_us);
+    return block_us > slowest_us ? block_us : slowest_us;
+}
+
+/* Two warps of a block schedule where one would be busy all the time: tokens have many experts, so
+ * that a pass has few rows, or blocks are few. And where a token has rows on several ranks: two
+ * that claim half as much keep rows better in order. Otherwise a second one only puts them out of
+ * order.
+ */
+static int32_t schedulers_of(const EpTraffic *t, int32_t blocks, int32_t top_k, int64_t row_bytes) {
+    int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
+    double busy_us = t->scheduled * PASS_US / rows_of_a_pass;
+    return t->ranks >= SEVERAL_RANKS || busy_us > BUSY * moving_us(t, blocks, row_bytes) ? 2 : 1;
+}
+
+EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic t) {
+    double fraction = receiving_fraction(blocks, &t, row_bytes);
+    int32_t receivers = (int32_t)ep_min(blocks - 1, (int64_t)(blocks * fraction + .5));
+    int32_t scheduling = t.scheduled_by_receivers ? receivers : blocks - receivers;
+    return (EpDivision){receivers, schedulers_of(&t, scheduling, top_k, row_bytes)};
 }
 
 /* ---- shared memory ------------------------------------------------------------------------- */
@@ -95,9 +136,9 @@ int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes
 #define WANTED_STAGES 6 /* to overlap loads with stores */
 
 /* The factor 4 of `active`: a scheduler warp can post four rows at once, whatever their pieces. */
-int ep_shape_pipeline(int32_t shared_bytes, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
+int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
                       EpPipelineShape *shape) {
-    int64_t room = shared_bytes - EP_STATIC_SHARED_BYTES - EP_WORK_TABLE_BYTES * needs.width;
+    room -= EP_WORK_TABLE_BYTES * needs.width;
     int64_t wanted = ep_max(needs.held, ep_max(WANTED_STAGES, ep_min(needs.wanted, EP_MAX_STAGES)));
     int64_t pieces = 1, bytes = row_bytes;
     while (room / bytes < wanted && bytes > ep_max(EP_LEAST_PIECE_BYTES, unit))

@@ -4,16 +4,16 @@
 
 /**
  * Launch heuristics of the kernels that move rows in throughput mode: how many blocks send and how
- * many receive, how many tokens a block claims at a time, and how a block divides its shared
- * memory. dispatch/cuda/scatter.c and combine/cuda/gather.c say what each kernel moves. The
- * constants were found by experiment (docs/tuning.md).
+ * many receive, how many of a block's warps schedule, how many tokens each claims at a time, and
+ * how a block divides its shared memory. dispatch/cuda/scatter.c and combine/cuda/gather.c say what
+ * each kernel moves. The constants were found by experiment (docs/tuning.md).
  */
 
 #include "runtime/cuda/device.h"
 
 /** How finely blocks divide the work. */
 typedef struct EpGranularity {
-    int32_t chunk;  /**< most tokens that a block claims at a time */
+    int32_t chunk;  /**< most tokens that a scheduler warp claims at a time */
     int32_t active; /**< work items of a block under way */
 } EpGranularity;
 
@@ -26,6 +26,7 @@ typedef struct EpSpread {
     double own;   /**< entries of experts on this rank */
     double other; /**< entries of experts on other ranks */
     double ranks; /**< number of other ranks with an entry */
+    double stays; /**< whether any expert is on this rank */
     double row;   /**< entries of a row, that is, entries with the same rank */
 } EpSpread;
 
@@ -33,19 +34,34 @@ EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k);
 
 /** What a token takes of each kind of block, and of the wire. */
 typedef struct EpTraffic {
-    double sent, received;      /**< loads and stores of rows */
-    double send_us, receive_us; /**< a block's time, where rows are only copied; else 0 */
-    double wire_us;             /**< likewise the wire's, 0 without other ranks */
-    double most, most_of_few;   /**< the largest fraction of many and of few blocks that receives */
+    double sent, received;          /**< loads and stores of rows */
+    double send_us, receive_us;     /**< a block's time */
+    double wire_us;                 /**< the wire's time, 0 without other ranks */
+    double ranks;                   /**< number of other ranks that it goes to */
+    double least_send, most_send;   /**< limits of the fraction of many blocks that sends */
+    double most_of_few;             /**< the largest fraction of few blocks that receives */
+    double scheduled;               /**< rows that scheduler warps pass on */
+    int32_t scheduled_by_receivers; /**< of receiving blocks, or of sending ones */
 } EpTraffic;
 
-/** Set the times of a copy: a sending block has `active` items under way, and stores `stored` rows
- *  for a token; receiving blocks get `arrived` rows of it, and store `copied` rows for these. */
-void ep_copy_times(int32_t active, int32_t top_k, int64_t row_bytes, double stored, double arrived,
-                   double copied, EpTraffic *traffic);
+/** Set the times of what is sent: a sending block has `active` items under way, and stores `stored`
+ *  rows for a token; of these `sent` leave. */
+void ep_send_times(int32_t active, int64_t row_bytes, double stored, double sent,
+                   EpTraffic *traffic);
 
-/** Returns how many of the blocks receive. */
-int32_t ep_receiving_blocks(int32_t blocks, EpTraffic traffic, int64_t row_bytes);
+/** Returns a receiving block's time to get `arrived` rows, and to store `copied` rows for these. */
+double ep_copy_time(int32_t top_k, int64_t row_bytes, double arrived, double copied);
+
+/** Set the times of sums, which travel as `sum_bytes`. */
+void ep_sum_times(EpSpread spread, int64_t row_bytes, int64_t sum_bytes, EpTraffic *traffic);
+
+/** How blocks divide the work. */
+typedef struct EpDivision {
+    int32_t receivers;  /**< blocks; the others send */
+    int32_t schedulers; /**< warps of a block: 1 or 2 */
+} EpDivision;
+
+EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic traffic);
 
 /** What the work items of a pipeline require of its shape. */
 typedef struct EpWorkNeeds {
@@ -56,11 +72,11 @@ typedef struct EpWorkNeeds {
 } EpWorkNeeds;
 
 /**
- * Divide `shared_bytes` of shared memory. A stage holds a whole row if that makes enough stages,
+ * Divide `room` bytes of shared memory. A stage holds a whole row if that makes enough stages,
  * else a piece of a multiple of `unit` bytes. Keeps shape->shrink. Returns 0 if shared memory is
  * too small, which it is not in a group that could be created (ep_cuda_least_shared).
  */
-int ep_shape_pipeline(int32_t shared_bytes, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
+int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
                       EpPipelineShape *shape);
 
 #endif

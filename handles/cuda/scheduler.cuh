@@ -8,9 +8,10 @@
  * in ascending order; runtime/cuda/device.h explains why. Rows of this rank's own tokens that are
  * multiplied have chunks of their own (OwnWalk). `Args` is EpScatterArgs or EpGatherArgs.
  *
- * The first chunk is claimed before the block has entered its operation (Start), each other one
- * while the one before is posted. Where there are no more chunks than blocks, each block gets one:
- * others have claimed their first one by the time that a block claims its second.
+ * The first scheduler warp claims its first chunk before the block has entered its operation
+ * (Start), the second one after that. Each other chunk is claimed while the one before is posted.
+ * Where there are no more chunks than blocks, each block gets one: others have claimed their first
+ * one by the time that a block claims its second.
  *
  * The caller's post() may wait for all rows of a batch at once: a chunk has no more tokens than a
  * ring has entries, so none of them waits for another one's credit.
@@ -35,12 +36,13 @@ __device__ __forceinline__ int claimed_chunk(int claim) {
     return __shfl_sync(~0u, claim, 0);
 }
 
-#define CHUNKS_PER_BLOCK 4
+#define CHUNKS_PER_WARP 4
 
 /** Returns the tokens of a chunk: at most `most`, at most one for each team, and few enough that
- *  each block can have several chunks. */
-__device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, int blocks) {
-    return max(1, min(min(most, t.count), tokens / (blocks * CHUNKS_PER_BLOCK)));
+ *  each scheduler warp can have several chunks. */
+__device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, int blocks,
+                                          int schedulers) {
+    return max(1, min(min(most, t.count), tokens / (blocks * schedulers * CHUNKS_PER_WARP)));
 }
 
 /** How a scheduler warp starts: what it needs of the group and of the plan before anything else. It
@@ -101,7 +103,7 @@ __device__ __forceinline__ TokenWalk open_tokens(const Args &a, const Team &t, c
                                                  int claimer, int blocks) {
     TokenWalk walk = {};
     walk.tokens = start.tokens, walk.claimer = claimer;
-    walk.size = chunk_size(t, a.chunk, start.tokens, blocks);
+    walk.size = chunk_size(t, a.chunk, start.tokens, blocks, a.schedulers);
     walk.first = claimed_chunk(start.claim) * walk.size;
     walk.next_claim = claim_chunk(a.group, claimer);
     walk.entry = load_entry(a, t, walk.first, walk.size, walk.tokens);
@@ -117,27 +119,22 @@ __device__ __forceinline__ void next_tokens(const Args &a, const Team &t, TokenW
 }
 
 /**
- * Claim this rank's tokens and pass them to `post(entry, token, valid, number of the team's first
- * item)`, one token per team, until post returns 0: a wait has failed. A token makes `pieces`
- * items. Returns the number of items. `ready()` is called once, while the first entries are loaded;
- * it returns 0 if a wait has failed.
+ * Claim this rank's tokens and pass them to `post(entry, token, valid, number of tokens)`, one
+ * token per team, until post returns 0: a wait has failed. `ready()` is called once, while the
+ * first entries are loaded; it returns 0 if a wait has failed.
  */
 template <typename Args, typename Ready, typename Post>
-__device__ __forceinline__ uint32_t walk_tokens(const Args &a, const Team &t, const Start &start,
-                                                int claimer, int blocks, int pieces, Ready ready,
-                                                Post post) {
+__device__ __forceinline__ void walk_tokens(const Args &a, const Team &t, const Start &start,
+                                            int claimer, int blocks, Ready ready, Post post) {
     TokenWalk walk = open_tokens(a, t, start, claimer, blocks);
-    uint32_t n = 0;
-    if (!ready()) return 0;
+    if (!ready()) return;
     while (walk.first < walk.tokens) {
         int token = walk.first + t.index, valid = t.index < walk.size && token < walk.tokens;
         int count = min(walk.size, walk.tokens - walk.first);
         EpEntry entry = walk.entry;
         next_tokens(a, t, &walk);
-        if (!post(check_entry(a, entry), token, valid, n + t.index * pieces)) break;
-        n += count * pieces;
+        if (!post(check_entry(a, entry), token, valid, count)) return;
     }
-    return n;
 }
 
 /* ---- rows ---------------------------------------------------------------------------------- */
@@ -216,7 +213,7 @@ __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, con
                                              const Start &start, int claimer, int blocks) {
     RowWalk walk = {rows, 1, 0, 0, 0, 0, {0, 0}, 0, claimer};
     walk.most_tokens = __reduce_max_sync(~0u, start.tokens);
-    walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks);
+    walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks, a.schedulers);
     walk.next_first = claimed_chunk(start.claim) * walk.size;
     walk.next = load_rows(a, &walk, 0);
     walk.next_claim = claim_chunk(a.group, claimer);
@@ -290,23 +287,20 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
 
 /**
  * Claim the rows of other ranks, one per team at a time, until a wait fails: `await(batch, word)`
- * returns 0. Pass them to `post(batch, weight, number of the team's first item)`. A row makes
- * `pieces` items. Returns the number of items. What `look(batch)` has begun to load before the next
- * batch is taken, `await` gets.
+ * returns 0. Pass them to `post(batch, weight)`. What `look(batch)` has begun to load before the
+ * next batch is taken, `await` gets.
  *
  * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
  * during `await`, and the others of chains during `post`. `hurries`: but the first batch is posted
  * before anything of the next one is loaded.
  */
 template <typename Args, typename Look, typename Await, typename Post>
-__device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                              const Start &start, int claimer, int blocks,
-                                              int pieces, int hurries, Look look, Await await,
-                                              Post post) {
+__device__ __forceinline__ void walk_rows(const Args &a, ChunkRows *rows, const Team &t,
+                                          const Start &start, int claimer, int blocks, int hurries,
+                                          Look look, Await await, Post post) {
     RowWalk walk = open_rows(a, rows, t, start, claimer, blocks);
     RowBatch batch = {0, 0, 0, 0, -1, 0};
-    uint32_t n = 0;
-    for (int takes = 1;;) {
+    for (int takes = 1, hurry = hurries;;) {
         /* The shuffle makes the compiler wait for this slot here. Otherwise it would wait for it
          * together with the next batch's slot, which is still being loaded. */
         int slot = __shfl_sync(~0u, batch.slot, threadIdx.x % 32);
@@ -316,12 +310,11 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
         uint64_t word = look(batch);
         RowBatch next = {0, 0, 0, 0, -1, 0};
         if (takes) next = take_batch(a, &walk, t);
-        if (takes && !batch.count && !next.count) return n;
-        if (batch.count && !await(batch, word)) return n;
+        if (takes && !batch.count && !next.count) return;
+        if (batch.count && !await(batch, word)) return;
         follow_chains(a, t, &next);
-        if (batch.count) post(batch, weight, n + t.index * pieces);
-        takes = !hurries || n > 0 || batch.count;
-        n += batch.count * pieces;
+        if (batch.count) post(batch, weight), hurry = 0;
+        takes = !hurry;
         batch = next;
     }
 }
@@ -333,22 +326,28 @@ __device__ __forceinline__ uint32_t walk_rows(const Args &a, ChunkRows *rows, co
 typedef struct OwnWalk {
     int total, size; /* rows; of a chunk */
     int next_claim;  /* of the chunk after the next one */
-    RowBatch next;   /* the next chunk, one row for each team; its slots are being loaded */
+    int first;       /* row of the next chunk */
+    EpChain chain;   /* of this lane's entry of its team's row there; being loaded */
 } OwnWalk;
+
+/* Returns the next chunk, one row for each team, without its slots. */
+template <typename Args>
+__device__ __forceinline__ RowBatch own_batch(const Args &a, const Team &t, const OwnWalk *walk) {
+    RowBatch r = {min(walk->size, max(0, walk->total - walk->first)), 0, a.group.rank, 0, -1, 0};
+    r.valid = t.index < r.count;
+    if (r.valid) r.row = walk->first + t.index;
+    return r;
+}
 
 /* Take the chunk that has been claimed, and claim the one after it. */
 template <typename Args>
 __device__ __forceinline__ void next_own(const Args &a, const Team &t, OwnWalk *walk) {
-    int first = claimed_chunk(walk->next_claim) * walk->size;
-    RowBatch r = {min(walk->size, max(0, walk->total - first)), 0, a.group.rank, 0, -1, 0};
-    r.valid = t.index < r.count;
-    if (r.valid) r.row = first + t.index;
-    if (r.valid && t.k < a.top_k) {
-        EpChain chain = ep_load_slot(a.plan, a.group, a.top_k, r.source, r.row, t.k);
-        r.slot = chain.slot, r.chain = chain.mask;
-    }
+    walk->first = claimed_chunk(walk->next_claim) * walk->size;
+    walk->chain = EpChain{-1, 0};
+    RowBatch r = own_batch(a, t, walk);
+    if (r.valid && t.k < a.top_k)
+        walk->chain = ep_load_slot(a.plan, a.group, a.top_k, r.source, r.row, t.k);
     walk->next_claim = claim_chunk(a.group, OWN_ROWS);
-    walk->next = r;
 }
 
 template <typename Args>
@@ -356,8 +355,8 @@ __device__ __forceinline__ OwnWalk open_own(const Args &a, const Team &t, int bl
     int rank = a.group.rank, tokens = ep_check_count(a.group, a.plan.tokens[rank]);
     uint32_t stride = (uint32_t)a.group.layout.max_tokens + 1;
     int rows = a.plan.begins[(uint64_t)(uint32_t)rank * stride + tokens];
-    OwnWalk walk = {ep_check_count(a.group, rows), 1, claim_chunk(a.group, OWN_ROWS), {}};
-    walk.size = chunk_size(t, a.chunk, walk.total, blocks);
+    OwnWalk walk = {ep_check_count(a.group, rows), 1, claim_chunk(a.group, OWN_ROWS), 0, {}};
+    walk.size = chunk_size(t, a.chunk, walk.total, blocks, a.schedulers);
     next_own(a, t, &walk);
     return walk;
 }
@@ -366,8 +365,9 @@ __device__ __forceinline__ OwnWalk open_own(const Args &a, const Team &t, int bl
  *  are left. */
 template <typename Args, typename Post>
 __device__ __forceinline__ int post_own(const Args &a, const Team &t, OwnWalk *walk, Post post) {
-    RowBatch batch = walk->next;
+    RowBatch batch = own_batch(a, t, walk);
     if (!batch.count) return 0;
+    batch.slot = walk->chain.slot, batch.chain = walk->chain.mask;
     follow_chains(a, t, &batch);
     batch.slot = ep_check_slot(a.plan, batch.slot);
     float weight = a.t.weighs && batch.slot >= 0 ? a.t.slot_weights[batch.slot] : 1;

@@ -267,6 +267,11 @@ EP_HOST_DEVICE static inline int32_t ep_receivers_before(int32_t block, int32_t 
     return (block * receivers + (ahead > 0 ? ahead : 0)) / blocks;
 }
 
+/** Returns the lanes of a scheduler warp that schedule a row together, one for each expert. */
+EP_HOST_DEVICE static inline int32_t ep_team_width(int32_t top_k) {
+    return top_k < 4 ? 4 : top_k;
+}
+
 /** How a block of a kernel divides its shared memory: see runtime/cuda/pipeline.cuh. */
 typedef struct EpPipelineShape {
     int32_t stages, stage_bytes;

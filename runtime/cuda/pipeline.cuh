@@ -7,7 +7,7 @@
  * consumer warps, stages in shared memory, mbarriers with phases. Each step has warps of its own,
  * so that none of them waits for another's latency.
  *
- *     scheduler warp   produces work items: claims rows, waits for other ranks, fills an entry
+ *     scheduler warps  produce work items: claim rows, wait for other ranks, fill an entry
  *     load warp        bulk copies: global memory -> stages
  *     compute warps    (all but WORK_COPY) stages -> stages, in place; all of them on one
  *                      item, so that its stages are soon free: bytes in flight limit the speed
@@ -25,27 +25,35 @@
  * acquires, so each step sees what the steps before it wrote. Between ordinary accesses and bulk
  * copies lies a proxy fence.
  *
- * Reuse. The scheduler writes item n after item n - active is signaled, active <= EP_MAX_ACTIVE <
+ * Schedulers. A block has one or two. Each claims rows and waits for them on its own, as if it were
+ * a block of its own. When it waits for no other rank any more, it takes numbers for its items and
+ * writes them (pipeline_take). So an item that has a number is soon written. A pass of a scheduler
+ * is mostly a wait for its own loads, and two of them wait at the same time.
+ *
+ * Reuse. A scheduler writes item n after item n - active is signaled, active <= EP_MAX_ACTIVE <
  * PIPELINE_ENTRIES. Items are signaled in order, and only after all their readers have arrived. So
  * no warp still uses item n's entry, which item n - PIPELINE_ENTRIES had before.
  *
  * Phases. A wait knows the last completed phase by its parity alone, so it takes the phase two
  * before its own for its own. So who waits for a step of item n must know that the step is done for
- * item n - PIPELINE_ENTRIES. The scheduler, load, compute and signal warps handle every item in
- * order, so they know. Store and metadata warps take at least one of PIPELINE_END_ITEMS consecutive
- * items. They know that the last one they took was under way, so all items EP_MAX_ACTIVE or more
- * before it were signaled: hence the static_assert. Nor can the step complete for item n +
- * PIPELINE_ENTRIES while a warp waits for item n: that warp's own steps have to come first.
+ * item n - PIPELINE_ENTRIES. The load, compute and signal warps handle every item in order, so they
+ * know. A scheduler that takes number n knows that each scheduler has written its batches but the
+ * last one, of at most `active` items, and so has seen item n - 2 * active signaled. Store and
+ * metadata warps take at least one of PIPELINE_END_ITEMS consecutive items. They know that the last
+ * one they took was under way, so all items EP_MAX_ACTIVE or more before it were signaled: hence
+ * the static_assert. Nor can the step complete for item n + PIPELINE_ENTRIES while a warp waits for
+ * item n: that warp's own steps have to come first.
  *
  * No deadlock. A step of item n waits for earlier steps of item n and for items before n, and no
- * item needs more stages than there are. Only the scheduler waits for other ranks, before it writes
- * an item; other warps do so before their first item at most (combine/cuda/gather_send.cuh).
- * runtime/cuda/device.h explains why those waits end. A store warp may delay ITEM_STORED of its
- * last item, to overlap the writes, only while its next item is ready: a later item may wait,
- * through another rank, for that signal.
+ * item needs more stages than there are. Only schedulers wait for other ranks, before they take a
+ * number for an item; other warps do so before their first item at most
+ * (combine/cuda/gather_send.cuh). runtime/cuda/device.h explains why those waits end. A store warp
+ * may delay ITEM_STORED of its last item, to overlap the writes, only while its next item is ready:
+ * a later item may wait, through another rank, for that signal.
  *
- * End. After the last item, or a failed wait, the scheduler writes PIPELINE_END_ITEMS entries with
- * PIPELINE_END, at least one for each warp that takes turns. So all warps leave.
+ * End. After the last item, or a failed wait, the scheduler that ends last writes
+ * PIPELINE_END_ITEMS entries with PIPELINE_END, at least one for each warp that takes turns. So all
+ * warps leave.
  *
  * A store warp is one thread, and each of its cycles between two copies counts. So all that it
  * reads of an item, except the first stage, is one 16-byte word, and constants stay in registers,
@@ -57,20 +65,21 @@
 #define PIPELINE_ENTRIES 32
 #define PIPELINE_END (-1)
 #define PIPELINE_END_ITEMS 12
-#define COMPUTE_WARPS 15 /* 24 warps in all: each thread has 80 registers */
+#define COMPUTE_WARPS 14 /* 24 warps in all: each thread has 80 registers */
 #define COMPUTE_THREADS (COMPUTE_WARPS * 32)
 static_assert(EP_MAX_ACTIVE + PIPELINE_END_ITEMS <= PIPELINE_ENTRIES, "see above");
 
 /* A multiprocessor's four warp schedulers take every fourth warp each. Compute warps come last, so
- * that the load warp's scheduler has one of them less: the load warp is busier than any other
- * single warp. */
+ * that the load warp's hardware scheduler has one of them less: the load warp is busier than any
+ * other single warp. */
 enum WarpRole {
-    LOAD_WARP,
     FIRST_STORE_WARP,
     STORE_WARPS = 4,
     SIGNAL_WARP = FIRST_STORE_WARP + STORE_WARPS,
+    LOAD_WARP,
     SCHEDULER_WARP,
-    FIRST_METADATA_WARP,
+    SCHEDULER_WARPS = 2,
+    FIRST_METADATA_WARP = SCHEDULER_WARP + SCHEDULER_WARPS,
     METADATA_WARPS = 2,
     FIRST_COMPUTE_WARP = FIRST_METADATA_WARP + METADATA_WARPS,
     ALL_METADATA_WARPS = METADATA_WARPS + 8, /* without compute work, compute warps join */
@@ -78,10 +87,15 @@ enum WarpRole {
 static_assert(STORE_WARPS <= PIPELINE_END_ITEMS && ALL_METADATA_WARPS <= PIPELINE_END_ITEMS,
               "a warp that takes turns takes one of so many consecutive items");
 static_assert(ALL_METADATA_WARPS <= METADATA_WARPS + COMPUTE_WARPS, "a block has them");
-static_assert(PIPELINE_END_ITEMS <= 32, "a lane of the scheduler warp writes each end item");
+static_assert(PIPELINE_END_ITEMS <= 32, "a lane of a scheduler warp writes each end item");
 
 __device__ __forceinline__ int pipeline_is_store_warp(int warp) {
     return warp >= FIRST_STORE_WARP && warp < FIRST_STORE_WARP + STORE_WARPS;
+}
+
+/** `schedulers`: warps of the block that schedule. */
+__device__ __forceinline__ int pipeline_is_scheduler(int warp, int schedulers) {
+    return warp >= SCHEDULER_WARP && warp < SCHEDULER_WARP + schedulers;
 }
 
 /** Steps of an item, in order. The barrier of a step completes a phase when the step is done. */
@@ -147,6 +161,7 @@ typedef struct Pipeline {
     PipelineTable<int32_t> slot;
     PipelineTable<float> weight;
     uint32_t stages; /* address in shared memory of the first stage */
+    uint32_t posted; /* numbers taken, and ONE_HAS_ENDED: see pipeline_take, pipeline_end */
     EpPipelineShape shape;
 } Pipeline;
 
@@ -206,18 +221,15 @@ __device__ __forceinline__ uint32_t stage_of(const Stages &s, uint32_t first, in
     return at >= s.end ? at - (s.end - s.begin) : at;
 }
 
-#define MIN_TEAM_WIDTH 4
-
-/** Returns the lanes that schedule a row together. */
-__device__ __forceinline__ int team_width(int top_k) {
-    return max(MIN_TEAM_WIDTH, top_k);
-}
+#define ONE_HAS_ENDED 0x80000000u /* of the scheduler warps; or there is only one */
+static_assert(SCHEDULER_WARPS == 2, "the other one has ended, or it has not");
 
 /* Place the tables behind the stages in `memory`. By one thread. */
 __device__ __forceinline__ void pipeline_init_tables(Pipeline *p, const EpPipelineShape &shape,
-                                                     char *memory) {
+                                                     char *memory, int schedulers) {
     int cells = PIPELINE_ENTRIES * shape.width;
     p->shape = shape, p->stages = ep_smem(memory);
+    p->posted = schedulers < SCHEDULER_WARPS ? ONE_HAS_ENDED : 0;
     memory += (size_t)shape.stages * shape.stage_bytes;
     memory = p->from.assign(memory, cells);
     memory = p->to.assign(memory, cells);
@@ -244,15 +256,15 @@ __device__ __forceinline__ void pipeline_init_barriers(Pipeline *p, int compute_
  *  By all threads of the block. */
 __device__ __forceinline__ void pipeline_open(Pipeline *p, const EpPipelineShape &shape,
                                               char *memory, int compute_warps, int has_metadata,
-                                              int top_k) {
-    if (threadIdx.x == SIGNAL_WARP * 32) pipeline_init_tables(p, shape, memory);
+                                              int schedulers, int top_k) {
+    if (threadIdx.x == SIGNAL_WARP * 32) pipeline_init_tables(p, shape, memory, schedulers);
     if (threadIdx.x % 32 == 0)
-        pipeline_init_barriers(p, compute_warps, has_metadata, team_width(top_k));
+        pipeline_init_barriers(p, compute_warps, has_metadata, ep_team_width(top_k));
 }
 
-/* ---- scheduler warp ------------------------------------------------------------------------ */
+/* ---- scheduler warps ----------------------------------------------------------------------- */
 
-/** The lanes of the scheduler warp form teams, one lane for each k; a team schedules a row. Lanes
+/** The lanes of a scheduler warp form teams, one lane for each k; a team schedules a row. Lanes
  *  that are left over are in no team. Where rows have many pieces there are fewer teams:
  *  (count - 1) * pieces < active, so that no lane waits for an entry that another lane of the warp
  *  has yet to fill. */
@@ -270,7 +282,7 @@ __device__ __forceinline__ int32_t piece_bytes(const EpPipelineShape &s, int64_t
 
 __device__ __forceinline__ Team make_team(int top_k, const EpPipelineShape &s) {
     Team t;
-    t.width = team_width(top_k);
+    t.width = ep_team_width(top_k);
     int lane = threadIdx.x % 32;
     t.count = min(32 / t.width, (s.active - 1) / s.pieces + 1);
     t.index = lane / t.width, t.k = lane % t.width;
@@ -308,9 +320,23 @@ __device__ __forceinline__ void pipeline_await_entry(Pipeline *p, uint32_t n) {
     if (n >= active) pipeline_wait(p->barrier[ITEM_SIGNALED], n - active);
 }
 
-/** End the pipeline after n items. By the scheduler warp. */
-__device__ __forceinline__ void pipeline_end(Pipeline *p, const Team &t, uint32_t n) {
-    __syncwarp();
+/* Add to the numbers taken. Returns what they were. By a scheduler warp. */
+__device__ __forceinline__ uint32_t pipeline_count(Pipeline *p, uint32_t count) {
+    uint32_t before = threadIdx.x % 32 == 0 ? atomicAdd(&p->posted, count) : 0;
+    return __shfl_sync(~0u, before, 0);
+}
+
+/** Take the next numbers for `count` items, and return the first. The caller waits for no other
+ * rank until it has posted them. By a scheduler warp. */
+__device__ __forceinline__ uint32_t pipeline_take(Pipeline *p, int count) {
+    return pipeline_count(p, (uint32_t)count) & ~ONE_HAS_ENDED;
+}
+
+/** End the pipeline, if the other scheduler warp has ended, too: then all numbers have been taken.
+ *  By a scheduler warp. */
+__device__ __forceinline__ void pipeline_end(Pipeline *p, const Team &t) {
+    uint32_t before = pipeline_count(p, ONE_HAS_ENDED), n = before & ~ONE_HAS_ENDED;
+    if (before == n) return;
     uint32_t end = n + threadIdx.x % 32;
     if (end >= n + PIPELINE_END_ITEMS) return;
     if (end >= PIPELINE_ENTRIES) pipeline_wait(p->barrier[ITEM_SIGNALED], end - PIPELINE_ENTRIES);
