@@ -108,13 +108,11 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
     auto post = [&](const RowBatch &r, float weight) { post_rows<MULTIPLIED>(a, p, t, r, weight); };
     auto look = [](const RowBatch &) { return (uint64_t)0; };
     auto await = [&](const RowBatch &r, uint64_t) {
-        EpTimeout timeout = {0, 0};
-        for (int here = !r.valid || t.k != 0;;) {
-            if (!here) here = ep_look_for_record(a.group, epoch, r.source, r.row, &timeout, &alive);
-            alive = __all_sync(~0u, alive);
-            if (!alive || __all_sync(~0u, here)) break;
-            if (post_own(a, t, &own, post)) timeout = EpTimeout{0, 0};
-        }
+        int here = !r.valid || t.k != 0;
+        do
+            here = here || ep_has_record(a.group, epoch, r.source, r.row);
+        while (!__all_sync(~0u, here) && post_own(a, t, &own, post));
+        alive = __all_sync(~0u, here || ep_await_record(a.group, epoch, r.source, r.row));
         ep_fence_proxy_global();
         return alive;
     };

@@ -349,6 +349,13 @@ __device__ __forceinline__ int ep_await_record(const EpCudaGroup &g, uint32_t ep
     return alive;
 }
 
+/** Returns whether row `row` of another rank is here, as ep_await_record waits for it.
+ *  ep_fence_proxy_global has to follow before bulk copies. */
+__device__ __forceinline__ int ep_has_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                             int row) {
+    return ep_read_counter(ep_load_acquire_sys(ep_head(g, g.rank, source, row)), epoch) > row;
+}
+
 /** Look once whether row `row` of another rank is here, as ep_await_record does; `timeout` is that
  *  of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
  *  ep_fence_proxy_global has to follow before bulk copies. */
