@@ -29,7 +29,7 @@ static_assert(sizeof(Shared) <= EP_GATHER_STATIC_BYTES, "the pipeline has the re
 
 /* ---- kernel -------------------------------------------------------------------------------- */
 
-/* By a scheduler warp. */
+/* Start to walk what this block moves. By a scheduler warp. */
 __device__ __forceinline__ Start start_walk(const EpGatherArgs &a, const Role &role, Sending *s,
                                             int warp) {
     return role.receives ? start_tokens(a, RECEIVERS)

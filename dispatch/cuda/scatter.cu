@@ -173,7 +173,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
 }
 
-/* By a scheduler warp. */
+/* Start to walk what this block moves. By a scheduler warp. */
 __device__ __forceinline__ Start start_walk(const EpScatterArgs &a, const Role &role, Shared *s,
                                             int warp) {
     return role.receives ? start_rows(a, &s->rows[warp - SCHEDULER_WARP], RECEIVERS)

@@ -98,8 +98,8 @@ static double receiving_fraction(int32_t blocks, const EpTraffic *t, int64_t row
 
 /* ---- scheduler warps ----------------------------------------------------------------------- */
 
-#define PASS_US \
-    2.5 /* of a scheduler warp, for a row of each of its teams: mostly waits for loads */
+/* A scheduler warp takes PASS_US for a row of each of its teams, mostly waits for loads. */
+#define PASS_US 2.5
 #define MEMORY_BYTES_PER_US 4.3e6
 #define BLOCK_BYTES_PER_US 80e3 /* of few blocks, which do not fill the memory's rate */
 #define BUSY .9
@@ -116,8 +116,7 @@ static double moving_us(const EpTraffic *t, int32_t blocks, int64_t row_bytes) {
 /* Two warps of a block schedule where one would be busy all the time: tokens have many experts, so
  * that a pass has few rows, or blocks are few. And where a token has rows on several ranks: two
  * that claim half as much keep rows better in order. Otherwise a second one only puts them out of
- * order.
- */
+ * order. */
 static int32_t schedulers_of(const EpTraffic *t, int32_t blocks, int32_t top_k, int64_t row_bytes) {
     int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
     double busy_us = t->scheduled * PASS_US / rows_of_a_pass;
