@@ -114,6 +114,10 @@ void nccl_check_works(const Nccl *nccl, ncclComm_t comm, const EpBootstrap *boot
     int expected = bootstrap->size * (bootstrap->size + 1) / 2;
     REQUIRE_CUDA(cudaMalloc((void **)&device, sizeof(*device)));
     CHECK_CUDA(cudaMemcpyAsync(device, &number, sizeof(number), cudaMemcpyDefault, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    /* NCCL's kernels wait for all ranks. While one does, other threads of a process may not be able
+     * to allocate. */
+    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
     ncclResult_t result = nccl->all_reduce(device, device, 1, ncclInt32, ncclSum, comm, stream);
     CHECK(is_done(nccl, comm, result), "ncclAllReduce");
     CHECK_CUDA(cudaStreamSynchronize(stream));
