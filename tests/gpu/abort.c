@@ -63,10 +63,12 @@ static void aborted(const EpBootstrap *bootstrap, EpMode mode, StepOp op) {
         (void)cudaGetLastError();
         bootstrap->barrier(bootstrap->context, 60);
         if (bootstrap->rank == 0) abort_while_capturing(&failing);
+        bootstrap->barrier(bootstrap->context, 60); /* other threads may not wait meanwhile */
         CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
         CHECK_REFUSED(ep_group_status(failing.group, NULL), expected, "rank 0", WHY);
         failing_check_refuses(&failing, expected, WHY);
     } else {
+        bootstrap->barrier(bootstrap->context, 60);
         bootstrap->barrier(bootstrap->context, 60);
     }
     CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
