@@ -36,9 +36,10 @@
  *     row in it and all before t have left it. No claim has more tokens than that.
  *   - At t's source, and at each of its receivers, a block of either kind has claimed t or will
  *     claim it: one is resident, and it waits only for tokens before those that it claims next.
- *   - That block does nothing before t but tokens of the same claim, for which there is room as
- *     well, and rows of its own rank's tokens, which need no ring. So t is sent, and where it is
- * waited for it arrives.
+ *     Where two warps of a block claim, this holds for each: neither waits for the other's tokens.
+ *   - That block, or warp, does nothing before t but tokens of the same claim, for which there is
+ *     room as well, and rows of its own rank's tokens, which need no ring. So t is sent, and where
+ *     it is waited for it arrives.
  *
  * Blocks that are not resident have claimed nothing. Where fewer than two blocks can be resident,
  * or a GPU starts blocks in another order, senders may fill the rings of receivers that do not run:
