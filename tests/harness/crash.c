@@ -66,7 +66,8 @@ static void print_stack_of(int thread) {
         usleep(1000);
 }
 
-/* If this takes long, the second alarm ends the process: the signal has its default action again. */
+/* If this takes long, the second alarm ends the process: the signal has its default action again.
+ */
 static void report_threads(int signal) {
     sigaction(signal, &(struct sigaction){.sa_handler = SIG_DFL}, NULL);
     sigaction(SIGUSR2, &(struct sigaction){.sa_handler = print_own_stack}, NULL);
