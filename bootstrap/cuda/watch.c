@@ -187,10 +187,12 @@ static int gave_time(double *since) {
 
 /* Another thread has the lock of the group's aborts. One that aborts tells the peers of the node
  * first, with calls of CUDA, which hang while yet another thread waits for the GPU to free memory.
- * What keeps the GPU busy may be the communicator, which this rank is to end. */
-static void look_at_abort(EpCudaWatch *w, const EpAbort *abort) {
-    if (__atomic_load_n(&abort->asked, __ATOMIC_ACQUIRE) && gave_time(&w->abort_hangs))
-        lose(w, EP_LOSS_OWN, w->rank, w->rank, abort->sentence);
+ * What keeps the GPU busy may be the communicator, which this rank is to end. Kernels then end
+ * without what has not arrived, so from here on the group counts as aborted. */
+static void look_at_abort(EpCudaWatch *w, EpAbort *abort) {
+    if (!__atomic_load_n(&abort->asked, __ATOMIC_ACQUIRE) || !gave_time(&w->abort_hangs)) return;
+    __atomic_store_n(&abort->requested, 1, __ATOMIC_RELEASE);
+    lose(w, EP_LOSS_OWN, w->rank, w->rank, abort->sentence);
 }
 
 /* The group's thread, an abort, or kernels may have found a failure. */

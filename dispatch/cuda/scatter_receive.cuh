@@ -51,7 +51,7 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
                                           const RowBatch &r, float weight) {
     int valid = r.valid, slot = r.slot, slots, at = team_rank(t, slot >= 0, &slots);
     constexpr int multiplies = FORM == MULTIPLIED;
-    int is_stored = !multiplies && a.zero_copy && r.source != a.group.rank;
+    int is_stored = !multiplies && a.zero_copy;
     int stores = is_stored && slots ? slots - 1 : slots;
     int loads = multiplies ? 1 + slots : stores > 0;
     int loaded = multiplies && !a.t.takes_dots ? 1 : loads;

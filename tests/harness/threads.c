@@ -16,11 +16,15 @@ typedef struct RankThread {
     char failure[2048];
 } RankThread;
 
+/* A rank that fails says so at once, since the others may wait for it until the test's time is up.
+ */
 static void *rank_main(void *context) {
     RankThread *rank = context;
     GPU_TAKE(rank->bootstrap.rank);
     rank->body(&rank->bootstrap, rank->arg);
     snprintf(rank->failure, sizeof(rank->failure), "%s", check_failure());
+    if (rank->failure[0])
+        fprintf(stderr, "rank %d failed: %s\n", rank->bootstrap.rank, rank->failure);
     return NULL;
 }
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 _OPERATIONS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
-_LINE = re.compile(rf"= (.*?) ({_OPERATIONS})(?:-start)?\((.*)$")
+_LINE = re.compile(rf"= (.*?) ({_OPERATIONS})(-start)?\((.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -61,7 +61,9 @@ def collectives(text: str) -> list[Collective]:
                 (kind, tuple(int(n) for n in shape.split(",") if n))
                 for kind, shape in _ARRAY.findall(match[1])
             )
-            found.append(Collective(match[2], arrays, _groups(match[3])))
+            if match[3]:  # an operation that only starts also returns its operands, first
+                arrays = arrays[len(arrays) // 2 :]
+            found.append(Collective(match[2], arrays, _groups(match[4])))
     return found
 
 
