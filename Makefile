@@ -2,7 +2,7 @@
 #
 #   make demo     install what is missing, build, run ep_bench on 4 ranks
 #   make check    the same, then run the tests
-#   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=8 at a time
+#   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=4 at a time
 #   make check-emulated  run the tests of kernels on CPUs; EMULATED_SEED=N: in another order
 #   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded
 #   make python   lay the Python package out in build/python, for PYTHONPATH
@@ -599,7 +599,7 @@ check-python-gpu:
 
 # GPU_JOBS tests at a time share the GPUs. Tests of thousands of short steps run alone, since they
 # would spend their time waiting for a turn. Without a GPU the program says so and exits with 0.
-GPU_JOBS ?= 8
+GPU_JOBS ?= 4
 gpu_alone := @(gpu_steps|gpu_replays)/*
 ifeq ($(CUDA),1)
 ifdef CHECK_ARGS

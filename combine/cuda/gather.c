@@ -38,7 +38,8 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
                          .ranks = s.ranks,
                          .scheduled = s.ranks};
     EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
-    ep_sum_times(s, args->t.row_bytes, travelling_bytes(&args->t), &traffic);
+    ep_sum_times(s, args->t.row_bytes, travelling_bytes(&args->t), args->t.carries_values,
+                 &traffic);
     EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes, traffic);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
     args->chunk = (int32_t)ep_max(LEAST_CHUNK, granularity.chunk) / division.schedulers;

@@ -62,12 +62,15 @@ double ep_copy_time(int32_t top_k, int64_t row_bytes, double arrived, double cop
 
 #define SUM_ITEM_US .2
 #define SUMMED_BYTES_PER_US 23e3 /* loaded or stored */
+#define VALUES_US .3             /* more for a receiving block, to store a float for each expert */
 
-void ep_sum_times(EpSpread s, int64_t row_bytes, int64_t sum_bytes, EpTraffic *traffic) {
+void ep_sum_times(EpSpread s, int64_t row_bytes, int64_t sum_bytes, int carries_values,
+                  EpTraffic *traffic) {
     double row_us = (double)row_bytes / SUMMED_BYTES_PER_US;
     double sums_us = s.ranks * (double)sum_bytes / SUMMED_BYTES_PER_US;
     traffic->send_us = s.ranks * SUM_ITEM_US + s.other * row_us + sums_us;
     traffic->receive_us = SUM_ITEM_US + (s.own + 1) * row_us + sums_us;
+    if (carries_values) traffic->receive_us += VALUES_US;
     traffic->wire_us = s.ranks * (double)sum_bytes / WIRE_BYTES_PER_US;
 }
 

@@ -52,8 +52,10 @@ void ep_send_times(int32_t active, int64_t row_bytes, double stored, double sent
 /** Returns a receiving block's time to get `arrived` rows, and to store `copied` rows for these. */
 double ep_copy_time(int32_t top_k, int64_t row_bytes, double arrived, double copied);
 
-/** Set the times of sums, which travel as `sum_bytes`. */
-void ep_sum_times(EpSpread spread, int64_t row_bytes, int64_t sum_bytes, EpTraffic *traffic);
+/** Set the times of sums, which travel as `sum_bytes`, with a value for each expert if
+ *  `carries_values`. */
+void ep_sum_times(EpSpread spread, int64_t row_bytes, int64_t sum_bytes, int carries_values,
+                  EpTraffic *traffic);
 
 /** How blocks divide the work. */
 typedef struct EpDivision {
