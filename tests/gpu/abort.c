@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "runtime/group.h"
 #include "tests/gpu/devices.h"
 #include "tests/gpu/failing.h"
 #include "tests/harness/ranked.h"
@@ -97,8 +98,17 @@ ThreadTest(gpu_abort, combine_in_latency_mode_2, 2) {
 
 /* ---- while memory is freed ---- */
 
-static void *free_main(void *memory) {
-    return cudaFreeHost(memory) == cudaSuccess ? memory : NULL;
+typedef struct Freeing {
+    void *memory;
+    int device; /* which the thread waits for: another thread begins with the first one */
+    cudaError_t error;
+} Freeing;
+
+static void *free_main(void *context) {
+    Freeing *f = context;
+    f->error = cudaSetDevice(f->device);
+    if (f->error == cudaSuccess) f->error = cudaFreeHost(f->memory);
+    return NULL;
 }
 
 /* A thread frees memory while kernels wait for the absent rank: until the GPU is idle, the driver
@@ -107,27 +117,28 @@ static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
     Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     pthread_t thread;
-    void *memory = NULL, *freed = NULL;
+    Freeing freeing = {.memory = NULL};
     snprintf(c.nodes, sizeof(c.nodes), "01");
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
-    CHECK_CUDA(cudaHostAlloc(&memory, 64, 0));
+    CHECK_CUDA(cudaHostAlloc(&freeing.memory, 64, 0));
+    CHECK_CUDA(cudaGetDevice(&freeing.device));
     double begin = failing_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, op));
-        REQUIRE(!pthread_create(&thread, NULL, free_main, memory), "no thread");
+        REQUIRE(!pthread_create(&thread, NULL, free_main, &freeing), "no thread");
         usleep(100000);
         CHECK(cudaStreamQuery(failing.gpu.stream) == cudaErrorNotReady, "nothing waits");
         (void)cudaGetLastError();
         bootstrap->barrier(bootstrap->context, 60);
-        pthread_join(thread, &freed);
-        CHECK(freed == memory, "the memory was not freed");
+        pthread_join(thread, NULL);
+        CHECK_CUDA(freeing.error);
         CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
         CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_PEER, "rank 1", WHY);
     } else {
         bootstrap->barrier(bootstrap->context, 60);
         CHECK_OK(ep_group_abort(failing.group, WHY));
-        CHECK_CUDA(cudaFreeHost(memory));
+        CHECK_CUDA(cudaFreeHost(freeing.memory));
     }
     CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
     bootstrap->barrier(bootstrap->context, 60);
@@ -139,6 +150,48 @@ ThreadTest(gpu_abort, of_dispatch_while_memory_is_freed_2, 2) {
 }
 ThreadTest(gpu_abort, of_prepare_while_memory_is_freed_2, 2) {
     abort_while_freeing(bootstrap, STEP_PREPARE);
+}
+
+/* ---- that hangs ---- */
+
+#define HANGS_SECONDS 6 /* longer than a watcher waits for an abort */
+
+/* What ep_group_abort does, if its calls of CUDA hang. */
+static void *hang_main(void *group) {
+    EpAbort *abort = &((EpGroup *)group)->abort;
+    pthread_mutex_lock(&abort->mutex);
+    snprintf(abort->sentence, sizeof(abort->sentence), "%s", WHY);
+    __atomic_store_n(&abort->asked, 1, __ATOMIC_RELEASE);
+    sleep(HANGS_SECONDS);
+    pthread_mutex_unlock(&abort->mutex);
+    return NULL;
+}
+
+/* On several nodes the watcher ends the communicator meanwhile, and with it the kernels. From then
+ * on no output can be right. */
+ThreadTest(gpu_abort, hangs_2, 2) {
+    FailingGroup failing;
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    pthread_t thread;
+    snprintf(c.nodes, sizeof(c.nodes), "01");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+    double begin = failing_now();
+    if (bootstrap->rank != failing.absent) {
+        CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));
+        REQUIRE(!pthread_create(&thread, NULL, hang_main, failing.group), "no thread");
+        CHECK_CUDA(cudaStreamSynchronize(failing.gpu.stream));
+        CHECK(failing_now() - begin < HANGS_SECONDS, "kernels waited for the abort");
+        CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_ABORTED, "aborted", WHY);
+        pthread_join(thread, NULL);
+    } else {
+        while (ep_group_status(failing.group, NULL) == EP_OK)
+            usleep(1000);
+        CHECK_REFUSED(ep_group_status(failing.group, NULL), EP_ERR_PEER, "rank 0", WHY);
+    }
+    CHECK(failing_now() - begin < FAILING_LIMIT, "it took %.1f s", failing_now() - begin);
+    bootstrap->barrier(bootstrap->context, 60);
+    failing_close(&failing);
 }
 
 /* ---- at any moment ---- */
