@@ -45,6 +45,11 @@ static inline int ep_abort_requested(const EpAbort *abort) {
     return __atomic_load_n(&abort->requested, __ATOMIC_ACQUIRE);
 }
 
+/** An abort hangs while it tells the peers, and holds the mutex: it counts from now on. */
+static inline void ep_abort_hangs(EpAbort *abort) {
+    __atomic_store_n(&abort->requested, 1, __ATOMIC_RELEASE);
+}
+
 /** The group has failed. Returns 1 if an abort came first; otherwise later aborts do nothing. */
 int ep_abort_fail(EpAbort *abort);
 

@@ -191,7 +191,7 @@ static int gave_time(double *since) {
  * without what has not arrived, so from here on the group counts as aborted. */
 static void look_at_abort(EpCudaWatch *w, EpAbort *abort) {
     if (!__atomic_load_n(&abort->asked, __ATOMIC_ACQUIRE) || !gave_time(&w->abort_hangs)) return;
-    __atomic_store_n(&abort->requested, 1, __ATOMIC_RELEASE);
+    ep_abort_hangs(abort);
     lose(w, EP_LOSS_OWN, w->rank, w->rank, abort->sentence);
 }
 

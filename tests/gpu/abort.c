@@ -96,6 +96,13 @@ ThreadTest(gpu_abort, combine_in_latency_mode_2, 2) {
     aborted(bootstrap, EP_MODE_LATENCY, STEP_COMBINE);
 }
 
+static bool open_on_nodes(FailingGroup *failing, const EpBootstrap *bootstrap) {
+    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
+    snprintf(c.nodes, sizeof(c.nodes), "01");
+    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
+    return failing_open(failing, bootstrap, &c, 2 * FAILING_LIMIT);
+}
+
 /* ---- while memory is freed ---- */
 
 typedef struct Freeing {
@@ -115,12 +122,9 @@ static void *free_main(void *context) {
  * lets no other thread enqueue anything. The absent rank aborts. */
 static void abort_while_freeing(const EpBootstrap *bootstrap, StepOp op) {
     FailingGroup failing;
-    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     pthread_t thread;
     Freeing freeing = {.memory = NULL};
-    snprintf(c.nodes, sizeof(c.nodes), "01");
-    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+    REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
     CHECK_CUDA(cudaHostAlloc(&freeing.memory, 64, 0));
     CHECK_CUDA(cudaGetDevice(&freeing.device));
     double begin = failing_now();
@@ -171,11 +175,8 @@ static void *hang_main(void *group) {
  * on no output can be right. */
 ThreadTest(gpu_abort, hangs_2, 2) {
     FailingGroup failing;
-    Case c = failing_case(bootstrap->size, EP_MODE_THROUGHPUT);
     pthread_t thread;
-    snprintf(c.nodes, sizeof(c.nodes), "01");
-    set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
-    REQUIRE(failing_open(&failing, bootstrap, &c, 2 * FAILING_LIMIT), "no group");
+    REQUIRE(open_on_nodes(&failing, bootstrap), "no group");
     double begin = failing_now();
     if (bootstrap->rank != failing.absent) {
         CHECK_OK(device_step_try(&failing.gpu, STEP_DISPATCH));

@@ -16,8 +16,7 @@ typedef struct RankThread {
     char failure[2048];
 } RankThread;
 
-/* A rank that fails says so at once, since the others may wait for it until the test's time is up.
- */
+/* A rank that fails says so at once: others may wait for it until the test's time is up. */
 static void *rank_main(void *context) {
     RankThread *rank = context;
     GPU_TAKE(rank->bootstrap.rank);
