@@ -10,7 +10,7 @@
 
 /* ---- work partition ------------------------------------------------------------------------ */
 
-/* Of many blocks: fractions that send rows to be copied, or to be multiplied. */
+/* Fractions of the blocks that send rows to be copied, or to be multiplied. */
 #define LEAST_SENDING .2
 #define MOST_SENDING .8
 #define LEAST_SENDING_FACTORS .1
@@ -33,31 +33,33 @@ static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
     double arrived_in_place = a->zero_copy ? s.ranks : 0, copied = s.other - arrived_in_place;
     EpTraffic t = {.sent = loaded + s.own + s.ranks,
                    .received = s.ranks + copied,
-                   .receive_us = ep_copy_time(a->top_k, a->t.row_bytes, s.ranks, copied),
+                   .receive_us =
+                       ep_copy_time(a->group.blocks, a->top_k, a->t.row_bytes, s.ranks, copied),
                    .least_send = LEAST_SENDING,
                    .most_send = MOST_SENDING,
-                   .most_of_few = 1,
                    .ranks = s.ranks,
                    .scheduled = s.ranks,
                    .scheduled_by_receivers = 1};
-    ep_send_times(granularity(a, SEND_COPIES).active, a->t.row_bytes, s.own + s.ranks, s.ranks, &t);
+    ep_send_times(a->group.blocks, granularity(a, SEND_COPIES).active, a->t.row_bytes,
+                  s.own + s.ranks, s.ranks, &t);
     return t;
 }
 
 /* Likewise where they are multiplied. Receiving blocks multiply the rank's own rows, too, so
- * without other ranks nothing is sent. The others send what the wire takes, so receive_us is left
- * out. */
+ * without other ranks nothing is sent. */
 static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
     double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
+    double received = 2 + s.ranks + multiplied;
     EpTraffic t = {.sent = s.ranks > 0 ? 1 + s.ranks : 0,
-                   .received = 2 + s.ranks + multiplied,
+                   .received = received,
+                   .receive_us = ep_multiply_time(a->group.blocks, a->t.row_bytes, received),
                    .least_send = LEAST_SENDING_FACTORS,
                    .most_send = MOST_SENDING_FACTORS,
-                   .most_of_few = 1,
                    .ranks = s.ranks,
                    .scheduled = s.ranks + s.stays,
                    .scheduled_by_receivers = 1};
-    ep_send_times(granularity(a, SEND_FACTORS).active, a->t.row_bytes, s.ranks, s.ranks, &t);
+    ep_send_times(a->group.blocks, granularity(a, SEND_FACTORS).active, a->t.row_bytes, s.ranks,
+                  s.ranks, &t);
     return t;
 }
 
@@ -76,14 +78,14 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
-/* Returns how many tokens a scheduler warp claims at a time: two of them claim half as many each.
- * Where rows are multiplied, one of few experts takes a block less time, so it counts as a smaller
- * one; and half of three tokens is two. */
-static int32_t chunk_of(const EpScatterArgs *a, int32_t schedulers) {
-    if (!a->multiplied) return granularity(a, SEND_COPIES).chunk / schedulers;
+/* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
+ * experts takes a block less time, so it counts as a smaller one; two warps claim half as many
+ * each, and half of three tokens is two. */
+static int32_t chunk_of(const EpScatterArgs *a, EpDivision division) {
+    if (!a->multiplied) return ep_claim(division, granularity(a, SEND_COPIES).chunk);
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
     int32_t chunk = ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
-    return (chunk + schedulers - 1) / schedulers;
+    return (chunk + division.schedulers - 1) / division.schedulers;
 }
 
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
@@ -93,7 +95,7 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     int64_t room = shared_bytes - EP_SCATTER_STATIC_BYTES;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
-    args->chunk = chunk_of(args, division.schedulers);
+    args->chunk = chunk_of(args, division);
     return ep_shape_pipeline(room, args->t.source_row_bytes, unit, sends, &args->send) &&
            ep_shape_pipeline(room, args->t.row_bytes, 16,
                              receive_needs(args, granularity(args, receive).active),

@@ -37,33 +37,42 @@ typedef struct EpTraffic {
     double sent, received;          /**< loads and stores of rows */
     double send_us, receive_us;     /**< a block's time */
     double wire_us;                 /**< the wire's time, 0 without other ranks */
+    double spare;                   /**< senders for each that the wire needs */
     double ranks;                   /**< number of other ranks that it goes to */
-    double least_send, most_send;   /**< limits of the fraction of many blocks that sends */
-    double most_of_few;             /**< the largest fraction of few blocks that receives */
+    double least_send, most_send;   /**< limits of the fraction of blocks that sends */
     double scheduled;               /**< rows that scheduler warps pass on */
     int32_t scheduled_by_receivers; /**< of receiving blocks, or of sending ones */
 } EpTraffic;
 
 /** Set the times of what is sent: a sending block has `active` items under way, and stores `stored`
  *  rows for a token; of these `sent` leave. */
-void ep_send_times(int32_t active, int64_t row_bytes, double stored, double sent,
+void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double sent,
                    EpTraffic *traffic);
 
 /** Returns a receiving block's time to get `arrived` rows, and to store `copied` rows for these. */
-double ep_copy_time(int32_t top_k, int64_t row_bytes, double arrived, double copied);
+double ep_copy_time(int32_t blocks, int32_t top_k, int64_t row_bytes, double arrived,
+                    double copied);
+
+/** Returns a receiving block's time to multiply: it loads or stores `moved` rows for a token. */
+double ep_multiply_time(int32_t blocks, int64_t row_bytes, double moved);
 
 /** Set the times of sums, which travel as `sum_bytes`, with a value for each expert if
  *  `carries_values`. */
-void ep_sum_times(EpSpread spread, int64_t row_bytes, int64_t sum_bytes, int carries_values,
-                  EpTraffic *traffic);
+void ep_sum_times(int32_t blocks, EpSpread spread, int64_t row_bytes, int64_t sum_bytes,
+                  int carries_values, EpTraffic *traffic);
 
 /** How blocks divide the work. */
 typedef struct EpDivision {
     int32_t receivers;  /**< blocks; the others send */
     int32_t schedulers; /**< warps of a block: 1 or 2 */
+    int32_t in_order;   /**< whether they claim one token at a time */
 } EpDivision;
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic traffic);
+
+/** Returns how many tokens a scheduler warp claims at a time, where a block's warps claim `chunk`.
+ */
+int32_t ep_claim(EpDivision division, int32_t chunk);
 
 /** What the work items of a pipeline require of its shape. */
 typedef struct EpWorkNeeds {
