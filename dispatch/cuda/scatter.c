@@ -79,13 +79,12 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
 }
 
 /* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
- * experts takes a block less time, so it counts as a smaller one; two warps claim half as many
- * each, and half of three tokens is two. */
+ * experts takes a block less time, so it counts as a smaller one; and order does not matter. */
 static int32_t chunk_of(const EpScatterArgs *a, EpDivision division) {
     if (!a->multiplied) return ep_claim(division, granularity(a, SEND_COPIES).chunk);
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
-    int32_t chunk = ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
-    return (chunk + division.schedulers - 1) / division.schedulers;
+    division.in_order = 0;
+    return ep_claim(division, ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk);
 }
 
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {

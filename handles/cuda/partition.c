@@ -160,6 +160,7 @@ static int32_t round_receivers(int32_t blocks, double wanted, const EpTraffic *t
 #define PASS_US 2.5
 #define TOKEN_US .6
 #define CLAIM_US 1.5
+#define SINGLE .9 /* of one warp's time: what each of two takes that claim one token at a time */
 #define MEMORY_BYTES_PER_US 4.3e6
 #define BLOCK_BYTES_PER_US 80e3 /* of few blocks, which do not fill the memory's rate */
 #define BUSY .9
@@ -185,10 +186,10 @@ static double scheduling_us(const EpTraffic *t, int32_t top_k) {
  * a second one only puts rows out of order. */
 static void divide_warps(const EpTraffic *t, int32_t blocks, int32_t top_k, int64_t row_bytes,
                          EpDivision *division) {
-    double block_us = moving_us(t, blocks, row_bytes);
+    double block_us = moving_us(t, blocks, row_bytes), busy_us = scheduling_us(t, top_k);
     int has_order = t->ranks >= SEVERAL_RANKS;
-    division->schedulers = has_order || scheduling_us(t, top_k) > BUSY * block_us ? 2 : 1;
-    division->in_order = has_order && block_us > CLAIM_US;
+    division->schedulers = has_order || busy_us > BUSY * block_us ? 2 : 1;
+    division->in_order = has_order && block_us > CLAIM_US && block_us > SINGLE * busy_us;
 }
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic t) {
@@ -201,7 +202,7 @@ EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic
 }
 
 int32_t ep_claim(EpDivision division, int32_t chunk) {
-    return division.in_order ? 1 : (int32_t)ep_max(1, chunk / division.schedulers);
+    return division.in_order ? 1 : (chunk + division.schedulers - 1) / division.schedulers;
 }
 
 /* ---- shared memory ------------------------------------------------------------------------- */

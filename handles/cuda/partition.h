@@ -70,8 +70,8 @@ typedef struct EpDivision {
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic traffic);
 
-/** Returns how many tokens a scheduler warp claims at a time, where a block's warps claim `chunk`.
- */
+/** Returns how many tokens a scheduler warp claims at a time, where a block's warps claim `chunk`
+ *  together: half of three is two. */
 int32_t ep_claim(EpDivision division, int32_t chunk);
 
 /** What the work items of a pipeline require of its shape. */

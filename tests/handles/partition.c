@@ -266,13 +266,14 @@ SoloTest(handles_partition, few_blocks_that_multiply) {
     }
 }
 
-/* Where a token has rows on several ranks, two warps of a block claim one token at a time. Few
- * blocks have no time for that if rows are small. */
+/* Where a token has rows on several ranks, two warps of a block claim one token at a time. Fewer
+ * blocks have no time for that if rows are small or have many experts. */
 SoloTest(handles_partition, claims) {
     static const struct {
         int32_t ranks, blocks, top_k, row_bytes, schedulers, dispatch, combine;
     } cases[] = {
         {4, 132, 8, 14336, 2, 1, 1}, {4, 132, 10, 4096, 2, 1, 1}, {2, 132, 4, 5760, 1, 4, 3},
+        {4, 64, 10, 4096, 2, 2, 2},  {4, 64, 8, 6144, 2, 1, 1},   {2, 80, 2, 8192, 2, 2, 2},
         {4, 24, 8, 14336, 2, 1, 1},  {4, 24, 10, 4096, 2, 2, 2},  {4, 24, 1, 10240, 2, 2, 2},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
