@@ -46,12 +46,11 @@ typedef struct Cost {
 } Cost;
 
 /* Found by experiment, on H100s and H200s. Many blocks wait: an item that is sent is under way for
- * item_us, the way from memory to a peer. Few blocks are busy all the time: what they load counts,
- * too, and of a token that sends little they take least_us. Many blocks that multiply keep up in
- * any case. */
+ * item_us, the way from memory to a peer. Few blocks are busy all the time: loading a row to send
+ * it counts, too, as `load` stores, and a token that sends little takes least_us. Many blocks that
+ * multiply keep up in any case. */
 typedef struct Costs {
-    double item_us, least_us;
-    int loads_count;
+    double item_us, least_us, load;
     Cost send_copies, receive_copies, multiply, send_sums, receive_sums;
     double values_us;  /* more for a token's sum, to store a float for each expert */
     double spare_sums; /* senders of sums, for each that the wire needs */
@@ -68,8 +67,8 @@ static const Costs OF_MANY = {.item_us = 5,
                               .values_us = .3,
                               .spare_sums = SPARE_SENDERS};
 static const Costs OF_FEW = {.least_us = .33,
-                             .loads_count = 1,
-                             .send_copies = {0, 0, 64e3},
+                             .load = .8,
+                             .send_copies = {0, 0, 62e3},
                              .receive_copies = {.32, .115, 100e3},
                              .multiply = {.13, .087, 97e3},
                              .send_sums = {.17, .355, 220e3},
@@ -90,7 +89,7 @@ static double time_of(Cost cost, double rows, double bytes) {
 void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double sent,
                    EpTraffic *traffic) {
     const Costs *costs = costs_of(blocks);
-    double moved = costs->loads_count ? traffic->sent : stored;
+    double moved = stored + costs->load * (traffic->sent - stored);
     double us =
         costs->item_us / active + time_of(costs->send_copies, moved, moved * (double)row_bytes);
     traffic->send_us = us > costs->least_us ? us : costs->least_us;
