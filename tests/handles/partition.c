@@ -178,6 +178,26 @@ SoloTest(handles_partition, too_little_shared_memory) {
 
 /* ---- measured to be fastest ---------------------------------------------------------------- */
 
+typedef struct Divided {
+    EpScatterArgs dispatch;
+    EpGatherArgs combine;
+} Divided;
+
+/* Divide a dispatch that receives in windows, and a combine, both of bf16. */
+static Divided divide(int32_t ranks, int32_t blocks, int32_t top_k, int64_t row_bytes) {
+    EpCudaGroup group = {.size = ranks, .blocks = blocks};
+    Divided d = {.dispatch = {.group = group,
+                              .top_k = top_k,
+                              .zero_copy = ranks > 1,
+                              .t = {.row_bytes = row_bytes, .source_row_bytes = row_bytes}},
+                 .combine = {.group = group,
+                             .top_k = top_k,
+                             .t = {.type = EP_TYPE_BF16, .row_bytes = row_bytes}}};
+    CHECK(ep_partition_scatter(&d.dispatch, H200_SHARED_BYTES, 16), "dispatch is refused");
+    CHECK(ep_partition_gather(&d.combine, H200_SHARED_BYTES), "combine is refused");
+    return d;
+}
+
 /* Rows of 7168 elements of two bytes, top-8, with weights. */
 typedef struct Measured {
     int32_t ranks, blocks;
@@ -195,22 +215,13 @@ static const Measured measured[] = {
 SoloTest(handles_partition, blocks_that_receive) {
     for (size_t i = 0; i < sizeof(measured) / sizeof(*measured); i++) {
         const Measured *m = &measured[i];
-        EpScatterArgs s = {.group = {.size = m->ranks, .blocks = m->blocks},
-                           .top_k = 8,
-                           .zero_copy = m->ranks > 1,
-                           .t.row_bytes = 14336,
-                           .t.source_row_bytes = 14336};
-        EpScatterArgs b = s;
-        EpGatherArgs g = {
-            .group = s.group, .top_k = 8, .t.type = EP_TYPE_BF16, .t.row_bytes = 14336};
+        Divided d = divide(m->ranks, m->blocks, 8, 14336);
+        EpScatterArgs b = d.dispatch;
         b.zero_copy = 0, b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
-                  ep_partition_scatter(&b, H200_SHARED_BYTES, 16) &&
-                  ep_partition_gather(&g, H200_SHARED_BYTES),
-              "refused");
+        CHECK(ep_partition_scatter(&b, H200_SHARED_BYTES, 16), "refused");
         check_note("%d ranks, %d blocks", m->ranks, m->blocks);
-        CHECK(s.receivers == m->dispatch, "dispatch: %d", s.receivers);
-        CHECK(g.receivers == m->combine, "combine: %d", g.receivers);
+        CHECK(d.dispatch.receivers == m->dispatch, "dispatch: %d", d.dispatch.receivers);
+        CHECK(d.combine.receivers == m->combine, "combine: %d", d.combine.receivers);
         CHECK(b.receivers == m->combine_backward, "combine_backward: %d", b.receivers);
     }
 }
@@ -230,22 +241,14 @@ static const struct {
 
 SoloTest(handles_partition, few_blocks) {
     for (size_t i = 0; i < sizeof(few) / sizeof(*few); i++) {
-        EpScatterArgs s = {.group = {.size = few[i].ranks, .blocks = 24},
-                           .top_k = few[i].top_k,
-                           .zero_copy = 1,
-                           .t.row_bytes = few[i].row_bytes,
-                           .t.source_row_bytes = few[i].row_bytes};
-        EpGatherArgs g = {.group = s.group,
-                          .top_k = s.top_k,
-                          .t = {.type = EP_TYPE_BF16, .row_bytes = few[i].row_bytes}};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
-        CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
-        check_note("%d ranks, top-%d, rows of %lld bytes", s.group.size, s.top_k,
+        Divided d = divide(few[i].ranks, 24, few[i].top_k, few[i].row_bytes);
+        int32_t receive = d.dispatch.receivers, receive_sums = d.combine.receivers;
+        check_note("%d ranks, top-%d, rows of %lld bytes", few[i].ranks, few[i].top_k,
                    (long long)few[i].row_bytes);
-        CHECK(s.receivers >= few[i].least && s.receivers <= few[i].most,
-              "dispatch: %d, expected %d to %d", s.receivers, few[i].least, few[i].most);
-        CHECK(g.receivers >= few[i].least_sum && g.receivers <= few[i].most_sum,
-              "combine: %d, expected %d to %d", g.receivers, few[i].least_sum, few[i].most_sum);
+        CHECK(receive >= few[i].least && receive <= few[i].most, "dispatch: %d, expected %d to %d",
+              receive, few[i].least, few[i].most);
+        CHECK(receive_sums >= few[i].least_sum && receive_sums <= few[i].most_sum,
+              "combine: %d, expected %d to %d", receive_sums, few[i].least_sum, few[i].most_sum);
     }
 }
 
@@ -277,21 +280,14 @@ SoloTest(handles_partition, claims) {
         {4, 24, 8, 14336, 2, 1, 1},  {4, 24, 10, 4096, 2, 2, 2},  {4, 24, 1, 10240, 2, 2, 2},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
-                           .top_k = cases[i].top_k,
-                           .zero_copy = 1,
-                           .t.row_bytes = cases[i].row_bytes,
-                           .t.source_row_bytes = cases[i].row_bytes};
-        EpGatherArgs g = {.group = s.group,
-                          .top_k = s.top_k,
-                          .t = {.type = EP_TYPE_BF16, .row_bytes = cases[i].row_bytes}};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
-        CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
-        check_note("%d ranks, %d blocks, top-%d", s.group.size, s.group.blocks, s.top_k);
-        CHECK(s.schedulers == cases[i].schedulers, "%d schedule", s.schedulers);
-        CHECK(g.schedulers == cases[i].schedulers, "%d schedule sums", g.schedulers);
-        CHECK(s.chunk == cases[i].dispatch, "dispatch claims %d", s.chunk);
-        CHECK(g.chunk == cases[i].combine, "combine claims %d", g.chunk);
+        Divided d = divide(cases[i].ranks, cases[i].blocks, cases[i].top_k, cases[i].row_bytes);
+        const EpScatterArgs *s = &d.dispatch;
+        const EpGatherArgs *g = &d.combine;
+        check_note("%d ranks, %d blocks, top-%d", s->group.size, s->group.blocks, s->top_k);
+        CHECK(s->schedulers == cases[i].schedulers, "%d schedule", s->schedulers);
+        CHECK(g->schedulers == cases[i].schedulers, "%d schedule sums", g->schedulers);
+        CHECK(s->chunk == cases[i].dispatch, "dispatch claims %d", s->chunk);
+        CHECK(g->chunk == cases[i].combine, "combine claims %d", g->chunk);
     }
 }
 
@@ -330,22 +326,13 @@ static const struct {
 
 SoloTest(handles_partition, senders_of_other_shapes) {
     for (size_t i = 0; i < sizeof(dispatched) / sizeof(*dispatched); i++) {
-        EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
-                           .top_k = dispatched[i].top_k,
-                           .zero_copy = 1,
-                           .t.row_bytes = dispatched[i].row_bytes,
-                           .t.source_row_bytes = dispatched[i].row_bytes};
-        EpGatherArgs g = {.group = s.group,
-                          .top_k = s.top_k,
-                          .t.type = EP_TYPE_BF16,
-                          .t.row_bytes = s.t.row_bytes};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
-        CHECK(ep_partition_gather(&g, H200_SHARED_BYTES), "refused");
-        check_note("top-%d, rows of %lld bytes", s.top_k, (long long)s.t.row_bytes);
-        CHECK(s.receivers >= dispatched[i].least && s.receivers <= dispatched[i].most,
-              "dispatch: %d, expected %d to %d", s.receivers, dispatched[i].least,
-              dispatched[i].most);
-        CHECK(g.receivers >= 70 && g.receivers <= 79, "combine: %d", g.receivers);
+        Divided d = divide(2, H200_BLOCKS, dispatched[i].top_k, dispatched[i].row_bytes);
+        int32_t receive = d.dispatch.receivers, receive_sums = d.combine.receivers;
+        check_note("top-%d, rows of %lld bytes", dispatched[i].top_k,
+                   (long long)dispatched[i].row_bytes);
+        CHECK(receive >= dispatched[i].least && receive <= dispatched[i].most,
+              "dispatch: %d, expected %d to %d", receive, dispatched[i].least, dispatched[i].most);
+        CHECK(receive_sums >= 70 && receive_sums <= 79, "combine: %d", receive_sums);
     }
 }
 
