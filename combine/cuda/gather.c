@@ -35,7 +35,8 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
                          .least_send = LEAST_SENDING,
                          .most_send = MOST_SENDING,
                          .ranks = s.ranks,
-                         .scheduled = s.ranks};
+                         .scheduled = s.ranks,
+                         .ordered = 1};
     EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
     ep_sum_times(blocks, s, args->t.row_bytes, travelling_bytes(&args->t), args->t.carries_values,
                  &traffic);

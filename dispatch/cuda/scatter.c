@@ -39,7 +39,8 @@ static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
                    .most_send = MOST_SENDING,
                    .ranks = s.ranks,
                    .scheduled = s.ranks,
-                   .scheduled_by_receivers = 1};
+                   .scheduled_by_receivers = 1,
+                   .ordered = 1};
     ep_send_times(a->group.blocks, granularity(a, SEND_COPIES).active, a->t.row_bytes,
                   s.own + s.ranks, s.ranks, &t);
     return t;
@@ -79,11 +80,10 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
 }
 
 /* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
- * experts takes a block less time, so it counts as a smaller one; and order does not matter. */
+ * experts takes a block less time, so it counts as a smaller one. */
 static int32_t chunk_of(const EpScatterArgs *a, EpDivision division) {
     if (!a->multiplied) return ep_claim(division, granularity(a, SEND_COPIES).chunk);
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
-    division.in_order = 0;
     return ep_claim(division, ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk);
 }
 

@@ -86,14 +86,14 @@ static double time_of(Cost cost, double rows, double bytes) {
     return cost.token_us + rows * cost.row_us + bytes / cost.bytes_per_us;
 }
 
-void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double sent,
+void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double leaving,
                    EpTraffic *traffic) {
     const Costs *costs = costs_of(blocks);
     double moved = stored + costs->load * (traffic->sent - stored);
     double us =
         costs->item_us / active + time_of(costs->send_copies, moved, moved * (double)row_bytes);
     traffic->send_us = us > costs->least_us ? us : costs->least_us;
-    traffic->wire_us = sent * (double)row_bytes / WIRE_BYTES_PER_US;
+    traffic->wire_us = leaving * (double)row_bytes / WIRE_BYTES_PER_US;
     traffic->spare = SPARE_SENDERS;
 }
 
@@ -186,9 +186,10 @@ static double scheduling_us(const EpTraffic *t, int32_t top_k) {
 static void divide_warps(const EpTraffic *t, int32_t blocks, int32_t top_k, int64_t row_bytes,
                          EpDivision *division) {
     double block_us = moving_us(t, blocks, row_bytes), busy_us = scheduling_us(t, top_k);
-    int has_order = t->ranks >= SEVERAL_RANKS;
-    division->schedulers = has_order || busy_us > BUSY * block_us ? 2 : 1;
-    division->in_order = has_order && block_us > CLAIM_US && block_us > SINGLE * busy_us;
+    int spreads = t->ranks >= SEVERAL_RANKS;
+    division->schedulers = spreads || busy_us > BUSY * block_us ? 2 : 1;
+    division->claims_one =
+        t->ordered && spreads && block_us > CLAIM_US && block_us > SINGLE * busy_us;
 }
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic t) {
@@ -201,7 +202,7 @@ EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic
 }
 
 int32_t ep_claim(EpDivision division, int32_t chunk) {
-    return division.in_order ? 1 : (chunk + division.schedulers - 1) / division.schedulers;
+    return division.claims_one ? 1 : (chunk + division.schedulers - 1) / division.schedulers;
 }
 
 /* ---- shared memory ------------------------------------------------------------------------- */

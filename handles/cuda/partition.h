@@ -6,7 +6,8 @@
  * Launch heuristics of the kernels that move rows in throughput mode: how many blocks send and how
  * many receive, how many of a block's warps schedule, how many tokens each claims at a time, and
  * how a block divides its shared memory. dispatch/cuda/scatter.c and combine/cuda/gather.c say what
- * each kernel moves. The constants were found by experiment (docs/tuning.md).
+ * each kernel moves. The constants were found by experiment (docs/tuning.md), for many blocks and
+ * for few.
  */
 
 #include "runtime/cuda/device.h"
@@ -42,11 +43,12 @@ typedef struct EpTraffic {
     double least_send, most_send;   /**< limits of the fraction of blocks that sends */
     double scheduled;               /**< rows that scheduler warps pass on */
     int32_t scheduled_by_receivers; /**< of receiving blocks, or of sending ones */
+    int32_t ordered;                /**< whether it helps if rows move in the order of tokens */
 } EpTraffic;
 
-/** Set the times of what is sent: a sending block has `active` items under way, and stores `stored`
- *  rows for a token; of these `sent` leave. */
-void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double sent,
+/** Set the times of what is sent, where traffic->sent is known: a sending block has `active` items
+ *  under way, and stores `stored` rows for a token; of these `leaving` leave. */
+void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double leaving,
                    EpTraffic *traffic);
 
 /** Returns a receiving block's time to get `arrived` rows, and to store `copied` rows for these. */
@@ -65,7 +67,7 @@ void ep_sum_times(int32_t blocks, EpSpread spread, int64_t row_bytes, int64_t su
 typedef struct EpDivision {
     int32_t receivers;  /**< blocks; the others send */
     int32_t schedulers; /**< warps of a block: 1 or 2 */
-    int32_t in_order;   /**< whether they claim one token at a time */
+    int32_t claims_one; /**< whether each of them claims one token at a time */
 } EpDivision;
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic traffic);

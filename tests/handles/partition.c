@@ -252,7 +252,7 @@ SoloTest(handles_partition, few_blocks) {
     }
 }
 
-/* Two ranks: where multiplying takes most of the time, one block of 24 for the rest is too few. */
+/* Two ranks: multiplying takes most of the time, but two of 24 blocks are too few to send. */
 SoloTest(handles_partition, few_blocks_that_multiply) {
     static const struct {
         int32_t top_k, row_bytes, receive;
