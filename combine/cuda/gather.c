@@ -40,9 +40,10 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes) {
     EpGranularity granularity = ep_granularity(blocks, travelling_bytes(&args->t), LARGE_SUMS);
     ep_sum_times(blocks, s, args->t.row_bytes, travelling_bytes(&args->t), args->t.carries_values,
                  &traffic);
-    EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes, traffic);
+    EpDivision division = ep_divide(blocks, args->top_k, args->t.row_bytes,
+                                    (int32_t)ep_max(LEAST_CHUNK, granularity.chunk), traffic);
     EpWorkNeeds needs = {args->top_k, args->top_k, 1, granularity.active};
-    args->chunk = ep_claim(division, (int32_t)ep_max(LEAST_CHUNK, granularity.chunk));
+    args->chunk = division.claim;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
     int64_t unit = is_quantised(&args->t) ? EP_PACKED_ELEMENTS * element_bytes(&args->t) : 16;
     int fits = ep_shape_pipeline(shared_bytes - EP_GATHER_STATIC_BYTES, args->t.row_bytes, unit,

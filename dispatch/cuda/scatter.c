@@ -33,16 +33,14 @@ static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
     double arrived_in_place = a->zero_copy ? s.ranks : 0, copied = s.other - arrived_in_place;
     EpTraffic t = {.sent = loaded + s.own + s.ranks,
                    .received = s.ranks + copied,
-                   .receive_us =
-                       ep_copy_time(a->group.blocks, a->top_k, a->t.row_bytes, s.ranks, copied),
                    .least_send = LEAST_SENDING,
                    .most_send = MOST_SENDING,
                    .ranks = s.ranks,
                    .scheduled = s.ranks,
                    .scheduled_by_receivers = 1,
                    .ordered = 1};
-    ep_send_times(a->group.blocks, granularity(a, SEND_COPIES).active, a->t.row_bytes,
-                  s.own + s.ranks, s.ranks, &t);
+    ep_copy_times(a->group.blocks, granularity(a, SEND_COPIES).active, a->top_k, a->t.row_bytes,
+                  s.own + s.ranks, copied, &t);
     return t;
 }
 
@@ -50,24 +48,30 @@ static EpTraffic copied_traffic(const EpScatterArgs *a, EpSpread s) {
  * without other ranks nothing is sent. */
 static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
     double multiplied = a->t.takes_dots ? 2 * a->top_k : a->top_k;
-    double received = 2 + s.ranks + multiplied;
     EpTraffic t = {.sent = s.ranks > 0 ? 1 + s.ranks : 0,
-                   .received = received,
-                   .receive_us = ep_multiply_time(a->group.blocks, a->t.row_bytes, received),
+                   .received = 2 + s.ranks + multiplied,
                    .least_send = LEAST_SENDING_FACTORS,
                    .most_send = MOST_SENDING_FACTORS,
                    .ranks = s.ranks,
                    .scheduled = s.ranks + s.stays,
                    .scheduled_by_receivers = 1};
-    ep_send_times(a->group.blocks, granularity(a, SEND_FACTORS).active, a->t.row_bytes, s.ranks,
-                  s.ranks, &t);
+    ep_multiply_times(a->group.blocks, granularity(a, SEND_FACTORS).active, a->top_k,
+                      a->t.row_bytes, &t);
     return t;
+}
+
+/* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
+ * experts takes a block less time, so it counts as a smaller one. */
+static int32_t chunk_of(const EpScatterArgs *a) {
+    if (!a->multiplied) return granularity(a, SEND_COPIES).chunk;
+    int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
+    return ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk;
 }
 
 static EpDivision divide(const EpScatterArgs *a) {
     EpSpread s = ep_spread(&a->group, a->top_k);
     EpTraffic traffic = a->multiplied ? multiplied_traffic(a, s) : copied_traffic(a, s);
-    return ep_divide(a->group.blocks, a->top_k, a->t.row_bytes, traffic);
+    return ep_divide(a->group.blocks, a->top_k, a->t.row_bytes, chunk_of(a), traffic);
 }
 
 /* Returns what items of receiving blocks need. If rows are multiplied, an item also has a stage for
@@ -79,14 +83,6 @@ static EpWorkNeeds receive_needs(const EpScatterArgs *a, int32_t active) {
     return (EpWorkNeeds){stages, stages, (int64_t)(2 * usual + .5), active};
 }
 
-/* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
- * experts takes a block less time, so it counts as a smaller one. */
-static int32_t chunk_of(const EpScatterArgs *a, EpDivision division) {
-    if (!a->multiplied) return ep_claim(division, granularity(a, SEND_COPIES).chunk);
-    int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);
-    return ep_claim(division, ep_granularity(a->group.blocks, row_bytes, SEND_FACTORS).chunk);
-}
-
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit) {
     EpDivision division = divide(args);
     EpGranularity send = granularity(args, args->multiplied ? SEND_FACTORS : SEND_COPIES);
@@ -94,7 +90,7 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
     EpWorkNeeds sends = {args->top_k, 1, 1, send.active};
     int64_t room = shared_bytes - EP_SCATTER_STATIC_BYTES;
     args->receivers = division.receivers, args->schedulers = division.schedulers;
-    args->chunk = chunk_of(args, division);
+    args->chunk = division.claim;
     return ep_shape_pipeline(room, args->t.source_row_bytes, unit, sends, &args->send) &&
            ep_shape_pipeline(room, args->t.row_bytes, 16,
                              receive_needs(args, granularity(args, receive).active),

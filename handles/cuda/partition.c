@@ -36,8 +36,12 @@ EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k) {
     return (EpSpread){own, top_k - own, (ranks - 1) * (1 - missed), 1 - missed, own / (1 - missed)};
 }
 
-static double clamp(double value, double least, double greatest) {
-    return value < least ? least : value > greatest ? greatest : value;
+static double larger(double a, double b) {
+    return a > b ? a : b;
+}
+
+static double clamp(double value, double least, double most) {
+    return value < least ? least : value > most ? most : value;
 }
 
 /* What a block takes for a token: for itself, for each row, and for bytes that it moves. */
@@ -46,74 +50,106 @@ typedef struct Cost {
 } Cost;
 
 /* Found by experiment, on H100s and H200s. Many blocks wait: an item that is sent is under way for
- * item_us, the way from memory to a peer. Few blocks are busy all the time: loading a row to send
- * it counts, too, as `load` stores, and a token that sends little takes least_us. Many blocks that
- * multiply keep up in any case. */
+ * ITEM_US, the way from memory to a peer. Few blocks are busy all the time: loading a row to send
+ * it counts, too, as LOAD stores, and a token that sends little takes as long as its warps need to
+ * post it: POST_US, and POST_PASS_US for each pass, of as many rows as a warp has teams. */
 typedef struct Costs {
-    double item_us, least_us, load;
-    Cost send_copies, receive_copies, multiply, send_sums, receive_sums;
+    Cost send_copies, receive_copies, send_sums, receive_sums;
     double values_us;  /* more for a token's sum, to store a float for each expert */
     double spare_sums; /* senders of sums, for each that the wire needs */
 } Costs;
 
+#define ITEM_US 5
+#define LOAD .8
+#define POST_US .2
+#define POST_PASS_US .45
+#define LEAST_SEND_US .33
+#define CROWDED 1.2 /* more to post a token where the memory is busy all the time */
 #define MANY_BLOCKS 64
+#define SPARE_BLOCKS 1.48 /* for each that copies take: more are many */
 #define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
-static const Costs OF_MANY = {.item_us = 5,
-                              .send_copies = {0, 0, 49e3},
+static const Costs OF_MANY = {.send_copies = {0, 0, 49e3},
                               .receive_copies = {0, .6, 49e3},
-                              .multiply = {0, 0, INFINITY},
                               .send_sums = {0, .2, 23e3},
                               .receive_sums = {.2, 0, 23e3},
                               .values_us = .3,
                               .spare_sums = SPARE_SENDERS};
-static const Costs OF_FEW = {.least_us = .33,
-                             .load = .8,
-                             .send_copies = {0, 0, 62e3},
+static const Costs OF_FEW = {.send_copies = {0, 0, 62e3},
                              .receive_copies = {.32, .115, 100e3},
-                             .multiply = {.13, .087, 97e3},
                              .send_sums = {.17, .355, 220e3},
                              .receive_sums = {.4, .03, 190e3},
                              .spare_sums = 2.5};
+static const Cost MULTIPLY = {.13, .087, 97e3};
 
 #define WIRE_BYTES_PER_US 350e3
+#define MEMORY_BYTES_PER_US 4.3e6
 #define WIDER .75 /* more for a row, each time that the lanes double */
-
-static const Costs *costs_of(int32_t blocks) {
-    return blocks < MANY_BLOCKS ? &OF_FEW : &OF_MANY;
-}
 
 static double time_of(Cost cost, double rows, double bytes) {
     return cost.token_us + rows * cost.row_us + bytes / cost.bytes_per_us;
 }
 
-void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double leaving,
-                   EpTraffic *traffic) {
-    const Costs *costs = costs_of(blocks);
-    double moved = stored + costs->load * (traffic->sent - stored);
-    double us =
-        costs->item_us / active + time_of(costs->send_copies, moved, moved * (double)row_bytes);
-    traffic->send_us = us > costs->least_us ? us : costs->least_us;
-    traffic->wire_us = leaving * (double)row_bytes / WIRE_BYTES_PER_US;
-    traffic->spare = SPARE_SENDERS;
+/* Returns what a token takes of the wire or of the memory, whichever takes longer. */
+static double shared_us(const EpTraffic *t, int64_t row_bytes) {
+    return larger(t->wire_us, (t->sent + t->received) * (double)row_bytes / MEMORY_BYTES_PER_US);
+}
+
+/* Returns how long one of many blocks has a token under way that it stores `stored` times. */
+static double waiting_us(int32_t active, int64_t row_bytes, double stored) {
+    return (double)ITEM_US / active +
+           time_of(OF_MANY.send_copies, stored, stored * (double)row_bytes);
+}
+
+/* Returns how long one of few blocks is busy with it. `crowd`: how much longer the memory makes it
+ * to post the token. */
+static double sending_us(const EpTraffic *t, int32_t top_k, int64_t row_bytes, double stored,
+                         double crowd) {
+    double moved = stored + LOAD * (t->sent - stored);
+    double us = time_of(OF_FEW.send_copies, moved, moved * (double)row_bytes);
+    double rows_of_a_pass = 32 / ep_team_width(top_k);
+    return larger(us, larger(LEAST_SEND_US, (POST_US + POST_PASS_US / rows_of_a_pass) * crowd));
 }
 
 /* A warp schedules fewer rows at once where they have more than 8 experts, each of which is a lane.
  */
-double ep_copy_time(int32_t blocks, int32_t top_k, int64_t row_bytes, double arrived,
-                    double copied) {
-    double width = 1;
+void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes, double stored,
+                   double copied, EpTraffic *t) {
+    double width = 1, bytes = copied * (double)row_bytes;
     for (int32_t lanes = 8; lanes < top_k; lanes *= 2)
         width += WIDER;
-    return time_of(costs_of(blocks)->receive_copies, arrived * width, copied * (double)row_bytes);
+    t->wire_us = t->ranks * (double)row_bytes / WIRE_BYTES_PER_US;
+    t->spare = SPARE_SENDERS;
+    t->send_us = sending_us(t, top_k, row_bytes, stored, 1);
+    t->receive_us = time_of(OF_FEW.receive_copies, t->ranks * width, bytes);
+    t->busy = blocks < MANY_BLOCKS ||
+              SPARE_BLOCKS * (t->send_us + t->receive_us) > blocks * shared_us(t, row_bytes);
+    if (t->busy) return;
+    t->send_us = waiting_us(active, row_bytes, stored);
+    t->receive_us = time_of(OF_MANY.receive_copies, t->ranks * width, bytes);
 }
 
-double ep_multiply_time(int32_t blocks, int64_t row_bytes, double moved) {
-    return time_of(costs_of(blocks)->multiply, moved, moved * (double)row_bytes);
+/* Multiplying takes most of the time. Where that leaves blocks over, they send, as many as the wire
+ * has use for. The busier the memory, the longer senders wait for it. */
+void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes,
+                       EpTraffic *t) {
+    t->busy = 1, t->spare = SPARE_SENDERS;
+    t->wire_us = t->ranks * (double)row_bytes / WIRE_BYTES_PER_US;
+    t->send_us = sending_us(t, top_k, row_bytes, t->ranks, 1);
+    t->receive_us = time_of(MULTIPLY, t->received, t->received * (double)row_bytes);
+    if (t->sent <= 0) return;
+    double limit_us = shared_us(t, row_bytes);
+    double load = clamp(limit_us * blocks / (t->send_us + t->receive_us), 0, 1);
+    t->send_us = sending_us(t, top_k, row_bytes, t->ranks, 1 + CROWDED * pow(load, 4));
+    double wanted = t->spare * waiting_us(active, row_bytes, t->ranks) / t->wire_us / blocks;
+    double left_over = 1 - t->receive_us / limit_us / blocks;
+    t->most_send = clamp(wanted, t->least_send, t->most_send);
+    t->least_send = clamp(left_over, t->least_send, t->most_send);
 }
 
 void ep_sum_times(int32_t blocks, EpSpread s, int64_t row_bytes, int64_t sum_bytes,
                   int carries_values, EpTraffic *traffic) {
-    const Costs *costs = costs_of(blocks);
+    traffic->busy = blocks < MANY_BLOCKS;
+    const Costs *costs = traffic->busy ? &OF_FEW : &OF_MANY;
     double sums = s.ranks * (double)sum_bytes;
     traffic->send_us = time_of(costs->send_sums, s.ranks, s.other * (double)row_bytes + sums);
     traffic->receive_us =
@@ -147,7 +183,7 @@ static double receiving_fraction(int32_t blocks, const EpTraffic *t, int64_t row
 static int32_t round_receivers(int32_t blocks, double wanted, const EpTraffic *t) {
     int32_t less = (int32_t)ep_max(1, ep_min(blocks - 1, (int64_t)wanted)), more = less + 1;
     if (more >= blocks) return less;
-    if (blocks >= MANY_BLOCKS || t->wire_us <= 0) return wanted + .5 < more ? less : more;
+    if (!t->busy || t->wire_us <= 0) return wanted + .5 < more ? less : more;
     double with_less = t->receive_us / less, with_more = t->send_us / (blocks - more);
     return with_less < with_more ? less : more;
 }
@@ -155,28 +191,64 @@ static int32_t round_receivers(int32_t blocks, double wanted, const EpTraffic *t
 /* ---- scheduler warps ----------------------------------------------------------------------- */
 
 /* A scheduler warp takes PASS_US for a row of each of its teams, mostly waits for loads; at least
- * TOKEN_US for a token, and CLAIM_US to claim tokens. */
+ * TOKEN_US for a token, and CLAIM_US to claim tokens. Where the other blocks schedule those that
+ * arrive, one that posts its rank's own tokens takes less: OWN_PASS_US and OWN_CLAIM_US. */
 #define PASS_US 2.5
 #define TOKEN_US .6
 #define CLAIM_US 1.5
-#define SINGLE .9 /* of one warp's time: what each of two takes that claim one token at a time */
-#define MEMORY_BYTES_PER_US 4.3e6
+#define OWN_PASS_US .85
+#define OWN_CLAIM_US .95
+#define SINGLE .9   /* of one warp's time: what each of two takes that claim one token at a time */
+#define CRAMPED 1.1 /* so much more than there is: a warp does not keep up */
+#define NO_ROW .25  /* of that time: what a token takes without a row for another rank */
+#define MOST_CLAIMED 380        /* tokens, of all blocks: more make the end longer */
 #define BLOCK_BYTES_PER_US 80e3 /* of few blocks, which do not fill the memory's rate */
 #define BUSY .9
 #define SEVERAL_RANKS 2
 
 /* Returns what a token takes of a block otherwise: of the wire, the memory or the block itself. */
 static double moving_us(const EpTraffic *t, int32_t blocks, int64_t row_bytes) {
-    double bytes = (t->sent + t->received) * (double)row_bytes;
-    double memory_us = bytes / MEMORY_BYTES_PER_US, block_us = bytes / BLOCK_BYTES_PER_US;
-    double slowest_us = blocks * (memory_us > t->wire_us ? memory_us : t->wire_us);
-    return block_us > slowest_us ? block_us : slowest_us;
+    double block_us = (t->sent + t->received) * (double)row_bytes / BLOCK_BYTES_PER_US;
+    return larger(block_us, blocks * shared_us(t, row_bytes));
+}
+
+/* Returns what a token takes of the GPU: of the wire, the memory or the slower kind of block. */
+static double token_us(const EpTraffic *t, int32_t blocks, int32_t receivers, int64_t row_bytes) {
+    double us = shared_us(t, row_bytes);
+    if (!t->busy) return us;
+    return larger(us, larger(t->receive_us / receivers, t->send_us / (blocks - receivers)));
+}
+
+/* Returns the mean of a token's time, of which some have no row for another rank, in parts of the
+ * time of one that has. */
+static double usual_part(const EpTraffic *t) {
+    if (t->ranks <= 0) return 0; /* nothing arrives */
+    return t->ranks < 1 ? NO_ROW + (1 - NO_ROW) * t->ranks : 1;
 }
 
 static double scheduling_us(const EpTraffic *t, int32_t top_k) {
     int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
-    double us = t->scheduled * PASS_US / rows_of_a_pass;
-    return us > TOKEN_US ? us : TOKEN_US;
+    return larger(TOKEN_US, t->scheduled * PASS_US / rows_of_a_pass);
+}
+
+/* Returns what a token takes a warp that posts own ones, if it claims `each` at a time. */
+static double posting_us(const EpTraffic *t, int32_t top_k, int32_t each) {
+    int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
+    if (!t->scheduled_by_receivers) return 0;
+    return usual_part(t) * (OWN_PASS_US / rows_of_a_pass + OWN_CLAIM_US / each);
+}
+
+/* Returns how many tokens each warp claims: its part of `chunk`, or more, until it keeps up. */
+static int32_t claim(const EpTraffic *t, int32_t blocks, int32_t top_k, int32_t chunk,
+                     double scheduled_us, double sent_us, int32_t warps) {
+    int32_t each = (chunk + warps - 1) / warps;
+    int64_t most = ep_min(MOST_CHUNK, MOST_CLAIMED / blocks) / warps;
+    double busy_us = scheduling_us(t, top_k);
+    while (each < most &&
+           (usual_part(t) * (busy_us + CLAIM_US / each) > CRAMPED * scheduled_us * warps ||
+            posting_us(t, top_k, each) > CRAMPED * sent_us * warps))
+        each++;
+    return each;
 }
 
 /* Two warps of a block schedule where one would be busy all the time: tokens have many experts, so
@@ -184,25 +256,24 @@ static double scheduling_us(const EpTraffic *t, int32_t top_k) {
  * keep rows better in order, if they claim one token at a time and have the time for it. Otherwise
  * a second one only puts rows out of order. */
 static void divide_warps(const EpTraffic *t, int32_t blocks, int32_t top_k, int64_t row_bytes,
-                         EpDivision *division) {
-    double block_us = moving_us(t, blocks, row_bytes), busy_us = scheduling_us(t, top_k);
+                         int32_t chunk, EpDivision *division) {
+    int32_t receivers = division->receivers, senders = blocks - receivers;
+    int32_t scheduling = t->scheduled_by_receivers ? receivers : senders;
+    double us = token_us(t, blocks, receivers, row_bytes), sent_us = senders * us;
+    double block_us = moving_us(t, scheduling, row_bytes), busy_us = scheduling_us(t, top_k);
     int spreads = t->ranks >= SEVERAL_RANKS;
-    division->schedulers = spreads || busy_us > BUSY * block_us ? 2 : 1;
-    division->claims_one =
-        t->ordered && spreads && block_us > CLAIM_US && block_us > SINGLE * busy_us;
+    int lags = busy_us > BUSY * block_us || posting_us(t, top_k, MOST_CHUNK) > sent_us;
+    int single = t->ordered && spreads && block_us > CLAIM_US && block_us > SINGLE * busy_us;
+    int32_t warps = spreads || lags ? 2 : 1;
+    division->schedulers = warps;
+    division->claim = single ? 1 : claim(t, blocks, top_k, chunk, scheduling * us, sent_us, warps);
 }
 
-EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic t) {
+EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t chunk, EpTraffic t) {
     double fraction = receiving_fraction(blocks, &t, row_bytes);
-    int32_t receivers = round_receivers(blocks, blocks * fraction, &t);
-    int32_t scheduling = t.scheduled_by_receivers ? receivers : blocks - receivers;
-    EpDivision division = {.receivers = receivers};
-    divide_warps(&t, scheduling, top_k, row_bytes, &division);
+    EpDivision division = {.receivers = round_receivers(blocks, blocks * fraction, &t)};
+    divide_warps(&t, blocks, top_k, row_bytes, chunk, &division);
     return division;
-}
-
-int32_t ep_claim(EpDivision division, int32_t chunk) {
-    return division.claims_one ? 1 : (chunk + division.schedulers - 1) / division.schedulers;
 }
 
 /* ---- shared memory ------------------------------------------------------------------------- */

@@ -37,6 +37,7 @@ EpSpread ep_spread(const EpCudaGroup *group, int32_t top_k);
 typedef struct EpTraffic {
     double sent, received;          /**< loads and stores of rows */
     double send_us, receive_us;     /**< a block's time */
+    int32_t busy;                   /**< whether blocks are busy all that time, and do not wait */
     double wire_us;                 /**< the wire's time, 0 without other ranks */
     double spare;                   /**< senders for each that the wire needs */
     double ranks;                   /**< number of other ranks that it goes to */
@@ -46,17 +47,16 @@ typedef struct EpTraffic {
     int32_t ordered;                /**< whether it helps if rows move in the order of tokens */
 } EpTraffic;
 
-/** Set the times of what is sent, where traffic->sent is known: a sending block has `active` items
- *  under way, and stores `stored` rows for a token; of these `leaving` leave. */
-void ep_send_times(int32_t blocks, int32_t active, int64_t row_bytes, double stored, double leaving,
-                   EpTraffic *traffic);
+/** Set the times of rows that are copied, where t->sent and t->ranks are known: a sending block has
+ *  `active` items under way and stores `stored` rows for a token, a receiving one stores `copied`
+ * of those that arrive. */
+void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes, double stored,
+                   double copied, EpTraffic *t);
 
-/** Returns a receiving block's time to get `arrived` rows, and to store `copied` rows for these. */
-double ep_copy_time(int32_t blocks, int32_t top_k, int64_t row_bytes, double arrived,
-                    double copied);
-
-/** Returns a receiving block's time to multiply: it loads or stores `moved` rows for a token. */
-double ep_multiply_time(int32_t blocks, int64_t row_bytes, double moved);
+/** Set the times of rows that are multiplied, and the limits of what is sent: likewise, and
+ *  t->received is known, too. */
+void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes,
+                       EpTraffic *t);
 
 /** Set the times of sums, which travel as `sum_bytes`, with a value for each expert if
  *  `carries_values`. */
@@ -67,14 +67,12 @@ void ep_sum_times(int32_t blocks, EpSpread spread, int64_t row_bytes, int64_t su
 typedef struct EpDivision {
     int32_t receivers;  /**< blocks; the others send */
     int32_t schedulers; /**< warps of a block: 1 or 2 */
-    int32_t claims_one; /**< whether each of them claims one token at a time */
+    int32_t claim;      /**< tokens that each of them claims at a time */
 } EpDivision;
 
-EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, EpTraffic traffic);
-
-/** Returns how many tokens a scheduler warp claims at a time, where a block's warps claim `chunk`
- *  together: half of three is two. */
-int32_t ep_claim(EpDivision division, int32_t chunk);
+/** Divide the blocks. Their warps claim `chunk` tokens together, if that suffices. */
+EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t chunk,
+                     EpTraffic traffic);
 
 /** What the work items of a pipeline require of its shape. */
 typedef struct EpWorkNeeds {
