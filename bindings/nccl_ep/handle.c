@@ -253,7 +253,7 @@ static int prepare(const char *call, ncclEpHandle_t handle, const ncclEpLayoutIn
         NEP_TRY(nep_vector(call, group, "expert_offsets", info->expert_offsets, group->num_local,
                            &offsets, &out.expert_offsets));
     EpStatus status = ep_prepare(handle->ep, &handle->plan, &handle->topk_idx, NULL, stream, &out);
-    return nep_report(call, group, nep_result(call, status));
+    return nep_result(call, status);
 }
 
 static int update(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
@@ -280,9 +280,13 @@ static int update(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t 
 
 int ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                        const ncclEpLayoutInfo_t *layout_info, void *stream) {
-    return update("ncclEpUpdateHandle", handle, topk_idx, layout_info, stream);
+    const char *call = "ncclEpUpdateHandle";
+    int result = update(call, handle, topk_idx, layout_info, stream);
+    return result == NCCL_SUCCESS ? nep_report(call, handle->group, result) : result;
 }
 
+/* Reports nothing that GPUs have found: a later call does. This rank would be left without a
+ * handle, and the others would wait for it. */
 int ncclEpCreateHandle(ncclEpHandle_t *out, ncclEpGroup_t group, int layout,
                        const ncclEpTensor_t *topk_idx, const ncclEpLayoutInfo_t *layout_info,
                        const ncclEpHandleConfig_t *config, void *stream) {

@@ -170,10 +170,11 @@ ThreadTest(gpu_nccl_ep, rows_with_scales, 2) {
     nccl_ep_close(&rank);
 }
 
-/* Rows that the capacity loses are an error, told once, and the group goes on. */
+/* Rows that the capacity loses are an error, told once, and the group goes on. A call that makes a
+ * handle does not tell it: there would be none. */
 ThreadTest(gpu_nccl_ep, overflow_is_reported, 2) {
     NcclEpRank rank;
-    NcclEpStep s;
+    NcclEpStep s, later;
     Case c = training_case(bootstrap->size);
     c.capacity = 40;
     ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1);
@@ -181,9 +182,13 @@ ThreadTest(gpu_nccl_ep, overflow_is_reported, 2) {
     nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
     CHECK_NCCL(nccl_ep_create(&s));
     CHECK_CUDA(cudaStreamSynchronize(rank.stream));
+    c.max_tokens = 2, c.alignment = 1; /* which fit */
+    nccl_ep_step_open(&later, &rank, &c, 3, NULL, 0);
+    CHECK_NCCL(nccl_ep_create(&later));
     CHECK(nccl_ep_dispatch(&s) == NCCL_INVALID_USAGE, "the overflow is not reported");
     CHECK_NCCL(nccl_ep_combine(&s));
     nccl_ep_step_check(&s); /* the dispatch was carried out */
+    nccl_ep_step_close(&later);
     nccl_ep_step_close(&s);
     nccl_ep_close(&rank);
 }
