@@ -179,11 +179,12 @@ SoloTest(handles_partition, too_little_shared_memory) {
 /* ---- measured to be fastest ---------------------------------------------------------------- */
 
 typedef struct Divided {
-    EpScatterArgs dispatch;
+    EpScatterArgs dispatch, combine_backward;
     EpGatherArgs combine;
 } Divided;
 
-/* Divide a dispatch that receives in windows, and a combine, both of bf16. */
+/* Divide a dispatch that receives in windows, a combine, and a combine_backward with weights, all
+ * of bf16. */
 static Divided divide(int32_t ranks, int32_t blocks, int32_t top_k, int64_t row_bytes) {
     EpCudaGroup group = {.size = ranks, .blocks = blocks};
     Divided d = {.dispatch = {.group = group,
@@ -193,8 +194,12 @@ static Divided divide(int32_t ranks, int32_t blocks, int32_t top_k, int64_t row_
                  .combine = {.group = group,
                              .top_k = top_k,
                              .t = {.type = EP_TYPE_BF16, .row_bytes = row_bytes}}};
+    d.combine_backward = d.dispatch, d.combine_backward.zero_copy = 0;
+    d.combine_backward.multiplied = EP_TYPE_BF16, d.combine_backward.t.takes_dots = 1;
     CHECK(ep_partition_scatter(&d.dispatch, H200_SHARED_BYTES, 16), "dispatch is refused");
     CHECK(ep_partition_gather(&d.combine, H200_SHARED_BYTES), "combine is refused");
+    CHECK(ep_partition_scatter(&d.combine_backward, H200_SHARED_BYTES, 16),
+          "combine_backward is refused");
     return d;
 }
 
@@ -216,13 +221,11 @@ SoloTest(handles_partition, blocks_that_receive) {
     for (size_t i = 0; i < sizeof(measured) / sizeof(*measured); i++) {
         const Measured *m = &measured[i];
         Divided d = divide(m->ranks, m->blocks, 8, 14336);
-        EpScatterArgs b = d.dispatch;
-        b.zero_copy = 0, b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
-        CHECK(ep_partition_scatter(&b, H200_SHARED_BYTES, 16), "refused");
+        int32_t multiply = d.combine_backward.receivers;
         check_note("%d ranks, %d blocks", m->ranks, m->blocks);
         CHECK(d.dispatch.receivers == m->dispatch, "dispatch: %d", d.dispatch.receivers);
         CHECK(d.combine.receivers == m->combine, "combine: %d", d.combine.receivers);
-        CHECK(b.receivers == m->combine_backward, "combine_backward: %d", b.receivers);
+        CHECK(multiply == m->combine_backward, "combine_backward: %d", multiply);
     }
 }
 
@@ -258,14 +261,9 @@ SoloTest(handles_partition, few_blocks_that_multiply) {
         int32_t top_k, row_bytes, receive;
     } cases[] = {{8, 6144, 21}, {10, 4096, 21}, {4, 5760, 20}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = 2, .blocks = 24},
-                           .top_k = cases[i].top_k,
-                           .multiplied = EP_TYPE_BF16,
-                           .t = {.takes_dots = 1,
-                                 .row_bytes = cases[i].row_bytes,
-                                 .source_row_bytes = cases[i].row_bytes}};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
-        CHECK(s.receivers == cases[i].receive, "top-%d: %d blocks", cases[i].top_k, s.receivers);
+        Divided d = divide(2, 24, cases[i].top_k, cases[i].row_bytes);
+        int32_t multiply = d.combine_backward.receivers;
+        CHECK(multiply == cases[i].receive, "top-%d: %d blocks", cases[i].top_k, multiply);
     }
 }
 
@@ -303,17 +301,11 @@ SoloTest(handles_partition, many_blocks_that_multiply) {
         {132, 10, 4096, 102, 112}, {80, 22, 8192, 70, 73},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
-                           .top_k = cases[i].top_k,
-                           .multiplied = EP_TYPE_BF16,
-                           .t = {.takes_dots = 1,
-                                 .row_bytes = cases[i].row_bytes,
-                                 .source_row_bytes = cases[i].row_bytes}};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
+        Divided d = divide(2, cases[i].blocks, cases[i].top_k, cases[i].row_bytes);
+        int32_t multiply = d.combine_backward.receivers;
         check_note("%d blocks, top-%d, rows of %d bytes", cases[i].blocks, cases[i].top_k,
                    cases[i].row_bytes);
-        CHECK(s.receivers >= cases[i].least && s.receivers <= cases[i].most, "%d receive",
-              s.receivers);
+        CHECK(multiply >= cases[i].least && multiply <= cases[i].most, "%d multiply", multiply);
     }
 }
 
@@ -327,12 +319,9 @@ SoloTest(handles_partition, blocks_that_multiply_for_few_experts) {
         {8, 108},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = 2, .blocks = H200_BLOCKS},
-                           .top_k = cases[i].top_k,
-                           .multiplied = EP_TYPE_BF16,
-                           .t = {.takes_dots = 1, .row_bytes = 8192, .source_row_bytes = 8192}};
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16), "refused");
-        CHECK(s.receivers == cases[i].receives, "top-%d: %d blocks", cases[i].top_k, s.receivers);
+        Divided d = divide(2, H200_BLOCKS, cases[i].top_k, 8192);
+        int32_t multiply = d.combine_backward.receivers;
+        CHECK(multiply == cases[i].receives, "top-%d: %d blocks", cases[i].top_k, multiply);
     }
 }
 
@@ -421,13 +410,7 @@ SoloTest(handles_partition, packed_sums_under_way) {
 /* With one rank each row has all eight slots, so two rows fit only if they are cut into pieces. */
 SoloTest(handles_partition, room_for_two_rows) {
     for (int32_t ranks = 1; ranks <= 4; ranks++) {
-        EpScatterArgs a = {.group = {.size = ranks, .blocks = H200_BLOCKS},
-                           .top_k = 8,
-                           .multiplied = EP_TYPE_BF16,
-                           .t.takes_dots = 1,
-                           .t.row_bytes = 14336,
-                           .t.source_row_bytes = 14336};
-        CHECK(ep_partition_scatter(&a, H200_SHARED_BYTES, 16), "refused");
+        EpScatterArgs a = divide(ranks, H200_BLOCKS, 8, 14336).combine_backward;
         CHECK(a.receive.pieces == (ranks == 1 ? 2 : 1), "%d ranks: %d pieces", ranks,
               a.receive.pieces);
         CHECK(ranks > 1 || a.receive.stages >= 18, "%d stages", a.receive.stages);
@@ -449,24 +432,13 @@ SoloTest(handles_partition, warps_that_schedule) {
         {2, 24, 22, 8192, 2, 2, 2},  {1, 132, 22, 8192, 1, 1, 1},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
-                           .top_k = cases[i].top_k,
-                           .zero_copy = cases[i].ranks > 1,
-                           .t.row_bytes = cases[i].row_bytes,
-                           .t.source_row_bytes = cases[i].row_bytes};
-        EpScatterArgs b = s;
-        EpGatherArgs g = {.group = s.group,
-                          .top_k = s.top_k,
-                          .t = {.type = EP_TYPE_BF16, .row_bytes = s.t.row_bytes}};
-        b.zero_copy = 0, b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
-                  ep_partition_scatter(&b, H200_SHARED_BYTES, 16) &&
-                  ep_partition_gather(&g, H200_SHARED_BYTES),
-              "refused");
-        check_note("%d ranks, %d blocks, top-%d", cases[i].ranks, cases[i].blocks, s.top_k);
-        CHECK(s.schedulers == cases[i].dispatch, "dispatch: %d", s.schedulers);
-        CHECK(g.schedulers == cases[i].combine, "combine: %d", g.schedulers);
-        CHECK(b.schedulers == cases[i].combine_backward, "combine_backward: %d", b.schedulers);
+        Divided d = divide(cases[i].ranks, cases[i].blocks, cases[i].top_k, cases[i].row_bytes);
+        int32_t dispatch = d.dispatch.schedulers, combine = d.combine.schedulers;
+        int32_t backward = d.combine_backward.schedulers;
+        check_note("%d ranks, %d blocks, top-%d", cases[i].ranks, cases[i].blocks, cases[i].top_k);
+        CHECK(dispatch == cases[i].dispatch, "dispatch: %d", dispatch);
+        CHECK(combine == cases[i].combine, "combine: %d", combine);
+        CHECK(backward == cases[i].combine_backward, "combine_backward: %d", backward);
     }
 }
 
@@ -484,25 +456,14 @@ SoloTest(handles_partition, tokens_at_once) {
         {14336, 8, 48, 4, 4, 2},  {8192, 2, 132, 4, 2, 4}, {10240, 1, 132, 4, 2, 4},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        EpScatterArgs s = {.group = {.size = 2, .blocks = cases[i].blocks},
-                           .top_k = cases[i].top_k,
-                           .t.row_bytes = cases[i].row_bytes,
-                           .t.source_row_bytes = cases[i].row_bytes};
-        EpScatterArgs b = s;
-        EpGatherArgs g = {.group = s.group,
-                          .top_k = s.top_k,
-                          .t.type = EP_TYPE_BF16,
-                          .t.row_bytes = s.t.row_bytes};
-        b.multiplied = EP_TYPE_BF16, b.t.takes_dots = 1;
-        CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 16) &&
-                  ep_partition_scatter(&b, H200_SHARED_BYTES, 16) &&
-                  ep_partition_gather(&g, H200_SHARED_BYTES),
-              "refused");
-        check_note("rows of %lld bytes, top-%d, %d blocks", (long long)s.t.row_bytes, s.top_k,
-                   cases[i].blocks);
-        CHECK(s.chunk == cases[i].dispatch, "dispatch: %d", s.chunk);
-        CHECK(g.chunk == cases[i].combine, "combine: %d", g.chunk);
-        CHECK(b.chunk == cases[i].combine_backward, "combine_backward: %d", b.chunk);
+        Divided d = divide(2, cases[i].blocks, cases[i].top_k, cases[i].row_bytes);
+        int32_t dispatch = d.dispatch.chunk, combine = d.combine.chunk;
+        int32_t backward = d.combine_backward.chunk;
+        check_note("rows of %lld bytes, top-%d, %d blocks", (long long)cases[i].row_bytes,
+                   cases[i].top_k, cases[i].blocks);
+        CHECK(dispatch == cases[i].dispatch, "dispatch: %d", dispatch);
+        CHECK(combine == cases[i].combine, "combine: %d", combine);
+        CHECK(backward == cases[i].combine_backward, "combine_backward: %d", backward);
     }
 }
 
