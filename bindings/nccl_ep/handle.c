@@ -281,8 +281,8 @@ static int update(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t 
 int ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                        const ncclEpLayoutInfo_t *layout_info, void *stream) {
     const char *call = "ncclEpUpdateHandle";
-    int result = update(call, handle, topk_idx, layout_info, stream);
-    return result == NCCL_SUCCESS ? nep_report(call, handle->group, result) : result;
+    NEP_TRY(update(call, handle, topk_idx, layout_info, stream));
+    return nep_report(call, handle->group, NCCL_SUCCESS);
 }
 
 /* Reports nothing that GPUs have found: a later call does. This rank would be left without a

@@ -60,8 +60,9 @@ static EpTraffic multiplied_traffic(const EpScatterArgs *a, EpSpread s) {
     return t;
 }
 
-/* Returns how many tokens a scheduler warp claims at a time. Where rows are multiplied, one of few
- * experts takes a block less time, so it counts as a smaller one. */
+/* Returns how many tokens the scheduler warps of a block claim at a time, if they keep up. Where
+ * rows are multiplied, one of few experts takes a block less time, so it counts as a smaller one.
+ */
 static int32_t chunk_of(const EpScatterArgs *a) {
     if (!a->multiplied) return granularity(a, SEND_COPIES).chunk;
     int64_t row_bytes = ep_max(16, a->t.row_bytes * (1 + a->top_k) / WHOLE_ROW_STAGES);

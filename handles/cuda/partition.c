@@ -79,11 +79,16 @@ static const Costs OF_FEW = {.send_copies = {0, 0, 62e3},
                              .send_sums = {.17, .355, 220e3},
                              .receive_sums = {.4, .03, 190e3},
                              .spare_sums = 2.5};
-static const Cost MULTIPLY = {.13, .087, 97e3};
+static const Cost MULTIPLY = {.13, .087, 97e3}; /* of many and of few */
 
 #define WIRE_BYTES_PER_US 350e3
 #define MEMORY_BYTES_PER_US 4.3e6
 #define WIDER .75 /* more for a row, each time that the lanes double */
+
+/* Returns how many rows a scheduler warp passes on at once: as many as it has teams of lanes. */
+static int32_t rows_of_a_pass(int32_t top_k) {
+    return 32 / ep_team_width(top_k);
+}
 
 static double time_of(Cost cost, double rows, double bytes) {
     return cost.token_us + rows * cost.row_us + bytes / cost.bytes_per_us;
@@ -106,8 +111,8 @@ static double sending_us(const EpTraffic *t, int32_t top_k, int64_t row_bytes, d
                          double crowd) {
     double moved = stored + LOAD * (t->sent - stored);
     double us = time_of(OF_FEW.send_copies, moved, moved * (double)row_bytes);
-    double rows_of_a_pass = 32 / ep_team_width(top_k);
-    return larger(us, larger(LEAST_SEND_US, (POST_US + POST_PASS_US / rows_of_a_pass) * crowd));
+    double posting_us = POST_US + POST_PASS_US / rows_of_a_pass(top_k);
+    return larger(us, larger(LEAST_SEND_US, posting_us * crowd));
 }
 
 /* A warp schedules fewer rows at once where they have more than 8 experts, each of which is a lane.
@@ -219,34 +224,33 @@ static double token_us(const EpTraffic *t, int32_t blocks, int32_t receivers, in
     return larger(us, larger(t->receive_us / receivers, t->send_us / (blocks - receivers)));
 }
 
-/* Returns the mean of a token's time, of which some have no row for another rank, in parts of the
- * time of one that has. */
-static double usual_part(const EpTraffic *t) {
+/* Returns what a token takes on average, since some have no row for another rank: the part of what
+ * one takes that has. */
+static double mean_part(const EpTraffic *t) {
     if (t->ranks <= 0) return 0; /* nothing arrives */
     return t->ranks < 1 ? NO_ROW + (1 - NO_ROW) * t->ranks : 1;
 }
 
 static double scheduling_us(const EpTraffic *t, int32_t top_k) {
-    int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
-    return larger(TOKEN_US, t->scheduled * PASS_US / rows_of_a_pass);
+    return larger(TOKEN_US, t->scheduled * PASS_US / rows_of_a_pass(top_k));
 }
 
 /* Returns what a token takes a warp that posts own ones, if it claims `each` at a time. */
 static double posting_us(const EpTraffic *t, int32_t top_k, int32_t each) {
-    int32_t rows_of_a_pass = 32 / ep_team_width(top_k);
-    if (!t->scheduled_by_receivers) return 0;
-    return usual_part(t) * (OWN_PASS_US / rows_of_a_pass + OWN_CLAIM_US / each);
+    if (!t->scheduled_by_receivers) return 0; /* senders schedule what arrives */
+    return mean_part(t) * (OWN_PASS_US / rows_of_a_pass(top_k) + OWN_CLAIM_US / each);
 }
 
-/* Returns how many tokens each warp claims: its part of `chunk`, or more, until it keeps up. */
+/* Returns how many tokens each warp claims: its part of `chunk`, or more, until it keeps up with
+ * what a token takes otherwise of a block that schedules (block_us) and of one that sends. */
 static int32_t claim(const EpTraffic *t, int32_t blocks, int32_t top_k, int32_t chunk,
-                     double scheduled_us, double sent_us, int32_t warps) {
+                     double block_us, double sender_us, int32_t warps) {
     int32_t each = (chunk + warps - 1) / warps;
     int64_t most = ep_min(MOST_CHUNK, MOST_CLAIMED / blocks) / warps;
     double busy_us = scheduling_us(t, top_k);
     while (each < most &&
-           (usual_part(t) * (busy_us + CLAIM_US / each) > CRAMPED * scheduled_us * warps ||
-            posting_us(t, top_k, each) > CRAMPED * sent_us * warps))
+           (mean_part(t) * (busy_us + CLAIM_US / each) > CRAMPED * block_us * warps ||
+            posting_us(t, top_k, each) > CRAMPED * sender_us * warps))
         each++;
     return each;
 }
@@ -259,14 +263,15 @@ static void divide_warps(const EpTraffic *t, int32_t blocks, int32_t top_k, int6
                          int32_t chunk, EpDivision *division) {
     int32_t receivers = division->receivers, senders = blocks - receivers;
     int32_t scheduling = t->scheduled_by_receivers ? receivers : senders;
-    double us = token_us(t, blocks, receivers, row_bytes), sent_us = senders * us;
+    double us = token_us(t, blocks, receivers, row_bytes), sender_us = senders * us;
     double block_us = moving_us(t, scheduling, row_bytes), busy_us = scheduling_us(t, top_k);
     int spreads = t->ranks >= SEVERAL_RANKS;
-    int lags = busy_us > BUSY * block_us || posting_us(t, top_k, MOST_CHUNK) > sent_us;
+    int lags = busy_us > BUSY * block_us || posting_us(t, top_k, MOST_CHUNK) > sender_us;
     int single = t->ordered && spreads && block_us > CLAIM_US && block_us > SINGLE * busy_us;
     int32_t warps = spreads || lags ? 2 : 1;
     division->schedulers = warps;
-    division->claim = single ? 1 : claim(t, blocks, top_k, chunk, scheduling * us, sent_us, warps);
+    division->claim =
+        single ? 1 : claim(t, blocks, top_k, chunk, scheduling * us, sender_us, warps);
 }
 
 EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t chunk, EpTraffic t) {

@@ -48,8 +48,8 @@ typedef struct EpTraffic {
 } EpTraffic;
 
 /** Set the times of rows that are copied, where t->sent and t->ranks are known: a sending block has
- *  `active` items under way and stores `stored` rows for a token, a receiving one stores `copied`
- * of those that arrive. */
+ *  `active` items under way and stores `stored` rows for a token. A receiving block stores `copied`
+ *  of the rows that arrive. */
 void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes, double stored,
                    double copied, EpTraffic *t);
 
