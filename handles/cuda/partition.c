@@ -44,6 +44,10 @@ static double clamp(double value, double least, double most) {
     return value < least ? least : value > most ? most : value;
 }
 
+static double mix(double a, double b, double part_of_b) {
+    return a + (b - a) * part_of_b;
+}
+
 /* What a block takes for a token: for itself, for each row, and for bytes that it moves. */
 typedef struct Cost {
     double token_us, row_us, bytes_per_us;
@@ -66,7 +70,8 @@ typedef struct Costs {
 #define LEAST_SEND_US .33
 #define CROWDED 1.2 /* more to post a token where the memory is busy all the time */
 #define MANY_BLOCKS 64
-#define SPARE_BLOCKS 1.48 /* for each that copies take: more are many */
+#define FEW_SPARE 1.48    /* for each that copies take: up to so many are few, */
+#define MANY_SPARE 2      /* from here on they are many, in between both */
 #define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
 static const Costs OF_MANY = {.send_copies = {0, 0, 49e3},
                               .receive_copies = {0, .6, 49e3},
@@ -79,6 +84,9 @@ static const Costs OF_FEW = {.send_copies = {0, 0, 62e3},
                              .send_sums = {.17, .355, 220e3},
                              .receive_sums = {.4, .03, 190e3},
                              .spare_sums = 2.5};
+static const Costs OF_PACKING = {.send_sums = {0, .87, 96e3}, /* of few, if sums travel packed */
+                                 .receive_sums = {.65, 0, 82e3},
+                                 .spare_sums = 2.5};
 static const Cost MULTIPLY = {.13, .087, 97e3}; /* of many and of few */
 
 #define WIRE_BYTES_PER_US 350e3
@@ -115,6 +123,13 @@ static double sending_us(const EpTraffic *t, int32_t top_k, int64_t row_bytes, d
     return larger(us, larger(LEAST_SEND_US, posting_us * crowd));
 }
 
+/* Returns the part of blocks that copy which are many, given what they take as few. */
+static double many_part(int32_t blocks, const EpTraffic *t, int64_t row_bytes) {
+    if (blocks < MANY_BLOCKS) return 0;
+    double spare = blocks * shared_us(t, row_bytes) / (t->send_us + t->receive_us);
+    return clamp((spare - FEW_SPARE) / (MANY_SPARE - FEW_SPARE), 0, 1);
+}
+
 /* A warp schedules fewer rows at once where they have more than 8 experts, each of which is a lane.
  */
 void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_bytes, double stored,
@@ -126,11 +141,11 @@ void ep_copy_times(int32_t blocks, int32_t active, int32_t top_k, int64_t row_by
     t->spare = SPARE_SENDERS;
     t->send_us = sending_us(t, top_k, row_bytes, stored, 1);
     t->receive_us = time_of(OF_FEW.receive_copies, t->ranks * width, bytes);
-    t->busy = blocks < MANY_BLOCKS ||
-              SPARE_BLOCKS * (t->send_us + t->receive_us) > blocks * shared_us(t, row_bytes);
-    if (t->busy) return;
-    t->send_us = waiting_us(active, row_bytes, stored);
-    t->receive_us = time_of(OF_MANY.receive_copies, t->ranks * width, bytes);
+    double many = many_part(blocks, t, row_bytes);
+    t->busy = many <= 0;
+    t->send_us = mix(t->send_us, waiting_us(active, row_bytes, stored), many);
+    t->receive_us =
+        mix(t->receive_us, time_of(OF_MANY.receive_copies, t->ranks * width, bytes), many);
 }
 
 /* Multiplying takes most of the time. Where that leaves blocks over, they send, as many as the wire
@@ -151,17 +166,26 @@ void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t ro
     t->least_send = clamp(left_over, t->least_send, t->most_send);
 }
 
+static void set_sum_times(const Costs *costs, EpSpread s, int64_t row_bytes, double sums,
+                          EpTraffic *t) {
+    double own = s.own + 1;
+    t->send_us = time_of(costs->send_sums, s.ranks, s.other * (double)row_bytes + sums);
+    t->receive_us = time_of(costs->receive_sums, own + s.ranks, own * (double)row_bytes + sums);
+    t->spare = costs->spare_sums;
+}
+
+/* Blocks that pack sums are busy for longer, so more of them are few. */
 void ep_sum_times(int32_t blocks, EpSpread s, int64_t row_bytes, int64_t sum_bytes,
-                  int carries_values, EpTraffic *traffic) {
-    traffic->busy = blocks < MANY_BLOCKS;
-    const Costs *costs = traffic->busy ? &OF_FEW : &OF_MANY;
+                  int carries_values, EpTraffic *t) {
     double sums = s.ranks * (double)sum_bytes;
-    traffic->send_us = time_of(costs->send_sums, s.ranks, s.other * (double)row_bytes + sums);
-    traffic->receive_us =
-        time_of(costs->receive_sums, s.own + 1 + s.ranks, (s.own + 1) * (double)row_bytes + sums);
-    if (carries_values) traffic->receive_us += costs->values_us;
-    traffic->wire_us = sums / WIRE_BYTES_PER_US;
-    traffic->spare = costs->spare_sums;
+    int packs = sum_bytes < row_bytes;
+    t->wire_us = sums / WIRE_BYTES_PER_US;
+    set_sum_times(packs ? &OF_PACKING : &OF_FEW, s, row_bytes, sums, t);
+    t->busy = blocks < MANY_BLOCKS ||
+              (packs && t->send_us + t->receive_us > blocks * shared_us(t, row_bytes));
+    if (t->busy) return;
+    set_sum_times(&OF_MANY, s, row_bytes, sums, t);
+    if (carries_values) t->receive_us += OF_MANY.values_us;
 }
 
 #define MEMORY_SENDERS 66    /* as many blocks copy rows at the rate of a GPU's memory */

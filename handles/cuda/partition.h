@@ -61,7 +61,7 @@ void ep_multiply_times(int32_t blocks, int32_t active, int32_t top_k, int64_t ro
 /** Set the times of sums, which travel as `sum_bytes`, with a value for each expert if
  *  `carries_values`. */
 void ep_sum_times(int32_t blocks, EpSpread spread, int64_t row_bytes, int64_t sum_bytes,
-                  int carries_values, EpTraffic *traffic);
+                  int carries_values, EpTraffic *t);
 
 /** How blocks divide the work. */
 typedef struct EpDivision {

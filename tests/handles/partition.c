@@ -274,7 +274,7 @@ SoloTest(handles_partition, claims) {
         int32_t ranks, blocks, top_k, row_bytes, schedulers, dispatch, combine;
     } cases[] = {
         {4, 132, 8, 14336, 2, 1, 1}, {4, 132, 10, 4096, 2, 1, 1}, {2, 132, 4, 5760, 1, 4, 3},
-        {4, 64, 10, 4096, 2, 2, 2},  {4, 64, 8, 6144, 2, 1, 1},   {2, 80, 2, 8192, 2, 2, 2},
+        {4, 64, 10, 4096, 2, 2, 2},  {4, 64, 8, 6144, 2, 1, 1},   {2, 72, 1, 10240, 2, 2, 2},
         {4, 24, 8, 14336, 2, 1, 1},  {4, 24, 10, 4096, 2, 2, 2},  {4, 24, 1, 10240, 2, 2, 2},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
@@ -289,20 +289,41 @@ SoloTest(handles_partition, claims) {
     }
 }
 
-/* Two ranks: with 64 and 80 blocks those that received in dispatch where copies need most blocks,
- * and where they do not. */
+/* Two ranks: those that received in dispatch where it took no more than 2 % longer than at best.
+ * The more of the blocks copies need, the fewer are left to send. */
 SoloTest(handles_partition, many_blocks_that_copy) {
     static const struct {
-        int32_t blocks, top_k, row_bytes, receive;
+        int32_t blocks, top_k, row_bytes, least, most;
     } cases[] = {
-        {64, 1, 10240, 36}, {64, 2, 8192, 40},  {64, 10, 4096, 39}, {80, 1, 10240, 31},
-        {80, 2, 8192, 34},  {80, 10, 4096, 48}, {64, 8, 14336, 25}, {80, 8, 14336, 32},
+        {64, 1, 10240, 36, 37}, {72, 1, 10240, 36, 45}, {80, 1, 10240, 37, 50},
+        {88, 1, 10240, 42, 51}, {64, 2, 8192, 39, 41},  {72, 2, 8192, 40, 48},
+        {80, 2, 8192, 40, 50},  {88, 2, 8192, 40, 52},  {88, 4, 5760, 50, 57},
+        {64, 10, 4096, 39, 39}, {80, 10, 4096, 48, 48}, {64, 8, 14336, 25, 25},
+        {80, 8, 14336, 32, 41},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         Divided d = divide(2, cases[i].blocks, cases[i].top_k, cases[i].row_bytes);
         int32_t receive = d.dispatch.receivers;
         check_note("%d blocks, top-%d", cases[i].blocks, cases[i].top_k);
-        CHECK(receive == cases[i].receive, "%d receive", receive);
+        CHECK(receive >= cases[i].least && receive <= cases[i].most, "%d receive", receive);
+    }
+}
+
+/* Packing a sum takes a block longer than adding it up, so fewer receive. Those with which combine
+ * of 7168 elements, top-8, takes no more than 6 % longer than at best. */
+SoloTest(handles_partition, few_blocks_that_pack) {
+    static const struct {
+        int32_t ranks, blocks, least, most;
+    } cases[] = {{2, 24, 12, 12}, {2, 40, 20, 20}, {2, 64, 31, 33},
+                 {4, 24, 7, 8},   {4, 40, 12, 13}, {4, 64, 19, 21}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        EpGatherArgs a = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
+                          .top_k = 8,
+                          .t = {.type = EP_TYPE_BF16, .quant = EP_QUANT_FP8, .row_bytes = 14336}};
+        check_note("%d ranks, %d blocks", cases[i].ranks, cases[i].blocks);
+        CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
+        CHECK(a.receivers >= cases[i].least && a.receivers <= cases[i].most, "%d receive",
+              a.receivers);
     }
 }
 
