@@ -70,8 +70,8 @@ typedef struct Costs {
 #define LEAST_SEND_US .33
 #define CROWDED 1.2 /* more to post a token where the memory is busy all the time */
 #define MANY_BLOCKS 64
-#define FEW_SPARE 1.48    /* for each that copies take: up to so many are few, */
-#define MANY_SPARE 2      /* from here on they are many, in between both */
+#define FEW_SPARE 1.48    /* blocks for each that copies need: as few with no more of them, */
+#define MANY_SPARE 2      /* as many from here on, between the two in between */
 #define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
 static const Costs OF_MANY = {.send_copies = {0, 0, 49e3},
                               .receive_copies = {0, .6, 49e3},
@@ -123,7 +123,7 @@ static double sending_us(const EpTraffic *t, int32_t top_k, int64_t row_bytes, d
     return larger(us, larger(LEAST_SEND_US, posting_us * crowd));
 }
 
-/* Returns the part of blocks that copy which are many, given what they take as few. */
+/* Returns where blocks that copy lie between few (0) and many (1), given their times as few. */
 static double many_part(int32_t blocks, const EpTraffic *t, int64_t row_bytes) {
     if (blocks < MANY_BLOCKS) return 0;
     double spare = blocks * shared_us(t, row_bytes) / (t->send_us + t->receive_us);
@@ -174,7 +174,7 @@ static void set_sum_times(const Costs *costs, EpSpread s, int64_t row_bytes, dou
     t->spare = costs->spare_sums;
 }
 
-/* Blocks that pack sums are busy for longer, so more of them are few. */
+/* Packing takes long: MANY_BLOCKS are still busy, until the wire or the memory takes longer. */
 void ep_sum_times(int32_t blocks, EpSpread s, int64_t row_bytes, int64_t sum_bytes,
                   int carries_values, EpTraffic *t) {
     double sums = s.ranks * (double)sum_bytes;
