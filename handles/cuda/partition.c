@@ -70,8 +70,8 @@ typedef struct Costs {
 #define LEAST_SEND_US .33
 #define CROWDED 1.2 /* more to post a token where the memory is busy all the time */
 #define MANY_BLOCKS 64
-#define FEW_SPARE 1.48    /* blocks for each that copies need: as few with no more of them, */
-#define MANY_SPARE 2      /* as many from here on, between the two in between */
+#define FEW_SPARE 1.48    /* blocks for each that copies need: up to here they have times of few, */
+#define MANY_SPARE 2      /* from here on of many, and in between a mix of both */
 #define SPARE_SENDERS 1.2 /* as the last rows leave, some blocks have none */
 static const Costs OF_MANY = {.send_copies = {0, 0, 49e3},
                               .receive_copies = {0, .6, 49e3},
