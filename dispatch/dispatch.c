@@ -192,7 +192,7 @@ static EpStatus begin_dispatch(EpOperation *o, const char *name, EpHandle *handl
     EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
     if (!ep_handle_is_latency(handle)) {
         if (prepare) return refuse_routing(o);
-        return ep_handle_read(&o->call, handle, o->plan, &o->step);
+        return ep_operation_read(o);
     }
     EP_TRY(find_routing(o, prepare, route));
     o->step = ep_routing_step(&route->routing);
@@ -255,14 +255,12 @@ EpStatus ep_dispatch_wait(EpHandle *handle, EpStream stream, const EpTensor *rec
 /* ---- backward ------------------------------------------------------------------------------ */
 
 static EpStatus check_weights(EpOperation *o, const EpTensor *grad_slot_weights,
-                              const EpTensor *grad_tokens, const EpTensor *grad_topk_weights) {
+                              const EpTensor *grad_topk_weights) {
     EP_TRY(ep_arg_pair(o, "grad_topk_weights", grad_topk_weights, "grad_slot_weights",
                        grad_slot_weights));
     if (!grad_slot_weights) return EP_OK;
     EP_TRY(ep_arg_slot_weights(o, "grad_slot_weights", grad_slot_weights));
     EP_TRY(ep_arg_token_rows(o, "grad_topk_weights", grad_topk_weights, o->step.info.top_k, "K"));
-    EP_TRY(ep_arg_dim(&o->call, "grad_topk_weights", grad_topk_weights, 0, grad_tokens->shape[0],
-                      "rows of grad_tokens"));
     return ep_arg_float(&o->call, "grad_topk_weights", grad_topk_weights);
 }
 
@@ -275,7 +273,7 @@ EpStatus ep_dispatch_backward(EpHandle *handle, const EpTensor *plan,
     EP_TRY(
         ep_arg_summed_rows(&o, "grad_recv_tokens", grad_recv_tokens, "grad_tokens", grad_tokens));
     EP_TRY(ep_arg_sum_elements(&o, "grad_recv_tokens", grad_recv_tokens));
-    EP_TRY(check_weights(&o, grad_slot_weights, grad_tokens, grad_topk_weights));
+    EP_TRY(check_weights(&o, grad_slot_weights, grad_topk_weights));
     int64_t slots = ep_slot_capacity(handle, grad_recv_tokens);
     if (grad_slot_weights) slots = ep_min(slots, ep_slot_capacity(handle, grad_slot_weights));
     EpGatherTensors tensors = {.rows = grad_recv_tokens->data,

@@ -13,7 +13,13 @@ EpStatus ep_operation_begin_plan(EpOperation *o, const char *name, EpHandle *han
 EpStatus ep_operation_begin(EpOperation *o, const char *name, EpHandle *handle,
                             const EpTensor *plan) {
     EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
-    return ep_handle_read(&o->call, handle, o->plan, &o->step);
+    return ep_operation_read(o);
+}
+
+EpStatus ep_operation_read(EpOperation *o) {
+    EP_TRY(ep_handle_read(&o->call, o->handle, o->plan, &o->step));
+    if (!o->step.exact) o->step.num_rows = -1; /* the tensors have T rows, whatever topk_idx had */
+    return EP_OK;
 }
 
 EpStatus ep_operation_begin_receive(EpOperation *o, const char *name, EpHandle *handle,
@@ -31,7 +37,7 @@ EpStatus ep_operation_begin_backward(EpOperation *o, const char *name, EpHandle 
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "handle",
                          "expected one in throughput mode, since latency mode has no backward, got "
                          "one in latency mode");
-    return ep_handle_read(&o->call, handle, o->plan, &o->step);
+    return ep_operation_read(o);
 }
 
 /* ---- arguments ----------------------------------------------------------------------------- */
@@ -53,10 +59,14 @@ static EpStatus check_all(const EpOperation *o, const char *argument, const EpTe
     return ep_arg_reachable(&o->call, o->handle, EP_CHECK_ALL, argument, t);
 }
 
-/* With a plan that only a kernel reads, the first tensor of tokens gives T. */
+/* Where the plan does not fix T, or only a kernel reads the plan, the first tensor gives T. */
 static EpStatus take_rows(EpOperation *o, const char *argument, const EpTensor *t) {
     int32_t most = o->handle->group->config.max_tokens;
     if (o->step.num_rows >= 0) return EP_OK;
+    if (!o->step.exact && t->shape[0] < o->step.info.num_tokens)
+        return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
+                         "expected at least num_tokens = %lld rows, got %lld",
+                         (long long)o->step.info.num_tokens, (long long)t->shape[0]);
     if (t->shape[0] > most)
         return ep_refuse(&o->call, EP_ERR_TOKENS, argument,
                          "expected at most max_tokens = %d tokens, got %lld", most,
@@ -69,12 +79,7 @@ EpStatus ep_arg_token_rows(EpOperation *o, const char *argument, const EpTensor 
                            const char *what) {
     EP_TRY(ep_arg_tensor(&o->call, argument, t, 2));
     EP_TRY(take_rows(o, argument, t));
-    if (o->step.exact)
-        EP_TRY(ep_arg_dim(&o->call, argument, t, 0, o->step.num_rows, "T"));
-    else if (t->shape[0] < o->step.info.num_tokens)
-        return ep_refuse(&o->call, EP_ERR_SHAPE, argument,
-                         "expected at least num_tokens = %lld rows, got %lld",
-                         (long long)o->step.info.num_tokens, (long long)t->shape[0]);
+    EP_TRY(ep_arg_dim(&o->call, argument, t, 0, o->step.num_rows, "T"));
     if (columns >= 0) EP_TRY(ep_arg_dim(&o->call, argument, t, 1, columns, what));
     return check_all(o, argument, t);
 }

@@ -24,6 +24,9 @@ typedef struct EpOperation {
 EpStatus ep_operation_begin(EpOperation *o, const char *name, EpHandle *handle,
                             const EpTensor *plan);
 
+/** Read the plan of an operation that ep_operation_begin_plan has begun. */
+EpStatus ep_operation_read(EpOperation *o);
+
 /** Begin the receive phase of the pending operation. Refuses any other kind than `kind`. */
 EpStatus ep_operation_begin_receive(EpOperation *o, const char *name, EpHandle *handle,
                                     EpPendingKind kind);

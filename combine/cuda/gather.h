@@ -18,8 +18,8 @@ typedef struct EpTarget {
 
 /** Sums of other nodes, which come as records over the network: terms of a token's sum. */
 typedef struct EpNodeSums {
-    const char *records; /**< [others, chunk] records; NULL: there are none */
-    int64_t stride;      /**< bytes from one node's to the next one's */
+    const char *records; /**< [others, places] records; NULL: there are none */
+    int32_t places;      /**< of a node: the tokens of a chunk */
     const int32_t
         *order; /**< device [R + others]: the place of each rank and other node in the order of
                      summation, which is that of the group's ranks; NULL: as numbered */

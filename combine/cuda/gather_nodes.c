@@ -42,7 +42,7 @@ static EpStatus finish_chunk(Operation *o, int32_t chunk) {
     int64_t first = (int64_t)chunk * args.shape.nodes.chunk;
     args.owners = tables->ranks + tables->nodes - 1;
     args.nodes = (EpNodeSums){.records = o->run.relay->recv[chunk % 2],
-                              .stride = args.shape.nodes.chunk * args.record.bytes,
+                              .places = args.shape.nodes.chunk,
                               .order = tables->order};
     args.marks = ep_relay_marks(&o->run, chunk, EP_FROM_RELAYS);
     args.t.out_rows += first * args.target.row_stride;

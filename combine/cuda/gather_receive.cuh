@@ -33,7 +33,16 @@ __device__ __forceinline__ int order_term(const Team &t, int is_term, int place)
 
 /* Returns the record of another node's sum; `owner` is beyond the ranks. */
 __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner, int row) {
-    return a.nodes.records + (owner - a.group.size) * a.nodes.stride + row * a.record.bytes;
+    int64_t at = (int64_t)(owner - a.group.size) * a.nodes.places + row;
+    return a.nodes.records + at * a.record.bytes;
+}
+
+/* Whether an entry's sum comes from elsewhere. A damaged place in a node's records is none. */
+template <Form FORM>
+__device__ __forceinline__ int is_elsewhere(const EpGatherArgs &a, const EpEntry &e) {
+    if (e.owner < 0 || e.owner == a.group.rank) return 0;
+    return FORM == ONE_NODE || e.owner < a.group.size ||
+           (uint32_t)e.row < (uint32_t)a.nodes.places;
 }
 
 /* Returns a lane's term of its token's sum: the sum of another rank or node, or one of this rank's
@@ -42,7 +51,7 @@ template <Form FORM>
 __device__ __forceinline__ Term make_term(const EpGatherArgs &a, const Team &t, const EpEntry &e) {
     const EpCudaGroup &g = a.group;
     int is_own = e.owner == g.rank && e.slot >= 0, place = place_of<FORM>(a, e.owner);
-    int is_sum = e.owner >= 0 && e.owner != g.rank && e.leader, own, before;
+    int is_sum = is_elsewhere<FORM>(a, e) && e.leader, own, before;
     team_rank(t, is_own, &own);
     team_rank(t, is_sum && place < place_of<FORM>(a, g.rank), &before);
     Term term = {NULL, order_term(t, is_own || is_sum, place), 1, -1, e.row, before, before + own};
@@ -137,6 +146,7 @@ __device__ __forceinline__ float returned_value(const EpGatherArgs &a, const EpE
     const EpCudaGroup &g = a.group;
     if (e.owner < 0 || e.owner >= a.owners) return 0;
     if (e.owner == g.rank) return own_value(a, e, k);
+    if (!is_elsewhere<NODES>(a, e)) return 0;
     const char *record =
         e.owner < g.size ? ep_ring(g, g.rank, e.owner, e.row) : node_sum(a, e.owner, e.row);
     return __ldcg((const float *)(record + a.record.weights) + k);

@@ -386,7 +386,8 @@ __device__ void count_kept(const EpPrepareArgs &a) {
         for (int i = threadIdx.x; i < workspace()->source_tokens[s] * a.top_k;
              i += LATENCY_THREADS) {
             int local = __ldcg(routes + i);
-            if (local < 0 || __ldcg(slot + i / a.top_k) < 0) continue;
+            if ((uint32_t)local >= (uint32_t)a.shape.num_local) continue;
+            if (__ldcg(slot + i / a.top_k) < 0) continue;
             atomicAdd(&a.plan.expert_counts[local], 1);
             count_source(a, local, s);
         }

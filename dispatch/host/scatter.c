@@ -321,10 +321,18 @@ static EpStatus run_rounds(Scatter *x) {
  * 64 covers rounding. */
 #define MAX_QUANTISED_BYTES (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
 
+/* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
+ * checks it, since the caller may have written there meanwhile. */
+static EpStatus begin_plan(EpHandle *handle, const EpScatter *scatter) {
+    const EpCall call = {"ep_dispatch_wait", handle->group->rank};
+    if (scatter->phase == EP_PHASE_RECEIVE)
+        return ep_host_check_plan(handle, &call, scatter->plan, scatter->top_k);
+    return scatter->routing ? ep_host_prepare(handle, scatter->routing) : EP_OK;
+}
+
 EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
     _Alignas(64) char quantised[MAX_QUANTISED_BYTES];
-    if (scatter->routing && scatter->phase != EP_PHASE_RECEIVE)
-        EP_TRY(ep_host_prepare(handle, scatter->routing));
+    EP_TRY(begin_plan(handle, scatter));
     EpHost *host = ep_host(handle->group);
     const EpScatterTensors *s = &scatter->t;
     Scatter x = {.handle = handle,

@@ -50,11 +50,12 @@ __device__ __forceinline__ int ep_same_mark(const EpPlanMark &a, const EpPlanMar
 }
 
 /* Whether the numbers fit those of the call. Rows behind num_tokens are optional where it was
- * given, so T may be anything from there on. */
+ * given, so T may be anything from there on. So num_tokens is never more than T. */
 __device__ __forceinline__ int ep_fits_tokens(const EpPlanUse &use, const FoundPlan &found) {
     int64_t least = found.exact_rows ? found.num_rows : found.num_tokens;
     int has_rows = found.exact_rows ? use.num_rows == least : use.num_rows >= least;
-    return (found.num_tokens >= 0) & (use.num_rows < 0 || has_rows);
+    int is_part = (uint64_t)found.num_tokens <= (uint64_t)found.num_rows;
+    return is_part & (use.num_rows < 0 || has_rows);
 }
 
 __device__ __forceinline__ int ep_fits_rows(const EpPlanUse &use, const FoundPlan &found) {

@@ -328,7 +328,7 @@ template <typename Rows> __device__ void count_kept_entries(const EpPrepareArgs 
         const int32_t *routes = a.plan.routes + begin * k;
         for (int i = threadIdx.x; i < rows * k; i += (int)blockDim.x) {
             int local = __ldcg(routes + i);
-            if (local < 0) continue;
+            if ((uint32_t)local >= (uint32_t)a.shape.num_local) continue;
             atomicAdd(&a.plan.expert_counts[local], 1);
             count_source(a, local, r);
         }

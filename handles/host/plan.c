@@ -131,12 +131,13 @@ void ep_host_close_plan(EpHandle *handle) {
     handle->own.memory = NULL;
 }
 
-/* ---- named plans --------------------------------------------------------------------------- */
+/* ---- checks -------------------------------------------------------------------------------- */
 
 /*
- * The numbers in a named plan bound what operations read and write, and its memory may have been
- * damaged. What follows refuses numbers that would lead outside the tensors or the messages; other
- * damage gives wrong rows.
+ * The numbers in a plan bound what operations read and write, and its memory may have been
+ * overwritten since the last call, also the handle's own, which ep_handle_plan lends. What follows
+ * refuses numbers that would lead outside the tensors or the messages. Other damage gives wrong
+ * rows. Every call that reads a plan begins with it.
  */
 
 static int is_within(int64_t value, int64_t least, int64_t most) {
@@ -235,8 +236,9 @@ static int is_sound(const EpPlanShape *s, const EpPlan *plan, int64_t top_k) {
            are_entries_sound(s, plan);
 }
 
-static EpStatus check_named(const EpHandle *handle, const EpCall *call, const EpPlan *plan) {
-    int64_t top_k = ep_handle_top_k(handle);
+/* Check a plan of `top_k` experts per token. */
+static EpStatus check_plan(const EpHandle *handle, const EpCall *call, const EpPlan *plan,
+                           int64_t top_k) {
     EpPlanHeader expected = ep_plan_mark(handle, top_k);
     EP_TRY(ep_plan_check(call, plan->header, *plan->tail, &expected));
     if (is_sound(&handle->shape, plan, top_k)) return EP_OK;
@@ -244,14 +246,27 @@ static EpStatus check_named(const EpHandle *handle, const EpCall *call, const Ep
                      "expected untouched bytes, got damaged numbers");
 }
 
+EpStatus ep_host_check_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                            int64_t top_k) {
+    const EpPlan plan = ep_host_plan(handle, ref);
+    return check_plan(handle, call, &plan, top_k);
+}
+
 /* ---- numbers ------------------------------------------------------------------------------- */
+
+/* Returns K of a plan. A handle whose configuration leaves K open may have had any in its own. */
+static int64_t plan_top_k(const EpHandle *handle, const EpPlan *plan, EpPlanRef ref) {
+    int64_t most = ep_handle_top_k(handle);
+    if (ref.is_named || handle->top_k != EP_DEFAULT) return most;
+    return is_within(plan->header->top_k, 1, most) ? plan->header->top_k : most;
+}
 
 EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out) {
     const EpPlan plan = ep_host_plan(handle, ref);
     const EpPlanHeader *header = plan.header;
     int32_t rank = handle->group->rank, size = handle->group->size;
-    if (ref.is_named) EP_TRY(check_named(handle, call, &plan));
-    if (header->magic != EP_PLAN_MAGIC) return EP_OK;
+    if (!ref.is_named && header->magic != EP_PLAN_MAGIC) return EP_OK; /* no prepare yet */
+    EP_TRY(check_plan(handle, call, &plan, plan_top_k(handle, &plan, ref)));
     out->prepared = out->known = 1;
     EpHandleInfo *info = &out->info;
     info->num_local_experts = handle->shape.num_local;

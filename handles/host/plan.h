@@ -66,6 +66,11 @@ int64_t ep_host_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_host_open_plan(EpHandle *handle, const EpCall *call);
 void ep_host_close_plan(EpHandle *handle);
 EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
+
+/** Check that a plan is of the handle, with this K, and that its numbers lead nowhere outside of
+ *  what belongs to it: EP_ERR_NOT_PREPARED, EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY. */
+EpStatus ep_host_check_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
+                            int64_t top_k);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
 
 /** Returns the bytes of a set of buffers of latency mode: between the phases they hold the rows

@@ -30,16 +30,20 @@ Case fixture_case(EpLayout layout) {
                                 .scale_bytes = 8});
 }
 
-void fixture_open(Fixture *fixture, const Case *c) {
-    memset(fixture, 0, sizeof(*fixture));
-    fixture->world = world_new(c);
-    fixture->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
-    REQUIRE_OK(ep_bootstrap_local(1, &fixture->bootstrap));
-    fixture->group = open_group(&fixture->bootstrap, &fixture->world->c);
+void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case *c) {
+    *fixture = (Fixture){.bootstrap = fixture->bootstrap, .world = world_new(c)};
+    fixture->group = open_group(bootstrap, &fixture->world->c);
     REQUIRE(fixture->group, "no group");
     fixture->handle = open_handle(fixture->group, &fixture->world->c);
-    fixture->step = (Step){fixture->group, fixture->handle, fixture->world, 0, NULL};
+    fixture->step =
+        (Step){fixture->group, fixture->handle, fixture->world, bootstrap->rank, NULL};
     fixture_reset(fixture);
+}
+
+void fixture_open(Fixture *fixture, const Case *c) {
+    fixture->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    REQUIRE_OK(ep_bootstrap_local(1, &fixture->bootstrap));
+    fixture_open_on(fixture, &fixture->bootstrap, c);
 }
 
 void fixture_open_prepared(Fixture *fixture, const Case *c) {
@@ -53,11 +57,15 @@ static void free_images(Fixture *fixture) {
         if (fixture->image[i].base) image_free(&fixture->image[i]);
 }
 
-void fixture_close(Fixture *fixture) {
+void fixture_close_on(Fixture *fixture) {
     free_images(fixture);
     ep_group_destroy(fixture->group);
-    ep_bootstrap_destroy(&fixture->bootstrap);
     world_free(fixture->world);
+}
+
+void fixture_close(Fixture *fixture) {
+    fixture_close_on(fixture);
+    ep_bootstrap_destroy(&fixture->bootstrap);
 }
 
 static size_t tensor_bytes(const EpTensor *t) {
@@ -69,7 +77,7 @@ static size_t tensor_bytes(const EpTensor *t) {
 
 static void set_plan(Fixture *fixture) {
     const Case *c = &fixture->world->c;
-    const RankWorld *me = fixture->world->rank;
+    const RankWorld *me = &fixture->world->rank[fixture->step.rank];
     EpTensor *t = fixture->tensor;
     t[TOPK_IDX] = ep_tensor_2d(NULL, c->index_type, me->rows, c->top_k);
     t[NUM_TOKENS] = ep_tensor_1d(NULL, EP_TYPE_INT32, 1);
@@ -108,7 +116,7 @@ static void set_tokens(Fixture *fixture) {
 /* Fill in valid indices and the number of tokens. All other inputs may be any bytes. */
 static void set_index(Fixture *fixture) {
     const Case *c = &fixture->world->c;
-    const RankWorld *me = fixture->world->rank;
+    const RankWorld *me = &fixture->world->rank[fixture->step.rank];
     int32_t *index = (int32_t *)fixture->tensor[TOPK_IDX].data;
     for (int64_t i = 0; i < (int64_t)me->rows * c->top_k; i++)
         index[i] = (int32_t)me->index[i];
@@ -179,6 +187,11 @@ void fixture_begin(Fixture *fixture, Op send) {
 void fixture_check_untouched(const Fixture *fixture) {
     for (int i = 0; i < NUM_ARGS; i++)
         if (outputs[i]) image_check_untouched(&fixture->image[i], names[i]);
+}
+
+void fixture_check_guards(const Fixture *fixture) {
+    for (int i = 0; i < NUM_ARGS; i++)
+        image_check_guards(&fixture->image[i], names[i]);
 }
 
 static void apply_spoil(Fixture *fixture, const Wrong *wrong) {

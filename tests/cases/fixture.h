@@ -78,6 +78,9 @@ typedef struct Fixture {
 Case fixture_case(EpLayout layout);
 
 void fixture_open(Fixture *fixture, const Case *c);
+/** Open or close a fixture of several ranks, over the caller's bootstrap. Collective. */
+void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case *c);
+void fixture_close_on(Fixture *fixture);
 /** Open a fixture and prepare one step. */
 void fixture_open_prepared(Fixture *fixture, const Case *c);
 void fixture_close(Fixture *fixture);
@@ -94,6 +97,9 @@ void fixture_begin(Fixture *fixture, Op send);
 
 /** Check that no call has written an output since the last reset. */
 void fixture_check_untouched(const Fixture *fixture);
+
+/** Check that no call has written outside of a tensor. */
+void fixture_check_guards(const Fixture *fixture);
 
 typedef enum Spoil {
     SPOIL_ABSENT, /**< the tensor is NULL */

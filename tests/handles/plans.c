@@ -357,34 +357,29 @@ ThreadTest(handles_plans, wrong_contents, 1) {
     }
 }
 
-/* Damage inside a plan may give wrong rows, or be found; it never leads outside the tensors. */
-ThreadTest(handles_plans, damaged_inside, 1) {
-    uint64_t state = 12345;
-    for (int round = 0; round < 60; round++) {
-        Plans p;
-        Case c = plain;
-        c.ranks = 1, c.spread = SPREAD_FULL, c.layout = (EpLayout)(1 + round % 3);
-        if (round % 2) c.top_k = 8, c.experts = 8, c.capacity = 16, c.rows_per_expert = 2;
-        c.overflow = EP_OVERFLOW_DROP;
-        check_note("round %d", round);
-        REQUIRE(plans_open(&p, bootstrap, c), "no handle");
-        step_prepare(&p.step[0]);
-        size_t bytes = (size_t)p.plan[0].shape[0];
-        for (int i = 0; i < 40; i++) {
-            state = state * 6364136223846793005u + 1442695040888963407u;
-            size_t at = 192 + (size_t)(state >> 33) % (bytes - 320);
-            ((unsigned char *)p.plan[0].data)[at] ^= (unsigned char)(state >> 25) | 1;
-        }
-        _Alignas(16) char room[1 << 14];
-        EpTensor rows = step_expert_out(&p.step[0]), out = step_grad_out(&p.step[0]);
-        size_t used = (size_t)(out.shape[0] * out.shape[1]) * ep_type_bytes(out.type);
-        memset(room, 0x77, sizeof(room));
-        out.data = room + 1024;
-        (void)ep_combine(p.handle, &p.plan[0], &rows, NULL, NULL, NULL, &out);
-        for (size_t i = 0; i < sizeof(room); i++)
-            if ((i < 1024 || i >= 1024 + used) && !CHECK(room[i] == 0x77, "byte %zu", i)) break;
-        plans_close(&p);
+/* A handle of another configuration makes its plan in the memory of a handle's own. */
+ThreadTest(handles_plans, own_plan_overwritten, 1) {
+    Case c = case_complete((Case){.layout = EP_LAYOUT_FLAT, .top_k = 4, .capacity = 64}), d = c;
+    d.layout = EP_LAYOUT_EXPERT_MAJOR, d.named = 1;
+    World *world = world_new(&c), *foreign = world_new(&d);
+    EpGroup *group = open_group(bootstrap, &c);
+    EpHandle *handle = group ? open_handle(group, &c) : NULL;
+    EpHandle *other = group ? open_handle(group, &d) : NULL;
+    REQUIRE(handle && other, "no handle");
+    EpTensor plan = {0};
+    EpHandleInfo info = EP_HANDLE_INFO_INIT;
+    Step own = {group, handle, world, 0, NULL}, named = {group, other, foreign, 0, &plan};
+    step_prepare(&own);
+    CHECK_OK(ep_handle_plan(handle, &plan));
+    step_prepare(&named);
+    CHECK_REFUSED(call_combine(&own, NULL), EP_ERR_FOREIGN, "rank 0", "plan", "configuration");
+    if (!TESTS_ON_GPU) {
+        CHECK_REFUSED(ep_handle_info(handle, &info), EP_ERR_FOREIGN, "plan", "configuration");
+        step_all(&own);
     }
+    ep_group_destroy(group);
+    world_free(world);
+    world_free(foreign);
 }
 
 /* Rows that a plan counts as sent, but not as received, have entries that nothing has checked. */

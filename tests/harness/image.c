@@ -55,6 +55,14 @@ bool image_check_equal(const Image *got, const Image *expected, size_t row_bytes
                  got->base[i], expected->base[i]);
 }
 
+bool image_check_guards(const Image *image, const char *what) {
+    size_t begin = (size_t)(image->data - image->base), i = 0;
+    while (i < total_bytes(image) && image->base[i] == poison(i))
+        i += i + 1 == begin ? 1 + image->bytes : 1;
+    return CHECK(i >= total_bytes(image), "%s: byte %ld of %zu was written", what,
+                 (long)i - (long)begin, image->bytes);
+}
+
 bool image_check_untouched(const Image *image, const char *what) {
     size_t i = 0;
     while (i < total_bytes(image) && image->base[i] == poison(i))

@@ -32,6 +32,9 @@ Image image_in(void *memory, size_t bytes, size_t align);
 /** Check that the images are equal, guards included. `row_bytes` is for the message only. */
 bool image_check_equal(const Image *got, const Image *expected, size_t row_bytes, const char *what);
 
+/** Check that nothing was written outside of the data. */
+bool image_check_guards(const Image *image, const char *what);
+
 /** Check that nothing was written. */
 bool image_check_untouched(const Image *image, const char *what);
 

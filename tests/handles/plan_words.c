@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Words of a plan that are overwritten between two calls: the call that reads it is refused or gives
+ * wrong rows. Whatever it does, it stays within its tensors. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tests/cases/fixture.h"
+#include "tests/harness/random.h"
+
+static void be_quiet(void) {
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1); /* groups that fail log a warning */
+}
+
+TestSuite(handles_plan_words, .init = be_quiet);
+
+/* A fixture whose calls name a plan, and what the plan holds before a word is overwritten. */
+typedef struct Words {
+    Fixture fixture;
+    const EpBootstrap *bootstrap;
+    Case c;
+    bool owns; /* calls use the handle's own plan */
+    EpTensor plan;
+    uint8_t *saved;
+    Random random;
+} Words;
+
+/* Call an operation whose plan is whole. Ranks whose kernels wait may need the others. */
+static bool call_whole(Words *w, Op op) {
+    return CHECK_OK(fixture_call(&w->fixture, op));
+}
+
+/* Make the plan, and save it. Optional inputs alternate. */
+static bool make_plan(Words *w, bool counted) {
+    Fixture *f = &w->fixture;
+    for (int output = EXPERT_COUNTS; output <= SOURCE_ROWS; output++)
+        f->arg[output] = NULL;
+    if (!counted) f->arg[NUM_TOKENS] = NULL;
+    if (!call_whole(w, OP_PREPARE)) return false;
+    if (w->c.mode == EP_MODE_LATENCY && !call_whole(w, OP_DISPATCH)) return false;
+    memcpy(w->saved, w->plan.data, (size_t)w->plan.shape[0]);
+    return true;
+}
+
+static bool open_words(Words *w) {
+    fixture_open_on(&w->fixture, w->bootstrap, &w->c);
+    if (!w->fixture.handle) return false;
+    if (w->owns)
+        CHECK_OK(ep_handle_plan(w->fixture.handle, &w->plan));
+    else
+        open_plan(w->fixture.group, &w->c, &w->plan), w->fixture.plan = &w->plan;
+    w->saved = malloc((size_t)w->plan.shape[0]);
+    return w->saved && w->plan.data;
+}
+
+static void close_words(Words *w) {
+    fixture_close_on(&w->fixture);
+    if (!w->owns) free(w->plan.data);
+    free(w->saved);
+}
+
+static void restore(Words *w) {
+    memcpy(w->plan.data, w->saved, (size_t)w->plan.shape[0]);
+}
+
+/* Overwrite a random word, or many. */
+static void overwrite(Words *w) {
+    const uint32_t values[] = {0, 1, ~0u, INT32_MAX, 1u << 31, 1u << 20};
+    int64_t words = w->plan.shape[0] / 4;
+    int count = random_percent(&w->random, 10) ? 40 : 1;
+    for (int i = 0; i < count; i++) {
+        int64_t at = random_below(&w->random, words), way = random_below(&w->random, 9);
+        uint32_t *word = (uint32_t *)w->plan.data + at;
+        *word = way < 6    ? values[way]
+                : way == 6 ? *word + 1
+                : way == 7 ? *word - 1
+                           : (uint32_t)random_next(&w->random);
+    }
+}
+
+/* Call an operation after words of the plan of rank 0 have changed. A call that is refused has taken
+ * no part, so the same call with the plan as it was succeeds, unless other ranks saw a wrong plan.
+ */
+static void call_overwritten(Words *w, Op op) {
+    if (w->fixture.step.rank == 0) overwrite(w);
+    EpStatus status = fixture_call(&w->fixture, op);
+    fixture_check_guards(&w->fixture);
+    restore(w);
+    if (status == EP_OK || TESTS_ON_GPU || ep_group_status(w->fixture.group, NULL) != EP_OK) return;
+    CHECK(status == EP_ERR_HANDLE_MEMORY || status == EP_ERR_FOREIGN ||
+              status == EP_ERR_NOT_PREPARED,
+          "%d: %s", (int)status, ep_last_error());
+    CHECK_OK(fixture_call(&w->fixture, op));
+}
+
+/* Returns whether the group of any rank has failed. */
+static bool has_failed(const Words *w) {
+    char own = ep_group_status(w->fixture.group, NULL) != EP_OK, all[8] = {0};
+    CHECK_OK(w->bootstrap->allgather(w->bootstrap->context, &own, all, 1, 60));
+    return memchr(all, 1, sizeof(all)) != NULL;
+}
+
+/* Call an operation with a plan that changes before it or, if it has two phases, before either. */
+static bool try_operation(Words *w, Op op) {
+    check_note("seed %llu, layout %d, operation %d", (unsigned long long)w->c.seed,
+               (int)w->c.layout, (int)op);
+    restore(w);
+    if (op == OP_DISPATCH_WAIT) call_whole(w, OP_DISPATCH_SEND);
+    if (op == OP_COMBINE_WAIT) call_whole(w, OP_COMBINE_SEND);
+    call_overwritten(w, op);
+    if (op == OP_COMBINE_SEND && ep_group_status(w->fixture.group, NULL) == EP_OK)
+        call_whole(w, OP_COMBINE_WAIT);
+    fixture_check_guards(&w->fixture);
+    return !has_failed(w);
+}
+
+/* A group that has failed is replaced. */
+static void try_words(Words *w, const Op *ops, int num_ops, int times) {
+    bool is_open = false;
+    for (int i = 0; i < times; i++) {
+        if (!is_open) REQUIRE(open_words(w) && make_plan(w, i % 2), "no plan");
+        is_open = try_operation(w, ops[i % num_ops]);
+        if (!is_open) close_words(w);
+    }
+    if (is_open) close_words(w);
+}
+
+static const Case small = {.experts = 4,
+                           .top_k = 3,
+                           .hidden = 16,
+                           .max_tokens = 5,
+                           .spread = SPREAD_FULL,
+                           .weighted = 1,
+                           .alignment = 2,
+                           .scale_bytes = 8,
+                           .capacity = 60,
+                           .rows_per_expert = 16,
+                           .overflow = EP_OVERFLOW_DROP};
+
+/* Returns how often to try: LIBEP_TEST_CASES, or few on emulated GPUs, where a call takes longer. */
+static int count_times(void) {
+    const char *given = getenv("LIBEP_TEST_CASES");
+    return given ? atoi(given) : TESTS_ON_GPU ? 240 : 6000;
+}
+
+static void run_words(const EpBootstrap *bootstrap, EpMode mode) {
+    static const Op throughput[] = {OP_DISPATCH, OP_COMBINE, OP_COMBINE_BACKWARD,
+                                    OP_DISPATCH_BACKWARD};
+    static const Op latency[] = {OP_COMBINE, OP_DISPATCH_WAIT, OP_COMBINE_SEND, OP_COMBINE_WAIT};
+    const char *seed = getenv("LIBEP_TEST_SEED");
+    int last = mode == EP_MODE_LATENCY ? EP_LAYOUT_RANK_MAJOR : EP_LAYOUT_BATCHED;
+    setenv("LIBEP_TIMEOUT", "2", 1);
+    for (int variant = 0; variant < 4 * last; variant++) {
+        /* The CPU cannot write to a handle's own plan on a GPU. */
+        Words w = {.bootstrap = bootstrap, .c = small, .owns = !TESTS_ON_GPU && variant % 4 > 1};
+        w.c.named = !w.owns;
+        w.c.ranks = bootstrap->size, w.c.mode = mode, w.c.layout = (EpLayout)(1 + variant / 4);
+        w.c.seed = seed ? strtoull(seed, NULL, 0) : 1, w.c.zero_tail = EP_TAIL_ZERO;
+        /* Long chains of slots, and scales in columns of their slabs. */
+        if (variant % 2) w.c.top_k = 8, w.c.experts = 8, w.c.capacity = 16;
+        if (variant % 2) w.c.rows_per_expert = 2 * bootstrap->size, w.c.quant = EP_QUANT_FP8, w.c.scale_bytes = 0;
+        if (variant % 2) w.c.scale_order = EP_SCALES_BY_COLUMN;
+        w.c = case_complete(w.c);
+        w.random = random_stream(w.c.seed, (uint64_t)mode, (uint64_t)variant);
+        try_words(&w, mode == EP_MODE_LATENCY ? latency : throughput, 4, count_times());
+    }
+}
+
+ThreadTest(handles_plan_words, throughput_1, 1) {
+    run_words(bootstrap, EP_MODE_THROUGHPUT);
+}
+
+ThreadTest(handles_plan_words, throughput_2, 2) {
+    run_words(bootstrap, EP_MODE_THROUGHPUT);
+}
+
+ThreadTest(handles_plan_words, latency_1, 1) {
+    run_words(bootstrap, EP_MODE_LATENCY);
+}
+
+ThreadTest(handles_plan_words, latency_2, 2) {
+    run_words(bootstrap, EP_MODE_LATENCY);
+}
