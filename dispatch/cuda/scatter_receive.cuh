@@ -10,7 +10,8 @@
 #include "runtime/cuda/rows.cuh"
 
 /* Returns where a row lies that is copied or multiplied: in the ring, among this rank's tokens or,
- * for a zero-copy receive, in the slot where its sender has stored it. */
+ * for a zero-copy receive, in the slot where its sender has stored it. NULL: the plan is damaged
+ * and names no token of this rank; nothing is loaded. */
 __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int source, int row,
                                                 int leader_slot) {
     const EpCudaGroup &g = a.group;
@@ -54,10 +55,10 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
     int is_stored = !multiplies && a.zero_copy;
     int stores = is_stored && slots ? slots - 1 : slots;
     int loads = multiplies ? 1 + slots : stores > 0;
-    int loaded = multiplies && !a.t.takes_dots ? 1 : loads;
     int leader_slot =
         __shfl_sync(~0u, slot, max(0, __ffs(__ballot_sync(~0u, slot >= 0) & t.mask) - 1));
     const char *from = valid && loads ? find_row(a, r.source, r.row, leader_slot) : NULL;
+    int loaded = (from != NULL) + (multiplies && a.t.takes_dots ? slots : 0);
     uint32_t number = pipeline_take(p, r.count * a.receive.pieces) + t.index * a.receive.pieces;
     for (int piece = 0; piece < a.receive.pieces; piece++) {
         uint32_t n = number + piece;

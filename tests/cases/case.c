@@ -22,6 +22,7 @@ static void divide_nodes(Case *c) {
 
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
+    if (!c.timeout) c.timeout = 60;
     if (!c.nodes[0]) divide_nodes(&c);
     if (!c.experts) c.experts = 2 * c.ranks;
     if (!c.top_k) c.top_k = 2;
@@ -149,7 +150,7 @@ EpGroupConfig case_group_config(const Case *c) {
     config.max_recv_rows = c->layout == EP_LAYOUT_BATCHED ? 0 : c->capacity;
     config.overflow = c->overflow;
     config.backend = TEST_BACKEND;
-    config.timeout_seconds = 60;
+    config.timeout_seconds = c->timeout;
     if (c->mode == EP_MODE_LATENCY || c->sets) config.latency_sets = c->sets ? c->sets : 4;
     if (c->merged) config.duplicates = EP_DUPLICATES_MERGE;
     return config;

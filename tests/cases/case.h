@@ -65,6 +65,7 @@ typedef struct Case {
                                    mode always gets a capacity, except in RANK_MAJOR */
     int num_sms;              /**< of the handle; 0: the default */
     int sets;                 /**< of buffers of latency mode; 0: 4 */
+    int timeout;              /**< of waits, in seconds; 60 */
     int id;                   /**< of the handle */
     int named;                /**< the handle has no plan of its own */
     int phases;     /**< latency mode: call dispatch and combine as send and receive phases */

@@ -35,8 +35,7 @@ void fixture_open_on(Fixture *fixture, const EpBootstrap *bootstrap, const Case 
     fixture->group = open_group(bootstrap, &fixture->world->c);
     REQUIRE(fixture->group, "no group");
     fixture->handle = open_handle(fixture->group, &fixture->world->c);
-    fixture->step =
-        (Step){fixture->group, fixture->handle, fixture->world, bootstrap->rank, NULL};
+    fixture->step = (Step){fixture->group, fixture->handle, fixture->world, bootstrap->rank, NULL};
     fixture_reset(fixture);
 }
 
