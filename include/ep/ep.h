@@ -983,7 +983,8 @@ typedef struct EpPrepare {
  * prepare            latency mode: the routing of this dispatch, or NULL for that of the handle's
  *                    last ep_prepare. Throughput mode: NULL.
  * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. If
- *                    ep_prepare took num_tokens, T is at least that number.
+ *                    ep_prepare took num_tokens, T is any number from that one to max_tokens. All
+ *                    token tensors of a call have one T.
  * topk_weights       [T, K] FP32, or NULL
  * scales             [T, S] any type, rows a multiple of 4 bytes up to max_scale_bytes, or NULL
  * recv_tokens        [rows, H] of the tokens' type; rows >= the capacity, or with exact sizing >=
