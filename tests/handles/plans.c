@@ -420,6 +420,48 @@ ThreadTest(handles_plans, damaged_owner, 2) {
     plans_close(&p);
 }
 
+static void set_tokens(Fixture *f, int64_t rows) {
+    static const Arg of_tokens[] = {TOKENS, TOPK_WEIGHTS, SCALES, OUT};
+    fixture_reset(f);
+    for (int i = 0; i < 4; i++)
+        f->tensor[of_tokens[i]].shape[0] = rows;
+}
+
+/* Where the plan counts 5 of 9 tokens, the token tensors of a call have one T from 5 to 9. */
+static void count_tokens(bool named) {
+    Fixture f;
+    EpTensor plan;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    c.named = named, c.capacity = 64;
+    fixture_open(&f, &c);
+    if (named) open_plan(f.group, &c, &plan), f.plan = &plan;
+    *(int32_t *)f.tensor[NUM_TOKENS].data = 5;
+    REQUIRE_OK(fixture_call(&f, OP_PREPARE));
+    for (int64_t rows = 9; rows >= 5; rows--) {
+        set_tokens(&f, rows);
+        CHECK_OK(fixture_call(&f, OP_DISPATCH));
+        CHECK_OK(fixture_call(&f, OP_COMBINE));
+    }
+    set_tokens(&f, 7), f.tensor[TOPK_WEIGHTS].shape[0] = 9;
+    CHECK_REFUSED(fixture_call(&f, OP_DISPATCH), EP_ERR_SHAPE, "rank 0", "topk_weights",
+                  "expected T = 7 in dimension 0, got 9");
+    set_tokens(&f, 10);
+    CHECK_REFUSED(fixture_call(&f, OP_COMBINE), EP_ERR_TOKENS, "out", "at most max_tokens = 9");
+    fixture_check_untouched(&f);
+    set_tokens(&f, 4);
+    CHECK_REFUSED(outcome(&f.step, fixture_call(&f, OP_COMBINE)), EP_ERR_SHAPE, "rank 0", "got 4");
+    fixture_close(&f);
+    if (named) free(plan.data);
+}
+
+SoloTest(handles_plans, one_number_of_tokens) {
+    count_tokens(false);
+}
+
+SoloTest(handles_plans, one_number_of_tokens_named) {
+    count_tokens(true);
+}
+
 /* Another number of tokens than the plan's. */
 ThreadTest(handles_plans, other_tokens, 1) {
     Plans p;
