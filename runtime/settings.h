@@ -3,8 +3,8 @@
 #define EP_RUNTIME_SETTINGS_H
 
 /**
- * All settings of libep, in one table. The parser, ep_settings, ep_info, the README and the warning
- * about unknown LIBEP_ names use it. Settings are read only when a group is created.
+ * All settings of libep, in one table. The parser, ep_settings, ep_info, docs/settings.md and the
+ * warning about unknown LIBEP_ names use it. Settings are read only when a group is created.
  *
  * X(field, C type, name, type as users read it, default, one line of documentation)
  */

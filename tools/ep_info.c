@@ -136,7 +136,7 @@ static void print_help(Options *o) {
     printf("\nA mesh, and what happens to a tensor there; no ranks are started:\n\n");
     for (int i = 0; i < NUM_TEXTS; i++)
         printf("      --%-18s %s\n", texts[i].name, texts[i].doc);
-    printf("\n      --settings-markdown  print only the table of settings, for a README\n"
+    printf("\n      --settings-markdown  print only the table of settings, in Markdown\n"
            "      --version            print only the version\n"
            "  -h, --help               print this help\n");
 }

@@ -6,8 +6,8 @@
  * Launch heuristics of the kernels that move rows in throughput mode: how many blocks send and how
  * many receive, how many of a block's warps schedule, how many tokens each claims at a time, and
  * how a block divides its shared memory. dispatch/cuda/scatter.c and combine/cuda/gather.c say what
- * each kernel moves. The constants were found by experiment (docs/tuning.md), for many blocks and
- * for few.
+ * each kernel moves. The constants were found by experiment (docs/notes/blocks.md), for many blocks
+ * and for few.
  */
 
 #include "runtime/cuda/device.h"

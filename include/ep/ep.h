@@ -803,7 +803,7 @@ typedef struct EpHandleConfig {
     EpQuant sum_quant;      /**< how the partial sums of ep_combine and ep_dispatch_backward travel:
                                  NONE, in the rows' type, or FP8, half as many bytes as BF16. Those
                                  operations compare it with the peers. See ep_combine, and
-                                 docs/tuning.md for when it pays */
+                                 docs/settings.md for when it pays */
 } EpHandleConfig;
 
 #define EP_MAX_HANDLE_ID 4095

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/torch.md, as they stand there."""
+"""The programs of docs/torch.md and of README.md, as they stand there."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def test_first_program():
         "rank 0: 6 rows came, y 10, gradient 10",
         "rank 1: 6 rows came, y 20, gradient 10",
     ]
+
+
+def test_readme():
+    with open(os.path.join(HERE, "../../../README.md")) as page:
+        program = re.search(r"```python\n(.*?)```", page.read(), re.S).group(1)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    lines = ["rank 0: y 10, gradient 10", "rank 1: y 10, gradient 10"]
+    assert sorted(done.stdout.splitlines()) == lines
 
 
 def test_selective_checkpoint():
