@@ -67,6 +67,7 @@ EpStatus ep_host_open_plan(EpHandle *handle, const EpCall *call);
 void ep_host_close_plan(EpHandle *handle);
 EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
+EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing);
 
 /** Returns the bytes of a set of buffers of latency mode: between the phases they hold the rows
  *  that a dispatch has received, or a combine's sums for this rank's tokens. */
