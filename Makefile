@@ -536,7 +536,7 @@ $(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
 
 # What the drop-in library adds to libep's calls, on any machine. These steps do not make all calls.
 nccl_ep_host_time := $B/nccl_ep_host_time
-not_called := dispatch_send dispatch_wait combine_send combine_wait dispatch_backward window_adopt \
+not_called := handle_info dispatch_send dispatch_wait combine_send combine_wait dispatch_backward window_adopt \
               window_locate window_release
 $(nccl_ep_host_time): $B/tests/bindings/nccl_ep/host_time.o $(nccl_ep_o)
 	$(call say,LD,$@)

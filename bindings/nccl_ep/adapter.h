@@ -97,7 +97,7 @@ struct ncclEpGroup {
     EpBootstrap bootstrap;
     EpGroup *ep;
     ncclEpGroupConfig_t config;
-    int32_t rank, size, num_local;
+    int32_t rank, size, num_local, num_nodes;
     ncclEpHandle_t handles;      /**< live ones */
     NepPeerPointer peer_pointer; /**< NULL before NCCL 2.30 */
     int num_windows;
@@ -141,6 +141,7 @@ struct ncclEpHandle {
     int layout, num_topk;
     size_t alignment;
     EpHandle *owner;  /**< has the plan; NULL: the caller has it */
+    int64_t made;     /**< plans that `owner` had reported before the last routing */
     EpHandle *ep;     /**< reads the plan. NULL: num_topk is not known yet */
     NepReader reader; /**< of `ep` */
     EpTensor plan;
@@ -155,6 +156,9 @@ int nep_check_handle(const char *call, ncclEpHandle_t handle);
 /** Free all that a handle has, and take it from its group, which is about to end; the handle itself
  *  stays. */
 void nep_orphan(ncclEpHandle_t handle);
+
+/** Returns the rows that the plan fills, if the host knows them without waiting, or -1. */
+int64_t nep_known_rows(const struct ncclEpHandle *handle);
 
 /** Refuse calls on a handle whose num_topk is not known yet. */
 int nep_check_open(const char *call, const struct ncclEpHandle *handle);

@@ -170,6 +170,7 @@ static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *co
     NEP_TRY(check_nodes(call, group, &info));
     group->peer_pointer = find_peer_pointer();
     group->rank = info.rank, group->size = info.size, group->num_local = info.num_local_experts;
+    group->num_nodes = info.num_nodes;
     return NCCL_SUCCESS;
 }
 

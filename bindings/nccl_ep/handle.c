@@ -289,6 +289,38 @@ static int check_routing(const char *call, const struct ncclEpHandle *handle, co
         "got a struct");
 }
 
+/* With exact sizes a plan in libep's memory reports its rows to the host. (On several nodes all
+ * ranks would have to have theirs there.) */
+static int reports_rows(const struct ncclEpHandle *handle) {
+    const struct ncclEpGroup *group = handle->group;
+    return handle->owner && !nep_is_low_latency(group) && group->num_nodes == 1 &&
+           !group->config.max_recv_tokens_per_rank;
+}
+
+/* Returns 0 while no plan is complete. */
+static int64_t plans_made(const struct ncclEpHandle *handle, EpHandleInfo *info) {
+    *info = (EpHandleInfo)EP_HANDLE_INFO_INIT;
+    return ep_handle_info(handle->owner, info) == EP_OK ? info->step : 0;
+}
+
+/* A captured routing makes no plan before its graph runs. */
+int64_t nep_known_rows(const struct ncclEpHandle *handle) {
+    EpHandleInfo info;
+    if (!reports_rows(handle) || !handle->has_routing) return -1;
+    return plans_made(handle, &info) > handle->made ? info.recv_rows : -1;
+}
+
+static int prepare(const char *call, ncclEpHandle_t handle, const EpTensor *idx,
+                   const EpPlanTensors *out, void *stream) {
+    EpHandleInfo info;
+    if (!reports_rows(handle))
+        return nep_result(call, ep_prepare(handle->ep, &handle->plan, idx, NULL, stream, out));
+    int64_t made = plans_made(handle, &info);
+    NEP_TRY(nep_result(call, ep_prepare(handle->owner, NULL, idx, NULL, stream, out)));
+    handle->made = made;
+    return NCCL_SUCCESS;
+}
+
 /* Make the plan, or in low-latency mode record the routing. All checks come before the handle
  * opens. */
 static int update(const char *call, ncclEpHandle_t handle, const EpTensor *idx,
@@ -301,8 +333,7 @@ static int update(const char *call, ncclEpHandle_t handle, const EpTensor *idx,
     NEP_TRY(nep_numbers(call, handle, &info, &numbers));
     if (opens) NEP_TRY(open_handle(call, handle, (int)idx->shape[1], NULL));
     if (!nep_is_low_latency(handle->group))
-        result = nep_result(call,
-                            ep_prepare(handle->ep, &handle->plan, idx, NULL, stream, &numbers.out));
+        result = prepare(call, handle, idx, &numbers.out, stream);
     if (result == NCCL_SUCCESS)
         handle->topk_idx = *idx, handle->has_routing = 1;
     else if (opens)

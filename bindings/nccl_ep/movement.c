@@ -51,6 +51,16 @@ static int check_empty(const char *call, const char *name, const EpTensor *t,
         tokens->shape[0] ? "rows" : "no rows", (long long)tokens->shape[0], (long long)t->shape[0]);
 }
 
+/* With exact sizes: the rows that the plan fills, if the host knows them. */
+static int check_room(const char *call, const struct ncclEpHandle *handle, const char *name,
+                      const EpTensor *t) {
+    int64_t rows = nep_known_rows(handle);
+    if (!t || t->shape[0] >= rows) return NCCL_SUCCESS;
+    return nep_fail(call, NCCL_INVALID_ARGUMENT,
+                    "%s: expected at least %lld rows (recv_total_counter), got %lld", name,
+                    (long long)rows, (long long)t->shape[0]);
+}
+
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
 /** A dispatch's tensors, as libep takes them. */
@@ -133,6 +143,7 @@ static int read_tensors(const char *call, ncclEpGroup_t group, const ncclEpDispa
 static int check_rows(const char *call, const struct ncclEpHandle *handle, const Dispatch *d) {
     NEP_TRY(check_tokens(call, handle, "inputs.tokens", d->tokens));
     if (nep_is_low_latency(handle->group)) return NCCL_SUCCESS;
+    NEP_TRY(check_room(call, handle, "outputs.tokens", d->recv_tokens));
     NEP_TRY(check_empty(call, "outputs.topk_weights", d->recv_weights, d->recv_tokens));
     NEP_TRY(check_empty(call, "outputs.scales", d->recv_scales, d->recv_tokens));
     return check_empty(call, "outputs.topk_idx", d->recv_idx, d->recv_tokens);
@@ -263,6 +274,7 @@ static int read_combine(const char *call, ncclEpHandle_t handle, const ncclEpCom
     NEP_TRY(check_weights(call, handle, in, out, c->config.pass_direction));
     NEP_TRY(read_sums(call, group, in, out, c));
     NEP_TRY(check_tokens(call, handle, "outputs.tokens", c->out));
+    NEP_TRY(check_room(call, handle, "inputs.tokens", c->tokens));
     NEP_TRY(check_empty(call, "inputs.topk_weights", c->in_weights, c->tokens));
     reader.sum_quant =
         c->config.quant_recipe == NCCL_EP_COMB_QUANT_MXFP8 ? EP_QUANT_FP8 : EP_QUANT_NONE;

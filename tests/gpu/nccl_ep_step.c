@@ -272,7 +272,8 @@ static const ncclEpLayoutInfo_t *dispatch_info(NcclEpStep *s, Info *i) {
     return &i->info;
 }
 
-static void spoil(const NcclEpStep *s, Tensor *tokens, Tensor *weights) {
+static void spoil(const NcclEpStep *s, Tensor *tokens, Tensor *rows, Tensor *weights) {
+    if (s->wrong == NCCL_EP_FEWER_ROWS) rows->sizes[0]--;
     if (s->wrong == NCCL_EP_EMPTY_WEIGHTS) weights->sizes[0] = !weights->sizes[0];
     if (s->wrong == NCCL_EP_MORE_TOKENS) tokens->sizes[0]++;
 }
@@ -303,7 +304,7 @@ int nccl_ep_dispatch(NcclEpStep *s) {
     EpTensor ids = step_rows(step, NULL, c->index_type, c->top_k);
     if (case_has_rows(c))
         out.topk_idx = describe(t + 6, device_step_into(gpu, ids, OUT_INDEX), NULL);
-    spoil(s, t, t + 3);
+    spoil(s, t, t + 1, t + 3);
     device_step_replayed(gpu, STEP_DISPATCH);
     return ncclEpDispatch(s->handle, &in, &out, dispatch_info(s, &info), &config, s->rank->stream);
 }
@@ -347,7 +348,7 @@ static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
     if (s->passes_weights && !is_backward)
         out.topk_weights =
             describe(t + 3, device_step_into(gpu, step_weights(step), OUT_GRAD_WEIGHTS), NULL);
-    spoil(s, t + 1, t + 2);
+    spoil(s, t + 1, t, t + 2);
     device_step_replayed(gpu, is_backward ? STEP_DISPATCH_BACKWARD : STEP_COMBINE);
     return ncclEpCombine(s->handle, &in, &out, &config, s->rank->stream);
 }

@@ -51,7 +51,8 @@ typedef struct NcclEpStep {
     enum {
         NCCL_EP_RIGHT,
         NCCL_EP_EMPTY_WEIGHTS, /**< weights of rows where there are none, and the other way round */
-        NCCL_EP_MORE_TOKENS    /**< one more than topk_idx has */
+        NCCL_EP_MORE_TOKENS,   /**< one more than topk_idx has */
+        NCCL_EP_FEWER_ROWS     /**< one less than arrive */
     } wrong;
     const NcclWindow *window; /**< that receive rows are in, or NULL */
 } NcclEpStep;
