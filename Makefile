@@ -4,7 +4,8 @@
 #   make check    the same, then run the tests
 #   make check-gpu  run the tests on GPUs, if there are any; GPU_JOBS=4 at a time
 #   make check-emulated  run the tests of kernels on CPUs; EMULATED_SEED=N: in another order
-#   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded
+#   make check-nccl-ep  hold the drop-in library against NVIDIA's wheel, which is downloaded;
+#                       check-nccl-ep-te against Transformer Engine's, of 264 MiB
 #   make python   lay the Python package out in build/python, for PYTHONPATH
 #   make wheel    build/libep-*.whl, the Python package; downloads the tools for it
 #   make jax-handlers  build libep_jax.so; JAXLIB_INCLUDE=: what jax.ffi.include_dir() returns
@@ -136,7 +137,7 @@ nccl_ep_so := $B/$(nccl_ep_home)/lib/libnccl_ep.so
 libs := $B/libep.so $B/libep.a $B/libep_mpi.so $B/libep_mpi.a $(nccl_ep_so) $(package_files)
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
-        python wheel check-python check-python-gpu jax-handlers check-jax check-torch \
+        check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-jax check-torch \
         run-demo run-check deps install clean format
 all: libs $(tools) $(tests)
 help:
@@ -483,7 +484,7 @@ emulated_few := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime
     gpu_nccl/borrowed_2 gpu_nccl_split/@(uneven*|fails_4) \
     gpu_nccl_bootstrap/@(gathers_4|different_calls|groups_2|absent_rank_3|departs_before_mem_alloc) \
     gpu_nccl_ep/@(train_2|flat_global*|dropped*|overflow*|decode_*_2|quantised*|two_in_flight) \
-    gpu_nccl_ep/@(rows_in_windows|wrong*|group_goes*))
+    gpu_nccl_ep/@(rows_in_windows|wrong*|group_goes*|counts*|unwritten*|refused*|num_sms))
 emulated_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_* runtime_group runtime_abort \
     runtime_random runtime_deadline bootstrap_cuda_windows bootstrap_departed bootstrap_lying \
     bootstrap_nccl gpu_nccl gpu_nccl_split gpu_nccl_bootstrap gpu_nccl_ep gpu_backends gpu_abort \
@@ -535,7 +536,7 @@ $(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
 
 # What the drop-in library adds to libep's calls, on any machine. These steps do not make all calls.
 nccl_ep_host_time := $B/nccl_ep_host_time
-not_called := dispatch_send dispatch_wait combine_send combine_wait dispatch_backward window_adopt \
+not_called := handle_info dispatch_send dispatch_wait combine_send combine_wait dispatch_backward window_adopt \
               window_locate window_release
 $(nccl_ep_host_time): $B/tests/bindings/nccl_ep/host_time.o $(nccl_ep_o)
 	$(call say,LD,$@)
@@ -562,6 +563,8 @@ $(sum_error): $B/tests/combine/bench/sum_error.o $B/libep.a
 
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B
+check-nccl-ep-te: $(nccl_ep_so)
+	tests/bindings/nccl_ep/check-te $B
 
 jax-handlers: $(jax_so)
 

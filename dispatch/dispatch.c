@@ -150,16 +150,20 @@ static EpStatus describe_outputs(const EpOperation *o, const Outputs *out, EpSca
 
 /* ---- forward ------------------------------------------------------------------------------- */
 
-/** The routing of a dispatch in latency mode, and space for what it refers to. */
+/** The routing of a dispatch in latency mode, or the numbers of the plan that one in throughput
+ * mode publishes; and space for what it refers to. */
 typedef struct Route {
+    int publishes;
     EpPlanTensors tensors;
     EpRouting routing;
 } Route;
 
-static EpStatus refuse_routing(const EpOperation *o) {
-    return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "prepare",
-                     "expected NULL in throughput mode, where ep_prepare makes the plan, got a "
-                     "routing");
+static EpStatus find_numbers(const EpOperation *o, const EpPrepare *given, Route *route) {
+    EpPrepare prepare = EP_PREPARE_INIT;
+    route->publishes = given != NULL;
+    if (!given) return EP_OK;
+    EP_TRY(ep_read_struct(&o->call, "prepare", given, EP_FIRST_SIZE(EpPrepare, out), &prepare));
+    return ep_numbers_describe(o, &prepare, &route->tensors, &route->routing);
 }
 
 /* Find the routing: the call's own, or that of the handle's last ep_prepare. */
@@ -191,9 +195,10 @@ static EpStatus begin_dispatch(EpOperation *o, const char *name, EpHandle *handl
                                const EpTensor *plan, const EpPrepare *prepare, Route *route) {
     EP_TRY(ep_operation_begin_plan(o, name, handle, plan));
     if (!ep_handle_is_latency(handle)) {
-        if (prepare) return refuse_routing(o);
-        return ep_operation_read(o);
+        EP_TRY(ep_operation_read(o));
+        return find_numbers(o, prepare, route);
     }
+    route->publishes = 0;
     EP_TRY(find_routing(o, prepare, route));
     o->step = ep_routing_step(&route->routing);
     return EP_OK;
@@ -219,7 +224,8 @@ EpStatus ep_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *pr
     EP_TRY(describe_inputs(&o, &in, &scatter));
     EP_TRY(describe_outputs(&o, &out, &scatter.t));
     set_routing(&o, &route, stream, &scatter);
-    return ep_run_scatter(&o, &scatter);
+    EP_TRY(ep_run_scatter(&o, &scatter));
+    return route.publishes ? ep_run_publish(&o, &route.routing) : EP_OK;
 }
 
 EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepare *prepare,

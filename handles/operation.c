@@ -202,12 +202,21 @@ int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
 
 /* ---- running ------------------------------------------------------------------------------- */
 
-EpStatus ep_run_prepare(const EpOperation *o, const EpRouting *routing) {
-    EpHandle *handle = o->handle;
-    int before = ep_group_enter(handle->group, o->call.name);
-    EpStatus status = handle->group->backend->prepare(handle, routing);
-    ep_group_leave(handle->group, before);
+/* Call a function of the backend on its device and in a profiler range. */
+static EpStatus run_routing(const EpOperation *o, const EpRouting *routing,
+                            EpStatus (*function)(EpHandle *, const EpRouting *)) {
+    int before = ep_group_enter(o->handle->group, o->call.name);
+    EpStatus status = function(o->handle, routing);
+    ep_group_leave(o->handle->group, before);
     return status;
+}
+
+EpStatus ep_run_prepare(const EpOperation *o, const EpRouting *routing) {
+    return run_routing(o, routing, o->handle->group->backend->prepare);
+}
+
+EpStatus ep_run_publish(const EpOperation *o, const EpRouting *routing) {
+    return run_routing(o, routing, o->handle->group->backend->publish);
 }
 
 /* Find the operation's place among the sets of latency mode. */

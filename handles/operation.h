@@ -44,6 +44,10 @@ EpStatus ep_operation_begin_plan(EpOperation *o, const char *name, EpHandle *han
 EpStatus ep_routing_describe(const EpOperation *o, const EpPrepare *given, EpPlanTensors *tensors,
                              EpRouting *routing);
 
+/** The same for outputs alone, of the plan that a dispatch in throughput mode reads. */
+EpStatus ep_numbers_describe(const EpOperation *o, const EpPrepare *given, EpPlanTensors *tensors,
+                             EpRouting *routing);
+
 /** Check a tensor [T, columns] of this step's tokens. `columns` < 0: any number. `what` names the
  *  columns. */
 EpStatus ep_arg_token_rows(EpOperation *o, const char *argument, const EpTensor *t, int64_t columns,
@@ -96,6 +100,7 @@ EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, 
 /** Call the backend with a checked operation, on its device and in a profiler range. Sets the plan,
  *  K, T and the place of the movement. A send phase becomes the handle's pending operation. */
 EpStatus ep_run_prepare(const EpOperation *o, const EpRouting *routing);
+EpStatus ep_run_publish(const EpOperation *o, const EpRouting *routing);
 EpStatus ep_run_scatter(const EpOperation *o, EpScatter *scatter);
 EpStatus ep_run_gather(const EpOperation *o, EpGather *gather);
 

@@ -34,6 +34,7 @@ typedef struct EpPlanShape {
     EpQuant sum_quant; /**< of partial sums: NONE or FP8 */
     EpScaleOrder scale_order;
     EpExpertIds expert_ids;
+    EpRowWeights row_weights;
     int32_t merges;  /**< whether an expert named twice in a row of topk_idx has one slot */
     int32_t num_sms; /**< multiprocessors of the handle's operations, or EP_DEFAULT */
     EpNodeSizes nodes;

@@ -114,6 +114,28 @@ EpStatus ep_routing_describe(const EpOperation *o, const EpPrepare *given, EpPla
     return EP_OK;
 }
 
+static EpStatus refuse_source(const EpCall *call, const char *argument, const EpTensor *t) {
+    if (!t) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, argument,
+                     "expected NULL in a dispatch, since a plan does not hold counts by source, "
+                     "got a tensor");
+}
+
+EpStatus ep_numbers_describe(const EpOperation *o, const EpPrepare *given, EpPlanTensors *tensors,
+                             EpRouting *routing) {
+    const EpCall *call = &o->call;
+    if (given->topk_idx || given->num_tokens)
+        return ep_refuse(call, EP_ERR_UNSUPPORTED, "prepare",
+                         "expected outputs alone in throughput mode, where ep_prepare makes the "
+                         "plan, got a routing");
+    EP_TRY(read_out(call, o->handle, given->out, tensors));
+    EP_TRY(refuse_source(call, "out.source_counts", tensors->source_counts));
+    EP_TRY(refuse_source(call, "out.source_rows", tensors->source_rows));
+    EP_TRY(check_reach(call, o->handle, NULL, NULL, tensors));
+    *routing = (EpRouting){.plan = o->plan, .top_k = o->step.info.top_k, .out = tensors};
+    return EP_OK;
+}
+
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                     const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     const EpPrepare given = {sizeof(given), topk_idx, num_tokens, out};

@@ -65,6 +65,15 @@ static EpStatus check_expert_ids(const EpCall *call, const EpHandleConfig *c) {
                      "deliver expert ids, got EP_IDS_GLOBAL");
 }
 
+static EpStatus check_row_weights(const EpCall *call, const EpHandleConfig *c) {
+    if (c->row_weights != EP_WEIGHTS_HERE && c->row_weights != EP_WEIGHTS_ALL)
+        return ep_refuse(call, EP_ERR_RANGE, "config.row_weights",
+                         "expected an EpRowWeights, got %d", (int)c->row_weights);
+    if (c->row_weights == EP_WEIGHTS_HERE || c->layout == EP_LAYOUT_RANK_MAJOR) return EP_OK;
+    return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.row_weights",
+                     "expected EP_WEIGHTS_HERE outside the rank-major layout, got EP_WEIGHTS_ALL");
+}
+
 static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *c) {
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
@@ -81,8 +90,6 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
     if (c->id < 0 || c->id > EP_MAX_HANDLE_ID)
         return ep_refuse(call, EP_ERR_RANGE, "config.id", "expected 0 .. %d, got %d",
                          EP_MAX_HANDLE_ID, c->id);
-    if (c->reserved)
-        return ep_refuse(call, EP_ERR_RANGE, "config.reserved", "expected 0, got %d", c->reserved);
     return c->num_sms ? ep_config_check_sms(call, c->num_sms) : EP_OK;
 }
 
@@ -90,6 +97,7 @@ static EpStatus check_config(const EpCall *call, const EpGroupConfig *group,
                              const EpHandleConfig *c) {
     EP_TRY(check_layout(call, c));
     EP_TRY(check_expert_ids(call, c));
+    EP_TRY(check_row_weights(call, c));
     if (c->top_k != EP_DEFAULT && (c->top_k < 1 || c->top_k > group->max_top_k))
         return ep_refuse(call, EP_ERR_TOP_K, "config.top_k",
                          "expected 1 .. %d (the group's max_top_k) or EP_DEFAULT, got %d",
@@ -190,6 +198,7 @@ EpStatus ep_handle_shape(const EpCall *call, const EpGroupConfig *group, unsigne
     s.tail = (EpTail)c->zero_tail;
     s.padding = c->padding;
     s.expert_ids = c->expert_ids;
+    s.row_weights = (EpRowWeights)c->row_weights;
     s.merges = group->duplicates == EP_DUPLICATES_MERGE;
     s.num_sms = c->num_sms ? c->num_sms : EP_DEFAULT;
     if (c->layout == EP_LAYOUT_BATCHED) {

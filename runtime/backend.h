@@ -119,6 +119,9 @@ typedef struct EpBackendOps {
     /** Optional (NULL: nothing is captured): set *captured to whether a stream is under capture. */
     EpStatus (*captures)(const EpGroup *group, EpStream stream, int32_t *captured);
     EpStatus (*prepare)(EpHandle *handle, const EpRouting *routing);
+    /** Copy numbers of a plan to routing->out. Local; after an operation that has checked the
+     *  plan. */
+    EpStatus (*publish)(EpHandle *handle, const EpRouting *routing);
     EpStatus (*scatter)(EpHandle *handle, const EpScatter *scatter);
     EpStatus (*gather)(EpHandle *handle, const EpGather *gather);
     /** See handles/weight.h and rows_quant.h. */

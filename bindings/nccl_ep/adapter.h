@@ -5,16 +5,18 @@
 /**
  * libnccl_ep.so.0 on libep: what its files share.
  *
- *     ncclEpGroup_t      one EpGroup over the caller's communicator, which is lent to it
- *     ncclEpHandle_t     a plan, in the caller's memory or in its own, and an EpHandle that reads
- * it handle memory      the plan. It may be moved, and opened again by another ncclEpHandle_t low
- * latency        latency mode: expert-major is BATCHED, rank-major RANK_MAJOR high throughput
- * throughput mode: expert-major and FLAT backward dispatch  is a dispatch without weights: the same
- * rows to the same slots backward combine   is ep_dispatch_backward
+ * - ncclEpGroup_t: one EpGroup over the caller's communicator, which is lent to it.
+ * - ncclEpHandle_t: a plan, in the caller's memory or in its own, and an EpHandle that reads it.
+ * - Handle memory: the plan. It may be moved, and opened again by another ncclEpHandle_t.
+ * - Low latency: latency mode. Expert-major is BATCHED, rank-major RANK_MAJOR.
+ * - High throughput: throughput mode, expert-major and FLAT.
+ * - Backward dispatch: a dispatch without weights, the same rows to the same slots.
+ * - Backward combine: ep_dispatch_backward.
  *
- * The kind of quantisation and of expert ids is an argument of each dispatch there, and part of a
- * handle's configuration here. Both leave the plan as it is, and a handle that owns no plan is
- * cheap, so the EpHandle is replaced where they change.
+ * Quantisation and the kind of expert ids are arguments of each call there, and part of a handle's
+ * configuration here. So is the number of multiprocessors, which dispatch and combine have each for
+ * itself. All of them leave the plan as it is, and a handle that owns no plan is cheap, so the
+ * EpHandle is replaced where they change.
  */
 
 #include "bindings/nccl_ep/nccl_ep.h"
@@ -76,9 +78,17 @@ typedef enum NepUse {
 int nep_tensor(const char *call, ncclEpGroup_t group, const char *name, const ncclEpTensor_t *given,
                NepUse use, EpTensor *out, const EpTensor **at);
 
-/** The same for a vector of which `count` numbers are written, and which may be longer. */
-int nep_vector(const char *call, ncclEpGroup_t group, const char *name, const ncclEpTensor_t *given,
-               int64_t count, EpTensor *out, const EpTensor **at);
+/** The plan's numbers that a call delivers, as libep takes them. */
+typedef struct NepNumbers {
+    EpTensor tensor[3];
+    EpPlanTensors out;
+    int count; /**< of vectors in `out` */
+} NepNumbers;
+
+/** Describe the vectors of `info` that a handle's calls write, and refuse those that they do not.
+ */
+int nep_numbers(const char *call, ncclEpHandle_t handle, const ncclEpLayoutInfo_t *info,
+                NepNumbers *out);
 
 /* ---- groups: group.c ------------------------------------------------------------------------ */
 
@@ -87,7 +97,7 @@ struct ncclEpGroup {
     EpBootstrap bootstrap;
     EpGroup *ep;
     ncclEpGroupConfig_t config;
-    int32_t rank, size, num_local;
+    int32_t rank, size, num_local, num_nodes;
     ncclEpHandle_t handles;      /**< live ones */
     NepPeerPointer peer_pointer; /**< NULL before NCCL 2.30 */
     int num_windows;
@@ -99,6 +109,10 @@ int nep_check_group(const char *call, ncclEpGroup_t group);
 static inline int nep_is_low_latency(const struct ncclEpGroup *group) {
     return group->config.algorithm == NCCL_EP_ALGO_LOW_LATENCY;
 }
+
+/** Returns the multiprocessors of a kind of operation, of which `own` is the caller's number: see
+ *  EpHandleConfig.num_sms. */
+int32_t nep_num_sms(const struct ncclEpGroup *group, unsigned own);
 
 /** Call after an operation was issued with `result`: if that is NCCL_SUCCESS, and the group has
  *  found an error in an earlier step, returns that. */
@@ -113,19 +127,26 @@ typedef struct NepPending {
     int has_weights, has_scales, has_idx;
 } NepPending;
 
+/** What an EpHandle has of a call's arguments. */
+typedef struct NepReader {
+    EpQuant quant, sum_quant;
+    EpExpertIds ids;
+    int32_t num_sms;
+} NepReader;
+
 struct ncclEpHandle {
     unsigned magic;
     ncclEpGroup_t group;
     ncclEpHandle_t previous, next;
     int layout, num_topk;
     size_t alignment;
-    EpHandle *owner; /**< has the plan; NULL: the caller has it */
-    EpHandle *ep;    /**< reads the plan; may be the owner. NULL: num_topk is not known yet */
-    EpQuant quant;   /**< of `ep` */
-    EpExpertIds ids; /**< of `ep` */
+    EpHandle *owner;  /**< has the plan; NULL: the caller has it */
+    int64_t made;     /**< plans that `owner` had reported before the last routing */
+    EpHandle *ep;     /**< reads the plan. NULL: num_topk is not known yet */
+    NepReader reader; /**< of `ep` */
     EpTensor plan;
     void *allocated;   /**< plan.data, if it came from the caller's allocator */
-    EpTensor topk_idx; /**< low latency: of the next dispatches */
+    EpTensor topk_idx; /**< of the last ncclEpUpdateHandle; low latency: of the next dispatches */
     int has_routing;
     NepPending pending;
 };
@@ -136,7 +157,13 @@ int nep_check_handle(const char *call, ncclEpHandle_t handle);
  *  stays. */
 void nep_orphan(ncclEpHandle_t handle);
 
-/** Let `handle->ep` be one of this quantisation and these expert ids. */
-int nep_select(const char *call, ncclEpHandle_t handle, EpQuant quant, EpExpertIds ids);
+/** Returns the rows that the plan fills, if the host knows them without waiting, or -1. */
+int64_t nep_known_rows(const struct ncclEpHandle *handle);
+
+/** Refuse calls on a handle whose num_topk is not known yet. */
+int nep_check_open(const char *call, const struct ncclEpHandle *handle);
+
+/** Let `handle->ep` be one of this kind. No operation is pending. */
+int nep_select(const char *call, ncclEpHandle_t handle, NepReader reader);
 
 #endif

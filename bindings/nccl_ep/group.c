@@ -81,6 +81,25 @@ static int64_t round_up(int64_t value, int64_t unit) {
     return (value + unit - 1) / unit * unit;
 }
 
+/* Returns 0 for "automatic". */
+static unsigned inherit(unsigned own, const ncclEpGroupConfig_t *c) {
+    return own ? own : c->max_num_sms;
+}
+
+static int32_t sms_of(unsigned count) {
+    return !count ? EP_DEFAULT : count < 2 ? 2 : count > INT32_MAX ? INT32_MAX : (int32_t)count;
+}
+
+int32_t nep_num_sms(const struct ncclEpGroup *group, unsigned own) {
+    return sms_of(inherit(own, &group->config));
+}
+
+/* The group has as many as the operation with the most. */
+static int32_t most_sms(const ncclEpGroupConfig_t *c) {
+    unsigned dispatch = inherit(c->dispatch_num_sms, c), combine = inherit(c->combine_num_sms, c);
+    return !dispatch || !combine ? EP_DEFAULT : sms_of(dispatch > combine ? dispatch : combine);
+}
+
 /* There the largest row stands for rows and scales together, and how they divide it is known only
  * when a dispatch comes. So scales get a quarter of it besides: as much as one byte for four
  * elements of fp8. */
@@ -100,7 +119,7 @@ static EpGroupConfig describe(const ncclEpGroupConfig_t *c, struct ncclComm *com
     config.timeout_seconds = timeout_of(c);
     config.nccl_comm = comm;
     config.mode = low_latency ? EP_MODE_LATENCY : EP_MODE_THROUGHPUT;
-    config.num_sms = !c->max_num_sms ? EP_DEFAULT : c->max_num_sms < 2 ? 2 : (int)c->max_num_sms;
+    config.num_sms = most_sms(c);
     config.duplicates = EP_DUPLICATES_MERGE;
     return config;
 }
@@ -151,6 +170,7 @@ static int open_group(const char *call, ncclEpGroup_t group, struct ncclComm *co
     NEP_TRY(check_nodes(call, group, &info));
     group->peer_pointer = find_peer_pointer();
     group->rank = info.rank, group->size = info.size, group->num_local = info.num_local_experts;
+    group->num_nodes = info.num_nodes;
     return NCCL_SUCCESS;
 }
 

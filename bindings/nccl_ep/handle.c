@@ -53,6 +53,7 @@ static EpHandleConfig describe(const struct ncclEpGroup *group, int layout, size
         config.alignment = (int32_t)(alignment > 1 ? alignment : 1);
     if (num_topk > 0) config.top_k = num_topk;
     config.zero_tail = tail_of(group, config.layout);
+    if (config.layout == EP_LAYOUT_RANK_MAJOR) config.row_weights = EP_WEIGHTS_ALL;
     config.plans = EP_PLANS_NAMED;
     return config;
 }
@@ -133,35 +134,68 @@ static int take_plan(const char *call, ncclEpHandle_t handle, const ncclEpTensor
 /* ---- the reader ----------------------------------------------------------------------------- */
 
 /* Replace the EpHandle that reads the plan. */
-static int open_reader(const char *call, ncclEpHandle_t handle, EpQuant quant, EpExpertIds ids) {
+static int open_reader(const char *call, ncclEpHandle_t handle, NepReader reader) {
     EpHandleConfig config =
         describe(handle->group, handle->layout, handle->alignment, handle->num_topk);
     EpHandle *made;
-    config.quant = quant, config.expert_ids = ids;
+    config.quant = reader.quant, config.sum_quant = reader.sum_quant;
+    config.expert_ids = reader.ids, config.num_sms = reader.num_sms;
     NEP_TRY(nep_result(call, ep_handle_create(handle->group->ep, &config, &made)));
     ep_handle_destroy(handle->ep);
-    handle->ep = made, handle->quant = quant, handle->ids = ids;
+    handle->ep = made, handle->reader = reader;
     return NCCL_SUCCESS;
 }
 
-int nep_select(const char *call, ncclEpHandle_t handle, EpQuant quant, EpExpertIds ids) {
-    if (!handle->ep)
-        return nep_fail(call, NCCL_INVALID_USAGE,
-                        "handle: expected ncclEpUpdateHandle first, since ncclEpInitHandle was not "
-                        "given num_topk, got none");
-    if (handle->quant == quant && handle->ids == ids) return NCCL_SUCCESS;
-    if (handle->pending.kind == NEP_NOTHING) return open_reader(call, handle, quant, ids);
+int nep_check_open(const char *call, const struct ncclEpHandle *handle) {
+    if (handle->ep) return NCCL_SUCCESS;
     return nep_fail(call, NCCL_INVALID_USAGE,
-                    "handle: expected ncclEpComplete first, got another operation");
+                    "handle: expected ncclEpUpdateHandle first, since ncclEpInitHandle was not "
+                    "given num_topk, got none");
+}
+
+int nep_select(const char *call, ncclEpHandle_t handle, NepReader reader) {
+    const NepReader *now = &handle->reader;
+    int is_same = now->quant == reader.quant && now->sum_quant == reader.sum_quant &&
+                  now->ids == reader.ids && now->num_sms == reader.num_sms;
+    return is_same ? NCCL_SUCCESS : open_reader(call, handle, reader);
 }
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
-static int open_handle(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *memory) {
-    EpHandleConfig config =
-        describe(handle->group, handle->layout, handle->alignment, handle->num_topk);
-    NEP_TRY(open_reader(call, handle, EP_QUANT_NONE, EP_IDS_LOCAL));
+/* Leave the handle as if num_topk were not known. */
+static void close_handle(ncclEpHandle_t handle) {
+    const ncclEpAllocConfig_t *alloc = &handle->group->config.alloc;
+    ep_handle_destroy(handle->ep);
+    ep_handle_destroy(handle->owner);
+    if (handle->allocated && alloc->free_fn) alloc->free_fn(handle->allocated, alloc->context);
+    handle->ep = handle->owner = NULL, handle->allocated = NULL, handle->num_topk = 0;
+}
+
+static int open_parts(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *memory) {
+    const struct ncclEpGroup *group = handle->group;
+    EpHandleConfig config = describe(group, handle->layout, handle->alignment, handle->num_topk);
+    NepReader reader = {EP_QUANT_NONE, EP_QUANT_NONE, EP_IDS_LOCAL,
+                        nep_num_sms(group, group->config.dispatch_num_sms)};
+    NEP_TRY(open_reader(call, handle, reader));
     return memory ? take_plan(call, handle, memory, &config) : make_plan(call, handle, &config);
+}
+
+static int open_handle(const char *call, ncclEpHandle_t handle, int num_topk,
+                       const ncclEpTensor_t *memory) {
+    handle->num_topk = num_topk;
+    int result = open_parts(call, handle, memory);
+    if (result != NCCL_SUCCESS) close_handle(handle);
+    return result;
+}
+
+/* Make a handle that belongs to no group's list. */
+static int new_handle(const char *call, ncclEpGroup_t group, int layout, size_t alignment,
+                      ncclEpHandle_t *out) {
+    *out = calloc(1, sizeof(**out));
+    if (!*out) return nep_fail(call, NCCL_SYSTEM_ERROR, "out of memory");
+    **out = (struct ncclEpHandle){
+        .magic = HANDLE_MAGIC, .group = group, .layout = layout, .alignment = alignment};
+    return NCCL_SUCCESS;
 }
 
 static void link_handle(ncclEpHandle_t handle) {
@@ -172,16 +206,25 @@ static void link_handle(ncclEpHandle_t handle) {
 
 void nep_orphan(ncclEpHandle_t handle) {
     ncclEpGroup_t group = handle->group;
-    const ncclEpAllocConfig_t *alloc = &group->config.alloc;
-    ep_handle_destroy(handle->ep);
-    ep_handle_destroy(handle->owner);
-    if (handle->allocated && alloc->free_fn) alloc->free_fn(handle->allocated, alloc->context);
+    close_handle(handle);
     if (handle->previous)
         handle->previous->next = handle->next;
     else if (group->handles == handle)
         group->handles = handle->next;
     if (handle->next) handle->next->previous = handle->previous;
-    handle->ep = handle->owner = NULL, handle->allocated = NULL, handle->group = NULL;
+    handle->group = NULL;
+}
+
+/* Give the caller a handle that was made, or free it. */
+static int deliver(ncclEpHandle_t handle, int result, ncclEpHandle_t *out) {
+    if (result != NCCL_SUCCESS) {
+        close_handle(handle);
+        free(handle);
+        return result;
+    }
+    link_handle(handle);
+    *out = handle;
+    return NCCL_SUCCESS;
 }
 
 /* Without num_topk the plan's size is not known, so ncclEpUpdateHandle opens the handle. Memory of
@@ -197,20 +240,10 @@ int ncclEpInitHandle(ncclEpHandle_t *out, ncclEpGroup_t group, int layout,
     if (handle_mem && num_topk <= 0)
         return nep_fail(call, NCCL_INVALID_ARGUMENT,
                         "num_topk: expected at least 1 with handle_mem, got %d", num_topk);
-    ncclEpHandle_t handle = calloc(1, sizeof(*handle));
-    if (!handle) return nep_fail(call, NCCL_SYSTEM_ERROR, "out of memory");
-    handle->group = group, handle->layout = layout, handle->alignment = alignment;
-    handle->num_topk = num_topk > 0 ? num_topk : 0;
-    int result = num_topk > 0 ? open_handle(call, handle, handle_mem) : NCCL_SUCCESS;
-    if (result != NCCL_SUCCESS) {
-        nep_orphan(handle);
-        free(handle);
-        return result;
-    }
-    handle->magic = HANDLE_MAGIC;
-    link_handle(handle);
-    *out = handle;
-    return NCCL_SUCCESS;
+    ncclEpHandle_t handle;
+    NEP_TRY(new_handle(call, group, layout, alignment, &handle));
+    int result = num_topk > 0 ? open_handle(call, handle, num_topk, handle_mem) : NCCL_SUCCESS;
+    return deliver(handle, result, out);
 }
 
 int ncclEpHandleDestroy(ncclEpHandle_t handle) {
@@ -226,62 +259,95 @@ int ncclEpHandleDestroy(ncclEpHandle_t handle) {
 
 /* ---- routing ------------------------------------------------------------------------------- */
 
-static int check_routing(const char *call, const struct ncclEpHandle *handle, const EpTensor *idx) {
-    if (!idx) return nep_fail(call, NCCL_INVALID_ARGUMENT, "topk_idx: expected a tensor, got NULL");
+static int read_routing(const char *call, ncclEpGroup_t group, const ncclEpTensor_t *topk_idx,
+                        EpTensor *idx) {
+    const EpTensor *given;
+    NEP_TRY(nep_tensor(call, group, "topk_idx", topk_idx, NEP_PLAIN, idx, &given));
+    if (!given)
+        return nep_fail(call, NCCL_INVALID_ARGUMENT, "topk_idx: expected a tensor, got NULL");
     if (idx->ndim != 2 || (idx->type != EP_TYPE_INT32 && idx->type != EP_TYPE_INT64))
         return nep_fail(call, NCCL_INVALID_ARGUMENT,
-                        "topk_idx: expected INT32 or INT64 in 2 dimensions, got EpType %d in %d",
-                        (int)idx->type, idx->ndim);
-    if (!handle->num_topk || idx->shape[1] == handle->num_topk) return NCCL_SUCCESS;
+                        "topk_idx: expected INT32 or INT64 in 2 dimensions, got ncclDataType_t %d "
+                        "in %d",
+                        topk_idx->datatype, idx->ndim);
+    if (idx->shape[0] <= group->config.max_dispatch_tokens_per_rank) return NCCL_SUCCESS;
     return nep_fail(call, NCCL_INVALID_ARGUMENT,
-                    "topk_idx: expected %d columns (the handle's num_topk), got %lld",
-                    handle->num_topk, (long long)idx->shape[1]);
+                    "topk_idx: expected at most max_dispatch_tokens_per_rank = %u tokens, got %lld",
+                    group->config.max_dispatch_tokens_per_rank, (long long)idx->shape[0]);
 }
 
-/* Expert-major counts are of whole slabs, so that they add up to the rows. */
-static int prepare(const char *call, ncclEpHandle_t handle, const ncclEpLayoutInfo_t *info,
-                   void *stream) {
-    ncclEpGroup_t group = handle->group;
-    int is_flat = handle->layout == NCCL_EP_LAYOUT_FLAT;
-    EpTensor counts, offsets, total;
-    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
-    NEP_TRY(nep_vector(call, group, "expert_counters", info->expert_counters, group->num_local,
-                       &counts, is_flat ? &out.expert_counts : &out.expert_padded));
-    NEP_TRY(nep_vector(call, group, "recv_total_counter", info->recv_total_counter, 1, &total,
-                       &out.needed_rows));
-    if (!is_flat)
-        NEP_TRY(nep_vector(call, group, "expert_offsets", info->expert_offsets, group->num_local,
-                           &offsets, &out.expert_offsets));
-    EpStatus status = ep_prepare(handle->ep, &handle->plan, &handle->topk_idx, NULL, stream, &out);
-    return nep_result(call, status);
-}
-
-static int update(const char *call, ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
-                  const ncclEpLayoutInfo_t *layout_info, void *stream) {
-    ncclEpLayoutInfo_t info;
-    EpTensor idx;
-    const EpTensor *given;
-    NEP_TRY(nep_check_handle(call, handle));
-    NEP_TRY(NEP_READ(call, layout_info, 1, NCCL_EP_LAYOUT_INFO_V1, &info));
-    NEP_TRY(nep_tensor(call, handle->group, "topk_idx", topk_idx, NEP_PLAIN, &idx, &given));
-    NEP_TRY(check_routing(call, handle, given));
-    if (!handle->ep) {
-        handle->num_topk = (int)idx.shape[1];
-        NEP_TRY(open_handle(call, handle, NULL));
-    }
-    handle->topk_idx = idx, handle->has_routing = 1;
-    if (!nep_is_low_latency(handle->group)) return prepare(call, handle, &info, stream);
-    if (!layout_info) return NCCL_SUCCESS;
+static int check_routing(const char *call, const struct ncclEpHandle *handle, const EpTensor *idx,
+                         const ncclEpLayoutInfo_t *info) {
+    if (handle->num_topk && idx->shape[1] != handle->num_topk)
+        return nep_fail(call, NCCL_INVALID_ARGUMENT,
+                        "topk_idx: expected %d columns (the handle's num_topk), got %lld",
+                        handle->num_topk, (long long)idx->shape[1]);
+    if (!info || !nep_is_low_latency(handle->group)) return NCCL_SUCCESS;
     return nep_fail(
         call, NCCL_INVALID_ARGUMENT,
         "layout_info: expected NULL in low-latency mode, where ncclEpDispatch takes it, "
         "got a struct");
 }
 
+/* With exact sizes a plan in libep's memory reports its rows to the host. (On several nodes all
+ * ranks would have to have theirs there.) */
+static int reports_rows(const struct ncclEpHandle *handle) {
+    const struct ncclEpGroup *group = handle->group;
+    return handle->owner && !nep_is_low_latency(group) && group->num_nodes == 1 &&
+           !group->config.max_recv_tokens_per_rank;
+}
+
+/* Returns 0 while no plan is complete. */
+static int64_t plans_made(const struct ncclEpHandle *handle, EpHandleInfo *info) {
+    *info = (EpHandleInfo)EP_HANDLE_INFO_INIT;
+    return ep_handle_info(handle->owner, info) == EP_OK ? info->step : 0;
+}
+
+/* A captured routing makes no plan before its graph runs. */
+int64_t nep_known_rows(const struct ncclEpHandle *handle) {
+    EpHandleInfo info;
+    if (!reports_rows(handle) || !handle->has_routing) return -1;
+    return plans_made(handle, &info) > handle->made ? info.recv_rows : -1;
+}
+
+static int prepare(const char *call, ncclEpHandle_t handle, const EpTensor *idx,
+                   const EpPlanTensors *out, void *stream) {
+    EpHandleInfo info;
+    if (!reports_rows(handle))
+        return nep_result(call, ep_prepare(handle->ep, &handle->plan, idx, NULL, stream, out));
+    int64_t made = plans_made(handle, &info);
+    NEP_TRY(nep_result(call, ep_prepare(handle->owner, NULL, idx, NULL, stream, out)));
+    handle->made = made;
+    return NCCL_SUCCESS;
+}
+
+/* Make the plan, or in low-latency mode record the routing. All checks come before the handle
+ * opens. */
+static int update(const char *call, ncclEpHandle_t handle, const EpTensor *idx,
+                  const ncclEpLayoutInfo_t *layout_info, void *stream) {
+    ncclEpLayoutInfo_t info;
+    NepNumbers numbers;
+    int opens = !handle->ep, result = NCCL_SUCCESS;
+    NEP_TRY(NEP_READ(call, layout_info, 1, NCCL_EP_LAYOUT_INFO_V1, &info));
+    NEP_TRY(check_routing(call, handle, idx, layout_info));
+    NEP_TRY(nep_numbers(call, handle, &info, &numbers));
+    if (opens) NEP_TRY(open_handle(call, handle, (int)idx->shape[1], NULL));
+    if (!nep_is_low_latency(handle->group))
+        result = prepare(call, handle, idx, &numbers.out, stream);
+    if (result == NCCL_SUCCESS)
+        handle->topk_idx = *idx, handle->has_routing = 1;
+    else if (opens)
+        close_handle(handle);
+    return result;
+}
+
 int ncclEpUpdateHandle(ncclEpHandle_t handle, const ncclEpTensor_t *topk_idx,
                        const ncclEpLayoutInfo_t *layout_info, void *stream) {
     const char *call = "ncclEpUpdateHandle";
-    NEP_TRY(update(call, handle, topk_idx, layout_info, stream));
+    EpTensor idx;
+    NEP_TRY(nep_check_handle(call, handle));
+    NEP_TRY(read_routing(call, handle->group, topk_idx, &idx));
+    NEP_TRY(update(call, handle, &idx, layout_info, stream));
     return nep_report(call, handle->group, NCCL_SUCCESS);
 }
 
@@ -292,17 +358,12 @@ int ncclEpCreateHandle(ncclEpHandle_t *out, ncclEpGroup_t group, int layout,
                        const ncclEpHandleConfig_t *config, void *stream) {
     const char *call = "ncclEpCreateHandle";
     ncclEpHandle_t handle;
-    if (!out || !topk_idx || topk_idx->ndim != 2 || !topk_idx->sizes)
-        return nep_fail(call, NCCL_INVALID_ARGUMENT, "%s",
-                        out ? "topk_idx: expected a tensor of 2 dimensions, got none"
-                            : "handle: expected a pointer, got NULL");
-    int num_topk = topk_idx->sizes[1] > EP_MAX_TOP_K ? EP_MAX_TOP_K + 1 : (int)topk_idx->sizes[1];
-    NEP_TRY(ncclEpInitHandle(&handle, group, layout, config, num_topk, NULL));
-    int result = update(call, handle, topk_idx, layout_info, stream);
-    if (result == NCCL_SUCCESS) {
-        *out = handle;
-        return result;
-    }
-    ncclEpHandleDestroy(handle);
-    return result;
+    EpTensor idx;
+    size_t alignment = 0;
+    NEP_TRY(nep_check_group(call, group));
+    if (!out) return nep_fail(call, NCCL_INVALID_ARGUMENT, "handle: expected a pointer, got NULL");
+    NEP_TRY(read_routing(call, group, topk_idx, &idx));
+    NEP_TRY(read_config(call, group, layout, config, (int)idx.shape[1], &alignment));
+    NEP_TRY(new_handle(call, group, layout, alignment, &handle));
+    return deliver(handle, update(call, handle, &idx, layout_info, stream), out);
 }

@@ -4,7 +4,9 @@
 
 /**
  * The C interface of NCCL EP 0.2.0, as libnccl_ep.so.0 exports it: names, numbers and the layout of
- * structs. docs/drop_in.md says what each call does here.
+ * structs. Two libraries have that version: one with NCCL_EP_API_VERSION 2 and one with 3, which
+ * has more fields and numbers. This is the interface of both. docs/drop_in.md says what each call
+ * does here.
  *
  * Programs are compiled against NCCL EP's own header; this one serves the library and its tests. It
  * needs no other header: NCCL's and CUDA's handles are pointers to the structs that their headers
@@ -67,7 +69,11 @@ enum NcclEpDispatchQuant {
     NCCL_EP_DISP_QUANT_FWD,       /**< the caller's scales travel with the rows */
     NCCL_EP_DISP_QUANT_DS_FP8E3M4 /**< dispatch makes E4M3 and a scale for 128 elements */
 };
-enum NcclEpCombineQuant { NCCL_EP_COMB_QUANT_NONE, NCCL_EP_COMB_QUANT_NVFP4 };
+enum NcclEpCombineQuant {
+    NCCL_EP_COMB_QUANT_NONE,
+    NCCL_EP_COMB_QUANT_NVFP4,
+    NCCL_EP_COMB_QUANT_MXFP8 /**< version 3: sums travel in fp8 */
+};
 
 struct ncclComm;
 struct ncclWindow_vidmem;
@@ -118,9 +124,12 @@ typedef struct {
     int overflow_policy;
     unsigned num_topk;
     unsigned char padding_v2[4];
+    /* version 3 */
+    unsigned dispatch_num_sms, combine_num_sms; /**< 0: max_num_sms */
 } ncclEpGroupConfig_t;
 
 #define NCCL_EP_GROUP_CONFIG_V1 96
+#define NCCL_EP_GROUP_CONFIG_V2 112
 
 typedef struct {
     unsigned size, magic;

@@ -169,18 +169,67 @@ int nep_tensor(const char *call, ncclEpGroup_t group, const char *name, const nc
     return resolve(call, group, given, use, out);
 }
 
-int nep_vector(const char *call, ncclEpGroup_t group, const char *name, const ncclEpTensor_t *given,
-               int64_t count, EpTensor *out, const EpTensor **at) {
-    NEP_TRY(nep_tensor(call, group, name, given, NEP_PLAIN, out, at));
+/* ---- a plan's numbers ---------------------------------------------------------------------- */
+
+/* Describe a vector of which `count` numbers are written, and which may be longer. */
+static int add_vector(const char *call, ncclEpGroup_t group, const char *name,
+                      const ncclEpTensor_t *given, int64_t count, NepNumbers *n,
+                      const EpTensor **at) {
+    EpTensor *out = &n->tensor[n->count];
     if (!given) return NCCL_SUCCESS;
+    NEP_TRY(nep_tensor(call, group, name, given, NEP_PLAIN, out, at));
     if (out->ndim != 1 || out->shape[0] < count)
         return nep_fail(call, NCCL_INVALID_ARGUMENT,
                         "%s: expected one dimension of at least %lld numbers, got %d, the first of "
                         "%lld",
                         name, (long long)count, out->ndim, (long long)out->shape[0]);
+    if (out->type != EP_TYPE_INT32 && out->type != EP_TYPE_INT64)
+        return nep_fail(call, NCCL_INVALID_ARGUMENT,
+                        "%s: expected INT32 or INT64, got ncclDataType_t %d", name,
+                        given->datatype);
+    if (count && !out->data)
+        return nep_fail(call, NCCL_INVALID_ARGUMENT, "%s: expected memory, got NULL", name);
     out->shape[0] = count;
+    n->count++;
     return NCCL_SUCCESS;
 }
+
+static int refuse(const char *call, const struct ncclEpHandle *handle, const char *name,
+                  const ncclEpTensor_t *given) {
+    static const char *const layouts[] = {"no", "the expert-major", "the rank-major", "the flat"};
+    if (!given) return NCCL_SUCCESS;
+    return nep_fail(call, NCCL_INVALID_ARGUMENT,
+                    "%s: expected NULL in %s layout of %s mode, where it is not written, got a "
+                    "tensor",
+                    name, layouts[handle->layout],
+                    nep_is_low_latency(handle->group) ? "low-latency" : "high-throughput");
+}
+
+/* High-throughput counts in the expert-major layout are of whole slabs, so that they add up to the
+ * rows. */
+int nep_numbers(const char *call, ncclEpHandle_t handle, const ncclEpLayoutInfo_t *info,
+                NepNumbers *n) {
+    ncclEpGroup_t group = handle->group;
+    int low_latency = nep_is_low_latency(group);
+    int by_rank = handle->layout == NCCL_EP_LAYOUT_RANK_MAJOR;
+    int has_slabs = !low_latency && handle->layout == NCCL_EP_LAYOUT_EXPERT_MAJOR;
+    *n = (NepNumbers){.out = EP_PLAN_TENSORS_INIT};
+    EpPlanTensors *out = &n->out;
+    if (by_rank) NEP_TRY(refuse(call, handle, "expert_counters", info->expert_counters));
+    if (!by_rank) NEP_TRY(refuse(call, handle, "src_rank_counters", info->src_rank_counters));
+    if (!has_slabs) NEP_TRY(refuse(call, handle, "expert_offsets", info->expert_offsets));
+    if (low_latency) NEP_TRY(refuse(call, handle, "recv_total_counter", info->recv_total_counter));
+    NEP_TRY(add_vector(call, group, "expert_counters", info->expert_counters, group->num_local, n,
+                       has_slabs ? &out->expert_padded : &out->expert_counts));
+    NEP_TRY(add_vector(call, group, "src_rank_counters", info->src_rank_counters, group->size, n,
+                       &out->source_rows));
+    NEP_TRY(add_vector(call, group, "expert_offsets", info->expert_offsets, group->num_local, n,
+                       &out->expert_offsets));
+    return add_vector(call, group, "recv_total_counter", info->recv_total_counter, 1, n,
+                      &out->needed_rows);
+}
+
+/* ---- tensors of the library ---------------------------------------------------------------- */
 
 int ncclEpTensorAlloc(ncclEpTensor_t **tensor, unsigned ndim, int datatype, const size_t *sizes,
                       const ncclEpTensorAllocConfig_t *config) {

@@ -97,7 +97,8 @@ __device__ __forceinline__ void store_weights(const EpLatencyScatterArgs &a, con
     }
     int64_t at = (int64_t)flat_slot(e) * k + lane;
     if (!e.slot_lanes || lane >= k) return;
-    if (a.t.carries_weights) a.t.out_weights[at] = e.local >= 0 ? e.weight : 0;
+    int has_weight = e.local >= 0 || a.route.shape.row_weights == EP_WEIGHTS_ALL;
+    if (a.t.carries_weights) a.t.out_weights[at] = has_weight ? e.weight : 0;
     store_integer(row_experts(a), at, e.local >= 0 ? e.local + a.t.first_id : -1);
 }
 

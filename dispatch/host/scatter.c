@@ -173,11 +173,12 @@ static void write_index(void *out, EpType type, int64_t i, int32_t value) {
 static void describe_row(const Scatter *x, int32_t entry, const Token *t) {
     const EpScatterTensors *s = x->s;
     const int32_t *experts = x->plan.entry_experts + entry * x->top_k;
+    int all = x->shape->row_weights == EP_WEIGHTS_ALL;
     for (int64_t k = 0, at = x->plan.entry_slot[entry] * x->top_k; k < x->top_k; k++, at++) {
         int here = experts[k] >= 0;
         if (s->out_idx)
             write_index(s->out_idx, s->idx_type, at, here ? experts[k] + s->first_id : -1);
-        if (s->carries_weights) s->out_weights[at] = here ? t->weights[k] : 0;
+        if (s->carries_weights) s->out_weights[at] = here || all ? t->weights[k] : 0;
     }
 }
 

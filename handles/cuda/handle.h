@@ -82,6 +82,7 @@ EpStatus ep_cuda_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef
 EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpPlanShape *shape);
 void ep_cuda_poll(EpGroup *group);
 EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
+EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing);
 
 /** ep_prepare on several nodes: handles/cuda/route_nodes.c. */
 EpStatus ep_cuda_route_nodes(EpHandle *handle, const EpRouting *routing);

@@ -122,3 +122,14 @@ EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing) {
                                                   .stream = routing->stream,
                                                   .routing = routing});
 }
+
+EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing) {
+    EpPrepareArgs args;
+    int64_t facts[EP_OP_FACTS];
+    ep_cuda_describe_routing(handle, routing, &args, facts);
+    args.plan = ep_cuda_plan(handle, routing->plan, routing->top_k, -1, INT64_MAX);
+    return ep_cuda_launch(handle, &(EpCudaLaunch){.launch = ep_cuda_launch_numbers,
+                                                  .args = &args,
+                                                  .blocks = 1,
+                                                  .stream = routing->stream});
+}

@@ -179,6 +179,8 @@ typedef struct EpPrepareArgs {
  * EpScatterArgs, ... Both return a cudaError_t, 0 for success. */
 int ep_cuda_open_prepare(int shared_bytes);
 int ep_cuda_launch_prepare(const void *args, int blocks, void *stream);
+int ep_cuda_open_numbers(int shared_bytes);
+int ep_cuda_launch_numbers(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

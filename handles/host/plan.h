@@ -72,6 +72,7 @@ EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef
 EpStatus ep_host_check_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref,
                             int64_t top_k);
 EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing);
+EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing);
 
 /** Returns the bytes of a set of buffers of latency mode: between the phases they hold the rows
  *  that a dispatch has received, or a combine's sums for this rank's tokens. */

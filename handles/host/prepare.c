@@ -363,21 +363,26 @@ static int64_t count_source_rows(const Prepare *p, int32_t source) {
     return rows;
 }
 
-/* Write the caller's optional outputs. */
-static void publish(const Prepare *p) {
-    const EpPlanTensors *out = p->routing->out;
-    const EpPlanHeader *header = p->plan.header;
-    if (!out) return;
+/* Write the caller's optional outputs that the plan holds. */
+static void publish_plan(const EpPlan *plan, const EpPlanTensors *out) {
+    const EpPlanHeader *header = plan->header;
     int32_t totals[] = {(int32_t)header->recv_rows, (int32_t)header->needed_rows,
                         (int32_t)header->dropped_slots};
-    publish_vector(out->expert_counts, p->plan.expert_counts);
-    publish_vector(out->expert_padded, p->plan.expert_padded);
-    publish_vector(out->expert_offsets, p->plan.expert_offsets);
+    publish_vector(out->expert_counts, plan->expert_counts);
+    publish_vector(out->expert_padded, plan->expert_padded);
+    publish_vector(out->expert_offsets, plan->expert_offsets);
     publish_vector(out->totals, totals);
-    publish_source_counts(p, out->source_counts);
     publish_vector(out->recv_rows, &totals[0]);
     publish_vector(out->needed_rows, &totals[1]);
     publish_vector(out->dropped_slots, &totals[2]);
+}
+
+/* Write all of them. */
+static void publish(const Prepare *p) {
+    const EpPlanTensors *out = p->routing->out;
+    if (!out) return;
+    publish_plan(&p->plan, out);
+    publish_source_counts(p, out->source_counts);
     for (int32_t r = 0; out->source_rows && r < p->shape->num_ranks; r++)
         store_integer(out->source_rows, r, count_source_rows(p, r));
 }
@@ -426,5 +431,11 @@ EpStatus ep_host_prepare(EpHandle *handle, const EpRouting *routing) {
     memcpy(p.sent, p.plan.send_begin, (size_t)p.group->size * sizeof(int32_t));
     EP_TRY_EXCHANGE(handle->group, run_rounds(&p));
     complete_plan(&p);
+    return EP_OK;
+}
+
+EpStatus ep_host_publish(EpHandle *handle, const EpRouting *routing) {
+    EpPlan plan = ep_host_plan(handle, routing->plan);
+    publish_plan(&plan, routing->out);
     return EP_OK;
 }

@@ -756,6 +756,12 @@ typedef enum EpTail {
                            tells rows from tail without the counts */
 } EpTail;
 
+/** Which of the K weights of a rank-major row dispatch delivers. */
+typedef enum EpRowWeights {
+    EP_WEIGHTS_HERE = 0, /**< those of this rank's experts; the others are 0 */
+    EP_WEIGHTS_ALL = 1   /**< all K, as the token's rank gave them */
+} EpRowWeights;
+
 /** What becomes of padding, the rows of a slab behind its last slot. FLAT and RANK_MAJOR have none.
  */
 typedef enum EpPadding {
@@ -773,8 +779,8 @@ typedef enum EpPlans {
 } EpPlans;
 
 /** Configuration of a handle, equal on every rank except overflow, zero_tail, padding, scale_order,
- *  num_sms, plans and expert_ids, which each rank may choose. ep_prepare (latency mode:
- * ep_dispatch) compares it with the peers; every operation compares `id`. */
+ *  num_sms, plans, expert_ids and row_weights, which each rank may choose. ep_prepare (latency
+ *  mode: ep_dispatch) compares it with the peers; every operation compares `id`. */
 typedef struct EpHandleConfig {
     size_t struct_size;
     EpLayout layout;
@@ -798,7 +804,7 @@ typedef struct EpHandleConfig {
                                  compare with the peers and that sentences name; 0: none, not
                                  compared */
     EpExpertIds expert_ids; /**< numbers of experts in recv_topk_idx */
-    int32_t reserved;       /**< 0 */
+    int32_t row_weights;    /**< an EpRowWeights; EP_WEIGHTS_ALL in RANK_MAJOR only */
     EpPadding padding;      /**< whether dispatch and combine_backward write padding */
     EpQuant sum_quant;      /**< how the partial sums of ep_combine and ep_dispatch_backward travel:
                                  NONE, in the rows' type, or FP8, half as many bytes as BF16. Those
@@ -841,9 +847,10 @@ EpStatus ep_handle_cost(const EpGroup *group, const EpHandleConfig *config, EpHa
  *
  * EP_ERR_RANGE, EP_ERR_TOP_K, EP_ERR_ALIGNMENT: config. EP_ERR_UNSUPPORTED: latency mode without a
  * static size, or in a group without buffers for it (latency_sets); RANK_MAJOR in throughput mode;
- * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR. On the CUDA backend also latency mode if the group's
- * max_tokens times the handle's top_k, entries of two bytes, do not fit into a multiprocessor's
- * shared memory: the limit is about 100,000 entries. EP_ERR_NO_MEMORY.
+ * EP_IDS_GLOBAL outside FLAT and RANK_MAJOR; EP_WEIGHTS_ALL outside RANK_MAJOR. On the CUDA backend
+ * also latency mode if the group's max_tokens times the handle's top_k, entries of two bytes, do
+ * not fit into a multiprocessor's shared memory: the limit is about 100,000 entries.
+ * EP_ERR_NO_MEMORY.
  */
 EpStatus ep_handle_create(EpGroup *group, const EpHandleConfig *config, EpHandle **out);
 
@@ -855,8 +862,8 @@ void ep_handle_destroy(EpHandle *handle);
 /**
  * Get the handle's own plan as a tensor, which operations may name on other handles of the group
  * with an equal configuration (quant, sum_quant, scale_order, zero_tail, padding, overflow,
- * expert_ids and num_sms may differ). *plan is written only on success; its memory is valid until
- * the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
+ * expert_ids, row_weights and num_sms may differ). *plan is written only on success; its memory is
+ * valid until the handle is destroyed. EP_ERR_UNSUPPORTED with EP_PLANS_NAMED.
  */
 EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan);
 
@@ -966,10 +973,11 @@ typedef struct EpPlanTensors {
 EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                     const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out);
 
-/** The arguments of ep_prepare, for a dispatch in latency mode that needs no ep_prepare. */
+/** The arguments of ep_prepare, for a dispatch in latency mode that needs no ep_prepare. In
+ *  throughput mode only `out` is given. */
 typedef struct EpPrepare {
     size_t struct_size;
-    const EpTensor *topk_idx;
+    const EpTensor *topk_idx;   /**< NULL in throughput mode */
     const EpTensor *num_tokens; /**< may be NULL */
     const EpPlanTensors *out;   /**< may be NULL */
 } EpPrepare;
@@ -981,7 +989,9 @@ typedef struct EpPrepare {
  * Send token rows, their weights and their scales to the slots of their experts.
  *
  * prepare            latency mode: the routing of this dispatch, or NULL for that of the handle's
- *                    last ep_prepare. Throughput mode: NULL.
+ *                    last ep_prepare. Throughput mode: NULL, or outputs of ep_prepare, which this
+ *                    dispatch then takes from the plan. source_counts and source_rows, which a plan
+ *                    does not hold, are EP_ERR_UNSUPPORTED there.
  * tokens             [T, H] any type; rows of 16 .. max_row_bytes bytes, multiple of 16. If
  *                    ep_prepare took num_tokens, T is any number from that one to max_tokens. All
  *                    token tensors of a call have one T.

@@ -23,7 +23,7 @@ extern "C" {
  * The communicator stays the caller's and must outlive the bootstrap's last use. It may be blocking
  * or nonblocking, and a nonblocking one may still be initializing; then this call waits for it, for
  * LIBEP_TIMEOUT or a minute, whichever is longer. NCCL must be libnccl.so.2, the one that the
- * process has loaded, of version 2.28.3 or newer. After 2.30 libep warns once that it was not
+ * process has loaded, of version 2.28.3 or newer. After 2.32 libep warns once that it was not
  * tested with that version.
  *
  * allgather and barrier are ncclAllGather on `comm`, on a stream and in buffers of the bootstrap's

@@ -32,6 +32,7 @@ static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNode
 static EpStatus load_kernels(const EpGroup *group) {
     int bytes = ep_cuda(group)->shared_bytes;
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_prepare(bytes)));
+    EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_numbers(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_quantise(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_scatter(bytes)));
     EP_TRY(ep_cuda_check(group, "loading kernels", ep_cuda_open_gather(bytes)));
@@ -113,6 +114,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .captures = ep_cuda_captures,
                                       .drop = ep_cuda_drop,
                                       .prepare = ep_cuda_prepare,
+                                      .publish = ep_cuda_publish,
                                       .scatter = ep_cuda_scatter,
                                       .gather = ep_cuda_gather,
                                       .gather_weight = ep_cuda_weight_gather,

@@ -12,7 +12,7 @@
 #include "runtime/wait.h"
 
 #define OLDEST_NCCL 22803 /* has symmetric windows as used here */
-#define NEWEST_NCCL 23099 /* of those that libep was tested with: later ones are tried */
+#define NEWEST_NCCL 23299 /* of those that libep was tested with: later ones are tried */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static EpNccl api;
@@ -45,7 +45,7 @@ static void load(void) {
                  api.version / 100 % 100, api.version % 100);
     /* Every window is probed before its first use, whatever the version. */
     if (api.version > NEWEST_NCCL)
-        EP_WARN("NCCL %d.%d.%d is newer than 2.30, the newest that libep was tested with",
+        EP_WARN("NCCL %d.%d.%d is newer than 2.32, the newest that libep was tested with",
                 api.version / 10000, api.version / 100 % 100, api.version % 100);
 }
 

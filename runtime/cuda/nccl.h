@@ -5,7 +5,7 @@
 /**
  * NCCL, loaded when a group first needs it. libep runs without it, and with any version from
  * 2.28.3 on that the process has already loaded or finds first. It warns once of versions after
- * 2.30, which it was not tested with.
+ * 2.32, which it was not tested with.
  */
 
 #include <nccl.h>

@@ -11,7 +11,10 @@
 
 /* Programs are compiled with these numbers: they never change. */
 _Static_assert(sizeof(ncclEpTensor_t) == 48, "");
-_Static_assert(sizeof(ncclEpGroupConfig_t) == 112, "");
+_Static_assert(sizeof(ncclEpGroupConfig_t) == 120, "");
+_Static_assert(offsetof(ncclEpGroupConfig_t, dispatch_num_sms) == NCCL_EP_GROUP_CONFIG_V2, "");
+_Static_assert(offsetof(ncclEpGroupConfig_t, combine_num_sms) == 116, "");
+_Static_assert(NCCL_EP_COMB_QUANT_MXFP8 == 2, "");
 _Static_assert(offsetof(ncclEpGroupConfig_t, timeout_ns) + 8 == NCCL_EP_GROUP_CONFIG_V1, "");
 _Static_assert(sizeof(ncclEpLayoutInfo_t) == 48, "");
 _Static_assert(offsetof(ncclEpLayoutInfo_t, recv_topk_idx_kind) == NCCL_EP_LAYOUT_INFO_V1, "");
@@ -153,7 +156,7 @@ SoloTest(bindings_nccl_ep, nothing_to_call_on) {
     REFUSED(ncclEpInitHandle(&handle, NULL, 1, NULL, 4, NULL), INVALID_ARGUMENT, "group, got NULL");
     REFUSED(ncclEpUpdateHandle(NULL, NULL, NULL, NULL), INVALID_ARGUMENT, "handle, got NULL");
     REFUSED(ncclEpCreateHandle(&handle, NULL, 1, NULL, NULL, NULL, NULL), INVALID_ARGUMENT,
-            "topk_idx: expected");
+            "group, got NULL");
     REFUSED(ncclEpDispatch(NULL, NULL, NULL, NULL, NULL, NULL), INVALID_ARGUMENT,
             "ncclEpDispatch:");
     REFUSED(ncclEpCombine(NULL, NULL, NULL, NULL, NULL), INVALID_ARGUMENT, "ncclEpCombine:");

@@ -52,6 +52,11 @@ void step_routed_new(const Step *step, StepRouted *r);
 void step_routed_prepare(const Step *step, StepRouted *r);
 void step_routed_check(const Step *step, StepRouted *r);
 
+/** Make the outputs of a dispatch in throughput mode that delivers its plan's numbers; check them
+ *  and free all. */
+void step_numbers_new(const Step *step, StepRouted *r, EpPlanTensors *out);
+void step_numbers_check(const Step *step, StepRouted *r);
+
 /** Check that ep_handle_info describes this step's plan. */
 void step_check_info(const Step *step);
 

@@ -167,6 +167,22 @@ void step_routed_check(const Step *step, StepRouted *r) {
     step_check_info(step);
 }
 
+void step_numbers_new(const Step *step, StepRouted *r, EpPlanTensors *out) {
+    step_routed_new(step, r);
+    *out = (EpPlanTensors)EP_PLAN_TENSORS_INIT;
+    out->expert_counts = &r->counts.tensor, out->expert_padded = &r->padded.tensor;
+    out->expert_offsets = &r->offsets.tensor, out->totals = &r->totals.tensor;
+    out->recv_rows = &r->recv_rows.tensor, out->needed_rows = &r->needed_rows.tensor;
+    out->dropped_slots = &r->dropped_slots.tensor;
+}
+
+/* Counts by source are not asked for. */
+void step_numbers_check(const Step *step, StepRouted *r) {
+    memcpy(r->sources.got.data, r->sources.expected.data, r->sources.expected.bytes);
+    memcpy(r->source_rows.got.data, r->source_rows.expected.data, r->source_rows.expected.bytes);
+    step_routed_check(step, r);
+}
+
 void step_prepare(const Step *step) {
     StepRouted r;
     if (step_is_latency(step)) return;

@@ -24,6 +24,7 @@ static void run_alignments(EpLayout layout, int ranks, int top_k) {
                   .masked_percent = 10,
                   .spare_rows = 3,
                   .global_ids = a % 2,
+                  .all_weights = a / 2 % 2,
                   .seed = (uint64_t)(ranks * 1000 + top_k * 10 + a)};
         run_case_on_threads(&c);
     }

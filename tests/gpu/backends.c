@@ -207,11 +207,11 @@ ThreadTest(gpu_backends, newer_nccl_2, 2) {
         int file = mkstemp(path);
         REQUIRE(file >= 0, "no log file");
         close(file);
-        setenv("EMULATED_NCCL", "23105", 1);
+        setenv("EMULATED_NCCL", "23305", 1);
         setenv("LIBEP_LOG_FILE", path, 1);
     }
     REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));
-    if (nccl_version() <= 23099) {
+    if (nccl_version() <= 23299) {
         check_left_out("this NCCL is not newer");
     } else {
         for (int i = 0; i < 2; i++) {
@@ -221,7 +221,7 @@ ThreadTest(gpu_backends, newer_nccl_2, 2) {
             CHECK(info.backend == EP_BACKEND_CUDA, "%s", info.reason);
             ep_group_destroy(group);
         }
-        int lines = count_lines(path, "NCCL 2.31.5 is newer than 2.30");
+        int lines = count_lines(path, "NCCL 2.33.5 is newer than 2.32");
         CHECK(lines == 1, "%d warnings", lines);
     }
     REQUIRE_OK(bootstrap->barrier(bootstrap->context, 60));

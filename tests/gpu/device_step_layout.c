@@ -9,8 +9,10 @@ typedef struct Extents {
 /* Returns the largest extents on any rank. */
 static Extents most(const Case *c) {
     size_t experts = (size_t)(c->experts + c->ranks - 1) / (size_t)c->ranks;
+    int64_t rows = c->capacity; /* or with exact sizes what all entries of all ranks take */
+    if (!rows) rows = (int64_t)c->ranks * c->max_tokens * c->top_k + c->experts * c->alignment;
     size_t slots = c->layout == EP_LAYOUT_BATCHED ? experts * (size_t)c->rows_per_expert
-                                                  : (size_t)(c->capacity + c->spare_rows);
+                                                  : (size_t)(rows + c->spare_rows);
     if (c->layout == EP_LAYOUT_RANK_MAJOR) slots = (size_t)c->ranks * (size_t)c->max_tokens;
     return (Extents){experts, (size_t)c->max_tokens, slots};
 }

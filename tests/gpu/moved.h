@@ -14,9 +14,9 @@
 
 /** The copied tensors of one call. */
 typedef struct Moved {
-    EpTensor tensor[12];
-    void *home[12];
-    int is_output[12];
+    EpTensor tensor[16];
+    void *home[16];
+    int is_output[16];
     int count;
 } Moved;
 

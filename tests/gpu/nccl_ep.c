@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "bindings/nccl_ep/adapter.h"
+#include "handles/handle.h"
+#include "tests/gpu/device_step_layout.h"
 #include "tests/gpu/devices.h"
 #include "tests/gpu/has.h"
 #include "tests/gpu/nccl_ep_step.h"
@@ -170,6 +172,96 @@ ThreadTest(gpu_nccl_ep, rows_with_scales, 2) {
     nccl_ep_close(&rank);
 }
 
+/* As Transformer Engine's fused call does it: the numbers come with the dispatch. */
+static void run_counts_at_dispatch(const EpBootstrap *bootstrap, Case c) {
+    NcclEpRank rank;
+    NcclEpStep s;
+    c = case_complete(c);
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, c.capacity > 0);
+    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    for (int i = 0; i < 2; i++) {
+        check_note("step %d of %s", i, case_describe(&c));
+        nccl_ep_step_open(&s, &rank, &c, i + 2, NULL, 0);
+        s.counts_at_dispatch = 1;
+        nccl_ep_step_allocate(&s);
+        CHECK_NCCL(nccl_ep_init(&s, c.top_k));
+        CHECK_NCCL(nccl_ep_update(&s));
+        if (i) nccl_ep_step_move(&s); /* another handle dispatches */
+        check_all(&s);
+        nccl_ep_step_close(&s);
+        c.index_type = EP_TYPE_INT32;
+    }
+    nccl_ep_close(&rank);
+}
+
+ThreadTest(gpu_nccl_ep, counts_at_dispatch, 2) {
+    Case c = training_case(bootstrap->size);
+    run_counts_at_dispatch(bootstrap, c);
+    c.overflow = EP_OVERFLOW_DROP, c.capacity = 200, c.zero_tail = EP_TAIL_ZERO;
+    run_counts_at_dispatch(bootstrap, c);
+    c = training_case(bootstrap->size);
+    c.layout = EP_LAYOUT_FLAT, c.alignment = 1, c.capacity = 0;
+    run_counts_at_dispatch(bootstrap, c);
+}
+
+/* Sums in fp8 have libep's form. */
+ThreadTest(gpu_nccl_ep, quantised_sums, 2) {
+    Case c = training_case(bootstrap->size);
+    c.sum_quant = EP_QUANT_FP8;
+    run_steps(bootstrap, &c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1, 2);
+    c.layout = EP_LAYOUT_FLAT, c.alignment = 1, c.zero_tail = EP_TAIL_IDS;
+    run_steps(bootstrap, &c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1, 2);
+}
+
+/* Check the multiprocessors of the group and of both kinds of operations. */
+static void run_num_sms(const EpBootstrap *bootstrap, ncclEpGroupConfig_t given, int group,
+                        int dispatch, int combine) {
+    NcclEpRank rank;
+    NcclEpStep s;
+    Case c = training_case(bootstrap->size);
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1);
+    config.size = given.size, config.max_num_sms = given.max_num_sms;
+    config.dispatch_num_sms = given.dispatch_num_sms;
+    config.combine_num_sms = given.combine_num_sms;
+    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
+    CHECK_NCCL(nccl_ep_create(&s));
+    CHECK_NCCL(nccl_ep_dispatch(&s));
+    int dispatch_sms = s.handle->ep->shape.num_sms;
+    CHECK_NCCL(nccl_ep_combine(&s));
+    int combine_sms = s.handle->ep->shape.num_sms;
+    check_all(&s);
+    CHECK(rank.group->ep->config.num_sms == group && dispatch_sms == dispatch &&
+              combine_sms == combine,
+          "%d, %d, %d multiprocessors", rank.group->ep->config.num_sms, dispatch_sms, combine_sms);
+    nccl_ep_step_close(&s);
+    nccl_ep_close(&rank);
+}
+
+ThreadTest(gpu_nccl_ep, num_sms, 2) {
+    const unsigned v2 = NCCL_EP_GROUP_CONFIG_V2, v3 = sizeof(ncclEpGroupConfig_t);
+    static const struct {
+        unsigned max, dispatch, combine;
+        int group, expected[2];
+    } cases[] = {{0, 0, 0, EP_DEFAULT, {EP_DEFAULT, EP_DEFAULT}},
+                 {3, 0, 0, 3, {3, 3}},
+                 {3, 5, 0, 5, {5, 3}},
+                 {0, 4, 0, EP_DEFAULT, {4, EP_DEFAULT}},
+                 {8, 1, 6, 6, {2, 6}}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++)
+        run_num_sms(bootstrap,
+                    (ncclEpGroupConfig_t){.size = v3,
+                                          .max_num_sms = cases[i].max,
+                                          .dispatch_num_sms = cases[i].dispatch,
+                                          .combine_num_sms = cases[i].combine},
+                    cases[i].group, cases[i].expected[0], cases[i].expected[1]);
+    run_num_sms(
+        bootstrap,
+        (ncclEpGroupConfig_t){
+            .size = v2, .max_num_sms = 4, .dispatch_num_sms = 7777, .combine_num_sms = 7777},
+        4, 4, 4);
+}
+
 /* Rows that the capacity loses are an error, told once, and the group goes on. A call that makes a
  * handle does not tell it: there would be none. */
 ThreadTest(gpu_nccl_ep, overflow_is_reported, 2) {
@@ -209,6 +301,7 @@ static Case decoding_case(int ranks, EpLayout layout) {
                .rows_per_expert = 19 * ranks,
                .mode = EP_MODE_LATENCY,
                .zero_tail = layout == EP_LAYOUT_RANK_MAJOR ? EP_TAIL_IDS : EP_TAIL_KEEP,
+               .all_weights = 1,
                .weighted = 1});
 }
 
@@ -540,6 +633,20 @@ ThreadTest(gpu_nccl_ep, wrong_calls, 2) {
     CHECK(nccl_ep_init(&s, 33) == NCCL_INVALID_ARGUMENT && !s.handle, "too many experts");
     CHECK_NCCL(nccl_ep_init(&s, -1));
     CHECK(nccl_ep_dispatch(&s) == NCCL_INVALID_USAGE, "a number of experts is not known");
+    /* A refused routing does not set it either. */
+    size_t one[] = {1}, shape[] = {3, 2};
+    ncclEpTensor_t counts = {.size = sizeof(counts),
+                             .magic = NCCL_EP_TENSOR_MAGIC,
+                             .ndim = 1,
+                             .datatype = NCCL_INT32,
+                             .data = s.numbers,
+                             .sizes = one};
+    ncclEpTensor_t idx = counts;
+    ncclEpLayoutInfo_t info = {.size = sizeof(info), .magic = NCCL_EP_MAGIC};
+    idx.ndim = 2, idx.sizes = shape, info.expert_counters = &counts;
+    CHECK(ncclEpUpdateHandle(s.handle, &idx, &info, rank.stream) == NCCL_INVALID_ARGUMENT,
+          "counts without room");
+    CHECK(s.handle->num_topk == 0 && !s.handle->ep, "a refused routing has opened the handle");
     CHECK_NCCL(ncclEpHandleDestroy(s.handle));
     CHECK_NCCL(nccl_ep_create(&s));
     s.send_only = 1;
@@ -558,6 +665,192 @@ ThreadTest(gpu_nccl_ep, wrong_calls, 2) {
     check_all(&s);
     nccl_ep_step_close(&s);
     nccl_ep_close(&rank);
+}
+
+/* Call with one rank's stderr in a file, and check the result and the sentence. */
+static void check_sentence(int got, int expected, FILE *printed, const char *sentence) {
+    char text[2000] = "";
+    rewind(printed);
+    text[fread(text, 1, sizeof(text) - 1, printed)] = 0;
+    fclose(printed);
+    CHECK(got == expected && strstr(text, sentence), "%d, \"%s\" instead of %d, \"%s\"", got, text,
+          expected, sentence);
+}
+
+/** A tensor that a call does not write. */
+typedef struct Unwritten {
+    enum { UPDATE, CREATE, DISPATCH, NUMBERS, BACKWARD, COMBINE, COMBINE_BACKWARD } call;
+    size_t field;
+    const char *name;
+} Unwritten;
+
+#define INFO(call, field) \
+    { call, offsetof(ncclEpLayoutInfo_t, field), #field ": expected NULL in " }
+#define DISPATCHED(call, field, text) \
+    { call, offsetof(ncclEpDispatchOutputs_t, field), text }
+#define COMBINED(call, field, text) \
+    { call, offsetof(ncclEpCombineOutputs_t, field), text }
+
+/* Only the tensor that must be NULL is a right one: the others are not looked at before. */
+static int call_with(NcclEpStep *s, const Unwritten *u, ncclEpTensor_t *tensor,
+                     ncclEpTensor_t *idx) {
+    cudaStream_t stream = s->rank->stream;
+    ncclEpLayoutInfo_t info = {.size = sizeof(info), .magic = NCCL_EP_MAGIC};
+    ncclEpDispatchInputs_t in = {.size = sizeof(in), .magic = NCCL_EP_MAGIC};
+    ncclEpDispatchOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
+    ncclEpCombineInputs_t sums_in = {.size = sizeof(sums_in), .magic = NCCL_EP_MAGIC};
+    ncclEpCombineOutputs_t sums = {.size = sizeof(sums), .magic = NCCL_EP_MAGIC};
+    ncclEpDispatchConfig_t config = {.size = sizeof(config), .magic = NCCL_EP_MAGIC};
+    ncclEpCombineConfig_t sum_config = {.size = sizeof(sum_config), .magic = NCCL_EP_MAGIC};
+    ncclEpHandle_t made = NULL;
+    int layout = nccl_ep_layout(&s->c), is_number = u->call <= CREATE || u->call == NUMBERS;
+    void *outputs = is_number ? (void *)&info : u->call < COMBINE ? (void *)&out : (void *)&sums;
+    memcpy((char *)outputs + u->field, &tensor, sizeof(tensor));
+    config.pass_direction = u->call == BACKWARD ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+    sum_config.pass_direction = u->call == COMBINE_BACKWARD ? NCCL_EP_BWD_PASS : NCCL_EP_FWD_PASS;
+    if (u->call == UPDATE) return ncclEpUpdateHandle(s->handle, idx, &info, stream);
+    if (u->call >= COMBINE) return ncclEpCombine(s->handle, &sums_in, &sums, &sum_config, stream);
+    if (u->call != CREATE) return ncclEpDispatch(s->handle, &in, &out, &info, &config, stream);
+    int result = ncclEpCreateHandle(&made, s->rank->group, layout, idx, &info, NULL, stream);
+    CHECK(!made, "a refused call has made a handle");
+    return result;
+}
+
+/* Each tensor is refused, and nothing is written to it; a right step follows. */
+static void run_unwritten(const EpBootstrap *bootstrap, Case c, int algorithm, const Unwritten *u,
+                          int count) {
+    enum { BYTES = 4096 };
+    static const char poison[BYTES]; /* zero */
+    static _Thread_local char got[BYTES];
+    NcclEpRank rank;
+    NcclEpStep s;
+    void *memory;
+    size_t sizes[] = {BYTES / 4}, shape[] = {3, (size_t)c.top_k};
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, algorithm, c.capacity > 0);
+    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
+    CHECK_NCCL(nccl_ep_create(&s));
+    REQUIRE_CUDA(cudaMalloc(&memory, BYTES));
+    CHECK_CUDA(cudaMemset(memory, 0, BYTES));
+    ncclEpTensor_t tensor = {.size = sizeof(tensor),
+                             .magic = NCCL_EP_TENSOR_MAGIC,
+                             .ndim = 1,
+                             .datatype = NCCL_INT32,
+                             .data = memory,
+                             .sizes = sizes};
+    ncclEpTensor_t idx = tensor;
+    idx.ndim = 2, idx.sizes = shape;
+    for (int i = 0; i < count && bootstrap->rank == 0; i++) {
+        FILE *before = stderr, *printed = stderr = tmpfile();
+        int result = call_with(&s, &u[i], &tensor, &idx);
+        stderr = before;
+        check_sentence(result, NCCL_INVALID_ARGUMENT, printed, u[i].name);
+    }
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(got, memory, BYTES, cudaMemcpyDefault));
+    CHECK(!memcmp(got, poison, BYTES), "a refused call has written");
+    if (algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT)
+        check_all(&s);
+    else
+        decode(&s);
+    CHECK_CUDA(cudaFree(memory));
+    nccl_ep_step_close(&s);
+    nccl_ep_close(&rank);
+}
+
+#define UNWRITTEN(c, algorithm, list) \
+    run_unwritten(bootstrap, c, algorithm, list, (int)(sizeof(list) / sizeof(*(list))))
+
+ThreadTest(gpu_nccl_ep, unwritten_outputs, 2) {
+    static const Unwritten slabs[] = {
+        INFO(UPDATE, src_rank_counters),
+        INFO(CREATE, src_rank_counters),
+        INFO(NUMBERS, src_rank_counters),
+        DISPATCHED(DISPATCH, topk_idx, "outputs.topk_idx: "),
+        DISPATCHED(DISPATCH, scales, "outputs.scales: expected NULL"),
+        DISPATCHED(DISPATCH, topk_weights, "outputs.topk_weights: expected NULL without"),
+        DISPATCHED(BACKWARD, topk_weights, "outputs.topk_weights: expected NULL in the backward"),
+        DISPATCHED(BACKWARD, topk_idx, "outputs.topk_idx: expected NULL in the backward"),
+        DISPATCHED(BACKWARD, scales, "outputs.scales: expected NULL"),
+        COMBINED(COMBINE_BACKWARD, topk_weights, "outputs.topk_weights: expected NULL without")};
+    static const Unwritten flat[] = {INFO(UPDATE, expert_offsets), INFO(CREATE, expert_offsets),
+                                     INFO(NUMBERS, expert_offsets),
+                                     INFO(NUMBERS, src_rank_counters)};
+    Case c = training_case(bootstrap->size);
+    UNWRITTEN(c, NCCL_EP_ALGO_HIGH_THROUGHPUT, slabs);
+    c.layout = EP_LAYOUT_FLAT, c.alignment = 1, c.zero_tail = EP_TAIL_IDS;
+    UNWRITTEN(c, NCCL_EP_ALGO_HIGH_THROUGHPUT, flat);
+}
+
+ThreadTest(gpu_nccl_ep, unwritten_outputs_of_decoding, 2) {
+    GPU_NEEDS_LATENCY();
+    static const Unwritten by_expert[] = {
+        {UPDATE, offsetof(ncclEpLayoutInfo_t, expert_counters), "layout_info: expected NULL"},
+        {CREATE, offsetof(ncclEpLayoutInfo_t, expert_counters), "layout_info: expected NULL"},
+        INFO(NUMBERS, src_rank_counters),
+        INFO(NUMBERS, expert_offsets),
+        INFO(NUMBERS, recv_total_counter),
+        DISPATCHED(DISPATCH, topk_idx, "outputs.topk_idx: "),
+        DISPATCHED(DISPATCH, topk_weights, "outputs.topk_weights: expected NULL without"),
+        DISPATCHED(DISPATCH, scales, "outputs.scales: expected NULL")};
+    static const Unwritten by_rank[] = {
+        INFO(NUMBERS, expert_counters), INFO(NUMBERS, expert_offsets),
+        INFO(NUMBERS, recv_total_counter),
+        COMBINED(COMBINE, topk_weights, "outputs.topk_weights: expected NULL in the rank-major")};
+    UNWRITTEN(decoding_case(bootstrap->size, EP_LAYOUT_BATCHED), NCCL_EP_ALGO_LOW_LATENCY,
+              by_expert);
+    UNWRITTEN(decoding_case(bootstrap->size, EP_LAYOUT_RANK_MAJOR), NCCL_EP_ALGO_LOW_LATENCY,
+              by_rank);
+}
+
+/* A forward combine of high throughput leaves the backward pass's output alone, as NCCL EP does,
+ * whose benchmark passes it. */
+ThreadTest(gpu_nccl_ep, weights_of_the_backward_pass, 2) {
+    NcclEpRank rank;
+    NcclEpStep s;
+    Case c = training_case(bootstrap->size);
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 1);
+    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
+    s.passes_weights = 1;
+    CHECK_NCCL(nccl_ep_create(&s));
+    CHECK_NCCL(nccl_ep_combine(&s));
+    nccl_ep_step_check(&s);
+    nccl_ep_step_close(&s);
+    nccl_ep_close(&rank);
+}
+
+/* With exact sizes, where one rank receives nothing: a kernel would find these differences, and
+ * fail the group. All ranks are refused, and right calls follow. */
+static void run_refused_rows(const EpBootstrap *bootstrap, EpLayout layout) {
+    NcclEpRank rank;
+    NcclEpStep s;
+    Case c = training_case(bootstrap->size);
+    c.layout = layout, c.alignment = layout == EP_LAYOUT_FLAT ? 1 : 8;
+    c.capacity = 0, c.routing = ROUTING_ONE_RANK, c = case_complete(c);
+    ncclEpGroupConfig_t config = nccl_ep_config(&c, NCCL_EP_ALGO_HIGH_THROUGHPUT, 0);
+    if (!nccl_ep_open(&rank, bootstrap, &config)) return;
+    nccl_ep_step_open(&s, &rank, &c, 2, NULL, 0);
+    CHECK_NCCL(nccl_ep_create(&s));
+    CHECK_CUDA(cudaStreamSynchronize(rank.stream)); /* then the host knows how many rows arrive */
+    for (int wrong = NCCL_EP_EMPTY_WEIGHTS; wrong <= NCCL_EP_FEWER_ROWS; wrong++) {
+        if (wrong == NCCL_EP_FEWER_ROWS && !device_step_rank(&s.dispatched)->recv_rows) continue;
+        if (wrong == NCCL_EP_FEWER_ROWS && !is_on_one_node(rank.group)) continue;
+        s.wrong = wrong;
+        CHECK(nccl_ep_dispatch(&s) == NCCL_INVALID_ARGUMENT, "a wrong dispatch (%d)", wrong);
+        CHECK(nccl_ep_dispatch_backward(&s) == NCCL_INVALID_ARGUMENT, "a wrong combine");
+    }
+    s.wrong = NCCL_EP_RIGHT;
+    s.dispatched.issued = 0;
+    nccl_ep_step_check(&s);
+    check_all(&s);
+    nccl_ep_step_close(&s);
+    nccl_ep_close(&rank);
+}
+
+ThreadTest(gpu_nccl_ep, refused_rows_fail_no_group, 2) {
+    run_refused_rows(bootstrap, EP_LAYOUT_EXPERT_MAJOR);
+    run_refused_rows(bootstrap, EP_LAYOUT_FLAT);
 }
 
 /* Handles may outlive their group, and then do nothing. */

@@ -30,6 +30,7 @@ static Case graph_case(int ranks, EpLayout layout, EpMode mode) {
                                 .layout = layout,
                                 .mode = mode,
                                 .zero_tail = tail,
+                                .all_weights = 1,
                                 .weighted = 1});
 }
 

@@ -195,14 +195,22 @@ typedef struct Info {
     ncclEpLayoutInfo_t info;
 } Info;
 
-static const ncclEpLayoutInfo_t *plan_info(NcclEpStep *s, Info *i) {
-    int64_t local = device_step_rank(&s->dispatched)->num_experts;
+static void begin_info(Info *i) {
     i->info = (ncclEpLayoutInfo_t){.size = sizeof(i->info), .magic = NCCL_EP_MAGIC};
-    if (is_low_latency(s)) return NULL;
+}
+
+static void ask_for_numbers(NcclEpStep *s, Info *i) {
+    int64_t local = device_step_rank(&s->dispatched)->num_experts;
     i->info.expert_counters = numbers(s, &i->counts, NCCL_EP_COUNTS, local);
     i->info.recv_total_counter = numbers(s, &i->total, NCCL_EP_TOTAL, 1);
     if (s->c.layout == EP_LAYOUT_EXPERT_MAJOR)
         i->info.expert_offsets = numbers(s, &i->offsets, NCCL_EP_OFFSETS, local + 1);
+}
+
+static const ncclEpLayoutInfo_t *plan_info(NcclEpStep *s, Info *i) {
+    if (is_low_latency(s) || s->counts_at_dispatch) return NULL;
+    begin_info(i);
+    ask_for_numbers(s, i);
     return &i->info;
 }
 
@@ -254,13 +262,20 @@ static ncclEpDispatchConfig_t dispatch_config(const NcclEpStep *s, int pass) {
 
 static const ncclEpLayoutInfo_t *dispatch_info(NcclEpStep *s, Info *i) {
     int64_t local = device_step_rank(&s->dispatched)->num_experts;
-    i->info = (ncclEpLayoutInfo_t){.size = sizeof(i->info), .magic = NCCL_EP_MAGIC};
+    begin_info(i);
+    if (s->counts_at_dispatch) ask_for_numbers(s, i);
     i->info.recv_topk_idx_kind = s->c.global_ids ? NCCL_EP_EXPERT_ID_GLOBAL : 0;
     if (is_low_latency(s) && s->c.layout == EP_LAYOUT_RANK_MAJOR)
         i->info.src_rank_counters = numbers(s, &i->sources, NCCL_EP_SOURCES, s->c.ranks);
     else if (is_low_latency(s))
         i->info.expert_counters = numbers(s, &i->counts, NCCL_EP_COUNTS, local);
     return &i->info;
+}
+
+static void spoil(const NcclEpStep *s, Tensor *tokens, Tensor *rows, Tensor *weights) {
+    if (s->wrong == NCCL_EP_FEWER_ROWS) rows->sizes[0]--;
+    if (s->wrong == NCCL_EP_EMPTY_WEIGHTS) weights->sizes[0] = !weights->sizes[0];
+    if (s->wrong == NCCL_EP_MORE_TOKENS) tokens->sizes[0]++;
 }
 
 int nccl_ep_dispatch(NcclEpStep *s) {
@@ -289,6 +304,7 @@ int nccl_ep_dispatch(NcclEpStep *s) {
     EpTensor ids = step_rows(step, NULL, c->index_type, c->top_k);
     if (case_has_rows(c))
         out.topk_idx = describe(t + 6, device_step_into(gpu, ids, OUT_INDEX), NULL);
+    spoil(s, t, t + 1, t + 3);
     device_step_replayed(gpu, STEP_DISPATCH);
     return ncclEpDispatch(s->handle, &in, &out, dispatch_info(s, &info), &config, s->rank->stream);
 }
@@ -315,6 +331,7 @@ static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
     ncclEpCombineOutputs_t out = {.size = sizeof(out), .magic = NCCL_EP_MAGIC};
     ncclEpCombineConfig_t config = {.size = sizeof(config), .magic = NCCL_EP_MAGIC};
     config.pass_direction = pass, config.send_only = (unsigned)s->send_only;
+    if (s->c.sum_quant == EP_QUANT_FP8) config.quant_recipe = NCCL_EP_COMB_QUANT_MXFP8;
     in.tokens = describe(t, device_step_from(gpu, step_expert_out(step), IN_EXPERT_OUT), s->window);
     out.tokens = describe(
         t + 1, device_step_into(gpu, step_grad_out(step), is_backward ? OUT_GRAD_TOKENS : OUT_SUMS),
@@ -328,6 +345,10 @@ static int combine(NcclEpStep *s, DeviceStep *gpu, int pass) {
         out.topk_weights =
             describe(t + 3, device_step_from(gpu, step_weights(step), IN_COMBINE_WEIGHTS), NULL);
     }
+    if (s->passes_weights && !is_backward)
+        out.topk_weights =
+            describe(t + 3, device_step_into(gpu, step_weights(step), OUT_GRAD_WEIGHTS), NULL);
+    spoil(s, t + 1, t, t + 2);
     device_step_replayed(gpu, is_backward ? STEP_DISPATCH_BACKWARD : STEP_COMBINE);
     return ncclEpCombine(s->handle, &in, &out, &config, s->rank->stream);
 }

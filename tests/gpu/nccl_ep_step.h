@@ -46,6 +46,14 @@ typedef struct NcclEpStep {
     char *numbers;        /**< device memory of all vectors */
     int expected_numbers; /**< bits: vectors that a call has written */
     int quant_recipe, round_scales, send_only;
+    int passes_weights;     /**< a forward combine gets the backward pass's output of weights */
+    int counts_at_dispatch; /**< high throughput: dispatch delivers the numbers, not prepare */
+    enum {
+        NCCL_EP_RIGHT,
+        NCCL_EP_EMPTY_WEIGHTS, /**< weights of rows where there are none, and the other way round */
+        NCCL_EP_MORE_TOKENS,   /**< one more than topk_idx has */
+        NCCL_EP_FEWER_ROWS     /**< one less than arrive */
+    } wrong;
     const NcclWindow *window; /**< that receive rows are in, or NULL */
 } NcclEpStep;
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tests/gpu/on_gpu.h"
 
-#include <stdlib.h>
 #include <cuda_runtime_api.h>
+#include <stdlib.h>
 
 #include "handles/handle.h"
 #include "tests/gpu/has.h"
@@ -60,24 +60,28 @@ void gpu_group_destroy(EpGroup *group) {
 
 /* ---- whole operations ---------------------------------------------------------------------- */
 
+/* Returns `out`, or `moved` with copies of its vectors. */
+static const EpPlanTensors *move_numbers(Moved *m, const EpPlanTensors *out, EpPlanTensors *moved) {
+    if (!out || out->struct_size != sizeof(*out)) return out;
+    *moved = *out;
+    moved->expert_counts = moved_output(m, out->expert_counts);
+    moved->expert_padded = moved_output(m, out->expert_padded);
+    moved->expert_offsets = moved_output(m, out->expert_offsets);
+    moved->totals = moved_output(m, out->totals);
+    moved->source_counts = moved_output(m, out->source_counts);
+    moved->recv_rows = moved_output(m, out->recv_rows);
+    moved->needed_rows = moved_output(m, out->needed_rows);
+    moved->dropped_slots = moved_output(m, out->dropped_slots);
+    moved->source_rows = moved_output(m, out->source_rows);
+    return moved;
+}
+
 EpStatus gpu_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk_idx,
                      const EpTensor *num_tokens, EpStream stream, const EpPlanTensors *out) {
     Moved m = {.count = 0};
     EpPlanTensors moved;
     plan = moved_output(&m, plan);
-    if (out && out->struct_size == sizeof(*out)) {
-        moved = *out;
-        moved.expert_counts = moved_output(&m, out->expert_counts);
-        moved.expert_padded = moved_output(&m, out->expert_padded);
-        moved.expert_offsets = moved_output(&m, out->expert_offsets);
-        moved.totals = moved_output(&m, out->totals);
-        moved.source_counts = moved_output(&m, out->source_counts);
-        moved.recv_rows = moved_output(&m, out->recv_rows);
-        moved.needed_rows = moved_output(&m, out->needed_rows);
-        moved.dropped_slots = moved_output(&m, out->dropped_slots);
-        moved.source_rows = moved_output(&m, out->source_rows);
-        out = &moved;
-    }
+    out = move_numbers(&m, out, &moved);
     topk_idx = moved_input(&m, topk_idx), num_tokens = moved_input(&m, num_tokens);
     EpStatus status = ep_prepare(handle, plan, topk_idx, num_tokens, stream, out);
     if (status != EP_OK || !ep_handle_is_latency(handle)) return settle(&m, status);
@@ -91,7 +95,13 @@ EpStatus gpu_dispatch(EpHandle *handle, const EpTensor *plan, const EpPrepare *p
                       const EpTensor *recv_topk_weights, const EpTensor *recv_scales,
                       const EpTensor *recv_topk_idx) {
     Moved m = {.count = 0};
+    EpPlanTensors numbers;
+    EpPrepare outputs;
     plan = moved_output(&m, plan);
+    if (prepare && prepare->struct_size == sizeof(*prepare) && !prepare->topk_idx) {
+        outputs = *prepare, outputs.out = move_numbers(&m, prepare->out, &numbers);
+        prepare = &outputs;
+    }
     tokens = moved_input(&m, tokens), topk_weights = moved_input(&m, topk_weights),
     scales = moved_input(&m, scales);
     recv_tokens = moved_output(&m, recv_tokens),

@@ -656,10 +656,26 @@ ThreadTest(handles_plans, routing_in_throughput_mode, 1) {
     c.ranks = 1;
     REQUIRE(plans_open(&p, bootstrap, c), "no handle");
     EpPrepare prepare = EP_PREPARE_INIT;
-    EpTensor tokens = step_tokens(&p.step[0]);
-    CHECK_REFUSED(ep_dispatch(p.handle, &p.plan[0], &prepare, &tokens, NULL, NULL, NULL, &tokens,
-                              NULL, NULL, NULL),
-                  EP_ERR_UNSUPPORTED, "prepare", "throughput");
+    EpPlanTensors out = EP_PLAN_TENSORS_INIT;
+    int32_t number = 7;
+    EpTensor tokens = step_tokens(&p.step[0]), vector = ep_tensor_1d(&number, EP_TYPE_INT32, 1);
+    step_prepare(&p.step[0]);
+    const struct {
+        const EpTensor *topk_idx, *rows, *by_source;
+        EpStatus status;
+        const char *argument, *text;
+    } wrong[] = {{&vector, NULL, NULL, EP_ERR_UNSUPPORTED, "prepare", "throughput"},
+                 {NULL, NULL, &vector, EP_ERR_UNSUPPORTED, "out.source_rows", "a plan does not"},
+                 {NULL, &tokens, NULL, EP_ERR_NDIM, "out.recv_rows", "1"}};
+    prepare.out = &out;
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(*wrong); i++) {
+        prepare.topk_idx = wrong[i].topk_idx;
+        out.recv_rows = wrong[i].rows, out.source_rows = wrong[i].by_source;
+        CHECK_REFUSED(ep_dispatch(p.handle, &p.plan[0], &prepare, &tokens, NULL, NULL, NULL,
+                                  &tokens, NULL, NULL, NULL),
+                      wrong[i].status, wrong[i].argument, wrong[i].text);
+    }
+    CHECK(number == 7, "a refused call has written %d", number);
     plans_close(&p);
 }
 

@@ -23,9 +23,12 @@ static void expect_flat_entry(const World *world, int rank, int64_t row, int k, 
     int64_t cell = row * world->c.top_k + k;
     *weight = 0;
     set_index(world, &out->index, cell, -1);
-    if (what->kind != ROW_FILLED || !world_live(world, what->source, what->token, k)) return;
+    if (what->kind != ROW_FILLED) return;
     const RankWorld *from = &world->rank[what->source];
     int64_t entry = (int64_t)what->token * world->c.top_k + k;
+    if (world->c.all_weights && world->c.layout == EP_LAYOUT_RANK_MAJOR)
+        *weight = from->weight[entry];
+    if (!world_live(world, what->source, what->token, k)) return;
     if (world_owner(&world->c, from->index[entry]) != rank) return;
     *weight = from->weight[entry];
     int64_t first = world->c.global_ids ? 0 : me->first_expert;

@@ -97,5 +97,5 @@ SoloTest(runtime_exports, defaults_of_initializers) {
     CHECK(handle.mode == EP_DEFAULT && handle.num_sms == EP_DEFAULT, "mode");
     CHECK(handle.quant == EP_QUANT_NONE && handle.scale_order == EP_SCALES_BY_ROW, "scales");
     CHECK(handle.rows_per_expert == EP_DEFAULT, "rows_per_expert");
-    CHECK(handle.expert_ids == EP_IDS_LOCAL && handle.reserved == 0, "expert ids");
+    CHECK(handle.expert_ids == EP_IDS_LOCAL && handle.row_weights == EP_WEIGHTS_HERE, "expert ids");
 }

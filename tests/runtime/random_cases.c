@@ -61,6 +61,7 @@ static Case draw_case(uint64_t seed) {
     draw_rows(&c, &random);
     if (c.mode == EP_MODE_LATENCY && random_percent(&random, 25)) c.layout = EP_LAYOUT_RANK_MAJOR;
     c.global_ids = PICK(&random, 0, 1);
+    c.all_weights = PICK(&random, 0, 1);
     c.weights_at_combine = PICK(&random, 0, 0, 1);
     if (TESTS_HAVE_QUANT)
         c.sum_quant = (EpQuant)PICK(&random, EP_QUANT_NONE, EP_QUANT_NONE, EP_QUANT_FP8);

@@ -177,6 +177,13 @@ class ExpertIds(IntEnum):
     GLOBAL = 2
 
 
+class RowWeights(IntEnum):
+    """Which of the K weights of a rank-major row dispatch delivers."""
+
+    HERE = 0
+    ALL = 1
+
+
 class Tail(IntEnum):
     """What becomes of the receive rows past the last slab."""
 
@@ -329,7 +336,7 @@ class EpHandleConfig(Structure):
         ("plans", c_int),
         ("id", c_int32),
         ("expert_ids", c_int),
-        ("reserved", c_int32),
+        ("row_weights", c_int32),
         ("padding", c_int),
         ("sum_quant", c_int),
     ]

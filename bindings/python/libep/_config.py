@@ -19,6 +19,7 @@ from ._abi import (
     Plans,
     Quant,
     Rows,
+    RowWeights,
     ScaleOrder,
     Tail,
     initialized,
@@ -78,6 +79,7 @@ class HandleFields(TypedDict, total=False):
     plans: Plans  # (OWNED)
     id: int  # a number that ranks compare and that sentences name; 0: none (0)
     expert_ids: ExpertIds  # (LOCAL)
+    row_weights: RowWeights  # RANK_MAJOR: ALL for weights of other ranks' experts, too (HERE)
     padding: Padding  # (ZERO)
     sum_quant: Quant  # how partial sums travel: NONE or FP8 (NONE)
 
@@ -92,6 +94,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
     "padding": Padding,
     "plans": Plans,
     "quant": Quant,
+    "row_weights": RowWeights,
     "scale_order": ScaleOrder,
     "sum_quant": Quant,
     "zero_tail": Tail,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Prints the layout of NCCL EP's structs and its numbers, from libep's header or, with -DTHEIRS,
- * from NVIDIA's. tests/bindings/nccl_ep/check compares the two.
+ * Prints the layout of NCCL EP's structs and its numbers, from libep's header as far as API version
+ * -DAPI goes, or, with -DTHEIRS, from NVIDIA's. tests/bindings/nccl_ep/compare compares the two.
  */
 #include <stddef.h>
 #include <stdio.h>
@@ -10,6 +10,7 @@
 #include "nccl_ep.h"
 #else
 #include "bindings/nccl_ep/nccl_ep.h"
+#define NCCL_EP_API_VERSION API
 #endif
 
 #define SIZE(type) printf(#type " %zu\n", sizeof(type))
@@ -41,8 +42,21 @@ static void print_structs(void) {
     FIELD(ncclEpLayoutInfo_t, padding_v2);
 }
 
-static void print_group_config(void) {
+/* Version 2 of the struct is the first part of ours. */
+static void print_group_config_size(void) {
+#if NCCL_EP_API_VERSION >= 3
     SIZE(ncclEpGroupConfig_t);
+    FIELD(ncclEpGroupConfig_t, dispatch_num_sms);
+    FIELD(ncclEpGroupConfig_t, combine_num_sms);
+#elif defined(THEIRS)
+    SIZE(ncclEpGroupConfig_t);
+#else
+    printf("ncclEpGroupConfig_t %d\n", NCCL_EP_GROUP_CONFIG_V2);
+#endif
+}
+
+static void print_group_config(void) {
+    print_group_config_size();
     FIELD(ncclEpGroupConfig_t, version);
     FIELD(ncclEpGroupConfig_t, algorithm);
     FIELD(ncclEpGroupConfig_t, num_experts);
@@ -106,6 +120,7 @@ static void print_arguments(void) {
 #endif
 
 static void print_numbers(void) {
+    NUMBER(NCCL_EP_API_VERSION);
     NUMBER(NCCL_EP_MAGIC);
     NUMBER(NCCL_EP_TENSOR_MAGIC);
     NUMBER(NCCL_EP_GROUP_CONFIG_V1_SIZE);
@@ -139,6 +154,9 @@ static void print_numbers(void) {
     NUMBER(NCCL_EP_DISP_QUANT_DS_FP8E3M4);
     NUMBER(NCCL_EP_COMB_QUANT_NONE);
     NUMBER(NCCL_EP_COMB_QUANT_NVFP4);
+#if NCCL_EP_API_VERSION >= 3
+    NUMBER(NCCL_EP_COMB_QUANT_MXFP8);
+#endif
 }
 
 int main(void) {

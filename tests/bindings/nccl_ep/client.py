@@ -317,7 +317,7 @@ def low_latency(device, comm, rank, layout, send_only):
         if rank_major:
             named = inputs[source][0][token]
             mine = (named >= FIRST[rank]) & (named < FIRST[rank + 1])
-            want_w[at] = np.where(mine, inputs[source][1][token], 0)
+            want_w[at] = inputs[source][1][token]
             want_i[at] = np.where(mine, named - FIRST[rank], -1)
     check("counts", counts, filled)
     check("tokens", recv, want)

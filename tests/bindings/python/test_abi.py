@@ -32,6 +32,7 @@ CONSTANTS = re.findall(
 PREFIXES = {
     "Status": "EP_ERR_",
     "ExpertIds": "EP_IDS_",
+    "RowWeights": "EP_WEIGHTS_",
     "ScaleOrder": "EP_SCALES_",
     "AxisRole": "EP_AXIS_",
     "TensorKind": "EP_TENSOR_",
