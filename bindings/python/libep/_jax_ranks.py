@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-from jax._src.dispatch import runtime_tokens
 
 from . import _abi, _jax_calls, _process
 from ._abi import Backend, Plans, Status, Tail
@@ -51,7 +50,6 @@ class Ranks:
         top_k: int,
         fields: Mapping[str, Any],
     ) -> None:
-        _forget_failed_order(0.0)
         self.key = next(_keys)
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
@@ -81,7 +79,6 @@ class Ranks:
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
-        _forget_failed_order(0.0)
         errors = [error for rank in self.ranks if (error := _rank_error(self.key, rank))]
         if errors:
             # All in one: a rank reports a finding once, and the next check is about later steps.
@@ -109,7 +106,6 @@ class Ranks:
         if _open.pop(self.key, None) is not None:
             self.release()
             self._close_groups()
-            _forget_failed_order(CLOSE_SECONDS)
 
     def interrupt(self, sent: float) -> None:
         """Abort a group where a call has been waiting since before a signal.
@@ -124,26 +120,6 @@ class Ranks:
         _run_threads([rank.group.close for rank in self.ranks])
         for bootstrap in self.bootstraps:
             bootstrap.close()
-
-
-def _forget_failed_order(seconds: float) -> None:
-    """Let programs run after one that failed: JAX would hand on the failed token.
-
-    Waits so long for a program that is about to end.
-    """
-    tokens = runtime_tokens.current_tokens  # of this thread
-    token: Any = tokens.get(_jax_calls.CALL)
-    if token is None:
-        return
-    deadline = time.monotonic() + seconds
-    while not token._buf.is_ready():
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(_POLL_SECONDS)
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        tokens.pop(_jax_calls.CALL)
 
 
 def _is_computed(array: Any, devices: set[Any]) -> bool:

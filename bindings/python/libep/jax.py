@@ -18,7 +18,6 @@ were traced, on every device, forward and backward.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -26,12 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
+from . import _jax_gradients, _jax_program  # noqa: F401 (derivatives, and the order of calls)
 from . import _jax_weights as sharded
 from ._abi import Mode, Status
 from ._config import max_recv_rows as worst_case_rows
 from ._jax_operations import Operations, Plan
-from ._jax_program import whole
 from ._jax_ranks import Ranks
 from ._jax_regions import Regions, product
 from ._library import EpError
@@ -116,21 +114,8 @@ def bootstrap(
     return Ep(Ranks(mesh, axes, top_k, config), Regions(mesh, axes, tokens), config)
 
 
-def jit(function: Optional[Callable[..., Any]] = None, **options: Any) -> Any:
-    """jax.jit for a function that is a whole program, such as a training step.
-
-    options  those of jax.jit, such as donate_argnums. With options alone: a decorator
-
-    JAX orders calls of libep over programs, too: each program waits for the one before, on whatever
-    devices, and the call of a program takes some 0.2 ms of the host. Here the function's own calls
-    are in order, and no more. So use it where programs are called one after the other, or where
-    they have no group in common. The function cannot be differentiated from outside, or mapped.
-    """
-    if function is None:
-        return functools.partial(jit, **options)
-    if not callable(function):
-        raise EpError(Status.TYPE, f"jit: expected a function, got {type(function).__name__}")
-    return jax.jit(whole(function), **options)
+jit = jax.jit
+"""Another name of jax.jit, which is all that programs need."""
 
 
 def _refuse(status: Status, field: str, expected: str, got: object) -> NoReturn:

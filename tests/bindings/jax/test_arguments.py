@@ -394,12 +394,11 @@ def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPUs report a bad plan later")
-@pytest.mark.parametrize("jit", [jax.jit, libep.jax.jit])
-def test_fresh_after_a_failure(bootstrap, jit):
-    """A program that failed takes its group with it, and no other."""
+def test_fresh_after_a_failure(bootstrap):
+    """A program that failed takes its group with it, and no other. Nobody need ask."""
     mesh, x = make_mesh(2), tokens(1, 2)
     ep, other = bootstrap(mesh), bootstrap(mesh)
-    plan_of = jit(
+    plan_of = jax.jit(
         jax.shard_map(
             lambda x, idx: ep.dispatch(x, idx)[2], mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
         )
@@ -407,10 +406,7 @@ def test_fresh_after_a_failure(bootstrap, jit):
     plan = jax.tree.map(jnp.zeros_like, plan_of(x, indices(2)))
     failing = jax.shard_map(ep.combine, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     with pytest.raises(JaxRuntimeError, match="combine: plan"):
-        jax.block_until_ready(jit(failing)(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
-    if jit is jax.jit:
-        with pytest.raises(EpError, match="combine: plan"):
-            ep.check()  # from here on programs run again
+        jax.block_until_ready(jax.jit(failing)(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
 
 
