@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import numpy as np
 
 from . import _abi, _jax_calls, _process
 from ._abi import Backend, Plans, Status, Tail
@@ -29,6 +30,7 @@ CLOSE_SECONDS = 1.0
 """How long closing waits for a call that is waiting for other ranks."""
 
 _POLL_SECONDS = 0.001
+_WATCH_SECONDS = 0.5  # how long a call waits for others before this module looks for the reason
 
 _keys = itertools.count(1)
 _open: dict[int, Ranks] = {}
@@ -37,6 +39,7 @@ _open: dict[int, Ranks] = {}
 class _Rank(NamedTuple):
     group: Group
     handle: Handle
+    device: Any
     ordinal: int  # XLA's number of the device
 
 
@@ -70,20 +73,29 @@ class Ranks:
         self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
             _add(self.key, rank)
+        self._mesh = mesh
         self._devices = set(mesh.local_devices)
         timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
         self._wait_seconds = float(timeout)
         remember_devices(self.key, mesh, axes)
         _open[self.key] = self
         _process.listen()  # the groups were created by other threads
+        if self.on_host and len(self.ranks) > 1:
+            _watch_programs()
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
-        errors = [error for rank in self.ranks if (error := _rank_error(self.key, rank))]
-        if errors:
+        found = [(rank, error) for rank in self.ranks if (error := _rank_error(self.key, rank))]
+        if found:
             # All in one: a rank reports a finding once, and the next check is about later steps.
-            sentences = dict.fromkeys(map(str, errors))
-            raise EpError(errors[0].status, "; ".join(sentences))
+            sentences = [f"{self._name(rank.device)}: {error}" for rank, error in found]
+            raise EpError(found[0][1].status, "; ".join(sentences))
+
+    def _name(self, device: Any) -> str:
+        """How sentences call a device: its place in the mesh says to which group it belongs."""
+        place = np.argwhere(self._mesh.devices == device)[0]
+        at = ", ".join(f"{axis}={i}" for axis, i in zip(self._mesh.axis_names, place))
+        return f"group {self.key}, device {device.id} ({at})"
 
     def release(self) -> None:
         """Let programs use the groups no more."""
@@ -116,6 +128,23 @@ class Ranks:
             if _jax_calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
                 rank.group.abort(_process.INTERRUPTED)
 
+    def abort_failed(self) -> None:
+        """Abort the groups if a program has failed on one device, and another waits in a call.
+
+        The failed device makes no more calls, and JAX tells the program's caller nothing before all
+        devices have ended. All groups: those that wait for nobody would soon wait in a collective
+        of XLA.
+        """
+        before = time.time() - _WATCH_SECONDS
+        waits = _jax_calls.library.ep_jax_rank_waits
+        waiting = {rank.device for rank in self.ranks if waits(self.key, rank.ordinal, before)}
+        if not waiting:
+            return
+        failed = _failed_beside(waiting)
+        for device in [rank.device for rank in self.ranks if rank.device in failed][:1]:
+            for rank in self.ranks:
+                rank.group.abort(f"a program failed on {self._name(device)}: {failed[device]}")
+
     def _close_groups(self) -> None:
         _run_threads([rank.group.close for rank in self.ranks])
         for bootstrap in self.bootstraps:
@@ -132,9 +161,48 @@ def _is_computed(array: Any, devices: set[Any]) -> bool:
         return False  # another thread has deleted it
 
 
+def _failed_beside(waiting: set[Any]) -> dict[Any, str]:
+    """The devices where programs have failed that go on on one of the `waiting`, and why."""
+    failed = {}
+    for array in jax.live_arrays("cpu"):
+        try:
+            if len(array.sharding.device_set) < 2 or waiting.isdisjoint(array.sharding.device_set):
+                continue
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+        except RuntimeError:
+            continue  # another thread has deleted it
+        ended = {device for device, shard in shards.items() if shard.is_ready()}
+        if waiting & (shards.keys() - ended):
+            for device in ended:
+                try:
+                    shards[device].block_until_ready()
+                except jax.errors.JaxRuntimeError as error:
+                    failed[device] = str(error).strip().splitlines()[-1][:200]
+    return failed
+
+
+@functools.cache
+def _watch_programs() -> None:
+    """Start the thread that calls abort_failed."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            for ranks in list(_open.values()):
+                ranks.abort_failed()
+
+    threading.Thread(target=watch, name="libep-jax", daemon=True).start()
+
+
 def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
     finding = _abi.initialized(_abi.EpFinding)
     status = _jax_calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
+    if status == Status.OVERFLOW:
+        return EpError(
+            Status.OVERFLOW,
+            f"rank {finding.rank}: dispatch: expected at most {finding.expected} receive rows "
+            f"(max_recv_rows), needed {finding.seen}; {finding.count} were lost",
+        )
     return last_error(status) if status else None
 
 
@@ -181,7 +249,7 @@ def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[st
         group.abort(str(error))
         group.close()
         raise
-    return _Rank(group, handle, ordinal)
+    return _Rank(group, handle, device, ordinal)
 
 
 def _add(key: int, rank: _Rank) -> None:
