@@ -80,4 +80,4 @@ try:
     _lower_to_hlo = pxla._cached_lowering_to_hlo
 except AttributeError as error:  # it is not public
     raise calls.unknown_version(error) from None
-pxla._cached_lowering_to_hlo = _with_own_token(_lower_to_hlo)
+pxla._cached_lowering_to_hlo = _with_own_token(_lower_to_hlo)  # type: ignore[assignment]

@@ -9,6 +9,7 @@ import functools
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -64,8 +65,10 @@ class Ranks:
                 makers.append(functools.partial(_make_rank, bootstrap, device, top_k, fields))
         if not makers:
             raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
+        # They stay: Python starts no threads when the process ends, and closing needs one per rank.
+        self._threads = ThreadPoolExecutor(len(makers), "libep-jax")
         try:
-            self.ranks = _run_threads(makers)
+            self.ranks = self._run(makers)
         except BaseException:
             self._close_groups()
             raise
@@ -99,7 +102,7 @@ class Ranks:
 
     def release(self) -> None:
         """Let programs use the groups no more."""
-        _run_threads([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
+        self._run([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
 
     def wait(self) -> None:
         """Wait for the arrays that programs are computing on the groups' devices.
@@ -146,9 +149,22 @@ class Ranks:
                 rank.group.abort(f"a program failed on {self._name(device)}: {failed[device]}")
 
     def _close_groups(self) -> None:
-        _run_threads([rank.group.close for rank in self.ranks])
+        self._run([rank.group.close for rank in self.ranks])
+        self._threads.shutdown(wait=False)
         for bootstrap in self.bootstraps:
             bootstrap.close()
+
+    def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run functions side by side, return what they return, and raise the first error.
+
+        The error of a rank whose peer has failed comes last.
+        """
+        futures = [self._threads.submit(body) for body in bodies]
+        errors = [error for future in futures if (error := future.exception())]
+        errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
 
 
 def _is_computed(array: Any, devices: set[Any]) -> bool:
@@ -261,31 +277,6 @@ def _add(key: int, rank: _Rank) -> None:
         raise MemoryError("libep.jax: no memory for a rank")
 
 
-def _run_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run functions side by side, return what they return, and raise the first error.
-
-    The error of a rank whose peer has failed comes last.
-    """
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            results[number] = bodies[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
-    if errors:
-        raise errors[0]
-    return results
-
-
 def _close_local() -> None:
     """At the end of the process: close the groups that have no ranks elsewhere."""
     for ranks in list(_open.values()):
@@ -306,7 +297,7 @@ def _interrupt(sent: float) -> None:
 
 
 _process.interrupts.append(_interrupt)
-# Functions of atexit come too late to start threads. concurrent.futures uses this one for the same
-# reason.
+# Functions of atexit come too late: concurrent.futures ends its threads by this one, earlier. Those
+# registered later are called first.
 threading._register_atexit(_close_local)  # type: ignore[attr-defined]
 atexit.register(_leave)

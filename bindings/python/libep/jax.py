@@ -172,7 +172,7 @@ def _row_type(hidden: int, dtype: Any) -> np.dtype[Any]:
     """The type of rows. EpError if rows of it, or of this length, are not supported."""
     expected = " or ".join(ROW_TYPES)
     try:
-        row = np.dtype(dtype)
+        row: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
         _refuse(Status.TYPE, "dtype", expected, repr(dtype))
     if row.name not in ROW_TYPES:

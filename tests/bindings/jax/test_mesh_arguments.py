@@ -119,7 +119,9 @@ def test_the_other_axes_are_left_to_xla(bootstrap, sizes):
         got = jax.jit(partly)(params, x)
         assert_close(x + got, dense_model(LAYOUT, silent, x), 1e-5)
         return
-    sentence = r"over all axes of the mesh, got one over \('expert',\) that leaves \('data',\) to XLA"
+    sentence = (
+        r"over all axes of the mesh, got one over \('expert',\) that leaves \('data',\) to XLA"
+    )
     with pytest.raises(EpError, match=sentence) as caught:
         jax.jit(partly)(params, x)
     assert caught.value.status is Status.UNSUPPORTED
@@ -137,8 +139,16 @@ def test_the_other_axes_are_left_to_xla(bootstrap, sizes):
         (P("expert", "tensor"), "RANGE", "expected the mesh's axes .*, got 'tensor'"),
         (P("expert", ("fsdp", "expert")), "RANGE", "each axis once, got 'expert' twice"),
         ({"up": P("expert"), "down": None}, "TYPE", "expected a PartitionSpec, got NoneType"),
-        (P("expert", None, None, "fsdp"), "SHAPE", r"\['down'\] .* a spec of 1 .. 3 entries, got 4"),
-        ({"up": P("expert")}, "SHAPE", "specs: expected a PartitionSpec for all weights, or a tree"),
+        (
+            P("expert", None, None, "fsdp"),
+            "SHAPE",
+            r"\['down'\] .* a spec of 1 .. 3 entries, got 4",
+        ),
+        (
+            {"up": P("expert")},
+            "SHAPE",
+            "specs: expected a PartitionSpec for all weights, or a tree",
+        ),
     ],
 )
 def test_specs(bootstrap, spec, status, sentence):
