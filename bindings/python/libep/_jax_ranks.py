@@ -182,18 +182,23 @@ def _failed_beside(waiting: set[Any]) -> dict[Any, str]:
     failed = {}
     for array in jax.live_arrays("cpu"):
         try:
-            if len(array.sharding.device_set) < 2 or waiting.isdisjoint(array.sharding.device_set):
-                continue
-            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            if len(array.sharding.device_set) > 1 and _is_computed(array, waiting):
+                failed.update(_failures(array, waiting))
         except RuntimeError:
-            continue  # another thread has deleted it
-        ended = {device for device, shard in shards.items() if shard.is_ready()}
-        if waiting & (shards.keys() - ended):
-            for device in ended:
-                try:
-                    shards[device].block_until_ready()
-                except jax.errors.JaxRuntimeError as error:
-                    failed[device] = str(error).strip().splitlines()[-1][:200]
+            pass  # another thread has deleted it
+    return failed
+
+
+def _failures(array: Any, waiting: set[Any]) -> dict[Any, str]:
+    """If an array is being computed on one of the `waiting`: where that has failed, and why."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    ended = {device for device, shard in shards.items() if shard.is_ready()}
+    failed = {}
+    for device in ended if waiting & (shards.keys() - ended) else ():
+        try:
+            shards[device].block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            failed[device] = str(error).strip().splitlines()[-1][:200]
     return failed
 
 
