@@ -110,7 +110,7 @@ EpStatus ep_mesh_parse(const char *text, EpMesh *out) {
         if (mesh.num_axes < EP_MESH_MAX_AXES)
             mesh.axes[mesh.num_axes++] = axis;
         else
-            (void)expected(&r, "at most 8 axes");
+            (void)expected(&r, "at most 16 axes");
     } while (take(&r, ','));
     EP_TRY(finish(&r));
     EP_TRY(ep_mesh_read(&call, &mesh, &checked));

@@ -38,7 +38,7 @@ extern "C" {
 
 /* ---- Meshes -------------------------------------------------------------------------------- */
 
-#define EP_MESH_MAX_AXES 8
+#define EP_MESH_MAX_AXES 16
 #define EP_AXIS_NAME_BYTES 32
 
 /** What ranks along an axis do. */

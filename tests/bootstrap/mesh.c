@@ -58,7 +58,8 @@ SoloTest(bootstrap_mesh, refuses_text) {
     check_text_refused("_=2", "a name");
     check_text_refused("a=2,a=3", "each name once, got a twice");
     check_text_refused("a:experts=2", "a role (expert, fsdp, data or other), got \"experts=2\"");
-    check_text_refused("a=1,b=1,c=1,d=1,e=1,f=1,g=1,h=1,i=1", "at most 8 axes");
+    check_text_refused("a=1,b=1,c=1,d=1,e=1,f=1,g=1,h=1,i=1,j=1,k=1,l=1,m=1,n=1,o=1,p=1,q=1",
+                       "at most 16 axes, got \"\" in \"a=1,");
     check_text_refused("a=65536,b=65536", "at most 2147483647 ranks");
     check_text_refused("abcdefghijklmnopqrstuvwxyzabcdef=2", "at most 31 letters");
     CHECK_REFUSED(ep_mesh_parse(NULL, &mesh), EP_ERR_NULL, "text");
@@ -236,9 +237,9 @@ SoloTest(bootstrap_mesh, refuses_meshes) {
     EpMesh good = mesh_of("data=2,expert=2"), mesh = good;
     int32_t grid[4] = {3, 1, 0, 3}, ranks = -5;
     mesh.num_axes = 0;
-    check_mesh_refused(&mesh, "1 .. 8 axes, got 0");
-    mesh.num_axes = 9;
-    check_mesh_refused(&mesh, "got 9");
+    check_mesh_refused(&mesh, "1 .. 16 axes, got 0");
+    mesh.num_axes = 17;
+    check_mesh_refused(&mesh, "got 17");
     mesh = good, mesh.axes[1].size = 0;
     check_mesh_refused(&mesh, "a size of at least 1 for expert, got 0");
     mesh = good, mesh.axes[1].role = 5;
@@ -262,12 +263,12 @@ SoloTest(bootstrap_mesh, refuses_meshes) {
 SoloTest(bootstrap_mesh, refuses_axes_and_ranks) {
     EpMesh mesh = mesh_of("data=2,expert=2");
     int32_t out[2] = {-5, -5};
-    const EpAxes unknown = {1, {2}}, twice = {2, {1, 1}}, many = {9, {0}}, none = {0, {0}};
+    const EpAxes unknown = {1, {2}}, twice = {2, {1, 1}}, many = {17, {0}}, none = {0, {0}};
     CHECK_REFUSED(ep_mesh_group(&mesh, &unknown, 0, out, out, out), EP_ERR_RANGE, "axes",
                   "0 .. 1, got 2");
     CHECK_REFUSED(ep_mesh_group(&mesh, &twice, 0, out, out, out), EP_ERR_RANGE, "axes",
                   "got expert twice");
-    CHECK_REFUSED(ep_mesh_group(&mesh, &many, 0, out, out, out), EP_ERR_RANGE, "axes", "got 9");
+    CHECK_REFUSED(ep_mesh_group(&mesh, &many, 0, out, out, out), EP_ERR_RANGE, "axes", "got 17");
     CHECK_REFUSED(ep_mesh_group(&mesh, NULL, 0, out, out, out), EP_ERR_NULL, "axes");
     CHECK_REFUSED(ep_mesh_group(&mesh, &none, 4, out, out, out), EP_ERR_RANGE, "rank",
                   "0 .. 3, got 4");

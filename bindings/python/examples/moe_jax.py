@@ -62,7 +62,7 @@ def make_step(ep):
     def loss(params, x, target):
         return jnp.mean((model(params, x) - target) ** 2)
 
-    @libep.jax.jit
+    @jax.jit
     def step(params, x, target):
         value, grads = jax.value_and_grad(loss)(params, x, target)
         return value, jax.tree.map(lambda p, g: p - RATE * np.sqrt(HIDDEN) * g, params, grads)

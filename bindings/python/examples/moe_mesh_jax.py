@@ -95,7 +95,7 @@ def make_step(ep):
     def loss(params, x, target):
         return jnp.mean((forward(ep, params, x) - target) ** 2)
 
-    @libep.jax.jit(donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(params, x, target):
         value, grads = jax.value_and_grad(loss)(params, x, target)
         return value, jax.tree.map(lambda p, g: p - RATE * g, params, grads)

@@ -47,7 +47,7 @@ MAX_ADOPTED_WINDOWS = 64
 MAX_HANDLE_ID = 4095
 WINDOW_PAIRED = -1
 """In place of the id of an adopted window: its ranks receive in it together."""
-MESH_MAX_AXES = 8
+MESH_MAX_AXES = 16
 AXIS_NAME_BYTES = 32
 SPEC_MAX_DIMS = 8
 

@@ -6,7 +6,7 @@ bindings/jax/handlers.c of the source tree list the operands.
 
 All calls have one effect of JAX, which is ordered: JAX gives each call a token that the call before
 it in the program returned, and takes one from it. So XLA runs them in the order in which they were
-traced, on every device.
+traced, on every device. The effect ends with the program: see _jax_program.
 
 Tokens are for JAX alone. What a handler takes and returns is an order, an array of one byte that it
 does not look at. A call that does nothing makes one from a token, or a token from one. Between two
@@ -65,6 +65,11 @@ class _Call(effects.Effect):
     __str__ = lambda _: "libep"  # noqa: E731
 
 
+def unknown_version(why: AttributeError) -> ImportError:
+    """The error of a JAX that lacks what libep.jax uses of it."""
+    return ImportError(f"libep.jax: expected JAX 0.10.2 to 0.11.2, got {jax.__version__}: {why}")
+
+
 CALL = _Call()
 try:
     for _kind in (
@@ -77,9 +82,7 @@ try:
     ):
         _kind.add_type(_Call)
 except AttributeError as error:  # these are not public
-    raise ImportError(
-        f"libep.jax: expected JAX 0.10.2 to 0.11.2, got {jax.__version__}: {error}"
-    ) from None
+    raise unknown_version(error) from None
 
 
 def type_outputs(like: Any, *_: Any, outputs: Outputs, **__: Any) -> list[Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Optional
 
-_ROW_TYPES = ("float32", "bfloat16", "float16")
+ROW_TYPES = ("float32", "bfloat16", "float16")
 _PLAN_ARRAYS = ("bytes", "expert_counts", "expert_padded", "expert_offsets", "totals")
 
 
@@ -62,6 +62,7 @@ class Operations:
     top_k: int
     max_recv_rows: int
     max_row_bytes: int
+    largest: str  # the largest row, as bootstrap got it
     plan_bytes: int
 
     def dispatch(
@@ -141,7 +142,7 @@ class Operations:
         topk_weights: Optional[jax.Array],
         num_tokens: Optional[jax.Array],
     ) -> None:
-        _check("dispatch: tokens", tokens, _ROW_TYPES, (None, None))
+        _check("dispatch: tokens", tokens, ROW_TYPES, (None, None))
         self._check_row("dispatch: tokens", tokens)
         count = tokens.shape[0]
         if count > self.max_tokens:
@@ -157,7 +158,7 @@ class Operations:
             _check("dispatch: num_tokens", num_tokens, ("int32", "int64"), (1,))
 
     def _check_rows(self, expert_out: jax.Array, recv_weights: Optional[jax.Array]) -> None:
-        _check("combine: expert_out", expert_out, _ROW_TYPES, (self.max_recv_rows, None))
+        _check("combine: expert_out", expert_out, ROW_TYPES, (self.max_recv_rows, None))
         self._check_row("combine: expert_out", expert_out)
         if recv_weights is not None:
             _check("combine: recv_weights", recv_weights, ("float32",), (self.max_recv_rows,))
@@ -167,8 +168,9 @@ class Operations:
         if size % 16 or not 16 <= size <= self.max_row_bytes:
             raise EpError(
                 Status.ROW_BYTES,
-                f"{name}: expected rows of a multiple of 16 bytes up to "
-                f"{self.max_row_bytes}, got {size}",
+                f"{name}: expected rows of a multiple of 16 bytes up to {self.max_row_bytes} "
+                f"(bootstrap's hidden, {self.largest}), got {size} ({array.shape[1]} of "
+                f"{array.dtype.name})",
             )
 
 

@@ -1,55 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function that is a whole program: JAX does not see that there is an order in it.
+"""The order of the calls in a program does not show in the program's signature.
 
-JAX takes a token from one program with ordered calls to the next, and calls such programs by a slow
-path. Here the calls of a function get a token of their own, which ends with the function.
+JAX makes the token of an ordered effect an argument and a result of each program. It takes the
+token from one program to the next, and calls such programs by a slow path. Such a program can be
+neither cached on disk, nor serialised, nor called ahead of time on CPUs: jaxlib 0.10.2 ends the
+process.
+
+So a program becomes one equation, ep_program, whose calls get a token of their own. This happens
+where JAX lowers a program, after it has dropped what the program does not use.
+
+XLA itself orders programs: those that a thread calls run one after the other on each device.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING
 
-import jax
 from jax._src import core
+from jax._src.interpreters import pxla
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from . import _jax_calls as calls
-from ._abi import Status
-from ._library import EpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, NoReturn
+    from typing import Any
 
 
-def whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be called while jax.jit traces it. Arguments that are no tracers are static."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **keywords: Any) -> Any:
-        tree: Any
-        leaves, tree = jax.tree.flatten((args, keywords))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-
-        def apply(*traced: Any) -> Any:
-            filled = list(leaves)
-            for place, leaf in zip(places, traced):
-                filled[place] = leaf
-            args, keywords = tree.unflatten(filled)
-            return function(*args, **keywords)
-
-        traced = [leaves[i] for i in places]
-        jaxpr, shapes = jax.make_jaxpr(apply, return_shape=True)(*traced)
-        results = _program.bind(*jaxpr.consts, *traced, jaxpr=jaxpr.jaxpr, count=len(jaxpr.consts))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return call
+def _one_equation(jaxpr: Any) -> Any:
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    outputs = [core.Var(variable.aval) for variable in jaxpr.outvars]
+    effects = set(jaxpr.effects) - {calls.CALL}
+    # A copy, since what is kept for a program must not hold the program itself.
+    params = dict(jaxpr=jaxpr.replace(), count=len(jaxpr.constvars))
+    equation = core.new_jaxpr_eqn(inputs, outputs, _program, params, effects)
+    return jaxpr.replace(
+        eqns=[equation], outvars=outputs, effects=effects, debug_info=jaxpr.debug_info
+    )
 
 
-def _type_outputs(*_: Any, jaxpr: Any, **__: Any) -> tuple[list[Any], set[Any]]:
-    return [variable.aval for variable in jaxpr.outvars], jaxpr.effects - {calls.CALL}
+def _with_own_token(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's function that lowers programs, for programs with calls of libep."""
+    # JAX finds what it has lowered by the program, so the same one must come out each time.
+    known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(lower)
+    def lower_program(program: Any, *args: Any, **keywords: Any) -> Any:
+        if calls.CALL in program.effects:
+            if program not in known:
+                known[program] = program.map_jaxpr(_one_equation)
+            program = known[program]
+        return lower(program, *args, **keywords)
+
+    return lower_program
 
 
 def _evaluate(*operands: Any, jaxpr: Any, count: int) -> list[Any]:
@@ -66,17 +72,12 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return results
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise EpError(
-        Status.UNSUPPORTED,
-        "jit: expected a whole program, got a function that is differentiated or mapped: use "
-        "libep.jax.jit outside of that, or jax.jit",
-    )
-
-
 _program = Primitive("ep_program")
 _program.multiple_results = True
-_program.def_effectful_abstract_eval(_type_outputs)
-mlir.register_lowering(_program, _lower)
-ad.primitive_jvps[_program] = _refuse
-batching.primitive_batchers[_program] = _refuse
+mlir.register_lowering(_program, _lower, cacheable=False)
+
+try:
+    _lower_to_hlo = pxla._cached_lowering_to_hlo
+except AttributeError as error:  # it is not public
+    raise calls.unknown_version(error) from None
+pxla._cached_lowering_to_hlo = _with_own_token(_lower_to_hlo)  # type: ignore[assignment]

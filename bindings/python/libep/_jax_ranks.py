@@ -9,10 +9,11 @@ import functools
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-from jax._src.dispatch import runtime_tokens
+import numpy as np
 
 from . import _abi, _jax_calls, _process
 from ._abi import Backend, Plans, Status, Tail
@@ -30,6 +31,7 @@ CLOSE_SECONDS = 1.0
 """How long closing waits for a call that is waiting for other ranks."""
 
 _POLL_SECONDS = 0.001
+_WATCH_SECONDS = 0.5  # how long a call waits for others before this module looks for the reason
 
 _keys = itertools.count(1)
 _open: dict[int, Ranks] = {}
@@ -38,6 +40,7 @@ _open: dict[int, Ranks] = {}
 class _Rank(NamedTuple):
     group: Group
     handle: Handle
+    device: Any
     ordinal: int  # XLA's number of the device
 
 
@@ -51,7 +54,6 @@ class Ranks:
         top_k: int,
         fields: Mapping[str, Any],
     ) -> None:
-        _forget_failed_order(0.0)
         self.key = next(_keys)
         self.bootstraps: list[Bootstrap] = []
         self.ranks: list[_Rank] = []
@@ -63,8 +65,10 @@ class Ranks:
                 makers.append(functools.partial(_make_rank, bootstrap, device, top_k, fields))
         if not makers:
             raise EpError(Status.RANGE, "bootstrap: mesh: expected a device of this process")
+        # They stay: Python starts no threads when the process ends, and closing needs one per rank.
+        self._threads = ThreadPoolExecutor(len(makers), "libep-jax")
         try:
-            self.ranks = _run_threads(makers)
+            self.ranks = self._run(makers)
         except BaseException:
             self._close_groups()
             raise
@@ -72,25 +76,33 @@ class Ranks:
         self.on_host = self.ranks[0].group.query().backend is Backend.HOST
         for rank in self.ranks:
             _add(self.key, rank)
+        self._mesh = mesh
         self._devices = set(mesh.local_devices)
         timeout = fields.get("timeout_seconds") or settings()["LIBEP_TIMEOUT"].value
         self._wait_seconds = float(timeout)
         remember_devices(self.key, mesh, axes)
         _open[self.key] = self
         _process.listen()  # the groups were created by other threads
+        if self.on_host and len(self.ranks) > 1:
+            _watch_programs()
 
     def check(self) -> None:
         """Raise what ep_group_status reports on the ranks of this process."""
-        _forget_failed_order(0.0)
-        errors = [error for rank in self.ranks if (error := _rank_error(self.key, rank))]
-        if errors:
+        found = [(rank, error) for rank in self.ranks if (error := _rank_error(self.key, rank))]
+        if found:
             # All in one: a rank reports a finding once, and the next check is about later steps.
-            sentences = dict.fromkeys(map(str, errors))
-            raise EpError(errors[0].status, "; ".join(sentences))
+            sentences = [f"{self._name(rank.device)}: {error}" for rank, error in found]
+            raise EpError(found[0][1].status, "; ".join(sentences))
+
+    def _name(self, device: Any) -> str:
+        """How sentences call a device: its place in the mesh says to which group it belongs."""
+        place = np.argwhere(self._mesh.devices == device)[0]
+        at = ", ".join(f"{axis}={i}" for axis, i in zip(self._mesh.axis_names, place))
+        return f"group {self.key}, device {device.id} ({at})"
 
     def release(self) -> None:
         """Let programs use the groups no more."""
-        _run_threads([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
+        self._run([functools.partial(_close_rank, self.key, rank) for rank in self.ranks])
 
     def wait(self) -> None:
         """Wait for the arrays that programs are computing on the groups' devices.
@@ -109,7 +121,6 @@ class Ranks:
         if _open.pop(self.key, None) is not None:
             self.release()
             self._close_groups()
-            _forget_failed_order(CLOSE_SECONDS)
 
     def interrupt(self, sent: float) -> None:
         """Abort a group where a call has been waiting since before a signal.
@@ -120,30 +131,40 @@ class Ranks:
             if _jax_calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
                 rank.group.abort(_process.INTERRUPTED)
 
+    def abort_failed(self) -> None:
+        """Abort the groups if a program has failed on one device, and another waits in a call.
+
+        The failed device makes no more calls, and JAX tells the program's caller nothing before all
+        devices have ended. All groups: those that wait for nobody would soon wait in a collective
+        of XLA.
+        """
+        before = time.time() - _WATCH_SECONDS
+        waits = _jax_calls.library.ep_jax_rank_waits
+        waiting = {rank.device for rank in self.ranks if waits(self.key, rank.ordinal, before)}
+        if not waiting:
+            return
+        failed = _failed_beside(waiting)
+        for device in [rank.device for rank in self.ranks if rank.device in failed][:1]:
+            for rank in self.ranks:
+                rank.group.abort(f"a program failed on {self._name(device)}: {failed[device]}")
+
     def _close_groups(self) -> None:
-        _run_threads([rank.group.close for rank in self.ranks])
+        self._run([rank.group.close for rank in self.ranks])
+        self._threads.shutdown(wait=False)
         for bootstrap in self.bootstraps:
             bootstrap.close()
 
+    def _run(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run functions side by side, return what they return, and raise the first error.
 
-def _forget_failed_order(seconds: float) -> None:
-    """Let programs run after one that failed: JAX would hand on the failed token.
-
-    Waits so long for a program that is about to end.
-    """
-    tokens = runtime_tokens.current_tokens  # of this thread
-    token: Any = tokens.get(_jax_calls.CALL)
-    if token is None:
-        return
-    deadline = time.monotonic() + seconds
-    while not token._buf.is_ready():
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(_POLL_SECONDS)
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        tokens.pop(_jax_calls.CALL)
+        The error of a rank whose peer has failed comes last.
+        """
+        futures = [self._threads.submit(body) for body in bodies]
+        errors = [error for future in futures if (error := future.exception())]
+        errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
 
 
 def _is_computed(array: Any, devices: set[Any]) -> bool:
@@ -156,9 +177,53 @@ def _is_computed(array: Any, devices: set[Any]) -> bool:
         return False  # another thread has deleted it
 
 
+def _failed_beside(waiting: set[Any]) -> dict[Any, str]:
+    """The devices where programs have failed that go on on one of the `waiting`, and why."""
+    failed = {}
+    for array in jax.live_arrays("cpu"):
+        try:
+            if len(array.sharding.device_set) > 1 and _is_computed(array, waiting):
+                failed.update(_failures(array, waiting))
+        except RuntimeError:
+            pass  # another thread has deleted it
+    return failed
+
+
+def _failures(array: Any, waiting: set[Any]) -> dict[Any, str]:
+    """If an array is being computed on one of the `waiting`: where that has failed, and why."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    ended = {device for device, shard in shards.items() if shard.is_ready()}
+    failed = {}
+    for device in ended if waiting & (shards.keys() - ended) else ():
+        try:
+            shards[device].block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            failed[device] = str(error).strip().splitlines()[-1][:200]
+    return failed
+
+
+@functools.cache
+def _watch_programs() -> None:
+    """Start the thread that calls abort_failed."""
+
+    def watch() -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            for ranks in list(_open.values()):
+                ranks.abort_failed()
+
+    threading.Thread(target=watch, name="libep-jax", daemon=True).start()
+
+
 def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
     finding = _abi.initialized(_abi.EpFinding)
     status = _jax_calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
+    if status == Status.OVERFLOW:
+        return EpError(
+            Status.OVERFLOW,
+            f"rank {finding.rank}: dispatch: expected at most {finding.expected} receive rows "
+            f"(max_recv_rows), needed {finding.seen}; {finding.count} were lost",
+        )
     return last_error(status) if status else None
 
 
@@ -205,7 +270,7 @@ def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[st
         group.abort(str(error))
         group.close()
         raise
-    return _Rank(group, handle, ordinal)
+    return _Rank(group, handle, device, ordinal)
 
 
 def _add(key: int, rank: _Rank) -> None:
@@ -215,31 +280,6 @@ def _add(key: int, rank: _Rank) -> None:
     )
     if not added:
         raise MemoryError("libep.jax: no memory for a rank")
-
-
-def _run_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run functions side by side, return what they return, and raise the first error.
-
-    The error of a rank whose peer has failed comes last.
-    """
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            results[number] = bodies[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors.sort(key=lambda error: isinstance(error, EpError) and error.status is Status.PEER)
-    if errors:
-        raise errors[0]
-    return results
 
 
 def _close_local() -> None:
@@ -262,7 +302,7 @@ def _interrupt(sent: float) -> None:
 
 
 _process.interrupts.append(_interrupt)
-# Functions of atexit come too late to start threads. concurrent.futures uses this one for the same
-# reason.
+# Functions of atexit come too late: concurrent.futures ends its threads by this one, earlier. Those
+# registered later are called first.
 threading._register_atexit(_close_local)  # type: ignore[attr-defined]
 atexit.register(_leave)

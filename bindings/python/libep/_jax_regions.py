@@ -125,6 +125,15 @@ class Regions:
                 f"{name}: expected a call inside shard_map over the axis {self.axes}, or outside "
                 f"of any shard_map, got one inside shard_map over {current.manual_axes}",
             )
+        # XLA ends the process where it partitions a program around a token.
+        others = [axis for axis in current.axis_names if current.shape[axis] > 1]
+        left = tuple(axis for axis in others if axis not in current.manual_axes)
+        if left:
+            raise EpError(
+                Status.UNSUPPORTED,
+                f"{name}: expected a shard_map over all axes of the mesh, got one over "
+                f"{current.manual_axes} that leaves {left} to XLA: name these in axis_names, too",
+            )
         expected, got = product(self.mesh, self.axes), product(current, self.axes)
         if got != expected:
             raise EpError(

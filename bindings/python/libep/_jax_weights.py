@@ -8,16 +8,21 @@ have other tokens and the same experts. The rest, as in tensor parallelism, stay
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ._abi import Status
-from ._jax_regions import Regions, product, spec_axes, vary
+from ._jax_regions import Regions, is_array, kind_of, product, spec_axes, vary
 from ._library import EpError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
 
 BLOCK = 128  # elements along the last dimension that share a scale
 _LARGEST = 448.0  # of e4m3
@@ -29,14 +34,58 @@ Steps = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class Gather(NamedTuple):
-    """How a weight is gathered, and whether it is quantised."""
+    """How a weight is gathered, over which axes it stays sharded, and whether it is quantised."""
 
     steps: Steps
+    stays: tuple[str, ...]
     quantised: bool
+
+
+def names_of(weights: Any) -> list[str]:
+    """How sentences call the weights of a tree."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
+    return [f"weights{jax.tree_util.keystr(path)}" for path in paths]
+
+
+def specs_of(weights: Any, specs: Any) -> list[Any]:
+    """The spec of each weight of a tree."""
+    tree: Any = jax.tree.structure(weights)
+    for name, weight in zip(names_of(weights), jax.tree.leaves(weights)):
+        if not is_array(weight):
+            given = f"experts: {name}: expected an array, got {kind_of(weight)}"
+            raise EpError(Status.TYPE, given)
+    if isinstance(specs, PartitionSpec):
+        return [specs] * tree.num_leaves
+    try:
+        return list(tree.flatten_up_to(specs))
+    except ValueError as error:
+        raise EpError(
+            Status.SHAPE,
+            f"experts: specs: expected a PartitionSpec for all weights, or a tree of them like the "
+            f"weights: {error}",
+        ) from None
+
+
+@contextlib.contextmanager
+def explained(gathers: Sequence[Gather]) -> Iterator[None]:
+    """What a function of sharded weights raises says that they are sharded."""
+    stays = tuple(dict.fromkeys(axis for how in gathers for axis in how.stays))
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not stays:
+            raise
+        raise EpError(
+            Status.SHAPE,
+            f"experts: the function failed: {error}. It got weights that stay sharded over {stays}, "
+            f"which do not split the tokens. Name these in token_axes of bootstrap to have the "
+            f"weights gathered over them, or gather the weights before",
+        ) from error
 
 
 def gather_of(
     regions: Regions,
+    name: str,
     shape: tuple[int, ...],
     spec: PartitionSpec,
     num_experts: int,
@@ -45,15 +94,25 @@ def gather_of(
 ) -> Gather:
     """How a weight is gathered, and whether it is quantised. EpError if it cannot be.
 
+    name   how sentences call it
     shape  of the whole weight, or with is_shard of a device's shard
 
     A weight of less than three dimensions is not quantised.
     """
-    given = f"experts: weight {list(shape)}, {spec}"
+    given = f"experts: {name} {list(shape)}, {spec}"
     if not isinstance(spec, PartitionSpec):
         raise EpError(Status.TYPE, f"{given}: expected a PartitionSpec, got {type(spec).__name__}")
-    if not shape or len(spec) > len(shape):
-        raise EpError(Status.SHAPE, f"{given}: expected at most one entry for each dimension")
+    if not shape:
+        raise EpError(
+            Status.SHAPE,
+            f"{given}: expected the {num_experts} experts as first dimension, got a scalar",
+        )
+    if len(spec) > len(shape):
+        raise EpError(
+            Status.SHAPE,
+            f"{given}: expected a spec of 1 .. {len(shape)} entries, got {len(spec)}: weights of "
+            f"different dimensions, as biases, need a tree of specs",
+        )
     entries = spec_axes(spec, len(shape))
     _check_axes(given, regions, entries)
     parts = [product(regions.mesh, axes) for axes in entries]
@@ -61,7 +120,8 @@ def gather_of(
         shape = tuple(length * part for length, part in zip(shape, parts))
     _check_shape(given, shape, parts, num_experts)
     entries[0] = entries[0][len(regions.axes) :]
-    steps = []
+    steps: list[tuple[int, tuple[str, ...]]] = []
+    stays: list[str] = []
     for dimension, axes in enumerate(entries):
         gathered = tuple(axis for axis in axes if axis in regions.token_axes)
         if gathered and gathered != axes:
@@ -72,10 +132,18 @@ def gather_of(
             )
         if gathered:
             steps.append((dimension, gathered))
+        elif axes and dimension == 0:
+            raise EpError(
+                Status.UNSUPPORTED,
+                f"{given}: expected all of a device's experts to be gathered, got {axes}, which do "
+                f"not split the tokens: name these in token_axes of bootstrap, or leave them out",
+            )
+        else:
+            stays += axes
     quantised = quantise and bool(steps) and len(shape) > 2
     if quantised:
         _check_blocks(given, shape[-1], parts[-1])
-    return Gather(tuple(steps), quantised)
+    return Gather(tuple(steps), tuple(stays), quantised)
 
 
 def _check_axes(given: str, regions: Regions, entries: list[tuple[str, ...]]) -> None:

@@ -18,7 +18,6 @@ were traced, on every device, forward and backward.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -26,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _jax_gradients  # noqa: F401 (gives the calls their derivatives)
+from . import _jax_gradients, _jax_program  # noqa: F401 (derivatives, and the order of calls)
 from . import _jax_weights as sharded
-from ._abi import Mode, Status
+from ._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Rows, Status
+from ._config import GroupFields, HandleFields, name_members
 from ._config import max_recv_rows as worst_case_rows
-from ._jax_operations import Operations, Plan
-from ._jax_program import whole
+from ._jax_operations import ROW_TYPES, Operations, Plan
 from ._jax_ranks import Ranks
 from ._jax_regions import Regions, product
 from ._library import EpError
@@ -79,7 +78,8 @@ def bootstrap(
     top_k          experts per token, in every call
     token_axes     the axes that split the tokens in calls outside shard_map, outermost first: those
                    of `axis`, and others along which devices have other tokens. None: all axes
-    max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost
+    max_recv_rows  rows of the receive buffer; None: so many that no row is ever lost, also where
+                   tokens name an expert more than once, unless duplicates="merge"
     fields         more of the group's configuration (libep.GroupFields): alignment, overflow,
                    timeout_seconds, ...
 
@@ -95,6 +95,9 @@ def bootstrap(
         numbers["max_recv_rows"] = max_recv_rows
     _check_numbers(numbers)
     _check_fields(fields)
+    row = _row_type(hidden, dtype)
+    if not 1 <= top_k <= MAX_TOP_K:
+        _refuse(Status.TOP_K, "top_k", f"1 .. {MAX_TOP_K}", top_k)
     if max_recv_rows == 0:
         _refuse(Status.UNSUPPORTED, "max_recv_rows", "a number of rows", "0 for exact sizes")
     if not set(axes) <= set(tokens):
@@ -108,29 +111,19 @@ def bootstrap(
         num_experts=num_experts,
         max_tokens=max_tokens,
         max_top_k=top_k,
-        max_row_bytes=hidden * np.dtype(dtype).itemsize,
+        max_row_bytes=hidden * row.itemsize,
     )
     if max_recv_rows is None:
-        max_recv_rows = worst_case_rows(size, 0, **config)
+        merges = fields.get("duplicates") == Duplicates.MERGE
+        flags = Rows(0) if merges else Rows.DUPLICATES
+        max_recv_rows = worst_case_rows(size, 0, flags=flags, **config)
     config["max_recv_rows"] = max_recv_rows
-    return Ep(Ranks(mesh, axes, top_k, config), Regions(mesh, axes, tokens), config)
+    ranks = Ranks(mesh, axes, top_k, config)
+    return Ep(ranks, Regions(mesh, axes, tokens), config, f"{hidden} of {row.name}")
 
 
-def jit(function: Optional[Callable[..., Any]] = None, **options: Any) -> Any:
-    """jax.jit for a function that is a whole program, such as a training step.
-
-    options  those of jax.jit, such as donate_argnums. With options alone: a decorator
-
-    JAX orders calls of libep over programs, too: each program waits for the one before, on whatever
-    devices, and the call of a program takes some 0.2 ms of the host. Here the function's own calls
-    are in order, and no more. So use it where programs are called one after the other, or where
-    they have no group in common. The function cannot be differentiated from outside, or mapped.
-    """
-    if function is None:
-        return functools.partial(jit, **options)
-    if not callable(function):
-        raise EpError(Status.TYPE, f"jit: expected a function, got {type(function).__name__}")
-    return jax.jit(whole(function), **options)
+jit = jax.jit
+"""Another name of jax.jit, which is all that programs need."""
 
 
 def _refuse(status: Status, field: str, expected: str, got: object) -> NoReturn:
@@ -154,7 +147,7 @@ def _check_axes(
 
 def _check_numbers(numbers: dict[str, int]) -> None:
     for field, number in numbers.items():
-        if not isinstance(number, (int, np.integer)):
+        if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
             _refuse(Status.TYPE, field, "an integer", repr(number))
 
 
@@ -164,8 +157,31 @@ def _check_fields(fields: dict[str, Any]) -> None:
         if field in _OWN_FIELDS:
             expected = f"none, since it follows from {_OWN_FIELDS[field]}"
             _refuse(Status.UNSUPPORTED, field, expected, repr(fields[field]))
-    if fields.get("mode") == Mode.LATENCY:
-        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", "Mode.LATENCY")
+        if field in HandleFields.__annotations__ and field not in GroupFields.__annotations__:
+            _refuse(Status.UNSUPPORTED, field, "none, since libep.jax sets it", repr(fields[field]))
+    try:
+        name_members(fields)
+    except ValueError as error:
+        raise EpError(Status.RANGE, f"bootstrap: {error}") from None
+    mode = Mode(fields.get("mode", Mode.THROUGHPUT))
+    if mode is not Mode.THROUGHPUT:
+        _refuse(Status.UNSUPPORTED, "mode", "Mode.THROUGHPUT", f"Mode.{mode.name}")
+
+
+def _row_type(hidden: int, dtype: Any) -> np.dtype[Any]:
+    """The type of rows. EpError if rows of it, or of this length, are not supported."""
+    expected = " or ".join(ROW_TYPES)
+    try:
+        row: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        _refuse(Status.TYPE, "dtype", expected, repr(dtype))
+    if row.name not in ROW_TYPES:
+        _refuse(Status.TYPE, "dtype", expected, row.name)
+    size = hidden * row.itemsize
+    if size % 16 or not 16 <= size <= MAX_ROW_BYTES:
+        expected = f"rows of a multiple of 16 bytes up to {MAX_ROW_BYTES}"
+        _refuse(Status.ROW_BYTES, "hidden", expected, f"{hidden} of {row.name}: {size}")
+    return row
 
 
 class Ep:
@@ -177,7 +193,9 @@ class Ep:
     other along the first dimension, sharded by P(token_axes). Outside, a Plan has such arrays, too.
     """
 
-    def __init__(self, ranks: Ranks, regions: Regions, config: dict[str, Any]) -> None:
+    def __init__(
+        self, ranks: Ranks, regions: Regions, config: dict[str, Any], largest: str
+    ) -> None:
         self._ranks = ranks
         self._regions = regions
         self.num_ranks = product(regions.mesh, regions.axes)
@@ -197,6 +215,7 @@ class Ep:
             top_k=self.top_k,
             max_recv_rows=self.max_recv_rows,
             max_row_bytes=self.max_row_bytes,
+            largest=largest,
             plan_bytes=self.plan_bytes,
         )
 
@@ -286,21 +305,19 @@ class Ep:
         self._operations.check_plan("experts", plan)
         tree: Any
         leaves, tree = jax.tree.flatten(weights)
-        if isinstance(specs, PartitionSpec):
-            specs = [specs] * len(leaves)
-        else:
-            specs = tree.flatten_up_to(specs)
+        specs = sharded.specs_of(weights, specs)
         is_shard = self._regions.is_inside("experts")
         gathers = [
             sharded.gather_of(
-                self._regions, weight.shape, spec, self.num_experts, is_shard, quantise
+                self._regions, name, weight.shape, spec, self.num_experts, is_shard, quantise
             )
-            for weight, spec in zip(leaves, specs)
+            for name, weight, spec in zip(sharded.names_of(weights), leaves, specs)
         ]
 
         def body(rows: jax.Array, sizes: jax.Array, *shards: jax.Array) -> Any:
             whole = [sharded.gather(self._regions, *pair) for pair in zip(shards, gathers)]
-            return function(rows, sizes, tree.unflatten(whole))
+            with sharded.explained(gathers):
+                return function(rows, sizes, tree.unflatten(whole))
 
         operands = (rows, plan.expert_padded)
         return self._regions.run("experts", body, operands, leaves, specs)

@@ -7,8 +7,7 @@ Times are microseconds, the fastest of several runs.
 
 Calls: one rank, on the first device, 8 tokens, so that a call is what the host does for it. What a
 call takes in a compiled program is the difference between a program with many calls and one with
-few, over the number of calls. A program takes the tokens that the one before returned, so programs
-wait for each other.
+few, over the number of calls. XLA runs programs one after the other.
 
 On GPUs the time of a program is that of the host or of the GPU, whichever takes longer, and XLA may
 put calls into command buffers. XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps it from that.
@@ -183,10 +182,10 @@ def print_all_c_times(ep, arrays):
 # ---- programs ----------------------------------------------------------------------------------
 
 
-def on_mesh(mesh, body, jit=libep.jax.jit):
+def on_mesh(mesh, body):
     """A program of body(x, idx, w), which uses all of these and returns arrays, tokens first."""
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    return jit(mapped, keep_unused=True)
+    return jax.jit(mapped, keep_unused=True)
 
 
 def forward(ep, x, idx, w):
@@ -267,8 +266,7 @@ def print_program_times(ep, mesh, arguments):
     empty = lambda x, idx, w: (x + 1,)  # noqa: E731
     empty_both = lambda x, idx, w: (x + 1, w + 1, x[0, :1])  # noqa: E731
     rows = {
-        "a program of one step, libep.jax.jit": [on_mesh(mesh, body) for body in (step, both)],
-        "the same, jax.jit": [on_mesh(mesh, body, jax.jit) for body in (step, both)],
+        "a program of one step": [on_mesh(mesh, body) for body in (step, both)],
         "a program without libep": [on_mesh(mesh, body) for body in (empty, empty_both)],
     }
     for name, programs in rows.items():

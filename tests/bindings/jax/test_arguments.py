@@ -57,8 +57,13 @@ def round_trip(ep, mesh):
     [
         ({"axis": "expert"}, "RANGE", r"expected one of the mesh's axes \('ep',\), got 'expert'"),
         ({"num_experts": 7}, "RANGE", "expected a multiple of the 2 devices along 'ep', got 7"),
-        ({"top_k": 33}, "TOP_K", "max_top_k"),
-        ({"hidden": 3}, "ROW_BYTES", "max_row_bytes"),
+        ({"top_k": 33}, "TOP_K", r"top_k: expected 1 \.\. 32, got 33"),
+        ({"hidden": 3}, "ROW_BYTES", "hidden: expected .* multiple of 16 .*, got 3 of float32: 12"),
+        ({"hidden": 2**40}, "ROW_BYTES", "hidden: expected rows of .* up to 65536, got"),
+        ({"dtype": jnp.int8}, "TYPE", "dtype: expected float32 or bfloat16 or float16, got int8"),
+        ({"dtype": np.float64}, "TYPE", "dtype: expected float32 or .*, got float64"),
+        ({"dtype": "wide"}, "TYPE", "dtype: expected float32 or .*, got 'wide'"),
+        ({"num_experts": True}, "TYPE", "num_experts: expected an integer, got True"),
         ({"alignment": 3}, "ALIGNMENT", "alignment"),
         ({"axis": None}, "TYPE", "axis: expected an axis of the mesh or a tuple .*, got None"),
         ({"num_experts": "8"}, "TYPE", "num_experts: expected an integer, got '8'"),
@@ -68,6 +73,10 @@ def round_trip(ep, mesh):
         ({"device": 0}, "UNSUPPORTED", "device: expected none, since it follows from mesh, got 0"),
         ({"max_row_bytes": 64}, "UNSUPPORTED", "max_row_bytes: expected none, since .* hidden"),
         ({"mode": libep.Mode.LATENCY}, "UNSUPPORTED", "mode: expected Mode.THROUGHPUT, got"),
+        ({"mode": "latency"}, "UNSUPPORTED", "mode: .*THROUGHPUT, got Mode.LATENCY"),
+        ({"mode": "auto"}, "UNSUPPORTED", "mode: .*THROUGHPUT, got Mode.AUTO"),
+        ({"mode": "fast"}, "RANGE", "mode: expected one of auto, .*, got 'fast'"),
+        ({"layout": "flat"}, "UNSUPPORTED", "layout: expected none, since libep.jax sets it, got"),
     ],
 )
 def test_bootstrap(bootstrap, fields, status, sentence):
@@ -100,8 +109,14 @@ GOOD = {
 BAD = [
     ("x", ((TOKENS, HIDDEN), "int32"), "TYPE", "tokens: expected float32 or bfloat16"),
     ("x", ((TOKENS,), "float32"), "SHAPE", r"tokens: expected shape \[any, any\], got \[12\]"),
-    ("x", ((TOKENS, 2 * HIDDEN), "float32"), "ROW_BYTES", "up to 64, got 128"),
-    ("x", ((TOKENS, 6), "bfloat16"), "ROW_BYTES", "multiple of 16 bytes up to 64, got 12"),
+    ("x", ((TOKENS, HIDDEN), "int8"), "TYPE", "tokens: expected float32 or .*, got int8"),
+    (
+        "x",
+        ((TOKENS, 2 * HIDDEN), "float32"),
+        "ROW_BYTES",
+        r"up to 64 \(bootstrap's hidden, 16 of float32\), got 128 \(32 of float32\)",
+    ),
+    ("x", ((TOKENS, 6), "bfloat16"), "ROW_BYTES", "multiple of 16 bytes up to 64 .*, got 12"),
     ("x", ((TOKENS + 1, HIDDEN), "float32"), "TOKENS", "at most 12 tokens .*, got 13"),
     ("idx", ((TOKENS, TOP_K), "float32"), "TYPE", "topk_idx: expected int32 or int64, got float32"),
     ("idx", ((TOKENS, TOP_K + 1), "int32"), "SHAPE", r"expected shape \[12, 3\], got \[12, 4\]"),
@@ -286,7 +301,9 @@ def test_routing_errors_of_several_ranks(bootstrap):
     ep = bootstrap(mesh)
     idx = indices(2).at[5, 1].set(EXPERTS).at[TOKENS + 7, 0].set(EXPERTS)
     round_trip(ep, mesh)(tokens(1, 2), idx).block_until_ready()
-    with pytest.raises(EpError, match="rank 0: .*token 5.*; rank 1: .*token 7") as caught:
+    places = [rf"group \d+, device {d.id} \(ep={r}\): rank {r}" for r, d in enumerate(mesh.devices)]
+    sentence = f"{places[0]}: .*token 5.*; {places[1]}: .*token 7"
+    with pytest.raises(EpError, match=sentence) as caught:
         ep.check()
     assert caught.value.status is Status.ROUTING
     ep.check()
@@ -393,13 +410,41 @@ def test_closed_while_a_rank_is_missing(bootstrap, leaves_by_error):
     runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="GPUs report a bad plan later")
-@pytest.mark.parametrize("jit", [jax.jit, libep.jax.jit])
-def test_fresh_after_a_failure(bootstrap, jit):
-    """A program that failed takes its group with it, and no other."""
+@holds_programs
+def test_a_callback_that_fails_on_one_device(bootstrap):
+    """The other device, which waits for it, does not wait until the deadline."""
     mesh, x = make_mesh(2), tokens(1, 2)
     ep, other = bootstrap(mesh), bootstrap(mesh)
-    plan_of = jit(
+
+    def fail(rank, rows):
+        if rank == 1:
+            raise ValueError("no such rows")
+        return rows
+
+    def body(x, idx):
+        rows, _, plan = ep.dispatch(x, idx)
+        rows = jax.pure_callback(fail, rows, jax.lax.axis_index("ep"), rows)
+        return ep.combine(rows, plan)
+
+    program = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    start = time.monotonic()
+    with pytest.raises(JaxRuntimeError, match="no such rows"):
+        jax.jit(program)(x, indices(2)).block_until_ready()
+    assert time.monotonic() - start < SECONDS / 2
+    sentence = r"a program failed on group \d+, device 1 \(ep=1\): .*no such rows"
+    with pytest.raises(EpError, match=sentence) as caught:
+        ep.check()
+    assert caught.value.status is Status.ABORTED
+    np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
+    runtime_tokens.clear()  # else JAX reports the callback's failed program when the process ends
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="GPUs report a bad plan later")
+def test_fresh_after_a_failure(bootstrap):
+    """A program that failed takes its group with it, and no other. Nobody need ask."""
+    mesh, x = make_mesh(2), tokens(1, 2)
+    ep, other = bootstrap(mesh), bootstrap(mesh)
+    plan_of = jax.jit(
         jax.shard_map(
             lambda x, idx: ep.dispatch(x, idx)[2], mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
         )
@@ -407,10 +452,7 @@ def test_fresh_after_a_failure(bootstrap, jit):
     plan = jax.tree.map(jnp.zeros_like, plan_of(x, indices(2)))
     failing = jax.shard_map(ep.combine, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     with pytest.raises(JaxRuntimeError, match="combine: plan"):
-        jax.block_until_ready(jit(failing)(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
-    if jit is jax.jit:
-        with pytest.raises(EpError, match="combine: plan"):
-            ep.check()  # from here on programs run again
+        jax.block_until_ready(jax.jit(failing)(jnp.zeros((2 * ep.max_recv_rows, HIDDEN)), plan))
     np.testing.assert_array_equal(round_trip(other, mesh)(x, indices(2)), TOP_K * x)
 
 

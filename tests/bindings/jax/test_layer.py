@@ -288,6 +288,24 @@ def test_capacity(bootstrap):
     needed = 2 * TOKENS * TOP_K
     assert totals.tolist() == [[4, needed, needed - 4], [0, 0, 0]]
     assert float(y.sum()) == 4 * HIDDEN
-    with pytest.raises(Exception, match=f"{needed}") as caught:
+    sentence = rf"dispatch: expected at most 4 receive rows \(max_recv_rows\), needed {needed}; "
+    with pytest.raises(Exception, match=sentence) as caught:
         ep.check()
     assert caught.value.status.name == "OVERFLOW"
+
+
+@pytest.mark.parametrize("duplicates, rows", [("keep", 8 * TOP_K), ("merge", 8)])
+def test_default_capacity(bootstrap, duplicates, rows):
+    """No row is lost where a token names an expert in all its entries."""
+    mesh = make_mesh(8)
+    ep = bootstrap(mesh, duplicates=duplicates)
+    assert ep.max_recv_rows == rows * TOKENS
+    x, idx = tokens(16, 8), jnp.zeros((8 * TOKENS, TOP_K), jnp.int32)
+
+    def body(x, idx):
+        rows, _, plan = ep.dispatch(x, idx)
+        return ep.combine(rows, plan)
+
+    y = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, idx)
+    assert_close(y, x * (TOP_K if duplicates == "keep" else 1), SINGLE)
+    ep.check()

@@ -100,21 +100,31 @@ def test_a_part_of_the_axes_is_manual(bootstrap):
         jax.jit(partly)(tokens(4, LAYOUT))
 
 
-def test_fsdp_is_not_manual(bootstrap):
-    mesh = make_mesh(2, 2, names=("fsdp", "expert"))
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2)])
+def test_the_other_axes_are_left_to_xla(bootstrap, sizes):
+    """Refused where the other axis has several devices."""
+    mesh = make_mesh(*sizes, names=("data", "expert"))
     ep = bootstrap(mesh, "expert")
+    given = {**dict.fromkeys(parameters(4), P()), "up": P("expert"), "down": P("expert")}
     partly = jax.shard_map(
-        lambda params, x: run(ep, params, x),
+        lambda params, x: run(ep, params, x, P("expert")),
         mesh=mesh,
         axis_names={"expert"},
-        in_specs=(
-            {**dict.fromkeys(parameters(4), P()), "up": P("expert"), "down": P("expert")},
-            P("expert"),
-        ),
+        in_specs=(given, P("expert")),
         out_specs=P("expert"),
     )
-    with pytest.raises(EpError, match=r"inside shard_map over \('fsdp',\), got \('expert',\)"):
-        jax.jit(partly)(parameters(4), tokens(4, LAYOUT)[: 2 * TOKENS])
+    params, x = parameters(4), tokens(4, LAYOUT)[: 2 * TOKENS]
+    if sizes == (1, 2):
+        silent = {**params, "first": jnp.eye(HIDDEN), "shared_down": 0 * params["shared_down"]}
+        got = jax.jit(partly)(params, x)
+        assert_close(x + got, dense_model(LAYOUT, silent, x), 1e-5)
+        return
+    sentence = (
+        r"over all axes of the mesh, got one over \('expert',\) that leaves \('data',\) to XLA"
+    )
+    with pytest.raises(EpError, match=sentence) as caught:
+        jax.jit(partly)(params, x)
+    assert caught.value.status is Status.UNSUPPORTED
 
 
 # ---- specs of weights --------------------------------------------------------------------------
@@ -129,7 +139,16 @@ def test_fsdp_is_not_manual(bootstrap):
         (P("expert", "tensor"), "RANGE", "expected the mesh's axes .*, got 'tensor'"),
         (P("expert", ("fsdp", "expert")), "RANGE", "each axis once, got 'expert' twice"),
         ({"up": P("expert"), "down": None}, "TYPE", "expected a PartitionSpec, got NoneType"),
-        (P("expert", None, None, "fsdp"), "SHAPE", "at most one entry for each dimension"),
+        (
+            P("expert", None, None, "fsdp"),
+            "SHAPE",
+            r"\['down'\] .* a spec of 1 .. 3 entries, got 4",
+        ),
+        (
+            {"up": P("expert")},
+            "SHAPE",
+            "specs: expected a PartitionSpec for all weights, or a tree",
+        ),
     ],
 )
 def test_specs(bootstrap, spec, status, sentence):
@@ -152,6 +171,34 @@ def test_weights(bootstrap, shape, quantise, status, sentence):
     params = {**parameters(6), "up": jnp.zeros(shape)}
     with pytest.raises(EpError, match=sentence) as caught:
         run(ep, params, tokens(6, LAYOUT), P("expert", None, "fsdp"), quantise=quantise)
+    assert caught.value.status is Status[status]
+
+
+def test_weights_that_are_no_arrays(bootstrap):
+    ep = bootstrap(LAYOUT.mesh, "expert")
+    x = tokens(6, LAYOUT)
+    idx = jnp.zeros((len(x), 3), jnp.int32)
+    for weight, sentence in [
+        (3.0, r"weights\['up'\]: expected an array, got float"),
+        (jnp.ones(()), r"weights\['up'\] \[\], .* the 8 experts as first dimension, got a scalar"),
+    ]:
+        with pytest.raises(EpError, match=sentence):
+            rows, _, plan = ep.dispatch(x, idx)
+            ep.experts(mlp, rows, plan, {"up": weight}, P("expert"))
+
+
+@pytest.mark.parametrize(
+    "spec, status, sentence",
+    [
+        (P(("expert", "fsdp")), "UNSUPPORTED", r"all of a device's experts .*, got \('fsdp',\)"),
+        (P("expert", "fsdp"), "SHAPE", r"function failed: .* stay sharded over \('fsdp',\), which"),
+    ],
+)
+def test_fsdp_outside_token_axes(bootstrap, spec, status, sentence):
+    """What an axis means that does not split the tokens, where the function does not add over it."""
+    ep = bootstrap(LAYOUT.mesh, "expert", token_axes=("data", "expert"), max_tokens=2 * TOKENS)
+    with pytest.raises(EpError, match=f"{sentence}.*token_axes of bootstrap") as caught:
+        run(ep, parameters(7), tokens(7, LAYOUT), spec)
     assert caught.value.status is Status[status]
 
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import DEVICE, assert_close, dense, make_mesh, moe, parameters, specs, tokens
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 import libep.jax
-from libep import EpError, Status
 
 REPEATS = 10
 
@@ -26,14 +27,14 @@ def on_devices(mesh, body):
     return jax.shard_map(body, mesh=mesh, in_specs=(specs(), P("ep")), out_specs=P("ep"))
 
 
-def check(mesh, body, reference, seed, jit=jax.jit, devices=4):
+def check(mesh, body, reference, seed, devices=4):
     """Values and gradients of body(params, x), again and again, against those of the reference."""
     params, x = parameters(seed), tokens(seed, devices)
 
     def step_of(function):
         return lambda params, x: jnp.sum(jnp.sin(function(params, x)))
 
-    step = jit(jax.value_and_grad(step_of(on_devices(mesh, body)), argnums=(0, 1)))
+    step = jax.jit(jax.value_and_grad(step_of(on_devices(mesh, body)), argnums=(0, 1)))
     expected = jax.value_and_grad(step_of(reference), argnums=(0, 1))(params, x)
     for _ in range(REPEATS):
         assert_close(step(params, x), expected, 1e-5)
@@ -92,13 +93,12 @@ def tail(layer, params, x):
     return y + 0 * layer(params, jax.lax.stop_gradient(y))
 
 
-@pytest.mark.parametrize("jit", [jax.jit, libep.jax.jit])
 @pytest.mark.parametrize("shape", [many, loops, branches, jitted, custom, nested_checkpoints, tail])
-def test_shapes(bootstrap, shape, jit):
+def test_shapes(bootstrap, shape):
     mesh = make_mesh(4)
     ep = bootstrap(mesh)
     layer = functools.partial(moe, ep)
-    check(mesh, functools.partial(shape, layer), functools.partial(shape, dense), 3, jit)
+    check(mesh, functools.partial(shape, layer), functools.partial(shape, dense), 3)
     ep.check()
 
 
@@ -126,14 +126,13 @@ def test_frozen_inputs_under_checkpoint(bootstrap):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="GPUs have other programs")
-@pytest.mark.parametrize("outer", [jax.jit, libep.jax.jit])
-def test_calls_are_chained(bootstrap, outer):
+def test_calls_are_chained(bootstrap):
     """Each call takes the order that the call before it returned, forward and backward."""
     mesh = make_mesh(2)
     ep = bootstrap(mesh)
     params, x = parameters(4), tokens(4, 2)
     apply = on_devices(mesh, lambda params, x: moe(ep, params, x) + moe(ep, params, x + 1))
-    step = outer(jax.grad(lambda params, x: jnp.sum(apply(params, x))))
+    step = jax.jit(jax.grad(lambda params, x: jnp.sum(apply(params, x))))
     text = step.lower(params, x).compile().as_text()
     name, first = r"%([\w.\-]+)", r"\((?:[^%\s]+ )?%([\w.\-]+)"
     elements = dict(re.findall(rf"{name} = \S+ get-tuple-element{first}\), index=0", text))
@@ -174,7 +173,80 @@ def libep_mesh(size, first):
     return jax.sharding.Mesh(jax.devices()[first : first + size], ("ep",))
 
 
-# ---- libep.jax.jit -----------------------------------------------------------------------------
+def test_programs_in_flight(bootstrap):
+    """Programs that need nothing of each other, of two groups, with nobody waiting in between."""
+    mesh = make_mesh(4)
+    params, x = parameters(6), tokens(6, 4)
+    layers = [functools.partial(moe, bootstrap(mesh)) for _ in range(2)]
+
+    def program(first, second):
+        return jax.jit(on_devices(mesh, lambda p, x: first(p, x + 1) + second(p, x) + x))
+
+    one, two = program(*layers), program(*reversed(layers))
+    results = [run(params, x) for _ in range(REPEATS) for run in (one, two, one)]
+    expected = dense(params, x + 1) + dense(params, x) + x
+    for result in results:
+        assert_close(result, expected, 1e-5)
+
+
+# ---- programs are as without libep -------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """A cache of compiled programs on disk."""
+    values = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_signature(bootstrap, cached, devices):
+    """A program has its own arguments and results alone, however it is compiled and called."""
+    mesh = make_mesh(devices)
+    ep = bootstrap(mesh)
+    params, x = parameters(7), tokens(7, devices)
+    expected = jax.grad(lambda x: jnp.sum(jnp.sin(dense(params, x))))(x)
+
+    def step():
+        layer = on_devices(mesh, functools.partial(moe, ep))
+        return jax.jit(jax.grad(lambda x, params: jnp.sum(jnp.sin(layer(params, x)))))
+
+    split = [jax.sharding.NamedSharding(mesh, spec) for spec in specs().values()]
+    params = {name: jax.device_put(params[name], s) for name, s in zip(specs(), split)}
+    x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("ep")))
+    compiled = step().lower(x, params).compile()
+    taken, returned = re.search(r"ENTRY .*?\((.*)\) -> (.*) {", compiled.as_text()).groups()
+    assert taken.count("f32[") == 4 and "token" not in taken + returned
+    loaded = serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(compiled), execution_devices=list(mesh.devices)
+    )
+    hits = []
+    jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+    from_disk = step()
+    for program in (compiled, loaded, from_disk):
+        for _ in range(3):
+            assert_close(program(x, params), expected, 1e-5)
+    assert "/jax/compilation_cache/cache_hits" in hits
+
+
+def test_without_jit(bootstrap):
+    """Every call is a program of its own."""
+    mesh = make_mesh(2)
+    params, x = parameters(8), tokens(8, 2)
+    layer = on_devices(mesh, functools.partial(moe, bootstrap(mesh)))
+    with jax.disable_jit():
+        assert_close(libep.jax.jit(layer)(params, x), dense(params, x), 1e-5)
 
 
 def test_options_of_jit(bootstrap):
@@ -189,8 +261,7 @@ def test_options_of_jit(bootstrap):
         y = layer(params, x) if kind == "layer" else x
         return {"y": scale * y, "none": None, "two": jnp.float32(2)}, (x,)
 
-    program = libep.jax.jit(static_argnums=2, donate_argnums=1)(step)
-    assert (program.__name__, program.__doc__) == ("step", "The step.")
+    program = jax.jit(step, static_argnums=2, donate_argnums=1)
     for kind, expected in [("layer", 3 * dense(params, x)), ("none", 3 * x)]:
         results, (same,) = program(params, x + 0, kind, scale=3.0)
         assert results["none"] is None and float(results["two"]) == 2
@@ -198,14 +269,14 @@ def test_options_of_jit(bootstrap):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="callbacks need CPU devices")
-def test_other_effects_within_jit(bootstrap):
+def test_other_effects(bootstrap):
     """Callbacks in order stay in order."""
     mesh = make_mesh(1)
     ep = bootstrap(mesh)
     params, seen = parameters(7), []
     layer = on_devices(mesh, functools.partial(moe, ep))
 
-    @libep.jax.jit
+    @jax.jit
     def step(params, x):
         for i in range(3):
             jax.debug.callback(lambda i=i: seen.append(i), ordered=True)
@@ -215,31 +286,3 @@ def test_other_effects_within_jit(bootstrap):
     jax.block_until_ready(step(params, tokens(7, 1)))
     jax.effects_barrier()
     assert seen == [0, 1, 2]
-
-
-def test_jit_of_no_function():
-    with pytest.raises(EpError, match="jit: expected a function, got int") as caught:
-        libep.jax.jit(3)
-    assert caught.value.status is Status.TYPE
-
-
-def test_jit_within_jit(bootstrap):
-    """A program within a program uses values from outside."""
-    mesh = make_mesh(2)
-    ep = bootstrap(mesh)
-    params, x = parameters(8), tokens(8, 2)
-    layer = on_devices(mesh, functools.partial(moe, ep))
-    outer = jax.jit(lambda params, x: libep.jax.jit(lambda x: layer(params, x))(x) + 1)
-    assert_close(outer(params, x), dense(params, x) + 1, 1e-5)
-
-
-@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.vmap(f, (None, 0))])
-def test_not_a_whole_program(bootstrap, transform):
-    mesh = make_mesh(1)
-    ep = bootstrap(mesh)
-    params, x = parameters(9), tokens(9, 1)
-    layer = on_devices(mesh, functools.partial(moe, ep))
-    program = libep.jax.jit(lambda params, x: jnp.sum(layer(params, x)))
-    with pytest.raises(EpError, match="jit: expected a whole program, got a function") as caught:
-        transform(program)(params, x if transform is jax.grad else x[None])
-    assert caught.value.status is Status.UNSUPPORTED

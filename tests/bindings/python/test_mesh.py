@@ -44,6 +44,9 @@ def test_axes():
     assert mesh.role_axes(AxisRole.EXPERT) == ("outer", "inner")
     assert mesh.role_axes(AxisRole.FSDP) == ()
     assert repr(mesh) == "<libep.Mesh data:data=2,outer:expert=3,tensor:other=4,inner:expert=1>"
+    many = Mesh(",".join(f"a{i}={1 + i % 2}" for i in range(16)))
+    assert many.num_ranks == 256 and many.coordinates(255) == (0, 1) * 8
+    assert many.group([f"a{i}" for i in range(16)], 7).place == 7
 
 
 @pytest.mark.parametrize("axes", [(), ("expert",), ("fsdp", "expert"), ("expert", "data")])
