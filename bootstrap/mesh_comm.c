@@ -74,18 +74,20 @@ EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *
         *out = link->group;
         return EP_OK;
     }
-    link = calloc(1, sizeof(*link));
     EpStatus status = EP_OK;
-    if (!link) status = ep_refuse(call, EP_ERR_NO_MEMORY, "comm", "out of memory");
-    EP_TRY(agree(comm, call, status));
-    link->along = *along;
-    link->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    link = calloc(1, sizeof(*link));
+    if (link)
+        link->along = *along, link->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    else
+        status = ep_refuse(call, EP_ERR_NO_MEMORY, "comm", "out of memory");
+    status = agree(comm, call, status);
     /* All ranks agree on their bootstraps. Of the groups, one along these axes may fail alone. */
-    status =
-        ep_bootstrap_mesh_within(&comm->world, &comm->mesh, along, comm->timeout, &link->bootstrap);
+    if (status == EP_OK)
+        status = ep_bootstrap_mesh_within(&comm->world, &comm->mesh, along, comm->timeout,
+                                          &link->bootstrap);
     if (status == EP_OK) status = agree(comm, call, open_group(comm, link));
     if (status != EP_OK) {
-        close_link(link);
+        if (link) close_link(link);
         return status;
     }
     add_link(comm, link);
