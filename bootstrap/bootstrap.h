@@ -21,6 +21,9 @@
 
 #include "runtime/group.h"
 
+/** Seconds to wait for the peers where neither a configuration nor the settings can be read. */
+#define EP_FALLBACK_TIMEOUT 100
+
 /** Refuse a bootstrap that lacks a required part. */
 EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
 
@@ -81,7 +84,7 @@ void ep_hello_terminate(EpHello *all, int32_t size);
 void ep_hello_nodes(const EpHello *all, int32_t size, int32_t *nodes);
 
 /** EP_OK if all ranks passed their checks and agree. */
-EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size);
+EpStatus ep_hello_compare(const EpCall *call, const EpBootstrap *bootstrap, const EpHello *all);
 
 /* ---- rendezvous ---------------------------------------------------------------------------- */
 
@@ -103,6 +106,23 @@ EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, voi
  */
 EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *bootstrap,
                                       int has_memory, double timeout);
+
+/** Bytes of a rank that the bootstrap of a group of a mesh can gather without new memory. A
+ *  rendezvous must not fail for want of memory, since the peers would wait. */
+#define EP_RESERVED_BYTES 512
+
+/** Change EP_RESERVED_BYTES to `bytes` in a mesh's bootstrap. Returns 0 when out of memory. Other
+ *  bootstraps see to their own memory: returns 1. */
+int ep_bootstrap_reserve(const EpBootstrap *bootstrap, size_t bytes);
+
+/**
+ * After a gathering of bytes that begin with an EpStatus, or another word that is 0 where nothing
+ * has failed: find a rank of another group that has
+ * failed. Groups of a mesh whose world has no messages gather together: if one goes on where
+ * another has stopped, they are out of step. Returns what that rank contributed and *rank, its
+ * number in the world, or NULL.
+ */
+const void *ep_bootstrap_elsewhere(const EpBootstrap *bootstrap, size_t stride, int32_t *rank);
 
 /** A rank's status, with the reason if it failed. Every descriptor that ranks gather begins with
  *  it. */
@@ -126,7 +146,8 @@ EpStatus ep_group_meet(EpGroup *group);
  * this rank's own error with its sentence, EP_ERR_PEER with the sentence of another rank that
  * failed, or EP_OK.
  */
-EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride, int32_t size);
+EpStatus ep_rank_status_check(const EpCall *call, const EpBootstrap *bootstrap, const void *all,
+                              size_t stride);
 
 /** Collective: return EP_OK if all ranks succeeded, else what ep_rank_status_check returns. A rank
  *  that failed in a lost group returns its own status without waiting. */

@@ -11,9 +11,6 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/gpus.h"
 
-/* Seconds to wait for the peers where neither configuration nor settings can be read. */
-#define FALLBACK_TIMEOUT 100
-
 /* A group's id identifies the handle memory that belongs to it. Its low bits are the tag of the
  * group's messages: rank 0 counts them, so that groups of one bootstrap have different tags. */
 #define TAG_MASK 0x3fffu
@@ -85,14 +82,16 @@ static void agreement_free(Agreement *agreed) {
 }
 
 /* Allocate all that the rendezvous of creation need. Returns 0 when out of memory. */
-static int agreement_allocate(Agreement *agreed, size_t size) {
+static int agreement_allocate(Agreement *agreed, const EpBootstrap *bootstrap) {
+    size_t size = (size_t)bootstrap->size;
     EpGroup *group = ep_object_create(EP_OBJECT_GROUP, sizeof(*group));
     agreed->group = group;
     agreed->all = calloc(size, sizeof(*agreed->all));
     agreed->gpus = calloc(size, sizeof(*agreed->gpus));
     if (!group || !agreed->all || !agreed->gpus) return 0;
     group->gathered = calloc(size, EP_RENDEZVOUS_BYTES);
-    return ep_nodes_open((int32_t)size, &group->nodes) && group->gathered;
+    return ep_nodes_open((int32_t)size, &group->nodes) && group->gathered &&
+           ep_bootstrap_reserve(bootstrap, ep_max(sizeof(EpHello), sizeof(EpGpuReport)));
 }
 
 /* Bind this rank to the CPUs near its GPU, if LIBEP_BIND=gpu. This precedes all pinned and shared
@@ -173,7 +172,9 @@ static EpStatus build(const EpCall *call, const EpBootstrap *bootstrap, const Ep
     return EP_OK;
 }
 
-static void configure_log(const EpSettings *settings, int32_t rank) {
+static void configure_log(const EpSettings *settings, const EpBootstrap *bootstrap) {
+    int32_t rank, size;
+    ep_bootstrap_place(bootstrap, &rank, &size);
     ep_log_configure(settings->log_level, settings->log_file.text);
     ep_log_set_rank(rank);
     const char *unknown = ep_settings_unknown();
@@ -187,7 +188,7 @@ static EpStatus compare_and_choose(const EpCall *call, const EpBootstrap *bootst
                                    Agreement *agreed) {
     EpGroup *group = agreed->group;
     ep_hello_terminate(agreed->all, bootstrap->size);
-    EP_TRY(ep_hello_compare(call, agreed->all, bootstrap->size));
+    EP_TRY(ep_hello_compare(call, bootstrap, agreed->all));
     ep_hello_nodes(agreed->all, bootstrap->size, group->nodes.of);
     EP_TRY(ep_backend_agree(call, bootstrap, config, settings, group->nodes.of, agreed->gpus,
                             &agreed->choice));
@@ -205,14 +206,14 @@ EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *given,
     EpCall call = {"ep_group_create", -1};
     EP_TRY(ep_bootstrap_check(&call, bootstrap));
     call.rank = bootstrap->rank;
-    EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
+    EpSettings settings = {.timeout = EP_FALLBACK_TIMEOUT};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     EpHello mine;
     Agreement agreed = {.group = NULL, .purpose = purpose};
     describe_self(&call, bootstrap, given, out, &config, &settings, &mine);
-    if (mine.status == EP_OK) configure_log(&settings, bootstrap->rank);
+    if (mine.status == EP_OK) configure_log(&settings, bootstrap);
     double timeout = ep_config_timeout(&config, &settings);
-    int has_memory = agreement_allocate(&agreed, (size_t)bootstrap->size);
+    int has_memory = agreement_allocate(&agreed, bootstrap);
     EpStatus status = ep_bootstrap_agree_on_memory(&call, bootstrap, has_memory, timeout);
     if (status == EP_OK)
         status = ep_bootstrap_gather(bootstrap, &mine, agreed.all, sizeof(mine), timeout);
@@ -221,6 +222,7 @@ EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *given,
     if (status == EP_OK) status = compare_and_choose(&call, bootstrap, &config, &settings, &agreed);
     if (status == EP_OK) status = build(&call, bootstrap, &config, &settings, &agreed, out);
     agreement_free(&agreed);
+    (void)ep_bootstrap_reserve(bootstrap, EP_RESERVED_BYTES);
     return status;
 }
 

@@ -3,29 +3,34 @@
 
 #include <string.h>
 
-static const char *const names[EP_HELLO_FIELDS] = {"the library's version",
-                                                   "config.num_experts",
-                                                   "config.max_tokens",
-                                                   "config.max_top_k",
-                                                   "config.max_row_bytes",
-                                                   "config.max_scale_bytes",
-                                                   "config.alignment",
-                                                   "config.max_recv_rows",
-                                                   "config.overflow",
-                                                   "config.backend",
-                                                   "LIBEP_BACKEND",
-                                                   "LIBEP_STAGE_BYTES",
-                                                   "config.nccl_comm being given",
-                                                   "config.mode",
-                                                   "config.duplicates",
-                                                   "config.latency_sets",
-                                                   "config.num_nodes",
-                                                   "LIBEP_NODE_CHUNK",
-                                                   "bootstrap.isend being given"};
+#include "runtime/names.h"
+
+static const struct {
+    const char *text;
+    EpNames names;
+} fields[EP_HELLO_FIELDS] = {{"the library's version", EP_NUMBERS},
+                             {"config.num_experts", EP_NUMBERS},
+                             {"config.max_tokens", EP_NUMBERS},
+                             {"config.max_top_k", EP_NUMBERS},
+                             {"config.max_row_bytes", EP_NUMBERS},
+                             {"config.max_scale_bytes", EP_NUMBERS},
+                             {"config.alignment", EP_NUMBERS},
+                             {"config.max_recv_rows", EP_NUMBERS},
+                             {"config.overflow", EP_NAMES_OVERFLOW},
+                             {"config.backend", EP_NAMES_BACKEND},
+                             {"LIBEP_BACKEND", EP_NAMES_BACKEND},
+                             {"LIBEP_STAGE_BYTES", EP_NUMBERS},
+                             {"config.nccl_comm being given", EP_NUMBERS},
+                             {"config.mode", EP_NAMES_MODE},
+                             {"config.duplicates", EP_NAMES_DUPLICATES},
+                             {"config.latency_sets", EP_NUMBERS},
+                             {"config.num_nodes", EP_NUMBERS},
+                             {"LIBEP_NODE_CHUNK", EP_NUMBERS},
+                             {"bootstrap.isend being given", EP_NUMBERS}};
 
 void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGroupConfig *c,
                        const EpSettings *settings) {
-    const int64_t fields[EP_HELLO_FIELDS] = {ep_version(),
+    const int64_t values[EP_HELLO_FIELDS] = {ep_version(),
                                              c->num_experts,
                                              c->max_tokens,
                                              c->max_top_k,
@@ -44,7 +49,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              c->num_nodes,
                                              settings->node_chunk,
                                              bootstrap->isend != NULL};
-    memcpy(mine->field, fields, sizeof(fields));
+    memcpy(mine->field, values, sizeof(values));
     memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
 }
 
@@ -68,17 +73,29 @@ static EpStatus check_peers(const EpCall *call, const EpHello *all, int32_t size
     return EP_OK;
 }
 
-EpStatus ep_hello_compare(const EpCall *call, const EpHello *all, int32_t size) {
+static EpStatus check_elsewhere(const EpCall *call, const EpBootstrap *bootstrap) {
+    int32_t rank;
+    const EpHello *other = ep_bootstrap_elsewhere(bootstrap, sizeof(*other), &rank);
+    if (!other) return EP_OK;
+    return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d of the mesh was refused: %.*s", rank,
+                     (int)sizeof(other->sentence) - 1, other->sentence);
+}
+
+EpStatus ep_hello_compare(const EpCall *call, const EpBootstrap *bootstrap, const EpHello *all) {
+    int32_t size = bootstrap->size;
     const EpHello *mine = &all[call->rank];
+    char first[EP_NAME_BYTES], other[EP_NAME_BYTES];
     if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
     EP_TRY(check_peers(call, all, size));
+    EP_TRY(check_elsewhere(call, bootstrap));
     for (int32_t r = 1; r < size; r++)
         for (int i = 0; i < EP_HELLO_FIELDS; i++)
             if (all[r].field[i] != all[0].field[i])
-                return ep_refuse(call, EP_ERR_MISMATCH, names[i],
-                                 "expected one value on all ranks, got %lld on rank 0 and %lld on "
+                return ep_refuse(call, EP_ERR_MISMATCH, fields[i].text,
+                                 "expected one value on all ranks, got %s on rank 0 and %s on "
                                  "rank %d",
-                                 (long long)all[0].field[i], (long long)all[r].field[i], r);
+                                 ep_name(fields[i].names, all[0].field[i], first),
+                                 ep_name(fields[i].names, all[r].field[i], other), r);
     return compare_topologies(call, all, size);
 }
 

@@ -43,7 +43,11 @@ const char *ep_axis_role_name(EpAxisRole role);
 
 /* ---- connected ranks ----------------------------------------------------------------------- */
 
-#define EP_MESH_RENDEZVOUS_BYTES 512
+#define EP_MESH_RENDEZVOUS_BYTES EP_RESERVED_BYTES
+
+/** ep_bootstrap_mesh, with a deadline of its own. */
+EpStatus ep_bootstrap_mesh_within(const EpBootstrap *world, const EpMesh *mesh, const EpAxes *axes,
+                                  double timeout, EpBootstrap *out);
 
 /** A group of this rank along some axes. */
 typedef struct EpMeshLink {

@@ -9,6 +9,7 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/mesh.h"
+#include "runtime/callback.h"
 #include "runtime/kept.h"
 #include "runtime/wait.h"
 
@@ -19,13 +20,15 @@
 #define RANGES 31 /* after the first TAGS tags */
 #define GATHER_TAG (TAGS - 1)
 
-#define FALLBACK_TIMEOUT 100 /* seconds, where settings cannot be read */
-
 typedef struct MeshContext {
     EpBootstrap world;
     int32_t rank, size; /* in the group */
     int32_t first_tag;
     int64_t turn;    /* number of gatherings */
+    size_t room;     /* bytes of a rank that `memory` has place for */
+    char *memory;    /* of a gathering: [size], or without messages [world's ranks] */
+    void **requests; /* [2 * size] receives, then sends */
+    char *pending;   /* [2 * size] */
     int32_t ranks[]; /* [size] of the world */
 } MeshContext;
 
@@ -38,14 +41,28 @@ typedef struct Header {
     int64_t turn, bytes; /* or BARRIER */
 } Header;
 
-/* One gathering. It has memory of its own, which is left to messages that are given up. */
+/* Allocate a place for `bytes` bytes of each rank. Returns 0 when out of memory. */
+static int reserve(MeshContext *self, size_t bytes) {
+    int32_t count = self->world.isend ? self->size : self->world.size;
+    char *memory = realloc(self->memory, (size_t)count * (sizeof(Header) + bytes));
+    if (!memory) return 0;
+    self->memory = memory, self->room = bytes;
+    return 1;
+}
+
+static int has_room(MeshContext *self, size_t bytes) {
+    return (self->memory && bytes <= self->room) || reserve(self, bytes);
+}
+
+/* One gathering. Its messages lie in the context's memory, which is left to those that are given
+ * up. */
 typedef struct Gathering {
     MeshContext *self;
     Header header;
     size_t stride;   /* bytes of a message */
     char *messages;  /* [size, stride] received, by rank; the own place holds the sent one */
-    void **requests; /* [2 * size] receives, then sends */
-    char *pending;   /* [2 * size] */
+    void **requests; /* the context's, as the next */
+    char *pending;
 } Gathering;
 
 static char *message_of(const Gathering *g, int32_t rank) {
@@ -55,15 +72,15 @@ static char *message_of(const Gathering *g, int32_t rank) {
 static EpStatus post_receive(const Gathering *g, int32_t r) {
     const EpBootstrap *world = &g->self->world;
     g->pending[r] = 1;
-    return world->irecv(world->context, g->self->ranks[r], g->self->first_tag + GATHER_TAG,
-                        message_of(g, r), g->stride, &g->requests[r]);
+    return ep_call_irecv(world, g->self->ranks[r], g->self->first_tag + GATHER_TAG,
+                         message_of(g, r), g->stride, &g->requests[r]);
 }
 
 static EpStatus post_send(const Gathering *g, int32_t r) {
     const EpBootstrap *world = &g->self->world;
     void **request = &g->requests[g->self->size + r];
-    EP_TRY(world->isend(world->context, g->self->ranks[r], g->self->first_tag + GATHER_TAG,
-                        message_of(g, g->self->rank), g->stride, request));
+    EP_TRY(ep_call_isend(world, g->self->ranks[r], g->self->first_tag + GATHER_TAG,
+                         message_of(g, g->self->rank), g->stride, request));
     g->pending[g->self->size + r] = *request != NULL;
     return EP_OK;
 }
@@ -95,7 +112,7 @@ static EpStatus poll(const Gathering *g, int *left) {
     for (int32_t i = 0; i < 2 * g->self->size; i++) {
         int done = 0;
         if (!g->pending[i]) continue;
-        EP_TRY(world->test(world->context, &g->requests[i], &done));
+        EP_TRY(ep_call_test(world, &g->requests[i], &done));
         if (done) {
             g->pending[i] = 0;
             if (i < g->self->size) EP_TRY(check_message(g, i));
@@ -129,37 +146,37 @@ static EpStatus wait_for_all(const Gathering *g, double seconds) {
     }
 }
 
-/* Free the gathering. Messages that are still pending keep their memory. */
+/* End the gathering. Messages that are still pending keep their memory. */
 static void close_gathering(Gathering *g) {
     const EpBootstrap *world = &g->self->world;
     int kept = 0;
-    for (int32_t i = 0; g->pending && i < 2 * g->self->size; i++) {
+    for (int32_t i = 0; i < 2 * g->self->size; i++) {
         if (!g->pending[i]) continue;
         if (g->requests[i]) world->cancel(world->context, &g->requests[i]);
+        g->pending[i] = 0, g->requests[i] = NULL;
         kept = 1;
     }
-    (kept ? ep_keep_memory : free)(g->messages);
-    free(g->requests);
-    free(g->pending);
+    if (!kept) return;
+    ep_keep_memory(g->self->memory);
+    g->self->memory = NULL;
+}
+
+static EpStatus refuse_memory(const MeshContext *self) {
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
 }
 
 static EpStatus gather(MeshContext *self, int64_t kind, const void *in, void *out, size_t bytes,
                        double seconds) {
-    size_t size = (size_t)self->size, stride = sizeof(Header) + bytes;
+    if (!has_room(self, bytes)) return refuse_memory(self);
     Gathering g = {.self = self,
                    .header = {self->turn++, kind},
-                   .stride = stride,
-                   .messages = malloc(size * stride),
-                   .requests = calloc(2 * size, sizeof(void *)),
-                   .pending = calloc(2 * size, 1)};
-    EpStatus status = EP_OK;
-    if (!g.messages || !g.requests || !g.pending)
-        status = ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    if (status == EP_OK) {
-        memcpy(message_of(&g, self->rank), &g.header, sizeof(g.header));
-        if (bytes) memcpy(message_of(&g, self->rank) + sizeof(g.header), in, bytes);
-        status = post_all(&g);
-    }
+                   .stride = sizeof(Header) + bytes,
+                   .messages = self->memory,
+                   .requests = self->requests,
+                   .pending = self->pending};
+    memcpy(message_of(&g, self->rank), &g.header, sizeof(g.header));
+    if (bytes) memcpy(message_of(&g, self->rank) + sizeof(g.header), in, bytes);
+    EpStatus status = post_all(&g);
     if (status == EP_OK) status = wait_for_all(&g, seconds);
     for (int32_t r = 0; r < self->size && status == EP_OK && bytes; r++)
         memcpy((char *)out + (size_t)r * bytes, message_of(&g, r) + sizeof(Header), bytes);
@@ -180,20 +197,19 @@ static EpStatus meet_by_messages(void *context, double seconds) {
 
 static EpStatus gather_by_world(void *context, const void *in, void *out, size_t bytes,
                                 double seconds) {
-    const MeshContext *self = context;
+    MeshContext *self = context;
     const EpBootstrap *world = &self->world;
-    char *all = malloc((size_t)world->size * bytes + 1);
-    if (!all) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", world->rank);
-    EpStatus status = world->allgather(world->context, in, all, bytes, seconds);
+    if (!has_room(self, bytes)) return refuse_memory(self);
+    char *all = self->memory;
+    EpStatus status = ep_call_allgather(world, in, all, bytes, seconds);
     for (int32_t r = 0; r < self->size && status == EP_OK; r++)
         memcpy((char *)out + (size_t)r * bytes, all + (size_t)self->ranks[r] * bytes, bytes);
-    free(all);
     return status;
 }
 
 static EpStatus meet_by_world(void *context, double seconds) {
     const MeshContext *self = context;
-    return self->world.barrier(self->world.context, seconds);
+    return ep_call_barrier(&self->world, seconds);
 }
 
 /* ---- messages of the group ----------------------------------------------------------------- */
@@ -205,20 +221,18 @@ static int32_t tag_of(const MeshContext *self, int32_t tag) {
 static EpStatus mesh_isend(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,
                            void **request) {
     const MeshContext *self = context;
-    return self->world.isend(self->world.context, self->ranks[peer], tag_of(self, tag), data, bytes,
-                             request);
+    return ep_call_isend(&self->world, self->ranks[peer], tag_of(self, tag), data, bytes, request);
 }
 
 static EpStatus mesh_irecv(void *context, int32_t peer, int32_t tag, void *data, size_t bytes,
                            void **request) {
     const MeshContext *self = context;
-    return self->world.irecv(self->world.context, self->ranks[peer], tag_of(self, tag), data, bytes,
-                             request);
+    return ep_call_irecv(&self->world, self->ranks[peer], tag_of(self, tag), data, bytes, request);
 }
 
 static EpStatus mesh_test(void *context, void **request, int *done) {
     const MeshContext *self = context;
-    return self->world.test(self->world.context, request, done);
+    return ep_call_test(&self->world, request, done);
 }
 
 static void mesh_cancel(void *context, void **request) {
@@ -226,12 +240,38 @@ static void mesh_cancel(void *context, void **request) {
     self->world.cancel(self->world.context, request);
 }
 
-/* ---- topology ------------------------------------------------------------------------------ */
+/* ---- the world behind a bootstrap
+ * ------------------------------------------------------------------------------ */
+
+/* Returns what the bootstrap of a group of a mesh refers to, or NULL for another one. */
+static MeshContext *context_of(const EpBootstrap *bootstrap) {
+    int is_mesh =
+        bootstrap->allgather == gather_by_messages || bootstrap->allgather == gather_by_world;
+    return is_mesh ? bootstrap->context : NULL;
+}
 
 void ep_bootstrap_place(const EpBootstrap *bootstrap, int32_t *rank, int32_t *size) {
-    while (bootstrap->allgather == gather_by_messages || bootstrap->allgather == gather_by_world)
-        bootstrap = &((const MeshContext *)bootstrap->context)->world;
+    for (const MeshContext *of; (of = context_of(bootstrap));)
+        bootstrap = &of->world;
     *rank = bootstrap->rank, *size = bootstrap->size;
+}
+
+const void *ep_bootstrap_elsewhere(const EpBootstrap *bootstrap, size_t stride, int32_t *rank) {
+    const MeshContext *self = context_of(bootstrap);
+    if (!self || self->world.isend) return NULL;
+    for (*rank = 0; *rank < self->world.size; ++*rank) {
+        const char *theirs = self->memory + (size_t)*rank * stride;
+        EpStatus status;
+        memcpy(&status, theirs, sizeof(status));
+        if (status != EP_OK) return theirs;
+    }
+    return ep_bootstrap_elsewhere(&self->world, stride, rank);
+}
+
+int ep_bootstrap_reserve(const EpBootstrap *bootstrap, size_t bytes) {
+    MeshContext *self = context_of(bootstrap);
+    if (!self) return 1;
+    return reserve(self, bytes) && (self->world.isend || ep_bootstrap_reserve(&self->world, bytes));
 }
 
 /* ---- agreement ----------------------------------------------------------------------------- */
@@ -253,16 +293,21 @@ static uint64_t digest_grid(const EpMesh *mesh, int32_t ranks) {
     return digest;
 }
 
+/* Check this rank's own arguments, and find its group. `self` is NULL when out of memory, which
+ * ranks tell each other first. */
 static EpStatus check_own(const EpCall *call, const EpBootstrap *world, const EpMesh *given,
-                          const EpAxes *along, const EpBootstrap *out, EpMesh *mesh) {
+                          const EpAxes *along, const EpBootstrap *out, EpMesh *mesh,
+                          MeshContext *self) {
     int32_t ranks;
     EP_TRY(ep_mesh_read(call, given, mesh));
     EP_TRY(ep_axes_check(call, mesh, "axes", along));
     EP_TRY(ep_check_struct(call, "out", out, sizeof(*out)));
     EP_TRY(ep_mesh_ranks(mesh, &ranks));
-    if (ranks == world->size) return EP_OK;
-    return ep_refuse(call, EP_ERR_RANGE, "mesh", "expected a mesh of the %d ranks of world, got %d",
-                     world->size, ranks);
+    if (ranks != world->size)
+        return ep_refuse(call, EP_ERR_RANGE, "mesh",
+                         "expected a mesh of the %d ranks of world, got %d", world->size, ranks);
+    if (!self) return EP_OK;
+    return ep_mesh_group(mesh, along, world->rank, &self->size, &self->rank, self->ranks);
 }
 
 static MeshHello describe(EpStatus status, const EpMesh *mesh, const EpAxes *along) {
@@ -311,8 +356,9 @@ static EpStatus compare_axes(const EpCall *call, const MeshHello *first, const M
     return EP_OK;
 }
 
-static EpStatus compare(const EpCall *call, const MeshHello *all, int32_t size) {
-    EP_TRY(ep_rank_status_check(call, all, sizeof(*all), size));
+static EpStatus compare(const EpCall *call, const EpBootstrap *world, const MeshHello *all) {
+    int32_t size = world->size;
+    EP_TRY(ep_rank_status_check(call, world, all, sizeof(*all)));
     for (int32_t r = 1; r < size; r++) {
         EP_TRY(compare_axes(call, &all[0], &all[r], r));
         if (all[r].grid != all[0].grid) return mismatch(call, "mesh.grid", r);
@@ -324,53 +370,79 @@ static EpStatus compare(const EpCall *call, const MeshHello *all, int32_t size) 
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
+static void free_context(void *context) {
+    MeshContext *self = context;
+    if (!self) return;
+    free(self->memory);
+    free(self->requests);
+    free(self->pending);
+    free(self);
+}
+
 static EpBootstrap bootstrap_of(MeshContext *self) {
     EpBootstrap made = EP_BOOTSTRAP_INIT;
     int messages = self->world.isend != NULL;
     made.rank = self->rank, made.size = self->size, made.context = self;
     made.allgather = messages ? gather_by_messages : gather_by_world;
     made.barrier = messages ? meet_by_messages : meet_by_world;
-    made.destroy = free;
+    made.destroy = free_context;
     if (!messages) return made;
     made.isend = mesh_isend, made.irecv = mesh_irecv;
     made.test = mesh_test, made.cancel = mesh_cancel;
     return made;
 }
 
-static double timeout_of_settings(void) {
-    EpSettings settings;
-    return ep_settings_load(&settings) == EP_OK ? settings.timeout : FALLBACK_TIMEOUT;
+/* Allocate the context. Its arrays have a place for each rank of the world, since the arguments
+ * that give the group's size are not checked yet. Returns NULL when out of memory. */
+static MeshContext *make_context(const EpBootstrap *world) {
+    size_t size = (size_t)world->size;
+    MeshContext *self = calloc(1, sizeof(*self) + sizeof(int32_t) * size);
+    if (!self) return NULL;
+    self->world = *world;
+    self->requests = calloc(2 * size, sizeof(*self->requests));
+    self->pending = calloc(2 * size, sizeof(*self->pending));
+    if (self->requests && self->pending) return self;
+    free_context(self);
+    return NULL;
 }
 
-/* Gather the hellos, compare them, and fill in the context. */
+/* Gather the hellos, and compare them. */
 static EpStatus agree(const EpCall *call, const EpBootstrap *world, const MeshHello *mine,
-                      const EpMesh *mesh, MeshHello *all, MeshContext *self, double timeout) {
+                      MeshHello *all, double timeout) {
     EP_TRY(ep_bootstrap_gather(world, mine, all, sizeof(*mine), timeout));
     for (int32_t r = 0; r < world->size; r++)
         all[r].status.sentence[sizeof(all->status.sentence) - 1] = 0;
-    EP_TRY(compare(call, all, world->size));
-    self->world = *world;
-    self->first_tag = TAGS * (1 + (int32_t)((uint32_t)all[0].number % RANGES));
-    return ep_mesh_group(mesh, &mine->along, world->rank, &self->size, &self->rank, self->ranks);
+    return compare(call, world, all);
 }
 
-EpStatus ep_bootstrap_mesh(const EpBootstrap *world, const EpMesh *given, const EpAxes *axes,
-                           EpBootstrap *out) {
+/* Where a rank has what it needs before the ranks meet, nothing can fail on it alone afterwards. */
+EpStatus ep_bootstrap_mesh_within(const EpBootstrap *world, const EpMesh *given, const EpAxes *axes,
+                                  double timeout, EpBootstrap *out) {
     EpCall call = {"ep_bootstrap_mesh", -1};
     EpMesh mesh = EP_MESH_INIT;
     EP_TRY(ep_bootstrap_check(&call, world));
     call.rank = world->rank;
-    double timeout = timeout_of_settings();
-    MeshHello mine = describe(check_own(&call, world, given, axes, out, &mesh), &mesh, axes);
+    MeshContext *self = make_context(world);
+    MeshHello mine = describe(check_own(&call, world, given, axes, out, &mesh, self), &mesh, axes);
     MeshHello *all = calloc((size_t)world->size, sizeof(*all));
-    MeshContext *self = calloc(1, sizeof(*self) + sizeof(int32_t) * (size_t)world->size);
-    EpStatus status = ep_bootstrap_agree_on_memory(&call, world, all && self, timeout);
-    if (status == EP_OK) status = agree(&call, world, &mine, &mesh, all, self, timeout);
+    int has_memory = all && self && ep_bootstrap_reserve(world, sizeof(*all)) &&
+                     (mine.status.status != EP_OK || reserve(self, EP_RESERVED_BYTES));
+    EpStatus status = ep_bootstrap_agree_on_memory(&call, world, has_memory, timeout);
+    if (status == EP_OK) status = agree(&call, world, &mine, all, timeout);
+    if (status == EP_OK) self->first_tag = TAGS * (1 + (int32_t)((uint32_t)all[0].number % RANGES));
     free(all);
+    (void)ep_bootstrap_reserve(world, EP_RESERVED_BYTES);
     if (status != EP_OK) {
-        free(self);
+        free_context(self);
         return status;
     }
     *out = bootstrap_of(self);
     return EP_OK;
+}
+
+EpStatus ep_bootstrap_mesh(const EpBootstrap *world, const EpMesh *mesh, const EpAxes *axes,
+                           EpBootstrap *out) {
+    EpSettings settings = {.timeout = EP_FALLBACK_TIMEOUT};
+    (void)ep_settings_load(&settings);
+    return ep_bootstrap_mesh_within(world, mesh, axes, settings.timeout, out);
 }

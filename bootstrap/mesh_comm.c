@@ -10,8 +10,6 @@
 
 #include "bootstrap/mesh.h"
 
-#define FALLBACK_TIMEOUT 100 /* seconds, where settings cannot be read */
-
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
  * enough for its full speed. On the CUDA backend NCCL moves the weights, and staging is small. */
 #define STAGED_ROWS 64
@@ -20,11 +18,11 @@
 /* ---- agreement ----------------------------------------------------------------------------- */
 
 EpStatus ep_mesh_comm_gather(EpMeshComm *comm, const EpCall *call, const void *mine, size_t bytes) {
-    EpStatus own = ((const EpRankStatus *)mine)->status;
+    const EpRankStatus *own = mine;
     EpStatus status = ep_bootstrap_gather(&comm->world, mine, comm->gathered, bytes, comm->timeout);
-    if (status == EP_OK) return ep_rank_status_check(call, comm->gathered, bytes, comm->world.size);
-    if (own == EP_OK) return status;
-    return ep_fail(own, "%s", ((const EpRankStatus *)mine)->sentence);
+    if (status == EP_OK) return ep_rank_status_check(call, &comm->world, comm->gathered, bytes);
+    /* This rank's own error takes precedence over a missing peer. */
+    return own->status == EP_OK ? status : ep_fail(own->status, "%s", own->sentence);
 }
 
 static EpStatus agree(EpMeshComm *comm, const EpCall *call, EpStatus mine) {
@@ -49,7 +47,7 @@ static void close_link(EpMeshLink *link) {
     free(link);
 }
 
-static EpStatus open_link(const EpMeshComm *comm, EpMeshLink *link) {
+static EpStatus open_group(const EpMeshComm *comm, EpMeshLink *link) {
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     int stages = comm->config.backend == EP_BACKEND_HOST;
     config.num_experts = 1, config.max_top_k = 1, config.latency_sets = 0;
@@ -57,7 +55,6 @@ static EpStatus open_link(const EpMeshComm *comm, EpMeshLink *link) {
     config.max_row_bytes = stages ? EP_MAX_ROW_BYTES : LEAST_ROW_BYTES;
     config.backend = comm->config.backend, config.device = comm->config.device;
     config.timeout_seconds = comm->timeout;
-    EP_TRY(ep_bootstrap_mesh(&comm->world, &comm->mesh, &link->along, &link->bootstrap));
     return ep_group_open(&link->bootstrap, &config, EP_FOR_WEIGHTS, &link->group);
 }
 
@@ -77,16 +74,20 @@ EpStatus ep_mesh_comm_group(EpMeshComm *comm, const EpCall *call, const EpAxes *
         *out = link->group;
         return EP_OK;
     }
-    link = calloc(1, sizeof(*link));
     EpStatus status = EP_OK;
-    if (!link) status = ep_refuse(call, EP_ERR_NO_MEMORY, "comm", "out of memory");
-    EP_TRY(agree(comm, call, status));
-    link->along = *along;
-    link->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
-    /* Other groups along these axes may have failed, while this one has not. */
-    status = agree(comm, call, open_link(comm, link));
+    link = calloc(1, sizeof(*link));
+    if (link)
+        link->along = *along, link->bootstrap = (EpBootstrap)EP_BOOTSTRAP_INIT;
+    else
+        status = ep_refuse(call, EP_ERR_NO_MEMORY, "comm", "out of memory");
+    status = agree(comm, call, status);
+    /* All ranks agree on their bootstraps. Of the groups, one along these axes may fail alone. */
+    if (status == EP_OK)
+        status = ep_bootstrap_mesh_within(&comm->world, &comm->mesh, along, comm->timeout,
+                                          &link->bootstrap);
+    if (status == EP_OK) status = agree(comm, call, open_group(comm, link));
     if (status != EP_OK) {
-        close_link(link);
+        if (link) close_link(link);
         return status;
     }
     add_link(comm, link);
@@ -125,15 +126,19 @@ EpStatus ep_mesh_comm_explain(const EpMeshComm *comm, const EpGroup *group, EpSt
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
+/* Even a refused configuration sets the deadline: this rank still meets its peers within it. */
 static EpStatus read_config(const EpCall *call, const EpMeshCommConfig *given,
-                            EpMeshCommConfig *config) {
-    *config = (EpMeshCommConfig)EP_MESH_COMM_CONFIG_INIT;
+                            EpMeshCommConfig *config, double *timeout) {
+    EpSettings settings = {.timeout = EP_FALLBACK_TIMEOUT};
+    EpStatus status = ep_settings_load(&settings);
+    *timeout = settings.timeout;
+    EP_TRY(status);
     if (given)
         EP_TRY(ep_read_struct(call, "config", given,
                               EP_FIRST_SIZE(EpMeshCommConfig, timeout_seconds), config));
-    if (config->timeout_seconds > 0 || config->timeout_seconds == EP_DEFAULT) return EP_OK;
-    return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
-                     "expected more than 0, or EP_DEFAULT, got %g", config->timeout_seconds);
+    EP_TRY(ep_config_check_timeout(call, config->timeout_seconds));
+    if (config->timeout_seconds > 0) *timeout = config->timeout_seconds;
+    return EP_OK;
 }
 
 static EpStatus copy_mesh(const EpCall *call, const EpMesh *given, int32_t size, EpMeshComm *comm) {
@@ -149,19 +154,6 @@ static EpStatus copy_mesh(const EpCall *call, const EpMesh *given, int32_t size,
     memcpy(comm->grid, comm->mesh.grid, sizeof(*comm->grid) * (size_t)size);
     comm->mesh.grid = comm->grid;
     return EP_OK;
-}
-
-/* Check this rank's own arguments. The peers wait, so the caller shares the result. */
-static EpStatus check_own(const EpCall *call, const EpMesh *mesh, const EpMeshCommConfig *config,
-                          EpMeshComm *const *out, EpMeshComm *comm) {
-    EpSettings settings = {.timeout = FALLBACK_TIMEOUT};
-    comm->timeout = FALLBACK_TIMEOUT;
-    EP_TRY(ep_settings_load(&settings));
-    comm->timeout = settings.timeout;
-    EP_TRY(read_config(call, config, &comm->config));
-    if (comm->config.timeout_seconds > 0) comm->timeout = comm->config.timeout_seconds;
-    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
-    return copy_mesh(call, mesh, comm->world.size, comm);
 }
 
 static EpMeshLink *take_link(EpMeshComm *comm) {
@@ -198,26 +190,48 @@ static EpStatus connect_all(EpMeshComm *comm, const EpCall *call) {
     return EP_OK;
 }
 
-EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
-                             const EpMeshCommConfig *config, EpMeshComm **out) {
-    EpCall call = {"ep_mesh_comm_create", -1};
-    EP_TRY(ep_bootstrap_check(&call, world));
-    call.rank = world->rank;
+/* Returns NULL when out of memory. */
+static EpMeshComm *make_comm(const EpBootstrap *world) {
     EpMeshComm *comm = ep_object_create(EP_OBJECT_MESH_COMM, sizeof(*comm));
     void *gathered = calloc((size_t)world->size, EP_MESH_RENDEZVOUS_BYTES);
-    EpStatus status =
-        ep_bootstrap_agree_on_memory(&call, world, comm && gathered, FALLBACK_TIMEOUT);
-    if (status != EP_OK) {
-        free(gathered);
+    if (!comm || !gathered) {
         free(comm);
-        return status;
+        free(gathered);
+        return NULL;
     }
     pthread_mutex_init(&comm->mutex, NULL);
     comm->world = *world, comm->gathered = gathered;
-    status = agree(comm, &call, check_own(&call, mesh, config, out, comm));
+    return comm;
+}
+
+/* Check this rank's own arguments. The peers wait, so the caller shares the result. `comm` is NULL
+ * when out of memory, which ranks tell each other first. */
+static EpStatus check_own(const EpCall *call, const EpMesh *mesh, const EpMeshCommConfig *given,
+                          EpMeshComm *const *out, int32_t size, EpMeshCommConfig *config,
+                          double *timeout, EpMeshComm *comm) {
+    EP_TRY(read_config(call, given, config, timeout));
+    if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
+    return comm ? copy_mesh(call, mesh, size, comm) : EP_OK;
+}
+
+EpStatus ep_mesh_comm_create(const EpBootstrap *world, const EpMesh *mesh,
+                             const EpMeshCommConfig *given, EpMeshComm **out) {
+    EpCall call = {"ep_mesh_comm_create", -1};
+    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
+    double timeout;
+    EP_TRY(ep_bootstrap_check(&call, world));
+    call.rank = world->rank;
+    EpMeshComm *comm = make_comm(world);
+    EpRankStatus mine =
+        ep_rank_status(check_own(&call, mesh, given, out, world->size, &config, &timeout, comm));
+    EpStatus status = ep_bootstrap_agree_on_memory(&call, world, comm != NULL, timeout);
+    if (comm) comm->config = config, comm->timeout = timeout;
+    if (status == EP_OK) status = ep_mesh_comm_gather(comm, &call, &mine, sizeof(mine));
+    /* This rank's own error takes precedence over a missing peer. */
+    if (status != EP_OK && mine.status != EP_OK) status = ep_fail(mine.status, "%s", mine.sentence);
     if (status == EP_OK) status = connect_all(comm, &call);
     if (status != EP_OK) {
-        free_comm(comm);
+        if (comm) free_comm(comm);
         return status;
     }
     *out = comm;

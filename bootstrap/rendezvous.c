@@ -4,10 +4,12 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/callback.h"
+
 EpStatus ep_bootstrap_gather(const EpBootstrap *bootstrap, const void *mine, void *all,
                              size_t bytes, double timeout) {
     memset(all, 0, bytes * (size_t)bootstrap->size);
-    EP_TRY(bootstrap->allgather(bootstrap->context, mine, all, bytes, timeout));
+    EP_TRY(ep_call_allgather(bootstrap, mine, all, bytes, timeout));
     if (!memcmp((const char *)all + bytes * (size_t)bootstrap->rank, mine, bytes)) return EP_OK;
     return ep_fail(EP_ERR_BOOTSTRAP,
                    "rank %d: bootstrap.allgather: expected this rank's own %zu bytes in its place, "
@@ -24,6 +26,10 @@ EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *boo
         if (all[r] != EP_OK)
             return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: out of memory",
                              r);
+    int32_t rank;
+    if (status == EP_OK && ep_bootstrap_elsewhere(bootstrap, sizeof(mine), &rank))
+        return ep_refuse(call, EP_ERR_PEER, "bootstrap",
+                         "rank %d of the mesh was refused: out of memory", rank);
     return status;
 }
 
@@ -43,9 +49,8 @@ static EpStatus gather_within(EpGroup *group, const void *mine, void *all, size_
 }
 
 EpStatus ep_group_meet(EpGroup *group) {
-    const EpBootstrap *b = &group->bootstrap;
     EpStatus status = ep_group_await(group);
-    if (status == EP_OK) status = b->barrier(b->context, group->timeout);
+    if (status == EP_OK) status = ep_call_barrier(&group->bootstrap, group->timeout);
     (void)ep_group_await(NULL);
     if (status != EP_OK) group->lost = 1;
     return status;
@@ -59,16 +64,21 @@ static const EpRankStatus *status_of(const void *all, size_t stride, int32_t ran
     return (const EpRankStatus *)((const char *)all + stride * (size_t)rank);
 }
 
-EpStatus ep_rank_status_check(const EpCall *call, const void *all, size_t stride, int32_t size) {
-    const EpRankStatus *mine = status_of(all, stride, call->rank);
+EpStatus ep_rank_status_check(const EpCall *call, const EpBootstrap *bootstrap, const void *all,
+                              size_t stride) {
+    const EpRankStatus *mine = status_of(all, stride, call->rank), *other;
+    int32_t rank;
     if (mine->status != EP_OK) return ep_fail(mine->status, "%s", mine->sentence);
-    for (int32_t r = 0; r < size; r++) {
-        const EpRankStatus *other = status_of(all, stride, r);
+    for (int32_t r = 0; r < bootstrap->size; r++) {
+        other = status_of(all, stride, r);
         if (other->status != EP_OK)
             return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d was refused: %.*s", r,
                              (int)sizeof(other->sentence) - 1, other->sentence);
     }
-    return EP_OK;
+    other = ep_bootstrap_elsewhere(bootstrap, stride, &rank);
+    if (!other) return EP_OK;
+    return ep_refuse(call, EP_ERR_PEER, "bootstrap", "rank %d of the mesh was refused: %.*s", rank,
+                     (int)sizeof(other->sentence) - 1, other->sentence);
 }
 
 EpStatus ep_group_agree(EpGroup *group, const EpCall *call, EpStatus mine) {
@@ -80,7 +90,7 @@ EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine
     EpRankStatus own = ep_rank_status(mine), *all = group->gathered;
     _Static_assert(sizeof(own) <= EP_RENDEZVOUS_BYTES, "the group has memory for it");
     EpStatus status = gather_within(group, &own, all, sizeof(own), seconds);
-    if (status == EP_OK) return ep_rank_status_check(call, all, sizeof(own), group->size);
+    if (status == EP_OK) return ep_rank_status_check(call, &group->bootstrap, all, sizeof(own));
     /* A rank that failed by itself reports its own error, even if no peer arrived. After a timeout
      * of its own, within NCCL for example, it reports the rendezvous' error: that names the peer.
      * It also does if the same abort ended both. */

@@ -64,7 +64,7 @@ static EpStatus compare(const EpCall *call, const Descriptor *all, int32_t size)
 static EpStatus gather_descriptors(EpGroup *group, const EpCall *call, const Descriptor *mine,
                                    Descriptor *all, EpWindow *window) {
     EP_TRY(ep_group_gather(group, mine, all, sizeof(*mine)));
-    EP_TRY(ep_rank_status_check(call, all, sizeof(*mine), group->size));
+    EP_TRY(ep_rank_status_check(call, &group->bootstrap, all, sizeof(*mine)));
     EP_TRY(compare(call, all, group->size));
     for (int32_t r = 0; r < group->size; r++)
         if (all[r].bytes > window->most) window->most = (size_t)all[r].bytes;

@@ -77,7 +77,7 @@ EpStatus ep_combine_send(EpHandle *handle, const EpTensor *plan, const EpTensor 
     EP_TRY(ep_arg_token_bytes(&o, "expert_out", expert_out));
     EP_TRY(ep_arg_sum_elements(&o, "expert_out", expert_out));
     EP_TRY(check_weights(&o, slot_weights, topk_weights));
-    EpGather gather = {.op = &ep_op_combine, .phase = EP_PHASE_SEND, .stream = stream};
+    EpGather gather = {.op = &ep_op_combine_send, .phase = EP_PHASE_SEND, .stream = stream};
     gather.t = describe_inputs(handle, expert_out, slot_weights, topk_weights);
     gather.t.out_num_rows = o.step.num_rows;
     return ep_run_gather(&o, &gather);

@@ -238,6 +238,7 @@ EpStatus ep_dispatch_send(EpHandle *handle, const EpTensor *plan, const EpPrepar
     EP_TRY(ep_operation_begin_plan(&o, "ep_dispatch_send", handle, plan));
     EP_TRY(ep_handle_check_phases(&o.call, handle));
     EP_TRY(find_routing(&o, prepare, &route));
+    route.routing.op = &ep_op_route_send;
     o.step = ep_routing_step(&route.routing);
     EP_TRY(describe_inputs(&o, &in, &scatter));
     scatter.phase = EP_PHASE_SEND;

@@ -6,6 +6,7 @@
 #include "runtime/quant.h"
 
 #define ALIGNMENT 16
+#define SCALE_ALIGNMENT 4
 
 /* ---- form ---------------------------------------------------------------------------------- */
 
@@ -69,12 +70,12 @@ static EpStatus check_slabs(const EpCall *call, const EpRowsQuant *q, const EpTe
 }
 
 static EpStatus check_shaped(const EpCall *call, const char *argument, const EpTensor *t,
-                             EpType type, int32_t ndim, const int64_t shape[3]) {
+                             EpType type, int32_t ndim, const int64_t shape[3], int64_t unit) {
     EP_TRY(ep_arg_tensor(call, argument, t, ndim));
     EP_TRY(ep_arg_type(call, argument, t, type));
     for (int32_t d = 0; d < ndim; d++)
         EP_TRY(ep_arg_dim(call, argument, t, d, shape[3 - ndim + d], "size"));
-    return ep_arg_alignment(call, argument, t, ALIGNMENT);
+    return ep_arg_alignment(call, argument, t, unit);
 }
 
 static EpStatus check_outputs(const EpCall *call, int32_t ndim, const EpTensor *out,
@@ -82,8 +83,9 @@ static EpStatus check_outputs(const EpCall *call, int32_t ndim, const EpTensor *
     int by_column = q->form.scale_order == EP_SCALES_BY_COLUMN;
     int64_t down = ep_rows_blocks(q, 1), across = ep_rows_blocks(q, 2);
     int64_t shape[3] = {q->size[0], by_column ? across : down, by_column ? down : across};
-    EP_TRY(check_shaped(call, "out", out, EP_TYPE_FP8_E4M3, ndim, q->size));
-    EP_TRY(check_shaped(call, "scales", scales, ep_quant_scale_type(q->form.quant), ndim, shape));
+    EP_TRY(check_shaped(call, "out", out, EP_TYPE_FP8_E4M3, ndim, q->size, ALIGNMENT));
+    EP_TRY(check_shaped(call, "scales", scales, ep_quant_scale_type(q->form.quant), ndim, shape,
+                        SCALE_ALIGNMENT));
     q->out = out->data, q->scales = scales->data;
     q->scale_step[0] = down * across;
     q->scale_step[1] = by_column ? 1 : across;

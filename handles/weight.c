@@ -39,9 +39,13 @@ static EpStatus read_config(const EpCall *call, const EpMesh *mesh, const EpWeig
                          ep_type_name(config->grad_type), ep_type_name(config->reduced_type));
     EP_TRY(ep_sharding(mesh, &config->spec, config->kind, weight->name, config->shape,
                        &weight->sharding));
-    if (weight->sharding.ndim <= EP_MAX_DIMS) return EP_OK;
-    return ep_refuse(call, EP_ERR_NDIM, weight->name, "expected at most %d dimensions, got %d",
-                     EP_MAX_DIMS, weight->sharding.ndim);
+    if (weight->sharding.ndim > EP_MAX_DIMS)
+        return ep_refuse(call, EP_ERR_NDIM, weight->name, "expected at most %d dimensions, got %d",
+                         EP_MAX_DIMS, weight->sharding.ndim);
+    if (ep_size_of(1, config->shape, weight->sharding.ndim) <= EP_WEIGHT_MOST_ELEMENTS)
+        return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.shape",
+                     "expected at most 2^48 elements, a size of 0 counted as 1, got more");
 }
 
 static void describe_shards(EpWeight *weight) {
@@ -54,73 +58,7 @@ static void describe_shards(EpWeight *weight) {
     }
 }
 
-/* ---- agreement ----------------------------------------------------------------------------- */
-
-enum { KIND, SHAPE, SPEC = SHAPE + EP_MAX_DIMS, TYPES = SPEC + EP_MAX_DIMS, FIELDS = TYPES + 3 };
-
-/* What each rank tells all others. */
-typedef struct WeightHello {
-    EpRankStatus status;
-    char name[EP_WEIGHT_NAME_BYTES];
-    int64_t field[FIELDS];
-} WeightHello;
-
-_Static_assert(sizeof(WeightHello) <= EP_MESH_RENDEZVOUS_BYTES, "the mesh has memory for it");
-
-/* The axes of a dimension as a number: a digit of base 16 for each. */
-static int64_t encode_axes(const EpAxes *axes) {
-    int64_t code = 0;
-    for (int32_t i = 0; i < axes->num; i++)
-        code = code * 16 + axes->axis[i] + 1;
-    return code;
-}
-
-static WeightHello describe(const EpWeight *weight, EpStatus status) {
-    WeightHello hello;
-    memset(&hello, 0, sizeof(hello));
-    hello.status = ep_rank_status(status);
-    if (status != EP_OK) return hello;
-    const EpWeightConfig *config = &weight->config;
-    memcpy(hello.name, weight->name, sizeof(hello.name));
-    hello.field[KIND] = config->kind;
-    for (int32_t d = 0; d < config->spec.ndim; d++) {
-        hello.field[SHAPE + d] = config->shape[d];
-        hello.field[SPEC + d] = encode_axes(&config->spec.dims[d]) + 1;
-    }
-    hello.field[TYPES] = config->type;
-    hello.field[TYPES + 1] = config->grad_type;
-    hello.field[TYPES + 2] = config->reduced_type;
-    return hello;
-}
-
-static EpStatus compare(const EpCall *call, const WeightHello *all, int32_t size) {
-    static const char *const names[FIELDS] = {"config.kind",
-                                              "config.shape[0]",
-                                              "config.shape[1]",
-                                              "config.shape[2]",
-                                              "config.spec, dimension 0",
-                                              "config.spec, dimension 1",
-                                              "config.spec, dimension 2",
-                                              "config.type",
-                                              "config.grad_type",
-                                              "config.reduced_type"};
-    for (int32_t r = 1; r < size; r++) {
-        if (strncmp(all[r].name, all[0].name, EP_WEIGHT_NAME_BYTES) != 0)
-            return ep_refuse(call, EP_ERR_MISMATCH, "config.name",
-                             "expected one name on all ranks, got %.63s on rank 0 and %.63s on "
-                             "rank %d",
-                             all[0].name, all[r].name, r);
-        for (int i = 0; i < FIELDS; i++)
-            if (all[r].field[i] != all[0].field[i])
-                return ep_refuse(call, EP_ERR_MISMATCH, names[i],
-                                 "expected one value on all ranks, got %lld on rank 0 and %lld on "
-                                 "rank %d",
-                                 (long long)all[0].field[i], (long long)all[r].field[i], r);
-    }
-    return EP_OK;
-}
-
-/* ---- groups -------------------------------------------------------------------------------- */
+/* ---- what a rank adds ---------------------------------------------------------------------- */
 
 /* The axes along which gradients are added, in the mesh's order: so ranks ascend. */
 static EpAxes reducing_axes(const EpWeight *weight) {
@@ -130,26 +68,6 @@ static EpAxes reducing_axes(const EpWeight *weight) {
             ep_axes_have(&weight->sharding.summed, axis))
             ep_axes_add(&axes, axis);
     return axes;
-}
-
-static EpStatus number_shards(const EpCall *call, const EpAxes *reducing, EpWeight *weight) {
-    const EpMesh *mesh = &weight->comm->mesh;
-    int32_t coordinates[EP_MESH_MAX_AXES], size = ep_axes_ranks(mesh, reducing);
-    int32_t *ranks = malloc(sizeof(*ranks) * (size_t)size);
-    weight->reduced = malloc(sizeof(*weight->reduced) * (size_t)size);
-    EpStatus status = EP_OK;
-    if (!ranks || !weight->reduced)
-        status = ep_refuse(call, EP_ERR_NO_MEMORY, weight->name, "out of memory");
-    if (status == EP_OK)
-        status = ep_mesh_group(mesh, reducing, weight->comm->world.rank, NULL, NULL, ranks);
-    for (int32_t r = 0; r < size && status == EP_OK; r++) {
-        ep_mesh_locate(mesh, ranks[r], coordinates);
-        weight->reduced[r].shard = ep_axes_place(mesh, &weight->sharding.scattered, coordinates);
-        weight->reduced[r].piece =
-            weight->replicates ? ep_axes_place(mesh, &weight->sharding.summed, coordinates) : 0;
-    }
-    free(ranks);
-    return status;
 }
 
 /* Whether ranks that keep the same shard divide the sum: with R ranks in it and D of these, a rank
@@ -162,6 +80,121 @@ static int divides_sums(const EpWeight *weight, const EpAxes *reducing) {
            others * (int64_t)ep_type_bytes(weight->config.grad_type) > 4;
 }
 
+/* Find the shard and the piece of each rank that adds. All memory of a weight is allocated here,
+ * before the ranks meet: a rank without it would leave the others waiting. */
+static EpStatus number_shards(const EpCall *call, EpWeight *weight) {
+    const EpMesh *mesh = &weight->comm->mesh;
+    const EpSharding *s = &weight->sharding;
+    EpAxes reducing = reducing_axes(weight);
+    int32_t coordinates[EP_MESH_MAX_AXES], size = ep_axes_ranks(mesh, &reducing);
+    int divided = divides_sums(weight, &reducing);
+    int32_t *ranks = malloc(sizeof(*ranks) * (size_t)size);
+    weight->reduced = malloc(sizeof(*weight->reduced) * (size_t)size);
+    EpStatus status = EP_OK;
+    if (!ranks || !weight->reduced)
+        status = ep_refuse(call, EP_ERR_NO_MEMORY, weight->name, "out of memory");
+    if (status == EP_OK)
+        status = ep_mesh_group(mesh, &reducing, weight->comm->world.rank, NULL, NULL, ranks);
+    for (int32_t r = 0; r < size && status == EP_OK; r++) {
+        ep_mesh_locate(mesh, ranks[r], coordinates);
+        weight->reduced[r].shard = ep_axes_place(mesh, &s->scattered, coordinates);
+        weight->reduced[r].piece = divided ? ep_axes_place(mesh, &s->summed, coordinates) : 0;
+    }
+    free(ranks);
+    return status;
+}
+
+/* ---- agreement ----------------------------------------------------------------------------- */
+
+enum { KIND, SHAPE, TYPES = SHAPE + EP_MAX_DIMS, FIELDS = TYPES + 3 };
+
+/* What each rank tells all others. */
+typedef struct WeightHello {
+    EpRankStatus status;
+    char name[EP_WEIGHT_NAME_BYTES];
+    int64_t field[FIELDS];
+    int32_t ndim;
+    EpAxes dims[EP_MAX_DIMS];
+} WeightHello;
+
+_Static_assert(sizeof(WeightHello) <= EP_MESH_RENDEZVOUS_BYTES, "the mesh has memory for it");
+
+static WeightHello describe(const EpWeight *weight, EpStatus status) {
+    WeightHello hello;
+    memset(&hello, 0, sizeof(hello));
+    hello.status = ep_rank_status(status);
+    if (status != EP_OK) return hello;
+    const EpWeightConfig *config = &weight->config;
+    memcpy(hello.name, weight->name, sizeof(hello.name));
+    hello.field[KIND] = config->kind;
+    hello.ndim = config->spec.ndim;
+    for (int32_t d = 0; d < config->spec.ndim; d++) {
+        hello.field[SHAPE + d] = config->shape[d];
+        for (int32_t i = 0; i < config->spec.dims[d].num; i++)
+            ep_axes_add(&hello.dims[d], config->spec.dims[d].axis[i]);
+    }
+    hello.field[TYPES] = config->type;
+    hello.field[TYPES + 1] = config->grad_type;
+    hello.field[TYPES + 2] = config->reduced_type;
+    return hello;
+}
+
+static EpStatus compare_fields(const EpCall *call, const WeightHello *first,
+                               const WeightHello *other, int32_t rank) {
+    static const struct {
+        const char *text;
+        EpNames names;
+    } fields[FIELDS] = {{"config.kind", EP_NAMES_TENSOR_KIND}, {"config.shape[0]", EP_NUMBERS},
+                        {"config.shape[1]", EP_NUMBERS},       {"config.shape[2]", EP_NUMBERS},
+                        {"config.type", EP_NAMES_TYPE},        {"config.grad_type", EP_NAMES_TYPE},
+                        {"config.reduced_type", EP_NAMES_TYPE}};
+    char mine[EP_NAME_BYTES], theirs[EP_NAME_BYTES];
+    for (int i = 0; i < FIELDS; i++)
+        if (other->field[i] != first->field[i])
+            return ep_refuse(call, EP_ERR_MISMATCH, fields[i].text,
+                             "expected one value on all ranks, got %s on rank 0 and %s on rank %d",
+                             ep_name(fields[i].names, first->field[i], mine),
+                             ep_name(fields[i].names, other->field[i], theirs), rank);
+    return EP_OK;
+}
+
+static EpStatus compare_specs(const EpCall *call, const EpMesh *mesh, const WeightHello *first,
+                              const WeightHello *other, int32_t rank) {
+    char argument[48], mine[EP_AXES_TEXT_BYTES], theirs[EP_AXES_TEXT_BYTES];
+    if (other->ndim != first->ndim)
+        return ep_refuse(call, EP_ERR_MISMATCH, "config.spec",
+                         "expected one number of dimensions on all ranks, got %d on rank 0 and %d "
+                         "on rank %d",
+                         first->ndim, other->ndim, rank);
+    for (int32_t d = 0; d < first->ndim; d++) {
+        snprintf(argument, sizeof(argument), "config.spec, dimension %d", d);
+        if (memcmp(&other->dims[d], &first->dims[d], sizeof(*first->dims)) == 0) continue;
+        EP_TRY(ep_axes_check(call, mesh, argument, &other->dims[d]));
+        EP_TRY(ep_axes_check(call, mesh, argument, &first->dims[d]));
+        return ep_refuse(call, EP_ERR_MISMATCH, argument,
+                         "expected the same axes on all ranks, got %s on rank 0 and %s on rank %d",
+                         ep_axes_text(mesh, &first->dims[d], mine),
+                         ep_axes_text(mesh, &other->dims[d], theirs), rank);
+    }
+    return EP_OK;
+}
+
+static EpStatus compare(const EpCall *call, const EpMesh *mesh, const WeightHello *all,
+                        int32_t size) {
+    for (int32_t r = 1; r < size; r++) {
+        if (strncmp(all[r].name, all[0].name, EP_WEIGHT_NAME_BYTES) != 0)
+            return ep_refuse(call, EP_ERR_MISMATCH, "config.name",
+                             "expected one name on all ranks, got %.63s on rank 0 and %.63s on "
+                             "rank %d",
+                             all[0].name, all[r].name, r);
+        EP_TRY(compare_specs(call, mesh, &all[0], &all[r], r));
+        EP_TRY(compare_fields(call, &all[0], &all[r], r));
+    }
+    return EP_OK;
+}
+
+/* ---- groups -------------------------------------------------------------------------------- */
+
 static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
     EpMeshComm *comm = weight->comm;
     const EpSharding *s = &weight->sharding;
@@ -171,8 +204,7 @@ static EpStatus find_groups(const EpCall *call, EpWeight *weight) {
     if (divides_sums(weight, &reducing))
         EP_TRY(ep_mesh_comm_group(comm, call, &s->summed, &weight->replicates));
     EP_TRY(ep_mesh_comm_group(comm, call, &s->amax, &weight->maximises[0]));
-    EP_TRY(ep_mesh_comm_group(comm, call, &s->amax_per_expert, &weight->maximises[1]));
-    return number_shards(call, &reducing, weight);
+    return ep_mesh_comm_group(comm, call, &s->amax_per_expert, &weight->maximises[1]);
 }
 
 /* Pieces begin on multiples of 16 bytes, whatever the type. */
@@ -193,7 +225,8 @@ static EpStatus check_own(const EpCall *call, const EpWeightConfig *config, EpWe
                           EpWeight *weight) {
     if (!weight) return ep_refuse(call, EP_ERR_NO_MEMORY, "out", "out of memory");
     if (!out) return ep_refuse(call, EP_ERR_NULL, "out", "expected a pointer, got NULL");
-    return read_config(call, &weight->comm->mesh, config, weight);
+    EP_TRY(read_config(call, &weight->comm->mesh, config, weight));
+    return number_shards(call, weight);
 }
 
 static void link_weight(EpWeight *weight) {
@@ -211,7 +244,7 @@ EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeig
     if (weight) weight->comm = comm, weight->sharding = (EpSharding)EP_SHARDING_INIT;
     WeightHello mine = describe(weight, check_own(&call, config, out, weight));
     EpStatus status = ep_mesh_comm_gather(comm, &call, &mine, sizeof(mine));
-    if (status == EP_OK) status = compare(&call, comm->gathered, comm->world.size);
+    if (status == EP_OK) status = compare(&call, &comm->mesh, comm->gathered, comm->world.size);
     if (status == EP_OK) status = find_groups(&call, weight);
     if (status != EP_OK) {
         if (weight) free(weight->reduced);

@@ -15,8 +15,13 @@
 #include "bootstrap/mesh.h"
 #include "handles/shards.h"
 #include "runtime/group.h"
+#include "runtime/names.h"
 
 #define EP_WEIGHT_NAME_BYTES 64
+
+/** So no number of bytes overflows: of EP_MAX_RANKS shards, in fp32, rounded up, and of the amaxes
+ *  of blocks, of which a shard may touch four times as many as it has elements. */
+#define EP_WEIGHT_MOST_ELEMENTS ((int64_t)1 << 48)
 
 /**
  * What a rank of `reduces` adds. Ranks that keep the same shard (along sharding.summed) divide the
@@ -81,7 +86,8 @@ typedef struct EpWeightAmax {
 
 /** Returns a number for a form: ranks that gather in different forms differ in it. */
 static inline int64_t ep_weight_form_code(const EpWeightForm *form) {
-    return form->quant * 1000 + form->blocks * 100 + form->transposed * 10 + form->by_rank;
+    EpBlocks blocks = form->quant == EP_QUANT_NONE ? EP_BLOCKS_ROWS : form->blocks;
+    return ep_form_code(form->quant, blocks, form->transposed, form->by_rank);
 }
 
 /** Elements from piece to piece of a shard; the last ones may be shorter, or empty. */

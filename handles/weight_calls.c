@@ -8,6 +8,7 @@
 
 #define WORKSPACE_ALIGNMENT 64
 #define ALIGNMENT 16
+#define SCALE_ALIGNMENT 4
 
 /** A call on a weight while its arguments are checked. Sentences name the weight. */
 typedef struct WeightCall {
@@ -28,12 +29,12 @@ static EpStatus check_usable(const EpWeight *weight, EpGroup *group) {
 }
 
 static EpStatus check_tensor(const WeightCall *c, const char *argument, const EpTensor *t,
-                             EpType type, int32_t ndim, const int64_t *shape) {
+                             EpType type, int32_t ndim, const int64_t *shape, int64_t unit) {
     EP_TRY(ep_arg_tensor(&c->call, argument, t, ndim));
     EP_TRY(ep_arg_type(&c->call, argument, t, type));
     for (int32_t d = 0; d < ndim; d++)
         EP_TRY(ep_arg_dim(&c->call, argument, t, d, shape[d], "size"));
-    return ep_arg_alignment(&c->call, argument, t, ALIGNMENT);
+    return ep_arg_alignment(&c->call, argument, t, unit);
 }
 
 static EpStatus check_workspace(const WeightCall *c, const EpTensor *t, int64_t bytes, void **out) {
@@ -56,8 +57,8 @@ static EpStatus check_scales(const WeightCall *c, const EpWeightView *view,
                              const EpTensor *scales) {
     const EpWeightSizes *sizes = &view->sizes;
     if (view->form.quant != EP_QUANT_NONE)
-        return check_tensor(c, "scales", scales, sizes->scale_type, sizes->ndim,
-                            sizes->scale_shape);
+        return check_tensor(c, "scales", scales, sizes->scale_type, sizes->ndim, sizes->scale_shape,
+                            SCALE_ALIGNMENT);
     if (!scales) return EP_OK;
     return ep_refuse(&c->call, EP_ERR_UNSUPPORTED, "scales",
                      "expected NULL where nothing is quantised, got a tensor");
@@ -74,9 +75,9 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     const EpSharding *s = &weight->sharding;
     EP_TRY(check_usable(weight, group));
     EP_TRY(ep_weight_view(&c.call, weight, form, &view));
-    EP_TRY(check_tensor(&c, "shard", shard, weight->config.type, s->ndim, s->stored));
+    EP_TRY(check_tensor(&c, "shard", shard, weight->config.type, s->ndim, s->stored, ALIGNMENT));
     EP_TRY(check_workspace(&c, workspace, view.sizes.gather_workspace, &gather.workspace));
-    EP_TRY(check_tensor(&c, "out", out, view.sizes.type, s->ndim, view.sizes.shape));
+    EP_TRY(check_tensor(&c, "out", out, view.sizes.type, s->ndim, view.sizes.shape, ALIGNMENT));
     EP_TRY(check_scales(&c, &view, scales));
     EP_TRY(ep_arg_memory(&c.call, group, "shard", shard));
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
@@ -101,12 +102,13 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     EP_TRY(check_usable(weight, group));
     if (weight->replicates) EP_TRY(check_usable(weight, weight->replicates));
     EP_TRY(ep_weight_view(&c.call, weight, NULL, &view));
-    EP_TRY(check_tensor(&c, "grad", grad, weight->config.grad_type, s->ndim, s->used));
+    EP_TRY(check_tensor(&c, "grad", grad, weight->config.grad_type, s->ndim, s->used, ALIGNMENT));
     if (accumulate != 0 && accumulate != 1)
         return ep_refuse(&c.call, EP_ERR_RANGE, "accumulate", "expected 0 or 1, got %d",
                          accumulate);
     EP_TRY(check_workspace(&c, workspace, view.sizes.reduce_workspace, &reduce.workspace));
-    EP_TRY(check_tensor(&c, "out", out, weight->config.reduced_type, s->ndim, s->stored));
+    EP_TRY(
+        check_tensor(&c, "out", out, weight->config.reduced_type, s->ndim, s->stored, ALIGNMENT));
     EP_TRY(ep_arg_memory(&c.call, group, "grad", grad));
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     reduce.grad = grad->data, reduce.out = out->data;

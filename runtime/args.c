@@ -8,6 +8,9 @@ static EpStatus check_shape(const EpCall *call, const char *argument, const EpTe
                              "expected sizes of at least 0, got %lld in dimension %d",
                              (long long)t->shape[i], i);
     }
+    if (ep_size_of((int64_t)ep_type_bytes(t->type), t->shape, t->ndim) > EP_ARENA_MOST)
+        return ep_refuse(call, EP_ERR_RANGE, argument,
+                         "expected fewer than 2^62 bytes, a size of 0 counted as 1, got more");
     if (!t->data && !ep_tensor_is_empty(t))
         return ep_refuse(call, EP_ERR_NULL, argument, "expected data, got NULL");
     return EP_OK;
@@ -57,8 +60,7 @@ EpStatus ep_arg_dim(const EpCall *call, const char *argument, const EpTensor *t,
 
 EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTensor *t, int64_t unit,
                           int64_t most) {
-    int64_t bytes, each = (int64_t)ep_type_bytes(t->type);
-    if (__builtin_mul_overflow(ep_tensor_row_elements(t), each, &bytes)) bytes = INT64_MAX;
+    int64_t bytes = ep_tensor_row_bytes(t);
     if (bytes < unit || bytes > most || bytes % unit)
         return ep_refuse(call, EP_ERR_ROW_BYTES, argument,
                          "expected rows of a multiple of %lld in %lld .. %lld bytes, got %lld",

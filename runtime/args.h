@@ -8,9 +8,24 @@
  */
 
 #include "runtime/dtype.h"
+#include "runtime/layout.h"
 #include "runtime/status.h"
 
-/** Check struct size, number of dimensions, sizes >= 0, and that data is given unless empty. */
+/**
+ * Returns unit * shape[0] * .. * shape[ndim - 1], or INT64_MAX if that is larger, where a size of 0
+ * counts as 1: so no product of some of the sizes is larger. Requires unit >= 1 and sizes >= 0. All
+ * sizes that come from callers are multiplied here before they are used.
+ */
+static inline int64_t ep_size_of(int64_t unit, const int64_t *shape, int32_t ndim) {
+    for (int32_t d = 0; d < ndim; d++) {
+        int64_t size = ep_max(shape[d], 1);
+        unit = (unit | size) >> 31 ? ep_saturated_product(unit, size) : unit * size;
+    }
+    return unit;
+}
+
+/** Check struct size, number of dimensions, sizes >= 0, that all bytes are fewer than 2^62, and
+ *  that data is given unless empty. */
 EpStatus ep_arg_tensor(const EpCall *call, const char *argument, const EpTensor *t, int32_t ndim);
 
 /** Check for one type. */

@@ -28,6 +28,12 @@ EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms) {
                      "expected at least 2 multiprocessors or EP_DEFAULT, got %d", num_sms);
 }
 
+EpStatus ep_config_check_timeout(const EpCall *call, double seconds) {
+    if ((isfinite(seconds) && seconds > 0) || seconds == EP_DEFAULT) return EP_OK;
+    return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
+                     "expected seconds > 0 or EP_DEFAULT, got %g", seconds);
+}
+
 static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
     if (!ep_is_power_of_two(c->alignment))
         return ep_refuse(call, EP_ERR_ALIGNMENT, "config.alignment",
@@ -41,10 +47,7 @@ static EpStatus check_choices(const EpCall *call, const EpGroupConfig *c) {
         EP_TRY(check_range(call, "config.latency_sets", c->latency_sets, 0, EP_MAX_LATENCY_SETS));
     EP_TRY(ep_config_check_sms(call, c->num_sms));
     EP_TRY(check_range(call, "config.num_nodes", c->num_nodes, 0, EP_MAX_RANKS));
-    double t = c->timeout_seconds;
-    if (!(isfinite(t) && t > 0) && t != EP_DEFAULT)
-        return ep_refuse(call, EP_ERR_RANGE, "config.timeout_seconds",
-                         "expected seconds > 0 or EP_DEFAULT, got %g", t);
+    EP_TRY(ep_config_check_timeout(call, c->timeout_seconds));
     if (c->device < 0 && c->device != EP_DEFAULT)
         return ep_refuse(call, EP_ERR_RANGE, "config.device",
                          "expected the number of a CUDA device or EP_DEFAULT, got %d", c->device);
@@ -164,15 +167,17 @@ EpStatus ep_max_recv_rows(const EpGroupConfig *given, int32_t num_ranks, int32_t
     int duplicates = (flags & EP_ROWS_DUPLICATES) != 0;
     int64_t per_expert = duplicates ? tokens * k : tokens;
     int64_t per_rank = duplicates ? tokens * k : tokens * ep_min(k, local);
-    if (layout == EP_LAYOUT_RANK_MAJOR)
-        *rows = tokens;
-    else if (local == 0)
-        *rows = 0;
-    else if (layout == EP_LAYOUT_FLAT)
-        *rows = tokens;
+    int64_t most = tokens;
+    if (local == 0 && layout != EP_LAYOUT_RANK_MAJOR)
+        most = 0;
     else if (layout == EP_LAYOUT_BATCHED)
-        *rows = ep_round_up(per_expert, align);
-    else
-        *rows = worst_slabs(per_expert, per_rank, local, align);
+        most = ep_round_up(per_expert, align);
+    else if (layout == EP_LAYOUT_EXPERT_MAJOR)
+        most = worst_slabs(per_expert, per_rank, local, align);
+    if (most > INT32_MAX)
+        return ep_refuse(&call, EP_ERR_RANGE, "config",
+                         "expected at most 2147483647 rows, padding included, got up to %lld",
+                         (long long)most);
+    *rows = most;
     return EP_OK;
 }

@@ -16,6 +16,9 @@
 EpStatus ep_config_read(const EpCall *call, const EpGroupConfig *given, int32_t num_ranks,
                         EpGroupConfig *out);
 
+/** Check config.timeout_seconds: EP_DEFAULT, or a number above 0. */
+EpStatus ep_config_check_timeout(const EpCall *call, double seconds);
+
 /** Check config.num_sms of a group or a handle: EP_DEFAULT or at least 2. */
 EpStatus ep_config_check_sms(const EpCall *call, int32_t num_sms);
 

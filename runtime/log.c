@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/status.h"
+
 static _Atomic int log_level = EP_LOG_WARN;
 static pthread_mutex_t log_mutex = PTHREAD_MUTEX_INITIALIZER;
 static FILE *log_file; /* NULL: stderr */
@@ -37,11 +39,12 @@ int ep_log_enabled(EpLogLevel level) {
 
 void ep_log_write(EpLogLevel level, const char *format, ...) {
     static const char *const names[] = {"warn", "info", "debug", "trace"};
-    char text[1024];
+    char text[EP_LOG_LINE_BYTES];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
     va_end(args);
+    ep_escape(text, sizeof(text));
     pthread_mutex_lock(&log_mutex);
     FILE *out = log_file ? log_file : stderr;
     if (log_rank >= 0)

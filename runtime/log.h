@@ -12,10 +12,13 @@ typedef enum EpLogLevel { EP_LOG_WARN, EP_LOG_INFO, EP_LOG_DEBUG, EP_LOG_TRACE }
 /** Set the process-wide level and destination ("" is stderr). Called when a group is created. */
 void ep_log_configure(EpLogLevel level, const char *file);
 
-/** Set the rank that this thread's lines carry; -1: none. */
+/** Set the rank that this thread's lines carry; -1: none. In a group of a mesh it is the rank of
+ * the mesh, since a thread may have a rank in several groups. */
 void ep_log_set_rank(int rank);
 
 int ep_log_enabled(EpLogLevel level);
+#define EP_LOG_LINE_BYTES 1024 /* of a line, without its prefix */
+
 void ep_log_write(EpLogLevel level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #define EP_LOG_AT(level, ...)                                        \

@@ -8,20 +8,31 @@
 #include "runtime/log.h"
 
 static _Thread_local char last_sentence[EP_SENTENCE_BYTES];
+static _Thread_local unsigned sentences;
 
 int ep_version(void) {
     return EP_VERSION_MAJOR * 10000 + EP_VERSION_MINOR * 100 + EP_VERSION_PATCH;
 }
 
-const char *ep_status_string(EpStatus status) {
-    switch (status) {
-#define STATUS_CASE(name, number, text) \
-    case name:                          \
+/* Returns NULL for a number that is no status. */
+static const char *find_status(int number) {
+    switch (number) {
+#define STATUS_CASE(name, value, text) \
+    case value:                        \
         return #name ": " text;
         EP_STATUS_MAP(STATUS_CASE)
 #undef STATUS_CASE
     }
-    return "unknown status";
+    return NULL;
+}
+
+int ep_is_status(int number) {
+    return find_status(number) != NULL;
+}
+
+const char *ep_status_string(EpStatus status) {
+    const char *text = find_status((int)status);
+    return text ? text : "unknown status";
 }
 
 const char *ep_last_error(void) {
@@ -32,6 +43,36 @@ EpStatus ep_set_last_error(EpStatus status, const char *sentence) {
     return ep_fail(status, "%s", sentence ? sentence : "");
 }
 
+unsigned ep_sentences(void) {
+    return sentences;
+}
+
+static int is_control(char c) {
+    return (unsigned char)c < 0x20 || c == 0x7f;
+}
+
+/* Write one character as it appears in sentences. Returns its length. */
+static size_t escape(char c, char out[8]) {
+    if (!is_control(c)) return (size_t)snprintf(out, 8, "%c", c);
+    if (c == '\n' || c == '\t') return (size_t)snprintf(out, 8, "\\%c", c == '\n' ? 'n' : 't');
+    return (size_t)snprintf(out, 8, "\\x%02x", (unsigned char)c);
+}
+
+void ep_escape(char *text, size_t bytes) {
+    char plain[EP_LOG_LINE_BYTES], escaped[8];
+    size_t at = 0, length;
+    while (text[at] && !is_control(text[at]))
+        at++;
+    if (!text[at]) return;
+    snprintf(plain, sizeof(plain), "%s", text + at);
+    for (const char *from = plain; *from; from++, at += length) {
+        length = escape(*from, escaped);
+        if (at + length >= bytes) break;
+        memcpy(text + at, escaped, length);
+    }
+    text[at] = 0;
+}
+
 EpStatus ep_fail(EpStatus status, const char *format, ...) {
     /* Format into a local buffer, since the arguments may point into last_sentence. */
     char sentence[EP_SENTENCE_BYTES];
@@ -39,7 +80,9 @@ EpStatus ep_fail(EpStatus status, const char *format, ...) {
     va_start(args, format);
     vsnprintf(sentence, sizeof(sentence), format, args);
     va_end(args);
+    ep_escape(sentence, sizeof(sentence));
     memcpy(last_sentence, sentence, sizeof(last_sentence));
+    sentences++;
     EP_DEBUG("%s", sentence);
     return status;
 }

@@ -55,6 +55,16 @@ EpStatus ep_read_struct(const EpCall *call, const char *argument, const void *gi
  *  ep_check_grown_struct has accepted, stays. */
 void ep_write_struct(void *out, const void *value);
 
+/** Returns how many sentences this thread has set so far. */
+unsigned ep_sentences(void);
+
+/** Returns whether a number is an EpStatus. */
+int ep_is_status(int number);
+
+/** Replace control characters of a text, which only a user can have written, by "\\n", "\\t" or
+ *  "\\x1b". So a sentence is one line, whatever it quotes. The text is cut to `bytes`. */
+void ep_escape(char *text, size_t bytes);
+
 #define EP_TRY(expression)                                \
     do {                                                  \
         EpStatus ep_try_status = (expression);            \

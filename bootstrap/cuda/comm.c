@@ -81,7 +81,7 @@ static EpStatus gather_ids(EpGroup *group, EpNewComm *new, Descriptor *all) {
             ep_rank_status(check(group, "ncclGetUniqueId", cuda->nccl->ncclGetUniqueId(&mine.id)));
     EP_TRY(ep_group_gather(group, &mine, all, sizeof(mine)));
     new->id = all[new->first].id;
-    return ep_rank_status_check(&call, all, sizeof(mine), group->size);
+    return ep_rank_status_check(&call, &group->bootstrap, all, sizeof(mine));
 }
 
 static EpStatus exchange_id(EpGroup *group, EpNewComm *new) {

@@ -5,6 +5,7 @@
 
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch_state.h"
+#include "runtime/callback.h"
 #include "runtime/cuda/digest.h"
 #include "runtime/thread.h"
 #include "runtime/wait.h"
@@ -41,12 +42,12 @@ static EpWatchStop stops(const EpCudaWatch *w) {
 static int tell(EpCudaWatch *w, EpWatchPeer *p, EpNoteKind kind) {
     const EpBootstrap *m = &w->messages;
     int done = 1;
-    if (p->sending && m->test(m->context, &p->sending, &done) != EP_OK) return 1;
+    if (p->sending && ep_call_test(m, &p->sending, &done) != EP_OK) return 1;
     if (!done) return 0;
     int32_t by = w->loss.kind == EP_LOSS_FAILED ? w->loss.peer : w->rank;
     p->out = (EpNote){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
     memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
-    (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
+    (void)ep_call_isend(m, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
     return 1;
 }
 
@@ -168,8 +169,8 @@ static void listen_to(EpCudaWatch *w, EpWatchPeer *p) {
     EpStatus status = EP_OK;
     while (!p->left && done && status == EP_OK) {
         if (!p->receiving)
-            status = m->irecv(m->context, p->rank, 0, &p->in, sizeof(p->in), &p->receiving);
-        if (status == EP_OK) status = m->test(m->context, &p->receiving, &done);
+            status = ep_call_irecv(m, p->rank, 0, &p->in, sizeof(p->in), &p->receiving);
+        if (status == EP_OK) status = ep_call_test(m, &p->receiving, &done);
         if (status == EP_OK && done) take_note(w, p);
     }
     if (status == EP_OK) return;
@@ -272,8 +273,7 @@ static void say_goodbye(EpCudaWatch *w) {
             int done = 1;
             if (p->left) continue;
             if (!p->told) p->told = tell(w, p, lost ? EP_NOTE_FAILED : EP_NOTE_LEAVING);
-            if (p->sending && w->messages.test(w->messages.context, &p->sending, &done) != EP_OK)
-                p->left = 1;
+            if (p->sending && ep_call_test(&w->messages, &p->sending, &done) != EP_OK) p->left = 1;
             busy |= !p->left && (!p->told || !done);
         }
     }

@@ -53,9 +53,7 @@ typedef struct PosixMemory {
 
 /* One call of ep_posix_share. It is on the stack, so a rank without memory can tell its peers. */
 typedef struct Sharing {
-    const EpBootstrap *bootstrap;
-    const int32_t *nodes;
-    double timeout;
+    EpGroup *group;
     size_t bytes;       /* of each segment, with the proof */
     PosixMemory *posix; /* NULL: out of memory */
     int nameless;       /* this rank's nameless file, or -1 */
@@ -76,7 +74,7 @@ static ObjectName name_of(const Sharing *s, int32_t rank) {
 }
 
 static int is_here(const Sharing *s, int32_t rank) {
-    return s->nodes[rank] == s->nodes[s->bootstrap->rank];
+    return s->group->nodes.of[rank] == s->group->nodes.of[s->group->rank];
 }
 
 static char *proof_in(const Sharing *s, void *segment) {
@@ -130,7 +128,7 @@ static void *fill_file(int fd, size_t bytes) {
 }
 
 static void *create_object(const Sharing *s) {
-    ObjectName name = name_of(s, s->bootstrap->rank);
+    ObjectName name = name_of(s, s->group->rank);
     int fd = shm_open(name.text, O_RDWR | O_CREAT | O_EXCL, 0600);
     if (fd < 0) return NULL;
     void *memory = fill_file(fd, s->bytes);
@@ -159,13 +157,13 @@ static void *create_nameless(Sharing *s) {
 /* Returns whether no other rank is on this node: no peer could remove a name. */
 static int is_alone(const Sharing *s) {
     int32_t here = 0;
-    for (int32_t r = 0; r < s->bootstrap->size; r++)
+    for (int32_t r = 0; r < s->group->size; r++)
         here += is_here(s, r);
     return here == 1;
 }
 
 static Creation create_segment(Sharing *s) {
-    int32_t rank = s->bootstrap->rank;
+    int32_t rank = s->group->rank;
     if (!s->posix) return (Creation){.error = ENOMEM, .fd = -1};
     void *memory = is_alone(s) ? NULL : create_object(s);
     if (!memory) memory = create_nameless(s);
@@ -221,21 +219,20 @@ static int map_segment(Sharing *s, int32_t rank, int *error) {
 
 /* Map every segment of this node. Returns 0, or 1 + the rank whose segment cannot be mapped. */
 static int32_t map_peers(Sharing *s, int *error) {
-    for (int32_t r = 0; r < s->bootstrap->size; r++)
-        if (is_here(s, r) && r != s->bootstrap->rank && !map_segment(s, r, error)) return r + 1;
+    for (int32_t r = 0; r < s->group->size; r++)
+        if (is_here(s, r) && r != s->group->rank && !map_segment(s, r, error)) return r + 1;
     return 0;
 }
 
 /* ---- sharing ------------------------------------------------------------------------------- */
 
 static EpStatus gather_offers(Sharing *s) {
-    const EpBootstrap *b = s->bootstrap;
     Offer mine = {0, 0};
     if (getrandom(&mine, sizeof(mine), 0) != sizeof(mine)) {
         mine.name = (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)s;
         mine.proof = ~mine.name;
     }
-    return ep_bootstrap_gather(b, &mine, s->offers, sizeof(mine), s->timeout);
+    return ep_group_gather(s->group, &mine, s->offers, sizeof(mine));
 }
 
 static const char *reason(int error) {
@@ -244,35 +241,38 @@ static const char *reason(int error) {
 }
 
 static EpStatus create_and_gather(Sharing *s) {
-    const EpBootstrap *b = s->bootstrap;
     Creation mine = create_segment(s);
-    EP_TRY(ep_bootstrap_gather(b, &mine, s->creations, sizeof(mine), s->timeout));
-    for (int32_t r = 0; r < b->size; r++)
+    EP_TRY(ep_group_gather(s->group, &mine, s->creations, sizeof(mine)));
+    for (int32_t r = 0; r < s->group->size; r++)
         if (s->creations[r].error)
             return ep_fail(EP_ERR_NO_MEMORY,
                            "rank %d: ep_group_create: %zu bytes of shared memory on rank %d: %s",
-                           b->rank, s->bytes, r, reason(s->creations[r].error));
-    return EP_OK;
+                           s->group->rank, s->bytes, r, reason(s->creations[r].error));
+    int32_t rank;
+    const Creation *other = ep_bootstrap_elsewhere(&s->group->bootstrap, sizeof(*other), &rank);
+    if (!other) return EP_OK;
+    return ep_fail(EP_ERR_NO_MEMORY,
+                   "rank %d: ep_group_create: shared memory on rank %d of the mesh: %s",
+                   s->group->rank, rank, reason(other->error));
 }
 
 static EpStatus map_and_meet(Sharing *s) {
-    const EpBootstrap *b = s->bootstrap;
     int error = 0;
     int32_t unmapped = map_peers(s, &error);
     /* No rank may remove a name before all ranks have opened it. */
-    EpStatus arrived = b->barrier(b->context, s->timeout);
+    EpStatus arrived = ep_group_meet(s->group);
     /* A rank that gives up removes the names of all. Then the barrier's error, which names the
      * missing rank, is the cause. */
     if (unmapped && (error != ENOENT || arrived == EP_OK))
         return ep_fail(EP_ERR_SYSTEM,
                        "rank %d: ep_group_create: cannot map the shared memory of rank %d, said to "
                        "be on the same node: %s",
-                       b->rank, unmapped - 1, s->why_not);
+                       s->group->rank, unmapped - 1, s->why_not);
     return arrived;
 }
 
 static void remove_names(const Sharing *s) {
-    for (int32_t r = 0; r < s->bootstrap->size; r++)
+    for (int32_t r = 0; r < s->group->size; r++)
         if (is_here(s, r)) shm_unlink(name_of(s, r).text);
 }
 
@@ -285,13 +285,12 @@ static EpStatus create_and_map(Sharing *s) {
     return status;
 }
 
-EpStatus ep_posix_share(const EpBootstrap *b, const int32_t *nodes, size_t bytes, double timeout,
-                        void **segments, void **memory) {
-    size_t size = (size_t)b->size;
-    Sharing s = {.bootstrap = b, .nodes = nodes, .timeout = timeout, .nameless = -1};
+EpStatus ep_posix_share(EpGroup *group, size_t bytes, void **segments, void **memory) {
+    size_t size = (size_t)group->size;
+    Sharing s = {.group = group, .nameless = -1};
     s.bytes = (bytes + 63) / 64 * 64 + sizeof(uint64_t);
     s.posix = calloc(1, sizeof(*s.posix) + size * sizeof(void *));
-    if (s.posix) s.posix->bytes = s.bytes, s.posix->size = b->size;
+    if (s.posix) s.posix->bytes = s.bytes, s.posix->size = group->size;
     EpStatus status = create_and_map(&s);
     if (status != EP_OK) {
         ep_posix_share_free(s.posix);

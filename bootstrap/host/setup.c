@@ -11,6 +11,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/host/setup.h"
 #include "bootstrap/sockets.h"
+#include "runtime/callback.h"
 #include "runtime/host/host.h"
 
 #define SPINS_WITH_CPUS_TO_SPARE 2000
@@ -49,10 +50,10 @@ static int64_t choose_spins(const EpGroup *group, int32_t ranks_here) {
 }
 
 /* Share segments through the bootstrap's callback or, if it has none, POSIX shared memory. */
-static EpStatus share(const EpBootstrap *b, const int32_t *nodes, size_t bytes, double timeout,
-                      void **segments, void **memory) {
-    if (b->share) return b->share(b->context, nodes[b->rank], bytes, timeout, segments, memory);
-    return ep_posix_share(b, nodes, bytes, timeout, segments, memory);
+static EpStatus share(EpGroup *group, size_t bytes, void **segments, void **memory) {
+    const EpBootstrap *b = &group->bootstrap;
+    if (!b->share) return ep_posix_share(group, bytes, segments, memory);
+    return ep_call_share(b, group->nodes.of[b->rank], bytes, group->timeout, segments, memory);
 }
 
 static void share_free(const EpBootstrap *b, void *memory, int together) {
@@ -78,7 +79,7 @@ static EpStatus open_exchange(const EpCall *call, EpGroup *group, EpHost *host, 
     int64_t bytes = ep_exchange_segment_bytes(group->size, setup.most_remote, setup.stage_bytes);
     if (status == EP_OK) status = check_physical(group, bytes, here);
     EP_TRY(ep_group_agree(group, call, status));
-    EP_TRY(share(b, group->nodes.of, (size_t)bytes, group->timeout, segments, &host->memory));
+    EP_TRY(share(group, (size_t)bytes, segments, &host->memory));
     host->exchange = ep_exchange_create(&setup);
     if (!host->exchange)
         return ep_fail(EP_ERR_NO_MEMORY, "rank %d: ep_group_create: memory: out of memory",

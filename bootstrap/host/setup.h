@@ -18,10 +18,8 @@ void ep_host_describe(const EpGroup *group, EpGroupInfo *out);
 EpStatus ep_host_open_window(EpGroup *group, const EpCall *call, EpWindow *window);
 void ep_host_close_window(EpGroup *group, EpWindow *window, int together);
 
-/** Share POSIX memory, for bootstraps without `share`; see EpBootstrap.share. `nodes[r]` is rank
- *  r's node. */
-EpStatus ep_posix_share(const EpBootstrap *bootstrap, const int32_t *nodes, size_t bytes,
-                        double timeout, void **segments, void **memory);
+/** Share POSIX memory, for bootstraps without `share`; see EpBootstrap.share. */
+EpStatus ep_posix_share(EpGroup *group, size_t bytes, void **segments, void **memory);
 void ep_posix_share_free(void *memory);
 
 #endif

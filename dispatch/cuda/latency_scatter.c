@@ -31,7 +31,7 @@ static void describe_route(EpHandle *handle, const EpScatter *s, EpPrepareArgs *
     ep_cuda_describe_routing(handle, s->routing, route, agreed);
     const int64_t row[] = {s->t.row_bytes, s->t.type, s->t.scale_bytes, s->t.carries_weights, 0};
     memcpy(agreed + EP_OP_FACTS, row, sizeof(row));
-    route->group.digest = ep_cuda_digest(handle, &ep_op_route, agreed, 2 * EP_OP_FACTS);
+    route->group.digest = ep_cuda_digest(handle, s->routing->op, agreed, 2 * EP_OP_FACTS);
 }
 
 /* Divide the records among the receiving warps. */

@@ -43,24 +43,24 @@ static EpStatus report_timeout(const EpGroup *group, const volatile EpCudaFailur
 static EpStatus report_facts(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
     int64_t mine[EP_OP_FACTS], theirs[EP_OP_FACTS];
-    const EpOp *op = EP_DIGEST_OP(f->expected) == ep_op_route.code ? &ep_op_route : &ep_op_prepare;
+    const EpOp *op = ep_op_find(EP_DIGEST_OP(f->expected));
     int i = 0;
     ep_facts_unpack(f->facts, mine);
     ep_facts_unpack(f->peer_facts, theirs);
     while (i < EP_OP_FACTS - 1 && mine[i] == theirs[i])
         i++;
     finding->expected = mine[i], finding->seen = theirs[i];
-    return ep_fail(i < op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH,
-                   "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", group->rank,
-                   op->name, op->fact[i], group->rank, (long long)mine[i], f->peer,
-                   (long long)theirs[i]);
+    char text[EP_OP_VALUES_BYTES];
+    return ep_fail(i < op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, "rank %d: %s: %s", group->rank,
+                   op->name, ep_op_values(op, i, group->rank, mine[i], f->peer, theirs[i], text));
 }
 
 /* Report that another rank has entered another operation, or the same one with other sizes. */
 static EpStatus report_order(const EpGroup *group, const volatile EpCudaFailure *f,
                              EpFinding *finding) {
     int32_t own = EP_DIGEST_OP(f->expected);
-    int routes = own == ep_op_prepare.code || own == ep_op_route.code;
+    int routes =
+        own == ep_op_prepare.code || own == ep_op_route.code || own == ep_op_route_send.code;
     if (!ep_same_call(f->expected, f->seen)) {
         if (own == EP_DIGEST_OP(f->seen))
             finding->expected = EP_DIGEST_HANDLE(f->expected),

@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(THREADS(ALONE), ALONE)
         arrange<uint8_t, ALONE>(a);
 }
 
-/* Runs that are multiples of 16 bytes begin on multiples of 16, as tensors do. */
+/* Runs that are multiples of 16 bytes begin on multiples of 16, as tensors do, but for scales. */
 extern "C" int ep_cuda_launch_arrange(const EpArrangeArgs *a, EpGrid grid, void *stream) {
-    int whole = ep_shards_run(&a->shards) * a->unit % 16 == 0;
+    int whole = ep_shards_run(&a->shards) * a->unit % 16 == 0 && (uintptr_t)a->whole % 16 == 0;
     if (whole) return launch(arrange_vectors<0>, arrange_vectors<1>, grid, stream, *a);
     return launch(arrange_elements<0>, arrange_elements<1>, grid, stream, *a);
 }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void walk_parts(const EpSumArgs &a, NextNode next_nod
     }
 }
 
-/* Returns what is stored where a sum is `sum`: rounded by the caller, once. */
+/* Returns what is stored where a sum, from +0 on, is `sum`: rounded by the caller, once. */
 template <typename Out>
 __device__ __forceinline__ float final_sum(const Out *out, float sum, int accumulate) {
     return accumulate ? ep_float(*out) + sum : sum;

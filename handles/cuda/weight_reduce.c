@@ -204,7 +204,9 @@ static int count_slices(const EpWeightWork *w, const EpSliceStages *stages, cons
     return ep_weight_slices(stages, weight->shards.part[0], bytes);
 }
 
+/* A weight without elements has no workspace, and nothing moves. */
 static EpStatus reduce(EpWeightWork *w, const Reduction *r) {
+    if (ep_shard_elements(&r->call->weight->shards) == 0) return EP_OK;
     const EpSliceStages stages = {MOST_SLICES, 1, .before = r->packed ? pack : NULL,
                                   .move = exchange, .after = add};
     return ep_weight_run_slices(w, &stages, r, r->call->weight->shards.part[0],

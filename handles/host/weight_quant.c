@@ -137,7 +137,8 @@ static EpStatus agree_on_amaxes(Quantiser *q) {
                       .count = {number, 1, 1}};
     q->amaxes = q->call->workspace;
     q->found = q->amaxes + blocks;
-    memset(q->found + q->shard * found.part[2], 0, (size_t)found.part[2] * sizeof(*q->found));
+    size_t bytes = (size_t)found.part[2] * sizeof(*q->found);
+    if (bytes) memset(q->found + q->shard * found.part[2], 0, bytes);
     visit_blocks(q, q->shard, find_own_amax);
     EP_TRY(ep_host_gather_shards(q->call, &found, sizeof(*q->found), q->found));
     for (int64_t i = 0; i < blocks; i++)

@@ -131,7 +131,8 @@ const char *ep_last_error(void);
 
 /**
  * Set the sentence that ep_last_error() returns on this thread (the library copies it), and return
- * `status`. For bootstrap callbacks: `return ep_set_last_error(EP_ERR_..., "rank 3 is gone");`.
+ * `status`. A sentence is one line: "\n" replaces a newline, "\x1b" an escape, in any sentence.
+ * For bootstrap callbacks: `return ep_set_last_error(EP_ERR_..., "rank 3 is gone");`.
  */
 EpStatus ep_set_last_error(EpStatus status, const char *sentence);
 
@@ -157,6 +158,8 @@ typedef enum EpType {
  * Alignment: row tensors (tokens, expert outputs, their gradients) start on 16 bytes and their rows
  * are multiples of 16 bytes. Scales start on 4 bytes. Other tensors start on a multiple of their
  * element size. `data` may be anything if the shape contains a 0.
+ *
+ * Size: fewer than 2^62 bytes, where a size of 0 counts as 1; else EP_ERR_RANGE.
  *
  * Overlap: memory that a call writes must not overlap anything else that the call is given. The
  * library does not check this. A call may be given the same memory more than once if it only reads
@@ -220,12 +223,14 @@ typedef void *EpStream;
  * struct itself: rank, size, allgather and barrier are enough. Ranks of the host backend on several
  * nodes then send each other messages over TCP (LIBEP_INTERFACE), all of them or none.
  *
- * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence). libep calls them when
- * groups are created and destroyed. It also calls allgather when memory that peers reach (section
- * 5) is made and released. Only isend, irecv and test are called during operations. ep_group_create
- * copies the struct; what `context` points to must outlive the groups made from it. Timeouts are in
- * seconds. A callback that waits calls ep_poll_abort now and then, so that ep_group_abort can end
- * its wait; without that it waits up to its timeout.
+ * Callbacks return EP_OK or an error (ep_set_last_error sets the sentence; without one libep names
+ * the callback and the status). A number that is no EpStatus is EP_ERR_BOOTSTRAP. A rank whose
+ * callback has failed takes no further part, and its peers wait up to their deadline. libep calls
+ * them when groups are created and destroyed. It also calls allgather when memory that peers reach
+ * (section 5) is made and released. Only isend, irecv and test are called during operations.
+ * ep_group_create copies the struct; what `context` points to must outlive the groups made from it.
+ * Timeouts are in seconds. A callback that waits calls ep_poll_abort now and then, so that
+ * ep_group_abort can end its wait; without that it waits up to its timeout.
  *
  * EpBootstrap never grows, since ep_bootstrap_local fills an array of it.
  */
@@ -568,7 +573,8 @@ typedef enum EpLayout {
  * without experts. BATCHED gives ceil(G / A) * A (ceil(GK / A) * A with duplicates). RANK_MAJOR
  * gives G, the rows of its receive tensors.
  *
- * EP_ERR_RANGE (rank, layout, flags), and the errors of an invalid configuration.
+ * EP_ERR_RANGE (rank, layout, flags, or more than INT32_MAX rows, which no handle can have), and
+ * the errors of an invalid configuration.
  */
 EpStatus ep_max_recv_rows(const EpGroupConfig *config, int32_t num_ranks, int32_t rank,
                           EpLayout layout, unsigned flags, int64_t *rows);
@@ -1114,7 +1120,8 @@ EpStatus ep_combine_backward(EpHandle *handle, const EpTensor *plan, const EpTen
  *
  * The two phases together do what the whole call does, with the same bytes. They share its
  * arguments: what is sent goes to the send phase, what is received to the receive phase. Send
- * phases are collective, in the same order on every rank, like all operations. Receive phases may
+ * phases are collective, in the same order on every rank, like all operations. All ranks split an
+ * operation or none does: else EP_ERR_ORDER, and the group has failed. Receive phases may
  * come in any order, which may differ between ranks. On the host backend the send phase may wait
  * for the peers' send phases, and the receive phase never waits. On the CUDA backend the send phase
  * never waits, except that ep_combine_send with topk_weights waits in its kernel for the peers'

@@ -85,8 +85,8 @@ EpStatus ep_mesh_parse(const char *text, EpMesh *out);
 /** The number of ranks: the product of all sizes, up to INT32_MAX. *ranks is an output. */
 EpStatus ep_mesh_ranks(const EpMesh *mesh, int32_t *ranks);
 
-/** Read axes from text: "expert", "(fsdp,expert)", or "_" for none. EP_ERR_RANGE: an axis that the
- *  mesh does not have, or one named twice. */
+/** Read axes from text: "expert", "(fsdp,expert)", and "_" or "()" for none. EP_ERR_RANGE: an axis
+ *  that the mesh does not have, or one named twice. */
 EpStatus ep_mesh_axes(const EpMesh *mesh, const char *text, EpAxes *out);
 
 /** All axes of a role, in the mesh's order. The EP group is that of the role EP_AXIS_EXPERT. */
@@ -110,6 +110,7 @@ EpStatus ep_mesh_group(const EpMesh *mesh, const EpAxes *axes, int32_t rank, int
  * Make a bootstrap for this rank's group along `axes`, out of the bootstrap of all ranks of the
  * mesh. Collective over `world`: all ranks call it with the same mesh and the same axes, and fields
  * that differ are EP_ERR_MISMATCH on all. `world` must outlive the result and its groups.
+ * Each wait ends after LIBEP_TIMEOUT's seconds.
  *
  * If `world` has messages (isend and the others: MPI and threads), the groups are independent from
  * then on. If not (NCCL, or a caller's own without them), each callback gathers over the whole
@@ -140,8 +141,8 @@ typedef struct EpSpec {
         }                    \
     }
 
-/** Read a spec from text: for each dimension "_" (not sharded), an axis, or axes in parentheses:
- *  "(fsdp,expert),_,_". EP_ERR_RANGE. */
+/** Read a spec from text: for each dimension "_" or "()" (not sharded), an axis, or axes in
+ *  parentheses: "(fsdp,expert),_,_". EP_ERR_RANGE. */
 EpStatus ep_spec_parse(const EpMesh *mesh, const char *text, EpSpec *out);
 
 /** Write a spec as text. EP_ERR_BUFFER_SIZE. */
@@ -179,7 +180,8 @@ typedef struct EpSharding {
     /** The same sum goes over these axes, too: their ranks have the same shard and other tokens. */
     EpAxes summed;
     EpAxes amax;            /**< one scale for the tensor: its amax is max-reduced over these */
-    EpAxes amax_per_expert; /**< one scale per expert (or, of other tensors, the same as amax) */
+    EpAxes amax_per_expert; /**< one scale per expert; of tensors without experts the same as amax,
+                                 and ep_weight_amax refuses EP_AMAX_EXPERT for them */
 } EpSharding;
 
 #define EP_SHARDING_INIT                                                                         \

@@ -49,7 +49,7 @@ typedef struct EpRowsForm {
  *           [N, H] (the output recv_rows of ep_prepare), or [L] for [L, P, H] (expert_counts).
  *           Other rows are not read, and what they would become is not written. NULL: all.
  * out       FP8_E4M3: the shape of rows; transposed: [H, N] or [L, H, P]
- * scales    FP32 or UINT8 (UE8M0). With B = 128, or 32 for MXFP8:
+ * scales    FP32 or UINT8 (UE8M0), on 4 bytes. With B = 128, or 32 for MXFP8:
  *           rows: [N, ceil(H/B)]; tiles: [ceil(N/B), ceil(H/B)]; transposed: [H, ceil(N/B)], tiles
  *           [ceil(H/B), ceil(N/B)]; before them L, and P for N, where rows have three dimensions;
  *           the last two swapped with EP_SCALES_BY_COLUMN

@@ -47,7 +47,8 @@ typedef struct EpMeshCommConfig {
     size_t struct_size;
     EpBackend backend;      /**< = AUTO, HOST or CUDA */
     int32_t device;         /**< this rank's CUDA device, or EP_DEFAULT, as in EpGroupConfig */
-    double timeout_seconds; /**< deadline of waits, > 0; EP_DEFAULT: setting LIBEP_TIMEOUT */
+    double timeout_seconds; /**< deadline of waits, > 0, those of ep_mesh_comm_create, too;
+                                 EP_DEFAULT: setting LIBEP_TIMEOUT */
 } EpMeshCommConfig;
 
 #define EP_MESH_COMM_CONFIG_INIT \
@@ -88,7 +89,7 @@ typedef struct EpWeightConfig {
     const char *name;                /**< for sentences, as "layers.3.w1"; copied */
     EpTensorKind kind;               /**< WEIGHT or EXPERT_WEIGHT */
     EpSpec spec;                     /**< at most EP_MAX_DIMS dimensions */
-    int64_t shape[EP_SPEC_MAX_DIMS]; /**< of the whole tensor, [spec.ndim] */
+    int64_t shape[EP_SPEC_MAX_DIMS]; /**< of the whole tensor, [spec.ndim]; at most 2^48 elements */
     EpType type;                     /**< of shards: BF16, FP16 or FP32 */
     EpType grad_type;                /**< of gradients of the gathered weight, likewise */
     EpType reduced_type;             /**< of gradients of shards: grad_type or FP32 */
@@ -104,8 +105,9 @@ typedef struct EpWeightConfig {
  * Create a weight. Collective over the mesh, in the same order on all ranks: it may make
  * communicators. The caller destroys it, or ep_mesh_comm_destroy does.
  *
- * EP_ERR_MISMATCH: ranks gave different configurations; the sentence names the field. EP_ERR_SHAPE
- * and EP_ERR_UNSUPPORTED: as ep_sharding.
+ * EP_ERR_MISMATCH: ranks gave different configurations; the sentence names the field. EP_ERR_RANGE:
+ * more than 2^48 elements, a size of 0 counted as 1. EP_ERR_SHAPE and EP_ERR_UNSUPPORTED: as
+ * ep_sharding.
  */
 EpStatus ep_weight_create(EpMeshComm *comm, const EpWeightConfig *config, EpWeight **out);
 
@@ -166,7 +168,9 @@ EpStatus ep_weight_sizes(const EpWeight *weight, const EpWeightForm *form, EpWei
  * workspace  UINT8, [>= gather_workspace] on a multiple of 64 bytes; may be NULL if that is 0. It
  *            holds nothing between calls: weights may share it on one stream.
  * out        EpWeightSizes.shape
- * scales     EpWeightSizes.scale_shape; NULL where nothing is quantised, else EP_ERR_UNSUPPORTED
+ * scales     EpWeightSizes.scale_shape, on 4 bytes; NULL where nothing is quantised, else
+ *            EP_ERR_UNSUPPORTED
+ * EP_ERR_ORDER: ranks gather different weights, or in different forms; fails the communicator.
  */
 EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTensor *shard,
                           const EpTensor *workspace, EpStream stream, const EpTensor *out,
@@ -191,13 +195,16 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
 /** What has one scale. */
 typedef enum EpAmaxScope {
     EP_AMAX_TENSOR = 1, /**< the weight: one number */
-    EP_AMAX_EXPERT = 2  /**< each expert of the shard: EpSharding.stored[0] numbers */
+    EP_AMAX_EXPERT = 2  /**< each expert of the shard: EpSharding.stored[0] numbers. Of weights of
+                             the experts alone */
 } EpAmaxScope;
 
 /**
  * Reduce magnitudes to their maximum, in place: amax is FP32, [1] or [stored[0]], each >= 0. NaN
  * wins. Collective over the ranks of EpSharding.amax, or of .amax_per_expert.
  *
+ * EP_ERR_UNSUPPORTED: EP_AMAX_EXPERT of a weight outside the experts, which has no such numbers:
+ * its first dimension is not one of experts.
  */
 EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream, const EpTensor *amax);
 

@@ -37,7 +37,9 @@ EpStatus ep_fail_digests(int32_t rank, uint32_t own, int32_t peer, uint32_t othe
                        "rank %d: %s: the handle's id differs: rank %d has %d, rank %d has %d", rank,
                        ep_op_find(op)->name, rank, id, peer, other_id);
     return ep_fail(EP_ERR_ORDER,
-                   "rank %d: %s: expected the same sizes on all ranks, rank %d called it%s with "
+                   "rank %d: %s: expected the same %s on all ranks, rank %d called it%s with "
                    "others",
-                   rank, ep_op_find(op)->name, peer, ep_op_place(other_op, other_id, other_place));
+                   rank, ep_op_find(op)->name,
+                   strcmp(ep_op_owner(op), "weight") == 0 ? "arguments" : "sizes", peer,
+                   ep_op_place(other_op, other_id, other_place));
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "runtime/callback.h"
 #include "runtime/kept.h"
 #include "runtime/wait.h"
 
@@ -171,8 +172,8 @@ static void send_notes(EpExchange *x, int32_t blamed) {
     if (ep_abort_requested(x->abort)) memcpy(x->note + LINE, x->abort->sentence, (size_t)bytes - 1);
     for (int32_t r = 0; r < x->size; r++)
         if (!x->control[r])
-            (void)b->isend(b->context, r, x->tag, x->note, (size_t)(LINE + bytes),
-                           &x->remote[r].sending_note);
+            (void)ep_call_isend(b, r, x->tag, x->note, (size_t)(LINE + bytes),
+                                &x->remote[r].sending_note);
 }
 
 /* Record the failure for good, and tell the peers. Returns `status`. */
@@ -221,7 +222,7 @@ void ep_exchange_give_up(EpExchange *x) {
 static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     int done = 0;
     if (!*request) return EP_OK;
-    EpStatus status = x->bootstrap->test(x->bootstrap->context, request, &done);
+    EpStatus status = ep_call_test(x->bootstrap, request, &done);
     if (status != EP_OK) return fail_exchange(x, status, peer, -1, -1);
     if (done) *request = NULL;
     return EP_OK;
@@ -362,8 +363,9 @@ static EpStatus post_receives(EpExchange *x) {
         Remote *remote = &x->remote[r];
         int parity = (int)(x->round % BUFFERS);
         if (x->control[r]) continue;
-        EpStatus status = b->irecv(b->context, r, x->tag, remote->inbox[parity],
-                                   (size_t)x->region_bytes[x->mode], &remote->receiving[parity]);
+        EpStatus status =
+            ep_call_irecv(b, r, x->tag, remote->inbox[parity], (size_t)x->region_bytes[x->mode],
+                          &remote->receiving[parity]);
         if (status != EP_OK) return fail_exchange(x, status, r, -1, -1);
         remote->fill = 0;
     }
@@ -400,10 +402,9 @@ void ep_round_fill(EpExchange *x, int32_t peer, int64_t body_bytes) {
 }
 
 static EpStatus send_region(EpExchange *x, int32_t peer) {
-    const EpBootstrap *b = x->bootstrap;
-    EpStatus status = b->isend(b->context, peer, x->tag, region(x, x->rank, peer),
-                               (size_t)(LINE + x->remote[peer].fill),
-                               &x->remote[peer].sending[x->round % BUFFERS]);
+    EpStatus status = ep_call_isend(x->bootstrap, peer, x->tag, region(x, x->rank, peer),
+                                    (size_t)(LINE + x->remote[peer].fill),
+                                    &x->remote[peer].sending[x->round % BUFFERS]);
     return status == EP_OK ? EP_OK : fail_exchange(x, status, peer, -1, -1);
 }
 
@@ -419,11 +420,20 @@ EpStatus ep_round_publish(EpExchange *x) {
     return EP_OK;
 }
 
-static EpStatus fail_header(EpExchange *x, EpStatus status, int32_t peer, const char *what,
-                            long long mine, long long theirs) {
-    ep_fail(status, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", x->rank,
+static EpStatus fail_header(EpExchange *x, int32_t peer, const char *what, long long mine,
+                            long long theirs) {
+    ep_fail(EP_ERR_ORDER, "rank %d: %s: %s differs: rank %d has %lld, rank %d has %lld", x->rank,
             x->op->name, what, x->rank, mine, peer, theirs);
-    return fail_exchange(x, status, peer, mine, theirs);
+    return fail_exchange(x, EP_ERR_ORDER, peer, mine, theirs);
+}
+
+static EpStatus fail_fact(EpExchange *x, int32_t peer, const EpRoundHeader *theirs, int i) {
+    EpStatus status = i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH;
+    int64_t own = x->header.fact[i], other = theirs->fact[i];
+    char text[EP_OP_VALUES_BYTES];
+    ep_fail(status, "rank %d: %s: %s", x->rank, x->op->name,
+            ep_op_values(x->op, i, x->rank, own, peer, other, text));
+    return fail_exchange(x, status, peer, own, other);
 }
 
 static EpStatus fail_other_operation(EpExchange *x, int32_t peer, const EpRoundHeader *theirs) {
@@ -440,17 +450,13 @@ static EpStatus check_header(EpExchange *x, int32_t peer, const EpRoundHeader *t
         return fail_peer(x, peer, (int32_t)theirs->fact[0], (const char *)theirs + LINE);
     if (theirs->op != mine->op) return fail_other_operation(x, peer, theirs);
     if (theirs->handle != mine->handle && theirs->handle && mine->handle)
-        return fail_header(x, EP_ERR_ORDER, peer, "the handle's id", mine->handle, theirs->handle);
+        return fail_header(x, peer, "the handle's id", mine->handle, theirs->handle);
     if (theirs->plan != mine->plan)
-        return fail_header(x, EP_ERR_ORDER, peer, "the operation that wrote the plan", mine->plan,
-                           theirs->plan);
+        return fail_header(x, peer, "the operation that wrote the plan", mine->plan, theirs->plan);
     for (int i = 0; i < EP_OP_FACTS; i++)
-        if (theirs->fact[i] != mine->fact[i])
-            return fail_header(x, i < x->op->config ? EP_ERR_ORDER : EP_ERR_MISMATCH, peer,
-                               x->op->fact[i], mine->fact[i], theirs->fact[i]);
+        if (theirs->fact[i] != mine->fact[i]) return fail_fact(x, peer, theirs, i);
     if (theirs->round != mine->round)
-        return fail_header(x, EP_ERR_ORDER, peer, "round", (long long)mine->round,
-                           (long long)theirs->round);
+        return fail_header(x, peer, "round", (long long)mine->round, (long long)theirs->round);
     return EP_OK;
 }
 

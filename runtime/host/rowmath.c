@@ -97,7 +97,7 @@ static inline void write_elements(EpType type, void *out, int64_t at, const floa
                                   int accumulate) {
     for (int i = 0; i < n; i++)
         store_element(type, out, at + i,
-                      (accumulate ? load_element(type, out, at + i) : 0.0f) + sum[i]);
+                      (accumulate ? load_element(type, out, at + i) : 0.0f) + (0.0f + sum[i]));
 }
 
 static void write_tile(EpType type, void *out, int64_t at, const float *sum, int n,

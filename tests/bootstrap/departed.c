@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 
 enum { RANKS = 3, DEPARTING = 1 };
@@ -71,12 +72,34 @@ static EpBootstrap next_bootstrap(const EpBootstrap *bootstrap) {
     return all[bootstrap->rank];
 }
 
+/** A group, or the communicators of a mesh: one of them is made. */
+typedef struct Made {
+    EpGroup *group;
+    EpMeshComm *comm;
+} Made;
+
+static int has_made(const Made *made) {
+    return made->group || made->comm;
+}
+
+static EpStatus make(const EpBootstrap *own, int comm, Made *made) {
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    EpMesh mesh = EP_MESH_INIT;
+    EpMeshCommConfig of_mesh = EP_MESH_COMM_CONFIG_INIT;
+    config.timeout_seconds = of_mesh.timeout_seconds = DEADLINE;
+    of_mesh.backend = TEST_BACKEND;
+    CHECK_OK(ep_mesh_parse("fsdp=3", &mesh));
+    return comm ? ep_mesh_comm_create(own, &mesh, &of_mesh, &made->comm)
+                : ep_group_create(own, &config, &made->group);
+}
+
 /* Check a rank's result. A rank that stays has no group, and its error names the missing rank or
  * its unmapped memory; but after the last collective call it
  * may have a group. */
-static void check_create_result(EpStatus status, const EpGroup *group, int gone, double seconds) {
+static void check_create_result(EpStatus status, int made, int gone, double seconds) {
     const char *said = ep_last_error();
-    CHECK((status == EP_OK) == (group != NULL), "status %d, group %p", status, (const void *)group);
+    CHECK((status == EP_OK) == made, "status %d, made %d", status, made);
     if (gone)
         CHECK(status == EP_ERR_BOOTSTRAP && strstr(said, "10.0.0.7"), "%d: %s", status, said);
     else if (status != EP_OK)
@@ -88,10 +111,11 @@ static void check_create_result(EpStatus status, const EpGroup *group, int gone,
 }
 
 /* Returns how many ranks had a group. */
-static int end_round(const EpBootstrap *bootstrap, EpGroup *group) {
-    int made = group != NULL, each[RANKS], count = 0;
-    ep_group_destroy(group);
-    CHECK_OK(bootstrap->allgather(bootstrap->context, &made, each, sizeof(made), 60));
+static int end_round(const EpBootstrap *bootstrap, Made made) {
+    int has = has_made(&made), each[RANKS], count = 0;
+    ep_group_destroy(made.group);
+    ep_mesh_comm_destroy(made.comm);
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &has, each, sizeof(has), 60));
     for (int r = 0; r < RANKS; r++)
         count += each[r];
     if (bootstrap->rank == 0)
@@ -100,38 +124,46 @@ static int end_round(const EpBootstrap *bootstrap, EpGroup *group) {
     return count;
 }
 
-/* Create a group while one rank departs. Returns how many ranks have a group. */
-static int create(const EpBootstrap *bootstrap, int collectives) {
+/* Make it while one rank departs. Returns how many ranks have it. */
+static int create(const EpBootstrap *bootstrap, int comm, int collectives) {
     EpBootstrap own = next_bootstrap(bootstrap);
     DepartingRank departing = {own, collectives, collectives == 0, 0};
     own.share = NULL, own.share_free = NULL;
+    if (comm) own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
     if (bootstrap->rank == DEPARTING)
         own.context = &departing, own.allgather = departing_allgather,
         own.barrier = departing_barrier;
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
-    EpGroup *group = NULL;
+    Made made = {.group = NULL};
     double start = seconds_now();
-    EpStatus status = ep_group_create(&own, &config, &group);
+    EpStatus status = make(&own, comm, &made);
     check_note("the last of %d collectives", collectives);
-    check_create_result(status, group, bootstrap->rank == DEPARTING && departing.gone,
+    check_create_result(status, has_made(&made), bootstrap->rank == DEPARTING && departing.gone,
                         seconds_now() - start);
     departing.collectives = 1 << 20; /* keep it until the group is destroyed */
-    return end_round(bootstrap, group);
+    return end_round(bootstrap, made);
+}
+
+static void depart_after_each(const EpBootstrap *bootstrap, int comm) {
+    int made = 0, collectives = 0;
+    while (made < RANKS && collectives < 60) {
+        CHECK(made == 0 || made == RANKS - 1, "%d ranks of %d have made it", made, RANKS);
+        made = create(bootstrap, comm, collectives++);
+    }
+    CHECK(made == RANKS && collectives > 3, "%d ranks have made it after %d collectives", made,
+          collectives);
 }
 
 ThreadTest(bootstrap_departed, after_each_collective, RANKS) {
 #if TESTS_ON_GPU && !defined(TESTS_EMULATED)
     HOST_ONLY("NCCL is given a minute to set up, each time");
 #endif
-    int made = 0, collectives = 0;
-    while (made < RANKS && collectives < 60) {
-        CHECK(made == 0 || made == RANKS - 1, "%d ranks of %d have a group", made, RANKS);
-        made = create(bootstrap, collectives++);
-    }
-    CHECK(made == RANKS && collectives > 3, "%d ranks have a group after %d collectives", made,
-          collectives);
+    depart_after_each(bootstrap, 0);
+}
+
+/* The deadline of the call holds for each of its waits. */
+ThreadTest(bootstrap_departed, after_each_collective_of_a_mesh, RANKS) {
+    HOST_ONLY("NCCL is given a minute to set up, each time");
+    depart_after_each(bootstrap, 1);
 }
 
 /* As above, but the rank stops. It gets the call's result, whatever that is, once it goes on. */
@@ -142,19 +174,16 @@ static int create_stopped(const EpBootstrap *bootstrap, int collectives) {
     if (bootstrap->rank == DEPARTING)
         own.context = &stopping, own.allgather = departing_allgather,
         own.barrier = departing_barrier;
-    Case c = case_complete((Case){.ranks = RANKS});
-    EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
-    EpGroup *group = NULL;
+    Made made = {.group = NULL};
     double start = seconds_now();
-    EpStatus status = ep_group_create(&own, &config, &group);
+    EpStatus status = make(&own, 0, &made);
     check_note("the last of %d collectives", collectives);
-    CHECK((status == EP_OK) == (group != NULL), "status %d", status);
+    CHECK((status == EP_OK) == has_made(&made), "status %d", status);
     if (bootstrap->rank != DEPARTING) {
         CHECK(seconds_now() - start < NOT_SOON, "it took %.1f s", seconds_now() - start);
         others_left++;
     }
-    return end_round(bootstrap, group);
+    return end_round(bootstrap, made);
 }
 
 ThreadTest(bootstrap_departed, stopped_after_each_collective, RANKS) {

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An allgather that returns EP_OK and wrong bytes: an error, and no memory is touched by mistake.
- */
+/* Callbacks that return wrong bytes, or what is no status, or no sentence: an error with a
+ * sentence, and no memory is touched by mistake. */
+#include <stdio.h>
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
+#include "runtime/callback.h"
 #include "tests/cases/run.h"
 
 enum { RANKS = 2, MOST_COLLECTIVES = 40 };
@@ -167,4 +169,120 @@ ThreadTest(bootstrap_lying, windows, RANKS) {
     CHECK(out == &group, "an output was written");
     ep_group_destroy(group);
     end_round(bootstrap);
+}
+
+/* ---- callbacks that fail ------------------------------------------------------------------- */
+
+/* A bootstrap whose allgather fails for its rank, once, without a sentence, in place of gathering.
+ * The others then gather too few ranks, or bytes of different calls: whatever has this size. */
+typedef struct Failing {
+    EpBootstrap whole;
+    int countdown, code;
+} Failing;
+
+static EpStatus failing_allgather(void *context, const void *in, void *out, size_t bytes,
+                                  double timeout) {
+    Failing *f = context;
+    if (--f->countdown == 0) return (EpStatus)f->code;
+    return f->whole.allgather(f->whole.context, in, out, bytes, timeout);
+}
+
+static EpStatus failing_barrier(void *context, double timeout) {
+    Failing *f = context;
+    return f->whole.barrier(f->whole.context, timeout);
+}
+
+static void check_failed(EpStatus status, int code) {
+    const char *said = ep_last_error();
+    char got[64];
+    snprintf(got, sizeof(got), "expected an EpStatus, got %d", code);
+    if (code == EP_ERR_NO_MEMORY)
+        CHECK(status == EP_ERR_NO_MEMORY && strstr(said, "rank 0: bootstrap.allgather: expected "
+                                                         "EP_OK, got EP_ERR_NO_MEMORY: out of"),
+              "%d: %s", status, said);
+    else
+        CHECK(status == EP_ERR_BOOTSTRAP && strstr(said, got), "%d: %s", status, said);
+}
+
+/* Returns 0 if the group takes fewer allgathers. */
+static int create_with_failure(const EpBootstrap *bootstrap, int countdown, int code) {
+    EpBootstrap own = next_bootstrap(bootstrap);
+    Failing failing = {.whole = own, .countdown = countdown, .code = code};
+    own.share = NULL, own.share_free = NULL;
+    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
+    if (own.rank == 0)
+        own.context = &failing, own.allgather = failing_allgather, own.barrier = failing_barrier;
+    Case c = case_complete((Case){.ranks = RANKS});
+    EpGroupConfig config = case_group_config(&c);
+    config.timeout_seconds = DEADLINE;
+    EpGroup *group = NULL;
+    ep_set_last_error(EP_ERR_SYSTEM, "of an earlier call");
+    EpStatus status = ep_group_create(&own, &config, &group);
+    int failed = failing.countdown <= 0, each[RANKS];
+    check_note("allgather %d returns %d", countdown, code);
+    if (own.rank == 0 && failed)
+        check_failed(status, code);
+    else if (status != EP_OK) /* not what the bytes of another call happen to mean */
+        CHECK(status == EP_ERR_TIMEOUT && strstr(ep_last_error(), "rank 0"), "%d: %s", status,
+              ep_last_error());
+    ep_group_destroy(group);
+    CHECK_OK(bootstrap->allgather(bootstrap->context, &failed, each, sizeof(failed), 60));
+    end_round(bootstrap);
+    return each[0];
+}
+
+ThreadTest(bootstrap_lying, failures_without_a_sentence, RANKS) {
+    static const int codes[] = {EP_ERR_NO_MEMORY, 99, -5};
+    HOST_ONLY(SLOW);
+    for (int i = 0; i < 3; i++) {
+        int n = 1;
+        while (n < MOST_COLLECTIVES && create_with_failure(bootstrap, n, codes[i]))
+            n++;
+        CHECK(n > 5 && n < MOST_COLLECTIVES, "%d allgathers", n);
+    }
+}
+
+static EpStatus
+silent_share(__attribute__((unused)) void *context, __attribute__((unused)) int32_t node,
+             __attribute__((unused)) size_t bytes, __attribute__((unused)) double timeout,
+             __attribute__((unused)) void **segments, __attribute__((unused)) void **memory) {
+    return (EpStatus)99;
+}
+static EpStatus silent_barrier(__attribute__((unused)) void *context,
+                               __attribute__((unused)) double timeout) {
+    return (EpStatus)99;
+}
+static EpStatus
+silent_irecv(__attribute__((unused)) void *context, __attribute__((unused)) int32_t peer,
+             __attribute__((unused)) int32_t tag, __attribute__((unused)) void *data,
+             __attribute__((unused)) size_t bytes, __attribute__((unused)) void **request) {
+    return EP_ERR_SYSTEM;
+}
+static EpStatus
+speaking_isend(__attribute__((unused)) void *context, __attribute__((unused)) int32_t peer,
+               __attribute__((unused)) int32_t tag, __attribute__((unused)) const void *data,
+               __attribute__((unused)) size_t bytes, __attribute__((unused)) void **request) {
+    return ep_set_last_error((EpStatus)1000, "the store is gone");
+}
+static EpStatus silent_test(__attribute__((unused)) void *context,
+                            __attribute__((unused)) void **request,
+                            __attribute__((unused)) int *done) {
+    return (EpStatus)-1;
+}
+
+SoloTest(bootstrap_lying, each_callback_without_a_sentence) {
+    EpBootstrap b = EP_BOOTSTRAP_INIT;
+    b.rank = 3, b.size = 4;
+    b.barrier = silent_barrier, b.share = silent_share, b.irecv = silent_irecv;
+    b.isend = speaking_isend, b.test = silent_test;
+    CHECK_REFUSED(ep_call_barrier(&b, 1), EP_ERR_BOOTSTRAP,
+                  "rank 3: bootstrap.barrier: expected an EpStatus, got 99");
+    CHECK_REFUSED(ep_call_share(&b, 0, 64, 1, NULL, NULL), EP_ERR_BOOTSTRAP,
+                  "rank 3: bootstrap.share: expected an EpStatus, got 99");
+    CHECK_REFUSED(ep_call_irecv(&b, 0, 0, NULL, 0, NULL), EP_ERR_SYSTEM,
+                  "rank 3: bootstrap.irecv: expected EP_OK, got EP_ERR_SYSTEM: ");
+    CHECK_REFUSED(ep_call_isend(&b, 0, 0, NULL, 0, NULL), EP_ERR_BOOTSTRAP,
+                  "bootstrap.isend: expected an EpStatus, got 1000: the store is gone");
+    CHECK_REFUSED(ep_call_test(&b, NULL, NULL), EP_ERR_BOOTSTRAP,
+                  "rank 3: bootstrap.test: expected an EpStatus, got -1");
 }

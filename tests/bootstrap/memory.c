@@ -3,6 +3,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "ep/ep_weight.h"
 #include "tests/cases/run.h"
 #include "tests/harness/watch.h"
 
@@ -23,48 +24,107 @@ static int tell(const EpBootstrap *bootstrap, int from, int value) {
     return all[from];
 }
 
-/* Create a group while allocation n of rank `odd` fails. Returns 0 if it makes fewer. */
-static int create(const EpBootstrap *bootstrap, const EpBootstrap *own, int odd, int n) {
+/* What a collective call makes while a rank has no memory. */
+typedef enum What { GROUP, COMM, WEIGHT } What;
+
+typedef struct Made {
+    EpGroup *group;
+    EpMeshComm *comm;
+    EpWeight *weight;
+} Made;
+
+/* A mesh with a grid, which is copied. */
+static EpMesh mesh_of_all(void) {
+    static const int32_t grid[RANKS] = {2, 0, 1};
+    EpMesh mesh = EP_MESH_INIT;
+    CHECK_OK(ep_mesh_parse("fsdp=3,expert=1", &mesh));
+    mesh.grid = grid;
+    return mesh;
+}
+
+static EpStatus make_comm(const EpBootstrap *own, const EpMesh *mesh, EpMeshComm **out) {
+    EpMeshCommConfig config = EP_MESH_COMM_CONFIG_INIT;
+    config.backend = TEST_BACKEND, config.timeout_seconds = DEADLINE;
+    return ep_mesh_comm_create(own, mesh, &config, out);
+}
+
+static EpWeightConfig weight_config(const EpMesh *mesh) {
+    EpWeightConfig config = EP_WEIGHT_CONFIG_INIT;
+    config.name = "w", config.shape[0] = 3, config.shape[1] = 6, config.shape[2] = 8;
+    CHECK_OK(ep_spec_parse(mesh, "(expert,fsdp),_,_", &config.spec));
+    return config;
+}
+
+/* Make it while allocation n of rank `odd` fails. Returns 0 if it makes fewer. */
+static int create(const EpBootstrap *bootstrap, const EpBootstrap *own, What what, int odd, int n) {
     Case c = case_complete((Case){.ranks = RANKS});
     EpGroupConfig config = case_group_config(&c);
-    config.timeout_seconds = DEADLINE;
-    EpGroup *group = NULL;
+    EpMesh mesh = mesh_of_all();
+    EpWeightConfig weight = weight_config(&mesh);
+    Made made = {.group = NULL};
+    EpStatus status;
     int mine = bootstrap->rank == odd;
+    config.timeout_seconds = DEADLINE;
+    if (what == WEIGHT) CHECK_OK(make_comm(own, &mesh, &made.comm));
     double start = seconds_now();
     watch_fail(mine ? n : 0);
-    EpStatus status = ep_group_create(own, &config, &group);
+    if (what == GROUP)
+        status = ep_group_create(own, &config, &made.group);
+    else if (what == COMM)
+        status = make_comm(own, &mesh, &made.comm);
+    else
+        status = ep_weight_create(made.comm, &weight, &made.weight);
     int left = watch_fail(0);
     check_note("allocation %d of rank %d", n, odd);
     CHECK(seconds_now() - start < SOON, "it took %.1f s", seconds_now() - start);
-    CHECK((status == EP_OK) == (group != NULL), "status %d, group %p", status, (void *)group);
+    int has = made.group || made.weight || (what == COMM && made.comm);
+    CHECK((status == EP_OK) == has, "status %d, made %d", status, has);
     /* Some of hwloc's allocations are not needed. Where memory is shared, all ranks lack it. */
     CHECK(status == EP_OK || status == EP_ERR_NO_MEMORY || (!mine && status == EP_ERR_PEER),
           "status %d: %s", status, ep_last_error());
     if (status == EP_ERR_PEER) CHECK(strstr(ep_last_error(), "memory"), "%s", ep_last_error());
     int failed = tell(bootstrap, odd, status != EP_OK);
     CHECK(failed == (status != EP_OK), "status %d, but %d on rank %d", status, failed, odd);
-    ep_group_destroy(group);
+    ep_group_destroy(made.group);
+    ep_mesh_comm_destroy(made.comm);
     return tell(bootstrap, odd, left == 0);
 }
 
-static void create_without_memory(const EpBootstrap *bootstrap, const EpBootstrap *own) {
+static void create_without_memory(const EpBootstrap *bootstrap, const EpBootstrap *own, What what) {
     if (TESTS_SANITIZED) return;
     for (int odd = 0; odd < 2; odd++) {
         int n = 1;
-        while (n < MOST_ALLOCATIONS && create(bootstrap, own, odd, n))
+        while (n < MOST_ALLOCATIONS && create(bootstrap, own, what, odd, n))
             n++;
         CHECK(n > 5 && n < MOST_ALLOCATIONS, "%d allocations", n);
     }
 }
 
 ThreadTest(bootstrap_memory, group_over_memory_of_the_bootstrap, RANKS) {
-    create_without_memory(bootstrap, bootstrap);
+    create_without_memory(bootstrap, bootstrap, GROUP);
 }
 
 ThreadTest(bootstrap_memory, group_over_posix_shared_memory, RANKS) {
     EpBootstrap own = *bootstrap;
     own.share = NULL, own.share_free = NULL;
-    create_without_memory(bootstrap, &own);
+    create_without_memory(bootstrap, &own, GROUP);
+}
+
+/* Messages of the local bootstrap need memory themselves. So the mesh's groups gather together. */
+static EpBootstrap without_messages(const EpBootstrap *bootstrap) {
+    EpBootstrap own = *bootstrap;
+    own.isend = NULL, own.irecv = NULL, own.test = NULL, own.cancel = NULL;
+    return own;
+}
+
+ThreadTest(bootstrap_memory, communicators_of_a_mesh, RANKS) {
+    EpBootstrap own = without_messages(bootstrap);
+    create_without_memory(bootstrap, &own, COMM);
+}
+
+ThreadTest(bootstrap_memory, weights, RANKS) {
+    EpBootstrap own = without_messages(bootstrap);
+    create_without_memory(bootstrap, &own, WEIGHT);
 }
 
 ThreadTest(bootstrap_memory, windows, RANKS) {

@@ -77,6 +77,9 @@ SoloTest(bootstrap_mesh, axes_from_text) {
     CHECK(axes.num == 2 && axes.axis[0] == 2 && axes.axis[1] == 0, "%d axes", axes.num);
     CHECK_OK(ep_mesh_axes(&mesh, "_", &axes));
     CHECK(axes.num == 0, "%d axes", axes.num);
+    axes.num = 77;
+    CHECK_OK(ep_mesh_axes(&mesh, " ( ) ", &axes));
+    CHECK(axes.num == 0, "%d axes", axes.num);
     CHECK_OK(ep_mesh_role_axes(&mesh, EP_AXIS_FSDP, &axes));
     CHECK(axes.num == 1 && axes.axis[0] == 1, "%d axes", axes.num);
     CHECK_OK(ep_mesh_role_axes(&mesh, EP_AXIS_OTHER, &axes));

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bootstraps of the groups of a mesh, over worlds with messages and without them. */
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "ep/ep_mesh.h"
 #include "tests/cases/run.h"
@@ -118,6 +121,34 @@ ThreadTest(bootstrap_mesh_groups, steps_without_messages, RANKS) {
 
 RankedTest(mpi_mesh_groups, steps, RANKS, 60) {
     check_steps(bootstrap);
+}
+
+/* A line of the log begins with the rank of the mesh, whatever group it is about. */
+ThreadTest(bootstrap_mesh_groups, ranks_in_the_log, RANKS) {
+    static char path[] = "/tmp/ep_tests_log_XXXXXX", text[1 << 16];
+    char line[64];
+    if (bootstrap->rank == 0) {
+        close(mkstemp(path));
+        setenv("LIBEP_LOG", "info", 1);
+        setenv("LIBEP_LOG_FILE", path, 1);
+    }
+    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
+    EpBootstrap expert = open_along(bootstrap, "expert");
+    Case c = case_complete((Case){.ranks = 2});
+    EpGroup *group = open_group(&expert, &c);
+    ep_group_destroy(group);
+    ep_bootstrap_destroy(&expert);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
+    if (bootstrap->rank == 0) {
+        FILE *file = fopen(path, "r");
+        text[fread(text, 1, sizeof(text) - 1, file)] = 0;
+        fclose(file);
+        unlink(path);
+    }
+    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
+    snprintf(line, sizeof(line), "libep: info: rank %d: backend: ", bootstrap->rank);
+    CHECK(strstr(text, line), "no '%s' in: %s", line, text);
+    CHECK_OK(bootstrap->barrier(bootstrap->context, DEADLINE));
 }
 
 /* ---- absent ranks -------------------------------------------------------------------------- */

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "runtime/status.h"
 #include "tests/cases/fixture.h"
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
@@ -302,4 +303,61 @@ ThreadTest(handles_phases, many_pending_on_two_nodes, RANKS) {
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "0,1,0,1");
     set_on_ranks(bootstrap, "LIBEP_STAGE_BYTES", "3000");
     run_overlapping(bootstrap, test_seed() + 1, "0101");
+}
+
+/* ---- ranks that split an operation, and ranks that do not ---- */
+
+/* Dispatch and then combine, all of them whole or each in two phases. Returns the first error. */
+static EpStatus move_tokens(EpHandle *handle, int splits_dispatch, int splits_combine) {
+    enum { H = 64, ROWS = 4 };
+    _Alignas(16) static _Thread_local float in[H], rows[2 * ROWS * H], out[H];
+    EpTensor topk_idx = ep_tensor_2d((int32_t[2]){0, 2}, EP_TYPE_INT32, 1, 2);
+    EpTensor tokens = ep_tensor_2d(in, EP_TYPE_FP32, 1, H), sums = tokens;
+    EpTensor slots = ep_tensor_3d(rows, EP_TYPE_FP32, 2, ROWS, H);
+    sums.data = out;
+    EP_TRY(ep_prepare(handle, NULL, &topk_idx, NULL, NULL, NULL));
+    if (splits_dispatch) {
+        EP_TRY(ep_dispatch_send(handle, NULL, NULL, &tokens, NULL, NULL, NULL));
+        EP_TRY(ep_dispatch_wait(handle, NULL, &slots, NULL, NULL, NULL));
+    } else {
+        EP_TRY(
+            ep_dispatch(handle, NULL, NULL, &tokens, NULL, NULL, NULL, &slots, NULL, NULL, NULL));
+    }
+    if (!splits_combine) return ep_combine(handle, NULL, &slots, NULL, NULL, NULL, &sums);
+    EP_TRY(ep_combine_send(handle, NULL, &slots, NULL, NULL, NULL));
+    return ep_combine_wait(handle, NULL, &sums);
+}
+
+static void split_on_one_rank(const EpBootstrap *bootstrap, int dispatch, const char *whole,
+                              const char *split) {
+    EpGroupConfig config = EP_GROUP_CONFIG_INIT;
+    EpHandleConfig of_handle = EP_HANDLE_CONFIG_INIT;
+    EpGroup *group = NULL;
+    EpHandle *handle = NULL;
+    int mine = bootstrap->rank == 1;
+    config.num_experts = 4, config.max_tokens = 2, config.max_top_k = 2, config.latency_sets = 2;
+    config.max_row_bytes = 256, config.backend = TEST_BACKEND, config.timeout_seconds = 20;
+    of_handle.mode = EP_MODE_LATENCY, of_handle.layout = EP_LAYOUT_BATCHED;
+    of_handle.rows_per_expert = 4;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    REQUIRE(group, "no group");
+    CHECK_OK(ep_handle_create(group, &of_handle, &handle));
+    CHECK_OK(move_tokens(handle, 1, 1));
+    CHECK_OK(move_tokens(handle, 0, 1));
+    EpStatus status = move_tokens(handle, mine && dispatch, mine && !dispatch);
+    if (status == EP_OK) status = ep_group_status(group, NULL);
+    CHECK_REFUSED(status, EP_ERR_ORDER, whole, split, "expected all ranks to call it");
+    ep_group_destroy(group);
+}
+
+ThreadTest(handles_phases, split_dispatch_on_one_rank, 2) {
+    NEEDS_LATENCY();
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
+    split_on_one_rank(bootstrap, 1, "dispatch in latency mode", "dispatch in two phases");
+}
+
+ThreadTest(handles_phases, split_combine_on_one_rank, 2) {
+    NEEDS_LATENCY();
+    set_on_ranks(bootstrap, "LIBEP_LOG_FILE", "/dev/null");
+    split_on_one_rank(bootstrap, 0, "combine", "combine in two phases");
 }

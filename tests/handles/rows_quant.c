@@ -121,7 +121,8 @@ static void check_form(EpGroup *group, const Shape *s, const EpRowsForm *form, E
     int64_t scale_bytes = s->slabs * down * across * quant_scale_bytes(form->quant);
     int by_column = form->scale_order == EP_SCALES_BY_COLUMN;
     char *rows = filled(elements * (int64_t)ep_type_bytes(s->type));
-    char *out = filled(elements), *scales = filled(scale_bytes);
+    char *out = filled(elements), *memory = filled(scale_bytes + 4);
+    char *scales = memory + 4; /* they start on 4 bytes */
     char *expected_out = filled(elements), *expected_scales = filled(scale_bytes);
     int64_t *counts = (int64_t *)filled(64);
     for (int64_t e = 0; e < s->slabs; e++)
@@ -147,7 +148,7 @@ static void check_form(EpGroup *group, const Shape *s, const EpRowsForm *form, E
     CHECK(memcmp(scales, expected_scales, (size_t)(scale_bytes + GUARD)) == 0, "other scales");
     free(rows);
     free(out);
-    free(scales);
+    free(memory);
     free(expected_out);
     free(expected_scales);
     free(counts);
@@ -252,6 +253,15 @@ static void check_bad_tensors(EpGroup *group, const Given *good) {
     check_refused_call(group, &g, EP_ERR_TYPE, "num_rows", "expected int32 or int64, got fp32");
     g = *good, g.rows.data = (char *)g.rows.data + 2;
     check_refused_call(group, &g, EP_ERR_ADDRESS, "rows", "on a multiple of 16");
+    g = *good, g.out.data = (char *)g.out.data + 4;
+    check_refused_call(group, &g, EP_ERR_ADDRESS, "out", "on a multiple of 16");
+    g = *good, g.scales.data = (char *)g.scales.data + 2;
+    check_refused_call(group, &g, EP_ERR_ADDRESS, "scales", "on a multiple of 4");
+    g = *good, g.rows.shape[1] = INT64_MAX - 1;
+    check_refused_call(group, &g, EP_ERR_RANGE, "rows",
+                       "expected fewer than 2^62 bytes, a size of 0 counted as 1, got more");
+    g.rows.shape[0] = 0;
+    check_refused_call(group, &g, EP_ERR_RANGE, "rows", "expected fewer than 2^62 bytes");
 }
 
 ThreadTest(handles_rows_quant, refuses, 1) {

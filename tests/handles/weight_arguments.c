@@ -63,7 +63,7 @@ ThreadTest(handles_weight_arguments, communicators, 2) {
     check_comm_refused(bootstrap, wrong ? NULL : &mesh, &config, wrong ? EP_ERR_NULL : EP_ERR_PEER,
                        "mesh", "got NULL");
     check_comm_refused(bootstrap, &mesh, wrong ? &odd : &config, wrong ? EP_ERR_RANGE : EP_ERR_PEER,
-                       "config.timeout_seconds", "expected more than 0");
+                       "config.timeout_seconds", "expected seconds > 0 or EP_DEFAULT, got -3");
     check_comm_refused(bootstrap, &mesh, wrong ? &big : &config,
                        wrong ? EP_ERR_STRUCT_SIZE : EP_ERR_PEER, "config", "got 1000");
     EpMeshComm *comm = NULL;
@@ -113,6 +113,12 @@ ThreadTest(handles_weight_arguments, configurations, 2) {
     check_weight_refused(comm, wrong, &bad, EP_ERR_UNSUPPORTED, "w1", "(fsdp,expert)");
     bad = weight_config(&mesh, "expert,fsdp,_,_"), bad.shape[3] = 2;
     check_weight_refused(comm, wrong, &bad, EP_ERR_NDIM, "w1", "at most 3 dimensions, got 4");
+    bad = good, bad.shape[0] = 3, bad.shape[1] = (int64_t)1 << 62;
+    check_weight_refused(comm, wrong, &bad, EP_ERR_RANGE, "config.shape",
+                         "expected at most 2^48 elements");
+    bad = good, bad.shape[0] = 0, bad.shape[2] = INT64_MAX;
+    check_weight_refused(comm, wrong, &bad, EP_ERR_RANGE, "config.shape",
+                         "expected at most 2^48 elements");
     bad = good, bad.struct_size = 8;
     check_weight_refused(comm, wrong, &bad, EP_ERR_STRUCT_SIZE, "config", "got 8");
     EpWeight *weight = NULL;
@@ -129,6 +135,35 @@ static void check_mismatch(EpMeshComm *comm, const EpWeightConfig *config, const
     CHECK(!weight, "a refused call has changed the output");
 }
 
+/* The largest weights have sizes in all forms. */
+ThreadTest(handles_weight_arguments, largest_weights, 2) {
+    static const int64_t shapes[][3] = {{2, (int64_t)1 << 45, 4},
+                                        {2, 4, (int64_t)1 << 45},
+                                        {(int64_t)1 << 46, 2, 2},
+                                        {0, (int64_t)1 << 47, 2}};
+    EpMesh mesh = mesh_of(MESH);
+    EpMeshComm *comm = connect(bootstrap, MESH, 30);
+    REQUIRE(comm, "no communicator");
+    for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
+        for (int form = 0; form < 4; form++) {
+            EpWeightConfig config =
+                weight_config(&mesh, form & 1 ? "expert,_,fsdp" : "expert,fsdp,_");
+            EpWeight *weight = NULL;
+            EpWeightSizes sizes = EP_WEIGHT_SIZES_INIT;
+            EpWeightForm f = EP_WEIGHT_FORM_INIT;
+            f.quant = EP_QUANT_FP8, f.transposed = form >> 1;
+            memcpy(config.shape, shapes[i], sizeof(shapes[i]));
+            CHECK_OK(ep_weight_create(comm, &config, &weight));
+            CHECK_OK(ep_weight_sizes(weight, form ? &f : NULL, &sizes));
+            CHECK(sizes.gather_workspace >= 0 && sizes.reduce_workspace >= 0 &&
+                      sizes.shape[0] == shapes[i][0],
+                  "shape %zu, form %d: %lld, %lld", i, form, (long long)sizes.gather_workspace,
+                  (long long)sizes.reduce_workspace);
+            ep_weight_destroy(weight);
+        }
+    ep_mesh_comm_destroy(comm);
+}
+
 ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
     int other = bootstrap->rank == 1;
     EpMesh mesh = mesh_of(MESH);
@@ -141,10 +176,16 @@ ThreadTest(handles_weight_arguments, ranks_disagree, 2) {
     if (other) mine.shape[2] = 16;
     check_mismatch(comm, &mine, "config.shape[2]", "got 8 on rank 0 and 16 on rank 1");
     mine = other ? weight_config(&mesh, "expert,_,fsdp") : good;
-    check_mismatch(comm, &mine, "config.spec, dimension 1", "on rank 1");
+    check_mismatch(comm, &mine, "config.spec, dimension 1", "got fsdp on rank 0 and _ on rank 1");
+    mine = good;
+    if (other) mine.spec.ndim = 2;
+    check_mismatch(comm, &mine, "config.spec", "got 3 on rank 0 and 2 on rank 1");
+    mine = good;
+    if (other) mine.kind = EP_TENSOR_WEIGHT, mine.spec.dims[0].num = 0;
+    check_mismatch(comm, &mine, "config.spec, dimension 0", "got expert on rank 0 and _ on rank 1");
     mine = good;
     if (other) mine.grad_type = EP_TYPE_FP32;
-    check_mismatch(comm, &mine, "config.grad_type", "got 1 on rank 0 and 3 on rank 1");
+    check_mismatch(comm, &mine, "config.grad_type", "got bf16 on rank 0 and fp32 on rank 1");
     ep_mesh_comm_destroy(comm);
 }
 
@@ -312,6 +353,48 @@ ThreadTest(handles_weight_arguments, reduces_and_amaxes, 2) {
 /* Returns how a call has ended, of which `status` is known: on GPUs it may fail later. */
 static EpStatus finish(EpMeshComm *comm, EpStatus status) {
     return status == EP_OK ? ep_mesh_comm_status(comm) : status;
+}
+
+/* A weight outside the experts has no scale for each expert. */
+ThreadTest(handles_weight_arguments, amax_of_experts_outside_them, 2) {
+    EpMesh mesh = mesh_of(MESH);
+    EpMeshComm *comm = connect(bootstrap, MESH, 30);
+    REQUIRE(comm, "no communicator");
+    EpWeightConfig config = weight_config(&mesh, "_,fsdp,_");
+    EpWeight *weight = NULL;
+    float numbers[4] = {1, 2, 3, 4};
+    config.kind = EP_TENSOR_WEIGHT;
+    CHECK_OK(ep_weight_create(comm, &config, &weight));
+    EpTensor amax = ep_tensor_1d(numbers, EP_TYPE_FP32, 4);
+    CHECK_REFUSED(ep_weight_amax(weight, EP_AMAX_EXPERT, NULL, &amax), EP_ERR_UNSUPPORTED,
+                  "ep_weight_amax: w1: scope",
+                  "expected EP_AMAX_TENSOR for a weight outside the experts, got EP_AMAX_EXPERT");
+    CHECK(numbers[0] == 1 && numbers[3] == 4, "a refused call has changed the output");
+    ep_mesh_comm_destroy(comm);
+}
+
+/* The form is an argument of the call, not a configuration. */
+ThreadTest(handles_weight_arguments, forms_differ, 2) {
+    int other = bootstrap->rank == 1;
+    Fixture *f = open_fixture(bootstrap);
+    REQUIRE(f->weight, "no weight");
+    EpWeightForm form = EP_WEIGHT_FORM_INIT;
+    EpWeightSizes sizes = EP_WEIGHT_SIZES_INIT;
+    form.quant = EP_QUANT_FP8, form.transposed = other;
+    CHECK_OK(ep_weight_sizes(f->weight, &form, &sizes));
+    EpTensor shard = ep_tensor_3d(f->shard, EP_TYPE_BF16, 4, 3, 8);
+    EpTensor out = ep_tensor_3d(f->full, EP_TYPE_FP8_E4M3, 4, other ? 8 : 6, other ? 6 : 8);
+    EpTensor scales = ep_tensor_3d(f->scales + 4, EP_TYPE_FP32, 4, other ? 8 : 6, 1);
+    EpTensor workspace = ep_tensor_1d(f->workspace, EP_TYPE_UINT8, sizeof(f->workspace));
+    EpStatus status = finish(
+        f->comm, ep_weight_gather(f->weight, &form, &shard, &workspace, NULL, &out, &scales));
+    if (TESTS_ON_GPU)
+        CHECK_REFUSED(status, EP_ERR_ORDER, "weight gather", "the same arguments on all ranks");
+    else
+        CHECK_REFUSED(status, EP_ERR_ORDER, "weight gather: form differs",
+                      "rank 0 has EP_QUANT_FP8, EP_BLOCKS_ROWS",
+                      "rank 1 has EP_QUANT_FP8, EP_BLOCKS_ROWS, transposed");
+    close_fixture(f);
 }
 
 ThreadTest(handles_weight_arguments, order, 2) {

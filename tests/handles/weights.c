@@ -6,6 +6,7 @@
 
 #include "tests/harness/random.h"
 #include "tests/harness/ranked.h"
+#include "tests/oracle/number.h"
 #include "tests/oracle/quant.h"
 #include "tests/oracle/sharded.h"
 
@@ -88,7 +89,7 @@ static int64_t product(const int64_t *shape) {
 
 typedef struct Gathered {
     EpWeightSizes sizes;
-    char *out, *scales, *workspace;
+    char *out, *scale_memory, *scales, *workspace;
     int64_t bytes, scale_bytes;
 } Gathered;
 
@@ -97,7 +98,8 @@ static Gathered gather(const Rank *r, const EpWeightForm *form) {
     CHECK_OK(ep_weight_sizes(r->weight, form, &g.sizes));
     g.bytes = product(g.sizes.shape) * (int64_t)ep_type_bytes(g.sizes.type);
     g.scale_bytes = product(g.sizes.scale_shape) * (int64_t)ep_type_bytes(g.sizes.scale_type);
-    g.out = guarded(g.bytes), g.scales = guarded(g.scale_bytes);
+    g.out = guarded(g.bytes), g.scale_memory = guarded(g.scale_bytes + 4);
+    g.scales = g.scale_memory + 4; /* they start on 4 bytes */
     g.workspace = guarded(g.sizes.gather_workspace);
     EpTensor shard = tensor_of(r->shard, r->s->type, r->stored.size);
     EpTensor out = tensor_of(g.out, g.sizes.type, g.sizes.shape);
@@ -114,7 +116,7 @@ static Gathered gather(const Rank *r, const EpWeightForm *form) {
 
 static void free_gathered(Gathered *g) {
     free(g->out);
-    free(g->scales);
+    free(g->scale_memory);
     free(g->workspace);
 }
 
@@ -184,6 +186,9 @@ static void check_reduce(const Rank *r, int step, int accumulate) {
     char *out = guarded(bytes), *expected = guarded(bytes), *before = guarded(bytes);
     sharded_gradient(s, r->world->rank, step, grad);
     sharded_reduced(s, r->world->rank, step + 50, NULL, before);
+    for (int64_t at = 0; at < sharded_elements(&r->stored); at++)
+        if (number_get(before, s->reduced_type, at) == 0)
+            number_set(before, s->reduced_type, at, -0.0f);
     memcpy(out, before, (size_t)bytes);
     sharded_reduced(s, r->world->rank, step, accumulate ? before : NULL, expected);
     EpTensor in = tensor_of(grad, s->grad_type, r->used.size);
@@ -296,6 +301,7 @@ static const Given two[] = {
     {"data=2,expert=1", "expert,_,_", EXPERTS, {2, 40, 128}, FP32, FP32, FP32},
     {"expert=2", "expert,_,_", EXPERTS, {4, 40, 128}, BF16, EP_TYPE_FP16, EP_TYPE_FP16},
     {"fsdp=2,expert=1", "expert,fsdp,_", EXPERTS, {3, 0, 128}, BF16, BF16, FP32},
+    {"fsdp=2,expert=1", "expert,_,fsdp", EXPERTS, {0, 3, 40}, BF16, BF16, FP32},
     {"fsdp=2", "fsdp,_,_", EP_TENSOR_WEIGHT, {300, 7, 16}, FP32, BF16, FP32}};
 
 ThreadTest(handles_weights, on_four_ranks, 4) {

@@ -85,7 +85,9 @@ void sharded_fill(const Sharded *s, const ShardedBox *box, void *out) {
         number_set(out, s->type, at, value_at(s->type, s->seed, 1, place_of(s, box, at)));
 }
 
+/* Some elements are -0 on all ranks: their sum, from +0 on, is +0. */
 static float gradient_at(const Sharded *s, int rank, int step, int64_t place) {
+    if (place % 7 == 3) return -0.0f;
     return value_at(s->grad_type, s->seed, (uint64_t)(1000 + 100 * step + rank), place);
 }
 

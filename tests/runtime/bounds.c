@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Placement of experts, and the bound of received rows. */
+#include <stdio.h>
 #include <string.h>
 
 #include "tests/cases/run.h"
@@ -174,7 +175,7 @@ ThreadTest(runtime_bounds, attained_by_padding, 1) {
     ep_group_destroy(group);
 }
 
-/* The largest allowed numbers do not overflow. */
+/* The largest allowed numbers do not overflow, and are refused where they do not fit 31 bits. */
 SoloTest(runtime_bounds, huge_configurations) {
     Case c = case_complete((Case){.ranks = 1024,
                                   .experts = EP_MAX_EXPERTS,
@@ -185,10 +186,28 @@ SoloTest(runtime_bounds, huge_configurations) {
              a = c.alignment;
     __int128 by_expert = local * ((g + a - 1) / a) * a;
     __int128 by_slots = (m + (a - 1) * local + a - 1) / a * a;
-    __int128 expected = by_expert < by_slots ? by_expert : by_slots;
-    CHECK((__int128)rows_bound(&c, 0) == expected, "%lld", (long long)rows_bound(&c, 0));
-    c.duplicates = 1;
-    CHECK((__int128)rows_bound(&c, 0) == expected, "%lld", (long long)rows_bound(&c, 0));
+    long long expected = (long long)(by_expert < by_slots ? by_expert : by_slots);
+    char got[64];
+    int64_t rows = -7;
+    EpGroupConfig config = case_group_config(&c);
+    snprintf(got, sizeof(got), "got up to %lld", expected);
+    for (unsigned flags = 0; flags <= EP_ROWS_DUPLICATES; flags++)
+        CHECK_REFUSED(ep_max_recv_rows(&config, 1024, 0, EP_LAYOUT_EXPERT_MAJOR, flags, &rows),
+                      EP_ERR_RANGE, "config", "at most 2147483647 rows", got);
+    for (int layout = EP_LAYOUT_FLAT; layout <= EP_LAYOUT_RANK_MAJOR; layout++)
+        CHECK_REFUSED(ep_max_recv_rows(&config, 1024, 0, (EpLayout)layout, 0, &rows), EP_ERR_RANGE,
+                      "config", "at most 2147483647 rows");
+    CHECK(rows == -7, "the output was written");
+    config.max_row_bytes = config.max_scale_bytes = 65536, config.alignment = 1 << 30;
+    config.latency_sets = EP_MAX_LATENCY_SETS;
+    EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
+    CHECK_OK(ep_group_memory(&config, 1024, &memory));
+    CHECK(!memory.feasible && strstr(memory.reason, "at most 2147483647 slots"), "%s",
+          memory.reason);
+    CHECK(memory.shared_bytes > 0 && memory.private_bytes > 0, "negative sizes");
+    config.alignment = 1, config.max_tokens = INT32_MAX, config.max_top_k = 1;
+    CHECK_OK(ep_max_recv_rows(&config, 1, 0, EP_LAYOUT_FLAT, 0, &rows));
+    CHECK(rows == INT32_MAX, "%lld", (long long)rows);
 }
 
 SoloTest(runtime_bounds, bound_refuses) {

@@ -243,10 +243,11 @@ static const Difference differences[] = {
     {MAX_SCALE_BYTES, 0, 16, "0", "16"},
     {ALIGNMENT, 16, 128, "16", "128"},
     {MAX_RECV_ROWS, 0, 999, "0", "999"},
-    {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "1", "2"},
-    {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "1", "2"},
-    {MODE, EP_MODE_AUTO, EP_MODE_LATENCY, "1", "3"},
-    {DUPLICATES, EP_DUPLICATES_KEEP, EP_DUPLICATES_MERGE, "1", "2"},
+    {OVERFLOW_POLICY, EP_OVERFLOW_ERROR, EP_OVERFLOW_DROP, "EP_OVERFLOW_ERROR", "EP_OVERFLOW_DROP"},
+    {BACKEND, EP_BACKEND_AUTO, EP_BACKEND_HOST, "EP_BACKEND_AUTO", "EP_BACKEND_HOST"},
+    {MODE, EP_MODE_AUTO, EP_MODE_LATENCY, "EP_MODE_AUTO", "EP_MODE_LATENCY"},
+    {DUPLICATES, EP_DUPLICATES_KEEP, EP_DUPLICATES_MERGE, "EP_DUPLICATES_KEEP",
+     "EP_DUPLICATES_MERGE"},
 };
 
 ThreadTest(runtime_group, ranks_that_disagree, 3) {
@@ -293,10 +294,12 @@ typedef struct Disagreement {
 
 static const Disagreement disagreements[] = {
     {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_EXPERT_MAJOR, 8, 32, 0, 0, "alignment", "8", "32", 0, 0},
-    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "1", "2", 0, 0},
+    {EP_LAYOUT_EXPERT_MAJOR, EP_LAYOUT_FLAT, 8, 8, 0, 0, "layout", "EP_LAYOUT_EXPERT_MAJOR",
+     "EP_LAYOUT_FLAT", 0, 0},
     {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 700, INT32_MAX, "capacity", "700", "2147483647", 0, 0},
     {EP_LAYOUT_BATCHED, EP_LAYOUT_BATCHED, 1, 1, 40, 41, "capacity", "40", "41", 0, 0},
-    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "2", "4", EP_QUANT_FP8, EP_QUANT_MXFP8},
+    {EP_LAYOUT_FLAT, EP_LAYOUT_FLAT, 1, 1, 9, 9, "quant", "has EP_QUANT_FP8", "EP_QUANT_MXFP8",
+     EP_QUANT_FP8, EP_QUANT_MXFP8},
 };
 
 static EpStatus create_and_prepare(EpGroup *group, const Disagreement *d, int other) {
@@ -361,7 +364,7 @@ ThreadTest(runtime_group, layouts_that_disagree_in_latency_mode, 3) {
     EpGroup *group = open_group(bootstrap, &c);
     REQUIRE(group, "no group");
     CHECK_REFUSED(create_and_dispatch(group, &c, bootstrap->rank == 2), EP_ERR_MISMATCH,
-                  "layout differs", "has 4", "has 3", "rank 2");
+                  "layout differs", "has EP_LAYOUT_RANK_MAJOR", "has EP_LAYOUT_BATCHED", "rank 2");
     ep_group_destroy(group);
 }
 

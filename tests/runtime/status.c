@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ep/ep_mesh.h"
 #include "tests/harness/check.h"
 
 SoloTest(runtime_status, version) {
@@ -55,6 +56,23 @@ SoloTest(runtime_status, last_error_set_by_a_bootstrap) {
     sentence[0] = 'x';
     CHECK(strcmp(ep_last_error(), "rank 3 is gone") == 0, "'%s'", ep_last_error());
     CHECK_STATUS(ep_set_last_error(EP_ERR_TIMEOUT, NULL), EP_ERR_TIMEOUT);
+}
+
+/* A sentence is one line, whatever text of a user it quotes. */
+SoloTest(runtime_status, control_characters_are_escaped) {
+    EpMesh mesh = EP_MESH_INIT;
+    ep_set_last_error(EP_ERR_BOOTSTRAP, "gone\n\tat \x1b[1mhome\x7f \\n, Gr\xc3\xb6\xc3\x9f"
+                                        "e");
+    CHECK(strcmp(ep_last_error(), "gone\\n\\tat \\x1b[1mhome\\x7f \\n, Gr\xc3\xb6\xc3\x9f"
+                                  "e") == 0,
+          "%s", ep_last_error());
+    CHECK_REFUSED(ep_mesh_parse("fsdp=2,\nexpert=2", &mesh), EP_ERR_RANGE,
+                  "got \"\\nexpert=2\" in \"fsdp=2,\\nexpert=2\"");
+    char lines[1000];
+    memset(lines, '\n', sizeof(lines) - 1);
+    lines[sizeof(lines) - 1] = 0;
+    ep_set_last_error(EP_ERR_BOOTSTRAP, lines);
+    CHECK(strlen(ep_last_error()) > 500 && !strchr(ep_last_error(), '\n'), "%s", ep_last_error());
 }
 
 /* An error longer than the buffer is truncated. */
