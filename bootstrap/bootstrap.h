@@ -66,8 +66,9 @@ typedef struct EpHello {
     int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
     uint64_t id;                    /**< rank 0's becomes the group's */
     EpLocation location;
-    char topology[256]; /**< LIBEP_TOPOLOGY, which must be equal too */
-    char sentence[200]; /**< of a failed check */
+    uint64_t topology_hash; /**< of LIBEP_TOPOLOGY, which must be equal too */
+    char topology[72];      /**< its start */
+    char sentence[200];     /**< of a failed check */
 } EpHello;
 
 /** Fill in the fields that must be equal. */
