@@ -236,6 +236,7 @@ static int is_usable(EpGroup *group) {
  * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
  * not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
+    group->ends = 1;
     int finished = is_usable(group) && group->backend->finish(group) == EP_OK;
     group->backend->poll(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);

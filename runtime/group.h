@@ -67,6 +67,7 @@ struct EpGroup {
     void *backend_state;
     EpWindow windows[EP_WINDOW_NUMBERS]; /* memory that peers reach, by number */
     EpFinding routing, overflow;         /* pending async errors; status EP_OK: none */
+    int ends;                            /* 1 while it is destroyed */
     int lost;                            /* 1 if a rendezvous failed: ranks may be out of step */
     EpAbort abort;                       /* for any thread; all else is for one at a time */
     int32_t aborted_peer; /* of an abort that a wait in the bootstrap has found, or -1 */
