@@ -58,6 +58,8 @@ typedef struct SharedState {
     const void **offered; /* [size] the bytes that each rank contributes */
     size_t *kind;         /* [size] kind of rendezvous that each rank has called */
     int agreed;           /* 1 if all kinds were equal in the last turn */
+    int has_farewell;     /* whether a rank has given up this turn because of an abort */
+    EpFarewell farewell;  /* the first of them */
     Inbox *inbox;         /* [size] */
 } SharedState;
 
@@ -114,6 +116,16 @@ static int all_agree(const SharedState *state) {
 /* Kinds of rendezvous; an allgather of n bytes has kind GATHER + n. */
 enum { BARRIER, LEAVE, GATHER };
 
+/* Ranks on other pretended nodes cannot see an abort, and a slow one may see it too late: so the
+ * first rank that gives up tells all. */
+static EpStatus poll_farewell(SharedState *state) {
+    EpStatus status = ep_poll_abort();
+    if (status == EP_OK) return state->has_farewell ? ep_abort_hear(&state->farewell) : EP_OK;
+    if (!state->has_farewell) state->farewell = ep_abort_say();
+    state->has_farewell = 1;
+    return status;
+}
+
 /* Arrive, and wait until every rank has. The caller holds the mutex. `offer` stays readable until
  * the rank's next one, since slower ranks may still copy it. A rank that gives up withdraws its
  * arrival, so that a later rendezvous starts clean. */
@@ -130,12 +142,13 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
         state->arrived = 0;
         memset(state->presence, ABSENT, (size_t)state->size);
         state->turn++;
+        state->has_farewell = 0;
         pthread_cond_broadcast(&state->turned);
     }
     while (state->turn == turn) {
         int late = wait_for_turn(state, &deadline);
         if (state->turn != turn) break;
-        EpStatus status = ep_poll_abort();
+        EpStatus status = poll_farewell(state);
         if (status == EP_OK && late) status = fail_missing(self, seconds);
         if (status == EP_OK) continue;
         state->presence[self->rank] = GAVE_UP;
@@ -156,6 +169,8 @@ static EpStatus copy_offers(const Local *self, void *out, size_t bytes) {
     const SharedState *state = self->state;
     for (int32_t r = 0; r < state->size; r++) {
         int is_same_call = state->kind[r] == GATHER + bytes || state->kind[r] == LEAVE;
+        if ((!state->offered[r] || !is_same_call) && state->has_farewell)
+            EP_TRY(ep_abort_hear(&state->farewell));
         if (!state->offered[r] || !is_same_call)
             return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d has given up waiting",
                            self->rank, r);
