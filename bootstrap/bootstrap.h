@@ -31,6 +31,11 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
 EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpPurpose purpose,
                        EpGroup **out);
 
+/** The group is about to be destroyed: wait for this rank's operations, and let peers go that wait for
+ *  a refused call of it. Returns whether the group has not failed. Before any of several groups is
+ *  destroyed, since each waits there for the peers. */
+int ep_group_end(EpGroup *group);
+
 /* ---- topology ------------------------------------------------------------------------------ */
 
 /**
@@ -69,8 +74,9 @@ typedef struct EpHello {
     int64_t field[EP_HELLO_FIELDS]; /**< values that must be equal */
     uint64_t id;                    /**< rank 0's becomes the group's */
     EpLocation location;
-    char topology[256]; /**< LIBEP_TOPOLOGY, which must be equal too */
-    char sentence[200]; /**< of a failed check */
+    uint64_t topology_hash; /**< of LIBEP_TOPOLOGY, which must be equal too */
+    char topology[72];      /**< its start */
+    char sentence[200];     /**< of a failed check */
 } EpHello;
 
 /** Fill in the fields that must be equal. */
@@ -109,7 +115,7 @@ EpStatus ep_bootstrap_agree_on_memory(const EpCall *call, const EpBootstrap *boo
 
 /** Bytes of a rank that the bootstrap of a group of a mesh can gather without new memory. A
  *  rendezvous must not fail for want of memory, since the peers would wait. */
-#define EP_RESERVED_BYTES 512
+#define EP_RESERVED_BYTES 1024
 
 /** Change EP_RESERVED_BYTES to `bytes` in a mesh's bootstrap. Returns 0 when out of memory. Other
  *  bootstraps see to their own memory: returns 1. */

@@ -49,6 +49,17 @@ static EpStatus gather_reports(const EpCall *call, const EpBootstrap *b, const E
     return EP_OK;
 }
 
+/* A program that runs on CPUs beside a GPU is slow, and nothing else says so. Each process warns
+ * once: its groups lack the same. */
+static void warn_of_idle_gpus(const EpBootstrap *b, const EpGpuReport *reports, const char *why) {
+    static int warned;
+    int present = 0;
+    for (int32_t r = 0; r < b->size; r++)
+        present |= reports[r].present;
+    if (present && b->rank == 0 && !__atomic_exchange_n(&warned, 1, __ATOMIC_RELAXED))
+        EP_WARN("AUTO takes the host backend although a GPU is present: %s", why);
+}
+
 EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
                           const EpGroupConfig *config, const EpSettings *settings, int32_t *nodes,
                           EpGpuReport *reports, EpChoice *out) {
@@ -72,6 +83,8 @@ EpStatus ep_backend_agree(const EpCall *call, const EpBootstrap *bootstrap,
     if (backend == EP_BACKEND_AUTO)
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.backend",
                          "expected one that can serve all ranks: %s", choice.reason);
+    if (wish == EP_BACKEND_AUTO && backend == EP_BACKEND_HOST)
+        warn_of_idle_gpus(bootstrap, reports, why_not);
     *out = backend == EP_BACKEND_CUDA ? choice : none;
     if (backend == EP_BACKEND_CUDA)
         memcpy(nodes, domains, (size_t)bootstrap->size * sizeof(*nodes));

@@ -50,6 +50,7 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
                                              settings->node_chunk,
                                              bootstrap->isend != NULL};
     memcpy(mine->field, values, sizeof(values));
+    mine->topology_hash = settings->topology.hash;
     memcpy(mine->topology, settings->topology.text, sizeof(mine->topology));
 }
 
@@ -57,11 +58,12 @@ void ep_hello_describe(EpHello *mine, const EpBootstrap *bootstrap, const EpGrou
  * compute other sums, without a word. */
 static EpStatus compare_topologies(const EpCall *call, const EpHello *all, int32_t size) {
     for (int32_t r = 1; r < size; r++)
-        if (strcmp(all[r].topology, all[0].topology) != 0)
+        if (all[r].topology_hash != all[0].topology_hash)
             return ep_refuse(call, EP_ERR_MISMATCH, "LIBEP_TOPOLOGY",
-                             "expected one value on all ranks, got '%.64s' on rank 0 and '%.64s' "
-                             "on rank %d",
-                             all[0].topology, all[r].topology, r);
+                             "expected one value on all ranks, got '%s' on rank 0 and '%s' on rank "
+                             "%d%s",
+                             all[0].topology, all[r].topology, r,
+                             strcmp(all[r].topology, all[0].topology) ? "" : ", another one");
     return EP_OK;
 }
 

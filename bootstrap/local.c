@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Bootstrap for ranks that are threads of one process. All calls share one state under one mutex.
- * In a rendezvous each rank stores a pointer to its bytes, and the last to arrive completes the
- * turn. A rank that waits wakes now and then, to see whether its group was aborted. Shared memory
- * is plain memory. Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a list.
+ * Bootstrap for ranks that are threads of one process. A rendezvous uses one state under one mutex:
+ * each rank stores a pointer to its bytes, and the last to arrive completes the turn. A rank that
+ * waits wakes now and then, to see whether its group was aborted. Shared memory is plain memory.
+ * Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a queue for each pair of ranks.
  */
 #include <errno.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -16,14 +17,28 @@
 /* A message that was sent, copied, and waits for a matching irecv. */
 typedef struct Message {
     struct Message *next;
-    int32_t from, to, tag;
+    int32_t tag;
     size_t bytes;
     char data[];
 } Message;
 
+/* Messages from one rank to another, in order. Both fields are stored under the receiver's mutex. A
+ * receiver polls hundreds of peers, so it looks at `first` without the mutex. */
+typedef struct Queue {
+    _Atomic(Message *) first;
+    Message *last;
+} Queue;
+
+/* What a rank receives. */
+typedef struct Inbox {
+    pthread_mutex_t mutex;
+    Queue *from; /* [size]; NULL before the first message */
+} Inbox;
+
 /* The request of an irecv. */
 typedef struct Receive {
-    int32_t from, to, tag;
+    Queue *queue;
+    int32_t tag;
     void *data;
     size_t capacity;
 } Receive;
@@ -43,7 +58,9 @@ typedef struct SharedState {
     const void **offered; /* [size] the bytes that each rank contributes */
     size_t *kind;         /* [size] kind of rendezvous that each rank has called */
     int agreed;           /* 1 if all kinds were equal in the last turn */
-    Message *messages, **messages_end;
+    int has_farewell;     /* whether a rank has given up this turn because of an abort */
+    EpFarewell farewell;  /* the first of them */
+    Inbox *inbox;         /* [size] */
 } SharedState;
 
 typedef struct Local {
@@ -59,7 +76,11 @@ static void deadline_after(double seconds, struct timespec *out) {
     if (out->tv_nsec >= 1000000000L) out->tv_sec++, out->tv_nsec -= 1000000000L;
 }
 
-#define SECONDS_PER_LOOK 2e-3 /* of a waiting rank, at its group */
+/* Of a waiting rank, at its group. Where many ranks wait, each looks less often: they share the CPUs
+ * and the mutex. */
+static double seconds_per_look(const SharedState *state) {
+    return 2e-3 * (1 + state->size / 16);
+}
 
 static int is_before(const struct timespec *a, const struct timespec *b) {
     return a->tv_sec < b->tv_sec || (a->tv_sec == b->tv_sec && a->tv_nsec < b->tv_nsec);
@@ -68,7 +89,7 @@ static int is_before(const struct timespec *a, const struct timespec *b) {
 /* Wait until a turn may be complete, or it is time for a look. Returns 1 after the deadline. */
 static int wait_for_turn(SharedState *state, const struct timespec *deadline) {
     struct timespec look;
-    deadline_after(SECONDS_PER_LOOK, &look);
+    deadline_after(seconds_per_look(state), &look);
     int is_last = !is_before(&look, deadline);
     return pthread_cond_timedwait(&state->turned, &state->mutex, is_last ? deadline : &look) ==
                ETIMEDOUT &&
@@ -95,6 +116,16 @@ static int all_agree(const SharedState *state) {
 /* Kinds of rendezvous; an allgather of n bytes has kind GATHER + n. */
 enum { BARRIER, LEAVE, GATHER };
 
+/* Ranks on other pretended nodes cannot see an abort, and a slow one may see it too late: so the
+ * first rank that gives up tells all. */
+static EpStatus poll_farewell(SharedState *state) {
+    EpStatus status = ep_poll_abort();
+    if (status == EP_OK) return state->has_farewell ? ep_abort_hear(&state->farewell) : EP_OK;
+    if (!state->has_farewell) state->farewell = ep_abort_say();
+    state->has_farewell = 1;
+    return status;
+}
+
 /* Arrive, and wait until every rank has. The caller holds the mutex. `offer` stays readable until
  * the rank's next one, since slower ranks may still copy it. A rank that gives up withdraws its
  * arrival, so that a later rendezvous starts clean. */
@@ -111,12 +142,13 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
         state->arrived = 0;
         memset(state->presence, ABSENT, (size_t)state->size);
         state->turn++;
+        state->has_farewell = 0;
         pthread_cond_broadcast(&state->turned);
     }
     while (state->turn == turn) {
         int late = wait_for_turn(state, &deadline);
         if (state->turn != turn) break;
-        EpStatus status = ep_poll_abort();
+        EpStatus status = poll_farewell(state);
         if (status == EP_OK && late) status = fail_missing(self, seconds);
         if (status == EP_OK) continue;
         state->presence[self->rank] = GAVE_UP;
@@ -137,6 +169,8 @@ static EpStatus copy_offers(const Local *self, void *out, size_t bytes) {
     const SharedState *state = self->state;
     for (int32_t r = 0; r < state->size; r++) {
         int is_same_call = state->kind[r] == GATHER + bytes || state->kind[r] == LEAVE;
+        if ((!state->offered[r] || !is_same_call) && state->has_farewell)
+            EP_TRY(ep_abort_hear(&state->farewell));
         if (!state->offered[r] || !is_same_call)
             return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d has given up waiting",
                            self->rank, r);
@@ -236,17 +270,36 @@ static void local_share_free(void *context, void *memory, int together) {
 
 /* ---- messages ------------------------------------------------------------------------------ */
 
+static EpStatus no_memory(const Local *self) {
+    return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
+}
+
+/* Returns the queue of messages to a rank from another, or NULL when out of memory. */
+static Queue *find_queue(const SharedState *state, int32_t to, int32_t from) {
+    Inbox *inbox = &state->inbox[to];
+    pthread_mutex_lock(&inbox->mutex);
+    if (!inbox->from) inbox->from = calloc((size_t)state->size, sizeof(*inbox->from));
+    Queue *queues = inbox->from;
+    pthread_mutex_unlock(&inbox->mutex);
+    return queues ? &queues[from] : NULL;
+}
+
 static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void *data,
                             size_t bytes, void **request) {
     const Local *self = context;
-    Message *message = malloc(sizeof(*message) + bytes);
-    if (!message) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    *message = (Message){.from = self->rank, .to = peer, .tag = tag, .bytes = bytes};
+    Inbox *inbox = &self->state->inbox[peer];
+    Queue *queue = find_queue(self->state, peer, self->rank);
+    Message *message = queue ? malloc(sizeof(*message) + bytes) : NULL;
+    if (!message) return no_memory(self);
+    *message = (Message){.tag = tag, .bytes = bytes};
     memcpy(message->data, data, bytes);
-    pthread_mutex_lock(&self->state->mutex);
-    *self->state->messages_end = message;
-    self->state->messages_end = &message->next;
-    pthread_mutex_unlock(&self->state->mutex);
+    pthread_mutex_lock(&inbox->mutex);
+    if (atomic_load(&queue->first))
+        queue->last->next = message;
+    else
+        atomic_store(&queue->first, message);
+    queue->last = message;
+    pthread_mutex_unlock(&inbox->mutex);
     *request = NULL; /* the message is copied: nothing to wait for */
     return EP_OK;
 }
@@ -254,33 +307,38 @@ static EpStatus local_isend(void *context, int32_t peer, int32_t tag, const void
 static EpStatus local_irecv(void *context, int32_t peer, int32_t tag, void *data, size_t bytes,
                             void **request) {
     const Local *self = context;
-    Receive *receive = malloc(sizeof(*receive));
-    if (!receive) return ep_fail(EP_ERR_NO_MEMORY, "rank %d: bootstrap: out of memory", self->rank);
-    *receive = (Receive){peer, self->rank, tag, data, bytes};
+    Queue *queue = find_queue(self->state, self->rank, peer);
+    Receive *receive = queue ? malloc(sizeof(*receive)) : NULL;
+    if (!receive) return no_memory(self);
+    *receive = (Receive){queue, tag, data, bytes};
     *request = receive;
     return EP_OK;
 }
 
-/* Remove the first message that matches a receive from the list. Returns NULL if there is none. */
-static Message *take_message(SharedState *state, const Receive *receive) {
-    for (Message **at = &state->messages; *at; at = &(*at)->next) {
-        Message *message = *at;
-        if (message->from != receive->from || message->to != receive->to ||
-            message->tag != receive->tag)
-            continue;
-        *at = message->next;
-        if (state->messages_end == &message->next) state->messages_end = at;
-        return message;
-    }
-    return NULL;
+/* Remove the first message with a tag from a queue. Returns NULL if there is none. */
+static Message *take_message(Queue *queue, int32_t tag) {
+    Message *before = NULL, *message = atomic_load(&queue->first);
+    while (message && message->tag != tag)
+        before = message, message = message->next;
+    if (!message) return NULL;
+    if (before)
+        before->next = message->next;
+    else
+        atomic_store(&queue->first, message->next);
+    if (queue->last == message) queue->last = before;
+    return message;
 }
 
 static EpStatus local_test(void *context, void **request, int *done) {
     const Local *self = context;
     Receive *receive = *request;
-    pthread_mutex_lock(&self->state->mutex);
-    Message *message = receive ? take_message(self->state, receive) : NULL;
-    pthread_mutex_unlock(&self->state->mutex);
+    pthread_mutex_t *mutex = &self->state->inbox[self->rank].mutex;
+    Message *message = NULL;
+    if (receive && atomic_load(&receive->queue->first)) {
+        pthread_mutex_lock(mutex);
+        message = take_message(receive->queue, receive->tag);
+        pthread_mutex_unlock(mutex);
+    }
     *done = !receive || message;
     if (!message) return EP_OK;
     int fits = message->bytes <= receive->capacity;
@@ -304,17 +362,25 @@ static void local_cancel(void *context, void **request) {
 
 /* ---- life ---------------------------------------------------------------------------------- */
 
+static void inbox_close(Inbox *inbox, int32_t size) {
+    for (int32_t r = 0; inbox->from && r < size; r++)
+        for (Message *next, *message = atomic_load(&inbox->from[r].first); message; message = next) {
+            next = message->next;
+            free(message);
+        }
+    free(inbox->from);
+    pthread_mutex_destroy(&inbox->mutex);
+}
+
 static void state_free(SharedState *state) {
-    while (state->messages) {
-        Message *next = state->messages->next;
-        free(state->messages);
-        state->messages = next;
-    }
+    for (int32_t r = 0; state->inbox && r < state->size; r++)
+        inbox_close(&state->inbox[r], state->size);
     pthread_cond_destroy(&state->turned);
     pthread_mutex_destroy(&state->mutex);
     free(state->presence);
     free(state->offered);
     free(state->kind);
+    free(state->inbox);
     free(state);
 }
 
@@ -328,11 +394,13 @@ static SharedState *state_create(int32_t size) {
     pthread_cond_init(&state->turned, &monotonic);
     pthread_condattr_destroy(&monotonic);
     state->size = state->users = size;
-    state->messages_end = &state->messages;
     state->presence = calloc((size_t)size, 1);
     state->offered = calloc((size_t)size, sizeof(*state->offered));
     state->kind = calloc((size_t)size, sizeof(*state->kind));
-    if (state->presence && state->offered && state->kind) return state;
+    state->inbox = calloc((size_t)size, sizeof(*state->inbox));
+    for (int32_t r = 0; state->inbox && r < size; r++)
+        pthread_mutex_init(&state->inbox[r].mutex, NULL);
+    if (state->presence && state->offered && state->kind && state->inbox) return state;
     state_free(state);
     return NULL;
 }

@@ -13,6 +13,12 @@ static void keep_sentence(EpGroup *group) {
     snprintf(group->failure_sentence, sizeof(group->failure_sentence), "%s", ep_last_error());
 }
 
+/* Whether the group fails because a rank leaves it, which that rank has a reason for, and this one
+ * is leaving, too. Nothing is wrong if a process just ends. */
+static int is_farewell(const EpGroup *group) {
+    return group->ends && (group->failed == EP_ERR_ABORTED || group->failed == EP_ERR_PEER);
+}
+
 /* Other threads read failure and sentence once the abort says that the group has failed. */
 EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
     group->failure = *finding;
@@ -23,7 +29,8 @@ EpStatus ep_group_fail(EpGroup *group, const EpFinding *finding) {
         keep_sentence(group);
     }
     group->failed = group->failure.status;
-    EP_WARN("group failed: %s", group->failure_sentence);
+    EP_LOG_AT(is_farewell(group) ? EP_LOG_INFO : EP_LOG_WARN, "group failed: %s",
+              group->failure_sentence);
     return group->failed;
 }
 

@@ -95,7 +95,7 @@ static const char *parse_nodes(const char *text, EpSettingTopology *out) {
     for (const char *at = text;; at++) {
         char *end;
         long node = strtol(at, &end, 10);
-        if (end == at || node < 0 || node > EP_MAX_RANKS || count == EP_TOPOLOGY_LISTED)
+        if (end == at || node < 0 || node > EP_MAX_RANKS || count == EP_MAX_RANKS)
             return NULL;
         out->node[count++] = (int16_t)node;
         at = end;
@@ -106,14 +106,22 @@ static const char *parse_nodes(const char *text, EpSettingTopology *out) {
     }
 }
 
+static uint64_t hash_text(const char *text) {
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (; *text; text++)
+        hash = (hash ^ (unsigned char)*text) * 0x100000001b3ull;
+    return hash;
+}
+
 static EpStatus parse_EpSettingTopology(const char *name, const char *kind, const char *text,
                                         EpSettingTopology *out) {
     (void)kind;
     memset(out, 0, sizeof(*out));
     if (!text[0]) return EP_OK;
-    if (strlen(text) >= sizeof(out->text)) return malformed(name, "at most 255 characters", text);
     const char *end = parse_nodes(text, out), *hwloc = end && *end == '/' ? end + 1 : "";
     int bad = !end || (*end && *end != '/');
+    if (!bad && strlen(hwloc) >= sizeof(out->hwloc))
+        return malformed(name, "at most 255 characters behind the /", text);
     /* hwloc would work on it for minutes. */
     if (!bad && count_synthetic_pus(hwloc) > MAX_SYNTHETIC_PUS)
         return malformed(name, "a machine of at most 4096 processing units (pu)", text);
@@ -123,7 +131,8 @@ static EpStatus parse_EpSettingTopology(const char *name, const char *kind, cons
                          "machine as in /numa:2 core:4 pu:1",
                          text);
     snprintf(out->hwloc, sizeof(out->hwloc), "%s", hwloc);
-    snprintf(out->text, sizeof(out->text), "%s", text);
+    snprintf(out->text, sizeof(out->text), "%.64s%s", text, strlen(text) > 64 ? "..." : "");
+    out->hash = hash_text(text);
     return EP_OK;
 }
 

@@ -12,6 +12,7 @@ static void explain_driver(EpGpuReport *out) {
     int driver = 0, runtime = 0;
     (void)cudaDriverGetVersion(&driver);
     (void)cudaRuntimeGetVersion(&runtime);
+    out->present = driver > 0;
     if (!driver)
         snprintf(out->reason, sizeof(out->reason),
                  "expected a CUDA driver, got none (libcuda.so.1)");
@@ -24,6 +25,7 @@ static void explain_driver(EpGpuReport *out) {
 
 static void explain(cudaError_t error, EpGpuReport *out) {
     (void)cudaGetLastError();
+    out->present = error != cudaSuccess && error != cudaErrorNoDevice;
     if (error == cudaErrorInsufficientDriver)
         explain_driver(out);
     else if (error == cudaSuccess || error == cudaErrorNoDevice)
@@ -122,6 +124,7 @@ void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuRepo
         explain(error, out);
         return;
     }
+    out->present = 1;
     count = (int)ep_min(count, EP_GPUS_LISTED);
     if (check_nccl(config, num_ranks, out) && list_gpus(count, out)) out->count = count;
 }

@@ -102,6 +102,43 @@ SoloTest(bootstrap_local, sizes_out_of_range) {
         ep_bootstrap_destroy(&out[r]);
 }
 
+/* ---- many ranks ---- */
+
+typedef struct Crowd {
+    World *world;
+    long seconds; /* of rank 0's step */
+} Crowd;
+
+static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
+    Crowd *crowd = arg;
+    EpGroup *group = open_group(bootstrap, &crowd->world->c);
+    EpHandle *handle = group ? open_handle(group, &crowd->world->c) : NULL;
+    Step step = {group, handle, crowd->world, bootstrap->rank, NULL};
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    CHECK(info.num_nodes == 2, "%d nodes", info.num_nodes);
+    time_t begin = time(NULL);
+    if (handle) step_all(&step);
+    if (bootstrap->rank == 0) crowd->seconds = (long)(time(NULL) - begin);
+    ep_group_destroy(group);
+}
+
+/* Every rank polls 128 peers of another node. The sums of one entry do not depend on the nodes. */
+SoloTest(bootstrap_local, many_ranks_on_pretended_nodes) {
+    HOST_ONLY("there are not so many GPUs");
+    enum { RANKS = 256 };
+    char list[8 * RANKS] = "";
+    for (int r = 0; r < RANKS; r++)
+        snprintf(list + strlen(list), 8, "%s%d", r ? "," : "", 100 + r % 2);
+    setenv("LIBEP_TOPOLOGY", list, 1);
+    Case c = {.ranks = RANKS, .experts = RANKS, .max_tokens = 2, .top_k = 1, .hidden = 16};
+    Crowd crowd = {.world = world_new(&c)};
+    run_on_threads(RANKS, crowd_body, &crowd);
+    CHECK(TESTS_SANITIZED || crowd.seconds < 10, "a step took %ld s", crowd.seconds);
+    world_free(crowd.world);
+    unsetenv("LIBEP_TOPOLOGY");
+}
+
 /* ---- bootstraps of the caller ---- */
 
 /* Returns a bootstrap with rank, size, allgather and barrier only: the library allocates shared

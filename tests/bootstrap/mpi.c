@@ -187,8 +187,13 @@ HostRankedTest(mpi_failures, topologies_that_disagree, 3, 30, "GPUs of a group s
     static const char *const given[] = {"0,1,0", "2", "0,1,0/numa:2 pu:4", ""};
     Case c = case_complete((Case){.ranks = 3});
     EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    char same[80]; /* as far as the sentence quotes it */
+    snprintf(same, sizeof(same), "0,1,0/numa:1%60spu:%d", "", 1 + (bootstrap->rank == 2));
+    setenv("LIBEP_TOPOLOGY", same, 1);
+    CHECK_REFUSED(ep_group_create(bootstrap, &config, &group), EP_ERR_MISMATCH, "LIBEP_TOPOLOGY",
+                  "on rank 2, another one");
     for (int i = 1; i < 4; i++) {
-        EpGroup *group = NULL;
         char first[40], second[40];
         snprintf(first, sizeof(first), "'%s' on rank 0", given[0]);
         snprintf(second, sizeof(second), "'%s' on rank 2", given[i]);

@@ -251,11 +251,22 @@ ThreadTest(gpu_faults, more_experts_than_there_is_room, 1) {
                   "experts", "got 232448 bytes");
     CHECK(group == NULL, "a group was made");
     REQUIRE(setenv("LIBEP_BACKEND", "auto", 1) == 0, "setenv");
+    char path[] = "/tmp/libep-log-XXXXXX", log[1024] = "";
+    int fd = mkstemp(path);
+    setenv("LIBEP_LOG_FILE", path, 1);
     config.backend = EP_BACKEND_AUTO;
-    REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    CHECK_OK(ep_group_query(group, &info));
-    CHECK(info.backend == EP_BACKEND_HOST && strstr(info.reason, "experts"), "%s", info.reason);
-    ep_group_destroy(group);
+    for (int i = 0; i < 2; i++) { /* one warning */
+        REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
+        CHECK_OK(ep_group_query(group, &info));
+        CHECK(info.backend == EP_BACKEND_HOST && strstr(info.reason, "experts"), "%s", info.reason);
+        ep_group_destroy(group);
+    }
+    CHECK(fd >= 0 && read(fd, log, sizeof(log) - 1) > 0, "no log");
+    const char *warning = strstr(log, "warn: rank 0: AUTO takes the host backend although a GPU is "
+                                      "present: expected a GPU whose blocks have");
+    CHECK(warning && !strstr(warning + 20, "libep: warn:"), "%s", log);
+    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    unlink(path), close(fd);
     /* The most that fit on an H100. */
     config.num_experts = 5400, config.backend = EP_BACKEND_CUDA;
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));

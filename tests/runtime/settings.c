@@ -131,18 +131,22 @@ SoloTest(runtime_settings, machines_that_are_too_large) {
     unsetenv("LIBEP_TOPOLOGY");
 }
 
-/* A list has the node of at most 128 ranks. */
+/* A list has the nodes of as many ranks as the largest group; a machine may follow it. */
 SoloTest(runtime_settings, lists_of_nodes) {
-    char list[300];
-    memset(list, 0, sizeof(list));
-    for (int r = 0; r < 128; r++)
-        list[2 * r] = (char)('0' + r % 10), list[2 * r + 1] = ',';
-    list[255] = 0;
+    char list[8192];
+    size_t length = 0;
+    for (int r = 0; r < EP_MAX_RANKS; r++)
+        length += (size_t)snprintf(list + length, 16, "%s%d", r ? "," : "", EP_MAX_RANKS - r);
+    strcpy(list + length, "/numa:2 core:4 pu:1");
     setenv("LIBEP_TOPOLOGY", list, 1);
     CHECK_OK(ep_settings(NULL, NULL));
-    list[255] = ',', list[256] = '1';
+    memset(list + length + strlen("/numa:2"), ' ', 256);
+    strcpy(list + length + 260, "pu:1");
     setenv("LIBEP_TOPOLOGY", list, 1);
     CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY", "255 characters");
+    strcpy(list + length, ",1");
+    setenv("LIBEP_TOPOLOGY", list, 1);
+    CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY", "each rank's node");
     setenv("LIBEP_TOPOLOGY", "0,x", 1);
     CHECK_REFUSED(ep_settings(NULL, NULL), EP_ERR_SETTING, "LIBEP_TOPOLOGY", "each rank's node",
                   "0,1,0,1", "'0,x'");

@@ -304,7 +304,7 @@ class Group:
             library.ep_group_destroy(self.pointer)
         finally:
             self.lose("is closed")
-            _process.open_groups.discard(self)
+            _process.open_groups.pop(self, None)
         return Status.OK
 
     def leave(self) -> None:

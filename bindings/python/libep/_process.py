@@ -40,8 +40,9 @@ EXIT_SECONDS = 5.0
 """How long the end of the process waits for the peers of the groups that are still open."""
 
 # A strong reference: a group lives until it is closed. The garbage collector cannot do that, since
-# all ranks close a group together.
-open_groups: set[Group] = set()
+# all ranks close a group together. In the order in which they were created, which is one on all
+# ranks: at the end of the process each waits for the peers of one group after another.
+open_groups: dict[Group, None] = {}
 
 interrupts: list[Callable[[float], object]] = []
 """What else is called after Ctrl-C, on the thread of this module, with the time of the signal."""
@@ -56,7 +57,7 @@ _watcher: Optional[tuple[Socket, Socket]] = None  # its sockets, to read from an
 
 def add(group: Group) -> None:
     """Watch over a new group."""
-    open_groups.add(group)
+    open_groups[group] = None
     listen()
 
 

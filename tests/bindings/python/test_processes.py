@@ -369,13 +369,17 @@ with group() as g:
 
 def test_exit_with_everything_alive(tmp_path):
     source = """
-g = group()
-layers = [Handle(g) for _ in range(3)]
+import libep._process
+libep._process.EXIT_SECONDS = 40
+groups = [group(bootstrap(prefix=str(i))) for i in range(8)]  # all ranks close them in one order
+layers = [Handle(groups[0]) for _ in range(3)]
 layers[0].prepare(idx)
 del layers[1]
 say("done")
 """
+    begin = time.monotonic()
     results = run(tmp_path, source, source)
+    assert time.monotonic() - begin < 30
     assert [good(r) for r in results] == ["done\n", "done\n"]
     assert [err for _, _, err in results] == ["", ""]  # no rank has given up on the other
 
@@ -395,7 +399,8 @@ except EpError as error:
     say(error.status.name, error)
 """
     first, second = (processes.start(tmp_path, r, 2, s) for r, s in enumerate((source, peer)))
-    assert good(processes.finish(first)) == "done\n"
+    result = processes.finish(first)
+    assert good(result) == "done\n" and result[2] == ""
     release(tmp_path)
     out = good(processes.finish(second))
     assert out.startswith("PEER") and "the process ends, and its group was not closed" in out
@@ -436,7 +441,7 @@ print(len(groups))
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=30
     )
     assert good((done.returncode, done.stdout, done.stderr)) == "3\n"
-    assert done.stderr.count("the process ends, and its group was not closed") == 3
+    assert done.stderr == ""
 
 
 # A daemon thread is inside a call when the interpreter ends.
