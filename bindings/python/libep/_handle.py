@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import _abi
 from ._abi import Mode, Status, Type
 from ._config import handle_config
-from ._group import Group
+from ._group import Group, public_name
 from ._library import EpError, last_error, library
 from ._tensor import Tensor, read, written
 
 if TYPE_CHECKING:
-    from typing import Any, Callable, Optional, TypeVar
+    from typing import Any, Callable, Mapping, Optional, TypeVar
 
     from typing_extensions import Unpack
 
@@ -140,6 +140,7 @@ class Handle:
         config, out = handle_config(fields), c_void_p()
         cost = _abi.initialized(_abi.EpHandleCost)
         self._group = group
+        self._fields: Mapping[str, object] = fields
         self._pointer: Optional[int] = None
         parent = group.require()
         while group.orphans:
@@ -153,6 +154,16 @@ class Handle:
         """Bytes of a plan of this handle, on this rank."""
         self._recorded: object = None  # what later dispatches read, since prepare recorded it
         self._sent: object = None  # what a pending dispatch writes
+
+    def __repr__(self) -> str:
+        fields = "".join(
+            f", {name}={getattr(value, 'name', str(value)).lower()}"
+            for name, value in self._fields.items()
+        )
+        end = "" if self._pointer is not None else "; it is closed"
+        return (
+            f"<{public_name(self)}: {self.mode.name.lower()} mode{fields}, of {self._group!r}{end}>"
+        )
 
     # ---- facts --------------------------------------------------------------------------------
 

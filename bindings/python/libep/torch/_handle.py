@@ -41,6 +41,11 @@ def find_handle(key: int) -> Handle:
     return handle
 
 
+def _describe(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).replace("torch.", "")
+    return f"<{dtype} {list(tensor.shape)} on {tensor.device}>"
+
+
 class Plan(NamedTuple):
     """A step's routing, made by dispatch: tensors and two ints, which may be saved and passed on.
 
@@ -58,6 +63,12 @@ class Plan(NamedTuple):
 
     num_local_experts: int
     """L."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(num_tokens={self.num_tokens}, num_local_experts={self.num_local_experts}, "
+            f"bytes={_describe(self.bytes)}, numbers={_describe(self.numbers)})"
+        )
 
     @property
     def expert_counts(self) -> Tensor:
