@@ -19,6 +19,7 @@
 #include "handles/cuda/rows_quant.h"
 #include "handles/cuda/weight.h"
 #include "handles/cuda/weight_slices.h"
+#include "handles/sources.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {
@@ -109,6 +110,7 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .open_plan = ep_cuda_open_plan,
                                       .close_plan = ep_cuda_close_plan,
                                       .read_plan = ep_cuda_read_plan,
+                                      .read_sources = ep_cuda_read_sources,
                                       .check_shape = ep_cuda_check_shape,
                                       .captures = ep_cuda_captures,
                                       .drop = ep_cuda_drop,

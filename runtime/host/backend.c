@@ -8,6 +8,7 @@
 #include "handles/host/plan.h"
 #include "handles/host/rows_quant.h"
 #include "handles/host/weight.h"
+#include "handles/sources.h"
 #include "runtime/host/host.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
@@ -92,6 +93,7 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .open_plan = ep_host_open_plan,
                                       .close_plan = ep_host_close_plan,
                                       .read_plan = ep_host_read_plan,
+                                      .read_sources = ep_host_read_sources,
                                       .prepare = ep_host_prepare,
                                       .scatter = ep_host_scatter,
                                       .gather = ep_host_gather,

@@ -114,6 +114,13 @@ class Prepare(_abi.EpPrepare):
             self.out = _plan_tensors_at(out)
 
 
+def _host_row(value: TensorLike, name: str) -> Tensor:
+    made = written(value, name)
+    if made is None or made.type != Type.INT32 or made.ndim != 1:
+        raise TypeError(f"{name}: expected an INT32 tensor of 1 dimension, got {made}")
+    return made
+
+
 class Handle:
     """A configuration of a layer or micro-batch, and the operations of its steps. Local.
 
@@ -205,6 +212,25 @@ class Handle:
             expert_offsets=tuple(info.expert_offsets[: experts + 1]),
         )
         return HandleInfo(**values)
+
+    def plan_sources(
+        self,
+        *,
+        ranks: TensorLike,
+        tokens: TensorLike,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Read which token each receive row is of, after the work on `stream`. Local.
+
+        ranks, tokens  outputs on the host, [rows] INT32: the source rank and the token's number
+                       there; -1 for rows that have no token
+        """
+        to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
+        rows = min(made.shape[0] for made in to)
+        self._call(
+            library.ep_plan_sources, read(plan, "plan"), stream, rows, to[0].data, to[1].data
+        )
 
     # ---- the five operations ------------------------------------------------------------------
 
