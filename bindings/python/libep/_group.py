@@ -130,8 +130,8 @@ class Group:
         self.facts = (
             f"backend {info.backend.name.lower()}, {config.num_experts} experts, "
             f"{info.num_local_experts} of them here from {info.first_expert} on, at most "
-            f"{config.max_tokens} tokens, top-{config.max_top_k}, rows of up to {config.max_row_bytes} "
-            "bytes"
+            f"{config.max_tokens} tokens, top-{config.max_top_k}, rows of up to "
+            f"{config.max_row_bytes} bytes"
         )
         """What the group was made for, in words."""
 

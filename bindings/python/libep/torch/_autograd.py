@@ -391,6 +391,7 @@ def _dispatch_routed(
     given: Optional[Tensor],
 ) -> Received:
     idx = require_indices(topk_idx)
+    require_given(handle, idx, (tokens, topk_weights, scales, given), num_tokens is not None)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, given)
     _through(which).dispatch_routed(
@@ -409,6 +410,15 @@ def _dispatch_routed(
     )
     mark_written(which, given)
     return received
+
+
+def require_given(
+    handle: Handle, topk_idx: Tensor, inputs: _inputs.Inputs, has_count: bool
+) -> None:
+    """Check where the rows go, if the caller says so: a receive phase would refuse it too late."""
+    tokens, _, _, recv_tokens = inputs
+    if recv_tokens is not None and not _is_traced(tokens):
+        _inputs.require(handle, topk_idx, inputs, has_count)
 
 
 def require_indices(routing: Union[Tensor, Plan]) -> Tensor:

@@ -107,7 +107,9 @@ def _place(tensor: Tensor, unit: int) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % unit else tensor
 
 
-def _input(owner: Union[Handle, Group], tensor: Optional[Tensor], name: str) -> Optional[CoreTensor]:
+def _input(
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str
+) -> Optional[CoreTensor]:
     """An input of rows or scales. Those that do not start as they should the library refuses."""
     return _given(owner, tensor, name, 1)
 

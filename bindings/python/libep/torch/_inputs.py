@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def are_plain(
-    handle: Handle, topk_idx: Tensor, tokens: Tensor, weights: Optional[Tensor]
-) -> bool:
+def are_plain(handle: Handle, topk_idx: Tensor, tokens: Tensor, weights: Optional[Tensor]) -> bool:
     """A quick test that nothing is to be refused. Arguments may be anything."""
     try:
         rows, width = tokens.shape
