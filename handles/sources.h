@@ -22,10 +22,4 @@ static inline void ep_sources_put(const EpSources *s, int64_t row, int32_t rank,
     s->ranks[row] = rank, s->tokens[row] = token;
 }
 
-/** Parts of the backend table; see EpBackendOps. */
-EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef plan, EpStream stream,
-                              const EpSources *out);
-EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef plan, EpStream stream,
-                              const EpSources *out);
-
 #endif

@@ -19,7 +19,6 @@
 #include "handles/cuda/rows_quant.h"
 #include "handles/cuda/weight.h"
 #include "handles/cuda/weight_slices.h"
-#include "handles/sources.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
                     const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes) {

@@ -8,7 +8,6 @@
 #include "handles/host/plan.h"
 #include "handles/host/rows_quant.h"
 #include "handles/host/weight.h"
-#include "handles/sources.h"
 #include "runtime/host/host.h"
 
 static void measure(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes,
