@@ -306,6 +306,11 @@ class Buffer:
             num_tokens_per_expert,
             self.group_size,
         )
+        if not num_worst_tokens and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            refuse(
+                "dispatch: expected num_worst_tokens while a CUDA graph is captured, got none: the "
+                "host would read the number of rows"
+            )
         each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
         num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is not None:

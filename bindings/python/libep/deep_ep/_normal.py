@@ -226,5 +226,8 @@ def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:
 def _sum_weights(handle: NormalHandle, weights: Tensor) -> Tensor:
     """Add the weights of all ranks, entries without an expert included, as DeepEP does."""
     top_k = weights.shape[1]
-    rows = torch.nn.functional.pad(weights.float(), (0, -top_k % WORDS))
+    missing = -top_k % WORDS
+    if not missing:
+        return _sum(handle, weights.float())
+    rows = torch.nn.functional.pad(weights.float(), (0, missing))
     return _sum(handle, rows)[:, :top_k].contiguous()

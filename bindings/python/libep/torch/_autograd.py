@@ -167,13 +167,17 @@ def count_rows(handle: Handle, plan: Plan) -> int:
         traced: int = _ops.count_rows(handle.key, plan.numbers)
         torch._check(traced >= 0)
         return traced
+    return _calls.count_rows(handle, plan.numbers)
+
+
+def _refuse_capture(handle: Handle) -> None:
+    """EpError while a graph is captured, where the host would read the number of rows."""
     if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected a static size (max_recv_rows) while a CUDA graph is captured, got "
             "exact sizing, where the host reads the number of rows",
         )
-    return _calls.count_rows(handle, plan.numbers)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------
@@ -308,6 +312,8 @@ def dispatch(
         return _dispatch_routed(
             handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens
         )
+    if handle.is_exact and recv_tokens is None and not is_compiling():
+        _refuse_capture(handle)
     if isinstance(routing, Plan):
         plan = routing
     else:
