@@ -418,7 +418,7 @@ def test_a_refused_call_took_no_part(seed):
         )
         far = "meta"  # a CPU serves as well as a GPU
         rows = [x.double(), x.cdouble(), x[None], x[:, :3].contiguous(), off(x), x.to(far)]
-        rows += [x.cpu().numpy(), x.repeat(1, 65)]
+        rows += [x.cpu().numpy(), x.repeat(1, 65), x.to_sparse()]
         bad = [dict(x=row) for row in rows]
         some = [scales[:1], scales.double(), scales.to(far), off(fp8)[:, :9], scales.repeat(1, 2)]
         bad += [dict(x=(fp8, given)) for given in some]

@@ -239,7 +239,7 @@ class Buffer:
         )
         if used is None:
             _checks.dispatch_numbers(expert_alignment, num_worst_tokens)
-        inputs = (tokens, topk_idx, topk_weights)
+        inputs = (tokens, scales, topk_idx, topk_weights)
 
         def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
             if used is not None:

@@ -44,6 +44,8 @@ def _tensor(
     if not isinstance(value, torch.Tensor):
         kind = type(value)
         _refuse(Status.TYPE, call, name, "a tensor", f"{kind.__module__}.{kind.__qualname__}")
+    if value.layout != torch.strided:
+        _refuse(Status.TYPE, call, name, "a dense tensor", f"one of layout {value.layout}")
     if value.device != device if device else not (value.is_cpu or value.is_cuda):
         _refuse(Status.ADDRESS, call, name, f"a tensor on {device or 'a CPU or GPU'}", value.device)
     if value.dtype not in dtypes:

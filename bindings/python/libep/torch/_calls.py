@@ -94,6 +94,7 @@ def _given(
         raise
     except RuntimeError:  # of tensors that have no memory
         _checks.refuse_derivatives(name, tensor)
+        _checks.refuse_layout(name, tensor)
         raise
     try:
         return CoreTensor(pointer, kind, tensor.shape, tensor)
