@@ -18,6 +18,7 @@
 
 struct EpGpuReport;
 struct EpPlanShape;
+struct EpSources;
 struct EpRowsQuant;
 struct EpWeightGather;
 struct EpWeightReduce;
@@ -119,6 +120,9 @@ typedef struct EpBackendOps {
      *  holds none; refuses a named one that is none of this handle's. */
     EpStatus (*read_plan)(const EpHandle *handle, const struct EpCall *call, EpPlanRef plan,
                           EpStep *out);
+    /** Fill the outputs of ep_plan_sources from a plan, after the work on `stream`. */
+    EpStatus (*read_sources)(const EpHandle *handle, EpPlanRef plan, EpStream stream,
+                             const struct EpSources *out);
     /** Optional (NULL: no limit of its own): refuse shapes that this rank cannot serve. */
     EpStatus (*check_shape)(const EpGroup *group, const struct EpCall *call,
                             const struct EpPlanShape *shape);

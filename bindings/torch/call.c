@@ -14,6 +14,24 @@ void *PyEval_SaveThread(void); /* lets other threads of Python run */
 void PyEval_RestoreThread(void *state);
 
 #define MOST_TENSORS 11
+#define ROW_UNIT 16 /* rows start on multiples of this many bytes */
+
+/* The arguments of an operation. Masks have a bit for each argument. */
+typedef struct Form {
+    ptrdiff_t count;
+    int numbers;        /* which one is Plan.numbers; -1: none */
+    uint32_t gradients; /* rows that Python copies to a multiple of ROW_UNIT */
+    uint32_t weights;   /* inputs that Python converts to float32 */
+} Form;
+
+static const Form forms[] = {
+    [TORCH_PREPARE] = {4, 3, 0, 0},
+    [TORCH_DISPATCH] = {8, -1, 0, 1 << 2},
+    [TORCH_DISPATCH_ROUTED] = {11, 6, 0, 1 << 3},
+    [TORCH_COMBINE] = {5, -1, 0, 1 << 2 | 1 << 3},
+    [TORCH_COMBINE_BACKWARD] = {6, -1, 1 << 1, 1 << 2},
+    [TORCH_DISPATCH_BACKWARD] = {5, -1, 1 << 1, 1 << 2},
+};
 
 /* A call's tensors, in the order of the operation's arguments; NULL where there is none. */
 typedef struct Arguments {
@@ -76,13 +94,18 @@ static int convert(const EpTorchHandle *h, void *object, EpTensor *out) {
     return 1;
 }
 
-static int convert_all(const EpTorchHandle *h, void *objects, Arguments *a) {
-    ptrdiff_t count = PyTuple_Size(objects);
-    for (ptrdiff_t i = 0; i < count && i < MOST_TENSORS; i++) {
+/* Returns whether an input needs no copy. */
+static int is_ready(const Form *form, ptrdiff_t argument, const EpTensor *t) {
+    if (form->gradients >> argument & 1) return (uintptr_t)t->data % ROW_UNIT == 0;
+    return !(form->weights >> argument & 1) || t->type == EP_TYPE_FP32;
+}
+
+static int convert_all(const EpTorchHandle *h, const Form *form, void *objects, Arguments *a) {
+    for (ptrdiff_t i = 0; i < form->count; i++) {
         void *object = PyTuple_GetItem(objects, i);
         a->at[i] = NULL;
         if (object == &_Py_NoneStruct) continue;
-        if (!convert(h, object, &a->tensors[i])) return 0;
+        if (!convert(h, object, &a->tensors[i]) || !is_ready(form, i, &a->tensors[i])) return 0;
         a->at[i] = &a->tensors[i];
     }
     a->stream = NULL;
@@ -152,12 +175,12 @@ static EpStatus run(const EpTorchHandle *h, int32_t op, const Arguments *a, cons
 }
 
 int32_t ep_torch_call(const EpTorchHandle *h, int32_t op, void *objects) {
-    static const ptrdiff_t counts[] = {4, 8, 11, 5, 6, 5};
-    static const int numbers_at[] = {3, -1, 6, -1, -1, -1};
+    const Form *form = &forms[op];
     Arguments a;
     Numbers n;
-    if (PyTuple_Size(objects) != counts[op] || !convert_all(h, objects, &a)) return EP_TORCH_LEFT;
-    if (numbers_at[op] >= 0 && !divide(h, a.at[numbers_at[op]], &n)) return EP_TORCH_LEFT;
+    if (PyTuple_Size(objects) != form->count || !convert_all(h, form, objects, &a))
+        return EP_TORCH_LEFT;
+    if (form->numbers >= 0 && !divide(h, a.at[form->numbers], &n)) return EP_TORCH_LEFT;
     void *others = PyEval_SaveThread();
     EpStatus status = run(h, op, &a, &n);
     PyEval_RestoreThread(others);

@@ -81,6 +81,8 @@ void ep_cuda_close_plan(EpHandle *handle);
 EpStatus ep_cuda_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
 EpStatus ep_cuda_check_shape(const EpGroup *group, const EpCall *call, const EpPlanShape *shape);
 void ep_cuda_poll(EpGroup *group);
+EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
+                              const struct EpSources *out);
 EpStatus ep_cuda_prepare(EpHandle *handle, const EpRouting *routing);
 EpStatus ep_cuda_publish(EpHandle *handle, const EpRouting *routing);
 

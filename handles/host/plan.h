@@ -66,6 +66,8 @@ int64_t ep_host_plan_bytes(const EpPlanShape *shape);
 EpStatus ep_host_open_plan(EpHandle *handle, const EpCall *call);
 void ep_host_close_plan(EpHandle *handle);
 EpStatus ep_host_read_plan(const EpHandle *handle, const EpCall *call, EpPlanRef ref, EpStep *out);
+EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
+                              const struct EpSources *out);
 
 /** Check that a plan is of the handle, with this K, and that its numbers lead nowhere outside of
  *  what belongs to it: EP_ERR_NOT_PREPARED, EP_ERR_FOREIGN, EP_ERR_HANDLE_MEMORY. */

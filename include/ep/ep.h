@@ -916,6 +916,21 @@ typedef struct EpHandleInfo {
  */
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out);
 
+/**
+ * Read on the host which token each receive row is of: its source rank, and the token's number
+ * there. For programs that show or check the rows; the operations do not need it. Waits for the
+ * work on `stream`. Local; refused as ep_handle_info is while an operation is pending.
+ *
+ * plan    as in ep_dispatch; in latency mode after its receive phase
+ * rows    of the receive buffer, at least the plan's recv_rows (EP_ERR_BUFFER_SIZE). Those of a
+ *         layout with blocks count through: L * rows_per_expert, R * max_tokens
+ * ranks, tokens  host memory, [rows] each: -1 for rows that have no token
+ *
+ * EP_ERR_UNSUPPORTED on several nodes of GPUs.
+ */
+EpStatus ep_plan_sources(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
+                         int32_t *ranks, int32_t *tokens);
+
 /* ---- 7. The five operations ---------------------------------------------------------------- */
 
 /**

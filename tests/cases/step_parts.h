@@ -60,4 +60,7 @@ void step_numbers_check(const Step *step, StepRouted *r);
 /** Check that ep_handle_info describes this step's plan. */
 void step_check_info(const Step *step);
 
+/** Check that ep_plan_sources tells the token of each receive row, after the dispatch. */
+void step_check_sources(const Step *step);
+
 #endif

@@ -100,6 +100,31 @@ void step_check_info(const Step *step) {
     check_info_traffic(step, &info);
 }
 
+/* Whether the backend tells the sources of rows: not on several nodes of GPUs. */
+static int tells_sources(const Step *step) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(step->group, &info));
+    return info.backend == EP_BACKEND_HOST || info.num_nodes == 1;
+}
+
+void step_check_sources(const Step *step) {
+    const RankWorld *me = step_mine(step);
+    int64_t rows = me->buffer_rows + 3; /* more than the buffer has */
+    int32_t *ranks = malloc((size_t)(2 * rows) * sizeof(*ranks)), *tokens = ranks + rows;
+    EpStatus expected = tells_sources(step) ? EP_OK : EP_ERR_UNSUPPORTED;
+    EpStatus status = ep_plan_sources(step->handle, step->plan, NULL, rows, ranks, tokens);
+    CHECK(status == expected, "%s", ep_last_error());
+    for (int64_t i = 0; i < rows && status == EP_OK; i++) {
+        const Row *row = i < me->buffer_rows ? &me->row[i] : NULL;
+        int filled = row && row->kind == ROW_FILLED;
+        int rank = filled ? row->source : -1, token = filled ? row->token : -1;
+        REQUIRE(ranks[i] == rank && tokens[i] == token,
+                "row %lld: expected rank %d, token %d, got %d, %d", (long long)i, rank, token,
+                ranks[i], tokens[i]);
+    }
+    free(ranks);
+}
+
 void step_routed_new(const Step *step, StepRouted *r) {
     const Case *c = &step->world->c;
     const RankWorld *me = step_mine(step);

@@ -58,6 +58,7 @@ static void delivery_check(const Step *step, Delivery *d) {
     rows_compare(step, &d->got, &d->expected);
     rows_free(&d->got);
     rows_free(&d->expected);
+    step_check_sources(step);
 }
 
 /* Every other pair of seeds asks for the plan's numbers again. */

@@ -194,6 +194,7 @@ SoloTest(handles_arguments, no_handle) {
     CHECK_REFUSED(ep_combine_backward(NULL, NULL, &tensor, NULL, NULL, NULL, &tensor, NULL),
                   EP_ERR_NULL, "handle");
     CHECK_REFUSED(ep_handle_info(NULL, &info), EP_ERR_NULL, "handle");
+    CHECK_REFUSED(ep_plan_sources(NULL, NULL, NULL, 0, NULL, NULL), EP_ERR_NULL, "handle");
 }
 
 /* EpHandleConfig with one wrong field each. */
@@ -318,6 +319,31 @@ SoloTest(handles_arguments, info_of_unknown_size) {
     CHECK_REFUSED(ep_handle_info(fixture.handle, &info), EP_ERR_STRUCT_SIZE, "out");
     CHECK(info.recv_rows == 0 && info.expert_counts == NULL, "outputs were written");
     CHECK_REFUSED(ep_handle_info(fixture.handle, NULL), EP_ERR_NULL, "out");
+    fixture_close(&fixture);
+}
+
+SoloTest(handles_arguments, sources_that_are_refused) {
+    Fixture fixture;
+    Case c = fixture_case(EP_LAYOUT_EXPERT_MAJOR);
+    enum { ROWS = 1 << 10 };
+    static int32_t ranks[ROWS], tokens[ROWS];
+    fixture_open(&fixture, &c);
+    EpHandle *h = fixture.handle;
+    memset(ranks, 0x77, sizeof(ranks)), memset(tokens, 0x77, sizeof(tokens));
+    CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, ranks, tokens), EP_ERR_NOT_PREPARED,
+                  "ep_plan_sources: handle");
+    step_prepare(&fixture.step);
+    CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, NULL, tokens), EP_ERR_NULL,
+                  "ep_plan_sources: ranks");
+    CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, ROWS, ranks, NULL), EP_ERR_NULL,
+                  "ep_plan_sources: tokens");
+    CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, -1, ranks, tokens), EP_ERR_RANGE,
+                  "ep_plan_sources: rows: expected at least 0, got -1");
+    CHECK_REFUSED(ep_plan_sources(h, NULL, NULL, 2, ranks, tokens), EP_ERR_BUFFER_SIZE,
+                  "ep_plan_sources: rows", "got 2");
+    for (int i = 0; i < ROWS; i++)
+        CHECK(ranks[i] == 0x77777777 && tokens[i] == 0x77777777, "row %d was written", i);
+    step_move(&fixture.step);
     fixture_close(&fixture);
 }
 

@@ -567,6 +567,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ep_handle_destroy": (None, [c_void_p]),
     "ep_handle_plan": (c_int, [c_void_p, _tensor]),
     "ep_handle_info": (c_int, [c_void_p, POINTER(EpHandleInfo)]),
+    "ep_plan_sources": (c_int, [c_void_p, _tensor, c_void_p, c_int64, c_void_p, c_void_p]),
     "ep_prepare": (
         c_int,
         [c_void_p, _tensor, _tensor, _tensor, c_void_p, POINTER(EpPlanTensors)],

@@ -82,6 +82,13 @@ class Located(NamedTuple):
     bytes: int
 
 
+def public_name(value: object) -> str:
+    """The class of an object as programs name it, such as libep.torch.Group."""
+    kind = type(value)
+    packages = (name for name in kind.__module__.split(".") if not name.startswith("_"))
+    return ".".join([*packages, kind.__qualname__])
+
+
 class Group:
     """A set of ranks that share experts. Creating and closing it are collective.
 
@@ -119,6 +126,18 @@ class Group:
         bootstrap.check(library.ep_group_create(byref(bootstrap.struct), byref(config), byref(out)))
         self.pointer = out.value
         _process.add(self)
+        info = self.query()
+        self.facts = (
+            f"backend {info.backend.name.lower()}, {config.num_experts} experts, "
+            f"{info.num_local_experts} of them here from {info.first_expert} on, at most "
+            f"{config.max_tokens} tokens, top-{config.max_top_k}, rows of up to "
+            f"{config.max_row_bytes} bytes"
+        )
+        """What the group was made for, in words."""
+
+    def __repr__(self) -> str:
+        end = "" if self.pointer is not None else f"; it {self._lost}"
+        return f"<{public_name(self)}: rank {self.rank} of {self.size}, {self.facts}{end}>"
 
     # ---- calls --------------------------------------------------------------------------------
 

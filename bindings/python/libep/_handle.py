@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import _abi
 from ._abi import Mode, Status, Type
 from ._config import handle_config
-from ._group import Group
+from ._group import Group, public_name
 from ._library import EpError, last_error, library
 from ._tensor import Tensor, read, written
 
 if TYPE_CHECKING:
-    from typing import Any, Callable, Optional, TypeVar
+    from typing import Any, Callable, Mapping, Optional, TypeVar
 
     from typing_extensions import Unpack
 
@@ -114,6 +114,13 @@ class Prepare(_abi.EpPrepare):
             self.out = _plan_tensors_at(out)
 
 
+def _host_row(value: TensorLike, name: str) -> Tensor:
+    made = written(value, name)
+    if made is None or made.type != Type.INT32 or made.ndim != 1:
+        raise TypeError(f"{name}: expected an INT32 tensor of 1 dimension, got {made}")
+    return made
+
+
 class Handle:
     """A configuration of a layer or micro-batch, and the operations of its steps. Local.
 
@@ -140,6 +147,7 @@ class Handle:
         config, out = handle_config(fields), c_void_p()
         cost = _abi.initialized(_abi.EpHandleCost)
         self._group = group
+        self._fields: Mapping[str, object] = fields
         self._pointer: Optional[int] = None
         parent = group.require()
         while group.orphans:
@@ -153,6 +161,16 @@ class Handle:
         """Bytes of a plan of this handle, on this rank."""
         self._recorded: object = None  # what later dispatches read, since prepare recorded it
         self._sent: object = None  # what a pending dispatch writes
+
+    def __repr__(self) -> str:
+        fields = "".join(
+            f", {name}={getattr(value, 'name', str(value)).lower()}"
+            for name, value in self._fields.items()
+        )
+        end = "" if self._pointer is not None else "; it is closed"
+        return (
+            f"<{public_name(self)}: {self.mode.name.lower()} mode{fields}, of {self._group!r}{end}>"
+        )
 
     # ---- facts --------------------------------------------------------------------------------
 
@@ -194,6 +212,25 @@ class Handle:
             expert_offsets=tuple(info.expert_offsets[: experts + 1]),
         )
         return HandleInfo(**values)
+
+    def plan_sources(
+        self,
+        *,
+        ranks: TensorLike,
+        tokens: TensorLike,
+        plan: Optional[TensorLike] = None,
+        stream: int = 0,
+    ) -> None:
+        """Read which token each receive row is of, after the work on `stream`. Local.
+
+        ranks, tokens  outputs on the host, [rows] INT32: the source rank and the token's number
+                       there; -1 for rows that have no token
+        """
+        to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
+        rows = min(made.shape[0] for made in to)
+        self._call(
+            library.ep_plan_sources, read(plan, "plan"), stream, rows, to[0].data, to[1].data
+        )
 
     # ---- the five operations ------------------------------------------------------------------
 

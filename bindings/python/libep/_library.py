@@ -23,11 +23,12 @@ class EpError(RuntimeError):
     status: Status
 
     def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(status, sentence)  # both, so that the exception can be pickled
         self.status = Status(status)
+        # The sentence alone, which frameworks add their own words to.
+        super().__init__(sentence or self.status.name)
 
-    def __str__(self) -> str:
-        return self.args[1] or self.status.name
+    def __reduce__(self) -> tuple[type[EpError], tuple[int, str]]:
+        return type(self), (int(self.status), str(self))
 
 
 def _load() -> ctypes.CDLL:

@@ -7,7 +7,7 @@ import libep
 import numpy as np
 import pytest
 from conftest import config, run_threads
-from libep import Group, Handle, Layout, Plans, PlanTensors, Status
+from libep import EpError, Group, Handle, Layout, Plans, PlanTensors, Status
 from reference import World, expert_major, flat
 
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -165,6 +165,25 @@ def shared_plan_rank(bootstrap, world):
             handle.info().recv_rows,
             plan=handle.plan(),
         )
+        check_sources(world, rank, handle)
+
+
+def check_sources(world, rank, handle):
+    """Which token each receive row is of; rows behind the last one are of none."""
+    slabs, offsets = expert_major(world, rank, ALIGNMENT)
+    expected = np.full((2, offsets[-1] + 1), -1, np.int32)
+    for slab, begin in zip(slabs, offsets):
+        for at, (source, token, _) in enumerate(slab):
+            expected[:, begin + at] = source, token
+    ranks, tokens = np.empty(expected.shape, np.int32)
+    handle.plan_sources(ranks=ranks, tokens=tokens)
+    assert [ranks.tolist(), tokens.tolist()] == expected.tolist()
+    if offsets[-1]:
+        with pytest.raises(EpError, match=f"rows: expected at least {offsets[-1]}, got 0"):
+            handle.plan_sources(ranks=ranks[:0], tokens=tokens)
+    for wrong in (ranks.astype(np.int64), ranks[None], None):
+        with pytest.raises(TypeError, match="ranks: expected an INT32 tensor of 1 dimension, got"):
+            handle.plan_sources(ranks=wrong, tokens=tokens)
 
 
 def test_own_plan_on_another_handle(seed):

@@ -21,6 +21,7 @@ sys.path.insert(2, os.path.join(HERE, "../../../bindings/python/examples"))
 
 DEVICE = os.environ.pop("LIBEP_TEST_DEVICE", "cpu")  # libep warns about settings it does not know
 SEED = os.environ.pop("LIBEP_TEST_SEED", None)
+DEEP_EP = os.environ.pop("LIBEP_TEST_DEEP_EP", None)  # a folder with DeepEP's sources
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
 SECONDS = 20  # deadline of waits
 
@@ -120,6 +121,24 @@ def seed():
     chosen = int(SEED) if SEED else random.SystemRandom().randrange(1 << 30)
     print(f"LIBEP_TEST_SEED={chosen}")
     return chosen
+
+
+def other_device():
+    """One on which no group of the tests is, and whose tensors have no elements on CPUs."""
+    return "cpu" if DEVICE == "cuda" else "meta"
+
+
+def off(tensor):
+    """A copy that starts one element behind a multiple of 16 bytes."""
+    return torch.cat([tensor.new_empty(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def refuse_each(call, good, changes, error=libep.EpError):
+    """Each of the changes to the arguments of a call is refused, with a sentence that names one."""
+    for change in changes:
+        *_, name = change
+        with pytest.raises(error, match=f"{name}: expected .*, got "):
+            call(**{**good, **change})
 
 
 def on_device(array, **options):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import subprocess
@@ -11,7 +12,15 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICE, assert_equal, make_group, run_threads
+from conftest import (
+    DEVICE,
+    assert_equal,
+    make_group,
+    off,
+    other_device,
+    refuse_each,
+    run_threads,
+)
 
 import libep
 import libep.torch as ep
@@ -32,24 +41,21 @@ def step(alone):
     assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)
 
 
-def other_device():
-    return "cpu" if DEVICE == "cuda" else "meta"
-
-
 BAD = [
     ("x", lambda x: x.to(other_device()), (TypeError, EpError), "tokens"),
     ("x", lambda x: x.double(), TypeError, "tokens.*float64"),
     ("x", lambda x: x.to(torch.complex64), TypeError, "tokens.*complex64"),
-    ("x", lambda x: torch.cat([x, x], 1)[:, ::2], TypeError, "tokens.*C-contiguous"),
+    ("x", lambda x: off(x), EpError, "tokens: expected memory on a multiple of 16"),
     ("x", lambda x: x[:, :6].contiguous(), EpError, "tokens.*16"),
     ("x", lambda x: x.repeat(1, 8), EpError, "tokens.*row"),
     ("x", lambda x: x.repeat(4, 1), EpError, "tokens"),
     ("idx", lambda i: i.float(), EpError, "topk_idx"),
-    ("idx", lambda i: i.short(), TypeError, "topk_idx.*int16"),
+    ("idx", lambda i: i.short(), TypeError, "topk_idx: expected int32 or int64, got torch.int16"),
     ("idx", lambda i: i.repeat(1, 2), EpError, "topk_idx"),
-    ("idx", lambda i: i.t().contiguous().t(), TypeError, "topk_idx.*C-contiguous"),
+    ("idx", lambda i: i.to(other_device()), TypeError, f"topk_idx: expected a tensor on {DEVICE}"),
     ("idx", lambda i: i.repeat(4, 1), EpError, "topk_idx|tokens"),
-    ("weights", lambda w: w.bfloat16(), EpError, "topk_weights"),
+    ("weights", lambda w: w.double(), (TypeError, EpError), "topk_weights: expected .*float64"),
+    ("weights", lambda w: w.to(other_device()), TypeError, "topk_weights: expected a tensor on"),
     ("weights", lambda w: w[:2], EpError, "topk_weights"),
 ]
 
@@ -81,27 +87,74 @@ def test_a_refused_dispatch_took_no_part(capacity):
                 dict(tokens=x.double()),
                 dict(tokens=x[:2]),
                 dict(tokens=x[None]),
-                dict(tokens=x[:, ::2]),
+                dict(tokens=x.to(other_device())),
+                dict(tokens=off(x)),
                 dict(tokens=x.repeat(1, 2)),
-                dict(topk_weights=weights.bfloat16()),
+                dict(topk_weights=weights.double()),
+                dict(topk_weights=weights.to(other_device())),
                 dict(topk_weights=weights[:, :1].contiguous()),
                 dict(topk_weights=weights[:2]),
                 dict(scales=scales.repeat(1, 2)),
                 dict(scales=scales[:2]),
+                dict(scales=scales.to(other_device())),
                 dict(recv_tokens=recv.bfloat16()),
                 dict(recv_tokens=recv[:, :8].contiguous()),
                 dict(recv_tokens=recv.view(-1)),
+                dict(recv_tokens=off(recv)),
+                dict(recv_tokens=torch.cat([recv, recv], 1)[:, ::2]),
+                dict(recv_tokens=recv.to(other_device())),
             ]
             if capacity:
                 bad.append(dict(recv_tokens=recv[: capacity - 1]))
-            for change in bad if bootstrap.rank else ():
-                (name,) = change
-                with pytest.raises((TypeError, EpError), match=f"{name}: expected .*, got "):
-                    ep.dispatch(handle, **{**good, **change})
+            if bootstrap.rank:
+                refuse_each(functools.partial(ep.dispatch, handle), good, bad, (TypeError, EpError))
             received = ep.dispatch(handle, **good)
             assert_equal(ep.combine(handle, received.plan, received.tokens), 2 * x)
 
     run_threads(2, body)
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])
+def test_strides_and_short_weights(step, dtype):
+    """Inputs may have any strides, weights may be short: results are those of plain copies."""
+    handle, x, idx, weights = step
+    handle = ep.Handle(handle.group, quant=libep.Quant.NONE)
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(T, 2 * H, generator=generator).to(x.device)
+    strided = wide[:, ::2], torch.cat([idx, idx], 1)[:, :2], weights.to(dtype).t().contiguous().t()
+    plain = [tensor.contiguous() for tensor in strided]
+    plain[2] = plain[2].float()
+    results = []
+    for tokens, idx, weights in (strided, plain):
+        leaves = tokens.detach().requires_grad_(), weights.detach().requires_grad_()
+        received = ep.dispatch(handle, leaves[0], idx, leaves[1])
+        assert received.topk_weights.dtype == torch.float32
+        rows = received.tokens.sin()
+        short = received.topk_weights.to(dtype)
+        out = ep.combine(handle, received.plan, torch.cat([rows, rows], 1)[:, :H], short)
+        out.sum().backward()
+        assert leaves[1].grad.dtype == weights.dtype
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, expected in zip(*results):
+        assert_equal(got, expected.to(got.dtype))
+
+
+def test_a_gradient_that_starts_anywhere(alone):
+    """PyTorch makes contiguous gradients that do not start on 16 bytes: views into others."""
+    handle = ep.Handle(alone())
+    x = torch.ones(T, H, device=handle.device, requires_grad=True)
+    idx = torch.tensor([[0, 1]] * T, device=handle.device)
+    scale = torch.arange(T * H + 1.0, device=handle.device)
+    for shift in ("combine", "dispatch"):
+        received = ep.dispatch(handle, x, idx)
+        rows = off(received.tokens).clone() if shift == "dispatch" else received.tokens
+        y = ep.combine(handle, received.plan, rows)
+        x.grad = None
+        (torch.cat([y.new_zeros(1, requires_grad=True), y.reshape(-1)]) * scale).sum().backward()
+        assert_equal(x.grad, 2 * scale[1:].view(T, H))
 
 
 def test_tokens_that_num_tokens_leaves_out(step):
@@ -120,6 +173,9 @@ ARGUMENTS = [
     ("topk_idx", lambda x, idx, w: dict(routing=None)),
     ("topk_idx", lambda x, idx, w: dict(routing=idx.tolist())),
     ("weights", lambda x, idx, w: dict(topk_weights=w.tolist())),
+    ("tokens", lambda x, idx, w: dict(tokens=x.to_sparse())),
+    ("topk_idx", lambda x, idx, w: dict(routing=idx.to_sparse())),
+    ("topk_weights", lambda x, idx, w: dict(topk_weights=w.to_sparse())),
     ("num_tokens", lambda x, idx, w: dict(num_tokens=3)),
     ("num_tokens", lambda x, idx, w: dict(num_tokens=idx[0, 0])),
     ("recv_tokens", lambda x, idx, w: dict(recv_tokens=x.view(-1))),
@@ -136,6 +192,36 @@ def test_arguments_of_other_kinds(step, case, grad):
     given = dict(tokens=x, routing=idx, topk_weights=weights)
     with pytest.raises((TypeError, EpError), match=f"{name}: expected .*, got "):
         ep.dispatch(handle, **{**given, **change(x, idx, weights.detach())})
+
+
+def test_words_of_objects_and_errors(alone):
+    """repr says ranks, backend and shapes; errors are pickled, and take words of frameworks."""
+    group = alone(max_tokens=8)
+    handle = ep.Handle(group, layout="flat")
+    idx = torch.tensor([[0, 1]] * T, device=group.device)
+    plan = ep.prepare(handle, idx)
+    backend = "cuda" if DEVICE == "cuda" else "host"
+    assert repr(group) == (
+        f"<libep.torch.Group: rank 0 of 1, backend {backend}, 6 experts, 6 of them here from 0 on, "
+        "at most 8 tokens, top-2, rows of up to 64 bytes>"
+    )
+    assert repr(handle).startswith("<libep.torch.Handle: throughput mode, layout=flat, ")
+    assert repr(handle).endswith(f"of {group!r}>")
+    assert repr(libep.Handle(group)) == f"<libep.Handle: throughput mode, of {group!r}>"
+    assert repr(plan).startswith(
+        f"Plan(num_tokens={T}, num_local_experts=6, bytes=<uint8 [{handle.plan_bytes}] on {DEVICE}"
+    )
+    with pytest.raises(EpError) as caught:
+        ep.prepare(handle, idx.repeat(9, 1))
+    error, words = caught.value, str(caught.value)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.status, str(again)) == (EpError, Status.TOKENS, words)
+    assert repr(error) == f"EpError({words!r})"
+    error.args = (f"{error.args[0]}, while executing a node",)
+    assert str(error) == f"{words}, while executing a node"
+    handle.close()
+    group.close()
+    assert repr(group).endswith("; it is closed>") and repr(handle).endswith("; it is closed>")
 
 
 def test_handles_and_plans_of_other_kinds(step):
@@ -213,7 +299,8 @@ def test_combine_refuses(step):
     for bad, error, words in [
         (rows.to(torch.float8_e4m3fn), EpError, "fp8_e4m3"),
         (rows[:2], EpError, "expert_out"),
-        (rows.t(), TypeError, "expert_out.*C-contiguous"),
+        (off(rows), EpError, "expert_out: expected data on a multiple of 16"),
+        (rows.to(other_device()), TypeError, "expert_out: expected a tensor on"),
     ]:
         with pytest.raises(error, match=words):
             ep.combine(handle, plan, bad)

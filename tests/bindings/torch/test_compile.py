@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from conftest import assert_close, assert_equal
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import libep
 import libep.torch as ep
@@ -144,6 +145,21 @@ def test_exact_sizes_in_a_graph(alone):
         expected.sum().backward()
         assert_equal(got[0].grad, wanted[0].grad)
         assert_equal(got[2].grad, wanted[2].grad)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("rows", [0, None])
+def test_make_fx(alone, mode, rows):
+    """Programs that are traced without torch.compile; exact sizes are data there, too."""
+    handle = ep.Handle(alone(max_recv_rows=rows))
+    x, idx, weights = inputs(handle.group, grad=False)
+
+    def step(x, idx, weights):
+        return layer(handle, x, idx, weights)[0]
+
+    traced = make_fx(step, tracing_mode=mode)(x, idx, weights)
+    idx = idx if mode == "real" else torch.where(idx == 0, -1, idx)
+    assert_equal(traced(x, idx, weights), step(x, idx, weights))
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 30])

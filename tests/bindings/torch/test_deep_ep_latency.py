@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, assert_equal, on_device
+from conftest import DEVICE, assert_equal, off, on_device, refuse_each
 from reference import World, expert_major
 from test_deep_ep_normal import inputs, make_world, play
 from test_quant import quantise
@@ -31,6 +31,23 @@ def check_slabs(world, rank, x, counts):
     for i, slab in enumerate(slabs):
         rows = np.array([world.x[s][t] for s, t, _ in slab], np.float32)
         assert_equal(x[i, : len(slab)], rows.reshape(-1, world.hidden))
+
+
+def check_fields(world, rank, handle):
+    """Which token each row is of, and where each source's rows of an expert begin."""
+    slabs, _ = expert_major(world, rank, 1)
+    rows = world.size * MAX_TOKENS
+    tokens, ranges, *sizes = handle
+    assert sizes == [MAX_TOKENS, world.hidden, world.experts] and len(handle) == 5
+    assert tokens.dtype == torch.int32 and ranges.dtype == torch.int64
+    assert_equal(tokens, np.array([[t for _, t, _ in s] + (rows - len(s)) * [-1] for s in slabs]))
+    sources = [[source for source, _, _ in slab] for slab in slabs]
+    expected = [
+        [sum(s < r for s in slab) << 32 | slab.count(r) for r in range(world.size)]
+        for slab in sources
+    ]
+    assert_equal(ranges, np.array(expected))
+    assert handle[0] is tokens and handle[1] is ranges
 
 
 def run(call, is_split, *arguments, **options):
@@ -64,6 +81,7 @@ def test_step(seed, tokens, is_split, nodes):
             assert event.event is None and isinstance(handle, tuple)
             assert handle[2:5] == (MAX_TOKENS, world.hidden, world.experts)
             check_slabs(world, rank, rx, counts)
+            check_fields(world, rank, handle)
             assert_equal(stats, 100 + step * counts)
             rows = rx * expert_factors(world, rank, x.device)
             out = torch.full_like(x, torch.nan)
@@ -227,6 +245,59 @@ def test_both_modes_on_one_buffer(seed):
 # ---- errors -------------------------------------------------------------------------------------
 
 
+def test_a_refused_call_took_no_part(seed):
+    """One rank is refused, corrects its call, and calls again; the others notice nothing."""
+    world = make_world(seed, tokens=[3, 3, 3])
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        far, most, options = "meta", MAX_TOKENS, dict(use_fp8=False, num_experts=6)
+        good = dict(
+            x=x,
+            topk_idx=idx,
+            num_max_dispatch_tokens_per_rank=most,
+            cumulative_local_expert_recv_stats=torch.zeros(2, dtype=torch.int32, device=x.device),
+            return_recv_hook=True,
+            **options,
+        )
+        stats = "cumulative_local_expert_recv_stats"
+        some = [x.double(), x[None], x[:, :3].contiguous(), off(x), x.to(far), x.tolist()]
+        bad = [dict(x=given) for given in some]
+        some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx[:, :0], None]
+        bad += [dict(topk_idx=given) for given in some]
+        bad += [{stats: given} for given in (weights[0, :2], idx.int(), idx[0].to(far))]
+        bad += [dict(num_max_dispatch_tokens_per_rank=given) for given in (0, None)]
+        for _ in range(2):  # before there is a group, and with one
+            if rank == 1:
+                refuse_each(buffer.low_latency_dispatch, good, bad)
+            rx, _, handle, _, hook = buffer.low_latency_dispatch(**good)
+            hook()
+        out = torch.empty_like(x)
+        good = dict(
+            x=rx * expert_factors(world, rank, x.device),
+            topk_idx=idx,
+            topk_weights=weights,
+            handle=handle,
+            out=out,
+            return_recv_hook=True,
+        )
+        some = [rx.double(), rx[:1], rx[0], off(rx), rx.to(far), None]
+        bad = [dict(x=given) for given in some]
+        some = [weights.double(), weights[:1], weights[:, :1], weights.to(far), 1.0]
+        bad += [dict(topk_weights=given) for given in some]
+        some = [out.half(), out[:1], off(out), out.to(far), torch.cat([out, out], 1)[:, ::2]]
+        bad += [dict(out=given) for given in some]
+        bad += [dict(handle=None), dict(handle=tuple(handle))]
+        for _ in range(2):
+            if rank == 1:
+                refuse_each(buffer.low_latency_combine, good, bad)
+            out.fill_(torch.nan)
+            buffer.low_latency_combine(**good)[2]()
+            assert_equal(out, world.forward(rank))
+
+    play(world, body)
+
+
 def test_sentences(caplog):
     (bootstrap,) = libep.Bootstrap.local(1)
     buffer = Buffer(bootstrap, low_latency_mode=True)
@@ -246,7 +317,7 @@ def test_sentences(caplog):
     rx, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
     with pytest.raises(EpError, match="max_tokens = 4 tokens, got 5"):
         buffer.low_latency_dispatch(x.repeat(3, 1)[:5], idx.repeat(3, 1)[:5], 4, 4, use_fp8=False)
-    with pytest.raises(TypeError, match="one that low_latency_dispatch returned"):
+    with pytest.raises(EpError, match="one that low_latency_dispatch returned"):
         buffer.low_latency_combine(rx, idx, weights, (None, None, 4, 128, 4))
     with pytest.raises(EpError, match="signals of single blocks"):
         buffer.low_latency_combine(rx, idx, weights, handle, overlap=True)

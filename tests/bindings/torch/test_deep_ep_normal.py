@@ -8,7 +8,14 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, assert_equal, on_device, run_threads
+from conftest import (
+    DEVICE,
+    assert_equal,
+    off,
+    on_device,
+    refuse_each,
+    run_threads,
+)
 from reference import World, flat
 
 import libep
@@ -329,7 +336,123 @@ def test_two_models_on_one_buffer(seed):
     play(worlds[0], body)
 
 
+def test_fields_of_a_handle(seed):
+    """What DeepEP's programs look at: computed when it is read."""
+    world = make_world(seed)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rows = flat(world, rank)
+        for worst in (0, SIZE * world.max_tokens):
+            handle = send(buffer, x, idx, weights, world.experts, num_worst_tokens=worst)[4]
+            assert len(handle) == 6 and not {"recv_src_idx", "rank_prefix_matrix"} & {*vars(handle)}
+            matrix, none, no_channels, tokens, is_in, no_heads = handle
+            assert [none, no_channels, no_heads] == 3 * [None]
+            expected = np.full((SIZE, SIZE), -1, np.int32)
+            expected[:, rank] = [sum(s <= source for s, _ in rows) for source in range(SIZE)]
+            assert_equal(matrix, expected)
+            absent = (worst - len(rows)) * [-1] if worst else []
+            assert_equal(tokens, np.array([t for _, t in rows] + absent, np.int32))
+            assert matrix.dtype == tokens.dtype == torch.int32 and handle[3] is tokens
+            assert handle[4] is is_in and is_in.shape == (len(x), SIZE)
+
+    play(world, body)
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_without_an_expert(seed, top_k, dtype):
+    """combine adds the weights of all ranks, those of entries of other ranks included."""
+    world = make_world(seed, top_k=top_k)
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rx, ridx, _, _, handle, _ = send(buffer, x, idx, weights, world.experts)
+        given = torch.full(ridx.shape, 1.0 + rank, dtype=dtype, device=x.device)
+        out, total, _ = buffer.combine(rx, handle, topk_weights=given)
+        expected = (handle.is_token_in_rank * torch.arange(1.0, SIZE + 1, device=x.device)).sum(1)
+        assert total.dtype == torch.float32 and total.is_contiguous()
+        assert_equal(total, expected[:, None].expand(-1, top_k))
+        assert_equal(out, buffer.combine(rx, handle)[0])
+
+    play(world, body)
+
+
+def test_strides(seed):
+    """Inputs may have any strides."""
+    world = make_world(seed)
+
+    def strided(tensor):
+        return torch.cat([tensor, tensor], 1)[:, : tensor.shape[1]]
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        rx, ridx, rweights, _, handle, _ = send(
+            buffer, strided(x), strided(idx), strided(weights.bfloat16()), world.experts
+        )
+        assert rweights.dtype == torch.float32
+        check_received(world, rank, rx, ridx, rweights)  # multiples of 1/4
+        rows = strided(rx * factors(world, rank, ridx, rweights))
+        assert_equal(buffer.combine(rows, handle)[0], world.forward(rank))
+
+    play(world, body)
+
+
 # ---- errors -------------------------------------------------------------------------------------
+
+
+def test_a_refused_call_took_no_part(seed):
+    """One rank is refused, corrects its call, and calls again; the others notice nothing."""
+    world = make_world(seed, hidden=256, tokens=[3, 3, 3])
+
+    def body(buffer, rank):
+        x, idx, weights = inputs(world, rank)
+        _, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, world.experts)
+        fp8, scales = x.to(torch.float8_e4m3fn), x[:, :2].contiguous()
+        good = dict(
+            x=(fp8, scales),
+            topk_idx=idx,
+            topk_weights=weights,
+            is_token_in_rank=is_in,
+            num_tokens_per_expert=per_expert,
+        )
+        far = "meta"  # a CPU serves as well as a GPU
+        rows = [x.double(), x.cdouble(), x[None], x[:, :3].contiguous(), off(x), x.to(far)]
+        rows += [x.cpu().numpy(), x.repeat(1, 65), x.to_sparse()]
+        bad = [dict(x=row) for row in rows]
+        some = [scales[:1], scales.double(), scales.to(far), off(fp8)[:, :9], scales.repeat(1, 2)]
+        bad += [dict(x=(fp8, given)) for given in some]
+        some = [idx.short(), idx.float(), idx[:1], idx[0], idx.to(far), idx.tolist()]
+        some += [idx[:, :0], idx.repeat(1, 17)]
+        bad += [dict(topk_idx=given) for given in some]
+        some = [weights.double(), weights[:, :1], weights[:1], weights.to(far), 1.0]
+        bad += [dict(topk_weights=given) for given in some]
+        some = [per_expert.float(), per_expert[None], per_expert.to(far), per_expert.tolist()]
+        bad += [dict(num_tokens_per_expert=given) for given in some]
+        bad += [dict(expert_alignment=0), dict(num_worst_tokens=-1), dict(num_worst_tokens="all")]
+        to_ranks = dict(x=x, is_token_in_rank=is_in, num_tokens_per_expert=per_expert)
+        some = [is_in.int(), is_in[:, :1], is_in[:1], is_in.to(far), [True]]
+        for _ in range(2):  # before there is a group, and with one
+            if rank == 1:
+                refuse_each(buffer.dispatch, good, bad)
+                refuse_each(buffer.dispatch, to_ranks, [dict(is_token_in_rank=i) for i in some])
+            buffer.dispatch(**good)
+            buffer.dispatch(**to_ranks)
+            rx, _, rweights, _, handle, _ = buffer.dispatch(**{**good, "x": x})
+        good = dict(x=rx, handle=handle, topk_weights=rweights, bias=(x, x))
+        some = [rx.double(), rx.to(torch.float8_e4m3fn), off(rx), rx.to(far), rx[None], rx[1:]]
+        bad = [dict(x=given) for given in [*some, rx[:, :3].contiguous(), None]]
+        some = [rweights.double(), rweights[1:], rweights[:, 1:], rweights.to(far), [1.0]]
+        bad += [dict(topk_weights=given) for given in some]
+        bad += [dict(bias=given) for given in (x[1:], (x, x[:, :1]), x.double(), x.to(far), 1)]
+        bad += [dict(handle=None), dict(handle=tuple(handle))]
+        if rank == 1:
+            refuse_each(buffer.combine, good, bad)
+            refuse_each(buffer.dispatch, dict(x=x, handle=handle), [dict(x=x[1:]), dict(x=off(x))])
+        out, _, _ = buffer.combine(**good)
+        assert_equal(out, x * (2 + is_in.sum(1, keepdim=True)))
+
+    play(world, body)
 
 
 def test_worst_tokens_do_not_grow(seed):
@@ -397,20 +520,18 @@ def test_sentences():
     weights = torch.ones(2, 2, device=DEVICE)
     rx, ridx, _, counts, handle, event = send(buffer, x, idx, weights, 4)
     assert counts == [1, 1, 1, 0]
-    with pytest.raises(ValueError, match="without async_finish"):
+    with pytest.raises(EpError, match="without async_finish"):
         event.current_stream_wait()
     with pytest.raises(EpError, match="x alone with a handle"):
         buffer.dispatch(x, handle, topk_idx=idx)
-    with pytest.raises(TypeError, match="one that dispatch returned"):
+    with pytest.raises(EpError, match="one that dispatch returned"):
         buffer.combine(x, (1, 2, 3))
     with pytest.raises(EpError, match="expected num_tokens_per_expert"):
         buffer.dispatch(x)
     with pytest.raises(EpError, match="expected topk_idx, or is_token_in_rank"):
         buffer.dispatch(x, num_tokens_per_expert=idx.new_zeros(4))
-    with pytest.raises(EpError, match=r"topk_idx: expected \[2, top-k\]"):
-        send(buffer, x, idx[:1], None, 4)
-    with pytest.raises(EpError, match="row of scales for each of 2"):
-        send(buffer, (x.to(torch.float8_e4m3fn), x[:1]), idx, weights, 4)
+    with pytest.raises(EpError, match="Buffer: process_group: expected a ProcessGroup"):
+        Buffer("gloo")
     with pytest.raises(EpError, match="even number"):
         Buffer.set_num_sms(7)
     for call, arguments in (

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 
-from conftest import DEVICE, HERE
+import pytest
+import torch
+from conftest import DEEP_EP, DEVICE, HERE
 from processes import finish
 from torch_processes import good
 
@@ -61,20 +63,52 @@ def test_running_programs(tmp_path):
     """Scripts, modules and processes that they start find deep_ep; arguments arrive."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import subprocess, sys, importlib.util\n"
+        "import multiprocessing, subprocess, sys, importlib.util\n"
         "import deep_ep, deep_ep.utils\n"
-        "assert __name__ == '__main__' and sys.path[0] == sys.argv[1]\n"
+        "if __name__ != '__main__': sys.argv = sys.argv[:2]\n"
+        "assert sys.path[0] == sys.argv[1]\n"
         "assert importlib.util.find_spec('deep_ep') is not None\n"
         "print(deep_ep.__version__, sys.argv[2:], flush=True)\n"
         "import helper\n"
         "if len(sys.argv) > 2:\n"
-        "    sys.exit(subprocess.call([sys.executable, *sys.argv[:2]]))\n"
+        "    spawned = multiprocessing.get_context('spawn').Process(target=helper.play)\n"
+        "    spawned.start(), spawned.join()\n"
+        "    sys.exit(spawned.exitcode or subprocess.call([sys.executable, *sys.argv[:2]]))\n"
     )
-    (tmp_path / "helper.py").write_text("from deep_ep.utils import EventOverlap\n")
+    (tmp_path / "helper.py").write_text(
+        "from deep_ep.utils import EventOverlap\n"
+        "from deep_ep.utils.envs import init_dist\n"
+        "import deep_ep.utils.math, libep.deep_ep.utils.math\n"
+        "assert deep_ep.utils.math is libep.deep_ep.utils.math\n"
+        "def play(): pass\n"
+    )
     process = start("-m", "libep.deep_ep", str(script), str(tmp_path), "--flag")
     out = good(finish(process, 60)).splitlines()
     assert out[0].startswith("1.2.1+libep") and out[0].endswith("['--flag']")
-    assert out[1] == out[0].replace("'--flag'", "")
+    assert out[1:] == 2 * [out[0].replace("'--flag'", "")]
+
+
+@pytest.mark.skipif(not DEEP_EP, reason="LIBEP_TEST_DEEP_EP names no folder with DeepEP's sources")
+@pytest.mark.parametrize("program", ["test_intranode.py", "test_low_latency.py"])
+def test_deepep_own_tests(program):
+    """DeepEP's own tests, as they are. Without GPUs "cuda" is the CPU there."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    sizes = dict(processes=2, tokens=32, hidden=512, topk=4, experts=8)
+    options = [word for name, size in sizes.items() for word in (f"--num-{name}", str(size))]
+    options[options.index("--num-hidden")] = "--hidden"
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    process = start(
+        "-m",
+        "libep.deep_ep",
+        os.path.join(DEEP_EP, "tests", "legacy", program),
+        *options,
+        MASTER_PORT=str(port),
+        PYTHONPATH=os.path.join(HERE, "cuda_on_cpus") + os.pathsep + os.getenv("PYTHONPATH", ""),
+    )
+    good(finish(process, 400))
 
 
 def test_path_and_usage():

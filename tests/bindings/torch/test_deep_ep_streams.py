@@ -11,6 +11,8 @@ import torch
 from conftest import DEVICE, assert_equal, run_threads
 from test_deep_ep_normal import send
 
+import libep
+from libep import EpError, Status
 from libep.deep_ep import Buffer, EventHandle, EventOverlap
 from libep.deep_ep._streams import Lane
 
@@ -196,3 +198,20 @@ def test_captured_low_latency(seed, size, is_split):
         buffer.destroy()
 
     run_threads(size, body)
+
+
+@needs_gpu
+def test_exact_sizes_cannot_be_captured(seed):
+    """The host would read the number of rows. The refused dispatch took no part."""
+    (bootstrap,) = libep.Bootstrap.local(1)
+    buffer = Buffer(bootstrap)
+    x, idx, weights = make_inputs(seed)
+    send(buffer, x, idx, weights, EXPERTS)
+    torch.cuda.synchronize()
+    with pytest.raises(EpError, match="num_worst_tokens while a CUDA graph") as caught:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            send(buffer, x, idx, weights, EXPERTS)
+    assert caught.value.status == Status.UNSUPPORTED
+    send(buffer, x, idx, weights, EXPERTS)
+    buffer.destroy()
+    bootstrap.close()

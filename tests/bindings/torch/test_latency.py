@@ -6,7 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal, make_group, on_device, run_threads
+from conftest import (
+    assert_equal,
+    make_group,
+    off,
+    on_device,
+    other_device,
+    refuse_each,
+    run_threads,
+)
 from reference import World, expert_major
 from torch.autograd import forward_ad
 
@@ -44,6 +52,41 @@ def send_and_receive(handle, x, idx, weights, is_split):
     received, hook = ep.dispatch_send(handle, x, idx, weights)
     hook()
     return received
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_refused_dispatch_took_no_part(seed, is_split):
+    """Where rows go is checked before the send phase, not in the receive phase."""
+    world = World(seed, size=2, tokens=[2, 2])
+
+    def body(bootstrap):
+        with latency_group(bootstrap, world) as group:
+            handle = ep.Handle(group, layout=Layout.BATCHED, rows_per_expert=ROWS)
+            x, idx, _ = inputs(world, bootstrap.rank)
+            recv = x.new_empty(group.num_local_experts, ROWS, world.hidden)
+            some = [recv[:1], recv[0], recv[:, 1:], recv.half(), recv.to(other_device()), off(recv)]
+            some += [
+                recv[..., :4].contiguous(),
+                recv.tolist(),
+                torch.cat([recv, recv], 2)[..., ::2],
+            ]
+
+            def call(**options):
+                send = ep.dispatch_send if is_split else ep.dispatch
+                return send(handle, x, idx, **options)
+
+            if bootstrap.rank == 1:
+                changes = [dict(recv_tokens=given) for given in some]
+                refuse_each(call, {}, changes, (TypeError, EpError))
+            received = call(recv_tokens=recv)
+            if is_split:
+                received, hook = received
+                hook()
+            assert received.tokens is recv
+            slabs, _ = expert_major(world, bootstrap.rank, 1)
+            assert received.plan.expert_counts.tolist() == [len(slab) for slab in slabs]
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("is_split", [False, True])

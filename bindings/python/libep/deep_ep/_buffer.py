@@ -12,16 +12,15 @@ from .._bootstrap import Bootstrap
 from .._group import Group as CoreGroup
 from .._library import EpError
 from ..torch import from_process_group
-from . import _latency, _layout, _normal
+from . import _checks, _latency, _layout, _normal
 from ._config import Config
 from ._groups import Groups, LatencyKey
 from ._keywords import ignore, mention, refuse
-from ._latency import LatencyHandle
-from ._normal import NormalHandle
+from ._handles import LatencyHandle, NormalHandle
 from ._streams import EventHandle, EventOverlap, Lane
 
 if TYPE_CHECKING:
-    from typing import Any, Callable, Optional, Union
+    from typing import Any, Callable, NoReturn, Optional, Union
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -76,7 +75,7 @@ class Buffer:
                 "Buffer: expected a torch.distributed process group, got "
                 + ("None" if comm is None else "an MPI communicator alone")
             )
-        bootstrap = group if isinstance(group, Bootstrap) else from_process_group(group)
+        bootstrap = group if isinstance(group, Bootstrap) else _meet(group)
         self.group = group
         self.rank = bootstrap.rank
         self.group_size = bootstrap.size
@@ -171,6 +170,7 @@ class Buffer:
         is_token_in_rank [T, R] bool, and the event.
         """
         ignore("get_dispatch_layout", unknown)
+        _checks.routing("get_dispatch_layout", topk_idx)
 
         def body() -> tuple[_layout.Layout, tuple[Tensor, ...]]:
             made = _layout.count(topk_idx, num_experts, self.group_size)
@@ -217,7 +217,7 @@ class Buffer:
         num_tokens_per_expert  [E]; its length is the number of experts
         topk_idx               [T, K] int64 or int32; negative: no expert. None: tokens go to the
                                ranks of is_token_in_rank [T, R], which takes a second operation
-        topk_weights           [T, K] float32, or None
+        topk_weights           [T, K] float32, bfloat16 or float16, or None
         expert_alignment       the list's counts are rounded up to multiples of this
         num_worst_tokens       rows of the outputs; 0: exactly as many as come, which the host reads
 
@@ -233,15 +233,21 @@ class Buffer:
         EpError if the routing is refused or a rank does not arrive.
         """
         ignore("dispatch", unknown)
-        tokens = x[0] if isinstance(x, (tuple, list)) else x
-        inputs = (tokens, topk_idx, topk_weights)
+        used = None if handle is None else _require_handle("dispatch", handle)
+        tokens, scales = _checks.tokens(
+            "dispatch", x, "tokens" if used is None else used.num_tokens
+        )
+        if used is None:
+            _checks.dispatch_numbers(expert_alignment, num_worst_tokens)
+        inputs = (tokens, scales, topk_idx, topk_weights)
 
         def body() -> tuple[_normal.Sent, tuple[Optional[Tensor], ...]]:
-            if handle is not None:
-                sent = _normal.dispatch_again(_require_handle("dispatch", handle), x)
+            if used is not None:
+                sent = _normal.dispatch_again(used, tokens, scales)
             else:
                 sent = self._dispatch(
-                    x,
+                    tokens,
+                    scales,
                     is_token_in_rank,
                     num_tokens_per_expert,
                     topk_idx,
@@ -271,7 +277,8 @@ class Buffer:
 
     def _dispatch(
         self,
-        x: Tokens,
+        tokens: Tensor,
+        scales: Optional[Tensor],
         is_token_in_rank: Optional[Tensor],
         num_tokens_per_expert: Optional[Tensor],
         topk_idx: Optional[Tensor],
@@ -285,12 +292,32 @@ class Buffer:
                 "dispatch: expected num_tokens_per_expert of get_dispatch_layout, or a handle, got "
                 "neither"
             )
+        has_ranks = is_token_in_rank is not None and topk_weights is None and not num_worst_tokens
+        if topk_idx is None and not has_ranks:
+            refuse(
+                "dispatch: expected topk_idx, or is_token_in_rank without topk_weights and "
+                "num_worst_tokens, got no topk_idx"
+            )
+        _checks.dispatch(
+            tokens,
+            topk_idx,
+            topk_weights,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            self.group_size,
+        )
+        if not num_worst_tokens and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            refuse(
+                "dispatch: expected num_worst_tokens while a CUDA graph is captured, got none: the "
+                "host would read the number of rows"
+            )
         each = _layout.experts_per_rank("dispatch", num_tokens_per_expert.numel(), self.group_size)
         num_sms = Buffer.num_sms if config is None else config.num_sms
         if topk_idx is not None:
             return _normal.dispatch(
                 self._groups,
-                x,
+                tokens,
+                scales,
                 topk_idx,
                 topk_weights,
                 is_token_in_rank,
@@ -299,14 +326,11 @@ class Buffer:
                 num_worst_tokens,
                 num_sms,
             )
-        if is_token_in_rank is None or topk_weights is not None or num_worst_tokens:
-            refuse(
-                "dispatch: expected topk_idx, or is_token_in_rank without topk_weights and "
-                "num_worst_tokens, got no topk_idx"
-            )
+        assert is_token_in_rank is not None
         return _normal.dispatch_to_ranks(
             self._groups,
-            x,
+            tokens,
+            scales,
             is_token_in_rank,
             num_tokens_per_expert,
             expert_alignment,
@@ -328,17 +352,21 @@ class Buffer:
         """Return rows to the ranks of their tokens, and sum them, unweighted. Collective.
 
         x             [rows, H] bfloat16, float16 or float32, shaped like recv_x
-        topk_weights  [rows, K] float32 to return as well, such as gradients; None: none
+        topk_weights  [rows, K] float32, bfloat16 or float16 to return as well, such as gradients;
+                      None: none
         bias          [T, H], or two of them, to add to the sum
 
-        Returns the sums [T, H]; the weights [T, K], each from the rank that owns its expert, 0 for
-        entries without one, or None; the event.
+        Returns the sums [T, H]; the sums of the weights over the token's rows, [T, K] float32, or
+        None; the event.
         """
         ignore("combine", unknown)
-        biases = bias if isinstance(bias, (tuple, list)) else () if bias is None else (bias,)
+        given = bias if isinstance(bias, (tuple, list)) else (bias,)
+        biases = tuple(term for term in given if term is not None)
+        used = _require_handle("combine", handle)
+        _checks.combine(used, x, topk_weights, biases)
 
         def body() -> tuple[tuple[Tensor, Optional[Tensor]], tuple[Optional[Tensor], ...]]:
-            made = _normal.combine(_require_handle("combine", handle), x, topk_weights, biases)
+            made = _normal.combine(used, x, topk_weights, biases)
             return made, (x, topk_weights, *biases, *made)
 
         (out, weights), event = self._lane.run(x.device, previous_event, async_finish, body)
@@ -384,10 +412,14 @@ class Buffer:
         ignore("low_latency_dispatch", unknown)
         _refuse_cost_stats("low_latency_dispatch", dispatch_wait_recv_cost_stats)
         _require_one_end("low_latency_dispatch", async_finish, return_recv_hook)
+        each = _layout.experts_per_rank("low_latency_dispatch", num_experts, self.group_size)
+        _checks.latency_dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats, each
+        )
         quant = _latency.choose_quant(use_fp8, round_scale, use_ue8m0, x.shape[-1])
         group = self._groups.latency(
             LatencyKey(
-                _layout.experts_per_rank("low_latency_dispatch", num_experts, self.group_size),
+                each,
                 topk_idx.shape[-1],
                 x.shape[-1],
                 x.dtype,
@@ -440,14 +472,15 @@ class Buffer:
             mention("low_latency_combine", "use_logfmt", "rows travel in their own type")
         made_by = _require_latency_handle("low_latency_combine", handle)
         rows = made_by.group.combine_buffer() if zero_copy else x
+        _checks.latency_combine(made_by, rows, topk_weights, out)
 
         def body() -> Any:
             combined, tensors, operation = _latency.combine(made_by, rows, topk_weights, out)
             (operation.send if return_recv_hook else operation.whole)()
             return (combined, operation), tensors
 
-        (combined, operation), event = self._lane.run(x.device, None, async_finish, body)
-        hook = self._hook(x.device, operation) if return_recv_hook else None
+        (combined, operation), event = self._lane.run(rows.device, None, async_finish, body)
+        hook = self._hook(rows.device, operation) if return_recv_hook else None
         return combined, event, hook
 
     def _hook(self, device: torch.device, operation: _latency.Operation) -> Hook:
@@ -502,21 +535,30 @@ class Buffer:
         refuse("low_latency_clean_mask_buffer: libep has no mask of ranks")
 
 
+def _meet(group: ProcessGroup) -> Bootstrap:
+    try:
+        return from_process_group(group)
+    except TypeError as error:
+        raise EpError(Status.TYPE, f"Buffer: {error}") from None
+
+
 def _require_handle(call: str, handle: object) -> NormalHandle:
     if not isinstance(handle, NormalHandle):
-        raise TypeError(
-            f"{call}: handle: expected one that dispatch returned, got {type(handle).__qualname__}"
-        )
+        _refuse_handle(call, "dispatch", handle)
     return handle
 
 
 def _require_latency_handle(call: str, handle: object) -> LatencyHandle:
     if not isinstance(handle, LatencyHandle):
-        raise TypeError(
-            f"{call}: handle: expected one that low_latency_dispatch returned, got "
-            f"{type(handle).__qualname__}"
-        )
+        _refuse_handle(call, "low_latency_dispatch", handle)
     return handle
+
+
+def _refuse_handle(call: str, made_by: str, handle: object) -> NoReturn:
+    raise EpError(
+        Status.TYPE,
+        f"{call}: handle: expected one that {made_by} returned, got {type(handle).__qualname__}",
+    )
 
 
 def _require_one_end(call: str, async_finish: bool, return_recv_hook: bool) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LEAST_TOKENS = 1024  # of a group's capacity, so that small first batches do not make it grow often
 _AGREED = struct.Struct("=qQ")  # tokens of a rank, and a bit for each of its groups with plans
 _SCALE_BLOCK = 128  # elements, of 4 bytes of scales
+WORDS = 4  # a row has a multiple of so many words of 4 bytes
 
 
 class NormalKey(NamedTuple):
@@ -65,11 +66,13 @@ class NormalGroup:
     def __init__(self, bootstrap: Bootstrap, key: NormalKey, capacity: int) -> None:
         self.key = key
         self.capacity = capacity
+        # Rows of weights, and of the counts of ranks' experts, travel as well.
+        words = -(-max(key.top_k, key.experts_per_rank) // WORDS) * WORDS
         self.group = create_group(
             bootstrap,
             num_experts=(key.experts_per_rank + 1) * bootstrap.size,
             max_tokens=capacity,
-            hidden=key.hidden * key.element_bytes,
+            hidden=max(key.hidden * key.element_bytes, 4 * words),
             dtype=torch.uint8,
             top_k=key.top_k,
             max_scale_bytes=4 * -(-key.hidden // _SCALE_BLOCK),
@@ -143,6 +146,13 @@ class LatencyGroup:
             quant=quant,
             scale_order=ScaleOrder.BY_ROW if is_packed else ScaleOrder.BY_COLUMN,
         )
+
+    def read_sources(self, plan: Tensor) -> tuple[Tensor, Tensor]:
+        """The source rank and token of each row of a plan, [L * rows]. Waits for the plan."""
+        handle = self.take(Quant.NONE)
+        found = handle.read_sources(plan, self.key.experts_per_rank * self.rows_per_expert)
+        self.give_back(handle)
+        return found
 
     def give_back(self, handle: Handle) -> None:
         """Let others take the handle."""

@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
+_MODULES = {  # as DeepEP calls them
+    "deep_ep": "libep.deep_ep",
+    "deep_ep.buffer": "libep.deep_ep._buffer",
+    "deep_ep.utils": "libep.deep_ep.utils",
+    "deep_ep.utils.envs": "libep.deep_ep.utils.envs",
+    "deep_ep.utils.math": "libep.deep_ep.utils.math",
+    "deep_ep.utils.testing": "libep.deep_ep.utils.testing",
+    "deep_ep_cpp": "libep.deep_ep.utils",
+}
 _PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "path")
 
 
@@ -20,17 +29,12 @@ def folder() -> str:
 
 
 def install() -> None:
-    """Let "import deep_ep" find libep.deep_ep, in this process. Twice does nothing.
+    """Let "import deep_ep" find libep.deep_ep, in this process and in those that multiprocessing
+    spawns from it. Twice does nothing.
 
     Call it before anything imports deep_ep. RuntimeError if another deep_ep is there already.
     """
-    # "deep_ep" and "deep_ep.buffer" are what DeepEP's own modules are called.
-    modules: dict[str, ModuleType] = {
-        "deep_ep": importlib.import_module("libep.deep_ep"),
-        "deep_ep.buffer": importlib.import_module("libep.deep_ep._buffer"),
-        "deep_ep.utils": importlib.import_module("libep.deep_ep.utils"),
-        "deep_ep_cpp": importlib.import_module("libep.deep_ep.utils"),
-    }
+    modules = {name: importlib.import_module(ours) for name, ours in _MODULES.items()}
     present = sys.modules.get("deep_ep")
     if present is not None and not _is_ours(present):
         raise RuntimeError(
@@ -38,6 +42,8 @@ def install() -> None:
             f"{getattr(present, '__file__', None)}: call install() first"
         )
     sys.modules.update(modules)
+    if _PATH not in sys.path:
+        sys.path.insert(1, _PATH)  # which multiprocessing gives to the processes that it spawns
 
 
 def _is_ours(module: ModuleType) -> bool:

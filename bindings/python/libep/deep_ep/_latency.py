@@ -11,6 +11,7 @@ from .._abi import Quant, Status
 from .._library import EpError
 from ..torch import _calls
 from ..torch._autograd import make_plan, make_received
+from ._handles import LatencyHandle
 from ._streams import keep
 
 if TYPE_CHECKING:
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
     from ._normal import Tokens
 
 _PACK = 4  # UE8M0 scales in an int32
-
-
-class LatencyHandle(NamedTuple):
-    """What low_latency_dispatch returns for low_latency_combine."""
-
-    plan: Tensor
-    group: LatencyGroup
-    num_max_dispatch_tokens_per_rank: int
-    hidden: int
-    num_experts: int
-    num_tokens: int
 
 
 class Operation(NamedTuple):
@@ -112,15 +102,7 @@ def dispatch(
         )
         finish()
 
-    key = group.key
-    handle = LatencyHandle(
-        plan.bytes,
-        group,
-        key.max_tokens,
-        key.hidden,
-        key.experts_per_rank * group.group.size,
-        x.shape[0],
-    )
+    handle = LatencyHandle(plan.bytes, group, x.shape[0])
     shown: Tokens = rows
     if scales is not None:
         shown = (rows, (scales if packed is None else packed).transpose(1, 2))
@@ -138,7 +120,7 @@ def combine(
     group = handle.group
     layer = group.take(Quant.NONE)
     if out is None:
-        out = x.new_empty((handle.num_tokens, handle.hidden))
+        out = x.new_empty((handle.num_tokens, x.shape[-1]))
     written = out
 
     def send() -> None:

@@ -14,7 +14,8 @@ from .._abi import Status
 from .._library import EpError, last_error, library
 from ..torch import Plan, _calls
 from ..torch._autograd import make_plan
-from ._groups import NormalKey
+from ._groups import WORDS, NormalKey
+from ._handles import NormalHandle
 from ._streams import keep
 
 if TYPE_CHECKING:
@@ -26,17 +27,6 @@ if TYPE_CHECKING:
     from ._groups import Groups, NormalGroup
 
     Tokens = Union[Tensor, tuple[Tensor, Tensor]]
-
-
-class NormalHandle(NamedTuple):
-    """What dispatch returns for combine and for a dispatch with the same routing."""
-
-    plan: Tensor
-    numbers: Tensor
-    layer: Handle
-    num_recv_tokens: int
-    is_token_in_rank: Optional[Tensor]
-    num_tokens: int
 
 
 class Sent(NamedTuple):
@@ -58,24 +48,6 @@ class Routed(NamedTuple):
     plan: Plan
     num_recv_tokens: int
     counts: list[int]
-
-
-def split(call: str, x: Tokens) -> tuple[Tensor, Optional[Tensor]]:
-    """The rows and the scales of x. EpError unless there is a row of scales for each row."""
-    tokens, scales = x if isinstance(x, (tuple, list)) else (x, None)
-    if tokens.dim() != 2:
-        raise EpError(
-            Status.NDIM, f"{call}: x: expected [tokens, hidden], got {list(tokens.shape)}"
-        )
-    if scales is None:
-        return tokens, None
-    if scales.dim() != 2 or scales.shape[0] != tokens.shape[0]:
-        raise EpError(
-            Status.SHAPE,
-            f"{call}: x: expected a row of scales for each of {tokens.shape[0]} tokens, got "
-            f"{list(scales.shape)}",
-        )
-    return tokens, scales.contiguous()
 
 
 def route(
@@ -131,7 +103,8 @@ def _key(experts_per_rank: int, top_k: int, tokens: Tensor) -> NormalKey:
 
 def dispatch(
     groups: Groups,
-    x: Tokens,
+    tokens: Tensor,
+    scales: Optional[Tensor],
     topk_idx: Tensor,
     topk_weights: Optional[Tensor],
     is_token_in_rank: Optional[Tensor],
@@ -141,18 +114,12 @@ def dispatch(
     num_sms: int,
 ) -> Sent:
     """Send rows by a new routing. Arguments as of Buffer.dispatch."""
-    tokens, scales = split("dispatch", x)
-    if topk_idx.dim() != 2 or topk_idx.shape[0] != tokens.shape[0]:
-        raise EpError(
-            Status.SHAPE,
-            f"dispatch: topk_idx: expected [{tokens.shape[0]}, top-k], got {list(topk_idx.shape)}",
-        )
     key = _key(experts_per_rank, topk_idx.shape[1], tokens)
     routed = route(groups, key, topk_idx, num_worst_tokens, num_sms)
     rows, layer = routed.num_recv_tokens, routed.layer
     recv_weights = None
     if topk_weights is not None:
-        recv_weights = topk_weights.new_empty((rows, key.top_k))
+        recv_weights = topk_weights.new_empty((rows, key.top_k), dtype=torch.float32)
     recv_idx = topk_idx.new_empty((rows, key.top_k))
     recv, recv_scales = _send(
         layer, routed.plan.bytes, tokens, scales, rows, topk_weights, recv_weights, recv_idx
@@ -185,7 +152,8 @@ def _align(counts: list[int], alignment: int) -> list[int]:
 
 def dispatch_to_ranks(
     groups: Groups,
-    x: Tokens,
+    tokens: Tensor,
+    scales: Optional[Tensor],
     is_token_in_rank: Tensor,
     num_tokens_per_expert: Tensor,
     expert_alignment: int,
@@ -200,20 +168,19 @@ def dispatch_to_ranks(
     each = num_tokens_per_expert.numel() // size
     firsts = torch.arange(size, device=is_token_in_rank.device) * each
     topk_idx = torch.where(is_token_in_rank, firsts, -1)
-    sent = dispatch(groups, x, topk_idx, None, is_token_in_rank, each, 1, 0, num_sms)
+    sent = dispatch(groups, tokens, scales, topk_idx, None, is_token_in_rank, each, 1, 0, num_sms)
     counts = num_tokens_per_expert.int().view(size, each)
-    padded = torch.nn.functional.pad(counts, (0, -each % 4))  # rows are multiples of 16 bytes
+    padded = torch.nn.functional.pad(counts, (0, -each % WORDS))
     to_each = torch.where(torch.eye(size, dtype=torch.bool, device=firsts.device), firsts, -1)
-    key = _key(each, size, split("dispatch", x)[0])
+    key = _key(each, size, tokens)
     routed = route(groups, key, to_each, 0, num_sms)
     received, _ = _send(routed.layer, routed.plan.bytes, padded, None, size)
     totals = received.sum(0)[:each].tolist()
     return sent._replace(topk_idx=None, num_recv_tokens_per_expert=_align(totals, expert_alignment))
 
 
-def dispatch_again(handle: NormalHandle, x: Tokens) -> Sent:
+def dispatch_again(handle: NormalHandle, tokens: Tensor, scales: Optional[Tensor]) -> Sent:
     """Send rows by the routing of a dispatch before."""
-    tokens, scales = split("dispatch", x)
     keep(handle.plan)
     recv, recv_scales = _send(handle.layer, handle.plan, tokens, scales, handle.num_recv_tokens)
     return Sent(recv, recv_scales, None, None, None, None)
@@ -240,16 +207,27 @@ def combine(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Return rows to their tokens, and sum them. Arguments as of Buffer.combine."""
     keep(handle.plan)
-    out = x.new_empty((handle.num_tokens, x.shape[-1]))
-    out_weights = None
-    if topk_weights is None:
-        _calls.combine(handle.layer, handle.plan, x, None, None, out)
-    else:
-        out_weights = topk_weights.new_empty((handle.num_tokens, topk_weights.shape[-1]))
-        _calls.dispatch_backward(handle.layer, handle.plan, x, topk_weights, out, out_weights)
+    out = _sum(handle, x)
+    out_weights = None if topk_weights is None else _sum_weights(handle, topk_weights)
     if bias:
         total = out.float()
         for term in bias:
             total += term
         out = total.to(x.dtype)
     return out, out_weights
+
+
+def _sum(handle: NormalHandle, rows: Tensor) -> Tensor:
+    out = rows.new_empty((handle.num_tokens, rows.shape[1]))
+    _calls.combine(handle.layer, handle.plan, rows, None, None, out)
+    return out
+
+
+def _sum_weights(handle: NormalHandle, weights: Tensor) -> Tensor:
+    """Add the weights of all ranks, entries without an expert included, as DeepEP does."""
+    top_k = weights.shape[1]
+    missing = -top_k % WORDS
+    if not missing:
+        return _sum(handle, weights.float())
+    rows = torch.nn.functional.pad(weights.float(), (0, missing))
+    return _sum(handle, rows)[:, :top_k].contiguous()

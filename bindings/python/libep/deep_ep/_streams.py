@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .._abi import Status
+from .._library import EpError
+
 if TYPE_CHECKING:
     from typing import Any, Callable, Optional
 
@@ -44,11 +47,12 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for the operation. ValueError without an event."""
+        """Let the current stream wait for the operation. EpError without an event."""
         if self.event is None:
-            raise ValueError(
+            raise EpError(
+                Status.ORDER,
                 "current_stream_wait: expected an event, got none: the call was made without "
-                "async_finish, and the current stream waits already"
+                "async_finish, and the current stream waits already",
             )
         self.event.current_stream_wait()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -61,6 +62,13 @@ def _choose(handle: Handle, name: str, tensor: Tensor) -> Union[Handle, int]:
         return handle
     _checks.require_usable(name, tensor)
     return handle if type(tensor) in _EAGER else handle.key
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether a call only records what it does, with tensors that have no elements."""
+    if is_compiling():
+        return True
+    return type(tensor) not in _EAGER and detect_fake_mode((tensor,)) is not None
 
 
 def _is_latency(handle: Handle) -> bool:
@@ -155,17 +163,21 @@ def count_rows(handle: Handle, plan: Plan) -> int:
     """The rows of the receive buffer: the capacity, or with exact sizing those that come."""
     if not handle.is_exact:
         return handle.capacity
-    if is_compiling():
+    if _is_traced(plan.numbers):
         traced: int = _ops.count_rows(handle.key, plan.numbers)
         torch._check(traced >= 0)
         return traced
+    return _calls.count_rows(handle, plan.numbers)
+
+
+def _refuse_capture(handle: Handle) -> None:
+    """EpError while a graph is captured, where the host would read the number of rows."""
     if handle.ordinal >= 0 and torch.cuda.is_current_stream_capturing():
         raise EpError(
             Status.UNSUPPORTED,
             "dispatch: expected a static size (max_recv_rows) while a CUDA graph is captured, got "
             "exact sizing, where the host reads the number of rows",
         )
-    return _calls.count_rows(handle, plan.numbers)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------
@@ -250,7 +262,7 @@ def make_received(
     if recv is None:
         recv = tokens.new_empty((*handle.lead(rows), tokens.shape[-1]), dtype=dtype)
     if topk_weights is not None:
-        weights = topk_weights.new_empty(handle.weights_shape(rows))
+        weights = topk_weights.new_empty(handle.weights_shape(rows), dtype=torch.float32)
     if handle.is_per_token:
         idx = tokens.new_empty((*handle.lead(rows), handle.top_k), dtype=torch.int64)
     return Received(recv, weights, plan, recv_scales, idx)
@@ -275,7 +287,8 @@ def dispatch(
     tokens        [T, H] of any type; rows of a multiple of 16 bytes
     routing       topk_idx, [T, K] int32 or int64: the expert of each entry; negative: none. Or the
                   plan that prepare made from it.
-    topk_weights  [T, K] float32, which travel along; None: the caller weights elsewhere
+    topk_weights  [T, K] float32, bfloat16 or float16, which travel along as float32; None: the
+                  caller weights elsewhere
     scales        [T, S] of any type, rows of a multiple of 4 bytes, of tokens that are quantised
                   already; None: no scales
     num_tokens    [1] int32 or int64: only the first num_tokens rows count; None: all. With a plan,
@@ -299,10 +312,12 @@ def dispatch(
         return _dispatch_routed(
             handle, which, tokens, routing, topk_weights, scales, num_tokens, recv_tokens
         )
+    if handle.is_exact and recv_tokens is None and not is_compiling():
+        _refuse_capture(handle)
     if isinstance(routing, Plan):
         plan = routing
     else:
-        if not isinstance(which, int) and (
+        if not _is_traced(tokens) and (
             scales is not None
             or recv_tokens is not None
             or not _inputs.are_plain(handle, routing, tokens, topk_weights)
@@ -382,6 +397,7 @@ def _dispatch_routed(
     given: Optional[Tensor],
 ) -> Received:
     idx = require_indices(topk_idx)
+    require_given(handle, idx, (tokens, topk_weights, scales, given), num_tokens is not None)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, given)
     _through(which).dispatch_routed(
@@ -400,6 +416,15 @@ def _dispatch_routed(
     )
     mark_written(which, given)
     return received
+
+
+def require_given(
+    handle: Handle, topk_idx: Tensor, inputs: _inputs.Inputs, has_count: bool
+) -> None:
+    """Check where the rows go, if the caller says so: a receive phase would refuse it too late."""
+    tokens, _, _, recv_tokens = inputs
+    if recv_tokens is not None and not _is_traced(tokens):
+        _inputs.require(handle, topk_idx, inputs, has_count)
 
 
 def require_indices(routing: Union[Tensor, Plan]) -> Tensor:
@@ -446,7 +471,9 @@ class _Combine(torch.autograd.Function):
         _refuse_second_derivative("combine")
         plan, weights, expert_out = ctx.saved_tensors
         out = grad_out.new_empty(ctx.rows_shape)
-        out_weights = None if expert_out is None else torch.empty_like(weights)
+        out_weights = None
+        if expert_out is not None:
+            out_weights = weights.new_empty(weights.shape, dtype=torch.float32)
         _through(ctx.which).combine_backward(
             ctx.which, plan, grad_out.contiguous(), weights, expert_out, out, out_weights
         )
@@ -465,9 +492,10 @@ def combine(
 
     plan          of the dispatch
     expert_out    [rows, H] bfloat16, float16 or float32, of the shape of Received.tokens
-    weights       [rows] float32, by which rows are multiplied: Received.topk_weights of an
-                  expert-major or batched dispatch. None: 1, for rows that are weighted already.
-    topk_weights  [T, K] float32, in latency mode in place of `weights`: those of this rank's tokens
+    weights       [rows] float32, bfloat16 or float16, by which rows are multiplied:
+                  Received.topk_weights of an expert-major or batched dispatch. None: 1, for rows
+                  that are weighted already.
+    topk_weights  [T, K], in latency mode in place of `weights`: those of this rank's tokens
 
     Returns a new tensor [T, H], zero for tokens without a slot. Differentiable with respect to
     expert_out and weights in throughput mode.

@@ -21,7 +21,7 @@ from . import _checks, _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
-    from typing import Any, NoReturn, Optional, Union
+    from typing import Any, Optional, Union
 
     from torch import Tensor
 
@@ -45,16 +45,20 @@ for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):  # of newer versions; libep
 
 def _convert(tensor: Tensor) -> CoreTensor:
     kind = TYPES.get(tensor.dtype)
-    if kind is None or not tensor.is_contiguous():
-        _refuse(tensor)
+    if kind is None:
+        raise TypeError(_describe_types(tensor))
+    if not tensor.is_contiguous():
+        raise TypeError(_describe_strides(tensor))
     return CoreTensor(tensor.data_ptr(), kind, tensor.shape, tensor)
 
 
-def _refuse(tensor: Tensor) -> NoReturn:
-    if tensor.dtype not in TYPES:
-        names = ", ".join(str(dtype) for dtype in TYPES)
-        raise TypeError(f"expected elements of one of the types {names}, got {tensor.dtype}")
-    raise TypeError(
+def _describe_types(tensor: Tensor) -> str:
+    names = ", ".join(str(dtype) for dtype in TYPES)
+    return f"expected elements of one of the types {names}, got {tensor.dtype}"
+
+
+def _describe_strides(tensor: Tensor) -> str:
+    return (
         f"expected a C-contiguous tensor, got strides {tuple(tensor.stride())} for shape "
         f"{tuple(tensor.shape)}: call contiguous()"
     )
@@ -63,20 +67,34 @@ def _refuse(tensor: Tensor) -> NoReturn:
 register_converter(torch.Tensor, _convert)
 
 
+ROW_UNIT, SCALE_UNIT = 16, 4  # on whose multiples rows and scales start
+_HALVES = (torch.bfloat16, torch.float16)
+WEIGHTS = (torch.float32, *_HALVES)
+
+
 def _given(
-    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str, unit: int = 0
 ) -> Optional[CoreTensor]:
-    """The argument `name` for the core. None stays None."""
+    """The argument `name` for the core. None stays None.
+
+    unit  of an input: it is copied unless it is contiguous and starts on a multiple of this.
+          0: an output
+    """
     if tensor is None:
         return None
     try:
         kind = refuse_memory(owner, tensor, name)
+        if unit:
+            tensor = _place(tensor, unit)
+        else:
+            refuse_strides(tensor, name)
         pointer = tensor.data_ptr()
     except AttributeError:
         _checks.require_tensor(name, tensor)
         raise
     except RuntimeError:  # of tensors that have no memory
         _checks.refuse_derivatives(name, tensor)
+        _checks.refuse_layout(name, tensor)
         raise
     try:
         return CoreTensor(pointer, kind, tensor.shape, tensor)
@@ -84,21 +102,70 @@ def _given(
         raise TypeError(f"{name}: {error}") from None
 
 
+def _place(tensor: Tensor, unit: int) -> Tensor:
+    """The tensor, or a copy that is contiguous and starts on a multiple of `unit`."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % unit else tensor
+
+
+def _input(
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str
+) -> Optional[CoreTensor]:
+    """An input of rows or scales. Those that do not start as they should the library refuses."""
+    return _given(owner, tensor, name, 1)
+
+
+def _gradient(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreTensor]:
+    """An input of gradients, which PyTorch may make anywhere in its memory."""
+    return _given(handle, tensor, name, ROW_UNIT)
+
+
+def _weights(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreTensor]:
+    """An input of weights. bfloat16 and float16 become float32."""
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in _HALVES:
+        tensor = tensor.float()
+    return _given(handle, tensor, name, 4)
+
+
+def _indices(
+    owner: Union[Handle, Group], tensor: Optional[Tensor], name: str, is_kept: bool = False
+) -> Optional[CoreTensor]:
+    """An input of integers.
+
+    is_kept  whether later calls read the tensor's memory again: then no copy serves
+    """
+    if tensor is None:
+        return None
+    _checks.require_tensor(name, tensor)
+    if tensor.dtype not in TYPES:
+        raise TypeError(f"{name}: expected int32 or int64, got {tensor.dtype}")
+    return _given(owner, tensor, name, 0 if is_kept else tensor.dtype.itemsize)
+
+
+def is_here(owner: Union[Handle, Group], tensor: Tensor) -> bool:
+    """Whether the tensor lies on the group's device. Meta tensors have a CPU's number, too."""
+    ordinal = owner.ordinal
+    return tensor.is_cpu if ordinal < 0 else tensor.get_device() == ordinal
+
+
 def refuse_memory(owner: Union[Handle, Group], tensor: Tensor, name: str) -> Type:
-    """The tensor's type. TypeError if the tensor is elsewhere, not contiguous or of no known type."""
-    if tensor.get_device() != owner.ordinal:
+    """The tensor's type. TypeError if the tensor is elsewhere or of no known type."""
+    if not is_here(owner, tensor):
         raise TypeError(
             f"{name}: expected a tensor on {owner.device}, where the group is, got one on "
             f"{tensor.device}"
         )
     # As _convert, whose call would take as long as the checks.
     kind = TYPES.get(tensor.dtype)
-    if kind is None or not tensor.is_contiguous():
-        try:
-            _refuse(tensor)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}") from None
+    if kind is None:
+        raise TypeError(f"{name}: {_describe_types(tensor)}")
     return kind
+
+
+def refuse_strides(tensor: Tensor, name: str) -> None:
+    """TypeError unless an output is contiguous."""
+    if not tensor.is_contiguous():
+        raise TypeError(f"{name}: {_describe_strides(tensor)}")
 
 
 def prepare(
@@ -115,8 +182,8 @@ def prepare(
         return
     CoreHandle.prepare(
         handle,
-        _given(handle, topk_idx, "topk_idx"),
-        _given(handle, num_tokens, "num_tokens"),
+        _indices(handle, topk_idx, "topk_idx", handle.is_latency),
+        _indices(handle, num_tokens, "num_tokens", handle.is_latency),
         plan=_given(handle, plan, "plan"),
         stream=handle.stream(),
         out=handle.outputs(_given(handle, numbers, "numbers")),
@@ -162,9 +229,9 @@ def dispatch(
         return
     CoreHandle.dispatch(
         handle,
-        _given(handle, tokens, "tokens"),
-        _given(handle, topk_weights, "topk_weights"),
-        _given(handle, scales, "scales"),
+        _input(handle, tokens, "tokens"),
+        _weights(handle, topk_weights, "topk_weights"),
+        _input(handle, scales, "scales"),
         recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
         recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
         recv_scales=_given(handle, recv_scales, "recv_scales"),
@@ -178,8 +245,8 @@ def _routing(
     handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor], numbers: Optional[Tensor]
 ) -> Prepare:
     return Prepare(
-        _given(handle, topk_idx, "topk_idx"),
-        _given(handle, num_tokens, "num_tokens"),
+        _indices(handle, topk_idx, "topk_idx"),
+        _indices(handle, num_tokens, "num_tokens"),
         handle.outputs(_given(handle, numbers, "numbers")),
     )
 
@@ -215,9 +282,9 @@ def dispatch_routed(
         return
     CoreHandle.dispatch(
         handle,
-        _given(handle, tokens, "tokens"),
-        _given(handle, topk_weights, "topk_weights"),
-        _given(handle, scales, "scales"),
+        _input(handle, tokens, "tokens"),
+        _weights(handle, topk_weights, "topk_weights"),
+        _input(handle, scales, "scales"),
         recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
         recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
         recv_scales=_given(handle, recv_scales, "recv_scales"),
@@ -240,9 +307,9 @@ def combine(
         return
     CoreHandle.combine(
         handle,
-        _given(handle, expert_out, "expert_out"),
-        _given(handle, slot_weights, "slot_weights"),
-        _given(handle, topk_weights, "topk_weights"),
+        _input(handle, expert_out, "expert_out"),
+        _weights(handle, slot_weights, "slot_weights"),
+        _weights(handle, topk_weights, "topk_weights"),
         out=_given(handle, out, "out"),
         plan=_given(handle, plan, "plan"),
         stream=handle.stream(),
@@ -270,9 +337,9 @@ def combine_backward(
         return
     CoreHandle.combine_backward(
         handle,
-        _given(handle, grad_out, "grad_out"),
-        _given(handle, slot_weights, "slot_weights"),
-        _given(handle, expert_out, "expert_out"),
+        _gradient(handle, grad_out, "grad_out"),
+        _weights(handle, slot_weights, "slot_weights"),
+        _input(handle, expert_out, "expert_out"),
         grad_expert_out=_given(handle, grad_expert_out, "grad_expert_out"),
         grad_slot_weights=_given(handle, grad_slot_weights, "grad_slot_weights"),
         plan=_given(handle, plan, "plan"),
@@ -299,8 +366,8 @@ def dispatch_backward(
         return
     CoreHandle.dispatch_backward(
         handle,
-        _given(handle, grad_recv_tokens, "grad_recv_tokens"),
-        _given(handle, grad_slot_weights, "grad_slot_weights"),
+        _gradient(handle, grad_recv_tokens, "grad_recv_tokens"),
+        _weights(handle, grad_slot_weights, "grad_slot_weights"),
         grad_tokens=_given(handle, grad_tokens, "grad_tokens"),
         grad_topk_weights=_given(handle, grad_topk_weights, "grad_topk_weights"),
         plan=_given(handle, plan, "plan"),
@@ -320,9 +387,9 @@ def dispatch_send(
 ) -> None:
     CoreHandle.dispatch_send(
         handle,
-        _given(handle, tokens, "tokens"),
-        _given(handle, topk_weights, "topk_weights"),
-        _given(handle, scales, "scales"),
+        _input(handle, tokens, "tokens"),
+        _weights(handle, topk_weights, "topk_weights"),
+        _input(handle, scales, "scales"),
         plan=_given(handle, plan, "plan"),
         prepare=_routing(handle, topk_idx, num_tokens, numbers),
         stream=handle.stream(),
@@ -355,9 +422,9 @@ def combine_send(
 ) -> None:
     CoreHandle.combine_send(
         handle,
-        _given(handle, expert_out, "expert_out"),
-        _given(handle, slot_weights, "slot_weights"),
-        _given(handle, topk_weights, "topk_weights"),
+        _input(handle, expert_out, "expert_out"),
+        _weights(handle, slot_weights, "slot_weights"),
+        _weights(handle, topk_weights, "topk_weights"),
         plan=_given(handle, plan, "plan"),
         stream=handle.stream(),
     )
@@ -371,8 +438,8 @@ def quantise_rows(
     group: Group, rows: Tensor, num_rows: Optional[Tensor], out: Tensor, scales: Tensor, form: Any
 ) -> None:
     group.quantise_rows(
-        _given(group, rows, "rows"),
-        _given(group, num_rows, "num_rows"),
+        _input(group, rows, "rows"),
+        _indices(group, num_rows, "num_rows"),
         out=_given(group, out, "out"),
         scales=_given(group, scales, "scales"),
         stream=current_stream(group.ordinal),

@@ -44,6 +44,7 @@ def require_usable(name: str, value: Any) -> None:
     """Refuse what is no tensor, and tensors that libep would read wrongly."""
     require_tensor(name, value)
     refuse_derivatives(name, value)
+    refuse_layout(name, value)
     refuse_negative(name, value)
 
 
@@ -69,6 +70,12 @@ def refuse_derivatives(name: str, tensor: Tensor) -> None:
             f"{name}: expected a tensor without tangent, got one of forward-mode derivatives, "
             "which libep does not have: use backward",
         )
+
+
+def refuse_layout(name: str, tensor: Tensor) -> None:
+    """TypeError for sparse tensors and others that are no rows in memory."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
 
 
 def refuse_negative(name: str, tensor: Tensor) -> None:

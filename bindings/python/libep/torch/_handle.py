@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from .._abi import Layout, Mode, Plans, Quant, Rows, ScaleOrder, Status, Tail, Type
 from .._config import max_recv_rows, name_members
 from .._handle import Handle as CoreHandle
@@ -41,6 +43,11 @@ def find_handle(key: int) -> Handle:
     return handle
 
 
+def _describe(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).replace("torch.", "")
+    return f"<{dtype} {list(tensor.shape)} on {tensor.device}>"
+
+
 class Plan(NamedTuple):
     """A step's routing, made by dispatch: tensors and two ints, which may be saved and passed on.
 
@@ -58,6 +65,12 @@ class Plan(NamedTuple):
 
     num_local_experts: int
     """L."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(num_tokens={self.num_tokens}, num_local_experts={self.num_local_experts}, "
+            f"bytes={_describe(self.bytes)}, numbers={_describe(self.numbers)})"
+        )
 
     @property
     def expert_counts(self) -> Tensor:
@@ -178,6 +191,17 @@ class Handle(CoreHandle):
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT
+
+    def read_sources(self, plan: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Which token each of `rows` receive rows is of. Waits for the current stream. Local.
+
+        plan  Plan.bytes, after the dispatch
+
+        Returns the source ranks and the tokens' numbers there, [rows] int32; -1: no token.
+        """
+        ranks, tokens = torch.empty((2, rows), dtype=torch.int32, device="cpu")
+        self.plan_sources(ranks=ranks, tokens=tokens, plan=plan, stream=self.stream())
+        return ranks.to(self.device), tokens.to(self.device)
 
     def outputs(self, numbers: Optional[CoreTensor]) -> Optional[PlanTensors]:
         """The outputs of prepare that make up Plan.numbers.

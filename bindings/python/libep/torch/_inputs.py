@@ -13,7 +13,15 @@ import torch
 from .._abi import MAX_DIMS, Layout, Status
 from .._library import EpError
 from . import _checks
-from ._calls import TYPES, refuse_memory
+from ._calls import (
+    ROW_UNIT,
+    SCALE_UNIT,
+    TYPES,
+    WEIGHTS,
+    is_here,
+    refuse_memory,
+    refuse_strides,
+)
 
 if TYPE_CHECKING:
     from typing import NoReturn, Optional
@@ -28,34 +36,31 @@ if TYPE_CHECKING:
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def are_plain(
-    handle: Handle, topk_idx: Tensor, tokens: Tensor, weights: Optional[Tensor]
-) -> bool:
+def are_plain(handle: Handle, topk_idx: Tensor, tokens: Tensor, weights: Optional[Tensor]) -> bool:
     """A quick test that nothing is to be refused. Arguments may be anything."""
     try:
         rows, width = tokens.shape
-        shape, kind, ordinal = topk_idx.shape, tokens.dtype, handle.ordinal
+        shape, kind = topk_idx.shape, tokens.dtype
         size = width * kind.itemsize
         return (
             kind in TYPES
-            and tokens.is_contiguous()
-            and tokens.get_device() == ordinal
+            and is_here(handle, tokens)
             and rows == shape[0]
             and not handle.quantises
-            and size % 16 == 0
+            and size % ROW_UNIT == 0
             and 0 < size <= handle.max_row_bytes
+            and tokens.data_ptr() % ROW_UNIT == 0
             and (
                 weights is None
                 or (
                     weights.shape == shape
                     and weights.dtype is torch.float32
-                    and weights.is_contiguous()
-                    and weights.get_device() == ordinal
+                    and is_here(handle, weights)
                 )
             )
         )
-    except (AttributeError, TypeError, ValueError, IndexError):  # other types or dimensions
-        return False
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+        return False  # other types or dimensions, or no memory
 
 
 def require(handle: Handle, topk_idx: Tensor, inputs: Inputs, has_count: bool) -> None:
@@ -105,9 +110,18 @@ def _require_bytes(name: str, tensor: Tensor, unit: int, most: int) -> None:
         _refuse(Status.ROW_BYTES, name, expected, size)
 
 
+def _require_start(name: str, tensor: Tensor, unit: int) -> None:
+    """Refuse rows at another address. Others than contiguous ones are copied, and so start well."""
+    address = tensor.data_ptr()
+    if address % unit and tensor.is_contiguous():
+        expected = f"memory on a multiple of {unit} bytes, such as that of clone()"
+        _refuse(Status.ADDRESS, name, expected, hex(address))
+
+
 def _require_tokens(handle: Handle, topk_idx: Tensor, tokens: Tensor, has_count: bool) -> None:
     _require_rows("tokens", tokens, topk_idx, has_count)
-    _require_bytes("tokens", tokens, 16, handle.max_row_bytes)
+    _require_bytes("tokens", tokens, ROW_UNIT, handle.max_row_bytes)
+    _require_start("tokens", tokens, ROW_UNIT)
     if handle.quantises:
         if tokens.dtype not in _SUMMABLE:
             _refuse(Status.TYPE, "tokens", "bfloat16, float16 or float32", tokens.dtype)
@@ -121,8 +135,8 @@ def _require_weights(topk_idx: Tensor, weights: Tensor, has_count: bool) -> None
     if weights.shape[1] != topk_idx.shape[1]:
         columns = f"as many columns as topk_idx, {topk_idx.shape[1]}"
         _refuse(Status.SHAPE, "topk_weights", columns, weights.shape[1])
-    if weights.dtype != torch.float32:
-        _refuse(Status.TYPE, "topk_weights", "float32", weights.dtype)
+    if weights.dtype not in WEIGHTS:
+        _refuse(Status.TYPE, "topk_weights", "float32, bfloat16 or float16", weights.dtype)
 
 
 def _require_scales(handle: Handle, topk_idx: Tensor, scales: Tensor, has_count: bool) -> None:
@@ -133,13 +147,16 @@ def _require_scales(handle: Handle, topk_idx: Tensor, scales: Tensor, has_count:
         expected = "None, since the group's max_scale_bytes is 0"
         _refuse(Status.ROW_BYTES, "scales", expected, "a tensor")
     _require_rows("scales", scales, topk_idx, has_count)
-    _require_bytes("scales", scales, 4, most)
+    _require_bytes("scales", scales, SCALE_UNIT, most)
+    _require_start("scales", scales, SCALE_UNIT)
 
 
 def _require_recv_tokens(handle: Handle, tokens: Tensor, recv: Tensor) -> None:
     dtype = torch.float8_e4m3fn if handle.quantises else tokens.dtype
     if recv.dtype != dtype:
         _refuse(Status.TYPE, "recv_tokens", str(dtype), recv.dtype)
+    refuse_strides(recv, "recv_tokens")
+    _require_start("recv_tokens", recv, ROW_UNIT)
     lead = handle.lead(handle.capacity)
     _require_dims("recv_tokens", recv, len(lead) + 1, len(lead) + 1)
     if recv.shape[-1] != tokens.shape[-1]:

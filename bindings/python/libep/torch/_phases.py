@@ -16,6 +16,7 @@ from ._autograd import (
     make_received,
     mark_written,
     needs_grad,
+    require_given,
     require_indices,
 )
 
@@ -87,6 +88,8 @@ def dispatch_send(
     """
     _require_plain("dispatch_send", "tokens", tokens, topk_weights, scales)
     idx = require_indices(topk_idx)
+    inputs = tokens, topk_weights, scales, recv_tokens
+    require_given(handle, idx, inputs, num_tokens is not None)
     plan = make_plan(handle, idx)
     received = make_received(handle, plan, tokens, topk_weights, scales, recv_tokens)
     _calls.dispatch_send(

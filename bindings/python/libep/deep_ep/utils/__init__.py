@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._config import Config
-from ._streams import EventHandle, EventOverlap
+from .._config import Config
+from .._streams import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of calls, checked before the first operation: a refused call took no part."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._abi import Status
+from .._library import EpError
+from ..torch._calls import ROW_UNIT, SCALE_UNIT, TYPES, WEIGHTS
+
+if TYPE_CHECKING:
+    from typing import Any, Container, NoReturn, Optional, Union
+
+    from torch import Tensor
+
+    from ._handles import LatencyHandle, NormalHandle
+
+    Shape = tuple[Union[int, str], ...]  # a text is the name of a dimension of any length
+
+_INDICES = (torch.int32, torch.int64)
+_SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
+_SCALE_BLOCK = 128  # elements that have one scale
+_MOST_TOP_K = 32
+_MOST_ROW_BYTES = 65536  # EP_MAX_ROW_BYTES
+
+
+def _refuse(status: Status, call: str, name: str, expected: str, got: object) -> NoReturn:
+    raise EpError(status, f"{call}: {name}: expected {expected}, got {got}")
+
+
+def _tensor(
+    call: str,
+    name: str,
+    value: Any,
+    shape: Shape,
+    dtypes: Container[torch.dtype],
+    device: Optional[torch.device] = None,
+) -> None:
+    """EpError unless the argument is a tensor of this shape, type and device."""
+    if not isinstance(value, torch.Tensor):
+        kind = type(value)
+        _refuse(Status.TYPE, call, name, "a tensor", f"{kind.__module__}.{kind.__qualname__}")
+    if value.layout != torch.strided:
+        _refuse(Status.TYPE, call, name, "a dense tensor", f"one of layout {value.layout}")
+    if value.device != device if device else not (value.is_cpu or value.is_cuda):
+        _refuse(Status.ADDRESS, call, name, f"a tensor on {device or 'a CPU or GPU'}", value.device)
+    if value.dtype not in dtypes:
+        _refuse(Status.TYPE, call, name, _words(dtypes), value.dtype)
+    sizes = value.shape
+    if len(sizes) != len(shape) or any(
+        size != length for size, length in zip(sizes, shape) if not isinstance(length, str)
+    ):
+        status = Status.SHAPE if len(sizes) == len(shape) else Status.NDIM
+        _refuse(status, call, name, f"[{', '.join(map(str, shape))}]", list(sizes))
+
+
+def _words(dtypes: Any) -> str:
+    *some, last = (str(dtype).replace("torch.", "") for dtype in dtypes)
+    return f"{', '.join(some)} or {last}" if some else last
+
+
+def _rows(call: str, name: str, tensor: Tensor, unit: int, most: int) -> None:
+    """EpError for rows of a size or at an address that libep cannot move."""
+    size = tensor.shape[-1] * tensor.element_size()
+    if size % unit or not 0 < size <= most:
+        expected = f"rows of a multiple of {unit} bytes, up to {most}"
+        _refuse(Status.ROW_BYTES, call, name, expected, size)
+    if tensor.data_ptr() % unit and tensor.is_contiguous():
+        expected = f"memory on a multiple of {unit} bytes, such as that of clone()"
+        _refuse(Status.ADDRESS, call, name, expected, hex(tensor.data_ptr()))
+
+
+def _number(call: str, name: str, value: Any, least: int) -> None:
+    try:
+        is_right = operator.index(value) >= least
+    except TypeError:
+        is_right = False
+    if not is_right:
+        _refuse(Status.RANGE, call, name, f"a whole number of at least {least}", value)
+
+
+# ---- normal mode --------------------------------------------------------------------------------
+
+
+def routing(
+    call: str,
+    topk_idx: Any,
+    num_tokens: Union[int, str] = "tokens",
+    device: Optional[torch.device] = None,
+) -> None:
+    """Check topk_idx."""
+    _tensor(call, "topk_idx", topk_idx, (num_tokens, "top-k"), _INDICES, device)
+    if not 0 < topk_idx.shape[1] <= _MOST_TOP_K:
+        _refuse(Status.TOP_K, call, "topk_idx", f"1 .. {_MOST_TOP_K} columns", topk_idx.shape[1])
+
+
+def tokens(call: str, x: Any, num_tokens: Union[int, str] = "tokens") -> tuple[Tensor, Any]:
+    """Check the rows that a dispatch sends. Returns them and their scales, or None."""
+    rows, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
+    _tensor(call, "x", rows, (num_tokens, "hidden"), TYPES)
+    _rows(call, "x", rows, ROW_UNIT, _MOST_ROW_BYTES)
+    if scales is not None:
+        _tensor(call, "scales of x", scales, (rows.shape[0], "scales"), TYPES, rows.device)
+        most = SCALE_UNIT * -(-rows.shape[1] // _SCALE_BLOCK)
+        _rows(call, "scales of x", scales, SCALE_UNIT, most)
+    return rows, scales
+
+
+def dispatch(
+    rows: Tensor,
+    topk_idx: Any,
+    topk_weights: Any,
+    is_token_in_rank: Any,
+    num_tokens_per_expert: Any,
+    num_ranks: int,
+) -> None:
+    """Check the routing of a dispatch without handle."""
+    call, count, device = "dispatch", rows.shape[0], rows.device
+    _tensor(call, "num_tokens_per_expert", num_tokens_per_expert, ("experts",), _INDICES, device)
+    if topk_idx is None:
+        shape: Shape = count, num_ranks
+        _tensor(call, "is_token_in_rank", is_token_in_rank, shape, (torch.bool,), device)
+        return
+    routing(call, topk_idx, count, device)
+    if topk_weights is not None:
+        _tensor(call, "topk_weights", topk_weights, tuple(topk_idx.shape), WEIGHTS, device)
+
+
+def dispatch_numbers(expert_alignment: Any, num_worst_tokens: Any) -> None:
+    """Check the numbers of a dispatch."""
+    _number("dispatch", "expert_alignment", expert_alignment, 1)
+    _number("dispatch", "num_worst_tokens", num_worst_tokens, 0)
+
+
+def combine(handle: NormalHandle, x: Any, topk_weights: Any, biases: tuple[Any, ...]) -> None:
+    """Check what combine sends and adds."""
+    device, rows = handle.plan.device, handle.num_recv_tokens
+    _tensor("combine", "x", x, (rows, "hidden"), _SUMMABLE, device)
+    _rows("combine", "x", x, ROW_UNIT, handle.layer.max_row_bytes)
+    if topk_weights is not None:
+        _tensor("combine", "topk_weights", topk_weights, (rows, "top-k"), WEIGHTS, device)
+        if topk_weights.shape[1] != handle.layer.top_k:
+            expected = f"{handle.layer.top_k} columns"
+            _refuse(Status.SHAPE, "combine", "topk_weights", expected, topk_weights.shape[1])
+    for bias in biases:
+        _tensor("combine", "bias", bias, (handle.num_tokens, x.shape[1]), _SUMMABLE, device)
+
+
+# ---- low-latency mode ---------------------------------------------------------------------------
+
+
+def latency_dispatch(x: Any, topk_idx: Any, most_tokens: Any, stats: Any, num_local: int) -> None:
+    """Check what low_latency_dispatch sends, and the statistics that it adds to."""
+    call = "low_latency_dispatch"
+    _number(call, "num_max_dispatch_tokens_per_rank", most_tokens, 1)
+    _tensor(call, "x", x, ("tokens", "hidden"), _SUMMABLE)
+    _rows(call, "x", x, ROW_UNIT, _MOST_ROW_BYTES)
+    routing(call, topk_idx, x.shape[0], x.device)
+    if stats is not None:
+        name = "cumulative_local_expert_recv_stats"
+        _tensor(call, name, stats, (num_local,), _INDICES, x.device)
+
+
+def latency_combine(handle: LatencyHandle, x: Any, topk_weights: Any, out: Any) -> None:
+    """Check what low_latency_combine sends and writes."""
+    call, device, key = "low_latency_combine", handle.plan.device, handle.group.key
+    shape: Shape = key.experts_per_rank, handle.group.rows_per_expert, key.hidden
+    _tensor(call, "x", x, shape, _SUMMABLE, device)
+    _rows(call, "x", x, ROW_UNIT, _MOST_ROW_BYTES)
+    shape = handle.num_tokens, key.top_k
+    _tensor(call, "topk_weights", topk_weights, shape, WEIGHTS, device)
+    if out is not None:
+        _tensor(call, "out", out, (handle.num_tokens, key.hidden), (x.dtype,), device)
+        if not out.is_contiguous():
+            _refuse(Status.SHAPE, call, "out", "a contiguous tensor", f"strides {out.stride()}")
+        _rows(call, "out", out, ROW_UNIT, _MOST_ROW_BYTES)

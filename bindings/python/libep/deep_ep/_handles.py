@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Handles that a dispatch returns: tuples like DeepEP's, whose tensors are computed when read."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from typing import Callable, Iterator, Optional
+
+    from torch import Tensor
+
+    from ..torch import Handle
+    from ._groups import LatencyGroup
+
+
+class _Fields(tuple[Any, ...]):
+    """A tuple whose fields are computed when they are first read."""
+
+    def __new__(cls, *_: object) -> _Fields:
+        return super().__new__(cls, cls._readers)
+
+    _readers: tuple[Callable[[Any], Any], ...] = ()
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(len(self))[at])
+        return self._read(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__qualname__} of a dispatch>"
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _read(self, at: int) -> Any:
+        return self._readers[at](self)
+
+
+class NormalHandle(_Fields):
+    """What dispatch returns for combine and for a dispatch with the same routing.
+
+    Its fields are DeepEP's, of a machine of one node: rank_prefix_matrix, channel_prefix_matrix,
+    recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank, send_head.
+    """
+
+    def __init__(
+        self,
+        plan: Tensor,
+        numbers: Tensor,
+        layer: Handle,
+        num_recv_tokens: int,
+        is_token_in_rank: Optional[Tensor],
+        num_tokens: int,
+    ) -> None:
+        self.plan = plan
+        self.numbers = numbers
+        self.layer = layer
+        self.num_recv_tokens = num_recv_tokens
+        self.is_token_in_rank = is_token_in_rank
+        self.num_tokens = num_tokens
+
+    @functools.cached_property
+    def rank_prefix_matrix(self) -> Tensor:
+        """[R, R] int32: in this rank's column, the rows that the ranks up to each one have sent to
+        it. Other columns are other ranks', which they alone know: -1."""
+        group = self.layer.group
+        matrix = self.numbers.new_full((group.size, group.size), -1)
+        matrix[:, group.rank] = self.numbers[-group.size :].cumsum(0)
+        return matrix
+
+    @functools.cached_property
+    def recv_src_idx(self) -> Tensor:
+        """[rows] int32: each row's token on its rank; -1 for rows past the last one."""
+        return self.layer.read_sources(self.plan, self.num_recv_tokens)[1]
+
+    _readers = (
+        lambda self: self.rank_prefix_matrix,
+        lambda self: None,  # libep has no channels
+        lambda self: None,
+        lambda self: self.recv_src_idx,
+        lambda self: self.is_token_in_rank,
+        lambda self: None,
+    )
+
+
+class LatencyHandle(_Fields):
+    """What low_latency_dispatch returns for low_latency_combine.
+
+    Its fields are DeepEP's: src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden,
+    num_experts.
+    """
+
+    def __init__(self, plan: Tensor, group: LatencyGroup, num_tokens: int) -> None:
+        self.plan = plan
+        self.group = group
+        self.num_tokens = num_tokens
+
+    @functools.cached_property
+    def _sources(self) -> tuple[Tensor, Tensor]:
+        shape = self.group.key.experts_per_rank, self.group.rows_per_expert
+        ranks, tokens = self.group.read_sources(self.plan)
+        return ranks.view(shape), tokens.view(shape)
+
+    @property
+    def src_info(self) -> Tensor:
+        """[L, R * N] int32: each row's token on its rank; -1 for rows past the last one."""
+        return self._sources[1]
+
+    @functools.cached_property
+    def layout_range(self) -> Tensor:
+        """[L, R] int64: of each expert and source rank, its first row << 32 | its rows."""
+        ranks = self._sources[0]
+        size = self.group.group.size
+        counts = torch.stack([(ranks == rank).sum(1) for rank in range(size)], 1)
+        return (counts.cumsum(1) - counts) << 32 | counts
+
+    _readers = (
+        lambda self: self.src_info,
+        lambda self: self.layout_range,
+        lambda self: self.group.key.max_tokens,
+        lambda self: self.group.key.hidden,
+        lambda self: self.group.key.experts_per_rank * self.group.group.size,
+    )

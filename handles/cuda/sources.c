@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The sources of rows, from a copy of a plan in device memory. Its words may be damaged: none leads
+ * outside the copy or the outputs. */
+#include <stdlib.h>
+
+#include "handles/cuda/handle.h"
+#include "handles/sources.h"
+
+/* A row that has arrived. */
+typedef struct Row {
+    int32_t rank, token;
+    int64_t route; /* of its first entry, in units of K */
+    int32_t slot;  /* where rows have one slot */
+} Row;
+
+/* Latency mode: begins hold a word for each token. Returns whether the token has a row. */
+static int find_latency_row(const EpCudaPlan *plan, int32_t max_tokens, Row *row) {
+    row->slot = plan->begins[row->rank * ((int64_t)max_tokens + 1) + row->token];
+    row->route = row->rank * (int64_t)max_tokens + row->token;
+    return row->slot >= 0;
+}
+
+/* Throughput mode: begins number the rows of a rank, by token. */
+static int find_row(const EpCudaPlan *plan, int32_t max_tokens, Row *row) {
+    const int32_t *begin = plan->begins + row->rank * ((int64_t)max_tokens + 1) + row->token;
+    if (begin[0] < 0 || begin[0] >= max_tokens || begin[1] <= begin[0]) return 0;
+    row->route = row->rank * (int64_t)max_tokens + begin[0];
+    row->slot = plan->flat_begin[row->rank] + begin[0];
+    return 1;
+}
+
+/* Put the slots of a row with a slot for each entry. */
+static void put_entries(const EpCudaPlan *plan, int32_t top_k, const Row *row,
+                        const EpSources *out) {
+    if (plan->sizes.form != EP_ROUTES_CHAINED) {
+        for (int32_t k = 0; k < top_k; k++)
+            ep_sources_put(out, plan->routes[row->route * top_k + k], row->rank, row->token);
+        return;
+    }
+    EpChain chain = plan->chains[row->route];
+    int32_t slot = chain.slot;
+    for (int left = __builtin_popcount(chain.mask); left > 0; left--) {
+        if (slot < 0 || slot >= plan->sizes.slots) return;
+        ep_sources_put(out, slot, row->rank, row->token);
+        slot = plan->next[slot];
+    }
+}
+
+static void put_rows(const EpHandle *handle, const EpCudaPlan *plan, int32_t top_k,
+                     const EpSources *out) {
+    const EpPlanShape *s = &handle->shape;
+    int latency = ep_handle_is_latency(handle), has_rows = ep_layout_has_rows(s->layout);
+    for (int32_t rank = 0; rank < s->num_ranks; rank++) {
+        int32_t tokens = (int32_t)ep_max(0, ep_min(plan->tokens[rank], s->max_tokens));
+        for (int32_t token = 0; token < tokens; token++) {
+            Row row = {.rank = rank, .token = token};
+            if (!(latency ? find_latency_row : find_row)(plan, s->max_tokens, &row)) continue;
+            if (!has_rows)
+                put_entries(plan, top_k, &row, out);
+            else if (row.slot < plan->header->recv_rows)
+                ep_sources_put(out, row.slot, rank, token);
+        }
+    }
+}
+
+/* A handle's own plan has the K of its step. */
+static EpStatus read_copy(const EpHandle *handle, int is_named, void *copy, const EpSources *out) {
+    EpCudaPlan plan;
+    ep_cuda_plan_map(&handle->shape, copy, &plan);
+    int32_t top_k = ep_handle_top_k(handle);
+    if (!is_named) top_k = (int32_t)ep_max(1, ep_min(plan.header->top_k, top_k));
+    EpPlanHeader expected = ep_plan_mark(handle, top_k);
+    EP_TRY(ep_plan_check(out->call, plan.header, *plan.tail, &expected));
+    EP_TRY(ep_sources_begin(out, plan.header->recv_rows));
+    put_rows(handle, &plan, top_k, out);
+    return EP_OK;
+}
+
+EpStatus ep_cuda_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
+                              const EpSources *out) {
+    const EpGroup *group = handle->group;
+    size_t bytes = (size_t)handle->bytes;
+    if (handle->shape.nodes.nodes > 1)
+        return ep_refuse(out->call, EP_ERR_UNSUPPORTED, "handle",
+                         "expected a group on one node, got one on %d nodes of GPUs",
+                         handle->shape.nodes.nodes);
+    void *copy = aligned_alloc(128, (bytes + 127) / 128 * 128);
+    if (!copy) return ep_refuse(out->call, EP_ERR_NO_MEMORY, "plan", "out of memory");
+    EpStatus status =
+        ep_cuda_check(group, "cudaMemcpyAsync",
+                      cudaMemcpyAsync(copy, ref.memory, bytes, cudaMemcpyDeviceToHost, stream));
+    if (status == EP_OK)
+        status = ep_cuda_check(group, "cudaStreamSynchronize", cudaStreamSynchronize(stream));
+    if (status == EP_OK) status = read_copy(handle, ref.is_named, copy, out);
+    free(copy);
+    return status;
+}

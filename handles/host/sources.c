@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The sources of rows, from a plan of the host backend. */
+#include "handles/sources.h"
+#include "handles/host/plan.h"
+
+EpStatus ep_host_read_sources(const EpHandle *handle, EpPlanRef ref, EpStream stream,
+                              const EpSources *out) {
+    const EpPlan plan = ep_host_plan(handle, ref);
+    (void)stream;
+    EP_TRY(ep_sources_begin(out, plan.header->recv_rows));
+    for (int32_t rank = 0; rank < handle->shape.num_ranks; rank++)
+        for (int32_t row = plan.recv_begin[rank]; row < plan.recv_begin[rank + 1]; row++)
+            for (int32_t i = 0; i < plan.row_entries[row]; i++)
+                ep_sources_put(out, plan.entry_slot[plan.row_entry[row] + i], rank,
+                               plan.row_token[row]);
+    return EP_OK;
+}

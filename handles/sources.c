@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where the rows of a plan come from, for programs that show or check it. */
+#include "handles/sources.h"
+
+#include <string.h>
+
+static EpStatus check_outputs(const EpCall *call, const EpSources *s) {
+    if (s->rows < 0)
+        return ep_refuse(call, EP_ERR_RANGE, "rows", "expected at least 0, got %lld",
+                         (long long)s->rows);
+    if (!s->ranks || !s->tokens)
+        return ep_refuse(call, EP_ERR_NULL, s->ranks ? "tokens" : "ranks",
+                         "expected a pointer, got NULL");
+    return EP_OK;
+}
+
+EpStatus ep_plan_sources(EpHandle *handle, const EpTensor *plan, EpStream stream, int64_t rows,
+                         int32_t *ranks, int32_t *tokens) {
+    EpCall call = {"ep_plan_sources", -1};
+    const EpSources sources = {&call, rows, ranks, tokens};
+    EpPlanRef ref;
+    EpStep step;
+    EP_TRY(ep_handle_enter(&call, handle));
+    EP_TRY(ep_handle_find_plan(&call, handle, plan, &ref));
+    EP_TRY(check_outputs(&call, &sources));
+    EP_TRY(ep_handle_read(&call, handle, ref, &step));
+    EpGroup *group = handle->group;
+    int before = ep_group_enter(group, call.name);
+    EpStatus status = group->backend->read_sources(handle, ref, stream, &sources);
+    ep_group_leave(group, before);
+    return status;
+}
+
+EpStatus ep_sources_begin(const EpSources *s, int64_t recv_rows) {
+    if (s->rows < recv_rows)
+        return ep_refuse(s->call, EP_ERR_BUFFER_SIZE, "rows", "expected at least %lld, got %lld",
+                         (long long)recv_rows, (long long)s->rows);
+    size_t bytes = (size_t)s->rows * sizeof(int32_t);
+    memset(s->ranks, 0xff, bytes); /* -1 */
+    memset(s->tokens, 0xff, bytes);
+    return EP_OK;
+}

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libep.deep_ep.utils: what DeepEP's own programs import beside Buffer."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+import torch
+from conftest import DEVICE, assert_equal
+
+from libep.deep_ep.utils.math import (
+    align,
+    calc_diff,
+    hash_tensor,
+    inplace_unique,
+    per_token_cast_back,
+    per_token_cast_to_fp8,
+)
+from libep.deep_ep.utils.testing import bench, bench_kineto, suppress_stdout_stderr
+
+
+@pytest.mark.parametrize("hidden", [128, 200, 512])
+def test_quantised_and_back(hidden):
+    x = torch.randn(5, hidden, device=DEVICE).bfloat16()
+    x[1] = 0
+    values, scales = per_token_cast_to_fp8(x)
+    assert values.shape == x.shape and scales.shape == (5, align(hidden, 128) // 128)
+    assert scales.dtype == torch.float32 and scales[1].max() == torch.tensor(1e-4) / 448
+    back = per_token_cast_back(values, scales.t().contiguous().t())
+    assert back.dtype == torch.bfloat16 and calc_diff(back, x) < 1e-3
+    assert per_token_cast_back(values[:0], scales[:0]).shape == (0, hidden)
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_packed_scales(blocks):
+    """Four exponents in an int32, in column-major order, too."""
+    exponents = torch.randint(120, 130, (4, blocks), dtype=torch.uint8, device=DEVICE)
+    packed = exponents.view(torch.int32)
+    ones = torch.ones(4, 128 * blocks, device=DEVICE).to(torch.float8_e4m3fn)
+    factors = torch.ldexp(torch.ones(4, blocks), exponents.cpu().int() - 127)
+    for scales in (packed, packed.t().contiguous().t()):
+        assert_equal(per_token_cast_back(ones, scales)[:, ::128], factors.bfloat16())
+
+
+def test_unique():
+    x = torch.tensor([[2, 0, 2, -1], [1, 1, 1, 1], [-1, -1, -1, -1]], device=DEVICE)
+    inplace_unique(x, 3)
+    assert x.tolist() == [[2, 0, -1, -1], [1, -1, -1, -1], [-1, -1, -1, -1]]
+
+
+def test_differences_and_hashes():
+    x = torch.arange(4.0, device=DEVICE)
+    assert calc_diff(x, x) == 0
+    assert calc_diff(x, -x) == pytest.approx(1 + 20 / 36)
+    assert hash_tensor(torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)) == 3
+
+
+def test_bench():
+    """Times of a call; of kernels there are none without GPUs."""
+    calls = []
+    mean, least, most = bench(lambda: calls.append(time.sleep(1e-3)), 2, 5, lambda: calls.append(0))
+    assert len(calls) == 2 + 5 + 5 and 0 < least <= mean <= most
+    times = bench_kineto(lambda: None, ("dispatch", "combine"), 2, num_kernels_per_period=2)
+    assert [math.isnan(time) for pair in times for time in pair] == 4 * [True]
+    assert math.isnan(bench_kineto(lambda: None, "no such kernel", 2))
+
+
+def test_silence(capfd):
+    with suppress_stdout_stderr():
+        os.write(1, b"unseen\n")
+    os.write(1, b"seen\n")
+    assert capfd.readouterr().out == "seen\n"
