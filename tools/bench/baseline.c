@@ -261,9 +261,10 @@ static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
 static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     const Options *o = b->c->options;
     World *world = b->c->world;
-    if (!time_calls(world, o->warmup, o->iterations, run, b, NUM_BASELINE_PHASES, out->times))
+    if (!time_calls(world, o->run.warmup, o->run.iterations, run, b, NUM_BASELINE_PHASES,
+                    out->times))
         return false;
-    return world_all(world, !o->check || check_results(b, check, out)) &&
+    return world_all(world, !o->run.check || check_results(b, check, out)) &&
            world_sum(world, out->wrong, NUM_BASELINE_PHASES);
 }
 

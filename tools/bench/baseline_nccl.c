@@ -333,7 +333,8 @@ static bool time_network(Network *net, const EpGroupInfo *info, BaselineResult *
     net->recv_rows = alloc(net->b, (size_t)net->received.total, c->row_bytes);
     out->network_bytes = net->sent.total * (int64_t)c->row_bytes;
     return world_all(c->world, net->b->ok) && world_max(c->world, &out->network_bytes, 1) &&
-           device_time_calls(c, c->options->iterations, run_network, net, 1, &out->network, NULL) &&
+           device_time_calls(c, c->options->run.iterations, run_network, net, 1, &out->network,
+                             NULL) &&
            world_all(c->world, net->b->ok);
 }
 
@@ -388,9 +389,10 @@ static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
 static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     Case *c = b->c;
     const Options *o = c->options;
-    bool ok = device_time_calls(c, o->iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
+    bool ok =
+        device_time_calls(c, o->run.iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
     return world_all(c->world, ok && b->ok) &&
-           world_all(c->world, !o->check || check_results(b, check, out)) &&
+           world_all(c->world, !o->run.check || check_results(b, check, out)) &&
            world_sum(c->world, out->wrong, NUM_BASELINE_PHASES) && measure_network(b, out);
 }
 

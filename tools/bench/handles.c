@@ -33,10 +33,12 @@ bool measure_new_handle(Case *c, double *new_us, double *destroy_us) {
     double host_us[HANDLE_CALLS];
     named.plan = &c->tensors.plan_memory;
     if (c->device) {
-        if (!device_time_calls(&named, o->iterations, run, &named, HANDLE_CALLS, times, host_us))
+        if (!device_time_calls(&named, o->run.iterations, run, &named, HANDLE_CALLS, times,
+                               host_us))
             return false;
     } else {
-        if (!time_calls(c->world, o->warmup, o->iterations, run, &named, HANDLE_CALLS, times))
+        if (!time_calls(c->world, o->run.warmup, o->run.iterations, run, &named, HANDLE_CALLS,
+                        times))
             return false;
         for (int i = 0; i < HANDLE_CALLS; i++)
             host_us[i] = times[i].median_us;

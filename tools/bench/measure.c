@@ -192,7 +192,7 @@ static bool run_split(void *context, int which) {
 /* Issued call by call, without graphs. */
 static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
     double issue_us[NUM_PHASES];
-    int64_t iterations = c->options->iterations;
+    int64_t iterations = c->options->run.iterations;
     if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].issue_us = issue_us[p];
@@ -202,7 +202,7 @@ static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
 /* Captured and replayed. The times without graphs become plain_us. */
 static bool time_graphs(Case *c, Quantiles *times, SizeResult *out) {
     double launch_us[NUM_PHASES];
-    int64_t iterations = c->options->iterations, chain = c->options->chain;
+    int64_t iterations = c->options->run.iterations, chain = c->options->chain;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].plain_us = times[p].median_us;
     if (!device_capture(c)) return false;
@@ -221,10 +221,10 @@ static bool time_split(Case *c, SizeResult *out) {
     Quantiles times[NUM_SPLIT_PHASES];
     double issue_us[NUM_SPLIT_PHASES] = {-1, -1, -1, -1};
     if (!o->split) return true;
-    if (!(c->device
-              ? device_time_calls(c, o->iterations, run_split, c, NUM_SPLIT_PHASES, times, issue_us)
-              : time_calls(c->world, o->warmup, o->iterations, run_split, c, NUM_SPLIT_PHASES,
-                           times)))
+    if (!(c->device ? device_time_calls(c, o->run.iterations, run_split, c, NUM_SPLIT_PHASES, times,
+                                        issue_us)
+                    : time_calls(c->world, o->run.warmup, o->run.iterations, run_split, c,
+                                 NUM_SPLIT_PHASES, times)))
         return false;
     out->has_split = true;
     for (int p = 0; p < NUM_SPLIT_PHASES; p++)
@@ -235,9 +235,9 @@ static bool time_split(Case *c, SizeResult *out) {
 static bool measure_times(Case *c, SizeResult *out) {
     Quantiles times[NUM_PHASES];
     const Options *o = c->options;
-    if (!(c->device
-              ? time_plain(c, times, out)
-              : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
+    if (!(c->device ? time_plain(c, times, out)
+                    : time_calls(c->world, o->run.warmup, o->run.iterations, run_phase, c,
+                                 NUM_PHASES, times)))
         return false;
     if (!time_split(c, out)) return false;
     if (!measure_new_handle(c, &out->new_handle_us, &out->destroy_us)) return false;
@@ -259,7 +259,7 @@ double phase_floor_us(const PhaseResult *phase) {
 
 static bool time_floor(Case *c, SizeResult *out) {
     Floor floor;
-    if (!c->options->floor) return true;
+    if (!c->options->run.floor) return true;
     for (int p = 0; p < NUM_PHASES; p++)
         floor.wire_us[p] = floor.mem_us[p] = -1;
     if (!(c->device ? floor_measure_device(c, &floor) : floor_measure_host(c, &floor)))
@@ -284,7 +284,7 @@ static bool time_baseline(Case *c, Check *check, SizeResult *out) {
     for (int p = 0; p < NUM_BASELINE_PHASES; p++) {
         PhaseResult *phase = &out->phases[NUM_PHASES + p];
         phase->time = result.times[p];
-        phase->wrong = c->options->check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
+        phase->wrong = c->options->run.check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
     }
     double ours =
         out->phases[PHASE_DISPATCH].time.median_us + out->phases[PHASE_COMBINE].time.median_us;
@@ -306,7 +306,7 @@ static void name_phases(const Options *options, SizeResult *out) {
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
         out->phases[p].wire_us = out->phases[p].mem_us = out->phases[p].issue_us = -1;
         out->phases[p].plain_us = out->phases[p].launch_us = -1;
-        out->phases[p].wrong = options->check ? 0 : -1;
+        out->phases[p].wrong = options->run.check ? 0 : -1;
     }
 }
 
@@ -324,7 +324,7 @@ static bool gather_wrong(Case *c, const Check *check, SizeResult *out) {
     free(all);
     for (int p = 0; p < NUM_PHASES; p++)
         wrong[p] = out->phases[p].wrong;
-    ok = ok && (!c->options->check || world_sum(world, wrong, NUM_PHASES));
+    ok = ok && (!c->options->run.check || world_sum(world, wrong, NUM_PHASES));
     for (int p = 0; ok && p < out->num_phases; p++) {
         if (p < NUM_PHASES) out->phases[p].wrong = wrong[p];
         if (out->phases[p].wrong > 0) out->wrong += out->phases[p].wrong;
@@ -339,7 +339,7 @@ static bool save_routing(Case *c) {
 }
 
 static bool measure_case(Case *c, Check *check, SizeResult *out) {
-    bool checks = c->options->check;
+    bool checks = c->options->run.check;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].absent = !phase_exists(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&

@@ -11,7 +11,7 @@
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
 #include "tools/bench/models.h"
-#include "tools/common/machine.h"
+#include "tools/common/report.h"
 #include "tools/common/time.h"
 
 /* ---- results ------------------------------------------------------------------------------- */
@@ -100,8 +100,7 @@ bool floor_measure_device(Case *c, Floor *out);
  *  from one GPU to another; negative: not measured. */
 bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
 
-/* ---- reporting (report.c, summary.c, json.c)
- * ---------------------------------------------------------- */
+/* ---- reporting (report.c, json.c) ----------------------------------------------------------- */
 
 /** What the head of the report describes. */
 typedef struct Report {
@@ -130,8 +129,7 @@ typedef struct RunList {
 /** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
 void report_header(const RunList *list);
 void report_size(const Run *run, const SizeResult *result);
-/** With --models: all of them side by side, in lines that begin with '#'. */
-void report_summary(const RunList *list);
+/** With --models, also all of them side by side, in lines that begin with '#'. */
 void report_footer(const RunList *list, int64_t wrong);
 
 /** Write the results as JSON to `path`. Of a single run, the last size's are at the top level. */

@@ -44,7 +44,7 @@ static void complete_sweep(Options *o) {
         o->tokens_begin = o->tokens_end >= 0 && o->tokens_end < 128 ? o->tokens_end : 128;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin > 8192 ? o->tokens_begin : 8192;
     o->tokens_given = true;
-    if (!o->routing_given) o->routing = ROUTING_UNIFORM;
+    if (!o->routing) o->routing = ROUTING_UNIFORM;
 }
 
 static bool check_rules(const Options *o) {

@@ -65,7 +65,8 @@ static bool popularity_make(const Options *o, Popularity *p) {
     for (int64_t i = 0; i < count; i++) {
         total += pow((double)(i + 1), -exponent);
         p->cumulative[i] = total;
-        int64_t j = (int64_t)(hash_add(hash_add((uint64_t)o->seed, 'p'), i) % (uint64_t)(i + 1));
+        int64_t j =
+            (int64_t)(hash_add(hash_add((uint64_t)o->run.seed, 'p'), i) % (uint64_t)(i + 1));
         p->expert[i] = p->expert[j];
         p->expert[j] = (int32_t)i;
     }
@@ -111,7 +112,7 @@ static void fill_token(const Options *o, const Popularity *p, uint64_t state, in
     int top_k = (int)o->top_k;
     for (int k = 0; k < top_k; k++) {
         if (o->routing == ROUTING_ONE_HOT)
-            row[k] = k == 0 ? (int32_t)(o->seed % o->experts) : -1;
+            row[k] = k == 0 ? (int32_t)(o->run.seed % o->experts) : -1;
         else
             row[k] = draw_new(p, o->experts, row, k, &state);
     }
@@ -123,7 +124,7 @@ static void fill_token(const Options *o, const Popularity *p, uint64_t state, in
 
 static void fill(const Options *o, const Popularity *p, Routing *routing) {
     for (int r = 0; r < routing->num_ranks; r++) {
-        uint64_t rank_hash = hash_add(hash_add((uint64_t)o->seed, 'r'), r);
+        uint64_t rank_hash = hash_add(hash_add((uint64_t)o->run.seed, 'r'), r);
         for (int64_t t = 0; t < routing->tokens[r]; t++) {
             int32_t *row = &routing->experts[(routing->first[r] + t) * routing->top_k];
             fill_token(o, p, hash_add(rank_hash, t), row);

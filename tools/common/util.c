@@ -84,6 +84,24 @@ void *bench_alloc(size_t count, size_t bytes, const char *what) {
     return memory;
 }
 
+void *pool_alloc(Pool *pool, size_t count, size_t bytes, const char *what) {
+    void **grown = realloc(pool->blocks, (size_t)(pool->count + 1) * sizeof(void *));
+    void *memory = grown ? bench_alloc(count, bytes, what) : NULL;
+    if (grown) pool->blocks = grown;
+    if (memory)
+        pool->blocks[pool->count++] = memory;
+    else
+        pool->failed = true;
+    return memory;
+}
+
+void pool_free(Pool *pool) {
+    for (int i = 0; i < pool->count; i++)
+        free(pool->blocks[i]);
+    free(pool->blocks);
+    *pool = (Pool){.count = 0};
+}
+
 /* ---- output files -------------------------------------------------------------------------- */
 
 /* Renaming onto /dev/stdout would replace the device. */
