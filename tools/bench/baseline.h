@@ -14,6 +14,7 @@
 
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
+#include "tools/common/gpu.h"
 #include "tools/common/time.h"
 
 typedef enum BaselinePhase {
@@ -37,7 +38,11 @@ const char *baseline_phase_name(BaselinePhase phase);
 bool baseline_measure(Case *c, Check *check, BaselineResult *out);
 
 /** The part of baseline_measure for GPUs (baseline_nccl.c). */
+#if EP_WITH_CUDA
 bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out);
+#else
+#define baseline_measure_nccl gpu_missing
+#endif
 
 /* ---- the plan of a step -------------------------------------------------------------------- */
 

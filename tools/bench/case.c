@@ -171,7 +171,7 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     out->weights_width = slots_has_rows(out->slots.layout) ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
            create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
-           device_create(out);
+           (!out->cuda || device_create(out));
 }
 
 /* Destroying the group also releases its peer-accessible memory. */
@@ -179,8 +179,8 @@ void case_destroy(Case *c) {
     ep_handle_destroy(c->handle);
     ep_group_destroy(c->group);
     free(c->nodes);
-    device_destroy(c);
-    buffers_destroy(c);
+    if (c->device) device_destroy(c);
+    pool_free(&c->pool);
     slots_free(&c->slots);
     routing_free(&c->routing);
 }

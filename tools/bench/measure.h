@@ -11,6 +11,7 @@
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
 #include "tools/bench/models.h"
+#include "tools/common/gpu.h"
 #include "tools/common/report.h"
 #include "tools/common/time.h"
 
@@ -93,12 +94,19 @@ typedef struct Floor {
  */
 bool floor_measure_host(Case *c, Floor *out);
 
+#if EP_WITH_CUDA
+
 /** Collective: on GPUs, the times of plain copies to the peers and within each GPU. */
 bool floor_measure_device(Case *c, Floor *out);
 
 /** Collective, in latency mode on GPUs: the time of a graph node that does nothing, and of a word
  *  from one GPU to another; negative: not measured. */
 bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
+
+#else
+#define floor_measure_device gpu_missing
+#define floor_measure_signals gpu_missing
+#endif
 
 /* ---- reporting (report.c, json.c) ----------------------------------------------------------- */
 
