@@ -295,6 +295,16 @@ $(emulated_moe): $(emulated_moe_o) $B/bootstrap/mpi.o
 	$(call say,LD,$@)
 	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) -lm
 
+# ep_bench likewise, without the baseline, which takes MPI.
+emulated_bench := $B/emulated/ep_bench
+emulated_bench_o := $(filter-out $B/emulated/tests/% $B/emulated/bindings/%,$(emulated_o)) \
+                    $(patsubst %,$B/emulated/%.o,$(basename $(wildcard tests/emulator/*.c) $(common_c) \
+                        $(filter-out %_nccl.c,$(bench_c))) tools/bench/kernels.cu)
+$(emulated_bench): $(emulated_bench_o) $B/bootstrap/mpi.o
+	$(call say,LD,$@)
+	$Q$(CXX) -o $@ $(filter %.o,$^) -Wl,--defsym=baseline_measure_nccl=abort $(ldflags) $(mpi_libs) \
+	    $(hwloc_libs) -lm
+
 # The drop-in library with emulated GPUs inside, for clients in Python: see tests/bindings/nccl_ep.
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
 emulated_nccl_ep_o := $(filter-out $B/emulated/tests/%,$(emulated_o)) \
@@ -461,12 +471,13 @@ run-demo: all
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
 # thread sanitizer does not support fibers, and emulated kernels take long, so "make check" runs these
 # in the plain build alone; "make ASAN=1 check-nodes-emulated" runs them with the address sanitizer.
-run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
+run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe) $(emulated_bench))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_bench))
 
 # The tests that emulated GPUs can run: separate processes cannot share them, and ten thousand steps
 # would take a day. emulated_wide runs with many blocks, which divide the work more finely but take
@@ -515,12 +526,17 @@ emulate_layer = \
     LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh expert=2,fsdp=2 --weights early && \
     EMULATED_PLACES=4 EMULATED_NCCL_BLOCKS=2 $(run_layer) --quant fp8 --blocks rows --dtype fp16 && \
     $(run_layer) --mesh data=2,expert=2 --overlap 0
-check-emulated: $(emulated_tests) $(emulated_moe)
+# What ep_bench does on GPUs: calls, graphs, floors, and latency mode in halves.
+run_bench = $(emulated_bench) --backend cuda --threads 2 --hidden 512 --experts 8 --top-k 2 -n 1 -w 0
+emulate_bench = $(run_bench) --tokens 10 && $(run_bench) --tokens 6 --graphs --zero-copy && \
+                $(run_bench) --tokens 6 --mode latency --split
+check-emulated: $(emulated_tests) $(emulated_moe) $(emulated_bench)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
 	$(if $(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_all)')
 	$(if $(CHECK_ARGS),,$(emulate_layer))
+	$(if $(CHECK_ARGS),,$(emulate_bench))
 
 # The small part of it that is about several nodes. The stacks of fibers hide leaks.
 check-nodes-emulated: $(emulated_tests)
