@@ -220,7 +220,7 @@ $B/ep_info: $(info_c:%.c=$B/%.o)
 $B/ep_moe: $(moe_c:%.c=$B/%.o) $(moe_cu:%.cu=$B/%.cu.o) $(common_c:%.c=$B/%.o)
 # Of all that is built, ep_moe alone has matrices to multiply. OPENBLAS=0: with loops of its own.
 $B/ep_moe: private tool_libs = $(openblas_libs)
-$B/tools/moe/blas.o: private cflags += $(openblas_cflags) $(mpi_cflags)
+$B/tools/moe/host.o: private cflags += $(openblas_cflags) $(mpi_cflags)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(tool_libs) \
