@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "tools/bench/device.h"
+#include "tools/bench/lines.h"
 #include "tools/bench/measure.h"
 #include "tools/bench/models.h"
 #include "tools/bench/options.h"
@@ -179,11 +180,20 @@ static bool run_all(World *world, const Options *options, RunList *list) {
     return wrong == 0 || bench_fail("%lld elements are wrong", (long long)wrong);
 }
 
-static bool run(World *world, const void *options) {
+static bool run_steps(World *world, const Options *options) {
     RunList list = {.count = 0};
     bool ok = run_all(world, options, &list);
     free_runs(&list);
     return ok;
+}
+
+static bool run(World *world, const void *options) {
+    static bool (*const cases[])(World *, const Options *) = {[CASE_STEP] = run_steps,
+                                                              [CASE_CALLS] = calls_case,
+                                                              [CASE_SUMS] = sums_case,
+                                                              [CASE_WEIGHTS] = weights_case,
+                                                              [CASE_NCCL_EP] = nccl_ep_case};
+    return cases[((const Options *)options)->kind](world, options);
 }
 
 /* Creating a group reads the settings. setenv is safe here: no other thread has started. */
@@ -191,7 +201,7 @@ static bool complete(void *options) {
     Options *o = options;
     char text[32];
     snprintf(text, sizeof(text), "%lld", (long long)o->num_sms);
-    if (o->num_sms) setenv("LIBEP_NUM_SMS", text, 1);
+    if (o->num_sms && o->kind != CASE_NCCL_EP) setenv("LIBEP_NUM_SMS", text, 1);
     return o->models ? models_complete(o) : options_complete(o);
 }
 

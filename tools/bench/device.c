@@ -108,20 +108,24 @@ uint32_t *device_words(const Case *c, int rank) {
     return c->device->flags ? c->device->flags->at[rank] : NULL;
 }
 
-static bool create(Case *c) {
+/* Without flags the run continues, but does not measure the floor. */
+bool device_open(Case *c) {
     c->device = bench_alloc(1, sizeof(Device), "device");
-    if (!c->device || !alloc_device_buffers(c) || !create_stream(c)) return false;
+    if (!world_all(c->world, c->device && create_stream(c))) return false;
+    Device *d = c->device;
+    d->flags = peers_open(c->world, NUM_WORDS * sizeof(uint32_t));
+    if (!d->flags) snprintf(d->reason, sizeof(d->reason), "%s", bench_error_message());
+    return !c->world->broken;
+}
+
+static bool fill(Case *c) {
+    if (!alloc_device_buffers(c)) return false;
     buffers_describe(c, &c->device->buffers);
     return device_upload(c);
 }
 
 bool device_create(Case *c) {
-    if (!world_all(c->world, create(c))) return false;
-    Device *d = c->device;
-    d->flags = peers_open(c->world, NUM_WORDS * sizeof(uint32_t));
-    /* Without flags the run continues, but does not measure the floor. */
-    if (!d->flags) snprintf(d->reason, sizeof(d->reason), "%s", bench_error_message());
-    return !c->world->broken;
+    return device_open(c) && world_all(c->world, fill(c));
 }
 
 /* Graphs hold no references to the library's memory, so the group may be destroyed before. */

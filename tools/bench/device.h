@@ -30,9 +30,13 @@ struct Device {
 
 #include "tools/bench/kernels.h"
 
+/** Collective: a stream, and what aligns it with the other ranks' streams. It is enough for
+ *  device_time_calls. */
+bool device_open(Case *c);
+
 /**
  * Collective, where the CUDA backend serves the case, after the group and the host's buffers exist.
- * Allocates device memory, copies the inputs there and points the tensors to it.
+ * Besides, allocates device memory, copies the inputs there and points the tensors to it.
  */
 bool device_create(Case *c);
 /** Of a case that has a device. */

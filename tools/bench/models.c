@@ -49,6 +49,8 @@ static void complete_sweep(Options *o) {
 
 static bool check_rules(const Options *o) {
     int64_t list[2];
+    if (o->kind != CASE_STEP)
+        return bench_refuse("--case: expected step with --models, got another");
     if (o->shape_given)
         return bench_refuse("--%s: expected none with --models, whose file has the shapes, got one",
                             o->shape_given);

@@ -50,6 +50,12 @@ static bool parse_mode(const Option *spec, const char *text, void *values) {
     return option_parse_choice(spec, text, options);
 }
 
+static bool parse_nccl_ep(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    options->kind = CASE_NCCL_EP;
+    return option_parse_text(spec, text, options);
+}
+
 static bool parse_zipf(const char *text, Options *options) {
     options->routing = ROUTING_ZIPF;
     options->zipf_exponent = 1.0;
@@ -100,9 +106,22 @@ static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {NULL, 0}};
 
 enum { NOT_GIVEN = -1 };
+static const Choice cases[] = {{"step", CASE_STEP},
+                               {"calls", CASE_CALLS},
+                               {"sums", CASE_SUMS},
+                               {"weights", CASE_WEIGHTS},
+                               {NULL, 0}};
+
 #define AT(member) offsetof(Options, member)
 
 static const Option specs[] = {
+    {0, "case", "step|calls|sums|weights", OPTION_CHOICE(kind, cases), NULL, CASE_STEP,
+     "what is measured (default step: the calls of a step; calls: the host's time of calls of "
+     "meshes "
+     "and weights; sums: the error of sums that travel as fp8; weights: gathers and reductions "
+     "against NCCL's)"},
+    {0, "nccl-ep", "LIBRARY", parse_nccl_ep, AT(nccl_ep), 0, 0, NULL, NULL, 0,
+     "measure the calls of a library with NCCL EP's interface instead"},
     {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, OPTION_MAX_COUNT, NULL, NULL, NOT_GIVEN,
      "tokens per rank, first size of the sweep (default 512; with --mode latency 128)"},
     {'e', "end", "N", parse_tokens, AT(tokens_end), 0, OPTION_MAX_COUNT, NULL, NULL, NOT_GIVEN,
@@ -127,8 +146,10 @@ static const Option specs[] = {
      "elements per row (default 7168); rows are multiples of 16 bytes"},
     {0, "top-k", "N", parse_shape, AT(top_k), 1, EP_MAX_TOP_K, NULL, "top_k", 8,
      "experts per token (default 8)"},
-    {0, "experts", "N", parse_shape, AT(experts), 1, 1 << 20, NULL, "experts", 256,
-     "experts of all ranks together (default 256)"},
+    {0, "experts", "N", parse_shape, AT(experts), 1, 1 << 20, NULL, "experts", 0,
+     "experts of all ranks together (default 256; --case weights: 32, sums: 64)"},
+    {0, "ffn", "N", OPTION_INT(ffn, 1, OPTION_MAX_COUNT), NULL, 4096,
+     "last dimension of the weights of --case weights (default 4096)"},
     {0, "models", "[FILE]", parse_models, AT(models_path), 0, 0, NULL, NULL, 0,
      "the shapes of a file instead, in both modes, 128 to 8192 tokens, uniform routing (default: "
      "the installed models.txt)"},
@@ -209,10 +230,12 @@ void options_routing_name(const Options *options, char *out, size_t bytes) {
  * every rank, in slabs of a fixed shape. A training step has many tokens, packed. */
 static void fill_in(Options *o) {
     bool decodes = o->mode == EP_MODE_LATENCY;
-    int64_t tokens = decodes ? 128 : 512;
+    int64_t tokens = decodes ? 128 : o->kind == CASE_SUMS ? 256 : 512;
     EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
-    if (!o->routing) o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
-    if (!o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
+    bool steps = o->kind == CASE_STEP;
+    if (!o->experts) o->experts = o->kind == CASE_WEIGHTS ? 32 : o->kind == CASE_SUMS ? 64 : 256;
+    if (!o->routing) o->routing = steps ? ROUTING_ZIPF : ROUTING_UNIFORM, o->zipf_exponent = 1.0;
+    if (steps && !o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
     if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : tokens;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin;
     if (!o->alignment) o->alignment = decodes ? 1 : 128;
@@ -249,6 +272,20 @@ static bool validate_shape(const Options *o) {
         return bench_refuse("--top-k: expected at most the %lld experts (a token names different "
                             "ones), got %lld",
                             (long long)o->experts, (long long)o->top_k);
+    return true;
+}
+
+/* What the other cases have no use for. */
+static bool validate_case(const Options *o) {
+    if (o->kind == CASE_STEP) return true;
+    if (o->tokens_begin != o->tokens_end || o->routing == ROUTING_FILE || o->uneven || o->baseline)
+        return bench_refuse("--case and --nccl-ep: expected one size (--tokens) of even tokens, no "
+                            "--routing file and no --baseline, got one of them");
+    if (o->kind == CASE_SUMS &&
+        (o->type != EP_TYPE_BF16 || !o->weighted || o->mode != EP_MODE_THROUGHPUT ||
+         o->layout != EP_LAYOUT_EXPERT_MAJOR || o->quant != EP_QUANT_NONE || o->capacity))
+        return bench_refuse("--case sums: expected weighted rows of bf16, --mode throughput, "
+                            "--layout expert and no --quant or --capacity, got another");
     return true;
 }
 
@@ -302,5 +339,6 @@ static bool validate_together(const Options *o) {
 
 bool options_complete(Options *options) {
     fill_in(options);
-    return options_check_sweep(options) && validate_shape(options) && validate_together(options);
+    return options_check_sweep(options) && validate_shape(options) && validate_case(options) &&
+           validate_together(options);
 }

@@ -18,8 +18,21 @@ typedef enum RoutingKind {
     ROUTING_FILE         /**< a trace file */
 } RoutingKind;
 
+/** What is measured: the calls of a step, or something else. */
+typedef enum BenchCase {
+    CASE_STEP = 1,
+    CASE_CALLS,
+    CASE_SUMS,
+    CASE_WEIGHTS,
+    CASE_NCCL_EP
+} BenchCase;
+
 typedef struct Options {
     RunOptions run;
+    int64_t kind;        /**< BenchCase */
+    const char *nccl_ep; /**< CASE_NCCL_EP: the library */
+    int64_t ffn;         /**< CASE_WEIGHTS: last dimension of the weights */
+    int64_t sums_kind;   /**< CASE_SUMS: of the outputs that are summed */
     int64_t tokens_begin, tokens_end, tokens_factor; /**< sweep of tokens per rank */
     bool tokens_given;                               /**< any of -b, -e, --tokens */
     bool uneven; /**< a rank brings between half and all of the tokens */
