@@ -216,7 +216,7 @@ $B/%.a:
 # Tools load the shared libraries from their own folder or, once installed, from lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
 $B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
-$B/ep_info: $(info_c:%.c=$B/%.o)
+$B/ep_info: $(info_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o)
 $B/ep_moe: $(moe_c:%.c=$B/%.o) $(moe_cu:%.cu=$B/%.cu.o) $(common_c:%.c=$B/%.o)
 # NCCL EP's interface, which is not libep's.
 $B/tools/bench/nccl_ep.o $B/emulated/tools/bench/nccl_ep.o: private cflags += -isystem bindings/nccl_ep

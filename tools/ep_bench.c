@@ -206,7 +206,7 @@ static bool complete(void *options) {
 }
 
 int main(int argc, char **argv) {
-    static const Tool tool = {&options_table, complete, run};
+    static const Tool tool = {"ep_bench", &options_table, complete, run};
     Options options = {.models = false};
     return tool_main(&tool, argc, argv, &options);
 }

@@ -56,7 +56,7 @@ static bool run(World *world, const void *given) {
 }
 
 int main(int argc, char **argv) {
-    static const Tool tool = {&moe_options_table, moe_options_check, run};
+    static const Tool tool = {"ep_moe", &moe_options_table, moe_options_check, run};
     MoeOptions options = {.mesh = NULL};
     return tool_main(&tool, argc, argv, &options);
 }

@@ -30,7 +30,7 @@ static int rank_main(World *world, void *argument) {
     if (o->help && world->rank == 0)
         option_print_help(line->tool->table, stdout);
     else if (o->version && world->rank == 0)
-        printf("%s " VERSION_FORMAT "\n", bench_program, VERSION_NUMBERS);
+        printf("%s " VERSION_FORMAT "\n", line->tool->name, VERSION_NUMBERS);
     if (o->help || o->version) return BENCH_EXIT_OK;
     return line->tool->run(world, o) ? BENCH_EXIT_OK : print_error(world);
 }

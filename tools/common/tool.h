@@ -8,6 +8,7 @@
 #include "tools/common/world.h"
 
 typedef struct Tool {
+    const char *name; /**< of what has the version */
     const OptionTable *table;
     /** Fill in what the command line leaves open, and check it. False, with a message. */
     bool (*complete)(void *options);

@@ -56,7 +56,7 @@ bool bench_peer_lost(void) {
 
 void bench_error_set(int status, const char *text) {
     exit_status = status;
-    snprintf(message, sizeof(message), "%s", text);
+    if (text != message) snprintf(message, sizeof(message), "%s", text);
 }
 
 const char *bench_error_message(void) {
