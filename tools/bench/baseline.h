@@ -44,6 +44,9 @@ bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out);
 #define baseline_measure_nccl gpu_missing
 #endif
 
+/** Run the phases once more on poisoned buffers, and check what they write. */
+bool baseline_check(Case *c, Check *check, TimedCall call, void *context, BaselineResult *out);
+
 /* ---- the plan of a step -------------------------------------------------------------------- */
 
 /** Slots per peer, and where they begin in the packed buffer. */
@@ -65,8 +68,7 @@ typedef struct BaselinePlan {
     int64_t *slab_limit;               /**< [L] end of each slab with padding */
 } BaselinePlan;
 
-bool baseline_plan_alloc(const Case *c, BaselinePlan *out);
-void baseline_plan_free(BaselinePlan *plan);
+bool baseline_plan_alloc(const Case *c, Pool *pool, BaselinePlan *out);
 
 /** Set offsets and total of traffic whose counts are known. */
 void baseline_finish_traffic(Traffic *traffic, int ranks);

@@ -60,8 +60,8 @@ static bool alloc_all(Baseline *b) {
     const Case *c = b->c;
     size_t entries = (size_t)(c->tokens * c->routing.top_k), slots = (size_t)c->slots.num_slots;
     size_t rows = (size_t)c->slots.num_rows, scale_bytes = (size_t)c->options->scale_bytes;
-    b->padding = bench_alloc(rows, sizeof(int32_t), "baseline");
-    b->ok = baseline_plan_alloc(c, &b->plan) && b->padding;
+    b->padding = pool_alloc(&b->pool, rows, sizeof(int32_t), "baseline");
+    b->ok = baseline_plan_alloc(c, &b->pool, &b->plan);
     b->d_send_token = alloc(b, entries, sizeof(int32_t));
     b->d_entry_at = alloc(b, entries, sizeof(int32_t));
     b->d_recv_row = alloc(b, slots, sizeof(int32_t));
@@ -81,8 +81,7 @@ static void free_all(Baseline *b) {
                    b->send_weights, b->recv_weights};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
         cudaFree(all[i]);
-    baseline_plan_free(&b->plan);
-    free(b->padding);
+    pool_free(&b->pool);
 }
 
 /* ---- prepare: on the host ------------------------------------------------------------------ */
@@ -334,29 +333,13 @@ static bool run(void *context, int which) {
     return true;
 }
 
-/* Run once more on poisoned buffers. */
-static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
-    Case *c = b->c;
-    bool ok = device_poison(c, PHASE_DISPATCH) && device_poison(c, PHASE_COMBINE);
-    int64_t before = check->wrong;
-    for (int which = 0; which < NUM_BASELINE_PHASES; which++)
-        run(b, which);
-    ok = device_fetch(c, PHASE_DISPATCH) && device_fetch(c, PHASE_COMBINE) && ok && b->ok;
-    if (!ok) return false;
-    check_baseline_dispatch(check);
-    out->wrong[BASELINE_DISPATCH] = check->wrong - before;
-    check_baseline_combine(check);
-    out->wrong[BASELINE_COMBINE] = check->wrong - before - out->wrong[BASELINE_DISPATCH];
-    return true;
-}
-
 static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     Case *c = b->c;
     const Options *o = c->options;
     bool ok =
         device_time_calls(c, o->run.iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
     return world_all(c->world, ok && b->ok) &&
-           world_all(c->world, !o->run.check || check_results(b, check, out)) &&
+           world_all(c->world, !o->run.check || (baseline_check(c, check, run, b, out) && b->ok)) &&
            world_sum(c->world, out->wrong, NUM_BASELINE_PHASES) && measure_network(b, out);
 }
 
