@@ -10,42 +10,6 @@
 
 /* ---- bytes --------------------------------------------------------------------------------- */
 
-/* The (token, rank) rows that a rank sends, and its routing entries; remote or local by the
- * expert's rank. */
-typedef struct RowCounts {
-    int64_t remote_rows, local_rows, remote_entries, local_entries;
-} RowCounts;
-
-static void count_token(const Case *c, int rank, int64_t token, int64_t *seen, RowCounts *out) {
-    int64_t number = c->routing.first[rank] + token;
-    for (int k = 0; k < c->routing.top_k; k++) {
-        int64_t entry = number * c->routing.top_k + k;
-        if (c->slots.row_of[entry] < 0) continue;
-        int owner = routing_owner(&c->routing, c->routing.experts[entry]);
-        bool fresh = seen[owner] != number + 1, remote = owner != rank;
-        seen[owner] = number + 1;
-        out->remote_entries += remote;
-        out->local_entries += !remote;
-        out->remote_rows += fresh && remote;
-        out->local_rows += fresh && !remote;
-    }
-}
-
-/* `seen` has one number per rank, all zero. */
-static RowCounts count_rank(const Case *c, int rank, int64_t *seen) {
-    RowCounts counts = {0, 0, 0, 0};
-    for (int64_t t = 0; t < c->tokens; t++)
-        count_token(c, rank, t, seen, &counts);
-    return counts;
-}
-
-static int64_t count_zero_rows(const Case *c) {
-    int64_t rows = 0;
-    for (int64_t row = 0; row < c->slots.num_rows; row++)
-        rows += case_zeroes_row(c, row);
-    return rows;
-}
-
 /* `zeros`: rows of padding on all ranks. */
 static void set_zero_bytes(const Case *c, int64_t zeros, SizeResult *out) {
     int64_t ranks = c->world->size, recv = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
@@ -53,65 +17,61 @@ static void set_zero_bytes(const Case *c, int64_t zeros, SizeResult *out) {
     out->phases[PHASE_COMBINE_BACKWARD].zero_bytes = zeros * (int64_t)c->row_bytes / ranks;
 }
 
-static void set_bytes(const Case *c, const RowCounts *sum, int64_t slots, SizeResult *out) {
-    int64_t ranks = c->world->size, entries = sum->remote_entries + sum->local_entries;
+/* Of the sums over all ranks. */
+static void set_bytes(const Case *c, const Counts *sum, SizeResult *out) {
+    int64_t ranks = c->world->size;
     for (int p = 0; p < NUM_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
         PhaseId id = (PhaseId)p;
-        phase->remote_bytes =
-            phase_remote_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
-        phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
-        phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
+        phase->remote_bytes = phase_remote_bytes(c, id, sum->far_pairs, sum->far_entries) / ranks;
+        phase->local_bytes =
+            phase_bytes(c, id, sum->near_pairs, sum->entries - sum->far_entries) / ranks;
+        phase->useful_bytes = phase_bytes(c, id, sum->slots, sum->entries) / ranks;
     }
 }
 
 /* The baseline sends every remote slot, in dispatch with its scales and weight. */
-static void set_baseline_bytes(const Case *c, const RowCounts *sum, int64_t slots,
-                               SizeResult *out) {
+static void set_baseline_bytes(const Case *c, const Counts *sum, SizeResult *out) {
     for (int p = NUM_PHASES; p < MAX_RESULTS; p++) {
         PhaseResult *phase = &out->phases[p];
         int64_t unit = phase_bytes(c, (PhaseId)(p - NUM_PHASES), 1, 1);
         if (p == NUM_PHASES) unit = (int64_t)sizeof(int32_t); /* indices travel as int32 */
-        phase->remote_bytes = sum->remote_entries * unit / c->world->size;
-        phase->local_bytes = sum->local_entries * unit / c->world->size;
-        phase->useful_bytes = slots * unit / c->world->size;
+        phase->remote_bytes = sum->far_entries * unit / c->world->size;
+        phase->local_bytes = (sum->entries - sum->far_entries) * unit / c->world->size;
+        phase->useful_bytes = sum->entries * unit / c->world->size;
     }
 }
 
 static bool count_bytes(Case *c, SizeResult *out) {
     World *world = c->world;
-    int64_t *seen = bench_alloc((size_t)world->size, sizeof(int64_t), "row counts");
-    if (!world_all(world, seen != NULL)) return false;
-    RowCounts mine = count_rank(c, world->rank, seen);
-    free(seen);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     if (!world_all(world, bench_ok(ep_group_query(c->group, &info), "ep_group_query")))
         return false;
-    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.remote_rows, mine.remote_entries),
+    const Counts mine = count_all(c);
+    Counts sum = mine;
+    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.far_pairs, mine.far_entries),
                       info.library_bytes,
                       c->promised_bytes,
                       c->tokens,
                       c->slots.num_slots,
                       c->slots.recv_rows};
     int64_t least[] = {c->tokens, c->slots.num_slots};
-    int64_t sums[] = {mine.remote_rows,   mine.local_rows,    mine.remote_entries,
-                      mine.local_entries, c->slots.num_slots, count_zero_rows(c)};
-    if (!world_max(world, most, 6) || !world_min(world, least, 2) || !world_sum(world, sums, 6))
+    int64_t memory[NUM_PHASES];
+    memory_count(c, memory);
+    if (!world_max(world, most, 6) || !world_min(world, least, 2) ||
+        !world_sum(world, (int64_t *)&sum, sizeof(sum) / sizeof(int64_t)) ||
+        !world_sum(world, memory, NUM_PHASES))
         return false;
     out->travelled_bytes = most[0], out->library_bytes = most[1], out->promised_bytes = most[2];
     out->tokens = most[3], out->slots_max = most[4], out->rows_max = most[5];
     out->tokens_min = least[0], out->slots_min = least[1];
     out->dropped = c->slots.all_dropped;
-    RowCounts sum = {sums[0], sums[1], sums[2], sums[3]};
-    set_bytes(c, &sum, sums[4], out);
-    set_zero_bytes(c, sums[5], out);
-    set_baseline_bytes(c, &sum, sums[2] + sums[3], out);
-    int64_t memory[NUM_PHASES];
-    memory_count(c, memory);
-    bool ok = world_sum(world, memory, NUM_PHASES);
-    for (int p = 0; ok && p < NUM_PHASES; p++)
+    set_bytes(c, &sum, out);
+    set_zero_bytes(c, sum.padding, out);
+    set_baseline_bytes(c, &sum, out);
+    for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].memory_bytes = memory[p] / world->size;
-    return ok;
+    return true;
 }
 
 /* ---- checking ------------------------------------------------------------------------------ */
@@ -120,21 +80,14 @@ static bool count_bytes(Case *c, SizeResult *out) {
  * rows travel. */
 static void check_row_counts(const Case *c, Check *check) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    int64_t *seen = bench_alloc((size_t)c->world->size, sizeof(int64_t), "row counts");
-    if (!seen || c->slots.all_dropped || ep_handle_info(c->handle, &info) != EP_OK) {
-        free(seen);
-        return;
-    }
-    RowCounts mine = count_rank(c, c->world->rank, seen);
-    if (info.remote_rows_sent != mine.remote_rows || info.local_rows != mine.local_rows) {
-        if (check->wrong++ == 0)
-            snprintf(check->first, sizeof(check->first),
-                     "rank %d, prepare: expected %lld remote and %lld local rows, got %lld and "
-                     "%lld",
-                     c->world->rank, (long long)mine.remote_rows, (long long)mine.local_rows,
-                     (long long)info.remote_rows_sent, (long long)info.local_rows);
-    }
-    free(seen);
+    if (c->slots.all_dropped || ep_handle_info(c->handle, &info) != EP_OK) return;
+    const Counts mine = count_all(c);
+    if (info.remote_rows_sent == mine.far_pairs && info.local_rows == mine.near_pairs) return;
+    if (check->wrong++ == 0)
+        snprintf(check->first, sizeof(check->first),
+                 "rank %d, prepare: expected %lld remote and %lld local rows, got %lld and %lld",
+                 c->world->rank, (long long)mine.far_pairs, (long long)mine.near_pairs,
+                 (long long)info.remote_rows_sent, (long long)info.local_rows);
 }
 
 /* Errors that the group recorded. By default a capacity that is too small is one. */

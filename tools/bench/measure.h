@@ -78,6 +78,18 @@ bool measure_size(World *world, const Options *options, int64_t size, SizeResult
  *  prepare and dispatch with a plan that the calls name, and then to destroy the handle. */
 bool measure_new_handle(Case *c, double *new_us, double *destroy_us);
 
+/** Rows and entries of this rank: of its own tokens, and of the slots that it owns. */
+typedef struct Counts {
+    int64_t tokens, sent_tokens;   /**< own tokens, and those of them with a slot somewhere */
+    int64_t entries, far_entries;  /**< own tokens' live entries; those with an expert elsewhere */
+    int64_t near_pairs, far_pairs; /**< (own token, rank) pairs: with this rank, with others */
+    int64_t rows_in, shared_in;    /**< (others' token, this rank) pairs; with several slots */
+    int64_t slots, slot_entries;   /**< slots here, and the entries that name them (flat: more) */
+    int64_t padding;               /**< rows of zeros */
+} Counts;
+
+Counts count_all(const Case *c);
+
 /** Bytes that each phase reads from and writes to the memory of this rank's GPU; 0 for prepare. */
 void memory_count(const Case *c, int64_t bytes[NUM_PHASES]);
 
