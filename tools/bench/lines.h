@@ -7,6 +7,7 @@
 
 #include "tools/bench/options.h"
 #include "tools/common/time.h"
+#include "tools/common/util.h"
 #include "tools/common/world.h"
 
 /** A figure: its name, its unit, its value as quantiles. */
@@ -37,9 +38,18 @@ void lines_add(Lines *lines, const char *name, const char *unit, Quantiles value
 bool lines_end(Lines *lines);
 
 /** Collective: the cases. False, with a message. */
-bool calls_case(World *world, const Options *options);   /**< calls.c */
-bool sums_case(World *world, const Options *options);    /**< sums.c */
+bool calls_case(World *world, const Options *options); /**< calls.c */
+bool sums_case(World *world, const Options *options);  /**< sums.c */
+#if EP_WITH_CUDA
 bool weights_case(World *world, const Options *options); /**< weights.c */
 bool nccl_ep_case(World *world, const Options *options); /**< nccl_ep.c */
+#else
+static inline bool no_case(World *world, const Options *options) {
+    (void)world, (void)options;
+    return bench_refuse("--case weights, --nccl-ep: expected a build with CUDA, got one without");
+}
+#define weights_case no_case
+#define nccl_ep_case no_case
+#endif
 
 #endif

@@ -69,14 +69,10 @@ typedef struct SizeResult {
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;
 
-/* ---- measuring (measure.c, handles.c, memory.c, floor.c) ------------------------------------ */
+/* ---- measuring (measure.c, memory.c, floor.c) ------------------------------------ */
 
 /** Collective: create the case of one size, check it, time it, check it again. */
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
-
-/** Collective, before graphs are captured: the median time that the host takes to create a handle,
- *  prepare and dispatch with a plan that the calls name, and then to destroy the handle. */
-bool measure_new_handle(Case *c, double *new_us, double *destroy_us);
 
 /** Rows and entries of this rank: of its own tokens, and of the slots that it owns. */
 typedef struct Counts {

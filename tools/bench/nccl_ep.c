@@ -6,9 +6,6 @@
  * here: the ranks meet by its bootstrap, and the clock is ep_bench's own.
  */
 
-#include "tools/bench/lines.h"
-#include "tools/common/util.h"
-
 #if EP_WITH_CUDA
 
 #include <dlfcn.h>
@@ -19,6 +16,7 @@
 #include <nccl_ep.h>
 
 #include "tools/bench/device.h"
+#include "tools/bench/lines.h"
 #include "tools/bench/nccl.h"
 
 enum { MAX_TENSORS = 16 };
@@ -343,13 +341,6 @@ bool nccl_ep_case(World *world, const Options *options) {
               nccl_open(world, &l.nccl) && world_all(world, load(&l)) && measure(&l);
     if (!world->broken) destroy(&l);
     return ok;
-}
-
-#else
-
-bool nccl_ep_case(World *world, const Options *options) {
-    (void)world, (void)options;
-    return bench_refuse("--nccl-ep: expected a build with CUDA, got one without");
 }
 
 #endif

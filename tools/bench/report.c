@@ -6,41 +6,35 @@
 
 /* ---- the head of the report ---------------------------------------------------------------- */
 
+static void report_mode(const Options *o) {
+    printf("#          mode %s%s", options_name(o, "mode"), o->split ? " as send and wait" : "");
+}
+
 /* What all models share, and what each mode has. */
-static void report_models(const RunList *list) {
+static void report_models(const RunList *list, const char *ranks, const char *routing) {
     const Options *o = &list->runs[0].options;
-    const World *world = list->runs[0].report.world;
-    char routing[512];
-    options_routing_name(o, routing, sizeof(routing));
     printf("# models:  %lld of %s\n", (long long)list->models.count, list->models.path);
-    printf("# config:  %d ranks (%s), %s, routing %s, masked %g, %s tokens, seed %lld\n",
-           world->size, world->threads ? "threads" : "MPI", options_name(o, "dtype"), routing,
-           o->masked, o->uneven ? "uneven" : "even", (long long)o->run.seed);
+    printf("# config:  %s, %s, %s, seed %lld\n", ranks, options_name(o, "dtype"), routing,
+           (long long)o->run.seed);
     printf("#          %s, scales %lld bytes, indices %s, quant %s, sums %s, padding %s\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
            options_name(o, "idx"), options_name(o, "quant"), options_sums_name(o),
            options_name(o, "padding"));
     for (int i = 0; i < list->count && strcmp(list->runs[i].model, list->runs[0].model) == 0; i++) {
         o = &list->runs[i].options;
-        printf("#          mode %s%s: alignment %lld, layout %s\n", options_name(o, "mode"),
-               o->split ? " as send and wait" : "", (long long)o->alignment,
-               options_name(o, "layout"));
+        report_mode(o);
+        printf(": alignment %lld, layout %s\n", (long long)o->alignment, options_name(o, "layout"));
     }
 }
 
-static void report_config(const Report *report) {
+static void report_run(const Report *report, const char *ranks, const char *routing) {
     const Options *o = report->options;
-    const World *world = report->world;
-    char routing[512];
-    options_routing_name(o, routing, sizeof(routing));
-    printf(
-        "# config:  %d ranks (%s), hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n",
-        world->size, world->threads ? "threads" : "MPI", (long long)o->hidden,
-        options_name(o, "dtype"), (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type),
-        (long long)o->top_k, (long long)o->experts);
-    printf("#          alignment %lld, layout %s, routing %s, masked %g, %s tokens, seed %lld\n",
-           (long long)o->alignment, options_name(o, "layout"), routing, o->masked,
-           o->uneven ? "uneven" : "even", (long long)o->run.seed);
+    printf("# config:  %s, hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n", ranks,
+           (long long)o->hidden, options_name(o, "dtype"),
+           (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type), (long long)o->top_k,
+           (long long)o->experts);
+    printf("#          alignment %lld, layout %s, %s, seed %lld\n", (long long)o->alignment,
+           options_name(o, "layout"), routing, (long long)o->run.seed);
     printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
            options_name(o, "idx"), (long long)o->capacity,
@@ -48,9 +42,24 @@ static void report_config(const Report *report) {
            : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
                ? "what the routing needs"
                : "exact sizing");
-    printf("#          mode %s%s, quant %s, sums %s, padding %s\n", options_name(o, "mode"),
-           o->split ? " as send and wait" : "", options_name(o, "quant"), options_sums_name(o),
+    report_mode(o);
+    printf(", quant %s, sums %s, padding %s\n", options_name(o, "quant"), options_sums_name(o),
            options_name(o, "padding"));
+}
+
+static void report_config(const RunList *list) {
+    const Report *report = &list->runs[0].report;
+    const Options *o = report->options;
+    char ranks[64], kind[512], routing[640];
+    options_routing_name(o, kind, sizeof(kind));
+    snprintf(ranks, sizeof(ranks), "%d ranks (%s)", report->world->size,
+             report->world->threads ? "threads" : "MPI");
+    snprintf(routing, sizeof(routing), "routing %s, masked %g, %s tokens", kind, o->masked,
+             o->uneven ? "uneven" : "even");
+    if (list->models.count)
+        report_models(list, ranks, routing);
+    else
+        report_run(report, ranks, routing);
 }
 
 /* The reason may begin with the backend's name, which is then not repeated. */
@@ -102,10 +111,7 @@ void report_header(const RunList *list) {
     char graphs[96];
     describe_graphs(o, graphs, sizeof(graphs));
     printf("# ep_bench: libep " VERSION_FORMAT "\n", VERSION_NUMBERS);
-    if (list->models.count)
-        report_models(list);
-    else
-        report_config(report);
+    report_config(list);
     report_machine(&report->machine);
     if (report->device[0]) printf("# device:  %s\n", report->device);
     report_backend(&report->memory);

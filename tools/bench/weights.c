@@ -6,15 +6,13 @@
  * bf16, and of quantised rows to a copy of as many bytes.
  */
 
-#include "tools/bench/lines.h"
-#include "tools/common/util.h"
-
 #if EP_WITH_CUDA
 
 #include <stdio.h>
 
 #include "ep/ep_weight.h"
 #include "tools/bench/device.h"
+#include "tools/bench/lines.h"
 #include "tools/bench/nccl.h"
 
 enum { QUANTISED_ROWS = 65536 };
@@ -284,13 +282,6 @@ bool weights_case(World *world, const Options *options) {
     bool ok = create(&w) && time_all(&w) && lines_end(&w.lines);
     if (!world->broken) destroy(&w);
     return ok;
-}
-
-#else
-
-bool weights_case(World *world, const Options *options) {
-    (void)world, (void)options;
-    return bench_refuse("--case weights: expected a build with CUDA, got one without");
 }
 
 #endif
