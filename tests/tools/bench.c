@@ -81,6 +81,7 @@ static const BadOptions bad_options[] = {
     {"--case sums --uneven", "even tokens"},
     {"--case sums --dtype fp32", "weighted rows of bf16"},
     {"--case sums --layout flat", "--layout expert"},
+    {"--threads 2 --case sums --tokens 4 -J /nonexistent/folder/x.json", "/nonexistent/folder"},
     {"--nccl-ep x -b 1 -e 4", "expected one size"},
     {"--models --case sums", "--case: expected step with --models"},
     {"--threads 1 --case weights --hidden 7", "14 bytes"},

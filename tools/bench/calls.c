@@ -141,8 +141,9 @@ static bool time_all(Calls *c, Lines *lines) {
 bool calls_case(World *world, const Options *options) {
     Lines lines;
     Calls c = {.mesh = EP_MESH_INIT, .spec = EP_SPEC_INIT, .alone = EP_BOOTSTRAP_INIT};
-    lines_begin(&lines, world, options, "the host's time of calls of meshes and weights");
-    bool ok = time_all(&c, &lines) && lines_end(&lines);
+    bool ok =
+        lines_begin(&lines, world, options, "the host's time of calls of meshes and weights") &&
+        time_all(&c, &lines) && lines_end(&lines);
     ep_weight_destroy(c.weight);
     ep_mesh_comm_destroy(c.comm);
     ep_bootstrap_destroy(&c.alone);

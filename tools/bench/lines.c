@@ -5,10 +5,12 @@
 
 #include "tools/common/util.h"
 
-void lines_begin(Lines *lines, World *world, const Options *options, const char *about) {
+bool lines_begin(Lines *lines, World *world, const Options *options, const char *about) {
     Machine machine;
+    const char *path = world->rank == 0 ? options->run.json_path : NULL;
     *lines = (Lines){.world = world, .options = options};
-    if (world->rank != 0) return;
+    if (!world_all(world, !path || output_probe(path))) return false;
+    if (world->rank != 0) return true;
     machine_describe(&machine);
     printf("# ep_bench: libep " VERSION_FORMAT ": %s\n", VERSION_NUMBERS, about);
     report_machine(&machine);
@@ -17,6 +19,7 @@ void lines_begin(Lines *lines, World *world, const Options *options, const char 
            (long long)options->run.warmup);
     printf("#%-42s %-8s %12s %12s %10s %7s\n", "figure", "unit", "median", "p99", "host_us",
            "ratio");
+    return true;
 }
 
 void lines_add(Lines *lines, const char *name, const char *unit, Quantiles value, double host_us,

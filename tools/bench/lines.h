@@ -28,8 +28,9 @@ typedef struct Lines {
     int count;
 } Lines;
 
-/** Begin the report: `about` says what is measured. */
-void lines_begin(Lines *lines, World *world, const Options *options, const char *about);
+/** Collective: begin the report: `about` says what is measured. False, with a message, if the JSON
+ *  cannot be written. */
+bool lines_begin(Lines *lines, World *world, const Options *options, const char *about);
 
 void lines_add(Lines *lines, const char *name, const char *unit, Quantiles value, double host_us,
                double ratio);

@@ -335,10 +335,10 @@ bool nccl_ep_case(World *world, const Options *options) {
              options_name(options, "mode"), options_name(options, "layout"),
              (long long)options->tokens_end, (long long)options->hidden, (long long)options->top_k,
              (long long)options->experts, options->zero_copy ? ", windows" : "");
-    lines_begin(&l.lines, world, options, about);
     bool ok = gpu_select(world) && device_open(&l.c) &&
               routing_make(world, options, options->tokens_end, &l.c.routing) &&
-              nccl_open(world, &l.nccl) && world_all(world, load(&l)) && measure(&l);
+              nccl_open(world, &l.nccl) && world_all(world, load(&l)) &&
+              lines_begin(&l.lines, world, options, about) && measure(&l);
     if (!world->broken) destroy(&l);
     return ok;
 }

@@ -149,7 +149,8 @@ static bool measure(World *world, const Options *options, Kind kind, EpQuant qua
 bool sums_case(World *world, const Options *options) {
     Lines lines;
     char name[64];
-    lines_begin(&lines, world, options, "errors of combine, whose sums travel as bf16 or as fp8");
+    if (!lines_begin(&lines, world, options, "errors of combine, whose sums travel as bf16 or fp8"))
+        return false;
     for (int kind = 0; kind < NUM_KINDS; kind++) {
         Error plain, fp8;
         if (!measure(world, options, (Kind)kind, EP_QUANT_NONE, &plain) ||

@@ -278,8 +278,8 @@ bool weights_case(World *world, const Options *options) {
     snprintf(about, sizeof(about), "weights [%lld, %lld, %lld] of bf16 over all ranks, %lld rows",
              (long long)options->experts, (long long)options->hidden, (long long)options->ffn,
              (long long)w.num_rows);
-    lines_begin(&w.lines, world, options, about);
-    bool ok = create(&w) && time_all(&w) && lines_end(&w.lines);
+    bool ok = create(&w) && lines_begin(&w.lines, world, options, about) && time_all(&w) &&
+              lines_end(&w.lines);
     if (!world->broken) destroy(&w);
     return ok;
 }
