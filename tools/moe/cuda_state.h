@@ -2,7 +2,7 @@
 #ifndef MOE_CUDA_STATE_H
 #define MOE_CUDA_STATE_H
 
-/** The layer's arithmetic on GPUs: what cuda.c and cublas.c share. See MoeDevice. */
+/** The layer's arithmetic on GPUs: what cuda.c, cublas.c and kernels.cu share. See MoeDevice. */
 
 #include "tools/moe/device.h"
 
@@ -19,7 +19,7 @@ typedef struct CudaState {
 } CudaState;
 
 static inline CudaState *cuda_state(const MoeDevice *d) {
-    return d->state;
+    return (CudaState *)d->state;
 }
 
 static inline cudaStream_t cuda_stream_of(const MoeDevice *d) {
@@ -37,6 +37,17 @@ bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const 
                    bool transposed, const EpTensor *c);
 bool cuda_correlate(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                     const EpTensor *c);
+bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights);
+bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
+                          const EpTensor *grad_weights, const EpTensor *grad);
+bool cuda_add(MoeDevice *d, const EpTensor *in, const EpTensor *out);
+bool cuda_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const EpTensor *w,
+                   const EpTensor *a);
+bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,
+                            const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
+                            const EpTensor *grad_w);
+bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
+                     int64_t columns, const EpTensor *out);
 
 #endif
 
