@@ -217,11 +217,13 @@ $B/%.a:
 # Tools load the shared libraries from their own folder or, once installed, from lib.
 rpath := -Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib:$$ORIGIN/..'
 $B/ep_bench: $(bench_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o) $(bench_cu:%.cu=$B/%.cu.o)
-$B/ep_info: $(info_c:%.c=$B/%.o)
+$B/ep_info: $(info_c:%.c=$B/%.o) $(common_c:%.c=$B/%.o)
 $B/ep_moe: $(moe_c:%.c=$B/%.o) $(moe_cu:%.cu=$B/%.cu.o) $(common_c:%.c=$B/%.o)
+# NCCL EP's interface, which is not libep's.
+$B/tools/bench/nccl_ep.o $B/emulated/tools/bench/nccl_ep.o: private cflags += -isystem bindings/nccl_ep
 # Of all that is built, ep_moe alone has matrices to multiply. OPENBLAS=0: with loops of its own.
 $B/ep_moe: private tool_libs = $(openblas_libs)
-$B/tools/moe/blas.o: private cflags += $(openblas_cflags) $(mpi_cflags)
+$B/tools/moe/host.o: private cflags += $(openblas_cflags) $(mpi_cflags)
 $(tools): $B/libep.so $B/libep_mpi.so
 	$(call say,LD,$@)
 	$Q$(CC) -o $@ $(filter %.o,$^) $(ldflags) $(rpath) -L$B -lep_mpi -lep $(mpi_libs) $(tool_libs) \
@@ -295,6 +297,16 @@ $B/emulated/tools/%.o: private cflags = $(emulated_cflags) $(mpi_cflags)
 $(emulated_moe): $(emulated_moe_o) $B/bootstrap/mpi.o
 	$(call say,LD,$@)
 	$Q$(CXX) -o $@ $(filter %.o,$^) $(ldflags) $(mpi_libs) $(hwloc_libs) -lm
+
+# ep_bench likewise, without the baseline, which takes MPI.
+emulated_bench := $B/emulated/ep_bench
+emulated_bench_o := $(filter-out $B/emulated/tests/% $B/emulated/bindings/%,$(emulated_o)) \
+                    $(patsubst %,$B/emulated/%.o,$(basename $(wildcard tests/emulator/*.c) $(common_c) \
+                        $(filter-out %/baseline_nccl.c,$(bench_c))) tools/bench/kernels.cu)
+$(emulated_bench): $(emulated_bench_o) $B/bootstrap/mpi.o
+	$(call say,LD,$@)
+	$Q$(CXX) -o $@ $(filter %.o,$^) -Wl,--defsym=baseline_measure_nccl=abort $(ldflags) $(mpi_libs) \
+	    $(hwloc_libs) -lm
 
 # The drop-in library with emulated GPUs inside, for clients in Python: see tests/bindings/nccl_ep.
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
@@ -462,12 +474,13 @@ run-demo: all
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
 # thread sanitizer does not support fibers, and emulated kernels take long, so "make check" runs these
 # in the plain build alone; "make ASAN=1 check-nodes-emulated" runs them with the address sanitizer.
-run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe))
+run-check: all $(if $(variant),,$(emulated_tests) $(emulated_moe) $(emulated_bench))
 	$B/tests/ep_tests -j1 $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,$(emulated_tests) -j2 --filter '$(emulated_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_small))
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_few)')
 	$(if $(variant)$(CHECK_ARGS),,$(emulate_layer))
+	$(if $(variant)$(CHECK_ARGS),,$(emulate_bench))
 
 # The tests that emulated GPUs can run: separate processes cannot share them, and ten thousand steps
 # would take a day. emulated_wide runs with many blocks, which divide the work more finely but take
@@ -516,50 +529,22 @@ emulate_layer = \
     LIBEP_TOPOLOGY=2 EMULATED_PLACES=4 $(run_layer) --mesh expert=2,fsdp=2 --weights early && \
     EMULATED_PLACES=4 EMULATED_NCCL_BLOCKS=2 $(run_layer) --quant fp8 --blocks rows --dtype fp16 && \
     $(run_layer) --mesh data=2,expert=2 --overlap 0
-check-emulated: $(emulated_tests) $(emulated_moe)
+# What ep_bench does on GPUs: calls, graphs, floors, latency mode in halves, and weights.
+run_bench = $(emulated_bench) --backend cuda --threads 2 --hidden 512 --experts 8 --top-k 2 -n 1 -w 0
+emulate_bench = $(run_bench) --tokens 10 && $(run_bench) --tokens 6 --graphs --zero-copy && \
+                $(run_bench) --tokens 6 --mode latency --split && \
+                $(run_bench) --tokens 256 --case weights --hidden 256 --ffn 128
+check-emulated: $(emulated_tests) $(emulated_moe) $(emulated_bench)
 	$(emulated_tests) -j2 $(if $(CHECK_ARGS),$(CHECK_ARGS),--filter '$(emulated_all)')
 	$(if $(CHECK_ARGS),,EMULATED_SMS=64 $(emulated_tests) -j2 --filter '$(emulated_wide)')
 	$(if $(CHECK_ARGS),,$(emulate_small))
 	$(if $(CHECK_ARGS),,$(emulate_nodes) --filter '$(nodes_all)')
 	$(if $(CHECK_ARGS),,$(emulate_layer))
+	$(if $(CHECK_ARGS),,$(emulate_bench))
 
 # The small part of it that is about several nodes. The stacks of fibers hide leaks.
 check-nodes-emulated: $(emulated_tests)
 	ASAN_OPTIONS=detect_leaks=0 $(emulate_nodes) --filter '$(nodes_few)'
-
-# Times any library with NCCL EP's interface, on GPUs: see the head of its source.
-nccl_ep_bench := $B/nccl_ep_bench
-$B/tests/bindings/nccl_ep/%.o: private cflags += $(mpi_cflags)
-$(nccl_ep_bench): $B/tests/bindings/nccl_ep/bench.o
-	$(call say,LD,$@)
-	$Q$(CC) -o $@ $^ $(ldflags) $(mpi_libs) $(cuda_libs)
-
-# What the drop-in library adds to libep's calls, on any machine. These steps do not make all calls.
-nccl_ep_host_time := $B/nccl_ep_host_time
-not_called := handle_info dispatch_send dispatch_wait combine_send combine_wait dispatch_backward window_adopt \
-              window_locate window_release
-$(nccl_ep_host_time): $B/tests/bindings/nccl_ep/host_time.o $(nccl_ep_o)
-	$(call say,LD,$@)
-	$Q$(CC) -o $@ $^ $(ldflags) $(not_called:%=-Wl,--defsym=ep_%=not_called) -ldl
-
-# On GPUs, against NCCL itself: make build/weight_bench
-weight_bench := $B/weight_bench
-$B/tests/handles/bench/%.o: private cflags += $(mpi_cflags)
-$(weight_bench): $B/tests/handles/bench/weights.o $B/libep.a $B/libep_mpi.a
-	$(call say,LD,$@)
-	$Q$(CC) -o $@ $< $(ldflags) $B/libep_mpi.a $B/libep.a $(mpi_libs) $(hwloc_libs) $(cuda_libs) -lm
-
-# What calls of meshes and weights take the host, on any machine: make build/mesh_time
-mesh_time := $B/mesh_time
-$(mesh_time): $B/tests/handles/bench/mesh_time.o $B/libep.a
-	$(call say,LD,$@)
-	$Q$(CC) -o $@ $^ $(ldflags) $(hwloc_libs) $(cuda_libs) -lm
-
-# The error of sums that travel quantised, on CPUs: make build/sum_error
-sum_error := $B/sum_error
-$(sum_error): $B/tests/combine/bench/sum_error.o $B/libep.a
-	$(call say,LD,$@)
-	$Q$(CC) -o $@ $^ $(ldflags) $(hwloc_libs) $(cuda_libs) -lm
 
 check-nccl-ep: $(nccl_ep_so) $(emulated_nccl_ep)
 	tests/bindings/nccl_ep/check $B

@@ -12,21 +12,15 @@
 #include <unistd.h>
 
 #include "tools/bench/device.h"
+#include "tools/bench/lines.h"
 #include "tools/bench/measure.h"
 #include "tools/bench/models.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
+#include "tools/common/tool.h"
 #include "tools/common/util.h"
-#include "tools/common/world.h"
 
 const char *const bench_program = "ep_bench";
-
-/** The command line, parsed before the ranks exist; they report its error. */
-typedef struct CommandLine {
-    Options options;
-    bool ok;
-    char message[BENCH_MESSAGE_BYTES];
-} CommandLine;
 
 /* Sizes of the sweep: at most MAX_SIZES, since each is at least twice the one before. */
 static int list_sizes(const Options *o, int64_t *sizes) {
@@ -48,7 +42,7 @@ enum { MAX_SIZES = 64 };
 static void show_progress(const World *world, const Run *run, int64_t size, int number, int total) {
     if (world->rank != 0 || !run->model[0] || !isatty(STDERR_FILENO)) return;
     fprintf(stderr, "\r\033[K%d of %d: %s, %s, %lld tokens", number, total, run->model,
-            options_mode_name(run->options.mode), (long long)size);
+            options_name(&run->options, "mode"), (long long)size);
     fflush(stderr);
 }
 
@@ -64,7 +58,7 @@ static bool fail_model(const Run *run, int64_t size) {
     if (!run->model[0]) return false;
     snprintf(message, sizeof(message), "%s", bench_error_message());
     snprintf(text, sizeof(text), "%s, %s, %lld tokens: %s", run->model,
-             options_mode_name(run->options.mode), (long long)size, message);
+             options_name(&run->options, "mode"), (long long)size, message);
     bench_error_set(bench_error_exit_status(), text);
     return false;
 }
@@ -93,19 +87,12 @@ static bool sweep_all(World *world, const RunList *list, const char *json_path, 
     return world_all(world, world->rank != 0 || !json_path || json_write(list, json_path));
 }
 
-/* Rank 0 prints the message, which all ranks share; if the ranks cannot communicate, each rank
- * prints its own. Returns the exit status. */
-static int print_error(const World *world) {
-    if (world->rank == 0 || world->broken) fprintf(stderr, "ep_bench: %s\n", bench_error_message());
-    return bench_error_exit_status();
-}
-
 /* Rank 0 also reads the trace here, so that a bad one is refused before any output. */
 static bool probe_files(const World *world, const Options *o) {
     TraceShape shape = {world->size, (int)o->top_k, (int)o->experts};
     Routing routing = {0};
     if (world->rank != 0) return true;
-    if (o->json_path && !output_probe(o->json_path)) return false;
+    if (o->run.json_path && !output_probe(o->run.json_path)) return false;
     if (o->save_path && !output_probe(o->save_path)) return false;
     bool ok = o->routing != ROUTING_FILE || trace_read(o->routing_path, &shape, &routing);
     routing_free(&routing);
@@ -144,8 +131,7 @@ static bool start_report(World *world, const Options *options, Report *report) {
     *report = (Report){.options = options, .world = world};
     machine_describe(&report->machine);
     if (!case_ask_backend(world, options, &report->memory)) return false;
-    if (report->memory.backend == EP_BACKEND_CUDA)
-        gpu_name(report->device, sizeof(report->device));
+    if (report->memory.backend == EP_BACKEND_CUDA) gpu_name(report->device, sizeof(report->device));
     return world_all(world, fits_memory(world, options, &report->machine)) &&
            world_all(world, probe_files(world, options));
 }
@@ -189,50 +175,38 @@ static bool run_all(World *world, const Options *options, RunList *list) {
             return fail_model(run, run->options.tokens_end);
     }
     if (world->rank == 0) report_header(list);
-    if (!sweep_all(world, list, options->json_path, &wrong)) return false;
+    if (!sweep_all(world, list, options->run.json_path, &wrong)) return false;
     if (world->rank == 0) report_footer(list, wrong);
     return wrong == 0 || bench_fail("%lld elements are wrong", (long long)wrong);
 }
 
-static int bench(World *world, const Options *options) {
+static bool run_steps(World *world, const Options *options) {
     RunList list = {.count = 0};
     bool ok = run_all(world, options, &list);
     free_runs(&list);
-    return ok ? BENCH_EXIT_OK : print_error(world);
+    return ok;
 }
 
-static int rank_main(World *world, void *argument) {
-    const CommandLine *line = argument;
-    int version = ep_version();
-    if (!line->ok) {
-        bench_error_set(BENCH_EXIT_USAGE, line->message);
-        return print_error(world);
-    }
-    if (line->options.help && world->rank == 0)
-        options_print_help(stdout);
-    else if (line->options.version && world->rank == 0)
-        printf("ep_bench %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
-    if (line->options.help || line->options.version) return BENCH_EXIT_OK;
-    return bench(world, &line->options);
+static bool run(World *world, const void *options) {
+    static bool (*const cases[])(World *, const Options *) = {[CASE_STEP] = run_steps,
+                                                              [CASE_CALLS] = calls_case,
+                                                              [CASE_SUMS] = sums_case,
+                                                              [CASE_WEIGHTS] = weights_case,
+                                                              [CASE_NCCL_EP] = nccl_ep_case};
+    return cases[((const Options *)options)->kind](world, options);
 }
 
 /* Creating a group reads the settings. setenv is safe here: no other thread has started. */
-static void export_settings(const Options *o) {
+static bool complete(void *options) {
+    Options *o = options;
     char text[32];
     snprintf(text, sizeof(text), "%lld", (long long)o->num_sms);
-    if (o->num_sms) setenv("LIBEP_NUM_SMS", text, 1);
+    if (o->num_sms && o->kind != CASE_NCCL_EP) setenv("LIBEP_NUM_SMS", text, 1);
+    return o->models ? models_complete(o) : options_complete(o);
 }
 
 int main(int argc, char **argv) {
-    CommandLine line;
-    line.ok = options_parse(&line.options, argc, argv);
-    snprintf(line.message, sizeof(line.message), "%s", bench_error_message());
-    if (line.ok) export_settings(&line.options);
-    int threads = line.ok ? (int)line.options.threads : 0;
-    /* Without mpirun, an error message needs no MPI. */
-    if (!line.ok && !world_launched()) threads = 1;
-    int result = world_run(threads, rank_main, &line);
-    if (fflush(stdout) == 0 && !ferror(stdout)) return result;
-    fprintf(stderr, "ep_bench: not everything could be written to standard output\n");
-    return result ? result : 1;
+    static const Tool tool = {"ep_bench", &options_table, complete, run};
+    Options options = {.models = false};
+    return tool_main(&tool, argc, argv, &options);
 }

@@ -7,146 +7,63 @@
  * nothing.
  */
 
-#include <errno.h>
-#include <getopt.h>
 #include <mpi.h>
-#include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "ep/ep.h"
-#include "ep/ep_mpi.h"
+#include "tools/common/tool.h"
+#include "tools/common/util.h"
 #include "tools/info/mesh.h"
 
-enum { EXIT_FAILED = 1, EXIT_USAGE = 2 };
+const char *const bench_program = "ep_info";
 
 /* ---- command line -------------------------------------------------------------------------- */
 
 typedef struct Options {
+    RunOptions run;
     int64_t ranks, hidden, top_k, experts, tokens, alignment, capacity;
-    bool markdown, help, version;
+    bool markdown;
     MeshOptions mesh;
 } Options;
 
-typedef struct Number {
-    const char *name;
-    int64_t *value;
-    int64_t low, high;
-    const char *doc;
-} Number;
+#define AT(member) offsetof(Options, member)
 
-enum { NUM_NUMBERS = 7, NUM_TEXTS = 5, KEY_TEXTS = 50, KEY_MARKDOWN = 100, KEY_VERSION };
+static const Option specs[] = {
+    {0, "ranks", "N", OPTION_INT(ranks, 1, EP_MAX_RANKS), NULL, 0,
+     "ranks of the configuration (default: as started)"},
+    {0, "hidden", "N", OPTION_INT(hidden, 1, EP_MAX_ROW_BYTES / 2), NULL, 7168,
+     "elements per row, of 2 bytes (7168)"},
+    {0, "top-k", "N", OPTION_INT(top_k, 1, EP_MAX_TOP_K), NULL, 8, "experts per token (8)"},
+    {0, "experts", "N", OPTION_INT(experts, 1, 1 << 20), NULL, 256,
+     "experts of all ranks together (256)"},
+    {0, "tokens", "N", OPTION_INT(tokens, 1, OPTION_MAX_COUNT), NULL, 2048,
+     "most tokens per rank and step (2048)"},
+    {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), NULL, 128,
+     "slabs are padded to multiples of this (128)"},
+    {0, "capacity", "N", OPTION_INT(capacity, 0, INT32_MAX), NULL, 0,
+     "static receive rows (0: exact sizing)"},
+    {0, "mesh", "AXES", OPTION_TEXT(mesh.mesh), NULL, 0,
+     "axes of a mesh, outermost first, as in data=2,fsdp=2,expert=4; no ranks are started"},
+    {0, "spec", "SPEC", OPTION_TEXT(mesh.spec), NULL, 0,
+     "axes that shard each dimension of a tensor, as in (fsdp,expert),_"},
+    {0, "kind", "KIND", OPTION_TEXT(mesh.kind), NULL, 0,
+     "the tensor: weight, expert-weight or activation (weight)"},
+    {0, "shape", "SHAPE", OPTION_TEXT(mesh.shape), NULL, 0,
+     "of the whole tensor, as in 256,7168,2048 (small shards)"},
+    {0, "rank", "N", OPTION_TEXT(mesh.rank), NULL, 0, "whose groups are printed (0)"},
+    {0, "settings-markdown", NULL, OPTION_FLAG(markdown), NULL, 0,
+     "print only the table of settings, for docs/settings.md"},
+    OPTION_HELP,
+};
 
-/** An option about a mesh, and where its text goes. */
-typedef struct Text {
-    const char *name, **value, *doc;
-} Text;
-
-static void list_numbers(Options *o, Number *out) {
-    const Number numbers[NUM_NUMBERS] = {
-        {"ranks", &o->ranks, 1, EP_MAX_RANKS, "ranks of the configuration (default: as started)"},
-        {"hidden", &o->hidden, 1, EP_MAX_ROW_BYTES / 2, "elements per row, of 2 bytes (7168)"},
-        {"top-k", &o->top_k, 1, EP_MAX_TOP_K, "experts per token (8)"},
-        {"experts", &o->experts, 1, 1 << 20, "experts of all ranks together (256)"},
-        {"tokens", &o->tokens, 1, 1 << 24, "most tokens per rank and step (2048)"},
-        {"align", &o->alignment, 1, 1 << 20, "slabs are padded to multiples of this (128)"},
-        {"capacity", &o->capacity, 0, INT32_MAX, "static receive rows (0: exact sizing)"},
-    };
-    memcpy(out, numbers, sizeof(numbers));
-}
-
-static void list_texts(Options *o, Text *out) {
-    MeshOptions *m = &o->mesh;
-    const Text texts[NUM_TEXTS] = {
-        {"mesh", &m->mesh, "axes, outermost first, as in data=2,fsdp=2,expert=4"},
-        {"spec", &m->spec, "axes that shard each dimension of a tensor, as in (fsdp,expert),_"},
-        {"kind", &m->kind, "the tensor: weight, expert-weight or activation (weight)"},
-        {"shape", &m->shape, "of the whole tensor, as in 256,7168,2048 (small shards)"},
-        {"rank", &m->rank, "whose groups are printed (0)"},
-    };
-    memcpy(out, texts, sizeof(texts));
-}
-
-static bool refuse(char *message, size_t bytes, const char *option, const char *expected,
-                   const char *got) {
-    snprintf(message, bytes, "%s: expected %s, got \"%s\"", option, expected, got);
-    return false;
-}
-
-static bool read_number(const Number *number, const char *text, char *message, size_t bytes) {
-    char *end, option[32], expected[96];
-    errno = 0;
-    long long value = strtoll(text, &end, 10);
-    bool whole = end != text && !*end && !errno && text[0] != ' ' && text[0] != '+';
-    *number->value = value;
-    if (whole && value >= number->low && value <= number->high) return true;
-    snprintf(option, sizeof(option), "--%s", number->name);
-    snprintf(expected, sizeof(expected), "a whole number from %lld to %lld", (long long)number->low,
-             (long long)number->high);
-    return refuse(message, bytes, option, expected, text);
-}
-
-static void list_long_options(const Number *numbers, const Text *texts, struct option *longs) {
-    for (int i = 0; i < NUM_NUMBERS; i++)
-        *longs++ = (struct option){numbers[i].name, required_argument, NULL, i};
-    for (int i = 0; i < NUM_TEXTS; i++)
-        *longs++ = (struct option){texts[i].name, required_argument, NULL, KEY_TEXTS + i};
-    *longs++ = (struct option){"settings-markdown", no_argument, NULL, KEY_MARKDOWN};
-    *longs++ = (struct option){"help", no_argument, NULL, 'h'};
-    *longs++ = (struct option){"version", no_argument, NULL, KEY_VERSION};
-    *longs = (struct option){NULL, 0, NULL, 0};
-}
-
-static bool parse(Options *o, int argc, char **argv, char *message, size_t bytes) {
-    Number numbers[NUM_NUMBERS];
-    Text texts[NUM_TEXTS];
-    struct option longs[NUM_NUMBERS + NUM_TEXTS + 4];
-    list_numbers(o, numbers);
-    list_texts(o, texts);
-    list_long_options(numbers, texts, longs);
-    opterr = 0;
-    for (;;) {
-        int at = optind, key = getopt_long(argc, argv, "+:h", longs, NULL);
-        if (key == -1) break;
-        if (key == ':') return refuse(message, bytes, argv[at], "an argument", "");
-        if (key == '?')
-            return refuse(message, bytes, "arguments", "an option of ep_info (see --help)",
-                          argv[at]);
-        if (key < NUM_NUMBERS && !read_number(&numbers[key], optarg, message, bytes)) return false;
-        if (key >= KEY_TEXTS && key < KEY_TEXTS + NUM_TEXTS) *texts[key - KEY_TEXTS].value = optarg;
-        o->markdown = o->markdown || key == KEY_MARKDOWN;
-        o->version = o->version || key == KEY_VERSION;
-        o->help = o->help || key == 'h';
-    }
-    if (optind < argc) return refuse(message, bytes, "arguments", "options alone", argv[optind]);
-    return true;
-}
-
-static void print_help(Options *o) {
-    Number numbers[NUM_NUMBERS];
-    Text texts[NUM_TEXTS];
-    list_numbers(o, numbers);
-    list_texts(o, texts);
-    printf("usage: [mpirun -n RANKS] ep_info [options]\n\n"
-           "Version, settings, topology, backend, and the memory of a configuration:\n\n");
-    for (int i = 0; i < NUM_NUMBERS; i++)
-        printf("      --%-18s %s\n", numbers[i].name, numbers[i].doc);
-    printf("\nA mesh, and what happens to a tensor there; no ranks are started:\n\n");
-    for (int i = 0; i < NUM_TEXTS; i++)
-        printf("      --%-18s %s\n", texts[i].name, texts[i].doc);
-    printf("\n      --settings-markdown  print only the table of settings, in Markdown\n"
-           "      --version            print only the version\n"
-           "  -h, --help               print this help\n");
-}
+static const OptionTable table = {
+    "usage: [mpirun -n RANKS] ep_info [options]\n\n"
+    "Version, settings, topology, backend, and the memory of a configuration; or a mesh, and what\n"
+    "happens to a tensor there.\n\n",
+    specs, sizeof(specs) / sizeof(specs[0])};
 
 /* ---- version and settings ------------------------------------------------------------------ */
-
-static void print_version(void) {
-    int v = ep_version();
-    printf("libep %d.%d.%d\n", v / 10000, v / 100 % 100, v % 100);
-}
 
 static void print_build(void) {
     printf("built against: ep.h %d.%d.%d, MPI %d.%d\n", EP_VERSION_MAJOR, EP_VERSION_MINOR,
@@ -185,39 +102,9 @@ static void print_markdown_row(const EpSetting *setting, void *context) {
     printf(" |\n");
 }
 
-static int print_settings_markdown(void) {
+static bool print_settings_markdown(void) {
     printf("| setting | type | default | meaning |\n| --- | --- | --- | --- |\n");
-    if (ep_settings(print_markdown_row, NULL) == EP_OK) return EXIT_SUCCESS;
-    fprintf(stderr, "ep_info: %s\n", ep_last_error());
-    return EXIT_FAILED;
-}
-
-/* ---- agreement ----------------------------------------------------------------------------- */
-
-#define DEADLINE 100.0
-
-/** The outcome of one rank. If one rank fails, all fail, and rank 0 prints the first failure. */
-typedef struct RankStatus {
-    int ok;
-    char message[508];
-} RankStatus;
-
-static bool agree(const EpBootstrap *boot, bool ok) {
-    RankStatus mine = {.ok = ok};
-    RankStatus *all = calloc((size_t)boot->size, sizeof(RankStatus));
-    snprintf(mine.message, sizeof(mine.message), "%s", ep_last_error());
-    if (!all || boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) != EP_OK) {
-        fprintf(stderr, "ep_info: rank %d: %s\n", boot->rank, ep_last_error());
-        free(all);
-        return false;
-    }
-    ok = true;
-    for (int r = 0; r < boot->size && ok; r++) {
-        ok = all[r].ok;
-        if (!ok && boot->rank == 0) fprintf(stderr, "ep_info: %s\n", all[r].message);
-    }
-    free(all);
-    return ok;
+    return bench_ok(ep_settings(print_markdown_row, NULL), "ep_settings");
 }
 
 /* ---- topology ------------------------------------------------------------------------------ */
@@ -250,8 +137,8 @@ static bool describe_rank(const EpBootstrap *boot, const Options *o, RankInfo *o
     config.max_tokens = 1, config.max_top_k = 1, config.max_row_bytes = 16;
     out->info = (EpGroupInfo)EP_GROUP_INFO_INIT;
     gethostname(out->host, sizeof(out->host) - 1);
-    bool ok = ep_group_create(boot, &config, &group) == EP_OK &&
-              ep_group_query(group, &out->info) == EP_OK;
+    bool ok = bench_ok(ep_group_create(boot, &config, &group), "ep_group_create") &&
+              bench_ok(ep_group_query(group, &out->info), "ep_group_query");
     for (int node = 0; node < MOST_NODES; node++)
         if (!ok || ep_group_relay(group, node, &out->relay[node]) != EP_OK) out->relay[node] = -1;
     ep_group_destroy(group);
@@ -296,20 +183,19 @@ static void print_nodes(const RankInfo *all) {
     printf("\n");
 }
 
-static bool print_topology(const EpBootstrap *boot, const Options *o, EpGroupInfo *info) {
+static bool print_topology(World *world, const Options *o, EpGroupInfo *info) {
     RankInfo mine = {.host = ""};
-    RankInfo *all = calloc((size_t)boot->size, sizeof(RankInfo));
-    bool ok =
-        agree(boot, all && describe_rank(boot, o, &mine)) &&
-        agree(boot, boot->allgather(boot->context, &mine, all, sizeof(mine), DEADLINE) == EP_OK);
-    if (ok && boot->rank == 0) {
-        printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %-9s%s\n", boot->size,
-               boot->size == 1 ? "" : "s", mine.info.num_nodes, mine.info.num_nodes == 1 ? "" : "s",
-               "rank", "host", "node", "numa", "cpus", "experts",
-               mine.info.backend == EP_BACKEND_CUDA ? "  gpu" : "");
-        for (int r = 0; r < boot->size; r++)
+    RankInfo *all = bench_alloc((size_t)world->size, sizeof(RankInfo), "the ranks");
+    bool ok = world_all(world, all && describe_rank(&world->boot, o, &mine)) &&
+              world_allgather(world, &mine, all, sizeof(mine));
+    if (ok && world->rank == 0) {
+        printf("\ntopology: %d rank%s on %d node%s\n%6s  %-20s %5s %8s %6s  %-9s%s\n", world->size,
+               world->size == 1 ? "" : "s", mine.info.num_nodes,
+               mine.info.num_nodes == 1 ? "" : "s", "rank", "host", "node", "numa", "cpus",
+               "experts", mine.info.backend == EP_BACKEND_CUDA ? "  gpu" : "");
+        for (int r = 0; r < world->size; r++)
             print_rank(r, &all[r]);
-        if (boot->size > 1) print_nodes(all);
+        if (world->size > 1) print_nodes(all);
     }
     *info = mine.info;
     free(all);
@@ -352,12 +238,12 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
     EpGroupConfig config = configuration(o);
     EpGroupMemory memory = EP_GROUP_MEMORY_INIT;
     if (ranks == info->size) config.backend = info->backend;
-    if (ep_group_memory(&config, ranks, &memory) != EP_OK) return false;
+    if (!bench_ok(ep_group_memory(&config, ranks, &memory), "ep_group_memory")) return false;
     print_backend(&memory, ranks == info->size ? info->reason : memory.reason);
     printf("\nmemory: ranks %d, experts %lld, tokens a rank %lld, top-k %lld, row bytes %lld%s\n",
            ranks, (long long)o->experts, (long long)o->tokens, (long long)o->top_k,
            (long long)config.max_row_bytes, memory.feasible ? "" : ": not feasible");
-    if (!memory.feasible) return ep_set_last_error(EP_ERR_UNSUPPORTED, memory.reason) == EP_OK;
+    if (!memory.feasible) return bench_fail("%s", memory.reason);
     print_bytes("shared with peers, per rank", memory.shared_bytes);
     print_bytes("private, per rank", memory.private_bytes);
     print_bytes("each handle, per rank", memory.handle_bytes);
@@ -371,68 +257,48 @@ static bool print_memory(const Options *o, int ranks, const EpGroupInfo *info) {
 
 /* ---- everything ---------------------------------------------------------------------------- */
 
-static bool print_settings(const EpBootstrap *boot) {
-    if (boot->rank == 0) printf("\nsettings (* changed)\n");
-    return ep_settings(boot->rank == 0 ? print_setting : NULL, NULL) == EP_OK;
-}
-
-static bool print_all(const EpBootstrap *boot, const Options *o) {
-    int ranks = o->ranks ? (int)o->ranks : boot->size;
-    if (boot->rank == 0) {
-        print_version();
-        print_build();
-    }
+/* Bad settings are an error at the end, after all that can be printed without them. */
+static bool print_all(World *world, const Options *o) {
+    const int ranks = o->ranks ? (int)o->ranks : world->size;
+    char message[BENCH_MESSAGE_BYTES] = "";
     EpGroupInfo info = EP_GROUP_INFO_INIT;
-    bool settings_ok = agree(boot, print_settings(boot));
-    bool ok = print_topology(boot, o, &info) &&
-              agree(boot, boot->rank != 0 || print_memory(o, ranks, &info));
-    fflush(stdout);
-    return settings_ok && ok;
-}
-
-/* A single rank does not use MPI, so that ep_info starts quickly. */
-static int run(const Options *o) {
-    EpBootstrap boot = EP_BOOTSTRAP_INIT;
-    bool mpi = getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE") || getenv("PMIX_RANK");
-    if (mpi) MPI_Init(NULL, NULL);
-    EpStatus status = mpi ? ep_bootstrap_mpi(MPI_COMM_WORLD, &boot) : ep_bootstrap_local(1, &boot);
-    int result = EXIT_FAILED;
-    if (status == EP_OK)
-        result = print_all(&boot, o) ? EXIT_SUCCESS : EXIT_FAILED;
-    else
-        fprintf(stderr, "ep_info: %s\n", ep_last_error());
-    ep_bootstrap_destroy(&boot);
-    if (mpi) MPI_Finalize();
-    return result;
+    if (world->rank == 0) {
+        printf("libep " VERSION_FORMAT "\n", VERSION_NUMBERS);
+        print_build();
+        printf("\nsettings (* changed)\n");
+    }
+    EpStatus status = ep_settings(world->rank == 0 ? print_setting : NULL, NULL);
+    if (!world_all(world, bench_ok(status, "ep_settings")))
+        snprintf(message, sizeof(message), "%s", bench_error_message());
+    bool ok = print_topology(world, o, &info) &&
+              world_all(world, world->rank != 0 || print_memory(o, ranks, &info));
+    if (!message[0]) return ok;
+    return bench_fail("%s", message);
 }
 
 static bool has_mesh(const MeshOptions *m) {
     return m->mesh || m->spec || m->kind || m->shape || m->rank;
 }
 
-static int run_command(Options *o) {
-    if (o->help)
-        print_help(o);
-    else if (o->version)
-        print_version();
-    else if (o->markdown)
-        return print_settings_markdown();
-    else if (has_mesh(&o->mesh))
-        return print_mesh(&o->mesh);
-    else
-        return run(o);
-    return EXIT_SUCCESS;
+static bool run(World *world, const void *options) {
+    const Options *o = options;
+    bool ok = o->markdown || has_mesh(&o->mesh);
+    if (!ok && print_all(world, o)) return true;
+    if (ok) ok = o->markdown ? print_settings_markdown() : print_mesh(&o->mesh);
+    /* A wrong setting is not a wrong command line here. */
+    if (!ok && !has_mesh(&o->mesh)) bench_error_set(BENCH_EXIT_WRONG, bench_error_message());
+    return ok;
+}
+
+/* A single rank does not use MPI, so that ep_info starts quickly. */
+static bool complete(void *options) {
+    Options *o = options;
+    o->run.threads = world_launched() && !o->markdown && !has_mesh(&o->mesh) ? 0 : 1;
+    return true;
 }
 
 int main(int argc, char **argv) {
-    Options o = {.hidden = 7168, .top_k = 8, .experts = 256, .tokens = 2048, .alignment = 128};
-    char message[256];
-    if (!parse(&o, argc, argv, message, sizeof(message))) {
-        fprintf(stderr, "ep_info: %s\n", message);
-        return EXIT_USAGE;
-    }
-    int result = run_command(&o);
-    if (fflush(stdout) == 0 && !ferror(stdout)) return result;
-    fprintf(stderr, "ep_info: not everything could be written to standard output\n");
-    return EXIT_FAILED;
+    static const Tool tool = {"libep", &table, complete, run};
+    Options options = {.markdown = false};
+    return tool_main(&tool, argc, argv, &options);
 }

@@ -185,6 +185,19 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph,
     return cudaSuccess;
 }
 
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream) {
+    (void)exec, (void)stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, void *nodes, size_t *count) {
+    (void)nodes;
+    *count = 0;
+    for (int i = 0; i < graph->count; i++)
+        *count += graph->item[i].kind == TASK;
+    return cudaSuccess;
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     cudaGraph_t graph = (cudaGraph_t)exec;
     if (!graph) return emulated_error(cudaErrorInvalidValue);

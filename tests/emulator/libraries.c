@@ -79,6 +79,7 @@ static const struct {
     FUNCTION(ncclCommCuDevice),
     FUNCTION(ncclAllGather),
     FUNCTION(ncclAllReduce),
+    FUNCTION(ncclReduceScatter),
     FUNCTION(ncclSend),
     FUNCTION(ncclRecv),
     FUNCTION(ncclGroupStart),

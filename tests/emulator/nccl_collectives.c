@@ -77,6 +77,23 @@ static void reduce(const Collective *c, uint32_t *out) {
         }
 }
 
+/* This rank's part of the sum of all ranks' fp32 or, where halved, bf16. */
+static void reduce_scatter(const Collective *c) {
+    const size_t width = c->kind == SUM_BF16 ? 2 : 4, count = c->bytes / width;
+    for (size_t i = 0; i < count; i++) {
+        float sum = 0, x;
+        for (int r = 0; r < c->shared->size; r++) {
+            uint32_t bits = 0; /* bf16 is the upper half of fp32 */
+            memcpy((char *)&bits + 4 - width,
+                   (const char *)c->shared->given[r] + ((size_t)c->rank * count + i) * width,
+                   width);
+            memcpy(&x, &bits, sizeof(x));
+            sum += x;
+        }
+        memcpy((char *)c->to + i * width, (char *)&sum + 4 - width, width);
+    }
+}
+
 static void free_messages(Message *m) {
     while (m) {
         Message *next = m->next;
@@ -113,6 +130,8 @@ static void run_collective(void *arguments) {
             reduce(c, reduced);
         else if (c->kind == EXCHANGE)
             receive(c);
+        else if (c->kind == SUM_BF16 || c->kind == SUM_FP32)
+            reduce_scatter(c);
         else
             gather(c);
         if (++s->leaving == s->size) s->present = s->leaving = 0, s->collectives++;
@@ -236,6 +255,17 @@ ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataTyp
                                           .from = from,
                                           .to = to,
                                           .bytes = count * sizeof(int),
+                                          .stream = stream});
+}
+
+ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+    int wide = type == ncclFloat32;
+    if (op != ncclSum || (!wide && type != ncclBfloat16)) return ncclInvalidArgument;
+    return collective(comm, &(Collective){.kind = wide ? SUM_FP32 : SUM_BF16,
+                                          .from = from,
+                                          .to = to,
+                                          .bytes = count * (wide ? 4 : 2),
                                           .stream = stream});
 }
 

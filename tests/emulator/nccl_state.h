@@ -40,7 +40,7 @@ typedef struct Shared {
     int aborted[MAX_RANKS], any_aborted; /* then no collective completes */
 } Shared;
 
-typedef enum Kind { GATHER, SUM, MAX, EXCHANGE } Kind;
+typedef enum Kind { GATHER, SUM, MAX, SUM_BF16, SUM_FP32, EXCHANGE } Kind;
 
 /* A send or receive of an exchange. */
 typedef struct Message {

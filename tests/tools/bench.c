@@ -75,6 +75,16 @@ static const BadOptions bad_options[] = {
     {"--quant mxfp8 --hidden 8", "multiple of 16"},
     {"--baseline --mode latency", "--mode throughput"},
     {"--baseline --quant fp8", "--quant none"},
+    {"--case all", "\"all\""},
+    {"--case calls -b 1 -e 4", "expected one size"},
+    {"--case calls --routing file:x", "no --routing file"},
+    {"--case sums --uneven", "even tokens"},
+    {"--case sums --dtype fp32", "weighted rows of bf16"},
+    {"--case sums --layout flat", "--layout expert"},
+    {"--threads 2 --case sums --tokens 4 -J /nonexistent/folder/x.json", "/nonexistent/folder"},
+    {"--nccl-ep x -b 1 -e 4", "expected one size"},
+    {"--models --case sums", "--case: expected step with --models"},
+    {"--threads 1 --case weights --hidden 7", "14 bytes"},
     {"--threads 0", "--threads"},
     {"--threads 9999", "--threads"},
     {"--threads 2 --baseline", "--baseline"},
@@ -208,6 +218,27 @@ SoloTest(tools_bench, phases_of_latency_mode) {
           result.out);
     CHECK(!strstr(result.out, "  prepare  ") && !strstr(result.out, "_backward"), "%s", result.out);
     process_result_free(&result);
+}
+
+/* The other cases have a line for each figure. Sums that travel as fp8 are ten times as wrong. */
+SoloTest(tools_bench, cases_with_lines) {
+    static char text[65536], line[256];
+    char path[] = "/tmp/ep_tests_json_XXXXXX";
+    double bf16 = -1, fp8 = -1;
+    close(mkstemp(path));
+    snprintf(line, sizeof(line),
+             "--case sums --threads 2 --hidden 256 --experts 8 --top-k 2 --tokens 8 -J %s", path);
+    check_run(line, 0, "\n heavy tails, largest, fp8 ", NULL);
+    read_file(path, text, sizeof(text));
+    CHECK(strstr(text, "\"format\": \"ep_bench lines 1\""), "%s", text);
+    const char *first = strstr(text, "\"Gaussian, rms, bf16\""),
+               *second = strstr(text, "\"Gaussian, rms, fp8\"");
+    CHECK(first && sscanf(strstr(first, "\"median\""), "\"median\": %lf", &bf16) == 1 && second &&
+              sscanf(strstr(second, "\"median\""), "\"median\": %lf", &fp8) == 1,
+          "%s", text);
+    CHECK(bf16 > 1e-4 && bf16 < 5e-3 && fp8 > 3 * bf16 && fp8 < 0.1, "%g and %g", bf16, fp8);
+    check_run("--case calls --threads 1 -n 1 -w 0", 0, "\n ep_weight_reduce, 1 rank ", NULL);
+    unlink(path);
 }
 
 /* A capacity that is too small ends the run, unless the overflow policy is drop. */

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/bench/baseline.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/common/data.h"
@@ -80,39 +79,31 @@ void baseline_plan_make(BaselinePlan *p) {
     place_slots(p);
 }
 
-bool baseline_plan_alloc(const Case *c, BaselinePlan *p) {
+bool baseline_plan_alloc(const Case *c, Pool *pool, BaselinePlan *p) {
     *p = (BaselinePlan){.c = c};
-    size_t entries = (size_t)(c->tokens * c->routing.top_k), slots = (size_t)c->slots.num_slots;
-    size_t ranks = (size_t)c->world->size, local = (size_t)c->slots.num_local;
-    p->sent.counts = bench_alloc(ranks, sizeof(int), "baseline");
-    p->sent.offsets = bench_alloc(ranks, sizeof(int), "baseline");
-    p->received.counts = bench_alloc(ranks, sizeof(int), "baseline");
-    p->received.offsets = bench_alloc(ranks, sizeof(int), "baseline");
-    p->send_token = bench_alloc(entries, sizeof(int32_t), "baseline");
-    p->send_expert = bench_alloc(entries, sizeof(int32_t), "baseline");
-    p->entry_at = bench_alloc(entries, sizeof(int32_t), "baseline");
-    p->recv_expert = bench_alloc(slots, sizeof(int32_t), "baseline");
-    p->recv_row = bench_alloc(slots, sizeof(int32_t), "baseline");
-    p->cursor = bench_alloc(ranks + local, sizeof(int64_t), "baseline");
-    p->slab_end = bench_alloc(local, sizeof(int64_t), "baseline");
-    p->slab_limit = bench_alloc(local, sizeof(int64_t), "baseline");
-    return p->sent.counts && p->sent.offsets && p->received.counts && p->received.offsets &&
-           p->send_token && p->send_expert && p->entry_at && p->recv_expert && p->recv_row &&
-           p->cursor && p->slab_end && p->slab_limit;
-}
-
-void baseline_plan_free(BaselinePlan *p) {
-    void *all[] = {p->sent.counts, p->sent.offsets, p->received.counts, p->received.offsets,
-                   p->send_token,  p->send_expert,  p->entry_at,        p->recv_expert,
-                   p->recv_row,    p->cursor,       p->slab_end,        p->slab_limit};
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
-        free(all[i]);
+    const size_t entries = (size_t)(c->tokens * c->routing.top_k);
+    const size_t slots = (size_t)c->slots.num_slots, ranks = (size_t)c->world->size;
+    const size_t local = (size_t)c->slots.num_local;
+    int **const traffic[] = {&p->sent.counts, &p->sent.offsets, &p->received.counts,
+                             &p->received.offsets};
+    for (int i = 0; i < 4; i++)
+        *traffic[i] = pool_alloc(pool, ranks, sizeof(int), "baseline");
+    p->send_token = pool_alloc(pool, entries, sizeof(int32_t), "baseline");
+    p->send_expert = pool_alloc(pool, entries, sizeof(int32_t), "baseline");
+    p->entry_at = pool_alloc(pool, entries, sizeof(int32_t), "baseline");
+    p->recv_expert = pool_alloc(pool, slots, sizeof(int32_t), "baseline");
+    p->recv_row = pool_alloc(pool, slots, sizeof(int32_t), "baseline");
+    p->cursor = pool_alloc(pool, ranks + local, sizeof(int64_t), "baseline");
+    p->slab_end = pool_alloc(pool, local, sizeof(int64_t), "baseline");
+    p->slab_limit = pool_alloc(pool, local, sizeof(int64_t), "baseline");
+    return !pool->failed;
 }
 
 /* ---- dispatch ------------------------------------------------------------------------------ */
 
 typedef struct Baseline {
     Case *c;
+    Pool pool;
     BaselinePlan plan;
     MPI_Datatype row; /* contiguous bytes: counts are rows and stay far below INT_MAX */
     MPI_Datatype scale;
@@ -207,24 +198,15 @@ static bool combine(Baseline *b) {
 
 static bool alloc_rows(Baseline *b) {
     const Case *c = b->c;
-    size_t entries = (size_t)(c->tokens * c->routing.top_k), slots = (size_t)c->slots.num_slots;
-    size_t scale_bytes = (size_t)c->options->scale_bytes;
-    b->send_rows = bench_alloc(entries, c->row_bytes, "baseline");
-    b->recv_rows = bench_alloc(slots, c->row_bytes, "baseline");
-    b->send_scales = bench_alloc(entries, scale_bytes, "baseline");
-    b->recv_scales = bench_alloc(slots, scale_bytes, "baseline");
-    b->send_weights = bench_alloc(entries, sizeof(float), "baseline");
-    b->recv_weights = bench_alloc(slots, sizeof(float), "baseline");
-    return b->send_rows && b->recv_rows && b->send_scales && b->recv_scales && b->send_weights &&
-           b->recv_weights;
-}
-
-static void free_all(Baseline *b) {
-    void *all[] = {b->send_rows,   b->recv_rows,    b->send_scales,
-                   b->recv_scales, b->send_weights, b->recv_weights};
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
-        free(all[i]);
-    baseline_plan_free(&b->plan);
+    const size_t entries = (size_t)(c->tokens * c->routing.top_k);
+    const size_t slots = (size_t)c->slots.num_slots, scale_bytes = (size_t)c->options->scale_bytes;
+    b->send_rows = pool_alloc(&b->pool, entries, c->row_bytes, "baseline");
+    b->recv_rows = pool_alloc(&b->pool, slots, c->row_bytes, "baseline");
+    b->send_scales = pool_alloc(&b->pool, entries, scale_bytes, "baseline");
+    b->recv_scales = pool_alloc(&b->pool, slots, scale_bytes, "baseline");
+    b->send_weights = pool_alloc(&b->pool, entries, sizeof(float), "baseline");
+    b->recv_weights = pool_alloc(&b->pool, slots, sizeof(float), "baseline");
+    return !b->pool.failed;
 }
 
 /* ---- the measurement ----------------------------------------------------------------------- */
@@ -245,31 +227,34 @@ const char *baseline_phase_name(BaselinePhase phase) {
     return names[phase];
 }
 
-/* Run once more on poisoned buffers. After a failure the phases still run: the peers are in MPI. */
-static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
-    bool ok = phase_poison(b->c, PHASE_DISPATCH) && phase_poison(b->c, PHASE_COMBINE);
+/* After a failure the phases still run: the peers are in MPI. */
+bool baseline_check(Case *c, Check *check, TimedCall call, void *context, BaselineResult *out) {
+    bool ok = phase_poison(c, PHASE_DISPATCH) && phase_poison(c, PHASE_COMBINE);
     int64_t before = check->wrong;
     for (int which = 0; which < NUM_BASELINE_PHASES; which++)
-        ok = run(b, which) && ok;
+        ok = call(context, which) && ok;
+    ok = phase_fetch(c, PHASE_DISPATCH) && phase_fetch(c, PHASE_COMBINE) && ok;
+    if (!ok) return false;
     check_baseline_dispatch(check);
     out->wrong[BASELINE_DISPATCH] = check->wrong - before;
     check_baseline_combine(check);
     out->wrong[BASELINE_COMBINE] = check->wrong - before - out->wrong[BASELINE_DISPATCH];
-    return ok;
+    return true;
 }
 
 static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     const Options *o = b->c->options;
     World *world = b->c->world;
-    if (!time_calls(world, o->warmup, o->iterations, run, b, NUM_BASELINE_PHASES, out->times))
+    if (!time_calls(world, o->run.warmup, o->run.iterations, run, b, NUM_BASELINE_PHASES,
+                    out->times))
         return false;
-    return world_all(world, !o->check || check_results(b, check, out)) &&
+    return world_all(world, !o->run.check || baseline_check(b->c, check, run, b, out)) &&
            world_sum(world, out->wrong, NUM_BASELINE_PHASES);
 }
 
 static bool host_measure(Case *c, Check *check, BaselineResult *out) {
     Baseline b = {.c = c};
-    bool ok = baseline_plan_alloc(c, &b.plan) && alloc_rows(&b);
+    bool ok = baseline_plan_alloc(c, &b.pool, &b.plan) && alloc_rows(&b);
     if (world_all(c->world, ok)) {
         MPI_Comm_dup(MPI_COMM_WORLD, &b.plan.comm);
         MPI_Type_contiguous((int)c->row_bytes, MPI_BYTE, &b.row);
@@ -283,7 +268,7 @@ static bool host_measure(Case *c, Check *check, BaselineResult *out) {
     } else {
         ok = false;
     }
-    free_all(&b);
+    pool_free(&b.pool);
     return ok;
 }
 

@@ -45,34 +45,30 @@ static unsigned grid_of(int64_t count, dim3 block) {
     return (unsigned)((count + block.y - 1) / block.y);
 }
 
+template <typename Unit>
+static cudaError_t move_rows(void (*kernel)(Unit *, const Unit *, const int32_t *, int64_t, int),
+                             void *to, const void *from, const int32_t *index, int64_t count,
+                             size_t row_bytes, cudaStream_t stream) {
+    const int width = (int)(row_bytes / sizeof(Unit));
+    const dim3 block = block_of(width);
+    if (count == 0 || width == 0) return cudaSuccess;
+    kernel<<<grid_of(count, block), block, 0, stream>>>((Unit *)to, (const Unit *)from, index,
+                                                        count, width);
+    return cudaGetLastError();
+}
+
 cudaError_t kernel_gather_rows(void *to, const void *from, const int32_t *index, int64_t count,
                                size_t row_bytes, cudaStream_t stream) {
-    bool wide = row_bytes % sizeof(int4) == 0;
-    int width = (int)(row_bytes / (wide ? sizeof(int4) : sizeof(int)));
-    dim3 block = block_of(width);
-    if (count == 0 || width == 0) return cudaSuccess;
-    if (wide)
-        gather<<<grid_of(count, block), block, 0, stream>>>((int4 *)to, (const int4 *)from, index,
-                                                            count, width);
-    else
-        gather<<<grid_of(count, block), block, 0, stream>>>((int *)to, (const int *)from, index,
-                                                            count, width);
-    return cudaGetLastError();
+    return row_bytes % sizeof(int4) == 0
+               ? move_rows<int4>(gather<int4>, to, from, index, count, row_bytes, stream)
+               : move_rows<int>(gather<int>, to, from, index, count, row_bytes, stream);
 }
 
 cudaError_t kernel_scatter_rows(void *to, const void *from, const int32_t *index, int64_t count,
                                 size_t row_bytes, cudaStream_t stream) {
-    bool wide = row_bytes % sizeof(int4) == 0;
-    int width = (int)(row_bytes / (wide ? sizeof(int4) : sizeof(int)));
-    dim3 block = block_of(width);
-    if (count == 0 || width == 0) return cudaSuccess;
-    if (wide)
-        scatter<<<grid_of(count, block), block, 0, stream>>>((int4 *)to, (const int4 *)from, index,
-                                                             count, width);
-    else
-        scatter<<<grid_of(count, block), block, 0, stream>>>((int *)to, (const int *)from, index,
-                                                             count, width);
-    return cudaGetLastError();
+    return row_bytes % sizeof(int4) == 0
+               ? move_rows<int4>(scatter<int4>, to, from, index, count, row_bytes, stream)
+               : move_rows<int>(scatter<int>, to, from, index, count, row_bytes, stream);
 }
 
 /* ---- summing ------------------------------------------------------------------------------- */

@@ -14,6 +14,7 @@
 
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
+#include "tools/common/gpu.h"
 #include "tools/common/time.h"
 
 typedef enum BaselinePhase {
@@ -37,7 +38,14 @@ const char *baseline_phase_name(BaselinePhase phase);
 bool baseline_measure(Case *c, Check *check, BaselineResult *out);
 
 /** The part of baseline_measure for GPUs (baseline_nccl.c). */
+#if EP_WITH_CUDA
 bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out);
+#else
+#define baseline_measure_nccl gpu_missing
+#endif
+
+/** Run the phases once more on poisoned buffers, and check what they write. */
+bool baseline_check(Case *c, Check *check, TimedCall call, void *context, BaselineResult *out);
 
 /* ---- the plan of a step -------------------------------------------------------------------- */
 
@@ -60,8 +68,7 @@ typedef struct BaselinePlan {
     int64_t *slab_limit;               /**< [L] end of each slab with padding */
 } BaselinePlan;
 
-bool baseline_plan_alloc(const Case *c, BaselinePlan *out);
-void baseline_plan_free(BaselinePlan *plan);
+bool baseline_plan_alloc(const Case *c, Pool *pool, BaselinePlan *out);
 
 /** Set offsets and total of traffic whose counts are known. */
 void baseline_finish_traffic(Traffic *traffic, int ranks);

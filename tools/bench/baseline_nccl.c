@@ -8,77 +8,40 @@
 
 #if EP_WITH_CUDA
 
-#include <dlfcn.h>
-#include <nccl.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "tools/bench/baseline.h"
 #include "tools/bench/device.h"
+#include "tools/bench/nccl.h"
 #include "tools/common/util.h"
 
-/* ---- NCCL, loaded at run time -------------------------------------------------------------- */
+/* ---- NCCL's sends and receives ------------------------------------------------------------- */
 
-typedef struct Nccl {
-    void *library;
-    __typeof__(&ncclGetErrorString) error_string;
-    __typeof__(&ncclGetUniqueId) unique_id;
-    __typeof__(&ncclCommInitRank) init;
-    __typeof__(&ncclCommDestroy) destroy;
+typedef struct Sends {
+    Nccl nccl;
     __typeof__(&ncclGroupStart) group_start;
     __typeof__(&ncclGroupEnd) group_end;
     __typeof__(&ncclSend) send;
     __typeof__(&ncclRecv) recv;
-    ncclComm_t comm;
-} Nccl;
+} Sends;
 
-static bool nccl_ok(const Nccl *nccl, ncclResult_t result, const char *call) {
-    return result == ncclSuccess || bench_fail("%s: %s", call, nccl->error_string(result));
-}
-
-/* Look up a function. memcpy, since ISO C has no cast from void * to a function pointer. */
-static bool find(const Nccl *nccl, const char *name, void *function) {
-    void *address = dlsym(nccl->library, name);
-    memcpy(function, &address, sizeof(address));
-    return address || bench_fail("--baseline: libnccl.so.2 has no %s", name);
-}
-
-static bool nccl_load(Nccl *nccl) {
-    nccl->library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-    if (!nccl->library) return bench_fail("--baseline: expected NCCL, got: %s", dlerror());
-    return find(nccl, "ncclGetErrorString", &nccl->error_string) &&
-           find(nccl, "ncclGetUniqueId", &nccl->unique_id) &&
-           find(nccl, "ncclCommInitRank", &nccl->init) &&
-           find(nccl, "ncclCommDestroy", &nccl->destroy) &&
-           find(nccl, "ncclGroupStart", &nccl->group_start) &&
-           find(nccl, "ncclGroupEnd", &nccl->group_end) && find(nccl, "ncclSend", &nccl->send) &&
-           find(nccl, "ncclRecv", &nccl->recv);
-}
-
-/* Collective. Call nccl_close even after a failure; *nccl is zero before. Sends and receives do not
- * use NVLink multicast, so NCCL does not set it up. */
-static bool nccl_open(World *world, Nccl *nccl) {
-    ncclUniqueId id;
-    memset(&id, 0, sizeof(id));
-    setenv("NCCL_NVLS_ENABLE", "0", 0);
-    bool ok = nccl_load(nccl);
-    if (ok && world->rank == 0) ok = nccl_ok(nccl, nccl->unique_id(&id), "ncclGetUniqueId");
-    if (!world_all(world, ok) || !world_broadcast(world, &id, sizeof(id))) return false;
-    ok = nccl_ok(nccl, nccl->init(&nccl->comm, world->size, id, world->rank), "ncclCommInitRank");
-    return world_all(world, ok);
-}
-
-/* libnccl stays loaded, since its threads and exit handlers remain. */
-static void nccl_close(Nccl *nccl) {
-    if (nccl->comm) nccl->destroy(nccl->comm);
+static bool sends_open(World *world, Sends *s) {
+    if (!nccl_open(world, &s->nccl)) return false;
+    void *library = s->nccl.library;
+    return world_all(world, library_find(library, "ncclGroupStart", &s->group_start) &&
+                                library_find(library, "ncclGroupEnd", &s->group_end) &&
+                                library_find(library, "ncclSend", &s->send) &&
+                                library_find(library, "ncclRecv", &s->recv));
 }
 
 /* ---- the baseline's memory ----------------------------------------------------------------- */
 
 typedef struct Baseline {
     Case *c;
-    Nccl nccl;
+    Sends nccl;
     BaselinePlan plan;
+    Pool pool;
     int32_t *padding; /* indices of the padding rows, on the host */
     int64_t num_padding;
     /* device memory */
@@ -97,8 +60,8 @@ static bool alloc_all(Baseline *b) {
     const Case *c = b->c;
     size_t entries = (size_t)(c->tokens * c->routing.top_k), slots = (size_t)c->slots.num_slots;
     size_t rows = (size_t)c->slots.num_rows, scale_bytes = (size_t)c->options->scale_bytes;
-    b->padding = bench_alloc(rows, sizeof(int32_t), "baseline");
-    b->ok = baseline_plan_alloc(c, &b->plan) && b->padding;
+    b->padding = pool_alloc(&b->pool, rows, sizeof(int32_t), "baseline");
+    b->ok = baseline_plan_alloc(c, &b->pool, &b->plan);
     b->d_send_token = alloc(b, entries, sizeof(int32_t));
     b->d_entry_at = alloc(b, entries, sizeof(int32_t));
     b->d_recv_row = alloc(b, slots, sizeof(int32_t));
@@ -118,8 +81,7 @@ static void free_all(Baseline *b) {
                    b->send_weights, b->recv_weights};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
         cudaFree(all[i]);
-    baseline_plan_free(&b->plan);
-    free(b->padding);
+    pool_free(&b->pool);
 }
 
 /* ---- prepare: on the host ------------------------------------------------------------------ */
@@ -161,24 +123,25 @@ typedef struct Packed {
 } Packed;
 
 static bool exchange_with(const Baseline *b, Packed out, Packed in, size_t bytes, int peer) {
-    const Nccl *n = &b->nccl;
+    const Sends *n = &b->nccl;
     size_t sends = (size_t)out.traffic->counts[peer] * bytes;
     size_t receives = (size_t)in.traffic->counts[peer] * bytes;
     const char *from = out.rows + (size_t)out.traffic->offsets[peer] * bytes;
     char *to = in.rows + (size_t)in.traffic->offsets[peer] * bytes;
     cudaStream_t stream = b->c->stream;
-    return (!sends ||
-            nccl_ok(n, n->send(from, sends, ncclUint8, peer, n->comm, stream), "ncclSend")) &&
+    return (!sends || nccl_ok(&n->nccl, n->send(from, sends, ncclUint8, peer, n->nccl.comm, stream),
+                              "ncclSend")) &&
            (!receives ||
-            nccl_ok(n, n->recv(to, receives, ncclUint8, peer, n->comm, stream), "ncclRecv"));
+            nccl_ok(&n->nccl, n->recv(to, receives, ncclUint8, peer, n->nccl.comm, stream),
+                    "ncclRecv"));
 }
 
 static bool exchange(const Baseline *b, Packed out, Packed in, size_t bytes) {
-    const Nccl *n = &b->nccl;
-    bool ok = nccl_ok(n, n->group_start(), "ncclGroupStart");
+    const Sends *n = &b->nccl;
+    bool ok = nccl_ok(&n->nccl, n->group_start(), "ncclGroupStart");
     for (int peer = 0; ok && peer < b->c->world->size; peer++)
         ok = exchange_with(b, out, in, bytes, peer);
-    return nccl_ok(n, n->group_end(), "ncclGroupEnd") && ok;
+    return nccl_ok(&n->nccl, n->group_end(), "ncclGroupEnd") && ok;
 }
 
 /* Data that travels with each slot. */
@@ -232,19 +195,19 @@ static bool unpack(const Baseline *b, const Payload *payload) {
 
 /* Groups nest, so one outer group holds all exchanges. */
 static bool dispatch(Baseline *b) {
-    const Nccl *n = &b->nccl;
+    const Sends *n = &b->nccl;
     Payload payload[MAX_PAYLOADS];
     int count = list_payloads(b, payload);
     bool ok = true;
     for (int i = 0; i < count; i++)
         ok = pack(b, &payload[i]) && ok;
-    ok = nccl_ok(n, n->group_start(), "ncclGroupStart") && ok;
+    ok = nccl_ok(&n->nccl, n->group_start(), "ncclGroupStart") && ok;
     for (int i = 0; i < count; i++) {
         Packed out = {payload[i].packed, &b->plan.sent},
                in = {payload[i].received, &b->plan.received};
         ok = exchange(b, out, in, payload[i].bytes) && ok;
     }
-    ok = nccl_ok(n, n->group_end(), "ncclGroupEnd") && ok;
+    ok = nccl_ok(&n->nccl, n->group_end(), "ncclGroupEnd") && ok;
     for (int i = 0; i < count; i++)
         ok = unpack(b, &payload[i]) && ok;
     return ok;
@@ -333,7 +296,8 @@ static bool time_network(Network *net, const EpGroupInfo *info, BaselineResult *
     net->recv_rows = alloc(net->b, (size_t)net->received.total, c->row_bytes);
     out->network_bytes = net->sent.total * (int64_t)c->row_bytes;
     return world_all(c->world, net->b->ok) && world_max(c->world, &out->network_bytes, 1) &&
-           device_time_calls(c, c->options->iterations, run_network, net, 1, &out->network, NULL) &&
+           device_time_calls(c, c->options->run.iterations, run_network, net, 1, &out->network,
+                             NULL) &&
            world_all(c->world, net->b->ok);
 }
 
@@ -369,28 +333,13 @@ static bool run(void *context, int which) {
     return true;
 }
 
-/* Run once more on poisoned buffers. */
-static bool check_results(Baseline *b, Check *check, BaselineResult *out) {
-    Case *c = b->c;
-    bool ok = device_poison(c, PHASE_DISPATCH) && device_poison(c, PHASE_COMBINE);
-    int64_t before = check->wrong;
-    for (int which = 0; which < NUM_BASELINE_PHASES; which++)
-        run(b, which);
-    ok = device_fetch(c, PHASE_DISPATCH) && device_fetch(c, PHASE_COMBINE) && ok && b->ok;
-    if (!ok) return false;
-    check_baseline_dispatch(check);
-    out->wrong[BASELINE_DISPATCH] = check->wrong - before;
-    check_baseline_combine(check);
-    out->wrong[BASELINE_COMBINE] = check->wrong - before - out->wrong[BASELINE_DISPATCH];
-    return true;
-}
-
 static bool measure(Baseline *b, Check *check, BaselineResult *out) {
     Case *c = b->c;
     const Options *o = c->options;
-    bool ok = device_time_calls(c, o->iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
+    bool ok =
+        device_time_calls(c, o->run.iterations, run, b, NUM_BASELINE_PHASES, out->times, NULL);
     return world_all(c->world, ok && b->ok) &&
-           world_all(c->world, !o->check || check_results(b, check, out)) &&
+           world_all(c->world, !o->run.check || (baseline_check(c, check, run, b, out) && b->ok)) &&
            world_sum(c->world, out->wrong, NUM_BASELINE_PHASES) && measure_network(b, out);
 }
 
@@ -399,8 +348,8 @@ bool baseline_measure_nccl(Case *c, Check *check, BaselineResult *out) {
     bool ok = world_all(c->world, alloc_all(&b));
     if (ok) {
         MPI_Comm_dup(MPI_COMM_WORLD, &b.plan.comm);
-        ok = nccl_open(c->world, &b.nccl) && measure(&b, check, out);
-        nccl_close(&b.nccl);
+        ok = sends_open(c->world, &b.nccl) && measure(&b, check, out);
+        nccl_close(&b.nccl.nccl);
         MPI_Comm_free(&b.plan.comm);
     }
     free_all(&b);

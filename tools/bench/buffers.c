@@ -1,25 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include <stdlib.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "tools/bench/case.h"
 #include "tools/common/data.h"
 #include "tools/common/util.h"
 
-/* ---- memory -------------------------------------------------------------------------------- */
-
-static bool alloc_tokens(Case *c) {
-    Buffers *b = &c->buffers;
-    size_t tokens = (size_t)c->tokens, entries = tokens * (size_t)c->options->top_k;
-    b->index = bench_alloc(entries, sizeof(int64_t), "topk_idx");
-    b->topk_weights = bench_alloc(entries, sizeof(float), "topk_weights");
-    b->topk_grads = bench_alloc(entries, sizeof(float), "grad_topk_weights");
-    b->tokens_in = bench_alloc(tokens, c->row_bytes, "tokens");
-    b->tokens_out = bench_alloc(tokens, c->row_bytes, "out");
-    b->scales = bench_alloc(tokens, (size_t)c->options->scale_bytes, "scales");
-    return b->index && b->topk_weights && b->topk_grads && b->tokens_in && b->tokens_out &&
-           b->scales;
-}
+/* ---- the table ----------------------------------------------------------------------------- */
 
 /* Spare bytes: the floor's copy kernels read whole chunks. */
 enum { ZERO_COPY_SPARE = 65536 };
@@ -33,46 +20,77 @@ bool zero_copy_create(Case *c) {
     return world_all(c->world, ok);
 }
 
+#define AT(member) offsetof(Buffers, member)
+
+void buffers_list(const Case *c, Part out[NUM_PARTS]) {
+    const size_t tokens = (size_t)c->tokens, entries = tokens * (size_t)c->options->top_k;
+    const size_t rows = (size_t)c->slots.num_rows, wide = rows * (size_t)c->weights_width;
+    const size_t index = ep_type_bytes((EpType)c->options->index_type), word = sizeof(float);
+    const size_t row = c->row_bytes, plan = (size_t)c->slots.num_local * 3 + 4;
+    const int sums = BY(PHASE_COMBINE) | BY(PHASE_DISPATCH_BACKWARD);
+    const int received = BY(PHASE_DISPATCH), slots = received | BY(PHASE_COMBINE_BACKWARD);
+    const Part parts[NUM_PARTS] = {
+        {"topk_idx", AT(index), entries, index, PART_INPUT, NULL},
+        {"topk_weights", AT(topk_weights), entries, word, PART_INPUT, NULL},
+        {"grad_topk_weights", AT(topk_grads), entries, word, BY(PHASE_DISPATCH_BACKWARD), NULL},
+        {"tokens", AT(tokens_in), tokens, row, PART_INPUT, NULL},
+        {"out", AT(tokens_out), tokens, row, sums, NULL},
+        {"scales", AT(scales), tokens, (size_t)c->options->scale_bytes, PART_INPUT, NULL},
+        {"expert_out", AT(slots_in), rows, row, PART_INPUT, c->zero_copy_in},
+        {"recv_tokens", AT(slots_out), rows, row, slots, c->zero_copy_out},
+        {"recv_topk_weights", AT(recv_weights), wide, word, received, NULL},
+        {"recv_scales", AT(recv_scales), rows, c->recv_scale_bytes, received, NULL},
+        {"recv_topk_idx", AT(recv_index), wide, sizeof(int32_t), received, NULL},
+        {"slot_weights", AT(slot_weights), rows, word, PART_INPUT, NULL},
+        {"grad_slot_weights", AT(slot_grads_in), wide, word, PART_INPUT, NULL},
+        {"grad_slot_weights", AT(slot_grads_out), rows, word, BY(PHASE_COMBINE_BACKWARD), NULL},
+        {"plan", AT(plan), plan, sizeof(int64_t), BY(PHASE_PREPARE), NULL},
+        {"a plan's memory", AT(plan_memory), (size_t)c->plan_bytes, 1, 0, NULL},
+    };
+    memcpy(out, parts, sizeof(parts));
+}
+
+void *buffers_get(const Buffers *b, const Part *part) {
+    void *memory;
+    memcpy(&memory, (const char *)b + part->offset, sizeof(memory));
+    return memory;
+}
+
+void buffers_set(Buffers *b, const Part *part, void *memory) {
+    memcpy((char *)b + part->offset, &memory, sizeof(memory));
+}
+
 /* With --zero-copy on the host backend, the library works on peer-accessible host buffers. */
-static bool alloc_rows(Case *c) {
-    Buffers *b = &c->buffers;
-    size_t rows = (size_t)c->slots.num_rows;
-    if (c->zero_copy_in && !c->cuda) {
-        b->slots_in = c->zero_copy_in;
-        b->slots_out = c->zero_copy_out;
-        return true;
+static bool alloc_all(Case *c) {
+    Part parts[NUM_PARTS];
+    buffers_list(c, parts);
+    for (int i = 0; i < NUM_PARTS; i++) {
+        const Part *p = &parts[i];
+        buffers_set(&c->buffers, p,
+                    p->zero_copy && !c->cuda ? p->zero_copy
+                                             : pool_alloc(&c->pool, p->count, p->bytes, p->what));
     }
-    b->slots_in = bench_alloc(rows, c->row_bytes, "expert_out");
-    b->slots_out = bench_alloc(rows, c->row_bytes, "recv_tokens");
-    return b->slots_in && b->slots_out;
+    return !c->pool.failed;
 }
 
-static bool alloc_slots(Case *c) {
-    Buffers *b = &c->buffers;
-    size_t rows = (size_t)c->slots.num_rows, wide = rows * (size_t)c->weights_width;
-    b->recv_weights = bench_alloc(wide, sizeof(float), "recv_topk_weights");
-    b->recv_scales = bench_alloc(rows, c->recv_scale_bytes, "recv_scales");
-    b->recv_index = bench_alloc(wide, sizeof(int32_t), "recv_topk_idx");
-    b->slot_weights = bench_alloc(rows, sizeof(float), "slot_weights");
-    b->slot_grads_in = bench_alloc(wide, sizeof(float), "grad_slot_weights");
-    b->slot_grads_out = bench_alloc(rows, sizeof(float), "grad_slot_weights");
-    b->plan = bench_alloc((size_t)c->slots.num_local * 3 + 4, sizeof(int64_t), "plan");
-    b->plan_memory = bench_alloc((size_t)c->plan_bytes, 1, "a plan's memory");
-    return alloc_rows(c) && b->plan_memory && b->recv_weights && b->recv_scales && b->recv_index &&
-           b->slot_weights && b->slot_grads_in && b->slot_grads_out && b->plan;
+/* Skips unused rows, so that their pages stay untouched: batched slabs may be very large. */
+static void poison_slots(Case *c, size_t row_bytes) {
+    for (int64_t row = 0; row < c->slots.num_rows; row++)
+        if (c->slots.rows[row].state != ROW_UNUSED)
+            memset(c->buffers.slots_out + (size_t)row * row_bytes, POISON_BYTE, row_bytes);
 }
 
-void buffers_destroy(Case *c) {
-    Buffers *b = &c->buffers;
-    if (b->slots_in == c->zero_copy_in) b->slots_in = NULL;
-    if (b->slots_out == c->zero_copy_out) b->slots_out = NULL;
-    void *all[] = {b->index,         b->topk_weights,   b->topk_grads, b->tokens_in,
-                   b->tokens_out,    b->scales,         b->slots_in,   b->slots_out,
-                   b->recv_weights,  b->recv_scales,    b->recv_index, b->slot_weights,
-                   b->slot_grads_in, b->slot_grads_out, b->plan,       b->plan_memory};
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
-        free(all[i]);
-    *b = (Buffers){0};
+void buffers_poison(Case *c, PhaseId phase) {
+    Part parts[NUM_PARTS];
+    buffers_list(c, parts);
+    for (int i = 0; i < NUM_PARTS; i++) {
+        void *memory = buffers_get(&c->buffers, &parts[i]);
+        if (!(parts[i].use & BY(phase))) continue;
+        if (memory == c->buffers.slots_out)
+            poison_slots(c, phase == PHASE_DISPATCH ? c->recv_bytes : c->row_bytes);
+        else
+            memset(memory, POISON_BYTE, parts[i].count * parts[i].bytes);
+    }
 }
 
 /* ---- descriptors --------------------------------------------------------------------------- */
@@ -198,7 +216,7 @@ static void fill_slots(Case *c) {
 }
 
 bool buffers_create(Case *c) {
-    if (!alloc_tokens(c) || !alloc_slots(c)) return false;
+    if (!alloc_all(c)) return false;
     buffers_describe(c, &c->buffers);
     fill_index(c);
     fill_tokens(c);

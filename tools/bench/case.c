@@ -10,29 +10,29 @@
 /* ---- identities ---------------------------------------------------------------------------- */
 
 uint64_t case_token_id(const Case *c, int rank, int64_t token) {
-    return data_id(c->options->seed, DATA_TOKEN, rank, token, 0);
+    return data_id(c->options->run.seed, DATA_TOKEN, rank, token, 0);
 }
 
 uint64_t case_scale_id(const Case *c, int rank, int64_t token) {
-    return data_id(c->options->seed, DATA_SCALE, rank, token, 0);
+    return data_id(c->options->run.seed, DATA_SCALE, rank, token, 0);
 }
 
 uint64_t case_slot_id(const Case *c, int rank, int64_t token, int owner, int expert, int k) {
-    return data_id(c->options->seed, DATA_SLOT, rank, token,
+    return data_id(c->options->run.seed, DATA_SLOT, rank, token,
                    slots_tag(c->slots.layout, owner, expert, k));
 }
 
 float case_topk_weight(const Case *c, int rank, int64_t token, int k) {
-    return data_weight(data_id(c->options->seed, DATA_TOPK_WEIGHT, rank, token, k));
+    return data_weight(data_id(c->options->run.seed, DATA_TOPK_WEIGHT, rank, token, k));
 }
 
 float case_slot_weight(const Case *c, int rank, int64_t token, int owner, int k) {
     if (!slots_has_rows(c->slots.layout)) return case_topk_weight(c, rank, token, k);
-    return data_weight(data_id(c->options->seed, DATA_ROW_WEIGHT, rank, token, owner));
+    return data_weight(data_id(c->options->run.seed, DATA_ROW_WEIGHT, rank, token, owner));
 }
 
 float case_slot_grad(const Case *c, int rank, int64_t token, int k) {
-    return data_weight(data_id(c->options->seed, DATA_SLOT_GRAD, rank, token, k));
+    return data_weight(data_id(c->options->run.seed, DATA_SLOT_GRAD, rank, token, k));
 }
 
 /* ---- the group ----------------------------------------------------------------------------- */
@@ -68,7 +68,7 @@ static bool refuse_unsupported(const Options *o, EpBackend backend) {
     if (backend != EP_BACKEND_HOST && !gpu_built())
         return bench_refuse("--backend: expected host, got %s, but this ep_bench was built "
                             "without CUDA",
-                            options_backend_name(backend));
+                            option_choice_name(option_backends, backend));
     return true;
 }
 
@@ -171,7 +171,7 @@ bool case_create(World *world, const Options *options, int64_t size, Case *out) 
     out->weights_width = slots_has_rows(out->slots.layout) ? (int)options->top_k : 1;
     return world_all(world, ok) && choose_capacity(out) && create_group(out) &&
            create_handle(out) && zero_copy_create(out) && world_all(world, buffers_create(out)) &&
-           device_create(out);
+           (!out->cuda || device_create(out));
 }
 
 /* Destroying the group also releases its peer-accessible memory. */
@@ -179,8 +179,8 @@ void case_destroy(Case *c) {
     ep_handle_destroy(c->handle);
     ep_group_destroy(c->group);
     free(c->nodes);
-    device_destroy(c);
-    buffers_destroy(c);
+    if (c->device) device_destroy(c);
+    pool_free(&c->pool);
     slots_free(&c->slots);
     routing_free(&c->routing);
 }

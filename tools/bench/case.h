@@ -16,6 +16,7 @@
 #include "ep/ep.h"
 #include "tools/bench/options.h"
 #include "tools/bench/routing.h"
+#include "tools/common/util.h"
 #include "tools/common/world.h"
 
 typedef enum PhaseId {
@@ -56,6 +57,19 @@ typedef struct Buffers {
     char *plan_memory;     /**< [plan_bytes] of a plan that calls name */
 } Buffers;
 
+/** How a buffer is used: the phases that write it, or as an input. */
+#define BY(phase) (1 << (phase))
+enum { PART_INPUT = BY(NUM_PHASES), NUM_PARTS = 16 };
+
+/** A buffer's description. */
+typedef struct Part {
+    const char *what;
+    size_t offset; /**< in Buffers */
+    size_t count, bytes;
+    int use;
+    void *zero_copy; /**< peer-accessible memory that it is in; NULL: memory of its own */
+} Part;
+
 typedef struct Tensors {
     EpTensor index, topk_weights, topk_grads, tokens_in, tokens_out, scales;
     EpTensor slots_in, slots_out, recv_tokens, recv_weights, recv_scales, recv_index;
@@ -86,6 +100,7 @@ typedef struct Case {
     int64_t promised_bytes; /**< from ep_group_memory, before any allocation */
     bool cuda;              /**< the CUDA backend serves the group */
     int64_t capacity;       /**< max_recv_rows of the group; 0: exact sizing */
+    Pool pool;              /**< of the host's memory */
     Buffers buffers;        /**< on the host; inputs are made and outputs checked here */
     Device *device;         /**< NULL on the host backend */
     EpStream stream;        /**< of all calls; NULL on the host backend */
@@ -111,9 +126,16 @@ EpHandleConfig case_handle_config(const Case *c);
 /** Collective: with --zero-copy, allocate peer-accessible memory for slots_in and slots_out. */
 bool zero_copy_create(Case *c);
 
-/** Allocate the buffers and fill the inputs. Rows without a slot are NaN. */
+/** Allocate the buffers on the host, and fill the inputs. Rows without a slot are NaN. */
 bool buffers_create(Case *c);
-void buffers_destroy(Case *c);
+
+/** All buffers, and a pointer to one of them. */
+void buffers_list(const Case *c, Part out[NUM_PARTS]);
+void *buffers_get(const Buffers *b, const Part *part);
+void buffers_set(Buffers *b, const Part *part, void *memory);
+
+/** Poison what a phase writes. */
+void buffers_poison(Case *c, PhaseId phase);
 
 /** Point the tensors to the memory of `b`. */
 void buffers_describe(Case *c, const Buffers *b);

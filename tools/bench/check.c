@@ -2,39 +2,25 @@
 #include "tools/bench/check.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/common/data.h"
 #include "tools/common/util.h"
 
 bool check_create(const Case *c, Check *out) {
-    size_t hidden = (size_t)c->options->hidden;
     *out = (Check){.c = c};
-    out->total = bench_alloc(hidden, sizeof(float), "check");
-    out->of_node = bench_alloc(hidden, sizeof(float), "check");
-    out->partial = bench_alloc(hidden, sizeof(float), "check");
-    out->term = bench_alloc(hidden, sizeof(float), "check");
-    out->other = bench_alloc(hidden, sizeof(float), "check");
-    out->row = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
-    out->scales = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
-    out->poison = bench_alloc(1, EP_MAX_ROW_BYTES, "check");
-    if (!out->total || !out->of_node || !out->partial || !out->term || !out->other || !out->row ||
-        !out->scales || !out->poison)
-        return false;
-    memset(out->poison, POISON_BYTE, EP_MAX_ROW_BYTES);
-    return true;
+    float **const sums[] = {&out->total, &out->of_node, &out->partial, &out->term, &out->other};
+    char **const rows[] = {&out->row, &out->scales, &out->poison};
+    for (int i = 0; i < 5; i++)
+        *sums[i] = pool_alloc(&out->pool, (size_t)c->options->hidden, sizeof(float), "check");
+    for (int i = 0; i < 3; i++)
+        *rows[i] = pool_alloc(&out->pool, 1, EP_MAX_ROW_BYTES, "check");
+    if (out->poison) memset(out->poison, POISON_BYTE, EP_MAX_ROW_BYTES);
+    return !out->pool.failed;
 }
 
 void check_destroy(Check *check) {
-    free(check->total);
-    free(check->of_node);
-    free(check->partial);
-    free(check->term);
-    free(check->other);
-    free(check->row);
-    free(check->scales);
-    free(check->poison);
+    pool_free(&check->pool);
 }
 
 /* ---- comparing ----------------------------------------------------------------------------- */

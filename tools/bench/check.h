@@ -16,7 +16,7 @@ typedef struct Check {
     const char *phase;
     int64_t wrong;                   /**< wrong elements so far */
     char first[CHECK_MESSAGE_BYTES]; /**< about the first wrong element, or "" */
-    /* scratch rows */
+    Pool pool;                       /**< of the scratch rows */
     float *total, *of_node, *partial, *term, *other;
     char *row, *scales, *poison;
 } Check;

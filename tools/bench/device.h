@@ -24,12 +24,26 @@ struct Device {
     char reason[256]; /**< why there are no flags, and so no floor */
 };
 
+#if EP_WITH_CUDA
+
+#include <cuda_runtime_api.h>
+
+#include "tools/bench/kernels.h"
+
+/** Collective: a stream, and what aligns it with the other ranks' streams. It is enough for
+ *  device_time_calls. */
+bool device_open(Case *c);
+
 /**
- * Collective, after the group and the host's buffers exist. Allocates device memory, copies the
- * inputs there and points the tensors to it. Does nothing if the host backend serves the case.
+ * Collective, where the CUDA backend serves the case, after the group and the host's buffers exist.
+ * Besides, allocates device memory, copies the inputs there and points the tensors to it.
  */
 bool device_create(Case *c);
+/** Of a case that has a device. */
 void device_destroy(Case *c);
+
+/** Copy the host's inputs to the device. */
+bool device_upload(Case *c);
 
 /** Poison what a phase writes. */
 bool device_poison(Case *c, PhaseId phase);
@@ -49,12 +63,6 @@ bool device_replay_step(Case *c);
  */
 bool device_time_calls(Case *c, int64_t iterations, TimedCall call, void *context, int count,
                        Quantiles *out, double *issue_us);
-
-#if EP_WITH_CUDA
-
-#include <cuda_runtime_api.h>
-
-#include "tools/bench/kernels.h"
 
 /** Wait for the case's stream. */
 bool device_finish(Case *c);
@@ -82,6 +90,19 @@ _Static_assert((int)WORD_LATE >= KERNEL_MAX_PEERS, "the barrier has a word for e
 
 /** A rank's words, which all ranks can access. NULL if they could not be allocated. */
 uint32_t *device_words(const Case *c, int rank);
+
+#else
+
+/* In builds without CUDA no case has a device, and nothing calls these. */
+#define device_create gpu_missing
+#define device_destroy gpu_missing
+#define device_upload gpu_missing
+#define device_poison gpu_missing
+#define device_fetch gpu_missing
+#define device_capture gpu_missing
+#define device_replay gpu_missing
+#define device_replay_step gpu_missing
+#define device_time_calls gpu_missing
 
 #endif
 

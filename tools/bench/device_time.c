@@ -116,7 +116,7 @@ static bool sample_device(Case *c, Clock *clock, int64_t iterations, double *tim
                           double *issues) {
     bool ok = world_all(c->world, clock_create(clock));
     if (!ok) return false;
-    for (int64_t i = -c->options->warmup; i < iterations; i++) {
+    for (int64_t i = -c->options->run.warmup; i < iterations; i++) {
         double issue_us[MAX_CALLS];
         ok = iterate(c, clock, ok, issue_us);
         for (int which = 0; ok && i >= 0 && which < clock->count; which++) {
@@ -230,8 +230,8 @@ bool device_time_graphs(Case *c, TimedCall call, void *context, int count, Quant
     int64_t length = c->options->chain;
     if (!run_once(c, call, context, count)) return false;
     Graphs *graphs = graphs_open(c, call, context, count, length);
-    bool ok =
-        graphs && device_time_calls(c, c->options->iterations, replay, graphs, count, out, NULL);
+    bool ok = graphs &&
+              device_time_calls(c, c->options->run.iterations, replay, graphs, count, out, NULL);
     graphs_close(graphs);
     if (ok) time_divide(out, count, length);
     return ok;

@@ -71,7 +71,7 @@ bool floor_measure_host(Case *c, Floor *out) {
     HostCopy host = {
         c, bench_alloc((size_t)(c->tokens * c->options->top_k), sizeof(int64_t), "floor")};
     bool ok = world_all(c->world, host.index != NULL) &&
-              time_calls(c->world, 1, c->options->iterations, copy, &host, NUM_COPIES, copies);
+              time_calls(c->world, 1, c->options->run.iterations, copy, &host, NUM_COPIES, copies);
     if (ok) {
         double set = copies[COPY_AND_SET].median_us, stream = copies[COPY_AND_STREAM].median_us;
         out->mem_us[PHASE_PREPARE] = copies[COPY_INDEX].median_us;
@@ -203,8 +203,9 @@ static bool time_fastest(Copies *copies, TimedCall call, int tries, double *best
     Case *c = copies->c;
     Quantiles times[MAX_TRIES];
     bool graphs = c->options->mode == EP_MODE_LATENCY;
-    if (!(graphs ? device_time_graphs(c, call, copies, tries, times)
-                 : device_time_calls(c, c->options->iterations, call, copies, tries, times, NULL)))
+    if (!(graphs
+              ? device_time_graphs(c, call, copies, tries, times)
+              : device_time_calls(c, c->options->run.iterations, call, copies, tries, times, NULL)))
         return false;
     *best_us = times[0].median_us;
     for (int i = 1; i < tries; i++)
@@ -310,7 +311,7 @@ static bool time_flag(Case *c, double *flag_us) {
         p.args.timeout_ns = (uint64_t)(world_deadline() * 1e9);
         p.args.peer = peer, p.args.begins = rank == 0;
     }
-    if (!device_time_calls(c, c->options->iterations, ping, &p, 1, &time, NULL)) return false;
+    if (!device_time_calls(c, c->options->run.iterations, ping, &p, 1, &time, NULL)) return false;
     *flag_us = time.median_us / (2 * ROUNDS);
     return true;
 }

@@ -3,79 +3,55 @@
 
 #include <stdio.h>
 
-#include "tools/common/json.h"
 #include "tools/common/util.h"
 
 /* ---- the parts ----------------------------------------------------------------------------- */
 
-static void put_shape(Json *j, const Options *o) {
-    json_put_int(j, "hidden", o->hidden);
-    json_put_text(j, "dtype", options_type_name(o->type));
-    json_put_int(j, "row_bytes", o->hidden * (int64_t)ep_type_bytes((EpType)o->type));
-    json_put_int(j, "top_k", o->top_k);
-    json_put_int(j, "experts", o->experts);
-    json_put_int(j, "alignment", o->alignment);
-    json_put_text(j, "padding", options_padding_name(o->padding));
-    json_put_text(j, "layout", options_layout_name(o->layout));
-    json_put_int(j, "capacity", o->capacity);
-    json_put_text(j, "overflow", options_overflow_name(o->overflow));
-    json_put_bool(j, "weighted", o->weighted);
-    json_put_int(j, "scale_bytes", o->scale_bytes);
-    json_put_text(j, "mode", options_mode_name(o->mode));
-    json_put_bool(j, "split", o->split);
-    json_put_text(j, "quant", options_quant_name(o->quant));
-    json_put_text(j, "sum_quant", options_quant_name(o->sum_quant));
-    json_put_text(j, "idx", options_type_name(o->index_type));
-}
-
 static void put_config(Json *j, const Report *report, const SizeResult *last) {
     const Options *o = report->options;
-    const World *world = report->world;
     char routing[4096 + 16];
     options_routing_name(o, routing, sizeof(routing));
     json_begin(j, "config", '{');
-    json_put_int(j, "ranks", world->size);
-    json_put_text(j, "ranks_are", world->threads ? "threads" : "mpi");
-    json_put_text(j, "backend", options_backend_name(report->memory.backend));
+    json_put_ranks(j, report->world->size, report->world->threads);
+    json_put_text(j, "backend", option_choice_name(option_backends, report->memory.backend));
     json_put_text(j, "backend_reason", report->memory.reason);
     if (report->device[0]) json_put_text(j, "device", report->device);
     if (o->num_sms) json_put_int(j, "num_sms", o->num_sms);
     if (o->graphs) json_put_bool(j, "graphs", true);
     if (o->graphs || o->chain > 1) json_put_int(j, "chain", o->chain);
-    json_put_bool(j, "zero_copy", o->zero_copy);
     json_put_int(j, "tokens", last->tokens);
-    json_put_bool(j, "uneven", o->uneven);
     json_put_text(j, "routing", routing);
     json_put_real(j, "masked", o->masked);
-    put_shape(j, o);
-    json_put_int(j, "iterations", o->iterations);
-    json_put_int(j, "warmup", o->warmup);
-    json_put_bool(j, "check", o->check);
-    json_put_int(j, "seed", o->seed);
+    json_put_int(j, "row_bytes", o->hidden * (int64_t)ep_type_bytes((EpType)o->type));
+    option_put(&options_table, o, j);
     json_end(j, '}');
+}
+
+static void put_times(Json *j, Quantiles time) {
+    json_put_real(j, "median_us", time.median_us);
+    json_put_real(j, "p99_us", time.p99_us);
 }
 
 static void put_phase(Json *j, const PhaseResult *phase) {
     if (phase->absent) return;
     json_begin(j, NULL, '{');
     json_put_text(j, "name", phase->name);
-    json_put_real(j, "median_us", phase->time.median_us);
-    json_put_real(j, "p99_us", phase->time.p99_us);
+    put_times(j, phase->time);
     json_put_int(j, "remote_bytes", phase->remote_bytes);
     json_put_int(j, "local_bytes", phase->local_bytes);
     json_put_int(j, "useful_bytes", phase->useful_bytes);
     if (phase->zero_bytes > 0) json_put_int(j, "zero_bytes", phase->zero_bytes);
     if (phase->memory_bytes > 0) json_put_int(j, "memory_bytes", phase->memory_bytes);
-    if (phase->wire_us > 0) json_put_real(j, "wire_us", phase->wire_us);
-    if (phase->mem_us > 0) json_put_real(j, "mem_us", phase->mem_us);
+    json_put_positive(j, "wire_us", phase->wire_us);
+    json_put_positive(j, "mem_us", phase->mem_us);
     if (phase_floor_us(phase) > 0) {
         json_put_real(j, "floor_us", phase_floor_us(phase));
         json_put_text(j, "floor_is", phase_floor_is_wire(phase) ? "wire" : "memory");
         json_put_real(j, "floor_ratio", phase->time.median_us / phase_floor_us(phase));
     }
-    if (phase->issue_us >= 0) json_put_real(j, "issue_us", phase->issue_us);
-    if (phase->plain_us >= 0) json_put_real(j, "plain_us", phase->plain_us);
-    if (phase->launch_us >= 0) json_put_real(j, "launch_us", phase->launch_us);
+    json_put_known(j, "issue_us", phase->issue_us);
+    json_put_known(j, "plain_us", phase->plain_us);
+    json_put_known(j, "launch_us", phase->launch_us);
     json_put_count(j, "wrong", phase->wrong);
     json_end(j, '}');
 }
@@ -83,8 +59,7 @@ static void put_phase(Json *j, const PhaseResult *phase) {
 static void put_step(Json *j, const SizeResult *r) {
     if (r->step.median_us <= 0) return;
     json_begin(j, "step", '{');
-    json_put_real(j, "median_us", r->step.median_us);
-    json_put_real(j, "p99_us", r->step.p99_us);
+    put_times(j, r->step);
     json_put_real(j, "issue_us", r->step_issue_us);
     json_end(j, '}');
 }
@@ -102,9 +77,8 @@ static void put_split(Json *j, const SizeResult *r) {
     for (int h = 0; h < NUM_SPLIT_PHASES; h++) {
         json_begin(j, NULL, '{');
         json_put_text(j, "name", split_phase_name((SplitPhaseId)h));
-        json_put_real(j, "median_us", r->split[h].time.median_us);
-        json_put_real(j, "p99_us", r->split[h].time.p99_us);
-        if (r->split[h].issue_us >= 0) json_put_real(j, "issue_us", r->split[h].issue_us);
+        put_times(j, r->split[h].time);
+        json_put_known(j, "issue_us", r->split[h].issue_us);
         json_end(j, '}');
     }
     json_end(j, ']');
@@ -129,7 +103,7 @@ static void put_baseline(Json *j, const SizeResult *r) {
 static void put_size(Json *j, const Options *o, const SizeResult *r) {
     json_put_int(j, "tokens", r->tokens);
     json_put_int(j, "tokens_min", r->tokens_min);
-    json_put_count(j, "wrong", o->check ? r->wrong : -1);
+    json_put_count(j, "wrong", o->run.check ? r->wrong : -1);
     json_put_int(j, "slots_max", r->slots_max);
     json_put_int(j, "slots_min", r->slots_min);
     json_put_int(j, "receive_rows", r->rows_max);
@@ -144,8 +118,8 @@ static void put_size(Json *j, const Options *o, const SizeResult *r) {
     put_split(j, r);
     put_new_handle(j, r);
     put_step(j, r);
-    if (r->empty_node_us >= 0) json_put_real(j, "empty_node_us", r->empty_node_us);
-    if (r->flag_us >= 0) json_put_real(j, "flag_us", r->flag_us);
+    json_put_known(j, "empty_node_us", r->empty_node_us);
+    json_put_known(j, "flag_us", r->flag_us);
     put_baseline(j, r);
 }
 
@@ -181,7 +155,7 @@ static void put_models(Json *j, const RunList *list) {
     int64_t wrong = 0;
     for (int i = 0; i < list->count; i++)
         wrong += top_level(&list->runs[i]).wrong;
-    json_put_count(j, "wrong", list->runs[0].options.check ? wrong : -1);
+    json_put_count(j, "wrong", list->runs[0].options.run.check ? wrong : -1);
     json_put_machine(j, &list->runs[0].report.machine);
     json_put_text(j, "models_file", list->models.path);
     json_begin(j, "models", '[');

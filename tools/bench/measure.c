@@ -10,42 +10,6 @@
 
 /* ---- bytes --------------------------------------------------------------------------------- */
 
-/* The (token, rank) rows that a rank sends, and its routing entries; remote or local by the
- * expert's rank. */
-typedef struct RowCounts {
-    int64_t remote_rows, local_rows, remote_entries, local_entries;
-} RowCounts;
-
-static void count_token(const Case *c, int rank, int64_t token, int64_t *seen, RowCounts *out) {
-    int64_t number = c->routing.first[rank] + token;
-    for (int k = 0; k < c->routing.top_k; k++) {
-        int64_t entry = number * c->routing.top_k + k;
-        if (c->slots.row_of[entry] < 0) continue;
-        int owner = routing_owner(&c->routing, c->routing.experts[entry]);
-        bool fresh = seen[owner] != number + 1, remote = owner != rank;
-        seen[owner] = number + 1;
-        out->remote_entries += remote;
-        out->local_entries += !remote;
-        out->remote_rows += fresh && remote;
-        out->local_rows += fresh && !remote;
-    }
-}
-
-/* `seen` has one number per rank, all zero. */
-static RowCounts count_rank(const Case *c, int rank, int64_t *seen) {
-    RowCounts counts = {0, 0, 0, 0};
-    for (int64_t t = 0; t < c->tokens; t++)
-        count_token(c, rank, t, seen, &counts);
-    return counts;
-}
-
-static int64_t count_zero_rows(const Case *c) {
-    int64_t rows = 0;
-    for (int64_t row = 0; row < c->slots.num_rows; row++)
-        rows += case_zeroes_row(c, row);
-    return rows;
-}
-
 /* `zeros`: rows of padding on all ranks. */
 static void set_zero_bytes(const Case *c, int64_t zeros, SizeResult *out) {
     int64_t ranks = c->world->size, recv = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
@@ -53,65 +17,61 @@ static void set_zero_bytes(const Case *c, int64_t zeros, SizeResult *out) {
     out->phases[PHASE_COMBINE_BACKWARD].zero_bytes = zeros * (int64_t)c->row_bytes / ranks;
 }
 
-static void set_bytes(const Case *c, const RowCounts *sum, int64_t slots, SizeResult *out) {
-    int64_t ranks = c->world->size, entries = sum->remote_entries + sum->local_entries;
+/* Of the sums over all ranks. */
+static void set_bytes(const Case *c, const Counts *sum, SizeResult *out) {
+    int64_t ranks = c->world->size;
     for (int p = 0; p < NUM_PHASES; p++) {
         PhaseResult *phase = &out->phases[p];
         PhaseId id = (PhaseId)p;
-        phase->remote_bytes =
-            phase_remote_bytes(c, id, sum->remote_rows, sum->remote_entries) / ranks;
-        phase->local_bytes = phase_bytes(c, id, sum->local_rows, sum->local_entries) / ranks;
-        phase->useful_bytes = phase_bytes(c, id, slots, entries) / ranks;
+        phase->remote_bytes = phase_remote_bytes(c, id, sum->far_pairs, sum->far_entries) / ranks;
+        phase->local_bytes =
+            phase_bytes(c, id, sum->near_pairs, sum->entries - sum->far_entries) / ranks;
+        phase->useful_bytes = phase_bytes(c, id, sum->slots, sum->entries) / ranks;
     }
 }
 
 /* The baseline sends every remote slot, in dispatch with its scales and weight. */
-static void set_baseline_bytes(const Case *c, const RowCounts *sum, int64_t slots,
-                               SizeResult *out) {
+static void set_baseline_bytes(const Case *c, const Counts *sum, SizeResult *out) {
     for (int p = NUM_PHASES; p < MAX_RESULTS; p++) {
         PhaseResult *phase = &out->phases[p];
         int64_t unit = phase_bytes(c, (PhaseId)(p - NUM_PHASES), 1, 1);
         if (p == NUM_PHASES) unit = (int64_t)sizeof(int32_t); /* indices travel as int32 */
-        phase->remote_bytes = sum->remote_entries * unit / c->world->size;
-        phase->local_bytes = sum->local_entries * unit / c->world->size;
-        phase->useful_bytes = slots * unit / c->world->size;
+        phase->remote_bytes = sum->far_entries * unit / c->world->size;
+        phase->local_bytes = (sum->entries - sum->far_entries) * unit / c->world->size;
+        phase->useful_bytes = sum->entries * unit / c->world->size;
     }
 }
 
 static bool count_bytes(Case *c, SizeResult *out) {
     World *world = c->world;
-    int64_t *seen = bench_alloc((size_t)world->size, sizeof(int64_t), "row counts");
-    if (!world_all(world, seen != NULL)) return false;
-    RowCounts mine = count_rank(c, world->rank, seen);
-    free(seen);
     EpGroupInfo info = EP_GROUP_INFO_INIT;
     if (!world_all(world, bench_ok(ep_group_query(c->group, &info), "ep_group_query")))
         return false;
-    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.remote_rows, mine.remote_entries),
+    const Counts mine = count_all(c);
+    Counts sum = mine;
+    int64_t most[] = {phase_bytes(c, PHASE_DISPATCH, mine.far_pairs, mine.far_entries),
                       info.library_bytes,
                       c->promised_bytes,
                       c->tokens,
                       c->slots.num_slots,
                       c->slots.recv_rows};
     int64_t least[] = {c->tokens, c->slots.num_slots};
-    int64_t sums[] = {mine.remote_rows,   mine.local_rows,    mine.remote_entries,
-                      mine.local_entries, c->slots.num_slots, count_zero_rows(c)};
-    if (!world_max(world, most, 6) || !world_min(world, least, 2) || !world_sum(world, sums, 6))
+    int64_t memory[NUM_PHASES];
+    memory_count(c, memory);
+    if (!world_max(world, most, 6) || !world_min(world, least, 2) ||
+        !world_sum(world, (int64_t *)&sum, sizeof(sum) / sizeof(int64_t)) ||
+        !world_sum(world, memory, NUM_PHASES))
         return false;
     out->travelled_bytes = most[0], out->library_bytes = most[1], out->promised_bytes = most[2];
     out->tokens = most[3], out->slots_max = most[4], out->rows_max = most[5];
     out->tokens_min = least[0], out->slots_min = least[1];
     out->dropped = c->slots.all_dropped;
-    RowCounts sum = {sums[0], sums[1], sums[2], sums[3]};
-    set_bytes(c, &sum, sums[4], out);
-    set_zero_bytes(c, sums[5], out);
-    set_baseline_bytes(c, &sum, sums[2] + sums[3], out);
-    int64_t memory[NUM_PHASES];
-    memory_count(c, memory);
-    bool ok = world_sum(world, memory, NUM_PHASES);
-    for (int p = 0; ok && p < NUM_PHASES; p++)
+    set_bytes(c, &sum, out);
+    set_zero_bytes(c, sum.padding, out);
+    set_baseline_bytes(c, &sum, out);
+    for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].memory_bytes = memory[p] / world->size;
-    return ok;
+    return true;
 }
 
 /* ---- checking ------------------------------------------------------------------------------ */
@@ -120,21 +80,14 @@ static bool count_bytes(Case *c, SizeResult *out) {
  * rows travel. */
 static void check_row_counts(const Case *c, Check *check) {
     EpHandleInfo info = EP_HANDLE_INFO_INIT;
-    int64_t *seen = bench_alloc((size_t)c->world->size, sizeof(int64_t), "row counts");
-    if (!seen || c->slots.all_dropped || ep_handle_info(c->handle, &info) != EP_OK) {
-        free(seen);
-        return;
-    }
-    RowCounts mine = count_rank(c, c->world->rank, seen);
-    if (info.remote_rows_sent != mine.remote_rows || info.local_rows != mine.local_rows) {
-        if (check->wrong++ == 0)
-            snprintf(check->first, sizeof(check->first),
-                     "rank %d, prepare: expected %lld remote and %lld local rows, got %lld and "
-                     "%lld",
-                     c->world->rank, (long long)mine.remote_rows, (long long)mine.local_rows,
-                     (long long)info.remote_rows_sent, (long long)info.local_rows);
-    }
-    free(seen);
+    if (c->slots.all_dropped || ep_handle_info(c->handle, &info) != EP_OK) return;
+    const Counts mine = count_all(c);
+    if (info.remote_rows_sent == mine.far_pairs && info.local_rows == mine.near_pairs) return;
+    if (check->wrong++ == 0)
+        snprintf(check->first, sizeof(check->first),
+                 "rank %d, prepare: expected %lld remote and %lld local rows, got %lld and %lld",
+                 c->world->rank, (long long)mine.far_pairs, (long long)mine.near_pairs,
+                 (long long)info.remote_rows_sent, (long long)info.local_rows);
 }
 
 /* Errors that the group recorded. By default a capacity that is too small is one. */
@@ -192,7 +145,7 @@ static bool run_split(void *context, int which) {
 /* Issued call by call, without graphs. */
 static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
     double issue_us[NUM_PHASES];
-    int64_t iterations = c->options->iterations;
+    int64_t iterations = c->options->run.iterations;
     if (!device_time_calls(c, iterations, run_phase, c, NUM_PHASES, times, issue_us)) return false;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].issue_us = issue_us[p];
@@ -202,7 +155,7 @@ static bool time_plain(Case *c, Quantiles *times, SizeResult *out) {
 /* Captured and replayed. The times without graphs become plain_us. */
 static bool time_graphs(Case *c, Quantiles *times, SizeResult *out) {
     double launch_us[NUM_PHASES];
-    int64_t iterations = c->options->iterations, chain = c->options->chain;
+    int64_t iterations = c->options->run.iterations, chain = c->options->chain;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].plain_us = times[p].median_us;
     if (!device_capture(c)) return false;
@@ -221,10 +174,10 @@ static bool time_split(Case *c, SizeResult *out) {
     Quantiles times[NUM_SPLIT_PHASES];
     double issue_us[NUM_SPLIT_PHASES] = {-1, -1, -1, -1};
     if (!o->split) return true;
-    if (!(c->device
-              ? device_time_calls(c, o->iterations, run_split, c, NUM_SPLIT_PHASES, times, issue_us)
-              : time_calls(c->world, o->warmup, o->iterations, run_split, c, NUM_SPLIT_PHASES,
-                           times)))
+    if (!(c->device ? device_time_calls(c, o->run.iterations, run_split, c, NUM_SPLIT_PHASES, times,
+                                        issue_us)
+                    : time_calls(c->world, o->run.warmup, o->run.iterations, run_split, c,
+                                 NUM_SPLIT_PHASES, times)))
         return false;
     out->has_split = true;
     for (int p = 0; p < NUM_SPLIT_PHASES; p++)
@@ -232,12 +185,55 @@ static bool time_split(Case *c, SizeResult *out) {
     return true;
 }
 
+/*
+ *
+ */
+typedef enum HandleCall { CREATE_AND_USE, DESTROY, HANDLE_CALLS } HandleCall;
+
+/* In latency mode ep_prepare is no phase: it only records the routing. */
+static bool create_and_use(Case *c) {
+    EpHandleConfig config = case_handle_config(c);
+    config.plans = EP_PLANS_NAMED;
+    if (!bench_ok(ep_handle_create(c->group, &config, &c->handle), "ep_handle_create"))
+        return false;
+    bool prepared = c->latency ? phase_begin(c) : phase_run(c, PHASE_PREPARE);
+    return prepared && phase_run(c, PHASE_DISPATCH);
+}
+
+static bool run_handle(void *context, int which) {
+    Case *c = context;
+    if (which == CREATE_AND_USE) return create_and_use(c);
+    ep_handle_destroy(c->handle);
+    return true;
+}
+
+static bool measure_new_handle(Case *c, double *new_us, double *destroy_us) {
+    const Options *o = c->options;
+    Case named = *c;
+    Quantiles times[HANDLE_CALLS];
+    double host_us[HANDLE_CALLS];
+    named.plan = &c->tensors.plan_memory;
+    if (c->device) {
+        if (!device_time_calls(&named, o->run.iterations, run_handle, &named, HANDLE_CALLS, times,
+                               host_us))
+            return false;
+    } else {
+        if (!time_calls(c->world, o->run.warmup, o->run.iterations, run_handle, &named,
+                        HANDLE_CALLS, times))
+            return false;
+        for (int i = 0; i < HANDLE_CALLS; i++)
+            host_us[i] = times[i].median_us;
+    }
+    *new_us = host_us[CREATE_AND_USE], *destroy_us = host_us[DESTROY];
+    return true;
+}
+
 static bool measure_times(Case *c, SizeResult *out) {
     Quantiles times[NUM_PHASES];
     const Options *o = c->options;
-    if (!(c->device
-              ? time_plain(c, times, out)
-              : time_calls(c->world, o->warmup, o->iterations, run_phase, c, NUM_PHASES, times)))
+    if (!(c->device ? time_plain(c, times, out)
+                    : time_calls(c->world, o->run.warmup, o->run.iterations, run_phase, c,
+                                 NUM_PHASES, times)))
         return false;
     if (!time_split(c, out)) return false;
     if (!measure_new_handle(c, &out->new_handle_us, &out->destroy_us)) return false;
@@ -259,7 +255,7 @@ double phase_floor_us(const PhaseResult *phase) {
 
 static bool time_floor(Case *c, SizeResult *out) {
     Floor floor;
-    if (!c->options->floor) return true;
+    if (!c->options->run.floor) return true;
     for (int p = 0; p < NUM_PHASES; p++)
         floor.wire_us[p] = floor.mem_us[p] = -1;
     if (!(c->device ? floor_measure_device(c, &floor) : floor_measure_host(c, &floor)))
@@ -284,7 +280,7 @@ static bool time_baseline(Case *c, Check *check, SizeResult *out) {
     for (int p = 0; p < NUM_BASELINE_PHASES; p++) {
         PhaseResult *phase = &out->phases[NUM_PHASES + p];
         phase->time = result.times[p];
-        phase->wrong = c->options->check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
+        phase->wrong = c->options->run.check && p != BASELINE_PREPARE ? result.wrong[p] : -1;
     }
     double ours =
         out->phases[PHASE_DISPATCH].time.median_us + out->phases[PHASE_COMBINE].time.median_us;
@@ -306,7 +302,7 @@ static void name_phases(const Options *options, SizeResult *out) {
                                              : baseline_phase_name((BaselinePhase)(p - NUM_PHASES));
         out->phases[p].wire_us = out->phases[p].mem_us = out->phases[p].issue_us = -1;
         out->phases[p].plain_us = out->phases[p].launch_us = -1;
-        out->phases[p].wrong = options->check ? 0 : -1;
+        out->phases[p].wrong = options->run.check ? 0 : -1;
     }
 }
 
@@ -324,7 +320,7 @@ static bool gather_wrong(Case *c, const Check *check, SizeResult *out) {
     free(all);
     for (int p = 0; p < NUM_PHASES; p++)
         wrong[p] = out->phases[p].wrong;
-    ok = ok && (!c->options->check || world_sum(world, wrong, NUM_PHASES));
+    ok = ok && (!c->options->run.check || world_sum(world, wrong, NUM_PHASES));
     for (int p = 0; ok && p < out->num_phases; p++) {
         if (p < NUM_PHASES) out->phases[p].wrong = wrong[p];
         if (out->phases[p].wrong > 0) out->wrong += out->phases[p].wrong;
@@ -339,7 +335,7 @@ static bool save_routing(Case *c) {
 }
 
 static bool measure_case(Case *c, Check *check, SizeResult *out) {
-    bool checks = c->options->check;
+    bool checks = c->options->run.check;
     for (int p = 0; p < NUM_PHASES; p++)
         out->phases[p].absent = !phase_exists(c, (PhaseId)p);
     return save_routing(c) && count_bytes(c, out) && world_all(c->world, phase_begin(c)) &&

@@ -11,7 +11,8 @@
 #include "tools/bench/case.h"
 #include "tools/bench/check.h"
 #include "tools/bench/models.h"
-#include "tools/common/machine.h"
+#include "tools/common/gpu.h"
+#include "tools/common/report.h"
 #include "tools/common/time.h"
 
 /* ---- results ------------------------------------------------------------------------------- */
@@ -68,14 +69,22 @@ typedef struct SizeResult {
     char first_wrong[CHECK_MESSAGE_BYTES];
 } SizeResult;
 
-/* ---- measuring (measure.c, handles.c, memory.c, floor.c) ------------------------------------ */
+/* ---- measuring (measure.c, memory.c, floor.c) ------------------------------------ */
 
 /** Collective: create the case of one size, check it, time it, check it again. */
 bool measure_size(World *world, const Options *options, int64_t size, SizeResult *out);
 
-/** Collective, before graphs are captured: the median time that the host takes to create a handle,
- *  prepare and dispatch with a plan that the calls name, and then to destroy the handle. */
-bool measure_new_handle(Case *c, double *new_us, double *destroy_us);
+/** Rows and entries of this rank: of its own tokens, and of the slots that it owns. */
+typedef struct Counts {
+    int64_t tokens, sent_tokens;   /**< own tokens, and those of them with a slot somewhere */
+    int64_t entries, far_entries;  /**< own tokens' live entries; those with an expert elsewhere */
+    int64_t near_pairs, far_pairs; /**< (own token, rank) pairs: with this rank, with others */
+    int64_t rows_in, shared_in;    /**< (others' token, this rank) pairs; with several slots */
+    int64_t slots, slot_entries;   /**< slots here, and the entries that name them (flat: more) */
+    int64_t padding;               /**< rows of zeros */
+} Counts;
+
+Counts count_all(const Case *c);
 
 /** Bytes that each phase reads from and writes to the memory of this rank's GPU; 0 for prepare. */
 void memory_count(const Case *c, int64_t bytes[NUM_PHASES]);
@@ -93,6 +102,8 @@ typedef struct Floor {
  */
 bool floor_measure_host(Case *c, Floor *out);
 
+#if EP_WITH_CUDA
+
 /** Collective: on GPUs, the times of plain copies to the peers and within each GPU. */
 bool floor_measure_device(Case *c, Floor *out);
 
@@ -100,8 +111,12 @@ bool floor_measure_device(Case *c, Floor *out);
  *  from one GPU to another; negative: not measured. */
 bool floor_measure_signals(Case *c, double *empty_node_us, double *flag_us);
 
-/* ---- reporting (report.c, summary.c, json.c)
- * ---------------------------------------------------------- */
+#else
+#define floor_measure_device gpu_missing
+#define floor_measure_signals gpu_missing
+#endif
+
+/* ---- reporting (report.c, json.c) ----------------------------------------------------------- */
 
 /** What the head of the report describes. */
 typedef struct Report {
@@ -130,8 +145,7 @@ typedef struct RunList {
 /** The text report on stdout, in the manner of nccl-tests: '#' lines and one table. */
 void report_header(const RunList *list);
 void report_size(const Run *run, const SizeResult *result);
-/** With --models: all of them side by side, in lines that begin with '#'. */
-void report_summary(const RunList *list);
+/** With --models, also all of them side by side, in lines that begin with '#'. */
 void report_footer(const RunList *list, int64_t wrong);
 
 /** Write the results as JSON to `path`. Of a single run, the last size's are at the top level. */

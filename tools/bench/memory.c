@@ -8,35 +8,26 @@
 
 #include "tools/bench/measure.h"
 
-/* Rows and entries of this rank: of its own tokens, and of the slots that it owns. */
-typedef struct MemoryCounts {
-    int64_t tokens, sent_tokens;  /* own tokens, and those of them with a slot somewhere */
-    int64_t entries, far_entries; /* own tokens' live entries; those with an expert elsewhere */
-    int64_t far_pairs;            /* (own token, other rank) pairs */
-    int64_t rows_in, shared_in;   /* (others' token, this rank) pairs; those with several slots */
-    int64_t slots, slot_entries;  /* slots here, and the entries that name them (flat: more) */
-    int64_t padding;              /* rows of zeros */
-} MemoryCounts;
-
-static void count_own(const Case *c, int64_t token, MemoryCounts *out) {
+static void count_own(const Case *c, int64_t token, Counts *out) {
     const int rank = c->world->rank, top_k = c->routing.top_k;
     const int64_t first = (c->routing.first[rank] + token) * top_k;
     bool sent = false;
     for (int k = 0; k < top_k; k++) {
         if (c->slots.row_of[first + k] < 0) continue;
         const int owner = routing_owner(&c->routing, c->routing.experts[first + k]);
-        bool fresh = owner != rank;
+        bool fresh = true;
         for (int i = 0; fresh && i < k; i++)
             fresh = c->slots.row_of[first + i] < 0 ||
                     routing_owner(&c->routing, c->routing.experts[first + i]) != owner;
-        out->entries++, out->far_entries += owner != rank, out->far_pairs += fresh;
+        out->entries++, out->far_entries += owner != rank;
+        *(owner == rank ? &out->near_pairs : &out->far_pairs) += fresh;
         sent = true;
     }
     out->tokens++, out->sent_tokens += sent;
 }
 
 /* A token of any rank with entries for this one. */
-static void count_received(const Case *c, int source, int64_t token, MemoryCounts *out) {
+static void count_received(const Case *c, int source, int64_t token, Counts *out) {
     const int rank = c->world->rank, top_k = c->routing.top_k;
     const int64_t first = (c->routing.first[source] + token) * top_k;
     int entries = 0;
@@ -49,8 +40,8 @@ static void count_received(const Case *c, int source, int64_t token, MemoryCount
     out->shared_in += entries > 1 && !slots_has_rows(c->slots.layout);
 }
 
-static MemoryCounts count(const Case *c) {
-    MemoryCounts counts = {.slots = c->slots.num_slots};
+Counts count_all(const Case *c) {
+    Counts counts = {.slots = c->slots.num_slots};
     for (int64_t t = 0; t < c->tokens; t++)
         count_own(c, t, &counts);
     for (int r = 0; r < c->world->size; r++)
@@ -63,7 +54,7 @@ static MemoryCounts count(const Case *c) {
 
 /* Rows of tokens are read once, slots and padding are written, and a row with several slots is read
  * from the first of them for the others. */
-static int64_t dispatch_bytes(const Case *c, const MemoryCounts *n) {
+static int64_t dispatch_bytes(const Case *c, const Counts *n) {
     const Options *o = c->options;
     const int64_t number = (int64_t)sizeof(float), written = n->slots + n->padding;
     const int64_t recv = (int64_t)(c->recv_bytes + c->recv_scale_bytes);
@@ -76,7 +67,7 @@ static int64_t dispatch_bytes(const Case *c, const MemoryCounts *n) {
 }
 
 /* Slots are read once, other ranks' sums are written by them and read here, tokens are written. */
-static int64_t combine_bytes(const Case *c, const MemoryCounts *n, bool backward) {
+static int64_t combine_bytes(const Case *c, const Counts *n, bool backward) {
     const int64_t number = (int64_t)sizeof(float);
     const int64_t rows = (n->slots + n->tokens) * (int64_t)c->row_bytes;
     const int64_t sums = 2 * n->far_pairs * (int64_t)c->sum_bytes;
@@ -87,7 +78,7 @@ static int64_t combine_bytes(const Case *c, const MemoryCounts *n, bool backward
 
 /* As dispatch. With weights a row that arrives is read before its first slot, too, is written, and
  * the dot products read every slot of expert_out. */
-static int64_t combine_backward_bytes(const Case *c, const MemoryCounts *n) {
+static int64_t combine_backward_bytes(const Case *c, const Counts *n) {
     const int64_t written = n->slots + n->padding;
     if (!c->options->weighted)
         return (n->sent_tokens + written + n->shared_in) * (int64_t)c->row_bytes;
@@ -96,7 +87,7 @@ static int64_t combine_backward_bytes(const Case *c, const MemoryCounts *n) {
 }
 
 void memory_count(const Case *c, int64_t bytes[NUM_PHASES]) {
-    const MemoryCounts counts = count(c);
+    const Counts counts = count_all(c);
     bytes[PHASE_PREPARE] = 0;
     bytes[PHASE_DISPATCH] = dispatch_bytes(c, &counts);
     bytes[PHASE_COMBINE] = combine_bytes(c, &counts, false);

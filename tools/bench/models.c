@@ -44,11 +44,13 @@ static void complete_sweep(Options *o) {
         o->tokens_begin = o->tokens_end >= 0 && o->tokens_end < 128 ? o->tokens_end : 128;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin > 8192 ? o->tokens_begin : 8192;
     o->tokens_given = true;
-    if (!o->routing_given) o->routing = ROUTING_UNIFORM;
+    if (!o->routing) o->routing = ROUTING_UNIFORM;
 }
 
 static bool check_rules(const Options *o) {
     int64_t list[2];
+    if (o->kind != CASE_STEP)
+        return bench_refuse("--case: expected step with --models, got another");
     if (o->shape_given)
         return bench_refuse("--%s: expected none with --models, whose file has the shapes, got one",
                             o->shape_given);

@@ -5,12 +5,7 @@
 #include <string.h>
 
 #include "tools/bench/models.h"
-#include "tools/common/option.h"
 #include "tools/common/util.h"
-#include "tools/common/world.h"
-
-/* Far above the size of any machine. Products of sizes still fit in 64 bits. */
-#define MAX_COUNT (1 << 24)
 
 /* ---- parsers ------------------------------------------------------------------------------- */
 
@@ -55,6 +50,12 @@ static bool parse_mode(const Option *spec, const char *text, void *values) {
     return option_parse_choice(spec, text, options);
 }
 
+static bool parse_nccl_ep(const Option *spec, const char *text, void *values) {
+    Options *options = values;
+    options->kind = CASE_NCCL_EP;
+    return option_parse_text(spec, text, options);
+}
+
 static bool parse_zipf(const char *text, Options *options) {
     options->routing = ROUTING_ZIPF;
     options->zipf_exponent = 1.0;
@@ -67,7 +68,6 @@ static bool parse_zipf(const char *text, Options *options) {
 static bool parse_routing(const Option *spec, const char *text, void *values) {
     Options *options = values;
     options->routing_path = NULL;
-    options->routing_given = true;
     if (strcmp(text, "uniform") == 0) {
         options->routing = ROUTING_UNIFORM;
         return true;
@@ -105,126 +105,114 @@ static const Choice modes[] = {{"auto", EP_MODE_AUTO},
                                {"latency", EP_MODE_LATENCY},
                                {NULL, 0}};
 
+enum { NOT_GIVEN = -1 };
+static const Choice cases[] = {{"step", CASE_STEP},
+                               {"calls", CASE_CALLS},
+                               {"sums", CASE_SUMS},
+                               {"weights", CASE_WEIGHTS},
+                               {NULL, 0}};
+
 #define AT(member) offsetof(Options, member)
 
 static const Option specs[] = {
-    {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
+    {0, "case", "step|calls|sums|weights", OPTION_CHOICE(kind, cases), NULL, CASE_STEP,
+     "what is measured (default step: the calls of a step; calls: the host's time of calls of "
+     "meshes "
+     "and weights; sums: the error of sums that travel as fp8; weights: gathers and reductions "
+     "against NCCL's)"},
+    {0, "nccl-ep", "LIBRARY", parse_nccl_ep, AT(nccl_ep), 0, 0, NULL, NULL, 0,
+     "measure the calls of a library with NCCL EP's interface instead"},
+    {'b', "begin", "N", parse_tokens, AT(tokens_begin), 0, OPTION_MAX_COUNT, NULL, NULL, NOT_GIVEN,
      "tokens per rank, first size of the sweep (default 512; with --mode latency 128)"},
-    {'e', "end", "N", parse_tokens, AT(tokens_end), 0, MAX_COUNT, NULL,
+    {'e', "end", "N", parse_tokens, AT(tokens_end), 0, OPTION_MAX_COUNT, NULL, NULL, NOT_GIVEN,
      "tokens per rank, last size of the sweep (default: as --begin)"},
-    {'f', "factor", "N", option_parse_int, AT(tokens_factor), 1, MAX_COUNT, NULL,
+    {'f', "factor", "N", OPTION_INT(tokens_factor, 1, OPTION_MAX_COUNT), NULL, 2,
      "each size is N times the one before (default 2; 0 is followed by 1)"},
-    {0, "tokens", "N", parse_both_tokens, AT(tokens_begin), 0, MAX_COUNT, NULL,
+    {0, "tokens", "N", parse_both_tokens, AT(tokens_begin), 0, OPTION_MAX_COUNT, NULL, NULL, 0,
      "one size: the same as -b N -e N"},
-    {0, "uneven", NULL, option_parse_flag, AT(uneven), 0, 0, NULL,
+    {0, "uneven", NULL, OPTION_FLAG(uneven), "uneven", 0,
      "rank 0 brings all tokens, the others between half and all (default without -b, -e, "
      "--tokens, but not with --mode latency)"},
-    {'n', "iterations", "N", option_parse_int, AT(iterations), 1, 1000000, NULL,
-     "timed iterations (default 20)"},
-    {'w', "warmup", "N", option_parse_int, AT(warmup), 0, 1000000, NULL,
-     "untimed iterations before them (default 3)"},
-    {'c', "check", "0|1", option_parse_int, AT(check), 0, 1, NULL,
+    OPTION_TIMING,
+    {'c', "check", "0|1", OPTION_SWITCH(run.check), "check", 1,
      "check every byte, before and after the timing (default 1)"},
-    {'G', "graphs", NULL, option_parse_flag, AT(graphs), 0, 0, NULL,
+    {'G', "graphs", NULL, OPTION_FLAG(graphs), NULL, 0,
      "capture the calls in a graph (GPU backends)"},
-    {0, "chain", "N", option_parse_int, AT(chain), 1, 1000, NULL,
+    {0, "chain", "N", OPTION_INT(chain, 1, 1000), NULL, 0,
      "repetitions of a call in its graph, whose time is divided by them (default 1; with --mode "
      "latency 20)"},
-    {'J', "json", "FILE", option_parse_text, AT(json_path), 0, 0, NULL,
-     "also write the results as JSON"},
-    {0, "hidden", "N", parse_shape, AT(hidden), 1, MAX_COUNT, NULL,
+    OPTION_JSON,
+    {0, "hidden", "N", parse_shape, AT(hidden), 1, OPTION_MAX_COUNT, NULL, "hidden", 7168,
      "elements per row (default 7168); rows are multiples of 16 bytes"},
-    {0, "top-k", "N", parse_shape, AT(top_k), 1, EP_MAX_TOP_K, NULL,
+    {0, "top-k", "N", parse_shape, AT(top_k), 1, EP_MAX_TOP_K, NULL, "top_k", 8,
      "experts per token (default 8)"},
-    {0, "experts", "N", parse_shape, AT(experts), 1, 1 << 20, NULL,
-     "experts of all ranks together (default 256)"},
-    {0, "models", "[FILE]", parse_models, AT(models_path), 0, 0, NULL,
+    {0, "experts", "N", parse_shape, AT(experts), 1, 1 << 20, NULL, "experts", 0,
+     "experts of all ranks together (default 256; --case weights: 32, sums: 64)"},
+    {0, "ffn", "N", OPTION_INT(ffn, 1, OPTION_MAX_COUNT), NULL, 4096,
+     "last dimension of the weights of --case weights (default 4096)"},
+    {0, "models", "[FILE]", parse_models, AT(models_path), 0, 0, NULL, NULL, 0,
      "the shapes of a file instead, in both modes, 128 to 8192 tokens, uniform routing (default: "
      "the installed models.txt)"},
-    {0, "align", "N", option_parse_int, AT(alignment), 1, 1 << 20, NULL,
+    {0, "align", "N", OPTION_INT(alignment, 1, 1 << 20), "alignment", 0,
      "slabs are padded to multiples of this power of two (default 128; with --mode latency 1)"},
-    {0, "padding", "zero|keep", option_parse_choice, AT(padding), 0, 0, paddings,
+    {0, "padding", "zero|keep", OPTION_CHOICE(padding, paddings), "padding", EP_PADDING_ZERO,
      "what becomes of the rows that pad slabs (default zero)"},
-    {0, "dtype", "bf16|fp16|fp32", option_parse_choice, AT(type), 0, 0, option_types,
+    {0, "dtype", "bf16|fp16|fp32", OPTION_CHOICE(type, option_types), "dtype", EP_TYPE_BF16,
      "element type of the rows (default bf16)"},
     {0, "routing", "uniform|zipf[:s]|one-hot|file:PATH", parse_routing, AT(routing), 0, 0, NULL,
-     "how tokens choose experts (default zipf:1)"},
-    {0, "save-routing", "PATH", option_parse_text, AT(save_path), 0, 0, NULL,
+     NULL, 0, "how tokens choose experts (default zipf:1)"},
+    {0, "save-routing", "PATH", OPTION_TEXT(save_path), NULL, 0,
      "write the routing as a trace file"},
-    {0, "masked", "SHARE", parse_share, AT(masked), 0, 0, NULL,
+    {0, "masked", "SHARE", parse_share, AT(masked), 0, 0, NULL, NULL, 0,
      "share of the entries that name no expert (default 0)"},
-    {0, "capacity", "ROWS", option_parse_int, AT(capacity), 0, INT32_MAX, NULL,
+    {0, "capacity", "ROWS", OPTION_INT(capacity, 0, INT32_MAX), "capacity", 0,
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
-    {0, "overflow", "error|drop", option_parse_choice, AT(overflow), 0, 0, overflows,
+    {0, "overflow", "error|drop", OPTION_CHOICE(overflow, overflows), "overflow", EP_OVERFLOW_ERROR,
      "what happens to rows past the capacity (default error)"},
-    {0, "layout", "expert[-major]|flat|batched|rank-major", option_parse_choice, AT(layout), 0, 0,
-     layouts,
+    {0, "layout", "expert[-major]|flat|batched|rank-major", OPTION_CHOICE(layout, layouts),
+     "layout", 0,
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
-    {0, "rows-per-expert", "N", option_parse_int, AT(rows_per_expert), 1, INT32_MAX, NULL,
+    {0, "rows-per-expert", "N", OPTION_INT(rows_per_expert, 1, INT32_MAX), NULL, 0,
      "slab size of --layout batched (default: the largest slab of this routing)"},
-    {0, "weighted", "0|1", option_parse_int, AT(weighted), 0, 1, NULL,
+    {0, "weighted", "0|1", OPTION_SWITCH(weighted), "weighted", 1,
      "dispatch sends weights and combine uses them (default 1)"},
-    {0, "scales", "BYTES", option_parse_int, AT(scale_bytes), 0, EP_MAX_ROW_BYTES, NULL,
+    {0, "scales", "BYTES", OPTION_INT(scale_bytes, 0, EP_MAX_ROW_BYTES), "scale_bytes", 0,
      "bytes of scales sent with each row (default 0)"},
-    {0, "idx", "int32|int64", option_parse_choice, AT(index_type), 0, 0, index_types,
+    {0, "idx", "int32|int64", OPTION_CHOICE(index_type, index_types), "idx", EP_TYPE_INT32,
      "element type of the indices (default int32)"},
-    {0, "backend", "auto|host|cuda", option_parse_choice, AT(backend), 0, 0, option_backends,
+    {0, "backend", "auto|host|cuda", OPTION_CHOICE(backend, option_backends), NULL, EP_BACKEND_AUTO,
      "which backend moves the bytes (default auto)"},
-    {0, "mode", "auto|throughput|latency", parse_mode, AT(mode), 0, 0, modes,
+    {0, "mode", "auto|throughput|latency", parse_mode, AT(mode), 0, 0, modes, "mode",
+     EP_MODE_THROUGHPUT,
      "mode of the handle (default throughput); latency: no prepare, no backward"},
-    {0, "split", NULL, option_parse_flag, AT(split), 0, 0, NULL,
+    {0, "split", NULL, OPTION_FLAG(split), "split", 0,
      "with --mode latency: dispatch and combine as send and wait calls"},
-    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
-     option_quants, "dispatch quantises (default none)"},
-    {0, "sum-quant", "none|fp8", option_parse_choice, AT(sum_quant), 0, 0, sum_quants,
+    {0, "quant", OPTION_QUANTS, OPTION_CHOICE(quant, option_quants), "quant", EP_QUANT_NONE,
+     "dispatch quantises (default none)"},
+    {0, "sum-quant", "none|fp8", OPTION_CHOICE(sum_quant, sum_quants), "sum_quant", EP_QUANT_NONE,
      "how partial sums travel in combine and dispatch_backward (default none)"},
-    {0, "baseline", NULL, option_parse_flag, AT(baseline), 0, 0, NULL,
+    {0, "baseline", NULL, OPTION_FLAG(baseline), NULL, 0,
      "also measure packing, MPI or NCCL and unpacking without libep"},
-    {0, "floor", "0|1", option_parse_int, AT(floor), 0, 1, NULL,
+    {0, "floor", "0|1", OPTION_SWITCH(run.floor), NULL, 1,
      "also measure plain copies of the same bytes (default 1)"},
-    {0, "seed", "N", option_parse_int, AT(seed), 0, INT64_MAX, NULL,
+    {0, "seed", "N", OPTION_INT(run.seed, 0, INT64_MAX), "seed", 1,
      "seed of routing and contents (default 1)"},
-    {0, "num-sms", "N", option_parse_int, AT(num_sms), 1, 1024, NULL,
+    {0, "num-sms", "N", OPTION_INT(num_sms, 1, 1024), NULL, 0,
      "multiprocessors that may be used (GPU backends)"},
-    {0, "zero-copy", NULL, option_parse_flag, AT(zero_copy), 0, 0, NULL,
+    {0, "zero-copy", NULL, OPTION_FLAG(zero_copy), "zero_copy", 0,
      "receive rows and expert outputs in peer-accessible memory"},
-    {0, "threads", "N", option_parse_int, AT(threads), 1, EP_MAX_RANKS, NULL,
-     "run N ranks as threads of this process, without mpirun"},
-    {'h', "help", NULL, option_parse_flag, AT(help), 0, 0, NULL, "print this help"},
-    {0, "version", NULL, option_parse_flag, AT(version), 0, 0, NULL, "print the version"},
+    OPTION_THREADS,
+    OPTION_HELP,
 };
 
-const char *options_type_name(int64_t type) {
-    return option_choice_name(type >= EP_TYPE_INT32 ? index_types : option_types, type);
-}
-
-const char *options_layout_name(int64_t layout) {
-    return option_choice_name(layouts, layout);
-}
-
-const char *options_padding_name(int64_t padding) {
-    return option_choice_name(paddings, padding);
-}
-
-const char *options_overflow_name(int64_t overflow) {
-    return option_choice_name(overflows, overflow);
-}
-
-const char *options_backend_name(int64_t backend) {
-    return option_choice_name(option_backends, backend);
-}
-
-const char *options_mode_name(int64_t mode) {
-    return option_choice_name(modes, mode);
-}
-
-const char *options_quant_name(int64_t quant) {
-    return option_choice_name(option_quants, quant);
-}
+const OptionTable options_table = {
+    "usage: mpirun -n RANKS ep_bench [options]\n"
+    "       ep_bench --threads RANKS [options]\n\n"
+    "Times the calls of libep on the shape of a model and checks every byte.\n\n",
+    specs, sizeof(specs) / sizeof(specs[0])};
 
 const char *options_sums_name(const Options *options) {
-    return options->sum_quant == EP_QUANT_NONE ? options_type_name(options->type)
-                                               : options_quant_name(options->sum_quant);
+    return options_name(options, options->sum_quant == EP_QUANT_NONE ? "dtype" : "sum-quant");
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -236,40 +224,18 @@ void options_routing_name(const Options *options, char *out, size_t bytes) {
         snprintf(out, bytes, "%s", options->routing == ROUTING_UNIFORM ? "uniform" : "one-hot");
 }
 
-static const OptionTable table = {
-    "usage: mpirun -n RANKS ep_bench [options]\n"
-    "       ep_bench --threads RANKS [options]\n\n"
-    "Times the calls of libep on the shape of a model and checks every byte.\n\n",
-    specs, sizeof(specs) / sizeof(specs[0])};
-
-void options_print_help(FILE *out) {
-    option_print_help(&table, out);
-}
-
-/* ---- the command line ---------------------------------------------------------------------- */
-
-static void set_defaults(Options *o) {
-    *o = (Options){.tokens_begin = -1, .tokens_end = -1, .tokens_factor = 2};
-    o->iterations = 20, o->warmup = 3;
-    o->check = 1, o->floor = 1, o->weighted = 1;
-    o->hidden = 7168, o->top_k = 8, o->experts = 256;
-    o->type = EP_TYPE_BF16, o->index_type = EP_TYPE_INT32;
-    o->routing = ROUTING_ZIPF, o->zipf_exponent = 1.0;
-    o->overflow = EP_OVERFLOW_ERROR, o->padding = EP_PADDING_ZERO;
-    o->backend = EP_BACKEND_AUTO;
-    o->mode = EP_MODE_THROUGHPUT, o->quant = o->sum_quant = EP_QUANT_NONE;
-    o->seed = 1;
-}
-
 /* ---- defaults and validation --------------------------------------------------------------- */
 
 /* Fill in what the command line leaves open. A decoding step has few tokens, the same number on
  * every rank, in slabs of a fixed shape. A training step has many tokens, packed. */
 static void fill_in(Options *o) {
     bool decodes = o->mode == EP_MODE_LATENCY;
-    int64_t tokens = decodes ? 128 : 512;
+    int64_t tokens = decodes ? 128 : o->kind == CASE_SUMS ? 256 : 512;
     EpLayout layout = decodes && !o->capacity ? EP_LAYOUT_BATCHED : EP_LAYOUT_EXPERT_MAJOR;
-    if (!o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
+    bool steps = o->kind == CASE_STEP;
+    if (!o->experts) o->experts = o->kind == CASE_WEIGHTS ? 32 : o->kind == CASE_SUMS ? 64 : 256;
+    if (!o->routing) o->routing = steps ? ROUTING_ZIPF : ROUTING_UNIFORM, o->zipf_exponent = 1.0;
+    if (steps && !o->tokens_given && o->routing != ROUTING_FILE && !decodes) o->uneven = true;
     if (o->tokens_begin < 0) o->tokens_begin = o->tokens_end >= 0 ? o->tokens_end : tokens;
     if (o->tokens_end < 0) o->tokens_end = o->tokens_begin;
     if (!o->alignment) o->alignment = decodes ? 1 : 128;
@@ -297,14 +263,8 @@ bool options_check_sweep(const Options *o) {
 }
 
 static bool validate_shape(const Options *o) {
-    long long row_bytes = (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type);
-    if (row_bytes % 16 || row_bytes > EP_MAX_ROW_BYTES)
-        return bench_refuse("--hidden: expected rows of a multiple of 16 bytes up to %d, got %lld "
-                            "x %s = %lld bytes",
-                            EP_MAX_ROW_BYTES, (long long)o->hidden, options_type_name(o->type),
-                            row_bytes);
-    if (o->alignment & (o->alignment - 1))
-        return bench_refuse("--align: expected a power of two, got %lld", (long long)o->alignment);
+    if (!option_check_row("hidden", o->hidden, o->type) || !option_check_alignment(o->alignment))
+        return false;
     if (o->scale_bytes % 4)
         return bench_refuse("--scales: expected a multiple of 4 bytes, got %lld",
                             (long long)o->scale_bytes);
@@ -315,11 +275,25 @@ static bool validate_shape(const Options *o) {
     return true;
 }
 
+/* What the other cases have no use for. */
+static bool validate_case(const Options *o) {
+    if (o->kind == CASE_STEP) return true;
+    if (o->tokens_begin != o->tokens_end || o->routing == ROUTING_FILE || o->uneven || o->baseline)
+        return bench_refuse("--case and --nccl-ep: expected one size (--tokens) of even tokens, no "
+                            "--routing file and no --baseline, got one of them");
+    if (o->kind == CASE_SUMS &&
+        (o->type != EP_TYPE_BF16 || !o->weighted || o->mode != EP_MODE_THROUGHPUT ||
+         o->layout != EP_LAYOUT_EXPERT_MAJOR || o->quant != EP_QUANT_NONE || o->capacity))
+        return bench_refuse("--case sums: expected weighted rows of bf16, --mode throughput, "
+                            "--layout expert and no --quant or --capacity, got another");
+    return true;
+}
+
 static bool validate_together(const Options *o) {
     bool batched = o->layout == EP_LAYOUT_BATCHED;
     if (o->rows_per_expert && !batched)
         return bench_refuse("--rows-per-expert: expected --layout batched, got --layout %s",
-                            options_layout_name(o->layout));
+                            options_name(o, "layout"));
     if (o->capacity && batched)
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout batched "
                             "(use --rows-per-expert)");
@@ -330,19 +304,19 @@ static bool validate_together(const Options *o) {
     if (rank_major && o->mode == EP_MODE_THROUGHPUT)
         return bench_refuse("--layout rank-major: expected --mode latency or auto, got --mode "
                             "throughput");
-    if (o->baseline && o->threads)
+    if (o->baseline && o->run.threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
-                            (long long)o->threads);
+                            (long long)o->run.threads);
     if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
         return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
                             "%s",
-                            options_mode_name(o->mode), options_quant_name(o->quant));
+                            options_name(o, "mode"), options_name(o, "quant"));
     if (o->baseline && o->layout != EP_LAYOUT_EXPERT_MAJOR)
         return bench_refuse("--baseline: expected --layout expert, got --layout %s",
-                            options_layout_name(o->layout));
+                            options_name(o, "layout"));
     if (o->baseline && o->padding != EP_PADDING_ZERO)
         return bench_refuse("--baseline: expected --padding zero, got --padding %s",
-                            options_padding_name(o->padding));
+                            options_name(o, "padding"));
     if (o->baseline && o->capacity)
         return bench_refuse("--baseline: expected exact sizing (--capacity 0), got --capacity %lld",
                             (long long)o->capacity);
@@ -350,29 +324,21 @@ static bool validate_together(const Options *o) {
         return bench_refuse("--chain: expected --graphs or --mode latency, got neither");
     if (o->split && o->mode != EP_MODE_LATENCY)
         return bench_refuse("--split: expected --mode latency, got --mode %s",
-                            options_mode_name(o->mode));
+                            options_name(o, "mode"));
     if (o->quant != EP_QUANT_NONE && o->scale_bytes)
         return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
-                            options_quant_name(o->quant), (long long)o->scale_bytes);
+                            options_name(o, "quant"), (long long)o->scale_bytes);
     if (o->quant != EP_QUANT_NONE && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
-                            options_quant_name(o->quant), (long long)o->hidden);
+                            options_name(o, "quant"), (long long)o->hidden);
     if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
-                            options_quant_name(o->sum_quant), (long long)o->hidden);
-    if (o->threads && world_launched())
-        return bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
-    return true;
+                            options_name(o, "sum-quant"), (long long)o->hidden);
+    return option_check_threads(&o->run);
 }
 
 bool options_complete(Options *options) {
     fill_in(options);
-    return options_check_sweep(options) && validate_shape(options) && validate_together(options);
-}
-
-bool options_parse(Options *options, int argc, char **argv) {
-    set_defaults(options);
-    if (!option_parse(&table, argc, argv, options)) return false;
-    if (options->help || options->version) return true;
-    return options->models ? models_complete(options) : options_complete(options);
+    return options_check_sweep(options) && validate_shape(options) && validate_case(options) &&
+           validate_together(options);
 }

@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "ep/ep.h"
+#include "tools/common/option.h"
 
 typedef enum RoutingKind {
     ROUTING_UNIFORM = 1, /**< K distinct experts, all equally likely */
@@ -17,20 +18,31 @@ typedef enum RoutingKind {
     ROUTING_FILE         /**< a trace file */
 } RoutingKind;
 
+/** What is measured: the calls of a step, or something else. */
+typedef enum BenchCase {
+    CASE_STEP = 1,
+    CASE_CALLS,
+    CASE_SUMS,
+    CASE_WEIGHTS,
+    CASE_NCCL_EP
+} BenchCase;
+
 typedef struct Options {
+    RunOptions run;
+    int64_t kind;        /**< BenchCase */
+    const char *nccl_ep; /**< CASE_NCCL_EP: the library */
+    int64_t ffn;         /**< CASE_WEIGHTS: last dimension of the weights */
+    int64_t sums_kind;   /**< CASE_SUMS: of the outputs that are summed */
     int64_t tokens_begin, tokens_end, tokens_factor; /**< sweep of tokens per rank */
     bool tokens_given;                               /**< any of -b, -e, --tokens */
     bool uneven; /**< a rank brings between half and all of the tokens */
-    int64_t iterations, warmup;
-    int64_t check;
     bool graphs;
     int64_t chain; /**< repetitions of a call in a graph; 0 until defaults are filled in */
-    const char *json_path;
     int64_t hidden, top_k, experts;
-    int64_t alignment; /**< 0 until defaults are filled in */
-    int64_t padding;   /**< EpPadding */
-    int64_t type;      /**< EpType of the rows */
-    RoutingKind routing;
+    int64_t alignment;   /**< 0 until defaults are filled in */
+    int64_t padding;     /**< EpPadding */
+    int64_t type;        /**< EpType of the rows */
+    RoutingKind routing; /**< 0 until defaults are filled in */
     double zipf_exponent;
     const char *routing_path, *save_path;
     double masked; /**< share of entries without an expert */
@@ -47,20 +59,16 @@ typedef struct Options {
     int64_t sum_quant;  /**< EpQuant: NONE or FP8 */
     bool split;         /**< latency mode: dispatch and combine as send and wait (--split) */
     bool baseline;
-    int64_t floor;
-    int64_t seed;
     int64_t num_sms;
     bool zero_copy;
-    int64_t threads;
     bool models;             /**< the shapes are those of a file (--models) */
     const char *models_path; /**< that file; NULL: the installed one */
-    bool mode_given, routing_given;
+    bool mode_given;
     const char *shape_given; /**< the last of --hidden, --top-k, --experts, or NULL */
-    bool help, version;
 } Options;
 
-/** Apply the defaults, then the command line. False, with a message, if it is invalid. */
-bool options_parse(Options *options, int argc, char **argv);
+/** The options of the command line. */
+extern const OptionTable options_table;
 
 /** Fill in what the command line leaves open, and check the options together. False, with a
  *  message, if they are invalid. */
@@ -69,21 +77,15 @@ bool options_complete(Options *options);
 /** The part of this check that concerns the numbers of tokens. */
 bool options_check_sweep(const Options *options);
 
-/** Names of values as the command line spells them, e.g. "bf16", "expert". */
-const char *options_type_name(int64_t type);
-const char *options_layout_name(int64_t layout);
-const char *options_padding_name(int64_t padding);
-const char *options_overflow_name(int64_t overflow);
-const char *options_backend_name(int64_t backend);
-const char *options_mode_name(int64_t mode);
-const char *options_quant_name(int64_t quant);
+/** The name of an option's value as the command line spells it: "bf16" of "dtype". */
+static inline const char *options_name(const Options *options, const char *name) {
+    return option_value_name(&options_table, options, name);
+}
 
 /** How sums travel: "fp8", or the name of the rows' type. */
 const char *options_sums_name(const Options *options);
 
 /** "zipf:1.2", "file:trace.txt", ... */
 void options_routing_name(const Options *options, char *out, size_t bytes);
-
-void options_print_help(FILE *out);
 
 #endif

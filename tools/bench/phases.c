@@ -96,28 +96,21 @@ static EpStatus dispatch_backward(Case *c) {
                                 optional(weighted, &t->topk_grads));
 }
 
-/* In the order of a training step. */
+/* The phases in the order of a training step, then the halves of latency mode's. */
 static const struct {
     const char *name;
     const char *call;
     EpStatus (*run)(Case *c);
-} phases[NUM_PHASES] = {
+} phases[NUM_PHASES + NUM_SPLIT_PHASES] = {
     [PHASE_PREPARE] = {"prepare", "ep_prepare", prepare},
     [PHASE_DISPATCH] = {"dispatch", "ep_dispatch", dispatch},
     [PHASE_COMBINE] = {"combine", "ep_combine", combine},
     [PHASE_COMBINE_BACKWARD] = {"combine_backward", "ep_combine_backward", combine_backward},
     [PHASE_DISPATCH_BACKWARD] = {"dispatch_backward", "ep_dispatch_backward", dispatch_backward},
-};
-
-static const struct {
-    const char *name;
-    const char *call;
-    EpStatus (*run)(Case *c);
-} split[NUM_SPLIT_PHASES] = {
-    [SPLIT_DISPATCH_SEND] = {"dispatch_send", "ep_dispatch_send", dispatch_send},
-    [SPLIT_DISPATCH_WAIT] = {"dispatch_wait", "ep_dispatch_wait", dispatch_wait},
-    [SPLIT_COMBINE_SEND] = {"combine_send", "ep_combine_send", combine_send},
-    [SPLIT_COMBINE_WAIT] = {"combine_wait", "ep_combine_wait", combine_wait},
+    [NUM_PHASES + SPLIT_DISPATCH_SEND] = {"dispatch_send", "ep_dispatch_send", dispatch_send},
+    [NUM_PHASES + SPLIT_DISPATCH_WAIT] = {"dispatch_wait", "ep_dispatch_wait", dispatch_wait},
+    [NUM_PHASES + SPLIT_COMBINE_SEND] = {"combine_send", "ep_combine_send", combine_send},
+    [NUM_PHASES + SPLIT_COMBINE_WAIT] = {"combine_wait", "ep_combine_wait", combine_wait},
 };
 
 const char *phase_name(PhaseId phase) {
@@ -125,11 +118,11 @@ const char *phase_name(PhaseId phase) {
 }
 
 const char *split_phase_name(SplitPhaseId phase) {
-    return split[phase].name;
+    return phases[NUM_PHASES + phase].name;
 }
 
 bool split_phase_run(Case *c, SplitPhaseId phase) {
-    return bench_ok(split[phase].run(c), split[phase].call);
+    return bench_ok(phases[NUM_PHASES + phase].run(c), phases[NUM_PHASES + phase].call);
 }
 
 bool phase_exists(const Case *c, PhaseId phase) {
@@ -170,43 +163,11 @@ int64_t phase_remote_bytes(const Case *c, PhaseId phase, int64_t rows, int64_t e
     return phase_bytes(c, phase, rows, entries) - saved;
 }
 
-/* ---- poison -------------------------------------------------------------------------------- */
-
-static void poison(void *data, size_t count, size_t bytes) {
-    memset(data, POISON_BYTE, count * bytes);
-}
-
-/* Skips unused rows, so that their pages stay untouched: batched slabs may be very large. */
-static void poison_slots(Case *c, size_t row_bytes) {
-    for (int64_t row = 0; row < c->slots.num_rows; row++) {
-        if (c->slots.rows[row].state != ROW_UNUSED)
-            poison(c->buffers.slots_out + (size_t)row * row_bytes, 1, row_bytes);
-    }
-}
-
-static void poison_host(Case *c, PhaseId phase) {
-    Buffers *b = &c->buffers;
-    size_t rows = (size_t)c->slots.num_rows, tokens = (size_t)c->tokens;
-    size_t wide = rows * (size_t)c->weights_width;
-    if (phase == PHASE_PREPARE)
-        poison(b->plan, (size_t)c->slots.num_local * 3 + 4, sizeof(int64_t));
-    if (phase == PHASE_DISPATCH) poison_slots(c, c->recv_bytes);
-    if (phase == PHASE_COMBINE_BACKWARD) poison_slots(c, c->row_bytes);
-    if (phase == PHASE_DISPATCH) {
-        poison(b->recv_weights, wide, sizeof(float));
-        poison(b->recv_index, wide, sizeof(int32_t));
-        poison(b->recv_scales, rows, c->recv_scale_bytes);
-    }
-    if (phase == PHASE_COMBINE_BACKWARD) poison(b->slot_grads_out, rows, sizeof(float));
-    if (phase == PHASE_COMBINE || phase == PHASE_DISPATCH_BACKWARD)
-        poison(b->tokens_out, tokens, c->row_bytes);
-    if (phase == PHASE_DISPATCH_BACKWARD)
-        poison(b->topk_grads, tokens * (size_t)c->options->top_k, sizeof(float));
-}
+/* ---- outputs ------------------------------------------------------------------------------- */
 
 bool phase_poison(Case *c, PhaseId phase) {
     if (c->device) return device_poison(c, phase);
-    poison_host(c, phase);
+    buffers_poison(c, phase);
     return true;
 }
 

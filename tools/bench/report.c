@@ -6,62 +6,66 @@
 
 /* ---- the head of the report ---------------------------------------------------------------- */
 
-static void report_version(void) {
-    int version = ep_version();
-    printf("# ep_bench: libep %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
+static void report_mode(const Options *o) {
+    printf("#          mode %s%s", options_name(o, "mode"), o->split ? " as send and wait" : "");
 }
 
 /* What all models share, and what each mode has. */
-static void report_models(const RunList *list) {
+static void report_models(const RunList *list, const char *ranks, const char *routing) {
     const Options *o = &list->runs[0].options;
-    const World *world = list->runs[0].report.world;
-    char routing[512];
-    options_routing_name(o, routing, sizeof(routing));
     printf("# models:  %lld of %s\n", (long long)list->models.count, list->models.path);
-    printf("# config:  %d ranks (%s), %s, routing %s, masked %g, %s tokens, seed %lld\n",
-           world->size, world->threads ? "threads" : "MPI", options_type_name(o->type), routing,
-           o->masked, o->uneven ? "uneven" : "even", (long long)o->seed);
+    printf("# config:  %s, %s, %s, seed %lld\n", ranks, options_name(o, "dtype"), routing,
+           (long long)o->run.seed);
     printf("#          %s, scales %lld bytes, indices %s, quant %s, sums %s, padding %s\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
-           options_type_name(o->index_type), options_quant_name(o->quant), options_sums_name(o),
-           options_padding_name(o->padding));
+           options_name(o, "idx"), options_name(o, "quant"), options_sums_name(o),
+           options_name(o, "padding"));
     for (int i = 0; i < list->count && strcmp(list->runs[i].model, list->runs[0].model) == 0; i++) {
         o = &list->runs[i].options;
-        printf("#          mode %s%s: alignment %lld, layout %s\n", options_mode_name(o->mode),
-               o->split ? " as send and wait" : "", (long long)o->alignment,
-               options_layout_name(o->layout));
+        report_mode(o);
+        printf(": alignment %lld, layout %s\n", (long long)o->alignment, options_name(o, "layout"));
     }
 }
 
-static void report_config(const Report *report) {
+static void report_run(const Report *report, const char *ranks, const char *routing) {
     const Options *o = report->options;
-    const World *world = report->world;
-    char routing[512];
-    options_routing_name(o, routing, sizeof(routing));
-    printf(
-        "# config:  %d ranks (%s), hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n",
-        world->size, world->threads ? "threads" : "MPI", (long long)o->hidden,
-        options_type_name(o->type),
-        (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type), (long long)o->top_k,
-        (long long)o->experts);
-    printf("#          alignment %lld, layout %s, routing %s, masked %g, %s tokens, seed %lld\n",
-           (long long)o->alignment, options_layout_name(o->layout), routing, o->masked,
-           o->uneven ? "uneven" : "even", (long long)o->seed);
+    printf("# config:  %s, hidden %lld %s (%lld bytes a row), top-%lld of %lld experts\n", ranks,
+           (long long)o->hidden, options_name(o, "dtype"),
+           (long long)o->hidden * (long long)ep_type_bytes((EpType)o->type), (long long)o->top_k,
+           (long long)o->experts);
+    printf("#          alignment %lld, layout %s, %s, seed %lld\n", (long long)o->alignment,
+           options_name(o, "layout"), routing, (long long)o->run.seed);
     printf("#          %s, scales %lld bytes, indices %s, capacity %lld (%s)\n",
            o->weighted ? "weighted" : "unweighted", (long long)o->scale_bytes,
-           options_type_name(o->index_type), (long long)o->capacity,
-           o->capacity ? options_overflow_name(o->overflow)
+           options_name(o, "idx"), (long long)o->capacity,
+           o->capacity ? options_name(o, "overflow")
            : report->memory.backend == EP_BACKEND_CUDA || o->mode != EP_MODE_THROUGHPUT
                ? "what the routing needs"
                : "exact sizing");
-    printf("#          mode %s%s, quant %s, sums %s, padding %s\n", options_mode_name(o->mode),
-           o->split ? " as send and wait" : "", options_quant_name(o->quant), options_sums_name(o),
-           options_padding_name(o->padding));
+    report_mode(o);
+    printf(", quant %s, sums %s, padding %s\n", options_name(o, "quant"), options_sums_name(o),
+           options_name(o, "padding"));
+}
+
+static void report_config(const RunList *list) {
+    const Report *report = &list->runs[0].report;
+    const Options *o = report->options;
+    char ranks[64], kind[512], routing[640];
+    options_routing_name(o, kind, sizeof(kind));
+    snprintf(ranks, sizeof(ranks), "%d ranks (%s)", report->world->size,
+             report->world->threads ? "threads" : "MPI");
+    snprintf(routing, sizeof(routing), "routing %s, masked %g, %s tokens", kind, o->masked,
+             o->uneven ? "uneven" : "even");
+    if (list->models.count)
+        report_models(list, ranks, routing);
+    else
+        report_run(report, ranks, routing);
 }
 
 /* The reason may begin with the backend's name, which is then not repeated. */
 static void report_backend(const EpGroupMemory *memory) {
-    const char *name = options_backend_name(memory->backend), *reason = memory->reason;
+    const char *name = option_choice_name(option_backends, memory->backend),
+               *reason = memory->reason;
     size_t length = strlen(name);
     if (strncmp(reason, name, length) == 0 && strncmp(reason + length, ": ", 2) == 0)
         reason += length + 2;
@@ -104,50 +108,35 @@ static void describe_graphs(const Options *o, char *out, size_t bytes) {
 void report_header(const RunList *list) {
     const Report *report = &list->runs[0].report;
     const Options *o = report->options;
-    const Machine *machine = &report->machine;
     char graphs[96];
     describe_graphs(o, graphs, sizeof(graphs));
-    report_version();
-    if (list->models.count)
-        report_models(list);
-    else
-        report_config(report);
-    printf("# machine: %s, %s, %ld cores, %s\n", machine->hostname, machine->cpu, machine->cores,
-           machine->date);
+    printf("# ep_bench: libep " VERSION_FORMAT "\n", VERSION_NUMBERS);
+    report_config(list);
+    report_machine(&report->machine);
     if (report->device[0]) printf("# device:  %s\n", report->device);
     report_backend(&report->memory);
     if (o->zero_copy) printf("# memory:  zero-copy: slot rows in peer-accessible memory\n");
     printf("# timing:  %lld iterations after %lld warm-up, slowest rank of each%s%s; check %s\n",
-           (long long)o->iterations, (long long)o->warmup,
+           (long long)o->run.iterations, (long long)o->run.warmup,
            report->memory.backend == EP_BACKEND_CUDA ? ", device time" : "", graphs,
-           o->check ? "every byte, before and after" : "off");
+           o->run.check ? "every byte, before and after" : "off");
     report_table_head(list);
     fflush(stdout);
 }
 
 /* ---- one size ------------------------------------------------------------------------------ */
 
-static void report_floor(double value, int width, int digits) {
-    if (value > 0)
-        printf(" %*.*f", width, digits, value);
-    else
-        printf(" %*s", width, "-");
-}
-
 static void report_phase(const Run *run, const SizeResult *result, const PhaseResult *phase) {
     double us = phase->time.median_us;
     if (phase->absent) return;
-    if (run->model[0]) printf("%-20s %-10s ", run->model, options_mode_name(run->options.mode));
+    if (run->model[0]) printf("%-20s %-10s ", run->model, options_name(&run->options, "mode"));
     printf("%9lld  %-18s %11.1f %11.1f %13lld %13lld %12.2f", (long long)result->tokens,
            phase->name, us, phase->time.p99_us, (long long)phase->remote_bytes,
            (long long)phase->local_bytes, us > 0 ? (double)phase->useful_bytes / us * 1e-3 : 0);
-    report_floor(phase->wire_us, 10, 1);
-    report_floor(phase->mem_us, 10, 1);
-    report_floor(phase_floor_us(phase) > 0 ? us / phase_floor_us(phase) : -1, 6, 2);
-    if (phase->wrong >= 0)
-        printf(" %7lld\n", (long long)phase->wrong);
-    else
-        printf(" %7s\n", "-");
+    report_number(phase->wire_us, 10, 1);
+    report_number(phase->mem_us, 10, 1);
+    report_number(phase_floor_us(phase) > 0 ? us / phase_floor_us(phase) : -1, 6, 2);
+    report_wrong_cell(phase->wrong);
 }
 
 static void report_facts(const SizeResult *r) {
@@ -248,11 +237,58 @@ void report_size(const Run *run, const SizeResult *result) {
     fflush(stdout);
 }
 
+/* ---- models side by side: a row for each, a table for each mode and size ------------------- */
+
+/* Share of the rows that dispatch writes here that are padding, in percent. */
+static double percent_of_zeros(const SizeResult *r) {
+    const PhaseResult *p = &r->phases[PHASE_DISPATCH];
+    double written = (double)p->zero_bytes + (double)p->useful_bytes;
+    return written > 0 ? 100 * (double)p->zero_bytes / written : 0;
+}
+
+static void report_cell(const PhaseResult *phase) {
+    double floor_us = phase_floor_us(phase);
+    const char *bound = phase_floor_is_wire(phase) ? "w" : "m";
+    printf("  %11.1f", phase->time.median_us);
+    if (floor_us > 0)
+        printf(" %6.2f%s", phase->time.median_us / floor_us, bound);
+    else
+        printf(" %6s ", "-");
+}
+
+static void report_row(const Run *run, const SizeResult *r) {
+    printf("# %-20s %6lld %5lld %7lld %6.1f", run->model, (long long)run->options.hidden,
+           (long long)run->options.top_k, (long long)run->options.experts, percent_of_zeros(r));
+    for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++)
+        if (!r->phases[p].absent) report_cell(&r->phases[p]);
+    printf("\n");
+}
+
+/* Size `i` of all runs in the mode of run `first`. */
+static void report_table(const RunList *list, int first, int i) {
+    const Run *head = &list->runs[first];
+    const SizeResult *sizes = &head->results[i];
+    printf("#\n# %lld tokens, %s: median_us, and its ratio to the floor (w: wire, m: memory)\n",
+           (long long)sizes->tokens, options_name(&head->options, "mode"));
+    printf("# %-20s %6s %5s %7s %6s", "model", "hidden", "top-k", "experts", "zeros%");
+    for (int p = PHASE_PREPARE + 1; p < NUM_PHASES; p++)
+        if (!sizes->phases[p].absent) printf("  %19s", sizes->phases[p].name);
+    printf("\n");
+    for (int r = first; r < list->count; r++)
+        if (list->runs[r].options.mode == head->options.mode)
+            report_row(&list->runs[r], &list->runs[r].results[i]);
+}
+
+static void report_summary(const RunList *list) {
+    int modes = 1;
+    while (modes < list->count && strcmp(list->runs[modes].model, list->runs[0].model) == 0)
+        modes++;
+    for (int first = 0; first < modes; first++)
+        for (int i = 0; i < list->runs[first].count; i++)
+            report_table(list, first, i);
+}
+
 void report_footer(const RunList *list, int64_t wrong) {
     if (list->models.count) report_summary(list);
-    if (list->runs[0].options.check)
-        printf("#wrong %lld\n", (long long)wrong);
-    else
-        printf("#wrong - (not checked)\n");
-    fflush(stdout);
+    report_wrong(list->runs[0].options.run.check, wrong);
 }

@@ -28,24 +28,22 @@ int routing_owner(const Routing *routing, int expert) {
 bool routing_alloc(Routing *routing, int num_ranks, int top_k, int num_experts,
                    const int64_t *tokens) {
     *routing = (Routing){.num_ranks = num_ranks, .top_k = top_k, .num_experts = num_experts};
-    routing->tokens = bench_alloc((size_t)num_ranks, sizeof(int64_t), "routing");
-    routing->first = bench_alloc((size_t)num_ranks + 1, sizeof(int64_t), "routing");
-    if (!routing->tokens || !routing->first) return false;
+    Pool *pool = &routing->pool;
+    routing->tokens = pool_alloc(pool, (size_t)num_ranks, sizeof(int64_t), "routing");
+    routing->first = pool_alloc(pool, (size_t)num_ranks + 1, sizeof(int64_t), "routing");
+    if (pool->failed) return false;
     for (int r = 0; r < num_ranks; r++) {
         routing->tokens[r] = tokens[r];
         routing->first[r + 1] = routing->first[r] + tokens[r];
         if (tokens[r] > routing->max_tokens) routing->max_tokens = tokens[r];
     }
-    routing->experts =
-        bench_alloc((size_t)(routing->first[num_ranks] * top_k), sizeof(int32_t), "routing");
-    return routing->experts != NULL;
+    const size_t entries = (size_t)(routing->first[num_ranks] * top_k);
+    routing->experts = pool_alloc(pool, entries, sizeof(int32_t), "routing");
+    return !pool->failed;
 }
 
 void routing_free(Routing *routing) {
-    free(routing->tokens);
-    free(routing->first);
-    free(routing->experts);
-    *routing = (Routing){0};
+    pool_free(&routing->pool);
 }
 
 /* ---- generators ---------------------------------------------------------------------------- */
@@ -56,16 +54,17 @@ typedef struct Popularity {
     int32_t *expert;    /* [E] in descending popularity */
 } Popularity;
 
-static bool popularity_make(const Options *o, Popularity *p) {
+static bool popularity_make(const Options *o, Pool *pool, Popularity *p) {
     int64_t count = o->experts;
     double exponent = o->routing == ROUTING_ZIPF ? o->zipf_exponent : 0, total = 0;
-    p->cumulative = bench_alloc((size_t)count, sizeof(double), "routing");
-    p->expert = bench_alloc((size_t)count, sizeof(int32_t), "routing");
-    if (!p->cumulative || !p->expert) return false;
+    p->cumulative = pool_alloc(pool, (size_t)count, sizeof(double), "routing");
+    p->expert = pool_alloc(pool, (size_t)count, sizeof(int32_t), "routing");
+    if (pool->failed) return false;
     for (int64_t i = 0; i < count; i++) {
         total += pow((double)(i + 1), -exponent);
         p->cumulative[i] = total;
-        int64_t j = (int64_t)(hash_add(hash_add((uint64_t)o->seed, 'p'), i) % (uint64_t)(i + 1));
+        int64_t j =
+            (int64_t)(hash_add(hash_add((uint64_t)o->run.seed, 'p'), i) % (uint64_t)(i + 1));
         p->expert[i] = p->expert[j];
         p->expert[j] = (int32_t)i;
     }
@@ -111,7 +110,7 @@ static void fill_token(const Options *o, const Popularity *p, uint64_t state, in
     int top_k = (int)o->top_k;
     for (int k = 0; k < top_k; k++) {
         if (o->routing == ROUTING_ONE_HOT)
-            row[k] = k == 0 ? (int32_t)(o->seed % o->experts) : -1;
+            row[k] = k == 0 ? (int32_t)(o->run.seed % o->experts) : -1;
         else
             row[k] = draw_new(p, o->experts, row, k, &state);
     }
@@ -123,7 +122,7 @@ static void fill_token(const Options *o, const Popularity *p, uint64_t state, in
 
 static void fill(const Options *o, const Popularity *p, Routing *routing) {
     for (int r = 0; r < routing->num_ranks; r++) {
-        uint64_t rank_hash = hash_add(hash_add((uint64_t)o->seed, 'r'), r);
+        uint64_t rank_hash = hash_add(hash_add((uint64_t)o->run.seed, 'r'), r);
         for (int64_t t = 0; t < routing->tokens[r]; t++) {
             int32_t *row = &routing->experts[(routing->first[r] + t) * routing->top_k];
             fill_token(o, p, hash_add(rank_hash, t), row);
@@ -132,17 +131,16 @@ static void fill(const Options *o, const Popularity *p, Routing *routing) {
 }
 
 static bool generate(const Options *o, int num_ranks, int64_t size, Routing *out) {
-    int64_t *tokens = bench_alloc((size_t)num_ranks, sizeof(int64_t), "routing");
-    Popularity popularity = {NULL, NULL};
-    bool ok = tokens && popularity_make(o, &popularity);
+    Pool pool = {.count = 0};
+    int64_t *tokens = pool_alloc(&pool, (size_t)num_ranks, sizeof(int64_t), "routing");
+    Popularity popularity;
+    bool ok = popularity_make(o, &pool, &popularity);
     /* Uneven: rank 0 brings `size` tokens, the others between half and all of that. */
     for (int r = 0; ok && r < num_ranks; r++)
         tokens[r] = size - (o->uneven ? size * ((r * 37) % 64) / 128 : 0);
     ok = ok && routing_alloc(out, num_ranks, (int)o->top_k, (int)o->experts, tokens);
     if (ok) fill(o, &popularity, out);
-    free(popularity.cumulative);
-    free(popularity.expert);
-    free(tokens);
+    pool_free(&pool);
     return ok;
 }
 

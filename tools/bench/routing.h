@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "tools/bench/options.h"
+#include "tools/common/util.h"
 #include "tools/common/world.h"
 
 /* ---- routing (routing.c) ------------------------------------------------------------------- */
@@ -22,6 +23,7 @@ typedef struct Routing {
     int64_t *first;     /**< [num_ranks + 1] number of tokens of the ranks before this one */
     int32_t *experts;   /**< [first[num_ranks], top_k]; negative: no expert */
     int64_t max_tokens; /**< maximum of tokens[] */
+    Pool pool;
 } Routing;
 
 /** Collective. `size` is the sweep's number of tokens; a trace file ignores it. */
@@ -113,6 +115,7 @@ typedef struct Slots {
     int64_t num_slots;       /**< rows of state ROW_SLOT */
     int64_t dropped;         /**< entries (flat: rows) lost to the capacity on this rank */
     int64_t all_dropped;     /**< on all ranks */
+    Pool pool;
     int32_t *counts, *padded, *offsets; /**< [num_local], [num_local], [num_local + 1] */
 } Slots;
 

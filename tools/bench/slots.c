@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/bench/routing.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "tools/common/util.h"
@@ -15,6 +14,7 @@ typedef struct Walk {
     int64_t *next;     /* [E] row of its next slot */
     int64_t *flat;     /* [R] flat, rank-major: next free row of the rank */
     int64_t *last_row; /* [R] flat, rank-major: row of the current token, -1: none yet */
+    Pool pool;
 } Walk;
 
 static int64_t least(int64_t a, int64_t b) {
@@ -229,33 +229,30 @@ static void finish(const Walk *walk, Slots *slots) {
 
 /* ---- memory -------------------------------------------------------------------------------- */
 
-static bool walk_alloc(Walk *walk) {
-    size_t experts = (size_t)walk->routing->num_experts, ranks = (size_t)walk->routing->num_ranks;
-    walk->count = bench_alloc(experts, sizeof(int64_t), "slot map");
-    walk->start = bench_alloc(experts, sizeof(int64_t), "slot map");
-    walk->next = bench_alloc(experts, sizeof(int64_t), "slot map");
-    walk->flat = bench_alloc(ranks, sizeof(int64_t), "slot map");
-    walk->last_row = bench_alloc(ranks, sizeof(int64_t), "slot map");
-    return walk->count && walk->start && walk->next && walk->flat && walk->last_row;
+static int64_t *numbers(Pool *pool, int count) {
+    return pool_alloc(pool, (size_t)count, sizeof(int64_t), "slot map");
 }
 
-static void walk_free(Walk *walk) {
-    free(walk->count);
-    free(walk->start);
-    free(walk->next);
-    free(walk->flat);
-    free(walk->last_row);
+static bool walk_alloc(Walk *walk) {
+    const int experts = walk->routing->num_experts, ranks = walk->routing->num_ranks;
+    walk->count = numbers(&walk->pool, experts);
+    walk->start = numbers(&walk->pool, experts);
+    walk->next = numbers(&walk->pool, experts);
+    walk->flat = numbers(&walk->pool, ranks);
+    walk->last_row = numbers(&walk->pool, ranks);
+    return !walk->pool.failed;
 }
 
 static bool alloc_rows(const Routing *routing, Slots *slots) {
-    size_t local = (size_t)slots->num_local;
-    int64_t entries = routing->first[routing->num_ranks] * routing->top_k;
-    slots->row_of = bench_alloc((size_t)entries, sizeof(int32_t), "slot map");
-    slots->rows = bench_alloc((size_t)slots->num_rows, sizeof(Row), "slot map");
-    slots->counts = bench_alloc(local, sizeof(int32_t), "slot map");
-    slots->padded = bench_alloc(local, sizeof(int32_t), "slot map");
-    slots->offsets = bench_alloc(local + 1, sizeof(int32_t), "slot map");
-    return slots->row_of && slots->rows && slots->counts && slots->padded && slots->offsets;
+    const size_t local = (size_t)slots->num_local, word = sizeof(int32_t);
+    const size_t entries = (size_t)(routing->first[routing->num_ranks] * routing->top_k);
+    Pool *pool = &slots->pool;
+    slots->row_of = pool_alloc(pool, entries, word, "slot map");
+    slots->rows = pool_alloc(pool, (size_t)slots->num_rows, sizeof(Row), "slot map");
+    slots->counts = pool_alloc(pool, local, word, "slot map");
+    slots->padded = pool_alloc(pool, local, word, "slot map");
+    slots->offsets = pool_alloc(pool, local + 1, word, "slot map");
+    return !pool->failed;
 }
 
 bool slots_make(const Options *options, const Routing *routing, int rank, Slots *out) {
@@ -281,7 +278,7 @@ bool slots_make(const Options *options, const Routing *routing, int rank, Slots 
         place_entries(&walk, out);
         finish(&walk, out);
     }
-    walk_free(&walk);
+    pool_free(&walk.pool);
     return ok;
 }
 
@@ -292,10 +289,9 @@ bool slots_reserve(Slots *slots, int64_t capacity) {
         return bench_refuse("the receive buffer of rank %d would have %lld rows, expected less "
                             "than 2^31",
                             slots->rank, (long long)rows);
-    Row *larger = bench_alloc((size_t)rows, sizeof(Row), "slot map");
+    Row *larger = pool_alloc(&slots->pool, (size_t)rows, sizeof(Row), "slot map");
     if (!larger) return false;
     memcpy(larger, slots->rows, (size_t)slots->num_rows * sizeof(Row));
-    free(slots->rows);
     slots->rows = larger;
     int64_t from = slots->num_rows;
     slots->num_rows = rows;
@@ -304,10 +300,5 @@ bool slots_reserve(Slots *slots, int64_t capacity) {
 }
 
 void slots_free(Slots *slots) {
-    free(slots->row_of);
-    free(slots->rows);
-    free(slots->counts);
-    free(slots->padded);
-    free(slots->offsets);
-    *slots = (Slots){0};
+    pool_free(&slots->pool);
 }

@@ -232,16 +232,17 @@ void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *
     }
 }
 
-static double value_of(uint8_t code) {
+float e4m3_value(uint8_t code) {
     int exponent = code >> 3 & 15, mantissa = code & 7;
     double value =
         exponent ? (8 + mantissa) * power_of_two(exponent - 10) : mantissa * power_of_two(-9);
-    return code & 0x80 ? -value : value;
+    if ((code & 0x7f) == 0x7f) value = NAN;
+    return (float)(code & 0x80 ? -value : value);
 }
 
 void quant_to_float(const void *row, const void *scales, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i++) {
         float scale = ((const float *)scales)[i / block_of(EP_QUANT_FP8)];
-        out[i] = (float)((double)scale * value_of(((const uint8_t *)row)[i]));
+        out[i] = (float)((double)scale * (double)e4m3_value(((const uint8_t *)row)[i]));
     }
 }

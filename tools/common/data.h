@@ -86,6 +86,9 @@ EpType quant_scale_type(EpQuant quant);
 
 /** Quantise `count` finite numbers: one byte of e4m3 for each, and the scales. */
 void quant_row(EpQuant quant, const float *row, int64_t count, void *out, void *scales);
+/** The number of a code: 4 bits of exponent with bias 7, 3 of mantissa, no infinities. */
+float e4m3_value(uint8_t code);
+
 /** The floats that rows of EP_QUANT_FP8 stand for: scale times value, rounded. */
 void quant_to_float(const void *row, const void *scales, int64_t count, float *out);
 

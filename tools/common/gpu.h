@@ -4,6 +4,7 @@
 
 /** The GPU of a rank. Builds without CUDA have none. */
 
+#include "tools/common/util.h"
 #include "tools/common/world.h"
 
 /** Whether this build has CUDA. */
@@ -14,6 +15,13 @@ bool gpu_select(World *world);
 
 /** Name of the selected GPU, or "". */
 void gpu_name(char *out, size_t bytes);
+
+/** Stands in for functions of builds with CUDA. */
+static inline bool gpu_missing(const void *first, ...) {
+    (void)first;
+    bench_fail("%s was built without CUDA", bench_program);
+    return false;
+}
 
 #if EP_WITH_CUDA
 

@@ -8,6 +8,7 @@
 
 #include "ep/ep.h"
 #include "tools/common/util.h"
+#include "tools/common/world.h"
 
 /* ---- choices ------------------------------------------------------------------------------- */
 
@@ -60,6 +61,10 @@ bool option_parse_int(const Option *option, const char *text, void *values) {
     return true;
 }
 
+bool option_parse_switch(const Option *option, const char *text, void *values) {
+    return option_parse_int(option, text, values);
+}
+
 /* The whole text must be a number from low to high; NaN is outside every range. */
 bool option_read_real(const char *text, double low, double high, double *value) {
     char *end;
@@ -76,6 +81,59 @@ bool option_parse_choice(const Option *option, const char *text, void *values) {
         }
     }
     return bench_refuse("--%s: expected %s, got \"%s\"", option->name, option->argument, text);
+}
+
+/* ---- values -------------------------------------------------------------------------------- */
+
+void option_put(const OptionTable *table, const void *values, Json *j) {
+    for (int i = 0; i < table->count; i++) {
+        const Option *o = &table->options[i];
+        const void *field = (const char *)values + o->offset;
+        if (!o->key) continue;
+        if (o->parse == option_parse_flag)
+            json_put_bool(j, o->key, *(const bool *)field);
+        else if (o->parse == option_parse_switch)
+            json_put_bool(j, o->key, *(const int64_t *)field);
+        else if (o->choices)
+            json_put_text(j, o->key, option_choice_name(o->choices, *(const int64_t *)field));
+        else
+            json_put_int(j, o->key, *(const int64_t *)field);
+    }
+}
+
+const char *option_value_name(const OptionTable *table, const void *values, const char *name) {
+    const Option *o = table->options;
+    while (strcmp(o->name, name) != 0)
+        o++;
+    return option_choice_name(o->choices, *(const int64_t *)((const char *)values + o->offset));
+}
+
+static void set_defaults(const OptionTable *table, void *values) {
+    for (int i = 0; i < table->count; i++) {
+        const Option *o = &table->options[i];
+        if (o->initial) *(int64_t *)option_field(o, values) = o->initial;
+    }
+}
+
+/* ---- checks -------------------------------------------------------------------------------- */
+
+bool option_check_threads(const RunOptions *o) {
+    return !o->threads || !world_launched() ||
+           bench_refuse("--threads: expected a start without mpirun, got one under mpirun");
+}
+
+bool option_check_row(const char *name, int64_t elements, int64_t type) {
+    long long bytes = (long long)elements * (long long)ep_type_bytes((EpType)type);
+    if (bytes % 16 == 0 && bytes <= EP_MAX_ROW_BYTES) return true;
+    return bench_refuse("--%s: expected rows of a multiple of 16 bytes up to %d, got %lld x %s = "
+                        "%lld bytes",
+                        name, EP_MAX_ROW_BYTES, (long long)elements,
+                        option_choice_name(option_types, type), bytes);
+}
+
+bool option_check_alignment(int64_t alignment) {
+    return !(alignment & (alignment - 1)) ||
+           bench_refuse("--align: expected a power of two, got %lld", (long long)alignment);
 }
 
 /* ---- help ---------------------------------------------------------------------------------- */
@@ -137,6 +195,7 @@ bool option_parse(const OptionTable *table, int argc, char **argv, void *values)
     char letters[2 * OPTION_MAX + 3];
     struct option longs[OPTION_MAX + 1];
     build_getopt_tables(table, letters, longs);
+    set_defaults(table, values);
     opterr = 0, optind = 1;
     for (;;) {
         int at = optind;

@@ -56,7 +56,7 @@ bool bench_peer_lost(void) {
 
 void bench_error_set(int status, const char *text) {
     exit_status = status;
-    snprintf(message, sizeof(message), "%s", text);
+    if (text != message) snprintf(message, sizeof(message), "%s", text);
 }
 
 const char *bench_error_message(void) {
@@ -82,6 +82,24 @@ void *bench_alloc(size_t count, size_t bytes, const char *what) {
     else
         memset(memory, 0, total);
     return memory;
+}
+
+void *pool_alloc(Pool *pool, size_t count, size_t bytes, const char *what) {
+    void **grown = realloc(pool->blocks, (size_t)(pool->count + 1) * sizeof(void *));
+    void *memory = grown ? bench_alloc(count, bytes, what) : NULL;
+    if (grown) pool->blocks = grown;
+    if (memory)
+        pool->blocks[pool->count++] = memory;
+    else
+        pool->failed = true;
+    return memory;
+}
+
+void pool_free(Pool *pool) {
+    for (int i = 0; i < pool->count; i++)
+        free(pool->blocks[i]);
+    free(pool->blocks);
+    *pool = (Pool){.count = 0};
 }
 
 /* ---- output files -------------------------------------------------------------------------- */

@@ -49,6 +49,17 @@ int bench_error_exit_status(void);
 /** Zeroed memory, 64-byte aligned, released with free(). Returns NULL with a message on failure. */
 void *bench_alloc(size_t count, size_t bytes, const char *what);
 
+/** Memory that is released together. After a failure pool_alloc returns NULL, and `failed` is set.
+ *  A pool of zeros is empty. */
+typedef struct Pool {
+    void **blocks;
+    int count;
+    bool failed;
+} Pool;
+
+void *pool_alloc(Pool *pool, size_t count, size_t bytes, const char *what);
+void pool_free(Pool *pool);
+
 /* ---- output files: complete or absent ------------------------------------------------------ */
 
 typedef struct OutputFile {

@@ -55,34 +55,28 @@ bool world_barrier(World *world) {
                             "waiting for all ranks");
 }
 
-/* An allgather delivers rank 0's bytes. It needs `size` times the memory, so the data goes in
- * pieces. */
-bool world_broadcast(World *world, void *data, size_t bytes) {
+/* Allgathers deliver the bytes of the first `ranks` ranks. They need `size` times the memory, so
+ * the data goes in pieces. */
+static bool gather_pieces(World *world, const void *in, void *out, size_t bytes, int ranks) {
     const size_t piece = 65536;
-    char *all = bench_alloc((size_t)world->size, piece, "broadcast");
+    char *all = bench_alloc((size_t)world->size, piece, "pieces of all ranks");
     bool ok = world_all(world, all != NULL);
     for (size_t at = 0; ok && at < bytes; at += piece) {
-        size_t part = bytes - at < piece ? bytes - at : piece;
-        ok = world_allgather(world, (char *)data + at, all, part);
-        if (ok) memcpy((char *)data + at, all, part);
+        const size_t part = bytes - at < piece ? bytes - at : piece;
+        ok = world_allgather(world, (const char *)in + at, all, part);
+        for (size_t r = 0; ok && r < (size_t)ranks; r++)
+            memcpy((char *)out + r * bytes + at, all + r * part, part);
     }
     free(all);
     return ok;
 }
 
-/* In pieces, too. */
+bool world_broadcast(World *world, void *data, size_t bytes) {
+    return gather_pieces(world, data, data, bytes, 1);
+}
+
 bool world_gather(World *world, const void *in, void *out, size_t bytes) {
-    const size_t piece = 65536, size = (size_t)world->size;
-    char *all = bench_alloc(size, piece, "gather");
-    bool ok = world_all(world, all != NULL);
-    for (size_t at = 0; ok && at < bytes; at += piece) {
-        const size_t part = bytes - at < piece ? bytes - at : piece;
-        ok = world_allgather(world, (const char *)in + at, all, part);
-        for (size_t r = 0; ok && world->rank == 0 && r < size; r++)
-            memcpy((char *)out + r * bytes + at, all + r * part, part);
-    }
-    free(all);
-    return ok;
+    return gather_pieces(world, in, out, bytes, world->rank == 0 ? world->size : 0);
 }
 
 typedef struct RankStatus {

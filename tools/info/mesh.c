@@ -8,17 +8,18 @@
 #include <string.h>
 
 #include "ep/ep_mesh.h"
+#include "tools/common/util.h"
 
-enum { EXIT_USAGE = 2, SHOWN_RANKS = 16, SHARD = 128 };
+enum { SHOWN_RANKS = 16, SHARD = 128 };
 
 static bool refuse(const char *option, const char *expected, const char *got) {
-    fprintf(stderr, "ep_info: %s: expected %s, got \"%s\"\n", option, expected, got);
+    bench_refuse("%s: expected %s, got \"%s\"", option, expected, got);
     return false;
 }
 
+/* What the library refuses in a mesh or a spec is a request of the user's. */
 static bool accepted(EpStatus status) {
-    if (status != EP_OK) fprintf(stderr, "ep_info: %s\n", ep_last_error());
-    return status == EP_OK;
+    return status == EP_OK || bench_refuse("%s", ep_last_error());
 }
 
 /* ---- options ------------------------------------------------------------------------------- */
@@ -154,19 +155,13 @@ static bool print_tensor(const EpMesh *mesh, const MeshOptions *o) {
     return true;
 }
 
-int print_mesh(const MeshOptions *o) {
+bool print_mesh(const MeshOptions *o) {
     EpMesh mesh = EP_MESH_INIT;
     int64_t rank;
-    if (!o->mesh) {
-        refuse("--spec, --kind, --shape and --rank", "them with --mesh", "none");
-        return EXIT_USAGE;
-    }
-    if (!o->spec && (o->kind || o->shape)) {
-        refuse("--kind and --shape", "them with --spec", "none");
-        return EXIT_USAGE;
-    }
-    bool ok = read_rank(o->rank, &rank) && accepted(ep_mesh_parse(o->mesh, &mesh)) &&
-              print_axes(&mesh, (int32_t)rank) && print_groups(&mesh, (int32_t)rank) &&
-              (!o->spec || print_tensor(&mesh, o));
-    return ok ? EXIT_SUCCESS : EXIT_USAGE;
+    if (!o->mesh) return refuse("--spec, --kind, --shape and --rank", "them with --mesh", "none");
+    if (!o->spec && (o->kind || o->shape))
+        return refuse("--kind and --shape", "them with --spec", "none");
+    return read_rank(o->rank, &rank) && accepted(ep_mesh_parse(o->mesh, &mesh)) &&
+           print_axes(&mesh, (int32_t)rank) && print_groups(&mesh, (int32_t)rank) &&
+           (!o->spec || print_tensor(&mesh, o));
 }

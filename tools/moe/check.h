@@ -5,8 +5,8 @@
 /** Compares the layer's output and gradients with the dense reference, on rank 0. */
 
 #include "tools/moe/layer.h"
+#include "tools/moe/phases.h"
 #include "tools/moe/reference.h"
-#include "tools/moe/step.h"
 
 typedef enum CheckId {
     CHECK_EXPERTS, /**< the choice of experts: a wrong token counts 1 */

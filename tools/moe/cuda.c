@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
-/** The layer's arithmetic on GPUs: memory, streams and events. The rest is in cuda_gemm.c and
- *  cuda_rows.c. */
+/** The layer's arithmetic on GPUs: memory, streams and events. GEMMs are in cublas.c, the rest
+ *  in kernels.cu. */
 
 #include "tools/moe/cuda_state.h"
 
@@ -57,7 +57,7 @@ static bool cuda_copy(MoeDevice *d, void *to, const void *from, size_t bytes) {
 }
 
 static bool follow(MoeDevice *d, cudaStream_t later, int which, cudaStream_t earlier) {
-    cudaEvent_t event = ((CudaState *)d->state)->events[which];
+    cudaEvent_t event = cuda_state(d)->events[which];
     return cuda_ok(cudaEventRecord(event, earlier), "cudaEventRecord") &&
            cuda_ok(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
 }
@@ -89,9 +89,7 @@ static bool cuda_stop(MoeDevice *d) {
 
 static void cuda_destroy(MoeDevice *d) {
     CudaState *s = d->state;
-    for (int i = 0; s && i < NUM_SCRATCH; i++)
-        cudaFree(s->scratch[i].data);
-    if (s) cublas_close(s->cublas);
+    if (s) cublas_close(d);
     for (int i = 0; s && i < NUM_EVENTS; i++)
         if (s->events[i]) cudaEventDestroy(s->events[i]);
     if (d->side) cudaStreamDestroy((cudaStream_t)d->side);
@@ -130,16 +128,14 @@ static bool open_events(CudaState *s) {
 }
 
 static bool open_state(MoeDevice *d) {
-    CudaState *s = d->state = bench_alloc(1, sizeof(CudaState), "the GPU's state");
-    return s && gpu_multiprocessors(&d->multiprocessors) && open_streams(d) && open_events(s) &&
-           cublas_open(d->stream, &s->cublas);
-}
-
-static void describe(MoeDevice *d) {
     char name[96], gpu[128];
-    cublas_name(((CudaState *)d->state)->cublas, name, sizeof(name));
+    CudaState *s = d->state = bench_alloc(1, sizeof(CudaState), "the GPU's state");
+    if (!s || !gpu_multiprocessors(&d->multiprocessors) || !open_streams(d) || !open_events(s) ||
+        !cublas_open(d, name, sizeof(name)))
+        return false;
     gpu_name(gpu, sizeof(gpu));
     snprintf(d->gemm, sizeof(d->gemm), "%s on %s", name, gpu);
+    return true;
 }
 
 bool moe_cuda_create(MoeDevice *out) {
@@ -165,9 +161,7 @@ bool moe_cuda_create(MoeDevice *out) {
                        .activate = cuda_activate,
                        .activate_backward = cuda_activate_backward,
                        .dequantise = cuda_dequantise};
-    if (!open_state(out)) return false;
-    describe(out);
-    return true;
+    return open_state(out);
 }
 
 #else

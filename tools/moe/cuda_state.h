@@ -2,7 +2,7 @@
 #ifndef MOE_CUDA_STATE_H
 #define MOE_CUDA_STATE_H
 
-/** The layer's arithmetic on GPUs: what its files share. See MoeDevice. */
+/** The layer's arithmetic on GPUs: what cuda.c, cublas.c and kernels.cu share. See MoeDevice. */
 
 #include "tools/moe/device.h"
 
@@ -10,24 +10,17 @@
 
 #include <cuda_runtime_api.h>
 
-#include "tools/moe/cublas.h"
-
-/** Scratch for operands and products that cuBLAS cannot take or give as they are. */
-typedef struct Scratch {
-    void *data;
-    size_t bytes;
-} Scratch;
-
-enum { SCRATCH_A, SCRATCH_B, SCRATCH_C, NUM_SCRATCH };
-
 /** The last two have no time. */
 enum { BEGIN, END, FORKED, JOINED, NUM_EVENTS };
 
 typedef struct CudaState {
-    Cublas *cublas;
-    Scratch scratch[NUM_SCRATCH];
+    void *cublas; /**< of cublas.c */
     cudaEvent_t events[NUM_EVENTS];
 } CudaState;
+
+static inline CudaState *cuda_state(const MoeDevice *d) {
+    return (CudaState *)d->state;
+}
 
 static inline cudaStream_t cuda_stream_of(const MoeDevice *d) {
     return (cudaStream_t)d->stream;
@@ -35,6 +28,10 @@ static inline cudaStream_t cuda_stream_of(const MoeDevice *d) {
 
 /** to = from, or to += from with `add`, converted by way of fp32. */
 bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int add);
+
+/** Load cuBLAS for the device's stream, and say its name and version. False, with a message. */
+bool cublas_open(MoeDevice *d, char *name, size_t bytes);
+void cublas_close(MoeDevice *d);
 
 bool cuda_multiply(MoeDevice *d, const Groups *groups, const EpTensor *a, const EpTensor *b,
                    bool transposed, const EpTensor *c);

@@ -31,7 +31,7 @@ static int is_zero(const MoeOptions *o, int id, int64_t at) {
 
 void moe_input(const MoeOptions *options, int id, int64_t begin, int64_t count, float *out) {
     EpType type = (EpType)options->type;
-    const uint64_t hash = hash_add(hash_word((uint64_t)options->seed), id);
+    const uint64_t hash = hash_add(hash_word((uint64_t)options->run.seed), id);
     const float scale = scale_of(options, id);
     for (int64_t i = 0; i < count; i++) {
         float value = ((float)hash_unit(hash_add(hash, begin + i)) * 2 - 1) * scale;

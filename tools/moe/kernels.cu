@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 
 /**
- * Plain kernels: a warp for each row where a row is reduced, a thread for each element elsewhere.
- * Nothing waits for another block, so any number of blocks is right.
+ * The layer's arithmetic on GPUs, apart from GEMMs. Plain kernels: a warp for each row where a row
+ * is reduced, a thread for each element elsewhere. Nothing waits for another block, so any number
+ * of blocks is right.
  */
 
 #include <cuda_bf16.h>
@@ -10,7 +11,13 @@
 #include <cuda_runtime.h>
 #include <math.h>
 
-#include "tools/moe/kernels.h"
+#ifndef EP_WITH_CUDA
+#define EP_WITH_CUDA 1
+#endif
+extern "C" {
+#include "tools/common/gpu.h"
+#include "tools/moe/cuda_state.h"
+}
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
@@ -75,6 +82,14 @@ static __device__ int32_t find_next(const float *row, int32_t experts, float *va
     return at;
 }
 
+struct ChooseArgs {
+    float *p; /* [tokens, experts] */
+    int32_t *idx;
+    float *weights; /* [tokens, k] */
+    int64_t tokens;
+    int32_t experts, k; /* k <= 32 */
+};
+
 static __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ ChooseArgs a) {
     const int64_t t = warp_row();
     const int32_t lane = (int32_t)threadIdx.x % 32;
@@ -101,11 +116,21 @@ static __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__
     a.weights[t * a.k + lane] = weight;
 }
 
-cudaError_t moe_launch_choose(const ChooseArgs *args, cudaStream_t stream) {
-    if (args->tokens == 0) return cudaSuccess;
-    choose<<<blocks_of(args->tokens, WARPS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+bool cuda_choose(MoeDevice *d, const EpTensor *p, const EpTensor *idx, const EpTensor *weights) {
+    ChooseArgs args = {(float *)p->data, (int32_t *)idx->data, (float *)weights->data,
+                       p->shape[0],      (int32_t)p->shape[1], (int32_t)idx->shape[1]};
+    if (args.tokens == 0) return true;
+    choose<<<blocks_of(args.tokens, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "choosing experts");
 }
+
+struct ChooseBackwardArgs {
+    const float *p, *grad_weights;
+    const int32_t *idx;
+    float *grad;
+    int64_t tokens;
+    int32_t experts, k;
+};
 
 static __global__ void __launch_bounds__(THREADS)
     choose_backward(const __grid_constant__ ChooseBackwardArgs a) {
@@ -123,10 +148,18 @@ static __global__ void __launch_bounds__(THREADS)
     if (lane < a.k) out[mine] += part;
 }
 
-cudaError_t moe_launch_choose_backward(const ChooseBackwardArgs *args, cudaStream_t stream) {
-    if (args->tokens == 0) return cudaSuccess;
-    choose_backward<<<blocks_of(args->tokens, WARPS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+bool cuda_choose_backward(MoeDevice *d, const EpTensor *p, const EpTensor *idx,
+                          const EpTensor *grad_weights, const EpTensor *grad) {
+    ChooseBackwardArgs args = {(const float *)p->data,
+                               (const float *)grad_weights->data,
+                               (const int32_t *)idx->data,
+                               (float *)grad->data,
+                               p->shape[0],
+                               (int32_t)p->shape[1],
+                               (int32_t)idx->shape[1]};
+    if (args.tokens == 0) return true;
+    choose_backward<<<blocks_of(args.tokens, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "the router's gradient");
 }
 
 /* ---- conversion ---------------------------------------------------------------------------- */
@@ -146,6 +179,15 @@ static __device__ void store_as(EpType type, void *p, int64_t i, float x) {
         store((float *)p + i, x);
 }
 
+/* to = from, or to += from, converted by way of fp32. */
+struct ConvertArgs {
+    const void *from;
+    void *to;
+    EpType from_type, to_type;
+    int64_t count;
+    int add;
+};
+
 static __global__ void __launch_bounds__(THREADS) convert(const __grid_constant__ ConvertArgs a) {
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.count) return;
@@ -154,13 +196,28 @@ static __global__ void __launch_bounds__(THREADS) convert(const __grid_constant_
     store_as(a.to_type, a.to, i, x);
 }
 
-cudaError_t moe_launch_convert(const ConvertArgs *args, cudaStream_t stream) {
-    if (args->count == 0) return cudaSuccess;
-    convert<<<blocks_of(args->count, THREADS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+bool cuda_convert(MoeDevice *d, const EpTensor *from, const EpTensor *to, int add) {
+    ConvertArgs args = {from->data, to->data, from->type, to->type, tensor_elements(from), add};
+    if (args.count == 0) return true;
+    convert<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "converting");
+}
+
+bool cuda_add(MoeDevice *d, const EpTensor *in, const EpTensor *out) {
+    return cuda_convert(d, in, out, 1);
 }
 
 /* ---- activation ---------------------------------------------------------------------------- */
+
+struct ActivateArgs {
+    const void *z; /* [rows, 2 * width] */
+    const float *w;
+    void *a;            /* [rows, width] */
+    const void *grad_a; /* backward */
+    void *grad_z;
+    float *grad_w;
+    int64_t rows, width;
+};
 
 template <typename T>
 static __global__ void __launch_bounds__(THREADS) activate(const __grid_constant__ ActivateArgs a) {
@@ -196,23 +253,39 @@ static __global__ void __launch_bounds__(THREADS)
     if (a.grad_w && threadIdx.x % 32 == 0) a.grad_w[row] = sum;
 }
 
-cudaError_t moe_launch_activate(EpType type, const ActivateArgs *args, cudaStream_t stream) {
-    if (args->rows == 0) return cudaSuccess;
-    auto kernel = type == EP_TYPE_BF16   ? activate<__nv_bfloat16>
-                  : type == EP_TYPE_FP16 ? activate<__half>
-                                         : activate<float>;
-    kernel<<<blocks_of(args->rows, WARPS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+/* Rows up to the end of the last slab, padding included: it is computed and not used. */
+static int64_t rows_of(const Groups *groups) {
+    const int32_t last = groups->num - 1;
+    return last < 0 ? 0 : groups->first[last] + groups->count[last];
 }
 
-cudaError_t moe_launch_activate_backward(EpType type, const ActivateArgs *args,
-                                         cudaStream_t stream) {
-    if (args->rows == 0) return cudaSuccess;
-    auto kernel = type == EP_TYPE_BF16   ? activate_backward<__nv_bfloat16>
-                  : type == EP_TYPE_FP16 ? activate_backward<__half>
-                                         : activate_backward<float>;
-    kernel<<<blocks_of(args->rows, WARPS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+static float *floats_of(const EpTensor *tensor) {
+    return tensor ? (float *)tensor->data : nullptr;
+}
+
+bool cuda_activate(MoeDevice *d, const Groups *groups, const EpTensor *z, const EpTensor *w,
+                   const EpTensor *a) {
+    ActivateArgs args = {z->data, floats_of(w), a->data,         nullptr,
+                         nullptr, nullptr,      rows_of(groups), a->shape[1]};
+    auto kernel = a->type == EP_TYPE_BF16   ? activate<__nv_bfloat16>
+                  : a->type == EP_TYPE_FP16 ? activate<__half>
+                                            : activate<float>;
+    if (args.rows == 0) return true;
+    kernel<<<blocks_of(args.rows, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "the activation");
+}
+
+bool cuda_activate_backward(MoeDevice *d, const Groups *groups, const EpTensor *z,
+                            const EpTensor *w, const EpTensor *grad_a, const EpTensor *grad_z,
+                            const EpTensor *grad_w) {
+    ActivateArgs args = {z->data,      floats_of(w),      nullptr,         grad_a->data,
+                         grad_z->data, floats_of(grad_w), rows_of(groups), grad_a->shape[1]};
+    auto kernel = z->type == EP_TYPE_BF16   ? activate_backward<__nv_bfloat16>
+                  : z->type == EP_TYPE_FP16 ? activate_backward<__half>
+                                            : activate_backward<float>;
+    if (args.rows == 0) return true;
+    kernel<<<blocks_of(args.rows, WARPS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "the activation's gradient");
 }
 
 /* ---- e4m3 ---------------------------------------------------------------------------------- */
@@ -224,6 +297,16 @@ static __device__ float value_of(uint8_t code) {
     const float value = magnitude == 0x7f ? NAN : __uint_as_float(magnitude << 20) * 0x1p120f;
     return code & 0x80 ? -value : value;
 }
+
+struct DequantiseArgs {
+    const uint8_t *q; /* [matrices, height, width] */
+    const void *scales;
+    float *out;
+    int64_t count, height, width;      /* count: of all elements */
+    int64_t block_rows, block_columns; /* that share a scale */
+    int64_t scales_per_matrix, scales_per_row;
+    int bytes; /* scales are UE8M0 rather than fp32 */
+};
 
 static __global__ void __launch_bounds__(THREADS)
     dequantise(const __grid_constant__ DequantiseArgs a) {
@@ -238,8 +321,20 @@ static __global__ void __launch_bounds__(THREADS)
     a.out[i] = value_of(a.q[i]) * scale;
 }
 
-cudaError_t moe_launch_dequantise(const DequantiseArgs *args, cudaStream_t stream) {
-    if (args->count == 0) return cudaSuccess;
-    dequantise<<<blocks_of(args->count, THREADS), THREADS, 0, stream>>>(*args);
-    return cudaGetLastError();
+bool cuda_dequantise(MoeDevice *d, const EpTensor *q, const EpTensor *scales, int64_t rows,
+                     int64_t columns, const EpTensor *out) {
+    DequantiseArgs args = {(const uint8_t *)q->data,
+                           scales->data,
+                           (float *)out->data,
+                           tensor_elements(q),
+                           q->shape[1],
+                           q->shape[2],
+                           rows,
+                           columns,
+                           scales->shape[1] * scales->shape[2],
+                           scales->shape[2],
+                           scales->type == EP_TYPE_UINT8};
+    if (args.count == 0) return true;
+    dequantise<<<blocks_of(args.count, THREADS), THREADS, 0, cuda_stream_of(d)>>>(args);
+    return cuda_ok(cudaGetLastError(), "dequantising");
 }

@@ -6,8 +6,7 @@
 #include "tools/common/data.h"
 #include "tools/common/gpu.h"
 #include "tools/common/util.h"
-#include "tools/moe/fault.h"
-#include "tools/moe/step.h"
+#include "tools/moe/phases.h"
 
 /* ---- tensors ------------------------------------------------------------------------------- */
 

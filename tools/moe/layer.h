@@ -37,6 +37,7 @@ typedef struct Weight {
 
 /** The tensors; all of the layer's own. */
 typedef enum TensorId {
+    T_NONE,
     T_TOKENS,        /**< [T, H] */
     T_GRAD_OUT,      /**< [T, H] */
     T_OUT,           /**< [T, H] */
@@ -80,7 +81,7 @@ typedef struct Layer {
     int32_t all[2];         /**< 0 and T */
     Groups all_tokens;      /**< one slab of all tokens */
     MoeDevice device;
-    bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.h */
+    bool overlaps;           /**< calls of w1 and w2 run beside dispatch: see step.c */
     EpStream weights_stream; /**< of all weights' calls: the device's stream, or its second one */
     int fault;               /**< the MoePhase whose output is damaged, for tests; negative: none */
 } Layer;

@@ -4,11 +4,11 @@
 
 /** The results of a run, and what measures and reports them. */
 
-#include "tools/common/machine.h"
+#include "tools/common/report.h"
 #include "tools/common/time.h"
 #include "tools/moe/check.h"
 #include "tools/moe/layer.h"
-#include "tools/moe/step.h"
+#include "tools/moe/phases.h"
 
 typedef struct PhaseResult {
     bool exists;
@@ -52,9 +52,6 @@ typedef struct MoeReport {
 /** Collective: check the layer, time it, check it again. */
 bool moe_measure(Layer *layer, MoeResult *out);
 
-/** Collective: floor_us of each phase whose work is known. */
-bool moe_measure_floor(Layer *layer, MoeResult *out);
-
 /** The elements found wrong in what a phase writes; negative: it is not checked. */
 int64_t moe_phase_wrong(const MoeResult *result, MoePhase phase);
 
@@ -64,7 +61,7 @@ double moe_overlap_hidden(const MoeResult *result, MoeOverlapId id);
 
 /** The text report on stdout, in the manner of ep_bench's. */
 void moe_report_header(const MoeReport *report);
-void moe_report_result(const MoeReport *report, const MoeResult *result);
+void moe_report_result(const MoeResult *result);
 
 /** Write the results as JSON. False, with a message. */
 bool moe_json_write(const MoeReport *report, const MoeResult *result, const char *path);

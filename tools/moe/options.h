@@ -6,14 +6,15 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdio.h>
 
 #include "ep/ep_weight.h"
+#include "tools/common/option.h"
 
 /** Where the weights of a token's experts are applied. */
 typedef enum WeightsAt { WEIGHTS_EARLY = 1, WEIGHTS_LATE = 2 } WeightsAt;
 
 typedef struct MoeOptions {
+    RunOptions run;
     const char *mesh; /**< NULL: chosen from the number of ranks */
     const char *spec; /**< of w1 and w2; NULL: chosen from the mesh */
     int64_t tokens;   /**< per rank */
@@ -28,26 +29,21 @@ typedef struct MoeOptions {
     int64_t regather;   /**< 1: w1 and w2 are gathered for backward, too */
     int64_t alignment;
     int64_t backend;
-    int64_t overlap; /**< 1: calls of w1 and w2 run beside dispatch, on a second stream */
-    int64_t iterations, warmup;
-    int64_t check, floor;
-    int64_t seed;
+    int64_t overlap;      /**< 1: calls of w1 and w2 run beside dispatch, on a second stream */
     int64_t gemm_threads; /**< 0: the machine's cores, divided by its ranks */
-    int64_t threads;
-    const char *json_path;
-    bool help, version;
 } MoeOptions;
 
-/** Apply the defaults, then the command line. False, with a message, if it is invalid. */
-bool moe_options_parse(MoeOptions *options, int argc, char **argv);
+extern const OptionTable moe_options_table;
+
+/** Check the command line, and fill in what it leaves open. False, with a message. */
+bool moe_options_check(void *options);
 
 /** Fill in what depends on the ranks, and check it. False, with a message. */
 bool moe_options_complete(MoeOptions *options, int ranks, int64_t cores);
 
-/** Names of values as the command line spells them. */
-const char *moe_weights_name(int64_t weights_at);
-const char *moe_blocks_name(int64_t blocks);
-
-void moe_options_print_help(FILE *out);
+/** The name of an option's value as the command line spells it. */
+static inline const char *moe_options_name(const MoeOptions *options, const char *name) {
+    return option_value_name(&moe_options_table, options, name);
+}
 
 #endif

@@ -1,10 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+
+/** The table of phases: what each runs, what it has to do at least, and what it writes. */
+
 #include "tools/moe/phases.h"
 
 #include "tools/common/util.h"
 
 #define TENSOR(id) (&layer->tensors[T_##id])
 #define DEVICE(call, ...) layer->device.call(&layer->device, __VA_ARGS__)
+
+/* When a phase exists: always, where weights are not whole, where they are quantised, where they
+ * are gathered for each direction, and where that is of quantised weights. */
+typedef enum Exists { ALWAYS, SHARDED, QUANTISED, TWICE, QUANTISED_TWICE } Exists;
+
+typedef struct Phase Phase;
+
+struct Phase {
+    const char *name;
+    bool (*run)(Layer *layer, const Phase *p);
+    Exists exists;
+    WeightId weight;       /* that it gathers, takes or makes the gradient of */
+    bool backward;         /* the weight as backward products take it */
+    TensorId in, other;    /* operands of a product */
+    TensorId out;          /* what it writes; none: the weight's, or nothing that tests damage */
+    int products, routers; /* work: of the experts' slots * H * F, of the router's T * H * E */
+    int hidden_rows, ffn_rows; /* work: rows of H or F elements of each slot, read or written */
+};
+
+static Gathered *gathered_of(Layer *layer, const Phase *p) {
+    Weight *w = &layer->weights[p->weight];
+    return p->backward ? &w->backward : &w->forward;
+}
 
 static bool is_early(const Layer *layer) {
     return layer->options->weights_at == WEIGHTS_EARLY;
@@ -22,29 +48,11 @@ static const EpTensor *late_weights(const Layer *layer) {
     return is_early(layer) ? NULL : TENSOR(SLOT_WEIGHTS);
 }
 
-/* ---- forward ------------------------------------------------------------------------------- */
+/* ---- weights ------------------------------------------------------------------------------- */
 
-static bool run_router(Layer *layer) {
-    return DEVICE(multiply, &layer->all_tokens, TENSOR(TOKENS),
-                  &layer->weights[WEIGHT_ROUTER].forward.values, false, TENSOR(PROBS)) &&
-           DEVICE(choose, TENSOR(PROBS), TENSOR(INDEX), TENSOR(TOPK));
-}
-
-static bool run_prepare(Layer *layer) {
-    return bench_ok(
-        ep_prepare(layer->handle, NULL, TENSOR(INDEX), NULL, layer->device.stream, NULL),
-        "ep_prepare");
-}
-
-static bool run_dispatch(Layer *layer) {
-    return bench_ok(ep_dispatch(layer->handle, NULL, NULL, TENSOR(TOKENS), TENSOR(TOPK), NULL,
-                                layer->device.stream, TENSOR(RECEIVED), TENSOR(SLOT_WEIGHTS), NULL,
-                                NULL),
-                    "ep_dispatch");
-}
-
-static bool gather(Layer *layer, WeightId id, Gathered *g) {
-    Weight *w = &layer->weights[id];
+static bool gather(Layer *layer, const Phase *p) {
+    Gathered *g = gathered_of(layer, p);
+    const Weight *w = &layer->weights[p->weight];
     return bench_ok(ep_weight_gather(w->weight, &g->form, &w->shard,
                                      g->sizes.gather_workspace ? &g->workspace : NULL,
                                      layer->weights_stream, &g->full,
@@ -52,110 +60,64 @@ static bool gather(Layer *layer, WeightId id, Gathered *g) {
                     "ep_weight_gather");
 }
 
-static bool run_gather_w1(Layer *layer) {
-    return gather(layer, WEIGHT_W1, &layer->weights[WEIGHT_W1].forward);
+/* Of w1 and w2. */
+static bool dequantise(Layer *layer, const Phase *p) {
+    bool ok = true;
+    for (WeightId id = WEIGHT_W1; ok && id <= WEIGHT_W2; id++) {
+        const Weight *w = &layer->weights[id];
+        const Gathered *g = p->backward ? &w->backward : &w->forward;
+        ok = DEVICE(dequantise, &g->full, &g->scales, g->block_rows, g->block_columns, &g->values);
+    }
+    return ok;
 }
 
-static bool run_gather_w2(Layer *layer) {
-    return gather(layer, WEIGHT_W2, &layer->weights[WEIGHT_W2].forward);
+static bool reduce(Layer *layer, const Phase *p) {
+    Weight *w = &layer->weights[p->weight];
+    const bool space = w->forward.sizes.reduce_workspace > 0;
+    return bench_ok(ep_weight_reduce(w->weight, &w->grad, 0, space ? &w->reduce_workspace : NULL,
+                                     layer->weights_stream, &w->grad_shard),
+                    "ep_weight_reduce");
 }
 
-static bool dequantise(Layer *layer, const Gathered *g) {
-    return DEVICE(dequantise, &g->full, &g->scales, g->block_rows, g->block_columns, &g->values);
+/* ---- products ------------------------------------------------------------------------------ */
+
+/* Backward, the gradient of a product's input: the weight is transposed where forward it was not.
+ */
+static bool multiply(Layer *layer, const Phase *p) {
+    const Gathered *g = gathered_of(layer, p);
+    return DEVICE(multiply, &layer->experts, &layer->tensors[p->in], &g->values,
+                  g->form.transposed != p->backward, &layer->tensors[p->out]);
 }
 
-static bool run_dequantise(Layer *layer) {
-    return dequantise(layer, &layer->weights[WEIGHT_W1].forward) &&
-           dequantise(layer, &layer->weights[WEIGHT_W2].forward);
+static bool correlate(Layer *layer, const Phase *p) {
+    return DEVICE(correlate, &layer->experts, &layer->tensors[p->in], &layer->tensors[p->other],
+                  &layer->weights[p->weight].grad);
 }
 
-static bool multiply_forward(Layer *layer, TensorId in, WeightId id, TensorId out) {
-    const Gathered *g = &layer->weights[id].forward;
-    return DEVICE(multiply, &layer->experts, &layer->tensors[in], &g->values, g->form.transposed,
-                  &layer->tensors[out]);
-}
-
-static bool run_gemm1(Layer *layer) {
-    return multiply_forward(layer, T_RECEIVED, WEIGHT_W1, T_Z);
-}
-
-static bool run_activation(Layer *layer) {
+static bool activate(Layer *layer, const Phase *p) {
+    (void)p;
     return DEVICE(activate, &layer->experts, TENSOR(Z), early_weights(layer), TENSOR(A));
 }
 
-static bool run_gemm2(Layer *layer) {
-    return multiply_forward(layer, T_A, WEIGHT_W2, T_Y);
-}
-
-static bool run_combine(Layer *layer) {
-    return bench_ok(ep_combine(layer->handle, NULL, TENSOR(Y), late_weights(layer), NULL,
-                               layer->device.stream, TENSOR(OUT)),
-                    "ep_combine");
-}
-
-/* ---- backward ------------------------------------------------------------------------------ */
-
-static bool run_combine_backward(Layer *layer) {
-    const bool late = !is_early(layer);
-    return bench_ok(ep_combine_backward(layer->handle, NULL, TENSOR(GRAD_OUT), late_weights(layer),
-                                        late ? TENSOR(Y) : NULL, layer->device.stream,
-                                        TENSOR(GRAD_Y), late ? TENSOR(GRAD_SLOTS) : NULL),
-                    "ep_combine_backward");
-}
-
-static bool run_gather_w1_backward(Layer *layer) {
-    return gather(layer, WEIGHT_W1, &layer->weights[WEIGHT_W1].backward);
-}
-
-static bool run_gather_w2_backward(Layer *layer) {
-    return gather(layer, WEIGHT_W2, &layer->weights[WEIGHT_W2].backward);
-}
-
-static bool run_dequantise_backward(Layer *layer) {
-    return dequantise(layer, &layer->weights[WEIGHT_W1].backward) &&
-           dequantise(layer, &layer->weights[WEIGHT_W2].backward);
-}
-
-/* The gradient of a product's input: the weight is transposed where forward it was not. */
-static bool multiply_backward(Layer *layer, TensorId in, WeightId id, TensorId out) {
-    const Gathered *g = &layer->weights[id].backward;
-    return DEVICE(multiply, &layer->experts, &layer->tensors[in], &g->values, !g->form.transposed,
-                  &layer->tensors[out]);
-}
-
-static bool run_gemm2_input(Layer *layer) {
-    return multiply_backward(layer, T_GRAD_Y, WEIGHT_W2, T_GRAD_A);
-}
-
-static bool run_gemm2_weight(Layer *layer) {
-    return DEVICE(correlate, &layer->experts, TENSOR(A), TENSOR(GRAD_Y),
-                  &layer->weights[WEIGHT_W2].grad);
-}
-
-static bool run_activation_backward(Layer *layer) {
+static bool activate_backward(Layer *layer, const Phase *p) {
+    (void)p;
     return DEVICE(activate_backward, &layer->experts, TENSOR(Z), early_weights(layer),
                   TENSOR(GRAD_A), TENSOR(GRAD_Z), is_early(layer) ? TENSOR(GRAD_SLOTS) : NULL);
 }
 
-static bool run_gemm1_input(Layer *layer) {
-    return multiply_backward(layer, T_GRAD_Z, WEIGHT_W1, T_GRAD_RECEIVED);
-}
+/* ---- router -------------------------------------------------------------------------------- */
 
-static bool run_gemm1_weight(Layer *layer) {
-    return DEVICE(correlate, &layer->experts, TENSOR(RECEIVED), TENSOR(GRAD_Z),
-                  &layer->weights[WEIGHT_W1].grad);
-}
-
-static bool run_dispatch_backward(Layer *layer) {
-    return bench_ok(ep_dispatch_backward(layer->handle, NULL, TENSOR(GRAD_RECEIVED),
-                                         TENSOR(GRAD_SLOTS), layer->device.stream,
-                                         TENSOR(GRAD_TOKENS), TENSOR(GRAD_TOPK)),
-                    "ep_dispatch_backward");
+static bool route(Layer *layer, const Phase *p) {
+    (void)p;
+    return DEVICE(multiply, &layer->all_tokens, TENSOR(TOKENS),
+                  &layer->weights[WEIGHT_ROUTER].forward.values, false, TENSOR(PROBS)) &&
+           DEVICE(choose, TENSOR(PROBS), TENSOR(INDEX), TENSOR(TOPK));
 }
 
 /* Tokens reach the output by way of the experts and by way of the router; both gradients add up. */
-static bool run_router_backward(Layer *layer) {
+static bool route_backward(Layer *layer, const Phase *p) {
     const Weight *w = &layer->weights[WEIGHT_ROUTER];
+    (void)p;
     return DEVICE(choose_backward, TENSOR(PROBS), TENSOR(INDEX), TENSOR(GRAD_TOPK),
                   TENSOR(GRAD_LOGITS)) &&
            DEVICE(multiply, &layer->all_tokens, TENSOR(GRAD_LOGITS), &w->forward.values, true,
@@ -164,61 +126,86 @@ static bool run_router_backward(Layer *layer) {
            DEVICE(correlate, &layer->all_tokens, TENSOR(TOKENS), TENSOR(GRAD_LOGITS), &w->grad);
 }
 
-static bool reduce(Layer *layer, WeightId id) {
-    Weight *w = &layer->weights[id];
-    const bool space = w->forward.sizes.reduce_workspace > 0;
-    return bench_ok(ep_weight_reduce(w->weight, &w->grad, 0, space ? &w->reduce_workspace : NULL,
-                                     layer->weights_stream, &w->grad_shard),
-                    "ep_weight_reduce");
+/* ---- tokens -------------------------------------------------------------------------------- */
+
+static bool prepare(Layer *layer, const Phase *p) {
+    (void)p;
+    return bench_ok(
+        ep_prepare(layer->handle, NULL, TENSOR(INDEX), NULL, layer->device.stream, NULL),
+        "ep_prepare");
 }
 
-static bool run_reduce_w2(Layer *layer) {
-    return reduce(layer, WEIGHT_W2);
+static bool dispatch(Layer *layer, const Phase *p) {
+    (void)p;
+    return bench_ok(ep_dispatch(layer->handle, NULL, NULL, TENSOR(TOKENS), TENSOR(TOPK), NULL,
+                                layer->device.stream, TENSOR(RECEIVED), TENSOR(SLOT_WEIGHTS), NULL,
+                                NULL),
+                    "ep_dispatch");
 }
 
-static bool run_reduce_w1(Layer *layer) {
-    return reduce(layer, WEIGHT_W1);
+static bool combine(Layer *layer, const Phase *p) {
+    (void)p;
+    return bench_ok(ep_combine(layer->handle, NULL, TENSOR(Y), late_weights(layer), NULL,
+                               layer->device.stream, TENSOR(OUT)),
+                    "ep_combine");
 }
 
-static bool run_reduce_router(Layer *layer) {
-    return reduce(layer, WEIGHT_ROUTER);
+static bool combine_backward(Layer *layer, const Phase *p) {
+    const bool late = !is_early(layer);
+    (void)p;
+    return bench_ok(ep_combine_backward(layer->handle, NULL, TENSOR(GRAD_OUT), late_weights(layer),
+                                        late ? TENSOR(Y) : NULL, layer->device.stream,
+                                        TENSOR(GRAD_Y), late ? TENSOR(GRAD_SLOTS) : NULL),
+                    "ep_combine_backward");
+}
+
+static bool dispatch_backward(Layer *layer, const Phase *p) {
+    (void)p;
+    return bench_ok(ep_dispatch_backward(layer->handle, NULL, TENSOR(GRAD_RECEIVED),
+                                         TENSOR(GRAD_SLOTS), layer->device.stream,
+                                         TENSOR(GRAD_TOKENS), TENSOR(GRAD_TOPK)),
+                    "ep_dispatch_backward");
 }
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* When a phase exists: always, where weights are not whole, where they are quantised, where they
- * are gathered for each direction, and where that is of quantised weights. */
-enum { ALWAYS, SHARDED, QUANTISED, TWICE, QUANTISED_TWICE };
+#define W1 .weight = WEIGHT_W1
+#define W2 .weight = WEIGHT_W2
+#define BACK .backward = true
 
-static const struct {
-    const char *name;
-    bool (*run)(Layer *layer);
-    int exists;
-} phases[NUM_MOE_PHASES] = {
-    [MOE_ROUTER] = {"router", run_router, ALWAYS},
-    [MOE_PREPARE] = {"prepare", run_prepare, ALWAYS},
-    [MOE_DISPATCH] = {"dispatch", run_dispatch, ALWAYS},
-    [MOE_GATHER_W1] = {"gather_w1", run_gather_w1, SHARDED},
-    [MOE_GATHER_W2] = {"gather_w2", run_gather_w2, SHARDED},
-    [MOE_DEQUANTISE] = {"dequantise", run_dequantise, QUANTISED},
-    [MOE_GEMM1] = {"gemm1", run_gemm1, ALWAYS},
-    [MOE_ACTIVATION] = {"activation", run_activation, ALWAYS},
-    [MOE_GEMM2] = {"gemm2", run_gemm2, ALWAYS},
-    [MOE_COMBINE] = {"combine", run_combine, ALWAYS},
-    [MOE_COMBINE_BACKWARD] = {"combine_backward", run_combine_backward, ALWAYS},
-    [MOE_GATHER_W2_BACKWARD] = {"gather_w2_backward", run_gather_w2_backward, TWICE},
-    [MOE_GATHER_W1_BACKWARD] = {"gather_w1_backward", run_gather_w1_backward, TWICE},
-    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", run_dequantise_backward, QUANTISED_TWICE},
-    [MOE_GEMM2_INPUT] = {"gemm2_grad_input", run_gemm2_input, ALWAYS},
-    [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", run_gemm2_weight, ALWAYS},
-    [MOE_ACTIVATION_BACKWARD] = {"activation_backward", run_activation_backward, ALWAYS},
-    [MOE_GEMM1_INPUT] = {"gemm1_grad_input", run_gemm1_input, ALWAYS},
-    [MOE_GEMM1_WEIGHT] = {"gemm1_grad_weight", run_gemm1_weight, ALWAYS},
-    [MOE_DISPATCH_BACKWARD] = {"dispatch_backward", run_dispatch_backward, ALWAYS},
-    [MOE_ROUTER_BACKWARD] = {"router_backward", run_router_backward, ALWAYS},
-    [MOE_REDUCE_W2] = {"reduce_w2", run_reduce_w2, ALWAYS},
-    [MOE_REDUCE_W1] = {"reduce_w1", run_reduce_w1, ALWAYS},
-    [MOE_REDUCE_ROUTER] = {"reduce_router", run_reduce_router, ALWAYS},
+static const Phase phases[NUM_MOE_PHASES] = {
+    [MOE_ROUTER] = {"router", route, ALWAYS, .out = T_INDEX, .routers = 1},
+    [MOE_PREPARE] = {"prepare", prepare, ALWAYS},
+    [MOE_DISPATCH] = {"dispatch", dispatch, ALWAYS, .out = T_RECEIVED, .hidden_rows = 2},
+    [MOE_GATHER_W1] = {"gather_w1", gather, SHARDED, W1},
+    [MOE_GATHER_W2] = {"gather_w2", gather, SHARDED, W2},
+    [MOE_DEQUANTISE] = {"dequantise", dequantise, QUANTISED, W1},
+    [MOE_GEMM1] = {"gemm1", multiply, ALWAYS, W1, .in = T_RECEIVED, .out = T_Z, .products = 2},
+    [MOE_ACTIVATION] = {"activation", activate, ALWAYS, .out = T_A, .ffn_rows = 3},
+    [MOE_GEMM2] = {"gemm2", multiply, ALWAYS, W2, .in = T_A, .out = T_Y, .products = 1},
+    [MOE_COMBINE] = {"combine", combine, ALWAYS, .out = T_OUT, .hidden_rows = 2},
+    [MOE_COMBINE_BACKWARD] = {"combine_backward", combine_backward, ALWAYS, .out = T_GRAD_Y,
+                              .hidden_rows = 2},
+    [MOE_GATHER_W2_BACKWARD] = {"gather_w2_backward", gather, TWICE, W2, BACK},
+    [MOE_GATHER_W1_BACKWARD] = {"gather_w1_backward", gather, TWICE, W1, BACK},
+    [MOE_DEQUANTISE_BACKWARD] = {"dequantise_backward", dequantise, QUANTISED_TWICE, W2, BACK},
+    [MOE_GEMM2_INPUT] = {"gemm2_grad_input", multiply, ALWAYS, W2, BACK, .in = T_GRAD_Y,
+                         .out = T_GRAD_A, .products = 1},
+    [MOE_GEMM2_WEIGHT] = {"gemm2_grad_weight", correlate, ALWAYS, W2, .in = T_A, .other = T_GRAD_Y,
+                          .products = 1},
+    [MOE_ACTIVATION_BACKWARD] = {"activation_backward", activate_backward, ALWAYS, .out = T_GRAD_Z,
+                                 .ffn_rows = 5},
+    [MOE_GEMM1_INPUT] = {"gemm1_grad_input", multiply, ALWAYS, W1, BACK, .in = T_GRAD_Z,
+                         .out = T_GRAD_RECEIVED, .products = 2},
+    [MOE_GEMM1_WEIGHT] = {"gemm1_grad_weight", correlate, ALWAYS, W1, .in = T_RECEIVED,
+                          .other = T_GRAD_Z, .products = 2},
+    [MOE_DISPATCH_BACKWARD] = {"dispatch_backward", dispatch_backward, ALWAYS, .out = T_GRAD_TOKENS,
+                               .hidden_rows = 2},
+    [MOE_ROUTER_BACKWARD] = {"router_backward", route_backward, ALWAYS, .out = T_GRAD_TOKENS,
+                             .routers = 2},
+    [MOE_REDUCE_W2] = {"reduce_w2", reduce, ALWAYS, W2},
+    [MOE_REDUCE_W1] = {"reduce_w1", reduce, ALWAYS, W1},
+    [MOE_REDUCE_ROUTER] = {"reduce_router", reduce, ALWAYS, .weight = WEIGHT_ROUTER},
 };
 
 const char *moe_phase_name(MoePhase phase) {
@@ -242,5 +229,62 @@ bool moe_phase_exists(const Layer *layer, MoePhase phase) {
 }
 
 bool moe_phase_queue(Layer *layer, MoePhase phase) {
-    return phases[phase].run(layer);
+    return phases[phase].run(layer, &phases[phase]);
+}
+
+/* ---- work ---------------------------------------------------------------------------------- */
+
+/* The rank's own output is written, and as much is read. */
+static int64_t gather_bytes(const Gathered *g) {
+    return 2 * (tensor_bytes(&g->full) +
+                (g->form.quant == EP_QUANT_NONE ? 0 : tensor_bytes(&g->scales)));
+}
+
+static int64_t dequantise_bytes(const Layer *layer, bool backward) {
+    int64_t bytes = 0;
+    for (WeightId id = WEIGHT_W1; id <= WEIGHT_W2; id++) {
+        const Weight *w = &layer->weights[id];
+        const Gathered *g = backward ? &w->backward : &w->forward;
+        bytes += tensor_bytes(&g->full) + tensor_bytes(&g->scales) + tensor_bytes(&g->values);
+    }
+    return bytes;
+}
+
+/* All ranks together read every gradient once, and each writes the sum for its shard. So ranks that
+ * keep the same shard read their share of its parts. */
+static int64_t reduce_bytes(const Layer *layer, WeightId id) {
+    const Weight *w = &layer->weights[id];
+    const int64_t part = tensor_elements(&w->grad_shard) * (int64_t)ep_type_bytes(w->grad.type);
+    return part * moe_scattered_ranks(layer, id) + tensor_bytes(&w->grad_shard);
+}
+
+static int64_t bytes_moved(Layer *layer, const Phase *p) {
+    const MoeOptions *o = layer->options;
+    const int64_t elements = p->hidden_rows * o->hidden + p->ffn_rows * o->ffn;
+    if (p->run == prepare) return 2 * tensor_bytes(TENSOR(INDEX));
+    if (p->run == gather) return gather_bytes(gathered_of(layer, p));
+    if (p->run == dequantise) return dequantise_bytes(layer, p->backward);
+    if (p->run == reduce) return reduce_bytes(layer, p->weight);
+    return layer->slots * elements * (int64_t)ep_type_bytes((EpType)o->type);
+}
+
+MoeWork moe_phase_work(Layer *layer, MoePhase phase) {
+    const MoeOptions *o = layer->options;
+    const Phase *p = &phases[phase];
+    if (!moe_phase_exists(layer, phase)) return (MoeWork){0, 0};
+    return (MoeWork){2 * p->products * layer->slots * o->hidden * o->ffn +
+                         2 * p->routers * layer->tokens * o->hidden * o->experts,
+                     bytes_moved(layer, p)};
+}
+
+/* ---- outputs ------------------------------------------------------------------------------- */
+
+const EpTensor *moe_phase_output(Layer *layer, MoePhase phase) {
+    const Phase *p = &phases[phase];
+    const Weight *w = &layer->weights[p->weight];
+    if (p->out) return &layer->tensors[p->out];
+    if (p->run == gather) return &gathered_of(layer, p)->full;
+    if (p->run == dequantise) return &gathered_of(layer, p)->values;
+    if (p->run == correlate) return &w->grad;
+    return p->run == reduce ? &w->grad_shard : NULL;
 }

@@ -2,10 +2,11 @@
 #ifndef MOE_PHASES_H
 #define MOE_PHASES_H
 
-/** The phases of a step, in the order in which they run on one stream. */
+/** The phases of a step, alone, beside each other on two streams, and all together. */
 
 #include "tools/moe/layer.h"
 
+/** In the order in which they run on one stream. */
 typedef enum MoePhase {
     MOE_ROUTER,
     MOE_PREPARE,
@@ -44,13 +45,51 @@ bool moe_phase_exists(const Layer *layer, MoePhase phase);
 bool moe_phase_queue(Layer *layer, MoePhase phase);
 
 /** What a phase writes, for tests that damage it; NULL: nothing that they can damage. */
-const EpTensor *moe_phase_output(const Layer *layer, MoePhase phase);
+const EpTensor *moe_phase_output(Layer *layer, MoePhase phase);
 
 /** What a phase has to do on this rank: floating-point operations, or bytes read and written. */
 typedef struct MoeWork {
     int64_t flops, bytes;
 } MoeWork;
 
-MoeWork moe_phase_work(const Layer *layer, MoePhase phase);
+MoeWork moe_phase_work(Layer *layer, MoePhase phase);
+
+/* ---- running (step.c) ---------------------------------------------------------------------- */
+
+/** The phases that calls of w1 and w2 run beside, where Layer.overlaps. */
+typedef enum MoeOverlapId {
+    MOE_OVERLAP_FORWARD,  /**< dispatch, and the weights gathered for the forward products */
+    MOE_OVERLAP_BACKWARD, /**< combine_backward, and the weights gathered for backward products */
+    MOE_OVERLAP_REDUCE,   /**< dispatch_backward, and the weights' gradients */
+    NUM_MOE_OVERLAPS
+} MoeOverlapId;
+
+enum { MOE_BESIDE = 2 };
+
+typedef struct MoeOverlap {
+    MoePhase phase;              /**< on the device's stream */
+    MoePhase beside[MOE_BESIDE]; /**< on its second stream */
+    const char *moves;           /**< what they do: "gather" or "reduce" */
+} MoeOverlap;
+
+const MoeOverlap *moe_overlap(MoeOverlapId id);
+bool moe_overlap_exists(const Layer *layer, MoeOverlapId id);
+
+/** Run its phases beside each other, or one after the other on one stream. False, with a message,
+ *  if one fails. Does nothing where it does not exist. */
+bool moe_overlap_run(Layer *layer, MoeOverlapId id);
+bool moe_overlap_run_apart(Layer *layer, MoeOverlapId id);
+
+/** False, with a message, if it fails. Does nothing where the layer does not have the phase. */
+bool moe_phase_run(Layer *layer, MoePhase phase);
+
+bool moe_step_run(Layer *layer);
+
+/** Collective: run each call of a weight once, alone, and wait until it is over on all ranks. */
+bool moe_weights_warm_up(Layer *layer);
+
+/** LIBEP_TEST_MOE_FAULT=PHASE damages one element of what that phase writes on rank 0, each time
+ * that it runs, so that tests see the check find it. Returns that phase, or a negative number. */
+int moe_fault_phase(void);
 
 #endif

@@ -3,7 +3,6 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "tools/common/data.h"
 #include "tools/common/util.h"
@@ -24,10 +23,17 @@ int64_t reference_bytes(const MoeOptions *options, const MoeMesh *mesh, int rank
     return weights * (2 * 4 + 8) + count_tokens(options, ranks) * row;
 }
 
-static bool make_tokens(Reference *r, int ranks) {
+static void *numbers(Reference *r, int64_t count, size_t bytes) {
+    return pool_alloc(&r->pool, (size_t)count, bytes, "the reference");
+}
+
+static double *doubles(Reference *r, int64_t count) {
+    return numbers(r, count, sizeof(double));
+}
+
+static void make_tokens(Reference *r, int ranks) {
     const MoeOptions *o = r->options;
     int64_t g = 0;
-    if (!r->origins || !r->x || !r->grad_out) return false;
     for (int rank = 0; rank < ranks; rank++) {
         for (int64_t t = 0; t < moe_tokens_of(o, ranks, rank); t++, g++) {
             const int64_t at = moe_token_at(rank, t) * o->hidden;
@@ -36,20 +42,19 @@ static bool make_tokens(Reference *r, int ranks) {
             moe_input(o, INPUT_GRAD_OUT, at, o->hidden, r->grad_out + g * o->hidden);
         }
     }
-    return true;
 }
 
 static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
     const MoeOptions *o = r->options;
     const int64_t count = moe_weight_elements(mesh, id);
-    float *plain = bench_alloc((size_t)count, sizeof(float), "the reference's weights");
+    float *plain = numbers(r, count, sizeof(float));
     r->weights[id] = r->backward[id] = plain;
-    r->grads[id] = bench_alloc((size_t)count, sizeof(double), "the reference's gradients");
-    if (!plain || !r->grads[id]) return false;
+    r->grads[id] = doubles(r, count);
+    if (r->pool.failed) return false;
     moe_input(o, id, 0, count, plain);
     if (id == WEIGHT_ROUTER || o->quant == EP_QUANT_NONE) return true;
     const int64_t *shape = mesh->weights[id].shape;
-    float *forward = bench_alloc((size_t)count, sizeof(float), "the reference's weights");
+    float *forward = numbers(r, count, sizeof(float));
     if (!forward) return false;
     r->weights[id] = forward;
     reference_quantise(o, true, shape, plain, forward);
@@ -57,48 +62,33 @@ static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
     return true;
 }
 
-static double *doubles(int64_t count) {
-    return bench_alloc((size_t)count, sizeof(double), "the reference");
-}
-
-static bool make_scratch(Reference *r) {
+static void make_scratch(Reference *r) {
     const int64_t h = r->options->hidden, f = r->options->ffn;
-    r->logits = doubles(r->options->experts);
-    r->z = doubles(2 * f), r->gz = doubles(2 * f);
-    r->a = doubles(f), r->ga = doubles(f);
-    r->y = doubles(h), r->gw = doubles(r->options->top_k);
-    return r->logits && r->z && r->gz && r->a && r->ga && r->y && r->gw;
+    r->logits = doubles(r, r->options->experts);
+    r->z = doubles(r, 2 * f), r->gz = doubles(r, 2 * f);
+    r->a = doubles(r, f), r->ga = doubles(r, f);
+    r->y = doubles(r, h), r->gw = doubles(r, r->options->top_k);
 }
 
 bool reference_create(const MoeOptions *options, const MoeMesh *mesh, int ranks, Reference *out) {
     *out = (Reference){.options = options, .tokens = count_tokens(options, ranks)};
-    const size_t row = (size_t)out->tokens * (size_t)options->hidden;
-    out->origins = bench_alloc((size_t)out->tokens, sizeof(Origin), "the reference");
-    out->idx =
-        bench_alloc((size_t)(out->tokens * options->top_k), sizeof(int32_t), "the reference");
-    out->x = bench_alloc(row, sizeof(float), "the reference");
-    out->grad_out = bench_alloc(row, sizeof(float), "the reference");
-    out->out = doubles((int64_t)row);
-    out->grad_x = doubles((int64_t)row);
-    out->topk = doubles(out->tokens * options->top_k);
-    bool ok = out->idx && out->out && out->grad_x && out->topk && make_scratch(out) &&
-              make_tokens(out, ranks);
+    const int64_t row = out->tokens * options->hidden, chosen = out->tokens * options->top_k;
+    out->origins = numbers(out, out->tokens, sizeof(Origin));
+    out->idx = numbers(out, chosen, sizeof(int32_t));
+    out->x = numbers(out, row, sizeof(float)), out->grad_out = numbers(out, row, sizeof(float));
+    out->out = doubles(out, row), out->grad_x = doubles(out, row);
+    out->topk = doubles(out, chosen);
+    make_scratch(out);
+    if (out->pool.failed) return false;
+    make_tokens(out, ranks);
+    bool ok = true;
     for (int i = 0; ok && i < NUM_WEIGHTS; i++)
         ok = make_weight(out, mesh, (WeightId)i);
     return ok;
 }
 
 void reference_destroy(Reference *r) {
-    void *all[] = {r->origins, r->idx, r->x, r->grad_out, r->out, r->grad_x, r->topk,
-                   r->logits,  r->z,   r->a, r->y,        r->ga,  r->gz,     r->gw};
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
-        free(all[i]);
-    for (int i = 0; i < NUM_WEIGHTS; i++) {
-        if (r->backward[i] != r->weights[i]) free(r->backward[i]);
-        free(r->weights[i]);
-        free(r->grads[i]);
-    }
-    *r = (Reference){.tokens = 0};
+    pool_free(&r->pool);
 }
 
 /* ---- vectors ------------------------------------------------------------------------------- */

@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "tools/common/util.h"
 #include "tools/moe/inputs.h"
 
 /** Where a token comes from. */
@@ -24,6 +25,7 @@ typedef struct Origin {
 } Origin;
 
 typedef struct Reference {
+    Pool pool;
     const MoeOptions *options;
     int64_t tokens; /**< G, of all ranks */
     Origin *origins;

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "tools/common/option.h"
+#include "tools/common/util.h"
 #include "tools/moe/measure.h"
 
 /* ---- the head ------------------------------------------------------------------------------ */
@@ -17,15 +17,14 @@ static void report_mesh(const MoeReport *report) {
 static void report_config(const MoeOptions *o) {
     printf("# config:  hidden %lld, ffn %lld, top-%lld of %lld experts, %s, %s tokens, seed %lld\n",
            (long long)o->hidden, (long long)o->ffn, (long long)o->top_k, (long long)o->experts,
-           option_choice_name(option_types, o->type), o->uneven ? "uneven" : "even",
-           (long long)o->seed);
-    printf("#          weights %s, alignment %lld", moe_weights_name(o->weights_at),
+           moe_options_name(o, "dtype"), o->uneven ? "uneven" : "even", (long long)o->run.seed);
+    printf("#          weights %s, alignment %lld", moe_options_name(o, "weights"),
            (long long)o->alignment);
     if (o->quant == EP_QUANT_NONE)
         printf(", gathered as they are");
     else
-        printf(", gathered as %s in %s, dequantised before the GEMMs",
-               option_choice_name(option_quants, o->quant), moe_blocks_name(o->blocks));
+        printf(", gathered as %s in %s, dequantised before the GEMMs", moe_options_name(o, "quant"),
+               moe_options_name(o, "blocks"));
     printf("%s\n", o->regather ? ", again for backward" : "");
 }
 
@@ -38,16 +37,14 @@ static void report_backend(const Layer *layer) {
 }
 
 void moe_report_header(const MoeReport *report) {
-    const int version = ep_version();
-    printf("# ep_moe: libep %d.%d.%d: one MoE layer, forward and backward\n", version / 10000,
-           version / 100 % 100, version % 100);
-    printf("# machine: %s, %s, %ld cores, %s\n", report->machine.hostname, report->machine.cpu,
-           report->machine.cores, report->machine.date);
+    printf("# ep_moe: libep " VERSION_FORMAT ": one MoE layer, forward and backward\n",
+           VERSION_NUMBERS);
+    report_machine(&report->machine);
     report_mesh(report);
     report_config(report->options);
     report_backend(report->layer);
     printf("# timing:  %lld iterations after %lld, slowest rank of each, %s\n",
-           (long long)report->options->iterations, (long long)report->options->warmup,
+           (long long)report->options->run.iterations, (long long)report->options->run.warmup,
            report->layer->device.backend == EP_BACKEND_CUDA ? "CUDA events" : "host clock");
     printf("#\n# flops, and bytes read and written, are those of the rank that has most\n");
     printf("# floor: the same bytes copied, or the flops at the rate of a plain GEMM\n");
@@ -58,13 +55,6 @@ void moe_report_header(const MoeReport *report) {
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-static void report_number(double value, int width, int digits) {
-    if (value > 0)
-        printf(" %*.*f", width, digits, value);
-    else
-        printf(" %*s", width, "-");
-}
-
 static void report_line(const char *name, Quantiles time, int64_t bytes, int64_t flops,
                         double floor_us, int64_t wrong) {
     printf(" %-20s %11.1f %11.1f", name, time.median_us, time.p99_us);
@@ -72,10 +62,7 @@ static void report_line(const char *name, Quantiles time, int64_t bytes, int64_t
     report_number((double)flops * 1e-6, 13, 3);
     report_number(floor_us, 11, 1);
     report_number(floor_us > 0 ? time.median_us / floor_us : -1, 7, 2);
-    if (wrong >= 0)
-        printf(" %7lld\n", (long long)wrong);
-    else
-        printf(" %7s\n", "-");
+    report_wrong_cell(wrong);
 }
 
 static void report_table(const MoeResult *r) {
@@ -124,26 +111,125 @@ static void report_facts(const MoeResult *r) {
 }
 
 static void report_checks(const MoeResult *r) {
-    if (!r->checked) {
-        printf("#wrong - (not checked)\n");
-        return;
-    }
-    printf("# check: against a dense layer in double precision, errors relative to the largest "
-           "element\n");
-    for (int i = 0; i < NUM_CHECKS; i++) {
+    if (r->checked)
+        printf("# check: against a dense layer in double precision, errors relative to the largest "
+               "element\n");
+    for (int i = 0; r->checked && i < NUM_CHECKS; i++) {
         const CheckResult *c = &r->checks[i];
         printf("# check: %-12s %10lld elements, largest error %.2e, bound %.2e, wrong %lld\n",
                c->name, (long long)c->elements, c->worst, c->bound, (long long)c->wrong);
     }
     if (r->first_wrong[0]) printf("# wrong: %s\n", r->first_wrong);
-    printf("#wrong %lld\n", (long long)r->wrong);
+    report_wrong(r->checked, r->wrong);
 }
 
-void moe_report_result(const MoeReport *report, const MoeResult *result) {
-    (void)report;
+void moe_report_result(const MoeResult *result) {
     report_table(result);
     report_overlaps(result);
     report_facts(result);
     report_checks(result);
-    fflush(stdout);
+}
+
+/* ---- JSON ---------------------------------------------------------------------------------- */
+
+static void put_config(Json *j, const MoeReport *report) {
+    const MoeOptions *o = report->options;
+    const MoeMesh *mesh = &report->layer->mesh;
+    json_begin(j, "config", '{');
+    json_put_ranks(j, report->world->size, report->world->threads);
+    json_put_text(j, "mesh", mesh->text);
+    json_put_text(j, "spec", mesh->spec_text);
+    json_put_int(j, "ep_size", mesh->ep_size);
+    json_put_text(j, "backend", report->layer->device.name);
+    json_put_text(j, "gemm", report->layer->device.gemm);
+    option_put(&moe_options_table, o, j);
+    if (o->quant != EP_QUANT_NONE) json_put_text(j, "blocks", moe_options_name(o, "blocks"));
+    json_put_bool(j, "overlap", report->layer->overlaps);
+    if (report->layer->overlaps) json_put_int(j, "num_sms", report->layer->handle_config.num_sms);
+    json_end(j, '}');
+}
+
+static void put_times(Json *j, Quantiles time, double floor_us) {
+    json_put_real(j, "median_us", time.median_us);
+    json_put_real(j, "p99_us", time.p99_us);
+    if (floor_us <= 0) return;
+    json_put_real(j, "floor_us", floor_us);
+    json_put_real(j, "floor_ratio", time.median_us / floor_us);
+}
+
+static void put_phases(Json *j, const MoeResult *r) {
+    json_begin(j, "phases", '[');
+    for (int p = 0; p < NUM_MOE_PHASES; p++) {
+        const PhaseResult *phase = &r->phases[p];
+        if (!phase->exists) continue;
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", moe_phase_name((MoePhase)p));
+        put_times(j, phase->time, phase->floor_us);
+        if (phase->bytes > 0) json_put_int(j, "bytes", phase->bytes);
+        if (phase->flops > 0) json_put_int(j, "flops", phase->flops);
+        json_put_count(j, "wrong", moe_phase_wrong(r, (MoePhase)p));
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+}
+
+static void put_overlaps(Json *j, const MoeResult *r) {
+    json_begin(j, "overlaps", '[');
+    for (int i = 0; i < NUM_MOE_OVERLAPS; i++) {
+        const MoeOverlap *o = moe_overlap((MoeOverlapId)i);
+        if (!r->overlaps[i].exists) continue;
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", moe_phase_name(o->phase));
+        json_begin(j, "beside", '[');
+        for (int b = 0; b < MOE_BESIDE; b++)
+            json_put_text(j, NULL, moe_phase_name(o->beside[b]));
+        json_end(j, ']');
+        json_put_real(j, "median_us", r->overlaps[i].together.median_us);
+        json_put_real(j, "p99_us", r->overlaps[i].together.p99_us);
+        json_put_real(j, "apart_us", r->overlaps[i].apart.median_us);
+        json_put_real(j, "hidden", moe_overlap_hidden(r, (MoeOverlapId)i));
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+}
+
+static void put_checks(Json *j, const MoeResult *r) {
+    if (!r->checked) return;
+    json_begin(j, "checks", '[');
+    for (int i = 0; i < NUM_CHECKS; i++) {
+        const CheckResult *c = &r->checks[i];
+        json_begin(j, NULL, '{');
+        json_put_text(j, "name", c->name);
+        json_put_int(j, "elements", c->elements);
+        json_put_real(j, "largest_error", c->worst);
+        json_put_real(j, "bound", c->bound);
+        json_put_int(j, "wrong", c->wrong);
+        json_end(j, '}');
+    }
+    json_end(j, ']');
+}
+
+bool moe_json_write(const MoeReport *report, const MoeResult *result, const char *path) {
+    OutputFile file;
+    if (!output_open(&file, path)) return false;
+    Json j = json_open(file.stream, "ep_moe 1");
+    json_put_count(&j, "wrong", result->checked ? result->wrong : -1);
+    put_config(&j, report);
+    json_put_machine(&j, &report->machine);
+    put_phases(&j, result);
+    put_overlaps(&j, result);
+    json_begin(&j, "step", '{');
+    put_times(&j, result->step, result->floor_us);
+    json_end(&j, '}');
+    json_put_positive(&j, "gemm_flops_per_second", result->gemm_flops);
+    json_put_int(&j, "tokens_min", result->tokens_min);
+    json_put_int(&j, "tokens_max", result->tokens_max);
+    json_put_int(&j, "slots_min", result->slots_min);
+    json_put_int(&j, "slots_max", result->slots_max);
+    json_put_int(&j, "library_bytes", result->library_bytes);
+    json_put_int(&j, "promised_bytes", result->promised_bytes);
+    json_put_int(&j, "workspace_bytes", result->workspace_bytes);
+    put_checks(&j, result);
+    json_close(&j);
+    return output_commit(&file);
 }

@@ -195,6 +195,29 @@ def test_comparison_without_common_sizes(report, tmp_path, seed):
     assert "compare-times" not in page.ids
 
 
+# Where one number differs among the results, they are points of a curve, in its order.
+@pytest.mark.parametrize("key, values", [
+    ("num_sms", (24, 8, 132, 64)), ("tokens", (512, 128, 8192)), ("hidden", (4096, 7168))])
+def test_curve_over_an_option(report, tmp_path, seed, key, values):
+    files, medians = [], []
+    for i, value in enumerate(values):
+        result = make_result(seed + i, (value if key == "tokens" else 256,))
+        result["config"] = {**result["config"], key: value, "row_bytes": 2 * value}
+        medians.append(next(p["median_us"] for p in result["phases"] if p["name"] == "combine"))
+        files.append(write_json(tmp_path, f"{value}.json", result))
+    page = report(*files)
+    assert "compare-curve" in page.ids and "compare-times" not in page.ids
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    rows = page.table("compare", "Medians over")
+    assert [list(row.values())[0] for row in rows] == [str(values[i]) for i in order]
+    assert [row["combine (µs)"] for row in rows] == [text(medians[i]) for i in order]
+    points = page.path("compare-curve-median-combine-0")
+    assert len(points) == len(values) and points == sorted(points)
+    for (x, y), i in zip(points, order):
+        along = math.log(values[i] / min(values)) / math.log(max(values) / min(values))
+        assert x - points[0][0] == pytest.approx(along * (points[-1][0] - points[0][0]), abs=0.01)
+
+
 def test_comparison_of_models(report, tmp_path, seed):
     old, new = make_models(seed), make_models(seed + 1, ("large", "other"))
     page = report(write_json(tmp_path, "old.json", old), write_json(tmp_path, "new.json", new))

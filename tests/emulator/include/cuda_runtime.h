@@ -37,6 +37,9 @@ struct __align__(8) int2 {
 struct float2 {
     float x, y;
 };
+struct __align__(16) int4 {
+    int32_t x, y, z, w;
+};
 struct __align__(16) uint4 {
     uint32_t x, y, z, w;
 };

@@ -18,6 +18,7 @@ extern "C" {
 typedef enum cudaError {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
+    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInsufficientDriver = 35,
@@ -131,6 +132,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end);
 
+/* Every GPU reaches the memory of every other. */
+cudaError_t cudaDeviceEnablePeerAccess(int device, unsigned flags);
+
 /* Ranks are threads: a mapping is the memory itself. */
 typedef struct cudaIpcMemHandle_st {
     char reserved[64];
@@ -143,7 +147,6 @@ cudaError_t cudaIpcCloseMemHandle(void *memory);
 #define cudaStreamPerThread ((cudaStream_t)2)
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id);
 
-/* Captures drop the captured work: there are no graphs. */
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph,
                                         const void **nodes, size_t *count);
@@ -151,6 +154,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, void *nodes, size_t *count);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);

@@ -8,6 +8,6 @@ docs/benchmarking.md of the source tree says what each picture shows.
 """
 
 from ._command import write_report
-from ._errors import ReportError
+from ._input import ReportError
 
 __all__ = ["ReportError", "write_report"]

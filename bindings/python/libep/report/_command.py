@@ -9,11 +9,10 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Optional, Sequence
 
-from ._errors import ReportError
-from ._json import parse, printable
+from ._input import ReportError, parse, printable
 
 if TYPE_CHECKING:
-    from ._blocks import Section
+    from ._page import Section
     from ._results import Result
     from ._traces import Trace
 
@@ -54,13 +53,8 @@ def _read(paths: Sequence[str]) -> tuple[list[Result], list[Trace]]:
         content = _content(path)
         if content.startswith(MAGIC):
             traces.append(read_trace(path, label, content))
-            continue
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            raise ReportError(f"{path}: expected a JSON result of ep_bench or a routing trace, got "
-                              f"bytes that are no text") from None
-        results.append(read_result(path, label, parse(path, text)))
+        else:
+            results.append(read_result(path, label, parse(path, content)))
     return results, traces
 
 
@@ -90,7 +84,7 @@ def _refuse_overwriting(paths: Sequence[str], output: str) -> None:
 
 
 def _write_pictures(folder: str, found: Sequence[Section]) -> None:
-    from ._blocks import Shown
+    from ._page import Shown
 
     try:
         os.makedirs(folder, exist_ok=True)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ._heatmaps import text_on
-from ._style import COLOURS, INK, MUTED, PAPER, Picture, picture, short
+from ._style import COLOURS, DOTTED, PAPER, Picture, picture, short
 from ._traces import Trace, imbalance
 
 _OWN, _REMOTE = COLOURS["dispatch_backward"], COLOURS["dispatch"]
@@ -22,8 +22,7 @@ _MOST_NUMBERS = 12  # ranks up to which the matrix has its numbers written in
 
 
 def _mean_line(axes: Axes, load: np.ndarray) -> None:
-    axes.axhline(load.mean(), color=INK, linewidth=1.1, linestyle=(0, (1.5, 1.5)),
-                 label=f"mean {load.mean():.1f}")
+    axes.axhline(load.mean(), label=f"mean {load.mean():.1f}", **DOTTED)
 
 
 def _title(what: str, load: np.ndarray) -> str:
@@ -50,7 +49,7 @@ def _draw_experts(axes: Axes, trace: Trace) -> None:
     axes.legend(loc="upper right", ncols=3)
 
 
-def _rank_axis(axis: Axis, num_ranks: int) -> None:
+def _rank_axis(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axis.set_tick_params(length=0)
 
@@ -68,7 +67,7 @@ def _draw_ranks(axes: Axes, trace: Trace) -> None:
     axes.set_xlabel("rank")
     axes.set_ylabel("slots received")
     axes.grid(axis="y")
-    _rank_axis(axes.xaxis, trace.num_ranks)
+    _rank_axis(axes.xaxis)
     axes.legend(loc="upper left", fontsize=8)
 
 
@@ -89,7 +88,7 @@ def _draw_matrix(figure: Figure, axes: Axes, trace: Trace) -> None:
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")
     for axis in (axes.xaxis, axes.yaxis):
-        _rank_axis(axis, trace.num_ranks)
+        _rank_axis(axis)
 
 
 def _draw_fan_out(axes: Axes, trace: Trace) -> None:
@@ -104,7 +103,7 @@ def _draw_fan_out(axes: Axes, trace: Trace) -> None:
     axes.set_xlabel("ranks with an expert of the token")
     axes.set_ylabel("tokens (%)")
     axes.grid(axis="y")
-    _rank_axis(axes.xaxis, len(share))
+    _rank_axis(axes.xaxis)
 
 
 def loads(name: str, alt: str, trace: Trace) -> Picture:
@@ -155,7 +154,7 @@ def _draw_imbalance(axes: Axes, experts: np.ndarray, ranks: np.ndarray, labels: 
     for load, what, colour, mark in ((experts, "experts", COLOURS["combine"], "s"),
                                      (ranks, "ranks", COLOURS["dispatch"], "o")):
         axes.plot([imbalance(row) for row in load], color=colour, marker=mark, label=what)
-    axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (1.5, 1.5)))
+    axes.axhline(1, **DOTTED)
     axes.set_ylim(0)
     axes.set_title("Imbalance: max / mean")
     axes.grid(axis="y")

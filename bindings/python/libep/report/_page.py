@@ -6,12 +6,45 @@ from __future__ import annotations
 import os
 from html import escape
 from string import Template
-from typing import Sequence
+from typing import NamedTuple, Sequence, Union
 
 from .._version import __version__
-from ._blocks import Block, Facts, Section, Shown, Text
+from ._style import Picture
 from ._tables import Table
 
+# ---- the parts that a report is made of ---------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """A sentence; a warning is shown as one."""
+
+    text: str
+    warning: bool = False
+
+
+class Shown(NamedTuple):
+    """A picture and the sentence below it."""
+
+    picture: Picture
+    caption: str
+
+
+class Facts(NamedTuple):
+    """Names and values."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+Block = Union[Text, Shown, Facts, Table]
+
+
+class Section(NamedTuple):
+    name: str  # the anchor
+    title: str
+    blocks: Sequence[Block]
+
+
+# ---- as HTML ------------------------------------------------------------------------------------
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -37,23 +70,6 @@ $main
 """)
 
 
-def _text(block: Text) -> str:
-    return f'<p{" class=warning" if block.warning else ""}>{escape(block.text)}</p>'
-
-
-def _shown(block: Shown) -> str:
-    picture = block.picture
-    return (f'<figure id="{escape(picture.name)}">'
-            f'<div class="picture" role="img" aria-label="{escape(picture.alt)}">'
-            f"{picture.svg}</div>\n<figcaption>{escape(block.caption)}</figcaption></figure>")
-
-
-def _facts(block: Facts) -> str:
-    pairs = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
-                      for name, value in block.pairs)
-    return f"<dl>\n{pairs}\n</dl>"
-
-
 def _cells(table: Table, tag: str, cells: Sequence[str]) -> str:
     def cell(i: int, text: str) -> str:
         number = ' class="number"' if i >= table.numeric else ""
@@ -74,10 +90,16 @@ def _table(block: Table) -> str:
 
 def _block(block: Block) -> str:
     if isinstance(block, Text):
-        return _text(block)
-    if isinstance(block, Shown):
-        return _shown(block)
-    return _facts(block) if isinstance(block, Facts) else _table(block)
+        return f'<p{" class=warning" if block.warning else ""}>{escape(block.text)}</p>'
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Facts):
+        return "<dl>\n" + "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+                                    for name, value in block.pairs) + "\n</dl>"
+    picture = block.picture
+    return (f'<figure id="{escape(picture.name)}">'
+            f'<div class="picture" role="img" aria-label="{escape(picture.alt)}">'
+            f"{picture.svg}</div>\n<figcaption>{escape(block.caption)}</figcaption></figure>")
 
 
 def _section(section: Section) -> str:

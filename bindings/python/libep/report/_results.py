@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Iterable, NamedTuple, Optional
 
 from .._version import __version__
-from ._json import Node, decoded
+from ._input import Node
 
 OPERATION, SPLIT, BASELINE, STEP = "operation", "split phase", "without libep", "step"
 
@@ -18,12 +18,12 @@ class Timing(NamedTuple):
     kind: str  # OPERATION, SPLIT, BASELINE or STEP
     median_us: float
     p99_us: float
-    remote_bytes: Optional[int]  # per rank
-    useful_bytes: Optional[int]
+    remote_bytes: Optional[float]  # per rank
+    useful_bytes: Optional[float]
     wire_us: Optional[float]
     mem_us: Optional[float]
     issue_us: Optional[float]
-    wrong: Optional[int]
+    wrong: Optional[float]
 
     @property
     def floor_us(self) -> Optional[float]:
@@ -73,6 +73,10 @@ class Run(NamedTuple):
     def size(self, tokens: int) -> Optional[Size]:
         return next((s for s in self.sizes if s.tokens == tokens), None)
 
+    def timing(self, tokens: int, name: str) -> Optional[Timing]:
+        size = self.size(tokens)
+        return size.timing(name) if size else None
+
 
 class Result(NamedTuple):
     """One file."""
@@ -80,32 +84,29 @@ class Result(NamedTuple):
     path: str
     label: str  # how the page calls the file
     version: str
-    wrong: Optional[int]  # None: not checked
+    wrong: Optional[float]  # None: not checked
     machine: dict[str, Any]
     runs: tuple[Run, ...]  # one, or with --models one for each model and mode
 
 
-def operations(runs: Iterable[Run]) -> list[str]:
-    return list(dict.fromkeys(t.name for run in runs for size in run.sizes for t in size.timings
-                              if t.kind == OPERATION))
+def names(sizes: Iterable[Size], *kinds: str) -> list[str]:
+    """The names of timings of some kinds, each once."""
+    return list(dict.fromkeys(t.name for size in sizes for t in size.timings if t.kind in kinds))
 
 
-def all_tokens(runs: Iterable[Run]) -> list[int]:
-    return sorted({size.tokens for run in runs for size in run.sizes})
+def sizes_of(runs: Iterable[Run]) -> list[Size]:
+    return [size for run in runs for size in run.sizes]
 
 
 # ---- reading ----------------------------------------------------------------------------------
 
-_FACTS = ("tokens_min", "slots_max", "slots_min", "receive_rows", "dropped_slots", "library_bytes",
+FACTS = ("tokens_min", "slots_max", "slots_min", "receive_rows", "dropped_slots", "library_bytes",
          "promised_bytes", "travelled_bytes", "empty_node_us", "flag_us")
 
 
 def _timing(node: Node, kind: str, name: str = "") -> Timing:
-    return Timing(
-        name or node["name"].text(), kind, node["median_us"].number(), node["p99_us"].number(),
-        node.optional_count("remote_bytes"), node.optional_count("useful_bytes"),
-        node.optional_number("wire_us"), node.optional_number("mem_us"),
-        node.optional_number("issue_us"), node.optional_count("wrong"))
+    return Timing(name or node["name"].text(), kind, node["median_us"].number(),
+                  node["p99_us"].number(), *map(node.optional, Timing._fields[4:]))
 
 
 def _timings(node: Node) -> tuple[Timing, ...]:
@@ -120,27 +121,18 @@ def _timings(node: Node) -> tuple[Timing, ...]:
 
 
 def _size(node: Node) -> Size:
-    facts = {key: node.optional_number(key) for key in _FACTS}
+    facts = {key: node.optional(key) for key in FACTS}
     if "new_handle" in node:
-        facts["new_handle_us"] = node["new_handle"].optional_number("median_us")
+        facts["new_handle_us"] = node["new_handle"].optional("median_us")
     if "baseline" in node:
-        facts["speedup"] = node["baseline"].optional_number("speedup")
-    facts["wrong"] = node.optional_count("wrong")
+        facts["speedup"] = node["baseline"].optional("speedup")
     return Size(node["tokens"].count(), _timings(node), facts)
-
-
-def _scalars(node: Node) -> dict[str, Any]:
-    """The members of an object that are a number, a text or a truth, texts made printable."""
-    if not isinstance(node.value, dict):
-        raise node.refuse("an object")
-    return {decoded(key): node[key].text() if isinstance(value, str) else value
-            for key, value in node.value.items() if isinstance(value, (str, int, float))}
 
 
 def _run(node: Node, model: str = "") -> Run:
     sizes = node["sweep"].items() if "sweep" in node else [node]
     read = sorted((_size(size) for size in sizes), key=lambda size: size.tokens)
-    return Run(model, _scalars(node["config"]), tuple(read))
+    return Run(model, node["config"].scalars(), tuple(read))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -150,26 +142,19 @@ def _numbers(version: str) -> tuple[int, ...]:
 FORMAT = "ep_bench 1"
 
 
-def _is_result(value: Any) -> bool:
-    """Whether a file looks like a result. Files from before there was a format have none."""
-    if not isinstance(value, dict) or "version" not in value:
-        return False
-    return "format" in value or "phases" in value or "models" in value
-
-
 def read_result(path: str, label: str, node: Node) -> Result:
     """The result in a JSON file. ReportError unless ep_bench wrote it."""
-    if not _is_result(node.value):
+    found = node.value if isinstance(node.value, dict) else {}
+    if "version" not in found or not found.keys() & {"format", "phases", "models"}:
         raise node.refuse("a result of ep_bench (an object with version and phases or models)")
     version = node["version"].text()
     if _numbers(version) > _numbers(__version__):
-        node = node.with_hint(f"; libep {version} wrote the file, and this is {__version__}, which "
-                              f"is older")
+        node.hint = (f"; libep {version} wrote the file, and this is {__version__}, which is "
+                     f"older")
     if "format" in node and node["format"].text() != FORMAT:
         raise node["format"].refuse(f'"{FORMAT}"')
     if "models" in node:
         runs = tuple(_run(m, m["model"].text() or "?") for m in node["models"].items())
     else:
         runs = (_run(node),)
-    return Result(path, label, version, node.optional_count("wrong"), _scalars(node["machine"]),
-                  runs)
+    return Result(path, label, version, node.optional("wrong"), node["machine"].scalars(), runs)

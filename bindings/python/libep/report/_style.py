@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any, Callable, Literal, NamedTuple
+from typing import Any, Callable, Literal, NamedTuple, Sequence
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
 # Colours of the theme. In a page they become its CSS variables, so that one picture serves the
@@ -23,6 +25,9 @@ COLOURS = {"prepare": "#c46a9c", "dispatch": "#1f6fb5", "combine": "#c8500a",
            "combine_backward": "#d99a1c", "dispatch_backward": "#5fb0e5", "step": "#109070"}
 MARKERS = {"prepare": "v", "dispatch": "o", "combine": "s", "combine_backward": "D",
            "dispatch_backward": "^", "step": "P"}
+
+# Floors and means.
+DOTTED: Any = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1.5, 1.5))}
 
 _SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text: it can be searched, copied and read aloud
@@ -145,3 +150,13 @@ def ratio_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y")
+
+
+def floor_line(label: str) -> Line2D:
+    return Line2D([], [], label=label, **DOTTED)
+
+
+def legend(figure: Figure, entries: Sequence[Artist], columns: int) -> None:
+    """Below the panels."""
+    figure.legend(handles=list(entries), loc="outside lower left",
+                  ncols=min(len(entries), columns))

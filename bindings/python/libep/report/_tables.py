@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the pictures as tables of text. Numbers have no separators: they can be copied."""
+"""The figures of the pictures as tables of text: each kind of table is a list of columns, with the
+text that an item has there. Numbers have no separators: they can be copied."""
 
 from __future__ import annotations
 
-from typing import Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Optional, Sequence
 
 import numpy as np
 
-from ._results import Result, Run, Size, Timing
+from ._results import BASELINE, OPERATION, SPLIT, STEP, Result, Run, Size, Timing
 from ._traces import Trace, imbalance
 
 _MOST_EXPERTS = 2048  # rows of the table of experts
@@ -23,83 +24,98 @@ class Table(NamedTuple):
     numeric: int  # columns from this one on are numbers
 
 
-def micros(value: Optional[float]) -> str:
-    """Microseconds, as ep_bench prints them."""
-    return "" if value is None else f"{value:.1f}"
+Column = tuple[str, Callable[[Any], str]]
 
 
-def _ratio(value: Optional[float]) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _table(caption: str, numeric: int, columns: Sequence[Column], items: Iterable[Any]) -> Table:
+    """Columns of numbers that no item has are left out."""
+    rows = [[text(item) for _, text in columns] for item in items]
+    kept = [i for i in range(len(columns)) if i < numeric or any(row[i] for row in rows)]
+    return Table(caption, [columns[i][0] for i in kept], [[row[i] for i in kept] for row in rows],
+                 numeric)
 
 
-def _whole(value: Optional[float]) -> str:
-    return "" if value is None else f"{value:.0f}"
+def digits(value: Optional[float], count: int = 0) -> str:
+    return "" if value is None else f"{value:.{count}f}"
 
 
-def _rate(num_bytes: Optional[int], median_us: float) -> str:
-    return f"{num_bytes / median_us / 1e3:.2f}" if num_bytes and median_us else ""
+def _ratio(value: Optional[float], other: Optional[float]) -> str:
+    return digits(value / other, 2) if value is not None and other else ""
 
 
 # ---- results ----------------------------------------------------------------------------------
 
-_TIMES = ("tokens", "operation", "median (µs)", "p99 (µs)", "wire (µs)", "memory (µs)",
-          "floor (µs)", "time / floor", "remote GB/s", "useful GB/s", "issue (µs)", "wrong")
+
+class Item(NamedTuple):
+    """A timing and where it is from."""
+
+    run: Run
+    size: Size
+    timing: Timing
 
 
-def _time_row(size: Size, timing: Timing) -> list[str]:
-    return [str(size.tokens), timing.name, micros(timing.median_us), micros(timing.p99_us),
-            micros(timing.wire_us), micros(timing.mem_us), micros(timing.floor_us),
-            _ratio(timing.floor_ratio), _rate(timing.remote_bytes, timing.median_us),
-            _rate(timing.useful_bytes, timing.median_us), micros(timing.issue_us),
-            _whole(timing.wrong)]
+def _number(key: str, count: int = 1) -> Callable[[Item], str]:
+    return lambda item: digits(getattr(item.timing, key), count)
 
 
-def _without_empty(table: Table) -> Table:
-    """Leave out the columns of numbers that no row has."""
-    kept = [i for i in range(len(table.columns))
-            if i < table.numeric or any(row[i] for row in table.rows)]
-    return table._replace(columns=[table.columns[i] for i in kept],
-                          rows=[[row[i] for i in kept] for row in table.rows])
+def _rate(key: str) -> Callable[[Item], str]:
+    def rate(item: Item) -> str:
+        num_bytes = getattr(item.timing, key)
+        return _ratio(num_bytes / 1e3, item.timing.median_us) if num_bytes else ""
+
+    return rate
+
+
+_MODEL: Column = ("model", lambda item: item.run.model)
+_TIMES: list[Column] = [
+    ("tokens", lambda item: str(item.size.tokens)), ("operation", lambda item: item.timing.name),
+    ("median (µs)", _number("median_us")), ("p99 (µs)", _number("p99_us")),
+    ("wire (µs)", _number("wire_us")), ("memory (µs)", _number("mem_us")),
+    ("floor (µs)", _number("floor_us")), ("time / floor", _number("floor_ratio", 2)),
+    ("remote GB/s", _rate("remote_bytes")), ("useful GB/s", _rate("useful_bytes")),
+    ("issue (µs)", _number("issue_us")), ("wrong", _number("wrong", 0))]
+
+
+def _items(runs: Iterable[Run]) -> list[Item]:
+    return [Item(run, size, t) for run in runs for size in run.sizes for t in size.timings]
 
 
 def times_table(run: Run) -> Table:
     """Every timing of every size of a run."""
-    rows = [_time_row(size, timing) for size in run.sizes for timing in size.timings]
-    return _without_empty(Table("Times, rates per rank", _TIMES, rows, 2))
+    return _table("Times, rates per rank", 2, _TIMES, _items([run]))
 
 
 def models_table(runs: Sequence[Run]) -> Table:
     """Every timing of the models of one mode."""
-    rows = [[run.model, *_time_row(size, timing)] for run in runs for size in run.sizes
-            for timing in size.timings]
-    mode = runs[0].mode
-    return _without_empty(Table(f"Times of models, {mode} mode, rates per rank",
-                                ("model", *_TIMES), rows, 3))
+    return _table(f"Times of models, {runs[0].mode} mode, rates per rank", 3, [_MODEL, *_TIMES],
+                  _items(runs))
 
 
-_SIZES = (("tokens_min", "fewest tokens"), ("slots_max", "most slots"),
-          ("slots_min", "fewest slots"), ("receive_rows", "receive rows"),
-          ("dropped_slots", "dropped slots"), ("library_bytes", "library memory (bytes)"),
-          ("promised_bytes", "promised (bytes)"), ("travelled_bytes", "travelled (bytes)"))
-_COSTS = (("new_handle_us", "new handle, prepare, dispatch (µs)"),
-          ("empty_node_us", "empty graph node (µs)"), ("flag_us", "flag one way (µs)"))
+def _fact(key: str, count: int) -> Callable[[Size], str]:
+    return lambda size: digits(size.facts.get(key), count)
+
+
+_SIZES: list[Column] = [("tokens", lambda size: str(size.tokens))] + [
+    (title, _fact(key, count)) for title, key, count in (
+        ("fewest tokens", "tokens_min", 0), ("most slots", "slots_max", 0),
+        ("fewest slots", "slots_min", 0), ("receive rows", "receive_rows", 0),
+        ("dropped slots", "dropped_slots", 0), ("library memory (bytes)", "library_bytes", 0),
+        ("promised (bytes)", "promised_bytes", 0), ("travelled (bytes)", "travelled_bytes", 0),
+        ("new handle, prepare, dispatch (µs)", "new_handle_us", 1),
+        ("empty graph node (µs)", "empty_node_us", 1), ("flag one way (µs)", "flag_us", 1),
+        ("speedup", "speedup", 2))]
 
 
 def sizes_table(run: Run) -> Table:
     """What is known of each size as a whole."""
-    columns = ["tokens"] + [text for _, text in _SIZES + _COSTS] + ["speedup"]
-    rows = [[str(size.tokens)] + [_whole(size.facts.get(key)) for key, _ in _SIZES] +
-            [micros(size.facts.get(key)) for key, _ in _COSTS] +
-            [_ratio(size.facts.get("speedup"))] for size in run.sizes]
-    return _without_empty(Table("Sizes: slots, rows and memory of a rank", columns, rows, 0))
+    return _table("Sizes: slots, rows and memory of a rank", 0, _SIZES, run.sizes)
 
 
 def config_table(runs: Sequence[Run]) -> Table:
     """What runs depend on, by the names of the JSON; only what all of them share."""
-    shared = [(key, value) for key, value in runs[0].config.items()
+    shared = [[key, value_text(value)] for key, value in runs[0].config.items()
               if key != "tokens" and all(run.config.get(key) == value for run in runs)]
-    return Table("Configuration", ("option", "value"),
-                 [[key, value_text(value)] for key, value in shared], 2)
+    return Table("Configuration", ("option", "value"), shared, 2)
 
 
 def value_text(value: object) -> str:
@@ -111,28 +127,35 @@ def value_text(value: object) -> str:
 # ---- comparisons ------------------------------------------------------------------------------
 
 
-def differences_table(labels: Sequence[str], results: Sequence[Result], runs: Sequence[Run]
-                      ) -> Table:
+def differences_table(results: Sequence[Result], runs: Sequence[Run]) -> Table:
     """What differs between the configurations: a reader sees whether like is compared to like."""
     facts = [{"libep": result.version, **result.machine, **run.config}
              for result, run in zip(results, runs)]
-    keys = [key for key in dict.fromkeys(key for fact in facts for key in fact)
-            if key != "tokens" and len({value_text(fact.get(key, "")) for fact in facts}) > 1]
-    rows = [[key, *(value_text(fact.get(key, "")) for fact in facts)] for key in keys]
-    return Table("What differs between the results", ("option", *labels), rows, len(labels) + 1)
+    rows = [[key, *(value_text(fact.get(key, "")) for fact in facts)]
+            for key in dict.fromkeys(key for fact in facts for key in fact) if key != "tokens"]
+    return Table("What differs between the results", ("option", *(r.label for r in results)),
+                 [row for row in rows if len(set(row[1:])) > 1], len(results) + 1)
 
 
-def _comparison_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
+Compared = tuple[Run, int, list[Timing]]
+
+
+def _compared(runs: Sequence[Run]) -> Iterable[Compared]:
+    """The timings that all runs have, by size and operation."""
     for size in runs[0].sizes:
         others = [run.size(size.tokens) for run in runs[1:]]
         for first in size.timings:
-            found = [other.timing(first.name) if other else None for other in others]
-            known = [first, *(timing for timing in found if timing)]
-            if len(known) == len(runs):
-                yield [runs[0].model, str(size.tokens), first.name,
-                       *(micros(t.median_us) for t in known),
-                       *(_ratio(t.median_us / first.median_us if first.median_us else None)
-                         for t in known[1:])]
+            found = [first, *(t for s in others if s for t in (s.timing(first.name),) if t)]
+            if len(found) == len(runs):
+                yield runs[-1], size.tokens, found
+
+
+def _median(i: int) -> Callable[[Compared], str]:
+    return lambda item: digits(item[2][i].median_us, 1)
+
+
+def _to_first(i: int) -> Callable[[Compared], str]:
+    return lambda item: _ratio(item[2][i].median_us, item[2][0].median_us)
 
 
 def comparison_table(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> Table:
@@ -140,12 +163,32 @@ def comparison_table(labels: Sequence[str], groups: Sequence[Sequence[Run]]) -> 
 
     A group has a run for each label; with --models it is those of one model and mode.
     """
-    columns = ["model", "mode", "tokens", "operation", *(f"{label} (µs)" for label in labels),
-               *(f"{label} / {labels[0]}" for label in labels[1:])]
-    rows = [[row[0], runs[-1].mode, *row[1:]] for runs in groups for row in _comparison_rows(runs)]
-    if not groups[0][0].model:
-        columns, rows = columns[2:], [row[2:] for row in rows]
-    return Table("Medians compared", columns, rows, 4 if groups[0][0].model else 2)
+    columns: list[Column] = [("model", lambda item: item[0].model),
+                             ("mode", lambda item: item[0].mode)] if groups[0][0].model else []
+    numeric = len(columns) + 2
+    columns += [("tokens", lambda item: str(item[1])),
+                ("operation", lambda item: item[2][0].name)]
+    columns += [(f"{label} (µs)", _median(i)) for i, label in enumerate(labels)]
+    columns += [(f"{label} / {labels[0]}", _to_first(i)) for i, label in enumerate(labels) if i]
+    return _table("Medians compared", numeric, columns,
+                  [item for runs in groups for item in _compared(runs)])
+
+
+def curve_table(title: str, points: Sequence[tuple[float, Size]]) -> Table:
+    """Medians over an option."""
+    columns: list[Column] = [(title, lambda point: value_text(point[0]))]
+
+    def median(name: str) -> Callable[[tuple[float, Size]], str]:
+        def text(point: tuple[float, Size]) -> str:
+            timing = point[1].timing(name)
+            return digits(timing.median_us, 1) if timing else ""
+
+        return text
+
+    for name in dict.fromkeys(t.name for _, size in points for t in size.timings
+                              if t.kind in (OPERATION, SPLIT, BASELINE, STEP)):
+        columns.append((f"{name} (µs)", median(name)))
+    return _table(f"Medians over {title}", 0, columns, points)
 
 
 # ---- traces -----------------------------------------------------------------------------------
@@ -169,63 +212,57 @@ def trace_table(trace: Trace) -> Table:
         ("masked entries", f"{trace.masked}{share(trace.masked, entries)}"),
         ("rows: (token, rank) pairs", f"{rows}"),
         ("rows that travel", f"{rows - local}{share(rows - local, rows)}"),
-        ("slots for each row", f"{slots / rows:.2f}" if rows else ""),
+        ("slots for each row", _ratio(slots, rows)),
         ("imbalance of experts (max / mean)", f"{imbalance(trace.expert_slots):.2f}"),
         ("busiest expert", f"{busiest} on rank {trace.owner[busiest]}, "
                            f"{trace.expert_slots[busiest]} slots"),
         ("experts without a token", f"{int((trace.expert_slots == 0).sum())}"),
         ("imbalance of ranks (max / mean)", f"{imbalance(trace.rank_slots):.2f}"),
         ("imbalance of rows sent (max / mean)", f"{imbalance(sent):.2f}"),
-        ("imbalance of rows received (max / mean)", f"{imbalance(received):.2f}"),
-    ]
+        ("imbalance of rows received (max / mean)", f"{imbalance(received):.2f}")]
     return Table("The trace in numbers", ("figure", "value"), listed, 2)
 
 
-def ranks_table(trace: Trace) -> Table:
-    """Load and traffic of each rank."""
-    own, own_rows = trace.slots.diagonal(), trace.rows.diagonal()
-    sent, received = trace.rows.sum(axis=1), trace.rows.sum(axis=0)
-    mean = trace.rank_slots.mean() or 1.0
-    rows = [[str(r), str(int((trace.owner == r).sum())), str(trace.tokens[r]),
-             str(trace.rank_slots[r]), _ratio(trace.rank_slots[r] / mean), str(own[r]),
-             str(sent[r] - own_rows[r]), str(received[r] - own_rows[r]), str(own_rows[r])]
-            for r in range(trace.num_ranks)]
-    return Table("Load of ranks", ("rank", "experts", "tokens", "slots received", "over mean",
-                           "slots of its own tokens", "rows sent", "rows received",
-                           "rows that stay"), rows, 0)
+def _counts(caption: str, columns: Sequence[str], *values: Iterable[Any]) -> Table:
+    """A column for each list of values, whole numbers but where they are text."""
+    rows = [[str(cell) for cell in row] for row in zip(*values)]
+    return Table(caption, columns, rows, 0)
 
 
-def matrix_table(trace: Trace) -> Optional[Table]:
-    """Rows from rank to rank, unless there are too many ranks for a page."""
-    if trace.num_ranks > _MOST_COLUMNS:
-        return None
-    rows = [[str(source), *map(str, line)] for source, line in enumerate(trace.rows)]
-    return Table("Rows from rank to rank", ("from \\ to", *map(str, range(trace.num_ranks))),
-                 rows, 0)
+def _over_mean(load: np.ndarray) -> list[str]:
+    return [digits(value / (load.mean() or 1.0), 2) for value in load]
 
 
-def fan_out_table(trace: Trace) -> Table:
-    total = int(trace.fan_out.sum()) or 1
-    rows = [[str(n), str(count), f"{100 * count / total:.1f}"]
-            for n, count in enumerate(trace.fan_out)]
-    return Table("Ranks of a token", ("ranks", "tokens", "share (%)"), rows, 0)
-
-
-def experts_table(trace: Trace) -> Table:
-    """Experts, busiest first."""
-    mean = trace.expert_slots.mean() or 1.0
-    order = np.argsort(-trace.expert_slots, kind="stable")[:_MOST_EXPERTS]
-    rows = [[str(e), str(trace.owner[e]), str(trace.expert_slots[e]),
-             _ratio(trace.expert_slots[e] / mean)] for e in order]
-    caption = "Experts, busiest first"
-    if trace.num_experts > _MOST_EXPERTS:
-        caption += f" (the first {_MOST_EXPERTS} of {trace.num_experts})"
-    return Table(caption, ("expert", "rank", "slots", "over mean"), rows, 0)
+def trace_tables(trace: Trace) -> list[Table]:
+    """All tables of a trace."""
+    own, own_rows, ranks = trace.slots.diagonal(), trace.rows.diagonal(), range(trace.num_ranks)
+    load, total = trace.expert_slots, int(trace.fan_out.sum()) or 1
+    order = np.argsort(-load, kind="stable")[:_MOST_EXPERTS]
+    most = f" (the first {_MOST_EXPERTS} of {trace.num_experts})"
+    found = [trace_table(trace), _counts(
+        "Load of ranks", ("rank", "experts", "tokens", "slots received", "over mean",
+                          "slots of its own tokens", "rows sent", "rows received",
+                          "rows that stay"),
+        ranks, np.bincount(trace.owner, minlength=trace.num_ranks), trace.tokens,
+        trace.rank_slots, _over_mean(trace.rank_slots), own, trace.rows.sum(axis=1) - own_rows,
+        trace.rows.sum(axis=0) - own_rows, own_rows)]
+    if trace.num_ranks <= _MOST_COLUMNS:
+        found.append(_counts("Rows from rank to rank", ("from \\ to", *map(str, ranks)), ranks,
+                             *trace.rows.T))
+    found.append(_counts("Ranks of a token", ("ranks", "tokens", "share (%)"),
+                         range(len(trace.fan_out)), trace.fan_out,
+                         [digits(100 * count / total, 1) for count in trace.fan_out]))
+    found.append(_counts("Experts, busiest first" + (most if len(order) < len(load) else ""),
+                         ("expert", "rank", "slots", "over mean"), order, trace.owner[order],
+                         load[order], np.array(_over_mean(load))[order]))
+    return found
 
 
 def series_table(traces: Sequence[Trace]) -> Table:
-    rows = [[trace.label, str(trace.tokens.sum()), str(trace.slots.sum()),
-             f"{imbalance(trace.expert_slots):.2f}", f"{imbalance(trace.rank_slots):.2f}",
-             str(int((trace.expert_slots == 0).sum()))] for trace in traces]
-    return Table("Traces in order", ("trace", "tokens", "slots", "experts: max / mean",
-                                     "ranks: max / mean", "experts without a token"), rows, 1)
+    columns: list[Column] = [
+        ("trace", lambda trace: trace.label), ("tokens", lambda trace: str(trace.tokens.sum())),
+        ("slots", lambda trace: str(trace.slots.sum())),
+        ("experts: max / mean", lambda trace: digits(imbalance(trace.expert_slots), 2)),
+        ("ranks: max / mean", lambda trace: digits(imbalance(trace.rank_slots), 2)),
+        ("experts without a token", lambda trace: str(int((trace.expert_slots == 0).sum())))]
+    return _table("Traces in order", 1, columns, traces)

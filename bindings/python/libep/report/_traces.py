@@ -10,7 +10,7 @@ from typing import Iterator, NamedTuple
 import numpy as np
 
 from .._config import expert_range
-from ._errors import ReportError
+from ._input import ReportError
 
 MAGIC = b"ep-routing"
 _INT32_MAX = 2**31 - 1

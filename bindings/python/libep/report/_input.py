@@ -6,25 +6,30 @@ from __future__ import annotations
 import json
 from typing import Any, Iterator, Optional
 
-from ._errors import ReportError
-
 _MOST = 1e18  # no time in microseconds and no count of bytes comes near
+
+
+class ReportError(Exception):
+    """A report cannot be made. str(error) is a sentence: the file, what was expected and got.
+
+    `status` is the exit status of the command: 2 for a refused input, 1 for anything else.
+    """
+
+    def __init__(self, sentence: str, status: int = 2) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 class Node:
     """A value of a JSON file and the way to it, such as phases[0].median_us."""
 
     def __init__(self, path: str, value: Any, way: str = "", hint: str = "") -> None:
-        self._path, self.value, self._way, self._hint = path, value, way, hint
+        self._path, self.value, self._way, self.hint = path, value, way, hint
 
     def refuse(self, expected: str) -> ReportError:
-        """The error for this value."""
+        """The error for this value; a hint stands at its end."""
         place = f"{self._way} to be {expected}" if self._way else expected
-        return ReportError(f"{self._path}: expected {place}, got {_shown(self.value)}{self._hint}")
-
-    def with_hint(self, hint: str) -> Node:
-        """The same value, with a remark at the end of its errors."""
-        return Node(self._path, self.value, self._way, hint)
+        return ReportError(f"{self._path}: expected {place}, got {_shown(self.value)}{self.hint}")
 
     def __contains__(self, key: str) -> bool:
         return isinstance(self.value, dict) and self.value.get(key) is not None
@@ -34,14 +39,14 @@ class Node:
         if not isinstance(self.value, dict):
             raise self.refuse("an object")
         way = f"{self._way}.{key}" if self._way else key
-        return Node(self._path, self.value.get(key), way, self._hint)
+        return Node(self._path, self.value.get(key), way, self.hint)
 
     def items(self) -> Iterator[Node]:
         """The elements of a list that is not empty."""
         if not isinstance(self.value, list) or not self.value:
             raise self.refuse("a list that is not empty")
         for i, element in enumerate(self.value):
-            yield Node(self._path, element, f"{self._way}[{i}]", self._hint)
+            yield Node(self._path, element, f"{self._way}[{i}]", self.hint)
 
     def number(self) -> float:
         """A number from 0 to _MOST: all numbers of a result are."""
@@ -64,12 +69,16 @@ class Node:
             raise self.refuse("a text")
         return decoded(self.value)
 
-    def optional_number(self, key: str) -> Optional[float]:
-        """The member `key`, or None where it is missing or null."""
+    def optional(self, key: str) -> Optional[float]:
+        """The number of the member `key`, or None where it is missing or null."""
         return self[key].number() if key in self else None
 
-    def optional_count(self, key: str) -> Optional[int]:
-        return self[key].count() if key in self else None
+    def scalars(self) -> dict[str, Any]:
+        """The members of an object that are a number, a text or a truth."""
+        if not isinstance(self.value, dict):
+            raise self.refuse("an object")
+        return {decoded(key): self[key].text() if isinstance(value, str) else value
+                for key, value in self.value.items() if isinstance(value, (str, int, float))}
 
 
 def decoded(text: str) -> str:
@@ -98,16 +107,20 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def parse(path: str, text: str) -> Node:
+def parse(path: str, content: bytes) -> Node:
     """The JSON of a file."""
-    if not text.strip():
-        raise ReportError(f"{path}: expected a result of ep_bench or a routing trace, got an empty "
-                          f"file")
+    wanted = "a JSON result of ep_bench or a routing trace"
     try:
+        text = content.decode("utf-8")
+        if not text.strip():
+            raise ReportError(f"{path}: expected a result of ep_bench or a routing trace, got an "
+                              f"empty file")
         return Node(path, json.loads(text))
+    except UnicodeDecodeError:
+        raise ReportError(f"{path}: expected {wanted}, got bytes that are no text") from None
     except json.JSONDecodeError as error:
-        raise ReportError(f"{path}:{error.lineno}: expected a JSON result of ep_bench or a routing "
-                          f"trace, got text that is neither: {error.msg}") from None
+        raise ReportError(f"{path}:{error.lineno}: expected {wanted}, got text that is neither: "
+                          f"{error.msg}") from None
     except (RecursionError, ValueError):
         raise ReportError(f"{path}: expected a JSON result of ep_bench, got JSON that is too "
                           f"large to read") from None

@@ -13,18 +13,7 @@ from matplotlib.patches import Patch
 
 from ._results import BASELINE, SPLIT, Size, Timing
 from ._style import (
-    INK,
-    MUTED,
-    PAPER,
-    Picture,
-    colour,
-    picture,
-    ratio,
-    seconds,
-    short,
-    slug,
-    time_axis,
-)
+    INK, MUTED, PAPER, Picture, colour, legend, picture, ratio, seconds, short, slug, time_axis)
 
 _HATCHES = {BASELINE: "////", SPLIT: "\\\\\\\\"}  # of dots, one SVG has 250 kB
 
@@ -37,24 +26,23 @@ class _Bar(NamedTuple):
     first: Optional[Timing]  # the same operation in the first of several results
     strength: float  # opacity: the last result is the strongest
 
-
-def _names(sizes: Sequence[Size]) -> list[str]:
-    return list(dict.fromkeys(t.name for size in sizes for t in size.timings))
+    @property
+    def reach(self) -> float:
+        """The end of the bar or of its floor, in seconds."""
+        return max(self.timing.median_us, self.timing.floor_us or 0.0) / 1e6
 
 
 def _bars(labels: Sequence[str], sizes: Sequence[Size]) -> list[_Bar]:
     """From top to bottom: operation by operation, the results of each one side by side."""
     bars, y = [], 0.0
-    for name in _names(sizes):
+    for name in dict.fromkeys(t.name for size in sizes for t in size.timings):
         first = sizes[0].timing(name)
         for i, (label, size) in enumerate(zip(labels, sizes)):
             timing = size.timing(name)
-            if timing is None:
-                continue
-            strength = 0.45 + 0.55 * (i + 1) / len(sizes)
-            bars.append(_Bar(y, i, short(label) if len(sizes) > 1 else name, timing,
-                             first if i else None, strength))
-            y += 1.0
+            if timing:
+                bars.append(_Bar(y, i, short(label) if len(sizes) > 1 else name, timing,
+                                 first if i else None, 0.45 + 0.55 * (i + 1) / len(sizes)))
+                y += 1.0
         y += 1.1 if len(sizes) > 1 else 0.15
     return bars
 
@@ -68,8 +56,8 @@ def _text(bar: _Bar) -> str:
     return " · ".join(parts)
 
 
-def _draw_floor(axes: Axes, bar: _Bar) -> float:
-    """A solid line at the floor, a dotted one at the smaller bound. Returns the floor."""
+def _draw_floor(axes: Axes, bar: _Bar) -> None:
+    """A solid line at the floor, a dotted one at the smaller bound."""
     timing, ends = bar.timing, (bar.y - 0.46, bar.y + 0.46)
     for bound in (timing.wire_us, timing.mem_us):
         if bound:
@@ -77,7 +65,6 @@ def _draw_floor(axes: Axes, bar: _Bar) -> float:
             axes.plot([bound / 1e6] * 2, ends, color=INK if is_floor else MUTED,
                       linestyle="-" if is_floor else ":", linewidth=2.2 if is_floor else 1.6,
                       solid_capstyle="butt")
-    return (timing.floor_us or 0.0) / 1e6
 
 
 def _draw_bar(axes: Axes, bar: _Bar, limit: float) -> None:
@@ -89,8 +76,8 @@ def _draw_bar(axes: Axes, bar: _Bar, limit: float) -> None:
     shown = min(p99, limit)
     axes.plot([median, shown], [bar.y] * 2, color=INK, linewidth=1,
               marker="|" if shown == p99 else ">", markersize=6, markevery=[1])
-    end = max(shown, median, _draw_floor(axes, bar))
-    axes.annotate(_text(bar), (end, bar.y), xytext=(6, 0), textcoords="offset points",
+    _draw_floor(axes, bar)
+    axes.annotate(_text(bar), (max(shown, bar.reach), bar.y), xytext=(6, 0), textcoords="offset points",
                   va="center", fontsize=9)
 
 
@@ -109,20 +96,15 @@ def _legend(figure: Figure, bars: Sequence[_Bar]) -> None:
     for kind, hatch in _HATCHES.items():
         if kind in kinds:
             entries.append(Patch(facecolor=MUTED, edgecolor=PAPER, hatch=hatch, label=kind))
-    figure.legend(handles=entries, loc="outside lower left", ncols=min(len(entries), 4))
-
-
-def _limit(bars: Sequence[_Bar]) -> float:
-    """Where whiskers are cut, in seconds, so that one slow iteration does not squeeze the rest."""
-    return 1.8 * max(max(bar.timing.median_us, bar.timing.floor_us or 0.0) for bar in bars) / 1e6
+    legend(figure, entries, 4)
 
 
 def _draw(figure: Figure, bars: Sequence[_Bar]) -> None:
-    axes, limit = figure.add_subplot(), _limit(bars)
+    # Whiskers are cut, so that one slow iteration does not squeeze the rest.
+    axes, limit = figure.add_subplot(), 1.8 * max(bar.reach for bar in bars)
     for bar in bars:
         _draw_bar(axes, bar, limit)
-    ends = [min(bar.timing.p99_us / 1e6, limit) for bar in bars]
-    longest = max(ends + [max(b.timing.median_us, b.timing.floor_us or 0.0) / 1e6 for b in bars])
+    longest = max(max(min(bar.timing.p99_us / 1e6, limit), bar.reach) for bar in bars)
     several = any(bar.label != bar.timing.name for bar in bars)
     axes.set_xlim(0, longest * (1.5 if several else 1.32) or 1.0)
     axes.set_ylim(bars[-1].y + 0.6, bars[0].y - (1.5 if several else 0.6))
@@ -138,8 +120,8 @@ def _draw(figure: Figure, bars: Sequence[_Bar]) -> None:
     _legend(figure, bars)
 
 
-def times(name: str, alt: str, labels: Sequence[str], sizes: Sequence[Size]) -> Picture:
+def bars(name: str, alt: str, labels: Sequence[str], sizes: Sequence[Size]) -> Picture:
     """Bars of one size of one or several runs. All of them have at least one operation."""
-    bars = _bars(labels, sizes)
-    height = 1.25 + (bars[-1].y + 1.5) * (0.27 if len(sizes) > 1 else 0.36)
-    return picture(name, alt, 9.0, height, lambda figure: _draw(figure, bars))
+    drawn = _bars(labels, sizes)
+    height = 1.25 + (drawn[-1].y + 1.5) * (0.27 if len(sizes) > 1 else 0.36)
+    return picture(name, alt, 9.0, height, lambda figure: _draw(figure, drawn))
