@@ -100,6 +100,7 @@ NOT_CALLED(ep_dispatch_wait);
 NOT_CALLED(ep_combine_send);
 NOT_CALLED(ep_combine_wait);
 NOT_CALLED(ep_dispatch_backward);
+NOT_CALLED(ep_handle_info);
 NOT_CALLED(ep_window_adopt);
 NOT_CALLED(ep_window_locate);
 NOT_CALLED(ep_window_release);
