@@ -3,7 +3,8 @@
  * Bootstrap for ranks that are threads of one process. A rendezvous uses one state under one mutex:
  * each rank stores a pointer to its bytes, and the last to arrive completes the turn. A rank that
  * waits wakes now and then, to see whether its group was aborted. Shared memory is plain memory.
- * Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a queue for each pair of ranks.
+ * Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a queue for each pair of
+ * ranks.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -76,8 +77,8 @@ static void deadline_after(double seconds, struct timespec *out) {
     if (out->tv_nsec >= 1000000000L) out->tv_sec++, out->tv_nsec -= 1000000000L;
 }
 
-/* Of a waiting rank, at its group. Where many ranks wait, each looks less often: they share the CPUs
- * and the mutex. */
+/* Of a waiting rank, at its group. Where many ranks wait, each looks less often: they share the
+ * CPUs and the mutex. */
 static double seconds_per_look(const SharedState *state) {
     return 2e-3 * (1 + state->size / 16);
 }
@@ -364,7 +365,8 @@ static void local_cancel(void *context, void **request) {
 
 static void inbox_close(Inbox *inbox, int32_t size) {
     for (int32_t r = 0; inbox->from && r < size; r++)
-        for (Message *next, *message = atomic_load(&inbox->from[r].first); message; message = next) {
+        for (Message *next, *message = atomic_load(&inbox->from[r].first); message;
+             message = next) {
             next = message->next;
             free(message);
         }

@@ -72,7 +72,7 @@ struct EpGroup {
     EpAbort abort;                       /* for any thread; all else is for one at a time */
     int32_t aborted_peer; /* whom to blame for what a wait in the bootstrap has found, or -1 */
     char peer_why[EP_ABORT_BYTES]; /* its reason, "": not known */
-    EpStatus failed;      /* EP_OK, or why every call is refused */
+    EpStatus failed;               /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
 };

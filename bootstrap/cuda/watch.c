@@ -238,8 +238,7 @@ static void look_at_group(EpCudaWatch *w) {
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (fault == EP_FAULT_PEER && !failed) why = (const char *)f->why;
-    if (aborted || failed || fault)
-        lose(w, EP_LOSS_OWN, w->rank, blamed, aborted ? told : why);
+    if (aborted || failed || fault) lose(w, EP_LOSS_OWN, w->rank, blamed, aborted ? told : why);
 }
 
 /* This rank has begun an operation which one that has departed never will. */

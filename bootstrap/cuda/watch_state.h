@@ -37,13 +37,13 @@ typedef struct EpNote {
 typedef struct EpWatchPeer {
     int32_t rank;
     EpNote in, out;
-    void *receiving, *sending; /* requests, NULL: none */
-    int told;                  /* whether it was told that this rank fails or leaves */
-    int left;                  /* whether it leaves */
-    int departed;              /* whether it has said so */
-    uint32_t refusals;         /* of this rank's, what the other was told */
+    void *receiving, *sending;    /* requests, NULL: none */
+    int told;                     /* whether it was told that this rank fails or leaves */
+    int left;                     /* whether it leaves */
+    int departed;                 /* whether it has said so */
+    uint32_t refusals;            /* of this rank's, what the other was told */
     char refusal[EP_ABORT_BYTES]; /* of its last call, or "" */
-    double heard;              /* when, last */
+    double heard;                 /* when, last */
     uint64_t begun;
 } EpWatchPeer;
 

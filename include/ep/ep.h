@@ -439,10 +439,10 @@ EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *conf
 
 /** Destroy a group and its handles. Each rank waits, up to the deadline, until its peers have
  *  finished their last call; in this sense it is collective. If this rank's last call was refused,
- *  peers that wait for it in that call get EP_ERR_PEER at once, with its sentence. Where ranks share a process it also
- *  waits until all of them have freed their memory. A group that has failed or was aborted is
- *  destroyed without waiting, so its ranks are out of step on the bootstrap: the next group needs a
- *  new one. NULL is allowed. */
+ *  peers that wait for it in that call get EP_ERR_PEER at once, with its sentence. Where ranks
+ * share a process it also waits until all of them have freed their memory. A group that has failed
+ * or was aborted is destroyed without waiting, so its ranks are out of step on the bootstrap: the
+ * next group needs a new one. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
 /**

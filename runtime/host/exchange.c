@@ -12,7 +12,7 @@
 _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
 
 #define LINE 64
-#define BUFFERS 2 /* of the outbox, and of each inbox: for even and odd rounds */
+#define BUFFERS 2    /* of the outbox, and of each inbox: for even and odd rounds */
 #define NOTE (-1)    /* in place of an operation's code: the writer has given up */
 #define REFUSED (-2) /* the writer's call was refused, and its next message follows */
 #define PAUSES_PER_LOOK 1024
@@ -148,7 +148,7 @@ int ep_exchange_destroy(EpExchange *x, int together) {
             sends += cancel(x, &x->remote[r].sending[parity]);
             receives += cancel(x, &x->remote[r].receiving[parity]);
         }
-    /* Where all ranks are here, what is being received is only what find_note waits for. */
+    /* Where all ranks are here, only find_note has posted receives. */
     free_or_keep(x->inboxes, receives && !together);
     free_or_keep(x->note, notes);
     free_or_keep(x->refusal, refusals);
@@ -213,8 +213,8 @@ static void send_notes(EpExchange *x, int32_t blamed, const char *why) {
             (void)ep_call_isend(b, r, x->tag, x->note, bytes, &x->remote[r].sending_note);
 }
 
-/* Record the failure for good, and tell the peers. `why`: what is known of the rank to blame, or "".
- * Returns `status`. */
+/* Record the failure for good, and tell the peers. `why`: what is known of the rank to blame, or
+ * "". Returns `status`. */
 static EpStatus fail_because(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
                              int64_t seen, const char *why) {
     EpExchangeFailure *failure = &x->failure;
@@ -384,7 +384,8 @@ static int32_t find_blamed_by(const EpExchange *x, int32_t rank, char why[EP_ABO
     why[0] = 0;
     if (control) {
         uint64_t failed = load(&control->failed);
-        if (failed) memcpy(why, failed & EP_ABORTED ? control->why : control->heard, EP_ABORT_BYTES);
+        if (failed)
+            memcpy(why, failed & EP_ABORTED ? control->why : control->heard, EP_ABORT_BYTES);
         return failed == EP_DEPARTED ? rank : blamed_in(failed);
     }
     if (x->remote[rank].receiving[parity]) return -1;
@@ -447,32 +448,38 @@ static EpStatus fail_gone(EpExchange *x, int32_t peer) {
     return fail_peer(x, peer, blamed, why);
 }
 
-/* Whether a rank on another node has given up: its note comes in place of the next round's message.
- * That message itself stays for its round, unless this rank departs. */
-static int has_note(EpExchange *x, int32_t rank, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+/* Get whom a rank on another node blames that has given up, or -1: its note comes in place of the
+ * next round's message. That message itself stays for its round; a rank that departs takes it as a
+ * word that the other one waits for it. */
+static int32_t find_note(EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
     uint64_t next = x->round + 1;
     int parity = (int)(next % BUFFERS);
     const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
     EpStatus status = post_receive(x, rank, next);
     if (status == EP_OK) status = try_receive(x, rank, parity);
-    if (status != EP_OK || x->remote[rank].receiving[parity]) return 0;
-    *blamed = x->rank, why[0] = 0;
-    if (header->op != NOTE) return x->departs; /* it waits for this rank */
-    *blamed = (int32_t)header->fact[0];
+    why[0] = 0;
+    if (status != EP_OK || x->remote[rank].receiving[parity]) return -1;
+    if (header->op != NOTE) return x->departs ? x->rank : -1;
     snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
-    return 1;
+    return (int32_t)header->fact[0];
 }
 
+/* The same of a rank on this node. */
+static int32_t find_word(const EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
+    const EpControl *control = x->control[rank];
+    uint64_t failed = load(&control->failed);
+    why[0] = 0;
+    if (x->departs && load(&control->published) > x->round) return x->rank;
+    return blamed_in(failed) < 0 ? -1 : find_blamed_by(x, rank, why);
+}
+
+/* A rank that has given up at its deadline does not say why: this one names the late rank better.
+ */
 int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]) {
     for (int32_t r = 0; r < x->size; r++) {
-        const EpControl *control = x->control[r];
         if (r == x->rank) continue;
-        if (!control && has_note(x, r, blamed, why)) return r;
-        if (!control) continue;
-        *blamed = blamed_in(load(&control->failed));
-        if (*blamed >= 0) return find_blamed_by(x, r, why), r;
-        *blamed = x->rank, why[0] = 0;
-        if (x->departs && load(&control->published) > x->round) return r;
+        *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, why);
+        if (*blamed >= 0 && (why[0] || *blamed == x->rank)) return r;
     }
     return -1;
 }

@@ -47,10 +47,10 @@
  *              sentence.
  *
  * A rank that fails, departs or is aborted sends peers on other nodes a note in place of its next
- * round's message: a header with no operation's code and the rank that it blames, then why that rank
- * went. Its own thread does that, as soon as it is in the library: bootstraps may not support other
- * threads. A rank whose call was refused sends them the sentence in such a message, too, once before
- * its next round, which is then the next message.
+ * round's message: a header with no operation's code and the rank that it blames, then why that
+ * rank went. Its own thread does that, as soon as it is in the library: bootstraps may not support
+ * other threads. A rank whose call was refused sends them the sentence in such a message, too, once
+ * before its next round, which is then the next message.
  *
  * Between nodes, a rank fills a region again only after the send from it has completed, and posts a
  * receive into an inbox only after it has read the message there. Messages of a pair of ranks
@@ -83,14 +83,14 @@ typedef struct EpCounter {
 
 /** Start of every shared segment. */
 typedef struct EpControl {
-    EpCounter published;      /**< last round whose regions are filled */
-    EpCounter failed;         /**< 0, or 1 + the rank blamed for this rank's failure; EP_ABORTED |
-                                   1 + this rank: aborted; and perhaps EP_DEPARTED */
-    char why[EP_ABORT_BYTES]; /**< of this rank's abort */
+    EpCounter published;        /**< last round whose regions are filled */
+    EpCounter failed;           /**< 0, or 1 + the rank blamed for this rank's failure; EP_ABORTED |
+                                     1 + this rank: aborted; and perhaps EP_DEPARTED */
+    char why[EP_ABORT_BYTES];   /**< of this rank's abort */
     char heard[EP_ABORT_BYTES]; /**< why the blamed rank went, of a rank that has heard it; "" */
     _Atomic uint64_t refusal[EP_ABORT_BYTES / 8]; /**< of this rank's last call; "": none */
-    EpRoundHeader header[2];  /**< of even and odd rounds; not in the regions, which move by mode */
-    EpCounter released[];     /**< [size]: last round of each peer that this rank has read */
+    EpRoundHeader header[2]; /**< of even and odd rounds; not in the regions, which move by mode */
+    EpCounter released[];    /**< [size]: last round of each peer that this rank has read */
 } EpControl;
 
 #define EP_ABORTED ((uint64_t)1 << 32)

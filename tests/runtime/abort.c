@@ -391,7 +391,8 @@ typedef struct Crowd {
     int sample;
 } Crowd;
 
-/* All ranks meet again and again, and rank 0 is aborted at some moment: in a call, or between two. */
+/* All ranks meet again and again, and rank 0 is aborted at some moment: in a call, or between two.
+ */
 static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
     Crowd *crowd = arg;
     Case c = case_complete((Case){.ranks = CROWD});
