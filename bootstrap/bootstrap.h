@@ -28,6 +28,11 @@ EpStatus ep_bootstrap_check(const EpCall *call, const EpBootstrap *bootstrap);
 EpStatus ep_group_open(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpPurpose purpose,
                        EpGroup **out);
 
+/** The group is about to be destroyed: wait for this rank's operations, and let peers go that wait
+ * for a refused call of it. Returns whether the group has not failed. Before any of several groups
+ * is destroyed, since each waits there for the peers. */
+int ep_group_end(EpGroup *group);
+
 /* ---- topology ------------------------------------------------------------------------------ */
 
 /**

@@ -232,13 +232,21 @@ static int is_usable(EpGroup *group) {
     return group->failed == EP_OK && ep_group_usable(group) == EP_OK;
 }
 
+int ep_group_end(EpGroup *group) {
+    int first = !group->ends;
+    group->ends = 1;
+    int finished = is_usable(group) && group->backend->finish(group) == EP_OK;
+    group->backend->poll(group);
+    finished = finished && is_usable(group);
+    if (finished && first) ep_group_depart(group);
+    return finished;
+}
+
 /* Peers may store into this rank's memory until they have finished too, so meet them in a barrier.
  * A rank that knows that the group has failed skips the barrier; poll first, since this rank may
  * not know it yet. Returns 1 if all ranks are there. */
 static int meet_to_destroy(EpGroup *group) {
-    group->ends = 1;
-    int finished = is_usable(group) && group->backend->finish(group) == EP_OK;
-    group->backend->poll(group);
+    int finished = ep_group_end(group);
     ep_abort_set_phase(&group->abort, EP_ABORT_LEAVING);
     return finished && is_usable(group) && ep_group_meet(group) == EP_OK;
 }

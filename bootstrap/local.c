@@ -3,7 +3,8 @@
  * Bootstrap for ranks that are threads of one process. A rendezvous uses one state under one mutex:
  * each rank stores a pointer to its bytes, and the last to arrive completes the turn. A rank that
  * waits wakes now and then, to see whether its group was aborted. Shared memory is plain memory.
- * Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a queue for each pair of ranks.
+ * Messages, which only pretended nodes (LIBEP_TOPOLOGY) need, wait in a queue for each pair of
+ * ranks.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -58,6 +59,8 @@ typedef struct SharedState {
     const void **offered; /* [size] the bytes that each rank contributes */
     size_t *kind;         /* [size] kind of rendezvous that each rank has called */
     int agreed;           /* 1 if all kinds were equal in the last turn */
+    int has_farewell;     /* whether a rank has given up this turn because of an abort */
+    EpFarewell farewell;  /* the first of them */
     Inbox *inbox;         /* [size] */
 } SharedState;
 
@@ -74,8 +77,8 @@ static void deadline_after(double seconds, struct timespec *out) {
     if (out->tv_nsec >= 1000000000L) out->tv_sec++, out->tv_nsec -= 1000000000L;
 }
 
-/* Of a waiting rank, at its group. Where many ranks wait, each looks less often: they share the CPUs
- * and the mutex. */
+/* Of a waiting rank, at its group. Where many ranks wait, each looks less often: they share the
+ * CPUs and the mutex. */
 static double seconds_per_look(const SharedState *state) {
     return 2e-3 * (1 + state->size / 16);
 }
@@ -114,6 +117,16 @@ static int all_agree(const SharedState *state) {
 /* Kinds of rendezvous; an allgather of n bytes has kind GATHER + n. */
 enum { BARRIER, LEAVE, GATHER };
 
+/* Ranks on other pretended nodes cannot see an abort, and a slow one may see it too late: so the
+ * first rank that gives up tells all. */
+static EpStatus poll_farewell(SharedState *state) {
+    EpStatus status = ep_poll_abort();
+    if (status == EP_OK) return state->has_farewell ? ep_abort_hear(&state->farewell) : EP_OK;
+    if (!state->has_farewell) state->farewell = ep_abort_say();
+    state->has_farewell = 1;
+    return status;
+}
+
 /* Arrive, and wait until every rank has. The caller holds the mutex. `offer` stays readable until
  * the rank's next one, since slower ranks may still copy it. A rank that gives up withdraws its
  * arrival, so that a later rendezvous starts clean. */
@@ -130,12 +143,13 @@ static EpStatus rendezvous(const Local *self, const void *offer, size_t kind, do
         state->arrived = 0;
         memset(state->presence, ABSENT, (size_t)state->size);
         state->turn++;
+        state->has_farewell = 0;
         pthread_cond_broadcast(&state->turned);
     }
     while (state->turn == turn) {
         int late = wait_for_turn(state, &deadline);
         if (state->turn != turn) break;
-        EpStatus status = ep_poll_abort();
+        EpStatus status = poll_farewell(state);
         if (status == EP_OK && late) status = fail_missing(self, seconds);
         if (status == EP_OK) continue;
         state->presence[self->rank] = GAVE_UP;
@@ -156,6 +170,8 @@ static EpStatus copy_offers(const Local *self, void *out, size_t bytes) {
     const SharedState *state = self->state;
     for (int32_t r = 0; r < state->size; r++) {
         int is_same_call = state->kind[r] == GATHER + bytes || state->kind[r] == LEAVE;
+        if ((!state->offered[r] || !is_same_call) && state->has_farewell)
+            EP_TRY(ep_abort_hear(&state->farewell));
         if (!state->offered[r] || !is_same_call)
             return ep_fail(EP_ERR_TIMEOUT, "rank %d: bootstrap: rank %d has given up waiting",
                            self->rank, r);
@@ -349,7 +365,8 @@ static void local_cancel(void *context, void **request) {
 
 static void inbox_close(Inbox *inbox, int32_t size) {
     for (int32_t r = 0; inbox->from && r < size; r++)
-        for (Message *next, *message = atomic_load(&inbox->from[r].first); message; message = next) {
+        for (Message *next, *message = atomic_load(&inbox->from[r].first); message;
+             message = next) {
             next = message->next;
             free(message);
         }

@@ -173,6 +173,8 @@ static EpMeshLink *take_link(EpMeshComm *comm) {
 }
 
 static void free_comm(EpMeshComm *comm) {
+    for (EpMeshLink *link = comm->links; link; link = link->next)
+        (void)ep_group_end(link->group);
     while (comm->links)
         close_link(take_link(comm));
     pthread_mutex_destroy(&comm->mutex);

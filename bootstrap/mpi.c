@@ -239,11 +239,14 @@ static void mpi_cancel(void *context, void **request) {
     MPI_Request r = load_request(request);
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (!finalized) {
-        MPI_Cancel(&r);
-        MPI_Request_free(&r);
-    }
-    self->abandoned = 1;
+    if (!finalized) MPI_Cancel(&r);
+    /* A receive that nothing has matched is done now, and leaves nothing behind. */
+    MPI_Status message;
+    int done = 0, canceled = 0;
+    if (!finalized) MPI_Test(&r, &done, &message);
+    if (done) MPI_Test_cancelled(&message, &canceled);
+    if (!finalized && !done) MPI_Request_free(&r);
+    self->abandoned |= !canceled;
     *request = NULL;
 }
 

@@ -94,10 +94,23 @@ EpStatus ep_handle_plan(const EpHandle *handle, EpTensor *plan) {
     return EP_OK;
 }
 
+/* Check handle and group. Sets call->rank and call->group. */
+static EpStatus enter(EpCall *call, const EpHandle *handle) {
+    EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
+    call->rank = handle->group->rank;
+    handle->group->backend->poll(handle->group);
+    EP_TRY(ep_group_usable(handle->group));
+    call->group = handle->group;
+    EP_TRACE("%s: handle %d", call->name, handle->id);
+    return EP_OK;
+}
+
 EpStatus ep_handle_info(const EpHandle *handle, EpHandleInfo *out) {
     EpCall call = {"ep_handle_info", -1};
     EpStep step;
-    EP_TRY(ep_handle_enter(&call, handle));
+    EP_TRY(enter(&call, handle));
+    call.group = NULL; /* nobody waits for it */
+    EP_TRY(ep_pending_check(&call, &handle->pending, EP_PENDING_NONE));
     if (!handle->own.memory)
         return ep_refuse(&call, EP_ERR_UNSUPPORTED, "handle",
                          "expected one with a plan of its own, since the numbers of named plans "
@@ -159,16 +172,6 @@ EpStatus ep_handle_read(const EpCall *call, const EpHandle *handle, EpPlanRef pl
 }
 
 /* ---- entering an operation ----------------------------------------------------------------- */
-
-/* Check handle and group. Sets call->rank. */
-static EpStatus enter(EpCall *call, const EpHandle *handle) {
-    EP_TRY(ep_object_check(call, "handle", handle, EP_OBJECT_HANDLE));
-    call->rank = handle->group->rank;
-    handle->group->backend->poll(handle->group);
-    EP_TRY(ep_group_usable(handle->group));
-    EP_TRACE("%s: handle %d", call->name, handle->id);
-    return EP_OK;
-}
 
 EpStatus ep_handle_enter(EpCall *call, const EpHandle *handle) {
     EP_TRY(enter(call, handle));

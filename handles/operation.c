@@ -199,9 +199,9 @@ int64_t ep_slot_capacity(const EpHandle *handle, const EpTensor *t) {
 
 EpStatus ep_run_prepare(const EpOperation *o, const EpRouting *routing) {
     EpHandle *handle = o->handle;
-    int before = ep_group_enter(handle->group, o->call.name);
+    int before = ep_group_start(handle->group, o->call.name);
     EpStatus status = handle->group->backend->prepare(handle, routing);
-    ep_group_leave(handle->group, before);
+    ep_group_stop(handle->group, before, status);
     return status;
 }
 
@@ -238,9 +238,9 @@ EpStatus ep_run_scatter(const EpOperation *o, EpScatter *scatter) {
         scatter->top_k = o->step.info.top_k, scatter->num_rows = o->step.num_rows;
     }
     EP_TRY(find_place(o, scatter->phase, scatter->stream, &scatter->place));
-    int before = ep_group_enter(handle->group, o->call.name);
+    int before = ep_group_start(handle->group, o->call.name);
     EpStatus status = handle->group->backend->scatter(handle, scatter);
-    ep_group_leave(handle->group, before);
+    ep_group_stop(handle->group, before, status);
     if (status != EP_OK) return status;
     if (scatter->routing && !scatter->plan.is_named) handle->deferred.pending = 0;
     if (scatter->phase == EP_PHASE_SEND) keep_scatter(&handle->pending, scatter);
@@ -255,9 +255,9 @@ EpStatus ep_run_gather(const EpOperation *o, EpGather *gather) {
         gather->top_k = o->step.info.top_k, gather->num_rows = o->step.num_rows;
     }
     EP_TRY(find_place(o, gather->phase, gather->stream, &gather->place));
-    int before = ep_group_enter(handle->group, o->call.name);
+    int before = ep_group_start(handle->group, o->call.name);
     EpStatus status = handle->group->backend->gather(handle, gather);
-    ep_group_leave(handle->group, before);
+    ep_group_stop(handle->group, before, status);
     if (status != EP_OK) return status;
     if (gather->phase == EP_PHASE_SEND) {
         handle->pending.gather = *gather;

@@ -125,5 +125,6 @@ EpStatus ep_prepare(EpHandle *handle, const EpTensor *plan, const EpTensor *topk
     routing.stream = stream;
     if (!ep_handle_is_latency(handle)) return ep_run_prepare(&o, &routing);
     ep_routing_defer(&handle->deferred, &routing);
+    ep_group_accept(handle->group);
     return EP_OK;
 }

@@ -73,6 +73,7 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     EpGroup *group = weight->gathers;
     const EpSharding *s = &weight->sharding;
     EP_TRY(check_usable(weight, group));
+    c.call.group = group;
     EP_TRY(ep_weight_view(&c.call, weight, form, &view));
     EP_TRY(check_tensor(&c, "shard", shard, weight->config.type, s->ndim, s->stored));
     EP_TRY(check_workspace(&c, workspace, view.sizes.gather_workspace, &gather.workspace));
@@ -82,9 +83,9 @@ EpStatus ep_weight_gather(EpWeight *weight, const EpWeightForm *form, const EpTe
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     gather.shard = shard->data, gather.out = out->data;
     gather.scales = scales ? scales->data : NULL;
-    int before = ep_group_enter(group, c.call.name);
+    int before = ep_group_start(group, c.call.name);
     EpStatus status = group->backend->gather_weight(&gather);
-    ep_group_leave(group, before);
+    ep_group_stop(group, before, status);
     return ep_mesh_comm_explain(weight->comm, group, status);
 }
 
@@ -100,6 +101,7 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     EpWeightView view;
     EP_TRY(check_usable(weight, group));
     if (weight->replicates) EP_TRY(check_usable(weight, weight->replicates));
+    c.call.group = group;
     EP_TRY(ep_weight_view(&c.call, weight, NULL, &view));
     EP_TRY(check_tensor(&c, "grad", grad, weight->config.grad_type, s->ndim, s->used));
     if (accumulate != 0 && accumulate != 1)
@@ -110,7 +112,7 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     EP_TRY(ep_arg_memory(&c.call, group, "grad", grad));
     EP_TRY(ep_arg_memory(&c.call, group, "out", out));
     reduce.grad = grad->data, reduce.out = out->data;
-    int before = ep_group_enter(group, c.call.name);
+    int before = ep_group_start(group, c.call.name);
     EpStatus status = group->backend->reduce_weight(&reduce);
     ep_group_leave(group, before);
     if (group->failed == EP_OK && weight->replicates) group = weight->replicates;
@@ -123,6 +125,9 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                         const EpTensor *amax) {
     WeightCall c;
     EP_TRY(begin(&c, "ep_weight_amax", weight));
+    EpGroup *group = weight->maximises[scope == EP_AMAX_EXPERT];
+    EP_TRY(check_usable(weight, group));
+    c.call.group = group;
     if (scope != EP_AMAX_TENSOR && scope != EP_AMAX_EXPERT)
         return ep_refuse(&c.call, EP_ERR_RANGE, "scope", "expected an EpAmaxScope, got %d",
                          (int)scope);
@@ -130,9 +135,7 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
         return ep_refuse(&c.call, EP_ERR_UNSUPPORTED, "scope",
                          "expected EP_AMAX_TENSOR for a weight outside the experts, got "
                          "EP_AMAX_EXPERT");
-    EpGroup *group = weight->maximises[scope == EP_AMAX_EXPERT];
     int64_t count = scope == EP_AMAX_EXPERT ? weight->sharding.stored[0] : 1;
-    EP_TRY(check_usable(weight, group));
     EP_TRY(ep_arg_tensor(&c.call, "amax", amax, 1));
     EP_TRY(ep_arg_float(&c.call, "amax", amax));
     EP_TRY(ep_arg_dim(&c.call, "amax", amax, 0, count, "size"));
@@ -143,8 +146,8 @@ EpStatus ep_weight_amax(EpWeight *weight, EpAmaxScope scope, EpStream stream,
                               .amax = amax->data,
                               .count = count,
                               .stream = stream};
-    int before = ep_group_enter(group, c.call.name);
+    int before = ep_group_start(group, c.call.name);
     EpStatus status = group->backend->reduce_amax(&reduction);
-    ep_group_leave(group, before);
+    ep_group_stop(group, before, status);
     return ep_mesh_comm_explain(weight->comm, group, status);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/abort.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "runtime/group.h"
@@ -54,11 +55,22 @@ static void copy_sentence(char *to, const char *from) {
     if (!bytes) strcpy(to, "no reason given");
 }
 
+#define REFUSED "its last call was refused: "
+
+void ep_abort_compose(const EpAbort *abort, const char *why, char out[EP_ABORT_BYTES]) {
+    char both[2 * EP_ABORT_BYTES + 2];
+    int says_so = !abort->refusal[0] || strstr(why, abort->refusal + strlen(REFUSED));
+    snprintf(both, sizeof(both), "%s%s%s", why, says_so ? "" : "; ", says_so ? "" : abort->refusal);
+    copy_sentence(out, both);
+}
+
 /* The caller holds the mutex. */
 static void request(EpGroup *group) {
     EpAbort *abort = &group->abort;
+    char why[EP_ABORT_BYTES];
+    ep_abort_compose(abort, abort->sentence, why);
     int before = ep_group_enter(group, "ep_group_abort");
-    int first = group->backend->abort(group, abort->sentence, abort->phase == EP_ABORT_LEAVING);
+    int first = group->backend->abort(group, why, abort->phase == EP_ABORT_LEAVING);
     if (first) __atomic_store_n(&abort->requested, 1, __ATOMIC_RELEASE);
     ep_group_leave(group, before);
 }
@@ -82,6 +94,52 @@ EpStatus ep_group_abort(EpGroup *group, const char *sentence) {
                      "expected a live object, got one that is being destroyed");
 }
 
+/* ---- refused calls ------------------------------------------------------------------------- */
+
+/* An abort may come from another thread: whichever is first under the mutex lets the peers know. */
+static void set_refusal(EpGroup *group, const char *text) {
+    EpAbort *abort = &group->abort;
+    int before = ep_group_enter(group, "refused call");
+    pthread_mutex_lock(&abort->mutex);
+    memset(abort->refusal, 0, sizeof(abort->refusal));
+    if (text[0]) copy_sentence(abort->refusal, text);
+    if (!abort->requested) group->backend->refuse(group, abort->refusal);
+    pthread_mutex_unlock(&abort->mutex);
+    ep_group_leave(group, before);
+}
+
+void ep_group_accept(EpGroup *group) {
+    if (group->abort.refusal[0]) set_refusal(group, "");
+}
+
+void ep_group_refuse(EpGroup *group) {
+    char text[EP_SENTENCE_BYTES];
+    if (group->failed != EP_OK || group->size == 1) return;
+    snprintf(text, sizeof(text), REFUSED "%.*s", EP_ABORT_BYTES, ep_last_error());
+    set_refusal(group, text);
+}
+
+int ep_group_start(EpGroup *group, const char *call) {
+    ep_group_accept(group);
+    return ep_group_enter(group, call);
+}
+
+/* A backend refuses what it alone can see, as the number of tokens. */
+void ep_group_stop(EpGroup *group, int before, EpStatus status) {
+    ep_group_leave(group, before);
+    if (status != EP_OK) ep_group_refuse(group);
+}
+
+void ep_group_depart(EpGroup *group) {
+    EpAbort *abort = &group->abort;
+    char why[EP_ABORT_BYTES];
+    if (!abort->refusal[0]) return;
+    ep_abort_compose(abort, "it has destroyed the group", why);
+    pthread_mutex_lock(&abort->mutex);
+    if (!abort->requested) group->backend->depart(group, why);
+    pthread_mutex_unlock(&abort->mutex);
+}
+
 /* ---- waits in a bootstrap ------------------------------------------------------------------ */
 
 /* What the calling thread waits for in a bootstrap's callback. */
@@ -102,9 +160,30 @@ EpStatus ep_poll_abort(void) {
     double now = ep_clock();
     if (now < next_look) return EP_OK;
     next_look = now + SECONDS_PER_LOOK;
-    int32_t peer = group->backend->find_aborted(group, why);
+    int32_t blamed = -1, peer = group->backend->find_failed(group, &blamed, why);
     if (peer < 0) return EP_OK;
     next_look = 0; /* the next look finds it again */
-    group->aborted_peer = peer;
-    return ep_fail_peer(group->rank, "bootstrap", peer, peer, why);
+    EpFarewell farewell = {.rank = peer, .blamed = blamed};
+    memcpy(farewell.why, why, sizeof(farewell.why));
+    return ep_abort_hear(&farewell);
+}
+
+EpFarewell ep_abort_say(void) {
+    const EpGroup *group = awaited_group;
+    EpFarewell farewell = {.rank = group->rank, .blamed = group->rank};
+    if (ep_abort_requested(&group->abort)) {
+        ep_abort_compose(&group->abort, group->abort.sentence, farewell.why);
+    } else {
+        farewell.blamed = group->aborted_peer;
+        memcpy(farewell.why, group->peer_why, sizeof(farewell.why));
+    }
+    return farewell;
+}
+
+EpStatus ep_abort_hear(const EpFarewell *farewell) {
+    EpGroup *group = awaited_group;
+    if (!group) return EP_OK;
+    group->aborted_peer = farewell->blamed;
+    memcpy(group->peer_why, farewell->why, sizeof(group->peer_why));
+    return ep_fail_peer(group->rank, "bootstrap", farewell->rank, farewell->blamed, farewell->why);
 }

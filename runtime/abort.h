@@ -35,6 +35,8 @@ typedef struct EpAbort {
                                 stored with release */
     int requested;         /**< whether the group was aborted; stored with release, last */
     char sentence[EP_ABORT_BYTES];
+    char refusal[EP_ABORT_BYTES]; /**< what peers are told of the last call, which was refused; "":
+                                       it was not. Written by the group's thread */
 } EpAbort;
 
 void ep_abort_open(EpAbort *abort);
@@ -52,6 +54,21 @@ static inline void ep_abort_hangs(EpAbort *abort) {
 
 /** The group has failed. Returns 1 if an abort came first; otherwise later aborts do nothing. */
 int ep_abort_fail(EpAbort *abort);
+
+/** Write what peers quote: `why` this rank goes, and then, unless that says so, its refusal. */
+void ep_abort_compose(const EpAbort *abort, const char *why, char out[EP_ABORT_BYTES]);
+
+/** Why a rank gives up a rendezvous. */
+typedef struct EpFarewell {
+    int32_t rank, blamed;
+    char why[EP_ABORT_BYTES];
+} EpFarewell;
+
+/** For a bootstrap whose ranks reach each other: get why the calling thread gives up, after
+ *  ep_poll_abort has told it to. And hear it from another rank: returns EP_ERR_PEER with the
+ *  sentence, or EP_OK if the thread waits for no group. */
+EpFarewell ep_abort_say(void);
+EpStatus ep_abort_hear(const EpFarewell *farewell);
 
 /** Set the sentence of a rank that has seen `peer` give up because of `blamed`, and return
  *  EP_ERR_PEER. `why`: the sentence with which `blamed` has aborted the group, or "". */

@@ -85,9 +85,19 @@ typedef struct EpBackendOps {
      * does nothing if the group has failed already.
      */
     int (*abort)(EpGroup *group, const char *sentence, int leaving);
-    /** Returns a rank that has aborted the group and could let this one know, with its sentence, or
-     *  -1. */
-    int32_t (*find_aborted)(EpGroup *group, char sentence[EP_ABORT_BYTES]);
+    /** Returns a rank that has given up on the group and could let this one know, or -1. *blamed
+     *  becomes the rank because of which, `why` its sentence if it has one, else "". */
+    int32_t (*find_failed)(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]);
+    /**
+     * This rank's last call was refused: let peers know, who quote `text` where they give up
+     * because of this rank. "": this rank has corrected it. The caller holds the mutex of aborts.
+     * `text` has EP_ABORT_BYTES bytes.
+     */
+    void (*refuse)(EpGroup *group, const char *text);
+    /** This rank's last call was refused, and it destroys the group: end what peers have begun that
+     *  waits for this rank, with this sentence of EP_ABORT_BYTES bytes. Its operations have ended.
+     */
+    void (*depart)(EpGroup *group, const char *why);
     /** Wait until this rank's operations have finished. */
     EpStatus (*finish)(EpGroup *group);
     /** Collective, after all ranks have finished: make a window and, if it is `owned`, its zeroed
@@ -162,8 +172,8 @@ EpBackend ep_backend_decide(EpBackend wish, int cuda_usable, const char *why_not
                             size_t reason_bytes);
 
 /** Returns the features that a backend offers to a group on these nodes. Between nodes of GPUs NCCL
- *  moves the rows, which takes longer than latency mode does: there is none. So EP_MODE_AUTO chooses
- *  it on one node alone, on both backends: a program does the same on CPUs and on GPUs. */
+ *  moves the rows, which takes longer than latency mode does: there is none. So EP_MODE_AUTO
+ * chooses it on one node alone, on both backends: a program does the same on CPUs and on GPUs. */
 unsigned ep_backend_offers(const EpBackendOps *backend, const EpNodeSizes *nodes);
 
 /** Returns the table of a backend, or NULL if this build does not have it. */

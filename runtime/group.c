@@ -92,11 +92,12 @@ EpStatus ep_group_relay(const EpGroup *group, int32_t node, int32_t *rank) {
     if (node < 0 || node >= nodes)
         return ep_refuse(&call, EP_ERR_RANGE, "node", "expected 0 .. %d, got %d", nodes - 1, node);
     if (group->backend->id == EP_BACKEND_HOST)
-        return ep_refuse(&call, EP_ERR_UNSUPPORTED, "group",
-                         "expected one of the cuda backend, since ranks of the host backend send to "
-                         "each other directly");
-    *rank = node == group->nodes.node ? group->rank
-                                      : ep_nodes_relay(&group->nodes, group->rank, node);
+        return ep_refuse(
+            &call, EP_ERR_UNSUPPORTED, "group",
+            "expected one of the cuda backend, since ranks of the host backend send to "
+            "each other directly");
+    *rank =
+        node == group->nodes.node ? group->rank : ep_nodes_relay(&group->nodes, group->rank, node);
     return EP_OK;
 }
 

@@ -70,8 +70,9 @@ struct EpGroup {
     int ends;                            /* 1 while it is destroyed */
     int lost;                            /* 1 if a rendezvous failed: ranks may be out of step */
     EpAbort abort;                       /* for any thread; all else is for one at a time */
-    int32_t aborted_peer; /* of an abort that a wait in the bootstrap has found, or -1 */
-    EpStatus failed;      /* EP_OK, or why every call is refused */
+    int32_t aborted_peer; /* whom to blame for what a wait in the bootstrap has found, or -1 */
+    char peer_why[EP_ABORT_BYTES]; /* its reason, "": not known */
+    EpStatus failed;               /* EP_OK, or why every call is refused */
     EpFinding failure;
     char failure_sentence[EP_SENTENCE_BYTES];
 };
@@ -107,6 +108,21 @@ EpStatus ep_group_usable(EpGroup *group);
  * once; the call is left out unless that is EP_OK.
  */
 EpStatus ep_group_await(EpGroup *group);
+
+/**
+ * Refused calls. The peers of a rank whose call was refused wait for it to call again, up to their
+ * deadline. ep_group_refuse leaves this thread's last sentence with the group: peers quote it where
+ * they give up because of this rank. ep_group_accept takes it back, once a call's arguments are
+ * right. ep_group_depart: this rank destroys the group instead.
+ */
+void ep_group_refuse(EpGroup *group);
+void ep_group_accept(EpGroup *group);
+void ep_group_depart(EpGroup *group);
+
+/** Surround the backend's part of an operation whose arguments are right: ep_group_enter and
+ *  ep_group_leave, and the two of refused calls. */
+int ep_group_start(EpGroup *group, const char *call);
+void ep_group_stop(EpGroup *group, int before, EpStatus status);
 
 /** Record an async error that does not fail the group. The first of a kind stays until it is read;
  *  counts add up. */

@@ -95,8 +95,7 @@ static const char *parse_nodes(const char *text, EpSettingTopology *out) {
     for (const char *at = text;; at++) {
         char *end;
         long node = strtol(at, &end, 10);
-        if (end == at || node < 0 || node > EP_MAX_RANKS || count == EP_MAX_RANKS)
-            return NULL;
+        if (end == at || node < 0 || node > EP_MAX_RANKS || count == EP_MAX_RANKS) return NULL;
         out->node[count++] = (int16_t)node;
         at = end;
         if (*at == ',') continue;

@@ -36,7 +36,7 @@
       "polls before a waiting rank yields its CPU; auto: 0 where ranks outnumber CPUs")      \
     X(topology, EpSettingTopology, "LIBEP_TOPOLOGY", "nodes", "",                            \
       "pretended nodes (NVLink domains), equal on all ranks: 2 divides the ranks, 0,1,0,1 "  \
-      "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine "        \
+      "lists each one's node; /numa:2 core:4 pu:1 after it gives each node a machine "       \
       "(hwloc)")                                                                             \
     X(interface, EpSettingText, "LIBEP_INTERFACE", "text", "",                               \
       "network interface of libep's own messages between nodes, as eth0; empty: any")        \
@@ -61,9 +61,9 @@ typedef struct EpSettingTopology {
     int32_t nodes;  /**< pretended nodes that divide the ranks; 0: a list, or the real machine */
     int32_t listed; /**< ranks in the list; 0: none */
     int16_t node[EP_MAX_RANKS]; /**< of each rank in the list */
-    char hwloc[256]; /**< synthetic topology of each node; "": the machine's own CPUs */
-    uint64_t hash;   /**< of the value */
-    char text[72];   /**< the start of the value, for sentences; "": the real machine */
+    char hwloc[256];            /**< synthetic topology of each node; "": the machine's own CPUs */
+    uint64_t hash;              /**< of the value */
+    char text[72];              /**< the start of the value, for sentences; "": the real machine */
 } EpSettingTopology;
 
 typedef struct EpSettings {

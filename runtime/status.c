@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "runtime/group.h"
 #include "runtime/log.h"
 
 static _Thread_local char last_sentence[EP_SENTENCE_BYTES];
@@ -52,7 +53,9 @@ EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, co
     vsnprintf(reason, sizeof(reason), format, args);
     va_end(args);
     if (call->rank < 0) return ep_fail(status, "%s: %s: %s", call->name, argument, reason);
-    return ep_fail(status, "rank %d: %s: %s: %s", call->rank, call->name, argument, reason);
+    ep_fail(status, "rank %d: %s: %s: %s", call->rank, call->name, argument, reason);
+    if (call->group) ep_group_refuse(call->group);
+    return status;
 }
 
 /* ---- structs of callers -------------------------------------------------------------------- */

@@ -17,12 +17,15 @@
 typedef struct EpCall {
     const char *name; /**< "ep_dispatch" */
     int rank;         /**< -1 where no rank is known yet */
+    EpGroup *group;   /**< whose ranks wait for each other in this call, once it is known: a refusal
+                           is left with it. NULL: nobody waits for it */
 } EpCall;
 
 /** Store the sentence for ep_last_error() and return `status`. */
 EpStatus ep_fail(EpStatus status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/** Like ep_fail, with the prefix "rank R: call: argument: " (no "rank R: " if it is unknown). */
+/** Like ep_fail, with the prefix "rank R: call: argument: " (no "rank R: " if it is unknown). See
+ *  ep_group_refuse. */
 EpStatus ep_refuse(const EpCall *call, EpStatus status, const char *argument, const char *format,
                    ...) __attribute__((format(printf, 4, 5)));
 

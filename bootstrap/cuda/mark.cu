@@ -22,6 +22,11 @@ __global__ void compare_stamps(const __grid_constant__ EpMarkArgs a) {
     if (!agree) ep_report_stamps(a.group, a.marks);
 }
 
+/* By one thread. The epoch is that of the next operation. */
+__global__ void depart(const __grid_constant__ EpCudaGroup g) {
+    ep_give_up(g, ep_member(g, g.rank));
+}
+
 extern "C" int ep_cuda_open_mark(void) {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, mark_begin);
@@ -39,4 +44,8 @@ extern "C" int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream) {
 
 extern "C" int ep_cuda_launch_move(const EpMarkArgs *args, void *stream) {
     return ep_launch(mark_move, 1, 1, 0, stream, *args);
+}
+
+extern "C" int ep_cuda_launch_depart(const EpCudaGroup *group, void *stream) {
+    return ep_launch(depart, 1, 1, 0, stream, *group);
 }

@@ -58,6 +58,9 @@ int ep_cuda_launch_compare(const EpMarkArgs *args, void *stream);
 /** An exchange is complete. */
 int ep_cuda_launch_move(const EpMarkArgs *args, void *stream);
 
+/** This rank joins no further operation, and its own have ended: let the ranks of its node know. */
+int ep_cuda_launch_depart(const EpCudaGroup *group, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

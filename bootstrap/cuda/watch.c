@@ -45,7 +45,8 @@ static int tell(EpCudaWatch *w, EpWatchPeer *p, EpNoteKind kind) {
     if (!done) return 0;
     int32_t by = w->loss.kind == EP_LOSS_FAILED ? w->loss.peer : w->rank;
     p->out = (EpNote){.kind = kind, .by = by, .blamed = w->loss.blamed, .begun = begun(w)};
-    memcpy(p->out.why, w->loss.why, sizeof(p->out.why));
+    int refuses = kind == EP_NOTE_REFUSED || kind == EP_NOTE_DEPARTED;
+    memcpy(p->out.why, refuses ? w->told.why : w->loss.why, sizeof(p->out.why));
     (void)m->isend(m->context, p->rank, 0, &p->out, sizeof(p->out), &p->sending);
     return 1;
 }
@@ -57,6 +58,8 @@ static void tell_all(EpCudaWatch *w) {
         EpWatchPeer *p = &w->peers[i];
         if (p->left) continue;
         if (beats) (void)tell(w, p, EP_NOTE_BEAT);
+        if (p->refusals != w->refusals_told && tell(w, p, (EpNoteKind)w->told.kind))
+            p->refusals = w->refusals_told;
         if (loses && !p->told) p->told = tell(w, p, EP_NOTE_FAILED);
     }
 }
@@ -128,6 +131,17 @@ static void lose(EpCudaWatch *w, EpLossKind kind, int32_t peer, int32_t blamed, 
     end_communicator(w);
 }
 
+/* What is known of a rank's last call, if that was refused, else "". */
+static const char *refusal_of(const EpCudaWatch *w, int32_t rank) {
+    for (int32_t i = 0; i < w->num_peers; i++)
+        if (w->peers[i].rank == rank) return w->peers[i].refusal;
+    return "";
+}
+
+static void lose_late(EpCudaWatch *w, int32_t peer, int32_t blamed) {
+    lose(w, EP_LOSS_LATE, peer, blamed, refusal_of(w, blamed));
+}
+
 /* ---- hearing from the others --------------------------------------------------------------- */
 
 /* Returns whether this rank's exchange has not moved for the timeout and `grace` seconds more. */
@@ -154,9 +168,12 @@ static void take_note(EpCudaWatch *w, EpWatchPeer *p) {
     note.why[sizeof(note.why) - 1] = 0;
     p->heard = ep_clock(), p->begun = note.begun;
     if (note.kind == EP_NOTE_LEAVING) p->left = 1;
+    p->departed |= note.kind == EP_NOTE_DEPARTED;
+    if (note.kind == EP_NOTE_REFUSED || note.kind == EP_NOTE_DEPARTED)
+        memcpy(p->refusal, note.why, sizeof(p->refusal));
     if (note.kind != EP_NOTE_LEAVING) compare(w, p);
     if (note.kind == EP_NOTE_FAILED && is_late(w, 0) && note.blamed >= 0)
-        lose(w, EP_LOSS_LATE, note.blamed, note.blamed, ""); /* this rank has waited as long */
+        lose_late(w, note.blamed, note.blamed); /* this rank has waited as long */
     else if (note.kind == EP_NOTE_FAILED)
         lose(w, EP_LOSS_FAILED, note.by, note.blamed, note.why);
 }
@@ -174,7 +191,7 @@ static void listen_to(EpCudaWatch *w, EpWatchPeer *p) {
     }
     if (status == EP_OK) return;
     p->left = 1;
-    lose(w, EP_LOSS_CLOSED, p->rank, p->rank, "");
+    lose(w, EP_LOSS_CLOSED, p->rank, p->rank, p->refusal);
 }
 
 /* ---- watching this rank -------------------------------------------------------------------- */
@@ -200,6 +217,7 @@ static void look_at_group(EpCudaWatch *w) {
     EpAbort *abort = &w->group->abort;
     const EpCudaFailure *f = w->cuda->device.failure;
     const EpFinding *failure = &w->group->failure;
+    char told[EP_ABORT_BYTES];
     const char *why = "";
     int32_t blamed = w->rank;
     if (pthread_mutex_trylock(&abort->mutex)) {
@@ -207,6 +225,10 @@ static void look_at_group(EpCudaWatch *w) {
         return;
     }
     int failed = abort->failed, aborted = abort->requested;
+    w->refusals_told = w->refusals;
+    w->told.kind = w->departs ? EP_NOTE_DEPARTED : EP_NOTE_REFUSED;
+    memcpy(w->told.why, w->refusal, sizeof(w->told.why));
+    if (aborted) ep_abort_compose(abort, abort->sentence, told);
     if (failed && failure->peer >= 0) blamed = failure->peer;
     if (failed && failure->status == EP_ERR_PEER) why = w->group->failure_sentence;
     pthread_mutex_unlock(&abort->mutex);
@@ -215,8 +237,16 @@ static void look_at_group(EpCudaWatch *w) {
     if (fault && !failed && !aborted && fault != EP_FAULT_PLAN && fault != EP_FAULT_FLIGHT)
         blamed = fault == EP_FAULT_PEER ? (int32_t)f->seen : f->peer;
     if (fault == EP_FAULT_PEER && !failed) why = (const char *)f->why;
-    if (aborted || failed || fault)
-        lose(w, EP_LOSS_OWN, w->rank, blamed, aborted ? abort->sentence : why);
+    if (aborted || failed || fault) lose(w, EP_LOSS_OWN, w->rank, blamed, aborted ? told : why);
+}
+
+/* This rank has begun an operation which one that has departed never will. */
+static void look_at_departed(EpCudaWatch *w) {
+    for (int32_t i = 0; i < w->num_peers; i++) {
+        const EpWatchPeer *p = &w->peers[i];
+        if (p->departed && (int32_t)(number_of(begun(w)) - number_of(p->begun)) > 0)
+            lose(w, EP_LOSS_FAILED, p->rank, p->rank, p->refusal);
+    }
 }
 
 /* Returns the rank to blame for an exchange that is late, or -1. */
@@ -235,7 +265,7 @@ static int32_t find_late(const EpCudaWatch *w) {
 static void look_at_exchange(EpCudaWatch *w) {
     if (!is_late(w, GRACE_SECONDS)) return;
     int32_t blamed = find_late(w);
-    lose(w, EP_LOSS_LATE, blamed >= 0 ? blamed : w->rank, blamed, "");
+    lose_late(w, blamed >= 0 ? blamed : w->rank, blamed);
 }
 
 /* In a nonblocking communicator ncclCommGetAsyncError also takes the end of a call that NCCL
@@ -287,6 +317,7 @@ static void *watch(void *context) {
         for (int32_t i = 0; i < w->num_peers && !ep_watch_lost(w); i++)
             listen_to(w, &w->peers[i]);
         if (!ep_watch_lost(w)) look_at_group(w);
+        if (!ep_watch_lost(w)) look_at_departed(w);
         if (!ep_watch_lost(w)) look_at_exchange(w);
         if (!ep_watch_lost(w)) look_at_nccl(w);
         tell_all(w);

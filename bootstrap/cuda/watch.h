@@ -10,6 +10,7 @@
  *
  *     what they are in   each second: how many operations the rank has begun, and the latest one
  *     that a rank fails  at once: whom it blames and, if it was aborted, why
+ *     a refused call     its sentence, which they quote when they give up because of that rank
  *     that a rank ends   the connection closes: its process has ended, or was killed
  *
  * A watcher also sees how far this rank's own exchanges have come: kernels store that into pinned
@@ -45,8 +46,12 @@ void ep_cuda_watch_poll(EpGroup *group);
 int ep_cuda_watch_explains(const EpGroup *group);
 
 /** Returns the rank whose loss has ended the group, perhaps this one, with the reason, or -1: see
- *  EpBackendOps.find_aborted. */
-int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]);
+ *  EpBackendOps.find_failed. */
+int32_t ep_cuda_watch_find(const EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]);
+
+/** Have the others told why the last call was refused, "": it was not, or (`departs`) that the rank
+ *  goes because of that. The caller holds the mutex of aborts. */
+void ep_cuda_watch_refuse(EpGroup *group, const char *text, int departs);
 
 /**
  * Surround calls of NCCL on the communicator of all ranks, which the watcher may abort at any other

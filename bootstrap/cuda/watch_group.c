@@ -180,8 +180,9 @@ static EpStatus report_late(const EpGroup *group, const EpLoss *loss, const char
                        "ranks are in it",
                        group->rank, phase, group->timeout);
     return ep_fail(EP_ERR_TIMEOUT,
-                   "rank %d: %s: rank %d did not arrive within %g s (waiting for data by NCCL)",
-                   group->rank, phase, loss->blamed, group->timeout);
+                   "rank %d: %s: rank %d did not arrive within %g s (waiting for data by NCCL)%s%s",
+                   group->rank, phase, loss->blamed, group->timeout, loss->why[0] ? "; " : "",
+                   loss->why);
 }
 
 static EpStatus report(const EpGroup *group, const EpLoss *loss, const char *phase) {
@@ -190,8 +191,8 @@ static EpStatus report(const EpGroup *group, const EpLoss *loss, const char *pha
     if (loss->kind == EP_LOSS_CLOSED)
         return ep_fail(
             EP_ERR_PEER,
-            "rank %d: %s: rank %d has closed its connection, as a process does that ends",
-            group->rank, phase, loss->peer);
+            "rank %d: %s: rank %d has closed its connection, as a process does that ends%s%s",
+            group->rank, phase, loss->peer, loss->why[0] ? "; " : "", loss->why);
     if (loss->kind == EP_LOSS_ORDER)
         return ep_fail_digests(group->rank, loss->own, loss->peer, loss->other);
     if (loss->kind == EP_LOSS_LATE) return report_late(group, loss, phase);
@@ -211,9 +212,18 @@ void ep_cuda_watch_poll(EpGroup *group) {
     ep_group_fail(group, &finding);
 }
 
-int32_t ep_cuda_watch_find(const EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+int32_t ep_cuda_watch_find(const EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]) {
     const EpCudaWatch *w = ep_cuda(group)->watch;
     if (!w || !ep_watch_lost(w)) return -1;
-    memcpy(sentence, w->loss.why, EP_ABORT_BYTES);
+    memcpy(why, w->loss.why, EP_ABORT_BYTES);
+    *blamed = w->loss.blamed >= 0 ? w->loss.blamed : w->loss.peer;
     return w->loss.peer;
+}
+
+void ep_cuda_watch_refuse(EpGroup *group, const char *text, int departs) {
+    EpCudaWatch *w = ep_cuda(group)->watch;
+    if (!w) return;
+    memcpy(w->refusal, text, EP_ABORT_BYTES);
+    w->refusals++;
+    w->departs |= departs;
 }

@@ -18,7 +18,13 @@
 
 /* ---- what watchers tell each other --------------------------------------------------------- */
 
-typedef enum EpNoteKind { EP_NOTE_BEAT = 1, EP_NOTE_FAILED, EP_NOTE_LEAVING } EpNoteKind;
+typedef enum EpNoteKind {
+    EP_NOTE_BEAT = 1,
+    EP_NOTE_FAILED,
+    EP_NOTE_LEAVING,
+    EP_NOTE_REFUSED, /* a call, or "": the next one was not */
+    EP_NOTE_DEPARTED /* begins no further operation, after a refused call */
+} EpNoteKind;
 
 typedef struct EpNote {
     int32_t kind;
@@ -31,10 +37,13 @@ typedef struct EpNote {
 typedef struct EpWatchPeer {
     int32_t rank;
     EpNote in, out;
-    void *receiving, *sending; /* requests, NULL: none */
-    int told;                  /* whether it was told that this rank fails or leaves */
-    int left;                  /* whether it leaves */
-    double heard;              /* when, last */
+    void *receiving, *sending;    /* requests, NULL: none */
+    int told;                     /* whether it was told that this rank fails or leaves */
+    int left;                     /* whether it leaves */
+    int departed;                 /* whether it has said so */
+    uint32_t refusals;            /* of this rank's, what the other was told */
+    char refusal[EP_ABORT_BYTES]; /* of its last call, or "" */
+    double heard;                 /* when, last */
     uint64_t begun;
 } EpWatchPeer;
 
@@ -54,7 +63,7 @@ typedef struct EpLoss {
     int32_t peer, blamed;
     uint32_t own, other; /* digests: of this rank's operation; EP_LOSS_ORDER: of the peer's */
     ncclResult_t result;
-    char why[EP_ABORT_BYTES];
+    char why[EP_ABORT_BYTES]; /* EP_LOSS_LATE, EP_LOSS_CLOSED: the refusal of `blamed` */
 } EpLoss;
 
 /** How the watcher stops. */
@@ -93,6 +102,11 @@ typedef struct EpCudaWatch {
     EpStamp *stamps;     /* device [1 + ranks], in a group of weights; else NULL */
     uint64_t moved;      /* as seen last */
     cudaStream_t stream;
+    char refusal[EP_ABORT_BYTES]; /* of the group; under the mutex of aborts */
+    uint32_t refusals;            /* their number; under that mutex */
+    int departs;                  /* under that mutex */
+    EpNote told;                  /* the last one, as the thread has read it: kind and why */
+    uint32_t refusals_told;
     uint32_t *failed;  /* pinned: FAILED_FOREVER */
     pthread_t stopper; /* gives the word to the kernels */
     int has_stopper, stopped;

@@ -107,7 +107,7 @@ EpStatus ep_host_open(EpGroup *group) {
 void ep_host_close(EpGroup *group, int together) {
     EpHost *host = group->backend_state;
     if (!host) return;
-    int sends = ep_exchange_destroy(host->exchange);
+    int sends = ep_exchange_destroy(host->exchange, together);
     if (host->memory && !sends) share_free(&group->bootstrap, host->memory, together);
     ep_bootstrap_destroy(&host->messages);
     free(host);

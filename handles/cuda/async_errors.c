@@ -30,13 +30,14 @@ static void awaited_row(const volatile EpCudaFailure *f, char *out, size_t bytes
 
 static EpStatus report_timeout(const EpGroup *group, const volatile EpCudaFailure *f,
                                EpFinding *finding) {
-    char row[24];
+    char row[24], refusal[EP_ABORT_BYTES];
     awaited_row(f, row, sizeof(row));
+    ep_cuda_find_refusal(group, f->peer, refusal);
     return ep_fail(EP_ERR_TIMEOUT,
                    "rank %d: %s: rank %d did not arrive within %g s (waiting for %s%s: expected "
-                   "%u, seen %u)",
+                   "%u, seen %u)%s%s",
                    group->rank, finding->phase, f->peer, group->timeout, awaited_name(f->awaited),
-                   row, f->expected, f->seen);
+                   row, f->expected, f->seen, refusal[0] ? "; " : "", refusal);
 }
 
 /* Report the first fact that differs, with the host backend's sentence. */

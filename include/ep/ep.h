@@ -47,7 +47,7 @@
  *     local: ranks create and destroy them in any order, at any time.
  *   - Every call returns an EpStatus; ep_last_error() returns the sentence. A refused call did not
  *     take part and left its outputs unchanged. Correct the argument and call again; the peers
- *     wait.
+ *     wait. If they give up because of this rank, they quote its refusal.
  *   - The library never exits, aborts, traps or writes to stdout. Every wait has a deadline.
  *   - The same inputs give the same bytes, on every run and on every backend.
  *   - Calls are asynchronous on the caller's stream. On the host backend a call has finished when
@@ -257,7 +257,8 @@ typedef struct EpBootstrap {
      * Optional, all four or none, equal on all ranks (NULL: libep connects ranks on different nodes
      * by TCP when a group on the host backend is created). Nonblocking point-to-point messages, in
      * order for each (pair of ranks, tag). test sets *done, and releases the request once it is
-     * done. cancel releases it without waiting.
+     * done. cancel releases it without waiting. ep_poll_abort may call irecv and test: a callback
+     * that calls it holds no lock then which these two take.
      */
     EpStatus (*isend)(void *context, int32_t peer, int32_t tag, const void *data, size_t bytes,
                       void **request);
@@ -432,10 +433,11 @@ typedef struct EpGroupConfig {
 EpStatus ep_group_create(const EpBootstrap *bootstrap, const EpGroupConfig *config, EpGroup **out);
 
 /** Destroy a group and its handles. Each rank waits, up to the deadline, until its peers have
- *  finished their last call; in this sense it is collective. Where ranks share a process it also
- *  waits until all of them have freed their memory. A group that has failed or was aborted is
- *  destroyed without waiting, so its ranks are out of step on the bootstrap: the next group needs a
- *  new one. NULL is allowed. */
+ *  finished their last call; in this sense it is collective. If this rank's last call was refused,
+ *  peers that wait for it in that call get EP_ERR_PEER at once, with its sentence. Where ranks
+ * share a process it also waits until all of them have freed their memory. A group that has failed
+ * or was aborted is destroyed without waiting, so its ranks are out of step on the bootstrap: the
+ * next group needs a new one. NULL is allowed. */
 void ep_group_destroy(EpGroup *group);
 
 /**

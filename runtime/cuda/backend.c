@@ -83,9 +83,24 @@ static void close(EpGroup *group, int together) {
 }
 
 /* A rank of another node lets the watcher know, one of this node its window. */
-static int32_t find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
-    int32_t rank = ep_cuda_watch_find(group, sentence);
-    return rank >= 0 ? rank : ep_cuda_find_aborted(group, sentence);
+static int32_t find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+    int32_t rank = ep_cuda_watch_find(group, blamed, why);
+    return rank >= 0 ? rank : ep_cuda_find_failed(group, blamed, why);
+}
+
+static void refuse(EpGroup *group, const char *text) {
+    ep_cuda_tell_refusal(group, text);
+    ep_cuda_watch_refuse(group, text, 0);
+}
+
+static void depart(EpGroup *group, const char *why) {
+    EpCuda *cuda = ep_cuda(group);
+    int before = ep_group_enter(group, "ep_group_destroy");
+    ep_cuda_tell_refusal(group, why); /* the word comes after the sentence */
+    (void)ep_cuda_launch_depart(&cuda->device, cuda->notes.stream);
+    ep_cuda_settle_notes(group);
+    ep_cuda_watch_refuse(group, why, 1);
+    ep_group_leave(group, before);
 }
 
 const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
@@ -97,7 +112,9 @@ const EpBackendOps ep_backend_cuda = {.id = EP_BACKEND_CUDA,
                                       .close = close,
                                       .poll = ep_cuda_poll,
                                       .abort = ep_cuda_abort,
-                                      .find_aborted = find_aborted,
+                                      .find_failed = find_failed,
+                                      .refuse = refuse,
+                                      .depart = depart,
                                       .finish = ep_cuda_finish,
                                       .open_window = ep_cuda_open_window,
                                       .close_window = ep_cuda_close_window,

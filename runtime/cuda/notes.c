@@ -55,14 +55,19 @@ static int await_copies(const EpCudaNotes *notes) {
 
 /* ---- aborting ------------------------------------------------------------------------------ */
 
-/* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
- * seen its word, has the sentence too. This rank's own kernels are told last: they send their peers
- * the word that this rank has given up. */
-static cudaError_t tell_all(const EpCudaGroup *g, const EpCudaNotes *notes) {
+static cudaError_t tell_sentence(const EpCudaGroup *g, const EpCudaNotes *notes) {
     cudaError_t error = cudaSuccess;
     int64_t why = g->layout.aborted + (1 + g->rank) * (int64_t)EP_ABORT_BYTES;
     for (int r = 0; r < g->size && error == cudaSuccess; r++)
         error = copy(notes, g->window[r] + why, notes->out->why, EP_ABORT_BYTES);
+    return error;
+}
+
+/* Store all sentences before any word: so a rank that learns of the abort from a peer, which has
+ * seen its word, has the sentence too. This rank's own kernels are told last: they send their peers
+ * the word that this rank has given up. */
+static cudaError_t tell_all(const EpCudaGroup *g, const EpCudaNotes *notes) {
+    cudaError_t error = tell_sentence(g, notes);
     for (int i = 1; i <= g->size && error == cudaSuccess; i++) {
         char *window = g->window[(g->rank + i) % g->size];
         error = copy(notes, window + g->layout.aborted, &notes->out->word, sizeof(uint64_t));
@@ -90,6 +95,24 @@ int ep_cuda_abort(EpGroup *group, const char *sentence, int leaving) {
     return 1;
 }
 
+/* ---- refused calls ------------------------------------------------------------------------- */
+
+/* What is told here serves a sentence alone: if it fails, peers say less. */
+void ep_cuda_tell_refusal(EpGroup *group, const char *text) {
+    EpCudaNotes *notes = &ep_cuda(group)->notes;
+    enum cudaStreamCaptureMode mode = allow_calls();
+    memcpy(notes->out->why, text, EP_ABORT_BYTES);
+    if (tell_sentence(&ep_cuda(group)->device, notes) != cudaSuccess) (void)cudaGetLastError();
+    (void)await_copies(notes); /* `out` is free again */
+    restore_calls(mode);
+}
+
+void ep_cuda_settle_notes(EpGroup *group) {
+    enum cudaStreamCaptureMode mode = allow_calls();
+    (void)await_copies(&ep_cuda(group)->notes);
+    restore_calls(mode);
+}
+
 /* ---- looking ------------------------------------------------------------------------------- */
 
 /* Read from this rank's own window, if the stream does it soon. Returns 0 if not. */
@@ -99,24 +122,71 @@ static int read_window(const EpCudaNotes *notes, void *to, const char *from, siz
     return 0;
 }
 
-static int32_t look(const EpCudaGroup *g, const EpCudaNotes *notes, char *sentence) {
+static int read_sentence(const EpCudaGroup *g, const EpCudaNotes *notes, int32_t rank,
+                         char out[EP_ABORT_BYTES]) {
+    const char *slot =
+        g->window[g->rank] + g->layout.aborted + (1 + rank) * (int64_t)EP_ABORT_BYTES;
+    out[0] = 0;
+    if (!read_window(notes, notes->in->why, slot, EP_ABORT_BYTES)) return 0;
+    memcpy(out, notes->in->why, EP_ABORT_BYTES);
+    out[EP_ABORT_BYTES - 1] = 0;
+    return 1;
+}
+
+static int32_t find_aborted(const EpCudaGroup *g, const EpCudaNotes *notes,
+                            char why[EP_ABORT_BYTES]) {
     EpCudaNote *in = notes->in;
     const char *aborted = g->window[g->rank] + g->layout.aborted;
     if (!read_window(notes, &in->word, aborted, sizeof(in->word))) return -1;
     int32_t rank = (int32_t)in->word - 1;
     if (rank < 0 || rank >= g->size || rank == g->rank) return -1;
-    aborted += (1 + rank) * (int64_t)EP_ABORT_BYTES;
-    if (!read_window(notes, in->why, aborted, sizeof(in->why))) return -1;
-    memcpy(sentence, in->why, EP_ABORT_BYTES);
+    return read_sentence(g, notes, rank, why) ? rank : -1;
+}
+
+/* Returns a rank whose kernels have given up because of this one, `self`, or -1. */
+static int32_t find_gone(const EpCudaGroup *g, const EpCudaNotes *notes, int32_t self) {
+    const EpArrival *arrivals = notes->in->arrivals;
+    size_t bytes = 2 * (size_t)g->size * sizeof(EpArrival);
+    const char *window = g->window[g->rank];
+    if (!read_window(notes, notes->in->arrivals, window + g->layout.arrival, bytes)) return -1;
+    for (int32_t i = 0; i < 2 * g->size; i++)
+        if (i % g->size != g->rank && (uint32_t)arrivals[i].gone == 1 + (uint32_t)self)
+            return i % g->size;
+    return -1;
+}
+
+/* Returns the number on this node of a rank of the group, or -1. */
+static int32_t find_here(const EpGroup *group, int32_t rank) {
+    int32_t here = ep_cuda(group)->device.size;
+    for (int32_t r = 0; r < here; r++)
+        if (ep_nodes_member(&group->nodes, group->nodes.node, r) == rank) return r;
+    return -1;
+}
+
+int32_t ep_cuda_find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+    const EpCuda *cuda = ep_cuda(group);
+    const EpCudaGroup *g = &cuda->device;
+    int before = ep_cuda_use(cuda->ordinal);
+    enum cudaStreamCaptureMode mode = allow_calls();
+    int departs = group->ends && group->abort.refusal[0];
+    int32_t gone = -1, rank = find_aborted(g, &cuda->notes, why);
+    if (rank < 0 && departs) why[0] = 0, gone = find_gone(g, &cuda->notes, group->rank);
+    if (rank < 0) rank = gone;
+    restore_calls(mode);
+    ep_cuda_restore(before);
+    if (rank >= 0) rank = ep_nodes_member(&group->nodes, group->nodes.node, rank);
+    *blamed = gone >= 0 ? group->rank : rank;
     return rank;
 }
 
-int32_t ep_cuda_find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
+void ep_cuda_find_refusal(const EpGroup *group, int32_t rank, char text[EP_ABORT_BYTES]) {
     const EpCuda *cuda = ep_cuda(group);
+    int32_t here = find_here(group, rank);
+    text[0] = 0;
+    if (here < 0) return;
     int before = ep_cuda_use(cuda->ordinal);
     enum cudaStreamCaptureMode mode = allow_calls();
-    int32_t rank = look(&cuda->device, &cuda->notes, sentence);
+    (void)read_sentence(&cuda->device, &cuda->notes, here, text);
     restore_calls(mode);
     ep_cuda_restore(before);
-    return rank < 0 ? rank : ep_nodes_member(&group->nodes, group->nodes.node, rank);
 }

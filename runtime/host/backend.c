@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The host backend's table: collects its functions from all folders. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "bootstrap/host/setup.h"
@@ -44,7 +45,12 @@ static void poll(EpGroup *group) {
 }
 
 static void give_up(EpGroup *group) {
-    ep_exchange_give_up(ep_host(group)->exchange);
+    char why[EP_ABORT_BYTES];
+    int32_t blamed = group->aborted_peer >= 0 ? group->aborted_peer : group->rank;
+    snprintf(why, sizeof(why), "%s", group->peer_why);
+    if (ep_abort_requested(&group->abort))
+        ep_abort_compose(&group->abort, group->abort.sentence, why), blamed = group->rank;
+    ep_exchange_give_up(ep_host(group)->exchange, blamed, why);
 }
 
 static int abort_group(EpGroup *group, const char *sentence, int leaving) {
@@ -52,8 +58,16 @@ static int abort_group(EpGroup *group, const char *sentence, int leaving) {
     return ep_exchange_abort(ep_host(group)->exchange, sentence);
 }
 
-static int32_t find_aborted(EpGroup *group, char sentence[EP_ABORT_BYTES]) {
-    return ep_exchange_find_aborted(ep_host(group)->exchange, sentence);
+static int32_t find_failed(EpGroup *group, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+    return ep_exchange_find_failed(ep_host(group)->exchange, blamed, why);
+}
+
+static void refuse(EpGroup *group, const char *text) {
+    ep_exchange_refuse(ep_host(group)->exchange, text);
+}
+
+static void depart(EpGroup *group, const char *why) {
+    ep_exchange_depart(ep_host(group)->exchange, why);
 }
 
 static EpStatus finish(EpGroup *group) {
@@ -84,7 +98,9 @@ const EpBackendOps ep_backend_host = {.id = EP_BACKEND_HOST,
                                       .poll = poll,
                                       .give_up = give_up,
                                       .abort = abort_group,
-                                      .find_aborted = find_aborted,
+                                      .find_failed = find_failed,
+                                      .refuse = refuse,
+                                      .depart = depart,
                                       .finish = finish,
                                       .open_window = ep_host_open_window,
                                       .close_window = ep_host_close_window,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "runtime/host/exchange.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,8 +11,9 @@
 _Static_assert(sizeof(EpRoundHeader) == 64, "regions start with one cache line for a header");
 
 #define LINE 64
-#define BUFFERS 2 /* of the outbox, and of each inbox: for even and odd rounds */
-#define NOTE (-1) /* in place of an operation's code: the writer has given up */
+#define BUFFERS 2    /* of the outbox, and of each inbox: for even and odd rounds */
+#define NOTE (-1)    /* in place of an operation's code: the writer has given up */
+#define REFUSED (-2) /* the writer's call was refused, and its next message follows */
 #define PAUSES_PER_LOOK 1024
 
 /** A peer on another node. Arrays: for even and odd rounds. */
@@ -19,8 +21,10 @@ typedef struct Remote {
     char *inbox[BUFFERS];     /* hold its messages */
     void *sending[BUFFERS];   /* requests; NULL: none pending */
     void *receiving[BUFFERS]; /* likewise */
+    uint64_t posted;          /* the last round whose message a receive was posted for */
     int64_t fill;             /* body bytes of this round's message to it */
-    void *sending_note;
+    void *sending_note, *sending_refusal;
+    char *refusal; /* of its last call; NULL: none so far, "": none */
 } Remote;
 
 struct EpExchange {
@@ -37,6 +41,9 @@ struct EpExchange {
     Remote *remote;          /* [size] */
     char *note;              /* in a group that spans nodes */
     int noted;               /* 1 once the note was sent */
+    char *refusal;           /* a message, in a group that spans nodes */
+    uint64_t refused;        /* the round before which it was sent */
+    int departs;             /* whether this rank destroys the group after a refused call */
     int32_t peers_on_node;
     int spans_nodes;
     /* the open round */
@@ -105,8 +112,10 @@ EpExchange *ep_exchange_create(const EpExchangeSetup *setup) {
     int64_t bytes = x->region_bytes[EP_ROUND_EACH] * BUFFERS * (x->size - 1 - x->peers_on_node);
     if (x->spans_nodes) x->inboxes = aligned_alloc(LINE, (size_t)bytes + LINE);
     if (x->spans_nodes) x->note = calloc(1, LINE + EP_ABORT_BYTES);
-    if (!x->control || !x->remote || (x->spans_nodes && (!x->inboxes || !x->note))) {
-        (void)ep_exchange_destroy(x);
+    if (x->spans_nodes) x->refusal = calloc(1, LINE + EP_ABORT_BYTES);
+    int has_messages = x->inboxes && x->note && x->refusal;
+    if (!x->control || !x->remote || (x->spans_nodes && !has_messages)) {
+        (void)ep_exchange_destroy(x, 0);
         return NULL;
     }
     divide_inboxes(x, x->region_bytes[EP_ROUND_EACH]);
@@ -125,18 +134,23 @@ static void free_or_keep(void *memory, int messages) {
     (messages ? ep_keep_memory : free)(memory);
 }
 
-int ep_exchange_destroy(EpExchange *x) {
-    int sends = 0, receives = 0, notes = 0;
+int ep_exchange_destroy(EpExchange *x, int together) {
+    int sends = 0, receives = 0, notes = 0, refusals = 0;
     if (!x) return 0;
-    for (int32_t r = 0; x->remote && r < x->size; r++)
+    for (int32_t r = 0; x->remote && r < x->size; r++) {
         notes += cancel(x, &x->remote[r].sending_note);
+        refusals += cancel(x, &x->remote[r].sending_refusal);
+        free(x->remote[r].refusal);
+    }
     for (int32_t r = 0; x->remote && r < x->size; r++)
         for (int parity = 0; parity < BUFFERS; parity++) {
             sends += cancel(x, &x->remote[r].sending[parity]);
             receives += cancel(x, &x->remote[r].receiving[parity]);
         }
-    free_or_keep(x->inboxes, receives);
+    /* Where all ranks are here, only find_note has posted receives. */
+    free_or_keep(x->inboxes, receives && !together);
     free_or_keep(x->note, notes);
+    free_or_keep(x->refusal, refusals);
     free(x->remote);
     free(x->control);
     free(x);
@@ -149,46 +163,71 @@ const EpExchangeFailure *ep_exchange_failure(const EpExchange *x) {
     return &x->failure;
 }
 
-/* Publish to the peers on this node that this rank has failed, unless that is published. They then
- * need not wait for their own timeouts. */
-static int publish_failure(EpExchange *x, uint64_t failed) {
-    uint64_t none = 0;
-    return atomic_compare_exchange_strong_explicit(&x->control[x->rank]->failed.value, &none,
-                                                   failed, memory_order_release,
-                                                   memory_order_relaxed);
+static uint64_t load(const EpCounter *counter) {
+    return atomic_load_explicit(&counter->value, memory_order_acquire);
 }
 
-/* Send the note to peers on other nodes: whom this rank blames and, if it was aborted, why. Whether
- * it arrives is not waited for: this group is at its end. */
-static void send_notes(EpExchange *x, int32_t blamed) {
-    const EpBootstrap *b = x->bootstrap;
-    EpRoundHeader header = {.round = x->round + 1, .op = NOTE, .fact = {blamed}};
+/* Returns whom a rank's word `failed` blames, or -1. */
+static int32_t blamed_in(uint64_t failed) {
+    return (int32_t)(uint32_t)failed - 1;
+}
+
+/* Publish to the peers on this node that this rank has failed, unless that is published. They then
+ * need not wait for their own timeouts. `failed`: 1 + the rank to blame, and EP_ABORTED. */
+static int publish_failure(EpExchange *x, uint64_t failed) {
+    _Atomic uint64_t *word = &x->control[x->rank]->failed.value;
+    uint64_t departed = load(&x->control[x->rank]->failed) & EP_DEPARTED;
+    return atomic_compare_exchange_strong_explicit(word, &departed, departed | failed,
+                                                   memory_order_release, memory_order_relaxed);
+}
+
+/* The same, by this rank's own thread, with what it has heard of the rank to blame. */
+static void publish_heard(EpExchange *x, int32_t blamed, const char *why) {
+    EpControl *own = x->control[x->rank];
+    if (load(&own->failed)) return;
+    memcpy(own->heard, why, strnlen(why, EP_ABORT_BYTES - 1));
+    (void)publish_failure(x, 1 + (uint64_t)blamed);
+}
+
+/* Write a message to peers on other nodes. Returns its bytes: a sentence is cut to their room. */
+static size_t write_note(const EpExchange *x, char *note, EpRoundHeader header, const char *why) {
     int64_t room = x->region_bytes[EP_ROUND_EACH] - LINE;
     int64_t bytes = room < EP_ABORT_BYTES ? room : EP_ABORT_BYTES;
-    if (!x->spans_nodes || x->noted) return;
-    x->noted = 1;
-    memcpy(x->note, &header, sizeof(header));
-    if (ep_abort_requested(x->abort)) memcpy(x->note + LINE, x->abort->sentence, (size_t)bytes - 1);
-    for (int32_t r = 0; r < x->size; r++)
-        if (!x->control[r])
-            (void)b->isend(b->context, r, x->tag, x->note, (size_t)(LINE + bytes),
-                           &x->remote[r].sending_note);
+    header.round = x->round + 1;
+    memset(note, 0, LINE + EP_ABORT_BYTES);
+    memcpy(note, &header, sizeof(header));
+    memcpy(note + LINE, why, strnlen(why, (size_t)bytes - 1));
+    return (size_t)(LINE + bytes);
 }
 
-/* Record the failure for good, and tell the peers. Returns `status`. */
-static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
-                              int64_t seen) {
+/* Send the note to peers on other nodes: whom this rank blames and, if it knows, why that one went.
+ * Whether it arrives is not waited for: this group is at its end. */
+static void send_notes(EpExchange *x, int32_t blamed, const char *why) {
+    const EpBootstrap *b = x->bootstrap;
+    if (!x->spans_nodes || x->noted) return;
+    x->noted = 1;
+    size_t bytes = write_note(x, x->note, (EpRoundHeader){.op = NOTE, .fact = {blamed}}, why);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!x->control[r])
+            (void)b->isend(b->context, r, x->tag, x->note, bytes, &x->remote[r].sending_note);
+}
+
+/* Record the failure for good, and tell the peers. `why`: what is known of the rank to blame, or
+ * "". Returns `status`. */
+static EpStatus fail_because(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
+                             int64_t seen, const char *why) {
     EpExchangeFailure *failure = &x->failure;
     failure->status = status, failure->peer = blamed, failure->phase = x->op->name;
     failure->expected = expected, failure->seen = seen;
     strcpy(failure->sentence, ep_last_error());
-    (void)publish_failure(x, 1 + (uint64_t)blamed);
-    send_notes(x, blamed);
+    publish_heard(x, blamed, why);
+    send_notes(x, blamed, why);
     return ep_fail(status, "%s", failure->sentence);
 }
 
-static uint64_t load(const EpCounter *counter) {
-    return atomic_load_explicit(&counter->value, memory_order_acquire);
+static EpStatus fail_exchange(EpExchange *x, EpStatus status, int32_t blamed, int64_t expected,
+                              int64_t seen) {
+    return fail_because(x, status, blamed, expected, seen, "");
 }
 
 static int is_aborted(const EpExchange *x, int32_t rank) {
@@ -202,18 +241,79 @@ int ep_exchange_abort(EpExchange *x, const char *why) {
     return publish_failure(x, EP_ABORTED | (1 + (uint64_t)x->rank));
 }
 
-int32_t ep_exchange_find_aborted(const EpExchange *x, char why[EP_ABORT_BYTES]) {
+/* Returns a rank on this node that is aborted, or -1. */
+static int32_t find_aborted(const EpExchange *x) {
     int32_t r = 0;
     while (r < x->size && (r == x->rank || !is_aborted(x, r)))
         r++;
-    if (r == x->size) return -1;
-    if (why) memcpy(why, x->control[r]->why, EP_ABORT_BYTES);
-    return r;
+    return r < x->size ? r : -1;
 }
 
-void ep_exchange_give_up(EpExchange *x) {
-    (void)publish_failure(x, 1 + (uint64_t)x->rank);
-    send_notes(x, x->rank);
+void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why) {
+    publish_heard(x, blamed, why);
+    send_notes(x, blamed, why);
+}
+
+/* ---- refused calls ------------------------------------------------------------------------- */
+
+/* Returns whether no peer is still being sent the last message of this kind. */
+static int has_sent_refusal(EpExchange *x) {
+    const EpBootstrap *b = x->bootstrap;
+    int left = 0;
+    for (int32_t r = 0; r < x->size; r++) {
+        int done = 1;
+        void **request = &x->remote[r].sending_refusal;
+        if (*request && b->test(b->context, request, &done) != EP_OK) done = 0;
+        if (done) *request = NULL;
+        left += !done;
+    }
+    return !left;
+}
+
+/* Peers on other nodes get one message before each round: they read it when they wait for that. */
+static void send_refusal(EpExchange *x, const char *text) {
+    const EpBootstrap *b = x->bootstrap;
+    if (!x->spans_nodes || x->noted || x->refused == x->round + 1 || !has_sent_refusal(x)) return;
+    x->refused = x->round + 1;
+    size_t bytes = write_note(x, x->refusal, (EpRoundHeader){.op = REFUSED}, text);
+    for (int32_t r = 0; r < x->size; r++)
+        if (!x->control[r])
+            (void)b->isend(b->context, r, x->tag, x->refusal, bytes, &x->remote[r].sending_refusal);
+}
+
+void ep_exchange_refuse(EpExchange *x, const char *text) {
+    uint64_t words[EP_ABORT_BYTES / 8];
+    memcpy(words, text, sizeof(words));
+    for (int i = 0; i < EP_ABORT_BYTES / 8; i++)
+        atomic_store_explicit(&x->control[x->rank]->refusal[i], words[i], memory_order_relaxed);
+    if (text[0]) send_refusal(x, text);
+}
+
+/* Get what is known of a rank's last call, if that was refused, else "". */
+static void find_refusal(const EpExchange *x, int32_t rank, char out[EP_ABORT_BYTES]) {
+    const EpControl *control = x->control[rank];
+    uint64_t words[EP_ABORT_BYTES / 8];
+    if (!control) {
+        snprintf(out, EP_ABORT_BYTES, "%s", x->remote[rank].refusal ? x->remote[rank].refusal : "");
+        return;
+    }
+    for (int i = 0; i < EP_ABORT_BYTES / 8; i++)
+        words[i] = atomic_load_explicit(&control->refusal[i], memory_order_relaxed);
+    memcpy(out, words, EP_ABORT_BYTES);
+}
+
+/* Keep a message that says why a peer's call was refused. */
+static void take_refusal(Remote *remote, const char *text) {
+    if (!remote->refusal) remote->refusal = malloc(EP_ABORT_BYTES);
+    if (remote->refusal) snprintf(remote->refusal, EP_ABORT_BYTES, "%s", text);
+}
+
+void ep_exchange_depart(EpExchange *x, const char *why) {
+    EpControl *own = x->control[x->rank];
+    x->departs = 1;
+    if (!load(&own->failed)) memcpy(own->heard, why, strnlen(why, EP_ABORT_BYTES - 1));
+    atomic_fetch_or_explicit(&own->failed.value, EP_DEPARTED, memory_order_release);
+    send_notes(x, x->rank, why);
 }
 
 /* ---- messages between nodes ----------------------------------------------------------------- */
@@ -227,6 +327,38 @@ static EpStatus test_request(EpExchange *x, int32_t peer, void **request) {
     return EP_OK;
 }
 
+/* Post the receive of a round's message, unless find_note has. */
+static EpStatus post_receive(EpExchange *x, int32_t peer, uint64_t round) {
+    const EpBootstrap *b = x->bootstrap;
+    Remote *remote = &x->remote[peer];
+    if (remote->posted == round) return EP_OK;
+    remote->posted = round;
+    return b->irecv(b->context, peer, x->tag, remote->inbox[round % BUFFERS],
+                    (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[round % BUFFERS]);
+}
+
+/* Test a receive. A refusal is not the awaited message: that comes next, into the same inbox. */
+static EpStatus try_receive(EpExchange *x, int32_t peer, int parity) {
+    const EpBootstrap *b = x->bootstrap;
+    Remote *remote = &x->remote[peer];
+    const EpRoundHeader *header = (const EpRoundHeader *)remote->inbox[parity];
+    int done = 0;
+    if (!remote->receiving[parity]) return EP_OK;
+    EP_TRY(b->test(b->context, &remote->receiving[parity], &done));
+    if (!done) return EP_OK;
+    remote->receiving[parity] = NULL;
+    if (remote->refusal && header->op > 0) remote->refusal[0] = 0;
+    if (header->op != REFUSED) return EP_OK;
+    take_refusal(remote, remote->inbox[parity] + LINE);
+    return b->irecv(b->context, peer, x->tag, remote->inbox[parity],
+                    (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[parity]);
+}
+
+static EpStatus test_receive(EpExchange *x, int32_t peer, int parity) {
+    EpStatus status = try_receive(x, peer, parity);
+    return status == EP_OK ? EP_OK : fail_exchange(x, status, peer, -1, -1);
+}
+
 /* Test all pending messages. They may make progress only in such tests, so every wait calls this,
  * whatever it waits for. Else two ranks on different nodes could deadlock: each waits for a peer
  * that in turn waits for the other one's message. */
@@ -234,7 +366,7 @@ static EpStatus test_messages(EpExchange *x) {
     for (int32_t r = 0; r < x->size && x->spans_nodes; r++)
         for (int parity = 0; parity < BUFFERS; parity++) {
             EP_TRY(test_request(x, r, &x->remote[r].sending[parity]));
-            EP_TRY(test_request(x, r, &x->remote[r].receiving[parity]));
+            EP_TRY(test_receive(x, r, parity));
         }
     return EP_OK;
 }
@@ -243,53 +375,112 @@ static EpStatus test_messages(EpExchange *x) {
 
 #define GRACE_SECONDS .25
 
-/* Returns whom a rank that has given up blames, or -1: it has not, as far as is known here. */
-static int32_t find_blamed_by(const EpExchange *x, int32_t rank) {
+/* Returns whom a rank that has given up blames, or -1: it has not, as far as is known here. `why`
+ * becomes what that rank knows of the reason, or "". */
+static int32_t find_blamed_by(const EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
     int parity = (int)(x->round % BUFFERS);
-    if (x->control[rank]) return (int32_t)((load(&x->control[rank]->failed) & ~EP_ABORTED) - 1);
+    const EpControl *control = x->control[rank];
+    why[0] = 0;
+    if (control) {
+        uint64_t failed = load(&control->failed);
+        if (failed)
+            memcpy(why, failed & EP_ABORTED ? control->why : control->heard, EP_ABORT_BYTES);
+        return failed == EP_DEPARTED ? rank : blamed_in(failed);
+    }
     if (x->remote[rank].receiving[parity]) return -1;
     const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
-    return header->op == NOTE ? (int32_t)header->fact[0] : -1;
+    if (header->op != NOTE) return -1;
+    snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
+    return (int32_t)header->fact[0];
 }
 
 /* A rank that is late may itself wait for another one. Its own deadline passes at about this time,
- * so give it a moment to say so, and follow its word. Returns the rank to blame. */
-static int32_t follow_blame(EpExchange *x, int32_t blamed) {
+ * so give it a moment to say so, and follow its word. Returns the rank to blame; `why` becomes what
+ * is known of it. */
+static int32_t follow_blame(EpExchange *x, int32_t blamed, char why[EP_ABORT_BYTES]) {
+    char heard[EP_ABORT_BYTES];
     EpWait wait;
     ep_wait_begin(&wait, GRACE_SECONDS, x->spins);
     for (int32_t hops = 0; blamed != x->rank && hops < x->size;) {
-        int32_t next = find_blamed_by(x, blamed);
+        int32_t next = find_blamed_by(x, blamed, heard);
+        if (heard[0] && next != x->rank) memcpy(why, heard, EP_ABORT_BYTES);
         if (next == blamed || next == x->rank) break; /* itself, or this rank */
         if (next >= 0) blamed = next, hops++;
         if (next < 0 && (test_messages(x) != EP_OK || !ep_wait_pause(&wait))) break;
     }
+    if (!why[0] && blamed != x->rank) find_refusal(x, blamed, why);
     return blamed;
 }
 
 /* Tell the peers at once, who may be about to blame this rank. */
 static EpStatus fail_timeout(EpExchange *x, int32_t peer, const char *what, uint64_t expected,
                              uint64_t seen) {
-    (void)publish_failure(x, 1 + (uint64_t)peer);
-    send_notes(x, peer);
-    int32_t blamed = follow_blame(x, peer);
+    char refusal[EP_ABORT_BYTES], why[EP_ABORT_BYTES] = "";
+    find_refusal(x, peer, refusal);
+    publish_heard(x, peer, refusal);
+    send_notes(x, peer, refusal);
+    int32_t blamed = follow_blame(x, peer, why);
     if (blamed != peer) {
-        ep_fail_peer(x->rank, x->op->name, peer, blamed, "");
-        return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+        ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
+        return fail_because(x, EP_ERR_PEER, blamed, -1, -1, why);
     }
     ep_fail(EP_ERR_TIMEOUT,
-            "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)", x->rank,
-            x->op->name, peer, what, x->timeout, (unsigned long long)expected,
-            (unsigned long long)seen);
-    return fail_exchange(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen);
+            "rank %d: %s: rank %d did not %s within %g s (expected round %llu, seen %llu)%s%s",
+            x->rank, x->op->name, peer, what, x->timeout, (unsigned long long)expected,
+            (unsigned long long)seen, refusal[0] ? "; " : "", refusal);
+    return fail_because(x, EP_ERR_TIMEOUT, peer, (int64_t)expected, (int64_t)seen, refusal);
 }
 
-/* A peer has given up because of a rank, perhaps itself. `why`: of an abort; NULL: not known here,
- * unless that rank is on this node. */
-static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const char *why) {
-    blamed = follow_blame(x, blamed);
-    if (!why) why = is_aborted(x, blamed) ? x->control[blamed]->why : "";
+/* A peer has given up because of a rank, perhaps itself. `heard`: what is known of that. */
+static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const char *heard) {
+    char why[EP_ABORT_BYTES];
+    snprintf(why, sizeof(why), "%s", heard);
+    blamed = follow_blame(x, blamed, why);
     ep_fail_peer(x->rank, x->op->name, peer, blamed, why);
-    return fail_exchange(x, EP_ERR_PEER, blamed, -1, -1);
+    return fail_because(x, EP_ERR_PEER, blamed, -1, -1, why);
+}
+
+/* A peer on this node says in its control block that it has given up. */
+static EpStatus fail_gone(EpExchange *x, int32_t peer) {
+    char why[EP_ABORT_BYTES];
+    int32_t blamed = find_blamed_by(x, peer, why);
+    return fail_peer(x, peer, blamed, why);
+}
+
+/* Get whom a rank on another node blames that has given up, or -1: its note comes in place of the
+ * next round's message. That message itself stays for its round; a rank that departs takes it as a
+ * word that the other one waits for it. */
+static int32_t find_note(EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
+    uint64_t next = x->round + 1;
+    int parity = (int)(next % BUFFERS);
+    const EpRoundHeader *header = (const EpRoundHeader *)x->remote[rank].inbox[parity];
+    EpStatus status = post_receive(x, rank, next);
+    if (status == EP_OK) status = try_receive(x, rank, parity);
+    why[0] = 0;
+    if (status != EP_OK || x->remote[rank].receiving[parity]) return -1;
+    if (header->op != NOTE) return x->departs ? x->rank : -1;
+    snprintf(why, EP_ABORT_BYTES, "%s", (const char *)header + LINE);
+    return (int32_t)header->fact[0];
+}
+
+/* The same of a rank on this node. */
+static int32_t find_word(const EpExchange *x, int32_t rank, char why[EP_ABORT_BYTES]) {
+    const EpControl *control = x->control[rank];
+    uint64_t failed = load(&control->failed);
+    why[0] = 0;
+    if (x->departs && load(&control->published) > x->round) return x->rank;
+    return blamed_in(failed) < 0 ? -1 : find_blamed_by(x, rank, why);
+}
+
+/* A rank that has given up at its deadline does not say why: this one names the late rank better.
+ */
+int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]) {
+    for (int32_t r = 0; r < x->size; r++) {
+        if (r == x->rank) continue;
+        *blamed = x->control[r] ? find_word(x, r, why) : find_note(x, r, why);
+        if (*blamed >= 0 && (why[0] || *blamed == x->rank)) return r;
+    }
+    return -1;
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */
@@ -298,12 +489,14 @@ static EpStatus fail_peer(EpExchange *x, int32_t peer, int32_t blamed, const cha
  * those of all ranks on the node, since without them the group will not go on. */
 static EpStatus check_aborts(EpExchange *x, const EpWait *wait) {
     if (ep_abort_requested(x->abort)) {
+        char why[EP_ABORT_BYTES];
+        ep_abort_compose(x->abort, x->abort->sentence, why);
         ep_fail(EP_ERR_ABORTED, "rank %d: %s: the group was aborted", x->rank, x->op->name);
-        return fail_exchange(x, EP_ERR_ABORTED, x->rank, -1, -1);
+        return fail_because(x, EP_ERR_ABORTED, x->rank, -1, -1, why);
     }
     if ((wait->pauses + 1) % PAUSES_PER_LOOK) return EP_OK;
-    int32_t r = ep_exchange_find_aborted(x, NULL);
-    return r < 0 ? EP_OK : fail_peer(x, r, r, NULL);
+    int32_t r = find_aborted(x);
+    return r < 0 ? EP_OK : fail_gone(x, r);
 }
 
 static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *counter,
@@ -312,8 +505,7 @@ static EpStatus wait_counter(EpExchange *x, int32_t peer, const EpCounter *count
     ep_wait_begin(&wait, x->timeout, x->spins);
     while (load(counter) < expected) {
         uint64_t failed = load(&x->control[peer]->failed);
-        if (failed && load(counter) < expected)
-            return fail_peer(x, peer, (int32_t)((failed & ~EP_ABORTED) - 1), NULL);
+        if (failed && load(counter) < expected) return fail_gone(x, peer);
         EP_TRY(check_aborts(x, &wait));
         EP_TRY(test_messages(x));
         if (!ep_wait_pause(&wait)) return fail_timeout(x, peer, what, expected, load(counter));
@@ -357,15 +549,11 @@ static char *region(const EpExchange *x, int32_t writer, int32_t reader) {
 }
 
 static EpStatus post_receives(EpExchange *x) {
-    const EpBootstrap *b = x->bootstrap;
     for (int32_t r = 0; r < x->size; r++) {
-        Remote *remote = &x->remote[r];
-        int parity = (int)(x->round % BUFFERS);
         if (x->control[r]) continue;
-        EpStatus status = b->irecv(b->context, r, x->tag, remote->inbox[parity],
-                                   (size_t)x->region_bytes[x->mode], &remote->receiving[parity]);
+        EpStatus status = post_receive(x, r, x->round);
         if (status != EP_OK) return fail_exchange(x, status, r, -1, -1);
-        remote->fill = 0;
+        x->remote[r].fill = 0;
     }
     return EP_OK;
 }

@@ -41,12 +41,16 @@
  *              loads the awaited counter once more. So it still takes a round that the rank
  *              published before it failed.
  *     abort    Any thread of the rank writes `why`, once, then stores `failed`, unless it is
- *              stored already. The peers' acquire orders `why` behind it.
+ *              stored already. The peers' acquire orders `why` behind it. `heard` likewise, by the
+ *              rank's own thread.
+ *     refusal  Its words may change while a peer reads them, which costs no more than a mixed
+ *              sentence.
  *
- * A rank that fails or is aborted sends peers on other nodes a note in place of its next round's
- * message: a header with no operation's code and the rank that it blames, then the sentence of an
- * abort. Its own thread does that, as soon as it is in the library: bootstraps may not support other
- * threads.
+ * A rank that fails, departs or is aborted sends peers on other nodes a note in place of its next
+ * round's message: a header with no operation's code and the rank that it blames, then why that
+ * rank went. Its own thread does that, as soon as it is in the library: bootstraps may not support
+ * other threads. A rank whose call was refused sends them the sentence in such a message, too, once
+ * before its next round, which is then the next message.
  *
  * Between nodes, a rank fills a region again only after the send from it has completed, and posts a
  * receive into an inbox only after it has read the message there. Messages of a pair of ranks
@@ -79,15 +83,18 @@ typedef struct EpCounter {
 
 /** Start of every shared segment. */
 typedef struct EpControl {
-    EpCounter published;      /**< last round whose regions are filled */
-    EpCounter failed;         /**< 0, or 1 + the rank blamed for this rank's failure; EP_ABORTED |
-                                   1 + this rank: aborted */
-    char why[EP_ABORT_BYTES]; /**< of an abort */
-    EpRoundHeader header[2];  /**< of even and odd rounds; not in the regions, which move by mode */
-    EpCounter released[];     /**< [size]: last round of each peer that this rank has read */
+    EpCounter published;        /**< last round whose regions are filled */
+    EpCounter failed;           /**< 0, or 1 + the rank blamed for this rank's failure; EP_ABORTED |
+                                     1 + this rank: aborted; and perhaps EP_DEPARTED */
+    char why[EP_ABORT_BYTES];   /**< of this rank's abort */
+    char heard[EP_ABORT_BYTES]; /**< why the blamed rank went, of a rank that has heard it; "" */
+    _Atomic uint64_t refusal[EP_ABORT_BYTES / 8]; /**< of this rank's last call; "": none */
+    EpRoundHeader header[2]; /**< of even and odd rounds; not in the regions, which move by mode */
+    EpCounter released[];    /**< [size]: last round of each peer that this rank has read */
 } EpControl;
 
 #define EP_ABORTED ((uint64_t)1 << 32)
+#define EP_DEPARTED ((uint64_t)1 << 33) /* beside or without a failure */
 
 typedef struct EpExchange EpExchange;
 
@@ -117,10 +124,10 @@ typedef struct EpExchangeSetup {
 
 /** Create an exchange. Returns NULL when out of memory. */
 EpExchange *ep_exchange_create(const EpExchangeSetup *setup);
-/** Destroy an exchange; NULL is allowed. Returns 1 if messages are still being sent from this
- * rank's segment, which must then stay mapped. Inboxes that may still receive messages stay
- * allocated. */
-int ep_exchange_destroy(EpExchange *x);
+/** Destroy an exchange; NULL is allowed. `together`: whether all ranks do so now. Returns 1 if
+ * messages are still being sent from this rank's segment, which must then stay mapped. Inboxes that
+ * may still receive messages stay allocated. */
+int ep_exchange_destroy(EpExchange *x, int together);
 
 /** Returns the number of the last round. */
 uint64_t ep_exchange_round(const EpExchange *x);
@@ -156,14 +163,20 @@ static inline int32_t ep_round_peer(int32_t rank, int32_t size, int32_t i) {
     return (rank + i) % size;
 }
 
-/** Let peers that wait for this rank know that it has given up outside of rounds. */
-void ep_exchange_give_up(EpExchange *x);
+/** Let peers that wait for this rank know that it has given up outside of rounds, because of
+ *  `blamed`. */
+void ep_exchange_give_up(EpExchange *x, int32_t blamed, const char *why);
 
 /** Let peers on this node know that this rank is aborted. By any thread, once. Returns 0 if the
  *  rank has failed before. */
 int ep_exchange_abort(EpExchange *x, const char *why);
-/** Returns a rank on this node that is aborted, or -1. `why` (may be NULL) becomes its sentence. */
-int32_t ep_exchange_find_aborted(const EpExchange *x, char why[EP_ABORT_BYTES]);
+/** See EpBackendOps.find_failed. No round is open. For a rank that departs, also finds those of its
+ *  node that wait for it. */
+int32_t ep_exchange_find_failed(EpExchange *x, int32_t *blamed, char why[EP_ABORT_BYTES]);
+
+/** See EpBackendOps. */
+void ep_exchange_refuse(EpExchange *x, const char *text);
+void ep_exchange_depart(EpExchange *x, const char *why);
 
 /** Why the exchange failed: status (EP_OK: it has not), sentence and the peer concerned. */
 typedef struct EpExchangeFailure {

@@ -334,23 +334,44 @@ ThreadTest(handles_weight_arguments, order, 2) {
     close_fixture(f);
 }
 
-ThreadTest(handles_weight_arguments, absent_rank, 2) {
+/* Rank 1 does not take part: its call is refused, and then it waits or `goes`. */
+static void absent(const EpBootstrap *bootstrap, int refused, int goes) {
     EpMesh mesh = mesh_of(MESH);
     EpWeightConfig config = weight_config(&mesh, "expert,fsdp,_");
     EpWeight *weight = NULL;
     _Alignas(64) char shard[192] = {0}, full[384], space[4096];
-    EpMeshComm *comm = connect(bootstrap, MESH, 1.5);
+    EpMeshComm *comm = connect(bootstrap, MESH, goes ? 60 : 1.5);
     REQUIRE(comm, "no communicator");
     CHECK_OK(ep_weight_create(comm, &config, &weight));
     EpTensor in = ep_tensor_3d(shard, EP_TYPE_BF16, 4, 3, 8);
     EpTensor out = ep_tensor_3d(full, EP_TYPE_BF16, 4, 6, 8);
     EpTensor workspace = ep_tensor_1d(space, EP_TYPE_UINT8, sizeof(space));
-    if (bootstrap->rank == 0)
-        CHECK_REFUSED(
-            finish(comm, ep_weight_gather(weight, NULL, &in, &workspace, NULL, &out, NULL)),
-            EP_ERR_TIMEOUT, "rank 0: weight gather: rank 1 did not arrive within 1.5 s");
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 30));
+    if (bootstrap->rank && refused)
+        CHECK_REFUSED(ep_weight_gather(weight, NULL, NULL, &workspace, NULL, &out, NULL),
+                      EP_ERR_NULL, "shard: expected a tensor, got NULL");
+    if (bootstrap->rank == 0) {
+        EpStatus status =
+            finish(comm, ep_weight_gather(weight, NULL, &in, &workspace, NULL, &out, NULL));
+        const char *quoted = refused ? "its last call was refused: rank 1: ep_weight_gather: " : "";
+        if (goes)
+            CHECK_REFUSED(status, EP_ERR_PEER, "it has destroyed the group; ", quoted,
+                          "shard: expected a tensor, got NULL");
+        else
+            CHECK_REFUSED(status, EP_ERR_TIMEOUT,
+                          "rank 0: weight gather: rank 1 did not arrive within 1.5 s", quoted);
+    }
+    if (!goes) CHECK_OK(bootstrap->barrier(bootstrap->context, 30));
     ep_mesh_comm_destroy(comm);
+}
+
+ThreadTest(handles_weight_arguments, absent_rank, 2) {
+    absent(bootstrap, 0, 0);
+}
+ThreadTest(handles_weight_arguments, refused_rank, 2) {
+    absent(bootstrap, 1, 0);
+}
+ThreadTest(handles_weight_arguments, refused_rank_goes, 2) {
+    absent(bootstrap, 1, 1);
 }
 
 /* A group numbers its own ranks, so its sentences say which ranks of the mesh they are. */

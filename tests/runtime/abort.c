@@ -382,6 +382,59 @@ OnThreads(while_destroying) {
     CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
 }
 
+/* ---- many ranks ---- */
+
+enum { CROWD = 15 };
+
+typedef struct Crowd {
+    pthread_barrier_t ready;
+    int sample;
+} Crowd;
+
+/* All ranks meet again and again, and rank 0 is aborted at some moment: in a call, or between two.
+ */
+static void crowd_body(const EpBootstrap *bootstrap, void *arg) {
+    Crowd *crowd = arg;
+    Case c = case_complete((Case){.ranks = CROWD});
+    EpGroupConfig config = case_group_config(&c);
+    EpGroup *group = NULL;
+    Aborter aborter;
+    EpStatus status = EP_OK;
+    config.timeout_seconds = DEADLINE;
+    CHECK_OK(ep_group_create(bootstrap, &config, &group));
+    pthread_barrier_wait(&crowd->ready);
+    double begin = now();
+    if (bootstrap->rank == ABORTED) aborter_start(&aborter, group, 100 + 400 * crowd->sample);
+    while (status == EP_OK) {
+        void *memory = NULL;
+        status = ep_mem_alloc(group, 64, &memory);
+        if (status == EP_OK) status = ep_mem_free(group, memory);
+    }
+    if (bootstrap->rank == ABORTED) aborter_end(&aborter);
+    CHECK_REFUSED(status, bootstrap->rank == ABORTED ? EP_ERR_ABORTED : EP_ERR_PEER, WHY);
+    CHECK(now() - begin < SOON, "it took %.1f s", now() - begin);
+    ep_group_destroy(group);
+}
+
+static void crowd_on(const char *nodes) {
+    setenv("LIBEP_TOPOLOGY", nodes, 1);
+    for (int i = 0; i < 10; i++) {
+        Crowd crowd = {.sample = i};
+        pthread_barrier_init(&crowd.ready, NULL, CROWD);
+        run_on_threads(CROWD, crowd_body, &crowd);
+        pthread_barrier_destroy(&crowd.ready);
+    }
+}
+
+Test(runtime_abort, in_a_crowd, .timeout = 120) {
+    HOST_ONLY("there are not so many GPUs");
+    crowd_on("");
+}
+Test(runtime_abort, in_a_crowd_on_two_nodes, .timeout = 120) {
+    HOST_ONLY("there are not so many GPUs");
+    crowd_on("2");
+}
+
 /* ---- several nodes ---- */
 
 /* Each rank is a node of its own: peers learn of the abort by a message. Rank 0 is aborted while it

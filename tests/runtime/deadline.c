@@ -128,6 +128,115 @@ Test(runtime_deadline, absent_on_several_nodes, .timeout = 120) {
     }
 }
 
+/* ---- refused calls ---- */
+
+typedef enum Then { STAYS, DESTROYS, ABORTS, CORRECTS, THEN_COUNT } Then;
+
+#define GONE "the store is gone"
+
+/* Make a call, or the send phase of a dispatch, with a tensor missing. */
+static EpStatus refused_call(const Step *s, int call) {
+    EpHandle *h = s->handle;
+    if (call == 0) return ep_prepare(h, NULL, NULL, NULL, NULL, NULL);
+    if (call == 1)
+        return ep_dispatch(h, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+    if (call == 2) return ep_combine(h, NULL, NULL, NULL, NULL, NULL, NULL);
+    if (call == 3) return ep_combine_backward(h, NULL, NULL, NULL, NULL, NULL, NULL, NULL);
+    if (call == 4) return ep_dispatch_backward(h, NULL, NULL, NULL, NULL, NULL, NULL);
+    return ep_dispatch_send(h, NULL, NULL, NULL, NULL, NULL, NULL);
+}
+
+/* Check what the peers of a rank are told whose call was refused. */
+static void check_quotes(const Step *step, int call, Then then, const char *refusal) {
+    double begin = now();
+    EpStatus status = call_outcome(calls[call < NUM_CALLS ? call : 1], step);
+    EpFinding found = EP_FINDING_INIT;
+    if (then == CORRECTS) {
+        CHECK_OK(status);
+        CHECK_REFUSED(call_outcome(calls[call], step), EP_ERR_TIMEOUT, "rank 2 did not");
+        CHECK(!strstr(ep_last_error(), "refused"), "%s", ep_last_error());
+        return;
+    }
+    if (then == STAYS)
+        CHECK_REFUSED(status, EP_ERR_TIMEOUT, "rank 2 did not", "; its last call was ", refusal);
+    else
+        CHECK_REFUSED(status, EP_ERR_PEER, "rank 2",
+                      then == ABORTS ? GONE : "has destroyed the group", "; its last call was ",
+                      refusal);
+    CHECK(now() - begin < LATE, "it took %.1f s", now() - begin);
+    CHECK_STATUS(ep_group_status(step->group, &found), status);
+    CHECK(found.peer == ABSENT, "peer %d", (int)found.peer);
+}
+
+static void refused(const EpBootstrap *bootstrap, int call, Then then, EpMode mode) {
+    char refusal[256] = "refused: rank 2: ep_";
+    TimedRank h = timed_open_in(bootstrap, then == STAYS || then == CORRECTS ? SOON : 100, mode);
+    REQUIRE(h.handle, "no handle");
+    if (call > 0) CHECK_OK(call_prepare(&h.step));
+    check_note("call %d, then %d", call, (int)then);
+    bootstrap->barrier(bootstrap->context, 60);
+    if (bootstrap->rank == ABSENT) {
+        CHECK_REFUSED(refused_call(&h.step, call), EP_ERR_NULL, "expected a tensor, got NULL");
+        if (then == CORRECTS) CHECK_OK(call_outcome(calls[call], &h.step));
+        if (then == ABORTS) CHECK_OK(ep_group_abort(h.group, GONE));
+        /* A rank on another node is told by the thread of the rank that is aborted. */
+        if (then == ABORTS) CHECK_STATUS(ep_group_status(h.group, NULL), EP_ERR_ABORTED);
+    } else {
+        check_quotes(&h.step, call, then, refusal);
+    }
+    if (then != DESTROYS) bootstrap->barrier(bootstrap->context, 60);
+    timed_close(&h);
+}
+
+typedef struct Refused {
+    int call;
+    Then then;
+    EpMode mode;
+} Refused;
+
+static void refused_body(const EpBootstrap *bootstrap, void *arg) {
+    const Refused *r = arg;
+    refused(bootstrap, r->call, r->then, r->mode);
+}
+
+/* On GPUs deadlines are long: two operations have to do where ranks wait for one. */
+static void refused_calls(const char *nodes) {
+    setenv("LIBEP_TOPOLOGY", nodes, 1);
+    for (int then = 0; then < THEN_COUNT; then++) {
+        int waits = then == STAYS || then == CORRECTS;
+        for (int call = 0; call < (waits && TESTS_ON_GPU ? 2 : NUM_CALLS); call++)
+            run_on_threads(RANKS, refused_body, &(Refused){call, (Then)then, EP_MODE_THROUGHPUT});
+    }
+}
+
+/* Peers quote the sentence of a refused call: at their deadline, or at once if the rank is aborted
+ * or destroys the group. A rank that calls again is waited for as any other. */
+Test(runtime_deadline, refused_calls, .timeout = 120) {
+    refused_calls("");
+}
+Test(runtime_deadline, refused_calls_on_two_nodes, .timeout = 120) {
+    refused_calls("0,0,1");
+    /* On GPUs NCCL's wait for rank 0 may end before that for rank 2, which no watcher watches. */
+    if (!TESTS_ON_GPU) refused_calls("0,1,1");
+}
+Test(runtime_deadline, refused_send_phase, .timeout = 120) {
+    NEEDS_LATENCY();
+    for (int then = STAYS; then < CORRECTS; then++)
+        run_on_threads(RANKS, refused_body, &(Refused){NUM_CALLS, (Then)then, EP_MODE_LATENCY});
+}
+
+/* A refused call alone changes nothing: the ranks destroy the group together, and soon. */
+ThreadTest(runtime_deadline, refused_calls_and_no_others, RANKS) {
+    for (int only = -1; only < RANKS; only++) { /* -1: on all ranks */
+        TimedRank h = timed_open(bootstrap, 100);
+        REQUIRE(h.handle, "no handle");
+        step_all(&h.step);
+        if (only < 0 || only == bootstrap->rank)
+            CHECK_STATUS(refused_call(&h.step, 1), EP_ERR_NULL);
+        timed_close(&h);
+    }
+}
+
 /* Check that a late rank gets an error. The other ranks may have sent enough for its first call,
  * but not for a second. */
 static void check_learns_of_failure(const Step *step) {
