@@ -125,8 +125,10 @@ class Regions:
                 f"{name}: expected a call inside shard_map over the axis {self.axes}, or outside "
                 f"of any shard_map, got one inside shard_map over {current.manual_axes}",
             )
-        # XLA ends the process where it partitions a program around a token.
-        others = [axis for axis in current.axis_names if current.shape[axis] > 1]
+        # XLA ends the process where it partitions a program around a token. On GPUs it does so where
+        # one device is all of the other axes, too.
+        least = 2 if self.mesh.devices.flat[0].platform == "cpu" else 1
+        others = [axis for axis in current.axis_names if current.shape[axis] >= least]
         left = tuple(axis for axis in others if axis not in current.manual_axes)
         if left:
             raise EpError(
