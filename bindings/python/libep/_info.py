@@ -40,7 +40,7 @@ def settings() -> dict[str, Setting]:
 
 
 def nccl_ep_home() -> str:
-    """The folder to set NCCL_EP_HOME to, so that others load libep in the place of NCCL EP."""
+    """The folder to set NCCL_EP_HOME to, so that others load libep instead of NCCL EP."""
     return os.path.join(FOLDER, "nccl_ep")
 
 
