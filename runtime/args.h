@@ -7,7 +7,9 @@
  * was given.
  */
 
+#include "ep/ep_weight.h"
 #include "runtime/dtype.h"
+#include "runtime/quant.h"
 #include "runtime/status.h"
 
 /** Check struct size, number of dimensions, sizes >= 0, and that data is given unless empty. */
@@ -37,6 +39,12 @@ EpStatus ep_arg_row_bytes(const EpCall *call, const char *argument, const EpTens
 /** Check that data, unless empty, is on a multiple of `unit` bytes. */
 EpStatus ep_arg_alignment(const EpCall *call, const char *argument, const EpTensor *t,
                           int64_t unit);
+
+/** Check for a value of EpQuant. */
+EpStatus ep_arg_quant(const EpCall *call, const char *argument, EpQuant quant);
+
+/** Check that a format has tiles where `blocks`, the call's form.blocks, asks for them. */
+EpStatus ep_arg_tiles(const EpCall *call, EpBlocks blocks, EpQuantFormat format);
 
 static inline int ep_tensor_is_empty(const EpTensor *t) {
     for (int i = 0; i < t->ndim; i++)
