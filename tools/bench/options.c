@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "tools/bench/models.h"
+#include "tools/common/data.h"
 #include "tools/common/layout.h"
 #include "tools/common/option.h"
 #include "tools/common/util.h"
@@ -169,8 +170,8 @@ static const Option specs[] = {
      "mode of the handle (default throughput); latency: no prepare, no backward"},
     {0, "split", NULL, option_parse_flag, AT(split), 0, 0, NULL,
      "with --mode latency: dispatch and combine as send and wait calls"},
-    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
-     option_quants, "dispatch quantises (default none)"},
+    {0, "quant", OPTION_QUANTS, option_parse_choice, AT(quant), 0, 0, option_quants,
+     "dispatch quantises (default none)"},
     {0, "sum-quant", "none|fp8", option_parse_choice, AT(sum_quant), 0, 0, sum_quants,
      "how partial sums travel in combine and dispatch_backward (default none)"},
     {0, "baseline", NULL, option_parse_flag, AT(baseline), 0, 0, NULL,
@@ -218,8 +219,8 @@ const char *options_quant_name(int64_t quant) {
 }
 
 const char *options_sums_name(const Options *options) {
-    return options->sum_quant == EP_QUANT_NONE ? options_type_name(options->type)
-                                               : options_quant_name(options->sum_quant);
+    return !quant_format(options->sum_quant)->bits ? options_type_name(options->type)
+                                                   : options_quant_name(options->sum_quant);
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -328,7 +329,7 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->threads);
-    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || quant_format(o->quant)->bits))
         return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
                             "%s",
                             options_mode_name(o->mode), options_quant_name(o->quant));
@@ -346,13 +347,13 @@ static bool validate_together(const Options *o) {
     if (o->split && o->mode != EP_MODE_LATENCY)
         return bench_refuse("--split: expected --mode latency, got --mode %s",
                             options_mode_name(o->mode));
-    if (o->quant != EP_QUANT_NONE && o->scale_bytes)
+    if (quant_format(o->quant)->bits && o->scale_bytes)
         return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
                             options_quant_name(o->quant), (long long)o->scale_bytes);
-    if (o->quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_quant_name(o->quant), (long long)o->hidden);
-    if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_quant_name(o->sum_quant), (long long)o->hidden);
     if (o->threads && world_launched())

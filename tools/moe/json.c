@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/common/json.h"
 
+#include "tools/common/data.h"
 #include "tools/common/option.h"
 #include "tools/common/util.h"
 #include "tools/moe/measure.h"
@@ -25,7 +26,7 @@ static void put_config(Json *j, const MoeReport *report) {
     json_put_text(j, "dtype", option_choice_name(option_types, o->type));
     json_put_text(j, "weights", moe_weights_name(o->weights_at));
     json_put_text(j, "quant", option_choice_name(option_quants, o->quant));
-    if (o->quant != EP_QUANT_NONE) json_put_text(j, "blocks", moe_blocks_name(o->blocks));
+    if (quant_format(o->quant)->bits) json_put_text(j, "blocks", moe_blocks_name(o->blocks));
     json_put_bool(j, "regather", o->regather);
     json_put_int(j, "alignment", o->alignment);
     json_put_bool(j, "overlap", report->layer->overlaps);

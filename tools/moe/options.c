@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/moe/options.h"
 
+#include "tools/common/data.h"
 #include "tools/common/option.h"
 #include "tools/common/util.h"
 #include "tools/common/world.h"
@@ -38,8 +39,8 @@ static const Option options_of_moe[] = {
      "element type of tokens and weights (default bf16)"},
     {0, "weights", "early|late", option_parse_choice, AT(weights_at), 0, 0, weights_at,
      "where a token's weights are applied: in the activation, or in combine (default late)"},
-    {0, "quant", "none|fp8|fp8-ue8m0|mxfp8|fp8-pow2", option_parse_choice, AT(quant), 0, 0,
-     option_quants, "quantise w1 and w2 before they are gathered (default none)"},
+    {0, "quant", OPTION_QUANTS, option_parse_choice, AT(quant), 0, 0, option_quants,
+     "quantise w1 and w2 before they are gathered (default none)"},
     {0, "blocks", "rows|tiles", option_parse_choice, AT(blocks), 0, 0, blocks,
      "what shares a scale: a row's 128 elements, with a gather for each direction, or 128 x 128 "
      "(default tiles; mxfp8: rows of 32)"},
@@ -114,10 +115,11 @@ static bool validate_row(const char *option, int64_t elements, int64_t type) {
 static bool validate(const MoeOptions *o) {
     if (o->alignment & (o->alignment - 1))
         return bench_refuse("--align: expected a power of two, got %lld", (long long)o->alignment);
-    if (o->blocks && o->quant == EP_QUANT_NONE)
+    if (o->blocks && !quant_format(o->quant)->bits)
         return bench_refuse("--blocks: expected --quant with it, got none");
-    if (o->blocks == EP_BLOCKS_TILES && o->quant == EP_QUANT_MXFP8)
-        return bench_refuse("--blocks: expected rows with --quant mxfp8, got tiles");
+    if (o->blocks == EP_BLOCKS_TILES && !quant_format(o->quant)->has_tiles)
+        return bench_refuse("--blocks: expected rows with --quant %s, got tiles",
+                            option_choice_name(option_quants, o->quant));
     if (o->overlap == 1 && o->backend != EP_BACKEND_CUDA)
         return bench_refuse(
             "--overlap: expected 0 on the host, whose calls have finished when they "
@@ -133,7 +135,8 @@ bool moe_options_parse(MoeOptions *options, int argc, char **argv) {
     if (options->help || options->version) return true;
     if (!validate(options)) return false;
     if (options->overlap == NOT_GIVEN) options->overlap = options->backend == EP_BACKEND_CUDA;
-    bool rows = options->quant == EP_QUANT_MXFP8;
+    const QuantFormat *format = quant_format(options->quant);
+    bool rows = format->bits && !format->has_tiles;
     if (!options->blocks) options->blocks = rows ? EP_BLOCKS_ROWS : EP_BLOCKS_TILES;
     return true;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tools/moe/phases.h"
 
+#include "tools/common/data.h"
 #include "tools/common/util.h"
 
 #define TENSOR(id) (&layer->tensors[T_##id])
@@ -11,7 +12,7 @@ static bool is_early(const Layer *layer) {
 }
 
 static bool is_quantised(const Layer *layer) {
-    return layer->options->quant != EP_QUANT_NONE;
+    return quant_format(layer->options->quant)->bits;
 }
 
 static const EpTensor *early_weights(const Layer *layer) {

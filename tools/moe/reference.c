@@ -47,7 +47,7 @@ static bool make_weight(Reference *r, const MoeMesh *mesh, WeightId id) {
     r->grads[id] = bench_alloc((size_t)count, sizeof(double), "the reference's gradients");
     if (!plain || !r->grads[id]) return false;
     moe_input(o, id, 0, count, plain);
-    if (id == WEIGHT_ROUTER || o->quant == EP_QUANT_NONE) return true;
+    if (id == WEIGHT_ROUTER || !quant_format(o->quant)->bits) return true;
     const int64_t *shape = mesh->weights[id].shape;
     float *forward = bench_alloc((size_t)count, sizeof(float), "the reference's weights");
     if (!forward) return false;

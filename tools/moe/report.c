@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "tools/common/data.h"
 #include "tools/common/option.h"
 #include "tools/moe/measure.h"
 
@@ -21,7 +22,7 @@ static void report_config(const MoeOptions *o) {
            (long long)o->seed);
     printf("#          weights %s, alignment %lld", moe_weights_name(o->weights_at),
            (long long)o->alignment);
-    if (o->quant == EP_QUANT_NONE)
+    if (!quant_format(o->quant)->bits)
         printf(", gathered as they are");
     else
         printf(", gathered as %s in %s, dequantised before the GEMMs",

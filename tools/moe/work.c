@@ -2,6 +2,7 @@
 
 /** What each phase has to do at least, and what it writes. */
 
+#include "tools/common/data.h"
 #include "tools/moe/phases.h"
 
 /* ---- work ---------------------------------------------------------------------------------- */
@@ -18,7 +19,7 @@ static int64_t slot_bytes(const Layer *layer, int64_t columns) {
 /* The rank's own output is written, and as much is read. */
 static int64_t gather_bytes(const Gathered *g) {
     return 2 * (tensor_bytes(&g->full) +
-                (g->form.quant == EP_QUANT_NONE ? 0 : tensor_bytes(&g->scales)));
+                (!quant_format(g->form.quant)->bits ? 0 : tensor_bytes(&g->scales)));
 }
 
 static int64_t dequantise_bytes(const Gathered *g) {
