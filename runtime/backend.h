@@ -50,8 +50,8 @@ typedef struct EpStep {
     int prepared; /**< whether a prepare was issued */
     int known;    /**< whether the prepare has finished; until then `info` has no numbers */
     EpHandleInfo info;
-    int64_t num_rows;  /**< T of the token tensors: rows of topk_idx; -1: the first tensor sets it */
-    int64_t exact;     /**< 1: T is the rows of topk_idx; 0: any T from info.num_tokens on */
+    int64_t num_rows; /**< T of the token tensors: rows of topk_idx; -1: the first tensor sets it */
+    int64_t exact;    /**< 1: T is the rows of topk_idx; 0: any T from info.num_tokens on */
     int checked_later; /**< whether a kernel compares the plan with the tensors' numbers of rows */
 } EpStep;
 

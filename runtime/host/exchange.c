@@ -335,7 +335,8 @@ static EpStatus post_receive(EpExchange *x, int32_t peer, uint64_t round) {
     if (remote->posted == round) return EP_OK;
     remote->posted = round;
     return ep_call_irecv(b, peer, x->tag, remote->inbox[round % BUFFERS],
-                    (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[round % BUFFERS]);
+                         (size_t)x->region_bytes[EP_ROUND_EACH],
+                         &remote->receiving[round % BUFFERS]);
 }
 
 /* Test a receive. A refusal is not the awaited message: that comes next, into the same inbox. */
@@ -352,7 +353,7 @@ static EpStatus try_receive(EpExchange *x, int32_t peer, int parity) {
     if (header->op != REFUSED) return EP_OK;
     take_refusal(remote, remote->inbox[parity] + LINE);
     return ep_call_irecv(b, peer, x->tag, remote->inbox[parity],
-                    (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[parity]);
+                         (size_t)x->region_bytes[EP_ROUND_EACH], &remote->receiving[parity]);
 }
 
 static EpStatus test_receive(EpExchange *x, int32_t peer, int parity) {

@@ -68,8 +68,8 @@ typedef struct Case {
     int timeout;              /**< of waits, in seconds; 60 */
     int id;                   /**< of the handle */
     int named;                /**< the handle has no plan of its own */
-    int phases;     /**< latency mode: call dispatch and combine as send and receive phases */
-    int global_ids; /**< recv_topk_idx has global expert ids; ignored where a layout has none */
+    int phases;      /**< latency mode: call dispatch and combine as send and receive phases */
+    int global_ids;  /**< recv_topk_idx has global expert ids; ignored where a layout has none */
     int all_weights; /**< rank-major rows get all K weights; ignored in other layouts */
     uint64_t seed;
 } Case;

@@ -40,8 +40,8 @@ def setting_value(name: str) -> str:
 class Bootstrap:
     """What a group needs to be set up: this rank, the number of ranks, an allgather, a barrier.
 
-    Made by one of the four functions below, or by Mesh.bootstrap. Several groups may use one, each created by all ranks
-    in the same order. Close the groups before the bootstrap.
+    Made by one of the four functions below, or by Mesh.bootstrap. Several groups may use one. All
+    ranks create them in the same order. Close the groups before the bootstrap.
     """
 
     rank: int
