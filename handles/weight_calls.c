@@ -116,7 +116,7 @@ EpStatus ep_weight_reduce(EpWeight *weight, const EpTensor *grad, int accumulate
     reduce.grad = grad->data, reduce.out = out->data;
     int before = ep_group_start(group, c.call.name);
     EpStatus status = group->backend->reduce_weight(&reduce);
-    ep_group_leave(group, before);
+    ep_group_leave(group, before); /* not ep_group_stop: the other group may be what has failed */
     if (group->failed == EP_OK && weight->replicates) group = weight->replicates;
     return ep_mesh_comm_explain(weight->comm, group, status);
 }

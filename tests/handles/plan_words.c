@@ -25,7 +25,7 @@ typedef struct Words {
     Random random;
 } Words;
 
-/* Call an operation whose plan is whole. Ranks whose kernels wait may need the others. */
+/* Call an operation with the plan as it was made. */
 static bool call_whole(Words *w, Op op) {
     return CHECK_OK(fixture_call(&w->fixture, op));
 }
