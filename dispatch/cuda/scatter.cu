@@ -56,13 +56,11 @@ __device__ void zero_bytes(char *out, int64_t bytes, ZeroThreads z) {
         zero_words<uint8_t>(out, bytes, z);
 }
 
-/* Zero the scales of slots of one slab; by column, these are a range in each column, which ends
- * with the slab, also if the plan is damaged. */
+/* Zero the scales of slots of one slab; by column, these are a range in each column. */
 __device__ void zero_scales(const EpScatterArgs &a, int64_t begin, int64_t end, ZeroThreads z) {
     const EpScaleMap &map = a.t.scale_map;
     char *out = a.t.out_scales + ep_scale_at(&map, begin, 0);
     int64_t step = ep_scale_step(&map), rows = end - begin;
-    if (map.by_column) rows = min(rows, map.slab_rows - begin % map.slab_rows);
     if (!map.by_column) zero_bytes(out, rows * a.t.scale_bytes, z);
     for (int64_t i = 0; map.by_column && i < map.count; i++)
         zero_bytes(out + i * step, rows * map.element_bytes, z);
