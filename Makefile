@@ -517,7 +517,7 @@ nodes_few := $(call any,$(addsuffix /*,dispatch_layouts dispatch_overflow runtim
 nodes_all := $(call any,$(addsuffix /*,dispatch_* combine_* handles_pipeline handles_arguments \
     runtime_group runtime_deadline runtime_random gpu_plans gpu_graphs gpu_weights gpu_zero_copy \
     gpu_streams gpu_pointers gpu_nccl gpu_nccl_ep bootstrap_departed) gpu_plan_graphs/@(expert_major|flat)* \
-    runtime_abort/[!o]* handles_plans/[!o]* gpu_backends/equal_[24] \
+    runtime_abort/[!o]* handles_plans/[!o]* handles_plan_words/throughput_2 gpu_backends/equal_[24] \
     gpu_faults/overwritten_memory_* gpu_nccl_bootstrap/@(groups*|absent*|departs_before*))
 # A layer on emulated GPUs: products in its own type, with weights and then tokens on two nodes; of
 # dequantised weights in fp32; on one stream. Dispatch and NCCL's kernels do not fit on a GPU
