@@ -555,8 +555,11 @@ jax-handlers: $(jax_so)
 
 # The Python package where its parts meet: links to its sources and libraries, and its version.
 python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
-	$Qrm -rf $B/python && mkdir -p $B/python/libep/lib $B/python/libep/nccl_ep/lib
+	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
+	$Qcp -rs '$(CURDIR)/bindings/deep_ep' $B/python/libep
+	$Qln -s '$(CURDIR)'/bindings/jax/*.py $B/python/libep/jax
+	$Qln -s '$(CURDIR)'/bindings/torch/*.py $B/python/libep/torch
 	$Qln -s '$(CURDIR)/LICENSE' $B/python/LICENSE
 	$Qln -s '$(CURDIR)/$B/libep.so.$(SOVERSION)' '$(CURDIR)/$(torch_so)' $B/python/libep/lib
 	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib

@@ -8,7 +8,7 @@
  * tensor takes about a microsecond, and a call has five to eleven.
  *
  * Whatever is out of the ordinary is left to Python, which says what is wrong with it.
- * libep/torch/_fast.py is the other side.
+ * _fast.py is the other side.
  */
 
 #include <ep/ep.h>
@@ -38,7 +38,7 @@ typedef struct EpTorchHandle {
 
 /**
  * Call operation `op` with a tuple of tensors and None, in the order of the arguments in
- * libep/torch/_calls.py, on the current stream. Called with the interpreter's lock, which others
+ * _calls.py, on the current stream. Called with the interpreter's lock, which others
  * may have while the operation runs. Returns an EpStatus, or EP_TORCH_LEFT.
  */
 int32_t ep_torch_call(const EpTorchHandle *handle, int32_t op, void *objects);

@@ -133,7 +133,7 @@ def test_ctrl_c_in_a_wait():
     ],
 )
 def test_examples(arguments):
-    lines = run(os.path.join(TREE, "bindings/python/examples", arguments[0]), *arguments[1:])
+    lines = run(os.path.join(TREE, "bindings/jax/examples", arguments[0]), *arguments[1:])
     losses = [float(line.split()[-1]) for line in lines]
     assert len(losses) >= 4 and losses[-1] < 0.8 * losses[0]
 

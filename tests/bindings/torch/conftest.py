@@ -17,7 +17,7 @@ import libep.torch as ep
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 sys.path.insert(1, os.path.join(HERE, "../python"))  # reference.py
-sys.path.insert(2, os.path.join(HERE, "../../../bindings/python/examples"))
+sys.path.insert(2, os.path.join(HERE, "../../../bindings/torch/examples"))
 
 DEVICE = os.environ.pop("LIBEP_TEST_DEVICE", "cpu")  # libep warns about settings it does not know
 SEED = os.environ.pop("LIBEP_TEST_SEED", None)

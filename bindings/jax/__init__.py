@@ -25,21 +25,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from . import _jax_gradients, _jax_program  # noqa: F401 (derivatives, and the order of calls)
-from . import _jax_weights as sharded
-from ._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Rows, Status
-from ._config import GroupFields, HandleFields, name_members
-from ._config import max_recv_rows as worst_case_rows
-from ._jax_operations import ROW_TYPES, Operations, Plan
-from ._jax_ranks import Ranks
-from ._jax_regions import Regions, product
-from ._library import EpError
+from .._abi import MAX_ROW_BYTES, MAX_TOP_K, Duplicates, Mode, Rows, Status
+from .._config import GroupFields, HandleFields, name_members
+from .._config import max_recv_rows as worst_case_rows
+from .._library import EpError
+from . import _gradients, _program  # noqa: F401 (derivatives, and the order of calls)
+from . import _weights as sharded
+from ._operations import ROW_TYPES, Operations, Plan
+from ._ranks import Ranks
+from ._regions import Regions, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn, Optional, Union
 
-    from ._mesh import Spec
+    from .._mesh import Spec
 
     _: Spec = PartitionSpec()  # mypy checks here that libep.Mesh takes one
 

@@ -23,7 +23,7 @@ from jax._src.interpreters import pxla
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from . import _jax_calls as calls
+from . import _calls as calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from . import _abi, _jax_calls, _process
-from ._abi import Backend, Plans, Status, Tail
-from ._bootstrap import Bootstrap
-from ._group import Group
-from ._handle import Handle
-from ._info import settings
-from ._jax_regions import lines, remember_devices
-from ._library import EpError, last_error
+from .. import _abi, _process
+from .._abi import Backend, Plans, Status, Tail
+from .._bootstrap import Bootstrap
+from .._group import Group
+from .._handle import Handle
+from .._info import settings
+from .._library import EpError, last_error
+from . import _calls
+from ._regions import lines, remember_devices
 
 if TYPE_CHECKING:
     from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
@@ -128,7 +129,7 @@ class Ranks:
         JAX would go on waiting for its program, and Python cannot raise KeyboardInterrupt meanwhile.
         """
         for rank in self.ranks:
-            if _jax_calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
+            if _calls.library.ep_jax_rank_waits(self.key, rank.ordinal, sent):
                 rank.group.abort(_process.INTERRUPTED)
 
     def abort_failed(self) -> None:
@@ -139,7 +140,7 @@ class Ranks:
         of XLA.
         """
         before = time.time() - _WATCH_SECONDS
-        waits = _jax_calls.library.ep_jax_rank_waits
+        waits = _calls.library.ep_jax_rank_waits
         waiting = {rank.device for rank in self.ranks if waits(self.key, rank.ordinal, before)}
         if not waiting:
             return
@@ -217,7 +218,7 @@ def _watch_programs() -> None:
 
 def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
     finding = _abi.initialized(_abi.EpFinding)
-    status = _jax_calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
+    status = _calls.library.ep_jax_rank_status(key, rank.ordinal, ctypes.byref(finding))
     if status == Status.OVERFLOW:
         return EpError(
             Status.OVERFLOW,
@@ -228,7 +229,7 @@ def _rank_error(key: int, rank: _Rank) -> Optional[EpError]:
 
 
 def _close_rank(key: int, rank: _Rank) -> None:
-    _jax_calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
+    _calls.library.ep_jax_rank_close(key, rank.ordinal, CLOSE_SECONDS)
 
 
 def _bootstraps(prefix: str, devices: Sequence[Any]) -> Iterable[Bootstrap]:
@@ -275,7 +276,7 @@ def _make_rank(bootstrap: Bootstrap, device: Any, top_k: int, fields: Mapping[st
 
 def _add(key: int, rank: _Rank) -> None:
     on_host = rank.group.query().backend is Backend.HOST
-    added = _jax_calls.library.ep_jax_rank_add(
+    added = _calls.library.ep_jax_rank_add(
         key, rank.ordinal, rank.group.rank, on_host, rank.group.require(), rank.handle._require()
     )
     if not added:

@@ -6,7 +6,7 @@ bindings/jax/handlers.c of the source tree list the operands.
 
 All calls have one effect of JAX, which is ordered: JAX gives each call a token that the call before
 it in the program returned, and takes one from it. So XLA runs them in the order in which they were
-traced, on every device. The effect ends with the program: see _jax_program.
+traced, on every device. The effect ends with the program: see _program.
 
 Tokens are for JAX alone. What a handler takes and returns is an order, an array of one byte that it
 does not look at. A call that does nothing makes one from a token, or a token from one. Between two
@@ -30,9 +30,9 @@ from jax.interpreters import mlir, partial_eval, xla
 from jax.sharding import Mesh, PartitionSpec
 from jaxlib.mlir import ir
 
-from . import _abi
-from ._jax_regions import check_devices
-from ._library import FOLDER
+from .. import _abi
+from .._library import FOLDER
+from ._regions import check_devices
 
 # _library has loaded libep.so by now, so the handlers use that instance.
 _PATH = os.path.join(FOLDER, "lib", "libep_jax.so")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine on one device: arguments are checked, and calls of _jax_calls are made.
+"""Dispatch and combine on one device: arguments are checked, and calls of _calls are made.
 
 libep.jax.Ep describes the arguments.
 """
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from . import _jax_calls as calls
-from ._abi import Status
-from ._jax_regions import axes_of, is_array, kind_of, vary
-from ._library import EpError
+from .._abi import Status
+from .._library import EpError
+from . import _calls as calls
+from ._regions import axes_of, is_array, kind_of, vary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

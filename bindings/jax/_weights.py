@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._abi import Status
-from ._jax_regions import Regions, is_array, kind_of, product, spec_axes, vary
-from ._library import EpError
+from .._abi import Status
+from .._library import EpError
+from ._regions import Regions, is_array, kind_of, product, spec_axes, vary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@
 A call's derivative is a linear call, such as ep_dispatch_tangent. It never runs: JAX transposes it,
 and its transpose is libep's backward call.
 
-This is not jax.custom_vjp, since jax.checkpoint would not find the rule of _jax_calls inside a
+This is not jax.custom_vjp, since jax.checkpoint would not find the rule of _calls inside a
 custom_vjp that is not differentiated.
 """
 
@@ -17,9 +17,9 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from . import _jax_calls as calls
-from ._abi import Status
-from ._library import EpError
+from .._abi import Status
+from .._library import EpError
+from . import _calls as calls
 
 
 def _is_zero(tangent: Any) -> bool:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ._abi import Status
-from ._library import EpError
+from .._abi import Status
+from .._library import EpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
