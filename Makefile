@@ -553,7 +553,8 @@ check-nccl-ep-te: $(nccl_ep_so)
 
 jax-handlers: $(jax_so)
 
-# The Python package where its parts meet: links to its sources and libraries, and its version.
+# The Python package where its parts meet: links to its sources and libraries, its version, and the
+# headers in ctypes.
 python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qrm -rf $B/python && mkdir -p $(addprefix $B/python/libep/,jax lib nccl_ep/lib torch)
 	$Qcp -rs '$(CURDIR)/bindings/python/.' $B/python
@@ -565,6 +566,7 @@ python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qln -s '$(CURDIR)/$(nccl_ep_so).0' $B/python/libep/nccl_ep/lib
 	$(if $(JAXLIB_INCLUDE),$Qln -s '$(CURDIR)/$(jax_so)' $B/python/libep/lib)
 	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
+	$QCC='$(CC)' bindings/python/make-abi include >$B/python/libep/_abi.py
 
 # The second make sees the headers that the first has downloaded.
 wheel:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, byref, c_void_p, sizeof
+from ctypes import POINTER, byref, c_int32, c_void_p, cast, sizeof
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import _abi
@@ -229,7 +229,11 @@ class Handle:
         to = [_host_row(ranks, "ranks"), _host_row(tokens, "tokens")]
         rows = min(made.shape[0] for made in to)
         self._call(
-            library.ep_plan_sources, read(plan, "plan"), stream, rows, to[0].data, to[1].data
+            library.ep_plan_sources,
+            read(plan, "plan"),
+            stream,
+            rows,
+            *(cast(made.data, POINTER(c_int32)) for made in to),
         )
 
     # ---- the five operations ------------------------------------------------------------------
