@@ -102,7 +102,7 @@ def test_functions(tmp_path):
     lines = []
     for name, (returned, arguments) in _abi.FUNCTIONS.items():
         call = f"{name}({', '.join('0' for _ in arguments)})"
-        lines.append(f"if (!stdout) {call};" if returned is None else f"if (!stdout && {call}) {{}}")
+        lines.append(f"if ({call}) return 1;" if returned else f"{call};")
     compile_main(tmp_path, lines, "-fsyntax-only")
 
 
