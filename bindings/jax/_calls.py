@@ -32,6 +32,7 @@ from jaxlib.mlir import ir
 
 from .. import _abi
 from .._library import FOLDER
+from .._operations import OPERATIONS
 from ._regions import check_devices
 
 # _library has loaded libep.so by now, so the handlers use that instance.
@@ -157,8 +158,10 @@ def _make(name: str) -> Primitive:
     return primitive
 
 
-prepare = _make("prepare")
-dispatch = _make("dispatch")
-combine = _make("combine")
-dispatch_backward = _make("dispatch_backward")
-combine_backward = _make("combine_backward")
+# Latency mode, with phases and routing in dispatch, is not for XLA.
+CALLS = {
+    name: _make(name)
+    for name, operation in OPERATIONS.items()
+    if name == operation.function and not operation.is_phase
+}
+"""By the names of the operations."""

@@ -10,7 +10,7 @@ custom_vjp that is not differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -19,6 +19,7 @@ from jax.interpreters import ad, mlir
 
 from .._abi import Status
 from .._library import EpError
+from .._operations import OPERATIONS, Operation
 from . import _calls as calls
 
 
@@ -63,10 +64,6 @@ def _make_tangent(name: str, backward: Primitive) -> Primitive:
     return tangent
 
 
-_dispatch_tangent = _make_tangent("dispatch", calls.dispatch_backward)
-_combine_tangent = _make_tangent("combine", calls.combine_backward)
-
-
 def _bind_tangent(
     tangent: Primitive, kept: Sequence[Any], linear: list[Any], key: int, outputs: calls.Outputs
 ) -> list[Any]:
@@ -83,32 +80,34 @@ def _bind_tangent(
 def _differentiate_prepare(
     primals: Sequence[Any], _: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    numbers = calls.prepare.bind(*primals, **params)
+    numbers = calls.CALLS["prepare"].bind(*primals, **params)
     return numbers, list(map(_zero, numbers))
 
 
-def _differentiate_dispatch(
-    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
-) -> tuple[list[Any], list[Any]]:
-    results = calls.dispatch.bind(*primals, key=key, outputs=outputs)
-    _, t_tokens, *t_weights = tangents
-    linear = [t_tokens, *[t for t in t_weights if not _is_zero(t)]]
-    found = _bind_tangent(_dispatch_tangent, primals[:1], linear, key, outputs[: len(linear)])
-    return results, found + [_zero(result) for result in results[len(found) :]]
+def _differentiable(operation: Operation) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """The derivative of a call. Its operands are the plan, rows, and weights if there are any."""
+    call, backward = calls.CALLS[operation.name], OPERATIONS[operation.backward]
+    tangent = _make_tangent(operation.name, calls.CALLS[backward.name])
+    names = [argument.name for argument in operation.inputs]
+    rows = names[1]
+
+    def differentiate(
+        primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
+    ) -> tuple[list[Any], list[Any]]:
+        results = call.bind(*primals, key=key, outputs=outputs)
+        _, t_rows, *t_weights = tangents
+        linear = [t_rows, *[t for t in t_weights if not _is_zero(t)]]
+        given = dict(zip(names, primals))
+        if len(linear) == 1:
+            del given[rows]  # backward reads the rows for the gradient of the weights
+        kept = [given[each.name] for each in backward.inputs if each.name in given]
+        found = _bind_tangent(tangent, kept, linear, key, outputs[: len(linear)])
+        return results, found + [_zero(result) for result in results[len(found) :]]
+
+    return differentiate
 
 
-def _differentiate_combine(
-    primals: Sequence[Any], tangents: Sequence[Any], key: int, outputs: calls.Outputs
-) -> tuple[list[Any], list[Any]]:
-    results = calls.combine.bind(*primals, key=key, outputs=outputs)
-    plan, expert_out, *weights = primals
-    _, t_expert_out, *t_weights = tangents
-    t_weights = [t for t in t_weights if not _is_zero(t)]
-    kept = [plan, *weights, *([expert_out] if t_weights else [])]
-    found = _bind_tangent(_combine_tangent, kept, [t_expert_out, *t_weights], key, outputs)
-    return results, found
-
-
-ad.primitive_jvps[calls.prepare] = _differentiate_prepare
-ad.primitive_jvps[calls.dispatch] = _differentiate_dispatch
-ad.primitive_jvps[calls.combine] = _differentiate_combine
+ad.primitive_jvps[calls.CALLS["prepare"]] = _differentiate_prepare
+for _operation in OPERATIONS.values():
+    if _operation.backward:
+        ad.primitive_jvps[calls.CALLS[_operation.name]] = _differentiable(_operation)

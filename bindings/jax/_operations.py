@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from .._abi import Status
 from .._library import EpError
-from . import _calls as calls
+from ._calls import CALLS
 from ._regions import axes_of, is_array, kind_of, vary
 
 if TYPE_CHECKING:
@@ -75,13 +74,13 @@ class Operations:
         self._check_routing(tokens, topk_idx, topk_weights, num_tokens)
         tokens, topk_idx, *weights = _vary_alike(self.axes, tokens, topk_idx, topk_weights)
         routing = _vary_alike(self.axes, topk_idx, self._place(), num_tokens)
-        numbers = self._bind(calls.prepare, *routing, outputs=self._plan_types())
+        numbers = self._bind("prepare", *routing, outputs=self._plan_types())
         arrays = dict(zip(_PLAN_ARRAYS, numbers))
         plan = Plan(**arrays, num_tokens=tokens.shape[0], group=self.key)
         rows = self.max_recv_rows
         received = [((rows, tokens.shape[1]), tokens.dtype.name), ((rows,), "float32")]
         recv_tokens, *recv_weights = self._bind(
-            calls.dispatch,
+            "dispatch",
             plan.bytes,
             tokens,
             *weights,
@@ -98,7 +97,7 @@ class Operations:
         self._check_rows(expert_out, recv_weights)
         operands = _vary_alike(self.axes, plan.bytes, expert_out, recv_weights)
         outputs = [((plan.num_tokens, expert_out.shape[1]), expert_out.dtype.name)]
-        return self._bind(calls.combine, *operands, outputs=outputs)[0]
+        return self._bind("combine", *operands, outputs=outputs)[0]
 
     def _place(self) -> jax.Array:
         """The device's place in its group, as shard_map has it. prepare compares it on CPUs.
@@ -108,9 +107,9 @@ class Operations:
         return jax.lax.axis_index(self.axes) if self.on_host else jnp.int32(0)
 
     def _bind(
-        self, call: Primitive, *operands: jax.Array, outputs: Sequence[Any]
+        self, name: str, *operands: jax.Array, outputs: Sequence[Any]
     ) -> list[jax.Array]:
-        results: list[jax.Array] = call.bind(*operands, key=self.key, outputs=tuple(outputs))
+        results: list[jax.Array] = CALLS[name].bind(*operands, key=self.key, outputs=tuple(outputs))
         return results
 
     def _plan_types(self) -> list[tuple[tuple[int, ...], str]]:

@@ -13,18 +13,20 @@ import torch
 
 from .._abi import Status, Type
 from .._handle import Handle as CoreHandle
-from .._handle import Prepare
+from .._handle import PlanTensors, Prepare
 from .._library import EpError
+from .._operations import OPERATIONS, compile_call
 from .._tensor import Tensor as CoreTensor
 from .._tensor import register_converter
 from . import _checks, _fast
 from ._group import current_stream
 
 if TYPE_CHECKING:
-    from typing import Any, Optional, Union
+    from typing import Any, Callable, Optional, Union
 
     from torch import Tensor
 
+    from .._operations import Operation
     from ._group import Group
     from ._handle import Handle
 
@@ -142,6 +144,16 @@ def _indices(
     return _given(owner, tensor, name, 0 if is_kept else tensor.dtype.itemsize)
 
 
+def _kept(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[CoreTensor]:
+    """Integers of prepare, whose memory dispatch reads in latency mode."""
+    return _indices(handle, tensor, name, handle.is_latency)
+
+
+def _numbers(handle: Handle, tensor: Optional[Tensor], name: str) -> Optional[PlanTensors]:
+    """Plan.numbers, as the outputs of prepare."""
+    return handle.outputs(_given(handle, tensor, name))
+
+
 def is_here(owner: Union[Handle, Group], tensor: Tensor) -> bool:
     """Whether the tensor lies on the group's device. Meta tensors have a CPU's number, too."""
     ordinal = owner.ordinal
@@ -168,28 +180,6 @@ def refuse_strides(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name}: {_describe_strides(tensor)}")
 
 
-def prepare(
-    handle: Handle,
-    topk_idx: Tensor,
-    num_tokens: Optional[Tensor],
-    plan: Tensor,
-    numbers: Optional[Tensor],
-) -> None:
-    # In latency mode prepare records the tensors, which somebody must keep.
-    if not handle.is_latency and handle.call_fast(
-        _fast.PREPARE, topk_idx, num_tokens, plan, numbers
-    ):
-        return
-    CoreHandle.prepare(
-        handle,
-        _indices(handle, topk_idx, "topk_idx", handle.is_latency),
-        _indices(handle, num_tokens, "num_tokens", handle.is_latency),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
-        out=handle.outputs(_given(handle, numbers, "numbers")),
-    )
-
-
 def count_rows(handle: Handle, numbers: Tensor) -> int:
     """The rows that come, read on the host. What a failed prepare leaves there is no number of
     rows."""
@@ -204,234 +194,66 @@ def count_rows(handle: Handle, numbers: Tensor) -> int:
     return rows
 
 
-def dispatch(
-    handle: Handle,
-    plan: Tensor,
-    tokens: Tensor,
-    topk_weights: Optional[Tensor],
-    scales: Optional[Tensor],
-    recv_tokens: Tensor,
-    recv_topk_weights: Optional[Tensor],
-    recv_scales: Optional[Tensor],
-    recv_topk_idx: Optional[Tensor],
-) -> None:
-    if handle.call_fast(
-        _fast.DISPATCH,
-        plan,
-        tokens,
-        topk_weights,
-        scales,
-        recv_tokens,
-        recv_topk_weights,
-        recv_scales,
-        recv_topk_idx,
-    ):
-        return
-    CoreHandle.dispatch(
-        handle,
-        _input(handle, tokens, "tokens"),
-        _weights(handle, topk_weights, "topk_weights"),
-        _input(handle, scales, "scales"),
-        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
-        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
-        recv_scales=_given(handle, recv_scales, "recv_scales"),
-        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
+# How an argument becomes the core's, by its kind.
+_CONVERTERS = {
+    "to_plan": _given,
+    "to_rows": _input,
+    "to_gradient": _gradient,
+    "to_weights": _weights,
+    "to_indices": _indices,
+    "to_kept": _kept,
+    "to_numbers": _numbers,
+    "to_output": _given,
+}
+
+
+def _make_slow(operation: Operation) -> Callable[..., None]:
+    """The way tensor by tensor, through the core's Handle."""
+    arguments = operation.inputs + operation.outputs
+    given = {
+        each.name: f"to_{each.kind}(handle, {each.name}, '{each.name}')" for each in arguments
+    }
+    taken = ["handle", *given]
+    if operation.of_kind("indices"):
+        routing = ", ".join(given.pop(each) for each in ("topk_idx", "num_tokens", "numbers"))
+        given["prepare"] = f"Prepare({routing})"
+    elif operation.of_kind("kept"):
+        given["out"] = given.pop("numbers")
+    given["stream"] = "handle.stream()"
+    text = ", ".join(f"{name}={value}" for name, value in given.items())
+    run = getattr(CoreHandle, operation.function)
+    call: Callable[..., None] = compile_call(
+        taken, f"run(handle, {text})", run=run, Prepare=Prepare, **_CONVERTERS
     )
+    return call
 
 
-def _routing(
-    handle: Handle, topk_idx: Tensor, num_tokens: Optional[Tensor], numbers: Optional[Tensor]
-) -> Prepare:
-    return Prepare(
-        _indices(handle, topk_idx, "topk_idx"),
-        _indices(handle, num_tokens, "num_tokens"),
-        handle.outputs(_given(handle, numbers, "numbers")),
-    )
+def _make(name: str) -> Callable[..., None]:
+    """The call of an operation: its arguments are a handle, and what the table says."""
+    operation = OPERATIONS[name]
+    slow, form = _make_slow(operation), _fast.FORMS.get(name)
+    if form is None:
+        return slow
+    keeps = bool(operation.of_kind("kept"))
+
+    def call(handle: Handle, *tensors: Optional[Tensor]) -> None:
+        # In latency mode prepare records the tensors, which somebody must keep.
+        if keeps and handle.is_latency or not handle.call_fast(form, tensors):
+            slow(handle, *tensors)
+
+    return call
 
 
-def dispatch_routed(
-    handle: Handle,
-    topk_idx: Tensor,
-    num_tokens: Optional[Tensor],
-    tokens: Tensor,
-    topk_weights: Optional[Tensor],
-    scales: Optional[Tensor],
-    plan: Tensor,
-    numbers: Optional[Tensor],
-    recv_tokens: Tensor,
-    recv_topk_weights: Optional[Tensor],
-    recv_scales: Optional[Tensor],
-    recv_topk_idx: Optional[Tensor],
-) -> None:
-    if handle.call_fast(
-        _fast.DISPATCH_ROUTED,
-        topk_idx,
-        num_tokens,
-        tokens,
-        topk_weights,
-        scales,
-        plan,
-        numbers,
-        recv_tokens,
-        recv_topk_weights,
-        recv_scales,
-        recv_topk_idx,
-    ):
-        return
-    CoreHandle.dispatch(
-        handle,
-        _input(handle, tokens, "tokens"),
-        _weights(handle, topk_weights, "topk_weights"),
-        _input(handle, scales, "scales"),
-        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
-        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
-        recv_scales=_given(handle, recv_scales, "recv_scales"),
-        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
-        plan=_given(handle, plan, "plan"),
-        prepare=_routing(handle, topk_idx, num_tokens, numbers),
-        stream=handle.stream(),
-    )
-
-
-def combine(
-    handle: Handle,
-    plan: Tensor,
-    expert_out: Tensor,
-    slot_weights: Optional[Tensor],
-    topk_weights: Optional[Tensor],
-    out: Tensor,
-) -> None:
-    if handle.call_fast(_fast.COMBINE, plan, expert_out, slot_weights, topk_weights, out):
-        return
-    CoreHandle.combine(
-        handle,
-        _input(handle, expert_out, "expert_out"),
-        _weights(handle, slot_weights, "slot_weights"),
-        _weights(handle, topk_weights, "topk_weights"),
-        out=_given(handle, out, "out"),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
-    )
-
-
-def combine_backward(
-    handle: Handle,
-    plan: Tensor,
-    grad_out: Tensor,
-    slot_weights: Optional[Tensor],
-    expert_out: Optional[Tensor],
-    grad_expert_out: Tensor,
-    grad_slot_weights: Optional[Tensor],
-) -> None:
-    if handle.call_fast(
-        _fast.COMBINE_BACKWARD,
-        plan,
-        grad_out,
-        slot_weights,
-        expert_out,
-        grad_expert_out,
-        grad_slot_weights,
-    ):
-        return
-    CoreHandle.combine_backward(
-        handle,
-        _gradient(handle, grad_out, "grad_out"),
-        _weights(handle, slot_weights, "slot_weights"),
-        _input(handle, expert_out, "expert_out"),
-        grad_expert_out=_given(handle, grad_expert_out, "grad_expert_out"),
-        grad_slot_weights=_given(handle, grad_slot_weights, "grad_slot_weights"),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
-    )
-
-
-def dispatch_backward(
-    handle: Handle,
-    plan: Tensor,
-    grad_recv_tokens: Tensor,
-    grad_slot_weights: Optional[Tensor],
-    grad_tokens: Tensor,
-    grad_topk_weights: Optional[Tensor],
-) -> None:
-    if handle.call_fast(
-        _fast.DISPATCH_BACKWARD,
-        plan,
-        grad_recv_tokens,
-        grad_slot_weights,
-        grad_tokens,
-        grad_topk_weights,
-    ):
-        return
-    CoreHandle.dispatch_backward(
-        handle,
-        _gradient(handle, grad_recv_tokens, "grad_recv_tokens"),
-        _weights(handle, grad_slot_weights, "grad_slot_weights"),
-        grad_tokens=_given(handle, grad_tokens, "grad_tokens"),
-        grad_topk_weights=_given(handle, grad_topk_weights, "grad_topk_weights"),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
-    )
-
-
-def dispatch_send(
-    handle: Handle,
-    topk_idx: Tensor,
-    num_tokens: Optional[Tensor],
-    tokens: Tensor,
-    topk_weights: Optional[Tensor],
-    scales: Optional[Tensor],
-    plan: Tensor,
-    numbers: Optional[Tensor],
-) -> None:
-    CoreHandle.dispatch_send(
-        handle,
-        _input(handle, tokens, "tokens"),
-        _weights(handle, topk_weights, "topk_weights"),
-        _input(handle, scales, "scales"),
-        plan=_given(handle, plan, "plan"),
-        prepare=_routing(handle, topk_idx, num_tokens, numbers),
-        stream=handle.stream(),
-    )
-
-
-def dispatch_wait(
-    handle: Handle,
-    recv_tokens: Tensor,
-    recv_topk_weights: Optional[Tensor],
-    recv_scales: Optional[Tensor],
-    recv_topk_idx: Optional[Tensor],
-) -> None:
-    CoreHandle.dispatch_wait(
-        handle,
-        recv_tokens=_given(handle, recv_tokens, "recv_tokens"),
-        recv_topk_weights=_given(handle, recv_topk_weights, "recv_topk_weights"),
-        recv_scales=_given(handle, recv_scales, "recv_scales"),
-        recv_topk_idx=_given(handle, recv_topk_idx, "recv_topk_idx"),
-        stream=handle.stream(),
-    )
-
-
-def combine_send(
-    handle: Handle,
-    plan: Tensor,
-    expert_out: Tensor,
-    slot_weights: Optional[Tensor],
-    topk_weights: Optional[Tensor],
-) -> None:
-    CoreHandle.combine_send(
-        handle,
-        _input(handle, expert_out, "expert_out"),
-        _weights(handle, slot_weights, "slot_weights"),
-        _weights(handle, topk_weights, "topk_weights"),
-        plan=_given(handle, plan, "plan"),
-        stream=handle.stream(),
-    )
-
-
-def combine_wait(handle: Handle, out: Tensor) -> None:
-    CoreHandle.combine_wait(handle, out=_given(handle, out, "out"), stream=handle.stream())
+prepare = _make("prepare")
+dispatch = _make("dispatch")
+dispatch_routed = _make("dispatch_routed")
+combine = _make("combine")
+combine_backward = _make("combine_backward")
+dispatch_backward = _make("dispatch_backward")
+dispatch_send = _make("dispatch_send")
+dispatch_wait = _make("dispatch_wait")
+combine_send = _make("combine_send")
+combine_wait = _make("combine_wait")
 
 
 def quantise_rows(

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._library import FOLDER
+from .._operations import OPERATIONS
 
 if TYPE_CHECKING:
     from typing import Callable, Optional
 
-PREPARE, DISPATCH, DISPATCH_ROUTED, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD = range(6)
+    from .._operations import Operation
+
 LEFT = -1
 """What `call` returns where the slower way must be taken. Nothing has happened then."""
 
@@ -34,6 +36,33 @@ class HandleFacts(ctypes.Structure):
         ("num_local_experts", ctypes.c_int32),
         ("num_ranks", ctypes.c_int32),
     ]
+
+
+class _Form(ctypes.Structure):
+    """EpTorchForm of call.c."""
+
+    _fields_ = [
+        ("number", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+        ("numbers", ctypes.c_int32),
+        ("gradients", ctypes.c_uint32),
+        ("weights", ctypes.c_uint32),
+    ]
+
+
+def _make_form(number: int, operation: Operation) -> _Form:
+    def mask(kind: str) -> int:
+        return sum(1 << place for place in operation.of_kind(kind))
+
+    count = len(operation.inputs + operation.outputs)
+    numbers = (*operation.of_kind("numbers"), -1)[0]
+    return _Form(number, count, numbers, mask("gradient"), mask("weights"))
+
+
+_at_once = [operation for operation in OPERATIONS.values() if not operation.is_phase]
+_forms = {each.name: _make_form(number, each) for number, each in enumerate(_at_once)}
+FORMS = {name: ctypes.addressof(form) for name, form in _forms.items()}
+"""The operations that `call` has, in its order, by their names."""
 
 
 def _find_exchange() -> Optional[int]:
@@ -53,11 +82,11 @@ def _load() -> Optional[Callable[[int, int, tuple[object, ...]], int]]:
     function = ctypes.PyDLL(path).ep_torch_call
     function.__name__ = "call of libep.torch"  # in sentences
     function.restype = ctypes.c_int32
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.py_object]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.py_object]
     return function
 
 
 exchange = _find_exchange()
 call = _load()
-"""Takes the address of a HandleFacts, an operation, and a tuple of tensors and None. Returns a
+"""Takes the address of a HandleFacts, one of FORMS, and a tuple of tensors and None. Returns a
 Status, or LEFT. None where PyTorch is older."""

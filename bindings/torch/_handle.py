@@ -183,11 +183,14 @@ class Handle(CoreHandle):
         """The current stream of the group's device, a cudaStream_t as an int; 0 on CPUs."""
         return current_stream(self.ordinal)
 
-    def call_fast(self, operation: int, *tensors: Optional[Tensor]) -> bool:
-        """Run an operation on the current stream, by _fast.call. False: it must go the slower way."""
+    def call_fast(self, form: int, tensors: tuple[Optional[Tensor], ...]) -> bool:
+        """Run one of _fast.FORMS on the current stream, by _fast.call.
+
+        False: it must go the slower way.
+        """
         if _fast.call is None or self._pointer is None or self.group.pointer is None:
             return False
-        status = self.group.run(_fast.call, self._facts_at, operation, tensors)
+        status = self.group.run(_fast.call, self._facts_at, form, tensors)
         if status > 0:
             raise last_error(status)
         return status != _fast.LEFT

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._operations import OPERATIONS
 from . import _calls
 from ._handle import find_handle
 
@@ -23,37 +24,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .._operations import Argument, Operation
     from ._handle import Handle
-
-_SCHEMAS = {
-    "prepare": "Tensor topk_idx, Tensor? num_tokens, Tensor(a!) plan, Tensor(b!)? numbers",
-    "dispatch": (
-        "Tensor plan, Tensor tokens, Tensor? topk_weights, Tensor? scales, "
-        "Tensor(a!) recv_tokens, Tensor(b!)? recv_topk_weights, Tensor(c!)? recv_scales, "
-        "Tensor(d!)? recv_topk_idx"
-    ),
-    "dispatch_routed": (
-        "Tensor topk_idx, Tensor? num_tokens, Tensor tokens, Tensor? topk_weights, "
-        "Tensor? scales, Tensor(a!) plan, Tensor(b!)? numbers, Tensor(c!) recv_tokens, "
-        "Tensor(d!)? recv_topk_weights, Tensor(e!)? recv_scales, Tensor(f!)? recv_topk_idx"
-    ),
-    "combine": (
-        "Tensor plan, Tensor expert_out, Tensor? slot_weights, Tensor? topk_weights, Tensor(a!) out"
-    ),
-    "combine_backward": (
-        "Tensor plan, Tensor grad_out, Tensor? slot_weights, Tensor? expert_out, "
-        "Tensor(a!) grad_expert_out, Tensor(b!)? grad_slot_weights"
-    ),
-    "dispatch_backward": (
-        "Tensor plan, Tensor grad_recv_tokens, Tensor? grad_slot_weights, "
-        "Tensor(a!) grad_tokens, Tensor(b!)? grad_topk_weights"
-    ),
-}
 
 _library = torch.library.Library("libep", "DEF")
 
 
-def _define(name: str, arguments: str) -> None:
+def _schema(operation: Operation) -> str:
+    """The op's arguments: outputs are what it mutates."""
+    inputs = [f"Tensor{_mark(each)} {each.name}" for each in operation.inputs]
+    outputs = zip("abcdefgh", operation.outputs)
+    mutated = [f"Tensor({letter}!){_mark(each)} {each.name}" for letter, each in outputs]
+    return ", ".join(["int handle", *inputs, *mutated])
+
+
+def _mark(argument: Argument) -> str:
+    return "" if argument.is_required else "?"
+
+
+def _define(operation: Operation) -> None:
+    name = operation.name
     call: Callable[..., None] = getattr(_calls, name)
 
     def run(handle: int, *tensors: object) -> None:
@@ -62,13 +52,14 @@ def _define(name: str, arguments: str) -> None:
     def fake(handle: int, *tensors: object) -> None:
         return None
 
-    _library.define(f"{name}(int handle, {arguments}) -> ()")
+    _library.define(f"{name}({_schema(operation)}) -> ()")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"libep::{name}", fake, lib=_library)
 
 
-for _name, _arguments in _SCHEMAS.items():
-    _define(_name, _arguments)
+for _operation in OPERATIONS.values():
+    if not _operation.is_phase:
+        _define(_operation)
 
 
 # ---- the number of rows, which is data ----------------------------------------------------------

@@ -104,6 +104,12 @@ def _is_tensor(argument: Argument) -> bool:
     return argument.kind in ("rows", "gradient", "weights", "output")
 
 
+def compile_call(parameters: list[str], body: str, **names: Any) -> Any:
+    """A function of one line of text. A loop over the table would take as long as the call."""
+    exec(f"def call({', '.join(parameters)}): {body}", names)
+    return names["call"]
+
+
 def calls_library(method: Method) -> Method:
     """Let a method of Handle call the function of its name. Its own lines say types and words.
 
@@ -124,19 +130,13 @@ def calls_library(method: Method) -> Method:
     given += ["stream", *(f"written({each.name}, '{each.name}')" for each in outputs)]
     taken = ["self", *map(_parameter, inputs), "*", *map(_parameter, outputs)]
     taken += ["plan=None"] * has_plan + ["prepare=None"] * prepares + ["stream=0"]
-    # As text: a loop over the table would take as long as the call.
-    text = f"def {name}({', '.join(taken)}):\n    self._call(function, {', '.join(given)})"
+    text = f"self._call(function, {', '.join(given)})"
     if operation.is_phase:
-        text += f"\n    self._sent = {'prepare' if prepares else None}"
-    made: dict[str, Any] = {
-        "function": getattr(library, f"ep_{name}"),
-        "read": read,
-        "written": written,
-    }
-    exec(text, made)
-    call: Any = made[name]
+        text += f"; self._sent = {'prepare' if prepares else None}"
+    function = getattr(library, f"ep_{name}")
+    call = compile_call(taken, text, function=function, read=read, written=written)
     call.__wrapped__ = method
-    for what in ("__annotations__", "__doc__", "__module__", "__qualname__"):
+    for what in ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__"):
         setattr(call, what, getattr(method, what))
     result: Method = call
     return result

@@ -211,12 +211,12 @@ def programs_of(ep, mesh, count):
 
     def prepare(x, idx, w, received):
         operands = _vary_alike(operations.axes, idx, operations._place())
-        return operations._bind(calls.prepare, *operands, outputs=operations._plan_types())
+        return operations._bind("prepare", *operands, outputs=operations._plan_types())
 
     def dispatch(x, idx, w, received):
         recv, recv_w, plan = received
         outputs = [(array.shape, array.dtype.name) for array in (recv, recv_w)]
-        return operations._bind(calls.dispatch, plan.bytes, x, w, outputs=outputs)
+        return operations._bind("dispatch", plan.bytes, x, w, outputs=outputs)
 
     def combine(x, idx, w, received):
         recv, recv_w, plan = received
