@@ -50,7 +50,6 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
-from libep.jax import _calls as calls  # noqa: E402
 from libep._handle import PlanTensors  # noqa: E402
 from libep.jax._operations import _vary_alike  # noqa: E402
 from libep._library import check, library  # noqa: E402
