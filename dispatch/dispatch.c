@@ -126,9 +126,10 @@ static EpStatus describe_recv_scales(const EpOperation *o, const EpTensor *t, Ep
 static EpStatus describe_recv_idx(const EpOperation *o, const EpTensor *t, EpScatterTensors *s) {
     if (!t) return EP_OK;
     const EpHandle *handle = o->handle;
-    if (!ep_layout_has_rows(handle->shape.layout))
+    if (!handle->shape.has_rows)
         return ep_refuse(&o->call, EP_ERR_UNSUPPORTED, "recv_topk_idx",
-                         "expected NULL outside the flat and rank-major layouts, got a tensor");
+                         "expected NULL outside the %s layouts, got a tensor",
+                         ep_layout_names(EP_SLOTS_OF_ROWS, " and ").text);
     EP_TRY(ep_arg_slot_rows(o, "recv_topk_idx", t, o->step.info.top_k, "K"));
     EP_TRY(ep_arg_index_type(&o->call, "recv_topk_idx", t));
     s->out_idx = t->data, s->idx_type = t->type;

@@ -301,7 +301,7 @@ EpStatus ep_host_gather(EpHandle *handle, const EpGather *gather) {
     Gather x = {
         .handle = handle, .call = gather, .g = &g, .exchange = host->exchange, .math = host->math};
     x.plan = ep_host_plan(handle, gather->plan);
-    x.has_rows = ep_layout_has_rows(handle->shape.layout);
+    x.has_rows = handle->shape.has_rows;
     x.rank = handle->group->rank, x.size = handle->group->size;
     x.nodes = handle->group->nodes.of;
     order_ranks(&x);

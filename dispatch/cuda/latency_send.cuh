@@ -52,7 +52,7 @@ __device__ __noinline__ int count_rows_before(const EpLatencyScatterArgs &a, int
 
 /* Write the record's header, without its weights. By a block, a warp for each entry. */
 __device__ __forceinline__ void write_header(const EpLatencyScatterArgs &a, int token) {
-    int k = a.route.top_k, flat = ep_layout_has_rows(a.route.shape.layout);
+    int k = a.route.top_k, flat = a.route.shape.has_rows;
 #pragma unroll 1
     for (int i = (int)(threadIdx.x / 32); i < k; i += LATENCY_WARPS) {
         int entry = token * k + i, expert = workspace_experts(a)[entry], before = 0;

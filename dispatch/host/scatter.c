@@ -254,30 +254,26 @@ static void zero_slots(const Scatter *x, int64_t begin, int64_t end) {
         fill_scales(x, slot, NULL);
 }
 
-/* Zero the slots behind each source's rows in the rank-major layout. */
-static void zero_rank_tails(const Scatter *x) {
+/* Zero the slots behind each source's rows, in blocks of fixed size. */
+static void zero_source_tails(const Scatter *x) {
     for (int32_t r = 0; r < x->size; r++) {
         int64_t rows = x->plan.recv_begin[r + 1] - x->plan.recv_begin[r];
-        int64_t begin = (int64_t)r * x->shape->max_tokens;
-        zero_slots(x, begin + rows, begin + x->shape->max_tokens);
+        int64_t begin = (int64_t)r * x->shape->block_rows;
+        zero_slots(x, begin + rows, begin + x->shape->block_rows);
     }
 }
 
 static void zero_padding(const Scatter *x) {
     const EpPlanShape *shape = x->shape;
     const EpPlan *plan = &x->plan;
-    int batched = shape->layout == EP_LAYOUT_BATCHED;
-    if (shape->layout == EP_LAYOUT_RANK_MAJOR) {
-        if (shape->tail) zero_rank_tails(x);
-        return;
-    }
+    if (x->has_rows && shape->is_fixed && shape->tail) zero_source_tails(x);
     for (int32_t e = 0; e < shape->num_local && !x->has_rows; e++) {
         int64_t begin = ep_padding_begin(shape, plan->expert_offsets, plan->expert_counts,
                                          plan->expert_padded, e);
         int64_t end = ep_padding_end(shape, plan->expert_offsets, plan->expert_padded, e);
         zero_slots(x, begin, end);
     }
-    if (!batched && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
+    if (!shape->is_fixed && shape->tail) zero_slots(x, plan->header->recv_rows, x->s->out_capacity);
 }
 
 /* ---- rounds -------------------------------------------------------------------------------- */
@@ -341,7 +337,7 @@ EpStatus ep_host_scatter(EpHandle *handle, const EpScatter *scatter) {
                  .s = s,
                  .shape = &handle->shape,
                  .exchange = host->exchange};
-    x.has_rows = ep_layout_has_rows(handle->shape.layout);
+    x.has_rows = handle->shape.has_rows;
     x.plan = ep_host_plan(handle, scatter->plan);
     x.math = host->math;
     x.quantised = quantised;
