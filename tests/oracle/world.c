@@ -187,10 +187,13 @@ static void plan_rank_major(World *world, int rank) {
 }
 
 static void plan_rank(World *world, int rank) {
-    if (world->c.layout == EP_LAYOUT_EXPERT_MAJOR) plan_expert_major(world, rank);
-    if (world->c.layout == EP_LAYOUT_BATCHED) plan_batched(world, rank);
-    if (world->c.layout == EP_LAYOUT_FLAT) plan_flat(world, rank);
-    if (world->c.layout == EP_LAYOUT_RANK_MAJOR) plan_rank_major(world, rank);
+    static void (*const plans[])(World * world, int rank) = {
+        [EP_LAYOUT_EXPERT_MAJOR] = plan_expert_major,
+        [EP_LAYOUT_FLAT] = plan_flat,
+        [EP_LAYOUT_BATCHED] = plan_batched,
+        [EP_LAYOUT_RANK_MAJOR] = plan_rank_major,
+    };
+    plans[world->c.layout](world, rank);
 }
 
 static void count_sources(const World *world, RankWorld *me) {
@@ -202,8 +205,8 @@ static void count_sources(const World *world, RankWorld *me) {
 /* Returns an upper bound of the rows of any plan. */
 static int64_t most_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (c->layout == EP_LAYOUT_BATCHED) return me->num_experts * c->rows_per_expert;
-    if (c->layout == EP_LAYOUT_RANK_MAJOR) return (int64_t)c->ranks * c->max_tokens;
+    if (case_block_rows(c))
+        return (case_has_rows(c) ? c->ranks : me->num_experts) * case_block_rows(c);
     int64_t entries = 0;
     for (int r = 0; r < c->ranks; r++)
         entries += (int64_t)world->rank[r].rows * c->top_k;
@@ -212,7 +215,7 @@ static int64_t most_rows(const World *world, const RankWorld *me) {
 
 static int64_t buffer_rows(const World *world, const RankWorld *me) {
     const Case *c = &world->c;
-    if (c->layout == EP_LAYOUT_BATCHED || c->layout == EP_LAYOUT_RANK_MAJOR) return me->recv_rows;
+    if (case_block_rows(c)) return me->recv_rows;
     return (c->capacity ? c->capacity : me->recv_rows) + c->spare_rows;
 }
 

@@ -5,6 +5,7 @@
 
 #include "tools/bench/device.h"
 #include "tools/common/data.h"
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* ---- identities ---------------------------------------------------------------------------- */
@@ -98,9 +99,7 @@ static bool choose_capacity(Case *c) {
     int64_t cuda = memory.backend == EP_BACKEND_CUDA;
     if (!world_min(c->world, &cuda, 1)) return false;
     bool needs_static = cuda || c->options->mode != EP_MODE_THROUGHPUT;
-    EpLayout layout = c->slots.layout;
-    bool fixed = layout == EP_LAYOUT_BATCHED || layout == EP_LAYOUT_RANK_MAJOR;
-    bool open = !c->capacity && !fixed;
+    bool open = !c->capacity && !tool_layout(c->slots.layout)->is_fixed;
     return !needs_static || !open || reserve_rows(c);
 }
 
@@ -130,7 +129,7 @@ EpHandleConfig case_handle_config(const Case *c) {
     config.quant = c->quant;
     config.sum_quant = (EpQuant)c->options->sum_quant;
     config.padding = (EpPadding)c->options->padding;
-    if (config.layout == EP_LAYOUT_BATCHED) config.rows_per_expert = c->slots.rows_per_expert;
+    if (tool_layout(config.layout)->is_sized) config.rows_per_expert = c->slots.block_rows;
     return config;
 }
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "tools/bench/models.h"
+#include "tools/common/layout.h"
 #include "tools/common/util.h"
 
 /* ---- parsers ------------------------------------------------------------------------------- */
@@ -89,12 +90,6 @@ static bool parse_routing(const Option *spec, const char *text, void *values) {
 /* ---- the table ----------------------------------------------------------------------------- */
 
 static const Choice index_types[] = {{"int32", EP_TYPE_INT32}, {"int64", EP_TYPE_INT64}, {NULL, 0}};
-static const Choice layouts[] = {{"expert", EP_LAYOUT_EXPERT_MAJOR},
-                                 {"expert-major", EP_LAYOUT_EXPERT_MAJOR},
-                                 {"flat", EP_LAYOUT_FLAT},
-                                 {"batched", EP_LAYOUT_BATCHED},
-                                 {"rank-major", EP_LAYOUT_RANK_MAJOR},
-                                 {NULL, 0}};
 static const Choice paddings[] = {{"zero", EP_PADDING_ZERO}, {"keep", EP_PADDING_KEEP}, {NULL, 0}};
 static const Choice sum_quants[] = {{"none", EP_QUANT_NONE}, {"fp8", EP_QUANT_FP8}, {NULL, 0}};
 static const Choice overflows[] = {
@@ -169,7 +164,7 @@ static const Option specs[] = {
      "static receive capacity (default 0: exact sizing; on GPUs what the routing needs)"},
     {0, "overflow", "error|drop", OPTION_CHOICE(overflow, overflows), "overflow", EP_OVERFLOW_ERROR,
      "what happens to rows past the capacity (default error)"},
-    {0, "layout", "expert[-major]|flat|batched|rank-major", OPTION_CHOICE(layout, layouts),
+    {0, "layout", "expert[-major]|flat|batched|rank-major", OPTION_CHOICE(layout, option_layouts),
      "layout", 0,
      "order of the slots in the receive buffer (default expert; with --mode latency batched)"},
     {0, "rows-per-expert", "N", OPTION_INT(rows_per_expert, 1, INT32_MAX), NULL, 0,
@@ -290,20 +285,20 @@ static bool validate_case(const Options *o) {
 }
 
 static bool validate_together(const Options *o) {
-    bool batched = o->layout == EP_LAYOUT_BATCHED;
-    if (o->rows_per_expert && !batched)
+    const Layout *layout = tool_layout((EpLayout)o->layout);
+    if (o->rows_per_expert && !layout->is_sized)
         return bench_refuse("--rows-per-expert: expected --layout batched, got --layout %s",
                             options_name(o, "layout"));
-    if (o->capacity && batched)
+    if (o->capacity && layout->is_sized)
         return bench_refuse("--capacity: expected --layout expert or flat, got --layout batched "
                             "(use --rows-per-expert)");
-    bool rank_major = o->layout == EP_LAYOUT_RANK_MAJOR;
-    if (o->capacity && rank_major)
-        return bench_refuse("--capacity: expected --layout expert or flat, got --layout "
-                            "rank-major, whose size is fixed");
-    if (rank_major && o->mode == EP_MODE_THROUGHPUT)
-        return bench_refuse("--layout rank-major: expected --mode latency or auto, got --mode "
-                            "throughput");
+    if (o->capacity && layout->is_fixed)
+        return bench_refuse("--capacity: expected --layout expert or flat, got --layout %s, whose "
+                            "size is fixed",
+                            layout->name);
+    if (!layout->has_throughput && o->mode == EP_MODE_THROUGHPUT)
+        return bench_refuse("--layout %s: expected --mode latency or auto, got --mode throughput",
+                            layout->name);
     if (o->baseline && o->run.threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->run.threads);
