@@ -17,7 +17,7 @@ static EpGatherTensors describe_inputs(const EpHandle *handle, const EpTensor *e
                              .type = expert_out->type,
                              .row_bytes = ep_tensor_row_bytes(expert_out),
                              .row_elements = ep_tensor_row_elements(expert_out),
-                             .quant = handle->shape.sum_quant,
+                             .format = ep_quant_format(handle->shape.sum_quant),
                              .weighs = slot_weights || topk_weights,
                              .weighs_entries = topk_weights != NULL,
                              .slot_weights = slot_weights ? slot_weights->data : NULL,

@@ -179,11 +179,12 @@ EpStatus ep_arg_summed_rows(EpOperation *o, const char *slots_argument, const Ep
 
 EpStatus ep_arg_sum_elements(const EpOperation *o, const char *argument, const EpTensor *t) {
     int64_t elements = ep_tensor_row_elements(t);
-    if (o->handle->shape.sum_quant == EP_QUANT_NONE || elements % 16 == 0) return EP_OK;
+    EpQuantFormat format = ep_quant_format(o->handle->shape.sum_quant);
+    if (!format.bits || elements % ep_quant_unit(format) == 0) return EP_OK;
     return ep_refuse(&o->call, EP_ERR_ROW_BYTES, argument,
-                     "expected a multiple of 16 elements where sums are quantised (sum_quant), got "
+                     "expected a multiple of %d elements where sums are quantised (sum_quant), got "
                      "%lld",
-                     (long long)elements);
+                     ep_quant_unit(format), (long long)elements);
 }
 
 EpStatus ep_arg_pair(const EpOperation *o, const char *argument, const void *t, const char *cause,

@@ -5,6 +5,7 @@
 
 #include "bootstrap/gpus.h"
 #include "handles/handle.h"
+#include "runtime/args.h"
 
 /* Returns the group's value where the handle has EP_DEFAULT. */
 static int64_t inherit(int64_t value, int64_t of_group) {
@@ -44,10 +45,9 @@ static EpStatus check_padding(const EpCall *call, const EpHandleConfig *c) {
 }
 
 static EpStatus check_sum_quant(const EpCall *call, const EpHandleConfig *c) {
-    if (c->sum_quant == EP_QUANT_NONE || c->sum_quant == EP_QUANT_FP8) return EP_OK;
-    if ((int)c->sum_quant < EP_QUANT_NONE || (int)c->sum_quant > EP_QUANT_FP8_POW2)
-        return ep_refuse(call, EP_ERR_RANGE, "config.sum_quant", "expected an EpQuant, got %d",
-                         (int)c->sum_quant);
+    EpQuantFormat format = ep_quant_format(c->sum_quant);
+    EP_TRY(ep_arg_quant(call, "config.sum_quant", c->sum_quant));
+    if (!format.bits || format.uses & EP_FOR_SUMS) return EP_OK;
     return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
                      "expected EP_QUANT_NONE or EP_QUANT_FP8, the only formats in which sums "
                      "travel, got %d",
@@ -81,9 +81,7 @@ static EpStatus check_mode_and_scales(const EpCall *call, const EpHandleConfig *
     if (c->mode != EP_DEFAULT && (c->mode < EP_MODE_AUTO || c->mode > EP_MODE_LATENCY))
         return ep_refuse(call, EP_ERR_RANGE, "config.mode",
                          "expected an EpMode or EP_DEFAULT, got %d", c->mode);
-    if ((int)c->quant < EP_QUANT_NONE || (int)c->quant > EP_QUANT_FP8_POW2)
-        return ep_refuse(call, EP_ERR_RANGE, "config.quant", "expected an EpQuant, got %d",
-                         (int)c->quant);
+    EP_TRY(ep_arg_quant(call, "config.quant", c->quant));
     if ((int)c->scale_order < EP_SCALES_BY_ROW || (int)c->scale_order > EP_SCALES_BY_COLUMN)
         return ep_refuse(call, EP_ERR_RANGE, "config.scale_order",
                          "expected an EpScaleOrder, got %d", (int)c->scale_order);
@@ -178,11 +176,11 @@ static EpStatus choose_mode(const EpCall *call, const EpGroupConfig *group, unsi
 static EpStatus choose_scales(const EpCall *call, unsigned offers, const EpHandleConfig *c,
                               EpPlanShape *s) {
     s->quant = c->quant, s->sum_quant = c->sum_quant, s->scale_order = c->scale_order;
-    if (s->quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+    if (ep_quant_format(s->quant).bits && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.quant",
                          "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->quant);
-    if (s->sum_quant != EP_QUANT_NONE && !(offers & EP_OFFERS_QUANT))
+    if (ep_quant_format(s->sum_quant).bits && !(offers & EP_OFFERS_QUANT))
         return ep_refuse(call, EP_ERR_UNSUPPORTED, "config.sum_quant",
                          "expected EP_QUANT_NONE, since this backend does not quantise, got %d",
                          (int)c->sum_quant);

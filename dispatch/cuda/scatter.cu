@@ -120,7 +120,7 @@ template <Form FORM>
 __device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
                      int blocks) {
     Pipeline *p = &s->pipeline;
-    PipelineWork work = FORM == COPIED && a.t.quant > EP_QUANT_NONE ? WORK_CONVERT : WORK_COPY;
+    PipelineWork work = FORM == COPIED && a.t.format.bits ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
         schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], start, epoch, blocks);

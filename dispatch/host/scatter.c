@@ -50,13 +50,13 @@ typedef struct Token {
 } Token;
 
 static int has_quant(const EpScatterTensors *s) {
-    return s->quant > EP_QUANT_NONE;
+    return s->format.bits != 0;
 }
 
 /* Write a token's quantised row and its scales into a record. */
 static void quantise(const Scatter *x, int64_t token, char *record) {
     const EpScatterTensors *s = x->s;
-    ep_quantise(s->quant, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
+    ep_quantise(s->format, s->source_type, s->rows + token * s->source_row_bytes, s->row_elements,
                 (uint8_t *)record, record + x->record.scales);
 }
 
@@ -313,9 +313,8 @@ static EpStatus run_rounds(Scatter *x) {
     return ep_exchange_flush(x->exchange, x->call->op);
 }
 
-/* Bound of a quantised record. The row is at most half as long as its source, with a scale of one
- * byte for every 32 elements or of four bytes for every 128. 4 * EP_MAX_TOP_K is space for weights,
- * 64 covers rounding. */
+/* Bound of a quantised record. The row is at most half as long as its source, with at most a byte
+ * of scales for every 32 elements. 4 * EP_MAX_TOP_K is space for weights, 64 covers rounding. */
 #define MAX_QUANTISED_BYTES (EP_MAX_ROW_BYTES / 2 + EP_MAX_ROW_BYTES / 64 + 4 * EP_MAX_TOP_K + 64)
 
 /* Make the plan if the call has a routing. A receive phase finds the plan of its send phase, and
