@@ -20,6 +20,10 @@ static void divide_nodes(Case *c) {
         c->nodes[r] = (char)('0' + r * (nodes < c->ranks ? nodes : c->ranks) / c->ranks);
 }
 
+static int quantises(const Case *c) {
+    return quant_form(c->quant)->bits != 0;
+}
+
 Case case_complete(Case c) {
     if (!c.ranks) c.ranks = 1;
     if (!c.timeout) c.timeout = 60;
@@ -38,11 +42,11 @@ Case case_complete(Case c) {
     if (!c.rows_per_expert) c.rows_per_expert = round_up(most, c.alignment);
     if (!c.padding) c.padding = EP_PADDING_ZERO;
     if (!c.sum_quant) c.sum_quant = EP_QUANT_NONE;
-    if (c.sum_quant != EP_QUANT_NONE) c.hidden = (int)round_up(c.hidden, 16);
+    if (quant_form(c.sum_quant)->bits) c.hidden = (int)round_up(c.hidden, 16);
     if (!c.quant) c.quant = EP_QUANT_NONE;
     if (!c.scale_order) c.scale_order = EP_SCALES_BY_ROW;
-    if (c.quant != EP_QUANT_NONE) {
-        c.hidden = (int)round_up(c.hidden, 16), c.scale_bytes = 0;
+    if (quantises(&c)) {
+        c.hidden = (int)round_up(c.hidden, 16 * 8 / quant_form(c.quant)->bits), c.scale_bytes = 0;
         if (c.row_type > EP_TYPE_FP32) c.row_type = EP_TYPE_BF16;
     }
     const CaseLayout *layout = case_layout(&c);
@@ -126,16 +130,16 @@ int64_t case_block_rows(const Case *c) {
     return blocks == BLOCKS_OF_ROWS ? c->rows_per_expert : c->max_tokens;
 }
 
-static int quantises(const Case *c) {
-    return c->quant > EP_QUANT_NONE;
+EpType case_recv_type(const Case *c) {
+    return quantises(c) ? quant_form(c->quant)->type : c->row_type;
 }
 
-EpType case_recv_type(const Case *c) {
-    return quantises(c) ? EP_TYPE_FP8_E4M3 : c->row_type;
+int case_recv_width(const Case *c) {
+    return quantises(c) ? quant_bytes(c->quant, c->hidden) : c->hidden;
 }
 
 EpType case_scale_type(const Case *c) {
-    return quant_scale_bytes(c->quant) == 4 ? EP_TYPE_FP32 : EP_TYPE_UINT8;
+    return quant_form(c->quant)->scale_type;
 }
 
 int case_scales(const Case *c) {
@@ -143,7 +147,7 @@ int case_scales(const Case *c) {
 }
 
 size_t case_recv_bytes(const Case *c) {
-    return (size_t)c->hidden * type_bytes(case_recv_type(c));
+    return (size_t)case_recv_width(c) * type_bytes(case_recv_type(c));
 }
 
 size_t case_recv_scale_bytes(const Case *c) {

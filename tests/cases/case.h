@@ -108,9 +108,10 @@ int64_t case_block_rows(const Case *c);
 EpGroupConfig case_group_config(const Case *c);
 EpHandleConfig case_handle_config(const Case *c);
 
-/** What dispatch delivers: the type of rows, and the type and number of scales of a row (0: no
- * scales). */
+/** What dispatch delivers: the type and the elements of rows, and the type and number of scales of
+ * a row (0: no scales). */
 EpType case_recv_type(const Case *c);
+int case_recv_width(const Case *c);
 EpType case_scale_type(const Case *c);
 int case_scales(const Case *c);
 

@@ -32,7 +32,7 @@ EpTensor step_rows(const Step *step, const void *data, EpType type, int64_t colu
 
 EpTensor step_recv_tokens(const Step *step, const void *data) {
     const Case *c = &step->world->c;
-    return step_rows(step, data, case_recv_type(c), c->hidden);
+    return step_rows(step, data, case_recv_type(c), case_recv_width(c));
 }
 
 EpTensor step_recv_scales(const Step *step, const void *data) {

@@ -139,8 +139,9 @@ typedef struct Sum {
 
 /* Replace a sum by what arrives of it on another rank. */
 static void travel(const Case *c, float *row) {
-    if (c->sum_quant == EP_QUANT_FP8) quant_travel(row, c->hidden);
-    for (int h = 0; c->sum_quant != EP_QUANT_FP8 && h < c->hidden; h++)
+    int quantises = quant_form(c->sum_quant)->bits;
+    if (quantises) quant_travel(row, c->hidden);
+    for (int h = 0; !quantises && h < c->hidden; h++)
         row[h] = number_round(c->sum_type, row[h]);
 }
 

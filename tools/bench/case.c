@@ -152,11 +152,14 @@ static void describe_received(Case *c) {
     c->recv_scale_bytes = (size_t)o->scale_bytes;
     c->quant = (EpQuant)o->quant;
     c->sum_bytes = c->row_bytes;
-    if (o->sum_quant != EP_QUANT_NONE)
-        c->sum_bytes = (size_t)(o->hidden + quant_scales(EP_QUANT_FP8, o->hidden) * 4);
-    if (c->quant == EP_QUANT_NONE) return;
-    c->recv_type = EP_TYPE_FP8_E4M3, c->recv_bytes = (size_t)o->hidden;
-    c->recv_scale_type = quant_scale_type(c->quant);
+    EpQuant sum_quant = (EpQuant)o->sum_quant;
+    const QuantFormat *format = quant_format(c->quant);
+    if (quant_format(sum_quant)->bits)
+        c->sum_bytes =
+            (size_t)(quant_bytes(sum_quant, o->hidden) + quant_scales(sum_quant, o->hidden) * 4);
+    if (!format->bits) return;
+    c->recv_type = format->type, c->recv_bytes = (size_t)quant_bytes(c->quant, o->hidden);
+    c->recv_scale_type = format->scale_type;
     c->recv_scale_bytes =
         (size_t)quant_scales(c->quant, o->hidden) * ep_type_bytes(c->recv_scale_type);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "tools/bench/models.h"
+#include "tools/common/data.h"
 #include "tools/common/layout.h"
 #include "tools/common/util.h"
 
@@ -207,7 +208,7 @@ const OptionTable options_table = {
     specs, sizeof(specs) / sizeof(specs[0])};
 
 const char *options_sums_name(const Options *options) {
-    return options_name(options, options->sum_quant == EP_QUANT_NONE ? "dtype" : "sum-quant");
+    return options_name(options, quant_format(options->sum_quant)->bits ? "sum-quant" : "dtype");
 }
 
 void options_routing_name(const Options *options, char *out, size_t bytes) {
@@ -278,7 +279,7 @@ static bool validate_case(const Options *o) {
                             "--routing file and no --baseline, got one of them");
     if (o->kind == CASE_SUMS &&
         (o->type != EP_TYPE_BF16 || !o->weighted || o->mode != EP_MODE_THROUGHPUT ||
-         o->layout != EP_LAYOUT_EXPERT_MAJOR || o->quant != EP_QUANT_NONE || o->capacity))
+         o->layout != EP_LAYOUT_EXPERT_MAJOR || quant_format(o->quant)->bits || o->capacity))
         return bench_refuse("--case sums: expected weighted rows of bf16, --mode throughput, "
                             "--layout expert and no --quant or --capacity, got another");
     return true;
@@ -302,7 +303,7 @@ static bool validate_together(const Options *o) {
     if (o->baseline && o->run.threads)
         return bench_refuse("--baseline: expected MPI ranks (mpirun), got --threads %lld",
                             (long long)o->run.threads);
-    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || o->quant != EP_QUANT_NONE))
+    if (o->baseline && (o->mode != EP_MODE_THROUGHPUT || quant_format(o->quant)->bits))
         return bench_refuse("--baseline: expected --mode throughput and --quant none, got %s and "
                             "%s",
                             options_name(o, "mode"), options_name(o, "quant"));
@@ -320,13 +321,13 @@ static bool validate_together(const Options *o) {
     if (o->split && o->mode != EP_MODE_LATENCY)
         return bench_refuse("--split: expected --mode latency, got --mode %s",
                             options_name(o, "mode"));
-    if (o->quant != EP_QUANT_NONE && o->scale_bytes)
+    if (quant_format(o->quant)->bits && o->scale_bytes)
         return bench_refuse("--scales: expected 0 with --quant %s, which makes its own, got %lld",
                             options_name(o, "quant"), (long long)o->scale_bytes);
-    if (o->quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --quant %s, got %lld",
                             options_name(o, "quant"), (long long)o->hidden);
-    if (o->sum_quant != EP_QUANT_NONE && o->hidden % 16)
+    if (quant_format(o->sum_quant)->bits && o->hidden % 16)
         return bench_refuse("--hidden: expected a multiple of 16 with --sum-quant %s, got %lld",
                             options_name(o, "sum-quant"), (long long)o->hidden);
     return option_check_threads(&o->run);
