@@ -9,7 +9,7 @@ int64_t ep_plan_largest_index(const EpPlanShape *s) {
     int64_t slots = (int64_t)s->num_ranks * s->max_tokens * s->max_top_k;
     /* Entries that do not fit into the last slab get numbers past its end. */
     if (s->is_fixed && !s->has_rows) return s->capacity + slots;
-    return ep_max(slots + (int64_t)s->num_local * s->alignment, s->capacity);
+    return ep_max(slots + (int64_t)s->num_local * ep_slab_rows(s, 1), s->capacity);
 }
 
 /* Hashes with FNV-1a, number by number. */

@@ -108,6 +108,11 @@ EP_HOST_DEVICE static inline int32_t ep_slab_rows(const EpPlanShape *s, int32_t 
     return (count + s->alignment - 1) & -s->alignment;
 }
 
+/** Returns whether slabs have padding that must be zero. */
+EP_HOST_DEVICE static inline int ep_has_padding(const EpPlanShape *s) {
+    return s->alignment > 1 && s->padding != EP_PADDING_KEEP;
+}
+
 /** Returns the end of the slots that entries of local expert `expert` may fill. */
 EP_HOST_DEVICE static inline int64_t ep_slot_limit(const EpPlanShape *s, int32_t expert) {
     return s->is_fixed ? (expert + 1) * s->block_rows : ep_row_limit(s);

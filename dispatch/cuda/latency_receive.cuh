@@ -368,7 +368,7 @@ __device__ __forceinline__ void zero_padding(const EpLatencyScatterArgs &a, int 
     const EpPlanShape &s = route.shape;
     int local = s.num_local, lane = threadIdx.x % 32;
     int keeps = s.padding == EP_PADDING_KEEP, has_tails = s.is_fixed && s.tail == EP_TAIL_ZERO;
-    int has_slabs = !s.has_rows && ((s.alignment > 1 && !keeps) || has_tails);
+    int has_slabs = !s.has_rows && (ep_has_padding(&s) || has_tails);
     int64_t end = 0;
 #pragma unroll 1
     for (int at = 0; at < local && has_slabs; at += 32) {

@@ -109,17 +109,6 @@ size_t case_row_bytes(const Case *c) {
     return (size_t)c->hidden * type_bytes(c->row_type);
 }
 
-static const CaseLayout layouts[] = {
-    [EP_LAYOUT_EXPERT_MAJOR] = {.blocks = BLOCKS_PACKED},
-    [EP_LAYOUT_FLAT] = {.has_rows = 1, .blocks = BLOCKS_PACKED},
-    [EP_LAYOUT_BATCHED] = {.blocks = BLOCKS_OF_ROWS},
-    [EP_LAYOUT_RANK_MAJOR] = {1, 1, 1, BLOCKS_OF_TOKENS},
-};
-
-const CaseLayout *case_layout(const Case *c) {
-    return &layouts[c->layout];
-}
-
 int case_has_rows(const Case *c) {
     return case_layout(c)->has_rows;
 }

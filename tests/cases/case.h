@@ -90,8 +90,11 @@ typedef enum CaseBlocks {
     BLOCKS_OF_TOKENS /**< of max_tokens */
 } CaseBlocks;
 
-/** What tests know of a layout, apart from where slots lie, which the oracle knows. */
+struct World;
+
+/** What tests know of a layout: one line each in tests/oracle/world.c. */
 typedef struct CaseLayout {
+    void (*plan)(struct World *world, int rank); /**< finds the slots of a rank */
     int has_rows;     /**< a row has one slot for all its entries, in a block of its source */
     int latency_only; /**< it does not exist in throughput mode */
     int takes_all;    /**< EP_WEIGHTS_ALL is possible */

@@ -186,14 +186,15 @@ static void plan_rank_major(World *world, int rank) {
     order_entries(me);
 }
 
-static void plan_rank(World *world, int rank) {
-    static void (*const plans[])(World * world, int rank) = {
-        [EP_LAYOUT_EXPERT_MAJOR] = plan_expert_major,
-        [EP_LAYOUT_FLAT] = plan_flat,
-        [EP_LAYOUT_BATCHED] = plan_batched,
-        [EP_LAYOUT_RANK_MAJOR] = plan_rank_major,
-    };
-    plans[world->c.layout](world, rank);
+static const CaseLayout layouts[] = {
+    [EP_LAYOUT_EXPERT_MAJOR] = {plan_expert_major, .blocks = BLOCKS_PACKED},
+    [EP_LAYOUT_FLAT] = {plan_flat, .has_rows = 1, .blocks = BLOCKS_PACKED},
+    [EP_LAYOUT_BATCHED] = {plan_batched, .blocks = BLOCKS_OF_ROWS},
+    [EP_LAYOUT_RANK_MAJOR] = {plan_rank_major, 1, 1, 1, BLOCKS_OF_TOKENS},
+};
+
+const CaseLayout *case_layout(const Case *c) {
+    return &layouts[c->layout];
 }
 
 static void count_sources(const World *world, RankWorld *me) {
@@ -245,7 +246,7 @@ World *world_new(const Case *c) {
     for (int r = 0; r < world->c.ranks; r++)
         plan_allocate(world, r);
     for (int r = 0; r < world->c.ranks; r++)
-        plan_rank(world, r);
+        case_layout(&world->c)->plan(world, r);
     for (int r = 0; r < world->c.ranks; r++) {
         world->rank[r].buffer_rows = buffer_rows(world, &world->rank[r]);
         count_sources(world, &world->rank[r]);

@@ -127,7 +127,8 @@ static void describe_slots(Case *c, const Buffers *b) {
     t->slots_in = slot_tensor(c, b->slots_in, (EpType)o->type, o->hidden, false);
     t->slots_out = slot_tensor(c, b->slots_out, (EpType)o->type, o->hidden, false);
     int64_t scales = (int64_t)(c->recv_scale_bytes / ep_type_bytes(c->recv_scale_type));
-    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, o->hidden, false);
+    int64_t recv_width = (int64_t)(c->recv_bytes / ep_type_bytes(c->recv_type));
+    t->recv_tokens = slot_tensor(c, b->slots_out, c->recv_type, recv_width, false);
     t->recv_scales = slot_tensor(c, b->recv_scales, c->recv_scale_type, scales, false);
     t->recv_weights = slot_tensor(c, b->recv_weights, EP_TYPE_FP32, o->top_k, column);
     t->slot_grads_in = slot_tensor(c, b->slot_grads_in, EP_TYPE_FP32, o->top_k, column);

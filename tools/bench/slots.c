@@ -48,12 +48,17 @@ static void count_entries(Walk *walk) {
     }
 }
 
+/* Returns the rows of a slab with `count` entries, padding included. */
+static int64_t slab_rows(const Walk *walk, int64_t count) {
+    return round_up(count, walk->options->alignment);
+}
+
 static int64_t largest_slab(const Walk *walk) {
     int64_t largest = 1;
     for (int e = 0; e < walk->routing->num_experts; e++) {
         if (walk->count[e] > largest) largest = walk->count[e];
     }
-    return round_up(largest, walk->options->alignment);
+    return slab_rows(walk, largest);
 }
 
 static void place_slabs(Walk *walk, const Slots *slots) {
@@ -64,7 +69,7 @@ static void place_slabs(Walk *walk, const Slots *slots) {
         for (int e = first; e < end; e++) {
             if (has_fixed_blocks(slots)) row = (e - first) * slots->block_rows;
             walk->start[e] = walk->next[e] = row;
-            row += round_up(walk->count[e], walk->options->alignment);
+            row += slab_rows(walk, walk->count[e]);
         }
     }
 }
@@ -147,7 +152,7 @@ static int num_blocks(const Walk *walk, const Slots *slots) {
 /* Rows that a block needs. */
 static int64_t needed_of(const Walk *walk, const Slots *slots, int block) {
     if (slots_has_rows(slots->layout)) return count_source_rows(walk->routing, slots->rank, block);
-    return round_up(walk->count[slots->first_expert + block], walk->options->alignment);
+    return slab_rows(walk, walk->count[slots->first_expert + block]);
 }
 
 static void size_rows(const Walk *walk, Slots *slots) {
@@ -174,7 +179,7 @@ static void mark_rows(Slots *slots, int64_t from, int64_t to, RowState state) {
 static void finish_slabs(const Walk *walk, Slots *slots) {
     for (int l = 0; l < slots->num_local; l++) {
         int e = slots->first_expert + l;
-        int64_t end = walk->start[e] + round_up(walk->count[e], walk->options->alignment);
+        int64_t end = walk->start[e] + slab_rows(walk, walk->count[e]);
         slots->offsets[l] = (int32_t)least(walk->start[e], slots->recv_rows);
         slots->padded[l] = (int32_t)(least(end, slots->recv_rows) - slots->offsets[l]);
         mark_rows(slots, slots->offsets[l], slots->offsets[l] + slots->padded[l], ROW_PADDING);
@@ -186,8 +191,7 @@ static void finish_slabs(const Walk *walk, Slots *slots) {
 static void finish_fixed_slabs(const Walk *walk, Slots *slots) {
     for (int l = 0; l < slots->num_local; l++) {
         int64_t start = l * slots->block_rows;
-        int64_t padded =
-            least(round_up(slots->counts[l], walk->options->alignment), slots->block_rows);
+        int64_t padded = least(slab_rows(walk, slots->counts[l]), slots->block_rows);
         int64_t end = start + slots->block_rows;
         slots->offsets[l] = (int32_t)start;
         slots->padded[l] = (int32_t)padded;
