@@ -176,7 +176,7 @@ typedef struct SlabStart {
 __device__ __forceinline__ SlabStart lay_slab(const EpPrepareArgs &a, const int32_t *total,
                                               int experts, int at, int64_t *start) {
     int e = at + (int)threadIdx.x % 32, count = e < experts ? total[e] : 0;
-    int rows = ep_slab_rows(&a.shape, count);
+    int rows = e < experts ? ep_slab_rows(&a.shape, count) : 0;
     int through = ep_warp_prefix(rows);
     int64_t begin = *start + through - rows;
     *start += __shfl_sync(~0u, through, 31);
