@@ -27,7 +27,7 @@ typedef struct EpPlanShape {
     int32_t is_fixed;   /**< each block has block_rows slots; else blocks follow one another */
     int64_t block_rows; /**< 0: not fixed */
     int32_t alignment;
-    int64_t capacity; /**< receive rows; 0: exact sizing. is_fixed: those of all blocks */
+    int64_t capacity; /**< receive rows; 0: exact sizing. is_fixed: the rows of all blocks */
     EpOverflow overflow;
     EpTail tail;
     EpPadding padding;

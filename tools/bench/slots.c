@@ -14,7 +14,7 @@ typedef struct Walk {
     int64_t *start;    /* [E] first row of its slab if the capacity is unlimited */
     int64_t *next;     /* [E] row of its next slot */
     int64_t *flat;     /* [R] where rows have one slot: next free row of the rank */
-    int64_t *last_row; /* [R] likewise: row of the current token, -1: none yet */
+    int64_t *last_row; /* [R] and the row of the current token, -1: none yet */
     Pool pool;
 } Walk;
 
