@@ -11,6 +11,7 @@
 #include "handles/pending.h"
 #include "handles/plan.h"
 #include "runtime/group.h"
+#include "runtime/layouts.h"
 
 struct EpHandle {
     EpObject object;

@@ -16,6 +16,7 @@
 #include "handles/shards.h"
 #include "runtime/group.h"
 #include "runtime/names.h"
+#include "runtime/quant.h"
 
 #define EP_WEIGHT_NAME_BYTES 64
 
@@ -52,8 +53,10 @@ struct EpWeight {
 /** A checked form, with its sizes. */
 typedef struct EpWeightView {
     EpWeightForm form;
+    EpQuantFormat format; /* of form.quant */
     EpWeightSizes sizes;
     EpShards shards;  /* of the gathered weight, in the form's order of dimensions */
+    EpShards codes;   /* the same in elements of the tensor that is gathered */
     int64_t block[3]; /* elements of a block of one scale, in that order */
     int straddles;    /* whether some block lies in several shards */
 } EpWeightView;
