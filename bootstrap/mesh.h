@@ -64,10 +64,10 @@ struct EpMeshComm {
     int32_t *grid; /* the mesh's, or NULL */
     EpMeshCommConfig config;
     double timeout;
-    void *gathered;           /* [world's ranks] of EP_MESH_RENDEZVOUS_BYTES */
-    struct EpWeight *weights; /* live ones */
-    int32_t created;          /* number of weights so far, equal on all ranks */
-    pthread_mutex_t mutex;    /* of the next two, since any thread may abort */
+    void *gathered;        /* [world's ranks] of EP_MESH_RENDEZVOUS_BYTES */
+    EpOwned *weights;      /* live ones */
+    int32_t created;       /* number of weights so far, equal on all ranks */
+    pthread_mutex_t mutex; /* of the next two, since any thread may abort */
     EpMeshLink *links;
     char *aborted; /* the sentence, or NULL */
 };

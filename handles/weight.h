@@ -36,7 +36,7 @@ typedef struct EpReducedPart {
 struct EpWeight {
     EpObject object;
     EpMeshComm *comm;
-    struct EpWeight *next, *previous; /* of comm->weights */
+    EpOwned owned; /* by comm */
     char name[EP_WEIGHT_NAME_BYTES];
     int32_t number; /* equal on all ranks */
     EpWeightConfig config;
