@@ -7,7 +7,7 @@
  *
  *     mesh.c             checks meshes and axes; coordinates and groups of ranks
  *     mesh_text.c        reads and writes meshes, axes and specs as text
- *     mesh_bootstrap.c   the bootstrap of a group, out of that of all ranks
+ *     mesh_agree.c       the bootstrap of a group, out of that of all ranks (subset.h)
  *     sharding.c         shards of tensors, and what happens to a tensor in a step
  *     mesh_comm.c        the groups of a mesh's ranks that weights use (ep_weight.h)
  */
