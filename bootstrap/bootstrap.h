@@ -14,8 +14,7 @@
  *     rendezvous.c       how the ranks of a group agree later
  *     group_create.c     creates a group from all of these, and destroys it
  *     windows.c          ep_mem_alloc, ep_window_register
- *     mesh*.c            meshes, and bootstraps of the groups of a mesh (mesh.h)
- *     sharding.c         shards of tensors over a mesh
+ *     subset.c           a bootstrap of some of another one's ranks, for meshes (subset.h)
  *     host/, cuda/       what each backend sets up with the peers
  */
 

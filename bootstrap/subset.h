@@ -4,7 +4,7 @@
 
 /**
  * A bootstrap of some ranks of another bootstrap, "the world", as groups of a mesh need it
- * (mesh.h). Where the world has messages, a gathering sends its bytes to each other rank of
+ * (handles/mesh/). Where the world has messages, a gathering sends its bytes to each other rank of
  * the subset. Where it has none, the world gathers, and each subset takes its own ranks' bytes.
  */
 

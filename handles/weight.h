@@ -12,7 +12,7 @@
  *     host/weight*.c, cuda/weight*  the operations on each backend
  */
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 #include "handles/shards.h"
 #include "runtime/group.h"
 #include "runtime/names.h"

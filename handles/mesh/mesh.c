@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 #include <ctype.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "bootstrap/subset.h"
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 /* ---- agreement ----------------------------------------------------------------------------- */
 

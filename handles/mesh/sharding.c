@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <string.h>
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 /* ---- specs --------------------------------------------------------------------------------- */
 

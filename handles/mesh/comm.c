@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "bootstrap/mesh.h"
+#include "handles/mesh/mesh.h"
 
 /* Groups of weights have no experts. On the host backend these sizes give staging 4 MiB, which is
  * enough for its full speed. On the CUDA backend NCCL moves the weights, and staging is small. */
