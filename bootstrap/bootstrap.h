@@ -165,14 +165,6 @@ EpStatus ep_group_agree_within(EpGroup *group, const EpCall *call, EpStatus mine
  * Returns `status`. */
 EpStatus ep_group_break(EpGroup *group, const EpCall *call, EpStatus status);
 
-/* ---- windows ------------------------------------------------------------------------------- */
-
-/** Begin a call about windows: check that the group can be used, and set the call's rank. */
-EpStatus ep_window_enter(EpCall *call, EpGroup *group);
-
-/** Check that memory does not overlap the group's other windows. */
-EpStatus ep_window_apart(const EpCall *call, const EpGroup *group, const EpWindow *window);
-
 /* ---- binding ------------------------------------------------------------------------------- */
 
 /** Write the path of the file that lists the CPUs near the PCI device with bus id `bus`. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#ifndef EP_BOOTSTRAP_CUDA_MARK_CUH
-#define EP_BOOTSTRAP_CUDA_MARK_CUH
+#ifndef EP_BOOTSTRAP_NETWORK_CUDA_MARK_CUH
+#define EP_BOOTSTRAP_NETWORK_CUDA_MARK_CUH
 
-#include "bootstrap/cuda/mark.h"
+#include "bootstrap/network/cuda/mark.h"
 #include "runtime/cuda/device.cuh"
 
 /* ---- how far this rank is ------------------------------------------------------------------- */
