@@ -13,9 +13,10 @@
  *     bind.c             binding a rank to the CPUs near its GPU
  *     rendezvous.c       how the ranks of a group agree later
  *     group_create.c     creates a group from all of these, and destroys it
- *     windows.c          ep_mem_alloc, ep_window_register
  *     subset.c           a bootstrap of some of another one's ranks, for meshes (subset.h)
  *     host/, cuda/       what each backend sets up with the peers
+ *     memory/            memory that peers reach: windows and shared segments
+ *     network/           messages over TCP; NCCL's communicators and the watcher
  */
 
 #include "runtime/group.h"
