@@ -5,7 +5,7 @@
 /**
  * Meshes and specs (ep_mesh.h).
  *
- *     mesh.c        checks meshes and axes; coordinates and groups of ranks
+ *     mesh.c        checks meshes, axes and specs; coordinates and groups of ranks
  *     sharding.c    shards of tensors, and what happens to a tensor in a step
  *     text.c        reads and writes meshes, axes and specs as text
  *     bootstrap.c   the bootstrap of a group, out of that of all ranks
