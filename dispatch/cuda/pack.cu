@@ -5,7 +5,7 @@
  */
 #include "dispatch/cuda/pack.h"
 
-#include "bootstrap/cuda/mark.cuh"
+#include "bootstrap/network/cuda/mark.cuh"
 #include "dispatch/cuda/scatter_metadata.cuh"
 #include "runtime/cuda/quantise.cuh"
 

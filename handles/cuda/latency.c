@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "bootstrap/bootstrap.h"
-#include "bootstrap/cuda/setup.h"
+#include "bootstrap/memory/cuda/cuda_memory.h"
 #include "handles/cuda/handle.h"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
