@@ -300,21 +300,25 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 mpirun := mpirun --oversubscribe --bind-to none --timeout 300
 
+# These build with all cores, unless they are told otherwise.
+jobs = $(if $(filter -j% --jobserver%,$(MAKEFLAGS)),,-j$(shell nproc))
 demo: deps
-	@$(MAKE) --no-print-directory run-demo
-check: deps
-	@$(MAKE) --no-print-directory run-demo
-	@$(MAKE) --no-print-directory run-check
+	@$(MAKE) $(jobs) --no-print-directory run-demo
+check: demo
+	@$(MAKE) $(jobs) --no-print-directory run-check
 
 run-demo: all
 	$(mpirun) -n 4 $B/ep_bench
 	@echo 'A whole MoE layer: $(mpirun) -n 4 $B/ep_moe'
 
+# Many tests mostly wait, so twice as many run at a time as there are cores (TEST_JOBS).
+#
 # Sanitizers do not work with MPI, so their builds run only the tests whose ranks are threads. The
 # thread sanitizer does not support fibers, and emulated kernels take long. So the plain build alone
 # runs these here; "make ASAN=1 check-nodes-emulated" runs some with the address sanitizer.
+TEST_JOBS ?= $(shell echo $$((2 * $$(nproc))))
 run-check: all $(if $(variant),,$(emulated))
-	$B/tests/ep_tests -j1 $(CHECK_ARGS)
+	$B/tests/ep_tests -j$(TEST_JOBS) $(CHECK_ARGS)
 	$(if $(variant)$(CHECK_ARGS),,tests/emulator/check $B few)
 check-emulated: $(emulated)
 	tests/emulator/check $B $(or $(CHECK_ARGS),all)
