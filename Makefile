@@ -96,7 +96,7 @@ endif
 
 # ---- sources: folders are searched, so files and folders may move -------------------------------
 
-layers := runtime handles dispatch combine bootstrap
+layers := runtime bootstrap handles dispatch combine
 sources := $(sort $(shell find $(layers) bindings tools tests -name '*.c' -o -name '*.cu'))
 in = $(filter $(addsuffix /%,$1),$(sources))
 # Without CUDA no kernels are built, and of the library nothing in a folder cuda/.
