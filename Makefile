@@ -141,8 +141,8 @@ emulated_tests := $B/tests/ep_emulated_tests
 emulated := $(emulated_tests) $B/emulated/ep_moe $B/emulated/ep_bench
 
 .PHONY: all help libs demo check check-gpu check-emulated check-nodes-emulated check-nccl-ep \
-        check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-jax \
-        check-torch run-demo run-check deps install clean format again
+        check-nccl-ep-te python wheel check-python check-python-gpu jax-handlers check-package \
+        check-jax check-torch run-demo run-check deps install clean format again
 all: libs $(tools) $(tests)
 libs: $(libs)
 jax-handlers: $(jax_so)
@@ -153,8 +153,7 @@ help:
 
 # Rebuild objects if the flags change.
 flags := $(CC) $(CFLAGS) $(WERROR) CUDA=$(CUDA) $(NVCC_ARCH) OPENBLAS=$(OPENBLAS)
-$(shell mkdir -p $B/tests)
-old_flags := $(file <$B/flags)
+old_flags := $(shell mkdir -p $B; cat $B/flags 2>/dev/null)
 $B/flags: $(if $(filter-out $(flags),$(old_flags))$(filter-out $(old_flags),$(flags)),again)
 	$(file >$@,$(flags))
 again:
@@ -260,8 +259,8 @@ $B/ep_bench: $(call objects,,$(call built,$(bench)))
 $B/ep_info: $(call objects,,$(info))
 $B/ep_moe: $(call objects,,$(call built,$(moe)))
 $(tools): $B/libep.so $B/libep_mpi.so
-	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) $(if $(filter %/ep_moe,$@),$(openblas_libs)) \
-	    $(cuda_libs) -lm)
+	$(call link,$(tool_rpath) -L$B -lep_mpi -lep $(mpi_libs) \
+	    $(if $(filter %/ep_moe,$@),$(openblas_libs)) $(cuda_libs) -lm)
 
 # Tests link statically, since some use functions that the shared library hides.
 $(tests): $(call objects,,$(tests_c))
@@ -359,13 +358,11 @@ wheel:
 	@$(MAKE) --no-print-directory python
 	bindings/python/wheel $B
 
-check-python: wheel $(tools)
-	tests/bindings/python/check $B
-	tests/bindings/jax/check $B
-	tests/bindings/torch/check $B
-
-check-jax check-torch: check-%: wheel
-	tests/bindings/$*/check $B $(CHECK_ARGS)
+# The package itself, with libep.jax and libep.torch: three at a time with -j.
+check-python: check-package check-jax check-torch
+check-package: $(tools)
+check-package check-jax check-torch: check-%: wheel
+	tests/bindings/$(*:package=python)/check $B $(CHECK_ARGS)
 
 check-python-gpu:
 	@$(MAKE) --no-print-directory python \
@@ -380,20 +377,18 @@ deps:
 install: libs $(tools)
 	$(if $(filter-out 1,$(words $(DESTDIR)$(LIBDIR)$(INCLUDEDIR)$(BINDIR)$(SHAREDIR))),\
 	    $(error install: expected folders without blanks, got $(DESTDIR)$(PREFIX)))
-	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(LIBDIR)/cmake/ep \
-	    $(DESTDIR)$(INCLUDEDIR)/ep $(DESTDIR)$(BINDIR)
+	install -d $(addprefix $(DESTDIR),$(LIBDIR)/pkgconfig $(LIBDIR)/cmake/ep $(INCLUDEDIR)/ep \
+	    $(BINDIR) $(SHAREDIR)/libep $(LIBDIR)/$(nccl_ep_home)/lib)
 	install -m 644 include/ep/*.h $(DESTDIR)$(INCLUDEDIR)/ep
 	install -m 644 $B/libep.a $B/libep_mpi.a $(DESTDIR)$(LIBDIR)
 	install -m 755 $B/libep.so.$(SOVERSION) $B/libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)
 	ln -sf libep.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep.so
 	ln -sf libep_mpi.so.$(SOVERSION) $(DESTDIR)$(LIBDIR)/libep_mpi.so
-	install -d $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib
 	install -m 755 $(nccl_ep_so).0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib
 	ln -sf libnccl_ep.so.0 $(DESTDIR)$(LIBDIR)/$(nccl_ep_home)/lib/libnccl_ep.so
 	install -m 644 $(filter %.pc,$(package_files)) $(DESTDIR)$(LIBDIR)/pkgconfig
 	install -m 644 $(filter %.cmake,$(package_files)) $(DESTDIR)$(LIBDIR)/cmake/ep
 	install -m 755 $(tools) $(DESTDIR)$(BINDIR)
-	install -d $(DESTDIR)$(SHAREDIR)/libep
 	install -m 644 tools/models.txt $(DESTDIR)$(SHAREDIR)/libep
 
 clean:
