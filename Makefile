@@ -353,7 +353,7 @@ python: $B/libep.so $(nccl_ep_so) $(torch_so) $(if $(JAXLIB_INCLUDE),$(jax_so))
 	$Qprintf '# Made from ep.h.\n__version__ = "%s"\n' $(VERSION) >$B/python/libep/_version.py
 
 # The second make sees the headers that the first has downloaded.
-wheel:
+wheel: $B/libep.so $(nccl_ep_so)
 	bindings/jax/environment $B
 	@$(MAKE) --no-print-directory python
 	bindings/python/wheel $B
