@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks as threads: the callbacks of ep_bootstrap_local, and groups over them. */
-#include <dirent.h>
 #include <malloc.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include "tests/cases/run.h"
+#include "tests/harness/names.h"
 
 ThreadTest(bootstrap_local, allgather_in_rank_order, 5) {
     const EpBootstrap *b = bootstrap;
@@ -159,23 +159,15 @@ ThreadTest(bootstrap_local, callers_bootstrap_over_posix_shared_memory, 4) {
     run_case(&own, &(Case){.ranks = 4, .layout = EP_LAYOUT_FLAT, .scale_bytes = 8});
 }
 
-/* Returns the number of names of libep in the system's shared memory. */
-static int names_left(void) {
-    DIR *folder = opendir("/dev/shm");
-    int count = 0;
-    for (struct dirent *entry; folder && (entry = readdir(folder));)
-        count += strncmp(entry->d_name, "libep-", 6) == 0;
-    if (folder) closedir(folder);
-    return count;
-}
-
 /* The shared memory of a live group has no name, so nothing is left when the process dies. */
 ThreadTest(bootstrap_local, posix_shared_memory_leaves_no_names, 3) {
     EpBootstrap own = bare(bootstrap);
     Case c = case_complete((Case){.ranks = 3});
+    time_t begin = time(NULL);
     EpGroup *group = open_group(&own, &c);
     bootstrap->barrier(bootstrap->context, 60);
-    CHECK(names_left() == 0, "%d names in /dev/shm", names_left());
+    int left = names_that_stay(begin);
+    CHECK(left == 0, "%d names in /dev/shm", left);
     ep_group_destroy(group);
 }
 

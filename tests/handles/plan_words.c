@@ -143,7 +143,7 @@ static const Case small = {.experts = 4,
  * and ranks wait in vain for rows that a wrong plan names. */
 static int count_times(int ranks) {
     const char *given = getenv("LIBEP_TEST_CASES");
-    return given ? atoi(given) : !TESTS_ON_GPU ? 1500 : ranks == 1 ? 80 : 8;
+    return given ? atoi(given) : !TESTS_ON_GPU ? 300 : ranks == 1 ? 40 : 8;
 }
 
 static void run_words(const EpBootstrap *bootstrap, EpMode mode) {

@@ -86,7 +86,7 @@ static uint64_t number_from(const char *name, uint64_t standard) {
 /* Each case creates a group, and on GPUs a communicator, which is slow: hence few cases there. */
 static void run_cases(uint64_t salt, int several_nodes) {
     uint64_t first = number_from("LIBEP_TEST_SEED", salt);
-    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 200);
+    uint64_t count = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED || TESTS_ON_GPU ? 25 : 80);
     for (uint64_t seed = first; seed < first + count; seed++) {
         Case c = draw_case(seed);
         if (several_nodes) draw_nodes(&c);
