@@ -261,7 +261,7 @@ $(gpu_tests): $(gpu_o) $(nccl_ep_o) $B/libep.a $B/libep_mpi.a
 # and NCCL (see tests/emulator/), without an installation of either. Rings are short, so that they
 # wrap, and so is the wait for NCCL.
 emulated_tests := $B/tests/ep_emulated_tests
-emulated_c := $(all_lib_c) $(nccl_ep_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c)
+emulated_c := $(all_lib_c) $(nccl_ep_c) $(gpu_tests_c) $(wildcard tests/emulator/*.c tests/emulator/tests/*.c)
 emulated_o := $(emulated_c:%.c=$B/emulated/%.o) $(cuda_cu:%.cu=$B/emulated/%.cu.o) \
               $(row_sets:%=$B/emulated/runtime/host/rowmath_%.o)
 emulated_cflags = $(filter-out -I% -O3,$(host_cflags)) -O2 -DEP_WITH_CUDA=1 -DEP_RING_BYTES=16384 -DEP_SLICE_BYTES=1024 \

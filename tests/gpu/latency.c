@@ -3,30 +3,18 @@
  * handles that are created and destroyed between steps. */
 #include <stdlib.h>
 
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
-#include "tests/gpu/devices.h"
 #include "tests/harness/random.h"
 
 enum { KINDS = 8, HANDLES = EP_MAX_WINDOWS + 10, ROUNDS = 25, LIFETIMES = EP_MAX_WINDOWS + 8 };
 
 /* Kinds 0 to 3: each layout, whole operations. Kinds 4 to 7: the same in phases. */
 static Case kind_case(int ranks, int kind) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 2 * ranks + 1,
-                                .top_k = 3,
-                                .hidden = 56,
-                                .max_tokens = 11,
-                                .counted = 1,
-                                .weighted = 1,
-                                .scale_bytes = 8,
-                                .masked_percent = 10,
-                                .capacity = 60,
-                                .rows_per_expert = 20,
-                                .overflow = EP_OVERFLOW_DROP,
-                                .layout = (EpLayout)(1 + kind % 4),
-                                .mode = EP_MODE_LATENCY,
-                                .phases = kind / 4});
+    Case c = {.ranks = ranks, .experts = 2 * ranks + 1, .top_k = 3, .hidden = 56, .max_tokens = 11};
+    c.counted = 1, c.weighted = 1, c.scale_bytes = 8, c.masked_percent = 10, c.capacity = 60;
+    c.rows_per_expert = 20, c.overflow = EP_OVERFLOW_DROP, c.layout = (EpLayout)(1 + kind % 4);
+    c.mode = EP_MODE_LATENCY, c.phases = kind / 4;
+    return case_complete(c);
 }
 
 static int64_t library_bytes(EpGroup *group) {
@@ -40,7 +28,6 @@ typedef struct StepSet {
     EpGroup *group;
     cudaStream_t stream;
     DeviceStep gpu[KINDS];
-    World *world[KINDS];
     void *reachable; /* memory that peers can reach, for the first device step */
     Random random;   /* the same on all ranks */
     uint64_t seed;
@@ -64,10 +51,8 @@ static void set_open(StepSet *set, const EpBootstrap *bootstrap) {
 static void set_close(StepSet *set) {
     CHECK_OK(ep_group_status(set->group, NULL));
     ep_group_destroy(set->group);
-    for (int i = 0; i < KINDS; i++) {
+    for (int i = 0; i < KINDS; i++)
         device_step_close(&set->gpu[i]);
-        if (set->world[i]) world_free(set->world[i]);
-    }
     CHECK_CUDA(cudaStreamDestroy(set->stream));
 }
 
@@ -75,15 +60,13 @@ static void set_close(StepSet *set) {
 static void load(StepSet *set, int kind, EpHandle *handle) {
     Case c = set->gpu[kind].c;
     c.seed = random_next(&set->random);
-    if (set->world[kind]) world_free(set->world[kind]);
-    set->world[kind] = world_new(&c);
     set->gpu[kind].step.handle = handle;
-    device_step_load(&set->gpu[kind], set->world[kind]);
+    device_step_draw(&set->gpu[kind], &c);
 }
 
 static void check(StepSet *set, int kind, int round) {
     check_note("seed %llu, round %d: %s", (unsigned long long)set->seed, round,
-               case_describe(&set->world[kind]->c));
+               case_describe(&set->gpu[kind].step.world->c));
     device_step_check(&set->gpu[kind]);
 }
 
@@ -119,24 +102,13 @@ static void many_handles(const EpBootstrap *bootstrap) {
     set_close(&set);
 }
 
-ThreadTest(gpu_latency, many_handles_1, 1) {
-    GPU_NEEDS_LATENCY();
-    many_handles(bootstrap);
-}
-ThreadTest(gpu_latency, many_handles_2, 2) {
-    GPU_NEEDS_LATENCY();
-    many_handles(bootstrap);
-}
-ThreadTest(gpu_latency, many_handles_4, 4) {
-    GPU_NEEDS_LATENCY();
-    many_handles(bootstrap);
-}
+LatencyTests(gpu_latency, many_handles, many_handles(bootstrap));
 
-/* ---- handles that come and go -------------------------------------------------------------- */
+/* ---- handles that come and go ---------------------------------------------------------------- */
 
 /* `lasting` stays while two others are created and destroyed: one unused, one used and in some
- * rounds with a pending dispatch. The library reuses their memory, so it does not come to hold more
- * and more. */
+ * rounds with a pending dispatch. The library reuses their memory, so it does not come to hold
+ * more and more. */
 static void replace_handles(StepSet *set, EpHandle *lasting, int round, int64_t *most) {
     int kind = 1 + round % (KINDS - 1);
     EpHandle *used = device_step_handle(set->group, &set->gpu[kind].c);
@@ -171,23 +143,11 @@ static void come_and_go(const EpBootstrap *bootstrap) {
     set_close(&set);
 }
 
-ThreadTest(gpu_latency, come_and_go_1, 1) {
-    GPU_NEEDS_LATENCY();
-    come_and_go(bootstrap);
-}
-ThreadTest(gpu_latency, come_and_go_2, 2) {
-    GPU_NEEDS_LATENCY();
-    come_and_go(bootstrap);
-}
-ThreadTest(gpu_latency, come_and_go_4, 4) {
-    GPU_NEEDS_LATENCY();
-    come_and_go(bootstrap);
-}
+LatencyTests(gpu_latency, come_and_go, come_and_go(bootstrap));
 
-/* ---- too many entries ---------------------------------------------------------------------- */
+/* ---- too many entries ------------------------------------------------------------------------ */
 
-ThreadTest(gpu_latency, too_many_entries, 2) {
-    GPU_NEEDS_LATENCY();
+static void too_many_entries(const EpBootstrap *bootstrap) {
     Case c = kind_case(bootstrap->size, 0);
     EpHandle *handle = NULL;
     c.max_tokens = 40000;
@@ -200,3 +160,5 @@ ThreadTest(gpu_latency, too_many_entries, 2) {
     CHECK_OK(ep_group_status(group, NULL));
     ep_group_destroy(group);
 }
+
+LatencyTest(gpu_latency, too_many_entries, 2, too_many_entries(bootstrap));
