@@ -2,8 +2,9 @@
 /* Many random steps of one group. T, routing, layout, handle and stream change from step to step,
  * several steps are under way at once, and every byte of each is compared with the oracle. Then
  * steps of both modes, whole and in phases, interleaved operation by operation, with random delays
- * of each rank. LIBEP_TEST_SEED=N sets the seed, LIBEP_TEST_STEPS=M takes M steps, or M rounds with
- * one step of each handle. */
+ * of each rank. Then more live handles in latency mode than a group has windows for its callers,
+ * and handles that are created and destroyed between steps. LIBEP_TEST_SEED=N sets the seed,
+ * LIBEP_TEST_STEPS=M takes M steps, or M rounds with one step of each handle. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,10 @@ enum {
     RELOAD_INTERVAL = 125,      /* steps after which all steps get new worlds */
     BOTH_HANDLES = 9,           /* of both modes */
     ROUNDS = 60,
+    KINDS = 8, /* of handles of latency mode: each layout, whole and in phases */
+    LIVE_HANDLES = EP_MAX_WINDOWS + 10,
+    ROUNDS_OF_KINDS = 25,
+    LIFETIMES = EP_MAX_WINDOWS + 8,
     DELAY_BYTES = 2 << 20
 };
 
@@ -234,3 +239,131 @@ static void run_rounds(const EpBootstrap *bootstrap) {
 }
 
 LatencyTests(gpu_steps, both_modes, run_rounds(bootstrap));
+
+/* ---- many handles of latency mode ---------------------------------------------------------- */
+
+/* Kinds 0 to 3: each layout, whole operations. Kinds 4 to 7: the same in phases. */
+static Case kind_case(int ranks, int kind) {
+    Case c = {.ranks = ranks, .experts = 2 * ranks + 1, .top_k = 3, .hidden = 56, .max_tokens = 11};
+    c.counted = 1, c.weighted = 1, c.scale_bytes = 8, c.masked_percent = 10, c.capacity = 60;
+    c.rows_per_expert = 20, c.overflow = EP_OVERFLOW_DROP, c.layout = (EpLayout)(1 + kind % 4);
+    c.mode = EP_MODE_LATENCY, c.phases = kind / 4;
+    return case_complete(c);
+}
+
+static int64_t library_bytes(EpGroup *group) {
+    EpGroupInfo info = EP_GROUP_INFO_INIT;
+    CHECK_OK(ep_group_query(group, &info));
+    return info.library_bytes;
+}
+
+/* The first step lies in memory that peers can reach. */
+static void open_kinds(Run *run, const EpBootstrap *bootstrap) {
+    void *reachable = NULL;
+    run_open(run, bootstrap, kind_case, KINDS, KINDS);
+    DeviceStep *first = &run->gpu[0];
+    Case c = first->c;
+    REQUIRE(run->group, "no group");
+    REQUIRE_OK(ep_mem_alloc(run->group, device_step_bytes(&c), &reachable));
+    for (int i = 0; i < KINDS; i++)
+        ep_handle_destroy(run->gpu[i].step.handle);
+    device_step_close(first);
+    device_step_open(first, run->group, NULL, &c, bootstrap->rank, run->stream[0], reachable);
+}
+
+/* Load a new world for a handle of this kind. */
+static void load(Run *run, int kind, EpHandle *handle) {
+    Case c = run->gpu[kind].c;
+    c.seed = random_next(&run->random);
+    run->gpu[kind].step.handle = handle;
+    device_step_draw(&run->gpu[kind], &c);
+}
+
+/* Run a step of one handle of each kind, interleaved operation by operation. */
+static void run_some(Run *run, EpHandle *const *handles, int round) {
+    for (int i = 0; i < KINDS; i++)
+        load(run, i, handles[i + KINDS * random_below(&run->random, LIVE_HANDLES / KINDS)]);
+    for (unsigned op = STEP_PREPARE; op <= STEP_COMBINE_WAIT; op <<= 1)
+        for (int i = 0; i < KINDS; i++)
+            device_step_issue(&run->gpu[i], op & device_step_all(&run->gpu[i].c));
+    for (int i = 0; i < KINDS; i++)
+        check(run, i, round);
+}
+
+static void many_handles(const EpBootstrap *bootstrap) {
+    static _Thread_local Run run;
+    EpHandle *handles[LIVE_HANDLES];
+    open_kinds(&run, bootstrap);
+    REQUIRE(!check_failure()[0], "no steps");
+    for (int i = 0; i < LIVE_HANDLES; i++) {
+        handles[i] = device_step_handle(run.group, &run.gpu[i % KINDS].c);
+        REQUIRE(handles[i], "no handle %d", i);
+    }
+    int64_t held = library_bytes(run.group);
+    for (int round = 0; round < ROUNDS_OF_KINDS && !check_failure()[0]; round++)
+        run_some(&run, handles, round);
+    for (int i = 0; i < LIVE_HANDLES; i++)
+        ep_handle_destroy(handles[i * 5 % LIVE_HANDLES]);
+    CHECK(library_bytes(run.group) == held, "%lld bytes instead of %lld",
+          (long long)library_bytes(run.group), (long long)held);
+    run_close(&run, ROUNDS_OF_KINDS);
+}
+
+LatencyTests(gpu_latency, many_handles, many_handles(bootstrap));
+
+/* `lasting` stays while two others are created and destroyed: one unused, one used and in some
+ * rounds with a pending dispatch. The library reuses their memory, so it does not come to hold
+ * more and more. */
+static void replace_handles(Run *run, EpHandle *lasting, int round, int64_t *most) {
+    int kind = 1 + round % (KINDS - 1);
+    EpHandle *used = device_step_handle(run->group, &run->gpu[kind].c);
+    EpHandle *unused = device_step_handle(run->group, &run->gpu[(round + 2) % KINDS].c);
+    REQUIRE(used && unused, "no handle");
+    load(run, kind, used);
+    load(run, 0, lasting);
+    device_step_issue(&run->gpu[0], STEP_PREPARE | STEP_DISPATCH);
+    device_step_issue(&run->gpu[kind], device_step_all(&run->gpu[kind].c));
+    device_step_issue(&run->gpu[0], STEP_COMBINE);
+    check(run, kind, round);
+    check(run, 0, round);
+    device_step_poison(&run->gpu[kind]);
+    if (round % 4 == 3) device_step_issue(&run->gpu[kind], STEP_DISPATCH_SEND);
+    ep_handle_destroy(round % 2 ? used : unused);
+    ep_handle_destroy(round % 2 ? unused : used);
+    int64_t held = library_bytes(run->group);
+    if (round < LIFETIMES / 2 && held > *most) *most = held;
+    CHECK(held <= *most, "round %d: %lld bytes instead of %lld", round, (long long)held,
+          (long long)*most);
+}
+
+static void come_and_go(const EpBootstrap *bootstrap) {
+    static _Thread_local Run run;
+    open_kinds(&run, bootstrap);
+    REQUIRE(!check_failure()[0], "no steps");
+    EpHandle *lasting = device_step_handle(run.group, &run.gpu[0].c);
+    REQUIRE(lasting, "no handle");
+    int64_t most = 0;
+    for (int round = 0; round < LIFETIMES && !check_failure()[0]; round++)
+        replace_handles(&run, lasting, round, &most);
+    run_close(&run, LIFETIMES);
+}
+
+LatencyTests(gpu_latency, come_and_go, come_and_go(bootstrap));
+
+/* ---- too many entries ------------------------------------------------------------------------ */
+
+static void too_many_entries(const EpBootstrap *bootstrap) {
+    Case c = kind_case(bootstrap->size, 0);
+    EpHandle *handle = NULL;
+    c.max_tokens = 40000;
+    EpGroup *group = open_group(bootstrap, &c);
+    REQUIRE(group, "no group");
+    EpHandleConfig config = case_handle_config(&c);
+    CHECK_REFUSED(ep_handle_create(group, &config, &handle), EP_ERR_UNSUPPORTED, "ep_handle_create",
+                  "config", "at most", "in latency mode", "got 40000 * 3");
+    CHECK(handle == NULL, "a handle was made");
+    CHECK_OK(ep_group_status(group, NULL));
+    ep_group_destroy(group);
+}
+
+LatencyTest(gpu_latency, too_many_entries, 2, too_many_entries(bootstrap));
