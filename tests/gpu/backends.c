@@ -70,14 +70,6 @@ static EpGroup *group_on(const EpBootstrap *bootstrap, EpBackend backend, EpMode
     return group;
 }
 
-static void compare(const DeviceStep *cuda, const DeviceStep *host) {
-    for (int i = 0; i < STEP_OUTPUTS; i++) {
-        Image a = device_step_output(cuda, (StepOutput)i),
-              b = device_step_output(host, (StepOutput)i);
-        if (i != OUT_GRAD_SLOTS) image_check_equal(&a, &b, 0, "cuda and host");
-    }
-}
-
 /* Run one step on each backend and compare their outputs. The host backend gets pinned memory and
  * has finished when a call returns. */
 static void run_both(EpGroup *const *groups, int rank, const World *world, cudaStream_t stream) {
@@ -95,7 +87,7 @@ static void run_both(EpGroup *const *groups, int rank, const World *world, cudaS
         CHECK_OK(ep_group_status(groups[i], NULL));
         ep_handle_destroy(handle);
     }
-    compare(&gpu[0], &gpu[1]);
+    device_step_check_equal(&gpu[0], &gpu[1], 0, "cuda and host");
     device_step_close(&gpu[0]);
     device_step_close(&gpu[1]);
     gpu_release(plain);

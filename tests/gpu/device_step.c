@@ -274,6 +274,14 @@ void device_step_check(DeviceStep *gpu) {
         check_output(gpu, (StepOutput)i);
 }
 
+void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what) {
+    for (int i = 0; i < STEP_OUTPUTS; i++) {
+        Image left = device_step_output(a, (StepOutput)i);
+        Image right = device_step_output(b, (StepOutput)i);
+        if (dots || i != OUT_GRAD_SLOTS) image_check_equal(&left, &right, 0, what);
+    }
+}
+
 void device_step_run(EpGroup *group, const Case *c, int rank, void *device) {
     DeviceStep gpu;
     EpHandle *handle = device_step_handle(group, c);

@@ -35,6 +35,8 @@ typedef enum StepOp {
 #define STEP_BACKWARD (STEP_COMBINE_BACKWARD | STEP_DISPATCH_BACKWARD)
 #define STEP_ALL (STEP_FORWARD | STEP_BACKWARD)
 #define STEP_SENDS (STEP_DISPATCH_SEND | STEP_COMBINE_SEND)
+#define STEP_DISPATCH_PHASES (STEP_DISPATCH_SEND | STEP_DISPATCH_WAIT)
+#define STEP_COMBINE_PHASES (STEP_COMBINE_SEND | STEP_COMBINE_WAIT)
 #define STEP_PHASES (STEP_PREPARE | STEP_SENDS | STEP_DISPATCH_WAIT | STEP_COMBINE_WAIT)
 
 typedef enum StepOutput {
@@ -122,6 +124,9 @@ void device_step_launch(DeviceStep *gpu, cudaGraphExec_t exec, unsigned ops);
 
 /** Returns the bytes of an output as device_step_check saw them, without guards. */
 Image device_step_output(const DeviceStep *gpu, StepOutput output);
+
+/** Check that two steps of one world have the same outputs, but for dot products if `dots` is 0. */
+void device_step_check_equal(const DeviceStep *a, const DeviceStep *b, int dots, const char *what);
 
 /* ---- groups on GPUs ---- */
 

@@ -6,8 +6,6 @@
 #include "tests/gpu/failing.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-#define DISPATCH_PHASES (STEP_DISPATCH_SEND | STEP_DISPATCH_WAIT)
-#define COMBINE_PHASES (STEP_COMBINE_SEND | STEP_COMBINE_WAIT)
 
 TestSuite(gpu_latency_faults, .init = silence_log);
 
@@ -120,7 +118,7 @@ GpuTest(gpu_faults, other_handles_4, 4, THROUGHPUT(throughput_handles));
 
 static const Disagreement calls[] = {{STEP_COMBINE, STEP_DISPATCH, NOTHING, 0},
                                      {STEP_DISPATCH, STEP_COMBINE, NOTHING, 0},
-                                     {COMBINE_PHASES, DISPATCH_PHASES, NOTHING, 0}};
+                                     {STEP_COMBINE_PHASES, STEP_DISPATCH_PHASES, NOTHING, 0}};
 static const Disagreement handles[] = {
     {STEP_PREPARE | STEP_DISPATCH, STEP_PREPARE | STEP_DISPATCH, THE_HANDLE, 0}};
 static const Disagreement modes[] = {{STEP_PREPARE, STEP_DISPATCH, THE_MODE, 1},
@@ -133,7 +131,7 @@ static const Disagreement sizes[] = {
     {STEP_PREPARE | STEP_DISPATCH, STEP_PREPARE | STEP_DISPATCH, ROW_TYPE, 0},
     {STEP_COMBINE, STEP_COMBINE, SUM_TYPE, 0}};
 static const Disagreement weights[] = {{STEP_COMBINE, STEP_COMBINE, WEIGHTS, 1},
-                                       {COMBINE_PHASES, COMBINE_PHASES, WEIGHTS, 1}};
+                                       {STEP_COMBINE_PHASES, STEP_COMBINE_PHASES, WEIGHTS, 1}};
 
 #define LATENCY(list) \
     disagree_each(bootstrap, failing_case(bootstrap->size, EP_MODE_LATENCY), list, LENGTH(list))
@@ -152,7 +150,7 @@ LatencyTest(gpu_latency_faults, other_weights_4, 4, LATENCY(weights));
  * 1, others wait for its sums, and their send phases alone wait for nothing. */
 static const Disagreement than_weights[] = {{STEP_DISPATCH, STEP_COMBINE, NOTHING, 0},
                                             {STEP_COMBINE, STEP_DISPATCH, NOTHING, 0},
-                                            {DISPATCH_PHASES, COMBINE_PHASES, NOTHING, 0},
+                                            {STEP_DISPATCH_PHASES, STEP_COMBINE_PHASES, NOTHING, 0},
                                             {STEP_DISPATCH, STEP_COMBINE_SEND, NOTHING, 0}};
 /* Send phases find the disagreement, too. */
 static const Disagreement weights_and_modes[] = {{STEP_PREPARE, STEP_COMBINE, THE_MODE, 1},

@@ -12,8 +12,6 @@
 #include "tests/gpu/failing.h"
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof((array)[0]))
-#define DISPATCH_PHASES (STEP_DISPATCH_SEND | STEP_DISPATCH_WAIT)
-#define COMBINE_PHASES (STEP_COMBINE_SEND | STEP_COMBINE_WAIT)
 #define MOVES (STEP_DISPATCH | STEP_COMBINE | STEP_BACKWARD)
 
 /* Waits that expire take seconds, so some suites of them run side by side. */
@@ -35,6 +33,7 @@ typedef struct Stop {
     unsigned others;   /* that the others complete then, without the last rank */
     unsigned ops;      /* that time out */
     unsigned late;     /* that the last rank calls before them, when the others have failed */
+    unsigned rest;     /* and behind them */
     double later;      /* seconds that all ranks but rank 0 start late: less than the timeout */
 } Stop;
 
@@ -92,7 +91,7 @@ static void stopped_peer(const EpBootstrap *bootstrap, Case c, Stop s) {
     }
     bootstrap->barrier(bootstrap->context, 60);
     if (is_absent(&failing)) failing_call(&failing.gpu, s.late, EP_ERR_PEER);
-    if (is_absent(&failing)) check_latecomer(&failing, s.ops);
+    if (is_absent(&failing)) check_latecomer(&failing, s.ops | s.rest);
     failing_close(&failing);
     failing_check_next(bootstrap, c.mode);
 }
@@ -106,9 +105,10 @@ GpuTest(gpu_faults, stopped_peer_and_late_ones_4, 4,
         STOPPED(THROUGHPUT, "dispatch", .ops = MOVES, .later = FAILING_TIMEOUT / 3));
 LatencyTest(gpu_late_dispatch, whole_2, 2, STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH));
 LatencyTest(gpu_late_dispatch, in_phases_4, 4,
-            STOPPED(LATENCY, "dispatch", .ops = DISPATCH_PHASES));
+            STOPPED(LATENCY, "dispatch", .ops = STEP_DISPATCH_PHASES));
 LatencyTest(gpu_late_combine, whole_4, 4, STOPPED(LATENCY, "combine", .ops = STEP_COMBINE));
-LatencyTest(gpu_late_combine, in_phases_2, 2, STOPPED(LATENCY, "combine", .ops = COMBINE_PHASES));
+LatencyTest(gpu_late_combine, in_phases_2, 2,
+            STOPPED(LATENCY, "combine", .ops = STEP_COMBINE_PHASES));
 /* Send phases wait for no peer; the receive phase times out. */
 LatencyTest(gpu_late_dispatch, receive_phase_waits_4, 4,
             STOPPED(LATENCY, "dispatch", .others = STEP_DISPATCH_SEND, .ops = STEP_DISPATCH_WAIT,
@@ -121,7 +121,7 @@ LatencyTest(gpu_late_combine, left_out_receive_phase_4, 4,
 /* The send phase waits for weights, and names the rank that does not send them. */
 LatencyTest(gpu_late_weights, send_phase_2, 2,
             stopped_peer(bootstrap, failing_weighing_case(2, ROUTING_UNIFORM),
-                         (Stop){"combine", .ops = STEP_COMBINE_SEND}));
+                         (Stop){"combine", .ops = STEP_COMBINE_SEND, .rest = STEP_COMBINE_WAIT}));
 
 /* Whoever times out first, all blame the absent rank. */
 static void check_blames_absent(const FailingGroup *failing) {
@@ -233,7 +233,7 @@ static void check_overwritten(FailingGroup *failing, unsigned ops) {
 
 static void overwritten_memory(const EpBootstrap *bootstrap, EpMode mode) {
     static const unsigned throughput[] = {STEP_DISPATCH, STEP_COMBINE, STEP_COMBINE_BACKWARD};
-    static const unsigned latency[] = {STEP_COMBINE, COMBINE_PHASES};
+    static const unsigned latency[] = {STEP_COMBINE, STEP_COMBINE_PHASES};
     int is_latency = mode == EP_MODE_LATENCY;
     Case c = failing_case(bootstrap->size, mode);
     for (int i = 0; i < (is_latency ? LENGTH(latency) : LENGTH(throughput)); i++) {

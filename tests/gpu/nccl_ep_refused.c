@@ -92,47 +92,44 @@ LatencyTest(gpu_nccl_ep, masks, 2, masks(bootstrap));
 
 /* ---- several nodes --------------------------------------------------------------------------- */
 
-/* What was printed to stderr since then; rank 0 reads it, when all ranks have written. */
+/* What is printed to stderr meanwhile. */
 typedef struct Printed {
     FILE *before, *file;
+    char text[4096];
 } Printed;
 
-/* Ranks that are threads print to one file, which rank 0 reads; processes each to their own. */
-static int prints(const EpBootstrap *bootstrap) {
-    return bootstrap->rank == 0 || gpu_shares(bootstrap->size);
+static void print_apart(Printed *p) {
+    p->before = stderr, stderr = p->file = tmpfile();
 }
 
-static void print_apart(const EpBootstrap *bootstrap, Printed *p) {
-    if (prints(bootstrap)) p->before = stderr, stderr = p->file = tmpfile();
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-}
-
-static void read_printed(const EpBootstrap *bootstrap, Printed *p, char *text, size_t bytes) {
-    CHECK_OK(bootstrap->barrier(bootstrap->context, 60));
-    if (!prints(bootstrap)) return;
+static const char *read_printed(Printed *p) {
     stderr = p->before;
     rewind(p->file);
-    text[fread(text, 1, bytes - 1, p->file)] = 0;
+    p->text[fread(p->text, 1, sizeof(p->text) - 1, p->file)] = 0;
     fclose(p->file);
+    return p->text;
 }
 
 /* Low latency is refused when the group is made, on all ranks; the communicator then serves a group
  * of high throughput. */
 ThreadTest(gpu_nccl_ep, no_low_latency_on_nodes, 4) {
     Case c = DECODING(BATCHED);
-    Printed printed = {NULL, NULL};
-    char text[4096] = "";
+    Printed printed;
     NcclEpRank rank = {.group = NULL};
     ncclEpGroupConfig_t config = nccl_ep_config(&c, 0);
+    /* Ranks that are threads print to one file, which rank 0 reads; processes each to their own. */
+    int is_process = gpu_shares(bootstrap->size), prints = bootstrap->rank == 0 || is_process;
     set_on_ranks(bootstrap, "LIBEP_TOPOLOGY", "2");
     if (!nccl_rank_open(&rank.rank, bootstrap, 1)) return;
-    print_apart(bootstrap, &printed);
+    if (prints) print_apart(&printed);
+    nccl_rank_meet(&rank.rank);
     CHECK(ncclEpCreateGroup(&rank.group, rank.rank.comm, &config) == NCCL_INVALID_USAGE, "a group");
     CHECK(!rank.group, "a group was made");
-    read_printed(bootstrap, &printed, text, sizeof(text));
-    for (int r = 0; r < bootstrap->size && prints(bootstrap); r++) {
+    nccl_rank_meet(&rank.rank);
+    const char *text = prints ? read_printed(&printed) : "";
+    for (int r = 0; r < bootstrap->size && prints; r++) {
         char expected[160];
-        if (gpu_shares(bootstrap->size) && r != bootstrap->rank) continue;
+        if (is_process && r != bootstrap->rank) continue;
         snprintf(expected, sizeof(expected),
                  "libnccl_ep: ncclEpCreateGroup: rank %d: config.algorithm: expected 1 (high "
                  "throughput) on 2 nodes, since NCCL between nodes",
@@ -192,16 +189,6 @@ ThreadTest(gpu_nccl_ep, wrong_calls, 2) {
     nccl_ep_step_check(&s);
     nccl_ep_run(&s);
     nccl_ep_end(&rank, &s);
-}
-
-/* Call with one rank's stderr in a file, and check the result and the sentence. */
-static void check_sentence(int got, int expected, FILE *printed, const char *sentence) {
-    char text[2000] = "";
-    rewind(printed);
-    text[fread(text, 1, sizeof(text) - 1, printed)] = 0;
-    fclose(printed);
-    CHECK(got == expected && strstr(text, sentence), "%d, \"%s\" instead of %d, \"%s\"", got, text,
-          expected, sentence);
 }
 
 /** A tensor that a call does not write. */
@@ -264,10 +251,12 @@ static void run_unwritten(const EpBootstrap *bootstrap, Case c, const Unwritten 
     ncclEpTensor_t idx = tensor;
     idx.ndim = 2, idx.sizes = shape;
     for (int i = 0; i < count && bootstrap->rank == 0; i++) {
-        FILE *before = stderr, *printed = stderr = tmpfile();
+        Printed printed;
+        print_apart(&printed);
         int result = call_with(&s, &u[i], &tensor, &idx);
-        stderr = before;
-        check_sentence(result, NCCL_INVALID_ARGUMENT, printed, u[i].name);
+        const char *text = read_printed(&printed);
+        CHECK(result == NCCL_INVALID_ARGUMENT && strstr(text, u[i].name), "%d, \"%s\", not \"%s\"",
+              result, text, u[i].name);
     }
     CHECK_CUDA(cudaDeviceSynchronize());
     CHECK_CUDA(cudaMemcpy(got, memory, BYTES, cudaMemcpyDefault));
