@@ -271,9 +271,10 @@ $(tests) $(gpu_tests): $(call objects,,$(nccl_ep)) $B/libep_mpi.a $B/libep.a
 # Programs with emulated GPUs inside: the tests; ep_moe and ep_bench, whose ranks are threads, with
 # loops instead of cuBLAS and without the baseline, which takes MPI; and the drop-in library, for
 # clients in Python (see tests/bindings/nccl_ep).
-emulator := $(call objects,emulated/,$(lib) $(call in,tests/emulator))
+emulator_c := $(filter-out tests/emulator/tests/%,$(call in,tests/emulator))
+emulator := $(call objects,emulated/,$(lib) $(emulator_c))
 emulated_nccl_ep := $B/emulated/libnccl_ep.so
-$(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c))
+$(emulated_tests): $(call objects,emulated/,$(nccl_ep) $(gpu_tests_c) $(call in,tests/emulator/tests))
 $B/emulated/ep_moe: $(call objects,emulated/,$(moe))
 $B/emulated/ep_bench: $(call objects,emulated/,\
                           $(filter-out %/baseline.cu %/baseline_nccl.c,$(bench)))

@@ -20,6 +20,10 @@ void run_case(const EpBootstrap *bootstrap, const Case *c);
  * elsewhere the test sets LIBEP_TOPOLOGY itself. */
 void run_case_on_threads(const Case *c);
 
+/** Likewise for several cases of equal ranks, nodes, experts, tokens and K: they share a group, since
+ * creating one takes half a second on GPUs. */
+void run_cases_on_threads(const Case *cases, int count);
+
 /** Create the case's group or handle; fail a check and return NULL if that fails. */
 EpGroup *open_group(const EpBootstrap *bootstrap, const Case *c);
 EpHandle *open_handle(EpGroup *group, const Case *c);

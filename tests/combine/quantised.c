@@ -23,6 +23,7 @@
 /* Rows end within a block, within a group of blocks, and behind one. */
 static void run_rows(EpLayout layout, int ranks, const char *nodes) {
     static const int hiddens[] = {16, 48, 128, 400, 512, 528, 1296};
+    Case cases[LENGTH(hiddens)];
     for (int i = 0; i < LENGTH(hiddens); i++) {
         Case c = {.ranks = ranks,
                   .experts = 7,
@@ -40,8 +41,9 @@ static void run_rows(EpLayout layout, int ranks, const char *nodes) {
                   .num_sms = i % 3 ? 0 : 2,
                   .seed = (uint64_t)(ranks * 100 + (int)layout * 10 + i)};
         snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
-        run_case_on_threads(&c);
+        cases[i] = c;
     }
+    run_cases_on_threads(cases, LENGTH(hiddens));
 }
 
 #define GRID(name, layout)                          \

@@ -5,33 +5,29 @@
 
 #include "tests/cases/run.h"
 
-static void run_capacities(EpLayout layout, EpOverflow overflow, int alignment) {
-    static const int64_t capacities[] = {1, 7, 16, 17, 30, 63};
-    for (size_t i = 0; i < sizeof(capacities) / sizeof(capacities[0]); i++) {
-        Case c = {.ranks = 3,
-                  .experts = 7,
-                  .top_k = 3,
-                  .max_tokens = 12,
-                  .spread = SPREAD_FULL,
-                  .layout = layout,
-                  .alignment = alignment,
-                  .capacity = capacities[i],
-                  .rows_per_expert = capacities[i],
-                  .overflow = overflow,
-                  .weighted = 1,
-                  .scale_bytes = 4,
-                  .spare_rows = 5,
-                  .zero_tail = (int)i % 2,
-                  .seed = i};
-        run_case_on_threads(&c);
-    }
-}
-
 static void run_policies(EpLayout layout) {
-    for (int alignment = 1; alignment <= 16; alignment *= 4) {
-        run_capacities(layout, EP_OVERFLOW_ERROR, alignment);
-        run_capacities(layout, EP_OVERFLOW_DROP, alignment);
+    static const int64_t capacities[] = {1, 7, 16, 17, 30, 63};
+    enum { CAPACITIES = sizeof(capacities) / sizeof(capacities[0]) };
+    Case cases[6 * CAPACITIES];
+    for (int i = 0; i < 6 * CAPACITIES; i++) {
+        int which = i / 6;
+        cases[i] = (Case){.ranks = 3,
+                          .experts = 7,
+                          .top_k = 3,
+                          .max_tokens = 12,
+                          .spread = SPREAD_FULL,
+                          .layout = layout,
+                          .alignment = 1 << i % 3 * 2,
+                          .capacity = capacities[which],
+                          .rows_per_expert = capacities[which],
+                          .overflow = i % 2 ? EP_OVERFLOW_DROP : EP_OVERFLOW_ERROR,
+                          .weighted = 1,
+                          .scale_bytes = 4,
+                          .spare_rows = 5,
+                          .zero_tail = which % 2,
+                          .seed = (uint64_t)which};
     }
+    run_cases_on_threads(cases, 6 * CAPACITIES);
 }
 
 Test(dispatch_overflow, expert_major, .timeout = 120) {

@@ -18,6 +18,7 @@
 
 static void run_types(EpQuant quant, EpLayout layout, int ranks, const char *nodes) {
     static const int hiddens[] = {16, 48, 128, 400};
+    Case cases[LENGTH(hiddens)];
     for (int i = 0; i < LENGTH(hiddens); i++) {
         Case c = {.ranks = ranks,
                   .experts = 7,
@@ -34,8 +35,9 @@ static void run_types(EpQuant quant, EpLayout layout, int ranks, const char *nod
                   .zero_tail = i > 1,
                   .seed = (uint64_t)(ranks * 100 + (int)quant * 10 + i)};
         snprintf(c.nodes, sizeof(c.nodes), "%s", nodes);
-        run_case_on_threads(&c);
+        cases[i] = c;
     }
+    run_cases_on_threads(cases, LENGTH(hiddens));
 }
 
 #define GRID(name, quant)                                                                          \

@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Mapping windows by CUDA IPC, as where ranks share GPUs: the parts of a node's ranks, in their
- * order, and what a peer says of its part. Ranks are threads here, to which the emulated CUDA maps
- * memory, too. */
-#include <stdlib.h>
+ * order, and what a peer says of its part. Ranks are threads here: CUDA maps no memory to the
+ * process that has allocated it, but the emulated one does. */
 #include <string.h>
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/memory/cuda/cuda_memory.h"
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
 #include "tests/harness/ranked.h"
 
@@ -21,7 +19,6 @@ typedef struct Mapping {
     char *peers[EP_CUDA_MAX_RANKS];
 } Mapping;
 
-#ifdef TESTS_EMULATED
 static const EpCall call = {"ep_window_register", 0};
 
 static bool open_mapping(const EpBootstrap *bootstrap, const char *nodes, Mapping *m) {
@@ -97,36 +94,12 @@ static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t
     }
     close_mapping(&m);
 }
-#else
-static void map_node(const EpBootstrap *bootstrap, const char *nodes) {
-    (void)bootstrap, (void)nodes;
-    check_left_out("CUDA maps no memory to the process that has allocated it");
-}
 
-static void map_wrong_part(const EpBootstrap *bootstrap, int64_t offset, int64_t bytes) {
-    (void)offset, (void)bytes;
-    map_node(bootstrap, "");
-}
-#endif
-
-ThreadTest(gpu_ipc, one_node_3, 3) {
-    map_node(bootstrap, "");
-}
-ThreadTest(gpu_ipc, two_nodes_4, 4) {
-    map_node(bootstrap, "0,1,0,1");
-}
-ThreadTest(gpu_ipc, uneven_nodes_3, 3) {
-    map_node(bootstrap, "0,1,1");
-}
-ThreadTest(gpu_ipc, before_the_allocation_2, 2) {
-    map_wrong_part(bootstrap, -1, PARTS * PART_BYTES);
-}
-ThreadTest(gpu_ipc, behind_the_allocation_2, 2) {
-    map_wrong_part(bootstrap, PARTS * PART_BYTES - PART_BYTES + 1, PARTS * PART_BYTES);
-}
-ThreadTest(gpu_ipc, in_too_small_an_allocation_2, 2) {
-    map_wrong_part(bootstrap, 0, PART_BYTES - 1);
-}
-ThreadTest(gpu_ipc, far_from_the_allocation_2, 2) {
-    map_wrong_part(bootstrap, INT64_MAX, INT64_MIN);
-}
+GpuTest(gpu_ipc, one_node_3, 3, map_node(bootstrap, ""));
+GpuTest(gpu_ipc, two_nodes_4, 4, map_node(bootstrap, "0,1,0,1"));
+GpuTest(gpu_ipc, uneven_nodes_3, 3, map_node(bootstrap, "0,1,1"));
+GpuTest(gpu_ipc, before_the_allocation_2, 2, map_wrong_part(bootstrap, -1, PARTS *PART_BYTES));
+GpuTest(gpu_ipc, behind_the_allocation_2, 2,
+        map_wrong_part(bootstrap, PARTS *PART_BYTES - PART_BYTES + 1, PARTS *PART_BYTES));
+GpuTest(gpu_ipc, in_too_small_an_allocation_2, 2, map_wrong_part(bootstrap, 0, PART_BYTES - 1));
+GpuTest(gpu_ipc, far_from_the_allocation_2, 2, map_wrong_part(bootstrap, INT64_MAX, INT64_MIN));

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include "ep/ep_weight.h"
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
 
 enum { EXPERTS = 4, IN = 64, OUT = 32, ELEMENTS = IN * OUT };
@@ -91,14 +90,9 @@ static void run_beside(Sharded *s, DeviceStep *gpu, StepOp op, int gathers_first
 }
 
 static Case beside_case(void) {
-    return case_complete((Case){.ranks = EXPERTS,
-                                .experts = EXPERTS,
-                                .top_k = 3,
-                                .hidden = 136,
-                                .max_tokens = 301,
-                                .spread = SPREAD_FULL,
-                                .weighted = 1,
-                                .capacity = 4000});
+    Case c = {.ranks = EXPERTS, .experts = EXPERTS, .top_k = 3, .hidden = 136, .max_tokens = 301};
+    c.spread = SPREAD_FULL, c.weighted = 1, c.capacity = 4000;
+    return case_complete(c);
 }
 
 static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh *mesh) {
@@ -106,7 +100,6 @@ static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh
                                  STEP_DISPATCH_BACKWARD};
     const int gathers_first = world->rank / EXPERTS == ep->rank / 2;
     Case c = beside_case();
-    World *routed = world_new(&c);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
     Sharded s = {NULL};
@@ -114,8 +107,8 @@ static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh
     config.num_sms = 4, config.timeout_seconds = 30;
     open_sharded(&s, world, mesh);
     REQUIRE_OK(ep_group_create(ep, &config, &group));
-    device_step_open(&gpu, group, device_step_handle(group, &c), &c, ep->rank, new_stream(), NULL);
-    device_step_load(&gpu, routed);
+    device_step_new(&gpu, group, &c, ep->rank);
+    device_step_draw(&gpu, &c);
     gather(&s); /* NCCL connects the ranks */
     check_gathered(&s);
     device_step_issue(&gpu, STEP_PREPARE);
@@ -126,11 +119,9 @@ static void beside(const EpBootstrap *world, const EpBootstrap *ep, const EpMesh
     }
     device_step_check(&gpu);
     CHECK_OK(ep_group_status(group, NULL));
-    CHECK_CUDA(cudaStreamDestroy(gpu.stream));
     device_step_close(&gpu);
     ep_group_destroy(group);
     close_sharded(&s);
-    world_free(routed);
 }
 
 ThreadTest(gpu_beside, gathers_8, 8) {

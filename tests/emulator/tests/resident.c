@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Launches of which two blocks run at a time, with more rows than rings hold. Emulated GPUs do so
- * on request; others run all blocks. */
+/* Launches of which two blocks run at a time, with more rows than rings hold. */
 #include <stdlib.h>
 
-#include "tests/cases/run.h"
 #include "tests/gpu/device_step.h"
 
 /* Five blocks, or nine. Of these fewer than half receive in some operations. */
@@ -14,15 +12,10 @@ static void set_up(void) {
 TestSuite(gpu_resident, .init = set_up);
 
 static Case resident_case(int ranks, EpMode mode) {
-    return case_complete((Case){.ranks = ranks,
-                                .experts = 4 * ranks,
-                                .top_k = 5,
-                                .hidden = 136,
-                                .max_tokens = mode == EP_MODE_LATENCY ? 67 : 301,
-                                .spread = SPREAD_FULL,
-                                .weighted = 1,
-                                .capacity = 4000,
-                                .mode = mode});
+    Case c = {.ranks = ranks, .experts = 4 * ranks, .top_k = 5, .hidden = 136};
+    c.max_tokens = mode == EP_MODE_LATENCY ? 67 : 301, c.spread = SPREAD_FULL, c.weighted = 1;
+    c.capacity = 4000, c.mode = mode;
+    return case_complete(c);
 }
 
 /* The limit is the process's, so ranks that are threads set it together. ep_prepare needs all its
@@ -39,13 +32,11 @@ static void two_blocks(const EpBootstrap *bootstrap, EpMode mode, int blocks) {
     Case c = resident_case(bootstrap->size, mode);
     EpGroupConfig config = case_group_config(&c);
     EpGroup *group = NULL;
-    World *world = world_new(&c);
     config.num_sms = blocks, config.timeout_seconds = 60;
-    check_note("%d blocks: %s", blocks, case_describe(&c));
     REQUIRE_OK(ep_group_create(bootstrap, &config, &group));
-    device_step_open(&gpu, group, device_step_handle(group, &c), &c, bootstrap->rank, new_stream(),
-                     NULL);
-    device_step_load(&gpu, world);
+    device_step_new(&gpu, group, &c, bootstrap->rank);
+    device_step_draw(&gpu, &c);
+    check_note("%d blocks: %s", blocks, case_describe(&c));
     device_step_issue(&gpu, STEP_PREPARE);
     CHECK_CUDA(cudaStreamSynchronize(gpu.stream));
     limit(bootstrap, "2");
@@ -53,10 +44,8 @@ static void two_blocks(const EpBootstrap *bootstrap, EpMode mode, int blocks) {
     device_step_check(&gpu);
     CHECK_OK(ep_group_status(group, NULL));
     limit(bootstrap, NULL);
-    CHECK_CUDA(cudaStreamDestroy(gpu.stream));
     device_step_close(&gpu);
     ep_group_destroy(group);
-    world_free(world);
 }
 
 static void few_resident(const EpBootstrap *bootstrap) {
@@ -65,12 +54,4 @@ static void few_resident(const EpBootstrap *bootstrap) {
     two_blocks(bootstrap, EP_MODE_LATENCY, 9);
 }
 
-ThreadTest(gpu_resident, two_blocks_1, 1) {
-    few_resident(bootstrap);
-}
-ThreadTest(gpu_resident, two_blocks_2, 2) {
-    few_resident(bootstrap);
-}
-ThreadTest(gpu_resident, two_blocks_4, 4) {
-    few_resident(bootstrap);
-}
+GpuTests(gpu_resident, two_blocks, few_resident(bootstrap));
