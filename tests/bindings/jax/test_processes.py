@@ -12,14 +12,12 @@ import sys
 import time
 
 import pytest
+from base import DEVICE, TREE
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-TREE = os.path.join(HERE, "..", "..", "..")
 SECONDS = 300
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("LIBEP_TEST_DEVICE", "cpu") != "cpu", reason="starts CPU devices of its own"
-)
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="starts CPU devices of its own")
 
 
 def clean_environment():

@@ -7,7 +7,8 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import config, run_threads
+from base import run_threads
+from face import config
 from libep import AxisRole, EpError, Group, Handle, Mesh, Status, TensorKind
 from processes import run
 from reference import World

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_equal, on_device, run_threads
+from conftest import assert_equal, on_device
 from reference import World
-from test_step import play
+from suite import Case, check
 
 import libep
 import libep.torch as ep
@@ -36,8 +36,7 @@ def test_pytorch_has_the_interface():
 @needs_fast
 def test_step_at_once(monkeypatch):
     seen = count_calls(monkeypatch)
-    world = World(size=2, seed=7)
-    run_threads(2, play, world, "combine", {}, {})
+    check(World(size=2, seed=7), Case(capacity=0))
     wanted = (
         _fast.PREPARE,
         _fast.DISPATCH,
@@ -50,7 +49,7 @@ def test_step_at_once(monkeypatch):
 
 def test_step_tensor_by_tensor(monkeypatch):
     monkeypatch.setattr(_fast, "call", None)
-    run_threads(2, play, World(size=2, seed=7), "combine", {}, {})
+    check(World(size=2, seed=7), Case(capacity=0))
 
 
 def latency_step(handle, x, idx, weights):
