@@ -101,9 +101,10 @@ class Received:
         self.world, self.mine = world, world.experts_of(rank)
         places = {"flat": self._flat, "rank_major": self._rank_major}
         self.is_per_token = layout in places
-        lead, rows = (
-            places[layout](rank) if self.is_per_token else self._slots(rank, layout, alignment, most)
-        )
+        if self.is_per_token:
+            lead, rows = places[layout](rank)
+        else:
+            lead, rows = self._slots(rank, layout, alignment, most)
         entries = (world.top_k,) if self.is_per_token else ()
         self.tokens = np.zeros((*lead, world.hidden), np.float32)
         self.weights = np.zeros((*lead, *entries), np.float32)

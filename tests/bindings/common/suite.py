@@ -92,7 +92,8 @@ def check_numbers(world, rank, got, case):
     """What prepare says of the plan. Faces may leave numbers out."""
     slabs, offsets = expert_major(world, rank, case.alignment)
     counts = [len(slab) for slab in slabs]
-    sources = [[sum(s == source for s, *_ in slab) for source in range(world.size)] for slab in slabs]
+    everyone = range(world.size)
+    sources = [[sum(s == source for s, *_ in slab) for source in everyone] for slab in slabs]
     wanted = dict(expert_counts=counts)
     if case.layout == "expert_major":
         wanted.update(
@@ -110,7 +111,8 @@ def check_numbers(world, rank, got, case):
         wanted["source_rows"] = list(found.is_written.sum(1))
     for name, numbers in wanted.items():
         if name in got:
-            np.testing.assert_array_equal(got[name], np.array(numbers).reshape(got[name].shape), name)
+            numbers = np.array(numbers).reshape(got[name].shape)
+            np.testing.assert_array_equal(got[name], numbers, name)
 
 
 def check_results(world, rank, got, case):

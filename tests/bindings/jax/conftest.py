@@ -9,7 +9,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
 
-from base import DEVICE, SECONDS, make_nodes, seed  # noqa: E402, F401
+import base  # noqa: E402
+from base import DEVICE, SECONDS, make_nodes  # noqa: E402
 
 DEVICES = 8
 os.environ["JAX_PLATFORMS"] = DEVICE
@@ -27,10 +28,11 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import libep.jax  # noqa: E402
 
-# GPUs would multiply float32 with fewer bits: then a router may choose other experts than the dense one.
+# GPUs would multiply float32 with fewer bits: then a router may choose other experts than the
+# dense one.
 jax.config.update("jax_default_matmul_precision", "highest")
 
-nodes = make_nodes("one_node", "two_nodes")
+seed, nodes = base.seed, make_nodes("one_node", "two_nodes")
 EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 8, 12, 16, 32, 3
 
 

@@ -90,7 +90,8 @@ def test_bootstrap(bootstrap, text, fields):
 # ---- operations --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text, rows, weights", [
-    (r"SHAPE expert_out: expected shape \[72, any\], got \[5, 16\]", ((5, HIDDEN), "float32"), None),
+    (r"SHAPE expert_out: expected shape \[72, any\], got \[5, 16\]",
+     ((5, HIDDEN), "float32"), None),
     ("TYPE expert_out: expected float32", ((72, HIDDEN), "int32"), None),
     (r"SHAPE recv_weights: expected shape \[72\]", ((72, HIDDEN), "float32"), ((5,), "float32")),
     ("TYPE recv_weights: expected float32", ((72, HIDDEN), "float32"), ((72,), "float16")),

@@ -170,7 +170,7 @@ def test_weights_that_are_no_arrays(bootstrap):
     (r"SHAPE function failed: .* stay sharded over \('fsdp',\), which", P("expert", "fsdp")),
 ])  # fmt: skip
 def test_fsdp_outside_token_axes(bootstrap, text, spec):
-    """What an axis means that does not split the tokens, where the function does not add over it."""
+    """An axis that does not split the tokens, where the function does not add over it."""
     ep = bootstrap(LAYOUT.mesh, "expert", token_axes=("data", "expert"), max_tokens=2 * TOKENS)
     with refused(f"{text}.*token_axes of bootstrap"):
         run(ep, parameters(7), tokens(7, LAYOUT), spec)

@@ -9,6 +9,6 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "../common")]
 
-from base import NODES, make_nodes, seed  # noqa: E402, F401
+import base  # noqa: E402
 
-nodes = make_nodes(*NODES)
+seed, nodes = base.seed, base.make_nodes(*base.NODES)

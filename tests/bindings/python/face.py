@@ -8,7 +8,7 @@ import contextlib
 import libep
 import numpy as np
 from base import SECONDS, run_threads
-from libep import Group, Handle, Layout, PlanTensors, Prepare
+from libep import Group, Handle, PlanTensors, Prepare
 
 NAME = "ctypes"
 LAYOUTS = ("expert_major", "flat", "batched", "rank_major")
@@ -150,7 +150,8 @@ def play(bootstrap, world, case, expected):
                 assert info.expert_offsets == tuple(numbers["expert_offsets"])
                 assert info.recv_rows == numbers["recv_rows"][0]
                 handle.dispatch(*step.given(), **step.received())
-            done, slot_w = step.combine(case.weights, handle.combine_send if case.is_split else None)
+            call = handle.combine_send if case.is_split else None
+            done, slot_w = step.combine(case.weights, call)
             if case.is_split:
                 handle.combine_wait(out=step.out)
             grads = None, None
@@ -180,7 +181,7 @@ def dispatcher():
     """Dispatches on one rank."""
     fields = dict(num_experts=6, max_tokens=8, max_top_k=2, max_row_bytes=64)
     with libep.Bootstrap.local(1)[0] as bootstrap:
-        with Group(bootstrap, backend=libep.Backend.HOST, **fields) as group, Handle(group) as handle:
+        with Group(bootstrap, backend="host", **fields) as group, Handle(group) as handle:
 
             def call(tokens, topk_idx, topk_weights, num_tokens):
                 recv, recv_w = rows(6, 16), rows(6)

@@ -41,8 +41,8 @@ def handle(group):
 
 def dispatch(handle, **changed):
     given = dict(tokens=X, topk_weights=W)
-    given.update(recv_tokens=np.zeros((4, 8), np.float32), recv_topk_weights=np.zeros(4, np.float32))
-    handle.dispatch(**{**given, **changed})
+    recv, recv_w = np.zeros((4, 8), np.float32), np.zeros(4, np.float32)
+    handle.dispatch(**{**given, "recv_tokens": recv, "recv_topk_weights": recv_w, **changed})
 
 
 def read_only(array):

@@ -9,7 +9,7 @@ import weakref
 import libep
 import numpy as np
 import pytest
-from base import run_threads
+from base import refused, run_threads
 from face import BATCHED_ROWS, Step, config, rows, send
 from libep import EpError, Group, Handle, Layout, Mode, Plans, PlanTensors, Prepare, Status
 from reference import Received, World, expert_major, flat
@@ -90,10 +90,10 @@ def check_sources(world, rank, handle):
     handle.plan_sources(ranks=ranks, tokens=tokens)
     assert [ranks.tolist(), tokens.tolist()] == expected.tolist()
     if offsets[-1]:
-        with pytest.raises(EpError, match=f"rows: expected at least {offsets[-1]}, got 0"):
+        with refused(f"EpError rows: expected at least {offsets[-1]}, got 0"):
             handle.plan_sources(ranks=ranks[:0], tokens=tokens)
     for wrong in (ranks.astype(np.int64), ranks[None], None):
-        with pytest.raises(TypeError, match="ranks: expected an INT32 tensor of 1 dimension, got"):
+        with refused("TypeError ranks: expected an INT32 tensor of 1 dimension, got"):
             handle.plan_sources(ranks=wrong, tokens=tokens)
 
 
@@ -159,7 +159,7 @@ def pending_rank(bootstrap, world):
     """Calls between the phases are refused, and take no part."""
     with latency_group(bootstrap, world) as group:
         step = Batched(group, world)
-        with pytest.raises(EpError, match="dispatch_wait") as error:
+        with refused("EpError dispatch_wait") as error:
             step.handle.dispatch_wait(**step.received())
         assert error.value.status is Status.ORDER
         step.handle.prepare(world.idx[group.rank])

@@ -17,12 +17,12 @@ EXAMPLES = os.path.join(HERE, "../../../bindings/python/examples")
 sys.path[:0] = [HERE, os.path.join(HERE, "../common"), EXAMPLES]
 
 import base  # noqa: E402
-from base import DEVICE, NODES, SECONDS, make_nodes, seed  # noqa: E402, F401
+from base import DEVICE, NODES, SECONDS, make_nodes  # noqa: E402
 
 DEEP_EP = os.environ.pop("LIBEP_TEST_DEEP_EP", None)  # a folder with DeepEP's sources
 BACKEND = libep.Backend.CUDA if DEVICE == "cuda" else libep.Backend.HOST
 
-nodes = make_nodes(*NODES)
+seed, nodes = base.seed, make_nodes(*NODES)
 torch.set_num_threads(1)
 
 
@@ -79,6 +79,15 @@ def alone():
         group.abort("the test is over")
         group.leave()
         bootstrap.close()
+
+
+def quarters(seed, tokens, hidden, experts, top_k, device):
+    """Tokens, routing without repeats, and weights: multiples of 1/4, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-16, 17, (tokens, hidden), generator=generator) / 4
+    idx = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    weights = torch.randint(1, 9, (tokens, top_k), generator=generator) / 4
+    return x.to(device), idx.to(device), weights.to(device)
 
 
 def other_device():

@@ -26,10 +26,11 @@ BESIDE = "async_finish=True, allocate_on_comm_stream=True"
 AFTER_NOW = f"previous_event=EventOverlap(EventHandle()), {BESIDE}"
 
 VLLM = "vllm/distributed/device_communicators/all2all.py and vllm/model_executor/layers/fused_moe/"
+VLLM_AT = "00143004 and 055e47c2"
 SGLANG = "python/sglang/srt/layers/moe/token_dispatcher/deepep.py"
 
 CALLERS = (
-    Caller("vLLM, high throughput", VLLM + "prepare_finalize/deepep_ht.py", "00143004 and 055e47c2", f"""
+    Caller("vLLM, high throughput", VLLM + "prepare_finalize/deepep_ht.py", VLLM_AT, f"""
 buffer = Buffer(group=group, num_nvl_bytes=1 << 30, num_rdma_bytes=0, low_latency_mode=False,
                 num_qps_per_rank=1, explicitly_destroy=True)
 previous = buffer.capture()
@@ -42,12 +43,12 @@ config = buffer.get_dispatch_config(size)
     allocate_on_comm_stream=False)
 event.current_stream_wait()
 config = buffer.get_combine_config(size)
-out, none, event = buffer.combine(x=recv.bfloat16(), handle=handle, topk_weights=None, config=config,
-    previous_event=None, async_finish=True, allocate_on_comm_stream=False)
+out, none, event = buffer.combine(x=recv.bfloat16(), handle=handle, topk_weights=None,
+    config=config, previous_event=None, async_finish=True, allocate_on_comm_stream=False)
 event.current_stream_wait()
 buffer.destroy()
 """),
-    Caller("vLLM, low latency", VLLM + "prepare_finalize/deepep_ll.py", "00143004 and 055e47c2", """
+    Caller("vLLM, low latency", VLLM + "prepare_finalize/deepep_ll.py", VLLM_AT, """
 hint = Buffer.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank=most, hidden=hidden,
                                              num_ranks=size, num_experts=experts)
 buffer = Buffer(group=group, num_nvl_bytes=1 << 30, num_rdma_bytes=hint, low_latency_mode=True,
@@ -68,8 +69,8 @@ buffer = Buffer(group, config.get_nvl_buffer_size_hint(2 * hidden, size),
                 num_qps_per_rank=max(num_sms, experts // size), allow_mnnvl=True)
 previous = buffer.capture()
 {LAYOUT} = buffer.get_dispatch_layout(idx, experts, previous_event=previous, {BESIDE})
-{DISPATCHED} = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, {COUNTS}, previous_event=event,
-    {BESIDE}, expert_alignment=128, config=None)
+{DISPATCHED} = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, {COUNTS},
+    previous_event=event, {BESIDE}, expert_alignment=128, config=None)
 event.current_stream_wait()
 previous = buffer.capture()
 out, _, event = buffer.combine(recv, handle, previous_event=previous, {BESIDE}, config=None)
@@ -92,8 +93,8 @@ event.current_stream_wait()
 Buffer.set_num_sms(24)
 buffer = Buffer(group, 0, 0)
 {LAYOUT} = buffer.get_dispatch_layout(idx, experts, {AFTER_NOW})
-{DISPATCHED} = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, {COUNTS}, previous_event=event,
-    {BESIDE})
+{DISPATCHED} = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, {COUNTS},
+    previous_event=event, {BESIDE})
 event.current_stream_wait()
 out, _, event = buffer.combine(recv, handle=handle, {AFTER_NOW})
 event.current_stream_wait()

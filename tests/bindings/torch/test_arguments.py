@@ -324,7 +324,8 @@ def test_closed(alone, which):
     for _ in range(2):
         (group if which == "group" else handle).close()
         assert received.tokens.sum().item() == 2 * T * H  # the memory is PyTorch's
-        for call in (lambda: ep.prepare(handle, idx), lambda: out.sum().backward(retain_graph=True)):
+        backward = lambda: out.sum().backward(retain_graph=True)  # noqa: E731
+        for call in (lambda: ep.prepare(handle, idx), backward):
             with refused(f"DESTROYED {which} is closed"):
                 call()
 

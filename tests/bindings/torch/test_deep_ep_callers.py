@@ -89,7 +89,8 @@ def test_calls(seed, caller):
                 return stack.enter_context(destroyed(Buffer(*arguments, **keywords)))
 
             before, after = caller.calls.split("buffer = Buffer(")
-            exec(f"{before}buffer = make_buffer({after}", {**known, "make_buffer": make_buffer}, known)
+            known["make_buffer"] = make_buffer
+            exec(f"{before}buffer = make_buffer({after}", known)
         # The experts leave rows as they are: in low latency each token comes back times its
         # weights, in normal mode times the number of ranks that own experts of it.
         idx = known["idx"]

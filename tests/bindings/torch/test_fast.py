@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from base import refused
 from conftest import assert_equal, on_device
 from reference import World
 from suite import Case, check
@@ -119,7 +120,7 @@ def test_closed(alone):
     x = torch.ones(4, 16, device=group.device)
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
     handle.close()
-    with pytest.raises(libep.EpError, match="closed"):
+    with refused("EpError closed"):
         ep.combine(handle, plan, x)
 
 
@@ -129,6 +130,5 @@ def test_refusal_has_the_sentence(alone):
     handle = ep.Handle(group)
     x = torch.ones(4, 16, device=group.device)
     plan = ep.prepare(handle, torch.zeros(4, 2, dtype=torch.int64, device=group.device))
-    with pytest.raises(libep.EpError, match="expert_out") as caught:
+    with refused("BUFFER_SIZE expert_out"):
         handle.call_fast(_fast.COMBINE, plan.bytes, x[:2], None, None, x)
-    assert caught.value.status == libep.Status.BUFFER_SIZE
