@@ -138,7 +138,7 @@ SoloTest(handles_partition, packed_in_whole_groups) {
         EpGatherArgs a = {.group = group,
                           .top_k = 8,
                           .t.type = EP_TYPE_BF16,
-                          .t.quant = EP_QUANT_FP8,
+                          .t.format = ep_quant_format(EP_QUANT_FP8),
                           .t.row_bytes = 2 * elements};
         check_note("%lld elements, %d ranks, %d blocks", (long long)elements, group.size,
                    group.blocks);
@@ -158,7 +158,7 @@ SoloTest(handles_partition, packed_without_room) {
     EpGatherArgs a = {.group = {.size = 4, .blocks = H200_BLOCKS},
                       .top_k = 32,
                       .t.type = EP_TYPE_FP32,
-                      .t.quant = EP_QUANT_FP8,
+                      .t.format = ep_quant_format(EP_QUANT_FP8),
                       .t.row_bytes = 16384};
     EpGroupConfig config = EP_GROUP_CONFIG_INIT;
     config.max_row_bytes = 16384, config.max_top_k = 32;
@@ -329,7 +329,9 @@ SoloTest(handles_partition, few_blocks_that_pack) {
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         EpGatherArgs a = {.group = {.size = cases[i].ranks, .blocks = cases[i].blocks},
                           .top_k = 8,
-                          .t = {.type = EP_TYPE_BF16, .quant = EP_QUANT_FP8, .row_bytes = 14336}};
+                          .t = {.type = EP_TYPE_BF16,
+                                .format = ep_quant_format(EP_QUANT_FP8),
+                                .row_bytes = 14336}};
         check_note("%d ranks, %d blocks", cases[i].ranks, cases[i].blocks);
         CHECK(ep_partition_gather(&a, H200_SHARED_BYTES), "refused");
         CHECK(a.receivers >= cases[i].least && a.receivers <= cases[i].most, "%d receive",
@@ -408,7 +410,7 @@ SoloTest(handles_partition, senders_of_smaller_rows) {
     alone.group.size = 1, alone.zero_copy = 0;
     CHECK(ep_partition_scatter(&alone, H200_SHARED_BYTES, 16), "refused");
     CHECK(alone.receivers == 33, "on one rank: %d", alone.receivers);
-    s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.quant = EP_QUANT_FP8;
+    s.t.row_bytes = 7168, s.t.source_row_bytes = 14336, s.t.format = ep_quant_format(EP_QUANT_FP8);
     CHECK(ep_partition_scatter(&s, H200_SHARED_BYTES, 512), "refused");
     CHECK(s.receivers == 104, "quantised: %d", s.receivers);
 }
@@ -442,7 +444,7 @@ SoloTest(handles_partition, packed_sums_under_way) {
                       .top_k = 8,
                       .t = {.type = EP_TYPE_BF16, .row_bytes = 14336}};
     EpGatherArgs packed = g;
-    packed.t.quant = EP_QUANT_FP8;
+    packed.t.format = ep_quant_format(EP_QUANT_FP8);
     CHECK(ep_partition_gather(&g, H200_SHARED_BYTES) &&
               ep_partition_gather(&packed, H200_SHARED_BYTES),
           "refused");
