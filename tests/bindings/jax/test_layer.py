@@ -52,9 +52,9 @@ def dense_stack(params, x):
 @pytest.mark.parametrize("checks", [True, False])
 def test_router(bootstrap, nodes, checks):
     """Gradients of all parameters, through the router; without check_vma those of the tokens."""
-    mesh = make_mesh(4)
+    mesh = make_mesh(2)
     ep = bootstrap(mesh)
-    params, x = parameters(4), tokens(4, 4)
+    params, x = parameters(4), tokens(4, 2)
     apply = sharded(mesh, functools.partial(moe, ep), check_vma=checks)
     assert_close(jax.jit(apply)(params, x), dense(params, x), SINGLE)
     got, expected = loss_of(apply)(params, x), loss_of(dense)(params, x)
