@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +31,12 @@ def group(boot=None, **fields):
 idx = np.array([[0], [1], [2], [3]], np.int32)
 def say(*words):
     print(*words, flush=True)
+def tell(*calls):
+    try:
+        for call in calls:
+            call()
+    except EpError as error:
+        say(error.status.name, error)
 """
 
 
@@ -66,15 +74,15 @@ def restore_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(folder, rank, size, source):
-    """Start a rank: `source` runs after PREAMBLE. Its stdout and stderr are pipes."""
-    text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder)) + source
+def spawn(*arguments, **environment):
+    """Start Python. Its stdin, stdout and stderr are pipes."""
     return subprocess.Popen(
-        [sys.executable, "-c", text],
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
         text=True,
+        env={**os.environ, **environment},
         preexec_fn=restore_ctrl_c,
     )
 
@@ -90,7 +98,39 @@ def finish(process, seconds=30):
     return process.returncode, out, err
 
 
-def run(folder, *sources, seconds=30):
+def finish_all(started, seconds=30):
+    """Wait for all ranks and return their results."""
+    try:
+        return [finish(process, seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def good(result):
+    """What a rank printed that ended well. On stderr there may be warnings of libep and PyTorch."""
+    status, out, err = result
+    assert status == 0, err
+    allowed = re.compile(r"$|libep: warn: |(\[rank\d\]:)?\[?W\d|\[Gloo\]")
+    assert [line for line in err.splitlines() if not allowed.match(line)] == [], err
+    return out
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+# ---- ranks that meet in a folder -----------------------------------------------------------------
+
+
+def start(folder, rank, size, source):
+    """Start a rank: `source` runs after PREAMBLE."""
+    text = PREAMBLE.format(here=HERE, rank=rank, size=size, folder=str(folder))
+    return spawn("-c", text + source)
+
+
+def run(folder, *sources):
     """Run one rank for each source and return their results, each (status, stdout, stderr)."""
-    processes = [start(folder, r, len(sources), source) for r, source in enumerate(sources)]
-    return [finish(process, seconds) for process in processes]
+    return finish_all([start(folder, r, len(sources), s) for r, s in enumerate(sources)])

@@ -86,3 +86,66 @@ def flat(world, rank):
         for t in range(world.tokens[s])
         if any(e in mine for e in world.idx[s][t])
     ]
+
+
+class Received:
+    """What dispatch delivers to a rank, in any layout.
+
+    tokens, weights, idx  as dispatch writes them; idx: FLAT and RANK_MAJOR alone
+    scale                 shaped like weights: what the experts multiply by. NaN: nobody may read it
+    is_written            the rows that dispatch writes, padding included
+    """
+
+    def __init__(self, world, rank, layout, alignment=1, most=0):
+        """most: rows of an expert in BATCHED."""
+        self.world, self.mine = world, world.experts_of(rank)
+        places = {"flat": self._flat, "rank_major": self._rank_major}
+        self.is_per_token = layout in places
+        if self.is_per_token:
+            lead, rows = places[layout](rank)
+        else:
+            lead, rows = self._slots(rank, layout, alignment, most)
+        entries = (world.top_k,) if self.is_per_token else ()
+        self.tokens = np.zeros((*lead, world.hidden), np.float32)
+        self.weights = np.zeros((*lead, *entries), np.float32)
+        self.scale = np.full((*lead, *entries), np.nan, np.float32)
+        self.idx = np.full((*lead, *entries), -1) if self.is_per_token else None
+        self.is_written = np.full(lead, layout in ("expert_major", "flat"))
+        for at, source, token, k in rows:
+            self._fill(at, source, token, k)
+
+    def _fill(self, at, source, token, k):
+        self.tokens[at], self.is_written[at] = self.world.x[source][token], True
+        experts, weights = self.world.idx[source][token], self.world.weights[source][token]
+        if not self.is_per_token:
+            self.weights[at], self.scale[at] = weights[k], self.world.factor(experts[k])
+            return
+        for k, expert in enumerate(experts):
+            is_here = expert in self.mine
+            self.scale[at][k] = self.world.factor(expert) if is_here else 0
+            if is_here:
+                self.weights[at][k], self.idx[at][k] = weights[k], expert - self.mine[0]
+
+    def _slots(self, rank, layout, alignment, most):
+        slabs, offsets = expert_major(self.world, rank, alignment)
+        if layout == "batched":
+            lead, places = (len(slabs), most), [(i, 0) for i in range(len(slabs))]
+        else:
+            lead, places = offsets[-1:], [(first,) for first in offsets]
+        rows = (
+            ((*place[:-1], place[-1] + row), *slot)
+            for place, slab in zip(places, slabs)
+            for row, slot in enumerate(slab)
+        )
+        return tuple(lead), rows
+
+    def _flat(self, rank):
+        rows = flat(self.world, rank)
+        return (len(rows),), [((i,), *row, 0) for i, row in enumerate(rows)]
+
+    def _rank_major(self, rank):
+        rows, seen = [], [0] * self.world.size
+        for source, token in flat(self.world, rank):
+            rows.append(((source, seen[source]), source, token, 0))
+            seen[source] += 1
+        return (self.world.size, self.world.max_tokens), rows
