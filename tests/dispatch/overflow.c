@@ -84,14 +84,14 @@ Test(dispatch_overflow, together_with_wrong_indices, .timeout = 120) {
 
 /* A handle overrides the group's policy, capacity, alignment and K. */
 static void override(const EpBootstrap *bootstrap, const char *of_group, const char *of_handle) {
-    Case c = case_of("ranks=2 spread=full %s %s", of_group, of_handle);
+    Case c = case_complete(case_of("ranks=2 spread=full %s %s", of_group, of_handle));
     Case other = case_complete(case_of("ranks=2 spread=full %s", of_group));
     EpHandleConfig config = case_handle_config(&c);
     EpGroup *group = open_group(bootstrap, &other);
     EpHandle *handle = NULL;
     World *world = world_new(&c);
-    config.overflow = world->c.overflow, config.alignment = world->c.alignment;
-    config.top_k = world->c.top_k;
+    config.overflow = c.overflow;
+    config.alignment = c.alignment, config.top_k = c.top_k;
     CHECK_OK(ep_handle_create(group, &config, &handle));
     Step step = {group, handle, world, bootstrap->rank, NULL};
     if (handle) step_all(&step);
