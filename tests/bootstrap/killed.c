@@ -54,12 +54,6 @@ typedef struct Rank {
     const char *nodes; /* LIBEP_TOPOLOGY */
 } Rank;
 
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
 static EpStatus board_gather(void *context, const void *in, void *out, size_t bytes,
                              double timeout) {
     Rank *self = context;
@@ -272,11 +266,6 @@ static void life_end(Life *life) {
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %#x", (unsigned)status);
 }
 
-static uint64_t number_from(const char *name, uint64_t standard) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : standard;
-}
-
 /* Draw a victim, its nodes and a moment in a phase. Some moments lie in the next one. */
 static Life draw_life(uint64_t seed, uint64_t number, int signal, const Report *usual) {
     Random random = random_stream(seed, number, 0);
@@ -319,10 +308,10 @@ static void lose_in_each_phase(uint64_t seed, uint64_t first, int signal, const 
 }
 
 static void lose_at_random_moments(int signal) {
-    uint64_t seed = number_from("LIBEP_TEST_SEED", 1);
-    uint64_t losses = number_from("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
+    uint64_t seed = environment_number("LIBEP_TEST_SEED", 1);
+    uint64_t losses = environment_number("LIBEP_TEST_CASES", TESTS_SANITIZED ? 14 : 28);
     time_t begin = time(NULL);
-    setenv("LIBEP_LOG_FILE", "/dev/null", 1);
+    be_quiet();
     setenv("LIBEP_INTERFACE", "lo", 1);
     Report usual = measure_usual_life();
     for (uint64_t first = 0; first < losses && !check_failure()[0]; first += NUM_PHASES) {

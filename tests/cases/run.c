@@ -20,6 +20,18 @@ EpHandle *open_handle(EpGroup *group, const Case *c) {
     return handle;
 }
 
+Step open_step(const EpBootstrap *bootstrap, const Case *c) {
+    Step step = {.world = world_new(c), .rank = bootstrap->rank};
+    step.group = open_group(bootstrap, &step.world->c);
+    if (step.group) step.handle = open_handle(step.group, &step.world->c);
+    return step;
+}
+
+void close_step(Step *step) {
+    ep_group_destroy(step->group);
+    world_free(step->world);
+}
+
 void open_plan(EpGroup *group, const Case *c, EpTensor *plan) {
     EpHandleConfig config = case_handle_config(c);
     size_t bytes = 0;
@@ -180,4 +192,21 @@ void run_cases_on_threads(const Case *cases, int count) {
 
 void run_case_on_threads(const Case *c) {
     run_cases_on_threads(c, 1);
+}
+
+void run_layouts(Case c) {
+    for (c.layout = EP_LAYOUT_EXPERT_MAJOR; c.layout <= EP_LAYOUT_RANK_MAJOR; c.layout++)
+        run_case_on_threads(&c);
+}
+
+static void dispatch_body(const EpBootstrap *bootstrap, void *arg) {
+    Step step = open_step(bootstrap, arg);
+    if (step.handle) step_prepare(&step);
+    if (step.handle) step_dispatch(&step);
+    close_step(&step);
+}
+
+void run_dispatch(Case c) {
+    GPU_NEEDS(c.ranks);
+    run_ranks(c.ranks, dispatch_body, &c);
 }

@@ -256,9 +256,9 @@ World *world_new(const Case *c) {
     return world;
 }
 
-void world_free(World *world) {
+void world_free(const World *world) {
     for (int r = 0; r < world->c.ranks; r++) {
-        RankWorld *me = &world->rank[r];
+        const RankWorld *me = &world->rank[r];
         void *owned[] = {me->index,    me->token,      me->scale,       me->weight,
                          me->sent,     me->sent_scale, me->count,       me->from,
                          me->padded,   me->offset,     me->row,         me->position,
@@ -268,5 +268,5 @@ void world_free(World *world) {
             free(owned[i]);
     }
     free(world->rank);
-    free(world);
+    free((void *)(uintptr_t)world);
 }
