@@ -32,11 +32,6 @@ static void reserve(void) {
 
 TestSuite(gpu_steps, .init = reserve);
 
-static uint64_t number_from(const char *name, uint64_t standard) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : standard;
-}
-
 /** A group, and steps of its handles on two streams. */
 typedef struct Run {
     EpGroup *group;
@@ -54,7 +49,7 @@ static void run_open(Run *run, const EpBootstrap *bootstrap, Case (*case_of)(int
                      int handles, int count) {
     EpHandle *handle[BOTH_HANDLES];
     memset(run, 0, sizeof(*run));
-    run->seed = number_from("LIBEP_TEST_SEED", 1), run->count = count;
+    run->seed = environment_number("LIBEP_TEST_SEED", 1), run->count = count;
     run->random = random_stream(run->seed, 7, 7);
     run->own = random_stream(run->seed, 2, (uint64_t)bootstrap->rank);
     Case widest = case_of(bootstrap->size, 1);
@@ -149,7 +144,7 @@ static int run_batch(Run *run, int step) {
 
 static void run_random_steps(const EpBootstrap *bootstrap, int standard) {
     static _Thread_local Run run;
-    int steps = (int)number_from("LIBEP_TEST_STEPS", (uint64_t)standard), reload = 0;
+    int steps = (int)environment_number("LIBEP_TEST_STEPS", (uint64_t)standard), reload = 0;
     run_open(&run, bootstrap, throughput_case, HANDLES, DEVICE_STEPS);
     REQUIRE(!check_failure()[0], "not everything could be opened");
     for (int step = 0; step < steps && !check_failure()[0];) {
@@ -223,7 +218,7 @@ static int issue_one(Run *run) {
 
 static void run_rounds(const EpBootstrap *bootstrap) {
     static _Thread_local Run run;
-    int rounds = (int)number_from("LIBEP_TEST_STEPS", ROUNDS);
+    int rounds = (int)environment_number("LIBEP_TEST_STEPS", ROUNDS);
     run_open(&run, bootstrap, either_case, BOTH_HANDLES, BOTH_HANDLES);
     REQUIRE(!check_failure()[0], "not everything could be opened");
     for (int round = 0; round < rounds && !check_failure()[0]; round++) {
