@@ -145,7 +145,7 @@ void ep_cuda_adopting_close(EpGroup *group);
 /* ---- links --------------------------------------------------------------------------------- */
 
 /** Collective: find out whether NVLink connects the GPUs of this rank's node. Then set the group's
- *  whole_lines (handles/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
+ *  whole_lines (runtime/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
  * every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 

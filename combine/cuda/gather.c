@@ -4,7 +4,7 @@
 
 #include "combine/cuda/backend.h"
 #include "handles/cuda/handle.h"
-#include "handles/cuda/partition.h"
+#include "runtime/cuda/blocks.h"
 #include "runtime/cuda/packed.h"
 
 static int is_quantised(const EpGatherTensors *t) {

@@ -17,7 +17,7 @@
 #include "combine/cuda/gather_packed.cuh"
 #include "combine/cuda/gather_receive.cuh"
 #include "combine/cuda/gather_send.cuh"
-#include "handles/cuda/relay_marks.cuh"
+#include "handles/nodes/cuda/relay_marks.cuh"
 
 #define GATHER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
 

@@ -7,7 +7,7 @@
  */
 
 #include "bootstrap/cuda/mark.h"
-#include "handles/cuda/plan.h"
+#include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
 /** Where a token's sum and values go: bytes from one token's to the next one's, behind t.out_rows

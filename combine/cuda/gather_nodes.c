@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Gather on several nodes: each node's sums go to its relays, over the network, and into the
- * tokens' sums. handles/cuda/relay.h has the order of it all. */
+ * tokens' sums. handles/nodes/cuda/relay.h has the order of it all. */
 #include "combine/cuda/gather.h"
-#include "handles/cuda/relay.h"
+#include "handles/nodes/cuda/relay.h"
 
 /** The operation, and what all of its launches share. */
 typedef struct Operation {

@@ -8,9 +8,9 @@
  */
 
 #include "combine/cuda/gather.h"
-#include "handles/cuda/scheduler.cuh"
 #include "runtime/cuda/packed.h"
 #include "runtime/cuda/rows.cuh"
+#include "runtime/cuda/scheduler.cuh"
 
 /* Which sums a kernel can add up. Each form is a kernel of its own, since code that does not run is
  * not free: the compiler then orders the rest worse, and blocks wait longer for instructions. */

@@ -4,7 +4,7 @@
  * launches that send and receive.
  *
  * The plan says which slots each token of each rank has here. A sending block stores their sum into
- * a record that belongs to that token alone (handles/cuda/latency.h). A receiving block takes this
+ * a record that belongs to that token alone (runtime/cuda/latency.h). A receiving block takes this
  * rank's tokens, adds up the sums of all ranks that each token went to, and writes the rows.
  *
  * Weights come with the slots, or are given at the tokens' ranks. Then sending blocks first push
@@ -12,9 +12,9 @@
  *
  * Who waits on whom: sending blocks wait for no rank, or only for the weights of other ranks, which
  * every rank sends before it waits; receiving blocks wait for the sums and heads of
- * other ranks. handles/cuda/latency.h says why no wait is circular. Memory order: every line
+ * other ranks. runtime/cuda/latency.h says why no wait is circular. Memory order: every line
  * carries a flag that shows its own arrival; only where lines do not arrive whole, flags follow
- * behind a fence (handles/cuda/lines.cuh). The first blocks send; see EpLatency for those that
+ * behind a fence (runtime/cuda/lines.cuh). The first blocks send; see EpLatency for those that
  * receive.
  *
  * Without a plan to read, a launch that receives takes the heads of an operation that was dropped.

@@ -12,12 +12,12 @@
  * half of the block that both share, of which each finds the same scale. Steps stay independent of
  * each other.
  *
- * Lines want a step's units in another order (handles/cuda/lines.cuh), so codes move between lanes
+ * Lines want a step's units in another order (runtime/cuda/lines.cuh), so codes move between lanes
  * on both sides.
  */
 
 #include "combine/cuda/latency_gather.h"
-#include "handles/cuda/lines.cuh"
+#include "runtime/cuda/lines.cuh"
 #include "runtime/cuda/quantise.cuh"
 
 /* Units of a row, in the rows' type, that a lane has of a step. */

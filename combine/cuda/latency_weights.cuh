@@ -7,11 +7,11 @@
  * weights to the ranks that sum their slots, and these wait for them before they sum.
  *
  * Float k of a token is in unit k / 4 of its lines, so line i holds EP_LINE_WEIGHTS floats from
- * EP_LINE_WEIGHTS * i on. Its flag shows that they are here (handles/cuda/lines.cuh).
+ * EP_LINE_WEIGHTS * i on. Its flag shows that they are here (runtime/cuda/lines.cuh).
  */
 
 #include "combine/cuda/latency_gather.h"
-#include "handles/cuda/latency.cuh"
+#include "runtime/cuda/latency.cuh"
 
 /* Whether sums wait for weights of the tokens' ranks. */
 __device__ __forceinline__ int awaits_weights(const EpLatencyGatherArgs &a) {

@@ -14,7 +14,8 @@
  */
 
 #include "dispatch/cuda/latency_scatter.h"
-#include "handles/cuda/latency.cuh"
+#include "handles/prepare/cuda/publish.cuh"
+#include "runtime/cuda/latency.cuh"
 
 /* ---- sizes --------------------------------------------------------------------------------- */
 

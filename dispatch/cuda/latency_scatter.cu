@@ -4,13 +4,13 @@
  * receive.
  *
  * A sending block stores each row once for each rank that has one of its experts, into a record
- * that belongs to that token alone (handles/cuda/latency.h), with the header that its slots follow
+ * that belongs to that token alone (runtime/cuda/latency.h), with the header that its slots follow
  * from. A receiving block computes where slabs begin from the counts in all ranks' heads, then
  * takes the records as they arrive and copies their rows to their slots.
  *
  * Who waits on whom: sending blocks wait for no rank; receiving blocks wait for the heads and
  * records of all ranks. Memory order: every line carries a flag that shows its own arrival; only
- * where lines do not arrive whole, flags follow behind a fence (handles/cuda/lines.cuh).
+ * where lines do not arrive whole, flags follow behind a fence (runtime/cuda/lines.cuh).
  *
  * The first blocks send: they claim tokens one by one. The other blocks receive from the start,
  * each warp its part, except the last block, which publishes the routing to host and caller. Where

@@ -5,7 +5,7 @@
 
 #include "dispatch/cuda/backend.h"
 #include "handles/cuda/handle.h"
-#include "handles/cuda/partition.h"
+#include "runtime/cuda/blocks.h"
 #include "runtime/quant.h"
 
 /* ---- work partition ------------------------------------------------------------------------ */

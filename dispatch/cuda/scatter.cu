@@ -17,7 +17,7 @@
  */
 #include "dispatch/cuda/scatter_receive.cuh"
 #include "dispatch/cuda/scatter_send.cuh"
-#include "handles/cuda/relay_marks.cuh"
+#include "handles/nodes/cuda/relay_marks.cuh"
 
 #define SCATTER_THREADS (FIRST_COMPUTE_WARP * 32 + COMPUTE_THREADS)
 

@@ -7,7 +7,7 @@
  */
 
 #include "bootstrap/cuda/mark.h"
-#include "handles/cuda/plan.h"
+#include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
 /** Where a token's row, weights and scales lie behind t.rows, t.topk_weights and t.scales: bytes

@@ -8,7 +8,7 @@
  */
 
 #include "dispatch/cuda/scatter.h"
-#include "handles/cuda/scheduler.cuh"
+#include "runtime/cuda/scheduler.cuh"
 
 /* What becomes of rows. Each form has a kernel of its own: code that does not run is not free. */
 enum Form { COPIED, MULTIPLIED };

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scatter on several nodes: chunks of tokens are packed, cross the network, and are scattered on
- * each node. handles/cuda/relay.h has the order of it all. */
+ * each node. handles/nodes/cuda/relay.h has the order of it all. */
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
-#include "handles/cuda/relay.h"
+#include "handles/nodes/cuda/relay.h"
 
 /** The operation, and what all of its launches share. */
 typedef struct Operation {

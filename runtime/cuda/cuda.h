@@ -58,14 +58,14 @@ typedef struct EpCuda {
     EpCudaOrder order;           /**< of the group's operations */
     EpCudaNotes notes;           /**< of aborts */
     int linked;                  /**< whether NVLink connects the GPUs of this node */
-    int whole_lines;             /**< see handles/cuda/lines.cuh */
+    int whole_lines;             /**< see runtime/cuda/lines.cuh */
     cudaStream_t stream;         /**< of the library's, which follows no other */
     char *workspace;             /**< of quantising dispatches in throughput mode: a
                                       step's scales. They follow each other */
     struct EpCudaOwn *spare;     /**< plans whose handles are gone: handles/cuda/plan.c */
     struct EpCudaWatch *watch;   /**< NULL on one node; see bootstrap/cuda/watch.h */
-    struct EpCudaRelay *relay;   /**< NULL on one node; see handles/cuda/relay.h */
-    struct EpCudaSlices *slices; /**< NULL: none; see handles/cuda/weight_slices.h */
+    struct EpCudaRelay *relay;   /**< NULL on one node; see handles/nodes/cuda/relay.h */
+    struct EpCudaSlices *slices; /**< NULL: none; see handles/weights/cuda/slices.h */
     struct EpCudaLatency *latency;       /**< NULL: none; see handles/cuda/latency.c */
     const void *validated[EP_VALIDATED]; /**< cache of validated pointers, by a hash of the
                                               address: steps of a model bring the same tensors */
