@@ -10,7 +10,7 @@
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/mesh.h"
 #include "runtime/callback.h"
-#include "runtime/kept.h"
+#include "runtime/object.h"
 #include "runtime/wait.h"
 
 /* Tags of messages are at least 14 bits wide, and groups of the world use them from 0 on. Each

@@ -10,8 +10,8 @@
 
 #include "handles/pending.h"
 #include "runtime/group.h"
+#include "runtime/layout.h"
 #include "runtime/layouts.h"
-#include "runtime/plan.h"
 
 struct EpHandle {
     EpObject object;

@@ -34,4 +34,8 @@ void ep_object_retire(EpObject *object);
 EpStatus ep_object_check(const EpCall *call, const char *argument, const void *object,
                          EpObjectKind kind);
 
+/** Keep memory to the end of the process, since a message that was given up may still use it. A
+ *  list tells leak checkers that this is meant. NULL is allowed. */
+void ep_keep_memory(void *memory);
+
 #endif

@@ -10,8 +10,8 @@
 
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/cuda/setup.h"
+#include "runtime/cuda/cuda.h"
 #include "runtime/log.h"
-#include "runtime/thread.h"
 #include "runtime/wait.h"
 
 static EpStatus check(const EpGroup *group, const char *call, ncclResult_t result) {

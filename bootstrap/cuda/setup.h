@@ -5,7 +5,7 @@
 /**
  * What the CUDA backend sets up with the peers.
  *
- *     gpus.c, fabric.c   this process's GPUs, before any is used
+ *     gpus.c             this process's GPUs, before any is used
  *     comm.c             NCCL communicators: the group's own, or a borrowed one
  *     make_comm.c        makes one of them
  *     nccl_bootstrap.c   ep_bootstrap_nccl: a bootstrap over the caller's communicator
@@ -23,8 +23,6 @@
 
 /** Entries of the backend's table; see EpBackendOps. */
 void ep_cuda_find_gpus(const EpGroupConfig *config, int32_t num_ranks, EpGpuReport *out);
-/** Set the fabric and clique of a GPU, by its bus id. */
-void ep_cuda_find_fabric(EpGpu *gpu);
 void ep_cuda_measure(const EpGroupConfig *config, const EpNodeSizes *nodes,
                      const EpSettings *settings, int64_t *shared_bytes, int64_t *private_bytes);
 EpStatus ep_cuda_open(EpGroup *group);
@@ -145,7 +143,7 @@ void ep_cuda_adopting_close(EpGroup *group);
 /* ---- links --------------------------------------------------------------------------------- */
 
 /** Collective: find out whether NVLink connects the GPUs of this rank's node. Then set the group's
- *  whole_lines (runtime/cuda/lines.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
+ *  whole_lines (runtime/cuda/latency.cuh): as LIBEP_LINES says or, for auto, 1 if NVLink connects
  * every two of the ranks' GPUs. */
 EpStatus ep_cuda_choose_lines(EpGroup *group);
 

@@ -5,9 +5,8 @@
  */
 #include "dispatch/cuda/pack.h"
 
-#include "bootstrap/cuda/mark.cuh"
-#include "dispatch/cuda/scatter_metadata.cuh"
-#include "runtime/cuda/quantise.cuh"
+#include "runtime/cuda/plan.cuh"
+#include "runtime/cuda/rows.cuh"
 
 #define PACK_THREADS 256
 #define PACK_BLOCKS 4 /* on a multiprocessor: most of their time they wait for memory */

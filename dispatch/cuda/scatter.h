@@ -6,7 +6,6 @@
  * The CUDA backend's scatter in throughput mode: its kernel's arguments and launch.
  */
 
-#include "bootstrap/cuda/mark.h"
 #include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 

@@ -12,12 +12,10 @@
 #include "dispatch/cuda/pack.h"
 #include "dispatch/cuda/scatter.h"
 #include "handles/cuda/handle.h"
-#include "handles/nodes/cuda/check_plan.h"
 #include "handles/nodes/cuda/relay.h"
 #include "handles/nodes/cuda/route.h"
 #include "handles/prepare/cuda/prepare.h"
 #include "handles/weights/cuda/quantise.h"
-#include "handles/weights/cuda/rows_quant.h"
 #include "handles/weights/cuda/slices.h"
 #include "handles/weights/cuda/weight.h"
 

@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <nvtx3/nvToolsExt.h>
 #include <pthread.h>
+#include <signal.h>
 
 #include "runtime/cuda/cuda.h"
 
@@ -285,4 +286,13 @@ int ep_cuda_window_find(const EpCuda *cuda, const void *data, int64_t bytes, int
         return i;
     }
     return -1;
+}
+
+int ep_thread_start(pthread_t *out, void *(*body)(void *context), void *context) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* the new thread inherits it */
+    int error = pthread_create(out, NULL, body, context);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }

@@ -20,7 +20,7 @@
  * phases (EpInFlight).
  *
  * Device memory counts each set's operations, so graphs may be replayed. That number, with the
- * set's, is the flag of all lines (lines.cuh).
+ * set's, is the flag of all lines (latency.cuh).
  *
  * There is no circular wait. A receive phase waits for the peers' send phases, which come earlier
  * in the order that all ranks have in common. Send phases wait for no rank, except in a combine
@@ -40,7 +40,7 @@
 #include "runtime/cuda/plan.h"
 #include "runtime/movement.h"
 
-/** A step: the unit that a warp moves at once; see lines.cuh. */
+/** A step: the unit that a warp moves at once; see latency.cuh. */
 #define EP_STEP_BYTES 512
 #define EP_STEP_UNITS 30 /* of 16 bytes */
 

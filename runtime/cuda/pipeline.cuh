@@ -47,7 +47,7 @@
  * No deadlock. A step of item n waits for earlier steps of item n and for items before n, and no
  * item needs more stages than there are. Only schedulers wait for other ranks, before they take a
  * number for an item; other warps do so before their first item at most
- * (combine/cuda/gather_send.cuh). runtime/cuda/device.h explains why those waits end. A store warp
+ * (combine/cuda/gather.cu). runtime/cuda/device.h explains why those waits end. A store warp
  * may delay ITEM_STORED of its last item, to overlap the writes, only while its next item is ready:
  * a later item may wait, through another rank, for that signal.
  *

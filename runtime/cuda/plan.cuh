@@ -141,6 +141,32 @@ __device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &
     return alive;
 }
 
+/* ---- messages of other nodes --------------------------------------------------------------- */
+
+/*
+ * For kernels that read messages of other nodes. Before they read any, they compare the stamps that
+ * came with them, as they check their plan:
+ *
+ *     EpLook look = ep_look(group, plan);
+ *     ep_look_at_stamps(marks, &look);
+ *     if (!ep_enter(group, plan, look, &epoch)) {
+ *         ep_report_stamps(group, marks);
+ *         ep_report_plan(group, plan);
+ *         ...
+ *     }
+ *     ep_take_messages(marks);
+ */
+
+/** Let ep_enter return 0 if a stamp differs from this rank's. By all threads of every block. */
+__device__ __forceinline__ void ep_look_at_stamps(const EpMarks &m, EpLook *look) {
+    if (threadIdx.x < 32 && !ep_stamps_agree(m)) look->failed = ~0u; /* before this operation */
+}
+
+/** Tell the watcher that the messages are here. By all threads of every block. */
+__device__ __forceinline__ void ep_take_messages(const EpMarks &m) {
+    if (blockIdx.x + threadIdx.x == 0) ep_mark(m, !m.last);
+}
+
 /* ---- the plan's words ---------------------------------------------------------------------- */
 
 /*

@@ -8,7 +8,7 @@
  */
 
 #include "runtime/cuda/device.h"
-#include "runtime/plan.h"
+#include "runtime/layout.h"
 
 #ifdef __cplusplus
 extern "C" {

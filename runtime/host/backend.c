@@ -7,7 +7,6 @@
 #include "combine/host/gather.h"
 #include "dispatch/host/scatter.h"
 #include "handles/host/plan.h"
-#include "handles/weights/host/rows_quant.h"
 #include "handles/weights/host/weight.h"
 #include "runtime/host/host.h"
 

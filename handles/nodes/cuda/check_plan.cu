@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * On one node kernels check their plan before they announce themselves, and no rank gets rows until
- * all have. Messages between nodes come whether their sender has put rows into them or not, so its
- * peers must know first.
+ * An operation on several nodes begins, and checks the plan that it reads. On one node kernels
+ * check their plan before they announce themselves, and no rank gets rows until all have. Messages
+ * between nodes come whether their sender has put rows into them or not, so its peers must know
+ * first.
+ *
+ * This kernel has a source of its own: beside others it would change their code.
  */
-#include "handles/nodes/cuda/check_plan.h"
+#include "handles/nodes/cuda/route.h"
 
-#include "bootstrap/cuda/mark.cuh"
 #include "runtime/cuda/plan.cuh"
 
 /* By one thread. */

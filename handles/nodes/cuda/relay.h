@@ -36,7 +36,7 @@
 
 #include "bootstrap/cuda/mark.h"
 #include "handles/cuda/handle.h"
-#include "handles/nodes/cuda/relay_tables.h"
+#include "handles/nodes/cuda/route.h"
 
 /** NCCL's stream and the events of an operation. Captured and plain calls have their own: a stream
  * that is under capture takes no other work. */

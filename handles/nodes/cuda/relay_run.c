@@ -7,7 +7,7 @@
 
 #include "bootstrap/cuda/setup.h"
 #include "bootstrap/cuda/watch.h"
-#include "handles/nodes/cuda/check_plan.h"
+#include "handles/nodes/cuda/route.h"
 #include "runtime/wait.h"
 
 static EpStatus record(const EpRelayRun *run, cudaEvent_t event, cudaStream_t stream) {

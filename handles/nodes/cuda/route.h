@@ -19,11 +19,43 @@
  * thread of a block. Pieces are counted by rank, then by token.
  */
 
-#include "handles/nodes/cuda/relay_tables.h"
 #include "runtime/cuda/plan.h"
 
 #define EP_ROUTE_THREADS 256
 #define EP_ROUTE_WARPS (EP_ROUTE_THREADS / 32)
+
+/* ---- the nodes of a group ------------------------------------------------------------------ */
+
+/*
+ * What kernels know of a group's nodes. Pointers are to device memory that is written once, when
+ * the group is created.
+ *
+ * Words: a rank's *number* counts the ranks of its node. An *agent* is a rank of this node that
+ * speaks for a rank of the group: for itself, or as its relay. A *lane* is one of the sources that
+ * an agent relays for. *Others* are the other nodes, numbered without this one.
+ */
+
+typedef struct EpRelayTables {
+    int32_t group, nodes, ranks; /**< ranks of the group, its nodes, ranks of this node */
+    int32_t node, rank;          /**< this rank's node, and its number there */
+    int32_t self;                /**< this rank's number in the group */
+    int32_t lanes;               /**< most lanes of an agent of this node */
+    int32_t chunk, chunks;       /**< tokens of a chunk, chunks of max_tokens */
+    int32_t experts;             /**< of this node */
+    const int32_t *other_of;     /**< [group] the rank's node among the others; -1: this node */
+    const int32_t *number_of;    /**< [group] on this node; -1: elsewhere */
+    const int32_t *agent_of;     /**< [group] number of the rank's agent */
+    const int32_t *lane_of;      /**< [group] its lane there; -1: it is its own agent */
+    const int32_t *lanes_of;     /**< [ranks] lanes of each agent */
+    const int32_t *source_of;    /**< [ranks, lanes] the rank of each lane */
+    const int32_t *by_node;      /**< [group] ranks by node, ascending on each: EP_NODE_BEGINS */
+    const int32_t *members;      /**< [ranks] the rank of each number */
+    const int32_t *first_expert; /**< [ranks + 1] first of its experts, among those of this node */
+    const int32_t
+        *order; /**< [ranks + nodes - 1] place in the order of summation: see EpNodeSums */
+} EpRelayTables;
+
+/* ---- routing ------------------------------------------------------------------------------- */
 
 /** The start of a rank's message; its routing [num_tokens, K] follows. */
 typedef struct EpRoutingHead {
@@ -69,6 +101,15 @@ int64_t ep_routing_message_bytes(const EpGroupConfig *config);
 /** Returns the integers of EpRouteCounts. */
 int64_t ep_route_counts(const EpGroupConfig *config, int32_t num_ranks, const EpNodeSizes *nodes);
 
+/**
+ * Checks the plan, the whole of it, that an operation on several nodes reads. Then the operation
+ * begins: see ep_cuda_launch_begin. A wrong plan fails the group, and so this rank's stamp.
+ */
+typedef struct EpCheckArgs {
+    EpMarkArgs mark;
+    EpCudaPlan plan;
+} EpCheckArgs;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -79,6 +120,8 @@ int ep_cuda_collect_routes(const void *args, int blocks, void *stream);
 int ep_cuda_count_routes(const void *args, int blocks, void *stream);
 int ep_cuda_sum_routes(const void *args, int blocks, void *stream);
 int ep_cuda_assign_routes(const void *args, int blocks, void *stream);
+int ep_cuda_open_check(int shared_bytes);
+int ep_cuda_launch_check(const void *args, int blocks, void *stream);
 
 #ifdef __cplusplus
 }

@@ -25,7 +25,7 @@ typedef struct EpWeightWork {
     EpCuda *cuda;
     ncclComm_t comm;     /**< of all ranks; NULL in a group of one */
     EpCudaStream stream; /**< the caller's */
-    cudaStream_t wire;   /**< of the calls of NCCL that move the weight: see weight_slices.h */
+    cudaStream_t wire;   /**< of the calls of NCCL that move the weight: see slices.h */
     EpMarkArgs mark;
 } EpWeightWork;
 

@@ -14,7 +14,7 @@
  */
 #include "handles/weights/cuda/quantise.h"
 #include "runtime/cuda/device.cuh"
-#include "runtime/cuda/quantise.cuh"
+#include "runtime/cuda/rows.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)

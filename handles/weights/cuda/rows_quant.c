@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ep_quantise_rows on the CUDA backend: one launch of quantise.cu. */
-#include "handles/weights/cuda/rows_quant.h"
+#include "handles/weights/cuda/weight.h"
 
 #include <string.h>
 

@@ -82,7 +82,7 @@ static EpStatus gather_all(const EpWeightWork *w, const Gathered *g, int count) 
     return EP_OK;
 }
 
-/* ---- gather, in slices ---------------------------------------------------------------------- */
+/* ---- gather, in slices --------------------------------------------------------------------- */
 
 /** A gather of a weight or, quantised, of its rows and of their scales. */
 typedef struct Gathering {
@@ -130,7 +130,7 @@ static int count_slices(const EpWeightWork *w, const EpSliceStages *stages, cons
                             others * ep_shard_elements(&g->shards) * g->unit);
 }
 
-/* ---- gather ---------------------------------------------------------------------------------- */
+/* ---- gather -------------------------------------------------------------------------------- */
 
 static EpStatus copy(const EpWeightWork *w, void *to, const void *from, int64_t bytes) {
     return ep_cuda_check(
@@ -293,7 +293,7 @@ EpStatus ep_cuda_weight_gather(const EpWeightGather *call) {
                          view->format.bits ? gather_quantised(&w, call) : gather_plain(&w, call));
 }
 
-/* ---- sizes ----------------------------------------------------------------------------------- */
+/* ---- sizes --------------------------------------------------------------------------------- */
 
 void ep_cuda_weight_measure(const EpWeight *weight, EpWeightView *view) {
     EpWeightSizes *sizes = &view->sizes;

@@ -6,7 +6,6 @@
  */
 #include "handles/weights/cuda/weight_kernels.h"
 #include "runtime/cuda/device.cuh"
-#include "runtime/cuda/quantise.cuh"
 #include "runtime/cuda/rows.cuh"
 
 /* Threads of a block that shares its multiprocessor, or has it alone. */

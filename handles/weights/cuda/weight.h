@@ -4,7 +4,7 @@
 
 /**
  * Sharded weights on the CUDA backend: NCCL moves the bytes, and small kernels do the rest, slice
- * by slice of a large weight (weight_slices.h).
+ * by slice of a large weight (slices.h).
  *
  *     weight.c         gather, sizes
  *     weight_reduce.c  reduce, amax
@@ -23,6 +23,7 @@
  */
 
 #include "handles/weights/cuda/weight_kernels.h"
+#include "handles/weights/rows_quant.h"
 #include "handles/weights/weight.h"
 #include "runtime/cuda/cuda.h"
 
@@ -37,5 +38,7 @@ int ep_weight_goes_directly(const EpShards *s, int64_t unit);
 
 /** Bytes of the workspace of a reduction. */
 int64_t ep_weight_reduce_bytes(const EpWeight *weight);
+
+EpStatus ep_cuda_quantise_rows(const EpRowsQuant *quant);
 
 #endif

@@ -4,7 +4,6 @@
 
 /** Kernels of sharded weights (weight.cu); quantise.h has the one that quantises. */
 
-#include "handles/nodes/cuda/relay_tables.h"
 #include "handles/weights/shards.h"
 #include "runtime/cuda/device.h"
 #include "runtime/quant.h"

@@ -205,7 +205,7 @@ static void add_gradients(void *context, int64_t at, int64_t length) {
                     elements_there(weight, weight->reduced[rank].piece, r->unit, at, length));
 }
 
-/* ---- sums of pieces ---- */
+/* ---- sums of pieces ------------------------------------------------------------------------ */
 
 static void fill_sums(void *context, int32_t peer, int64_t at, int64_t length, void *region) {
     const Reduce *r = context;

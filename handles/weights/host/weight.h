@@ -7,6 +7,7 @@
  * messages; weight_quant.c quantises.
  */
 
+#include "handles/weights/rows_quant.h"
 #include "handles/weights/weight.h"
 
 EpStatus ep_host_weight_gather(const EpWeightGather *gather);
@@ -20,5 +21,7 @@ EpStatus ep_host_gather_shards(const EpWeightGather *gather, const EpShards *sha
 
 /** Quantise this rank's shard into its place in gather->out, and gather shards and scales. */
 EpStatus ep_host_gather_quantised(const EpWeightGather *gather);
+
+EpStatus ep_host_quantise_rows(const EpRowsQuant *quant);
 
 #endif
