@@ -184,11 +184,11 @@ static inline EpRecord ep_record(int64_t row_bytes, int64_t num_weights, int64_t
 
 /** The nodes of a group (runtime/nodes.h), as far as sizes of memory follow from them. */
 typedef struct EpNodeSizes {
-    int32_t nodes; /**< of the group */
-    int32_t ranks; /**< on this rank's node */
-    int32_t lanes; /**< most sources of any rank of this node */
-    int32_t most;  /**< messages that any rank of the group sends or receives at a time */
-    int32_t chunk; /**< tokens of a rank that cross the network at a time: see ep_config_chunk */
+    int32_t nodes;   /**< of the group */
+    int32_t ranks;   /**< on this rank's node */
+    int32_t sources; /**< most of any rank of this node */
+    int32_t most;    /**< messages that any rank of the group sends or receives at a time */
+    int32_t chunk;   /**< tokens of a rank that cross the network at a time: see ep_config_chunk */
 } EpNodeSizes;
 
 /** In a list of ranks by node, with a rank that is the lowest of its node. */

@@ -73,7 +73,7 @@ typedef enum EpPlanPart {
     EP_PART_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
                          entry of an expert elsewhere is R + the number of its node among the
                          others, and its row is the place in the message there */
-    EP_PART_RELAYED /**< the rows that this rank's sources have sent: lanes * chunk places */
+    EP_PART_RELAYED /**< the rows that this rank's sources have sent: sources * chunk places */
 } EpPlanPart;
 
 typedef struct EpCudaPlan {
@@ -114,7 +114,7 @@ static inline int32_t ep_plan_chunks(const EpPlanShape *s) {
 }
 
 EP_HOST_DEVICE static inline int32_t ep_part_tokens(const EpPlanShape *s, EpPlanPart kind) {
-    return kind == EP_PART_OWN ? s->nodes.chunk : s->nodes.lanes * s->nodes.chunk;
+    return kind == EP_PART_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.chunk;
 }
 
 /** Locate a part of a plan. */
@@ -139,7 +139,7 @@ enum EpInfoWord {
 };
 
 /** Returns the word with the number of chunks that any rank has tokens in. The places that are
- * filled in each chunk's messages follow: [chunks, others + lanes], to the other nodes and from the
+ * filled in each chunk's messages follow: [chunks, others + sources], to the other nodes and from the
  *  sources. */
 EP_HOST_DEVICE static inline int64_t ep_info_chunks(const EpPlanShape *shape) {
     return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;

@@ -42,7 +42,7 @@ static int64_t lay_out(const EpGroupConfig *config, int32_t num_ranks, const EpN
 /* The integers of EpRelayTables. */
 static int64_t table_integers(int32_t num_ranks, const EpNodeSizes *nodes) {
     int64_t ranks = nodes->ranks;
-    return TABLES_OF_RANKS * (int64_t)num_ranks + ranks * (4 + nodes->lanes) + nodes->nodes +
+    return TABLES_OF_RANKS * (int64_t)num_ranks + ranks * (4 + nodes->sources) + nodes->nodes +
            most_peers(num_ranks, nodes);
 }
 
@@ -76,10 +76,11 @@ static int32_t other_of(const EpNodes *n, int32_t node) {
 
 static void describe_ranks(const EpNodes *n, Integers *at, EpRelayTables *t) {
     int32_t *other = take(at, n->group, &t->other_of), *number = take(at, n->group, &t->number_of);
-    int32_t *agent = take(at, n->group, &t->agent_of), *lane = take(at, n->group, &t->lane_of);
+    int32_t *agent = take(at, n->group, &t->agent_of),
+            *index = take(at, n->group, &t->source_index);
     int32_t *by_node = take(at, n->group, &t->by_node);
-    int32_t *lanes = take(at, t->ranks, &t->lanes_of);
-    int32_t *source = take(at, (int64_t)t->ranks * t->lanes, &t->source_of);
+    int32_t *sources = take(at, t->ranks, &t->num_sources);
+    int32_t *source = take(at, (int64_t)t->ranks * t->sources, &t->source_rank);
     for (int32_t r = 0; r < n->group; r++) {
         int here = n->of[r] == n->node;
         int32_t first = ep_nodes_member(n, n->of[n->members[r]], 0);
@@ -87,8 +88,8 @@ static void describe_ranks(const EpNodes *n, Integers *at, EpRelayTables *t) {
         other[r] = other_of(n, n->of[r]);
         number[r] = here ? n->number[r] : -1;
         agent[r] = n->number[here ? r : ep_nodes_relay(n, r, n->node)];
-        lane[r] = here ? -1 : lanes[agent[r]]++;
-        if (!here) source[agent[r] * t->lanes + lane[r]] = r;
+        index[r] = here ? -1 : sources[agent[r]]++;
+        if (!here) source[agent[r] * t->sources + index[r]] = r;
     }
 }
 
@@ -131,7 +132,7 @@ static EpStatus open_tables(const EpGroup *group, EpCudaRelay *relay) {
                         .node = n->node,
                         .rank = n->rank,
                         .self = group->rank,
-                        .lanes = n->sizes.lanes,
+                        .sources = n->sizes.sources,
                         .chunk = n->sizes.chunk,
                         .chunks = (group->config.max_tokens + n->sizes.chunk - 1) / n->sizes.chunk};
     Integers at = {.host = calloc(1, bytes)};

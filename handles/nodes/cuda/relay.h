@@ -54,7 +54,7 @@ typedef struct EpCudaRelay {
     int32_t *integers; /**< device: of the tables */
     int32_t num_sources;
     int32_t *peers; /**< [num_peers] this rank's relays, by other node [nodes - 1]; then its
-                       sources, by lane */
+                       sources, ascending */
     int32_t num_peers;
     const int32_t *device_peers;
     char *memory;            /**< device: all that follows */

@@ -86,7 +86,7 @@ static Messages messages_of(const EpRelayRun *run, int32_t chunk, char *buffer, 
     int32_t others = t->nodes - 1;
     int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
     Messages m = {buffer, run->relay->peers, others, run->places, ep_min(left, t->chunk)};
-    if (m.places) m.places += chunk * (others + t->lanes);
+    if (m.places) m.places += chunk * (others + t->sources);
     if (with_relays) return m;
     m.peers += others, m.count = run->relay->num_sources;
     if (m.places) m.places += others;

@@ -264,8 +264,8 @@ __device__ __forceinline__ void sum_parts(const EpRouteArgs &a, int i) {
     int to = i % a.t.ranks, agent = i / a.t.ranks % a.t.ranks, chunk = i / a.t.ranks / a.t.ranks;
     a.counts.own[i] = sum_chunk(a, a.t.members[agent], chunk, row_column(a, to), 0);
     int sum = 0;
-    for (int lane = 0; lane < a.t.lanes_of[agent]; lane++)
-        sum = sum_chunk(a, a.t.source_of[agent * a.t.lanes + lane], chunk, row_column(a, to), sum);
+    for (int s = 0; s < a.t.num_sources[agent]; s++)
+        sum = sum_chunk(a, a.t.source_rank[agent * a.t.sources + s], chunk, row_column(a, to), sum);
     a.counts.relayed[i] = sum;
 }
 
@@ -400,7 +400,7 @@ typedef struct Home {
     EpPlanPart kind;
     int agent, tokens; /* most tokens of the part */
     int at;            /* the token's place */
-    int end;           /* rows to this rank from the places behind the last row of its lane */
+    int end;           /* rows to this rank from the places behind the last row of its source */
     int last;          /* where this token stores the part's last begin; -1: another one does */
 } Home;
 
@@ -418,29 +418,29 @@ __device__ __forceinline__ EpCudaPlan part_of(const EpRouteArgs &a, EpPlanPart k
     return part;
 }
 
-/* The tokens of a lane that this node needs come first, in order; then the others, which have no
+/* The tokens of a source that this node needs come first, in order; then the others, which have no
  * rows here. So a token's place is that of its record in the message. */
 __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Piece &p, const Numbered &n,
                                           const int32_t *before) {
     Home h;
-    int lane = a.t.lane_of[p.source];
+    int index = a.t.source_index[p.source];
     h.agent = a.t.agent_of[p.source];
-    h.kind = lane < 0 ? EP_PART_OWN : EP_PART_RELAYED;
+    h.kind = index < 0 ? EP_PART_OWN : EP_PART_RELAYED;
     h.part = part_of(a, h.kind, p.chunk);
     h.tokens = ep_part_tokens(&a.p.shape, h.kind);
     const int32_t *rows =
-        (lane < 0 ? a.counts.own : a.counts.relayed) + (p.chunk * a.t.ranks + h.agent) * a.t.ranks;
+        (index < 0 ? a.counts.own : a.counts.relayed) + (p.chunk * a.t.ranks + h.agent) * a.t.ranks;
     h.end = rows[a.t.rank];
-    int lanes = lane < 0 ? 1 : a.t.lanes_of[h.agent]; /* of the part */
-    int is_last = p.token == a.t.chunk - 1 && max(lane, 0) == lanes - 1;
-    h.last = is_last ? lanes * a.t.chunk : -1;
+    int sources = index < 0 ? 1 : a.t.num_sources[h.agent]; /* of the part */
+    int is_last = p.token == a.t.chunk - 1 && max(index, 0) == sources - 1;
+    h.last = is_last ? sources * a.t.chunk : -1;
     h.at = p.token;
-    if (lane < 0) return h;
+    if (index < 0) return h;
     int needed = a.counts.needed[p.source * a.t.chunks + p.chunk];
     int place = before[need_column(a)] + n.here;
-    h.at = lane * a.t.chunk + (n.needs ? place : needed + p.token - place);
-    if (lane + 1 < a.t.lanes_of[h.agent]) {
-        int next = a.t.source_of[h.agent * a.t.lanes + lane + 1];
+    h.at = index * a.t.chunk + (n.needs ? place : needed + p.token - place);
+    if (index + 1 < a.t.num_sources[h.agent]) {
+        int next = a.t.source_rank[h.agent * a.t.sources + index + 1];
         h.end = before_of(a, piece_number(a, next, p.chunk, 0))[row_column(a, a.t.rank)];
     }
     return h;
@@ -516,18 +516,18 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Piece &
 
 /* ==== publishing ============================================================================ */
 
-/* Store how many tokens each agent has in each part. An agent without lanes has none, and no piece
- * that would store its begin. By all threads. */
+/* Store how many tokens each agent has in each part. An agent that relays for nobody has zero
+ * tokens; store its offset here, since no piece will. By all threads. */
 __device__ void store_tokens(const EpRouteArgs &a) {
     for (int i = threadIdx.x; i < a.t.chunks * a.t.ranks; i += EP_ROUTE_THREADS) {
-        int chunk = i / a.t.ranks, agent = i % a.t.ranks, lanes = a.t.lanes_of[agent];
+        int chunk = i / a.t.ranks, agent = i % a.t.ranks, sources = a.t.num_sources[agent];
         EpCudaPlan own = part_of(a, EP_PART_OWN, chunk);
         EpCudaPlan relayed = part_of(a, EP_PART_RELAYED, chunk);
         int tokens = tokens_of(a, a.t.members[agent]) - chunk * a.t.chunk;
         own.tokens[agent] = min(max(tokens, 0), a.t.chunk);
-        relayed.tokens[agent] = lanes * a.t.chunk;
+        relayed.tokens[agent] = sources * a.t.chunk;
         int64_t stride = ep_part_tokens(&a.p.shape, EP_PART_RELAYED) + 1;
-        if (!lanes) relayed.begins[agent * stride] = 0;
+        if (!sources) relayed.begins[agent * stride] = 0;
     }
 }
 
@@ -549,15 +549,16 @@ __device__ void publish_places(const EpRouteArgs &a, int64_t step) {
     int word = (int)ep_info_chunks(&a.p.shape), others = a.t.nodes - 1, most = 1;
     for (int r = 0; r < a.t.group; r++)
         most = max(most, tokens_of(a, r));
-    int chunks = (most + a.t.chunk - 1) / a.t.chunk, width = others + a.t.lanes;
+    int chunks = (most + a.t.chunk - 1) / a.t.chunk, width = others + a.t.sources;
     if (threadIdx.x == 0) publish_word(a.p, step, word, chunks);
     for (int i = threadIdx.x; i < a.t.chunks * width; i += EP_ROUTE_THREADS) {
-        int chunk = i / width, at = i % width, lane = at - others, places = 0;
-        if (lane < 0)
+        int chunk = i / width, at = i % width, source = at - others, places = 0;
+        if (source < 0)
             places = a.counts.filled[chunk * others + at];
-        else if (lane < a.t.lanes_of[a.t.rank])
+        else if (source < a.t.num_sources[a.t.rank])
             places =
-                a.counts.needed[a.t.source_of[a.t.rank * a.t.lanes + lane] * a.t.chunks + chunk];
+                a.counts
+                    .needed[a.t.source_rank[a.t.rank * a.t.sources + source] * a.t.chunks + chunk];
         publish_word(a.p, step, word + 1 + i, places);
     }
 }
