@@ -406,17 +406,17 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
 /* A scheduler warp. */
 template <Form FORM>
 __device__ void schedule_rows(const EpGatherArgs &a, Pipeline *p, ChunkRows *rows,
-                              const Start &start, uint32_t epoch, int blocks) {
+                              const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.pipeline);
-    auto look = [&](const RowBatch &r) {
-        return r.valid && t.k == 0 ? ep_look_for_room(a.group, r.source, r.row) : 0;
+    auto preload = [&](const RowBatch &r) {
+        return r.valid && t.k == 0 ? ep_load_credit(a.group, r.source, r.row) : 0;
     };
     auto await = [&](const RowBatch &r, uint64_t word) {
         int waits = r.valid && t.k == 0;
         return __all_sync(~0u, !waits || ep_await_room(a.group, epoch, r.source, r.row, word));
     };
     auto post = [&](const RowBatch &r, float weight) { post_batch<FORM>(a, p, t, r, weight); };
-    walk_rows(a, rows, t, start, SENDERS, blocks, 1, look, await, post);
+    walk_rows(a, rows, t, first_claim, SENDERS, blocks, 1, preload, await, post);
     pipeline_end(p, t);
 }
 
@@ -432,12 +432,12 @@ __device__ void send_values(const EpGatherArgs &a, Pipeline *p, Gate *gate, int 
 }
 
 template <Form FORM>
-__device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const Start &start,
+__device__ void send(const EpGatherArgs &a, Pipeline *p, Sending *s, const FirstClaim &first_claim,
                      uint32_t epoch, int blocks) {
     constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], start, epoch, blocks);
+        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -537,11 +537,11 @@ __device__ __forceinline__ void hold_chunk(const EpGatherArgs &a, const Team &t,
  * is held keeps another one from being posted.
  */
 template <Form FORM>
-__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start &start,
+__device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
                                 uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.pipeline);
-    TokenWalk walk = open_tokens(a, t, start, RECEIVERS, blocks);
+    TokenWalk walk = open_tokens(a, t, first_claim, RECEIVERS, blocks);
     int leads = t.k == 0 && t.index < t.count;
     int is_whole = t.count < 2 * walk.size;
     HeldToken held = {-1, {NULL, 0, 1, -1, 0, 0, 0}};
@@ -555,7 +555,7 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const Start 
         if (__popc(free) == t.count) break;
         int alive = 1, here = 1;
         if (held.token >= 0 && held.term.peer >= 0)
-            here = ep_look_for_record(g, epoch, held.term.peer, held.term.row, &timeout, &alive);
+            here = ep_poll_record(g, epoch, held.term.peer, held.term.row, &timeout, &alive);
         if (!__all_sync(~0u, alive)) break;
         unsigned missing = __ballot_sync(~0u, !here);
         int ready = held.token >= 0 && !(missing & t.mask);
@@ -618,12 +618,12 @@ __device__ void zero_extra_rows(const EpGatherArgs &a, const Role &role, int thr
 /* ---- all warps ----------------------------------------------------------------------------- */
 
 template <Form FORM>
-__device__ void receive(const EpGatherArgs &a, Pipeline *p, const Start &start, uint32_t epoch,
-                        int blocks) {
+__device__ void receive(const EpGatherArgs &a, Pipeline *p, const FirstClaim &first_claim,
+                        uint32_t epoch, int blocks) {
     constexpr PipelineWork work = FORM == PACKED ? WORK_PACKED : WORK_COMPUTE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_tokens<FORM>(a, p, start, epoch, blocks);
+        schedule_tokens<FORM>(a, p, first_claim, epoch, blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -644,11 +644,11 @@ typedef struct Shared {
 } Shared;
 static_assert(sizeof(Shared) <= EP_GATHER_STATIC_BYTES, "the pipeline has the rest");
 
-/* Start to walk what this block moves. By a scheduler warp. */
-__device__ __forceinline__ Start start_walk(const EpGatherArgs &a, const Role &role, Sending *s,
-                                            int warp) {
-    return role.receives ? start_tokens(a, RECEIVERS)
-                         : start_rows(a, &s->rows[warp - SCHEDULER_WARP], SENDERS);
+/* Claim the first chunk of what this block moves. By a scheduler warp. */
+__device__ __forceinline__ FirstClaim claim_first(const EpGatherArgs &a, const Role &role,
+                                                  Sending *s, int warp) {
+    return role.receives ? claim_first_tokens(a, RECEIVERS)
+                         : claim_first_rows(a, &s->rows[warp - SCHEDULER_WARP], SENDERS);
 }
 
 template <Form FORM>
@@ -659,27 +659,27 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     int thread = (int)threadIdx.x - FIRST_COMPUTE_WARP * 32;
     Shared *shared = ep_keep_shared(&s);
     uint32_t epoch;
-    EpLook look = ep_look(a.group, a.plan);
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
-    Start start = {0, 0};
+    FirstClaim first_claim = {0, 0};
     int warp = (int)threadIdx.x / 32;
-    if (warp == SCHEDULER_WARP) start = start_walk(a, role, &shared->sending, warp);
+    if (warp == SCHEDULER_WARP) first_claim = claim_first(a, role, &shared->sending, warp);
     if (threadIdx.x == SCHEDULER_WARP * 32) init_gate(&shared->sending.gate);
     pipeline_open(&shared->pipeline, a.pipeline, memory, COMPUTE_WARPS, a.t.carries_values,
                   a.schedulers, a.top_k);
     int reads_messages = FORM != ONE_NODE && a.marks.watch != NULL;
-    if (reads_messages) ep_look_at_stamps(a.marks, &look);
-    if (!ep_enter(a.group, a.plan, look, &epoch)) {
+    if (reads_messages) ep_compare_stamps(a.marks, &header);
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
         if (reads_messages) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
-        ep_leave(a.group, epoch, 0);
+        ep_end_operation(a.group, epoch, 0);
         if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
         return;
     }
     if (reads_messages) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, 0, 0);
     if (warp > SCHEDULER_WARP && pipeline_is_scheduler(warp, a.schedulers))
-        start = start_walk(a, role, &shared->sending, warp);
+        first_claim = claim_first(a, role, &shared->sending, warp);
     /* First, since nothing has been loaded yet that could be summed. */
     if (thread >= 0 && role.receives && a.plan.use.fills_rest) zero_extra_rows(a, role, thread);
     int rounds = FORM != ONE_NODE && role.receives && a.rounds;
@@ -688,10 +688,10 @@ __global__ void __launch_bounds__(GATHER_THREADS, 1)
     else if (thread >= 0)
         sum(a, &shared->pipeline, rounds, thread);
     else if (role.receives)
-        receive<FORM>(a, &shared->pipeline, start, epoch, role.count);
+        receive<FORM>(a, &shared->pipeline, first_claim, epoch, role.count);
     else
-        send<FORM>(a, &shared->pipeline, &shared->sending, start, epoch, role.count);
-    ep_leave(a.group, epoch, 0);
+        send<FORM>(a, &shared->pipeline, &shared->sending, first_claim, epoch, role.count);
+    ep_end_operation(a.group, epoch, 0);
     if (FORM != ONE_NODE && a.stamp) ep_seal_stamp(a.group, a.stamp);
 }
 

@@ -867,7 +867,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
 #pragma unroll 1
     for (int r = LATENCY_THREADS - 1 - (int)threadIdx.x; r < a.group.size; r += LATENCY_THREADS)
         tokens[r] = count_source_tokens(a, r);
-    if (!latency_enter(a.group, a.plan, a.latency, &op)) {
+    if (!latency_begin_operation(a.group, a.plan, a.latency, &op)) {
         latency_report(a.group, a.plan, a.latency);
         latency_pass(a.group, a.latency, op, latency_ticket(a.latency, op));
         return;

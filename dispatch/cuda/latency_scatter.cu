@@ -83,7 +83,7 @@ __device__ __forceinline__ int32_t *workspace_offset(const EpLatencyScatterArgs 
 #define ENTRIES_THREAD 128
 #define ENTRIES_THREADS (LATENCY_THREADS - ENTRIES_THREAD)
 #define LOADED_AT_ONCE 4
-#define TOKENS_THREAD 96 /* loads the number of tokens; see latency_enter */
+#define TOKENS_THREAD 96 /* loads the number of tokens; see latency_begin_operation */
 
 /* Load the experts of all this rank's entries into the workspace. Rows past the step's tokens are
  * included, since the number of tokens may not be known yet. */
@@ -1099,7 +1099,7 @@ __global__ void __launch_bounds__(LATENCY_THREADS, 1)
     latency_begin(l);
     if (role.sends && blockIdx.x) claims_begin(l);
     if (role.sends) open_workspace(a);
-    if (!latency_enter(g, a.route.plan, l, &op)) {
+    if (!latency_begin_operation(g, a.route.plan, l, &op)) {
         latency_report(g, a.route.plan, l);
         latency_pass(g, l, op, latency_ticket(l, op));
         return;

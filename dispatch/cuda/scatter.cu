@@ -118,12 +118,12 @@ __device__ __forceinline__ uint64_t load_part(const EpCudaGroup &g, int window, 
     return ep_load_relaxed_gpu((const uint64_t *)g.peers + window * EP_CUDA_MAX_RANKS + r);
 }
 
-/* Note where a rank's rows go. `part` is its part of window `guessed`, loaded before its arrival
+/* Set where a rank's rows go. `part` is its part of window `guessed`, loaded before its arrival
  * was here; `rows` as in ep_await_rows. Returns 0 if that window has not been adopted here or,
  * where it is paired, is not the one that this rank receives in. */
-__device__ __forceinline__ int note_receiver(const EpScatterArgs &a, ReceiveRows *receivers,
-                                             uint32_t epoch, int r, uint64_t where, uint64_t rows,
-                                             int guessed, uint64_t part) {
+__device__ __forceinline__ int set_receiver(const EpScatterArgs &a, ReceiveRows *receivers,
+                                            uint32_t epoch, int r, uint64_t where, uint64_t rows,
+                                            int guessed, uint64_t part) {
     const EpCudaGroup &g = a.group;
     int named = (int)(where >> 40) - 1, window = named == EP_PAIRED - 1 ? a.paired : named;
     uint64_t offset = (where & (((uint64_t)1 << 40) - 1)) * 16;
@@ -148,7 +148,7 @@ __device__ __forceinline__ int await_receivers(const EpScatterArgs &a, ReceiveRo
     for (int r = threadIdx.x % 32; r < g.size && alive; r += 32) {
         uint64_t where = 0, rows = 0, part = guessed >= 0 ? load_part(g, guessed, r) : 0;
         alive = ep_await_arrival(g, r, epoch, &where, &rows) &&
-                note_receiver(a, receivers, epoch, r, where, rows, guessed, part);
+                set_receiver(a, receivers, epoch, r, where, rows, guessed, part);
     }
     return __all_sync(~0u, alive);
 }
@@ -166,7 +166,7 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
         *to = a.t.out_rows + e.slot * a.t.row_bytes;
     if (e.owner < 0 || e.owner == g.rank || !e.leader) return 1;
     *peer = e.owner;
-    if (!ep_await_room(g, epoch, e.owner, e.row, ep_look_for_room(g, e.owner, e.row))) return 0;
+    if (!ep_await_room(g, epoch, e.owner, e.row, ep_load_credit(g, e.owner, e.row))) return 0;
     char *rows = receivers->rows[e.owner];
     if (!rows)
         *to = ep_ring(g, e.owner, g.rank, e.row);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, 
 /* A scheduler warp of a sending block. */
 template <Form FORM>
 __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows *receivers,
-                                const Start &start, uint32_t epoch, int blocks) {
+                                const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.send);
     if (FORM == MULTIPLIED && a.group.size == 1) return pipeline_end(p, t);
     auto ready = [&] { return await_receivers(a, receivers, epoch); };
@@ -215,7 +215,7 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
-    walk_tokens(a, t, start, SENDERS, blocks, ready, post);
+    walk_tokens(a, t, first_claim, SENDERS, blocks, ready, post);
     pipeline_end(p, t);
 }
 
@@ -379,17 +379,17 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
 
 /* A scheduler warp of a receiving block that copies. Sending blocks store rows that stay here. */
 __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
-                                const Start &start, uint32_t epoch, int blocks) {
+                                const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     const EpCudaGroup &g = a.group;
     Team t = make_team(a.top_k, a.receive);
-    auto look = [](const RowBatch &) { return (uint64_t)0; };
+    auto preload = [](const RowBatch &) { return (uint64_t)0; };
     auto await = [&](const RowBatch &r, uint64_t) {
         int waits = r.valid && t.k == 0;
         int alive = !waits || ep_await_record(g, epoch, r.source, r.row);
         return __all_sync(~0u, alive);
     };
     auto post = [&](const RowBatch &r, float weight) { post_rows<COPIED>(a, p, t, r, weight); };
-    walk_rows(a, rows, t, start, RECEIVERS, blocks, 0, look, await, post);
+    walk_rows(a, rows, t, first_claim, RECEIVERS, blocks, 0, preload, await, post);
     pipeline_end(p, t);
 }
 
@@ -399,12 +399,12 @@ __device__ void schedule_copies(const EpScatterArgs &a, Pipeline *p, ChunkRows *
  * arrives, which takes some 20 us.
  */
 __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
-                                  const Start &start, uint32_t epoch, int blocks) {
+                                  const FirstClaim &first_claim, uint32_t epoch, int blocks) {
     Team t = make_team(a.top_k, a.receive);
     OwnWalk own = open_own(a, t, blocks);
     int alive = 1;
     auto post = [&](const RowBatch &r, float weight) { post_rows<MULTIPLIED>(a, p, t, r, weight); };
-    auto look = [](const RowBatch &) { return (uint64_t)0; };
+    auto preload = [](const RowBatch &) { return (uint64_t)0; };
     auto await = [&](const RowBatch &r, uint64_t) {
         int here = !r.valid || t.k != 0;
         do
@@ -414,7 +414,7 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
         ep_fence_proxy_global();
         return alive;
     };
-    walk_rows(a, rows, t, start, RECEIVERS, blocks, 0, look, await, post);
+    walk_rows(a, rows, t, first_claim, RECEIVERS, blocks, 0, preload, await, post);
     while (alive && post_own(a, t, &own, post)) {
     }
     pipeline_end(p, t);
@@ -422,11 +422,12 @@ __device__ void schedule_products(const EpScatterArgs &a, Pipeline *p, ChunkRows
 
 template <Form FORM>
 __device__ __forceinline__ void schedule_rows(const EpScatterArgs &a, Pipeline *p, ChunkRows *rows,
-                                              const Start &start, uint32_t epoch, int blocks) {
+                                              const FirstClaim &first_claim, uint32_t epoch,
+                                              int blocks) {
     if (FORM == MULTIPLIED)
-        schedule_products(a, p, rows, start, epoch, blocks);
+        schedule_products(a, p, rows, first_claim, epoch, blocks);
     else
-        schedule_copies(a, p, rows, start, epoch, blocks);
+        schedule_copies(a, p, rows, first_claim, epoch, blocks);
 }
 
 /* ---- weights and scales -------------------------------------------------------------------- */
@@ -657,13 +658,14 @@ typedef struct Shared {
 static_assert(sizeof(Shared) <= EP_SCATTER_STATIC_BYTES, "the pipeline has the rest");
 
 template <Form FORM>
-__device__ void send(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
-                     int blocks) {
+__device__ void send(const EpScatterArgs &a, Shared *s, const FirstClaim &first_claim,
+                     uint32_t epoch, int blocks) {
     Pipeline *p = &s->pipeline;
     PipelineWork work = FORM == COPIED && a.t.format.bits ? WORK_CONVERT : WORK_COPY;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], start, epoch, blocks);
+        schedule_tokens<FORM>(a, p, &s->receivers[warp - SCHEDULER_WARP], first_claim, epoch,
+                              blocks);
     else if (warp == LOAD_WARP)
         pipeline_load(p,
                       WORK_COPY); /* for either work: all stages are held until they are stored */
@@ -686,8 +688,8 @@ __device__ __forceinline__ int has_metadata_to_receive(const EpScatterArgs &a) {
 }
 
 template <Form FORM>
-__device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, uint32_t epoch,
-                        const Role &role) {
+__device__ void receive(const EpScatterArgs &a, Shared *s, const FirstClaim &first_claim,
+                        uint32_t epoch, const Role &role) {
     Pipeline *p = &s->pipeline;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr PipelineWork work = FORM == MULTIPLIED ? WORK_COMPUTE : WORK_COPY;
@@ -698,7 +700,7 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
     /* Warps that multiply do this first, while the first rows are still on their way. */
     if (zero_threads.index >= 0 && a.plan.use.fills_rest) zero_padding(a, role, zero_threads);
     if (pipeline_is_scheduler(warp, a.schedulers))
-        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], start, epoch, role.count);
+        schedule_rows<FORM>(a, p, &s->rows[warp - SCHEDULER_WARP], first_claim, epoch, role.count);
     else if (warp == LOAD_WARP)
         pipeline_load(p, work);
     else if (pipeline_is_store_warp(warp) && lane == 0)
@@ -712,11 +714,11 @@ __device__ void receive(const EpScatterArgs &a, Shared *s, const Start &start, u
         multiply(a, p, &s->dots, threadIdx.x - FIRST_MULTIPLY_WARP * 32);
 }
 
-/* Start to walk what this block moves. By a scheduler warp. */
-__device__ __forceinline__ Start start_walk(const EpScatterArgs &a, const Role &role, Shared *s,
-                                            int warp) {
-    return role.receives ? start_rows(a, &s->rows[warp - SCHEDULER_WARP], RECEIVERS)
-                         : start_tokens(a, SENDERS);
+/* Claim the first chunk of what this block moves. By a scheduler warp. */
+__device__ __forceinline__ FirstClaim claim_first(const EpScatterArgs &a, const Role &role,
+                                                  Shared *s, int warp) {
+    return role.receives ? claim_first_rows(a, &s->rows[warp - SCHEDULER_WARP], RECEIVERS)
+                         : claim_first_tokens(a, SENDERS);
 }
 
 /* A kernel of its own reads records of other nodes: its code would cost the others half a
@@ -728,31 +730,31 @@ __global__ void __launch_bounds__(SCATTER_THREADS, 1)
     __shared__ Shared s;
     Shared *shared = ep_keep_shared(&s);
     uint32_t epoch;
-    EpLook look = ep_look(a.group, a.plan);
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
     Role role = pipeline_role(a.receivers);
-    Start start = {0, 0};
+    FirstClaim first_claim = {0, 0};
     int warp = (int)threadIdx.x / 32;
-    if (warp == SCHEDULER_WARP) start = start_walk(a, role, shared, warp);
+    if (warp == SCHEDULER_WARP) first_claim = claim_first(a, role, shared, warp);
     pipeline_open(&shared->pipeline, role.receives ? a.receive : a.send, memory,
                   FORM == MULTIPLIED && role.receives ? MULTIPLY_WARPS : COMPUTE_WARPS,
                   role.receives ? has_metadata_to_receive<FORM>(a) : has_metadata(a), a.schedulers,
                   a.top_k);
-    if (READS_RECORDS) ep_look_at_stamps(a.marks, &look);
-    if (!ep_enter(a.group, a.plan, look, &epoch)) {
+    if (READS_RECORDS) ep_compare_stamps(a.marks, &header);
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
         if (READS_RECORDS) ep_report_stamps(a.group, a.marks);
         ep_report_plan(a.group, a.plan);
-        ep_leave(a.group, epoch, 0);
+        ep_end_operation(a.group, epoch, 0);
         return;
     }
     if (READS_RECORDS) ep_take_messages(a.marks);
     ep_arrive(a.group, epoch, a.where, a.zero_copy ? (uint32_t)a.plan.use.num_slots : 0);
     if (warp > SCHEDULER_WARP && pipeline_is_scheduler(warp, a.schedulers))
-        start = start_walk(a, role, shared, warp);
+        first_claim = claim_first(a, role, shared, warp);
     if (role.receives)
-        receive<FORM>(a, shared, start, epoch, role);
+        receive<FORM>(a, shared, first_claim, epoch, role);
     else
-        send<FORM>(a, shared, start, epoch, role.count);
-    ep_leave(a.group, epoch, 0);
+        send<FORM>(a, shared, first_claim, epoch, role.count);
+    ep_end_operation(a.group, epoch, 0);
 }
 
 extern "C" int ep_cuda_open_scatter(int shared_bytes) {

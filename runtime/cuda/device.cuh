@@ -156,7 +156,7 @@ typedef struct EpOwnOperation {
     uint32_t generation; /**< of the plan that is read; 0: none is */
 } EpOwnOperation;
 
-/** Returns the block's operation. Thread 0 sets it before the barrier of ep_enter. */
+/** Returns the block's operation. Thread 0 sets it before the barrier of ep_begin_operation. */
 __device__ __forceinline__ EpOwnOperation *ep_own_operation(void) {
     __shared__ EpOwnOperation own;
     return &own;
@@ -202,7 +202,7 @@ static __device__ EpAwaited ep_find_absent(const EpCudaGroup &g, const EpAwaited
 
 /* Send all ranks the word that this one has given up, for this operation and for the next one, in
  * which ranks may be before they see it. The words stay, since operations enqueued after a failure
- * send nothing: see ep_enter. */
+ * send nothing: see ep_begin_operation. */
 static __device__ void ep_give_up(const EpCudaGroup &g, int blamed) {
     uint32_t epoch = ep_epoch(g), gone = EP_DIGEST(EP_OP_GONE, 0, blamed);
 #pragma unroll 1
@@ -359,8 +359,8 @@ __device__ __forceinline__ int ep_has_record(const EpCudaGroup &g, uint32_t epoc
 /** Look once whether row `row` of another rank is here, as ep_await_record does; `timeout` is that
  *  of all looks since something was here. *alive becomes 0 on timeout, or if a rank has given up.
  *  ep_fence_proxy_global has to follow before bulk copies. */
-__device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t epoch, int source,
-                                                  int row, EpTimeout *timeout, int *alive) {
+__device__ __forceinline__ int ep_poll_record(const EpCudaGroup &g, uint32_t epoch, int source,
+                                              int row, EpTimeout *timeout, int *alive) {
     int seen = ep_read_counter(ep_load_acquire_sys(ep_head(g, g.rank, source, row)), epoch);
     if (seen >= row + 1) return 1;
     EpAwaited awaited = {source, EP_AWAIT_RECORD, row, (uint32_t)row + 1, (uint32_t)seen};
@@ -370,11 +370,11 @@ __device__ __forceinline__ int ep_look_for_record(const EpCudaGroup &g, uint32_t
 }
 
 /** Begin to load the word that says whether `receiver` has room for row `row`. */
-__device__ __forceinline__ uint64_t ep_look_for_room(const EpCudaGroup &g, int receiver, int row) {
+__device__ __forceinline__ uint64_t ep_load_credit(const EpCudaGroup &g, int receiver, int row) {
     return row < g.layout.depth ? 0 : ep_load_relaxed_sys(ep_credit(g, g.rank, receiver, row));
 }
 
-/** Wait until `receiver` has room for row `row`; `word` is what ep_look_for_room has loaded. A
+/** Wait until `receiver` has room for row `row`; `word` is what ep_load_credit has loaded. A
  *  relaxed load is enough: the receiver has read the row that was there, and this rank reads
  *  nothing of it, so no load has to be ordered behind this one. Returns 0 on timeout. */
 __device__ __forceinline__ int ep_await_room(const EpCudaGroup &g, uint32_t epoch, int receiver,
@@ -484,14 +484,15 @@ __device__ __forceinline__ int64_t ep_await_rows(const EpCudaGroup &g, int peer,
 #define EP_FINISHED_BLOCKS \
     0xffffu /* bits of EpCudaState.finished; above them, blocks that publish */
 
-/** What ep_leave returns. */
+/** What ep_end_operation returns. */
 enum EpLast { EP_NOT_LAST, EP_LAST, EP_LAST_PUBLISHES };
 
 /** Leave the operation; the last block to leave completes it. `publishes`: this block has stored
  *  what the last one must see; its fence orders those stores before its count. Returns EP_NOT_LAST
  *  except in the last block: there EP_LAST_PUBLISHES if any block publishes, else EP_LAST. By all
  *  threads of each block, at its end. */
-__device__ __forceinline__ int ep_leave(const EpCudaGroup &g, uint32_t epoch, int publishes) {
+__device__ __forceinline__ int ep_end_operation(const EpCudaGroup &g, uint32_t epoch,
+                                                int publishes) {
     __shared__ int result;
     __syncthreads();
     if (threadIdx.x == 0) {

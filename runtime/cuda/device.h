@@ -221,10 +221,10 @@ typedef struct EpCudaAsyncErrors {
  *  `finished`: so a block's claims have reached its memory before its count there, though a block
  * may end before it has seen what it claimed last. */
 typedef struct __attribute__((aligned(32))) EpCudaState {
-    uint32_t epoch;               /**< completed operations of the group */
-    uint32_t finished;            /**< blocks that have finished the operation: see ep_leave */
-    uint32_t failed;              /**< the operation in which this rank has failed, 0: none */
-    uint32_t sent;                /**< operations of latency mode that have been sent */
+    uint32_t epoch;    /**< completed operations of the group */
+    uint32_t finished; /**< blocks that have finished the operation: see ep_end_operation */
+    uint32_t failed;   /**< the operation in which this rank has failed, 0: none */
+    uint32_t sent;     /**< operations of latency mode that have been sent */
     int32_t claimed[EP_CLAIMERS]; /**< chunks of tokens or rows */
     unsigned long long bad_count; /**< bad indices found by the prepare under way */
     unsigned long long bad_entry; /**< ~ of the lowest entry that has one; 0: none */

@@ -283,7 +283,7 @@ __device__ __forceinline__ void latency_begin(const EpLatency &l) {
 }
 
 /* What a kernel loads at its start is loaded by threads of different warps, so that the loads
- * overlap. Thread 0 runs ep_enter. */
+ * overlap. Thread 0 runs ep_begin_operation. */
 #define OP_WARP 1
 #define CLAIM_THREAD 64
 
@@ -321,25 +321,25 @@ __device__ __forceinline__ LatencyEntry *latency_entry(void) {
     return &entry;
 }
 
-/** Enter an operation, as ep_enter does, and give it to all threads. Epoch 0 stands for none: in
- *  latency mode a rank that has failed once does nothing more. */
-__device__ __forceinline__ int latency_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                             const EpLatency &l, LatencyOp *op) {
+/** Enter an operation, as ep_begin_operation does, and give it to all threads. Epoch 0 stands for
+ * none: in latency mode a rank that has failed once does nothing more. */
+__device__ __forceinline__ int latency_begin_operation(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                       const EpLatency &l, LatencyOp *op) {
     LatencyEntry *entry = latency_entry();
-    EpLook look = ep_look(g, plan);
-    if (threadIdx.x == 0 && l.senders) entry->op.number = look.number;
+    EpLoadedHeader header = ep_load_header(g, plan);
+    if (threadIdx.x == 0 && l.senders) entry->op.number = header.number;
     if (threadIdx.x / 32 == OP_WARP) {
         LatencyOp found;
         int right = latency_find(l, &found);
         if (threadIdx.x % 32 == 0) entry->op.flag = found.flag, entry->is_right = right;
         if (threadIdx.x % 32 == 0 && !l.senders) entry->op.number = found.number;
     }
-    int alive = ep_enter_as(g, plan, look, 0);
+    int alive = ep_begin_operation_as(g, plan, header, 0);
     *op = entry->op;
     return alive & entry->is_right;
 }
 
-/** Report why latency_enter has returned 0, as ep_report_plan does. */
+/** Report why latency_begin_operation has returned 0, as ep_report_plan does. */
 static __device__ __noinline__ void latency_report(const EpCudaGroup &g, const EpCudaPlan &plan,
                                                    const EpLatency &l) {
     ep_report_plan(g, plan);

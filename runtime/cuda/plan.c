@@ -79,6 +79,7 @@ EpCudaPlan ep_cuda_plan_part(const EpPlanShape *s, const EpCudaPlan *whole, EpPl
 
 int64_t ep_info_words(const EpPlanShape *s) {
     const EpNodeSizes *n = &s->nodes;
-    int64_t several = n->nodes > 1 ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->sources) : 0;
+    int64_t several =
+        n->nodes > 1 ? 1 + (int64_t)ep_plan_chunks(s) * (n->nodes - 1 + n->sources) : 0;
     return ep_info_chunks(s) + several;
 }

@@ -43,7 +43,7 @@ static_assert(offsetof(EpPlanHeader, config) == 16 && offsetof(EpPlanHeader, num
               "see ep_load_plan");
 static_assert(offsetof(EpCudaState, epoch) == 0 && offsetof(EpCudaState, failed) == 8 &&
                   offsetof(EpCudaState, sent) == 12,
-              "see ep_look");
+              "see ep_load_header");
 
 __device__ __forceinline__ int ep_same_mark(const EpPlanMark &a, const EpPlanMark &b) {
     return !((a.magic ^ b.magic) | (a.group ^ b.group) | (a.config ^ b.config) | (a.tail ^ b.tail));
@@ -76,9 +76,10 @@ __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPl
 }
 
 /**
- * Report why ep_enter has returned 0: the plan is not the expected one, unless this rank has failed
- * already. All blocks find the same. Only on a path that leaves the kernel: behind a call compilers
- * no longer know that the threads of a warp are together, and guard every later branch.
+ * Report why ep_begin_operation has returned 0: the plan is not the expected one, unless this rank
+ * has failed already. All blocks find the same. Only on a path that leaves the kernel: behind a
+ * call compilers no longer know that the threads of a warp are together, and guard every later
+ * branch.
  */
 [[maybe_unused]] static __device__ __noinline__ void ep_report_plan(const EpCudaGroup &g,
                                                                     const EpCudaPlan &plan) {
@@ -94,34 +95,36 @@ __device__ __forceinline__ int ep_find_fault(const EpPlanUse &use, const FoundPl
 }
 
 /** What thread 0 checks when its block enters an operation. */
-typedef struct EpLook {
+typedef struct EpLoadedHeader {
     FoundPlan plan;
     uint32_t failed; /* see ep_failed */
     uint32_t epoch;  /* of an operation of throughput mode */
     uint32_t number; /* of an operation of latency mode that sends: see ep_sent */
-} EpLook;
+} EpLoadedHeader;
 
-/** Begin to load what ep_enter checks. What a kernel does until then overlaps with the loads; it
- *  may read the caller's inputs, and words of the plan that are void until ep_enter has returned.
+/** Begin to load what ep_begin_operation checks. What a kernel does until then overlaps with the
+ * loads; it may read the caller's inputs, and words of the plan that are void until
+ * ep_begin_operation has returned.
  */
-__device__ __forceinline__ EpLook ep_look(const EpCudaGroup &g, const EpCudaPlan &plan) {
-    EpLook look = {};
-    if (threadIdx.x) return look;
-    if (plan.use.is_read) look.plan = ep_load_plan(plan);
+__device__ __forceinline__ EpLoadedHeader ep_load_header(const EpCudaGroup &g,
+                                                         const EpCudaPlan &plan) {
+    EpLoadedHeader header = {};
+    if (threadIdx.x) return header;
+    if (plan.use.is_read) header.plan = ep_load_plan(plan);
     const ulonglong2 state = ep_load_relaxed_gpu_pair((const uint64_t *)g.state);
-    look.epoch = (uint32_t)state.x + 1;
-    look.failed = (uint32_t)state.y, look.number = (uint32_t)(state.y >> 32) + 1;
-    return look;
+    header.epoch = (uint32_t)state.x + 1;
+    header.failed = (uint32_t)state.y, header.number = (uint32_t)(state.y >> 32) + 1;
+    return header;
 }
 
 /* Check that the operation may run, `epoch` being its number. */
-__device__ __forceinline__ int ep_enter_as(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                           const EpLook &look, uint32_t epoch) {
+__device__ __forceinline__ int ep_begin_operation_as(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                     const EpLoadedHeader &header, uint32_t epoch) {
     int is_right = 1, failed = 0;
     if (threadIdx.x == 0) {
-        failed = ep_failed_before(look.failed, epoch);
-        is_right = (plan.use.is_read == 0) | ep_is_right(plan.use, look.plan);
-        ep_set_operation(g, look.plan.generation);
+        failed = ep_failed_before(header.failed, epoch);
+        is_right = (plan.use.is_read == 0) | ep_is_right(plan.use, header.plan);
+        ep_set_operation(g, header.plan.generation);
     }
     return __syncthreads_and(is_right & !failed);
 }
@@ -132,11 +135,11 @@ __device__ __forceinline__ int ep_enter_as(const EpCudaGroup &g, const EpCudaPla
  * void; or the plan is not the expected one, which is for the caller to report (ep_report_plan). By
  * all threads of every block.
  */
-__device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &plan,
-                                        const EpLook &look, uint32_t *epoch) {
+__device__ __forceinline__ int ep_begin_operation(const EpCudaGroup &g, const EpCudaPlan &plan,
+                                                  const EpLoadedHeader &header, uint32_t *epoch) {
     __shared__ uint32_t shared;
-    if (threadIdx.x == 0) shared = look.epoch;
-    int alive = ep_enter_as(g, plan, look, look.epoch);
+    if (threadIdx.x == 0) shared = header.epoch;
+    int alive = ep_begin_operation_as(g, plan, header, header.epoch);
     *epoch = shared;
     return alive;
 }
@@ -147,9 +150,9 @@ __device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &
  * For kernels that read messages of other nodes. Before they read any, they compare the stamps that
  * came with them, as they check their plan:
  *
- *     EpLook look = ep_look(group, plan);
- *     ep_look_at_stamps(marks, &look);
- *     if (!ep_enter(group, plan, look, &epoch)) {
+ *     EpLoadedHeader header = ep_load_header(group, plan);
+ *     ep_compare_stamps(marks, &header);
+ *     if (!ep_begin_operation(group, plan, header, &epoch)) {
  *         ep_report_stamps(group, marks);
  *         ep_report_plan(group, plan);
  *         ...
@@ -157,9 +160,10 @@ __device__ __forceinline__ int ep_enter(const EpCudaGroup &g, const EpCudaPlan &
  *     ep_take_messages(marks);
  */
 
-/** Let ep_enter return 0 if a stamp differs from this rank's. By all threads of every block. */
-__device__ __forceinline__ void ep_look_at_stamps(const EpMarks &m, EpLook *look) {
-    if (threadIdx.x < 32 && !ep_stamps_agree(m)) look->failed = ~0u; /* before this operation */
+/** Let ep_begin_operation return 0 if a stamp differs from this rank's. By all threads of every
+ * block. */
+__device__ __forceinline__ void ep_compare_stamps(const EpMarks &m, EpLoadedHeader *header) {
+    if (threadIdx.x < 32 && !ep_stamps_agree(m)) header->failed = ~0u; /* before this operation */
 }
 
 /** Tell the watcher that the messages are here. By all threads of every block. */

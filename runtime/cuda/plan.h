@@ -139,8 +139,8 @@ enum EpInfoWord {
 };
 
 /** Returns the word with the number of chunks that any rank has tokens in. The places that are
- * filled in each chunk's messages follow: [chunks, others + sources], to the other nodes and from the
- *  sources. */
+ * filled in each chunk's messages follow: [chunks, others + sources], to the other nodes and from
+ * the sources. */
 EP_HOST_DEVICE static inline int64_t ep_info_chunks(const EpPlanShape *shape) {
     return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
 }

@@ -9,9 +9,9 @@
  * multiplied have chunks of their own (OwnWalk). `Args` is EpScatterArgs or EpGatherArgs.
  *
  * The first scheduler warp claims its first chunk before the block has entered its operation
- * (Start), the second one after that. Each other chunk is claimed while the one before is posted.
- * Where there are no more chunks than blocks, each block gets one: others have claimed their first
- * one by the time that a block claims its second.
+ * (FirstClaim), the second one after that. Each other chunk is claimed while the one before is
+ * posted. Where there are no more chunks than blocks, each block gets one: others have claimed
+ * their first one by the time that a block claims its second.
  *
  * The caller's post() may wait for all rows of a batch at once: a chunk has no more tokens than a
  * ring has entries, so none of them waits for another one's credit.
@@ -46,19 +46,20 @@ __device__ __forceinline__ int chunk_size(const Team &t, int most, int tokens, i
 }
 
 /** How a scheduler warp starts: what it needs of the group and of the plan before anything else. It
- *  loads this before ep_enter, so that all these loads overlap with those of ep_look. The plan's
- *  words are void until ep_enter has returned. */
-typedef struct Start {
+ *  loads this before ep_begin_operation, so that all these loads overlap with those of
+ * ep_load_header. The plan's words are void until ep_begin_operation has returned. */
+typedef struct FirstClaim {
     int claim;  /* of the first chunk */
     int tokens; /* of this rank; or the most of any source of this lane */
-} Start;
+} FirstClaim;
 
 /* ---- tokens -------------------------------------------------------------------------------- */
 
-/** Start to walk this rank's tokens. */
-template <typename Args> __device__ __forceinline__ Start start_tokens(const Args &a, int claimer) {
+/** Begin to walk this rank's tokens. */
+template <typename Args>
+__device__ __forceinline__ FirstClaim claim_first_tokens(const Args &a, int claimer) {
     int claim = claim_chunk(a.group, claimer);
-    return Start{claim, ep_num_tokens(a.plan, a.group)};
+    return FirstClaim{claim, ep_num_tokens(a.plan, a.group)};
 }
 
 /** Begin to load entry k of this team's token in the chunk from `first` on; past the end it is an
@@ -99,12 +100,13 @@ typedef struct TokenWalk {
 } TokenWalk;
 
 template <typename Args>
-__device__ __forceinline__ TokenWalk open_tokens(const Args &a, const Team &t, const Start &start,
-                                                 int claimer, int blocks) {
+__device__ __forceinline__ TokenWalk open_tokens(const Args &a, const Team &t,
+                                                 const FirstClaim &first_claim, int claimer,
+                                                 int blocks) {
     TokenWalk walk = {};
-    walk.tokens = start.tokens, walk.claimer = claimer;
-    walk.size = chunk_size(t, a.chunk, start.tokens, blocks, a.schedulers);
-    walk.first = claimed_chunk(start.claim) * walk.size;
+    walk.tokens = first_claim.tokens, walk.claimer = claimer;
+    walk.size = chunk_size(t, a.chunk, first_claim.tokens, blocks, a.schedulers);
+    walk.first = claimed_chunk(first_claim.claim) * walk.size;
     walk.next_claim = claim_chunk(a.group, claimer);
     walk.entry = load_entry(a, t, walk.first, walk.size, walk.tokens);
     return walk;
@@ -124,9 +126,10 @@ __device__ __forceinline__ void next_tokens(const Args &a, const Team &t, TokenW
  * first entries are loaded; it returns 0 if a wait has failed.
  */
 template <typename Args, typename Ready, typename Post>
-__device__ __forceinline__ void walk_tokens(const Args &a, const Team &t, const Start &start,
-                                            int claimer, int blocks, Ready ready, Post post) {
-    TokenWalk walk = open_tokens(a, t, start, claimer, blocks);
+__device__ __forceinline__ void walk_tokens(const Args &a, const Team &t,
+                                            const FirstClaim &first_claim, int claimer, int blocks,
+                                            Ready ready, Post post) {
+    TokenWalk walk = open_tokens(a, t, first_claim, claimer, blocks);
     if (!ready()) return;
     while (walk.first < walk.tokens) {
         int token = walk.first + t.index, valid = t.index < walk.size && token < walk.tokens;
@@ -182,7 +185,7 @@ __device__ __forceinline__ int lane_source(const EpCudaGroup &g, int w) {
     return turn < g.size - 1 ? source_of(g, turn) : -1;
 }
 
-/* Start to load the next chunk's rows of source number w of this lane. A lane without a source
+/* Begin to load the next chunk's rows of source number w of this lane. A lane without a source
  * reads with 0 tokens, so that no load depends on a condition, and all of them overlap. */
 template <typename Args>
 __device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk, int w) {
@@ -194,27 +197,29 @@ __device__ __forceinline__ RowRange load_rows(const Args &a, const RowWalk *walk
                     begins[min(walk->next_first + walk->size, tokens)]};
 }
 
-/** Start to walk the rows of other ranks. */
+/** Begin to walk the rows of other ranks. */
 template <typename Args>
-__device__ __forceinline__ Start start_rows(const Args &a, ChunkRows *rows, int claimer) {
-    Start start = {claim_chunk(a.group, claimer), 0};
+__device__ __forceinline__ FirstClaim claim_first_rows(const Args &a, ChunkRows *rows,
+                                                       int claimer) {
+    FirstClaim first_claim = {claim_chunk(a.group, claimer), 0};
 #pragma unroll
     for (int w = 0; w < RANK_WORDS; w++) {
         int source = lane_source(a.group, w);
         int tokens = source >= 0 ? ep_check_count(a.group, a.plan.tokens[source]) : 0;
         rows->tokens[w * 32 + threadIdx.x % 32] = tokens;
-        start.tokens = max(start.tokens, tokens);
+        first_claim.tokens = max(first_claim.tokens, tokens);
     }
-    return start;
+    return first_claim;
 }
 
 template <typename Args>
 __device__ __forceinline__ RowWalk open_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                             const Start &start, int claimer, int blocks) {
+                                             const FirstClaim &first_claim, int claimer,
+                                             int blocks) {
     RowWalk walk = {rows, 1, 0, 0, 0, 0, {0, 0}, 0, claimer};
-    walk.most_tokens = __reduce_max_sync(~0u, start.tokens);
+    walk.most_tokens = __reduce_max_sync(~0u, first_claim.tokens);
     walk.size = chunk_size(t, a.chunk, walk.most_tokens, blocks, a.schedulers);
-    walk.next_first = claimed_chunk(start.claim) * walk.size;
+    walk.next_first = claimed_chunk(first_claim.claim) * walk.size;
     walk.next = load_rows(a, &walk, 0);
     walk.next_claim = claim_chunk(a.group, claimer);
     return walk;
@@ -253,7 +258,7 @@ template <typename Args> __device__ __forceinline__ int next_chunk(const Args &a
     return 1;
 }
 
-/* Take the next rows, one per team, and start to load their slots, or the first of them. */
+/* Take the next rows, one per team, and begin to load their slots, or the first of them. */
 template <typename Args>
 __device__ __forceinline__ RowBatch take_batch(const Args &a, RowWalk *walk, const Team &t) {
     RowBatch r = {0, 0, 0, 0, -1, 0};
@@ -287,34 +292,34 @@ __device__ __forceinline__ void follow_chains(const Args &a, const Team &t, RowB
 
 /**
  * Claim the rows of other ranks, one per team at a time, until a wait fails: `await(batch, word)`
- * returns 0. Pass them to `post(batch, weight)`. What `look(batch)` has begun to load before the
+ * returns 0. Pass them to `post(batch, weight)`. What `preload(batch)` has begun to load before the
  * next batch is taken, `await` gets.
  *
  * What the next batch needs of the plan is loaded meanwhile: its slots, or the first of them,
- * during `await`, and the others of chains during `post`. `hurries`: but the first batch is posted
- * before anything of the next one is loaded.
+ * during `await`, and the others of chains during `post`. `post_first_batch_early`: but the first
+ * batch is posted before anything of the next one is loaded.
  */
-template <typename Args, typename Look, typename Await, typename Post>
-__device__ __forceinline__ void walk_rows(const Args &a, ChunkRows *rows, const Team &t,
-                                          const Start &start, int claimer, int blocks, int hurries,
-                                          Look look, Await await, Post post) {
-    RowWalk walk = open_rows(a, rows, t, start, claimer, blocks);
+template <typename Args, typename Preload, typename Await, typename Post>
+__device__ __forceinline__ void
+walk_rows(const Args &a, ChunkRows *rows, const Team &t, const FirstClaim &first_claim, int claimer,
+          int blocks, int post_first_batch_early, Preload preload, Await await, Post post) {
+    RowWalk walk = open_rows(a, rows, t, first_claim, claimer, blocks);
     RowBatch batch = {0, 0, 0, 0, -1, 0};
-    for (int takes = 1, hurry = hurries;;) {
+    for (int takes = 1, early = post_first_batch_early;;) {
         /* The shuffle makes the compiler wait for this slot here. Otherwise it would wait for it
          * together with the next batch's slot, which is still being loaded. */
         int slot = __shfl_sync(~0u, batch.slot, threadIdx.x % 32);
         batch.slot = slot = ep_check_slot(a.plan, slot);
         batch.valid = t.index < batch.count;
         float weight = a.t.weighs && slot >= 0 ? a.t.slot_weights[slot] : 1;
-        uint64_t word = look(batch);
+        uint64_t word = preload(batch);
         RowBatch next = {0, 0, 0, 0, -1, 0};
         if (takes) next = take_batch(a, &walk, t);
         if (takes && !batch.count && !next.count) return;
         if (batch.count && !await(batch, word)) return;
         follow_chains(a, t, &next);
-        if (batch.count) post(batch, weight), hurry = 0;
-        takes = !hurry;
+        if (batch.count) post(batch, weight), early = 0;
+        takes = !early;
         batch = next;
     }
 }

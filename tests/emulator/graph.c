@@ -59,7 +59,8 @@ cudaGraph_t emulated_graph_open(void) {
 }
 
 int emulated_graph_add_track(cudaGraph_t graph) {
-    if (graph->tracks == MOST_TRACKS) emulated_die("more than %d streams in a capture", MOST_TRACKS);
+    if (graph->tracks == MOST_TRACKS)
+        emulated_die("more than %d streams in a capture", MOST_TRACKS);
     return graph->tracks++;
 }
 

@@ -3,8 +3,9 @@
 #define TESTS_EMULATOR_GRAPH_H
 
 /**
- * Graphs: what streams recorded under capture, in tracks. A stream that joins the capture has a track
- * of its own; marks stand for the events between tracks. A replay runs each track in a thread.
+ * Graphs: what streams recorded under capture, in tracks. A stream that joins the capture has a
+ * track of its own; marks stand for the events between tracks. A replay runs each track in a
+ * thread.
  */
 
 #include <stddef.h>
@@ -12,7 +13,8 @@
 #include "tests/emulator/launch.h"
 
 cudaGraph_t emulated_graph_open(void);
-/** Returns the number of a new track; the first is 0, that of the stream which began the capture. */
+/** Returns the number of a new track; the first is 0, that of the stream which began the capture.
+ */
 int emulated_graph_add_track(cudaGraph_t graph);
 /** Returns the number of a new mark. */
 int emulated_graph_add_mark(cudaGraph_t graph);

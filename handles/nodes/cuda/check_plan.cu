@@ -14,10 +14,10 @@
 /* By one thread. */
 __global__ void check_plan(const __grid_constant__ EpCheckArgs a) {
     const EpCudaGroup &g = a.mark.group;
-    const EpLook look = ep_look(g, a.plan);
+    const EpLoadedHeader header = ep_load_header(g, a.plan);
     uint32_t epoch;
-    if (!ep_enter(g, a.plan, look, &epoch)) ep_report_plan(g, a.plan);
-    ep_mark_begin(a.mark, (uint32_t)look.plan.generation);
+    if (!ep_begin_operation(g, a.plan, header, &epoch)) ep_report_plan(g, a.plan);
+    ep_mark_begin(a.mark, (uint32_t)header.plan.generation);
 }
 
 extern "C" int ep_cuda_open_check(int shared_bytes) {

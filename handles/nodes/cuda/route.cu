@@ -590,7 +590,7 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
         for (int number = blockIdx.x; number < num_pieces(a); number += gridDim.x)
             assign_entry(a, take_piece(a, number), t, before_of(a, number));
     }
-    if (ep_leave(a.p.group, epoch, 1) != EP_LAST_PUBLISHES || !alive) return;
+    if (ep_end_operation(a.p.group, epoch, 1) != EP_LAST_PUBLISHES || !alive) return;
     if (threadIdx.x == 0) report_all_bad_indices(a.p);
     __threadfence();
     publish(a, epoch);

@@ -18,10 +18,10 @@ __device__ __forceinline__ void copy_totals(const EpPrepareArgs &a) {
 
 /* By one block. */
 __global__ void copy_numbers(const __grid_constant__ EpPrepareArgs a) {
-    const EpLook look = ep_look(a.group, a.plan);
+    const EpLoadedHeader header = ep_load_header(a.group, a.plan);
     int experts = a.shape.num_local;
     uint32_t epoch;
-    if (!ep_enter(a.group, a.plan, look, &epoch)) return;
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) return;
     for (int e = threadIdx.x; e < experts; e += (int)blockDim.x) {
         store_integer(a.counts, e, a.plan.expert_counts[e]);
         store_integer(a.padded, e, a.plan.expert_padded[e]);

@@ -1000,24 +1000,24 @@ __device__ __forceinline__ Partition open_partition(const EpPrepareArgs &a, uint
     return p;
 }
 
-/* Load the first indices before ep_enter, so that its loads and these overlap. */
+/* Load the first indices before ep_begin_operation, so that its loads and these overlap. */
 template <int FORM> __device__ __forceinline__ void prepare(const EpPrepareArgs &a, uint4 *memory) {
     constexpr int FLAT = FORM == EP_ROUTES_FLAT;
     Partition p = open_partition(a, memory);
     Index index = load_own_index(a, &p, p.begin);
-    EpLook look = ep_look(a.group, a.plan);
+    EpLoadedHeader header = ep_load_header(a.group, a.plan);
     uint32_t epoch;
     init_tables(a, &p);
-    if (!ep_enter(a.group, a.plan, look, &epoch)) {
+    if (!ep_begin_operation(a.group, a.plan, header, &epoch)) {
         ep_report_plan(a.group, a.plan);
-        ep_leave(a.group, epoch, 0);
+        ep_end_operation(a.group, epoch, 0);
         return;
     }
     if (is_publisher(a, &p))
         publish_partitions<FLAT>(a, &p, epoch);
     else
         prepare_partition<FORM>(a, &p, index, epoch);
-    if (ep_leave(a.group, epoch, FLAT || p.ranks->has_bad) != EP_LAST_PUBLISHES) return;
+    if (ep_end_operation(a.group, epoch, FLAT || p.ranks->has_bad) != EP_LAST_PUBLISHES) return;
     if (threadIdx.x == 0) report_all_bad_indices(a);
     if (FLAT) complete_flat(a, &p, epoch);
 }
