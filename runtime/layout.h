@@ -355,8 +355,8 @@ EP_HOST_DEVICE static inline int64_t ep_padding_end(const EpPlanShape *s, const 
 #define EP_SCATTER_STATIC_BYTES 10240 /* room for the variables that the kernel declares */
 #define EP_GATHER_STATIC_BYTES 7168
 #define EP_STATIC_SHARED_BYTES EP_SCATTER_STATIC_BYTES /* of any kernel */
-#define EP_WORK_TABLE_BYTES 1024  /* of a pipeline's tables, per load or store of a work item */
-#define EP_LEAST_PIECE_BYTES 1024 /* the smallest piece of a row that a stage holds */
+#define EP_WORK_TABLE_BYTES 1024     /* of a pipeline's tables, per load or store of a work item */
+#define EP_LEAST_FRAGMENT_BYTES 1024 /* the smallest fragment of a row that a stage holds */
 
 #define EP_PREPARE_WARPS 32       /* of a block of ep_prepare */
 #define EP_RANK_TABLES_BYTES 3520 /* that a block of ep_prepare has for EP_CUDA_MAX_RANKS ranks */
@@ -371,8 +371,8 @@ static inline int64_t ep_cuda_prepare_shared(int32_t num_experts, int32_t num_ra
 /** Returns the shared memory per block that a group needs: to move rows, a stage for a row and one
  *  for each of its slots; to prepare, tables of experts and ranks. */
 static inline int64_t ep_cuda_least_shared(const EpGroupConfig *config, int32_t num_ranks) {
-    int64_t piece = ep_min(config->max_row_bytes, EP_LEAST_PIECE_BYTES);
-    int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + piece);
+    int64_t fragment = ep_min(config->max_row_bytes, EP_LEAST_FRAGMENT_BYTES);
+    int64_t stages = (1 + config->max_top_k) * (EP_WORK_TABLE_BYTES + fragment);
     return EP_STATIC_SHARED_BYTES +
            ep_max(stages, ep_cuda_prepare_shared(config->num_experts, num_ranks));
 }

@@ -139,28 +139,29 @@ typedef struct Term {
     int run, run_end; /* of the item's terms, as in WorkItem; the same in all lanes of the team */
 } Term;
 
-/* Returns the 16-byte units of a packed piece. */
+/* Returns the 16-byte units of a packed fragment. */
 __device__ __forceinline__ int16_t packed_units(const EpGatherArgs &a, int32_t bytes) {
     return (int16_t)(ep_packed_bytes(bytes >> (a.t.type == EP_TYPE_FP32 ? 2 : 1)) / 16);
 }
 
-/* Post the work items of a team's sum, one for each piece. The sum goes `to`; `index` is its token,
- * or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed. */
+/* Post the work items of a team's sum, one for each fragment. The sum goes `to`; `index` is its
+ * token, or its row of `source`. PACKED: sums of other ranks and nodes, and for them, are packed.
+ */
 template <Form FORM>
 __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, const Team &t,
                                          uint32_t number, const Term &term, char *to, int index,
                                          int source, int valid) {
-    int terms, signals, pieces = a.pipeline.pieces;
+    int terms, signals, fragments = a.pipeline.fragments;
     team_rank(t, term.from != NULL, &terms);
     int signal = team_rank(t, term.peer >= 0, &signals), is_last = team_is_last(t, valid);
     int is_packed = FORM == PACKED && (term.at < term.run || term.at >= term.run_end);
     int packs = FORM == PACKED && (source != a.group.rank || a.rounds);
-    for (int piece = 0; piece < pieces; piece++) {
-        uint32_t n = number + piece;
+    for (int fragment = 0; fragment < fragments; fragment++) {
+        uint32_t n = number + fragment;
         int j = n % PIPELINE_ENTRIES, cell = j * a.pipeline.width;
-        int64_t offset = (int64_t)piece * a.pipeline.stage_bytes;
-        int64_t packed_offset = (int64_t)piece * a.packed_stride;
-        int32_t bytes = piece_bytes(a.pipeline, a.t.row_bytes, piece);
+        int64_t offset = (int64_t)fragment * a.pipeline.stage_bytes;
+        int64_t packed_offset = (int64_t)fragment * a.packed_stride;
+        int32_t bytes = fragment_bytes(a.pipeline, a.t.row_bytes, fragment);
         if (valid) pipeline_await_entry(p, n);
         if (valid && term.from)
             p->from[cell + term.at] = term.from + (is_packed ? packed_offset : offset),
@@ -178,8 +179,8 @@ __device__ __forceinline__ void post_sum(const EpGatherArgs &a, Pipeline *p, con
                                   (int8_t)term.run,
                                   (int8_t)term.run_end,
                                   FORM == PACKED ? packed_units(a, bytes) : (int16_t)0};
-            p->signals[j] = pipeline_signals(signals, piece, pieces, is_last);
-            p->piece[j] = piece, p->index[j] = index, p->source[j] = source;
+            p->signals[j] = pipeline_signals(signals, fragment, fragments, is_last);
+            p->fragment[j] = fragment, p->index[j] = index, p->source[j] = source;
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
@@ -398,8 +399,8 @@ __device__ __forceinline__ void post_batch(const EpGatherArgs &a, Pipeline *p, c
     if (r.slot >= 0) term.from = a.t.rows + r.slot * a.t.row_bytes;
     if (r.valid && t.k == 0) term.peer = r.source;
     char *to = r.valid ? ep_ring(a.group, r.source, a.group.rank, r.row) : NULL;
-    int pieces = a.pipeline.pieces;
-    uint32_t number = pipeline_take(p, r.count * pieces) + t.index * pieces;
+    int fragments = a.pipeline.fragments;
+    uint32_t number = pipeline_take(p, r.count * fragments) + t.index * fragments;
     post_sum<FORM>(a, p, t, number, term, to, r.row, r.source, r.valid);
 }
 
@@ -562,8 +563,9 @@ __device__ void schedule_tokens(const EpGatherArgs &a, Pipeline *p, const FirstC
         unsigned posted = __ballot_sync(~0u, leads && ready);
         if (!posted || (is_whole && missing)) continue;
         ep_fence_proxy_global();
-        int before = __popc(posted & ((1u << t.index * t.width) - 1)), pieces = a.pipeline.pieces;
-        uint32_t number = pipeline_take(p, __popc(posted) * pieces) + before * pieces;
+        int before = __popc(posted & ((1u << t.index * t.width) - 1)),
+            fragments = a.pipeline.fragments;
+        uint32_t number = pipeline_take(p, __popc(posted) * fragments) + before * fragments;
         post_sum<FORM>(a, p, t, number, held.term,
                        a.t.out_rows + (int64_t)held.token * a.target.row_stride, held.token, g.rank,
                        ready);

@@ -44,7 +44,8 @@ typedef struct EpGatherArgs {
     EpNodeSums nodes;
     EpMarks marks; /**< of the messages that these lie in; watch NULL: there are none */
     int32_t top_k;
-    int32_t packed_stride; /**< where sums are quantised: bytes from one packed piece to the next */
+    int32_t
+        packed_stride; /**< where sums are quantised: bytes from one packed fragment to the next */
 } EpGatherArgs;
 
 /* ---- quantised sums ------------------------------------------------------------------------ */
@@ -55,10 +56,10 @@ typedef struct EpGatherArgs {
  *     | 4 scales | codes of 512 elements | 4 scales | codes of 512 elements | ...
  *       16 bytes   512 bytes
  *
- * A bulk copy moves multiples of 16 bytes, and a row may be cut into pieces. So four scales, of 128
- * elements each, precede the codes that they belong to: each piece of whole groups is one copy, and
- * its place does not depend on the number of pieces. 528 bytes take the place of 1,024 of bf16. The
- * last group may be shorter; it has all four scales.
+ * A bulk copy moves multiples of 16 bytes, and a row may be cut into fragments. So four scales, of
+ * 128 elements each, precede the codes that they belong to: each fragment of whole groups is one
+ * copy, and its place does not depend on the number of fragments. 528 bytes take the place of 1,024
+ * of bf16. The last group may be shorter; it has all four scales.
  *
  * A unit is 16 elements, and 16 bytes of codes: what a thread packs or unpacks at a time.
  */
@@ -67,7 +68,8 @@ typedef struct EpGatherArgs {
 #define EP_PACKED_UNITS 32     /* of a group */
 #define EP_PACKED_BYTES 528    /* of a group */
 
-/** Returns the bytes of a packed row, or of a piece of whole groups. `elements`: a multiple of 16.
+/** Returns the bytes of a packed row, or of a fragment of whole groups. `elements`: a multiple
+ * of 16.
  */
 EP_HOST_DEVICE static inline int64_t ep_packed_bytes(int64_t elements) {
     return elements + (elements + EP_PACKED_ELEMENTS - 1) / EP_PACKED_ELEMENTS * 16;

@@ -175,26 +175,27 @@ __device__ __forceinline__ int choose_target(const EpScatterArgs &a, const Recei
     return 1;
 }
 
-/* Post the work items of a team's token, one for each piece of its row. `number` is the first. */
+/* Post the work items of a team's token, one for each fragment of its row. `number` is the first.
+ */
 __device__ __forceinline__ void post_token(const EpScatterArgs &a, Pipeline *p, const Team &t,
                                            uint32_t number, int token, int valid, char *to, int row,
                                            int peer) {
     int stores, signals, at = team_rank(t, to != NULL, &stores);
     int signal = team_rank(t, peer >= 0, &signals), is_last = team_is_last(t, valid);
-    for (int piece = 0; piece < a.send.pieces; piece++) {
-        uint32_t n = number + piece;
+    for (int fragment = 0; fragment < a.send.fragments; fragment++) {
+        uint32_t n = number + fragment;
         int j = n % PIPELINE_ENTRIES, cell = j * a.send.width;
-        int64_t offset = (int64_t)piece * a.send.stage_bytes;
+        int64_t offset = (int64_t)fragment * a.send.stage_bytes;
         if (valid) pipeline_await_entry(p, n);
         if (valid && to) p->to[cell + at] = to + (offset >> a.send.shrink);
         if (valid && peer >= 0) p->peer[cell + signal] = peer, p->row[cell + signal] = row;
         if (valid && t.k == 0) {
             p->from[cell] = a.t.rows + token * a.source.row_stride + offset;
             p->item[j] = WorkItem{
-                1, 1, (int16_t)stores, 0, piece_bytes(a.send, a.t.source_row_bytes, piece), 0,
+                1, 1, (int16_t)stores, 0, fragment_bytes(a.send, a.t.source_row_bytes, fragment), 0,
                 0, 0};
-            p->signals[j] = pipeline_signals(signals, piece, a.send.pieces, is_last);
-            p->index[j] = token, p->piece[j] = piece;
+            p->signals[j] = pipeline_signals(signals, fragment, a.send.fragments, is_last);
+            p->index[j] = token, p->fragment[j] = fragment;
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
@@ -211,7 +212,7 @@ __device__ void schedule_tokens(const EpScatterArgs &a, Pipeline *p, ReceiveRows
         char *to;
         int peer;
         if (!__all_sync(~0u, choose_target<FORM>(a, receivers, epoch, e, &to, &peer))) return 0;
-        uint32_t number = pipeline_take(p, count * a.send.pieces) + t.index * a.send.pieces;
+        uint32_t number = pipeline_take(p, count * a.send.fragments) + t.index * a.send.fragments;
         post_token(a, p, t, number, token, valid, to, e.row, peer);
         return 1;
     };
@@ -257,11 +258,11 @@ __device__ void send_all_metadata(const EpScatterArgs &a, Pipeline *p, int warp,
 
 /* ---- quantising ---------------------------------------------------------------------------- */
 
-/* Quantise a piece of a row in place. The codes of unit u go where an earlier unit was, in this
+/* Quantise a fragment of a row in place. The codes of unit u go where an earlier unit was, in this
  * round or an earlier one, so all threads read their units first. */
 template <typename T>
-__device__ __forceinline__ void quantise_piece(EpQuantFormat format, uint32_t stage, int bytes,
-                                               void *scales, int thread) {
+__device__ __forceinline__ void quantise_fragment(EpQuantFormat format, uint32_t stage, int bytes,
+                                                  void *scales, int thread) {
     int units = bytes / (int)sizeof(EpUnit<T>);
     for (int base = 0; base < units; base += COMPUTE_THREADS) {
         int unit = base + thread, valid = unit < units;
@@ -276,10 +277,10 @@ __device__ __forceinline__ void quantise_piece(EpQuantFormat format, uint32_t st
     }
 }
 
-/* Quantise the rows of all work items; a piece is whole blocks. By the compute warps. */
+/* Quantise the rows of all work items; a fragment is whole blocks. By the compute warps. */
 template <typename T>
 __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
-    int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a piece */
+    int blocks = p->shape.stage_bytes / (int)sizeof(T) / a.t.format.block; /* of a fragment */
     int scale_bytes = ep_quant_scale_type(a.t.format) == EP_TYPE_FP32 ? (int)sizeof(float) : 1;
     for (uint32_t n = 0;; n++) {
         int j = n % PIPELINE_ENTRIES;
@@ -287,8 +288,8 @@ __device__ void quantise_rows(const EpScatterArgs &a, Pipeline *p, int thread) {
         WorkItem item = p->item[j];
         if (item.loads == PIPELINE_END) return;
         char *scales = a.made_scales + p->index[j] * a.source.scale_stride;
-        quantise_piece<T>(a.t.format, p->first[j], item.bytes,
-                          scales + p->piece[j] * blocks * scale_bytes, thread);
+        quantise_fragment<T>(a.t.format, p->first[j], item.bytes,
+                             scales + p->fragment[j] * blocks * scale_bytes, thread);
         pipeline_computed(p, n);
     }
 }
@@ -324,24 +325,24 @@ __device__ __forceinline__ const char *find_row(const EpScatterArgs &a, int sour
 
 /* Write a work item. By one lane. */
 __device__ __forceinline__ void write_item(const EpScatterArgs &a, Pipeline *p, uint32_t n,
-                                           int source, int row, int piece, int loads, int loaded,
+                                           int source, int row, int fragment, int loads, int loaded,
                                            int stores) {
     int j = n % PIPELINE_ENTRIES, cell = j * a.receive.width;
     p->item[j] = WorkItem{(int16_t)loads,
                           (int16_t)loaded,
                           (int16_t)stores,
                           (int16_t)stores,
-                          piece_bytes(a.receive, a.t.row_bytes, piece),
+                          fragment_bytes(a.receive, a.t.row_bytes, fragment),
                           0,
                           0,
                           0};
-    p->signals[j] = source != a.group.rank && piece == a.receive.pieces - 1;
-    p->source[j] = source, p->index[j] = row, p->piece[j] = piece;
+    p->signals[j] = source != a.group.rank && fragment == a.receive.fragments - 1;
+    p->source[j] = source, p->index[j] = row, p->fragment[j] = fragment;
     p->peer[cell] = source, p->row[cell] = row;
 }
 
-/* Post the work items of a batch's rows, one for each piece. Where rows are copied, one load feeds
- * a store to each slot except the one where the sender has stored the row. Where they are
+/* Post the work items of a batch's rows, one for each fragment. Where rows are copied, one load
+ * feeds a store to each slot except the one where the sender has stored the row. Where they are
  * multiplied, each slot has a stage of its own, which holds the slot's row of slot_rows if dot
  * products are taken. */
 template <Form FORM>
@@ -356,11 +357,12 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
         __shfl_sync(~0u, slot, max(0, __ffs(__ballot_sync(~0u, slot >= 0) & t.mask) - 1));
     const char *from = valid && loads ? find_row(a, r.source, r.row, leader_slot) : NULL;
     int loaded = (from != NULL) + (multiplies && a.t.takes_dots ? slots : 0);
-    uint32_t number = pipeline_take(p, r.count * a.receive.pieces) + t.index * a.receive.pieces;
-    for (int piece = 0; piece < a.receive.pieces; piece++) {
-        uint32_t n = number + piece;
+    uint32_t number =
+        pipeline_take(p, r.count * a.receive.fragments) + t.index * a.receive.fragments;
+    for (int fragment = 0; fragment < a.receive.fragments; fragment++) {
+        uint32_t n = number + fragment;
         int j = n % PIPELINE_ENTRIES, cell = j * a.receive.width, index = at - is_stored;
-        int64_t offset = (int64_t)piece * a.receive.stage_bytes;
+        int64_t offset = (int64_t)fragment * a.receive.stage_bytes;
         if (valid) pipeline_await_entry(p, n);
         if (valid && slot >= 0 && index >= 0)
             p->to[cell + index] = a.t.out_rows + slot * a.t.row_bytes + offset;
@@ -371,7 +373,7 @@ __device__ __forceinline__ void post_rows(const EpScatterArgs &a, Pipeline *p, c
         }
         if (valid && t.k == 0) {
             p->from[cell] = from ? from + offset : NULL;
-            write_item(a, p, n, r.source, r.row, piece, loads, loaded, stores);
+            write_item(a, p, n, r.source, r.row, fragment, loads, loaded, stores);
         }
         if (valid) ep_mbarrier_arrive(&p->barrier[ITEM_POSTED][j]);
     }
@@ -453,8 +455,8 @@ __device__ void receive_all_metadata(const EpScatterArgs &a, Pipeline *p, int wa
 
 /* ---- multiplying --------------------------------------------------------------------------- */
 
-/* Rows that are multiplied have no metadata, so a metadata warp multiplies, too. Where pieces are
- * small, each half of the warps takes every other pair of a row's slots. */
+/* Rows that are multiplied have no metadata, so a metadata warp multiplies, too. Where fragments
+ * are small, each half of the warps takes every other pair of a row's slots. */
 #define MULTIPLY_WARPS 16
 #define FIRST_MULTIPLY_WARP (FIRST_COMPUTE_WARP + COMPUTE_WARPS - MULTIPLY_WARPS)
 #define SLOTS_AT_ONCE 2
@@ -471,8 +473,8 @@ __device__ __forceinline__ MultiplyGroup make_group(const Stages &s, int thread)
     return MultiplyGroup{thread / (warps * 32), count, warps, thread % (warps * 32)};
 }
 
-/** Dot products of a row's slots, by warp of its group, over all pieces of the row. There are two
- *  sets, so that one can be read while the next row's is written. */
+/** Dot products of a row's slots, by warp of its group, over all fragments of the row. There are
+ * two sets, so that one can be read while the next row's is written. */
 typedef struct Dots {
     float partial[2][EP_MAX_TOP_K][MULTIPLY_WARPS];
 } Dots;
@@ -514,7 +516,7 @@ __device__ __forceinline__ void multiply_few(const EpScatterArgs &a, const Stage
     }
 }
 
-/* Add up the warps' sums behind the last piece of a row, a thread for each slot. */
+/* Add up the warps' sums behind the last fragment of a row, a thread for each slot. */
 __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipeline *p, uint32_t n,
                                             const float (*partial)[MULTIPLY_WARPS], int warps,
                                             int slots, int thread) {
@@ -528,7 +530,7 @@ __device__ __forceinline__ void finish_dots(const EpScatterArgs &a, const Pipeli
 
 template <typename T>
 __device__ void multiply_rows(const EpScatterArgs &a, Pipeline *p, Dots *dots, int thread) {
-    int pieces = p->shape.pieces;
+    int fragments = p->shape.fragments;
     Stages s = pipeline_stages(p);
     MultiplyGroup g = make_group(s, thread);
     for (uint32_t n = 0, row = 0;; n++) {
@@ -537,15 +539,15 @@ __device__ void multiply_rows(const EpScatterArgs &a, Pipeline *p, Dots *dots, i
         if (item.loads == PIPELINE_END) return;
         uint32_t first = p->first[n % PIPELINE_ENTRIES];
         const float *weight = &p->weight[n % PIPELINE_ENTRIES * p->shape.width];
-        int piece = p->piece[n % PIPELINE_ENTRIES], base = g.index * SLOTS_AT_ONCE;
+        int fragment = p->fragment[n % PIPELINE_ENTRIES], base = g.index * SLOTS_AT_ONCE;
         float(*partial)[MULTIPLY_WARPS] = dots->partial[row % 2];
         for (; base + SLOTS_AT_ONCE <= item.terms; base += g.count * SLOTS_AT_ONCE)
-            multiply_few<T, SLOTS_AT_ONCE>(a, s, item, first, weight, base, g, partial, piece);
+            multiply_few<T, SLOTS_AT_ONCE>(a, s, item, first, weight, base, g, partial, fragment);
         if (base < item.terms)
-            multiply_few<T, 1>(a, s, item, first, weight, base, g, partial, piece);
-        if (a.t.takes_dots && piece == pieces - 1)
+            multiply_few<T, 1>(a, s, item, first, weight, base, g, partial, fragment);
+        if (a.t.takes_dots && fragment == fragments - 1)
             finish_dots(a, p, n, partial, g.warps, item.terms, thread);
-        row += piece == pieces - 1;
+        row += fragment == fragments - 1;
         pipeline_computed(p, n);
     }
 }

@@ -45,8 +45,8 @@ int ep_cuda_open_scatter(int shared_bytes);
 int ep_cuda_launch_scatter(const void *args, int blocks, void *stream);
 
 /** Divide the work: sets receivers, schedulers, chunk and the pipelines' shapes from the other
- * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into pieces of multiples of
- * `unit` bytes. Returns 0 if shared memory is too small. */
+ * fields. Blocks have `shared_bytes` of shared memory; tokens are cut into fragments of multiples
+ * of `unit` bytes. Returns 0 if shared memory is too small. */
 int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit);
 
 #ifdef __cplusplus

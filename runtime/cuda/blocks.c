@@ -309,20 +309,21 @@ EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t c
 
 #define WANTED_STAGES 6 /* to overlap loads with stores */
 
-/* The factor 4 of `active`: a scheduler warp can post four rows at once, whatever their pieces. */
+/* The factor 4 of `active`: a scheduler warp can post four rows at once, whatever their fragments.
+ */
 int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,
                       EpPipelineShape *shape) {
     room -= EP_WORK_TABLE_BYTES * needs.width;
     int64_t wanted = ep_max(needs.held, ep_max(WANTED_STAGES, ep_min(needs.wanted, EP_MAX_STAGES)));
-    int64_t pieces = 1, bytes = row_bytes;
-    while (room / bytes < wanted && bytes > ep_max(EP_LEAST_PIECE_BYTES, unit))
-        bytes = ep_round_up((row_bytes + pieces) / (pieces + 1), unit), pieces++;
-    pieces = (row_bytes + bytes - 1) / bytes;
-    int64_t active = ep_min(EP_MAX_ACTIVE, ep_max(needs.active, 4 * pieces));
+    int64_t fragments = 1, bytes = row_bytes;
+    while (room / bytes < wanted && bytes > ep_max(EP_LEAST_FRAGMENT_BYTES, unit))
+        bytes = ep_round_up((row_bytes + fragments) / (fragments + 1), unit), fragments++;
+    fragments = (row_bytes + bytes - 1) / bytes;
+    int64_t active = ep_min(EP_MAX_ACTIVE, ep_max(needs.active, 4 * fragments));
     *shape = (EpPipelineShape){.stages = (int32_t)ep_min(EP_MAX_STAGES, room / bytes),
                                .stage_bytes = (int32_t)bytes,
                                .width = (int32_t)needs.width,
-                               .pieces = (int32_t)pieces,
+                               .fragments = (int32_t)fragments,
                                .active = (int32_t)active,
                                .shrink = shape->shrink};
     return shape->stages >= needs.held;

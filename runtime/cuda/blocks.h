@@ -78,13 +78,13 @@ EpDivision ep_divide(int32_t blocks, int32_t top_k, int64_t row_bytes, int32_t c
 typedef struct EpWorkNeeds {
     int64_t width;  /**< most loads or stores of one item */
     int64_t held;   /**< most stages that one item holds at a time */
-    int64_t wanted; /**< stages that let items overlap, if pieces can be made that small */
+    int64_t wanted; /**< stages that let items overlap, if fragments can be made that small */
     int32_t active; /**< items under way */
 } EpWorkNeeds;
 
 /**
  * Divide `room` bytes of shared memory. A stage holds a whole row if that makes enough stages,
- * else a piece of a multiple of `unit` bytes. Keeps shape->shrink. Returns 0 if shared memory is
+ * else a fragment of a multiple of `unit` bytes. Keeps shape->shrink. Returns 0 if shared memory is
  * too small, which it is not in a group that could be created (ep_cuda_least_shared).
  */
 int ep_shape_pipeline(int64_t room, int64_t row_bytes, int64_t unit, EpWorkNeeds needs,

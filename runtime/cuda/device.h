@@ -317,10 +317,10 @@ EP_HOST_DEVICE static inline int32_t ep_team_width(int32_t top_k) {
 /** How a block of a kernel divides its shared memory: see runtime/cuda/pipeline.cuh. */
 typedef struct EpPipelineShape {
     int32_t stages, stage_bytes;
-    int32_t width;  /**< largest number of loads or stores of a work item */
-    int32_t pieces; /**< work items per row, each of at most stage_bytes */
-    int32_t active; /**< largest number of work items under way, up to EP_MAX_ACTIVE */
-    int32_t shrink; /**< a store has 1 / 2^shrink of a load's bytes */
+    int32_t width;     /**< largest number of loads or stores of a work item */
+    int32_t fragments; /**< work items per row, each of at most stage_bytes */
+    int32_t active;    /**< largest number of work items under way, up to EP_MAX_ACTIVE */
+    int32_t shrink;    /**< a store has 1 / 2^shrink of a load's bytes */
 } EpPipelineShape;
 
 #endif

@@ -65,7 +65,7 @@ Test(combine_quantised, several_nodes_and_a_tiny_stage, .timeout = 120) {
         run_rows(layout, 4, "0120");
 }
 
-/* Relays sum rows of several pieces. */
+/* Relays sum rows of several fragments. */
 Test(combine_quantised, long_rows_on_nodes, .timeout = 120) {
     for (int type = EP_TYPE_BF16; type <= EP_TYPE_FP32; type++) {
         Case c = {.ranks = 4, .experts = 12, .top_k = 6, .hidden = 7168, .max_tokens = 5};
@@ -76,7 +76,7 @@ Test(combine_quantised, long_rows_on_nodes, .timeout = 120) {
     }
 }
 
-/* The longest rows, which kernels cut into pieces, and some that end within one. */
+/* The longest rows, which kernels cut into fragments, and some that end within one. */
 Test(combine_quantised, longest_rows, .timeout = 120) {
     NEEDS_QUANT();
     static const struct {

@@ -15,7 +15,7 @@ int64_t ep_routing_message_bytes(const EpGroupConfig *config) {
 
 /** What the sizes of the tables follow from. */
 typedef struct Sizes {
-    int64_t group, chunks, pieces, columns, ranks, others, experts;
+    int64_t group, chunks, tiles, columns, ranks, others, experts;
 } Sizes;
 
 static int32_t team_shift(int64_t top_k) {
@@ -25,7 +25,7 @@ static int32_t team_shift(int64_t top_k) {
     return shift;
 }
 
-static int32_t pieces_of(int32_t chunk, int64_t top_k) {
+static int32_t tiles_of(int32_t chunk, int64_t top_k) {
     int32_t tokens = EP_ROUTE_THREADS >> team_shift(top_k);
     return (chunk + tokens - 1) / tokens;
 }
@@ -33,10 +33,10 @@ static int32_t pieces_of(int32_t chunk, int64_t top_k) {
 /* Lay the tables out at `memory`. Returns the number of integers. */
 static int64_t lay_counts(const Sizes *s, int32_t *memory, EpRouteCounts *out) {
     EpArena arena = {.base = (uintptr_t)memory, .unit = 64};
-    int64_t pieces = s->chunks * s->pieces, parts = s->chunks * s->ranks * s->ranks;
+    int64_t tiles = s->chunks * s->tiles, parts = s->chunks * s->ranks * s->ranks;
 #define TAKE(field, count) out->field = ep_arena_array(&arena, count, sizeof(int32_t))
-    TAKE(before, s->group * pieces * s->columns);
-    TAKE(places, pieces * s->others);
+    TAKE(before, s->group * tiles * s->columns);
+    TAKE(places, tiles * s->others);
     TAKE(filled, s->chunks * s->others);
     TAKE(total, s->experts + s->ranks);
     TAKE(own, parts);
@@ -54,7 +54,7 @@ int64_t ep_route_counts(const EpGroupConfig *config, int32_t num_ranks, const Ep
     EpRouteCounts counts;
     Sizes s = {.group = num_ranks,
                .chunks = (config->max_tokens + nodes->chunk - 1) / nodes->chunk,
-               .pieces = pieces_of(nodes->chunk, config->max_top_k),
+               .tiles = tiles_of(nodes->chunk, config->max_top_k),
                .ranks = nodes->ranks,
                .others = nodes->nodes - 1,
                .experts = ep_min(most, config->num_experts)};
@@ -77,10 +77,10 @@ static void describe(const EpHandle *handle, const EpRouting *routing, const EpC
     a->part_stride = a->p.plan.part_bytes[EP_PART_OWN] + a->p.plan.part_bytes[EP_PART_RELAYED];
     a->messages = relay->routing, a->message_bytes = relay->routing_bytes;
     a->team_shift = team_shift(routing->top_k);
-    a->piece_tokens = EP_ROUTE_THREADS >> a->team_shift;
-    a->pieces = pieces_of(t->chunk, routing->top_k);
+    a->tile_tokens = EP_ROUTE_THREADS >> a->team_shift;
+    a->tiles = tiles_of(t->chunk, routing->top_k);
     a->columns = t->experts + 2 * t->ranks + 1;
-    Sizes s = {t->group, t->chunks, a->pieces, a->columns, t->ranks, t->nodes - 1, t->experts};
+    Sizes s = {t->group, t->chunks, a->tiles, a->columns, t->ranks, t->nodes - 1, t->experts};
     lay_counts(&s, relay->counts, &a->counts);
 }
 
@@ -89,8 +89,8 @@ static void describe(const EpHandle *handle, const EpRouting *routing, const EpC
 #define BLOCKS_PER_SM 4
 
 static EpStatus run_kernels(EpRelayRun *run, const EpRouteArgs *a) {
-    int blocks = a->p.group.blocks * BLOCKS_PER_SM, pieces = a->t.group * a->t.chunks * a->pieces;
-    int busy = (int)ep_min(blocks, pieces);
+    int blocks = a->p.group.blocks * BLOCKS_PER_SM, tiles = a->t.group * a->t.chunks * a->tiles;
+    int busy = (int)ep_min(blocks, tiles);
     EP_TRY(ep_relay_launch(run, ep_cuda_collect_routes, a, blocks));
     EP_TRY(ep_relay_gather(run));
     EP_TRY(ep_relay_launch(run, ep_cuda_count_routes, a, busy));

@@ -10,21 +10,21 @@
 
 #include "handles/prepare/cuda/publish.cuh"
 
-/* ==== pieces ================================================================================ */
+/* ==== tiles ================================================================================= */
 
 /*
- * Pieces of the ranks' tokens, a thread for each entry, and how the lanes of a warp agree on what
+ * Tiles of the ranks' tokens, a thread for each entry, and how the lanes of a warp agree on what
  * their entries have in common.
  */
 
-/* A piece, and this thread's entry in it. */
-typedef struct Piece {
-    int source, chunk, index; /* rank, its chunk, the piece there */
-    int token;                /* of this thread, in the chunk; -1: past the piece's end */
+/* A tile, and this thread's entry in it. */
+typedef struct Tile {
+    int source, chunk, index; /* rank, its chunk, the tile there */
+    int token;                /* of this thread, in the chunk; -1: past the tile's end */
     int k;                    /* of this thread; may be K or more */
     int expert;               /* of the group; -1: none */
     int owner, number;        /* rank of the group; its number on this node; -1: none, elsewhere */
-} Piece;
+} Tile;
 
 __device__ __forceinline__ const EpRoutingHead *head_of(const EpRouteArgs &a, int source) {
     return (const EpRoutingHead *)(a.messages + source * a.message_bytes);
@@ -34,17 +34,16 @@ __device__ __forceinline__ int tokens_of(const EpRouteArgs &a, int source) {
     return min(max(head_of(a, source)->num_tokens, 0), a.p.shape.max_tokens);
 }
 
-__device__ __forceinline__ int num_pieces(const EpRouteArgs &a) {
-    return a.t.group * a.t.chunks * a.pieces;
+__device__ __forceinline__ int num_tiles(const EpRouteArgs &a) {
+    return a.t.group * a.t.chunks * a.tiles;
 }
 
-__device__ __forceinline__ int piece_number(const EpRouteArgs &a, int source, int chunk,
-                                            int index) {
-    return (source * a.t.chunks + chunk) * a.pieces + index;
+__device__ __forceinline__ int tile_number(const EpRouteArgs &a, int source, int chunk, int index) {
+    return (source * a.t.chunks + chunk) * a.tiles + index;
 }
 
-__device__ __forceinline__ int32_t *before_of(const EpRouteArgs &a, int piece) {
-    return a.counts.before + (int64_t)piece * a.columns;
+__device__ __forceinline__ int32_t *before_of(const EpRouteArgs &a, int tile) {
+    return a.counts.before + (int64_t)tile * a.columns;
 }
 
 /* Columns behind the experts. */
@@ -60,18 +59,18 @@ __device__ __forceinline__ int need_column(const EpRouteArgs &a) {
     return a.t.experts + 2 * a.t.ranks;
 }
 
-__device__ __forceinline__ int expert_column(const EpRouteArgs &a, const Piece &p) {
+__device__ __forceinline__ int expert_column(const EpRouteArgs &a, const Tile &p) {
     return a.t.first_expert[p.number] + p.expert - ep_owner_first(&a.p.owners, p.owner);
 }
 
-__device__ __forceinline__ Piece take_piece(const EpRouteArgs &a, int number) {
-    Piece p;
-    p.index = number % a.pieces, number /= a.pieces;
+__device__ __forceinline__ Tile take_tile(const EpRouteArgs &a, int number) {
+    Tile p;
+    p.index = number % a.tiles, number /= a.tiles;
     p.chunk = number % a.t.chunks, p.source = number / a.t.chunks;
     int i = (int)threadIdx.x >> a.team_shift;
     p.k = threadIdx.x & ((1 << a.team_shift) - 1);
-    p.token = p.index * a.piece_tokens + i;
-    if (i >= a.piece_tokens || p.token >= a.t.chunk) p.token = -1;
+    p.token = p.index * a.tile_tokens + i;
+    if (i >= a.tile_tokens || p.token >= a.t.chunk) p.token = -1;
     p.expert = p.owner = p.number = -1;
     int64_t token = (int64_t)p.chunk * a.t.chunk + p.token;
     if (p.token < 0 || p.k >= a.p.top_k || token >= tokens_of(a, p.source)) return p;
@@ -184,8 +183,8 @@ __device__ __forceinline__ void check_head(const EpRouteArgs &a, int source, uin
     if (!is_same) report_head(a, source);
 }
 
-/* Count a piece in shared memory; `places` counts for the other nodes, of this rank's tokens. */
-__device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Piece &p, int32_t *count) {
+/* Count a tile in shared memory; `places` counts for the other nodes, of this rank's tokens. */
+__device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Tile &p, int32_t *count) {
     Same owner = find_same(a, p.owner), here = find_same(a, p.number >= 0 ? 0 : -1);
     int other = p.owner >= 0 && p.source == a.t.self ? a.t.other_of[p.owner] : -1;
     Same node = find_same(a, other);
@@ -200,26 +199,26 @@ __device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Piece &p
 }
 
 __global__ void __launch_bounds__(EP_ROUTE_THREADS)
-    count_pieces(const __grid_constant__ EpRouteArgs a) {
+    count_tiles(const __grid_constant__ EpRouteArgs a) {
     extern __shared__ uint4 memory[];
     int32_t *count = (int32_t *)ep_keep_shared(memory);
     uint32_t epoch = ep_epoch(a.p.group);
     int others = a.t.nodes - 1;
     if (threadIdx.x == 0) ep_set_operation(a.p.group, 0);
     if (!is_alive(a)) return;
-    for (int number = blockIdx.x; number < num_pieces(a); number += gridDim.x) {
+    for (int number = blockIdx.x; number < num_tiles(a); number += gridDim.x) {
         __syncthreads();
         for (int c = threadIdx.x; c < a.columns + others; c += EP_ROUTE_THREADS)
             count[c] = 0;
         __syncthreads();
-        Piece p = take_piece(a, number);
+        Tile p = take_tile(a, number);
         if (threadIdx.x == 0 && p.chunk + p.index == 0) check_head(a, p.source, epoch);
         count_entry(a, p, count);
         __syncthreads();
         for (int c = threadIdx.x; c < a.columns; c += EP_ROUTE_THREADS)
             before_of(a, number)[c] = count[c];
         for (int c = threadIdx.x; c < others && p.source == a.t.self; c += EP_ROUTE_THREADS)
-            a.counts.places[(p.chunk * a.pieces + p.index) * others + c] = count[a.columns + c];
+            a.counts.places[(p.chunk * a.tiles + p.index) * others + c] = count[a.columns + c];
     }
 }
 
@@ -228,11 +227,11 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
 #define SUM_THREADS 1024
 #define SUM_COLUMNS 32 /* of a block: neighbours, whose loads share a sector */
 
-/* Sum columns over all pieces: 32 threads share a column, a stretch of pieces each. */
+/* Sum columns over all tiles: 32 threads share a column, a stretch of tiles each. */
 __device__ void sum_columns(const EpRouteArgs &a, int first, int32_t (*sums)[SUM_COLUMNS]) {
     int column = first + (int)threadIdx.x % SUM_COLUMNS, part = threadIdx.x / SUM_COLUMNS;
-    int pieces = num_pieces(a), each = (pieces + 31) / 32, sum = 0;
-    int begin = min(pieces, part * each), end = min(pieces, begin + each);
+    int tiles = num_tiles(a), each = (tiles + 31) / 32, sum = 0;
+    int begin = min(tiles, part * each), end = min(tiles, begin + each);
     int is_column = column < a.t.experts + a.t.ranks;
     for (int i = begin; i < end && is_column; i++)
         sum += before_of(a, i)[column];
@@ -249,11 +248,11 @@ __device__ void sum_columns(const EpRouteArgs &a, int first, int32_t (*sums)[SUM
     if (part == 31) a.counts.total[column] = sum;
 }
 
-/* Continue a sum over the pieces of a rank's chunk. Returns it. */
+/* Continue a sum over the tiles of a rank's chunk. Returns it. */
 __device__ __forceinline__ int sum_chunk(const EpRouteArgs &a, int source, int chunk, int column,
                                          int sum) {
-    for (int i = 0; i < a.pieces; i++) {
-        int32_t *at = before_of(a, piece_number(a, source, chunk, i)) + column, count = *at;
+    for (int i = 0; i < a.tiles; i++) {
+        int32_t *at = before_of(a, tile_number(a, source, chunk, i)) + column, count = *at;
         *at = sum, sum += count;
     }
     return sum;
@@ -272,15 +271,15 @@ __device__ __forceinline__ void sum_parts(const EpRouteArgs &a, int i) {
 /* Sum the places of this rank's messages: `i` is a chunk and another node. */
 __device__ __forceinline__ void sum_places(const EpRouteArgs &a, int i) {
     int others = a.t.nodes - 1, chunk = i / others, sum = 0;
-    for (int piece = 0; piece < a.pieces; piece++) {
-        int32_t *at = a.counts.places + (chunk * a.pieces + piece) * others + i % others;
+    for (int tile = 0; tile < a.tiles; tile++) {
+        int32_t *at = a.counts.places + (chunk * a.tiles + tile) * others + i % others;
         int count = *at;
         *at = sum, sum += count;
     }
     a.counts.filled[i] = sum;
 }
 
-__global__ void __launch_bounds__(SUM_THREADS) sum_pieces(const __grid_constant__ EpRouteArgs a) {
+__global__ void __launch_bounds__(SUM_THREADS) sum_tiles(const __grid_constant__ EpRouteArgs a) {
     __shared__ int32_t sums[32][SUM_COLUMNS];
     int columns = a.t.experts + a.t.ranks, blocks = (columns + SUM_COLUMNS - 1) / SUM_COLUMNS;
     if (!is_alive(a)) return;
@@ -306,13 +305,13 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_pieces(const __grid_constant_
 /* ==== assigning slots ======================================================================= */
 
 /*
- * Slots, rows and places of the entries of a piece, stored into
+ * Slots, rows and places of the entries of a tile, stored into
  * the parts of the plan that this rank needs, as a source, a relay or a receiver.
  */
 
 /* A block's tables in shared memory. */
 typedef struct Tables {
-    uint8_t *count; /* [columns + others, EP_ROUTE_WARPS] of each warp in the piece */
+    uint8_t *count; /* [columns + others, EP_ROUTE_WARPS] of each warp in the tile */
     int32_t *start; /* [experts] first row of each expert's slab on its rank, capacity ignored */
 } Tables;
 
@@ -348,7 +347,7 @@ __device__ __forceinline__ int warps_before(const Tables &t, int column) {
     return sum;
 }
 
-/* What is numbered of a thread's entry, counted within its piece first. */
+/* What is numbered of a thread's entry, counted within its tile first. */
 typedef struct Numbered {
     Same expert, owner, node; /* in the warp */
     int entry, row, place;    /* entries for its expert, rows to its rank, places of its message
@@ -359,8 +358,8 @@ typedef struct Numbered {
     int other;                /* its expert's node, among the others; -1: none */
 } Numbered;
 
-/* Count each warp's part of the piece; then number by what is before. By all threads. */
-__device__ __forceinline__ Numbered number_entry(const EpRouteArgs &a, const Piece &p,
+/* Count each warp's part of the tile; then number by what is before. By all threads. */
+__device__ __forceinline__ Numbered number_entry(const EpRouteArgs &a, const Tile &p,
                                                  const Tables &t) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = 1 << a.team_shift;
     int columns = a.columns + a.t.nodes - 1, expert = p.number >= 0 ? expert_column(a, p) : -1;
@@ -420,7 +419,7 @@ __device__ __forceinline__ EpCudaPlan part_of(const EpRouteArgs &a, EpPlanPart k
 
 /* The tokens of a source that this node needs come first, in order; then the others, which have no
  * rows here. So a token's place is that of its record in the message. */
-__device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Piece &p, const Numbered &n,
+__device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                           const int32_t *before) {
     Home h;
     int index = a.t.source_index[p.source];
@@ -441,13 +440,13 @@ __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Piece &p, 
     h.at = index * a.t.chunk + (n.needs ? place : needed + p.token - place);
     if (index + 1 < a.t.num_sources[h.agent]) {
         int next = a.t.source_rank[h.agent * a.t.sources + index + 1];
-        h.end = before_of(a, piece_number(a, next, p.chunk, 0))[row_column(a, a.t.rank)];
+        h.end = before_of(a, tile_number(a, next, p.chunk, 0))[row_column(a, a.t.rank)];
     }
     return h;
 }
 
 /* Store where the rows of the token begin on this rank. By one lane of the token. */
-__device__ __forceinline__ void store_begin(const EpRouteArgs &a, const Piece &p, const Numbered &n,
+__device__ __forceinline__ void store_begin(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                             const Home &h, const int32_t *before) {
     int32_t *begins = h.part.begins + (int64_t)h.agent * (h.tokens + 1);
     int begin = before[row_column(a, a.t.rank)] + n.mine;
@@ -462,12 +461,12 @@ __device__ __forceinline__ int find_leader(const EpRouteArgs &a, const Numbered 
 }
 
 /* Store this rank's own entry, for the ranks of this node or for another node's message. */
-__device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Piece &p, const Numbered &n,
+__device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                             const Home &h, const EpEntry &here) {
     EpEntry e = here;
     int other = n.other >= 0 ? a.t.ranks + n.other : -1;
     const int32_t *places =
-        a.counts.places + (p.chunk * a.pieces + p.index) * (a.t.nodes - 1) + n.other;
+        a.counts.places + (p.chunk * a.tiles + p.index) * (a.t.nodes - 1) + n.other;
     if (p.number < 0) e = EpEntry{-1, 0, (int16_t)other, 0, n.node.leads};
     if (n.other >= 0) e.row = *places + n.place;
     h.part.entries[(int64_t)h.at * a.p.top_k + p.k] = e;
@@ -476,7 +475,7 @@ __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Piece &p
 
 /* Store what this rank, as a receiver, must know of a token's row: the slots of its entries. `row`,
  * `flat`: of the row, in all lanes of the token. */
-__device__ __forceinline__ void store_route(const EpRouteArgs &a, const Piece &p, const Home &h,
+__device__ __forceinline__ void store_route(const EpRouteArgs &a, const Tile &p, const Home &h,
                                             int row, int flat, int slot, int expert) {
     int64_t at = (int64_t)h.agent * h.tokens + row, k = p.k;
     int is_mine = p.number == a.t.rank;
@@ -489,7 +488,7 @@ __device__ __forceinline__ void store_route(const EpRouteArgs &a, const Piece &p
         h.part.routes[(int64_t)flat * a.p.top_k + k] = is_mine ? expert : -1;
 }
 
-__device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Piece &p, const Tables &t,
+__device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p, const Tables &t,
                                              const int32_t *before) {
     Numbered n = number_entry(a, p, t);
     Home h = find_home(a, p, n, before);
@@ -517,7 +516,7 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Piece &
 /* ==== publishing ============================================================================ */
 
 /* Store how many tokens each agent has in each part. An agent that relays for nobody has zero
- * tokens; store its offset here, since no piece will. By all threads. */
+ * tokens; store its offset here, since no tile will. By all threads. */
 __device__ void store_tokens(const EpRouteArgs &a) {
     for (int i = threadIdx.x; i < a.t.chunks * a.t.ranks; i += EP_ROUTE_THREADS) {
         int chunk = i / a.t.ranks, agent = i % a.t.ranks, sources = a.t.num_sources[agent];
@@ -531,10 +530,10 @@ __device__ void store_tokens(const EpRouteArgs &a) {
     }
 }
 
-/* Returns the count of a rank in a column of the first ones, from the sums before its pieces. */
+/* Returns the count of a rank in a column of the first ones, from the sums before its tiles. */
 __device__ __forceinline__ int count_of(const EpRouteArgs &a, int source, int column) {
-    const int32_t *at = before_of(a, piece_number(a, source, 0, 0)) + column;
-    int64_t next = (int64_t)a.t.chunks * a.pieces * a.columns;
+    const int32_t *at = before_of(a, tile_number(a, source, 0, 0)) + column;
+    int64_t next = (int64_t)a.t.chunks * a.tiles * a.columns;
     return (source + 1 < a.t.group ? at[next] : a.counts.total[column]) - *at;
 }
 
@@ -587,8 +586,8 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
     int alive = is_alive(a);
     if (alive) {
         lay_node_slabs(a, t);
-        for (int number = blockIdx.x; number < num_pieces(a); number += gridDim.x)
-            assign_entry(a, take_piece(a, number), t, before_of(a, number));
+        for (int number = blockIdx.x; number < num_tiles(a); number += gridDim.x)
+            assign_entry(a, take_tile(a, number), t, before_of(a, number));
     }
     if (ep_end_operation(a.p.group, epoch, 1) != EP_LAST_PUBLISHES || !alive) return;
     if (threadIdx.x == 0) report_all_bad_indices(a.p);
@@ -600,8 +599,8 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
 
 extern "C" int ep_cuda_open_route(int shared_bytes) {
     int error = ep_open_kernel(collect_routing, shared_bytes);
-    if (!error) error = ep_open_kernel(count_pieces, shared_bytes);
-    if (!error) error = ep_open_kernel(sum_pieces, shared_bytes);
+    if (!error) error = ep_open_kernel(count_tiles, shared_bytes);
+    if (!error) error = ep_open_kernel(sum_tiles, shared_bytes);
     return error ? error : ep_open_kernel(assign_slots, shared_bytes);
 }
 
@@ -616,7 +615,7 @@ static size_t route_shared(const EpRouteArgs *a) {
 
 extern "C" int ep_cuda_count_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
-    return ep_launch(count_pieces, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
+    return ep_launch(count_tiles, blocks, EP_ROUTE_THREADS, route_shared(a), stream, *a);
 }
 
 /* The first blocks sum columns, as many as there are columns; the others all the rest. */
@@ -624,7 +623,7 @@ extern "C" int ep_cuda_sum_routes(const void *args, int blocks, void *stream) {
     const EpRouteArgs *a = (const EpRouteArgs *)args;
     int columns = a->t.experts + a->t.ranks;
     blocks += (columns + SUM_COLUMNS - 1) / SUM_COLUMNS;
-    return ep_launch(sum_pieces, blocks, SUM_THREADS, 0, stream, *a);
+    return ep_launch(sum_tiles, blocks, SUM_THREADS, 0, stream, *a);
 }
 
 extern "C" int ep_cuda_assign_routes(const void *args, int blocks, void *stream) {

@@ -10,13 +10,13 @@
  * they compute them from the same routing. Four kernels, and the exchange between the first two:
  *
  *     collect   this rank's routing becomes a message: checked, as int32, -1 for no expert
- *     count     for each piece of each rank's tokens: its entries for each expert of this node,
+ *     count     for each tile of each rank's tokens: its entries for each expert of this node,
  *               its rows to each rank of this node, and how many of its tokens this node needs
- *     sum       each count becomes the sum over the pieces before
+ *     sum       each count becomes the sum over the tiles before
  *     assign    slots, rows and places of all entries: the plan; the last block publishes it
  *
- * A *piece* is a number of consecutive tokens of a rank, of one chunk, with an entry for each
- * thread of a block. Pieces are counted by rank, then by token.
+ * A *tile* is a number of consecutive tokens of a rank, of one chunk, with an entry for each
+ * thread of a block. Tiles are counted by rank, then by token.
  */
 
 #include "runtime/cuda/plan.h"
@@ -69,12 +69,12 @@ typedef struct EpRoutingHead {
  *  node. Columns: entries [E]; rows to each rank by source [m], as flat rows are numbered; the same
  *  rows by part [m]; tokens that need this node [1]. */
 typedef struct EpRouteCounts {
-    int32_t *before; /**< [R, chunks, pieces, columns] count of a piece; then the sum before it */
-    int32_t *places; /**< [chunks, pieces, others] of this rank's tokens: those that need each other
-                          node; then the sum before */
-    int32_t *filled; /**< [chunks, others] places of this rank's messages that have a record */
-    int32_t *total;  /**< [E + m] of the first columns */
-    int32_t *own;    /**< [chunks, m, m] rows of each agent's own part to each rank */
+    int32_t *before;  /**< [R, chunks, tiles, columns] count of a tile; then the sum before it */
+    int32_t *places;  /**< [chunks, tiles, others] of this rank's tokens: those that need each other
+                           node; then the sum before */
+    int32_t *filled;  /**< [chunks, others] places of this rank's messages that have a record */
+    int32_t *total;   /**< [E + m] of the first columns */
+    int32_t *own;     /**< [chunks, m, m] rows of each agent's own part to each rank */
     int32_t *relayed; /**< [chunks, m, m] rows of each agent's relayed part to each rank */
     int32_t *needed;  /**< [R, chunks] tokens of a chunk that need this node */
     int32_t *sent;    /**< rows of this rank to other ranks of the group */
@@ -89,9 +89,9 @@ typedef struct EpRouteArgs {
     int64_t part_stride;
     char *messages; /**< [R, message_bytes] */
     int64_t message_bytes;
-    int32_t team_shift;   /**< log2 of the lanes of a token */
-    int32_t piece_tokens; /**< tokens of a piece, at most */
-    int32_t pieces;       /**< of a chunk */
+    int32_t team_shift;  /**< log2 of the lanes of a token */
+    int32_t tile_tokens; /**< tokens of a tile, at most */
+    int32_t tiles;       /**< of a chunk */
     int32_t columns;
 } EpRouteArgs;
 
