@@ -477,15 +477,16 @@ __device__ __forceinline__ int order_term(const Team &t, int is_term, int place)
 
 /* Returns the record of another node's sum; `owner` is beyond the ranks. */
 __device__ __forceinline__ const char *node_sum(const EpGatherArgs &a, int owner, int row) {
-    int64_t at = (int64_t)(owner - a.group.size) * a.nodes.places + row;
+    int64_t at = (int64_t)(owner - a.group.size) * a.nodes.message_slots + row;
     return a.nodes.records + at * a.record.bytes;
 }
 
-/* Whether an entry's sum comes from elsewhere. A damaged place in a node's records is none. */
+/* Whether an entry's sum comes from elsewhere. A damaged slot in a node's records is none. */
 template <Form FORM>
 __device__ __forceinline__ int is_elsewhere(const EpGatherArgs &a, const EpEntry &e) {
     if (e.owner < 0 || e.owner == a.group.rank) return 0;
-    return FORM == ONE_NODE || e.owner < a.group.size || (uint32_t)e.row < (uint32_t)a.nodes.places;
+    return FORM == ONE_NODE || e.owner < a.group.size ||
+           (uint32_t)e.row < (uint32_t)a.nodes.message_slots;
 }
 
 /* Returns a lane's term of its token's sum: the sum of another rank or node, or one of this rank's

@@ -10,15 +10,15 @@
 #include "runtime/movement.h"
 
 /** Where a token's sum and values go: bytes from one token's to the next one's, behind t.out_rows
- * and t.out_values. Of a relayed part they are records, on their way to the source. */
+ * and t.out_values. Of a relayed chunk plan they are records, on their way to the source. */
 typedef struct EpTarget {
     int64_t row_stride, value_stride;
 } EpTarget;
 
 /** Sums of other nodes, which come as records over the network: terms of a token's sum. */
 typedef struct EpNodeSums {
-    const char *records; /**< [others, places] records; NULL: there are none */
-    int32_t places;      /**< of a node: the tokens of a chunk */
+    const char *records;   /**< [others, message_slots] records; NULL: there are none */
+    int32_t message_slots; /**< of a node: the tokens of a chunk */
     const int32_t
         *order; /**< device [R + others]: the place of each rank and other node in the order of
                      summation, which is that of the group's ranks; NULL: as numbered */
@@ -103,7 +103,7 @@ int ep_partition_gather(EpGatherArgs *args, int32_t shared_bytes);
 #endif
 
 /** Run a gather on several nodes: combine/cuda/gather_nodes.c. `args` describes it as if the plan
- * had no parts. */
+ * had no chunk plans. */
 EpStatus ep_cuda_gather_nodes(EpHandle *handle, const EpGather *call, const EpGatherArgs *args);
 
 #endif

@@ -10,7 +10,7 @@
 #include "runtime/movement.h"
 
 /** Where a token's row, weights and scales lie behind t.rows, t.topk_weights and t.scales: bytes
- * from one token's to the next one's. The tokens of a relayed part are records. */
+ * from one token's to the next one's. The tokens of a relayed chunk plan are records. */
 typedef struct EpSource {
     int64_t row_stride, weight_stride, scale_stride;
 } EpSource;
@@ -54,7 +54,7 @@ int ep_partition_scatter(EpScatterArgs *args, int32_t shared_bytes, int64_t unit
 #endif
 
 /** Run a scatter on several nodes: dispatch/cuda/scatter_nodes.c. `args` describes it as if the
- * plan had no parts; `unit` is ep_partition_scatter's. */
+ * plan had no chunk plans; `unit` is ep_partition_scatter's. */
 EpStatus ep_cuda_scatter_nodes(EpHandle *handle, const EpScatter *call, const EpScatterArgs *args,
                                int64_t unit);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Locates the arrays of a plan, and of its parts. */
+/* Locates the arrays of a plan, and of its chunk plans. */
 #include "runtime/cuda/plan.h"
 
 EpRouteSizes ep_route_sizes(const EpPlanShape *s) {
@@ -33,10 +33,10 @@ static void take_rows(const EpPlanShape *s, int64_t ranks, int64_t tokens, EpAre
     *at = arena;
 }
 
-static int64_t part_bytes(const EpPlanShape *s, EpPlanPart kind) {
+static int64_t chunk_plan_bytes(const EpPlanShape *s, EpChunkPlan kind) {
     EpArena arena = {.unit = 128};
-    EpCudaPlan part = {.sizes = ep_route_sizes(s)};
-    take_rows(s, s->nodes.ranks, ep_part_tokens(s, kind), &arena, &part);
+    EpCudaPlan plan = {.sizes = ep_route_sizes(s)};
+    take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), &arena, &plan);
     return arena.bytes;
 }
 
@@ -55,10 +55,11 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
         TAKE(routes, slots * k);
     TAKE(next, plan->sizes.form == EP_ROUTES_CHAINED ? slots : 0);
     if (s->nodes.nodes > 1) {
-        plan->part_bytes[EP_PART_OWN] = part_bytes(s, EP_PART_OWN);
-        plan->part_bytes[EP_PART_RELAYED] = part_bytes(s, EP_PART_RELAYED);
-        int64_t both = plan->part_bytes[EP_PART_OWN] + plan->part_bytes[EP_PART_RELAYED];
-        TAKE(parts, ep_plan_chunks(s) * both);
+        plan->chunk_plan_bytes[EP_CHUNK_OWN] = chunk_plan_bytes(s, EP_CHUNK_OWN);
+        plan->chunk_plan_bytes[EP_CHUNK_RELAYED] = chunk_plan_bytes(s, EP_CHUNK_RELAYED);
+        int64_t both =
+            plan->chunk_plan_bytes[EP_CHUNK_OWN] + plan->chunk_plan_bytes[EP_CHUNK_RELAYED];
+        TAKE(chunk_plans, ep_plan_chunks(s) * both);
     }
     TAKE(tail, 1);
     return arena.bytes;
@@ -66,15 +67,15 @@ int64_t ep_cuda_plan_map(const EpPlanShape *s, void *memory, EpCudaPlan *plan) {
 
 #undef TAKE
 
-EpCudaPlan ep_cuda_plan_part(const EpPlanShape *s, const EpCudaPlan *whole, EpPlanPart kind,
-                             int32_t chunk) {
-    const int64_t *bytes = whole->part_bytes;
-    EpCudaPlan part = *whole;
-    int64_t at = chunk * (bytes[EP_PART_OWN] + bytes[EP_PART_RELAYED]);
-    if (kind == EP_PART_RELAYED) at += bytes[EP_PART_OWN];
-    EpArena arena = {.base = (uintptr_t)whole->parts + (uintptr_t)at, .unit = 128};
-    take_rows(s, s->nodes.ranks, ep_part_tokens(s, kind), &arena, &part);
-    return part;
+EpCudaPlan ep_cuda_chunk_plan(const EpPlanShape *s, const EpCudaPlan *whole, EpChunkPlan kind,
+                              int32_t chunk) {
+    const int64_t *bytes = whole->chunk_plan_bytes;
+    EpCudaPlan plan = *whole;
+    int64_t at = chunk * (bytes[EP_CHUNK_OWN] + bytes[EP_CHUNK_RELAYED]);
+    if (kind == EP_CHUNK_RELAYED) at += bytes[EP_CHUNK_OWN];
+    EpArena arena = {.base = (uintptr_t)whole->chunk_plans + (uintptr_t)at, .unit = 128};
+    take_rows(s, s->nodes.ranks, ep_chunk_plan_tokens(s, kind), &arena, &plan);
+    return plan;
 }
 
 int64_t ep_info_words(const EpPlanShape *s) {

@@ -187,7 +187,7 @@ __device__ __forceinline__ int32_t ep_check_count(const EpCudaGroup &g, int32_t 
     return min(max(count, 0), g.layout.max_tokens);
 }
 
-/** Returns the number of this rank's tokens: of the step, or of a part of its plan. */
+/** Returns the number of this rank's tokens: of the step, or of a chunk plan. */
 __device__ __forceinline__ int32_t ep_num_tokens(const EpCudaPlan &plan, const EpCudaGroup &g) {
     if (plan.use.most_tokens < 0) return (int32_t)plan.header->num_tokens;
     return min(max(plan.tokens[g.rank], 0), plan.use.most_tokens);

@@ -31,7 +31,8 @@ typedef struct EpPlanUse {
     int32_t top_k;
     int64_t num_rows;    /**< rows of the token tensors; -1: none is given */
     int64_t num_slots;   /**< rows of the shortest tensor of slots */
-    int32_t most_tokens; /**< of a part: that its tensors of tokens have; -1: it is a whole plan */
+    int32_t most_tokens; /**< of a chunk plan: that its tensors of tokens have; -1: it is a whole
+                            plan */
     int32_t fills_rest;  /**< whether this launch also writes the rows that have no token: padding,
                               and those past the last token */
 } EpPlanUse;
@@ -43,7 +44,7 @@ typedef enum EpRouteForm {
     EP_ROUTES_FLAT,    /**< [slots, K]: the local experts of each row that has a slot */
     EP_ROUTES_CHAINED, /**< for each row its first slot, for each slot the row's next one */
     EP_ROUTES_LISTED   /**< several nodes, flat: as FLAT, and for each row its slot: the rows of a
-                            part come from several sources */
+                            chunk plan come from several sources */
 } EpRouteForm;
 
 /** The form of a plan's routes, which follows from its shape alone. */
@@ -63,18 +64,18 @@ typedef struct __attribute__((aligned(8))) EpChain {
  *
  * On several nodes a rank works on its node as it does on one: it has tokens, and sends each to the
  * ranks of the node that need it. But its tokens are its own and those of its sources on other
- * nodes, and they come in chunks. So such a plan has *parts*: one of each kind (EpPlanPart) for
- * each chunk. A part is a plan of the node's ranks, with arrays of its own for tokens and rows;
- * header, experts and flat routes are the whole plan's. In it "rank" is a rank's number on the
- * node, and R their number. A token of a relayed part is a row that a source has sent; ascending by
- * source, and by token of each.
+ * nodes, and they come in chunks. So such a plan has *chunk plans*: one of each kind (EpChunkPlan)
+ * for each chunk. A chunk plan is a plan of the node's ranks, with arrays of its own for tokens and
+ * rows; header, experts and flat routes are the whole plan's. In it "rank" is a rank's number on
+ * the node, and R their number. A token of a relayed chunk plan is a row that a source has sent;
+ * ascending by source, and by token of each.
  */
-typedef enum EpPlanPart {
-    EP_PART_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
+typedef enum EpChunkPlan {
+    EP_CHUNK_OWN,    /**< this rank's tokens of the chunk, for the node's experts. The owner of an
                          entry of an expert elsewhere is R + the number of its node among the
-                         others, and its row is the place in the message there */
-    EP_PART_RELAYED /**< the rows that this rank's sources have sent: sources * chunk places */
-} EpPlanPart;
+                         others, and its row is the message slot there */
+    EP_CHUNK_RELAYED /**< the rows that this rank's sources have sent: sources * chunk of them */
+} EpChunkPlan;
 
 typedef struct EpCudaPlan {
     EpPlanUse use;
@@ -93,9 +94,9 @@ typedef struct EpCudaPlan {
     EpChain *chains;         /**< CHAINED: [R, max_tokens] */
     int32_t *next;           /**< CHAINED: [slots] of each slot but the last of its row */
     int32_t *row_slots;      /**< LISTED: [R, max_tokens] slot of each row */
-    char *parts;             /**< several nodes: see ep_cuda_plan_part */
-    int64_t part_bytes[2];   /**< of each kind */
-    uint64_t *tail;          /**< repeats the magic */
+    char *chunk_plans;       /**< several nodes: see ep_cuda_chunk_plan */
+    int64_t chunk_plan_bytes[2]; /**< of each kind */
+    uint64_t *tail;              /**< repeats the magic */
 } EpCudaPlan;
 
 /**
@@ -108,18 +109,18 @@ EpRouteSizes ep_route_sizes(const EpPlanShape *shape);
 /** Locate the arrays of the plan at `memory` (NULL: none). Returns the plan's bytes. */
 int64_t ep_cuda_plan_map(const EpPlanShape *shape, void *memory, EpCudaPlan *plan);
 
-/** Returns the number of chunks of a step of max_tokens, and the most tokens of a part. */
+/** Returns the number of chunks of a step of max_tokens, and the most tokens of a chunk plan. */
 static inline int32_t ep_plan_chunks(const EpPlanShape *s) {
     return (s->max_tokens + s->nodes.chunk - 1) / s->nodes.chunk;
 }
 
-EP_HOST_DEVICE static inline int32_t ep_part_tokens(const EpPlanShape *s, EpPlanPart kind) {
-    return kind == EP_PART_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.chunk;
+EP_HOST_DEVICE static inline int32_t ep_chunk_plan_tokens(const EpPlanShape *s, EpChunkPlan kind) {
+    return kind == EP_CHUNK_OWN ? s->nodes.chunk : s->nodes.sources * s->nodes.chunk;
 }
 
-/** Locate a part of a plan. */
-EpCudaPlan ep_cuda_plan_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
-                             int32_t chunk);
+/** Locate a chunk plan. */
+EpCudaPlan ep_cuda_chunk_plan(const EpPlanShape *shape, const EpCudaPlan *whole, EpChunkPlan kind,
+                              int32_t chunk);
 
 /**
  * The numbers that routing kernels report to the host, in pinned memory: step << 32 | number. Each
@@ -138,9 +139,9 @@ enum EpInfoWord {
                          from ep_info_chunks on */
 };
 
-/** Returns the word with the number of chunks that any rank has tokens in. The places that are
- * filled in each chunk's messages follow: [chunks, others + sources], to the other nodes and from
- * the sources. */
+/** Returns the word with the number of chunks that any rank has tokens in. The message slots that
+ * are filled in each chunk's messages follow: [chunks, others + sources], to the other nodes and
+ * from the sources. */
 EP_HOST_DEVICE static inline int64_t ep_info_chunks(const EpPlanShape *shape) {
     return EP_INFO_EXPERTS + 3 * (int64_t)shape->num_local + 1;
 }

@@ -17,11 +17,11 @@
  * Kernels that share the GPU's multiprocessors take as long together as one after the other, but
  * the one that NCCL waits for then ends last: so packing has no stream of its own.
  *
- * A message has chunk places for records, filled from the first one on by the tokens that the other
- * node needs. All places are sent, whatever the routing is: so both ends know the size without
- * asking, no call waits on the host, and all of it can be captured. With exact sizing the host
- * knows the routing's numbers before it makes room for the rows, so there only filled places are
- * sent, of the chunks that any rank has tokens in: if the plan is the handle's own, outside of
+ * A message has a slot for each token of a chunk, filled from the first one on by the tokens that
+ * the other node needs. All slots are sent, whatever the routing is: so both ends know the size
+ * without asking, no call waits on the host, and all of it can be captured. With exact sizing the
+ * host knows the routing's numbers before it makes room for the rows, so there only filled slots
+ * are sent, of the chunks that any rank has tokens in: if the plan is the handle's own, outside of
  * captures.
  *
  * No kernel waits for the network, so there is no circular wait, however few multiprocessors are
@@ -90,7 +90,7 @@ typedef struct EpRelayRun {
     EpCudaSide *side;
     EpCudaStream stream; /**< the caller's */
     int32_t chunks;
-    const int32_t *places; /**< of each message: see ep_info_chunks; NULL: all */
+    const int32_t *message_slots; /**< of each message: see ep_info_chunks; NULL: all */
     int64_t record_bytes;
 } EpRelayRun;
 
@@ -148,14 +148,15 @@ EpStatus ep_relay_send_rows(const EpRelayRun *run, int32_t chunk, EpRelayWay way
  *  join. */
 ncclResult_t ep_relay_call_once(const EpRelayRun *run);
 
-/** Take a chunk's part of a plan for a launch: its plan, and the group with the part's number of
- *  tokens. `num_rows`: T of the token tensors. */
-void ep_relay_take_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
-                        int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group);
+/** Take a chunk plan for a launch, and the group with its number of tokens. `num_rows`: T of the
+ *  token tensors. */
+void ep_relay_take_chunk(const EpPlanShape *shape, const EpCudaPlan *whole, EpChunkPlan kind,
+                         int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group);
 
-/** Returns the digest of an operation's launch for a part. It takes the sizes' place, which ranks
- * have compared by their stamps before, or on the way to the rank that they share a node with. */
-static inline uint32_t ep_relay_part_digest(uint32_t digest, EpPlanPart kind, int32_t chunk) {
+/** Returns the digest of an operation's launch for a chunk plan. It takes the sizes' place, which
+ * ranks have compared by their stamps before, or on the way to the rank that they share a node
+ * with. */
+static inline uint32_t ep_relay_chunk_digest(uint32_t digest, EpChunkPlan kind, int32_t chunk) {
     return digest + ((uint32_t)(2 * chunk + (int32_t)kind) << 16);
 }
 

@@ -76,7 +76,7 @@ typedef struct Messages {
     char *buffer;
     const int32_t *peers;
     int32_t count;
-    const int32_t *places; /* of each that are sent; NULL: `most` */
+    const int32_t *message_slots; /* of each that are sent; NULL: `most` */
     int64_t most;
 } Messages;
 
@@ -85,18 +85,18 @@ static Messages messages_of(const EpRelayRun *run, int32_t chunk, char *buffer, 
     const EpRelayTables *t = &run->relay->tables;
     int32_t others = t->nodes - 1;
     int64_t left = run->group->config.max_tokens - (int64_t)chunk * t->chunk;
-    Messages m = {buffer, run->relay->peers, others, run->places, ep_min(left, t->chunk)};
-    if (m.places) m.places += chunk * (others + t->sources);
+    Messages m = {buffer, run->relay->peers, others, run->message_slots, ep_min(left, t->chunk)};
+    if (m.message_slots) m.message_slots += chunk * (others + t->sources);
     if (with_relays) return m;
     m.peers += others, m.count = run->relay->num_sources;
-    if (m.places) m.places += others;
+    if (m.message_slots) m.message_slots += others;
     return m;
 }
 
-/* An empty message has a place, too: no exchange is without messages on any rank. */
+/* An empty message has a slot, too: no exchange is without messages on any rank. */
 static size_t message_size(const EpRelayRun *run, const Messages *m, int32_t i) {
-    int64_t places = m->places ? ep_min(ep_max(1, m->places[i]), m->most) : m->most;
-    return (size_t)(places * run->record_bytes);
+    int64_t slots = m->message_slots ? ep_min(ep_max(1, m->message_slots[i]), m->most) : m->most;
+    return (size_t)(slots * run->record_bytes);
 }
 
 /* Send a message with this rank's stamp, or receive one with its sender's. */

@@ -23,13 +23,13 @@ EpStatus ep_relay_end(EpRelayRun *run) {
     return ep_cuda_order_leave(run->group, &ep_cuda(run->group)->order, &run->stream, cudaSuccess);
 }
 
-void ep_relay_take_part(const EpPlanShape *shape, const EpCudaPlan *whole, EpPlanPart kind,
-                        int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group) {
+void ep_relay_take_chunk(const EpPlanShape *shape, const EpCudaPlan *whole, EpChunkPlan kind,
+                         int32_t chunk, int64_t num_rows, EpCudaPlan *plan, EpCudaGroup *group) {
     int64_t left = num_rows - (int64_t)chunk * shape->nodes.chunk;
-    int32_t most = ep_part_tokens(shape, kind);
-    *plan = ep_cuda_plan_part(shape, whole, kind, chunk);
-    plan->use.fills_rest = kind == EP_PART_OWN && chunk == 0;
-    plan->use.most_tokens = kind == EP_PART_OWN ? (int32_t)ep_max(0, ep_min(most, left)) : most;
+    int32_t most = ep_chunk_plan_tokens(shape, kind);
+    *plan = ep_cuda_chunk_plan(shape, whole, kind, chunk);
+    plan->use.fills_rest = kind == EP_CHUNK_OWN && chunk == 0;
+    plan->use.most_tokens = kind == EP_CHUNK_OWN ? (int32_t)ep_max(0, ep_min(most, left)) : most;
     group->layout.max_tokens = most;
 }
 
@@ -38,7 +38,7 @@ EpStatus ep_relay_launch(EpRelayRun *run, int (*launch)(const void *args, int bl
     return ep_cuda_check(run->group, "kernel launch", launch(args, blocks, run->stream.stream));
 }
 
-#define EXACT_SIZES EP_DIGEST(0, 0, 0x8000) /* in a stamp: only filled places are sent */
+#define EXACT_SIZES EP_DIGEST(0, 0, 0x8000) /* in a stamp: only filled slots are sent */
 
 static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
     const EpCudaRelay *r = run->relay;
@@ -47,14 +47,14 @@ static void describe_marks(EpRelayRun *run, const EpRelayCall *call) {
                                        .theirs = r->stamps[0],
                                        .peers = r->device_peers,
                                        .num_peers = r->num_peers}};
-    run->mark.group.digest = call->digest ^ (run->places ? EXACT_SIZES : 0);
+    run->mark.group.digest = call->digest ^ (run->message_slots ? EXACT_SIZES : 0);
     ep_cuda_watch_describe(run->group, &run->mark);
 }
 
 /* All ranks come to the same answer: they agree on the rows in ep_prepare, and what is captured is
  * captured on all. A graph may prepare the plan anew while some hosts have read the numbers of the
- * step before: so once a prepare has been captured, all places are sent. */
-static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
+ * step before: so once a prepare has been captured, all slots are sent. */
+static EpStatus choose_message_slots(EpHandle *handle, const EpRelayCall *call, EpRelayRun *run) {
     const EpCudaOwn *own = handle->own_state;
     const int32_t *number;
     int is_exact = ep_agreed_rows(&handle->shape) == 0;
@@ -62,7 +62,7 @@ static EpStatus choose_places(EpHandle *handle, const EpRelayCall *call, EpRelay
     if (!knows || own->captured || run->stream.captures) return EP_OK;
     EP_TRY(ep_cuda_await_numbers(handle, &number));
     number += ep_info_chunks(&handle->shape);
-    run->chunks = number[0], run->places = number + 1;
+    run->chunks = number[0], run->message_slots = number + 1;
     return EP_OK;
 }
 
@@ -83,12 +83,12 @@ EpStatus ep_relay_begin(EpHandle *handle, const EpRelayCall *call, EpRelayRun *r
                         .chunks = cuda->relay->tables.chunks,
                         .record_bytes = call->record_bytes};
     EP_TRY(ep_cuda_stream(run->group, call->stream, &run->stream));
-    EP_TRY(choose_places(handle, call, run));
+    EP_TRY(choose_message_slots(handle, call, run));
     EP_TRY(ep_cuda_order_enter(run->group, &cuda->order, &run->stream));
     run->side = &run->relay->side[run->stream.captures];
     describe_marks(run, call);
     EP_TRY(launch_begin(run, call));
-    return run->places ? record(run, run->side->begun, run->stream.stream) : EP_OK;
+    return run->message_slots ? record(run, run->side->begun, run->stream.stream) : EP_OK;
 }
 
 /* The first exchange of exact sizes. It waits for the operation to begin, and for nothing else. */
@@ -193,7 +193,7 @@ EpMarks ep_relay_marks(const EpRelayRun *run, int32_t chunk, EpRelayWay way) {
 
 /* What has filled the send buffer follows what has read the receive buffer two chunks before. */
 EpStatus ep_relay_exchange(EpRelayRun *run, int32_t chunk, EpRelayWay way) {
-    if (chunk == 0 && run->places) EP_TRY(send_stamps(run));
+    if (chunk == 0 && run->message_slots) EP_TRY(send_stamps(run));
     EP_TRY(await(run, run->side->wire, run->side->ready[chunk % 2]));
     EP_TRY(ep_relay_send_rows(run, chunk, way));
     return follow_wire(run);

@@ -33,14 +33,14 @@ static int32_t tiles_of(int32_t chunk, int64_t top_k) {
 /* Lay the tables out at `memory`. Returns the number of integers. */
 static int64_t lay_counts(const Sizes *s, int32_t *memory, EpRouteCounts *out) {
     EpArena arena = {.base = (uintptr_t)memory, .unit = 64};
-    int64_t tiles = s->chunks * s->tiles, parts = s->chunks * s->ranks * s->ranks;
+    int64_t tiles = s->chunks * s->tiles, chunk_plans = s->chunks * s->ranks * s->ranks;
 #define TAKE(field, count) out->field = ep_arena_array(&arena, count, sizeof(int32_t))
     TAKE(before, s->group * tiles * s->columns);
-    TAKE(places, tiles * s->others);
+    TAKE(message_slots, tiles * s->others);
     TAKE(filled, s->chunks * s->others);
     TAKE(total, s->experts + s->ranks);
-    TAKE(own, parts);
-    TAKE(relayed, parts);
+    TAKE(own, chunk_plans);
+    TAKE(relayed, chunk_plans);
     TAKE(needed, s->group * s->chunks);
     TAKE(sent, 1);
 #undef TAKE
@@ -72,9 +72,11 @@ static void describe(const EpHandle *handle, const EpRouting *routing, const EpC
     a->p.group.digest = ep_cuda_digest(handle, &ep_op_prepare, facts, EP_OP_FACTS);
     a->p.group.size = t->group;
     a->t = *t;
-    a->part[EP_PART_OWN] = ep_cuda_plan_part(&handle->shape, &a->p.plan, EP_PART_OWN, 0);
-    a->part[EP_PART_RELAYED] = ep_cuda_plan_part(&handle->shape, &a->p.plan, EP_PART_RELAYED, 0);
-    a->part_stride = a->p.plan.part_bytes[EP_PART_OWN] + a->p.plan.part_bytes[EP_PART_RELAYED];
+    a->chunk_plan[EP_CHUNK_OWN] = ep_cuda_chunk_plan(&handle->shape, &a->p.plan, EP_CHUNK_OWN, 0);
+    a->chunk_plan[EP_CHUNK_RELAYED] =
+        ep_cuda_chunk_plan(&handle->shape, &a->p.plan, EP_CHUNK_RELAYED, 0);
+    a->chunk_stride =
+        a->p.plan.chunk_plan_bytes[EP_CHUNK_OWN] + a->p.plan.chunk_plan_bytes[EP_CHUNK_RELAYED];
     a->messages = relay->routing, a->message_bytes = relay->routing_bytes;
     a->team_shift = team_shift(routing->top_k);
     a->tile_tokens = EP_ROUTE_THREADS >> a->team_shift;

@@ -183,7 +183,7 @@ __device__ __forceinline__ void check_head(const EpRouteArgs &a, int source, uin
     if (!is_same) report_head(a, source);
 }
 
-/* Count a tile in shared memory; `places` counts for the other nodes, of this rank's tokens. */
+/* Count a tile in shared memory. The last columns count for other nodes, of this rank's tokens. */
 __device__ __forceinline__ void count_entry(const EpRouteArgs &a, const Tile &p, int32_t *count) {
     Same owner = find_same(a, p.owner), here = find_same(a, p.number >= 0 ? 0 : -1);
     int other = p.owner >= 0 && p.source == a.t.self ? a.t.other_of[p.owner] : -1;
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(EP_ROUTE_THREADS)
         for (int c = threadIdx.x; c < a.columns; c += EP_ROUTE_THREADS)
             before_of(a, number)[c] = count[c];
         for (int c = threadIdx.x; c < others && p.source == a.t.self; c += EP_ROUTE_THREADS)
-            a.counts.places[(p.chunk * a.tiles + p.index) * others + c] = count[a.columns + c];
+            a.counts.message_slots[(p.chunk * a.tiles + p.index) * others + c] =
+                count[a.columns + c];
     }
 }
 
@@ -258,8 +259,8 @@ __device__ __forceinline__ int sum_chunk(const EpRouteArgs &a, int source, int c
     return sum;
 }
 
-/* Sum the rows of the agents' parts: `i` is a chunk, an agent and a rank of this node. */
-__device__ __forceinline__ void sum_parts(const EpRouteArgs &a, int i) {
+/* Sum the rows of the agents' chunk plans: `i` is a chunk, an agent and a rank of this node. */
+__device__ __forceinline__ void sum_chunk_plans(const EpRouteArgs &a, int i) {
     int to = i % a.t.ranks, agent = i / a.t.ranks % a.t.ranks, chunk = i / a.t.ranks / a.t.ranks;
     a.counts.own[i] = sum_chunk(a, a.t.members[agent], chunk, row_column(a, to), 0);
     int sum = 0;
@@ -268,11 +269,11 @@ __device__ __forceinline__ void sum_parts(const EpRouteArgs &a, int i) {
     a.counts.relayed[i] = sum;
 }
 
-/* Sum the places of this rank's messages: `i` is a chunk and another node. */
-__device__ __forceinline__ void sum_places(const EpRouteArgs &a, int i) {
+/* Sum the message slots of this rank's messages: `i` is a chunk and another node. */
+__device__ __forceinline__ void sum_message_slots(const EpRouteArgs &a, int i) {
     int others = a.t.nodes - 1, chunk = i / others, sum = 0;
     for (int tile = 0; tile < a.tiles; tile++) {
-        int32_t *at = a.counts.places + (chunk * a.tiles + tile) * others + i % others;
+        int32_t *at = a.counts.message_slots + (chunk * a.tiles + tile) * others + i % others;
         int count = *at;
         *at = sum, sum += count;
     }
@@ -287,26 +288,26 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_tiles(const __grid_constant__
         sum_columns(a, blockIdx.x * SUM_COLUMNS, sums);
         return;
     }
-    int parts = a.t.chunks * a.t.ranks * a.t.ranks, needs = a.t.group * a.t.chunks;
-    int places = a.t.chunks * (a.t.nodes - 1);
-    for (int i = (blockIdx.x - blocks) * SUM_THREADS + threadIdx.x; i < parts + needs + places;
-         i += (gridDim.x - blocks) * SUM_THREADS) {
-        int need = i - parts;
-        if (i < parts)
-            sum_parts(a, i);
+    int chunk_plans = a.t.chunks * a.t.ranks * a.t.ranks, needs = a.t.group * a.t.chunks;
+    int messages = a.t.chunks * (a.t.nodes - 1);
+    for (int i = (blockIdx.x - blocks) * SUM_THREADS + threadIdx.x;
+         i < chunk_plans + needs + messages; i += (gridDim.x - blocks) * SUM_THREADS) {
+        int need = i - chunk_plans;
+        if (i < chunk_plans)
+            sum_chunk_plans(a, i);
         else if (need < needs)
             a.counts.needed[need] =
                 sum_chunk(a, need / a.t.chunks, need % a.t.chunks, need_column(a), 0);
         else
-            sum_places(a, need - needs);
+            sum_message_slots(a, need - needs);
     }
 }
 
 /* ==== assigning slots ======================================================================= */
 
 /*
- * Slots, rows and places of the entries of a tile, stored into
- * the parts of the plan that this rank needs, as a source, a relay or a receiver.
+ * Slots, rows and message slots of the entries of a tile, stored into the chunk plans that this
+ * rank needs, as a source, a relay or a receiver.
  */
 
 /* A block's tables in shared memory. */
@@ -349,13 +350,13 @@ __device__ __forceinline__ int warps_before(const Tables &t, int column) {
 
 /* What is numbered of a thread's entry, counted within its tile first. */
 typedef struct Numbered {
-    Same expert, owner, node; /* in the warp */
-    int entry, row, place;    /* entries for its expert, rows to its rank, places of its message
+    Same expert, owner, node;     /* in the warp */
+    int entry, row, message_slot; /* entries for its expert, rows to its rank, slots of its message
                                  before this one */
-    int here;                 /* tokens before this one that this node needs */
-    int mine;                 /* rows to this rank before this token */
-    int needs;                /* whether this node needs the token */
-    int other;                /* its expert's node, among the others; -1: none */
+    int here;                     /* tokens before this one that this node needs */
+    int mine;                     /* rows to this rank before this token */
+    int needs;                    /* whether this node needs the token */
+    int other;                    /* its expert's node, among the others; -1: none */
 } Numbered;
 
 /* Count each warp's part of the tile; then number by what is before. By all threads. */
@@ -384,60 +385,61 @@ __device__ __forceinline__ Numbered number_entry(const EpRouteArgs &a, const Til
     n.needs = (needs & team_lanes(a)) != 0;
     n.here = __popc(needs & earlier) + warps_before(t, need_column(a));
     n.mine = __popc(mine & earlier) + warps_before(t, row_column(a, a.t.rank));
-    n.entry = n.row = n.place = 0;
+    n.entry = n.row = n.message_slot = 0;
     if (p.number >= 0) {
         n.entry = __popc(n.expert.all & lanes_below(lane)) + warps_before(t, expert);
         n.row = n.owner.earlier + warps_before(t, row_column(a, p.number));
     }
-    if (n.other >= 0) n.place = n.node.earlier + warps_before(t, a.columns + n.other);
+    if (n.other >= 0) n.message_slot = n.node.earlier + warps_before(t, a.columns + n.other);
     return n;
 }
 
-/* Where a token belongs on this node: its agent, its part, its place there. */
+/* Where a token belongs on this node: its agent, its chunk plan, its position there. */
 typedef struct Home {
-    EpCudaPlan part;
-    EpPlanPart kind;
-    int agent, tokens; /* most tokens of the part */
-    int at;            /* the token's place */
-    int end;           /* rows to this rank from the places behind the last row of its source */
-    int last;          /* where this token stores the part's last begin; -1: another one does */
+    EpCudaPlan plan;
+    EpChunkPlan kind;
+    int agent, tokens; /* most tokens of the chunk plan */
+    int at;            /* the token's position */
+    int end;           /* rows to this rank from the tokens behind the last row of its source */
+    int last; /* where this token stores the chunk plan's last begin; -1: another one does */
 } Home;
 
 template <typename T> __device__ __forceinline__ T *shift(T *array, int64_t bytes) {
     return (T *)((char *)array + bytes);
 }
 
-__device__ __forceinline__ EpCudaPlan part_of(const EpRouteArgs &a, EpPlanPart kind, int chunk) {
-    EpCudaPlan part = a.part[kind];
-    int64_t bytes = chunk * a.part_stride;
-    part.entries = shift(part.entries, bytes), part.own_token = shift(part.own_token, bytes);
-    part.tokens = shift(part.tokens, bytes), part.begins = shift(part.begins, bytes);
-    part.row_slots = shift(part.row_slots, bytes);
-    if (part.sizes.form == EP_ROUTES_DENSE) part.routes = shift(part.routes, bytes);
-    return part;
+__device__ __forceinline__ EpCudaPlan chunk_plan_of(const EpRouteArgs &a, EpChunkPlan kind,
+                                                    int chunk) {
+    EpCudaPlan plan = a.chunk_plan[kind];
+    int64_t bytes = chunk * a.chunk_stride;
+    plan.entries = shift(plan.entries, bytes), plan.own_token = shift(plan.own_token, bytes);
+    plan.tokens = shift(plan.tokens, bytes), plan.begins = shift(plan.begins, bytes);
+    plan.row_slots = shift(plan.row_slots, bytes);
+    if (plan.sizes.form == EP_ROUTES_DENSE) plan.routes = shift(plan.routes, bytes);
+    return plan;
 }
 
 /* The tokens of a source that this node needs come first, in order; then the others, which have no
- * rows here. So a token's place is that of its record in the message. */
+ * rows here. So a token has the position of its record in the message. */
 __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                           const int32_t *before) {
     Home h;
     int index = a.t.source_index[p.source];
     h.agent = a.t.agent_of[p.source];
-    h.kind = index < 0 ? EP_PART_OWN : EP_PART_RELAYED;
-    h.part = part_of(a, h.kind, p.chunk);
-    h.tokens = ep_part_tokens(&a.p.shape, h.kind);
+    h.kind = index < 0 ? EP_CHUNK_OWN : EP_CHUNK_RELAYED;
+    h.plan = chunk_plan_of(a, h.kind, p.chunk);
+    h.tokens = ep_chunk_plan_tokens(&a.p.shape, h.kind);
     const int32_t *rows =
         (index < 0 ? a.counts.own : a.counts.relayed) + (p.chunk * a.t.ranks + h.agent) * a.t.ranks;
     h.end = rows[a.t.rank];
-    int sources = index < 0 ? 1 : a.t.num_sources[h.agent]; /* of the part */
+    int sources = index < 0 ? 1 : a.t.num_sources[h.agent]; /* of the chunk plan */
     int is_last = p.token == a.t.chunk - 1 && max(index, 0) == sources - 1;
     h.last = is_last ? sources * a.t.chunk : -1;
     h.at = p.token;
     if (index < 0) return h;
     int needed = a.counts.needed[p.source * a.t.chunks + p.chunk];
-    int place = before[need_column(a)] + n.here;
-    h.at = index * a.t.chunk + (n.needs ? place : needed + p.token - place);
+    int slot = before[need_column(a)] + n.here;
+    h.at = index * a.t.chunk + (n.needs ? slot : needed + p.token - slot);
     if (index + 1 < a.t.num_sources[h.agent]) {
         int next = a.t.source_rank[h.agent * a.t.sources + index + 1];
         h.end = before_of(a, tile_number(a, next, p.chunk, 0))[row_column(a, a.t.rank)];
@@ -448,9 +450,9 @@ __device__ __forceinline__ Home find_home(const EpRouteArgs &a, const Tile &p, c
 /* Store where the rows of the token begin on this rank. By one lane of the token. */
 __device__ __forceinline__ void store_begin(const EpRouteArgs &a, const Tile &p, const Numbered &n,
                                             const Home &h, const int32_t *before) {
-    int32_t *begins = h.part.begins + (int64_t)h.agent * (h.tokens + 1);
+    int32_t *begins = h.plan.begins + (int64_t)h.agent * (h.tokens + 1);
     int begin = before[row_column(a, a.t.rank)] + n.mine;
-    begins[h.at] = h.kind == EP_PART_OWN || n.needs ? begin : h.end;
+    begins[h.at] = h.kind == EP_CHUNK_OWN || n.needs ? begin : h.end;
     if (h.last >= 0) begins[h.last] = h.end;
 }
 
@@ -465,12 +467,12 @@ __device__ __forceinline__ void store_entry(const EpRouteArgs &a, const Tile &p,
                                             const Home &h, const EpEntry &here) {
     EpEntry e = here;
     int other = n.other >= 0 ? a.t.ranks + n.other : -1;
-    const int32_t *places =
-        a.counts.places + (p.chunk * a.tiles + p.index) * (a.t.nodes - 1) + n.other;
+    const int32_t *earlier =
+        a.counts.message_slots + (p.chunk * a.tiles + p.index) * (a.t.nodes - 1) + n.other;
     if (p.number < 0) e = EpEntry{-1, 0, (int16_t)other, 0, n.node.leads};
-    if (n.other >= 0) e.row = *places + n.place;
-    h.part.entries[(int64_t)h.at * a.p.top_k + p.k] = e;
-    if (e.leader && p.number == a.t.rank) h.part.own_token[e.row] = h.at;
+    if (n.other >= 0) e.row = *earlier + n.message_slot;
+    h.plan.entries[(int64_t)h.at * a.p.top_k + p.k] = e;
+    if (e.leader && p.number == a.t.rank) h.plan.own_token[e.row] = h.at;
 }
 
 /* Store what this rank, as a receiver, must know of a token's row: the slots of its entries. `row`,
@@ -479,13 +481,13 @@ __device__ __forceinline__ void store_route(const EpRouteArgs &a, const Tile &p,
                                             int row, int flat, int slot, int expert) {
     int64_t at = (int64_t)h.agent * h.tokens + row, k = p.k;
     int is_mine = p.number == a.t.rank;
-    if (h.part.sizes.form == EP_ROUTES_DENSE) {
-        h.part.routes[at * a.p.top_k + k] = is_mine ? slot : -1;
+    if (h.plan.sizes.form == EP_ROUTES_DENSE) {
+        h.plan.routes[at * a.p.top_k + k] = is_mine ? slot : -1;
         return;
     }
-    if (k == 0) h.part.row_slots[at] = flat;
-    if (flat < h.part.sizes.slots)
-        h.part.routes[(int64_t)flat * a.p.top_k + k] = is_mine ? expert : -1;
+    if (k == 0) h.plan.row_slots[at] = flat;
+    if (flat < h.plan.sizes.slots)
+        h.plan.routes[(int64_t)flat * a.p.top_k + k] = is_mine ? expert : -1;
 }
 
 __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p, const Tables &t,
@@ -515,17 +517,17 @@ __device__ __forceinline__ void assign_entry(const EpRouteArgs &a, const Tile &p
 
 /* ==== publishing ============================================================================ */
 
-/* Store how many tokens each agent has in each part. An agent that relays for nobody has zero
+/* Store how many tokens each agent has in each chunk plan. An agent that relays for nobody has zero
  * tokens; store its offset here, since no tile will. By all threads. */
 __device__ void store_tokens(const EpRouteArgs &a) {
     for (int i = threadIdx.x; i < a.t.chunks * a.t.ranks; i += EP_ROUTE_THREADS) {
         int chunk = i / a.t.ranks, agent = i % a.t.ranks, sources = a.t.num_sources[agent];
-        EpCudaPlan own = part_of(a, EP_PART_OWN, chunk);
-        EpCudaPlan relayed = part_of(a, EP_PART_RELAYED, chunk);
+        EpCudaPlan own = chunk_plan_of(a, EP_CHUNK_OWN, chunk);
+        EpCudaPlan relayed = chunk_plan_of(a, EP_CHUNK_RELAYED, chunk);
         int tokens = tokens_of(a, a.t.members[agent]) - chunk * a.t.chunk;
         own.tokens[agent] = min(max(tokens, 0), a.t.chunk);
         relayed.tokens[agent] = sources * a.t.chunk;
-        int64_t stride = ep_part_tokens(&a.p.shape, EP_PART_RELAYED) + 1;
+        int64_t stride = ep_chunk_plan_tokens(&a.p.shape, EP_CHUNK_RELAYED) + 1;
         if (!sources) relayed.begins[agent * stride] = 0;
     }
 }
@@ -544,21 +546,21 @@ __device__ void publish_rows(const EpRouteArgs &a, int64_t step) {
 
 /* Tell the host how many chunks there are, and how much of each message is filled. By all threads.
  */
-__device__ void publish_places(const EpRouteArgs &a, int64_t step) {
+__device__ void publish_message_slots(const EpRouteArgs &a, int64_t step) {
     int word = (int)ep_info_chunks(&a.p.shape), others = a.t.nodes - 1, most = 1;
     for (int r = 0; r < a.t.group; r++)
         most = max(most, tokens_of(a, r));
     int chunks = (most + a.t.chunk - 1) / a.t.chunk, width = others + a.t.sources;
     if (threadIdx.x == 0) publish_word(a.p, step, word, chunks);
     for (int i = threadIdx.x; i < a.t.chunks * width; i += EP_ROUTE_THREADS) {
-        int chunk = i / width, at = i % width, source = at - others, places = 0;
+        int chunk = i / width, at = i % width, source = at - others, filled = 0;
         if (source < 0)
-            places = a.counts.filled[chunk * others + at];
+            filled = a.counts.filled[chunk * others + at];
         else if (source < a.t.num_sources[a.t.rank])
-            places =
+            filled =
                 a.counts
                     .needed[a.t.source_rank[a.t.rank * a.t.sources + source] * a.t.chunks + chunk];
-        publish_word(a.p, step, word + 1 + i, places);
+        publish_word(a.p, step, word + 1 + i, filled);
     }
 }
 
@@ -569,7 +571,7 @@ __device__ void publish(const EpRouteArgs &a, uint32_t epoch) {
     auto rows_of = [&](int source) { return count_of(a, source, flat); };
     auto counted = [&](int e, int source) { return count_of(a, source, first + e); };
     if (threadIdx.x == 0) publish_rows(a, step);
-    publish_places(a, step);
+    publish_message_slots(a, step);
     store_tokens(a);
     if (p.shape.has_rows)
         publish_flat(p, step, a.counts.total + first, rows_of, counted);

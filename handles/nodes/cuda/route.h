@@ -13,7 +13,7 @@
  *     count     for each tile of each rank's tokens: its entries for each expert of this node,
  *               its rows to each rank of this node, and how many of its tokens this node needs
  *     sum       each count becomes the sum over the tiles before
- *     assign    slots, rows and places of all entries: the plan; the last block publishes it
+ *     assign    slots, rows and message slots of all entries: the plan; the last block publishes it
  *
  * A *tile* is a number of consecutive tokens of a rank, of one chunk, with an entry for each
  * thread of a block. Tiles are counted by rank, then by token.
@@ -67,15 +67,15 @@ typedef struct EpRoutingHead {
 
 /** The tables of counts, in device memory. R ranks of the group, m of this node, E experts of this
  *  node. Columns: entries [E]; rows to each rank by source [m], as flat rows are numbered; the same
- *  rows by part [m]; tokens that need this node [1]. */
+ *  rows by chunk plan [m]; tokens that need this node [1]. */
 typedef struct EpRouteCounts {
-    int32_t *before;  /**< [R, chunks, tiles, columns] count of a tile; then the sum before it */
-    int32_t *places;  /**< [chunks, tiles, others] of this rank's tokens: those that need each other
-                           node; then the sum before */
-    int32_t *filled;  /**< [chunks, others] places of this rank's messages that have a record */
+    int32_t *before; /**< [R, chunks, tiles, columns] count of a tile; then the sum before it */
+    int32_t *message_slots; /**< [chunks, tiles, others] of this rank's tokens: those that need each
+                                 other node; then the sum before */
+    int32_t *filled;  /**< [chunks, others] slots of this rank's messages that have a record */
     int32_t *total;   /**< [E + m] of the first columns */
-    int32_t *own;     /**< [chunks, m, m] rows of each agent's own part to each rank */
-    int32_t *relayed; /**< [chunks, m, m] rows of each agent's relayed part to each rank */
+    int32_t *own;     /**< [chunks, m, m] rows of each agent's own chunk plan to each rank */
+    int32_t *relayed; /**< [chunks, m, m] rows of each agent's relayed chunk plan to each rank */
     int32_t *needed;  /**< [R, chunks] tokens of a chunk that need this node */
     int32_t *sent;    /**< rows of this rank to other ranks of the group */
 } EpRouteCounts;
@@ -84,9 +84,9 @@ typedef struct EpRouteArgs {
     EpPrepareArgs p; /**< its group has this rank's number in the group, and all ranks */
     EpRelayTables t;
     EpRouteCounts counts;
-    EpCudaPlan
-        part[2]; /**< of the first chunk; the others follow part_stride bytes after another */
-    int64_t part_stride;
+    EpCudaPlan chunk_plan[2]; /**< of the first chunk; the others follow chunk_stride bytes after
+                                 another */
+    int64_t chunk_stride;
     char *messages; /**< [R, message_bytes] */
     int64_t message_bytes;
     int32_t team_shift;  /**< log2 of the lanes of a token */
